@@ -1,0 +1,115 @@
+"""The ``ddpm-ds`` command: what is done around training. Training itself is started by DeepSpeed's launcher."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from ddpm_ds.errors import SpecError, UserError
+
+EPILOG = """\
+training
+  deepspeed launch/train.py --deepspeed_config ds_configs/zero2_fp16.json
+
+exit codes
+  0 done   2 bad input, nothing was done   130 interrupted   1 a bug
+"""
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise SpecError(f"{message}; {self.prog} --help explains")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb and return the exit code; what a user did wrong is one line on stderr and exit code 2."""
+    parser = _OneLineParser(
+        prog="ddpm-ds",
+        description="Diffusion U-Nets on DeepSpeed pipelines: everything but the training run.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    for add in (_add_prepare, _add_schema):
+        add(verbs)
+    try:
+        options = parser.parse_args(arguments)
+        options.run(options)
+    except UserError as error:
+        print(f"ddpm-ds: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0
+
+
+def add_spec_options(parser: argparse.ArgumentParser) -> None:
+    """The options with which a verb takes a run spec."""
+    parser.add_argument("--spec", type=Path, required=True, metavar="YAML", help="run spec, see launch/specs")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="change one value of the spec; may be repeated",
+    )
+
+
+def _add_prepare(verbs: argparse._SubParsersAction[_OneLineParser]) -> None:
+    parser = verbs.add_parser(
+        "prepare",
+        help="write the images of a spec into their store",
+        description="Read a spec's images once and write the memory-mapped store that training reads. Training does "
+        "this by itself when the store is missing.",
+        allow_abbrev=False,
+    )
+    add_spec_options(parser)
+    parser.set_defaults(run=_prepare)
+
+
+def _prepare(options: argparse.Namespace) -> None:
+    from ddpm_ds.spec_file import load_spec
+
+    data = load_spec(options.spec, options.overrides).data
+    from ddpm_ds.data.prepare import prepare  # after the spec is known to be good: this imports torch
+
+    store = prepare(data, progress=True)
+    skipped = f", {store.meta.skipped:,} unreadable ones left out (skipped.txt)" if store.meta.skipped else ""
+    print(f"{store.path}: {len(store):,} images{skipped}")
+
+
+def _add_schema(verbs: argparse._SubParsersAction[_OneLineParser]) -> None:
+    parser = verbs.add_parser(
+        "schema",
+        help="print what a run spec or a DeepSpeed JSON may hold",
+        description="Print the JSON schema of run specs, for editors (launch/specs/run.schema.json), or the tables of "
+        "docs/spec.md and docs/ds_configs.md.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--markdown", choices=("spec", "ds_config"), help="print the reference as Markdown instead of the schema"
+    )
+    parser.set_defaults(run=_schema)
+
+
+def _schema(options: argparse.Namespace) -> None:
+    from ddpm_ds.ds_config_keys import ds_config_markdown
+    from ddpm_ds.spec_file import spec_markdown, spec_schema
+
+    if options.markdown == "spec":
+        print(spec_markdown(), end="")
+    elif options.markdown == "ds_config":
+        print(ds_config_markdown(), end="")
+    else:
+        print(json.dumps(spec_schema(), indent=2))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

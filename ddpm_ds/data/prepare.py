@@ -1,0 +1,167 @@
+"""Writes a source into a store, once. A store is complete or does not exist."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import BinaryIO
+from uuid import uuid4
+
+import numpy as np
+from tqdm import tqdm
+
+from ddpm_ds.data.sources import Pixels, Source, UnreadableImage, open_source
+from ddpm_ds.data.store import FORMAT, IMAGES, LABELS, META, SKIPPED, Store, StoreMeta, checksums
+from ddpm_ds.errors import DataError
+from ddpm_ds.spec import DataSpec
+
+READ_AHEAD = 256
+"""Images decoded by the threads before they are written."""
+
+
+def store_path(spec: DataSpec) -> Path:
+    """The store's folder: a function of source, size, channels and, for source ``folder``, its absolute path."""
+    name = f"{spec.source}-{spec.image_size}px-{spec.channels}ch"
+    if spec.source == "folder" and spec.path is not None:
+        name += f"-{sha256(os.fsencode(spec.path.resolve())).hexdigest()[:8]}"
+    return spec.store_root / name
+
+
+def prepare(spec: DataSpec, progress: bool = False) -> Store:
+    """Returns the verified store of ``spec``, making it when it is missing; ``progress`` shows bars on stderr.
+
+    An existing store is taken as it is: after changing a folder's images, delete its store. Safe to call from
+    several processes and nodes at once; one works, the others wait. Unreadable images are left out and named in
+    ``skipped.txt``. Raises DataError: the source's own, too many unreadable images, ``store_root`` not writable,
+    a damaged store.
+    """
+    path = store_path(spec)
+    if path.exists():
+        return Store.open(path, progress=progress)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(path) as alone:
+            if alone:
+                for stale in path.parent.glob(f"{_temporary_name(path)}*"):  # of a process that was killed
+                    shutil.rmtree(stale)
+            if not path.exists():
+                _build(spec, path, progress)
+    except OSError as error:
+        raise DataError(
+            f"data.store_root = {spec.store_root} can't be written ({error.strerror or error}); "
+            "choose another folder with --set data.store_root=FOLDER"
+        ) from error
+    return Store.open(path, verify=False)  # the checksums were taken from the files a moment ago
+
+
+def _temporary_name(path: Path) -> str:
+    return f".{path.name}.preparing-"
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[bool]:
+    """Waits until no other process prepares ``path``. Yields False where the file system has no locks (some
+    Lustre mounts): then several may build at once, and the first to finish wins."""
+    with path.with_name(f".{path.name}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            yield False
+        else:
+            yield True
+
+
+def _build(spec: DataSpec, path: Path, progress: bool) -> None:
+    source = open_source(spec, progress)
+    temporary = path.with_name(_temporary_name(path) + uuid4().hex[:8])
+    temporary.mkdir()
+    try:
+        _write(temporary, source, spec, f"preparing {path.name}", progress)
+        try:
+            temporary.rename(path)
+        except OSError:
+            if not path.exists():  # else another process, that we could not lock out, was first
+                raise
+        _sync(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write(folder: Path, source: Source, spec: DataSpec, title: str, progress: bool) -> None:
+    """Writes and flushes all files of a store."""
+    shape = (spec.channels, spec.image_size, spec.image_size)
+    labels: list[int] = []
+    skipped: list[UnreadableImage] = []
+    with (folder / IMAGES).open("wb") as file, tqdm(total=len(source), desc=title, disable=not progress) as bar:
+        _write_header(file, (len(source), *shape))
+        for image in _read(source):
+            bar.update()
+            if isinstance(image, UnreadableImage):
+                skipped.append(image)
+                _check_share(skipped, len(source), spec)
+                continue
+            pixels, label = image
+            file.write(pixels.transpose(2, 0, 1).tobytes())  # (C, H, W)
+            labels.append(label)
+        file.seek(0)
+        _write_header(file, (len(labels), *shape))
+    np.save(folder / LABELS, np.array(labels, np.int64))
+    if skipped:
+        report = "".join(f"{image.name}\t{image.reason}\n" for image in skipped)
+        (folder / SKIPPED).write_text(report, encoding="utf-8", errors="backslashreplace")
+    meta = StoreMeta(
+        format=FORMAT,
+        source=source.name,
+        folder=str(spec.path) if spec.source == "folder" else None,
+        count=len(labels),
+        shape=shape,
+        classes=source.classes,
+        skipped=len(skipped),
+        sha256=checksums(folder, progress),
+    )
+    (folder / META).write_text(meta.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    for written in folder.iterdir():
+        _sync(written)
+    _sync(folder)
+
+
+def _write_header(file: BinaryIO, shape: tuple[int, ...]) -> None:
+    """Starts a uint8 ``.npy``. numpy pads the header so that the first dimension can change in place later."""
+    np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
+
+
+def _read(source: Source) -> Iterator[tuple[Pixels, int] | UnreadableImage]:
+    """All images in order, decoded by threads: Pillow lets go of the interpreter while it decodes and scales."""
+
+    def read(i: int) -> tuple[Pixels, int] | UnreadableImage:
+        try:
+            return source[i]
+        except UnreadableImage as error:
+            return error
+
+    with ThreadPoolExecutor() as threads:
+        for first in range(0, len(source), READ_AHEAD):
+            yield from threads.map(read, range(first, min(first + READ_AHEAD, len(source))))
+
+
+def _check_share(skipped: list[UnreadableImage], count: int, spec: DataSpec) -> None:
+    if len(skipped) > spec.max_bad_fraction * count:
+        raise DataError(
+            f"data.max_bad_fraction = {spec.max_bad_fraction:g} is passed: {len(skipped)} of {count} images are "
+            f"unreadable so far, first {skipped[0]}; mend or remove them, or raise it to skip them"
+        )
+
+
+def _sync(path: Path) -> None:
+    """Makes a file or a folder's entries survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,207 @@
+"""Where images come from. A source gives every image in the size and colours that the spec asks for."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.client import HTTPException
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageOps
+
+from ddpm_ds.errors import DataError
+from ddpm_ds.spec import DataSpec
+
+Pixels = npt.NDArray[np.uint8]
+
+# Formats that Pillow recognises by name but can't decode by itself, or that hold no pictures.
+NOT_PICTURES = {"BUFR", "EPS", "GRIB", "HDF5", "IPTC", "MPEG", "WMF"}
+# Without a limit, a network that swallows packets holds a launch up for minutes.
+NETWORK_TIMEOUT_SECONDS = 20.0
+
+
+class UnreadableImage(Exception):
+    """One image of a source can't be read. It is skipped; too many of them are an error."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
+        self.name = name
+        self.reason = reason
+
+
+class Source(Protocol):
+    """Labelled images in a fixed order.
+
+    ``source[i]`` is ``(pixels, label)``: uint8 ``(image_size, image_size, channels)`` and an index into
+    ``classes``. It raises :class:`UnreadableImage`, and may be called from several threads.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int, /) -> tuple[Pixels, int]: ...
+
+
+def open_source(spec: DataSpec, progress: bool = False) -> Source:
+    """The source that ``spec.source`` names; ``progress`` shows a bar while CIFAR-10 is downloaded.
+
+    Raises DataError: folder missing or without images, download impossible.
+    """
+    if spec.source == "digits":
+        return _digits(spec)
+    if spec.source == "cifar10":
+        return _cifar10(spec, progress)
+    return FolderSource(spec)
+
+
+def fit(image: Image.Image, size: int, channels: int) -> Pixels:
+    """Scales the shorter side to ``size`` (up or down, Lanczos), crops the centre: uint8 ``(size, size, channels)``.
+
+    Transparent pixels become white. An image that already fits is returned unchanged.
+    """
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    image = image.convert("L" if channels == 1 else "RGB")
+    image = ImageOps.fit(image, (size, size), Image.Resampling.LANCZOS)
+    return np.array(image).reshape(size, size, channels)  # (H, W, C)
+
+
+@dataclass
+class ArraySource:
+    """A source that fits in memory."""
+
+    name: str
+    classes: tuple[str, ...]
+    images: Pixels = field(repr=False)  # (N, H, W) or (N, H, W, 3)
+    labels: list[int] = field(repr=False)
+    size: int
+    channels: int
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, i: int, /) -> tuple[Pixels, int]:
+        return fit(Image.fromarray(self.images[i]), self.size, self.channels), self.labels[i]
+
+
+def _digits(spec: DataSpec) -> Source:
+    from sklearn.datasets import load_digits  # takes a second
+
+    digits = load_digits()
+    images = np.rint(digits.images * (255 / 16)).astype(np.uint8)  # (1797, 8, 8), stored as 0..16
+    classes = tuple(str(name) for name in digits.target_names)
+    return ArraySource("digits", classes, images, digits.target.tolist(), spec.image_size, spec.channels)
+
+
+def _cifar10(spec: DataSpec, progress: bool) -> Source:
+    from torchvision.datasets import CIFAR10  # imports torch
+
+    folder = spec.store_root / "downloads"
+    timeout = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(NETWORK_TIMEOUT_SECONDS)
+    try:
+        # torchvision's progress bar has no switch of its own
+        with contextlib.nullcontext() if progress else contextlib.redirect_stderr(io.StringIO()):
+            cifar = CIFAR10(str(folder), train=True, download=True)
+    except (OSError, HTTPException, RuntimeError) as error:
+        raise DataError(
+            f"data.source = cifar10 can't be downloaded ({_one_line(error)}); "
+            f"get {CIFAR10.url} by hand and put it at {folder / CIFAR10.filename}"
+        ) from error
+    finally:
+        socket.setdefaulttimeout(timeout)
+    return ArraySource("cifar10", tuple(cifar.classes), cifar.data, cifar.targets, spec.image_size, spec.channels)
+
+
+class FolderSource:
+    """The image files of a folder and its subfolders, sorted by path; a first-level subfolder is a class.
+
+    Images that lie in the folder itself are of class ``.``; names that begin with a dot are passed over. Images
+    are turned as their EXIF orientation says, and scaled up where they are smaller than asked (:func:`fit`); of
+    several frames the first counts; 16-bit grey becomes 8-bit.
+    """
+
+    name = "folder"
+
+    def __init__(self, spec: DataSpec) -> None:
+        assert spec.path is not None  # the run spec checks it
+        if not spec.path.is_dir():
+            what = "is not a folder" if spec.path.exists() else "does not exist"
+            raise DataError(f"data.path = {spec.path} {what}; give a folder of images with --set data.path=FOLDER")
+        self.root = spec.path
+        self.size = spec.image_size
+        self.channels = spec.channels
+        self.files = sorted(_image_files(self.root))
+        if not self.files:
+            raise DataError(
+                f"data.path = {self.root} holds no image files (.png, .jpg, .webp, ...), nor do its subfolders; "
+                "give a folder of images with --set data.path=FOLDER"
+            )
+        folders = ["." if len(file.parts) == 1 else _printable(file.parts[0]) for file in self.files]
+        self.classes = tuple(sorted(set(folders)))
+        labels = {name: label for label, name in enumerate(self.classes)}
+        self.labels = [labels[name] for name in folders]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, i: int, /) -> tuple[Pixels, int]:
+        try:
+            pixels = fit(_decode(self.root / self.files[i], self.size), self.size, self.channels)
+        except Exception as error:  # a decoder may raise anything on broken bytes
+            raise UnreadableImage(_printable(str(self.files[i])), _one_line(error)) from error
+        return pixels, self.labels[i]
+
+
+def _image_files(root: Path) -> Iterator[Path]:
+    """Relative paths of the files under ``root`` that Pillow can decode, by their extension."""
+    extensions = {
+        extension
+        for extension, kind in Image.registered_extensions().items()
+        if kind in Image.OPEN and kind not in NOT_PICTURES
+    }
+    visited = set()
+    for folder, subfolders, names in os.walk(root, onerror=_refuse, followlinks=True):
+        if os.path.realpath(folder) in visited:  # a link that leads back
+            subfolders.clear()
+            continue
+        visited.add(os.path.realpath(folder))
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        for name in names:
+            if os.path.splitext(name)[1].lower() in extensions and not name.startswith("."):
+                yield Path(folder, name).relative_to(root)
+
+
+def _refuse(error: OSError) -> None:
+    raise DataError(f"data.path: {error.filename} can't be listed ({error.strerror}); allow it or move it elsewhere")
+
+
+def _decode(path: Path, size: int) -> Image.Image:
+    with Image.open(path) as file:
+        # JPEG scales down while decoding, several times faster; twice the size keeps Lanczos' quality
+        file.draft(None, (2 * size, 2 * size))
+        image = ImageOps.exif_transpose(file)
+    if image.mode in ("I", "F"):
+        raise ValueError(f"pixels of mode {image.mode} have no fixed range; save it with 8 or 16 bits")
+    if image.mode.startswith("I;16"):  # Pillow's own conversion clips instead of scaling
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image
+
+
+def _printable(path: str) -> str:
+    """A path as text that any file can hold, also where its bytes are not UTF-8."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

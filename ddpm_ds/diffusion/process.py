@@ -1,0 +1,73 @@
+"""The diffusion process of one run: draws, noise and loss for a micro-batch, on its device."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ddpm_ds import keyed
+from ddpm_ds.diffusion import objective, schedule
+from ddpm_ds.diffusion.objective import NoiseLevel
+from ddpm_ds.keyed import Stream
+from ddpm_ds.spec import DiffusionSpec
+
+
+class Diffusion:
+    """The forward process and the loss of a run; stateless but for float32 tables on `device`.
+
+    All tensors given to it are on `device`. `index` is the (N,) int64 image index of :mod:`ddpm_ds.keyed`. Nothing
+    waits for the device.
+
+    Raises:
+        SpecError: the schedule is impossible.
+    """
+
+    def __init__(self, spec: DiffusionSpec, seed: int, device: torch.device | str) -> None:
+        alpha_bar = schedule.alpha_bars(spec)  # (T,) float64: round once, at the end
+        self.spec = spec
+        self.seed = seed
+        self._levels = NoiseLevel(*(table.float().to(device) for table in NoiseLevel.of(alpha_bar)))
+        self._weights = objective.weights(spec, alpha_bar).float().to(device)
+
+    def prepare(self, images: Tensor, index: Tensor, flips: bool) -> Tensor:
+        """uint8 (N, C, H, W) to float32 in [-1, 1], with half of the images mirrored where `flips`.
+
+        Source: DDPM (Ho et al. 2020), section 3.3.
+        """
+        if flips:
+            mirrored = keyed.integers(self.seed, Stream.FLIP, index, 2).bool()  # (N,)
+            images = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
+        # Dividing by 127.5 is exact at 0 and 255; multiplying by 2 / 255 is not.
+        return images.to(torch.float32).div_(127.5).sub_(1.0)  # (N, C, H, W)
+
+    def draw(self, index: Tensor, shape: torch.Size | tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Timesteps and noise for images of `shape` (N, C, H, W): t (N,) int64 in [0, T), eps float32 of `shape`.
+
+        Source: DDPM, algorithm 1. Our t is the paper's t - 1.
+        """
+        t = keyed.integers(self.seed, Stream.TIMESTEP, index, self.spec.timesteps)
+        eps = keyed.normal(self.seed, Stream.NOISE, index, math.prod(shape[1:]))
+        return t, eps.reshape(shape)  # (N,), (N, C, H, W)
+
+    def level(self, t: Tensor) -> NoiseLevel:
+        """The noise level of each image's timestep, (N, 1, 1, 1) float32 each."""
+        return NoiseLevel(*(table[t][:, None, None, None] for table in self._levels))
+
+    def noised(self, x0: Tensor, t: Tensor, eps: Tensor) -> Tensor:
+        """x_t, float32 (N, C, H, W). Source: DDPM, eq. 4."""
+        return objective.add_noise(x0, eps, self.level(t))
+
+    def loss(self, prediction: Tensor, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
+        """Mean over images of weight times distance, a float32 scalar; `prediction` may be of any float dtype."""
+        target = objective.target(self.spec.objective, x0, eps, self.level(t))
+        distance = objective.distance(self.spec.loss, prediction, target, self.spec.huber_delta)
+        return (self._weights[t] * distance).mean()
+
+    def drop_labels(self, labels: Tensor, index: Tensor, share: float, none_label: int) -> Tensor:
+        """(N,) labels, of which `share` are replaced by `none_label`. Source: Ho and Salimans 2022, algorithm 1."""
+        if share == 0.0:
+            return labels
+        dropped = keyed.uniform(self.seed, Stream.LABEL_DROP, index, 1)[:, 0] < share  # (N,)
+        return labels.masked_fill(dropped, none_label)

@@ -1,0 +1,244 @@
+"""The DeepSpeed JSON: read, checked key by key, and every "auto" filled from the run spec and the world size."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ddpm_ds.ds_config_check import SCHEDULER_PARAMS, check_ds_config, enabled, shown, zero_stage
+from ddpm_ds.errors import DsConfigError, LayoutError
+from ddpm_ds.spec import RunSpec
+
+BUCKET_ELEMENTS = 2**23
+"""What "auto" means for ZeRO's buckets: large enough for a network, small enough for a CPU's memory."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who works on what: processes = stages x replicas, batch = replicas x micro-batches x micro-batch."""
+
+    world_size: int
+    stages: int
+    replicas: int
+    batch_images: int
+    micro_batch_images: int
+    micro_batches: int
+
+
+@dataclass(frozen=True)
+class ResolvedDsConfig:
+    """A DeepSpeed JSON without "auto", and what this project reads from it."""
+
+    config: dict[str, Any]
+    """What DeepSpeed is given. Its activation_checkpoint_interval is 0 while `checkpoint_interval` is "auto"."""
+    layout: Layout
+    precision: Literal["fp32", "fp16", "bf16"]
+    zero_stage: int
+    partition: Literal["flops", "parameters", "uniform"] | list[int]
+    schedule: Literal["1f1b"]
+    checkpoint_interval: int | Literal["auto"]
+
+
+def read_ds_config(path: Path | str) -> dict[str, Any]:
+    """Read a DeepSpeed JSON; duplicated keys are refused. Raises :class:`DsConfigError`."""
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
+    except FileNotFoundError:
+        raise DsConfigError(f"{path}: no such DeepSpeed config; examples are in ds_configs") from None
+    except json.JSONDecodeError as error:
+        raise DsConfigError(f"{path}: not JSON in line {error.lineno}: {error.msg}") from None
+    except (OSError, ValueError) as error:
+        raise DsConfigError(f"{path}: can't be read as a DeepSpeed config: {error}") from None
+    if not isinstance(config, dict):
+        raise DsConfigError(f"{path}: holds {json.dumps(config)} instead of a block {{...}}; see ds_configs")
+    return config
+
+
+def resolve(
+    config: dict[str, Any], spec: RunSpec, *, world_size: int, stages: int | None, path: Path | str
+) -> ResolvedDsConfig:
+    """Check a DeepSpeed JSON and fill every "auto" for this spec and world size.
+
+    `stages` is the command line's and wins over the JSON's. Raises :class:`DsConfigError` where the JSON contradicts
+    the spec, :class:`LayoutError` where the processes or the batch can't be shared out.
+    """
+    check_ds_config(config, path)
+    filled = copy.deepcopy(config)
+    try:
+        layout = _layout(filled, spec, world_size, stages)
+        filled |= {
+            "train_batch_size": _agreed(filled, "train_batch_size", layout.batch_images, "train.batch_images"),
+            "train_micro_batch_size_per_gpu": layout.micro_batch_images,
+            "gradient_accumulation_steps": layout.micro_batches,
+        }
+        _fill_optimizer(filled, spec)
+        _fill_scheduler(filled, spec)
+        _fill_rest(filled, spec)
+    except DsConfigError as error:
+        raise DsConfigError(f"{path}: {error}") from None
+    pipeline = filled.setdefault("pipeline", {})
+    interval = pipeline.get("activation_checkpoint_interval", "auto")
+    pipeline |= {
+        "stages": layout.stages,
+        "partition": _given(pipeline, "partition", "flops"),
+        "schedule": _given(pipeline, "schedule", "1f1b"),
+        "activation_checkpoint_interval": 0 if interval == "auto" else interval,
+        "use_reentrant": pipeline.get("use_reentrant", False),
+    }
+    return ResolvedDsConfig(
+        config=filled,
+        layout=layout,
+        precision="fp16" if enabled(filled, "fp16") else "bf16" if enabled(filled, "bf16") else "fp32",
+        zero_stage=zero_stage(filled),
+        partition=pipeline["partition"],
+        schedule=pipeline["schedule"],
+        checkpoint_interval=interval,
+    )
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name} is given twice in one block")
+    return dict(pairs)
+
+
+def _layout(config: dict[str, Any], spec: RunSpec, world_size: int, asked_stages: int | None) -> Layout:
+    stages = _stages(config, world_size, asked_stages)
+    replicas, batch = world_size // stages, spec.train.batch_images
+    if batch % replicas:
+        raise LayoutError(
+            f"train.batch_images = {batch} can't be shared by {replicas} replicas ({world_size} processes in {stages} "
+            f"stages); use --set train.batch_images={-(-batch // replicas) * replicas} or another -p"
+        )
+    share = batch // replicas
+    micro, micro_batches = _micro_batches(config, spec, share, stages)
+    if micro * micro_batches != share:
+        raise LayoutError(
+            f"train.batch_images = {batch} gives each of {replicas} replicas {share} images, which are not "
+            f'{micro_batches} micro-batches of {micro}; write "auto" for train_micro_batch_size_per_gpu and '
+            f"gradient_accumulation_steps, or change train.batch_images or train.accumulation"
+        )
+    return Layout(world_size, stages, replicas, batch, micro, micro_batches)
+
+
+def _stages(config: dict[str, Any], world_size: int, asked: int | None) -> int:
+    pipeline = config.get("pipeline", {})
+    stages, partition = _given(pipeline, "stages", None), pipeline.get("partition")
+    if asked is not None:
+        name, stages = f"-p {asked}", asked
+    elif stages is not None:
+        name = f"pipeline.stages = {stages}"
+    elif isinstance(partition, list):
+        name, stages = f"pipeline.partition = {partition}", len(partition) + 1
+    else:
+        return 1 if world_size % 2 else 2
+    if stages < 1 or world_size % stages:
+        fitting = [str(count) for count in range(1, world_size + 1) if world_size % count == 0]
+        raise LayoutError(
+            f"{name} makes {stages} stages, which don't divide {world_size} processes; use {' or '.join(fitting)} "
+            f"stages or another number of processes"
+        )
+    if isinstance(partition, list) and len(partition) != stages - 1:
+        raise LayoutError(f"{name} needs {stages - 1} cuts, but pipeline.partition = {partition}; change one of them")
+    return int(stages)
+
+
+def _micro_batches(config: dict[str, Any], spec: RunSpec, share: int, stages: int) -> tuple[int, int]:
+    """Images and number of the micro-batches that a replica's share is asked to be; at least 1 each."""
+    micro = _given(config, "train_micro_batch_size_per_gpu", None)
+    count = _given(config, "gradient_accumulation_steps", None)
+    wanted = spec.train.accumulation
+    if wanted != "auto":
+        if count not in (None, wanted):
+            raise _contradiction("gradient_accumulation_steps", count, "train.accumulation", wanted)
+        count = wanted
+    if count is None:
+        count = _accumulation(share, stages) if micro is None else max(share // micro, 1)
+    if micro is None:
+        micro = max(share // count, 1)
+    return int(micro), int(count)
+
+
+def _accumulation(share: int, stages: int) -> int:
+    """Micro-batches of a replica's share: a pipeline wants several per stage, for a small bubble."""
+    if stages == 1:
+        return 1
+    return next((count for count in range(4 * stages, share) if share % count == 0), share)
+
+
+def _fill_optimizer(config: dict[str, Any], spec: RunSpec) -> None:
+    params = config["optimizer"].setdefault("params", {})
+    optimizer = spec.optimizer
+    for name, value, key in (
+        ("lr", optimizer.learning_rate, "optimizer.learning_rate"),
+        ("betas", list(optimizer.betas), "optimizer.betas"),
+        ("eps", optimizer.epsilon, "optimizer.epsilon"),
+        ("weight_decay", optimizer.weight_decay, "optimizer.weight_decay"),
+    ):
+        params[name] = _agreed(params, name, value, key, "optimizer.params.")
+
+
+def _fill_scheduler(config: dict[str, Any], spec: RunSpec) -> None:
+    warmup, batch = spec.optimizer.warmup_images, spec.train.batch_images
+    if "scheduler" not in config:
+        if warmup:
+            raise DsConfigError(
+                f"scheduler is missing, but optimizer.warmup_images = {warmup}; add "
+                f'"scheduler": {{"type": "WarmupLR"}} or --set optimizer.warmup_images=0'
+            )
+        return
+    kind = config["scheduler"]["type"]
+    if not warmup:
+        if kind != "WarmupLR":
+            raise DsConfigError(f"scheduler.type = {kind} needs a warm-up; use --set optimizer.warmup_images={batch}")
+        del config["scheduler"]
+        return
+    values: dict[str, tuple[Any, str]] = {
+        "warmup_min_lr": (0.0, "the start of every warm-up"),
+        "warmup_max_lr": (spec.optimizer.learning_rate, "optimizer.learning_rate"),
+        "warmup_min_ratio": (0.0, "the start of every warm-up"),
+        "warmup_num_steps": (-(-warmup // batch), "optimizer.warmup_images / train.batch_images"),
+        "warmup_type": ("linear", "the form of every warm-up"),
+        "total_num_steps": (-(-spec.train.images // batch), "train.images / train.batch_images"),
+    }
+    params = config["scheduler"].setdefault("params", {})
+    for name in SCHEDULER_PARAMS[kind]:
+        if name in values:
+            params[name] = _agreed(params, name, *values[name], "scheduler.params.")
+
+
+def _fill_rest(config: dict[str, Any], spec: RunSpec) -> None:
+    zero = config.get("zero_optimization", {})
+    for name in ("reduce_bucket_size", "allgather_bucket_size"):
+        if zero_stage(config) == 0:
+            zero.pop(name, None)
+        elif zero.setdefault(name, "auto") == "auto":
+            zero[name] = BUCKET_ELEMENTS
+    timed = config.get("wall_clock_breakdown", False) or enabled(config, "flops_profiler")
+    if config.get("steps_per_print", "auto" if timed else None) == "auto":
+        config["steps_per_print"] = -(-spec.logging.log_every_images // spec.train.batch_images)
+
+
+def _agreed(block: dict[str, Any], name: str, value: Any, spec_key: str, prefix: str = "") -> Any:
+    """The spec's value, unless the JSON has another one."""
+    given = _given(block, name, value)
+    if given != value:
+        raise _contradiction(f"{prefix}{name}", given, spec_key, value)
+    return value
+
+
+def _contradiction(name: str, given: Any, spec_key: str, value: Any) -> DsConfigError:
+    fix = f" or --set {spec_key}={shown(given)}" if spec_key.count(".") == 1 and " " not in spec_key else ""
+    return DsConfigError(
+        f'{name} = {shown(given)} contradicts the spec: {spec_key} is {shown(value)}; write "auto"{fix}'
+    )
+
+
+def _given(block: dict[str, Any], name: str, otherwise: Any) -> Any:
+    value = block.get(name, "auto")
+    return otherwise if value == "auto" else value

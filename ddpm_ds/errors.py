@@ -1,0 +1,39 @@
+"""Errors that a user can cause and mend: one line each, naming the key, the value and the fix.
+
+Exit codes are a contract with launchers and schedulers; ``docs/exit_codes`` in README lists them.
+"""
+
+EXIT_BAD_INPUT = 2
+EXIT_BAD_NUMBERS = 3
+
+
+class UserError(Exception):
+    """Something that was given is wrong. Shown as one line, without a traceback; exit code 2."""
+
+    exit_code = EXIT_BAD_INPUT
+
+
+class SpecError(UserError):
+    """The run spec (YAML or ``--set``) can't be read or describes nothing that can be trained."""
+
+
+class DsConfigError(UserError):
+    """The DeepSpeed JSON has a key or value that is unknown, ignored or broken under a pipeline."""
+
+
+class DataError(UserError):
+    """A data source or a prepared store is missing, damaged or empty."""
+
+
+class LayoutError(UserError):
+    """Stages, replicas and batch don't fit the processes or the U-Net."""
+
+
+class OutputError(UserError):
+    """The output folder can't be used."""
+
+
+class BadNumbersError(Exception):
+    """Training can't go on: the loss is not finite or the loss scale is at its floor; exit code 3."""
+
+    exit_code = EXIT_BAD_NUMBERS

@@ -1,0 +1,136 @@
+"""Random numbers as pure functions of (seed, stream, image index), with no state anywhere.
+
+The image index is the number of images seen before this one in the run, so it names a position in the endless
+training sequence. A draw depends on nothing else: not on the batch it is part of, nor on ranks, micro-batches,
+workers or what was drawn before. Two pipeline stages that draw apart agree, and a resumed run is the run.
+
+The integers, and what is exact in them (bits, uniform, integers, keep_mask), are the same on every device;
+`normal` is the same up to the device's rounding of log, sin and cos. Nothing here waits for a device.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+
+class Stream(IntEnum):
+    """What a draw is for; two streams of one image are independent. Dropout of layer i uses DROPOUT + i."""
+
+    TIMESTEP = 0
+    NOISE = 1
+    FLIP = 2
+    LABEL_DROP = 3
+    DROPOUT = 16
+
+
+_WORD = 0xFFFFFFFF
+_ROUNDS = 10
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+
+# Odd 32-bit multipliers of `keep_mask`, as the signed int32 that torch wants: 2^32 / golden ratio for the counter,
+# then the two of MurmurHash3's finaliser (Appleby).
+_COUNTER_STEP, _MIX_1, _MIX_2 = (value - 2**32 for value in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35))
+
+
+def _philox(seed: int, stream: int, images: Tensor, blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four words of each Philox4x32-10 block, (N, blocks) int64 each; see :func:`bits`."""
+    if not (0 <= seed <= _WORD and 0 <= stream <= _WORD):
+        raise ValueError(f"seed = {seed} and stream = {stream} must be 32-bit unsigned integers")
+    key_0, key_1 = seed, int(stream)
+    index = images.to(torch.int64)[:, None]  # (N, 1)
+    x0 = torch.arange(blocks, device=images.device)[None]  # (1, blocks)
+    x1 = index & _WORD
+    x2 = index >> 32 & _WORD
+    x3 = torch.zeros_like(x0)
+    for _ in range(_ROUNDS):
+        # Products of 32-bit words wrap in int64, but all 64 bits are right. x1 and x3 keep the whole product:
+        # their high halves are noise that the mask on x0 and x2 removes one round later. The first two rounds
+        # broadcast, so the shapes grow to (N, blocks) only when they must.
+        product_0, product_1 = x0 * _MULTIPLIERS[0], x2 * _MULTIPLIERS[1]
+        x0 = (product_1 >> 32 ^ x1).bitwise_xor_(key_0).bitwise_and_(_WORD)
+        x2 = (product_0 >> 32 ^ x3).bitwise_xor_(key_1).bitwise_and_(_WORD)
+        x1, x3 = product_1, product_0
+        key_0, key_1 = key_0 + _KEY_STEPS[0] & _WORD, key_1 + _KEY_STEPS[1] & _WORD
+    return x0, x1 & _WORD, x2, x3 & _WORD  # (N, blocks) each
+
+
+def bits(seed: int, stream: int, images: Tensor, count: int) -> Tensor:
+    """`count` 32-bit words for each image, by Philox4x32-10.
+
+    Key (seed, stream), counter (block, image low, image high, 0): four words per block. The first words don't
+    depend on `count`. Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+
+    Args:
+        seed, stream: integers in [0, 2^32).
+        images: (N,) int64 image indices.
+
+    Returns:
+        (N, count) int64 with values in [0, 2^32).
+
+    Raises:
+        ValueError: seed or stream is out of range.
+    """
+    words = _philox(seed, stream, images, -(-count // 4))
+    return torch.stack(words, dim=-1).flatten(1)[:, :count]  # (N, count)
+
+
+def uniform(seed: int, stream: int, images: Tensor, count: int) -> Tensor:
+    """(N, count) float32 in [0, 1), multiples of 2^-24; arguments as for :func:`bits`."""
+    # 24 bits fit a float32 exactly, so nothing rounds up to 1.
+    return (bits(seed, stream, images, count) >> 8).to(torch.float32).mul_(2.0**-24)  # (N, count)
+
+
+def normal(seed: int, stream: int, images: Tensor, count: int) -> Tensor:
+    """(N, count) float32 standard normal, by Box and Muller 1958; arguments as for :func:`bits`.
+
+    Two words make two neighbouring draws. Magnitudes end at 6.8, which 1 of 10^11 draws would exceed.
+    """
+    pairs = bits(seed, stream, images, 2 * -(-count // 2)).unflatten(1, (-1, 2))
+    radius_word, angle_word = pairs.to(torch.float32).unbind(-1)  # (N, pairs) each
+    # The half keeps the logarithm's argument above 0. It may round up to 1, where the radius is 0.
+    radius = radius_word.add(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
+    angle = angle_word * (2.0**-32 * 2.0 * math.pi)
+    return torch.stack((radius * angle.cos(), radius * angle.sin()), dim=-1).flatten(1)[:, :count]  # (N, count)
+
+
+def integers(seed: int, stream: int, images: Tensor, high: int) -> Tensor:
+    """(N,) int64, one per image, uniform in [0, high) up to a bias below high / 2^32; high is at most 2^31.
+
+    Raises:
+        ValueError: seed, stream or high is out of range.
+    """
+    if not 0 < high <= 2**31:
+        raise ValueError(f"high = {high} must be in 1 .. 2^31")
+    return bits(seed, stream, images, 1)[:, 0] * high >> 32  # (N,)
+
+
+def keep_mask(seed: int, stream: int, images: Tensor, count: int, drop: float) -> Tensor:
+    """Which of `count` elements dropout keeps, (N, count) bool: each is False with probability `drop`.
+
+    Made for large activations: Philox gives each image two 32-bit keys, and an integer hash of (keys, counter)
+    gives 16 bits per element, so `drop` is rounded to a multiple of 2^-16. The first elements don't depend on
+    `count`.
+
+    Raises:
+        ValueError: seed or stream is out of range, or drop is not in [0, 1).
+    """
+    if not 0.0 <= drop < 1.0:
+        raise ValueError(f"drop = {drop} must be in [0, 1)")
+    key_0, key_1, _, _ = (word.to(torch.int32) for word in _philox(seed, stream, images, 1))  # (N, 1) each
+    counter = torch.arange(-(-count // 2), dtype=torch.int32, device=images.device)
+    x = torch.add(key_0, counter, alpha=_COUNTER_STEP)  # (N, words)
+    # The shape of MurmurHash3's finaliser, except that the second key enters half-way: with one key, two images
+    # whose keys lie close would share a shifted mask. >> copies the sign, so a mask makes each shift logical.
+    spare = x >> 16
+    x ^= spare.bitwise_and_(0xFFFF)
+    torch.add(key_1, x, alpha=_MIX_1, out=x)
+    x ^= torch.bitwise_right_shift(x, 13, out=spare).bitwise_and_(0x7FFFF)
+    x *= _MIX_2
+    x ^= torch.bitwise_right_shift(x, 16, out=spare).bitwise_and_(0xFFFF)
+    threshold = min(round(drop * 2**16), 2**16 - 1) - 2**15
+    return (x.view(torch.int16) >= threshold)[:, :count]  # (N, count)

@@ -1,0 +1,143 @@
+"""What this project knows about the insides of DeepSpeed 0.19; nothing else here touches them.
+
+Each function states the assumption it rests on, and ``tests/pipeline/test_deepspeed_insides.py`` holds every one of
+them, so that an upgrade of DeepSpeed fails there and says what moved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.engine import DeepSpeedEngine, EngineTimers
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.pipe import engine as pipe_engine
+from deepspeed.utils import safe_get_full_grad
+
+
+class _NoStageLimit:
+    """Stands for ``ZeroStageEnum`` in the one assertion of the pipeline engine that refuses ZeRO-2."""
+
+    gradients = 3
+
+
+@contextlib.contextmanager
+def pipeline_engine(engine_class: type[pipe_engine.PipelineEngine]) -> Iterator[None]:
+    """Let ``deepspeed.initialize`` build ``engine_class`` for a PipelineModule, with ZeRO-2 not refused.
+
+    Assumes that ``initialize`` looks the engine up as ``deepspeed.PipelineEngine``, and that the pipeline engine
+    uses its module's ``ZeroStageEnum`` for nothing but that assertion. The refusal is a matter of plumbing: the
+    stock engine would reduce a partitioned gradient once per output tensor; ours runs one backward a micro-batch.
+    """
+    stock_class, stock_enum = deepspeed.PipelineEngine, pipe_engine.ZeroStageEnum
+    deepspeed.PipelineEngine, pipe_engine.ZeroStageEnum = engine_class, _NoStageLimit
+    try:
+        yield
+    finally:
+        deepspeed.PipelineEngine, pipe_engine.ZeroStageEnum = stock_class, stock_enum
+
+
+def leave_forward_and_timing_to_us(engine: DeepSpeedEngine) -> None:
+    """Remove the stock engine's forward hooks and its forward and backward timers.
+
+    Assumes that the two module hooks do nothing but start and stop those timers and the flops profiler (which
+    they restart for every micro-batch and never print), and that under a pipeline the timers are started twice
+    and raise AssertionError. Our engine times instructions where the schedule is executed.
+    """
+    engine.module_forward_pre_hook.remove()
+    engine.module_forward_post_hook.remove()
+    engine.engine_timers = EngineTimers(enable_micro_timers=False, enable_global_timers=False)
+
+
+@contextlib.contextmanager
+def micro_batch_backward(engine: DeepSpeedEngine) -> Iterator[None]:
+    """Surround the one ``torch.autograd.backward`` of a micro-batch on this stage.
+
+    Assumes that a ZeRO optimizer's gradient hooks must run between ``enter_backward`` and ``exit_backward``; that
+    ``_running_engine_backward`` keeps the engine's own post-backward hook out; that under ZeRO-2
+    ``overlapping_partition_gradients_reduce_epilogue`` reduces what this backward left and adds it to the owner's
+    partition as long as the optimizer is told that this is no accumulation boundary; and that a BF16 or ZeRO-1
+    optimizer moves low-precision gradients to their accumulators in ``backward_epilogue``.
+    """
+    optimizer = engine.optimizer
+    engine._running_engine_backward = True
+    try:
+        if isinstance(optimizer, ZeROOptimizer):
+            optimizer.clear_backward_seen_flag()
+            optimizer.set_gradient_accumulation_boundary(False)
+            optimizer.backward_prologue()
+            optimizer.enter_backward()
+        yield
+        if engine.zero_optimization_partition_gradients():
+            optimizer.overlapping_partition_gradients_reduce_epilogue()
+        if isinstance(optimizer, ZeROOptimizer):
+            optimizer.backward_epilogue()
+    finally:
+        if isinstance(optimizer, ZeROOptimizer):
+            optimizer.exit_backward()
+        engine._running_engine_backward = False
+
+
+def finish_partitioned_gradients(engine: DeepSpeedEngine) -> None:
+    """Turn ZeRO-2's accumulated partition into the gradients the optimizer step reads.
+
+    Assumes that ``finalize_gradient_accumulation_boundary`` builds ``averaged_gradients`` (or the offloaded
+    gradient) from what the micro-batches added, without another reduction.
+    """
+    engine.optimizer.finalize_gradient_accumulation_boundary()
+
+
+def loss_scale(engine: DeepSpeedEngine) -> float:
+    """Factor on the loss before backward; 1 in fp32 and bf16.
+
+    Assumes that every fp16 optimizer has ``loss_scale``. The stock engine forgets it under ZeRO-0: only ZeRO
+    optimizers scale the loss there, while FP16_UnfusedOptimizer unscales all the same.
+    """
+    return float(getattr(engine.optimizer, "loss_scale", 1.0)) if engine.fp16_enabled() else 1.0
+
+
+def gradient_norm(engine: DeepSpeedEngine, scale: float) -> float:
+    """Global norm of the last step's gradients over all stages, before clipping; NaN or inf where it overflowed.
+
+    ``scale`` is the loss scale of that step. Assumes that ZeRO optimizers store the unscaled norm in
+    ``_global_grad_norm`` and the unfused fp16 one the scaled norm.
+    """
+    norm = engine.get_global_grad_norm()
+    if norm is None:
+        return float("nan")
+    return float(norm) / (1.0 if isinstance(engine.optimizer, ZeROOptimizer) else scale)
+
+
+def full_gradient(engine: DeepSpeedEngine, parameter: torch.nn.Parameter, scale: float) -> torch.Tensor:
+    """The unscaled, averaged fp32 gradient of a parameter between reduction and optimizer step.
+
+    A collective over the data-parallel group under ZeRO. Assumes ``safe_get_full_grad`` gathers a partitioned
+    gradient by the parameter's mapping, and that gradients still carry the loss scale.
+    """
+    gradient = safe_get_full_grad(parameter) if isinstance(engine.optimizer, ZeROOptimizer) else parameter.grad
+    return gradient.detach().float() / scale
+
+
+def tolerate_scale_floor(engine: DeepSpeedEngine) -> None:
+    """Keep the ZeRO loss scaler from raising at its floor; ``at_scale_floor`` reports it instead.
+
+    Assumes ``loss_scaler.raise_error_at_min_scale``, which only ZeRO's dynamic scaler has.
+    """
+    scaler: Any = getattr(engine.optimizer, "loss_scaler", None)
+    if hasattr(scaler, "raise_error_at_min_scale"):
+        scaler.raise_error_at_min_scale = False
+
+
+def forget_first_optimizer_step(engine: DeepSpeedEngine) -> None:
+    """Undo the optimizer step with zero gradients that the unfused fp16 optimizer takes to allocate its state.
+
+    Assumes that FP16_UnfusedOptimizer steps its inner optimizer once on construction: Adam's bias correction would
+    start at 2 and weight decay would have been applied once.
+    """
+    if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        engine.optimizer.optimizer.state.clear()
+        engine.optimizer.refresh_fp32_params()

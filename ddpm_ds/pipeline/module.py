@@ -1,0 +1,109 @@
+"""The U-Net's layers as a DeepSpeed PipelineModule: this stage's share, and nothing else, is built."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Sequence
+
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ddpm_ds.unet.carry import newest_skip_is_h, pack, unpack
+from ddpm_ds.unet.layers import Layer
+from ddpm_ds.unet.model import build_layer
+
+Carry = tuple[Tensor, ...]
+
+
+class UnetLayerSpec(LayerSpec):
+    """Builds layer ``index`` of the list when DeepSpeed asks for it; weights follow from (seed, index) alone."""
+
+    def __init__(self, layer: Layer, index: int, seed: int) -> None:
+        super().__init__(nn.Module)
+        self.layer, self.index, self.seed = layer, index, seed
+
+    def build(self, log: bool = False) -> nn.Module:
+        return build_layer(self.layer, self.index, self.seed)
+
+
+class UnetPipelineModule(PipelineModule):
+    """One stage of the U-Net, cut at ``bounds`` (see :mod:`ddpm_ds.pipeline.partition`).
+
+    Parameters are named ``{index in the list}.{name in the layer}``, whatever the cuts. The number of stages is
+    ``len(bounds) - 1``; processes beyond one pipeline are data-parallel replicas.
+    """
+
+    def __init__(self, layers: Sequence[Layer], bounds: Sequence[int], seed: int) -> None:
+        self.unet_layers = tuple(layers)
+        self._bounds = tuple(bounds)
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints its seeds, which it does not set
+            super().__init__(
+                layers=[UnetLayerSpec(layer, index, seed) for index, layer in enumerate(layers)],
+                num_stages=len(bounds) - 1,
+            )
+
+    def _partition_layers(self, method: str = "uniform") -> None:
+        self.parts = list(self._bounds)
+        self.first, self.stop = self._bounds[self.stage_id], self._bounds[self.stage_id + 1]
+        self._set_bounds(start=self.first, stop=self.stop)
+
+    def forward(self, inputs: Carry) -> Carry | Tensor:
+        """Walk this stage's layers, recomputing groups of ``activation_checkpoint_interval`` of them in backward."""
+        interval = self.activation_checkpoint_interval
+        if not interval or not torch.is_grad_enabled():
+            return self._walk(self.first, self.stop)(*inputs)
+        carry: Carry | Tensor = inputs
+        first = self.first
+        if first == 0:  # makes emb of what needs no gradient, so a reentrant checkpoint would cut it off
+            carry, first = self._walk(0, 1)(*inputs), 1
+        for start in range(first, self.stop, interval):
+            carry = self._recomputed(start, min(start + interval, self.stop), carry)
+        return carry
+
+    def _walk(self, start: int, stop: int) -> Callable[..., Carry | Tensor]:
+        layers = self.forward_funcs[start - self.first : stop - self.first]
+
+        def walk(*carry: Tensor) -> Carry | Tensor:
+            for layer in layers:
+                carry = layer(carry)
+            return carry
+
+        return walk
+
+    def _recomputed(self, start: int, stop: int, carry: Carry) -> Carry | Tensor:
+        """Layers ``start`` to ``stop - 1`` under activation checkpointing.
+
+        Skips that these layers leave alone go around the checkpoint, and a tensor that is both ``h`` and the newest
+        skip leaves it once: an autograd function that returns a tensor twice, or returns its own input, loses or
+        copies gradients under reentrant checkpointing. Dropout is keyed, so no RNG state is kept.
+        """
+        depth = lowest = 0
+        for layer in self.unet_layers[start:stop]:
+            depth -= layer.skip_channels > 0
+            lowest = min(lowest, depth)
+            depth += layer.pushes
+        passing, used = carry[2 : len(carry) + lowest], carry[len(carry) + lowest :]
+        pushed = newest_skip_is_h(self.unet_layers, stop)
+        walk = self._walk(start, stop)
+
+        def run(*inner: Tensor) -> Carry | Tensor:
+            outputs = walk(*inner)
+            return pack(outputs, pushed) if isinstance(outputs, tuple) else outputs
+
+        outputs = self.activation_checkpoint_func(run, *carry[:2], *used)
+        if isinstance(outputs, Tensor):
+            return outputs
+        h, emb, *skips = unpack(outputs, pushed)
+        return (h, emb, *passing, *skips)
+
+
+def checkpoint_function(use_reentrant: bool) -> Callable[..., Carry | Tensor]:
+    """PyTorch's activation checkpointing in the wanted flavour."""
+
+    def run(function: Callable[..., Carry | Tensor], *inputs: Tensor) -> Carry | Tensor:
+        return checkpoint(function, *inputs, use_reentrant=use_reentrant, preserve_rng_state=False)
+
+    return run

@@ -1,0 +1,1 @@
+"""The loop, its meters and its tracking."""

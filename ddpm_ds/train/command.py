@@ -1,0 +1,144 @@
+"""The command line of ``launch/train.py``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import NoReturn
+
+from ddpm_ds.errors import BadNumbersError, SpecError, UserError
+from ddpm_ds.train.plan import RunPlan, describe_plan, plan_run
+
+SPECS = Path(__file__).resolve().parents[2] / "launch" / "specs"
+DEFAULT_OUTPUT_ROOT = Path("runs")
+OTHERS_WAIT_SECONDS = 5.0
+"""How long ranks other than 0 hold back an error, so that rank 0 is the one to say it."""
+
+DESCRIPTION = """\
+Train a diffusion U-Net on DeepSpeed's pipeline engine.
+
+The run spec (YAML) says what is trained, the DeepSpeed JSON how. Processes are stages x replicas:
+-p sets the stages, the launcher's --num_gpus the processes.
+"""
+
+EXAMPLES = """\
+examples
+  deepspeed launch/train.py --deepspeed_config ds_configs/zero2_fp16.json
+      handwritten digits on this machine, fp16 and ZeRO-2
+  deepspeed --num_gpus 4 launch/train.py --deepspeed_config ds_configs/zero2_fp16.json -p 2
+      2 stages x 2 replicas
+  deepspeed launch/train.py --deepspeed_config ds_configs/zero2_bf16.json \\
+      --spec launch/specs/folder.yaml --set data.path=photos --set train.images=2000000
+      your own images
+  deepspeed --num_gpus 8 launch/train.py --deepspeed_config ds_configs/zero2_fp16.json \\
+      --spec launch/specs/cifar10.yaml -p 4 --dry-run
+      what would run, with the table of stages
+
+exit codes
+  0 done   2 bad input, nothing was started   3 the numbers went bad (NaN, loss scale at its floor)   1 a bug
+"""
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise SpecError(f"{message}; --help explains the options")
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of a training run.
+
+    Raises:
+        SpecError: an option is unknown or has a wrong value.
+    """
+    parser = _OneLineParser(
+        prog="deepspeed [launcher options] launch/train.py",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="JSON", help="how to train")
+    parser.add_argument("--spec", type=Path, default=SPECS / "digits.yaml", metavar="YAML", help="what to train")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="change one value of the spec; may be repeated",
+    )
+    parser.add_argument(
+        "-p",
+        "--pipeline-stages",
+        type=int,
+        default=None,
+        metavar="STAGES",
+        help="number of stages, instead of the JSON's pipeline.stages",
+    )
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help=f"folder of this run, new or empty; MLflow's store is its parent (default {DEFAULT_OUTPUT_ROOT}/DATE-NAME)",
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if there is any")
+    parser.add_argument("--dry-run", action="store_true", help="print what would run, with the table of stages, and exit")
+    parser.add_argument("--verbose", action="store_true", help="show DeepSpeed's own log")
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # of launchers
+    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # of DeepSpeed's convention
+    return parser.parse_args(arguments)
+
+
+def set_environment() -> None:
+    """Make a process that no launcher started a world of its own."""
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29500")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    set_environment()
+    try:
+        options = parse(arguments)
+        plan = plan_run(
+            options.spec,
+            options.overrides,
+            options.deepspeed_config,
+            world_size=int(os.environ["WORLD_SIZE"]),
+            stages=options.pipeline_stages,
+        )
+        if options.dry_run:
+            _print_plan(plan, options.run_dir)
+            return 0
+        from ddpm_ds.train.session import run_training  # torch and deepspeed, after everything cheap is checked
+
+        run_training(plan, options)
+    except (UserError, BadNumbersError) as error:
+        _say_once(f"ddpm_ds: error: {error}")
+        return error.exit_code
+    return 0
+
+
+def run_dir_of(plan: RunPlan, run_dir: Path | None) -> Path:
+    """The run's folder: the one asked for, else a new one under the output root."""
+    return run_dir or DEFAULT_OUTPUT_ROOT / f"{datetime.now():%Y%m%d-%H%M%S}-{plan.spec.name}"
+
+
+def _print_plan(plan: RunPlan, run_dir: Path | None) -> None:
+    if int(os.environ["RANK"]) == 0:
+        print(describe_plan(plan, run_dir, run_dir.parent if run_dir else DEFAULT_OUTPUT_ROOT), flush=True)
+
+
+def _say_once(line: str) -> None:
+    """Say what every rank has found, once. A launcher ends the other ranks as soon as rank 0 has left."""
+    if int(os.environ["RANK"]) != 0:
+        time.sleep(OTHERS_WAIT_SECONDS)
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,54 @@
+"""What the engine trains: denoising, drawn from the image index so that first and last stage agree."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ddpm_ds.data.loader import MicroBatch
+from ddpm_ds.diffusion.process import Diffusion
+from ddpm_ds.spec import RunSpec
+
+
+class Noised(NamedTuple):
+    """A micro-batch as training needs it, on the device."""
+
+    x0: Tensor
+    """(N, C, H, W) fp32 in [-1, 1]"""
+    t: Tensor
+    """(N,) int64"""
+    eps: Tensor
+    """(N, C, H, W) fp32"""
+    labels: Tensor | None
+    """(N,) int64, dropped labels replaced; None in a run without classes"""
+
+
+class Denoising:
+    """Implements :class:`ddpm_ds.pipeline.engine.Objective` for a run spec."""
+
+    def __init__(self, spec: RunSpec, device: torch.device) -> None:
+        self._spec = spec
+        self._device = device
+        self._diffusion = Diffusion(spec.diffusion, spec.train.seed, device)
+
+    def prepare(self, micro_batch: MicroBatch) -> Noised:
+        """uint8 images to x0, timestep, noise and label, each a function of (seed, image index)."""
+        spec = self._spec
+        images, labels, index = (tensor.to(self._device, non_blocking=True) for tensor in micro_batch)
+        x0 = self._diffusion.prepare(images, index, flips=spec.data.horizontal_flips)
+        t, eps = self._diffusion.draw(index, x0.shape)
+        if spec.unet.classes is None:
+            return Noised(x0, t, eps, None)
+        labels = self._diffusion.drop_labels(labels, index, spec.train.label_drop, spec.unet.classes)
+        return Noised(x0, t, eps, labels)
+
+    def inputs(self, prepared: Noised) -> tuple[Tensor, ...]:
+        """(x_t, t) or (x_t, t, labels)."""
+        x_t = self._diffusion.noised(prepared.x0, prepared.t, prepared.eps)
+        return (x_t, prepared.t) if prepared.labels is None else (x_t, prepared.t, prepared.labels)
+
+    def loss(self, prediction: Tensor, prepared: Noised) -> Tensor:
+        """Mean loss of the micro-batch, fp32 scalar."""
+        return self._diffusion.loss(prediction, prepared.x0, prepared.eps, prepared.t)

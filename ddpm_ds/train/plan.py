@@ -1,0 +1,123 @@
+"""The whole run on paper, before anything is started: spec, configuration, layers, stages. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddpm_ds.ds_config import ResolvedDsConfig, read_ds_config, resolve
+from ddpm_ds.pipeline.partition import Stage, describe, partition
+from ddpm_ds.spec import RunSpec
+from ddpm_ds.spec_file import load_spec
+from ddpm_ds.unet.layers import Layer, unet_layers
+
+ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run that is consistent in itself and with the number of processes."""
+
+    spec: RunSpec
+    spec_path: Path
+    ds: ResolvedDsConfig
+    ds_path: Path
+    layers: tuple[Layer, ...]
+    bounds: tuple[int, ...]
+    stages: tuple[Stage, ...]
+
+    @property
+    def parameters(self) -> int:
+        """Trainable parameters of the whole U-Net."""
+        return sum(layer.parameters for layer in self.layers)
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates of one image's forward."""
+        return sum(layer.macs for layer in self.layers)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps; the last batch is whole even where ``train.images`` is not a multiple of it."""
+        return -(-self.spec.train.images // self.ds.layout.batch_images)
+
+    def sent_bytes(self, stage: Stage) -> int:
+        """Bytes that ``stage`` sends to the next one in one step; as many come back as gradients."""
+        return stage.sent_elements * self.images_per_replica * ELEMENT_BYTES[self.ds.precision]
+
+    @property
+    def images_per_replica(self) -> int:
+        """Images of one step that one pipeline works on."""
+        return self.ds.layout.batch_images // self.ds.layout.replicas
+
+
+def plan_run(
+    spec_path: Path, overrides: Sequence[str], ds_path: Path, *, world_size: int, stages: int | None
+) -> RunPlan:
+    """Read and check everything that can be checked without a device.
+
+    Raises:
+        SpecError, DsConfigError, LayoutError: one line each, before anything is started.
+    """
+    spec = load_spec(spec_path, overrides)
+    ds = resolve(read_ds_config(ds_path), spec, world_size=world_size, stages=stages, path=ds_path)
+    layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
+    bounds = partition(layers, ds.layout.stages, ds.partition)
+    return RunPlan(spec, spec_path, ds, ds_path, layers, bounds, describe(layers, bounds))
+
+
+def stage_table(plan: RunPlan) -> str:
+    """The stages as a table: layers, parameters, forward flops, bytes sent per step."""
+    header = ("stage", "layers", "first", "last", "parameters", "forward GFLOP/image", "share", "sent MB/step")
+    rows = [header]
+    total = max(2 * plan.macs, 1)
+    for stage in plan.stages:
+        rows.append(
+            (
+                str(stage.index),
+                str(stage.layers),
+                stage.first_layer,
+                stage.last_layer,
+                f"{stage.parameters:,}",
+                f"{stage.forward_flops / 1e9:.4f}",
+                f"{stage.forward_flops / total:.1%}",
+                f"{plan.sent_bytes(stage) / 1e6:.2f}",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    text_columns = {2, 3}
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column in text_columns else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def describe_plan(plan: RunPlan, run_dir: Path | None, output_root: Path) -> str:
+    """What ``--dry-run`` prints."""
+    spec, layout, ds = plan.spec, plan.ds.layout, plan.ds
+    recompute = {"auto": "where memory asks for it", 0: "off"}.get(
+        ds.checkpoint_interval, f"every {ds.checkpoint_interval} layers"
+    )
+    lines = [
+        f"run          {spec.name}: {plan.spec_path} with {plan.ds_path}",
+        f"data         {spec.data.source}, {spec.data.image_size}x{spec.data.image_size}x{spec.data.channels}",
+        f"U-Net        {plan.parameters:,} parameters in {len(plan.layers)} layers, "
+        f"{2 * plan.macs / 1e9:.4f} GFLOP forward per image",
+        f"precision    {ds.precision}, ZeRO-{ds.zero_stage}, activation checkpointing {recompute}",
+        f"layout       {layout.world_size} processes = {layout.stages} stages x {layout.replicas} replicas, "
+        f"schedule {ds.schedule}",
+        f"batch        {layout.batch_images} images = {layout.micro_batch_images} per micro-batch x "
+        f"{layout.micro_batches} micro-batches x {layout.replicas} replicas",
+        f"length       {spec.train.images:,} images = {plan.steps:,} steps, "
+        f"logged every {spec.logging.log_every_images:,} images",
+        f"outputs      {run_dir or output_root / f'<date>-{spec.name}'}; MLflow in {output_root} "
+        "unless MLFLOW_TRACKING_URI is set",
+        "",
+        stage_table(plan),
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,288 @@
+"""The process in which MLflow lives: takes records as JSON lines and sends them, in order, until they are accepted.
+
+Rank 0's :class:`~ddpm_ds.train.tracking.Tracker` (which documents the records) starts it with its own process id. When
+that process dies, the run ends as FAILED after everything that was said, and this process ends soon after.
+
+Without a process id it sends what a run had to leave behind:
+
+    python -m ddpm_ds.train.tracking_worker < RUN_DIR/mlflow_unsent.jsonl
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddpm_ds.train.tracking import Record, keep_unsent, now_ms, print_to_stderr, resolve_uri, without_password
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+
+FLUSH_SECONDS = 20.0  # after the trainer died; DeepSpeed's launcher kills what is left of a rank after 30
+LONGEST_PAUSE_SECONDS = 30.0
+METRICS_PER_REQUEST, PARAMS_PER_REQUEST = 1000, 100  # MLflow's limits; that for params holds for tags too
+START_TAG = "ddpm_ds.start"  # finds the run again when the answer to its creation was lost
+REFUSALS = ("BAD_REQUEST", "INVALID_PARAMETER_VALUE", "INVALID_STATE", "RESOURCE_DOES_NOT_EXIST")
+DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+
+
+def reason(error: BaseException) -> str:
+    """The first cause of an error, in one line."""
+    while cause := error.__cause__ or error.__context__:
+        error = cause
+    return without_password(" ".join(str(error).split())[:200]) or type(error).__name__
+
+
+def find_run(client: MlflowClient, start: Record, uri: str) -> Run:
+    """The run of a start record: gone on with, found, or made with its params and tags. Safe to repeat."""
+    from mlflow.entities import Param, RunTag
+    from mlflow.exceptions import MlflowException
+
+    run, params = None, []
+    if start["run_id"]:
+        try:
+            client.update_run(start["run_id"], status="RUNNING")
+            run = client.get_run(start["run_id"])
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+    if run is None:
+        params = [Param(name, value) for name, value in start["params"].items()]
+        if experiment := client.get_experiment_by_name(start["experiment"]):
+            experiment_id = experiment.experiment_id
+        else:
+            # A server knows where artifacts go; a bare database would have them in the working folder.
+            bare = uri.split(":")[0].split("+")[0] in DATABASES
+            location = (Path(start["output_root"]) / "mlartifacts").as_uri() if bare else None
+            experiment_id = client.create_experiment(start["experiment"], location)
+        found = client.search_runs([experiment_id], f"tags.`{START_TAG}` = '{start['id']}'", max_results=1)
+        tags = {START_TAG: start["id"]}
+        run = found[0] if found else client.create_run(experiment_id, start["time"], tags, start["run_name"])
+    run_tags = [RunTag(name, value) for name, value in start["tags"].items()]
+    for begin in range(0, max(len(params), len(run_tags)), PARAMS_PER_REQUEST):
+        part = slice(begin, begin + PARAMS_PER_REQUEST)
+        client.log_batch(run.info.run_id, params=params[part], tags=run_tags[part], synchronous=True)
+    return run
+
+
+class Worker:
+    """Reads records in one thread and sends them in another; ``parent`` is the trainer's process id, if any."""
+
+    def __init__(self, parent: int | None) -> None:
+        self._parent = parent
+        self._records: deque[Record] = deque()  # not accepted yet, oldest first
+        self._refused: list[Record] = []
+        self._changed = threading.Condition()
+        self._ending = threading.Event()  # the trainer will say nothing more
+        self._unfinished = False  # a start was read and its finish was not
+        self._said: set[str] = set()
+        self._down = False
+        self._start: Record = {}
+        self._client: MlflowClient
+        self._run: Run
+        self._replies = os.fdopen(os.dup(1), "w", buffering=1)
+        if parent is not None:
+            os.dup2(2, 1)  # what MLflow prints is not a reply
+
+    def read(self) -> None:
+        """Take in records until the trainer is gone. Never waits for MLflow, so that nothing said is lost with it."""
+        tail = b""
+        try:
+            while True:
+                if select.select([0], [], [], 1.0)[0]:
+                    if not (chunk := os.read(0, 1 << 16)):
+                        break
+                    *lines, tail = (tail + chunk).split(b"\n")
+                    for line in lines:
+                        self._take(json.loads(line))
+                elif self._parent is not None and os.getppid() != self._parent:
+                    break  # a loader process forked from the trainer may still hold the pipe open
+        finally:
+            if self._parent is not None:
+                threading.Timer(FLUSH_SECONDS, self._give_up).start()
+            if self._unfinished:
+                self._take({"finish": "FAILED", "time": now_ms()})
+            self._end()
+
+    def _take(self, record: Record) -> None:
+        with self._changed:
+            self._unfinished = "start" in record or (self._unfinished and "finish" not in record)
+            self._records.append(record)
+            self._changed.notify()
+        if "finish" in record and self._parent is not None:
+            self._end()
+
+    def _end(self) -> None:
+        with self._changed:
+            self._ending.set()
+            self._changed.notify()
+
+    def _give_up(self) -> None:
+        with self._changed:
+            left = [record for record in (*self._refused, *self._records) if "start" not in record]
+        if self._start:
+            self._say("unsent", keep_unsent(self._start, left))
+        os._exit(1)
+
+    def work(self) -> None:
+        """Send every record; returns when there are no more to come."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._records or self._ending.is_set())
+                if not self._records:
+                    return
+                batch = self._next_batch()
+            answer = self._until_answered(batch)
+            with self._changed:
+                for _ in batch:
+                    self._records.popleft()
+                all_sent = not self._records
+            self._reply({answer: sum("start" not in record and "system" not in record for record in batch)})
+            if self._down and all_sent:
+                self._down = False
+                self._say("up", f"MLflow at {self._uri} answers again; everything has been sent")
+
+    def _next_batch(self) -> list[Record]:
+        """As many metrics records as one request takes, or the one record of another kind that is next."""
+        batch: list[Record] = []
+        room = METRICS_PER_REQUEST
+        for record in islice(self._records, METRICS_PER_REQUEST):
+            room -= len(record.get("metrics", ()))
+            if batch and (room < 0 or "metrics" not in record):
+                break
+            batch.append(record)
+            if "metrics" not in record:
+                break
+        return batch
+
+    def _until_answered(self, batch: list[Record]) -> str:
+        """Try until the records are taken ("sent"), or MLflow says that they never will be ("refused")."""
+        pause = 1.0
+        while True:
+            try:
+                self._send(batch)
+                return "sent"
+            except Exception as error:  # whatever it is, the trainer must not see it
+                refused = isinstance(error, FileNotFoundError) or getattr(error, "error_code", "") in REFUSALS
+                if refused and "start" not in batch[0]:
+                    self._refused.extend(batch)
+                    self._say("refused", f"MLflow at {self._uri} refused a record ({reason(error)})")
+                    return "refused"
+                self._down = True
+                self._say("down", f"MLflow at {self._uri} fails ({reason(error)}); training goes on, it is tried again")
+            if self._ending.wait(pause):
+                time.sleep(1.0)  # the time left is bounded now, so waste none of it
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def _send(self, batch: list[Record]) -> None:
+        record = batch[0]
+        if "start" in record:
+            self._start = record["start"]
+            self._open()
+        elif "metrics" in record:
+            from mlflow.entities import Metric
+
+            points = [(point["metrics"], point["time"], point["step"]) for point in batch]
+            metrics = [Metric(name, value, at, step) for values, at, step in points for name, value in values.items()]
+            self._client.log_batch(self._run.info.run_id, metrics=metrics, synchronous=True)
+        elif "artifact" in record:
+            self._client.log_artifact(self._run.info.run_id, record["artifact"], record["folder"] or None)
+        elif "text" in record:
+            self._client.log_text(self._run.info.run_id, record["text"], record["name"])
+        elif "finish" in record:
+            self._client.set_terminated(self._run.info.run_id, record["finish"], record["time"])
+
+    def _open(self) -> None:
+        import mlflow
+
+        uri, output_root = resolve_uri(self._start), Path(self._start["output_root"])
+        mlflow.set_tracking_uri(uri)
+        output_root.mkdir(parents=True, exist_ok=True)
+        with (output_root / ".mlflow.lock").open("w") as lock:
+            if uri.startswith("sqlite"):
+                fcntl.flock(lock, fcntl.LOCK_EX)  # two runs that make the same database at once would spoil it
+            self._client = mlflow.MlflowClient(uri)
+            self._run = find_run(self._client, self._start, uri)
+        run_id, asked_for = self._run.info.run_id, self._start["run_id"]
+        if asked_for not in (None, run_id):
+            self._say("new", f"MLflow at {self._uri} has no run {asked_for}; {run_id} is a new run")
+        self._reply({"run": {"run_id": run_id, "experiment_id": self._run.info.experiment_id}})
+        if self._parent is not None:
+            threading.Thread(target=self._sample_system, daemon=True).start()
+
+    def _sample_system(self) -> None:
+        """MLflow's own monitors, for the whole node; queued like other metrics, so that an outage costs no samples."""
+        from mlflow.environment_variables import MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING as ENABLED
+        from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+        if ENABLED.is_set() and not ENABLED.get():
+            return
+        info = self._run.info
+        try:
+            monitor = SystemMetricsMonitor(info.run_id, tracking_uri=resolve_uri(self._start))
+            prefix = f"system/{monitor.node_id}/" if monitor.node_id else "system/"
+            monitor.collect_metrics()  # the first reading only starts the counters
+            while True:
+                for source in monitor.monitors:
+                    source.clear_metrics()
+                for _ in range(monitor.samples_before_logging):
+                    if self._ending.wait(monitor.sampling_interval):
+                        return
+                    monitor.collect_metrics()
+                values = {prefix + name: value for name, value in monitor.aggregate_metrics().items()}
+                now = now_ms()
+                seconds = (now - info.start_time) // 1000  # goes on rising when the run is resumed
+                self._take({"metrics": values, "step": seconds, "time": now, "system": True})
+        except Exception as error:
+            self._say("system", f"system metrics are no longer read ({reason(error)}); training goes on")
+
+    @property
+    def _uri(self) -> str:
+        return without_password(resolve_uri(self._start))
+
+    def _reply(self, reply: Record) -> None:
+        if self._parent is not None:
+            with suppress(OSError):  # the trainer is gone
+                self._replies.write(json.dumps(reply) + "\n")
+
+    def _say(self, topic: str, line: str) -> None:
+        """Once for each topic; through the trainer while it lives, so that its progress line stays whole."""
+        if topic not in self._said:
+            self._said.add(topic)
+            if self._parent is not None and os.getppid() == self._parent:
+                self._reply({"say": line})
+            else:
+                with suppress(OSError):
+                    print_to_stderr(line)
+
+
+def main() -> None:
+    """Serve the process whose id is the first argument, or send the records in standard input."""
+    parent = int(sys.argv[1]) if len(sys.argv) > 1 else None
+    if parent is not None:
+        # Launchers and terminals signal the whole process group; this process ends when the trainer has.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)
+        os.nice(5)  # training goes first
+    logging.disable(logging.CRITICAL)
+    worker = Worker(parent)
+    threading.Thread(target=worker.read, daemon=True).start()
+    worker.work()
+    os._exit(0)  # without waiting for threads of MLflow's
+
+
+if __name__ == "__main__":
+    main()

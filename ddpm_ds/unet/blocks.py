@@ -1,0 +1,192 @@
+"""The modules of the layers, each a function from carry to carry.
+
+:class:`CarryLayer` is the only place that knows the carry and the dtypes; a layer computes an h from an h
+and an emb.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from ddpm_ds.unet.carry import Carry
+from ddpm_ds.unet.layers import (
+    AttentionLayer,
+    BlockLayer,
+    DownsampleLayer,
+    EmbedLayer,
+    InputLayer,
+    Layer,
+    OutputLayer,
+    UpsampleLayer,
+)
+from ddpm_ds.unet.operations import Convolution, GroupNorm, KeyedDropout, LabelEmbedding, Linear, norm_silu
+
+
+def arithmetic_dtype(stored: Tensor) -> torch.dtype:
+    """The dtype in which a layer computes: that of the carry, but fp32 for fp16 on CPU.
+
+    CPUs without fp16 arithmetic run fp16 convolutions 30 to 70 times slower than fp32 ones. A layer that
+    widens its input once and narrows its output once costs about what fp32 costs.
+    """
+    return torch.float32 if stored.dtype is torch.float16 and stored.device.type == "cpu" else stored.dtype
+
+
+class CarryLayer(nn.Module):
+    """A layer of the list: pops a skip if it should, computes the new h, pushes it if it should."""
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.pops = layer.skip_channels > 0
+        self.pushes = layer.pushes
+
+    def forward(self, carry: Carry) -> Carry:
+        h, emb, *skips = carry
+        stored = h.dtype
+        if self.pops:
+            h = torch.cat((h, skips.pop()), dim=1)
+        h = self.compute(h.to(arithmetic_dtype(h)), emb).to(stored)
+        return (h, emb, *skips, h) if self.pushes else (h, emb, *skips)
+
+    def compute(self, h: Tensor, emb: Tensor) -> Tensor:
+        """The new h, in the dtype of h; emb comes as stored."""
+        raise NotImplementedError
+
+
+def sinusoid(t: Tensor, channels: int, *, sine_first: bool, shift: int) -> Tensor:
+    """Sinusoidal embedding of timesteps (N,) in fp32 (Vaswani et al. 2017, 3.5, as DDPM uses it).
+
+    Frequencies fall geometrically from 1 to 1e-4, over ``channels // 2 - shift`` steps.
+    """
+    half = channels // 2
+    exponent = torch.arange(half, dtype=torch.float32, device=t.device) / max(half - shift, 1)
+    angle = t.float()[:, None] * torch.exp(-math.log(10_000) * exponent)  # (N, channels // 2)
+    waves = (angle.sin(), angle.cos()) if sine_first else (angle.cos(), angle.sin())
+    return F.pad(torch.cat(waves, dim=1), (0, channels % 2))  # (N, channels)
+
+
+class Embed(nn.Module):
+    """First layer: ``(x_t, t)`` or ``(x_t, t, labels)`` to the carry ``(x_t, emb)`` in the dtype of the weights.
+
+    x_t (N, C, H, W), t (N,) int64, labels (N,) int64. Without labels a class-conditional U-Net takes "no label",
+    which is the label `classes`.
+    """
+
+    def __init__(self, layer: EmbedLayer) -> None:
+        super().__init__()
+        self.layer = layer
+        self.linear1 = Linear(layer.sinusoid_channels, layer.embedding_channels)
+        self.linear2 = Linear(layer.embedding_channels, layer.embedding_channels)
+        self.label_embedding: LabelEmbedding | None = None
+        if layer.classes is not None:
+            self.label_embedding = LabelEmbedding(layer.classes, layer.embedding_channels)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Carry:
+        x_t, t, *labels = inputs
+        x_t = x_t.to(self.linear1.weight.dtype)
+        layer = self.layer
+        waves = sinusoid(t, layer.sinusoid_channels, sine_first=layer.sine_first, shift=layer.sinusoid_shift)
+        emb = self.linear2(F.silu(self.linear1(waves.to(arithmetic_dtype(x_t)))))  # (N, E)
+        if self.label_embedding is not None and layer.classes is not None:
+            label = labels[0] if labels else torch.full_like(t, layer.classes)
+            emb = emb + self.label_embedding(label).to(emb.dtype)
+        return x_t, emb.to(x_t.dtype)
+
+
+class Input(CarryLayer):
+    """The first convolution."""
+
+    def __init__(self, layer: InputLayer) -> None:
+        super().__init__(layer)
+        self.conv = Convolution(layer.in_channels, layer.out_channels)
+
+    def compute(self, h: Tensor, emb: Tensor) -> Tensor:
+        return self.conv(h)
+
+
+class ResidualBlock(CarryLayer):
+    """A residual block: DDPM's, which adds the embedding, or ADM's, which modulates the second normalisation."""
+
+    def __init__(self, layer: BlockLayer, index: int, seed: int) -> None:
+        super().__init__(layer)
+        self.norm1 = GroupNorm(layer.groups, layer.width, layer.epsilon)
+        self.conv1 = Convolution(layer.width, layer.out_channels)
+        self.time_projection = Linear(layer.embedding_channels, layer.time_channels)
+        self.norm2 = GroupNorm(layer.groups, layer.out_channels, layer.epsilon)
+        self.dropout = KeyedDropout(layer.dropout, seed, index)
+        self.conv2 = Convolution(layer.out_channels, layer.out_channels, starts_at_zero=True)
+        self.shortcut = Convolution(layer.width, layer.out_channels, kernel=1) if layer.has_shortcut else None
+        self.scale_shift = layer.scale_shift
+
+    def compute(self, h: Tensor, emb: Tensor) -> Tensor:
+        time = self.time_projection(F.silu(emb.to(h.dtype)))[:, :, None, None]  # (N, C or 2C, 1, 1)
+        branch = self.conv1(norm_silu(self.norm1, h))  # (N, C, H, W)
+        if self.scale_shift:
+            branch = norm_silu(self.norm2, branch, *time.chunk(2, dim=1))
+        else:
+            branch = norm_silu(self.norm2, branch + time)
+        branch = self.conv2(self.dropout(branch))  # (N, C, H, W)
+        return (h if self.shortcut is None else self.shortcut(h)) + branch
+
+
+class Attention(CarryLayer):
+    """Self-attention over the pixels, added to h."""
+
+    def __init__(self, layer: AttentionLayer) -> None:
+        super().__init__(layer)
+        width = layer.in_channels
+        self.heads = layer.heads
+        self.norm = GroupNorm(layer.groups, width, layer.epsilon)
+        self.qkv = Linear(width, 3 * width, parts=3)
+        self.projection = Linear(width, width, starts_at_zero=True)
+
+    def compute(self, h: Tensor, emb: Tensor) -> Tensor:
+        pixels = rearrange(self.norm(h), "n c h w -> n (h w) c")
+        qkv = rearrange(self.qkv(pixels), "n p (three heads c) -> three n heads p c", three=3, heads=self.heads)
+        mixed = F.scaled_dot_product_attention(*qkv)  # (N, heads, pixels, C / heads)
+        mixed = self.projection(rearrange(mixed, "n heads p c -> n p (heads c)"))
+        # h comes first so that the sum is contiguous as h is, which messages between stages must be.
+        return h + rearrange(mixed, "n (h w) c -> n c h w", h=h.shape[2])
+
+
+class Downsample(CarryLayer):
+    """Halves the image with a strided convolution."""
+
+    def __init__(self, layer: DownsampleLayer) -> None:
+        super().__init__(layer)
+        self.asymmetric = layer.asymmetric
+        padding = 0 if layer.asymmetric else 1
+        self.conv = Convolution(layer.in_channels, layer.out_channels, stride=2, padding=padding)
+
+    def compute(self, h: Tensor, emb: Tensor) -> Tensor:
+        return self.conv(F.pad(h, (0, 1, 0, 1)) if self.asymmetric else h)  # (N, C, H / 2, W / 2)
+
+
+class Upsample(CarryLayer):
+    """Doubles the image by repeating pixels, then convolves."""
+
+    def __init__(self, layer: UpsampleLayer) -> None:
+        super().__init__(layer)
+        self.conv = Convolution(layer.in_channels, layer.out_channels)
+
+    def compute(self, h: Tensor, emb: Tensor) -> Tensor:
+        return self.conv(F.interpolate(h, scale_factor=2.0, mode="nearest"))  # (N, C, 2H, 2W)
+
+
+class Output(CarryLayer):
+    """Last layer: the carry ``(h, emb)`` to the prediction (N, C, H, W), a tensor."""
+
+    def __init__(self, layer: OutputLayer) -> None:
+        super().__init__(layer)
+        self.norm = GroupNorm(layer.groups, layer.in_channels, layer.epsilon)
+        self.conv = Convolution(layer.in_channels, layer.out_channels, starts_at_zero=True)
+
+    def forward(self, carry: Carry) -> Tensor:  # type: ignore[override]
+        return super().forward(carry)[0]
+
+    def compute(self, h: Tensor, emb: Tensor) -> Tensor:
+        return self.conv(norm_silu(self.norm, h))

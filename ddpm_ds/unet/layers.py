@@ -1,0 +1,371 @@
+"""The U-Net as one ordered list of layers: what each takes, makes and costs. Arithmetic only, no tensors.
+
+Everything walks this list: the reference forward, the partition, the cost table, the names in checkpoints
+and the export. Between layers travels the carry ``(h, emb, *skips)``, skips newest last::
+
+    embed, conv_in, down.0 ───────────── skips ─────────────▶ up.0, out       level 0, full size
+                       down.1 ────────── skips ──────────▶ up.1               level 1, half
+                          down.2 ─────── skips ───────▶ up.2                  level 2, quarter
+                                middle.block.0 ... middle.block.1
+
+The list runs down the left side and up the right one: ``down.0`` is near its start and ``up.0`` near its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ddpm_ds.spec import UnetSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One layer of the list. Its kind is its class; counts are per image."""
+
+    name: str
+    in_channels: int
+    """Channels of h on arrival, before a popped skip is concatenated."""
+    out_channels: int
+    in_resolution: int
+    out_resolution: int
+    embedding_channels: int
+    skip_channels: int = 0
+    """Channels of the skip that is popped and concatenated to h; 0 pops nothing."""
+    pushes: bool = False
+    """Whether the new h is also pushed as a skip."""
+
+    @property
+    def output_shape(self) -> tuple[int, int, int]:
+        """Shape of the new h: (channels, height, width)."""
+        return (self.out_channels, self.out_resolution, self.out_resolution)
+
+    @property
+    def in_pixels(self) -> int:
+        return self.in_resolution**2
+
+    @property
+    def out_pixels(self) -> int:
+        return self.out_resolution**2
+
+    @property
+    def parameters(self) -> int:
+        """Number of trainable parameters."""
+        raise NotImplementedError
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates of the forward: convolutions, linear layers and the two attention products."""
+        raise NotImplementedError
+
+    @property
+    def activation_elements(self) -> int:
+        """Elements that autograd keeps for the backward, without checkpointing.
+
+        An input counts in the layer that reads it, so the sum over layers counts each tensor once. An element
+        has the size of the arithmetic's dtype: 4 bytes for fp16 on CPU, which computes in fp32.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedLayer(Layer):
+    """Makes emb from the timestep (and label) and leaves the image as it is: ``(x_t, t[, label])`` to a carry."""
+
+    sinusoid_channels: int
+    sine_first: bool
+    sinusoid_shift: int
+    classes: int | None
+
+    @property
+    def parameters(self) -> int:
+        width = self.embedding_channels
+        labels = 0 if self.classes is None else (self.classes + 1) * width
+        return self.sinusoid_channels * width + width + width * width + width + labels
+
+    @property
+    def macs(self) -> int:
+        return self.sinusoid_channels * self.embedding_channels + self.embedding_channels**2
+
+    @property
+    def activation_elements(self) -> int:
+        return self.sinusoid_channels + 2 * self.embedding_channels
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvolutionLayer(Layer):
+    """A layer that is one 3x3 convolution, whatever it does around it."""
+
+    @property
+    def parameters(self) -> int:
+        return (9 * self.in_channels + 1) * self.out_channels
+
+    @property
+    def macs(self) -> int:
+        return 9 * self.in_channels * self.out_channels * self.out_pixels
+
+    @property
+    def activation_elements(self) -> int:
+        return self.in_channels * self.in_pixels
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputLayer(ConvolutionLayer):
+    """The first convolution, from image channels to the width of the first level."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DownsampleLayer(ConvolutionLayer):
+    """Halves the image by a convolution of stride 2."""
+
+    asymmetric: bool
+
+    @property
+    def activation_elements(self) -> int:
+        side = self.in_resolution + 1 if self.asymmetric else self.in_resolution
+        return self.in_channels * side**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpsampleLayer(ConvolutionLayer):
+    """Doubles the image by repeating pixels, then convolves."""
+
+    @property
+    def activation_elements(self) -> int:
+        return self.in_channels * self.out_pixels
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputLayer(ConvolutionLayer):
+    """Normalisation, SiLU and the last convolution: a carry to the prediction."""
+
+    groups: int
+    epsilon: float
+
+    @property
+    def parameters(self) -> int:
+        return super().parameters + 2 * self.in_channels
+
+    @property
+    def activation_elements(self) -> int:
+        return 3 * self.in_channels * self.in_pixels + 2 * self.groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockLayer(Layer):
+    """A residual block of DDPM or ADM; in the decoder it pops a skip."""
+
+    groups: int
+    epsilon: float
+    dropout: float
+    scale_shift: bool
+
+    @property
+    def width(self) -> int:
+        """Channels that the block works on: h and the popped skip."""
+        return self.in_channels + self.skip_channels
+
+    @property
+    def has_shortcut(self) -> bool:
+        """Whether a 1x1 convolution takes the place of the identity around the block."""
+        return self.width != self.out_channels
+
+    @property
+    def time_channels(self) -> int:
+        """Channels of what the block makes of the embedding."""
+        return 2 * self.out_channels if self.scale_shift else self.out_channels
+
+    @property
+    def parameters(self) -> int:
+        width, out = self.width, self.out_channels
+        convolutions = (9 * width + 1) * out + (9 * out + 1) * out + (width + 1) * out * self.has_shortcut
+        return convolutions + 2 * width + 2 * out + (self.embedding_channels + 1) * self.time_channels
+
+    @property
+    def macs(self) -> int:
+        width, out = self.width, self.out_channels
+        per_pixel = 9 * width * out + 9 * out * out + width * out * self.has_shortcut
+        return per_pixel * self.out_pixels + self.embedding_channels * self.time_channels
+
+    @property
+    def activation_elements(self) -> int:
+        # norm, SiLU and convolution each keep their input, twice; modulation keeps its input and its scale.
+        per_pixel = 3 * self.width + (3 + self.scale_shift) * self.out_channels
+        vectors = 2 * self.embedding_channels + self.scale_shift * self.out_channels + 4 * self.groups
+        mask = self.out_channels * self.out_pixels // 4 if self.dropout else 0  # a byte each, beside 4 of fp32
+        return per_pixel * self.out_pixels + vectors + mask
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionLayer(Layer):
+    """Self-attention over pixels around which h is added."""
+
+    groups: int
+    epsilon: float
+    heads: int
+
+    @property
+    def parameters(self) -> int:
+        width = self.in_channels
+        return 2 * width + 3 * (width + 1) * width + (width + 1) * width
+
+    @property
+    def macs(self) -> int:
+        width, pixels = self.in_channels, self.in_pixels
+        return 4 * width * width * pixels + 2 * width * pixels * pixels
+
+    @property
+    def activation_elements(self) -> int:
+        # h, its normalisation, q, k, v and the heads' output; a logarithm per query and head
+        return (6 * self.in_channels + self.heads) * self.in_pixels + 2 * self.groups
+
+
+def unet_layers(unet: UnetSpec, *, image_channels: int, image_size: int) -> tuple[Layer, ...]:
+    """The U-Net of a spec as its ordered list of layers.
+
+    Widths and resolutions are those of DDPM (Ho et al. 2020, appendix B): an encoder level has
+    `blocks_per_level` blocks, a decoder level one more, each of which pops a skip.
+    """
+    widths = [unet.channels * multiplier for multiplier in unet.multipliers]
+    embedding = unet.embedding_channels or 4 * widths[0]
+    layers: list[Layer] = []
+    skips: list[int] = []
+    channels, resolution = image_channels, image_size
+
+    def add(layer: Layer) -> None:
+        nonlocal channels, resolution
+        layers.append(layer)
+        channels, resolution = layer.out_channels, layer.out_resolution
+        if layer.pushes:
+            skips.append(channels)
+
+    def block(name: str, width: int, *, pushes: bool = False, pops: bool = False) -> None:
+        skip = skips.pop() if pops else 0
+        add(
+            BlockLayer(
+                name=name,
+                in_channels=channels,
+                out_channels=width,
+                in_resolution=resolution,
+                out_resolution=resolution,
+                embedding_channels=embedding,
+                skip_channels=skip,
+                pushes=pushes,
+                groups=unet.norm_groups,
+                epsilon=unet.norm_epsilon,
+                dropout=unet.dropout,
+                scale_shift=unet.time_conditioning == "scale_shift",
+            )
+        )
+
+    def attention(name: str, *, pushes: bool = False) -> None:
+        add(
+            AttentionLayer(
+                name=name,
+                in_channels=channels,
+                out_channels=channels,
+                in_resolution=resolution,
+                out_resolution=resolution,
+                embedding_channels=embedding,
+                pushes=pushes,
+                groups=unet.norm_groups,
+                epsilon=unet.norm_epsilon,
+                heads=channels // (unet.head_channels or channels),
+            )
+        )
+
+    add(
+        EmbedLayer(
+            name="embed",
+            in_channels=channels,
+            out_channels=channels,
+            in_resolution=resolution,
+            out_resolution=resolution,
+            embedding_channels=embedding,
+            sinusoid_channels=widths[0],
+            sine_first=unet.sinusoid_order == "sin_cos",
+            sinusoid_shift=unet.sinusoid_shift,
+            classes=unet.classes,
+        )
+    )
+    add(
+        InputLayer(
+            name="conv_in",
+            in_channels=channels,
+            out_channels=widths[0],
+            in_resolution=resolution,
+            out_resolution=resolution,
+            embedding_channels=embedding,
+            pushes=True,
+        )
+    )
+    for level, width in enumerate(widths):
+        attends = resolution in unet.attention_resolutions
+        for number in range(unet.blocks_per_level):
+            block(f"down.{level}.block.{number}", width, pushes=not attends)
+            if attends:
+                attention(f"down.{level}.attention.{number}", pushes=True)
+        if level < len(widths) - 1:
+            add(
+                DownsampleLayer(
+                    name=f"down.{level}.downsample",
+                    in_channels=channels,
+                    out_channels=channels,
+                    in_resolution=resolution,
+                    out_resolution=resolution // 2,
+                    embedding_channels=embedding,
+                    pushes=True,
+                    asymmetric=unet.downsample_padding == "asymmetric",
+                )
+            )
+    block("middle.block.0", channels)
+    if unet.middle_attention:
+        attention("middle.attention")
+    block("middle.block.1", channels)
+    for level, width in reversed(list(enumerate(widths))):
+        for number in range(unet.blocks_per_level + 1):
+            block(f"up.{level}.block.{number}", width, pops=True)
+            if resolution in unet.attention_resolutions:
+                attention(f"up.{level}.attention.{number}")
+        if level:
+            add(
+                UpsampleLayer(
+                    name=f"up.{level}.upsample",
+                    in_channels=channels,
+                    out_channels=channels,
+                    in_resolution=resolution,
+                    out_resolution=2 * resolution,
+                    embedding_channels=embedding,
+                )
+            )
+    add(
+        OutputLayer(
+            name="out",
+            in_channels=channels,
+            out_channels=image_channels,
+            in_resolution=resolution,
+            out_resolution=resolution,
+            embedding_channels=embedding,
+            groups=unet.norm_groups,
+            epsilon=unet.norm_epsilon,
+        )
+    )
+    return tuple(layers)
+
+
+def boundary_shapes(layers: Sequence[Layer], cut: int) -> tuple[tuple[int, ...], ...]:
+    """Per-image shapes of the tensors that cross before layer `cut` (1 to len - 1), each tensor once.
+
+    Order: h, emb, skips oldest first. Where the layer before the cut pushed, the newest skip is h itself and
+    is not listed again.
+    """
+    last = layers[cut - 1]
+    skips: list[tuple[int, ...]] = []
+    for layer in layers[:cut]:
+        if layer.skip_channels:
+            skips.pop()
+        if layer.pushes:
+            skips.append(layer.output_shape)
+    if last.pushes:
+        skips.pop()
+    return (last.output_shape, (last.embedding_channels,), *skips)

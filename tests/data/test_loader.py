@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddpm_ds.data.loader import MicroBatch, _Images, micro_batches
+from ddpm_ds.data.order import image_at
+from ddpm_ds.data.store import Store
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def take(store: Store, count: int, **changes: Any) -> list[MicroBatch]:
+    given: dict[str, Any] = {"seed": 3, "batch_images": 16, "micro_batch_images": 4, "replicas": 2, "replica": 0}
+    return list(islice(micro_batches(store, **(given | changes)), count))
+
+
+def assert_same(one: list[MicroBatch], other: list[MicroBatch]) -> None:
+    assert len(one) == len(other)
+    for left, right in zip(one, other, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def test_micro_batch_holds_the_images_that_the_order_says(digits: Store) -> None:
+    for batch in take(digits, 3):
+        stored = image_at(batch.index.numpy(), len(digits), 3)
+        assert (batch.images.dtype, batch.labels.dtype, batch.index.dtype) == (torch.uint8, torch.int64, torch.int64)
+        assert batch.images.shape == (4, 1, 8, 8)
+        assert (batch.images.numpy() == digits.images[stored]).all()
+        assert (batch.labels.numpy() == digits.labels[stored]).all()
+
+
+def test_replicas_take_turns_within_a_batch(digits: Store) -> None:
+    """The position rule, written out: start + (m R + r) n, with two micro-batches of 4 on each of two replicas."""
+    positions = [[batch.index.tolist() for batch in take(digits, 3, replica=replica)] for replica in (0, 1)]
+    assert positions == [
+        [[0, 1, 2, 3], [8, 9, 10, 11], [16, 17, 18, 19]],
+        [[4, 5, 6, 7], [12, 13, 14, 15], [20, 21, 22, 23]],
+    ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(replicas=st.integers(1, 4), micro=st.integers(1, 5), each=st.integers(1, 4), start=st.integers(0, 5000))
+def test_global_batch_is_the_same_images_in_every_layout(
+    digits: Store, replicas: int, micro: int, each: int, start: int
+) -> None:
+    batch = replicas * micro * each
+    layout = {"batch_images": batch, "micro_batch_images": micro, "replicas": replicas, "start_images": start}
+    streams = [take(digits, 2 * each, replica=replica, **layout) for replica in range(replicas)]
+    for step in range(2):
+        parts = [part for stream in streams for part in stream[step * each : (step + 1) * each]]
+        index = torch.cat([part.index for part in parts])
+        order = index.argsort()
+        first = start + step * batch
+        assert index[order].tolist() == list(range(first, first + batch))
+        stored = image_at(np.arange(first, first + batch), len(digits), 3)
+        assert (torch.cat([part.images for part in parts])[order].numpy() == digits.images[stored]).all()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resumed_stream_is_the_uninterrupted_one(digits: Store, workers: int) -> None:
+    """Over the end of an epoch (1797 images), with and without workers, on each replica."""
+    for replica in (0, 1):
+        whole = take(digits, 150, batch_images=32, replica=replica, start_images=1000)
+        rest = take(digits, 50, batch_images=32, replica=replica, start_images=1000 + 100 * 8, workers=workers)
+        assert_same(whole[100:], rest)
+
+
+def test_epoch_smaller_than_a_micro_batch_repeats_its_images(digits: Store) -> None:
+    few = replace(digits, meta=digits.meta.model_copy(update={"count": 3}))
+    (batch,) = take(few, 1, batch_images=9, micro_batch_images=9, replicas=1)
+    images = batch.images.numpy().reshape(3, 3, 64)
+    for epoch in images:
+        assert sorted(epoch.tolist()) == sorted(digits.images[:3].reshape(3, 64).tolist())
+
+
+def broken(store: Store, die: bool) -> Store:
+    """A store whose images raise an error, or end the process, when they are read."""
+
+    class Images:
+        def __getitem__(self, index: Any) -> None:
+            if die:
+                os._exit(9)
+            raise OSError(5, "Input/output error")
+
+    return replace(store, images=cast(np.memmap, Images()))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_error_while_reading_reaches_the_trainer(digits: Store, workers: int) -> None:
+    with pytest.raises(OSError, match="Input/output error"):
+        take(broken(digits, die=False), 1, workers=workers)
+
+
+def test_death_of_a_worker_is_an_error_and_no_hang(digits: Store) -> None:
+    with pytest.raises(RuntimeError, match=r"DataLoader worker .*exited unexpectedly"):
+        take(broken(digits, die=True), 1, workers=2)
+
+
+def test_what_a_spawned_worker_receives_reads_the_same_images(digits: Store) -> None:
+    images = _Images(digits, seed=3)
+    sent = pickle.dumps(images)
+    assert len(sent) < 1000
+    assert_same([pickle.loads(sent).__getitems__([5, 6])], [images.__getitems__([5, 6])])
+
+
+def test_torch_random_state_is_left_alone(digits: Store) -> None:
+    before = torch.get_rng_state()
+    take(digits, 2)
+    take(digits, 2, workers=1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_impossible_layout_is_refused_at_once(digits: Store) -> None:
+    with pytest.raises(ValueError, match="batch_images = 16 is no multiple of 3 x 4"):
+        take(digits, 0, replicas=3)
+    with pytest.raises(ValueError, match="replica = 2 is not one of 2"):
+        take(digits, 0, replica=2)

@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import ddpm_ds
+from ddpm_ds.data import sources
+from ddpm_ds.data.prepare import prepare, store_path
+from ddpm_ds.errors import DataError
+from ddpm_ds.spec import DataSpec
+
+SpecOf = Callable[..., DataSpec]
+
+# Prepares the spec on its command line with slow reads, noting in a file that it reads. Waits for a line first.
+SLOW_PREPARE = """
+import os, sys, time, fcntl
+from ddpm_ds.data import prepare, sources
+from ddpm_ds.spec import DataSpec
+
+spec, reads, seconds, locks = DataSpec.model_validate_json(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4]
+prepare.READ_AHEAD = 1
+
+class Slow(sources.FolderSource):
+    def __getitem__(self, i):
+        with open(reads, "a") as file:
+            file.write(f"{os.getpid()}\\n")
+        time.sleep(seconds)
+        return super().__getitem__(i)
+
+def no_locks(file, what):
+    raise OSError("Function not implemented")
+
+sources.FolderSource = Slow
+if locks == "no":
+    fcntl.flock = no_locks
+print("ready", flush=True)
+input()
+print(len(prepare.prepare(spec)))
+"""
+
+
+def slowly(count: int, spec: DataSpec, reads: Path, seconds: float, locks: str = "yes") -> list[subprocess.Popen[str]]:
+    """``count`` processes that begin to prepare at the same moment."""
+    command = [sys.executable, "-c", SLOW_PREPARE, spec.model_dump_json(), str(reads), str(seconds), locks]
+    home = Path(ddpm_ds.__file__).parents[1]
+    pipe = subprocess.PIPE
+    processes = [
+        subprocess.Popen(command, cwd=home, stdin=pipe, stdout=pipe, stderr=pipe, text=True) for _ in range(count)
+    ]
+    for process in processes:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    return processes
+
+
+def lines(file: Path) -> list[str]:
+    return file.read_text().split() if file.exists() else []
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def temporaries(spec: DataSpec) -> list[Path]:
+    return list(spec.store_root.glob(".*.preparing-*"))
+
+
+def test_store_path_says_source_size_channels_and_tells_folders_apart(spec_of: SpecOf, tmp_path: Path) -> None:
+    def name(**changes: object) -> str:
+        return store_path(spec_of(**changes)).name
+
+    assert name() == "digits-8px-1ch"
+    assert name(source="cifar10", image_size=32, channels=3) == "cifar10-32px-3ch"
+    one, other = name(source="folder", path=tmp_path / "a"), name(source="folder", path=tmp_path / "b")
+    assert one.startswith("folder-8px-1ch-") and len(one) == len("folder-8px-1ch-") + 8
+    assert one != other
+    assert one == name(source="folder", path=tmp_path / "b" / ".." / "a")
+
+
+def test_folder_is_prepared_channels_first_with_labels(folder: Path, spec_of: SpecOf) -> None:
+    store = prepare(spec_of(source="folder", path=folder, channels=3))
+    assert store.images.shape == (12, 3, 8, 8)
+    assert store.images[:, 1, 4, 4].tolist() == [*range(6), *range(40, 46)]
+    assert store.labels.tolist() == [0] * 6 + [1] * 6
+    assert (store.meta.classes, store.meta.folder) == (("cats", "dogs"), str(folder))
+    assert sorted(file.name for file in store.path.iterdir()) == ["images.npy", "labels.npy", "meta.json"]
+
+
+def test_pixels_keep_their_places_when_channels_go_first(tmp_path: Path, spec_of: SpecOf) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    (tmp_path / "one").mkdir()
+    Image.fromarray(pixels).save(tmp_path / "one" / "a.png")
+    store = prepare(spec_of(source="folder", path=tmp_path / "one", channels=3))
+    assert (store.images[0].transpose(1, 2, 0) == pixels).all()
+
+
+def test_second_prepare_opens_the_store_without_its_source(folder: Path, spec_of: SpecOf) -> None:
+    spec = spec_of(source="folder", path=folder)
+    first = prepare(spec)
+    made = (first.path / "images.npy").stat().st_mtime_ns
+    folder.rename(folder.with_name("moved"))
+    assert (prepare(spec).path / "images.npy").stat().st_mtime_ns == made
+
+
+def test_damaged_store_is_refused_and_not_made_again_in_silence(spec_of: SpecOf) -> None:
+    images = prepare(spec_of()).path / "images.npy"
+    images.write_bytes(images.read_bytes()[:-1] + b"x")
+    with pytest.raises(DataError, match=r"images.npy has another checksum .*; delete .* and prepare again"):
+        prepare(spec_of())
+
+
+def test_unreadable_images_are_left_out_counted_and_named(folder: Path, spec_of: SpecOf) -> None:
+    (folder / "cats" / "2.png").write_text("not an image")
+    (folder / "dogs" / "0.png").write_bytes(b"")
+    store = prepare(spec_of(source="folder", path=folder, max_bad_fraction=0.2))
+    assert (store.meta.skipped, store.meta.count) == (2, 10)
+    assert store.images[:, 0, 4, 4].tolist() == [0, 1, 3, 4, 5, 41, 42, 43, 44, 45]  # header rewritten in place
+    assert store.labels.tolist() == [0] * 5 + [1] * 5
+    report = (store.path / "skipped.txt").read_text().splitlines()
+    assert [line.split("\t")[0] for line in report] == ["cats/2.png", "dogs/0.png"]
+
+
+def test_share_of_unreadable_images_above_the_limit_fails_and_leaves_nothing(folder: Path, spec_of: SpecOf) -> None:
+    (folder / "cats" / "2.png").write_text("not an image")
+    (folder / "dogs" / "0.png").write_bytes(b"")
+    spec = spec_of(source="folder", path=folder, max_bad_fraction=0.1)
+    with pytest.raises(DataError) as caught:
+        prepare(spec)
+    message = str(caught.value)
+    assert "data.max_bad_fraction = 0.1 is passed: 2 of 12" in message and "first cats/2.png" in message
+    assert "\n" not in message
+    assert not store_path(spec).exists() and not temporaries(spec)
+
+
+@pytest.mark.parametrize("root", ["file", "file/inside"])
+def test_store_root_that_can_not_be_written_is_one_line(tmp_path: Path, spec_of: SpecOf, root: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError) as caught:
+        prepare(spec_of(store_root=tmp_path / root))
+    message = str(caught.value)
+    assert f"data.store_root = {tmp_path / root} can't be written" in message
+    assert "--set data.store_root=FOLDER" in message and "\n" not in message
+
+
+def test_full_disk_while_writing_is_one_line_and_leaves_nothing(
+    spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "save", full)
+    with pytest.raises(DataError, match=r"data.store_root = .* can't be written .No space left on device"):
+        prepare(spec_of())
+    assert not store_path(spec_of()).exists() and not temporaries(spec_of())
+
+
+def test_bar_is_on_stderr_and_only_where_asked_for(spec_of: SpecOf, capsys: pytest.CaptureFixture[str]) -> None:
+    prepare(spec_of())
+    assert capsys.readouterr() == ("", "")
+    prepare(spec_of(channels=3), progress=True)
+    out, err = capsys.readouterr()
+    assert out == "" and "preparing digits-8px-3ch: 100%" in err
+
+
+@pytest.mark.parametrize("locks", ["yes", "no"])
+def test_processes_that_prepare_the_same_store_at_once_end_with_one_good_store(
+    folder: Path, spec_of: SpecOf, tmp_path: Path, locks: str
+) -> None:
+    spec, reads = spec_of(source="folder", path=folder), tmp_path / "reads"
+    for process in slowly(2, spec, reads, 0.05, locks):
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, out) == (0, "12\n"), err
+    assert len(set(lines(reads))) == (1 if locks == "yes" else 2)  # without locks both work, one's work counts
+    assert len(prepare(spec)) == 12  # verifies
+    assert not temporaries(spec)
+
+
+def test_killed_prepare_leaves_no_store_and_the_next_one_cleans_up(
+    folder: Path, spec_of: SpecOf, tmp_path: Path
+) -> None:
+    spec, reads = spec_of(source="folder", path=folder), tmp_path / "reads"
+    (process,) = slowly(1, spec, reads, 1.0)
+    wait_for(lambda: len(lines(reads)) >= 2 or process.poll() is not None)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    assert not store_path(spec).exists() and len(temporaries(spec)) == 1
+    assert len(prepare(spec)) == 12
+    assert not temporaries(spec)
+
+
+def test_temporary_folders_are_cleaned_only_under_a_lock(
+    folder: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without locks a temporary folder may belong to a living process."""
+    spec = spec_of(source="folder", path=folder)
+    living = spec.store_root / f".{store_path(spec).name}.preparing-other"
+    living.mkdir(parents=True)
+
+    def no_locks(*_: object) -> None:
+        raise OSError("Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    assert len(prepare(spec)) == 12
+    assert living.exists()
+
+
+def test_preparing_digits_does_not_import_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from ddpm_ds.data.prepare import prepare; "
+        "from ddpm_ds.data import order; from ddpm_ds.spec import DataSpec; "
+        "prepare(DataSpec(source='digits', image_size=8, channels=1, store_root=Path(sys.argv[1]))); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    home = Path(ddpm_ds.__file__).parents[1]
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=home, timeout=60).returncode == 0
+
+
+def test_programming_errors_of_a_source_are_not_swallowed(
+    folder: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: object, i: int) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(sources.FolderSource, "__getitem__", broken)
+    with pytest.raises(KeyError, match="a bug"):
+        prepare(spec_of(source="folder", path=folder))

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import os
+import pickle
+import tarfile
+from collections.abc import Callable
+from hashlib import md5
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ddpm_ds.data.sources import UnreadableImage, fit, open_source
+from ddpm_ds.errors import DataError
+from ddpm_ds.spec import DataSpec
+
+SpecOf = Callable[..., DataSpec]
+
+
+def halves(width: int, height: int) -> Image.Image:
+    """Left half black, right half white."""
+    pixels = np.zeros((height, width, 3), np.uint8)
+    pixels[:, width // 2 :] = 255
+    return Image.fromarray(pixels)
+
+
+def in_folder(tmp_path: Path, name: str = "a.png") -> Path:
+    path = tmp_path / "pictures" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def test_digits_are_8x8_grey_over_the_full_range(spec_of: SpecOf) -> None:
+    source = open_source(spec_of())
+    pixels, label = source[0]
+    assert (len(source), source.name, source.classes) == (1797, "digits", tuple("0123456789"))
+    assert (pixels.shape, pixels.dtype, label) == ((8, 8, 1), np.uint8, 0)
+    assert pixels[0, :, 0].tolist() == [0, 0, 80, 207, 143, 16, 0, 0]  # 0 0 5 13 9 1 0 0, of 16
+    assert max(source[i][0].max() for i in range(20)) == 255
+
+
+def test_digits_come_in_the_size_and_colours_asked_for(spec_of: SpecOf) -> None:
+    pixels, _ = open_source(spec_of(image_size=16, channels=3))[0]
+    assert pixels.shape == (16, 16, 3)
+    assert (pixels[..., 0] == pixels[..., 2]).all()
+
+
+def test_an_image_that_fits_is_unchanged() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 5, 3), dtype=np.uint8)
+    assert (fit(Image.fromarray(pixels), 5, 3) == pixels).all()
+
+
+@pytest.mark.parametrize("width, height", [(64, 32), (32, 64), (6, 3), (8, 8), (1, 9)])
+def test_images_of_any_shape_are_scaled_and_cropped_around_their_centre(width: int, height: int) -> None:
+    pixels = fit(halves(width, height), 8, 3)
+    assert pixels.shape == (8, 8, 3)
+    if width > 1:
+        assert pixels[:, 0].max() < 30 < 225 < pixels[:, -1].min()  # the edge is still in the middle
+
+
+def test_transparent_pixels_become_white() -> None:
+    assert (fit(Image.new("RGBA", (4, 4), (0, 0, 0, 0)), 4, 1) == 255).all()
+
+
+def test_folder_is_read_recursively_in_sorted_order_with_subfolders_as_classes(folder: Path, spec_of: SpecOf) -> None:
+    halves(8, 8).save(in_folder(folder.parent, "cats/deep/er/x.JPG"))
+    halves(8, 8).save(folder / "loose.png")
+    halves(8, 8).save(folder / ".hidden.png")
+    (folder / "notes.txt").write_text("no image")
+    (folder / "empty").mkdir()
+    os.symlink(folder, folder / "dogs" / "loop")
+    source = open_source(spec_of(source="folder", path=folder))
+    assert source.classes == (".", "cats", "dogs")
+    assert len(source) == 14
+    assert [source[i][1] for i in range(14)] == [1] * 7 + [2] * 6 + [0]
+    assert [int(source[i][0].mean()) for i in range(6)] == list(range(6))
+
+
+def test_linked_class_folder_is_read(folder: Path, tmp_path: Path, spec_of: SpecOf) -> None:
+    (tmp_path / "links").mkdir()
+    os.symlink(folder / "dogs", tmp_path / "links" / "hounds")
+    source = open_source(spec_of(source="folder", path=tmp_path / "links"))
+    assert (len(source), source.classes) == (6, ("hounds",))
+
+
+def test_exif_orientation_is_applied(tmp_path: Path, spec_of: SpecOf) -> None:
+    path = in_folder(tmp_path, "a.jpg")
+    exif = Image.Exif()
+    exif[0x0112] = 3  # upside down
+    halves(32, 32).save(path, exif=exif)
+    pixels, _ = open_source(spec_of(source="folder", path=path.parent))[0]
+    assert pixels[:, 0].min() > 225 > 30 > pixels[:, -1].max()
+
+
+def test_large_jpeg_looks_the_same_as_a_png_of_it(tmp_path: Path, spec_of: SpecOf) -> None:
+    smooth = np.linspace(0, 255, 512).astype(np.uint8)
+    image = Image.fromarray(np.broadcast_to(smooth, (512, 512)).copy())
+    image.save(in_folder(tmp_path, "a.jpg"), quality=95)
+    image.save(in_folder(tmp_path, "b.png"))
+    source = open_source(spec_of(source="folder", path=tmp_path / "pictures", image_size=32))
+    assert np.abs(source[0][0].astype(int) - source[1][0]).max() <= 3
+
+
+def test_16_bit_grey_is_scaled_not_clipped(tmp_path: Path, spec_of: SpecOf) -> None:
+    path = in_folder(tmp_path)
+    Image.fromarray(np.full((8, 8), 0x4000, np.uint16)).save(path)
+    assert (open_source(spec_of(source="folder", path=path.parent))[0][0] == 0x40).all()
+
+
+@pytest.mark.parametrize("broken", ["text", "cut", "empty", "float"])
+def test_unreadable_image_is_named_with_a_one_line_reason(tmp_path: Path, spec_of: SpecOf, broken: str) -> None:
+    path = in_folder(tmp_path, "cats/a.tif" if broken == "float" else "cats/a.png")
+    if broken == "float":
+        Image.fromarray(np.ones((8, 8), np.float32)).save(path)
+    else:
+        Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(path)
+        path.write_bytes({"text": b"hello", "cut": path.read_bytes()[:6000], "empty": b""}[broken])
+    source = open_source(spec_of(source="folder", path=path.parents[1]))
+    with pytest.raises(UnreadableImage) as caught:
+        source[0]
+    assert caught.value.name == f"cats/{path.name}"
+    assert caught.value.reason and "\n" not in caught.value.reason
+
+
+def test_missing_folder_a_file_and_a_folder_without_images_are_one_line_errors(tmp_path: Path, spec_of: SpecOf) -> None:
+    empty, file = tmp_path / "empty", tmp_path / "file"
+    empty.mkdir()
+    file.touch()
+    for path, what in ((tmp_path / "none", "does not exist"), (file, "is not a folder"), (empty, "no image files")):
+        with pytest.raises(DataError) as caught:
+            open_source(spec_of(source="folder", path=path))
+        message = str(caught.value)
+        assert f"data.path = {path}" in message and what in message and "--set data.path=FOLDER" in message
+        assert "\n" not in message
+
+
+@pytest.fixture
+def fake_cifar(monkeypatch: pytest.MonkeyPatch, spec_of: SpecOf) -> Path:
+    """A two-images-per-file archive in CIFAR-10's format at the place where one is put by hand."""
+    from torchvision.datasets import CIFAR10
+
+    archive = spec_of().store_root / "downloads" / CIFAR10.filename
+    archive.parent.mkdir(parents=True)
+    build = archive.parent.parent / CIFAR10.base_folder
+    build.mkdir()
+
+    def write(name: str, content: dict[str, object]) -> str:
+        (build / name).write_bytes(pickle.dumps(content))
+        return md5((build / name).read_bytes()).hexdigest()
+
+    def batch(name: str, k: int) -> list[str]:
+        pixels = np.zeros((2, 3, 32, 32), np.uint8)
+        pixels[:, :] = np.arange(3)[:, None, None] + 10 * k
+        return [name, write(name, {"data": pixels.reshape(2, -1), "labels": [k, k + 1]})]
+
+    train = [batch(f"data_batch_{k}", k) for k in range(1, 6)]
+    meta = write("batches.meta", {"label_names": [f"kind {k}" for k in range(10)]})
+    monkeypatch.setattr(CIFAR10, "train_list", train)
+    monkeypatch.setattr(CIFAR10, "test_list", [batch("test_batch", 7)])
+    monkeypatch.setattr(CIFAR10, "meta", CIFAR10.meta | {"md5": meta})
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(build, CIFAR10.base_folder)
+    monkeypatch.setattr(CIFAR10, "tgz_md5", md5(archive.read_bytes()).hexdigest())
+    monkeypatch.setattr(CIFAR10, "url", "https://127.0.0.1:1/cifar-10-python.tar.gz")  # refuses
+    return archive
+
+
+def test_cifar10_archive_put_by_hand_is_read_without_network(fake_cifar: Path, spec_of: SpecOf) -> None:
+    source = open_source(spec_of(source="cifar10", image_size=32, channels=3))
+    assert (len(source), source.name, source.classes[3]) == (10, "cifar10", "kind 3")
+    pixels, label = source[2]
+    assert (pixels.shape, label) == ((32, 32, 3), 2)
+    assert pixels[0, 0].tolist() == [20, 21, 22]
+
+
+@pytest.mark.parametrize("archive", ["missing", "cut"])
+def test_cifar10_without_network_says_where_to_put_the_archive(
+    fake_cifar: Path, spec_of: SpecOf, archive: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if archive == "cut":
+        fake_cifar.write_bytes(fake_cifar.read_bytes()[:100])
+    else:
+        fake_cifar.unlink()
+    with pytest.raises(DataError) as caught:
+        open_source(spec_of(source="cifar10", image_size=32, channels=3))
+    message = str(caught.value)
+    assert "data.source = cifar10" in message and f"put it at {fake_cifar}" in message and "\n" not in message
+    assert capfd.readouterr() == ("", "")

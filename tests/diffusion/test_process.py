@@ -1,0 +1,192 @@
+"""The process draws by image, not by batch; its loss is the paper's; it never waits for a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddpm_ds.diffusion import Diffusion
+from ddpm_ds.diffusion.schedule import alpha_bars
+from ddpm_ds.spec import DiffusionSpec
+
+
+def process(device: str = "cpu", seed: int = 0, **values: Any) -> Diffusion:
+    return Diffusion(DiffusionSpec(**values), seed, device)
+
+
+def images(count: int, size: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (count, 3, size, size), generator=generator, dtype=torch.uint8)
+    return pixels, torch.arange(1_000_000, 1_000_000 + count)
+
+
+def test_prepare_maps_bytes_exactly_onto_minus_1_to_1() -> None:
+    pixels = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16)
+    x0 = process().prepare(pixels, torch.tensor([0]), flips=False)
+    assert x0.dtype == torch.float32
+    assert x0.min().item() == -1.0 and x0.max().item() == 1.0
+    expected = torch.linspace(-1, 1, 256, dtype=torch.float64).float()
+    torch.testing.assert_close(x0.flatten(), expected, rtol=0.0, atol=1e-7)
+
+
+def test_prepare_mirrors_half_of_the_images_and_leaves_its_input_alone() -> None:
+    pixels, index = images(1000, size=4)
+    before = pixels.clone()
+    straight = process().prepare(pixels, index, flips=False)
+    flipped = process().prepare(pixels, index, flips=True)
+    mirrored = (flipped == straight.flip(-1)).flatten(1).all(1)
+    kept = (flipped == straight).flatten(1).all(1)
+    assert (mirrored ^ kept).all()
+    assert 430 < mirrored.sum() < 570
+    assert torch.equal(pixels, before)
+
+
+def test_everything_is_the_same_in_micro_batches_of_any_size() -> None:
+    diffusion = process()
+    pixels, index = images(12)
+    whole = (diffusion.prepare(pixels, index, True), *diffusion.draw(index, pixels.shape))
+    for size in (1, 4, 5):
+        parts = [
+            (diffusion.prepare(some, at, True), *diffusion.draw(at, some.shape))
+            for some, at in zip(pixels.split(size), index.split(size), strict=True)
+        ]
+        for one, many in zip(whole, zip(*parts, strict=True), strict=True):
+            assert torch.equal(one, torch.cat(many))
+
+
+def test_two_processes_draw_alike_and_another_seed_differs() -> None:
+    _, index = images(64)
+    t, eps = process().draw(index, (64, 1, 8, 8))
+    same_t, same_eps = process(objective="v", schedule="cosine").draw(index, (64, 1, 8, 8))
+    assert torch.equal(t, same_t) and torch.equal(eps, same_eps)
+    other_t, other_eps = process(seed=1).draw(index, (64, 1, 8, 8))
+    assert not torch.equal(t, other_t) and not torch.equal(eps, other_eps)
+
+
+@pytest.mark.parametrize("timesteps", [1, 10, 1000])
+def test_timesteps_cover_all_levels(timesteps: int) -> None:
+    t, eps = process(timesteps=timesteps).draw(torch.arange(20_000), (20_000, 1, 1, 1))
+    assert t.dtype == torch.int64 and eps.dtype == torch.float32
+    assert torch.equal(t.unique(), torch.arange(timesteps))
+
+
+def test_noised_images_have_the_variance_of_the_paper_at_every_level() -> None:
+    diffusion = process(timesteps=10, beta_end=0.5)
+    t = torch.arange(10)
+    _, eps = diffusion.draw(t, (10, 1, 100, 100))
+    x_t = diffusion.noised(torch.full_like(eps, 0.7), t, eps)
+    alpha_bar = alpha_bars(diffusion.spec).float()
+    torch.testing.assert_close(x_t.mean((1, 2, 3)), 0.7 * alpha_bar.sqrt(), rtol=0.0, atol=0.05)
+    torch.testing.assert_close(x_t.var((1, 2, 3)), 1 - alpha_bar, rtol=0.06, atol=0.0)
+
+
+def test_noise_levels_are_as_exact_as_float32_allows() -> None:
+    for schedule in ("linear", "cosine", "sigmoid"):
+        diffusion = process(schedule=schedule)
+        level, alpha_bar = diffusion.level(torch.arange(1000)), alpha_bars(diffusion.spec)
+        assert level.signal.shape == level.noise.shape == (1000, 1, 1, 1)
+        torch.testing.assert_close(level.signal.flatten().double(), alpha_bar.sqrt(), rtol=1e-7, atol=0.0)
+        torch.testing.assert_close(level.noise.flatten().double(), (1 - alpha_bar).sqrt(), rtol=1e-7, atol=0.0)
+
+
+def test_loss_is_ddpm_simple_loss_by_default() -> None:
+    diffusion = process()
+    pixels, index = images(6)
+    x0 = diffusion.prepare(pixels, index, False)
+    t, eps = diffusion.draw(index, x0.shape)
+    prediction = torch.randn(x0.shape, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(diffusion.loss(prediction, x0, eps, t), (prediction - eps).square().mean())
+
+
+def test_loss_weighs_each_image_by_its_timestep() -> None:
+    diffusion = process(objective="x0", weighting="min_snr", min_snr_gamma=5.0, loss="l1")
+    alpha_bar = alpha_bars(diffusion.spec)
+    t = torch.tensor([0, 500, 999])
+    x0 = torch.zeros(3, 1, 2, 2)
+    prediction = torch.tensor([1.0, 2.0, 3.0])[:, None, None, None].expand(3, 1, 2, 2)
+    snr = (alpha_bar / (1 - alpha_bar))[t].tolist()
+    expected = sum(min(ratio, 5.0) * error for ratio, error in zip(snr, (1.0, 2.0, 3.0), strict=True)) / 3
+    assert diffusion.loss(prediction, x0, torch.zeros_like(x0), t).item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("objective", ["eps", "x0", "v"])
+@pytest.mark.parametrize("weighting", ["uniform", "min_snr"])
+def test_loss_of_a_batch_is_the_mean_over_its_micro_batches(objective: str, weighting: str) -> None:
+    diffusion = process(objective=objective, weighting=weighting)
+    pixels, index = images(12)
+    x0 = diffusion.prepare(pixels, index, False)
+    t, eps = diffusion.draw(index, x0.shape)
+    prediction = torch.randn(x0.shape, generator=torch.Generator().manual_seed(1))
+    parts = [
+        diffusion.loss(*part) for part in zip(*(whole.split(3) for whole in (prediction, x0, eps, t)), strict=True)
+    ]
+    torch.testing.assert_close(torch.stack(parts).mean(), diffusion.loss(prediction, x0, eps, t))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("objective", ["eps", "x0", "v"])
+def test_loss_and_its_gradient_are_taken_in_fp32_from_any_prediction(objective: str, dtype: torch.dtype) -> None:
+    diffusion = process(objective=objective)
+    pixels, index = images(4)
+    x0 = diffusion.prepare(pixels, index, False)
+    t, eps = diffusion.draw(index, x0.shape)
+    prediction = torch.randn(x0.shape, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+    loss = diffusion.loss(prediction, x0, eps, t)
+    exact = prediction.detach().float().requires_grad_()
+    exact_loss = diffusion.loss(exact, x0, eps, t)
+    assert loss.dtype == torch.float32 and loss.shape == () and torch.equal(loss, exact_loss)
+    scale = 2.0**10
+    (gradient,) = torch.autograd.grad(loss * scale, prediction)
+    (exact_gradient,) = torch.autograd.grad(exact_loss * scale, exact)
+    assert torch.equal(gradient, exact_gradient.to(dtype))
+    assert gradient.abs().max() > 0
+
+
+def test_labels_are_dropped_at_their_share_and_by_image() -> None:
+    diffusion = process()
+    index = torch.arange(20_000)
+    labels = index % 10
+    dropped = diffusion.drop_labels(labels, index, 0.1, none_label=10)
+    gone = dropped == 10
+    assert 0.09 < gone.double().mean() < 0.11
+    assert torch.equal(dropped[~gone], labels[~gone])
+    assert torch.equal(dropped[7:9], diffusion.drop_labels(labels[7:9], index[7:9], 0.1, none_label=10))
+    assert torch.equal(diffusion.drop_labels(labels, index, 0.0, none_label=10), labels)
+
+
+def whole_step(diffusion: Diffusion, pixels: Tensor, index: Tensor) -> Tensor:
+    x0 = diffusion.prepare(pixels, index, flips=True)
+    t, eps = diffusion.draw(index, x0.shape)
+    labels = diffusion.drop_labels(index % 10, index, 0.1, none_label=10)
+    prediction = diffusion.noised(x0, t, eps).half() + labels[:, None, None, None]
+    return diffusion.loss(prediction, x0, eps, t)
+
+
+@pytest.mark.parametrize("objective", ["eps", "x0", "v"])
+def test_no_part_of_a_step_reads_back_from_the_device(objective: str) -> None:
+    # A tensor on the meta device has no values: anything that waits for one raises.
+    pixels, index = images(4)
+    loss = whole_step(process("meta", objective=objective), pixels.to("meta"), index.to("meta"))
+    assert loss.shape == () and loss.device.type == "meta"
+
+
+def test_tables_are_float32_only() -> None:
+    diffusion = process(weighting="min_snr")
+    tables = [*diffusion._levels, diffusion._weights]
+    assert {table.dtype for table in tables} == {torch.float32}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_step_on_cuda_neither_synchronises_nor_differs() -> None:
+    pixels, index = images(4)
+    on_cpu = whole_step(process(), pixels, index)
+    diffusion, pixels, index = process("cuda"), pixels.cuda(), index.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        on_cuda = whole_step(diffusion, pixels, index)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(on_cuda.cpu(), on_cpu, rtol=1e-4, atol=0.0)

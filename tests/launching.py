@@ -1,0 +1,79 @@
+"""Start real processes with the real launcher, and tiny runs to give them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from ddpm_ds.spec import RunSpec
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def free_port() -> int:
+    """A port on the loopback interface that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def deepspeed_command(processes: int, script: Path, *arguments: str) -> list[str]:
+    """The launcher's command line for ``processes`` ranks on this host."""
+    launcher = Path(sys.executable).with_name("deepspeed")
+    options = ["--num_gpus", str(processes), "--master_port", str(free_port()), "--master_addr", "127.0.0.1"]
+    return [sys.executable, str(launcher), *options, str(script), *arguments]
+
+
+def launch(
+    processes: int, script: Path, *arguments: str, timeout: float = 300.0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run ``script`` on ``processes`` CPU ranks with one thread each and return what it printed."""
+    variables = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(REPOSITORY),
+        **environment,
+    }
+    return subprocess.run(
+        deepspeed_command(processes, script, *arguments),
+        env=variables,
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def tiny_spec(**sections: dict[str, Any]) -> RunSpec:
+    """A U-Net of a few thousand parameters that has everything: attention, skips over several stages, dropout."""
+    values: dict[str, dict[str, Any]] = {
+        "data": {"source": "digits", "image_size": 8, "channels": 1, "horizontal_flips": True},
+        "unet": {
+            "channels": 8,
+            "multipliers": [1, 2],
+            "blocks_per_level": 1,
+            "attention_resolutions": [4],
+            "norm_groups": 4,
+            "dropout": 0.1,
+            "classes": 10,
+        },
+        "diffusion": {},
+        "optimizer": {"learning_rate": 1e-3},
+        "train": {"images": 64, "batch_images": 16, "seed": 3, "label_drop": 0.2},
+        "logging": {"log_every_images": 16},
+    }
+    for name, section in sections.items():
+        values[name] = {**values[name], **section}
+    return RunSpec.model_validate({"name": "tiny", **values})
+
+
+def write_json(path: Path, value: Any) -> Path:
+    """Write ``value`` as JSON and return the path."""
+    path.write_text(json.dumps(value, indent=2))
+    return path

@@ -1,0 +1,205 @@
+"""Rung c of the ladder of trust, one rank: train tiny cases on a pipeline and compare every gradient by name.
+
+    deepspeed --num_gpus 4 tests/pipeline/ladder_worker.py CASES.json REPORT_FOLDER
+
+Every case of the file runs in this one launch. Rank r writes ``REPORT_FOLDER/rank{r}.json``: per case and step, the
+loss and the relative error of each of its gradients against plain PyTorch on the whole batch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.pipe import schedule
+from torch import Tensor, nn
+
+from ddpm_ds.data.loader import MicroBatch
+from ddpm_ds.pipeline import module as pipeline_module
+from ddpm_ds.pipeline.build import build_engine
+from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.pipeline.host_accelerator import select_device
+from ddpm_ds.pipeline.partition import partition
+from ddpm_ds.spec import RunSpec
+from ddpm_ds.train.objective import Denoising
+from ddpm_ds.unet import model
+from ddpm_ds.unet.layers import Layer, unet_layers
+from tests.launching import tiny_spec
+
+STEPS = 2
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout and one way of training."""
+
+    stages: int
+    replicas: int
+    zero: int
+    precision: str
+    checkpoint: int
+    micro_batches: int = 4
+    reentrant: bool = False
+    offload: bool = False
+    fp32_accumulation: bool = False
+    wall_clock: bool = False
+
+    def config(self, batch: int) -> dict[str, Any]:
+        """The DeepSpeed configuration, without ours."""
+        config: dict[str, Any] = {
+            "train_batch_size": batch,
+            "train_micro_batch_size_per_gpu": batch // (self.micro_batches * self.replicas),
+            "gradient_accumulation_steps": self.micro_batches,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.0, "torch_adam": True}},
+            "gradient_clipping": 1.0,
+            "zero_optimization": {
+                "stage": self.zero,
+                "reduce_bucket_size": 4096,
+                "allgather_bucket_size": 4096,
+            },
+            "zero_force_ds_cpu_optimizer": False,
+            "pipeline": {"activation_checkpoint_interval": self.checkpoint, "use_reentrant": self.reentrant},
+            "steps_per_print": 1 if self.wall_clock else None,
+            "wall_clock_breakdown": self.wall_clock,
+        }
+        if self.precision == "fp16":
+            config["fp16"] = {"enabled": True, "initial_scale_power": 10}
+        if self.precision == "bf16":
+            config["bf16"] = {"enabled": True}
+        if self.fp32_accumulation:
+            config["data_types"] = {"grad_accum_dtype": "fp32"}
+        if self.offload:
+            config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        return config
+
+
+def build_awake_layer(layer: Layer, index: int, seed: int) -> nn.Module:
+    """A layer whose zero-initialised weights are drawn as well, so that every gradient is alive from the start."""
+    built = model.build_layer(layer, index, seed)
+    generator = torch.Generator().manual_seed(1000 + index)
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return built
+
+
+def global_batch(spec: RunSpec, step: int) -> MicroBatch:
+    """The images of one step, as a function of the step."""
+    batch = spec.train.batch_images
+    generator = torch.Generator().manual_seed(step)
+    shape = (batch, spec.data.channels, spec.data.image_size, spec.data.image_size)
+    return MicroBatch(
+        images=torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8),
+        labels=torch.randint(0, 10, (batch,), generator=generator),
+        index=torch.arange(step * batch, (step + 1) * batch),
+    )
+
+
+class Reference:
+    """Plain PyTorch on the whole batch, in the same storage precision: what each pipeline must equal."""
+
+    def __init__(self, spec: RunSpec, layers: tuple[Layer, ...], precision: str) -> None:
+        self.modules = nn.ModuleList(build_awake_layer(layer, i, spec.train.seed) for i, layer in enumerate(layers))
+        self.masters = [parameter.detach().clone() for parameter in self.modules.parameters()]
+        self.modules.to(DTYPES[precision])
+        self.scale = 2.0**10 if precision == "fp16" else 1.0
+        self.objective = Denoising(spec, torch.device("cpu"))
+        if precision != "fp32":
+            self.masters = [parameter.detach().float() for parameter in self.modules.parameters()]
+        self.optimizer = torch.optim.AdamW(self.masters, lr=1e-3, weight_decay=0.0)
+
+    def step(self, batch: MicroBatch) -> tuple[float, dict[str, Tensor]]:
+        """One optimizer step; the loss and the unscaled fp32 gradients by name."""
+        model.set_image_index(self.modules, batch.index)
+        prepared = self.objective.prepare(batch)
+        carry = self.objective.inputs(prepared)
+        for layer in self.modules:
+            carry = layer(carry)
+        loss = self.objective.loss(carry, prepared)
+        (loss * self.scale).backward()
+        gradients = {name: p.grad.float() / self.scale for name, p in self.modules.named_parameters()}
+        for master, gradient in zip(self.masters, gradients.values(), strict=True):
+            master.grad = gradient.clone()
+        torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
+        self.optimizer.step()
+        with torch.no_grad():
+            for parameter, master in zip(self.modules.parameters(), self.masters, strict=True):
+                parameter.copy_(master)
+                parameter.grad = None
+        return loss.item(), gradients
+
+
+def watch_gradients(engine: UnetPipelineEngine) -> dict[str, Tensor]:
+    """Fill the returned dictionary with this stage's gradients each time the optimizer is about to step."""
+    seen: dict[str, Tensor] = {}
+    step = engine._INSTRUCTION_MAP[schedule.OptimizerStep]
+
+    def observed(self: UnetPipelineEngine, **arguments: Any) -> None:
+        seen.update({name: gradient.clone() for name, gradient in self.named_gradients().items()})
+        step(self, **arguments)
+
+    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, schedule.OptimizerStep: observed}
+    return seen
+
+
+def run_case(case: Case) -> list[dict[str, Any]]:
+    """Train the case next to its reference; one record a step."""
+    spec = tiny_spec()
+    layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
+    bounds = partition(layers, case.stages, "flops")
+    objective = Denoising(spec, torch.device("cpu"))
+    engine = build_engine(layers, bounds, case.config(spec.train.batch_images), objective, seed=spec.train.seed)
+    seen = watch_gradients(engine)
+    reference = Reference(spec, layers, case.precision)
+    micro = engine.micro_batch_size
+    records = []
+    for step in range(STEPS):
+        batch = global_batch(spec, step)
+        mine = [
+            MicroBatch(*(tensor[first : first + micro] for tensor in batch))
+            for first in (
+                (m * case.replicas + engine.grid.get_data_parallel_id()) * micro for m in range(case.micro_batches)
+            )
+        ]
+        loss_here = engine.train_batch(iter(mine)) / case.replicas
+        torch.distributed.all_reduce(loss_here)
+        expected_loss, expected = reference.step(batch)
+        errors = {
+            name: ((seen[name] - expected[name]).norm() / expected[name].norm()).item() for name in seen
+        }
+        norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm().item()
+        records.append(
+            {
+                "loss": loss_here.item(),
+                "expected_loss": expected_loss,
+                "gradient_norm": engine.gradient_norm(),
+                "expected_gradient_norm": norm,
+                "names": list(expected),
+                "errors": errors,
+                "stage": engine.stage_id,
+            }
+        )
+    engine.destroy()
+    return records
+
+
+def main() -> None:
+    cases, folder = sys.argv[-2:]
+    select_device("auto")
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    pipeline_module.build_layer = build_awake_layer
+    report = [run_case(Case(**case)) for case in json.loads(Path(cases).read_text())]
+    Path(folder, f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(report))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Rung c: on real processes, the loss and every gradient by name equal plain PyTorch's, in every way of training."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launching import launch, write_json
+from tests.pipeline.ladder_worker import Case
+
+WORKER = Path(__file__).with_name("ladder_worker.py")
+
+LOSS_TOLERANCE = {"fp32": 1e-6, "fp16": 1e-4, "bf16": 2e-3}
+GRADIENT_TOLERANCE = {"fp32": 1e-5, "fp16": 2e-2, "bf16": 6e-2}
+LATER = {"fp32": 10, "fp16": 1, "bf16": 2}
+"""Rounding of the first step is amplified by Adam's division, so the second step may differ this much more."""
+
+
+def matrix(layouts: Iterable[tuple[int, int]]) -> list[Case]:
+    """Every ZeRO stage, precision and checkpointing interval on each (stages, replicas)."""
+    return [
+        Case(stages, replicas, zero, precision, checkpoint)
+        for (stages, replicas), zero, precision, checkpoint in itertools.product(
+            layouts, (0, 1, 2), ("fp32", "fp16"), (0, 1)
+        )
+    ]
+
+
+FOUR_PROCESSES = [
+    *matrix([(4, 1), (2, 2)]),
+    Case(1, 4, 2, "fp32", 1),
+    Case(1, 4, 2, "fp16", 0),
+    Case(4, 1, 2, "fp32", 3),
+    Case(4, 1, 2, "fp32", 1, reentrant=True),
+    Case(2, 2, 1, "fp16", 2, reentrant=True),
+    Case(4, 1, 2, "fp32", 0, micro_batches=1),
+    Case(2, 2, 2, "fp16", 0, micro_batches=2),
+    Case(2, 2, 2, "fp16", 0, fp32_accumulation=True),
+    Case(2, 2, 2, "fp32", 0, offload=True),
+    Case(2, 2, 2, "fp16", 1, offload=True),
+    Case(2, 2, 1, "fp16", 0, offload=True),
+    Case(2, 2, 0, "bf16", 0),
+    Case(2, 2, 1, "bf16", 0, fp32_accumulation=True),
+    Case(2, 2, 1, "bf16", 0),
+    Case(2, 2, 2, "bf16", 1, fp32_accumulation=True),
+    Case(2, 2, 2, "bf16", 0),
+    Case(2, 2, 2, "fp32", 0, wall_clock=True),
+]
+
+
+@pytest.mark.parametrize(
+    ("processes", "cases"),
+    [
+        pytest.param(1, matrix([(1, 1)]), id="1 process"),
+        pytest.param(2, matrix([(2, 1), (1, 2)]), id="2 processes"),
+        pytest.param(4, FOUR_PROCESSES, id="4 processes"),
+    ],
+)
+def test_loss_and_every_gradient_equal_plain_pytorch(processes: int, cases: list[Case], tmp_path: Path) -> None:
+    file = write_json(tmp_path / "cases.json", [asdict(case) for case in cases])
+    done = launch(processes, WORKER, str(file), str(tmp_path), timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    reports = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(processes)]
+    differences = [
+        f"{case}: {difference}"
+        for number, case in enumerate(cases)
+        for difference in compare(case, [report[number] for report in reports])
+    ]
+    assert not differences, "\n".join(differences)
+
+
+def compare(case: Case, ranks: list[list[dict[str, Any]]]) -> list[str]:
+    """What differs in one case, each with the step, the stage and the name of the gradient."""
+    found = []
+    for step, records in enumerate(zip(*ranks, strict=True)):
+        slack = LATER[case.precision] if step else 1
+        named = set()
+        for record in records:
+            where = f"step {step}, stage {record['stage']}"
+            for quantity, expected in (("loss", "expected_loss"), ("gradient_norm", "expected_gradient_norm")):
+                if not math.isclose(
+                    record[quantity], record[expected], rel_tol=10 * slack * LOSS_TOLERANCE[case.precision]
+                ):
+                    found.append(f"{where}: {quantity} {record[quantity]} instead of {record[expected]}")
+            for name, error in record["errors"].items():
+                named.add(name)
+                if not error <= slack * GRADIENT_TOLERANCE[case.precision]:
+                    found.append(f"{where}: gradient of {name} is off by {error:.1e} of its norm")
+        missing = set(records[0]["names"]) - named
+        if missing:
+            found.append(f"step {step}: no stage has the gradients of {sorted(missing)}")
+    return found

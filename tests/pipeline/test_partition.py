@@ -1,0 +1,74 @@
+"""Cuts are exact, and impossible ones are refused with the fix."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from ddpm_ds.errors import LayoutError
+from ddpm_ds.pipeline.partition import balanced, boundary_elements, describe, partition
+from ddpm_ds.unet.layers import unet_layers
+from tests.launching import tiny_spec
+
+SPEC = tiny_spec()
+LAYERS = unet_layers(SPEC.unet, image_channels=1, image_size=8)
+
+
+def brute_force(weights: list[int], stages: int, crossing: list[int]) -> tuple[int, int]:
+    """Heaviest part and crossing of the best partition, by trying them all."""
+    n = len(weights)
+    options = []
+    for cuts in itertools.combinations(range(1, n), stages - 1):
+        bounds = (0, *cuts, n)
+        heaviest = max(sum(weights[a:b]) for a, b in zip(bounds, bounds[1:], strict=False))
+        options.append((heaviest, sum(crossing[cut - 1] for cut in cuts)))
+    return min(options)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_balanced_finds_the_lightest_heaviest_stage_and_then_the_least_crossing(seed: int) -> None:
+    rng = random.Random(seed)
+    n = rng.randint(3, 9)
+    weights = [rng.randint(0, 9) for _ in range(n)]
+    crossing = [rng.randint(1, 9) for _ in range(n - 1)]
+    stages = rng.randint(1, min(4, n))
+    bounds = balanced(weights, stages, crossing)
+    assert len(bounds) == stages + 1 and list(bounds) == sorted(set(bounds))
+    heaviest = max(sum(weights[a:b]) for a, b in zip(bounds, bounds[1:], strict=False))
+    assert (heaviest, sum(crossing[cut - 1] for cut in bounds[1:-1])) == brute_force(weights, stages, crossing)
+
+
+@pytest.mark.parametrize("method", ["flops", "parameters", "uniform"])
+@pytest.mark.parametrize("stages", [1, 2, 4, len(LAYERS)])
+def test_stages_cover_all_layers_once(method: str, stages: int) -> None:
+    rows = describe(LAYERS, partition(LAYERS, stages, method))  # type: ignore[arg-type]
+    assert sum(row.layers for row in rows) == len(LAYERS) and all(row.layers for row in rows)
+    assert sum(row.parameters for row in rows) == sum(layer.parameters for layer in LAYERS)
+    assert rows[-1].sent_elements == 0 and all(row.sent_elements for row in rows[:-1])
+
+
+def test_the_newest_skip_does_not_cross_twice() -> None:
+    after_conv_in = 2
+    assert LAYERS[1].pushes
+    assert boundary_elements(LAYERS, after_conv_in) == 8 * 8 * 8 + 32  # h, which is the skip, and emb
+
+
+def test_given_cuts_are_taken_as_they_are() -> None:
+    assert partition(LAYERS, 3, [4, 9]) == (0, 4, 9, len(LAYERS))
+
+
+@pytest.mark.parametrize(
+    ("stages", "method", "said"),
+    [
+        (len(LAYERS) + 1, "flops", f"use at most {len(LAYERS)} stages"),
+        (3, [9, 4], "give 2 increasing positions"),
+        (3, [4], "give 2 increasing positions"),
+        (2, [0], "between 1 and"),
+    ],
+)
+def test_impossible_cuts_are_refused_with_the_fix(stages: int, method: object, said: str) -> None:
+    with pytest.raises(LayoutError, match=said) as error:
+        partition(LAYERS, stages, method)  # type: ignore[arg-type]
+    assert "\n" not in str(error.value)

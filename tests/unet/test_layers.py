@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from ddpm_ds.spec import UnetSpec
+from ddpm_ds.unet.layers import boundary_shapes, unet_layers
+from tests.unet.variants import VARIANTS, batch, layers_of, random_unet
+
+
+def test_list_of_layers_is_encoder_middle_decoder() -> None:
+    spec = UnetSpec(channels=8, multipliers=(1, 2), blocks_per_level=1, attention_resolutions=(4,), norm_groups=4)
+    layers = unet_layers(spec, image_channels=1, image_size=8)
+    rows = [(layer.name, layer.in_channels, layer.skip_channels, layer.output_shape, layer.pushes) for layer in layers]
+    assert rows == [
+        ("embed", 1, 0, (1, 8, 8), False),
+        ("conv_in", 1, 0, (8, 8, 8), True),
+        ("down.0.block.0", 8, 0, (8, 8, 8), True),
+        ("down.0.downsample", 8, 0, (8, 4, 4), True),
+        ("down.1.block.0", 8, 0, (16, 4, 4), False),
+        ("down.1.attention.0", 16, 0, (16, 4, 4), True),
+        ("middle.block.0", 16, 0, (16, 4, 4), False),
+        ("middle.attention", 16, 0, (16, 4, 4), False),
+        ("middle.block.1", 16, 0, (16, 4, 4), False),
+        ("up.1.block.0", 16, 16, (16, 4, 4), False),
+        ("up.1.attention.0", 16, 0, (16, 4, 4), False),
+        ("up.1.block.1", 16, 8, (16, 4, 4), False),
+        ("up.1.attention.1", 16, 0, (16, 4, 4), False),
+        ("up.1.upsample", 16, 0, (16, 8, 8), False),
+        ("up.0.block.0", 16, 8, (8, 8, 8), False),
+        ("up.0.block.1", 8, 8, (8, 8, 8), False),
+        ("out", 8, 0, (1, 8, 8), False),
+    ]
+
+
+def test_boundary_lists_each_tensor_once() -> None:
+    spec = UnetSpec(channels=8, multipliers=(1, 2), blocks_per_level=1, norm_groups=4)
+    layers = unet_layers(spec, image_channels=1, image_size=8)
+    cut = {layer.name: index for index, layer in enumerate(layers)}
+    full, half, deep, emb = (8, 8, 8), (8, 4, 4), (16, 4, 4), (32,)
+
+    assert boundary_shapes(layers, cut["conv_in"]) == ((1, 8, 8), emb)
+    assert boundary_shapes(layers, cut["down.0.block.0"]) == (full, emb)  # the one skip is h
+    assert boundary_shapes(layers, cut["down.1.block.0"]) == (half, emb, full, full)
+    assert boundary_shapes(layers, cut["middle.block.1"]) == (deep, emb, full, full, half, deep)
+    assert boundary_shapes(layers, cut["up.0.block.0"]) == ((16, 8, 8), emb, full, full)
+    assert boundary_shapes(layers, cut["out"]) == (full, emb)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_parameters_macs_and_activations_are_those_of_the_modules(name: str) -> None:
+    layers = layers_of(name)
+    modules = random_unet(layers).layers
+    carry = batch(name)
+    images = 2
+    for layer, module in zip(layers, modules, strict=True):
+        assert layer.parameters == sum(parameter.numel() for parameter in module.parameters()), layer.name
+
+        inputs = tuple(tensor.requires_grad_(tensor.is_floating_point()) for tensor in carry)
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # the only one it knows on CPU
+            module(inputs)
+        assert counter.get_total_flops() == pytest.approx(2 * layer.macs * images, rel=0.02), layer.name
+
+        weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+        kept: dict[int, torch.Tensor] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage().data_ptr()
+            if storage not in weights:
+                kept[storage] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = module(inputs)
+        kept_bytes = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+        assert kept_bytes / 4 == pytest.approx(layer.activation_elements * images, rel=0.02), layer.name
+        carry = tuple(tensor.detach() for tensor in output)

@@ -1,0 +1,60 @@
+"""Small U-Nets that between them use every option of the spec, for 16x16 RGB images."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ddpm_ds.spec import UnetSpec
+from ddpm_ds.unet.layers import Layer, unet_layers
+from ddpm_ds.unet.model import UNet
+from ddpm_ds.unet.operations import set_image_index
+
+IMAGE = {"image_channels": 3, "image_size": 16}
+
+VARIANTS = {
+    # google/ddpm-cifar10-32, shrunk
+    "ddpm": UnetSpec(channels=16, multipliers=(1, 2, 2, 2), attention_resolutions=(8,), norm_groups=8),
+    "symmetric": UnetSpec(channels=16, multipliers=(1, 2), norm_groups=8, downsample_padding="symmetric"),
+    "cos_sin": UnetSpec(channels=16, multipliers=(1, 2), norm_groups=8, sinusoid_order="cos_sin", sinusoid_shift=0),
+    "heads": UnetSpec(channels=16, multipliers=(1, 3, 2), attention_resolutions=(16, 4), norm_groups=4, head_channels=8),
+    "scale_shift": UnetSpec(channels=16, multipliers=(1, 2), norm_groups=8, time_conditioning="scale_shift"),
+    "classes": UnetSpec(channels=16, multipliers=(2, 1), norm_groups=8, classes=10, attention_resolutions=(8,)),
+    "bare": UnetSpec(channels=16, multipliers=(1,), blocks_per_level=1, norm_groups=2, middle_attention=False),
+    "wide_embedding": UnetSpec(
+        channels=15, multipliers=(1, 2), blocks_per_level=3, norm_groups=5, norm_epsilon=1e-2, embedding_channels=48
+    ),
+    "dropout": UnetSpec(channels=16, multipliers=(1, 2), blocks_per_level=1, norm_groups=8, dropout=0.2),
+}
+
+
+def layers_of(name: str) -> tuple[Layer, ...]:
+    return unet_layers(VARIANTS[name], image_channels=3, image_size=16)
+
+
+def random_unet(layers: tuple[Layer, ...], seed: int = 0) -> UNet:
+    """A U-Net without zeros in its weights, which would hide most of it, told that images 7 and 8 come next."""
+    unet = UNet(layers, seed)
+    randomise(unet, seed)
+    set_image_index(unet.layers, torch.tensor([7, 8]))
+    return unet
+
+
+@torch.no_grad()
+def randomise(module: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim == 1:
+            parameter.add_(0.3 * noise)
+        else:
+            parameter.copy_(noise * parameter[0].numel() ** -0.5)
+
+
+def batch(name: str, seed: int = 1) -> tuple[Tensor, ...]:
+    """Two images x_t, their t and, where the variant has classes, labels of which the last is "no label"."""
+    generator = torch.Generator().manual_seed(seed)
+    x_t = torch.randn(2, 3, 16, 16, generator=generator)
+    t = torch.randint(0, 1000, (2,), generator=generator)
+    classes = VARIANTS[name].classes
+    return (x_t, t) if classes is None else (x_t, t, torch.tensor([3, classes]))
