@@ -100,19 +100,8 @@ def _check_together(config: dict[str, Any]) -> None:
                 f"fp16.hysteresis = {config['fp16']['hysteresis']} is ignored without ZeRO; write 1 or set "
                 f"zero_optimization.stage to 1 or 2"
             )
-        if enabled(config, "bf16"):
-            raise DsConfigError(
-                "bf16.enabled = true without ZeRO is refused: DeepSpeed would use its BF16_Optimizer, which is "
-                "not tested here; set zero_optimization.stage to 1 or 2"
-            )
-    if "grad_accum_dtype" in config.get("data_types", {}):
-        if not half:
-            raise DsConfigError("data_types.grad_accum_dtype has no effect in fp32; remove it")
-        if enabled(config, "bf16") and stage == 1:
-            raise DsConfigError(
-                "data_types.grad_accum_dtype with bf16 and ZeRO-1 is refused: DeepSpeed would use its BF16_Optimizer, "
-                "which is not tested here; set zero_optimization.stage to 2 or remove it"
-            )
+    if "grad_accum_dtype" in config.get("data_types", {}) and not half:
+        raise DsConfigError("data_types.grad_accum_dtype has no effect in fp32; remove it")
     if "type" not in config.get("optimizer", {}):
         raise DsConfigError('optimizer.type is missing; write "optimizer": {"type": "AdamW", "params": {...}}')
     params = config["optimizer"].get("params", {})

@@ -93,10 +93,10 @@ TABLE: tuple[Key, ...] = (
     _effective("fp16.min_loss_scale", POSITIVE, "Floor of the scale; a run that overflows there stops."),
     _refused("fp16.auto_cast", "the engine casts its own input", False),
     _refused("fp16.fp16_master_weights_and_grads", "master weights are fp32", False),
-    _effective("bf16", BLOCK, "bfloat16 with fp32 master weights; ZeRO 1 or 2."),
-    _effective("bf16.enabled", SWITCH, "Without ZeRO refused: DeepSpeed would use its BF16_Optimizer."),
+    _effective("bf16", BLOCK, "bfloat16 with fp32 master weights."),
+    _effective("bf16.enabled", SWITCH, "Without ZeRO, gradients accumulate in fp32 (DeepSpeed's BF16_Optimizer)."),
     _effective("bf16.check_grad_overflow", SWITCH, "Skip a step whose gradients are not finite."),
-    _refused("bf16.immediate_grad_update", "only DeepSpeed's BF16_Optimizer reads it, which is not used", False),
+    _refused("bf16.immediate_grad_update", "not tested here", False),
     _refused(_inside("bf16", "bf16_master_weights_and_grads bf16_optimizer_states"), "master weights are fp32", False),
     _refused("bfloat16", 'the old name; write "bf16"'),
     _refused("torch_autocast", "the layers choose their own arithmetic; use fp16 or bf16", OFF),
@@ -104,8 +104,7 @@ TABLE: tuple[Key, ...] = (
     _effective(
         "data_types.grad_accum_dtype",
         one_of("fp32"),
-        "Accumulate gradients of fp16 or bf16 in fp32. Not with bf16 and ZeRO-1, where DeepSpeed would use its "
-        f"BF16_Optimizer ([5792]({ISSUES}/5792)).",
+        "Accumulate gradients of fp16 or bf16 in fp32.",
         zero_only=True,
     ),
     _refused(_inside("data_types", "param_dtype buffer_dtype"), "the fp16 or bf16 block says it", None),

@@ -31,7 +31,7 @@ class DataSpec(Section):
     path: Path | None = None
     """The image folder of source `folder`; subfolders are classes. Not used by the other sources."""
     image_size: PositiveInt
-    """Height and width in pixels after preparation; larger images are scaled and centre-cropped."""
+    """Height and width in pixels after preparation; images are scaled, up or down, and centre-cropped."""
     channels: Literal[1, 3]
     """Colour channels after preparation: 1 grey, 3 RGB."""
     horizontal_flips: bool = False
@@ -48,7 +48,7 @@ class UnetSpec(Section):
     """The U-Net: DDPM/ADM residual blocks around an encoder, a middle and a decoder."""
 
     channels: PositiveInt
-    """Width of the first level."""
+    """The width that `multipliers` multiply."""
     multipliers: Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
     """Width of each level as a multiple of `channels`; every level after the first halves the image."""
     blocks_per_level: PositiveInt = 2
@@ -66,7 +66,7 @@ class UnetSpec(Section):
     dropout: Fraction = 0.0
     """Dropout before the second convolution of each residual block."""
     embedding_channels: PositiveInt | None = None
-    """Width of the time embedding; null means 4 x `channels`."""
+    """Width of the time embedding; null means 4 x the first level's width."""
     time_conditioning: Literal["add", "scale_shift"] = "add"
     """How a block takes the embedding: added after the first convolution (DDPM), or as scale and shift of the
     second normalisation (ADM)."""

@@ -57,7 +57,7 @@ def test_cifar10_has_the_hyper_parameters_of_the_paper() -> None:
         ("train.accumulation=4", 4),
         ("unet.head_channels=null", None),
         ("data.store_root=/tmp/stores", Path("/tmp/stores")),
-        ("logging.experiment=2024-01-31", "2024-01-31"),  # YAML 1.1 would read a date
+        ("logging.experiment=2024-01-31T10:20:30Z", "2024-01-31T10:20:30Z"),  # YAML 1.1 would read a date
         ("name=first", "first"),
         ("diffusion.schedule=cosine", "cosine"),
     ],

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import deepspeed
@@ -28,15 +31,29 @@ def build_engine(
     ``config`` is a legal DeepSpeed configuration with every ``auto`` filled (:func:`ddpm_ds.ds_config.resolve`);
     ``bounds`` come from :func:`ddpm_ds.pipeline.partition.partition`. The process group must exist.
     """
-    quiet_deepspeed(verbose)
-    module = UnetPipelineModule(layers, bounds, seed)
-    with insides.pipeline_engine(UnetPipelineEngine):
-        engine, *_ = deepspeed.initialize(model=module, config=config)
+    with quiet_deepspeed(verbose):
+        module = UnetPipelineModule(layers, bounds, seed)
+        with insides.pipeline_engine(UnetPipelineEngine):
+            engine, *_ = deepspeed.initialize(model=module, config=config)
     assert isinstance(engine, UnetPipelineEngine)
     engine.objective = objective
     return engine
 
 
-def quiet_deepspeed(verbose: bool) -> None:
-    """Keep DeepSpeed's own log to warnings unless ``verbose``."""
-    logging.getLogger("DeepSpeed").setLevel(logging.INFO if verbose else logging.WARNING)
+@contextlib.contextmanager
+def quiet_deepspeed(verbose: bool) -> Iterator[None]:
+    """While it is being built, drop what DeepSpeed prints and log only its errors; afterwards log its warnings.
+
+    With ``verbose`` it says all it has to say.
+    """
+    logger = logging.getLogger("DeepSpeed")
+    if verbose:
+        logger.setLevel(logging.INFO)
+        yield
+        return
+    # torch 2.14 renamed what DeepSpeed calls
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    logger.setLevel(logging.ERROR)
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
+    logger.setLevel(logging.WARNING)

@@ -119,6 +119,8 @@ def full_gradient(engine: DeepSpeedEngine, parameter: torch.nn.Parameter, scale:
     gradient by the parameter's mapping, and that gradients still carry the loss scale.
     """
     gradient = safe_get_full_grad(parameter) if isinstance(engine.optimizer, ZeROOptimizer) else parameter.grad
+    if gradient is None:
+        raise RuntimeError(f"a parameter of shape {tuple(parameter.shape)} has no gradient")
     return gradient.detach().float() / scale
 
 

@@ -22,8 +22,7 @@ The schedule is DeepSpeed's own instruction stream. What is ours is how an instr
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -53,6 +52,21 @@ class Objective(Protocol):
         """Mean loss of the micro-batch: a scalar in fp32."""
 
 
+INSTRUCTIONS = {
+    schedule.OptimizerStep: "_exec_optimizer_step",
+    schedule.ReduceGrads: "_exec_reduce_grads",
+    schedule.ReduceTiedGrads: "_exec_reduce_tied_grads",
+    schedule.LoadMicroBatch: "_exec_load_micro_batch",
+    schedule.ForwardPass: "_exec_forward_pass",
+    schedule.BackwardPass: "_exec_backward_pass",
+    schedule.SendActivation: "_exec_send_activations",
+    schedule.RecvActivation: "_exec_recv_activations",
+    schedule.SendGrad: "_exec_send_grads",
+    schedule.RecvGrad: "_exec_recv_grads",
+}
+"""The method that executes each instruction."""
+
+
 class UnetPipelineEngine(PipelineEngine):
     """1F1B over the stages of one U-Net, with ZeRO-0/1/2, fp16, bf16 and fp32.
 
@@ -72,10 +86,12 @@ class UnetPipelineEngine(PipelineEngine):
         insides.forget_first_optimizer_step(self)
         module.activation_checkpoint_func = checkpoint_function(self._config.pipeline["use_reentrant"])
 
+        self.execute: dict[type[schedule.PipeInstruction], Callable[..., None]] = {
+            instruction: getattr(self, method) for instruction, method in INSTRUCTIONS.items()
+        }
+        """What executes each instruction; an observer may wrap an entry."""
         self.images_seen = 0
         """Images of all completed steps: the progress that everything random is a function of."""
-        self.data_wait_seconds = 0.0
-        """Seconds spent waiting for the loader since this was last set to zero."""
         self.consecutive_overflows_at_floor = 0
         """Optimizer steps in a row that overflowed although the loss scale could fall no further."""
         self.loss_sum = torch.zeros((), device=self.device)
@@ -174,20 +190,17 @@ class UnetPipelineEngine(PipelineEngine):
             for command in commands:
                 if timed:
                     self.timers(command.name).start()
-                self._INSTRUCTION_MAP[type(command)](self, **command.kwargs)
+                self.execute[type(command)](**command.kwargs)
                 if timed:
                     self.timers(command.name).stop()
         every = self.steps_per_print()
         if timed and every and self.global_steps % every == 0:
-            self.timers.log(list(self.timers.timers), normalizer=every)
+            self.timers.log([kind.__name__ for kind in self.execute], normalizer=every)
 
     # ---------------------------------------------------------------- instructions
 
     def _exec_load_micro_batch(self, buffer_id: int) -> None:
-        started = time.perf_counter()
-        micro_batch = next(self.data_iterator)
-        self.data_wait_seconds += time.perf_counter() - started
-        prepared = self.objective.prepare(micro_batch)
+        prepared = self.objective.prepare(next(self.data_iterator))
         self.pipe_buffers["loads"][buffer_id] = prepared
         if self.is_first_stage():
             dtype = self._wire_dtype()
@@ -272,24 +285,11 @@ class UnetPipelineEngine(PipelineEngine):
         torch.nn.utils.clip_grads_with_norm_(parameters, self.gradient_clipping(), self._global_grad_norm)
 
     def _next_image_index(self) -> Tensor:
-        """Image index of the next forward's micro-batch: micro-batch m of replica r takes positions from (m R + r) n."""
+        """Image index of the next micro-batch: number m of replica r takes positions from (m R + r) n on."""
         replicas, micro = self.dp_world_size, self.micro_batch_size
         first = self.images_seen + (self._forwards * replicas + self.grid.get_data_parallel_id()) * micro
         self._forwards += 1
         return torch.arange(first, first + micro, device=self.device)
-
-    _INSTRUCTION_MAP = {
-        schedule.OptimizerStep: _exec_optimizer_step,
-        schedule.ReduceGrads: _exec_reduce_grads,
-        schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
-        schedule.LoadMicroBatch: _exec_load_micro_batch,
-        schedule.ForwardPass: _exec_forward_pass,
-        schedule.BackwardPass: _exec_backward_pass,
-        schedule.SendActivation: _exec_send_activations,
-        schedule.RecvActivation: _exec_recv_activations,
-        schedule.SendGrad: _exec_send_grads,
-        schedule.RecvGrad: _exec_recv_grads,
-    }
 
 
 def _pipeline_groups(own_pipeline: list[int]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -301,8 +301,9 @@ def _pipeline_groups(own_pipeline: list[int]) -> tuple[dist.ProcessGroup, dist.P
     dist.all_gather_object(pipelines, [int(rank) for rank in own_pipeline])
     mine: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
     for ranks in sorted({tuple(ranks) for ranks in pipelines if ranks is not None}):
-        groups = dist.new_group(list(ranks)), dist.new_group(list(ranks))
+        forward, backward = dist.new_group(list(ranks)), dist.new_group(list(ranks))
         if dist.get_rank() in ranks:
-            mine = groups
+            assert isinstance(forward, dist.ProcessGroup) and isinstance(backward, dist.ProcessGroup)
+            mine = forward, backward
     assert mine is not None
     return mine

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ddpm_ds.pipeline.partition import Stage
 
 ACTIVATION_SHARE = 0.5
-"""Share of a device's memory that activations may take before they are recomputed; weights and optimizer need the rest."""
+"""Share of a device's memory that activations may take; beyond it they are recomputed."""
 
 
 def activation_bytes(stages: Sequence[Stage], micro_batch_images: int, micro_batches: int, element_bytes: int) -> int:

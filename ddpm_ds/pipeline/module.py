@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ddpm_ds.unet.carry import newest_skip_is_h, pack, unpack
+from ddpm_ds.unet.carry import Carry, newest_skip_is_h, pack, unpack
 from ddpm_ds.unet.layers import Layer
 from ddpm_ds.unet.model import build_layer
-
-Carry = tuple[Tensor, ...]
 
 
 class UnetLayerSpec(LayerSpec):
@@ -39,11 +36,10 @@ class UnetPipelineModule(PipelineModule):
     def __init__(self, layers: Sequence[Layer], bounds: Sequence[int], seed: int) -> None:
         self.unet_layers = tuple(layers)
         self._bounds = tuple(bounds)
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints its seeds, which it does not set
-            super().__init__(
-                layers=[UnetLayerSpec(layer, index, seed) for index, layer in enumerate(layers)],
-                num_stages=len(bounds) - 1,
-            )
+        super().__init__(
+            layers=[UnetLayerSpec(layer, index, seed) for index, layer in enumerate(layers)],
+            num_stages=len(bounds) - 1,
+        )
 
     def _partition_layers(self, method: str = "uniform") -> None:
         self.parts = list(self._bounds)
@@ -55,7 +51,7 @@ class UnetPipelineModule(PipelineModule):
         interval = self.activation_checkpoint_interval
         if not interval or not torch.is_grad_enabled():
             return self._walk(self.first, self.stop)(*inputs)
-        carry: Carry | Tensor = inputs
+        carry: Any = inputs
         first = self.first
         if first == 0:  # makes emb of what needs no gradient, so a reentrant checkpoint would cut it off
             carry, first = self._walk(0, 1)(*inputs), 1

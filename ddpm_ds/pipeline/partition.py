@@ -6,6 +6,7 @@ A partition is written as its bounds ``(0, b1, ..., n)``: stage ``s`` owns layer
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ def partition(layers: Sequence[Layer], stages: int, method: PartitionMethod | Se
         )
     if not isinstance(method, str):
         bounds = (0, *(int(cut) for cut in method), len(layers))
-        if len(bounds) != stages + 1 or any(left >= right for left, right in zip(bounds, bounds[1:], strict=False)):
+        if len(bounds) != stages + 1 or any(left >= right for left, right in itertools.pairwise(bounds)):
             raise LayoutError(
                 f"pipeline.partition = {list(method)} does not cut {len(layers)} layers into {stages} stages; "
                 f"give {stages - 1} increasing positions between 1 and {len(layers) - 1}"
@@ -64,8 +65,7 @@ def balanced(weights: Sequence[int], stages: int, crossing: Sequence[int]) -> tu
     lightest: list[float] = [0.0] + [math.inf] * n  # heaviest part of the best split of the first `stop` items
     for _ in range(stages):
         lightest = [math.inf] + [
-            min(max(lightest[start], before[stop] - before[start]) for start in range(stop))
-            for stop in range(1, n + 1)
+            min(max(lightest[start], before[stop] - before[start]) for start in range(stop)) for stop in range(1, n + 1)
         ]
     limit = lightest[n]
 
@@ -111,7 +111,7 @@ class Stage:
 def describe(layers: Sequence[Layer], bounds: Sequence[int]) -> tuple[Stage, ...]:
     """The stages of a partition."""
     stages = []
-    for index, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for index, (start, stop) in enumerate(itertools.pairwise(bounds)):
         own = layers[start:stop]
         stages.append(
             Stage(

@@ -7,15 +7,13 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import NoReturn
 
 from ddpm_ds.errors import BadNumbersError, SpecError, UserError
-from ddpm_ds.train.plan import RunPlan, describe_plan, plan_run
+from ddpm_ds.train.plan import OUTPUT_ROOT, check_output, describe_plan, new_run_dir, plan_run
 
 SPECS = Path(__file__).resolve().parents[2] / "launch" / "specs"
-DEFAULT_OUTPUT_ROOT = Path("runs")
 OTHERS_WAIT_SECONDS = 5.0
 """How long ranks other than 0 hold back an error, so that rank 0 is the one to say it."""
 
@@ -85,10 +83,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=Path,
         default=None,
         metavar="DIR",
-        help=f"folder of this run, new or empty; MLflow's store is its parent (default {DEFAULT_OUTPUT_ROOT}/DATE-NAME)",
+        help=f"folder of this run, new or empty; MLflow's store is its parent (default {OUTPUT_ROOT}/DATE-NAME)",
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if there is any")
-    parser.add_argument("--dry-run", action="store_true", help="print what would run, with the table of stages, and exit")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
+    parser.add_argument("--dry-run", action="store_true", help="print what would run, and exit")
     parser.add_argument("--verbose", action="store_true", help="show DeepSpeed's own log")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # of launchers
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # of DeepSpeed's convention
@@ -115,26 +113,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             world_size=int(os.environ["WORLD_SIZE"]),
             stages=options.pipeline_stages,
         )
+        run_dir = options.run_dir or new_run_dir(plan.spec.name)
+        if int(os.environ["RANK"]) == 0:
+            check_output(run_dir)
+            print(describe_plan(plan, run_dir), flush=True)
         if options.dry_run:
-            _print_plan(plan, options.run_dir)
             return 0
-        from ddpm_ds.train.session import run_training  # torch and deepspeed, after everything cheap is checked
+        from ddpm_ds.train.device import choose_device  # torch, now that everything cheap is checked
 
-        run_training(plan, options)
+        device = choose_device(options.device)
+        from ddpm_ds.train.session import run_training  # deepspeed, which asks for its device when it is imported
+
+        run_training(plan, run_dir, device, verbose=options.verbose)
     except (UserError, BadNumbersError) as error:
         _say_once(f"ddpm_ds: error: {error}")
         return error.exit_code
     return 0
-
-
-def run_dir_of(plan: RunPlan, run_dir: Path | None) -> Path:
-    """The run's folder: the one asked for, else a new one under the output root."""
-    return run_dir or DEFAULT_OUTPUT_ROOT / f"{datetime.now():%Y%m%d-%H%M%S}-{plan.spec.name}"
-
-
-def _print_plan(plan: RunPlan, run_dir: Path | None) -> None:
-    if int(os.environ["RANK"]) == 0:
-        print(describe_plan(plan, run_dir, run_dir.parent if run_dir else DEFAULT_OUTPUT_ROOT), flush=True)
 
 
 def _say_once(line: str) -> None:

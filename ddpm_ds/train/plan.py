@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from ddpm_ds.ds_config import ResolvedDsConfig, read_ds_config, resolve
+from ddpm_ds.errors import OutputError
 from ddpm_ds.pipeline.partition import Stage, describe, partition
 from ddpm_ds.spec import RunSpec
 from ddpm_ds.spec_file import load_spec
 from ddpm_ds.unet.layers import Layer, unet_layers
 
+OUTPUT_ROOT = Path("runs")
+"""Where runs go that are given no folder."""
 ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
@@ -97,8 +103,13 @@ def stage_table(plan: RunPlan) -> str:
     return "\n".join(lines)
 
 
-def describe_plan(plan: RunPlan, run_dir: Path | None, output_root: Path) -> str:
-    """What ``--dry-run`` prints."""
+def new_run_dir(name: str) -> Path:
+    """A folder for a run that is given none: the time, to the second, and the spec's name."""
+    return OUTPUT_ROOT / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
+
+
+def describe_plan(plan: RunPlan, run_dir: Path) -> str:
+    """What every run prints first, and ``--dry-run`` prints alone."""
     spec, layout, ds = plan.spec, plan.ds.layout, plan.ds
     recompute = {"auto": "where memory asks for it", 0: "off"}.get(
         ds.checkpoint_interval, f"every {ds.checkpoint_interval} layers"
@@ -115,9 +126,26 @@ def describe_plan(plan: RunPlan, run_dir: Path | None, output_root: Path) -> str
         f"{layout.micro_batches} micro-batches x {layout.replicas} replicas",
         f"length       {spec.train.images:,} images = {plan.steps:,} steps, "
         f"logged every {spec.logging.log_every_images:,} images",
-        f"outputs      {run_dir or output_root / f'<date>-{spec.name}'}; MLflow in {output_root} "
-        "unless MLFLOW_TRACKING_URI is set",
+        f"outputs      {run_dir}; MLflow in {os.environ.get('MLFLOW_TRACKING_URI') or run_dir.parent}",
         "",
         stage_table(plan),
     ]
     return "\n".join(lines)
+
+
+def check_output(run_dir: Path) -> None:
+    """Refuse a folder that can't be written or that holds another run, leaving nothing behind.
+
+    Raises:
+        OutputError: with the folder that is in the way.
+    """
+    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        raise OutputError(f"--run-dir {run_dir} is not an empty folder; name a new one")
+    existing = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise OutputError(
+            f"--run-dir {run_dir} can't be written ({error.strerror}: {existing}); name a folder that can"
+        ) from None

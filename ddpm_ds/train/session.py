@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
 import platform
 import subprocess
-import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.metadata import version
@@ -25,48 +24,57 @@ import ddpm_ds
 from ddpm_ds.data.loader import micro_batches
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.data.store import Store
-from ddpm_ds.errors import OutputError, SpecError
+from ddpm_ds.errors import SpecError
 from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.host_accelerator import select_device
+from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
 from ddpm_ds.pipeline.memory import checkpoint_interval
-from ddpm_ds.train.command import run_dir_of
 from ddpm_ds.train.loop import Run, train
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.train.plan import RunPlan, stage_table
-from ddpm_ds.train.progress import summary
+from ddpm_ds.train.progress import ProgressLine, summary
 from ddpm_ds.train.tracking import Tracker
 
 
-def run_training(plan: RunPlan, options: argparse.Namespace) -> None:
-    """Train as planned on this process's device; every rank calls this.
+def run_training(plan: RunPlan, run_dir: Path, device: torch.device, *, verbose: bool) -> None:
+    """Train as planned on this process's ``device``; every rank calls this. Rank 0's ``run_dir`` counts.
 
     Raises:
         UserError: something given is wrong; raised before any process group exists.
         BadNumbersError: the loss or the loss scale makes going on pointless.
     """
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    device = select_device(options.device)
+    use_host_accelerator()
     _share_threads(device)
     objective = Denoising(plan.spec, device)
     store = prepare(plan.spec.data, progress=local_rank == 0)
     _check_store(store, plan)
-    run_dir = run_dir_of(plan, options.run_dir)
-    if rank == 0:
-        _check_output(run_dir)
+    if rank == 0 and device.type == "cpu" and plan.ds.precision == "fp16":
+        print("fp16 on a CPU: stored in fp16, computed in fp32", flush=True)
 
     with _process_group():
-        run_dir = Path(_from_rank_0(str(run_dir)))
         config = _fill_checkpointing(plan, device)
-        engine = build_engine(
-            plan.layers, plan.bounds, config, objective, seed=plan.spec.train.seed, verbose=options.verbose
-        )
+        engine = build_engine(plan.layers, plan.bounds, config, objective, seed=plan.spec.train.seed, verbose=verbose)
         batches = _batches(plan, store, engine)
-        with _tracked(plan, config, run_dir, device) as tracker:
-            result = train(Run(plan, engine, batches, tracker))
-        if tracker is not None:
-            link = tracker.finish("FINISHED")
-            print(summary(result, run_dir=run_dir, link=link), flush=True)
+        line = ProgressLine(plan.spec.train.images) if rank == 0 else None
+        with _tracked(plan, config, run_dir, device, line) as tracker:
+            started = time.monotonic()
+            last = train(Run(plan, engine, batches, tracker, line))
+            seconds = time.monotonic() - started
+        if line is not None and tracker is not None:
+            line.close()
+            print(
+                summary(
+                    loss=last.loss,
+                    images=engine.images_seen,
+                    seconds=seconds,
+                    steps=engine.global_steps,
+                    skipped_steps=engine.skipped_steps,
+                    run_dir=run_dir,
+                    link=tracker.finish("FINISHED"),
+                ),
+                flush=True,
+            )
         dist.barrier()
 
 
@@ -85,9 +93,11 @@ def _process_group() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _tracked(plan: RunPlan, config: dict[str, Any], run_dir: Path, device: torch.device) -> Iterator[Tracker | None]:
+def _tracked(
+    plan: RunPlan, config: dict[str, Any], run_dir: Path, device: torch.device, line: ProgressLine | None
+) -> Iterator[Tracker | None]:
     """The run's folder and its MLflow run, on rank 0; ended as FAILED or KILLED when the body raises."""
-    if dist.get_rank() != 0:
+    if line is None:
         yield None
         return
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -103,14 +113,13 @@ def _tracked(plan: RunPlan, config: dict[str, Any], run_dir: Path, device: torch
         params={**plan.spec.model_dump(mode="json"), "ds_config": config, "derived": _derived(plan, device)},
         tags=_tags(plan),
         artifacts=[spec_file, config_file, run_dir / "stages.txt"],
+        say=line.say,
     )
     try:
         yield tracker
-    except KeyboardInterrupt:
-        tracker.finish("KILLED")
-        raise
-    except BaseException:
-        tracker.finish("FAILED")
+    except BaseException as error:
+        line.close()
+        tracker.finish("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
         raise
 
 
@@ -136,6 +145,7 @@ def _tags(plan: RunPlan) -> dict[str, str]:
         "git_commit": git("rev-parse", "HEAD"),
         "git_dirty": str(bool(git("status", "--porcelain", "--untracked-files=no"))).lower(),
         "host": platform.node(),
+        "mlflow.source.name": "launch/train.py",
         "world_size": str(plan.ds.layout.world_size),
         "stage_cuts": json.dumps(plan.bounds[1:-1]),
         **{f"version.{name}": version(name) for name in ("torch", "deepspeed", "mlflow-skinny")},
@@ -191,23 +201,3 @@ def _check_store(store: Store, plan: RunPlan) -> None:
     classes, asked = len(store.meta.classes), plan.spec.unet.classes
     if asked is not None and asked != classes:
         raise SpecError(f"unet.classes = {asked}, but the images have {classes} classes; --set unet.classes={classes}")
-
-
-def _check_output(run_dir: Path) -> None:
-    """Refuse a folder that can't be written or that holds another run, leaving nothing behind."""
-    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
-        raise OutputError(f"--run-dir {run_dir} is not an empty folder; name a new one")
-    existing = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
-    try:
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as error:
-        raise OutputError(
-            f"--run-dir {run_dir} can't be written ({error.strerror}: {existing}); name a folder that can"
-        ) from None
-
-
-def _from_rank_0(value: str) -> str:
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]

@@ -20,7 +20,8 @@ import sys
 import threading
 import time
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,6 +45,15 @@ def reason(error: BaseException) -> str:
     while cause := error.__cause__ or error.__context__:
         error = cause
     return without_password(" ".join(str(error).split())[:200]) or type(error).__name__
+
+
+@contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Hold back other workers of the same output root: two that make one database at once spoil it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".mlflow.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def find_run(client: MlflowClient, start: Record, uri: str) -> Run:
@@ -95,7 +105,7 @@ class Worker:
         self._run: Run
         self._replies = os.fdopen(os.dup(1), "w", buffering=1)
         if parent is not None:
-            os.dup2(2, 1)  # what MLflow prints is not a reply
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what MLflow prints is not a reply
 
     def read(self) -> None:
         """Take in records until the trainer is gone. Never waits for MLflow, so that nothing said is lost with it."""
@@ -208,12 +218,9 @@ class Worker:
     def _open(self) -> None:
         import mlflow
 
-        uri, output_root = resolve_uri(self._start), Path(self._start["output_root"])
+        uri = resolve_uri(self._start)
         mlflow.set_tracking_uri(uri)
-        output_root.mkdir(parents=True, exist_ok=True)
-        with (output_root / ".mlflow.lock").open("w") as lock:
-            if uri.startswith("sqlite"):
-                fcntl.flock(lock, fcntl.LOCK_EX)  # two runs that make the same database at once would spoil it
+        with one_at_a_time(Path(self._start["output_root"])) if uri.startswith("sqlite") else nullcontext():
             self._client = mlflow.MlflowClient(uri)
             self._run = find_run(self._client, self._start, uri)
         run_id, asked_for = self._run.info.run_id, self._start["run_id"]

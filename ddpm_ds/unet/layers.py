@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ddpm_ds.spec import UnetSpec
 
@@ -41,11 +42,7 @@ class Layer:
         return (self.out_channels, self.out_resolution, self.out_resolution)
 
     @property
-    def in_pixels(self) -> int:
-        return self.in_resolution**2
-
-    @property
-    def out_pixels(self) -> int:
+    def pixels(self) -> int:
         return self.out_resolution**2
 
     @property
@@ -79,9 +76,8 @@ class EmbedLayer(Layer):
 
     @property
     def parameters(self) -> int:
-        width = self.embedding_channels
-        labels = 0 if self.classes is None else (self.classes + 1) * width
-        return self.sinusoid_channels * width + width + width * width + width + labels
+        labels = 0 if self.classes is None else self.classes + 1
+        return (self.sinusoid_channels + 1 + self.embedding_channels + 1 + labels) * self.embedding_channels
 
     @property
     def macs(self) -> int:
@@ -102,11 +98,11 @@ class ConvolutionLayer(Layer):
 
     @property
     def macs(self) -> int:
-        return 9 * self.in_channels * self.out_channels * self.out_pixels
+        return 9 * self.in_channels * self.out_channels * self.pixels
 
     @property
     def activation_elements(self) -> int:
-        return self.in_channels * self.in_pixels
+        return self.in_channels * self.pixels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,10 +126,6 @@ class DownsampleLayer(ConvolutionLayer):
 class UpsampleLayer(ConvolutionLayer):
     """Doubles the image by repeating pixels, then convolves."""
 
-    @property
-    def activation_elements(self) -> int:
-        return self.in_channels * self.out_pixels
-
 
 @dataclass(frozen=True, kw_only=True)
 class OutputLayer(ConvolutionLayer):
@@ -148,7 +140,7 @@ class OutputLayer(ConvolutionLayer):
 
     @property
     def activation_elements(self) -> int:
-        return 3 * self.in_channels * self.in_pixels + 2 * self.groups
+        return 3 * self.in_channels * self.pixels + 2 * self.groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +159,7 @@ class BlockLayer(Layer):
 
     @property
     def has_shortcut(self) -> bool:
-        """Whether a 1x1 convolution takes the place of the identity around the block."""
+        """Whether a 1x1 convolution replaces the identity around the block."""
         return self.width != self.out_channels
 
     @property
@@ -185,15 +177,15 @@ class BlockLayer(Layer):
     def macs(self) -> int:
         width, out = self.width, self.out_channels
         per_pixel = 9 * width * out + 9 * out * out + width * out * self.has_shortcut
-        return per_pixel * self.out_pixels + self.embedding_channels * self.time_channels
+        return per_pixel * self.pixels + self.embedding_channels * self.time_channels
 
     @property
     def activation_elements(self) -> int:
         # norm, SiLU and convolution each keep their input, twice; modulation keeps its input and its scale.
         per_pixel = 3 * self.width + (3 + self.scale_shift) * self.out_channels
         vectors = 2 * self.embedding_channels + self.scale_shift * self.out_channels + 4 * self.groups
-        mask = self.out_channels * self.out_pixels // 4 if self.dropout else 0  # a byte each, beside 4 of fp32
-        return per_pixel * self.out_pixels + vectors + mask
+        mask = self.out_channels * self.pixels // 4 if self.dropout else 0  # a byte each, beside 4 of fp32
+        return per_pixel * self.pixels + vectors + mask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,18 +198,16 @@ class AttentionLayer(Layer):
 
     @property
     def parameters(self) -> int:
-        width = self.in_channels
-        return 2 * width + 3 * (width + 1) * width + (width + 1) * width
+        return (2 + 4 * (self.in_channels + 1)) * self.in_channels
 
     @property
     def macs(self) -> int:
-        width, pixels = self.in_channels, self.in_pixels
-        return 4 * width * width * pixels + 2 * width * pixels * pixels
+        return (4 * self.in_channels + 2 * self.pixels) * self.in_channels * self.pixels
 
     @property
     def activation_elements(self) -> int:
         # h, its normalisation, q, k, v and the heads' output; a logarithm per query and head
-        return (6 * self.in_channels + self.heads) * self.in_pixels + 2 * self.groups
+        return (6 * self.in_channels + self.heads) * self.pixels + 2 * self.groups
 
 
 def unet_layers(unet: UnetSpec, *, image_channels: int, image_size: int) -> tuple[Layer, ...]:
@@ -228,77 +218,47 @@ def unet_layers(unet: UnetSpec, *, image_channels: int, image_size: int) -> tupl
     """
     widths = [unet.channels * multiplier for multiplier in unet.multipliers]
     embedding = unet.embedding_channels or 4 * widths[0]
+    norm = {"groups": unet.norm_groups, "epsilon": unet.norm_epsilon}
+    residual = {"dropout": unet.dropout, "scale_shift": unet.time_conditioning == "scale_shift"}
+    padding = {"asymmetric": unet.downsample_padding == "asymmetric"}
     layers: list[Layer] = []
     skips: list[int] = []
     channels, resolution = image_channels, image_size
 
-    def add(layer: Layer) -> None:
+    def add(kind: type[Layer], name: str, width: int, size: int, **options: Any) -> None:
         nonlocal channels, resolution
+        layer = kind(
+            name=name,
+            in_channels=channels,
+            out_channels=width,
+            in_resolution=resolution,
+            out_resolution=size,
+            embedding_channels=embedding,
+            **options,
+        )
         layers.append(layer)
-        channels, resolution = layer.out_channels, layer.out_resolution
+        channels, resolution = width, size
         if layer.pushes:
             skips.append(channels)
 
-    def block(name: str, width: int, *, pushes: bool = False, pops: bool = False) -> None:
-        skip = skips.pop() if pops else 0
-        add(
-            BlockLayer(
-                name=name,
-                in_channels=channels,
-                out_channels=width,
-                in_resolution=resolution,
-                out_resolution=resolution,
-                embedding_channels=embedding,
-                skip_channels=skip,
-                pushes=pushes,
-                groups=unet.norm_groups,
-                epsilon=unet.norm_epsilon,
-                dropout=unet.dropout,
-                scale_shift=unet.time_conditioning == "scale_shift",
-            )
-        )
+    def block(name: str, width: int, **carry: Any) -> None:
+        add(BlockLayer, name, width, resolution, **carry, **residual, **norm)
 
-    def attention(name: str, *, pushes: bool = False) -> None:
-        add(
-            AttentionLayer(
-                name=name,
-                in_channels=channels,
-                out_channels=channels,
-                in_resolution=resolution,
-                out_resolution=resolution,
-                embedding_channels=embedding,
-                pushes=pushes,
-                groups=unet.norm_groups,
-                epsilon=unet.norm_epsilon,
-                heads=channels // (unet.head_channels or channels),
-            )
-        )
+    def attention(name: str, **carry: Any) -> None:
+        heads = channels // (unet.head_channels or channels)
+        add(AttentionLayer, name, channels, resolution, heads=heads, **carry, **norm)
 
     add(
-        EmbedLayer(
-            name="embed",
-            in_channels=channels,
-            out_channels=channels,
-            in_resolution=resolution,
-            out_resolution=resolution,
-            embedding_channels=embedding,
-            sinusoid_channels=widths[0],
-            sine_first=unet.sinusoid_order == "sin_cos",
-            sinusoid_shift=unet.sinusoid_shift,
-            classes=unet.classes,
-        )
+        EmbedLayer,
+        "embed",
+        channels,
+        resolution,
+        sinusoid_channels=widths[0],
+        sine_first=unet.sinusoid_order == "sin_cos",
+        sinusoid_shift=unet.sinusoid_shift,
+        classes=unet.classes,
     )
-    add(
-        InputLayer(
-            name="conv_in",
-            in_channels=channels,
-            out_channels=widths[0],
-            in_resolution=resolution,
-            out_resolution=resolution,
-            embedding_channels=embedding,
-            pushes=True,
-        )
-    )
+    add(InputLayer, "conv_in", widths[0], resolution, pushes=True)
     for level, width in enumerate(widths):
         attends = resolution in unet.attention_resolutions
         for number in range(unet.blocks_per_level):
@@ -306,58 +266,26 @@ def unet_layers(unet: UnetSpec, *, image_channels: int, image_size: int) -> tupl
             if attends:
                 attention(f"down.{level}.attention.{number}", pushes=True)
         if level < len(widths) - 1:
-            add(
-                DownsampleLayer(
-                    name=f"down.{level}.downsample",
-                    in_channels=channels,
-                    out_channels=channels,
-                    in_resolution=resolution,
-                    out_resolution=resolution // 2,
-                    embedding_channels=embedding,
-                    pushes=True,
-                    asymmetric=unet.downsample_padding == "asymmetric",
-                )
-            )
+            add(DownsampleLayer, f"down.{level}.downsample", width, resolution // 2, pushes=True, **padding)
     block("middle.block.0", channels)
     if unet.middle_attention:
         attention("middle.attention")
     block("middle.block.1", channels)
     for level, width in reversed(list(enumerate(widths))):
         for number in range(unet.blocks_per_level + 1):
-            block(f"up.{level}.block.{number}", width, pops=True)
+            block(f"up.{level}.block.{number}", width, skip_channels=skips.pop())
             if resolution in unet.attention_resolutions:
                 attention(f"up.{level}.attention.{number}")
         if level:
-            add(
-                UpsampleLayer(
-                    name=f"up.{level}.upsample",
-                    in_channels=channels,
-                    out_channels=channels,
-                    in_resolution=resolution,
-                    out_resolution=2 * resolution,
-                    embedding_channels=embedding,
-                )
-            )
-    add(
-        OutputLayer(
-            name="out",
-            in_channels=channels,
-            out_channels=image_channels,
-            in_resolution=resolution,
-            out_resolution=resolution,
-            embedding_channels=embedding,
-            groups=unet.norm_groups,
-            epsilon=unet.norm_epsilon,
-        )
-    )
+            add(UpsampleLayer, f"up.{level}.upsample", width, 2 * resolution)
+    add(OutputLayer, "out", image_channels, resolution, **norm)
     return tuple(layers)
 
 
 def boundary_shapes(layers: Sequence[Layer], cut: int) -> tuple[tuple[int, ...], ...]:
     """Per-image shapes of the tensors that cross before layer `cut` (1 to len - 1), each tensor once.
 
-    Order: h, emb, skips oldest first. Where the layer before the cut pushed, the newest skip is h itself and
-    is not listed again.
+    Order: h, emb, skips oldest first. Where the layer before the cut pushed, the newest skip is h: not listed again.
     """
     last = layers[cut - 1]
     skips: list[tuple[int, ...]] = []
@@ -367,5 +295,5 @@ def boundary_shapes(layers: Sequence[Layer], cut: int) -> tuple[tuple[int, ...],
         if layer.pushes:
             skips.append(layer.output_shape)
     if last.pushes:
-        skips.pop()
+        skips.pop()  # it is h
     return (last.output_shape, (last.embedding_channels,), *skips)

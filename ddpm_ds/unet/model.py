@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpm_ds.unet.blocks import Attention, Downsample, Embed, Input, Output, ResidualBlock, Upsample
+from ddpm_ds.unet.carry import Carry
 from ddpm_ds.unet.layers import (
     AttentionLayer,
     BlockLayer,
@@ -65,16 +66,15 @@ class UNet(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(build_layer(layer, index, seed) for index, layer in enumerate(layers))
 
-    def forward(
-        self, x_t: Tensor, t: Tensor, labels: Tensor | None = None, images: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x_t: Tensor, t: Tensor, labels: Tensor | None = None, images: Tensor | None = None) -> Tensor:
         """Predict from x_t (N, C, H, W) at timesteps t (N,): (N, C, H, W) in the dtype of the weights.
 
         labels (N,) int64 for a class-conditional U-Net; images (N,) int64, which dropout needs in training.
         """
         if images is not None:
             set_image_index(self.layers, images)
-        carry = (x_t, t) if labels is None else (x_t, t, labels)
-        for layer in self.layers:
+        *layers, last = self.layers
+        carry: Carry = (x_t, t) if labels is None else (x_t, t, labels)
+        for layer in layers:
             carry = layer(carry)
-        return carry
+        return last(carry)

@@ -88,7 +88,7 @@ class GroupNorm(nn.GroupNorm):
 
 
 def norm_silu(norm: GroupNorm, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
-    """SiLU of the normalised x, which `scale` and `shift` (N, C, 1, 1) first modulate as ``x * (1 + scale) + shift``."""
+    """SiLU of normalised x, first modulated as ``x * (1 + scale) + shift`` where these (N, C, 1, 1) are given."""
     x = norm(x)
     if scale is not None and shift is not None:
         x = x * (1 + scale) + shift

@@ -2,15 +2,19 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import tarfile
 from collections.abc import Callable
 from hashlib import md5
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from ddpm_ds.data import sources
 from ddpm_ds.data.sources import UnreadableImage, fit, open_source
 from ddpm_ds.errors import DataError
 from ddpm_ds.spec import DataSpec
@@ -94,8 +98,8 @@ def test_exif_orientation_is_applied(tmp_path: Path, spec_of: SpecOf) -> None:
 
 
 def test_large_jpeg_looks_the_same_as_a_png_of_it(tmp_path: Path, spec_of: SpecOf) -> None:
-    smooth = np.linspace(0, 255, 512).astype(np.uint8)
-    image = Image.fromarray(np.broadcast_to(smooth, (512, 512)).copy())
+    waves = (127 + 100 * np.sin(np.arange(128) * 2 * np.pi / 16)).astype(np.uint8)  # 4 pixels long at size 32
+    image = Image.fromarray(np.broadcast_to(waves, (128, 128)).copy())
     image.save(in_folder(tmp_path, "a.jpg"), quality=95)
     image.save(in_folder(tmp_path, "b.png"))
     source = open_source(spec_of(source="folder", path=tmp_path / "pictures", image_size=32))
@@ -121,6 +125,16 @@ def test_unreadable_image_is_named_with_a_one_line_reason(tmp_path: Path, spec_o
         source[0]
     assert caught.value.name == f"cats/{path.name}"
     assert caught.value.reason and "\n" not in caught.value.reason
+
+
+def test_reason_of_many_lines_becomes_one(tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("first\n  second")
+
+    Image.new("L", (8, 8)).save(in_folder(tmp_path))
+    monkeypatch.setattr(sources, "_decode", fail)
+    with pytest.raises(UnreadableImage, match=r"^a.png: first second$"):
+        open_source(spec_of(source="folder", path=tmp_path / "pictures"))[0]
 
 
 def test_missing_folder_a_file_and_a_folder_without_images_are_one_line_errors(tmp_path: Path, spec_of: SpecOf) -> None:
@@ -187,3 +201,47 @@ def test_cifar10_without_network_says_where_to_put_the_archive(
     message = str(caught.value)
     assert "data.source = cifar10" in message and f"put it at {fake_cifar}" in message and "\n" not in message
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("progress", [False, True])
+def test_cifar10_is_downloaded_with_a_bar_only_where_asked_for(
+    fake_cifar: Path,
+    spec_of: SpecOf,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    progress: bool,
+) -> None:
+    from torchvision.datasets import CIFAR10
+
+    archive = fake_cifar.read_bytes()
+    fake_cifar.unlink()
+    timeouts = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            timeouts.append(socket.getdefaulttimeout())
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(archive)))
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            self.do_HEAD()
+            self.wfile.write(archive)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        monkeypatch.setattr(CIFAR10, "url", f"http://127.0.0.1:{server.server_port}/cifar.tar.gz")
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            source = open_source(spec_of(source="cifar10", image_size=32, channels=3), progress)
+        finally:
+            server.shutdown()
+            thread.join()
+    out, err = capsys.readouterr()
+    assert (len(source), out) == (10, "")
+    assert ("100%" in err) == progress and (progress or err == "")
+    assert set(timeouts) == {sources.NETWORK_TIMEOUT_SECONDS} and socket.getdefaulttimeout() is None

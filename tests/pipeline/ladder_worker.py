@@ -23,7 +23,7 @@ from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.pipeline import module as pipeline_module
 from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.host_accelerator import select_device
+from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
 from ddpm_ds.pipeline.partition import partition
 from ddpm_ds.spec import RunSpec
 from ddpm_ds.train.objective import Denoising
@@ -118,12 +118,15 @@ class Reference:
         """One optimizer step; the loss and the unscaled fp32 gradients by name."""
         model.set_image_index(self.modules, batch.index)
         prepared = self.objective.prepare(batch)
-        carry = self.objective.inputs(prepared)
+        carry: Any = self.objective.inputs(prepared)
         for layer in self.modules:
             carry = layer(carry)
         loss = self.objective.loss(carry, prepared)
         (loss * self.scale).backward()
-        gradients = {name: p.grad.float() / self.scale for name, p in self.modules.named_parameters()}
+        gradients = {}
+        for name, parameter in self.modules.named_parameters():
+            assert parameter.grad is not None, name
+            gradients[name] = parameter.grad.float() / self.scale
         for master, gradient in zip(self.masters, gradients.values(), strict=True):
             master.grad = gradient.clone()
         torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
@@ -138,13 +141,13 @@ class Reference:
 def watch_gradients(engine: UnetPipelineEngine) -> dict[str, Tensor]:
     """Fill the returned dictionary with this stage's gradients each time the optimizer is about to step."""
     seen: dict[str, Tensor] = {}
-    step = engine._INSTRUCTION_MAP[schedule.OptimizerStep]
+    step = engine.execute[schedule.OptimizerStep]
 
-    def observed(self: UnetPipelineEngine, **arguments: Any) -> None:
-        seen.update({name: gradient.clone() for name, gradient in self.named_gradients().items()})
-        step(self, **arguments)
+    def observed(**arguments: Any) -> None:
+        seen.update({name: gradient.clone() for name, gradient in engine.named_gradients().items()})
+        step(**arguments)
 
-    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, schedule.OptimizerStep: observed}
+    engine.execute[schedule.OptimizerStep] = observed
     return seen
 
 
@@ -170,9 +173,7 @@ def run_case(case: Case) -> list[dict[str, Any]]:
         loss_here = engine.train_batch(iter(mine)) / case.replicas
         torch.distributed.all_reduce(loss_here)
         expected_loss, expected = reference.step(batch)
-        errors = {
-            name: ((seen[name] - expected[name]).norm() / expected[name].norm()).item() for name in seen
-        }
+        errors = {name: ((seen[name] - expected[name]).norm() / expected[name].norm()).item() for name in seen}
         norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm().item()
         records.append(
             {
@@ -191,7 +192,7 @@ def run_case(case: Case) -> list[dict[str, Any]]:
 
 def main() -> None:
     cases, folder = sys.argv[-2:]
-    select_device("auto")
+    use_host_accelerator()
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     pipeline_module.build_layer = build_awake_layer

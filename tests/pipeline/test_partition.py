@@ -22,7 +22,7 @@ def brute_force(weights: list[int], stages: int, crossing: list[int]) -> tuple[i
     options = []
     for cuts in itertools.combinations(range(1, n), stages - 1):
         bounds = (0, *cuts, n)
-        heaviest = max(sum(weights[a:b]) for a, b in zip(bounds, bounds[1:], strict=False))
+        heaviest = max(sum(weights[a:b]) for a, b in itertools.pairwise(bounds))
         options.append((heaviest, sum(crossing[cut - 1] for cut in cuts)))
     return min(options)
 
@@ -36,7 +36,7 @@ def test_balanced_finds_the_lightest_heaviest_stage_and_then_the_least_crossing(
     stages = rng.randint(1, min(4, n))
     bounds = balanced(weights, stages, crossing)
     assert len(bounds) == stages + 1 and list(bounds) == sorted(set(bounds))
-    heaviest = max(sum(weights[a:b]) for a, b in zip(bounds, bounds[1:], strict=False))
+    heaviest = max(sum(weights[a:b]) for a, b in itertools.pairwise(bounds))
     assert (heaviest, sum(crossing[cut - 1] for cut in bounds[1:-1])) == brute_force(weights, stages, crossing)
 
 

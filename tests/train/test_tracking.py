@@ -20,8 +20,7 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
-from ddpm_ds.train.tracking import RunLink, Tracker, flatten
-from ddpm_ds.train.tracking_worker import UNSENT_FILE, keep_unsent, without_password
+from ddpm_ds.train.tracking import UNSENT_FILE, RunLink, Tracker, flatten, keep_unsent, without_password
 
 PATIENCE_SECONDS = 60.0
 
@@ -53,7 +52,9 @@ def start(root: Path, **changes: Any) -> Tracker:
 def read_run(root: Path) -> Run:
     """The only run of the store."""
     client = MlflowClient(f"sqlite:///{root}/mlflow.db")
-    (run,) = client.search_runs([client.get_experiment_by_name("experiment").experiment_id])
+    experiment = client.get_experiment_by_name("experiment")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
     return run
 
 
@@ -95,7 +96,8 @@ class FakeTracker:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 path = self.path.rsplit("mlflow/", 1)[-1]
                 run = {"info": {"run_id": "r", "experiment_id": "7", "status": "RUNNING", "start_time": 1}, "data": {}}
-                replies = {"experiments/create": {"experiment_id": "7"}, "runs/create": {"run": run}}
+                replies: dict[str, dict[str, Any]] = {"experiments/create": {"experiment_id": "7"}}
+                replies["runs/create"] = {"run": run}
                 fake.metrics += [(m["key"], m["value"], int(m["step"])) for m in body.get("metrics", [])]
                 fake.status = body["status"] if path == "runs/update" else fake.status
                 self.reply(200, replies.get(path, {}))
@@ -230,10 +232,15 @@ def test_a_tracker_that_hangs_holds_up_nothing_and_what_is_unsent_can_be_sent_la
     said: list[str] = []
     begin = time.perf_counter()
     tracker = start(root, params={"a": 1}, say=said.append)
+    tracker._process.send_signal(signal.SIGSTOP)  # nobody reads the pipe
+    wake = threading.Timer(5.0, tracker._process.send_signal, [signal.SIGCONT])
+    wake.start()
     tracker.text("x" * 1_000_000, "longer_than_a_pipe.txt")
     for step in range(1000):
         tracker.metrics({"train/loss": float(step), "train/lr": 0.1}, step)
     assert time.perf_counter() - begin < 0.5, "far less than the import of mlflow alone"
+    wake.cancel()
+    tracker._process.send_signal(signal.SIGCONT)
 
     begin = time.perf_counter()
     link = tracker.finish("FINISHED", timeout_seconds=0.5)
@@ -242,7 +249,7 @@ def test_a_tracker_that_hangs_holds_up_nothing_and_what_is_unsent_can_be_sent_la
     assert len(unsent(root)) == 1 + 1 + 1000 + 1
     assert "1002 records could not be sent" in said[-1] and fake_tracker.uri in said[-1]
 
-    command = said[-1].split("send them with: python ")[1].split(" < ")
+    command = said[-1].split("to send them: python ")[1].split(" < ")
     monkeypatch.delenv("MLFLOW_TRACKING_URI")  # the file does not hold the environment's tracker, nor its password
     with (root / "run" / UNSENT_FILE).open() as file:
         subprocess.run([sys.executable, *command[0].split()], stdin=file, check=True, timeout=PATIENCE_SECONDS)
@@ -270,7 +277,7 @@ time.sleep(100)
 """
 
 
-@pytest.mark.parametrize("how", ["kill the trainer", "terminate the group", "interrupt the group"])
+@pytest.mark.parametrize("how", ["kill the trainer", "signal the group"])
 def test_a_trainer_that_dies_leaves_a_failed_run_with_everything_it_said(root: Path, how: str) -> None:
     trainer = subprocess.Popen(
         [sys.executable, "-c", TRAINER, str(root)],
@@ -285,7 +292,8 @@ def test_a_trainer_that_dies_leaves_a_failed_run_with_everything_it_said(root: P
         if how == "kill the trainer":
             trainer.kill()
         else:
-            os.killpg(trainer.pid, signal.SIGTERM if how == "terminate the group" else signal.SIGINT)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                os.killpg(trainer.pid, number)
         trainer.wait(PATIENCE_SECONDS)
         wait_for(lambda: read_run(root).info.status == "FAILED")
         assert history(root, "train/loss") == [(step, float(step)) for step in range(100)]
@@ -332,6 +340,14 @@ def test_a_worker_that_dies_is_replaced_once_and_training_goes_on(root: Path) ->
     assert [step for step, _ in sent][:151] == list(range(151)) and len(sent) == len({step for step, _ in sent})
     assert {step for step, _ in sent} | set(left) == set(range(300)), "sent or in the file, never lost"
     assert len(said) == 2 and "died" in said[0] and UNSENT_FILE in said[1]
+
+
+def test_two_runs_can_make_the_store_at_the_same_time(root: Path) -> None:
+    (root / "mlflow.db").unlink()
+    said: list[str] = []
+    trackers = [start(root, say=said.append) for _ in range(2)]
+    links = [tracker.finish("FINISHED", PATIENCE_SECONDS) for tracker in trackers]
+    assert said == [] and links[0].experiment_id == links[1].experiment_id and links[0].run_id != links[1].run_id
 
 
 def test_a_record_that_is_refused_is_set_aside_and_the_rest_is_sent(root: Path) -> None:

@@ -31,7 +31,8 @@ def test_prediction_and_gradients_equal_those_of_diffusers(name: str) -> None:
     expected_gradients = from_diffusers(gradients, layers)
     for parameter_name, parameter in ours.layers.named_parameters():
         wanted = expected_gradients[parameter_name]
-        assert (parameter.grad - wanted).norm() <= 1e-5 * wanted.norm() + 1e-7, parameter_name
+        assert parameter.grad is not None
+        assert (parameter.grad - wanted).norm() <= 5e-5 * wanted.norm() + 1e-7, parameter_name
 
 
 def test_cifar10_unet_of_ddpm_has_its_published_parameters_and_tensors() -> None:

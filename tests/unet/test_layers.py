@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -63,17 +64,22 @@ def test_parameters_macs_and_activations_are_those_of_the_modules(name: str) -> 
             module(inputs)
         assert counter.get_total_flops() == pytest.approx(2 * layer.macs * images, rel=0.02), layer.name
 
-        weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-        kept: dict[int, torch.Tensor] = {}
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage().data_ptr()
-            if storage not in weights:
-                kept[storage] = tensor
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            output = module(inputs)
-        kept_bytes = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-        assert kept_bytes / 4 == pytest.approx(layer.activation_elements * images, rel=0.02), layer.name
+        saved, output = saved_by_autograd(module, inputs)
+        assert saved / 4 == pytest.approx(layer.activation_elements * images, rel=0.02), layer.name
         carry = tuple(tensor.detach() for tensor in output)
+
+
+def saved_by_autograd(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[int, tuple[Tensor, ...]]:
+    """Bytes that autograd keeps of a forward, weights aside, and the output of the forward."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    kept: dict[int, Tensor] = {}  # by storage, which holding on to the tensor keeps from being used again
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage().data_ptr()
+        if storage not in weights:
+            kept[storage] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = module(inputs)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()), output

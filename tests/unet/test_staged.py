@@ -6,15 +6,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpm_ds.unet.carry import newest_skip_is_h, pack, unpack
+from ddpm_ds.unet.carry import Carry, newest_skip_is_h, pack, unpack
 from ddpm_ds.unet.layers import boundary_shapes
 from tests.unet.variants import VARIANTS, batch, layers_of, random_unet
 
 
-def walk(modules: nn.ModuleList, carry: tuple[Tensor, ...]) -> tuple[Tensor, ...] | Tensor:
+def walk(modules: nn.ModuleList, carry: Carry) -> Carry:
     for module in modules:
         carry = module(carry)
     return carry
+
+
+def finish(modules: nn.ModuleList, carry: Carry) -> Tensor:
+    """The prediction, by the layers up to the last one."""
+    return modules[-1](walk(modules[:-1], carry))
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.float16], ids=str)
@@ -22,9 +27,9 @@ def walk(modules: nn.ModuleList, carry: tuple[Tensor, ...]) -> tuple[Tensor, ...
 def test_a_forward_cut_anywhere_is_the_forward_bit_for_bit(name: str, precision: torch.dtype) -> None:
     layers = layers_of(name)
     modules = random_unet(layers).to(precision).layers
+    carry = batch(name)
     with torch.no_grad():
-        whole = walk(modules, batch(name))
-        carry = batch(name)
+        whole = finish(modules, carry)
         for cut in range(1, len(layers)):
             carry = modules[cut - 1](carry)
             sent = pack(carry, newest_skip_is_h(layers, cut))
@@ -32,26 +37,27 @@ def test_a_forward_cut_anywhere_is_the_forward_bit_for_bit(name: str, precision:
             assert len({tensor.data_ptr() for tensor in sent}) == len(sent), "a tensor is sent twice"
             assert all(tensor.is_contiguous() and tensor.dtype is precision for tensor in sent)
             received = tuple(tensor.clone() for tensor in sent)
-            rest = walk(modules[cut:], unpack(received, newest_skip_is_h(layers, cut)))
+            rest = finish(modules[cut:], unpack(received, newest_skip_is_h(layers, cut)))
             assert torch.equal(rest, whole), f"cut before {layers[cut].name}"
 
 
-@pytest.mark.parametrize("name", ["ddpm", "heads", "scale_shift"])
+@pytest.mark.parametrize("name", ["ddpm", "heads", "scale_shift", "dropout"])
 def test_gradients_through_any_cut_are_the_gradients(name: str) -> None:
     layers = layers_of(name)
-    unet = random_unet(layers)
-    unet(*batch(name)).square().mean().backward()
-    expected = {name: parameter.grad for name, parameter in unet.layers.named_parameters()}
+    modules = random_unet(layers).layers
+    names = [name for name, _ in modules.named_parameters()]
+    parameters = list(modules.parameters())
+    expected = torch.autograd.grad(finish(modules, batch(name)).square().mean(), parameters)
 
     for cut in range(1, len(layers)):
-        unet.zero_grad()
-        sent = pack(walk(unet.layers[:cut], batch(name)), newest_skip_is_h(layers, cut))
+        modules.zero_grad()
+        sent = pack(walk(modules[:cut], batch(name)), newest_skip_is_h(layers, cut))
         received = tuple(tensor.detach().requires_grad_() for tensor in sent)
-        walk(unet.layers[cut:], unpack(received, newest_skip_is_h(layers, cut))).square().mean().backward()
+        finish(modules[cut:], unpack(received, newest_skip_is_h(layers, cut))).square().mean().backward()
         # x_t needs no gradient, and emb gets none from a stage that has only the last layer.
         pairs = [(s, r.grad) for s, r in zip(sent, received, strict=True) if s.requires_grad and r.grad is not None]
         torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
-        for parameter_name, parameter in unet.layers.named_parameters():
-            wanted = expected[parameter_name]
+        for parameter_name, parameter, wanted in zip(names, parameters, expected, strict=True):
+            assert parameter.grad is not None
             error = (parameter.grad - wanted).norm()
             assert error <= 1e-5 * wanted.norm() + 1e-8, f"{parameter_name}, cut before {layers[cut].name}"

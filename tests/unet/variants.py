@@ -17,7 +17,9 @@ VARIANTS = {
     "ddpm": UnetSpec(channels=16, multipliers=(1, 2, 2, 2), attention_resolutions=(8,), norm_groups=8),
     "symmetric": UnetSpec(channels=16, multipliers=(1, 2), norm_groups=8, downsample_padding="symmetric"),
     "cos_sin": UnetSpec(channels=16, multipliers=(1, 2), norm_groups=8, sinusoid_order="cos_sin", sinusoid_shift=0),
-    "heads": UnetSpec(channels=16, multipliers=(1, 3, 2), attention_resolutions=(16, 4), norm_groups=4, head_channels=8),
+    "heads": UnetSpec(
+        channels=16, multipliers=(1, 3, 2), attention_resolutions=(16, 4), norm_groups=4, head_channels=8
+    ),
     "scale_shift": UnetSpec(channels=16, multipliers=(1, 2), norm_groups=8, time_conditioning="scale_shift"),
     "classes": UnetSpec(channels=16, multipliers=(2, 1), norm_groups=8, classes=10, attention_resolutions=(8,)),
     "bare": UnetSpec(channels=16, multipliers=(1,), blocks_per_level=1, norm_groups=2, middle_attention=False),

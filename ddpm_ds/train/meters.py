@@ -1,0 +1,147 @@
+"""What a run measures between two log points, and the names under which it is logged.
+
+Reading the loss each step would stop the host until the device has caught up. A meter adds losses up on the device
+and reads them once, at the log point.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+Batch = TypeVar("Batch")
+
+FLOPS_PER_MAC = 2
+PASSES_PER_STEP = 3
+"""In forward passes: the backward pass costs two. What activation checkpointing computes again is not the model's work
+and is not counted."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Means and sums over the steps between two log points; times are of the host's clock and leave nothing out."""
+
+    steps: int
+    images: int
+    seconds: float
+    loss: float
+    """Mean per image over the steps whose loss was finite; NaN when there was none."""
+    non_finite_steps: int
+    """Steps whose loss was infinite or NaN."""
+    data_wait_seconds: float
+    """Sum of the times spent waiting for the next batch."""
+
+
+class Meter:
+    """Gathers steps until :meth:`read`. No method but ``read`` waits for the device."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._sums: Tensor | None = None  # over steps of finite loss: (loss x images, images, steps)
+        self._begin_interval(clock())
+
+    def _begin_interval(self, now: float) -> None:
+        self._begin = now
+        self._steps, self._images, self._data_wait_seconds = 0, 0, 0.0
+        if self._sums is not None:
+            self._sums.zero_()
+
+    def timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same batches; the time spent waiting for each one is counted as data wait."""
+        while True:
+            begin = self._clock()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            self._data_wait_seconds += self._clock() - begin
+            yield batch
+
+    def step(self, loss: Tensor, images: int) -> None:
+        """Count an optimizer step: its mean loss, a scalar on any device, over so many images."""
+        loss = loss.detach().double()
+        finite = loss.isfinite()
+        ones = torch.stack((torch.where(finite, loss, 0.0) * images, finite * float(images), finite.double()))
+        self._sums = ones if self._sums is None else self._sums.add_(ones)
+        self._steps += 1
+        self._images += images
+
+    def read(self) -> Interval:
+        """The interval that ends now, and the begin of the next. Synchronises host and device, once."""
+        weighted, images, finite_steps = (0.0, 0.0, 0.0) if self._sums is None else self._sums.tolist()
+        now = self._clock()  # after the device has caught up, so that its work is in the time
+        interval = Interval(
+            steps=self._steps,
+            images=self._images,
+            seconds=now - self._begin,
+            loss=weighted / images if images else float("nan"),
+            non_finite_steps=self._steps - int(finite_steps),
+            data_wait_seconds=self._data_wait_seconds,
+        )
+        self._begin_interval(now)
+        return interval
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory this process has held so far, in bytes.
+
+    On CUDA that of tensors on ``device`` (``torch.cuda.max_memory_allocated``); on CPU the largest resident set of the
+    process (``getrusage``), interpreter and libraries included.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+def model_tflops(macs_per_image: int, images_per_second: float, devices: int) -> float:
+    """Model TFLOP/s per device: a forward's multiply-accumulates x 2 flops x 3 passes x images/s."""
+    return macs_per_image * FLOPS_PER_MAC * PASSES_PER_STEP * images_per_second / devices / 1e12
+
+
+def metrics(
+    interval: Interval,
+    *,
+    images_seen: int,
+    learning_rate: float,
+    grad_norm: float | None,
+    loss_scale: float,
+    skipped_steps: int,
+    macs_per_image: int,
+    stage_peak_memory_bytes: Sequence[Sequence[int]],
+) -> dict[str, float]:
+    """One log point of a whole run. Its names are a contract: dashboards and comparisons read them.
+
+    Args:
+        interval: images of all replicas; ``perf/step_seconds`` and ``perf/data_wait_seconds`` are its means per step.
+        images_seen, skipped_steps: since the run began.
+        grad_norm: of the last step, before clipping; None leaves it out.
+        loss_scale: of the next step; 1 where the loss is not scaled.
+        macs_per_image: multiply-accumulates of one image's forward pass through the whole U-Net.
+        stage_peak_memory_bytes: ``[stage][replica]``, one number per device.
+    """
+    images_per_second = interval.images / interval.seconds
+    devices = sum(len(replicas) for replicas in stage_peak_memory_bytes)
+    peaks = [float(max(replicas)) for replicas in stage_peak_memory_bytes]
+    values = {
+        "train/loss": interval.loss,
+        "train/lr": learning_rate,
+        "train/loss_scale": loss_scale,
+        "train/skipped_steps": float(skipped_steps),
+        "progress/images": float(images_seen),
+        "perf/images_per_second": images_per_second,
+        "perf/step_seconds": interval.seconds / interval.steps,
+        "perf/data_wait_seconds": interval.data_wait_seconds / interval.steps,
+        "perf/model_tflops_per_device": model_tflops(macs_per_image, images_per_second, devices),
+        "perf/peak_memory_bytes": max(peaks),
+    }
+    if grad_norm is not None:
+        values["train/grad_norm"] = grad_norm
+    return values | {f"perf/stage{stage}_peak_memory_bytes": peak for stage, peak in enumerate(peaks)}

@@ -1,0 +1,156 @@
+"""Each assumption about DeepSpeed's insides, so that an upgrade fails here and says what moved."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.runtime import engine as deepspeed_engine
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine, EngineTimers
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.pipe import engine as pipe_engine
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from ddpm_ds.pipeline import deepspeed_insides as insides
+from ddpm_ds.pipeline.engine import INSTRUCTIONS, UnetPipelineEngine
+
+
+def source(thing: object) -> str:
+    return textwrap.dedent(inspect.getsource(thing))  # type: ignore[arg-type]
+
+
+def names_in(thing: object) -> set[str]:
+    """Every attribute and plain name that the source of ``thing`` uses."""
+    tree = ast.parse(source(thing))
+    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return attributes | {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+def test_initialize_looks_up_the_pipeline_engine_where_it_is_swapped() -> None:
+    assert "PipelineEngine" in names_in(deepspeed.initialize)
+    before = deepspeed.PipelineEngine, pipe_engine.ZeroStageEnum
+    with insides.pipeline_engine(UnetPipelineEngine):
+        assert deepspeed.PipelineEngine is UnetPipelineEngine
+    assert (deepspeed.PipelineEngine, pipe_engine.ZeroStageEnum) == before
+
+
+def test_the_swap_is_undone_when_building_fails() -> None:
+    before = deepspeed.PipelineEngine, pipe_engine.ZeroStageEnum
+    with pytest.raises(ValueError), insides.pipeline_engine(UnetPipelineEngine):
+        raise ValueError
+    assert (deepspeed.PipelineEngine, pipe_engine.ZeroStageEnum) == before
+
+
+def test_the_stage_limit_is_used_once_to_refuse_zero_2() -> None:
+    text = Path(inspect.getfile(pipe_engine)).read_text()
+    assert text.count("ZeroStageEnum") == 2  # the import and the assertion
+    assert "< ZeroStageEnum.gradients" in text
+
+
+def test_forward_hooks_do_nothing_that_training_needs() -> None:
+    engine = source(DeepSpeedEngine._create_module_forward_pre_hook) + source(
+        DeepSpeedEngine._create_module_forward_post_hook
+    )
+    assert "_forward_prologue" in engine and "_forward_epilogue" in engine
+    needed = {"clear_backward_seen_flag", "enter_backward", "zero_grad", "step"}
+    assert not needed & (names_in(DeepSpeedEngine._forward_prologue) | names_in(DeepSpeedEngine._forward_epilogue))
+    assert "module_forward_pre_hook" in source(DeepSpeedEngine.__init__)
+    assert EngineTimers(False, False).active_timers() == []
+
+
+def test_a_zero_backward_is_entered_ended_and_left_by_these_names() -> None:
+    for name in ("clear_backward_seen_flag", "set_gradient_accumulation_boundary", "enter_backward", "exit_backward"):
+        assert callable(getattr(ZeROOptimizer, name)), name
+    for optimizer in (DeepSpeedZeroOptimizer, BF16_Optimizer):
+        assert issubclass(optimizer, ZeROOptimizer)
+        assert callable(optimizer.backward_prologue) and callable(optimizer.backward_epilogue)
+    assert "_running_engine_backward" in names_in(DeepSpeedEngine._backward_post_hook)
+
+
+def test_zero_2_accumulates_between_boundaries_and_finishes_without_another_reduction() -> None:
+    epilogue = source(DeepSpeedZeroOptimizer.independent_gradient_partition_epilogue)
+    assert "accumulated_grad.add_" in epilogue and "is_gradient_accumulation_boundary" in epilogue
+    finish = names_in(DeepSpeedZeroOptimizer.finalize_gradient_accumulation_boundary)
+    assert "averaged_gradients" in finish and "reduce_ipg_grads" not in finish
+
+
+def test_stock_backward_scales_the_loss_for_zero_optimizers_only() -> None:
+    text = Path(inspect.getfile(deepspeed_engine)).read_text()  # the method itself is wrapped
+    backward = text[text.index("    def backward(self, loss") : text.index("    def is_gradient_accumulation_boundary")]
+    assert "isinstance(self.optimizer, ZeROOptimizer)" in backward and "scale_if_loss" in backward
+    assert "FP16_UnfusedOptimizer" not in backward
+    assert isinstance(FP16_UnfusedOptimizer.loss_scale, property)
+
+
+def test_the_unfused_optimizer_steps_once_to_make_its_state() -> None:
+    assert "self.optimizer.step()" in source(FP16_UnfusedOptimizer.initialize_optimizer_states)
+    assert callable(FP16_UnfusedOptimizer.refresh_fp32_params)
+
+
+def test_the_scaler_can_be_kept_from_raising_at_its_floor() -> None:
+    scaler = DynamicLossScaler(
+        init_scale=1.0, scale_window=10, min_scale=1.0, delayed_shift=1, consecutive_hysteresis=False
+    )
+    with pytest.raises(Exception, match="minimum"):
+        scaler.update_scale(True)
+
+
+def test_stock_clipping_counts_the_first_stage_alone() -> None:
+    from deepspeed.runtime.utils import clip_grad_norm_
+
+    assert "get_model_parallel_rank() == 0" in source(clip_grad_norm_)
+    assert "clip_fp32_gradients" in names_in(DeepSpeedEngine._take_model_step)
+
+
+@pytest.fixture
+def train_schedule() -> Iterator[schedule.PipeSchedule]:
+    yield schedule.TrainSchedule(micro_batches=4, stages=2, stage_id=0)
+
+
+def test_every_instruction_of_the_schedule_is_executed_by_a_method_of_ours(
+    train_schedule: schedule.PipeSchedule,
+) -> None:
+    used = {type(command) for commands in train_schedule.steps() for command in commands}
+    assert used <= set(INSTRUCTIONS)
+    for method in INSTRUCTIONS.values():
+        assert method in vars(UnetPipelineEngine), f"{method} would be DeepSpeed's"
+    assert set(INSTRUCTIONS) == set(pipe_engine.PipelineEngine._INSTRUCTION_MAP)
+
+
+def test_the_1f1b_grid_is_the_known_one() -> None:
+    """Two stages, three micro-batches, written out: F forward, B backward, time to the right."""
+
+    def row(stage: int) -> str:
+        cells = []
+        for commands in schedule.TrainSchedule(micro_batches=3, stages=2, stage_id=stage).steps():
+            kinds = [type(command).__name__ for command in commands]
+            cells.append("F" if "ForwardPass" in kinds else "B" if "BackwardPass" in kinds else ".")
+        return "".join(cells)
+
+    assert [row(0), row(1)] == [
+        "F.FBFB.B",
+        ".FBFBFB.",
+    ]
+
+
+def test_torch_has_what_clipping_needs() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    assert torch.nn.utils.get_total_norm([parameter.grad]) == 5
+    torch.nn.utils.clip_grads_with_norm_([parameter], 1.0, torch.tensor(5.0))
+    assert torch.allclose(parameter.grad, torch.tensor([0.6, 0.8]), atol=1e-4)
+
+
+def test_the_engine_module_is_the_one_that_was_read() -> None:
+    assert deepspeed.__version__.startswith("0.19."), "read DeepSpeed's changes, then widen this"
+    assert deepspeed_engine.DeepSpeedEngine is DeepSpeedEngine

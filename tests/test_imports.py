@@ -1,0 +1,86 @@
+"""The house: imports follow the arrow from spec to samples and never run back (docs/design.md)."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PACKAGE = REPOSITORY / "ddpm_ds"
+
+# A room may import from the rooms before it and from itself.
+ROOMS = ("errors", "spec", "spec_file", "ds_config", "keyed", "data", "diffusion", "unet", "pipeline", "train", "cli")
+
+# What a room may not import from outside, wherever in a file.
+NOT_IN = {
+    "errors": {"torch", "numpy", "deepspeed", "mlflow"},
+    "spec": {"torch", "numpy", "deepspeed", "mlflow"},
+    "spec_file": {"torch", "numpy", "deepspeed", "mlflow"},
+    "ds_config": {"torch", "numpy", "deepspeed", "mlflow"},
+    "keyed": {"deepspeed", "mlflow"},
+    "data": {"deepspeed", "mlflow"},
+    "diffusion": {"deepspeed", "mlflow"},
+    "unet": {"deepspeed", "mlflow", "diffusers"},
+    "pipeline": {"mlflow"},
+}
+
+
+def room_of(module: str) -> str:
+    """The room of a dotted module name inside the package; a file such as ds_config_keys belongs to ds_config."""
+    name = module.split(".")[1]
+    return "ds_config" if name.startswith("ds_config") else name
+
+
+def modules() -> list[str]:
+    paths = (path.relative_to(REPOSITORY).with_suffix("") for path in PACKAGE.rglob("*.py"))
+    return sorted(".".join(path.parts).removesuffix(".__init__") for path in paths if path != Path("ddpm_ds/__init__"))
+
+
+def imported(module: str) -> Iterator[str]:
+    """Every module that a module imports, also inside functions."""
+    path = REPOSITORY / Path(*module.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} imports relatively; write the whole name"
+            base = node.module or ""
+            yield from (f"{base}.{alias.name}" for alias in node.names) if base == "ddpm_ds" else [base]
+
+
+def test_every_module_is_in_a_room() -> None:
+    assert {room_of(module) for module in modules()} <= set(ROOMS)
+
+
+@pytest.mark.parametrize("module", modules())
+def test_imports_never_run_back(module: str) -> None:
+    own = ROOMS.index(room_of(module))
+    backwards = [
+        name
+        for name in imported(module)
+        if name.startswith("ddpm_ds.") and ROOMS.index(room_of(name)) > own and room_of(name) != room_of(module)
+    ]
+    assert backwards == []
+
+
+@pytest.mark.parametrize("module", modules())
+def test_a_room_imports_only_what_it_may_know(module: str) -> None:
+    forbidden = NOT_IN.get(room_of(module), set())
+    assert {name.split(".")[0] for name in imported(module)} & forbidden == set()
+
+
+def test_spec_and_ds_config_are_read_without_torch() -> None:
+    program = """
+import sys
+import ddpm_ds.spec_file, ddpm_ds.ds_config
+heavy = {"torch", "deepspeed", "mlflow", "numpy"} & set(sys.modules)
+sys.exit(str(heavy) if heavy else 0)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,108 @@
+"""Meters: means over an interval, data wait, memory, and the names under which they are logged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from ddpm_ds.train.meters import Interval, Meter, metrics, model_tflops, peak_memory_bytes
+
+
+def ticks(*times: float) -> Callable[[], float]:
+    """A clock that shows these times, one at each look."""
+    left: Iterator[float] = iter(times)
+    return lambda: next(left)
+
+
+def test_an_interval_has_the_mean_loss_per_image_and_all_of_the_time() -> None:
+    meter = Meter(clock=ticks(10.0, 14.0))
+    meter.step(torch.tensor(1.0), images=300)
+    meter.step(torch.tensor(1001.0, dtype=torch.float16), images=100)  # their product is beyond fp16
+    expected = Interval(steps=2, images=400, seconds=4.0, loss=251.0, non_finite_steps=0, data_wait_seconds=0.0)
+    assert meter.read() == expected
+
+
+def test_reading_begins_a_new_interval() -> None:
+    meter = Meter(clock=ticks(0.0, 1.0, 5.0))
+    meter.step(torch.tensor(100.0), images=8)
+    first = meter.read()
+    meter.step(torch.tensor(2.0), images=4)
+    second = meter.read()
+    assert (first.loss, first.images, second.loss, second.images, second.seconds) == (100.0, 8, 2.0, 4, 4.0)
+
+
+def test_a_step_does_not_keep_the_tensor_it_was_given() -> None:
+    meter = Meter()
+    loss = torch.tensor(1.0)
+    meter.step(loss, images=1)
+    loss.fill_(5.0)
+    assert meter.read().loss == 1.0
+
+
+def test_losses_that_are_not_finite_are_counted_and_kept_out_of_the_mean() -> None:
+    meter = Meter()
+    for value in (1.0, math.inf, math.nan, 3.0):
+        meter.step(torch.tensor(value), images=2)
+    interval = meter.read()
+    assert (interval.loss, interval.non_finite_steps, interval.images) == (2.0, 2, 8)
+    meter.step(torch.tensor(math.nan), images=2)
+    assert math.isnan(meter.read().loss)
+
+
+def test_a_step_reads_nothing_from_the_device() -> None:
+    """The meta device has no values: whatever looks at one raises."""
+    meter = Meter()
+    loss = torch.zeros((), device="meta")
+    for _ in range(3):
+        meter.step(loss, images=2)
+    with pytest.raises(NotImplementedError, match="meta"):
+        meter.read()
+
+
+def test_waiting_for_batches_is_counted_and_work_between_them_is_not() -> None:
+    meter = Meter(clock=ticks(0.0, 1.0, 1.5, 7.0, 7.25, 9.0, 9.0))
+    assert list(meter.timed(iter("ab"))) == ["a", "b"]
+    assert meter.read().data_wait_seconds == 0.75
+
+
+def test_peak_memory_of_a_cpu_process_grows_with_what_it_holds() -> None:
+    cpu = torch.device("cpu")
+    before = peak_memory_bytes(cpu)
+    held = torch.ones(2 * before, dtype=torch.uint8)
+    assert before + held.numel() * 0.9 < peak_memory_bytes(cpu) < 2 * (before + held.numel())
+
+
+def test_model_flops_are_six_per_forward_multiply_accumulate() -> None:
+    assert model_tflops(1_000_000_000, images_per_second=1000.0, devices=2) == pytest.approx(3.0)
+
+
+def test_the_names_of_metrics_are_a_contract() -> None:
+    interval = Interval(steps=4, images=400, seconds=2.0, loss=0.5, non_finite_steps=0, data_wait_seconds=0.4)
+    values = metrics(
+        interval,
+        images_seen=4000,
+        learning_rate=1e-4,
+        grad_norm=0.25,
+        loss_scale=65536.0,
+        skipped_steps=3,
+        macs_per_image=10**9,
+        stage_peak_memory_bytes=[[5, 7], [6, 4]],
+    )
+    assert values == {
+        "train/loss": 0.5,
+        "train/grad_norm": 0.25,
+        "train/lr": 1e-4,
+        "train/loss_scale": 65536.0,
+        "train/skipped_steps": 3.0,
+        "progress/images": 4000.0,
+        "perf/images_per_second": 200.0,
+        "perf/step_seconds": 0.5,
+        "perf/data_wait_seconds": 0.1,
+        "perf/model_tflops_per_device": pytest.approx(0.3),
+        "perf/peak_memory_bytes": 7.0,
+        "perf/stage0_peak_memory_bytes": 7.0,
+        "perf/stage1_peak_memory_bytes": 6.0,
+    }

@@ -1,0 +1,181 @@
+"""Whole runs, started by the real launcher as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+from pathlib import Path
+
+import mlflow
+import pytest
+from mlflow.entities import Run
+from mlflow.tracking import MlflowClient
+
+from tests.launching import REPOSITORY, launch
+
+TRAIN = REPOSITORY / "launch" / "train.py"
+GOLDEN = Path(__file__).with_name("golden_losses.json")
+TINY = [
+    "unet.channels=8",
+    "unet.norm_groups=4",
+    "train.batch_images=32",
+    "train.images=1600",
+    "logging.log_every_images=160",
+    "optimizer.warmup_images=0",
+]
+METRICS = {
+    "train/loss",
+    "train/grad_norm",
+    "train/lr",
+    "train/loss_scale",
+    "train/skipped_steps",
+    "progress/images",
+    "perf/images_per_second",
+    "perf/step_seconds",
+    "perf/data_wait_seconds",
+    "perf/model_tflops_per_device",
+    "perf/peak_memory_bytes",
+}
+
+
+def train(
+    processes: int, folder: Path, *options: str, config: str = "zero0_fp32.json", overrides: list[str] = TINY
+) -> subprocess.CompletedProcess[str]:
+    """The main command with a small U-Net, its outputs in ``folder``."""
+    changes = [f"data.store_root={folder.parent / 'data'}", *overrides]
+    return launch(
+        processes,
+        TRAIN,
+        "--deepspeed_config",
+        str(REPOSITORY / "ds_configs" / config),
+        "--run-dir",
+        str(folder),
+        *(part for change in changes for part in ("--set", change)),
+        *options,
+        MLFLOW_TRACKING_URI="",
+    )
+
+
+def mlflow_run(folder: Path) -> tuple[MlflowClient, Run]:
+    """The run that ``folder`` was trained as, found by name as a user would."""
+    uri = f"sqlite:///{folder.parent / 'mlflow.db'}"
+    mlflow.set_tracking_uri(uri)
+    found = mlflow.search_runs(
+        search_all_experiments=True, filter_string=f"attributes.run_name = '{folder.name}'", output_format="list"
+    )
+    assert len(found) == 1
+    return MlflowClient(uri), found[0]
+
+
+def loss_curve(folder: Path) -> list[float]:
+    client, run = mlflow_run(folder)
+    return [point.value for point in client.get_metric_history(run.info.run_id, "train/loss")]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run on one process in fp32."""
+    folder = tmp_path_factory.mktemp("runs") / "one"
+    done = train(1, folder)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    (folder.parent / "stdout").write_text(done.stdout)
+    (folder.parent / "stderr").write_text(done.stderr)
+    return folder
+
+
+@pytest.mark.launch
+def test_golden_losses(one_process: Path) -> None:
+    """Rung e. A change that moves these losses changes what is trained: say so, and write the new ones."""
+    golden = json.loads(GOLDEN.read_text())
+    assert loss_curve(one_process) == pytest.approx(golden["train/loss"], rel=2e-4)
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("stages", [4, 2, 1])
+def test_any_layout_of_four_processes_gives_the_same_curve_as_one_process(
+    stages: int, one_process: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "runs" / f"four-{stages}"
+    done = train(4, folder, "-p", str(stages))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    curve = loss_curve(folder)
+    assert len(curve) == 10 and mlflow_run(folder)[1].data.params["derived.stages"] == str(stages)
+    assert curve == pytest.approx(loss_curve(one_process), rel=1e-5)
+
+
+@pytest.mark.launch
+def test_a_run_is_in_mlflow_with_all_its_metrics_params_tags_and_files(one_process: Path) -> None:
+    client, run = mlflow_run(one_process)
+    assert run.info.status == "FINISHED"
+    assert set(run.data.metrics) >= METRICS | {"perf/stage0_peak_memory_bytes"}
+    assert all(math.isfinite(value) for value in run.data.metrics.values())
+    assert run.data.metrics["progress/images"] == 1600
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert [point.step for point in history] == list(range(5, 51, 5))
+    assert {"unet.channels": "8", "ds_config.zero_optimization.stage": "0", "derived.steps": "50"}.items() <= (
+        run.data.params.items()
+    )
+    assert run.data.tags.keys() >= {"git_commit", "git_dirty", "host", "world_size", "stage_cuts", "version.torch"}
+    assert {file.path for file in client.list_artifacts(run.info.run_id)} >= {"spec.yaml", "ds_config.json"}
+
+
+@pytest.mark.launch
+def test_a_run_shows_progress_and_ends_with_a_summary_and_no_chatter(one_process: Path) -> None:
+    out, err = ((one_process.parent / name).read_text() for name in ("stdout", "stderr"))
+    shown = [line for line in (out + err).splitlines() if line and not line.startswith("[20")]  # the launcher's
+    for expected in ("1,600/1,600 images (100%)", "final loss", "mlflow ui --backend-store-uri", str(one_process)):
+        assert any(expected in line for line in shown), expected
+    ours = ("run ", "data", "U-Net", "precision", "layout", "batch", "length", "outputs", "stage", "    0")
+    known = (*ours, "preparing", "final", "trained", "skipped", "speed", "MLflow", "open", "fp16")
+    chatter = [line for line in shown if not line.startswith(known) and "images (" not in line]
+    assert not chatter, "\n".join(chatter)
+
+
+@pytest.mark.launch
+def test_the_main_config_trains_on_two_stages_with_profiling_keys_on(tmp_path: Path) -> None:
+    """fp16, ZeRO-2 and both timing keys, which crash the stock engine."""
+    config = json.loads((REPOSITORY / "ds_configs" / "zero2_fp16.json").read_text())
+    config["wall_clock_breakdown"] = True
+    config["flops_profiler"]["enabled"] = True
+    config["flops_profiler"]["profile_step"] = 3
+    (tmp_path / "profiled.json").write_text(json.dumps(config))
+    folder = tmp_path / "runs" / "main"
+    done = train(2, folder, config=str(tmp_path / "profiled.json"))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "fp16 on a CPU: stored in fp16, computed in fp32" in done.stdout
+    curve = loss_curve(folder)
+    assert curve[-1] < 0.7 * curve[0]
+    _, run = mlflow_run(folder)
+    assert run.data.metrics["train/loss_scale"] == 65536 and "perf/stage1_peak_memory_bytes" in run.data.metrics
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("config", "changes", "said"),
+    [
+        ("zero0_fp32.json", ["optimizer.learning_rate=1e30"], "train/loss was not finite"),
+        ("zero2_bf16.json", ["optimizer.learning_rate=1e30"], "train/loss was not finite"),
+        ("zero2_fp16.json", ["optimizer.learning_rate=1e30"], "lowest loss scale"),
+    ],
+)
+def test_numbers_gone_bad_end_the_run_as_failed_with_what_to_try(
+    config: str, changes: list[str], said: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "runs" / "bad"
+    done = train(2, folder, config=config, overrides=[*TINY, *changes])
+    assert done.returncode == 3, done.stdout[-2000:] + done.stderr[-4000:]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("ddpm_ds: error: ")]
+    assert len(lines) == 1 and said in lines[0] and "learning_rate" in lines[0]
+    assert "Traceback" not in done.stderr
+    assert mlflow_run(folder)[1].info.status == "FAILED"
+
+
+@pytest.mark.launch
+def test_bad_input_ends_all_ranks_with_one_line_and_code_2(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "never"
+    done = train(2, folder, overrides=[*TINY, "unet.chanels=3"])
+    assert done.returncode == 2
+    lines = [line for line in done.stderr.splitlines() if line.startswith("ddpm_ds: error: ")]
+    assert lines == ["ddpm_ds: error: --set unet.chanels=3: unet.chanels is unknown; did you mean unet.channels?"]
+    assert not folder.parent.exists()
