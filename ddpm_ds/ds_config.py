@@ -219,7 +219,7 @@ def _fill_rest(config: dict[str, Any], spec: RunSpec) -> None:
             zero.pop(name, None)
         elif zero.setdefault(name, "auto") == "auto":
             zero[name] = BUCKET_ELEMENTS
-    timed = config.get("wall_clock_breakdown", False) or enabled(config, "flops_profiler")
+    timed = config.get("wall_clock_breakdown", False)
     if config.get("steps_per_print", "auto" if timed else None) == "auto":
         config["steps_per_print"] = -(-spec.logging.log_every_images // spec.train.batch_images)
 

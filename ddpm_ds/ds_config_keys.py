@@ -289,25 +289,25 @@ TABLE: tuple[Key, ...] = (
         "Time of each pipeline instruction, every steps_per_print steps, in DeepSpeed's log (`--verbose`). It waits "
         "for the device at each. DeepSpeed's own pipeline engine crashes with it.",
     ),
-    _accepted(
+    _effective(
         "flops_profiler",
         BLOCK,
-        "No profile is made; enabled, it times instructions as wall_clock_breakdown does. The flops of each stage are "
-        "in the table of `--dry-run`. DeepSpeed's own pipeline engine crashes with it, and printed nothing before "
-        "([129](https://github.com/deepspeedai/Megatron-DeepSpeed/issues/129)).",
+        "DeepSpeed's profile of each stage's forward, in RUN_DIR/flops and in MLflow. DeepSpeed's own pipeline engine "
+        "crashes with it, and printed nothing before ([129](https://github.com/deepspeedai/Megatron-DeepSpeed/issues/129)).",
     ),
-    _accepted(_inside("flops_profiler", "enabled detailed"), SWITCH, ""),
-    _accepted(_inside("flops_profiler", "profile_step top_modules"), POSITIVE, ""),
-    _accepted("flops_profiler.module_depth", DEPTH, ""),
-    _accepted("flops_profiler.output_file", TEXT_OR_NULL, ""),
+    _effective("flops_profiler.enabled", SWITCH, "Profile one forward of one step."),
+    _effective("flops_profiler.profile_step", POSITIVE, "Which step; 1 if not given."),
+    _effective("flops_profiler.top_modules", POSITIVE, "How many of the largest modules the summary names."),
+    _effective("flops_profiler.module_depth", DEPTH, "Depth of the summary; -1 is the innermost."),
+    _effective("flops_profiler.detailed", SWITCH, "Print the whole tree of modules."),
+    _effective("flops_profiler.output_file", TEXT_OR_NULL, "Instead of RUN_DIR/flops; `.stage0` ... are appended."),
     _refused("flops_profiler.recompute_fwd_factor", "recomputation is not counted as work", 0, 0.0),
     _refused("memory_breakdown", "DeepSpeed logs it in hooks that this engine replaces", False),
     _effective(
         "steps_per_print",
         POSITIVE,
         "Steps between lines in DeepSpeed's log (`--verbose`). Without the key there are none.",
-        auto="`logging.log_every_images` / batch, rounded up; so filled where wall_clock_breakdown or flops_profiler "
-        "is on",
+        auto="`logging.log_every_images` / batch, rounded up; so filled where wall_clock_breakdown is on",
     ),
     _accepted("timers timers.throughput", BLOCK, "Only off."),
     _refused(

@@ -14,7 +14,21 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "ddpm_ds"
 
 # A room may import from the rooms before it and from itself.
-ROOMS = ("errors", "spec", "spec_file", "ds_config", "keyed", "data", "diffusion", "unet", "pipeline", "train", "cli")
+ROOMS = (
+    "errors",
+    "spec",
+    "spec_file",
+    "ds_config",
+    "keyed",
+    "data",
+    "diffusion",
+    "unet",
+    "pipeline",
+    "observe",
+    "train",
+    "benchmark",
+    "cli",
+)
 
 # What a room may not import from outside, wherever in a file.
 NOT_IN = {

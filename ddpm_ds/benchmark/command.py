@@ -68,7 +68,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--steps-per-round", type=_count, default=20, metavar="N", help="steps of each row in a round (default 20)"
     )
     parser.add_argument(
-        "--compared-steps", type=_count, default=20, metavar="N", help="first steps, losses compared (default 20)"
+        "--compared-steps", type=_count, default=50, metavar="N", help="first steps, losses compared (default 50)"
     )
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write every number here")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
@@ -79,10 +79,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number > 0")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} should be a whole number > 0")
+    return int(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -108,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             plan,
             device,
             Effort(options.rounds, options.steps_per_round, options.compared_steps),
-            command=shlex.join(["deepspeed", *sys.argv]),
+            command=shlex.join(["deepspeed", *(word for word in sys.argv if not word.startswith("--local_rank"))]),
             overrides=options.overrides,
             json_path=options.json,
             verbose=options.verbose,

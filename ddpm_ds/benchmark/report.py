@@ -38,8 +38,8 @@ class Report:
     command: str
     date: str
     machine: str
-    load: float
-    """Processes that wanted a core in the minute before, this one's start-up included (Unix load average)."""
+    load_before: float
+    """Processes that wanted a core in the minute before (Unix load average), this one's start-up included."""
     versions: dict[str, str]
     spec: str
     overrides: list[str]
@@ -75,13 +75,12 @@ def table(report: Report) -> str:
     """The report as text."""
     recompute = report.activation_checkpoint_interval
     lines = [
-        f"U-Net      {report.parameters:,} parameters: {report.spec} with {report.deepspeed_config}",
-        f"batch      {report.batch}",
-        f"engine     activation checkpointing {f'every {recompute} layers' if recompute else 'off'}",
-        f"machine    {report.machine}, load {report.load:.1f} before",
-        f"versions   {', '.join(f'{name} {number}' for name, number in report.versions.items())}",
-        f"measured   {report.rounds} rounds of {report.steps_per_round} steps, rows in turn; medians (quartiles)",
-        f"losses     {len(report.rows[0].first_losses)} first steps compared: largest relative difference",
+        f"U-Net        {report.parameters:,} parameters: {report.spec} with {report.deepspeed_config}",
+        f"batch        {report.batch}; activation checkpointing {f'every {recompute} layers' if recompute else 'off'}",
+        f"machine      {report.machine}, load {report.load_before:.1f} before",
+        f"versions     {', '.join(f'{name} {number}' for name, number in report.versions.items())}",
+        f"losses       of the first {len(report.rows[0].first_losses)} steps: largest relative difference",
+        f"times        {report.rounds} rounds of {report.steps_per_round} steps, rows in turn: medians (quartiles)",
         "",
     ]
     return "\n".join(lines + _columns(report.rows))

@@ -47,7 +47,7 @@ def run_benchmark(
         UserError: something given is wrong; raised before any process group exists.
         BadNumbersError: the rows' losses differ by more than rounding.
     """
-    load = os.getloadavg()[0]
+    load_before = os.getloadavg()[0]
     use_host_accelerator()
     _share_threads(device)
     store = prepare(plan.spec.data, progress=True)
@@ -62,7 +62,7 @@ def run_benchmark(
         losses = first_losses(rows, effort.compared_steps)
         differences = check_losses(rows, losses, LOSS_TOLERANCE[plan.ds.precision])
         gc.collect()
-        with tqdm(total=effort.rounds, desc="measuring", unit="round") as bar:
+        with tqdm(total=effort.rounds, desc="measuring", unit="round", disable=None) as bar:
             seconds = time_rounds(
                 rows,
                 rounds=effort.rounds,
@@ -75,7 +75,7 @@ def run_benchmark(
         command=command,
         date=datetime.now().astimezone().isoformat(timespec="seconds"),
         machine=machine(device),
-        load=load,
+        load_before=load_before,
         versions=versions(),
         spec=str(plan.spec_path),
         overrides=list(overrides),

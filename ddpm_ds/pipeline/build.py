@@ -34,10 +34,15 @@ def build_engine(
     with quiet_deepspeed(verbose):
         module = UnetPipelineModule(layers, bounds, seed)
         with insides.pipeline_engine(UnetPipelineEngine):
-            engine, *_ = deepspeed.initialize(model=module, config=config)
+            engine, *_ = deepspeed.initialize(model=module, config=_for_deepspeed(config))
     assert isinstance(engine, UnetPipelineEngine)
     engine.objective = objective
     return engine
+
+
+def _for_deepspeed(config: dict[str, Any]) -> dict[str, Any]:
+    """Without the flops profiler, which would start timers that crash a pipeline (see :mod:`ddpm_ds.observe.flops`)."""
+    return {name: block for name, block in config.items() if name != "flops_profiler"}
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from ddpm_ds.data.loader import micro_batches
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.data.store import Store
 from ddpm_ds.errors import SpecError
+from ddpm_ds.observe.flops import profile_flops
 from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
@@ -56,6 +57,7 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, *, verbose:
         config = _fill_checkpointing(plan, device)
         engine = build_engine(plan.layers, plan.bounds, config, objective, seed=plan.spec.train.seed, verbose=verbose)
         batches = _batches(plan, store, engine)
+        profile_flops(engine, config.get("flops_profiler", {}), run_dir / "flops")
         line = ProgressLine(plan.spec.train.images) if rank == 0 else None
         with _tracked(plan, config, run_dir, device, line) as tracker:
             started = time.monotonic()
@@ -63,6 +65,8 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, *, verbose:
             seconds = time.monotonic() - started
         if line is not None and tracker is not None:
             line.close()
+            if (run_dir / "flops").exists():
+                tracker.artifact(run_dir / "flops")
             print(
                 summary(
                     loss=last.loss,

@@ -146,7 +146,11 @@ def test_the_main_config_trains_on_two_stages_with_profiling_keys_on(tmp_path: P
     assert "fp16 on a CPU: stored in fp16, computed in fp32" in done.stdout
     curve = loss_curve(folder)
     assert curve[-1] < 0.7 * curve[0]
-    _, run = mlflow_run(folder)
+    client, run = mlflow_run(folder)
+    for stage in (0, 1):
+        profile = (folder / "flops" / f"flops.stage{stage}.txt").read_text()
+        assert "DeepSpeed Flops Profiler" in profile and "ResidualBlock" in profile
+    assert {"flops"} <= {file.path for file in client.list_artifacts(run.info.run_id)}
     assert run.data.metrics["train/loss_scale"] == 65536 and "perf/stage1_peak_memory_bytes" in run.data.metrics
 
 
