@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import signal
 import sys
@@ -10,14 +11,34 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from ddpm_ds.checkpoint.command import add_checkpoint
 from ddpm_ds.errors import SpecError, UserError
+from ddpm_ds.supervisor import supervise
 
 EPILOG = """\
 training
   deepspeed launch/train.py --deepspeed_config ds_configs/zero2_fp16.json
+  ddpm-ds run -- launch/train.py --deepspeed_config ds_configs/zero2_fp16.json --run-dir runs/digits
 
 exit codes
-  0 done   2 bad input, nothing was done   130 interrupted   1 a bug
+  0 done   2 bad input, nothing was done   130 interrupted   1 a bug; of run, see run --help
+"""
+
+RUN_DESCRIPTION = """\
+Start DeepSpeed's launcher and stay with it: SIGTERM, SIGINT, SIGUSR1 and SIGHUP make the ranks finish their step,
+save and stop, a second one ends them at once; when ranks are lost, the run is started again and resumes from the
+newest checkpoint of its --run-dir, which has to be given; and nothing is left running.
+"""
+
+RUN_EPILOG = """\
+examples
+  ddpm-ds run -- launch/train.py --deepspeed_config ds_configs/zero2_fp16.json --run-dir runs/digits
+  ddpm-ds run --max-restarts 3 -- --num_gpus 4 launch/train.py -p 2 \\
+      --deepspeed_config ds_configs/zero2_fp16.json --run-dir runs/digits
+
+exit codes (docs/exit_codes.md)
+  0 done   2 bad input   3 the numbers went bad   75 stopped and saved, start it again   76 ranks were lost
+  129 to 143 ended at once by a second signal   1 a bug
 """
 
 
@@ -36,17 +57,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for add in (_add_prepare, _add_schema):
+    for add in (_add_run, _add_prepare, _add_schema, add_checkpoint):
         add(verbs)
     try:
         options = parser.parse_args(arguments)
-        options.run(options)
+        return options.run(options) or 0
     except UserError as error:
         print(f"ddpm-ds: error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    return 0
 
 
 def add_spec_options(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +79,50 @@ def add_spec_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="SECTION.KEY=VALUE",
         help="change one value of the spec; may be repeated",
+    )
+
+
+def _add_run(verbs: argparse._SubParsersAction[_OneLineParser]) -> None:
+    parser = verbs.add_parser(
+        "run",
+        help="train under DeepSpeed's launcher, with restarts, orderly stops and exit codes that mean something",
+        description=RUN_DESCRIPTION,
+        epilog=RUN_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--max-restarts", type=_count, default=0, metavar="N", help="in a row without a new checkpoint (default 0)"
+    )
+    parser.add_argument(
+        "--grace-seconds",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="for the ranks to save and stop after a signal (default 300)",
+    )
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="-- ...", help="what would follow deepspeed: its options, script"
+    )
+    parser.set_defaults(run=_run)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not 0 or a positive number")
+    return int(text)
+
+
+def _run(options: argparse.Namespace) -> int:
+    def say(line: str) -> None:
+        with contextlib.suppress(OSError):  # the terminal may have gone
+            print(f"ddpm-ds run: {line}", file=sys.stderr, flush=True)
+
+    return supervise(
+        options.command[options.command[:1] == ["--"] :],
+        max_restarts=options.max_restarts,
+        grace_seconds=options.grace_seconds,
+        say=say,
     )
 
 

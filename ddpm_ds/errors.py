@@ -1,10 +1,14 @@
 """Errors that a user can cause and mend: one line each, naming the key, the value and the fix.
 
-Exit codes are a contract with launchers and schedulers; ``docs/exit_codes`` in README lists them.
+Exit codes are a contract with launchers and schedulers; ``docs/exit_codes.md`` says what to do with each.
 """
 
 EXIT_BAD_INPUT = 2
 EXIT_BAD_NUMBERS = 3
+EXIT_PREEMPTED = 75
+"""Asked to stop by a signal, and saved: start it again (EX_TEMPFAIL of sysexits.h)."""
+EXIT_PEER_LOST = 76
+"""A rank died or hangs, and the others have ended themselves: the run can be resumed from its newest checkpoint."""
 
 
 class UserError(Exception):
@@ -33,7 +37,23 @@ class OutputError(UserError):
     """The output folder can't be used."""
 
 
+class CheckpointError(UserError):
+    """A checkpoint is damaged, incomplete, of another format, or does not fit the run."""
+
+
 class BadNumbersError(Exception):
     """Training can't go on: the loss is not finite or the loss scale is at its floor; exit code 3."""
 
     exit_code = EXIT_BAD_NUMBERS
+
+
+class Preempted(Exception):
+    """The run was asked to stop and has been saved; exit code 75."""
+
+    exit_code = EXIT_PREEMPTED
+
+
+class PeerLostError(Exception):
+    """Another rank died or hangs, so nothing that needs all ranks can go on; exit code 76."""
+
+    exit_code = EXIT_PEER_LOST

@@ -133,6 +133,39 @@ class TrainSpec(Section):
     """Share of labels replaced by "no label" in a class-conditional run, for classifier-free guidance."""
 
 
+class EmaSpec(Section):
+    """The averaged weights, which samples and evaluation use."""
+
+    halflife_images: PositiveInt = 500_000
+    """Images after which a weight's share in the average has halved."""
+    rampup_fraction: Fraction = 0.05
+    """The half-life is at most this share of the images seen, so that early weights are forgotten; 0 is no ramp."""
+
+
+class CheckpointSpec(Section):
+    """When the run is saved, and what is kept; it is always saved at its end and when it is asked to stop."""
+
+    every_images: PositiveInt | None = None
+    """Images between two checkpoints; null saves by time alone."""
+    every_minutes: PositiveFloat | None = 20.0
+    """Minutes between two checkpoints; null saves by images alone."""
+    keep_last: PositiveInt = 3
+    """How many of the newest checkpoints are kept."""
+    keep_every_images: PositiveInt | None = None
+    """Checkpoints at multiples of this many images are kept for good."""
+
+
+class BadNumbersSpec(Section):
+    """What happens when a loss is not finite, jumps, or the fp16 loss scale is at its floor."""
+
+    policy: Literal["stop", "rewind"] = "stop"
+    """End the run, or go back to the newest checkpoint and skip the images since."""
+    spike_factor: Annotated[float, Field(gt=1.0)] | None = None
+    """A loss above this many times the mean of the last ten points counts as bad; null lets it jump."""
+    max_rewinds: PositiveInt = 3
+    """Rewinds after which the run is ended all the same."""
+
+
 class LoggingSpec(Section):
     """What is written down while training."""
 
@@ -157,6 +190,12 @@ class RunSpec(Section):
     """The optimizer."""
     train: TrainSpec
     """Length, batch and seed."""
+    ema: EmaSpec = EmaSpec()
+    """Averaged weights."""
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    """Checkpoints."""
+    bad_numbers: BadNumbersSpec = BadNumbersSpec()
+    """Losses that are not finite or jump."""
     logging: LoggingSpec
     """Logging."""
 

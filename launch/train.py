@@ -6,7 +6,8 @@ deepspeed --num_gpus 4 launch/train.py --deepspeed_config ds_configs/zero2_fp16.
 
 import sys
 
+from ddpm_ds.exit_record import recorded
 from ddpm_ds.train.command import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(recorded(main))

@@ -16,6 +16,7 @@ PACKAGE = REPOSITORY / "ddpm_ds"
 # A room may import from the rooms before it and from itself.
 ROOMS = (
     "errors",
+    "exit_record",
     "spec",
     "spec_file",
     "ds_config",
@@ -23,16 +24,20 @@ ROOMS = (
     "data",
     "diffusion",
     "unet",
+    "checkpoint",
     "pipeline",
     "observe",
     "train",
     "benchmark",
+    "supervisor",
     "cli",
 )
 
 # What a room may not import from outside, wherever in a file.
 NOT_IN = {
     "errors": {"torch", "numpy", "deepspeed", "mlflow"},
+    "exit_record": {"torch", "numpy", "deepspeed", "mlflow"},
+    "supervisor": {"torch", "numpy", "deepspeed", "mlflow"},
     "spec": {"torch", "numpy", "deepspeed", "mlflow"},
     "spec_file": {"torch", "numpy", "deepspeed", "mlflow"},
     "ds_config": {"torch", "numpy", "deepspeed", "mlflow"},
@@ -40,6 +45,7 @@ NOT_IN = {
     "data": {"deepspeed", "mlflow"},
     "diffusion": {"deepspeed", "mlflow"},
     "unet": {"deepspeed", "mlflow", "diffusers"},
+    "checkpoint": {"deepspeed", "mlflow"},
     "pipeline": {"mlflow"},
 }
 

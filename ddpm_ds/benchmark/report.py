@@ -35,6 +35,8 @@ class RowResult:
 class Report:
     """Everything a reader needs to judge the numbers and to repeat them."""
 
+    name: str
+    """Of the spec."""
     command: str
     date: str
     machine: str
@@ -75,7 +77,7 @@ def table(report: Report) -> str:
     """The report as text."""
     recompute = report.activation_checkpoint_interval
     lines = [
-        f"U-Net        {report.parameters:,} parameters: {report.spec} with {report.deepspeed_config}",
+        f"U-Net        {report.parameters:,} parameters: {report.name} with {report.deepspeed_config}",
         f"batch        {report.batch}; activation checkpointing {f'every {recompute} layers' if recompute else 'off'}",
         f"machine      {report.machine}, load {report.load_before:.1f} before",
         f"versions     {', '.join(f'{name} {number}' for name, number in report.versions.items())}",

@@ -72,6 +72,7 @@ def run_benchmark(
             )
 
     report = Report(
+        name=plan.spec.name,
         command=command,
         date=datetime.now().astimezone().isoformat(timespec="seconds"),
         machine=machine(device),

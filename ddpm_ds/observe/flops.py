@@ -20,8 +20,8 @@ from ddpm_ds.pipeline.engine import UnetPipelineEngine
 def profile_flops(engine: UnetPipelineEngine, settings: dict[str, Any], folder: Path) -> None:
     """Profile the first forward of step ``settings["profile_step"]`` into ``folder/flops.stage{i}.txt``.
 
-    ``settings`` is the JSON's ``flops_profiler`` block, whose ``output_file`` goes before ``folder``; nothing happens unless it is enabled. Modules are timed one by
-    one, so that step is slower than others.
+    ``settings`` is the JSON's ``flops_profiler`` block, whose ``output_file`` goes before ``folder/flops``; nothing
+    happens unless it is enabled. Modules are timed one by one, so that step is slower than others.
     """
     if not settings.get("enabled") or engine.grid.get_data_parallel_id() != 0:
         return

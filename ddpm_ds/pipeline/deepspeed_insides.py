@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
@@ -17,6 +18,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine, EngineTimers
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe import engine as pipe_engine
 from deepspeed.utils import safe_get_full_grad
+from torch import Tensor
 
 
 class _NoStageLimit:
@@ -112,7 +114,7 @@ def gradient_norm(engine: DeepSpeedEngine, scale: float) -> float:
     return float(norm) / (1.0 if isinstance(engine.optimizer, ZeROOptimizer) else scale)
 
 
-def full_gradient(engine: DeepSpeedEngine, parameter: torch.nn.Parameter, scale: float) -> torch.Tensor:
+def full_gradient(engine: DeepSpeedEngine, parameter: torch.nn.Parameter, scale: float) -> Tensor:
     """The unscaled, averaged fp32 gradient of a parameter between reduction and optimizer step.
 
     A collective over the data-parallel group under ZeRO. Assumes ``safe_get_full_grad`` gathers a partitioned
@@ -143,3 +145,105 @@ def forget_first_optimizer_step(engine: DeepSpeedEngine) -> None:
     if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         engine.optimizer.optimizer.state.clear()
         engine.optimizer.refresh_fp32_params()
+
+
+@dataclass(frozen=True)
+class OwnedPiece:
+    """A piece of one parameter whose fp32 values and optimizer state this rank owns."""
+
+    name: str
+    """Global name of the parameter."""
+    first: int
+    """Where the piece begins in the flattened parameter."""
+    length: int
+    master: Tensor
+    """The tensor that the optimizer steps: a flat partition under ZeRO, else the fp32 parameter."""
+    offset: int
+    """Where the piece begins in the flattened ``master``."""
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The piece, 1-D, of a tensor shaped as ``master``, such as one of its moments; shares its memory."""
+        return tensor.detach().view(-1)[self.offset : self.offset + self.length]
+
+
+def masters(engine: DeepSpeedEngine) -> list[Tensor]:
+    """The fp32 tensors that the optimizer steps on this rank.
+
+    Assumes that every wrapper leaves them in the parameter groups of ``basic_optimizer``.
+    """
+    return [master for group in engine.basic_optimizer.param_groups for master in group["params"]]
+
+
+def owned_pieces(engine: DeepSpeedEngine) -> list[OwnedPiece]:
+    """What of this stage's parameters this rank owns: a partition under ZeRO, everything without it.
+
+    Assumes that ZeRO and BF16 optimizers link a parameter to its place in the flat partition by ``_hp_mapping`` (None
+    where another replica owns all of it), and that the unfused fp16 optimizer keeps ``fp32_groups`` in the order of
+    ``fp16_groups``.
+    """
+    named = list(engine.module.named_parameters())
+    optimizer = engine.optimizer
+    if isinstance(optimizer, ZeROOptimizer):
+        pieces = []
+        for name, parameter in named:
+            mapping = parameter._hp_mapping
+            if mapping is not None:
+                group = engine.basic_optimizer.param_groups[mapping.param_group_index]
+                (flat,) = group["params"]
+                here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
+                pieces.append(OwnedPiece(name, here.start, here.numel, flat, there.start))
+        return pieces
+    if isinstance(optimizer, FP16_UnfusedOptimizer):
+        wide = {
+            id(parameter): master
+            for narrow_group, wide_group in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+            for parameter, master in zip(narrow_group, wide_group, strict=True)
+        }
+        return [OwnedPiece(name, 0, parameter.numel(), wide[id(parameter)], 0) for name, parameter in named]
+    return [OwnedPiece(name, 0, parameter.numel(), parameter, 0) for name, parameter in named]
+
+
+def is_partitioned(engine: DeepSpeedEngine) -> bool:
+    """Whether replicas own different pieces; assumes that ZeRO and BF16 optimizers partition and no other does."""
+    return isinstance(engine.optimizer, ZeROOptimizer)
+
+
+@torch.no_grad()
+def refresh_weights(engine: DeepSpeedEngine) -> None:
+    """Cast the fp32 masters into the weights the layers use; a collective over the replicas under ZeRO.
+
+    Assumes that ``update_lp_params`` of ZeRO and BF16 optimizers does what follows their step.
+    """
+    optimizer = engine.optimizer
+    if isinstance(optimizer, ZeROOptimizer):
+        optimizer.update_lp_params()
+    elif isinstance(optimizer, FP16_UnfusedOptimizer):
+        for narrow_group, wide_group in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+            for parameter, master in zip(narrow_group, wide_group, strict=True):
+                parameter.copy_(master)
+
+
+SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def scaler_state(engine: DeepSpeedEngine) -> dict[str, float]:
+    """State of the dynamic loss scaler; empty outside fp16.
+
+    Assumes that the ZeRO scaler and the unfused optimizer's ``loss_scale_config`` name their state alike.
+    """
+    scaler = _scaler(engine)
+    return {field: getattr(scaler, field) for field in SCALER_FIELDS if hasattr(scaler, field)}
+
+
+def load_scaler_state(engine: DeepSpeedEngine, state: dict[str, float]) -> None:
+    """Put back what :func:`scaler_state` gave, as far as this optimizer's scaler has it."""
+    scaler = _scaler(engine)
+    for field, value in state.items():
+        if hasattr(scaler, field):
+            setattr(scaler, field, value)
+
+
+def _scaler(engine: DeepSpeedEngine) -> Any:
+    if not (engine.fp16_enabled() and engine.dynamic_loss_scale()):
+        return None
+    return getattr(engine.optimizer, "loss_scaler", None) or engine.optimizer.loss_scale_config

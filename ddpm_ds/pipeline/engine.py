@@ -91,7 +91,9 @@ class UnetPipelineEngine(PipelineEngine):
         }
         """What executes each instruction; an observer may wrap an entry."""
         self.images_seen = 0
-        """Images of all completed steps: the progress that everything random is a function of."""
+        """Images of all completed steps."""
+        self.skipped_images = 0
+        """Positions of the training sequence that are left out, after bad numbers; what is random follows the sum."""
         self.consecutive_overflows_at_floor = 0
         """Optimizer steps in a row that overflowed although the loss scale could fall no further."""
         self.loss_sum = torch.zeros((), device=self.device)
@@ -122,6 +124,11 @@ class UnetPipelineEngine(PipelineEngine):
 
     def _wire_dtype(self) -> torch.dtype:
         return next(self.module.parameters()).dtype
+
+    @property
+    def next_index(self) -> int:
+        """Position in the training sequence of the next batch's first image."""
+        return self.images_seen + self.skipped_images
 
     # ---------------------------------------------------------------- one batch
 
@@ -287,7 +294,7 @@ class UnetPipelineEngine(PipelineEngine):
     def _next_image_index(self) -> Tensor:
         """Image index of the next micro-batch: number m of replica r takes positions from (m R + r) n on."""
         replicas, micro = self.dp_world_size, self.micro_batch_size
-        first = self.images_seen + (self._forwards * replicas + self.grid.get_data_parallel_id()) * micro
+        first = self.next_index + (self._forwards * replicas + self.grid.get_data_parallel_id()) * micro
         self._forwards += 1
         return torch.arange(first, first + micro, device=self.device)
 

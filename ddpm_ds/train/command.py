@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from ddpm_ds.errors import BadNumbersError, SpecError, UserError
+from ddpm_ds.errors import BadNumbersError, PeerLostError, Preempted, SpecError, UserError
+from ddpm_ds.exit_record import record_exit
 from ddpm_ds.train.plan import OUTPUT_ROOT, check_output, describe_plan, new_run_dir, plan_run
 
 SPECS = Path(__file__).resolve().parents[2] / "launch" / "specs"
@@ -38,7 +39,9 @@ examples
       what would run, with the table of stages
 
 exit codes
-  0 done   2 bad input, nothing was started   3 the numbers went bad (NaN, loss scale at its floor)   1 a bug
+  0 done   2 bad input, nothing was started   3 the numbers went bad (NaN, loss scale at its floor)
+  75 stopped by a signal or RUN_DIR/save_and_stop, and saved: start it again with the same --run-dir
+  76 another rank died or hangs: the same   1 a bug
 """
 
 
@@ -83,7 +86,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=Path,
         default=None,
         metavar="DIR",
-        help=f"folder of this run, new or empty; MLflow's store is its parent (default {OUTPUT_ROOT}/DATE-NAME)",
+        help="folder of this run; one that holds a run is gone on with; MLflow's store is in its parent "
+        f"(default {OUTPUT_ROOT}/DATE-NAME)",
+    )
+    parser.add_argument(
+        "--resume",
+        default="auto",
+        metavar="auto|never|CHECKPOINT",
+        help="auto: from the newest good checkpoint of --run-dir, if any (default); or from a checkpoint of any run",
+    )
+    parser.add_argument(
+        "--dead-seconds", type=float, default=15.0, metavar="S", help="silence after which a rank is given up (15)"
+    )
+    parser.add_argument(
+        "--hang-seconds", type=float, default=600.0, metavar="S", help="time without a step after which all leave (600)"
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and exit")
@@ -115,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         run_dir = options.run_dir or new_run_dir(plan.spec.name)
         if int(os.environ["RANK"]) == 0:
-            check_output(run_dir)
+            check_output(run_dir, options.resume)
             print(describe_plan(plan, run_dir), flush=True)
         if options.dry_run:
             return 0
@@ -124,9 +140,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device = choose_device(options.device)
         from ddpm_ds.train.session import run_training  # deepspeed, which asks for its device when it is imported
 
-        run_training(plan, run_dir, device, verbose=options.verbose)
-    except (UserError, BadNumbersError) as error:
-        _say_once(f"ddpm_ds: error: {error}")
+        run_training(plan, run_dir, device, options)
+    except PeerLostError as error:  # nothing that waits for the others, not even leaving their group, may follow
+        print(f"ddpm_ds: error: {error}", file=sys.stderr, flush=True)
+        os._exit(record_exit(error.exit_code))
+    except (UserError, BadNumbersError, Preempted) as error:
+        _say_once(f"ddpm_ds: {'' if isinstance(error, Preempted) else 'error: '}{error}")
         return error.exit_code
     return 0
 

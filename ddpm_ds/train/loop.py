@@ -1,59 +1,87 @@
-"""The training loop: load, step, log, and stop when the numbers have gone bad."""
+"""The training loop: load, step, average, log, save; go back or stop when the numbers have gone bad."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from ddpm_ds.errors import BadNumbersError
+from ddpm_ds.errors import BadNumbersError, Preempted
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.exchange import gather
 from ddpm_ds.train.meters import Interval, Meter, metrics
 from ddpm_ds.train.plan import RunPlan
-from ddpm_ds.train.progress import ProgressLine
-from ddpm_ds.train.tracking import Tracker
+from ddpm_ds.train.recorder import Recorder
+from ddpm_ds.train.requests import Requests
+from ddpm_ds.train.saving import Saver
+from ddpm_ds.train.watchdog import Watchdog
 
 OVERFLOWS_AT_FLOOR = 8
-"""Optimizer steps in a row that may overflow at the lowest loss scale before the run is given up."""
-
+"""Optimizer steps in a row that may overflow at the lowest loss scale before the numbers count as bad."""
+SPIKE_POINTS = 10
+"""Log points whose mean a loss is compared with by ``bad_numbers.spike_factor``."""
 REMEDIES = "try a lower optimizer.learning_rate, a longer optimizer.warmup_images or gradient_clipping 1.0"
 
 
 @dataclass
 class Run:
-    """What the loop works with; ``tracker`` and ``line`` exist on rank 0 only, ``batches`` where data is read."""
+    """What the loop works with, on every rank."""
 
     plan: RunPlan
     engine: UnetPipelineEngine
-    batches: Iterator[Any] | None
-    tracker: Tracker | None
-    line: ProgressLine | None
+    batches: Callable[[], Iterator[Any] | None]
+    """Opens the micro-batches from the engine's progress on; None on a stage that reads none."""
+    ema: Ema
+    saver: Saver
+    requests: Requests
+    watchdog: Watchdog
+    recorder: Recorder
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=SPIKE_POINTS))
 
 
 def train(run: Run) -> Interval:
-    """Train until ``train.images`` have been seen; returns the last interval of the loss curve. Every rank calls this.
+    """Train until ``train.images`` have been seen; returns the last interval of the loss curve.
 
     Raises:
-        BadNumbersError: on all ranks alike.
+        BadNumbersError: the policy is to stop, or the run was rewound often enough; on all ranks alike.
+        Preempted: the run was asked to stop, and is saved; on all ranks alike.
     """
-    engine, spec = run.engine, run.plan.spec
+    engine, total = run.engine, run.plan.spec.train.images
+    every = run.plan.spec.logging.log_every_images
     meter = Meter()
-    batches = None if run.batches is None else meter.timed(run.batches)
-    every = spec.logging.log_every_images
+    batches = _timed(meter, run.batches())
     while True:
         before = engine.images_seen
         meter.step(engine.train_batch(batches), images=engine.train_batch_size())
-        if run.line is not None:
-            run.line.step(engine.images_seen)
-        _stop_at_scale_floor(engine)
-        done = engine.images_seen >= spec.train.images
-        if done or engine.images_seen // every > before // every:
+        run.ema.update()
+        run.watchdog.progress()
+        run.recorder.step(engine.images_seen)
+        asked = run.requests.poll()
+        done = engine.images_seen >= total
+        save = done or asked.save or asked.stop or run.saver.due(before, engine.images_seen)
+        trouble = _scale_floor(engine)
+        if not trouble and (save or engine.images_seen // every > before // every):
             interval = _log(run, meter)
-            _stop_at_bad_loss(run, interval)
-            if done:
-                return interval
+            trouble = _bad_loss(run, interval)
+        if trouble:
+            _rewind(run, trouble)
+            meter, save = Meter(), False
+            batches = _timed(meter, run.batches())
+            continue
+        if save:
+            run.recorder.checkpoint(run.saver.save(), engine.global_steps)
+            run.requests.saved()
+        if done:
+            return interval
+        if asked.stop:
+            raise Preempted(f"asked to stop after {engine.images_seen:,} images")
+
+
+def _timed(meter: Meter, batches: Iterator[Any] | None) -> Iterator[Any] | None:
+    return None if batches is None else meter.timed(batches)
 
 
 def _log(run: Run, meter: Meter) -> Interval:
@@ -71,30 +99,41 @@ def _log(run: Run, meter: Meter) -> Interval:
         macs_per_image=run.plan.macs,
         stage_peak_memory_bytes=gathered.stage_peak_memory_bytes,
     )
-    if run.tracker is not None:
-        run.tracker.metrics(values, step=engine.global_steps)
-    if run.line is not None:
-        run.line.log_point(
-            engine.images_seen,
-            loss=gathered.interval.loss,
-            images_per_second=values["perf/images_per_second"],
-            loss_scale=engine.loss_scale() if engine.fp16_enabled() else None,
-        )
+    run.recorder.point(values, engine.global_steps, fp16=engine.fp16_enabled())
     return gathered.interval
 
 
-def _stop_at_scale_floor(engine: UnetPipelineEngine) -> None:
-    if engine.consecutive_overflows_at_floor >= OVERFLOWS_AT_FLOOR:
-        raise BadNumbersError(
-            f"fp16 overflowed in {OVERFLOWS_AT_FLOOR} steps running at the lowest loss scale, {engine.loss_scale():g}, "
-            f"after {engine.images_seen:,} images; {REMEDIES}, or bf16"
-        )
+def _scale_floor(engine: UnetPipelineEngine) -> str | None:
+    """What is wrong when fp16 overflows whatever the loss scale."""
+    if engine.consecutive_overflows_at_floor < OVERFLOWS_AT_FLOOR:
+        return None
+    return (
+        f"fp16 overflowed in {OVERFLOWS_AT_FLOOR} steps running at the lowest loss scale, {engine.loss_scale():g}, "
+        f"after {engine.images_seen:,} images; {REMEDIES}, or bf16"
+    )
 
 
-def _stop_at_bad_loss(run: Run, interval: Interval) -> None:
-    """In fp16 a loss that is not finite makes the scaler skip the step, and its floor ends the run."""
+def _bad_loss(run: Run, interval: Interval) -> str | None:
+    """What is wrong with the last interval's loss.
+
+    In fp16 a loss that is not finite makes the scaler skip the step, and its floor is what counts.
+    """
+    after = f"after {run.engine.images_seen:,} images; {REMEDIES}"
     if interval.non_finite_steps and not run.engine.fp16_enabled():
-        raise BadNumbersError(
-            f"train/loss was not finite in {interval.non_finite_steps} of the last {interval.steps} steps, after "
-            f"{run.engine.images_seen:,} images; {REMEDIES}"
+        return f"train/loss was not finite in {interval.non_finite_steps} of the last {interval.steps} steps, {after}"
+    factor = run.plan.spec.bad_numbers.spike_factor
+    usual = sum(run.recent) / max(len(run.recent), 1)
+    if factor and len(run.recent) == SPIKE_POINTS and interval.loss > factor * usual:
+        return (
+            f"train/loss = {interval.loss:.4g} is over {factor:g} times the {usual:.4g} of the points before, {after}"
         )
+    run.recent.append(interval.loss)
+    return None
+
+
+def _rewind(run: Run, trouble: str) -> None:
+    """Go back as ``bad_numbers.policy`` says, or raise."""
+    if run.plan.spec.bad_numbers.policy == "stop":
+        raise BadNumbersError(trouble)
+    run.recorder.rewound(run.saver.rewind(trouble), run.saver.rewinds, run.engine.global_steps)
+    run.recent.clear()

@@ -133,14 +133,19 @@ def describe_plan(plan: RunPlan, run_dir: Path) -> str:
     return "\n".join(lines)
 
 
-def check_output(run_dir: Path) -> None:
-    """Refuse a folder that can't be written or that holds another run, leaving nothing behind.
+def check_output(run_dir: Path, resume: str) -> None:
+    """Refuse a folder that can't be written, or that holds something else than the run to go on with.
+
+    Leaves nothing behind.
 
     Raises:
         OutputError: with the folder that is in the way.
     """
     if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
-        raise OutputError(f"--run-dir {run_dir} is not an empty folder; name a new one")
+        if not (run_dir / "spec.yaml").exists():
+            raise OutputError(f"--run-dir {run_dir} is neither empty nor the folder of a run; name a new one")
+        if resume == "never":
+            raise OutputError(f"--run-dir {run_dir} holds a run and --resume is never; name a new one")
     existing = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -9,10 +10,10 @@ import platform
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import deepspeed
 import psutil
@@ -21,28 +22,42 @@ import torch.distributed as dist
 import yaml
 
 import ddpm_ds
+from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.data.loader import micro_batches
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.data.store import Store
-from ddpm_ds.errors import SpecError
+from ddpm_ds.errors import BadNumbersError, LayoutError, PeerLostError, Preempted, SpecError, UserError
 from ddpm_ds.observe.flops import profile_flops
 from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
 from ddpm_ds.pipeline.memory import checkpoint_interval
+from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.loop import Run, train
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.train.plan import RunPlan, stage_table
 from ddpm_ds.train.progress import ProgressLine, summary
+from ddpm_ds.train.recorder import Recorder
+from ddpm_ds.train.requests import Requests
+from ddpm_ds.train.resume import RunFolder, check_resume, checkpoints_of, find_checkpoint
+from ddpm_ds.train.saving import Saver
 from ddpm_ds.train.tracking import Tracker
+from ddpm_ds.train.watchdog import Watchdog, make_store
+
+WAIT_FOR_CULPRIT_SECONDS = 5.0
+"""How long a rank whose collective failed looks for the rank that is gone."""
+
+Value = TypeVar("Value")
 
 
-def run_training(plan: RunPlan, run_dir: Path, device: torch.device, *, verbose: bool) -> None:
+def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: argparse.Namespace) -> None:
     """Train as planned on this process's ``device``; every rank calls this. Rank 0's ``run_dir`` counts.
 
     Raises:
         UserError: something given is wrong; raised before any process group exists.
         BadNumbersError: the loss or the loss scale makes going on pointless.
+        Preempted: the run was asked to stop, and is saved.
+        PeerLostError: another rank is gone.
     """
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     use_host_accelerator()
@@ -50,80 +65,189 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, *, verbose:
     objective = Denoising(plan.spec, device)
     store = prepare(plan.spec.data, progress=local_rank == 0)
     _check_store(store, plan)
+    config = _fill_checkpointing(plan, device)
+    line = ProgressLine(plan.spec.train.images) if rank == 0 else None
+    resumed = _find_resume(plan, config, store, run_dir, options.resume, line) if line is not None else None
     if rank == 0 and device.type == "cpu" and plan.ds.precision == "fp16":
         print("fp16 on a CPU: stored in fp16, computed in fp32", flush=True)
 
     with _process_group():
-        config = _fill_checkpointing(plan, device)
-        engine = build_engine(plan.layers, plan.bounds, config, objective, seed=plan.spec.train.seed, verbose=verbose)
-        batches = _batches(plan, store, engine)
+        run_dir, resumed = _from_rank_0((run_dir, resumed))
+        engine = build_engine(
+            plan.layers, plan.bounds, config, objective, seed=plan.spec.train.seed, verbose=options.verbose
+        )
         profile_flops(engine, config.get("flops_profiler", {}), run_dir / "flops")
-        line = ProgressLine(plan.spec.train.images) if rank == 0 else None
-        with _tracked(plan, config, run_dir, device, line) as tracker:
-            started = time.monotonic()
-            last = train(Run(plan, engine, batches, tracker, line))
-            seconds = time.monotonic() - started
-        if line is not None and tracker is not None:
-            line.close()
-            if (run_dir / "flops").exists():
-                tracker.artifact(run_dir / "flops")
-            print(
-                summary(
-                    loss=last.loss,
-                    images=engine.images_seen,
-                    seconds=seconds,
-                    steps=engine.global_steps,
-                    skipped_steps=engine.skipped_steps,
-                    run_dir=run_dir,
-                    link=tracker.finish("FINISHED"),
-                ),
-                flush=True,
+        ema = Ema(engine, plan.spec.ema)
+        with _recorded(plan, config, run_dir, device, line, resumed) as recorder:
+            saver = Saver(
+                plan,
+                config,
+                engine,
+                ema,
+                checkpoints_of(run_dir),
+                data_sha256=store.meta.sha256,
+                say=recorder.say,
             )
+            if resumed is not None:
+                saver.load(resumed.checkpoint)
+            _train(plan, store, engine, ema, saver, recorder, run_dir, options)
         dist.barrier()
+
+
+def _train(
+    plan: RunPlan,
+    store: Store,
+    engine: UnetPipelineEngine,
+    ema: Ema,
+    saver: Saver,
+    recorder: Recorder,
+    run_dir: Path,
+    options: argparse.Namespace,
+) -> None:
+    """The loop, what watches it, and the summary."""
+    started, first = time.monotonic(), engine.images_seen
+    if first >= plan.spec.train.images:
+        recorder.say(f"the run has seen its {first:,} images before; raise train.images to go on")
+        recorder.finish("FINISHED")
+        return
+    requests = Requests(run_dir, plan.spec.checkpoint.every_minutes)
+    watchdog = _watch(engine, recorder, options)
+    run = Run(plan, engine, lambda: _batches(plan, store, engine), ema, saver, requests, watchdog, recorder)
+    try:
+        last = train(run)
+        seconds = time.monotonic() - started
+    except RuntimeError as error:
+        missing = watchdog.who_is_missing(WAIT_FOR_CULPRIT_SECONDS)
+        if not missing:
+            raise
+        names = ", ".join(_rank_name(engine, rank) for rank in missing)
+        raise PeerLostError(f"{names} is gone ({str(error).splitlines()[0]}); the run can be resumed") from error
+    finally:
+        with watchdog.pause():
+            saver.wait()
+        watchdog.stop()
+        requests.close()
+    link = recorder.finish("FINISHED", artifacts=[run_dir / "flops"])
+    if link is not None:
+        print(
+            summary(
+                loss=last.loss,
+                images=engine.images_seen - first,
+                seconds=seconds,
+                steps=engine.global_steps,
+                skipped_steps=engine.skipped_steps,
+                run_dir=run_dir,
+                link=link,
+            ),
+            flush=True,
+        )
+
+
+def _watch(engine: UnetPipelineEngine, recorder: Recorder, options: argparse.Namespace) -> Watchdog:
+    names = [_rank_name(engine, rank) for rank in range(dist.get_world_size())]
+    return Watchdog(
+        dist.get_rank(),
+        dist.get_world_size(),
+        names,
+        make_store(dist.get_rank(), dist.get_world_size()),
+        dead_seconds=options.dead_seconds,
+        hang_seconds=options.hang_seconds,
+    )
+
+
+def _rank_name(engine: UnetPipelineEngine, rank: int) -> str:
+    """As a user knows it: ``rank 2 (stage 1)``."""
+    return f"rank {rank} (stage {engine.grid._topo.get_coord(rank).pipe})"
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run goes on from."""
+
+    checkpoint: Path
+    changed: tuple[str, ...]
+    """What has changed since, by dotted key."""
+
+
+def _find_resume(
+    plan: RunPlan, config: dict[str, Any], store: Store, run_dir: Path, resume: str, line: ProgressLine
+) -> Resumed | None:
+    """On rank 0, before any process group: the checkpoint to go on from, checked against this run."""
+    checkpoint = find_checkpoint(run_dir, resume, line.say)
+    if checkpoint is None:
+        return None
+    changed = check_resume(Reader(checkpoint), plan.spec, config, store.meta.sha256)
+    line.say(f"going on from {checkpoint}")
+    for change in changed:
+        line.say(f"  changed since: {change}")
+    return Resumed(checkpoint, tuple(changed))
 
 
 @contextlib.contextmanager
 def _process_group() -> Iterator[None]:
-    """DeepSpeed's process group; destroyed at the end, since gloo aborts a process that leaves with one."""
-    deepspeed.init_distributed(verbose=False)
+    """DeepSpeed's process group; destroyed at the end, since gloo aborts a process that leaves with one.
+
+    Raises:
+        LayoutError: another job on this host has the port.
+    """
+    if os.environ["WORLD_SIZE"] == "1":
+        os.environ["MASTER_PORT"] = "0"  # any free one: two runs on one host don't meet
+    try:
+        deepspeed.init_distributed(verbose=False)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise LayoutError(
+            f"port {os.environ['MASTER_PORT']} is taken, by another run perhaps; give this one its own: "
+            "deepspeed --master_port PORT launch/train.py ..."
+        ) from None
     try:
         yield
-    except Exception as error:
-        if getattr(error, "exit_code", None) is not None:  # known to all ranks: leave together
-            dist.barrier()
-            dist.destroy_process_group()
+    except (UserError, BadNumbersError, Preempted):  # known to all ranks: leave together
+        dist.barrier()
+        dist.destroy_process_group()
         raise
     dist.destroy_process_group()
 
 
 @contextlib.contextmanager
-def _tracked(
-    plan: RunPlan, config: dict[str, Any], run_dir: Path, device: torch.device, line: ProgressLine | None
-) -> Iterator[Tracker | None]:
+def _recorded(
+    plan: RunPlan,
+    config: dict[str, Any],
+    run_dir: Path,
+    device: torch.device,
+    line: ProgressLine | None,
+    resumed: Resumed | None,
+) -> Iterator[Recorder]:
     """The run's folder and its MLflow run, on rank 0; ended as FAILED or KILLED when the body raises."""
     if line is None:
-        yield None
+        yield Recorder()
         return
     run_dir.mkdir(parents=True, exist_ok=True)
+    folder = RunFolder(run_dir)
     spec_file, config_file = run_dir / "spec.yaml", run_dir / "ds_config.json"
     spec_file.write_text(yaml.safe_dump(plan.spec.model_dump(mode="json"), sort_keys=False))
     config_file.write_text(json.dumps(config, indent=2) + "\n")
     (run_dir / "stages.txt").write_text(stage_table(plan) + "\n")
+    tags = _tags(plan)
+    if resumed is not None:
+        tags["resume_count"] = str(folder.add_resume(resumed.checkpoint, resumed.changed))
     tracker = Tracker.start(
         plan.spec.logging.experiment,
         run_dir.name,
         output_root=run_dir.parent,
         run_dir=run_dir,
         params={**plan.spec.model_dump(mode="json"), "ds_config": config, "derived": _derived(plan, device)},
-        tags=_tags(plan),
+        tags=tags,
         artifacts=[spec_file, config_file, run_dir / "stages.txt"],
+        identity=folder.identity(),
         say=line.say,
     )
+    recorder = Recorder(line, tracker, folder, folder.logged_step() if resumed is not None else 0)
     try:
-        yield tracker
+        yield recorder
     except BaseException as error:
-        line.close()
-        tracker.finish("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+        recorder.finish("KILLED" if isinstance(error, KeyboardInterrupt | Preempted) else "FAILED")
         raise
 
 
@@ -158,7 +282,7 @@ def _tags(plan: RunPlan) -> dict[str, str]:
 
 
 def _batches(plan: RunPlan, store: Store, engine: UnetPipelineEngine) -> Iterator[Any] | None:
-    """This replica's micro-batches, on the stages that read data."""
+    """This replica's micro-batches from the engine's progress on, on the stages that read data."""
     if not (engine.is_first_stage() or engine.is_last_stage()):
         return None
     layout = plan.ds.layout
@@ -169,7 +293,7 @@ def _batches(plan: RunPlan, store: Store, engine: UnetPipelineEngine) -> Iterato
         micro_batch_images=layout.micro_batch_images,
         replicas=layout.replicas,
         replica=engine.grid.get_data_parallel_id(),
-        start_images=engine.images_seen,
+        start_images=engine.next_index,
         workers=plan.spec.data.workers,
         pin_memory=engine.device.type == "cuda",
     )
@@ -205,3 +329,9 @@ def _check_store(store: Store, plan: RunPlan) -> None:
     classes, asked = len(store.meta.classes), plan.spec.unet.classes
     if asked is not None and asked != classes:
         raise SpecError(f"unet.classes = {asked}, but the images have {classes} classes; --set unet.classes={classes}")
+
+
+def _from_rank_0(value: Value) -> Value:
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]

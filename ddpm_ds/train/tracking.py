@@ -118,6 +118,7 @@ class Tracker:
         artifacts: Iterable[Path] = (),
         tracking_uri: str | None = None,
         run_id: str | None = None,
+        identity: str | None = None,
         say: Callable[[str], None] = print_to_stderr,
     ) -> Tracker:
         """Begin a run, or go on with ``run_id``, whose params are left as they are.
@@ -127,7 +128,7 @@ class Tracker:
         nested. ``say`` shows one line to the user; it is called from another thread.
         """
         start = {
-            "id": uuid.uuid4().hex,
+            "id": identity or uuid.uuid4().hex,
             "time": now_ms(),
             "experiment": experiment,
             "run_name": run_name,

@@ -80,7 +80,12 @@ def find_run(client: MlflowClient, start: Record, uri: str) -> Run:
             experiment_id = client.create_experiment(start["experiment"], location)
         found = client.search_runs([experiment_id], f"tags.`{START_TAG}` = '{start['id']}'", max_results=1)
         tags = {START_TAG: start["id"]}
-        run = found[0] if found else client.create_run(experiment_id, start["time"], tags, start["run_name"])
+        if found:
+            run = found[0]
+            client.update_run(run.info.run_id, status="RUNNING")
+            params = [] if run.data.params else params
+        else:
+            run = client.create_run(experiment_id, start["time"], tags, start["run_name"])
     run_tags = [RunTag(name, value) for name, value in start["tags"].items()]
     for begin in range(0, max(len(params), len(run_tags)), PARAMS_PER_REQUEST):
         part = slice(begin, begin + PARAMS_PER_REQUEST)

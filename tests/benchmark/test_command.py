@@ -20,7 +20,10 @@ TINY = [
     "train.label_drop=0.2",
     "train.batch_images=16",
     "train.accumulation=2",
+    "optimizer.learning_rate=0.03",
     "optimizer.warmup_images=64",
+    "optimizer.epsilon=0.01",  # with gradients too small to be clipped: Adam would hide a wrong scale of them
+    "diffusion.loss=huber",
 ]
 
 
@@ -38,7 +41,7 @@ def test_both_rows_train_the_same_and_are_timed(config: str, rounding: float, tm
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     plain, engine = json.loads(file.read_text())["rows"]
-    assert plain["first_losses"][0] > 0.5 and plain["first_losses"][-1] != plain["first_losses"][3]  # weights moved
+    assert plain["first_losses"][-1] != plain["first_losses"][3]  # weights moved
     assert engine["first_losses"] == pytest.approx(plain["first_losses"], rel=rounding)
     assert engine["largest_loss_difference"] <= rounding
     for row in (plain, engine):

@@ -1,0 +1,177 @@
+"""The folder of a run's checkpoints: names, the newest good one, which to delete, and changes that are atomic.
+
+::
+
+    RUN_DIR/checkpoints/
+        images-000012800/                 complete
+            manifest.json                 Manifest
+            state.json                    scalars
+            stage0-replica0.safetensors   a rank's fragments, "{kind}/{name}@{start}"
+        latest                            the folder name of the last one written, for people and tools
+        abandoned-images-000019200/       of a course that the run has left; never read
+        .writing-*  .deleting-*  .replaced-*    work that a killed process may leave
+
+What begins with a dot or ``abandoned-`` is not a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ddpm_ds.checkpoint.manifest import read_manifest, verify
+from ddpm_ds.errors import CheckpointError
+
+LATEST = "latest"
+_NAME = re.compile(r"images-(\d+)")
+_WRITING, _DELETING, _REPLACED, _ABANDONED = ".writing-", ".deleting-", ".replaced-", "abandoned-"
+
+
+def checkpoint_name(images: int) -> str:
+    """The folder name of the checkpoint after ``images`` images."""
+    return f"images-{images:09d}"
+
+
+def images_of(name: str) -> int | None:
+    """Images seen at checkpoint ``name``; None for the name of anything else."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def names(folder: Path) -> list[str]:
+    """Complete checkpoints, oldest first; their checksums may fail all the same."""
+    found = {path.name: images_of(path.name) for path in folder.glob("images-*") if path.is_dir()}
+    counted = {name: images for name, images in found.items() if images is not None}
+    return sorted(counted, key=counted.__getitem__)
+
+
+def newest_good(folder: Path, say: Callable[[str], None], progress: bool = False) -> Path | None:
+    """The newest checkpoint all of whose bytes are what was written; None where there are no checkpoints.
+
+    Each one that is passed over is named to ``say`` in a line. After a crash, :func:`clean` comes first.
+
+    Raises:
+        CheckpointError: there are checkpoints, but none can be used. Starting anew would be no resume.
+    """
+    for name in reversed(found := names(folder)):
+        try:
+            verify(folder / name, read_manifest(folder / name), progress)
+        except CheckpointError as error:
+            say(str(error))
+        else:
+            return folder / name
+    if found:
+        raise CheckpointError(f"none of the {len(found)} checkpoints in {folder} can be used; restore one from a copy")
+    return None
+
+
+def to_delete(names: Sequence[str], keep_last: int | None, keep_every_images: int | None) -> list[str]:
+    """Which of the checkpoints ``names``, oldest first, are not kept.
+
+    Kept are the last ``keep_last`` (None keeps all) and, for every multiple of ``keep_every_images``, the first
+    checkpoint at or after it. Deleting what is named and asking again names nothing more.
+    """
+    if keep_last is None:
+        return []
+    kept = set(names[-max(keep_last, 1) :])
+    milestones: set[int] = {0}
+    for name in names if keep_every_images else ():
+        milestone = (images_of(name) or 0) // (keep_every_images or 1)
+        if milestone not in milestones:
+            milestones.add(milestone)
+            kept.add(name)
+    return [name for name in names if name not in kept]
+
+
+def clean(folder: Path) -> None:
+    """Remove what killed processes left of their work, and finish or undo it. No process may be writing.
+
+    Raises:
+        OSError: a checkpoint that was being replaced can't be moved back.
+    """
+    for replaced in folder.glob(f"{_REPLACED}*"):
+        if not (original := folder / replaced.name.removeprefix(_REPLACED)).exists():
+            replaced.rename(original)
+    for pattern in (_WRITING, _DELETING, _REPLACED):
+        for leftover in folder.glob(f"{pattern}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def scratch(folder: Path, name: str, attempt: int) -> Path:
+    """Where the ranks write checkpoint ``name`` before it is complete; the same path for all of them."""
+    return folder / f"{_WRITING}{name}.{attempt}"
+
+
+def remove_scratch_before(folder: Path, attempt: int) -> None:
+    """Remove what earlier attempts of this process left, such as the parts of ranks that were slower to fail."""
+    for path in folder.glob(f"{_WRITING}*"):
+        if path.suffix[1:].isdigit() and int(path.suffix[1:]) < attempt:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def put_in_place(written: Path, target: Path) -> None:
+    """Make ``written`` the checkpoint ``target``. One of that name is replaced; :func:`clean` mends an interruption.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    replaced = target.with_name(_REPLACED + target.name)
+    if target.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        target.rename(replaced)
+    try:
+        written.rename(target)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(target)
+        raise
+    sync(target.parent)
+
+
+def tidy(folder: Path, newest: str, keep_last: int | None, keep_every_images: int | None) -> list[str]:
+    """What follows a checkpoint that was written: ``latest``, the keep rules, and what the run has left behind.
+
+    Later checkpoints than ``newest`` are damaged, or of a course that the run left when it resumed from an older
+    one. They would be resumed from next time, so they are renamed; returns their new names.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    write_file(folder / LATEST, f"{newest}\n".encode())
+    shutil.rmtree(folder / f"{_REPLACED}{newest}", ignore_errors=True)
+    found = names(folder)
+    position = found.index(newest) + 1
+    abandoned = []
+    for name in found[position:]:
+        shutil.rmtree(folder / f"{_ABANDONED}{name}", ignore_errors=True)
+        (folder / name).rename(folder / f"{_ABANDONED}{name}")
+        abandoned.append(f"{_ABANDONED}{name}")
+    for name in to_delete(found[:position], keep_last, keep_every_images):
+        deleting = folder / f"{_DELETING}{name}"
+        shutil.rmtree(deleting, ignore_errors=True)
+        (folder / name).rename(deleting)  # or a kill half-way would leave a checkpoint with files missing
+        shutil.rmtree(deleting)
+    return abandoned
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a small file so that it holds either all of ``content`` or what it held before."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync(path.parent)
+
+
+def sync(folder: Path) -> None:
+    """Make a folder's entries survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

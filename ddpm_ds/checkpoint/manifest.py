@@ -1,0 +1,184 @@
+"""What a checkpoint says about itself, and whether its files are what it says. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+from tqdm import tqdm
+
+from ddpm_ds.errors import CheckpointError
+
+FORMAT = 1
+MANIFEST, STATE = "manifest.json", "state.json"
+BAR_BYTES = 10**9
+"""Checking fewer bytes than this takes about a second and shows no bar."""
+CHUNK_BYTES = 2**20
+_BLANK = "0" * 64
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Description(_Record):
+    """What the run knows about a checkpoint that it asks for."""
+
+    images: int
+    """Images seen."""
+    step: int
+    """Optimizer steps taken."""
+    spec: dict[str, Any]
+    ds_config: dict[str, Any]
+    """What DeepSpeed was given."""
+    layout: dict[str, Any]
+    """Processes, stages, replicas and batch of the run that wrote it."""
+    data_sha256: dict[str, str]
+    """Checksums of the prepared store that the run learns from."""
+    parameters: dict[str, tuple[int, ...]]
+    """Shape of every parameter by global name, in the order of the layers."""
+
+
+class FileEntry(_Record):
+    """A file as it was written."""
+
+    bytes: int
+    sha256: str
+
+
+class Manifest(Description):
+    """``manifest.json``: the last file of a checkpoint to be written."""
+
+    sha256: str = _BLANK
+    """Of ``manifest.json`` itself with this value blanked by zeros."""
+    format: int
+    version: str
+    """Of ddpm_ds."""
+    created: datetime
+    kinds: tuple[str, ...]
+    """What is kept of every parameter, such as ``master``, ``exp_avg``, ``exp_avg_sq`` and ``ema``."""
+    files: dict[str, FileEntry]
+    """Every other file of the checkpoint."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of all files but ``manifest.json``."""
+        return sum(entry.bytes for entry in self.files.values())
+
+    def dump(self) -> bytes:
+        """The bytes of ``manifest.json``."""
+        values = {"sha256": _BLANK, **self.model_dump(mode="json", exclude={"sha256"})}
+        blank = (json.dumps(values, indent=2) + "\n").encode()
+        return blank.replace(_BLANK.encode(), hashlib.sha256(blank).hexdigest().encode(), 1)
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """The manifest of a checkpoint, every byte of it checked.
+
+    Raises:
+        CheckpointError: it is missing, damaged or of another format.
+    """
+    raw = read_bytes(checkpoint, MANIFEST)
+    try:
+        values = json.loads(raw)
+        if hashlib.sha256(raw.replace(values["sha256"].encode(), _BLANK.encode(), 1)).hexdigest() != values["sha256"]:
+            raise ValueError("checksum")
+        if values["format"] == FORMAT:
+            return Manifest.model_validate_json(raw)
+    except (ValueError, KeyError, TypeError, AttributeError):  # whatever a flipped byte makes of JSON
+        raise unusable(checkpoint, f"{MANIFEST} is damaged") from None
+    raise unusable(checkpoint, f"its format is {values['format']}, this version reads format {FORMAT}")
+
+
+def read_bytes(checkpoint: Path, name: str) -> bytes:
+    """All bytes of a small file of a checkpoint.
+
+    Raises:
+        CheckpointError: it can't be read.
+    """
+    try:
+        return (checkpoint / name).read_bytes()
+    except OSError as error:
+        raise unusable(checkpoint, f"{name} can't be read ({error.strerror})") from None
+
+
+def verify(checkpoint: Path, manifest: Manifest, progress: bool) -> None:
+    """Read every byte of a checkpoint and compare; a bar on stderr when there are many.
+
+    Raises:
+        CheckpointError: a file is missing, cut short, too long or has another checksum.
+    """
+    for name, entry in manifest.files.items():
+        check_size(checkpoint, name, entry)
+    hidden = not progress or manifest.total_bytes < BAR_BYTES
+    with tqdm(
+        total=manifest.total_bytes, desc=f"checking {checkpoint.name}", unit="B", unit_scale=True, disable=hidden
+    ) as bar:
+        for name, entry in manifest.files.items():
+            check_bytes(checkpoint, name, entry, bar)
+
+
+def check_size(checkpoint: Path, name: str, entry: FileEntry) -> None:
+    """Raises CheckpointError when a file is missing or has not as many bytes as were written."""
+    try:
+        found = (checkpoint / name).stat().st_size
+    except OSError as error:
+        raise unusable(checkpoint, f"{name} can't be read ({error.strerror})") from None
+    if found != entry.bytes:
+        raise unusable(checkpoint, f"{name} has {found:,} bytes, {entry.bytes:,} were written")
+
+
+def check_bytes(checkpoint: Path, name: str, entry: FileEntry, bar: tqdm[Any] | None = None) -> None:
+    """Raises CheckpointError when a file holds other bytes than were written; advances ``bar`` by its bytes."""
+    digest = hashlib.sha256()
+    try:
+        with (checkpoint / name).open("rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                digest.update(chunk)
+                if bar is not None:
+                    bar.update(len(chunk))
+    except OSError as error:
+        raise unusable(checkpoint, f"{name} can't be read ({error.strerror})") from None
+    if digest.hexdigest() != entry.sha256:
+        raise unusable(checkpoint, f"{name} has another checksum than {MANIFEST} says")
+
+
+def check_coverage(
+    parameters: Mapping[str, tuple[int, ...]], fragments: Iterable[tuple[str, str, int, int]]
+) -> tuple[str, ...]:
+    """The kinds among ``fragments`` (kind, name, start, length), each of which covers every parameter exactly once.
+
+    Raises:
+        ValueError: a kind lacks elements, has some twice, or belongs to a parameter that there is not.
+    """
+    spans: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
+    for kind, name, start, length in fragments:
+        if name not in parameters:
+            raise ValueError(f"{kind} of {name} was written, but there is no such parameter")
+        spans[kind, name].append((start, length))
+    kinds = tuple(sorted({kind for kind, _ in spans}))
+    if not kinds:
+        raise ValueError("no rank wrote a fragment")
+    for kind in kinds:
+        for name, shape in parameters.items():
+            at = 0
+            for start, length in (*sorted(spans[kind, name]), (math.prod(shape), 0)):
+                if start != at:
+                    what = "was not written" if start > at else "was written twice or beyond its end"
+                    raise ValueError(f"{kind} of {name} {what}, from element {min(start, at)} on")
+                at = start + length
+    return kinds
+
+
+def unusable(checkpoint: Path, what: str) -> CheckpointError:
+    """The error of a checkpoint in which something is wrong."""
+    return CheckpointError(
+        f"checkpoint {checkpoint} is unusable: {what}; use another of the run (ddpm-ds checkpoint list RUN_DIR)"
+    )

@@ -1,0 +1,122 @@
+"""Reads any piece of a checkpoint, whatever fragments it was written in."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ddpm_ds.checkpoint.manifest import (
+    STATE,
+    check_bytes,
+    check_size,
+    read_bytes,
+    read_manifest,
+    unusable,
+    verify,
+)
+
+
+class _Span(NamedTuple):
+    """Where a fragment lies."""
+
+    start: int
+    stop: int
+    file: str
+    key: str
+
+
+class Reader:
+    """An open checkpoint. A file's checksum is compared before the first value is read from it.
+
+    Raises:
+        CheckpointError: anything of the checkpoint is missing, damaged or of another format; so do all methods.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.manifest = read_manifest(path)
+        self._verified: set[str] = set()
+        self._check(STATE)
+        self.state: dict[str, Any] = json.loads(read_bytes(path, STATE))
+        self._files: dict[str, Any] = {}
+        self._spans: dict[tuple[str, str], list[_Span]] = {}
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What is kept of every parameter."""
+        return self.manifest.kinds
+
+    def verify(self, progress: bool = False) -> None:
+        """Compare the checksums of all files."""
+        verify(self.path, self.manifest, progress)
+        self._verified.update(self.manifest.files)
+
+    def read(self, kind: str, name: str, start: int = 0, length: int | None = None) -> Tensor:
+        """``length`` values (to the end when None) of flattened parameter ``name``, from ``start`` on.
+
+        (length,) fp32 in host memory, a copy. Only the files that hold them are checked and only their pages are read.
+        Raises ValueError when the parameter has no such values.
+        """
+        if kind not in self.kinds:
+            raise unusable(self.path, f"it has no {kind}, only {', '.join(self.kinds)}")
+        if name not in self.manifest.parameters:
+            raise unusable(self.path, f"it has no parameter {name}, so it is of another U-Net")
+        elements = math.prod(self.manifest.parameters[name])
+        stop = elements if length is None else start + length
+        if not 0 <= start <= stop <= elements:
+            raise ValueError(f"values {start} to {stop} of {name}, which has {elements}")
+        values = torch.empty(stop - start)
+        at = start
+        for span in self._spans_of(kind, name):
+            low, high = max(at, span.start), min(stop, span.stop)
+            if low != at or low >= high:
+                continue
+            self._check(span.file)
+            piece = self._files[span.file].get_slice(span.key)[low - span.start : high - span.start]
+            values[low - start : high - start] = piece
+            at = high
+        if at != stop:
+            raise unusable(self.path, f"values {at} and following of {kind} of {name} are in none of its files")
+        return values
+
+    def _check(self, name: str) -> None:
+        if name not in self._verified:
+            if name not in self.manifest.files:
+                raise unusable(self.path, f"its manifest does not list {name}")
+            check_size(self.path, name, self.manifest.files[name])
+            check_bytes(self.path, name, self.manifest.files[name])
+            self._verified.add(name)
+
+    def _spans_of(self, kind: str, name: str) -> list[_Span]:
+        """The fragments of one tensor in order; opens all files the first time.
+
+        A damaged header can hide fragments or claim more, but not make values: they are read after the checksum.
+        """
+        if not self._spans:
+            spans = defaultdict(list)
+            for file in self.manifest.files:
+                for span_kind, span_name, span in self._fragments(file) if file != STATE else ():
+                    spans[span_kind, span_name].append(span)
+            self._spans = {key: sorted(found) for key, found in spans.items()}
+        return self._spans.get((kind, name), [])
+
+    def _fragments(self, file: str) -> list[tuple[str, str, _Span]]:
+        check_size(self.path, file, self.manifest.files[file])
+        found = []
+        try:
+            opened = self._files[file] = safe_open(self.path / file, framework="pt")
+            for key in opened.keys():  # noqa: SIM118 - not a mapping
+                kind, rest = key.split("/", 1)
+                name, start = rest.rsplit("@", 1)
+                length = math.prod(opened.get_slice(key).get_shape())
+                found.append((kind, name, _Span(int(start), int(start) + length, file, key)))
+        except (OSError, SafetensorError, ValueError):
+            raise unusable(self.path, f"{file} is damaged") from None
+        return found

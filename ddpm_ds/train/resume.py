@@ -1,0 +1,125 @@
+"""Whether a run goes on from a checkpoint, from which one, and what may have changed since."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ddpm_ds.checkpoint.folder import newest_good
+from ddpm_ds.checkpoint.reader import Reader
+from ddpm_ds.errors import CheckpointError
+from ddpm_ds.spec import RunSpec
+from ddpm_ds.train.tracking import flatten
+
+MAY_CHANGE = (
+    "name",
+    "train.images",
+    "train.accumulation",
+    "checkpoint.",
+    "bad_numbers.",
+    "logging.",
+    "data.workers",
+    "data.store_root",
+    "data.path",
+    "data.max_bad_fraction",
+)
+"""Spec keys that a resumed run may change: length, cadences, logging, layout, machine."""
+
+
+def checkpoints_of(run_dir: Path) -> Path:
+    """The folder of a run's checkpoints."""
+    return run_dir / "checkpoints"
+
+
+def find_checkpoint(run_dir: Path, resume: str, say: Callable[[str], None]) -> Path | None:
+    """The checkpoint to go on from, its checksums verified; None starts from the beginning.
+
+    ``resume`` is ``auto`` (the run folder's newest good one), ``never``, or the path of a checkpoint.
+
+    Raises:
+        CheckpointError: the path is no good checkpoint, or the run folder has checkpoints and none is good.
+    """
+    if resume == "never":
+        return None
+    if resume == "auto":
+        return newest_good(checkpoints_of(run_dir), say=say, progress=True)
+    reader = Reader(Path(resume))
+    reader.verify(progress=True)
+    return reader.path
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What differs between two nested mappings, as ``key: old -> new`` by dotted key."""
+    before, after = flatten(old), flatten(new)
+    return [
+        f"{key}: {before.get(key, 'unset')} -> {after.get(key, 'unset')}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    ]
+
+
+def check_resume(
+    reader: Reader, spec: RunSpec, ds_config: Mapping[str, Any], data_sha256: Mapping[str, str]
+) -> list[str]:
+    """What has changed since the checkpoint, all of it allowed.
+
+    Raises:
+        CheckpointError: the spec trains something else, or the images are others.
+    """
+    found = changes(reader.manifest.spec, spec.model_dump(mode="json"))
+    refused = [change for change in found if not change.startswith(MAY_CHANGE)]
+    if refused:
+        raise CheckpointError(
+            f"{reader.path} was trained with another spec: {'; '.join(refused)}; undo that, or train it as a new run "
+            "with another --run-dir"
+        )
+    if reader.manifest.data_sha256 != data_sha256:
+        raise CheckpointError(
+            f"{reader.path} was trained on other images than those of the prepared store; give it the same images, or "
+            "train a new run with another --run-dir"
+        )
+    return found + [f"ds_config.{change}" for change in changes(reader.manifest.ds_config, ds_config)]
+
+
+@dataclass
+class RunFolder:
+    """The small files of a run's folder that outlive a process; used on rank 0."""
+
+    path: Path
+
+    def identity(self) -> str:
+        """What finds the folder's MLflow run again: made once."""
+        file = self.path / "identity"
+        if not file.exists():
+            file.write_text(uuid.uuid4().hex + "\n")
+        return file.read_text().strip()
+
+    def logged_step(self) -> int:
+        """The last step in ``metrics.jsonl``; a resumed run repeats steps, and logs none of them twice."""
+        file = self.path / "metrics.jsonl"
+        steps = [0]
+        if file.exists():
+            for line in file.read_text().splitlines():
+                try:
+                    steps.append(int(json.loads(line)["step"]))
+                except ValueError:  # cut off when the process died
+                    continue
+        return max(steps)
+
+    def append_metrics(self, values: Mapping[str, float], step: int) -> None:
+        """Add a log point to ``metrics.jsonl``."""
+        with (self.path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+
+    def add_resume(self, checkpoint: Path, changed: Sequence[str]) -> int:
+        """Note in ``resumes.jsonl`` that the run goes on, and with what changes; returns how often it has."""
+        file = self.path / "resumes.jsonl"
+        with file.open("a") as stream:
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            stream.write(json.dumps({"at": now, "from": checkpoint.name, "changed": list(changed)}) + "\n")
+        return len(file.read_text().splitlines())

@@ -1,0 +1,118 @@
+"""When the run is saved and how it goes back: the loop's side of checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ddpm_ds.checkpoint.folder import names
+from ddpm_ds.checkpoint.manifest import Description
+from ddpm_ds.checkpoint.reader import Reader
+from ddpm_ds.checkpoint.writer import Writer
+from ddpm_ds.errors import BadNumbersError
+from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.train import state
+from ddpm_ds.train.ema import Ema
+from ddpm_ds.train.plan import RunPlan
+
+
+class Saver:
+    """Writes this rank's share of checkpoints into ``folder``; all methods are collective.
+
+    ``data_sha256`` are the checksums of the prepared store, ``say`` shows a line on rank 0.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        config: dict[str, Any],
+        engine: UnetPipelineEngine,
+        ema: Ema,
+        folder: Path,
+        *,
+        data_sha256: dict[str, str],
+        say: Callable[[str], None],
+    ) -> None:
+        self._plan, self._config, self._engine, self._ema = plan, config, engine, ema
+        self._folder, self._data_sha256 = folder, data_sha256
+        spec = plan.spec.checkpoint
+        self._every = spec.every_images
+        self._writer = Writer(
+            folder,
+            dist.get_rank(),
+            dist.get_world_size(),
+            say=say,
+            keep_last=spec.keep_last,
+            keep_every_images=spec.keep_every_images,
+        )
+        self._shapes = _all_shapes(engine)
+        self.rewinds = 0
+        """How often the run has gone back after bad numbers."""
+
+    def due(self, before: int, images_seen: int) -> bool:
+        """Whether a step from ``before`` to ``images_seen`` passed a point of ``checkpoint.every_images``."""
+        return self._every is not None and images_seen // self._every > before // self._every
+
+    def save(self) -> float:
+        """Begin a checkpoint of this moment; returns the seconds for which training was held up."""
+        engine, plan = self._engine, self._plan
+        description = Description(
+            images=engine.images_seen,
+            step=engine.global_steps,
+            spec=plan.spec.model_dump(mode="json"),
+            ds_config=self._config,
+            layout=asdict(plan.ds.layout),
+            data_sha256=self._data_sha256,
+            parameters=self._shapes,
+        )
+        part = f"stage{engine.stage_id}-replica{engine.grid.get_data_parallel_id()}"
+        scalars = {**state.scalars(engine), "rewinds": self.rewinds}
+        self._writer.begin(part, state.fragments(engine, self._ema), description, scalars)
+        return self._writer.seconds_blocked
+
+    def wait(self) -> bool:
+        """Wait until the last checkpoint is on the disk; whether it is, as rank 0 knows."""
+        return self._writer.wait()
+
+    def load(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint of any layout.
+
+        Raises:
+            CheckpointError: it can't be read or is of another U-Net.
+        """
+        reader = Reader(checkpoint)
+        state.load(self._engine, self._ema, reader)
+        self.rewinds = reader.state["rewinds"]
+
+    def rewind(self, trouble: str) -> str:
+        """Go back to the newest checkpoint and leave out the images since; returns what was done.
+
+        Raises:
+            BadNumbersError: it was done often enough, or there is no checkpoint to go back to.
+        """
+        engine, limit = self._engine, self._plan.spec.bad_numbers.max_rewinds
+        self.wait()
+        dist.barrier()
+        saved = names(self._folder)
+        if not saved:
+            raise BadNumbersError(f"{trouble}; bad_numbers.policy = rewind found no checkpoint to go back to")
+        bad_until, rewinds = engine.next_index, self.rewinds + 1
+        if rewinds > limit:
+            raise BadNumbersError(f"{trouble}; the run was rewound {limit} times before (bad_numbers.max_rewinds)")
+        self.load(self._folder / saved[-1])
+        self.rewinds = rewinds
+        engine.skipped_images = bad_until - engine.images_seen
+        return f"{trouble}; went back to {saved[-1]} and left out the images since (rewind {rewinds} of {limit})"
+
+
+def _all_shapes(engine: UnetPipelineEngine) -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter of the whole U-Net, in the order of the layers."""
+    own = {name: tuple(parameter.shape) for name, parameter in engine.module.named_parameters()}
+    everyone: list[dict[str, tuple[int, ...]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, own)
+    merged = {name: shape for shapes in everyone for name, shape in shapes.items()}
+    return dict(sorted(merged.items(), key=lambda item: int(item[0].split(".")[0])))

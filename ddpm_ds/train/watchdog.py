@@ -1,0 +1,157 @@
+"""Notice that another rank has died or hangs, say which, and end this one: a collective would wait for ever.
+
+Every rank has two threads beside its main one. The heartbeat talks to a key-value store on rank 0. The judge goes
+by its own clock and never touches the store, since a store on a lost host may not answer at all.
+
+    rank 1   main        step, step, step, all_reduce ... (waits for rank 2)
+             heartbeat   beat 41, step 7 ─▶ store on rank 0 ◀─ beat 33, step 7   rank 2, then killed
+             judge       "rank 2 (stage 1) has not answered for 15 s" ─▶ exit code 76
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch.distributed as dist
+
+from ddpm_ds.errors import EXIT_PEER_LOST
+from ddpm_ds.exit_record import record_exit
+from ddpm_ds.train.heartbeat import BEAT_SECONDS, LAST_WORDS_SECONDS, Heartbeat, Verdict, make_store
+
+__all__ = ["Watchdog", "make_store"]
+
+JUDGE_SECONDS = 0.2
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+class Watchdog:
+    """Watches all other ranks from construction to ``stop``. Does nothing for a single rank.
+
+    Args:
+        names: of all ranks, as a user knows them, such as "rank 2 (stage 1)".
+        store: of ``make_store``.
+        dead_seconds: a rank that was silent for so long is dead.
+        hang_seconds: when no rank has called ``progress`` for so long, the run hangs.
+        say: is given one line before the end; may block.
+        leave: is given the exit code. Ends the process at once, since a thread that waits in a collective can't be
+            interrupted.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        names: Sequence[str],
+        store: dist.Store | None,
+        *,
+        dead_seconds: float = 15.0,
+        hang_seconds: float = 600.0,
+        say: Callable[[str], None] = _print,
+        leave: Callable[[int], object] = os._exit,
+    ) -> None:
+        self._rank, self._names = rank, names
+        self._dead_seconds, self._hang_seconds = dead_seconds, hang_seconds
+        self._say, self._leave = say, leave
+        self._now = 0.0
+        self._asked = False
+        self._stopped = threading.Event()
+        self._heartbeat = Heartbeat(rank, world_size, store, clock=lambda: self._now)
+        if world_size > 1:
+            self._heartbeat.start()
+            threading.Thread(target=self._judge, name="judge", daemon=True).start()
+
+    def progress(self) -> None:
+        """Say that the main thread goes on; once a step, and around whatever takes long."""
+        self._heartbeat.steps += 1
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Surround what takes an unknown time on this rank: until it is over nobody is said to hang."""
+        self._heartbeat.pauses += 1
+        try:
+            yield
+        finally:
+            self.progress()
+            self._heartbeat.pauses -= 1
+
+    def who_is_missing(self, wait_seconds: float) -> list[int]:
+        """The ranks to blame for a collective that raised, found within ``wait_seconds``; empty if all are alive.
+
+        From this call on it is the caller who ends this rank. The other ranks hear what was found and end as well.
+        """
+        self._asked = True
+        until = time.monotonic() + wait_seconds
+        while (finding := self._find()) is None and time.monotonic() < until:
+            time.sleep(JUDGE_SECONDS)
+        finding = finding or self._silent(max(wait_seconds / 2, 4 * BEAT_SECONDS))
+        self._heartbeat.proposal = finding
+        return list(finding.ranks) if finding else []
+
+    def stop(self) -> None:
+        """End the watch and tell the others that this rank leaves as intended."""
+        self._stopped.set()
+        self._heartbeat.leave()
+
+    def _judge(self) -> None:
+        """The clock stands still while this process is stopped or starved: its own absence is not that of others."""
+        last = time.monotonic()
+        while not self._stopped.wait(JUDGE_SECONDS):
+            now = time.monotonic()
+            self._now, last = self._now + min(now - last, 2 * BEAT_SECONDS), now
+            if not self._asked and (finding := self._find()):
+                self._end(finding)
+                return
+
+    def _find(self) -> Verdict | None:
+        heartbeat = self._heartbeat
+        if heartbeat.verdict:
+            return heartbeat.verdict
+        if heartbeat.closed:
+            return Verdict((0,), f"{self._names[0]} has gone")
+        if not heartbeat.is_alive():  # a single rank, or rank 0 has left as intended
+            return None
+        if self._now - heartbeat.answer_at > self._dead_seconds:
+            return Verdict((0,), f"{self._names[0]} has not answered for {self._dead_seconds:g} s")
+        return self._silent(self._dead_seconds) or self._hung()
+
+    def _silent(self, seconds: float) -> Verdict | None:
+        """Judged at the last answer of the store, without which nobody is heard."""
+        ranks = [
+            rank
+            for rank, peer in enumerate(self._heartbeat.peers)
+            if peer.state != "left" and self._heartbeat.answer_at - peer.beat_at > seconds
+        ]
+        if not ranks:
+            return None
+        who = ", ".join(self._names[rank] for rank in ranks)
+        return Verdict(tuple(ranks), f"{who} {'has' if len(ranks) == 1 else 'have'} not answered for {seconds:g} s")
+
+    def _hung(self) -> Verdict | None:
+        """A rank that hangs soon stops all others, so the run hangs when no rank goes on. To blame are those that
+        don't wait for another."""
+        at_work = {rank: peer for rank, peer in enumerate(self._heartbeat.peers) if peer.state != "left"}
+        if any(peer.state == "paused" for peer in at_work.values()):
+            return None
+        if self._now - max((peer.step_at for peer in at_work.values()), default=self._now) <= self._hang_seconds:
+            return None
+        blamed = {rank: peer for rank, peer in at_work.items() if peer.state != "waiting"} or at_work
+        who = ", ".join(f"{self._names[rank]} hangs in {peer.place}" for rank, peer in blamed.items())
+        return Verdict(tuple(blamed), f"no step for {self._hang_seconds:g} s, {who}")
+
+    def _end(self, finding: Verdict) -> None:
+        self._heartbeat.proposal = finding
+        line = f"{finding.reason}: ending {self._names[self._rank]}; the run can be resumed"
+        saying = threading.Thread(target=self._say, args=(line,), daemon=True)  # a lock it needs may be lost as well
+        saying.start()
+        saying.join(timeout=LAST_WORDS_SECONDS)
+        record_exit(EXIT_PEER_LOST)
+        self.stop()
+        self._leave(EXIT_PEER_LOST)

@@ -1,0 +1,92 @@
+"""Small checkpoints for tests: values that follow from (kind, name, images), cut into fragments anywhere."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddpm_ds.checkpoint.folder import checkpoint_name
+from ddpm_ds.checkpoint.fragments import Fragment
+from ddpm_ds.checkpoint.manifest import Description
+from ddpm_ds.checkpoint.reader import Reader
+from ddpm_ds.checkpoint.writer import Writer
+
+KINDS = ("ema", "exp_avg", "exp_avg_sq", "master")
+SHAPES: dict[str, tuple[int, ...]] = {
+    "0.conv.weight": (4, 3, 3),
+    "0.conv.bias": (4,),
+    "1.scale": (),
+    "2.weight": (8, 5),
+}
+
+
+def describe(images: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> Description:
+    return Description(
+        images=images,
+        step=images // 10,
+        spec={"name": "test", "train": {"images": 1000, "learning_rate": 1e-4}},
+        ds_config={"fp16": {"enabled": True}},
+        layout={"stages": 2, "replicas": 1},
+        data_sha256={"images.npy": "0" * 64},
+        parameters=shapes,
+    )
+
+
+def values_of(kind: str, name: str, images: int, elements: int) -> Tensor:
+    """What a checkpoint must hold: another value for every element of every tensor at every moment."""
+    generator = torch.Generator().manual_seed(hash((KINDS.index(kind), len(name), ord(name[0]), images)) % 2**31)
+    return torch.randn(elements, generator=generator)
+
+
+def fragments_of(images: int, start: int, stop: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> list[Fragment]:
+    """What the rank owns that has elements ``start`` to ``stop`` of all parameters laid end to end, as ZeRO cuts."""
+    found, at = [], 0
+    for name, shape in shapes.items():
+        elements = math.prod(shape)
+        low, high = max(start - at, 0), min(stop - at, elements)
+        if low < high:
+            found += [
+                Fragment(kind, name, low, values_of(kind, name, images, elements)[low:high].clone()) for kind in KINDS
+            ]
+        at += elements
+    return found
+
+
+def total(shapes: dict[str, tuple[int, ...]] = SHAPES) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def save(
+    folder: Path,
+    images: int,
+    cuts: Sequence[int] = (50,),
+    shapes: dict[str, tuple[int, ...]] = SHAPES,
+    **options: Any,
+) -> list[str]:
+    """Write a checkpoint by ``len(cuts) + 1`` ranks in this process; returns what was said."""
+    said: list[str] = []
+    bounds = (0, *sorted(cuts), total(shapes))
+    writers = [Writer(folder, rank, len(bounds) - 1, say=said.append, **options) for rank in range(len(bounds) - 1)]
+    for rank, (writer, (start, stop)) in enumerate(zip(writers, itertools.pairwise(bounds), strict=True)):
+        writer.begin(
+            f"rank{rank}", fragments_of(images, start, stop, shapes), describe(images, shapes), {"images": images}
+        )
+    for writer in writers:
+        writer.wait()
+    return said
+
+
+def check(path: Path, images: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> None:
+    """Every value of the checkpoint is what was written; raises CheckpointError where the reader does."""
+    reader = Reader(path)
+    assert (reader.state, reader.manifest.images, reader.kinds) == ({"images": images}, images, KINDS)
+    assert path.name == checkpoint_name(images)
+    for kind in KINDS:
+        for name, shape in shapes.items():
+            assert reader.read(kind, name).equal(values_of(kind, name, images, math.prod(shape)))

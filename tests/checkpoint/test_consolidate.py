@@ -1,0 +1,90 @@
+"""One file of whole weights: what the fragments hold, in every dtype, in little memory, or not at all."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ddpm_ds.checkpoint.consolidate import DTYPES, Dtype, consolidate
+from ddpm_ds.checkpoint.fragments import Fragment
+from ddpm_ds.checkpoint.reader import Reader
+from ddpm_ds.checkpoint.writer import Writer
+from ddpm_ds.errors import CheckpointError, OutputError
+from tests.checkpoint.saving import SHAPES, describe, save, values_of
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    save(tmp_path / "checkpoints", 1, cuts=(10, 38, 60))
+    return tmp_path / "checkpoints" / "images-000000001"
+
+
+@pytest.mark.parametrize("kind", ["ema", "master"])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_file_holds_the_whole_tensors(checkpoint: Path, tmp_path: Path, kind: str, dtype: Dtype) -> None:
+    consolidate(checkpoint, tmp_path / "weights.safetensors", kind, dtype)
+    found = load_file(tmp_path / "weights.safetensors")
+    assert set(found) == set(SHAPES)
+    for name, shape in SHAPES.items():
+        expected = values_of(kind, name, 1, math.prod(shape)).view(shape).to(DTYPES[dtype][1])
+        assert (found[name].dtype, found[name].shape) == (expected.dtype, expected.shape)
+        assert found[name].equal(expected)
+
+
+def test_host_memory_is_a_few_tensors_not_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = {f"{layer}.weight": (1000, 1000) for layer in range(24)}
+    save(tmp_path, 1, cuts=(), shapes=shapes)
+    before, peak = anonymous_bytes(), 0
+    original = Reader.read
+
+    def read(*arguments: Any) -> torch.Tensor:
+        nonlocal peak
+        values = original(*arguments)
+        peak = max(peak, anonymous_bytes())
+        return values
+
+    monkeypatch.setattr(Reader, "read", read)
+    consolidate(tmp_path / "images-000000001", tmp_path / "weights.safetensors")
+    assert (tmp_path / "weights.safetensors").stat().st_size > 96e6
+    assert 0 < peak - before < 4 * 4e6
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that no file backs."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+def test_damaged_checkpoint_leaves_no_file(checkpoint: Path, tmp_path: Path) -> None:
+    file = checkpoint / "rank2.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="rank2.safetensors has another checksum"):
+        consolidate(checkpoint, tmp_path / "weights.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+
+
+def test_values_beyond_fp16_are_refused_by_name(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, 0, 1, say=print)
+    writer.begin("all", [Fragment("ema", "3.weight", 0, torch.tensor([1.0, 1e5]))], describe(1, {"3.weight": (2,)}), {})
+    writer.wait()
+    with pytest.raises(CheckpointError, match=r"ema of 3\.weight has values beyond fp16; use --dtype bf16 or fp32"):
+        consolidate(tmp_path / "images-000000001", tmp_path / "weights.safetensors", dtype="fp16")
+    assert not list(tmp_path.glob("*weights*"))
+    consolidate(tmp_path / "images-000000001", tmp_path / "weights.safetensors", dtype="bf16")
+
+
+def test_existing_or_impossible_output_is_refused_in_one_line(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("keep me")
+    with pytest.raises(OutputError, match="there exists; name a new file"):
+        consolidate(checkpoint, tmp_path / "there")
+    for out in (tmp_path / "missing" / "weights", tmp_path / "there" / "weights"):
+        with pytest.raises(OutputError, match="can't be written"):
+            consolidate(checkpoint, out)
+    assert (tmp_path / "there").read_text() == "keep me"

@@ -1,0 +1,152 @@
+"""A flipped, cut, lengthened or missing file is refused or passed over: no value is ever read wrong."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddpm_ds.checkpoint import manifest as manifest_module
+from ddpm_ds.checkpoint.folder import newest_good
+from ddpm_ds.checkpoint.manifest import Manifest, read_manifest
+from ddpm_ds.checkpoint.reader import Reader
+from ddpm_ds.errors import CheckpointError
+from tests.checkpoint.saving import KINDS, SHAPES, check, save, values_of
+
+FILES = ("manifest.json", "state.json", "rank0.safetensors", "rank1.safetensors")
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pristine")
+    for images in (1, 2):
+        save(folder, images)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy for the examples of a property, each of which mends what it damages."""
+    return Path(shutil.copytree(pristine, tmp_path_factory.mktemp("damaged") / "checkpoints"))
+
+
+damages = st.one_of(
+    st.tuples(st.just("flip"), st.floats(0, 1, exclude_max=True), st.integers(0, 7)),
+    st.tuples(st.just("cut"), st.floats(0, 1, exclude_max=True), st.just(0)),
+    st.tuples(st.just("lengthen"), st.just(0.0), st.integers(1, 9)),
+    st.tuples(st.just("remove"), st.just(0.0), st.just(0)),
+)
+
+
+def damage(path: Path, how: str, where: float, amount: int) -> None:
+    content = bytearray(path.read_bytes())
+    at = int(where * len(content))
+    if how == "remove":
+        path.unlink()
+        return
+    if how == "flip":
+        content[at] ^= 1 << amount
+    elif how == "cut":
+        del content[at:]
+    else:
+        content += b" " * amount
+    path.write_bytes(content)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    name=st.sampled_from(FILES),
+    how=damages,
+    kind=st.sampled_from(KINDS),
+    parameter=st.sampled_from(list(SHAPES)),
+)
+def test_damage_is_refused_or_the_older_checkpoint_is_taken(
+    folder: Path, name: str, how: tuple[str, float, int], kind: str, parameter: str
+) -> None:
+    file = folder / "images-000000002" / name
+    before = file.read_bytes()
+    damage(file, *how)
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            check(file.parent, 2)
+        assert name in str(caught.value) and "\n" not in str(caught.value)
+        said: list[str] = []
+        assert newest_good(folder, said.append) == folder / "images-000000001" and len(said) == 1
+        try:  # a rank that reads but one piece may not meet the damage; it must not read it wrong
+            values = Reader(file.parent).read(kind, parameter)
+        except CheckpointError:
+            pass
+        else:
+            assert values.equal(values_of(kind, parameter, 2, values.numel()))
+    finally:
+        file.write_bytes(before)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_byte_of_any_file_is_beyond_the_checksums(folder: Path, name: str) -> None:
+    file = folder / "images-000000002" / name
+    before = file.read_bytes()
+    for at in range(len(before)):
+        file.write_bytes(before[:at] + bytes([before[at] ^ 1 << at % 8]) + before[at + 1 :])
+        with pytest.raises(CheckpointError):
+            Reader(file.parent).verify()
+    file.write_bytes(before)
+    Reader(file.parent).verify()
+
+
+def test_files_of_two_checkpoints_do_not_mix(folder: Path, tmp_path: Path) -> None:
+    for name in FILES:
+        copy = Path(shutil.copytree(folder / "images-000000002", tmp_path / name / "images-000000002"))
+        shutil.copy(folder / "images-000000001" / name, copy / name)
+        with pytest.raises((CheckpointError, AssertionError)):
+            check(copy, 2)
+
+
+def test_foreign_format_is_named(folder: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(folder / "images-000000002", tmp_path / "images-000000002"))
+    changed: Manifest = read_manifest(copy).model_copy(update={"format": 2})
+    (copy / "manifest.json").write_bytes(changed.dump())
+    with pytest.raises(CheckpointError, match="its format is 2, this version reads format 1"):
+        Reader(copy)
+
+
+def test_what_the_checkpoint_does_not_have_is_named(folder: Path) -> None:
+    reader = Reader(folder / "images-000000001")
+    with pytest.raises(CheckpointError, match="it has no momentum, only ema, exp_avg, exp_avg_sq, master"):
+        reader.read("momentum", "0.conv.weight")
+    with pytest.raises(CheckpointError, match="it has no parameter 9.weight"):
+        reader.read("ema", "9.weight")
+    with pytest.raises(ValueError, match="values 30 to 41 of 2.weight, which has 40"):
+        reader.read("ema", "2.weight", 30, 11)
+
+
+def test_only_the_files_that_are_read_are_checked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = []
+    original = manifest_module.check_bytes
+
+    def check_bytes(checkpoint: Path, name: str, *rest: object) -> None:
+        checked.append(name)
+        original(checkpoint, name, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("ddpm_ds.checkpoint.reader.check_bytes", check_bytes)
+    reader = Reader(folder / "images-000000002")
+    for _ in range(2):
+        reader.read("ema", "0.conv.weight")
+    assert checked == ["state.json", "rank0.safetensors"]
+    reader.read("master", "2.weight")
+    assert checked == ["state.json", "rank0.safetensors", "rank1.safetensors"]
+
+
+def test_a_big_checkpoint_shows_a_bar_while_it_is_verified(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader = Reader(folder / "images-000000002")
+    reader.verify(progress=True)
+    monkeypatch.setattr(manifest_module, "BAR_BYTES", 10)
+    reader.verify()
+    assert capsys.readouterr().err == ""
+    reader.verify(progress=True)
+    assert "checking images-000000002: 100%" in capsys.readouterr().err

@@ -1,0 +1,141 @@
+"""The folder of checkpoints: names, keep rules, replacing, what a run leaves behind, and cleaning up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddpm_ds.checkpoint.folder import checkpoint_name, clean, names, newest_good, to_delete
+from ddpm_ds.errors import CheckpointError
+from tests.checkpoint.saving import check, save
+
+
+def named(*images: int) -> list[str]:
+    return [checkpoint_name(count) for count in images]
+
+
+@pytest.mark.parametrize(
+    ("images", "keep_last", "keep_every", "kept"),
+    [
+        ([10, 20, 30], None, None, [10, 20, 30]),
+        ([10, 20, 30], None, 10, [10, 20, 30]),
+        ([10, 20, 30], 2, None, [20, 30]),
+        ([10, 20, 30], 5, None, [10, 20, 30]),
+        ([10, 20, 30, 40, 50], 1, 20, [20, 40, 50]),
+        ([10, 25, 30, 41, 59, 60], 1, 20, [25, 41, 60]),
+        ([10, 70], 1, 20, [70]),
+        ([5], 1, 20, [5]),
+        ([], 1, 20, []),
+    ],
+)
+def test_keep_rules(images: list[int], keep_last: int | None, keep_every: int | None, kept: list[int]) -> None:
+    assert to_delete(named(*images), keep_last, keep_every) == [
+        name for name in named(*images) if name not in named(*kept)
+    ]
+
+
+@given(st.sets(st.integers(1, 500), min_size=1), st.integers(1, 4), st.integers(1, 100))
+def test_keep_rules_applied_at_every_checkpoint_keep_what_they_keep_at_the_end(
+    images: set[int], keep_last: int, keep_every: int
+) -> None:
+    everything, present = named(*sorted(images)), list[str]()
+    for name in everything:
+        present.append(name)
+        gone = to_delete(present, keep_last, keep_every)
+        present = [kept for kept in present if kept not in gone]
+        assert present[-1] == name
+    assert present == [name for name in everything if name not in to_delete(everything, keep_last, keep_every)]
+
+
+def test_writer_applies_the_keep_rules(tmp_path: Path) -> None:
+    for images in (10, 20, 30, 40, 50):
+        assert save(tmp_path, images, keep_last=2, keep_every_images=20) == []
+    assert names(tmp_path) == named(20, 40, 50)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*named(20, 40, 50), "latest"]
+
+
+def test_names_are_sorted_by_images_and_leave_out_what_is_no_checkpoint(tmp_path: Path) -> None:
+    for name in (
+        "images-000000020",
+        "images-1000000000000",
+        "images-000000100",
+        "images-x",
+        ".writing-images-000000030.1",
+    ):
+        (tmp_path / name).mkdir()
+    (tmp_path / "images-000000040").write_text("")
+    (tmp_path / "latest").write_text("")
+    assert names(tmp_path) == ["images-000000020", "images-000000100", "images-1000000000000"]
+    assert names(tmp_path / "missing") == []
+
+
+def test_newest_good_falls_back_to_the_one_before_and_says_so(tmp_path: Path) -> None:
+    for images in (1, 2, 3):
+        save(tmp_path, images)
+    (tmp_path / "images-000000003" / "state.json").unlink()
+    (tmp_path / "images-000000002" / "rank0.safetensors").write_bytes(b"short")
+    said: list[str] = []
+    assert newest_good(tmp_path, said.append) == tmp_path / "images-000000001"
+    assert ["images-000000003 is unusable: state.json" in said[0], "000000002 is unusable: rank0" in said[1]] == [
+        True
+    ] * 2
+    assert len(said) == 2 and not any("\n" in line for line in said)
+
+
+def test_no_checkpoint_is_none_but_none_that_is_good_is_an_error(tmp_path: Path) -> None:
+    said: list[str] = []
+    assert newest_good(tmp_path / "missing", said.append) is None
+    save(tmp_path, 1)
+    (tmp_path / "images-000000001" / "manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="none of the 1 checkpoints in .* can be used"):
+        newest_good(tmp_path, said.append)
+    assert len(said) == 1
+
+
+def test_latest_is_a_hint_that_nothing_depends_on(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (tmp_path / "latest").write_text("images-000000009\n")
+    assert newest_good(tmp_path, print) == tmp_path / "images-000000001"
+
+
+def test_checkpoint_of_the_same_images_is_replaced(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (tmp_path / "images-000000001" / "rank0.safetensors").write_bytes(b"damaged")
+    assert save(tmp_path, 1, cuts=(3, 9)) == []
+    check(tmp_path / "images-000000001", 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["images-000000001", "latest"]
+
+
+def test_checkpoints_beyond_the_one_written_are_set_aside_and_never_count_for_the_keep_rules(tmp_path: Path) -> None:
+    for images in (10, 20, 30):
+        save(tmp_path, images)
+    (said,) = save(tmp_path, 15, keep_last=1)  # resumed from 10: 20 and 30 are of another course, or damaged
+    assert said.endswith("renamed to abandoned-images-000000020, abandoned-images-000000030")
+    assert names(tmp_path) == named(15) and newest_good(tmp_path, print) == tmp_path / named(15)[0]
+    save(tmp_path, 20)
+    assert len(save(tmp_path, 18)) == 1  # abandoned a second time under the same name
+    assert names(tmp_path) == named(15, 18)
+
+
+def test_clean_removes_what_killed_processes_left(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    for name in (".writing-images-000000002.7", ".deleting-images-000000000"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank0.safetensors").write_text("half")
+    clean(tmp_path)
+    clean(tmp_path / "missing")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["images-000000001", "latest"]
+
+
+def test_clean_undoes_or_finishes_a_replacing_that_was_killed(tmp_path: Path) -> None:
+    for images in (1, 2):
+        save(tmp_path, images)
+    (tmp_path / "images-000000002").rename(tmp_path / ".replaced-images-000000002")
+    clean(tmp_path)
+    check(tmp_path / "images-000000002", 2)
+    (tmp_path / ".replaced-images-000000002").mkdir()
+    clean(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*named(1, 2), "latest"]

@@ -1,0 +1,72 @@
+"""SIGKILL at any moment of writing: what has a checkpoint's name is a whole checkpoint."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from ddpm_ds.checkpoint.folder import checkpoint_name, clean, images_of, names, newest_good
+from ddpm_ds.checkpoint.manifest import read_manifest, verify
+from ddpm_ds.checkpoint.writer import Writer
+from tests.checkpoint.saving import check, describe, fragments_of
+
+SHAPES = {"0.weight": (300, 100), "1.weight": (200, 100)}
+BOUNDS = (0, 20_000, 50_000)
+
+
+def write_on(folder: Path, rank: int, first: int) -> None:
+    """One rank of a run that does nothing but write checkpoints; the ranks keep pace by ``latest``."""
+    writer = Writer(folder, rank, len(BOUNDS) - 1, say=print, keep_last=2)
+    for images in itertools.count(first):
+        fragments = fragments_of(images, BOUNDS[rank], BOUNDS[rank + 1], SHAPES)
+        writer.begin(f"rank{rank}", fragments, describe(images, SHAPES), {"images": images})
+        writer.wait()
+        while not (folder / "latest").exists() or (folder / "latest").read_text().strip() < checkpoint_name(images):
+            time.sleep(0.002)
+
+
+def kill_and_look(folder: Path, rounds: int, randomness: random.Random) -> int:
+    """Kill the ranks ``rounds`` times; returns how often something was left half-written."""
+    context = multiprocessing.get_context("fork")
+    interrupted = 0
+    first = 1
+    for _ in range(rounds):
+        clean(folder)
+        ranks = [
+            context.Process(target=write_on, args=(folder, rank, first), daemon=True) for rank in range(len(BOUNDS) - 1)
+        ]
+        for process in ranks:
+            process.start()
+        randomness.shuffle(ranks)
+        for process in ranks:
+            time.sleep(randomness.uniform(0, 0.2))
+            process.kill()
+        for process in ranks:
+            process.join()
+        interrupted += any(path.name.startswith(".") for path in folder.glob(".*-images-*"))
+        for name in names(folder):
+            verify(folder / name, read_manifest(folder / name), progress=False)
+        clean(folder)
+        assert not list(folder.glob(".*-images-*"))
+        newest = newest_good(folder, pytest.fail)
+        if newest is not None:
+            images = images_of(newest.name)
+            assert images is not None and images >= first - 1  # never less than there was
+            check(newest, images, SHAPES)
+            first = images + randomness.randint(0, 1)  # at times the newest is written again
+    assert first > rounds
+    return interrupted
+
+
+def test_killed_writers_leave_only_whole_checkpoints(tmp_path: Path) -> None:
+    assert kill_and_look(tmp_path, 12, random.Random(0)) >= 3
+
+
+@pytest.mark.soak
+def test_writers_killed_for_minutes_leave_only_whole_checkpoints(tmp_path: Path) -> None:
+    assert kill_and_look(tmp_path, 400, random.Random(1)) >= 50

@@ -1,0 +1,232 @@
+"""Writing beside training: complete or not there, whatever fails; and read back the same from any layout."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import resource
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from ddpm_ds.checkpoint.folder import names
+from ddpm_ds.checkpoint.fragments import Fragment
+from ddpm_ds.checkpoint.reader import Reader
+from ddpm_ds.checkpoint.writer import Writer
+from tests.checkpoint.saving import SHAPES, check, describe, fragments_of, save, total, values_of
+
+cuts = st.lists(st.integers(0, total()), max_size=4)
+
+
+def left_over(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name.startswith("."))
+
+
+def test_what_lies_on_the_disk(tmp_path: Path) -> None:
+    assert save(tmp_path, 100) == []
+    checkpoint = tmp_path / "images-000000100"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["images-000000100", "latest"]
+    assert (tmp_path / "latest").read_text() == "images-000000100\n"
+    assert sorted(path.name for path in checkpoint.iterdir()) == [
+        "manifest.json",
+        "rank0.safetensors",
+        "rank1.safetensors",
+        "state.json",
+    ]
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    for name, entry in manifest["files"].items():
+        content = (checkpoint / name).read_bytes()
+        assert entry == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    assert list(manifest["parameters"]) == list(SHAPES) and manifest["kinds"] == [
+        "ema",
+        "exp_avg",
+        "exp_avg_sq",
+        "master",
+    ]
+    with safe_open(checkpoint / "rank1.safetensors", framework="pt") as file:  # any tool can read it
+        assert file.get_tensor("ema/2.weight@9").equal(values_of("ema", "2.weight", 100, 40)[9:])
+
+
+@settings(max_examples=25, deadline=None)
+@given(one=cuts, other=cuts, data=st.data())
+def test_any_layout_reads_what_any_other_wrote(
+    one: list[int], other: list[int], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folders = [tmp_path_factory.mktemp("layout") for _ in range(2)]
+    for folder, layout in zip(folders, (one, other), strict=True):
+        assert save(folder, 7, layout) == []
+        check(folder / "images-000000007", 7)
+    first, second = (Reader(folder / "images-000000007") for folder in folders)
+    start = data.draw(st.integers(0, 40))
+    length = data.draw(st.integers(0, 40 - start))
+    piece = first.read("exp_avg", "2.weight", start, length)
+    assert piece.equal(second.read("exp_avg", "2.weight", start, length))
+    assert piece.equal(values_of("exp_avg", "2.weight", 7, 40)[start : start + length])
+
+
+def test_training_may_change_everything_as_soon_as_begin_returns(tmp_path: Path) -> None:
+    fragments, description, state = fragments_of(5, 0, total()), describe(5), {"images": 5}
+    writer = Writer(tmp_path, 0, 1, say=print)
+    writer.begin("all", fragments, description, state)
+    for fragment in fragments:
+        fragment.values.fill_(float("nan"))
+    state["images"] = description.spec["name"] = 6
+    assert writer.wait()
+    check(tmp_path / "images-000000005", 5)
+    assert Reader(tmp_path / "images-000000005").manifest.spec["name"] == "test"
+
+
+def test_parameters_under_training_are_taken_without_their_graph(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(4))
+    writer = Writer(tmp_path, 0, 1, say=print)
+    writer.begin("all", [Fragment("master", "w", 0, weight)], describe(1, {"w": (2, 2)}), {})
+    assert writer.wait() and not Reader(tmp_path / "images-000000001").read("master", "w").requires_grad
+
+
+@pytest.mark.parametrize("values", [torch.ones(4, dtype=torch.float16), torch.ones(2, 2)])
+def test_fragments_are_fp32_and_flat(values: torch.Tensor) -> None:
+    with pytest.raises(TypeError, match="master of w is .* a fragment is 1-D fp32"):
+        Fragment("master", "w", 0, values)
+
+
+def test_a_second_begin_waits_for_the_first_and_says_how_long(tmp_path: Path) -> None:
+    said: list[str] = []
+    writer = Writer(tmp_path, 0, 2, say=said.append, time_limit_seconds=0.4)
+    writer.begin("all", fragments_of(1, 0, total()), describe(1), {})
+    first = writer.seconds_blocked
+    writer.begin("all", fragments_of(2, 0, total()), describe(2), {})
+    assert first < 0.3 < writer.seconds_blocked
+    assert not writer.wait() and len(said) == 2
+
+
+def test_a_rank_whose_part_does_not_come_costs_one_line(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    said: list[str] = []
+    writer = Writer(tmp_path, 0, 3, say=said.append, time_limit_seconds=0.2)
+    writer.begin("all", fragments_of(2, 0, total()), describe(2), {})
+    assert not writer.wait()
+    assert said == [
+        "checkpoint images-000000002 was not saved: rank 1, 2 had not written its part after 0.2 s; "
+        "images-000000001 stays, only the time since is at risk"
+    ]
+    assert names(tmp_path) == ["images-000000001"] and left_over(tmp_path) == []
+
+
+def test_rank_0_says_what_another_rank_met(tmp_path: Path) -> None:
+    said: list[str] = []
+    writers = [Writer(tmp_path, rank, 2, say=said.append) for rank in range(2)]
+    for rank, part in enumerate(("stage0", "no-such-folder/stage1")):
+        writers[rank].begin(part, fragments_of(2, 50 * rank, 50 if rank == 0 else total()), describe(2), {})
+    assert [writer.wait() for writer in writers] == [False, False]
+    assert said == [
+        "checkpoint images-000000002 was not saved: rank 1: No such file or directory (stage1.safetensors); "
+        "there is none before it"
+    ]
+    assert left_over(tmp_path) == []
+
+
+def test_a_rank_without_fragments_writes_no_file(tmp_path: Path) -> None:
+    assert save(tmp_path, 3, cuts=(0,)) == []
+    check(tmp_path / "images-000000003", 3)
+    assert not (tmp_path / "images-000000003" / "rank0.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "words"),
+    [(48, 82, "written twice"), (52, 82, "not written"), (50, 50, "not written")],
+)
+def test_fragments_that_overlap_or_leave_gaps_are_no_checkpoint(
+    tmp_path: Path, start: int, stop: int, words: str
+) -> None:
+    said: list[str] = []
+    writers = [Writer(tmp_path, rank, 2, say=said.append) for rank in range(2)]
+    writers[0].begin("rank0", fragments_of(1, 0, 50), describe(1), {})
+    writers[1].begin("rank1", fragments_of(1, start, stop), describe(1), {})
+    assert [writer.wait() for writer in writers] == [False, True]
+    assert len(said) == 1 and words in said[0] and "of 2.weight" in said[0]
+    assert names(tmp_path) == [] and left_over(tmp_path) == []
+
+
+def test_a_failing_sync_at_any_moment_keeps_the_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ENOSPC from every fsync in turn: nothing raises, one line is said, what counts as a checkpoint is whole."""
+    original, calls, failing = os.fsync, 0, -1
+
+    def fsync(descriptor: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls - 1 == failing:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert save(tmp_path / "undisturbed", 1, cuts=()) == []
+    syncs, outcomes = calls, set()
+    for failing in range(syncs):
+        folder = tmp_path / str(failing)
+        calls = -1000
+        save(folder, 1, cuts=())
+        calls = 0
+        said = save(folder, 2, cuts=(), keep_last=1)
+        assert len(said) == 1 and "No space left on device" in said[0]
+        outcomes.add(said[0].split(":")[0])
+        for name in (kept := names(folder)):
+            check(folder / name, int(name[-1]))
+        assert kept and (folder / "latest").read_text().strip() in kept
+        assert left_over(folder) in ([], [".latest.tmp"])
+    assert outcomes == {
+        "checkpoint images-000000002 was not saved",
+        "checkpoint images-000000002 is saved, but older ones or `latest` could not be changed",
+    }
+
+
+def test_a_file_that_can_not_grow_costs_one_line_and_nothing_else(tmp_path: Path) -> None:
+    """A real refusal by the operating system, in the middle of a write: files of this process are limited."""
+    shapes = {"0.weight": (1000, 100)}
+    assert save(tmp_path, 1, shapes=shapes) == []
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+    try:
+        said = save(tmp_path, 2, shapes=shapes)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(said) == 1 and "was not saved: File too large; images-000000001 stays" in said[0]
+    assert names(tmp_path) == ["images-000000001"] and left_over(tmp_path) == []
+    assert save(tmp_path, 3, shapes=shapes) == []
+    check(tmp_path / "images-000000003", 3, shapes)
+
+
+def test_a_folder_that_can_not_be_made_costs_one_line(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file is in the way")
+    (said,) = save(tmp_path / "checkpoints", 1)
+    assert said.startswith("checkpoint images-000000001 was not saved: ") and said.endswith("there is none before it")
+
+
+def test_what_a_slower_rank_left_of_a_failed_checkpoint_is_removed_by_the_next(tmp_path: Path) -> None:
+    said: list[str] = []
+    writers = [Writer(tmp_path, rank, 2, say=said.append, time_limit_seconds=0.1) for rank in range(2)]
+    writers[0].begin("rank0", fragments_of(1, 0, 50), describe(1), {})
+    assert not writers[0].wait()
+    writers[1].begin("rank1", fragments_of(1, 50, total()), describe(1), {})  # too late: rank 0 has given up
+    assert writers[1].wait() and left_over(tmp_path) == [".writing-images-000000001.1"]
+    for rank, (start, stop) in enumerate(((0, 50), (50, total()))):
+        writers[rank].begin(f"rank{rank}", fragments_of(1, start, stop), describe(1), {"images": 1})
+    assert all(writer.wait() for writer in writers) and left_over(tmp_path) == []
+    check(tmp_path / "images-000000001", 1)
+
+
+def test_begin_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (time.sleep(0.1), original(descriptor))[1])
+    writer = Writer(tmp_path, 0, 1, say=print)
+    writer.begin("all", fragments_of(1, 0, total()), describe(1), {})
+    assert writer.seconds_blocked < 0.1
+    assert writer.wait()

@@ -1,0 +1,56 @@
+"""Stands for launch/train.py where only what happens to processes counts: each start plays one part after another.
+
+deepspeed tests/fake_training.py --run-dir DIR PART [PART ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from ddpm_ds.exit_record import recorded
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--run-dir", type=Path)
+    parser.add_argument("--local_rank", type=int)
+    parser.add_argument("parts", nargs="+")
+    options = parser.parse_args()
+    rank, folder = int(os.environ["RANK"]), options.run_dir
+    starts = len(list(folder.glob(f"start-*-rank-{rank}")))
+    part = options.parts[starts]
+    stop: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: stop.append(number))
+    if part == "deaf":
+        helper = subprocess.Popen(["sleep", "600"], start_new_session=True)  # as MLflow's or a data loader's
+        (folder / f"helper-{rank}").write_text(str(helper.pid))
+    (folder / f"start-{starts}-rank-{rank}").write_text(str(os.getpid()))
+
+    if part.isdecimal():
+        return int(part)
+    if part == "checkpoint_and_die":
+        (folder / "checkpoints").mkdir(exist_ok=True)
+        (folder / "checkpoints" / "latest").write_text(f"images-{starts:09}")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if part == "kill_launcher":
+        os.kill(os.getppid(), signal.SIGKILL)
+    if part == "kill_launcher_and_self":
+        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if part == "raise":
+        raise RuntimeError("a bug")
+    while not stop or part == "deaf":
+        time.sleep(0.05)
+    (folder / f"saved-{starts}-rank-{rank}").touch()
+    time.sleep(0.5)  # all ranks leave after the last has saved
+    return 75
+
+
+if __name__ == "__main__":
+    sys.exit(recorded(main))

@@ -1,0 +1,198 @@
+"""ddpm-ds run: what becomes of signals, exit codes, leftovers and restarts, with DeepSpeed's real launcher."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ddpm_ds.cli import main
+from ddpm_ds.exit_record import EXIT_FILE_VARIABLE, ExitRecord, read_exits, record_exit, recorded
+from ddpm_ds.supervisor import exit_code
+from tests.launching import REPOSITORY, free_port
+
+SCRIPT = REPOSITORY / "tests" / "fake_training.py"
+PATIENCE_SECONDS = 60.0
+
+
+def start(run_dir: Path, *parts: str, ranks: int = 2, options: Sequence[str] = ()) -> subprocess.Popen[str]:
+    """``ddpm-ds run`` with a script that plays one of ``parts`` at each start."""
+    launcher = ["--num_gpus", str(ranks), "--master_port", str(free_port()), "--master_addr", "127.0.0.1"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "ddpm_ds.cli", "run", *options, "--"]
+        + [*launcher, str(SCRIPT), "--run-dir", str(run_dir), *parts],
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(REPOSITORY)},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def finish(run: subprocess.Popen[str]) -> tuple[int, list[str]]:
+    """The exit code, and what the supervisor itself said."""
+    _, said = run.communicate(timeout=PATIENCE_SECONDS)
+    return run.returncode, re.findall(r"ddpm-ds run: (.*)", said)
+
+
+def wait_for(happened: Callable[[], Any]) -> None:
+    until = time.monotonic() + PATIENCE_SECONDS
+    while not happened():
+        assert time.monotonic() < until, "did not happen in time"
+        time.sleep(0.05)
+
+
+def ready(run_dir: Path, ranks: int = 2) -> Callable[[], bool]:
+    """All ranks of the first start have said their process ids."""
+    return lambda: sum(path.read_text() != "" for path in run_dir.glob("start-0-*")) == ranks
+
+
+def left_running(run_dir: Path) -> list[str]:
+    """Command lines of what runs with ``run_dir`` among its arguments, and helpers of ranks."""
+    helpers = {int(path.read_text()) for path in run_dir.glob("helper-*")}
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and (
+                str(run_dir) in process.cmdline() or process.pid in helpers
+            ):
+                found.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            pass
+    return found
+
+
+@pytest.mark.launch
+def test_a_signal_lets_every_rank_save_and_ends_with_75(tmp_path: Path) -> None:
+    run = start(tmp_path, "train", options=["--max-restarts", "3"])
+    wait_for(ready(tmp_path))
+    run.send_signal(signal.SIGUSR1)
+    run.send_signal(signal.SIGTERM)  # so soon after the first, this is no second signal
+    code, said = finish(run)
+    assert code == 75
+    assert len(said) == 1 and "asking 2 ranks to save and stop" in said[0]
+    assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0-rank-0", "saved-0-rank-1"}
+    assert left_running(tmp_path) == []
+
+
+@pytest.mark.launch
+def test_ranks_that_do_not_stop_are_ended_after_the_grace_with_their_helpers(tmp_path: Path) -> None:
+    run = start(tmp_path, "deaf", options=["--grace-seconds", "1"])
+    wait_for(ready(tmp_path))
+    run.send_signal(signal.SIGTERM)
+    code, said = finish(run)
+    assert code == 75
+    assert "not saved within 1 s" in said[-1]
+    assert left_running(tmp_path) == []
+
+
+@pytest.mark.launch
+def test_a_second_signal_ends_everything_at_once(tmp_path: Path) -> None:
+    run = start(tmp_path, "deaf", options=["--max-restarts", "3"])
+    wait_for(ready(tmp_path))
+    run.send_signal(signal.SIGTERM)
+    time.sleep(1.5)
+    run.send_signal(signal.SIGINT)
+    sent = time.monotonic()
+    code, said = finish(run)
+    assert code == 128 + signal.SIGINT
+    assert time.monotonic() - sent < 3
+    assert said[-1] == "SIGINT: ended everything at once"
+    assert left_running(tmp_path) == []
+
+
+@pytest.mark.launch
+def test_a_signal_before_there_are_ranks_ends_with_75(tmp_path: Path) -> None:
+    run = start(tmp_path, "train")
+    wait_for(lambda: psutil.Process(run.pid).children())
+    run.send_signal(signal.SIGTERM)
+    code, said = finish(run)
+    assert (code, said) == (75, ["SIGTERM: stopped before a rank was there"])
+    assert left_running(tmp_path) == []
+
+
+@pytest.mark.launch
+def test_lost_ranks_and_launchers_are_seen_and_the_run_is_started_again(tmp_path: Path) -> None:
+    parts = ["kill_launcher", "checkpoint_and_die", "kill_launcher_and_self", "0"]
+    code, said = finish(start(tmp_path, *parts, ranks=1, options=["--max-restarts", "2"]))
+    assert code == 0
+    lost = "exit code 76 (a process was lost or hung); restart"
+    assert said == [
+        "the launcher has ended (exit code 0), not so its ranks: asking 1 ranks to save and stop; "
+        "a second signal ends them at once",
+        f"{lost} 1 of 2 in 1 s",
+        f"{lost} 1 of 2 in 1 s",  # there was a new checkpoint
+        f"{lost} 2 of 2 in 2 s",
+    ]
+    assert (tmp_path / "saved-0-rank-0").exists()
+    assert left_running(tmp_path) == []
+
+
+@pytest.mark.launch
+def test_restarts_end_where_they_are_used_up_or_can_not_help(tmp_path: Path) -> None:
+    (tmp_path / "used_up").mkdir()
+    code, said = finish(start(tmp_path / "used_up", "raise", "raise", ranks=1, options=["--max-restarts", "1"]))
+    assert code == 1
+    why = "exit code 1 (an error of the program, see its traceback)"
+    assert said == [f"{why}; restart 1 of 1 in 1 s", f"{why}; the 1 restarts are used up"]
+    (tmp_path / "numbers").mkdir()
+    code, said = finish(start(tmp_path / "numbers", "3", options=["--max-restarts", "1"]))
+    assert (code, said) == (3, [])
+
+
+@pytest.mark.parametrize(
+    ("launcher", "failure", "unfinished", "stopping", "orphaned", "expected"),
+    [
+        (0, None, (), False, False, 0),
+        (0, None, (), True, False, 0),  # done before it could stop
+        (0, None, ("1",), False, False, 76),  # part of the launcher was killed, and the ranks as well
+        (0, 75, (), False, True, 76),  # asked to save because the launcher was lost
+        (1, 2, ("1",), False, False, 2),
+        (241, 75, (), True, False, 75),
+        (1, 76, ("1",), False, False, 1),  # rank 1 raised, and the others lost it
+        (247, 76, ("1",), False, False, 76),  # rank 1 was killed
+        (247, None, ("0",), False, False, 76),
+        (-9, None, ("0",), False, False, 76),
+        (241, None, ("0",), True, False, 75),  # the signal came before the rank could handle it
+        (1, None, ("0",), True, False, 1),  # saving failed
+        (4, 4, (), False, False, 4),
+    ],
+)
+def test_exit_code(
+    launcher: int, failure: int | None, unfinished: tuple[str, ...], stopping: bool, orphaned: bool, expected: int
+) -> None:
+    assert exit_code(launcher, ExitRecord(failure, unfinished), stopping=stopping, orphaned=orphaned) == expected
+
+
+@pytest.mark.parametrize("command", [[], ["launch/train.py"], ["launch/train.py", "--run-dir"]])
+def test_a_run_without_a_folder_is_refused(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--", *command]) == 2
+    assert "add --run-dir DIR" in capsys.readouterr().err
+
+
+def test_ranks_record_how_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = tmp_path / "exits"
+    monkeypatch.setenv(EXIT_FILE_VARIABLE, str(record))
+    assert recorded(lambda: 5) == 5  # no file: nothing is written, nothing fails
+    assert not record.exists()
+    record.touch()
+    monkeypatch.setenv("RANK", "1")
+    assert recorded(lambda: 0) == 0
+    assert read_exits(record) == ExitRecord(None, ())
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ZeroDivisionError):
+        recorded(lambda: 1 // 0)
+    assert read_exits(record) == ExitRecord(None, ("0",))
+    monkeypatch.setenv("RANK", "2")
+    assert record_exit(76) == 76
+    with pytest.raises(SystemExit):
+        recorded(lambda: sys.exit(2))
+    assert read_exits(record) == ExitRecord(76, ("0",))
