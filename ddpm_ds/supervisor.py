@@ -65,7 +65,7 @@ def supervise(
             restarts = 1 if _content(latest) != before else restarts + 1
             why = f"exit code {code} ({MEANINGS.get(code, 'of the script')})"
             if restarts > max_restarts:
-                say(f"{why}; the {max_restarts} restarts are used up" if max_restarts else why)
+                say(f"{why}; no restart of {max_restarts} is left" if max_restarts else why)
                 return code
             pause = min(pause_seconds * 2 ** (restarts - 1), LONGEST_PAUSE_SECONDS)
             say(f"{why}; restart {restarts} of {max_restarts} in {pause:g} s")

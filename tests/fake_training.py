@@ -28,7 +28,8 @@ def main() -> int:
     stop: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: stop.append(number))
     if part == "deaf":
-        helper = subprocess.Popen(["sleep", "600"], start_new_session=True)  # as MLflow's or a data loader's
+        quiet = subprocess.DEVNULL
+        helper = subprocess.Popen(["sleep", "600"], start_new_session=True, stdout=quiet, stderr=quiet)
         (folder / f"helper-{rank}").write_text(str(helper.pid))
     (folder / f"start-{starts}-rank-{rank}").write_text(str(os.getpid()))
 

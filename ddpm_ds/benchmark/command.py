@@ -29,8 +29,9 @@ examples
   deepspeed --num_gpus 1 launch/bench.py --deepspeed_config ds_configs/zero0_fp32.json --json engine.json
       the engine alone, in the plain loop's precision and without ZeRO; keep every number
   deepspeed --num_gpus 1 launch/bench.py --deepspeed_config ds_configs/zero2_fp16.json \\
-      --spec launch/specs/cifar10.yaml --set train.batch_images=8 --rounds 5 --steps-per-round 2
-      a larger U-Net, fewer steps
+      --spec launch/specs/cifar10.yaml --set data.source=digits --set train.batch_images=8 \\
+      --rounds 5 --steps-per-round 2 --compared-steps 4
+      the U-Net of DDPM on digits made larger, so that nothing is downloaded
 
 on a shared machine
   OMP_NUM_THREADS=1 deepspeed ... keeps a neighbour from stalling both threads; wide quartiles say: measure again

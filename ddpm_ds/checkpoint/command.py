@@ -126,8 +126,11 @@ def _describe(options: argparse.Namespace) -> None:
 
 
 def _consolidate(options: argparse.Namespace) -> None:
-    from ddpm_ds.checkpoint.consolidate import consolidate  # imports torch
+    import torch
 
+    from ddpm_ds.checkpoint.consolidate import consolidate
+
+    torch.set_num_threads(1)  # it is the disk's work; threads that wait for each other on a busy host only slow it
     consolidate(options.checkpoint, options.out, KINDS[options.weights], options.dtype, progress=True)
     print(f"{options.out}: {options.weights} weights in {options.dtype}, {options.out.stat().st_size / 1e6:,.1f} MB")
 

@@ -46,7 +46,11 @@ class HostCopy:
         at = 0
         for fragment in fragments:
             end = at + fragment.values.numel()
-            self._values[at:end].copy_(fragment.values.detach(), non_blocking=True)
+            values = fragment.values.detach()
+            if values.device.type == "cpu":  # numpy, since torch would start its threads anew for every fragment
+                self._values.numpy()[at:end] = values.numpy()
+            else:
+                self._values[at:end].copy_(values, non_blocking=True)
             at = end
         for device in devices:
             torch.cuda.current_stream(device).synchronize()

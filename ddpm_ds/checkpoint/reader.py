@@ -80,9 +80,10 @@ class Reader:
                 continue
             self._check(span.file)
             piece = self._files[span.file].get_slice(span.key)[low - span.start : high - span.start]
-            values[low - start : high - start] = piece
+            values.numpy()[low - start : high - start] = piece.numpy()
             at = high
         if at != stop:
+            self.verify()  # names the file whose header is damaged
             raise unusable(self.path, f"values {at} and following of {kind} of {name} are in none of its files")
         return values
 

@@ -127,13 +127,35 @@ def full_gradient(engine: DeepSpeedEngine, parameter: torch.nn.Parameter, scale:
 
 
 def tolerate_scale_floor(engine: DeepSpeedEngine) -> None:
-    """Keep the ZeRO loss scaler from raising at its floor; ``at_scale_floor`` reports it instead.
+    """Keep the ZeRO loss scaler from raising at its floor; the engine counts such steps instead.
 
     Assumes ``loss_scaler.raise_error_at_min_scale``, which only ZeRO's dynamic scaler has.
     """
     scaler: Any = getattr(engine.optimizer, "loss_scaler", None)
     if hasattr(scaler, "raise_error_at_min_scale"):
         scaler.raise_error_at_min_scale = False
+
+
+@contextlib.contextmanager
+def scale_updated_afterwards(engine: DeepSpeedEngine) -> Iterator[None]:
+    """Surround the optimizer step: the loss scale that unscales its gradients is the one they were made with.
+
+    Assumes that the fp16 optimizers call ``_update_scale`` before they unscale, so that in a step where the scale
+    grows the stock gradients come out halved.
+    """
+    optimizer = engine.optimizer
+    if not engine.fp16_enabled():
+        yield
+        return
+    update = optimizer._update_scale
+    overflows: list[bool] = []
+    optimizer._update_scale = overflows.append
+    try:
+        yield
+    finally:
+        optimizer._update_scale = update
+    for overflow in overflows:
+        update(overflow)
 
 
 def forget_first_optimizer_step(engine: DeepSpeedEngine) -> None:

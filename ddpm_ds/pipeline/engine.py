@@ -276,7 +276,8 @@ class UnetPipelineEngine(PipelineEngine):
     def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         self._force_grad_boundary = True
         try:
-            self._take_model_step(lr_kwargs)
+            with insides.scale_updated_afterwards(self):
+                self._take_model_step(lr_kwargs)
         finally:
             self._force_grad_boundary = False
 

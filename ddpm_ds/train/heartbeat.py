@@ -56,6 +56,7 @@ class Peer:
     """Beats, steps, state (running, waiting, paused or left) and the place in the code."""
     beat_at: float = 0.0
     step_at: float = 0.0
+    """A pause counts as one step after another."""
 
     def read(self, text: str, now: float) -> None:
         """Take what was just read from the store."""

@@ -89,7 +89,7 @@ class Watchdog:
         """
         self._asked = True
         until = time.monotonic() + wait_seconds
-        while (finding := self._find()) is None and time.monotonic() < until:
+        while (finding := self._lost()) is None and time.monotonic() < until:
             time.sleep(JUDGE_SECONDS)
         finding = finding or self._silent(max(wait_seconds / 2, 4 * BEAT_SECONDS))
         self._heartbeat.proposal = finding
@@ -106,11 +106,11 @@ class Watchdog:
         while not self._stopped.wait(JUDGE_SECONDS):
             now = time.monotonic()
             self._now, last = self._now + min(now - last, 2 * BEAT_SECONDS), now
-            if not self._asked and (finding := self._find()):
+            if not self._asked and (finding := self._lost() or self._hung()):
                 self._end(finding)
                 return
 
-    def _find(self) -> Verdict | None:
+    def _lost(self) -> Verdict | None:
         heartbeat = self._heartbeat
         if heartbeat.verdict:
             return heartbeat.verdict
@@ -120,7 +120,7 @@ class Watchdog:
             return None
         if self._now - heartbeat.answer_at > self._dead_seconds:
             return Verdict((0,), f"{self._names[0]} has not answered for {self._dead_seconds:g} s")
-        return self._silent(self._dead_seconds) or self._hung()
+        return self._silent(self._dead_seconds)
 
     def _silent(self, seconds: float) -> Verdict | None:
         """Judged at the last answer of the store, without which nobody is heard."""
@@ -138,9 +138,8 @@ class Watchdog:
         """A rank that hangs soon stops all others, so the run hangs when no rank goes on. To blame are those that
         don't wait for another."""
         at_work = {rank: peer for rank, peer in enumerate(self._heartbeat.peers) if peer.state != "left"}
-        if any(peer.state == "paused" for peer in at_work.values()):
-            return None
-        if self._now - max((peer.step_at for peer in at_work.values()), default=self._now) <= self._hang_seconds:
+        last_step_at = max((peer.step_at for peer in at_work.values()), default=self._now)
+        if self._now - last_step_at <= self._hang_seconds or not self._heartbeat.is_alive():
             return None
         blamed = {rank: peer for rank, peer in at_work.items() if peer.state != "waiting"} or at_work
         who = ", ".join(f"{self._names[rank]} hangs in {peer.place}" for rank, peer in blamed.items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,11 @@ from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.writer import Writer
 
 KINDS = ("ema", "exp_avg", "exp_avg_sq", "master")
-SHAPES: dict[str, tuple[int, ...]] = {
-    "0.conv.weight": (4, 3, 3),
-    "0.conv.bias": (4,),
-    "1.scale": (),
-    "2.weight": (8, 5),
-}
+Shapes = Mapping[str, tuple[int, ...]]
+SHAPES: Shapes = {"0.conv.weight": (4, 3, 3), "0.conv.bias": (4,), "1.scale": (), "2.weight": (8, 5)}
 
 
-def describe(images: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> Description:
+def describe(images: int, shapes: Shapes = SHAPES) -> Description:
     return Description(
         images=images,
         step=images // 10,
@@ -34,7 +30,7 @@ def describe(images: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> Descri
         ds_config={"fp16": {"enabled": True}},
         layout={"stages": 2, "replicas": 1},
         data_sha256={"images.npy": "0" * 64},
-        parameters=shapes,
+        parameters=dict(shapes),
     )
 
 
@@ -44,7 +40,7 @@ def values_of(kind: str, name: str, images: int, elements: int) -> Tensor:
     return torch.randn(elements, generator=generator)
 
 
-def fragments_of(images: int, start: int, stop: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> list[Fragment]:
+def fragments_of(images: int, start: int, stop: int, shapes: Shapes = SHAPES) -> list[Fragment]:
     """What the rank owns that has elements ``start`` to ``stop`` of all parameters laid end to end, as ZeRO cuts."""
     found, at = [], 0
     for name, shape in shapes.items():
@@ -58,7 +54,7 @@ def fragments_of(images: int, start: int, stop: int, shapes: dict[str, tuple[int
     return found
 
 
-def total(shapes: dict[str, tuple[int, ...]] = SHAPES) -> int:
+def total(shapes: Shapes = SHAPES) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
@@ -66,7 +62,7 @@ def save(
     folder: Path,
     images: int,
     cuts: Sequence[int] = (50,),
-    shapes: dict[str, tuple[int, ...]] = SHAPES,
+    shapes: Shapes = SHAPES,
     **options: Any,
 ) -> list[str]:
     """Write a checkpoint by ``len(cuts) + 1`` ranks in this process; returns what was said."""
@@ -82,7 +78,7 @@ def save(
     return said
 
 
-def check(path: Path, images: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> None:
+def check(path: Path, images: int, shapes: Shapes = SHAPES) -> None:
     """Every value of the checkpoint is what was written; raises CheckpointError where the reader does."""
     reader = Reader(path)
     assert (reader.state, reader.manifest.images, reader.kinds) == ({"images": images}, images, KINDS)

@@ -117,9 +117,9 @@ def test_what_the_checkpoint_does_not_have_is_named(folder: Path) -> None:
     reader = Reader(folder / "images-000000001")
     with pytest.raises(CheckpointError, match="it has no momentum, only ema, exp_avg, exp_avg_sq, master"):
         reader.read("momentum", "0.conv.weight")
-    with pytest.raises(CheckpointError, match="it has no parameter 9.weight"):
+    with pytest.raises(CheckpointError, match=r"it has no parameter 9\.weight"):
         reader.read("ema", "9.weight")
-    with pytest.raises(ValueError, match="values 30 to 41 of 2.weight, which has 40"):
+    with pytest.raises(ValueError, match=r"values 30 to 41 of 2\.weight, which has 40"):
         reader.read("ema", "2.weight", 30, 11)
 
 

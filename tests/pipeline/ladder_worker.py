@@ -20,6 +20,7 @@ from deepspeed.runtime.pipe import schedule
 from torch import Tensor, nn
 
 from ddpm_ds.data.loader import MicroBatch
+from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline import module as pipeline_module
 from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
@@ -49,6 +50,7 @@ class Case:
     offload: bool = False
     fp32_accumulation: bool = False
     wall_clock: bool = False
+    growing_scale: bool = False
 
     def config(self, batch: int) -> dict[str, Any]:
         """The DeepSpeed configuration, without ours."""
@@ -69,7 +71,8 @@ class Case:
             "wall_clock_breakdown": self.wall_clock,
         }
         if self.precision == "fp16":
-            config["fp16"] = {"enabled": True, "initial_scale_power": 10}
+            window = 1 if self.growing_scale else 1000
+            config["fp16"] = {"enabled": True, "initial_scale_power": 10, "loss_scale_window": window}
         if self.precision == "bf16":
             config["bf16"] = {"enabled": True}
         if self.fp32_accumulation:
@@ -138,6 +141,11 @@ class Reference:
         return loss.item(), gradients
 
 
+def difference(found: Tensor, expected: Tensor) -> float:
+    """Relative to the norm of what is expected."""
+    return ((found - expected).norm() / expected.norm()).item()
+
+
 def watch_gradients(engine: UnetPipelineEngine) -> dict[str, Tensor]:
     """Fill the returned dictionary with this stage's gradients each time the optimizer is about to step."""
     seen: dict[str, Tensor] = {}
@@ -173,7 +181,18 @@ def run_case(case: Case) -> list[dict[str, Any]]:
         loss_here = engine.train_batch(iter(mine)) / case.replicas
         torch.distributed.all_reduce(loss_here)
         expected_loss, expected = reference.step(batch)
-        errors = {name: ((seen[name] - expected[name]).norm() / expected[name].norm()).item() for name in seen}
+        errors = {name: difference(seen[name], expected[name]) for name in seen}
+        moments = {
+            name: reference.optimizer.state[master]["exp_avg"].view(-1)
+            for name, master in zip(expected, reference.masters, strict=True)
+        }
+        moment_errors = {
+            piece.name: difference(
+                piece.of(engine.basic_optimizer.state[piece.master]["exp_avg"]),
+                moments[piece.name][piece.first : piece.first + piece.length],
+            )
+            for piece in insides.owned_pieces(engine)
+        }
         norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm().item()
         records.append(
             {
@@ -183,6 +202,7 @@ def run_case(case: Case) -> list[dict[str, Any]]:
                 "expected_gradient_norm": norm,
                 "names": list(expected),
                 "errors": errors,
+                "moment_errors": moment_errors,
                 "stage": engine.stage_id,
             }
         )

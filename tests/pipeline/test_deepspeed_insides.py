@@ -92,6 +92,11 @@ def test_stock_backward_scales_the_loss_for_zero_optimizers_only() -> None:
     assert isinstance(FP16_UnfusedOptimizer.loss_scale, property)
 
 
+def test_fp16_optimizers_change_the_scale_before_they_unscale() -> None:
+    for step in (source(DeepSpeedZeroOptimizer.step), source(FP16_UnfusedOptimizer.step)):
+        assert step.index("_update_scale(") < step.index("unscale_and_clip_grads(")
+
+
 def test_the_unfused_optimizer_steps_once_to_make_its_state() -> None:
     assert "self.optimizer.step()" in source(FP16_UnfusedOptimizer.initialize_optimizer_states)
     assert callable(FP16_UnfusedOptimizer.refresh_fp32_params)

@@ -46,6 +46,8 @@ FOUR_PROCESSES = [
     Case(2, 2, 2, "fp32", 0, offload=True),
     Case(2, 2, 2, "fp16", 1, offload=True),
     Case(2, 2, 1, "fp16", 0, offload=True),
+    Case(2, 2, 2, "fp16", 0, growing_scale=True),
+    Case(2, 2, 0, "fp16", 0, growing_scale=True),
     Case(2, 2, 0, "bf16", 0),
     Case(2, 2, 1, "bf16", 0, fp32_accumulation=True),
     Case(2, 2, 1, "bf16", 0),
@@ -89,6 +91,9 @@ def compare(case: Case, ranks: list[list[dict[str, Any]]]) -> list[str]:
                     record[quantity], record[expected], rel_tol=10 * slack * LOSS_TOLERANCE[case.precision]
                 ):
                     found.append(f"{where}: {quantity} {record[quantity]} instead of {record[expected]}")
+            for name, error in record["moment_errors"].items():
+                if not error <= slack * GRADIENT_TOLERANCE[case.precision]:
+                    found.append(f"{where}: Adam's first moment of {name} is off by {error:.1e} of its norm")
             for name, error in record["errors"].items():
                 named.add(name)
                 if not error <= slack * GRADIENT_TOLERANCE[case.precision]:

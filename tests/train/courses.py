@@ -1,0 +1,134 @@
+"""The courses of rung d: tiny trainings in many layouts, and those that go on from the middle of another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ddpm_ds.checkpoint.reader import Reader
+from ddpm_ds.data.prepare import prepare
+from ddpm_ds.spec import RunSpec
+from tests.launching import REPOSITORY, launch, tiny_spec, write_json
+from tests.train.resume_worker import HALFLIFE_IMAGES, RAMPUP_FRACTION, STEPS, Course
+
+WORKER = Path(__file__).with_name("resume_worker.py")
+WHOLE = "whole"
+BATCH = 16
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Stages and replicas, with a ZeRO stage, a number of micro-batches and checkpointing to go with them."""
+
+    stages: int
+    replicas: int
+    zero: int
+    accumulation: int
+    recompute: int = 0
+
+
+LAYOUTS = {
+    "1x1": Layout(1, 1, zero=0, accumulation=2),
+    "2x1": Layout(2, 1, zero=1, accumulation=4, recompute=1),
+    "4x1": Layout(4, 1, zero=2, accumulation=8),
+    "2x2": Layout(2, 2, zero=2, accumulation=4),
+    "1x4": Layout(1, 4, zero=1, accumulation=2),
+}
+OTHERWISE = {
+    "2x2": Layout(2, 2, zero=0, accumulation=8, recompute=2),
+    "1x4": Layout(1, 4, zero=2, accumulation=1),
+}
+"""The same processes with another ZeRO stage, other micro-batches and other checkpointing."""
+PRECISIONS = ("fp32", "fp16")
+
+
+class Courses:
+    """Trains courses into a folder and finds there what became of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        values = tiny_spec(
+            data={"store_root": str(folder / "data")},
+            optimizer={"learning_rate": 3e-3, "warmup_images": 6 * BATCH},
+            train={"images": 2 * STEPS * BATCH, "batch_images": BATCH},
+        ).model_dump(mode="json")
+        values["ema"] = {"halflife_images": HALFLIFE_IMAGES, "rampup_fraction": RAMPUP_FRACTION}
+        (folder / "spec.yaml").write_text(yaml.safe_dump(values))
+        prepare(RunSpec.model_validate(values).data)
+
+    def course(
+        self, name: str, layout: Layout, precision: str, sources: Iterable[str] = (), *, overflow: bool | None = None
+    ) -> tuple[int, Course]:
+        """A course and its number of processes; one with ``sources`` goes on from the middle of each of them."""
+        config = json.loads((REPOSITORY / "ds_configs" / "zero2_fp16.json").read_text())
+        del config["flops_profiler"]
+        config["zero_optimization"]["stage"] = layout.zero
+        config["pipeline"]["activation_checkpoint_interval"] = layout.recompute
+        config["fp16"] |= {"initial_scale_power": 10, "loss_scale_window": 2, "hysteresis": 2 if layout.zero else 1}
+        if precision == "fp32":
+            del config["fp16"]
+        return layout.stages * layout.replicas, Course(
+            name,
+            spec=str(self._folder / "spec.yaml"),
+            ds_config=str(write_json(self._folder / f"{name}.json", config)),
+            stages=layout.stages,
+            accumulation=layout.accumulation,
+            overflow=precision == "fp16" if overflow is None else overflow,
+            sources={source: str(self._checkpoint(source, WHOLE, STEPS)) for source in sources},
+        )
+
+    def train(self, courses: Iterable[tuple[int, Course]]) -> None:
+        """One launch for each number of processes."""
+        wanted: dict[int, list[dict[str, Any]]] = {}
+        for processes, course in courses:
+            wanted.setdefault(processes, []).append(asdict(course))
+        for processes, of_one_launch in wanted.items():
+            file = write_json(self._folder / "courses.json", of_one_launch)
+            done = launch(processes, WORKER, str(file), str(self._folder))
+            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+    def _checkpoint(self, course: str, source: str, steps: int) -> Path:
+        return self._folder / course / source / f"images-{BATCH * steps:09d}"
+
+    def end(self, course: str, source: str = WHOLE) -> Reader:
+        """The checkpoint at the end of a course."""
+        return Reader(self._checkpoint(course, source, 2 * STEPS))
+
+    def reports(self, course: str, source: str = WHOLE) -> list[dict[str, Any]]:
+        """What each rank saw."""
+        files = sorted((self._folder / course / source).glob("rank*.json"))
+        return [json.loads(file.read_text()) for file in files]
+
+    def losses(self, course: str, source: str = WHOLE) -> list[float]:
+        """The losses of the second half."""
+        return [float(loss) for loss in self.reports(course, source)[0]["losses"][-STEPS:]]
+
+
+def train_all(folder: Path) -> Courses:
+    """Every layout and precision never stopped; then each going on from every layout, and a few more changes."""
+    courses = Courses(folder)
+    both = [(name, precision) for name in LAYOUTS for precision in PRECISIONS]
+    courses.train(
+        [
+            *(courses.course(f"{name}-{precision}", LAYOUTS[name], precision) for name, precision in both),
+            courses.course("calm-fp16", LAYOUTS["2x2"], "fp16", overflow=False),
+        ]
+    )
+    again = []
+    for name, precision in both:
+        own_first = sorted(LAYOUTS, key=lambda source, own=name: source != own)  # type: ignore[misc]
+        sources = [f"{source}-{precision}" for source in own_first]
+        again.append(courses.course(f"resumed-{name}-{precision}", LAYOUTS[name], precision, sources))
+    for name, layout in OTHERWISE.items():
+        for precision in PRECISIONS:
+            sources = [f"{name}-{precision}", f"1x1-{precision}"]
+            again.append(courses.course(f"otherwise-{name}-{precision}", layout, precision, sources))
+    again.append(courses.course("to-fp32", LAYOUTS["1x1"], "fp32", ["calm-fp16"]))
+    again.append(courses.course("to-fp16", LAYOUTS["2x2"], "fp16", ["2x2-fp32", "1x4-fp32"], overflow=False))
+    courses.train(again)
+    return courses

@@ -1,0 +1,137 @@
+"""A tiny run whose ranks are started one by one, so that a test can signal each and see how each one ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from mlflow.entities import Run
+from mlflow.tracking import MlflowClient
+
+from ddpm_ds.checkpoint.folder import names
+from ddpm_ds.checkpoint.reader import Reader
+from tests.launching import REPOSITORY, free_port
+
+TRAIN = REPOSITORY / "launch" / "train.py"
+BATCH = 8
+TINY = (
+    "unet.channels=8",
+    "unet.multipliers=[1]",
+    "unet.norm_groups=4",
+    "unet.attention_resolutions=[]",
+    "unet.middle_attention=false",
+    "unet.dropout=0.1",
+    f"train.batch_images={BATCH}",
+    f"logging.log_every_images={2 * BATCH}",
+    "train.accumulation=2",
+    "optimizer.warmup_images=400",
+    "ema.halflife_images=400",
+    "checkpoint.every_minutes=null",
+)
+
+
+class Ranks:
+    """Two stages of one run; whatever is left of them is killed at the end of the ``with`` block."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *changes: str,
+        options: Sequence[str] = (),
+        config: str = "zero2_fp16.json",
+        script: Path = TRAIN,
+        count: int = 2,
+        **environment: str,
+    ) -> None:
+        self.run_dir = run_dir
+        self._output = run_dir.with_name(f"{run_dir.name}.output-{time.monotonic_ns()}")
+        changes = (*TINY, f"data.store_root={run_dir.parent / 'data'}", *changes)
+        command = [sys.executable, str(script), "--run-dir", str(run_dir)]
+        command += ["--deepspeed_config", str(REPOSITORY / "ds_configs" / config), *options]
+        command += [part for change in changes for part in ("--set", change)]
+        world = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        quiet = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "MLFLOW_TRACKING_URI": ""}
+        self.processes = []
+        with self._output.open("w") as output:
+            for rank in range(count):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(REPOSITORY)}
+                variables = {**os.environ, **world, **place, **quiet, **own, **environment}
+                self.processes.append(
+                    subprocess.Popen(command, env=variables, cwd=REPOSITORY, stdout=output, stderr=output)
+                )
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    @property
+    def said(self) -> str:
+        """What all ranks have printed."""
+        return self._output.read_text()
+
+    def until(self, happened: Callable[[], bool], timeout: float = 120.0) -> None:
+        """Wait for something that happens while all ranks are running."""
+        deadline = time.monotonic() + timeout
+        while not happened():
+            assert all(process.poll() is None for process in self.processes), self.said[-4000:]
+            assert time.monotonic() < deadline, self.said[-4000:]
+            time.sleep(0.005)
+
+    def until_images(self, images: int) -> None:
+        """Wait until so many images are in the loss curve."""
+        self.until(lambda: any(point["progress/images"] >= images for point in points(self.run_dir)))
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        self.processes[rank].send_signal(number)
+
+    def codes(self, timeout: float = 120.0) -> list[int]:
+        """The exit codes, when all have ended."""
+        deadline = time.monotonic() + timeout
+        return [process.wait(max(deadline - time.monotonic(), 0.1)) for process in self.processes]
+
+
+def points(run_dir: Path) -> list[dict[str, Any]]:
+    """The complete lines of the loss curve."""
+    file = run_dir / "metrics.jsonl"
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def checkpoints(run_dir: Path) -> list[str]:
+    return names(run_dir / "checkpoints")
+
+
+def end_of(run_dir: Path) -> Reader:
+    """The newest checkpoint."""
+    return Reader(run_dir / "checkpoints" / checkpoints(run_dir)[-1])
+
+
+def mlflow_run(run_dir: Path) -> tuple[MlflowClient, Run]:
+    """The one MLflow run that the folder was trained as."""
+    client = MlflowClient(f"sqlite:///{run_dir.parent / 'mlflow.db'}")
+    everywhere = [experiment.experiment_id for experiment in client.search_experiments()]
+    (run,) = client.search_runs(everywhere, f"attributes.run_name = '{run_dir.name}'")
+    return client, run
+
+
+def the_same(one: Reader, other: Reader) -> bool:
+    """Whether two checkpoints hold the same state, bit for bit, whatever the spec says of lengths and cadences."""
+    kinds, parameters = one.kinds, one.manifest.parameters
+    assert (kinds, parameters, one.state) == (other.kinds, other.manifest.parameters, other.state)
+    return all(torch.equal(one.read(kind, name), other.read(kind, name)) for kind in kinds for name in parameters)

@@ -1,0 +1,184 @@
+"""Rung d of the ladder of trust, one rank: train tiny courses, from the beginning or from a checkpoint of any layout.
+
+    deepspeed --num_gpus 4 tests/train/resume_worker.py COURSES.json FOLDER
+
+Every course of the file runs in this one launch; one that is given no sources trains ``STEPS`` steps, saves, trains
+as many again and saves. With sources, each is loaded in turn, into the one engine, and trained to the same end. What
+was seen goes to ``FOLDER/{course}/{source or "whole"}/rank{r}.json``, beside the checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddpm_ds.data.loader import MicroBatch, micro_batches
+from ddpm_ds.data.prepare import prepare
+from ddpm_ds.pipeline import deepspeed_insides as insides
+from ddpm_ds.pipeline.build import build_engine
+from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
+from ddpm_ds.train.ema import Ema
+from ddpm_ds.train.objective import Denoising, Noised
+from ddpm_ds.train.plan import RunPlan, plan_run
+from ddpm_ds.train.saving import Saver
+
+STEPS = 4
+OVERFLOWING = (37, 70)
+"""Images of the third and of the fifth step, that overflow whatever the scale: one before and one after the save."""
+HALFLIFE_IMAGES, RAMPUP_FRACTION = 40, 0.5
+
+
+@dataclass(frozen=True)
+class Course:
+    """One way of training, and the checkpoints to go on from."""
+
+    name: str
+    spec: str
+    ds_config: str
+    stages: int
+    accumulation: int
+    overflow: bool = False
+    sources: dict[str, str] = field(default_factory=dict)
+
+
+class Overflowing(Denoising):
+    """Denoising with a NaN in the noise of some images."""
+
+    def prepare(self, micro_batch: MicroBatch) -> Noised:
+        prepared = super().prepare(micro_batch)
+        bad = torch.isin(micro_batch.index, torch.tensor(OVERFLOWING))
+        return prepared._replace(eps=prepared.eps.masked_fill(bad[:, None, None, None], torch.nan))
+
+
+def batches_of(plan: RunPlan, engine: UnetPipelineEngine) -> Iterator[MicroBatch]:
+    """This replica's micro-batches from the engine's progress on."""
+    layout = plan.ds.layout
+    return micro_batches(
+        prepare(plan.spec.data),
+        seed=plan.spec.train.seed,
+        batch_images=layout.batch_images,
+        micro_batch_images=layout.micro_batch_images,
+        replicas=layout.replicas,
+        replica=engine.grid.get_data_parallel_id(),
+        start_images=engine.next_index,
+    )
+
+
+def loss_of_all(engine: UnetPipelineEngine, loss: Tensor) -> float:
+    """Mean over the replicas of the last stage, in one order of summation."""
+    losses: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(losses, (engine.is_last_stage(), loss.item()))
+    last = [value for is_last, value in losses if is_last]
+    return sum(last) / len(last)
+
+
+def averaged(old: list[Tensor], engine: UnetPipelineEngine) -> list[Tensor]:
+    """What the average is after one more step, by the formula, from what it was before."""
+    halflife = min(HALFLIFE_IMAGES, RAMPUP_FRACTION * engine.images_seen)
+    kept = 0.5 ** (engine.train_batch_size() / halflife)
+    masters = [master.detach().double() for master in insides.masters(engine)]
+    return [kept * mean + (1 - kept) * master for mean, master in zip(old, masters, strict=True)]
+
+
+def swap_for_a_while(engine: UnetPipelineEngine, ema: Ema) -> dict[str, bool]:
+    """Whether the layers use the average while it is applied, on all replicas, and nothing has changed afterwards."""
+
+    def weights() -> Tensor:
+        return torch.cat([parameter.detach().view(-1) for parameter in engine.module.parameters()])
+
+    def everything() -> Tensor:
+        return torch.cat(
+            [weights().float(), *(part.detach().view(-1) for part in insides.masters(engine) + ema.shadows)]
+        )
+
+    before, dtype = everything(), weights().dtype
+    shadows = {
+        (piece.name, piece.first): piece.of(ema.shadow_of(piece.master)).to(dtype, copy=True)
+        for piece in insides.owned_pieces(engine)
+    }
+    named = {name: parameter.detach().view(-1) for name, parameter in engine.module.named_parameters()}
+    with ema.applied():
+        own = all(
+            torch.equal(named[name][first : first + len(shadow)], shadow) for (name, first), shadow in shadows.items()
+        )
+        replicas: list[Any] = [None] * engine.dp_world_size
+        dist.all_gather_object(replicas, weights(), group=engine.grid.get_data_parallel_group())
+        same = all(torch.equal(replica, weights()) for replica in replicas)
+    return {"applied": own and same, "put_back": torch.equal(everything(), before)}
+
+
+def train(plan: RunPlan, engine: UnetPipelineEngine, ema: Ema, report: dict[str, Any], *, swap: bool) -> None:
+    """``STEPS`` steps; adds what they gave to ``report``. ``swap``: with the average applied for a while between."""
+    batches = batches_of(plan, engine)
+    for step in range(STEPS):
+        expected = [shadow.double() for shadow in ema.shadows]
+        loss = engine.train_batch(batches)
+        ema.update()
+        report["losses"].append(loss_of_all(engine, loss))
+        expected = averaged(expected, engine)
+        errors = [(shadow - mean).abs().max().item() for shadow, mean in zip(ema.shadows, expected, strict=True)]
+        report["ema_errors"].append(max(errors))
+        if swap and step == 1:
+            report["swap"] = swap_for_a_while(engine, ema)
+
+
+def run_course(course: Course, folder: Path) -> None:
+    """All of a course, in one engine."""
+    overrides = [f"train.accumulation={course.accumulation}"]
+    plan = plan_run(
+        Path(course.spec),
+        overrides,
+        Path(course.ds_config),
+        world_size=dist.get_world_size(),
+        stages=course.stages,
+    )
+    objective = (Overflowing if course.overflow else Denoising)(plan.spec, torch.device("cpu"))
+    engine = build_engine(plan.layers, plan.bounds, plan.ds.config, objective, seed=plan.spec.train.seed)
+    ema = Ema(engine, plan.spec.ema)
+    for name, source in (course.sources or {"whole": ""}).items():
+        there = folder / course.name / name
+        report: dict[str, Any] = {
+            "losses": [],
+            "ema_errors": [],
+            "stage_elements": sum(parameter.numel() for parameter in engine.module.parameters()),
+            "shadow_elements": sum(shadow.numel() for shadow in ema.shadows),
+        }
+        saver = Saver(
+            plan, plan.ds.config, engine, ema, there, data_sha256={}, say=lambda line: print(line, flush=True)
+        )
+        if source:
+            saver.load(Path(source))
+        else:
+            train(plan, engine, ema, report, swap=False)
+            saver.save()
+        train(plan, engine, ema, report, swap=bool(source))
+        saver.save()
+        saver.wait()
+        dist.barrier()
+        (there / f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
+    engine.destroy()
+
+
+def main() -> None:
+    courses, folder = map(Path, sys.argv[-2:])
+    use_host_accelerator()
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    for course in json.loads(courses.read_text()):
+        run_course(Course(**course), folder)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""A rank that dies or hangs is named by the others, which end; one that is busy, frozen with us, or done is not."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ddpm_ds.errors import EXIT_PEER_LOST
+from ddpm_ds.exit_record import EXIT_FILE_VARIABLE, ExitRecord, read_exits
+from ddpm_ds.train.watchdog import Watchdog, make_store
+from tests.launching import REPOSITORY, launch
+
+NAMES = [f"rank {rank} (stage {rank // 2})" for rank in range(4)]
+PATIENCE_SECONDS = 30.0
+
+Watched = Callable[..., Watchdog]
+Events = queue.SimpleQueue[tuple[int, object]]
+
+
+@pytest.fixture
+def events() -> Events:
+    """What the watchdogs of a test said, and then their exit codes, by rank."""
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch, events: Events) -> Iterator[Watched]:
+    """Makes the watchdogs of several ranks, in this process; rank 0 first."""
+    port: list[Any] = []
+
+    def broadcast(value: list[Any], src: int) -> None:
+        if value[0] is None:
+            value[:] = port
+        else:
+            port[:] = value
+
+    monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    made: list[Watchdog] = []
+
+    def make(rank: int, size: int, **options: Any) -> Watchdog:
+        made.append(watchdog_of(rank, size, make_store(rank, size), events, **options))
+        return made[-1]
+
+    yield make
+    for watchdog in reversed(made):  # rank 0 serves the others' store
+        watchdog.stop()
+
+
+def watchdog_of(rank: int, size: int, store: dist.Store | None, events: Events, **options: Any) -> Watchdog:
+    """One that tells ``events`` instead of ending this process."""
+
+    def put(value: object) -> None:
+        events.put((rank, value))
+
+    return Watchdog(rank, size, NAMES, store, **{"say": put, "leave": put, **options})
+
+
+def take(events: Events, count: int) -> set[tuple[int, object]]:
+    return {events.get(timeout=PATIENCE_SECONDS) for _ in range(count)}
+
+
+def test_every_rank_names_one_that_fell_silent_and_leaves(watch: Watched, events: Events) -> None:
+    started = time.monotonic()
+    watch(0, 3, dead_seconds=1.5)
+    watch(1, 3, dead_seconds=1.5)
+    why = f"{NAMES[2]} has not answered for 1.5 s: ending"
+    first = take(events, 1)
+    assert 1.5 < time.monotonic() - started < 4
+    assert first | take(events, 3) == {
+        (0, f"{why} {NAMES[0]}; the run can be resumed"),
+        (1, f"{why} {NAMES[1]}; the run can be resumed"),
+        (0, EXIT_PEER_LOST),
+        (1, EXIT_PEER_LOST),
+    }
+
+
+def test_who_left_as_intended_is_not_missed(watch: Watched, events: Events) -> None:
+    watchdogs = [watch(rank, 3, dead_seconds=1.5) for rank in range(3)]
+    watchdogs[2].stop()
+    watchdogs[0].stop()
+    watchdogs[0]._heartbeat._store = None  # the store goes with the process that serves it
+    time.sleep(2.5)
+    assert events.empty()
+
+
+def test_no_step_for_long_is_a_hang_unless_a_rank_says_that_it_takes_long(watch: Watched, events: Events) -> None:
+    first, _ = watch(0, 2, hang_seconds=1.5), watch(1, 2, hang_seconds=1.5)
+    with first.pause():
+        time.sleep(2.5)
+    for _ in range(5):  # one that goes on is enough: the other waits for it
+        first.progress()
+        time.sleep(0.5)
+    assert events.empty()
+    said = {word for _, word in take(events, 4)}
+    assert EXIT_PEER_LOST in said
+    assert any("no step for 1.5 s, rank 0 (stage 0) hangs in" in str(word) for word in said)
+
+
+def test_a_collective_that_raised_is_explained_by_who_is_missing(watch: Watched, events: Events) -> None:
+    first, _ = watch(0, 3), watch(1, 3)
+    assert first.who_is_missing(2.5) == [2]
+    assert take(events, 2) == {  # the other rank hears of it long before its own 15 s are over
+        (1, f"{NAMES[2]} has not answered for 2 s: ending {NAMES[1]}; the run can be resumed"),
+        (1, EXIT_PEER_LOST),
+    }
+
+
+def test_nobody_is_missing_where_all_are_alive(watch: Watched, events: Events) -> None:
+    first, _ = watch(0, 2), watch(1, 2)
+    assert first.who_is_missing(2.5) == []
+    assert events.empty()
+
+
+def test_a_line_that_can_not_be_said_does_not_keep_a_rank(watch: Watched, events: Events) -> None:
+    watch(0, 2, dead_seconds=1.0, say=lambda line: time.sleep(PATIENCE_SECONDS))
+    assert take(events, 1) == {(0, EXIT_PEER_LOST)}
+
+
+def test_a_single_rank_watches_nobody() -> None:
+    watchdog = Watchdog(0, 1, NAMES, make_store(0, 1), dead_seconds=0, hang_seconds=0)
+    watchdog.progress()
+    assert watchdog.who_is_missing(0.1) == []
+    watchdog.stop()
+
+
+RANK_0 = """
+import os, sys, time
+import torch.distributed as dist
+from ddpm_ds.train.watchdog import Watchdog, make_store
+dist.broadcast_object_list = lambda port, src: print(port[0], flush=True)
+os.environ["MASTER_ADDR"] = "127.0.0.1"
+watchdog = Watchdog(0, 3, ["rank 0", "rank 1", "rank 2"], make_store(0, 3), dead_seconds=2.0)
+time.sleep(60)
+"""
+
+
+def test_rank_0_is_missed_when_it_is_frozen_and_when_it_is_gone(
+    tmp_path: Path, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(EXIT_FILE_VARIABLE, str(tmp_path / "exits"))
+    (tmp_path / "exits").touch()
+    server = subprocess.Popen([sys.executable, "-c", RANK_0], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    try:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        stores = [dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=60)) for _ in range(2)]
+        first, _ = (watchdog_of(rank + 1, 3, store, events, dead_seconds=60) for rank, store in enumerate(stores))
+        server.send_signal(signal.SIGSTOP)
+        time.sleep(3)
+        server.send_signal(signal.SIGCONT)
+        time.sleep(1.5)
+        assert server.poll() is None and events.empty()  # its own absence is nobody's fault
+
+        first._dead_seconds = 1.5
+        server.send_signal(signal.SIGSTOP)
+        line = f"{NAMES[0]} has not answered for 1.5 s: ending {NAMES[1]}; the run can be resumed"
+        assert take(events, 2) == {(1, line), (1, EXIT_PEER_LOST)}
+
+        server.kill()
+        line = f"{NAMES[0]} has gone: ending {NAMES[2]}; the run can be resumed"
+        assert take(events, 2) == {(2, line), (2, EXIT_PEER_LOST)}
+        assert read_exits(tmp_path / "exits") == ExitRecord(EXIT_PEER_LOST, ())
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("part", "ranks", "words"),
+    [
+        ("die", 3, "rank 2 (stage 2) misses [1]"),
+        ("hang", 2, "no step for 2 s, rank 1 (stage 1) hangs in watched_rank.py:"),
+    ],
+)
+def test_real_ranks_end_naming_the_one_that_was_lost(part: str, ranks: int, words: str, tmp_path: Path) -> None:
+    (tmp_path / "exits").touch()
+    environment = {EXIT_FILE_VARIABLE: str(tmp_path / "exits")}
+    done = launch(ranks, Path(__file__).with_name("watched_rank.py"), part, timeout=120, **environment)
+    assert done.returncode != 0
+    assert words in done.stderr, done.stderr
+    assert read_exits(tmp_path / "exits").failure == EXIT_PEER_LOST
