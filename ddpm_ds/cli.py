@@ -9,11 +9,11 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from ddpm_ds.checkpoint.command import add_checkpoint
-from ddpm_ds.errors import SpecError, UserError
+from ddpm_ds.errors import UserError
 from ddpm_ds.supervisor import supervise
+from ddpm_ds.train.command import OneLineParser
 
 EPILOG = """\
 training
@@ -42,14 +42,9 @@ exit codes (docs/exit_codes.md)
 """
 
 
-class _OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise SpecError(f"{message}; {self.prog} --help explains")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code; what a user did wrong is one line on stderr and exit code 2."""
-    parser = _OneLineParser(
+    parser = OneLineParser(
         prog="ddpm-ds",
         description="Diffusion U-Nets on DeepSpeed pipelines: everything but the training run.",
         epilog=EPILOG,
@@ -82,7 +77,7 @@ def add_spec_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_run(verbs: argparse._SubParsersAction[_OneLineParser]) -> None:
+def _add_run(verbs: argparse._SubParsersAction[OneLineParser]) -> None:
     parser = verbs.add_parser(
         "run",
         help="train under DeepSpeed's launcher, with restarts, orderly stops and exit codes that mean something",
@@ -126,7 +121,7 @@ def _run(options: argparse.Namespace) -> int:
     )
 
 
-def _add_prepare(verbs: argparse._SubParsersAction[_OneLineParser]) -> None:
+def _add_prepare(verbs: argparse._SubParsersAction[OneLineParser]) -> None:
     parser = verbs.add_parser(
         "prepare",
         help="write the images of a spec into their store",
@@ -149,7 +144,7 @@ def _prepare(options: argparse.Namespace) -> None:
     print(f"{store.path}: {len(store):,} images{skipped}")
 
 
-def _add_schema(verbs: argparse._SubParsersAction[_OneLineParser]) -> None:
+def _add_schema(verbs: argparse._SubParsersAction[OneLineParser]) -> None:
     parser = verbs.add_parser(
         "schema",
         help="print what a run spec or a DeepSpeed JSON may hold",

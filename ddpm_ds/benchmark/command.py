@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddpm_ds.errors import BadNumbersError, LayoutError, OutputError, UserError
-from ddpm_ds.train.command import SPECS, _OneLineParser, _say_once, set_environment
+from ddpm_ds.train.command import OneLineParser, add_run_options, say_once, set_environment
 from ddpm_ds.train.plan import plan_run
 
 DESCRIPTION = """\
@@ -47,23 +47,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     Raises:
         SpecError: an option is unknown or has a wrong value.
     """
-    parser = _OneLineParser(
+    parser = OneLineParser(
         prog="deepspeed [launcher options] launch/bench.py",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="JSON", help="how to train")
-    parser.add_argument("--spec", type=Path, default=SPECS / "digits.yaml", metavar="YAML", help="what to train")
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="change one value of the spec; may be repeated",
-    )
+    add_run_options(parser)
     parser.add_argument("--rounds", type=_count, default=15, metavar="N", help="turns of each row (default 15)")
     parser.add_argument(
         "--steps-per-round", type=_count, default=20, metavar="N", help="steps of each row in a round (default 20)"
@@ -72,10 +63,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--compared-steps", type=_count, default=50, metavar="N", help="first steps, losses compared (default 50)"
     )
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write every number here")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
-    parser.add_argument("--verbose", action="store_true", help="show DeepSpeed's own log")
-    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # of launchers
-    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # of DeepSpeed's convention
     return parser.parse_args(arguments)
 
 
@@ -114,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             verbose=options.verbose,
         )
     except (UserError, BadNumbersError) as error:
-        _say_once(f"ddpm_ds: error: {error}")
+        say_once(f"ddpm_ds: error: {error}")
         return error.exit_code
     return 0
 

@@ -19,7 +19,7 @@ from ddpm_ds.benchmark.rows import PipelineEngine, PlainLoop, Row
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
 from ddpm_ds.train.plan import RunPlan
-from ddpm_ds.train.session import _check_store, _fill_checkpointing, _process_group, _share_threads
+from ddpm_ds.train.session import check_store, fill_checkpointing, process_group, share_threads
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ def run_benchmark(
     """
     load_before = os.getloadavg()[0]
     use_host_accelerator()
-    _share_threads(device)
+    share_threads(device)
     store = prepare(plan.spec.data, progress=True)
-    _check_store(store, plan)
+    check_store(store, plan)
 
-    with _process_group():
-        config = _fill_checkpointing(plan, device)
+    with process_group():
+        config = fill_checkpointing(plan, device)
         rows: list[Row] = [
             PlainLoop(plan, store, device),
             PipelineEngine(plan, store, device, config, verbose=verbose),

@@ -45,24 +45,15 @@ exit codes
 """
 
 
-class _OneLineParser(argparse.ArgumentParser):
+class OneLineParser(argparse.ArgumentParser):
+    """Raises a SpecError where argparse would print its usage and leave."""
+
     def error(self, message: str) -> NoReturn:
-        raise SpecError(f"{message}; --help explains the options")
+        raise SpecError(f"{message}; {self.prog} --help explains")
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options of a training run.
-
-    Raises:
-        SpecError: an option is unknown or has a wrong value.
-    """
-    parser = _OneLineParser(
-        prog="deepspeed [launcher options] launch/train.py",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """The options of every program that a launcher starts: what, how and where to train."""
     parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="JSON", help="how to train")
     parser.add_argument("--spec", type=Path, default=SPECS / "digits.yaml", metavar="YAML", help="what to train")
     parser.add_argument(
@@ -73,6 +64,26 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="SECTION.KEY=VALUE",
         help="change one value of the spec; may be repeated",
     )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
+    parser.add_argument("--verbose", action="store_true", help="show DeepSpeed's own log")
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # of launchers
+    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # of DeepSpeed's convention
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of a training run.
+
+    Raises:
+        SpecError: an option is unknown or has a wrong value.
+    """
+    parser = OneLineParser(
+        prog="deepspeed [launcher options] launch/train.py",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_run_options(parser)
     parser.add_argument(
         "-p",
         "--pipeline-stages",
@@ -101,11 +112,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--hang-seconds", type=float, default=600.0, metavar="S", help="time without a step after which all leave (600)"
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and exit")
-    parser.add_argument("--verbose", action="store_true", help="show DeepSpeed's own log")
-    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # of launchers
-    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # of DeepSpeed's convention
     return parser.parse_args(arguments)
 
 
@@ -145,12 +152,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ddpm_ds: error: {error}", file=sys.stderr, flush=True)
         os._exit(record_exit(error.exit_code))
     except (UserError, BadNumbersError, Preempted) as error:
-        _say_once(f"ddpm_ds: {'' if isinstance(error, Preempted) else 'error: '}{error}")
+        say_once(f"ddpm_ds: {'' if isinstance(error, Preempted) else 'error: '}{error}")
         return error.exit_code
     return 0
 
 
-def _say_once(line: str) -> None:
+def say_once(line: str) -> None:
     """Say what every rank has found, once. A launcher ends the other ranks as soon as rank 0 has left."""
     if int(os.environ["RANK"]) != 0:
         time.sleep(OTHERS_WAIT_SECONDS)

@@ -72,5 +72,8 @@ class Recorder:
     def _write(self, values: Mapping[str, float], step: int) -> None:
         if self.tracker is None or self.folder is None or step <= self.logged_step:
             return
+        try:
+            self.folder.append_metrics(values, step)  # first: a process that dies now won't log the point again
+        except OSError as error:
+            self.say(f"metrics.jsonl can't be written ({error.strerror}); training goes on")
         self.tracker.metrics(values, step)
-        self.folder.append_metrics(values, step)

@@ -10,17 +10,25 @@ step later, when it has long arrived.
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ddpm_ds.exit_record import record_exit
+
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SAME_SIGNAL_SECONDS = 1.0
+"""A terminal or a scheduler signals a launcher and its ranks, and the launcher its ranks again: what comes so soon is
+not a second signal."""
+FILES = ("save", "save_and_stop")
 
 
 @dataclass(frozen=True)
@@ -38,46 +46,58 @@ class Requests:
         self._run_dir = run_dir
         self._seconds = 60 * every_minutes if every_minutes else None
         self._saved_at = time.monotonic()
+        self._files: tuple[str, ...] = ()
         self._signalled = False
         self._group: Any = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
         self._under_way: tuple[dist.Work, torch.Tensor] | None = None
-        self._handlers = {number: signal.signal(number, self._hear) for number in SIGNALS}
+        self._listen_to_signals()
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        self._signalled = True
-        for again in SIGNALS:
-            signal.signal(again, signal.SIG_DFL)
+    def _listen_to_signals(self) -> None:
+        """In a thread, to which Python writes as a signal comes: the main thread may wait in a collective for ever."""
+        self._heard, wakeup = socket.socketpair()
+        wakeup.setblocking(False)
+        self._wakeup, self._wakeup_before = wakeup, signal.set_wakeup_fd(wakeup.fileno())
+        self._handlers = {number: signal.signal(number, lambda number, frame: None) for number in SIGNALS}
+        threading.Thread(target=self._hear, name="signals", daemon=True).start()
+
+    def _hear(self) -> None:
+        heard_at = time.monotonic()
+        with self._heard:
+            while numbers := self._heard.recv(1):
+                if numbers[0] not in SIGNALS:
+                    continue
+                if self._signalled and time.monotonic() - heard_at > SAME_SIGNAL_SECONDS:
+                    os._exit(record_exit(128 + numbers[0]))
+                self._signalled, heard_at = True, time.monotonic()
 
     def poll(self) -> Asked:
         """Once a step, on every rank: what was asked, agreed by all."""
-        mine = torch.tensor([self._wants_save(), self._wants_stop()], dtype=torch.uint8)
+        if dist.get_rank() == 0:
+            self._files = tuple(name for name in FILES if (self._run_dir / name).exists())
+        late = self._seconds is not None and time.monotonic() - self._saved_at >= self._seconds
+        save = dist.get_rank() == 0 and (late or "save" in self._files)
+        mine = torch.tensor([save, self._signalled or "save_and_stop" in self._files], dtype=torch.uint8)
         if self._group is None:
-            return Asked(*(bool(wish) for wish in mine.tolist()))
+            return _asked(mine)
         answer = Asked()
         if self._under_way is not None:
             work, wishes = self._under_way
             work.wait()
-            answer = Asked(*(bool(wish) for wish in wishes.tolist()))
+            answer = _asked(wishes)
         reduction = dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert reduction is not None
         self._under_way = (reduction, mine)
         return answer
 
-    def _wants_save(self) -> bool:
-        if dist.get_rank() != 0:
-            return False
-        late = self._seconds is not None and time.monotonic() - self._saved_at >= self._seconds
-        return late or (self._run_dir / "save").exists()
-
-    def _wants_stop(self) -> bool:
-        return self._signalled or (dist.get_rank() == 0 and (self._run_dir / "save_and_stop").exists())
-
     def saved(self) -> None:
         """The run has been saved: forget what asked for it."""
         self._saved_at = time.monotonic()
-        if dist.get_rank() == 0:
-            for name in ("save", "save_and_stop"):
-                (self._run_dir / name).unlink(missing_ok=True)
+        for name in self._files:
+            (self._run_dir / name).unlink(missing_ok=True)
+        if self._under_way is not None:  # where the same files and clock asked once more
+            work, wishes = self._under_way
+            work.wait()
+            wishes[0] = False
 
     def close(self) -> None:
         """Listen no more."""
@@ -85,3 +105,10 @@ class Requests:
             self._under_way[0].wait()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        self._wakeup.close()
+
+
+def _asked(wishes: torch.Tensor) -> Asked:
+    save, stop = wishes.tolist()
+    return Asked(bool(save), bool(stop))

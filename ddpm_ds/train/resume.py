@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from ddpm_ds.checkpoint.folder import newest_good
+from ddpm_ds.checkpoint.folder import clean, newest_good, write_file
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.errors import CheckpointError
 from ddpm_ds.spec import RunSpec
@@ -47,7 +48,12 @@ def find_checkpoint(run_dir: Path, resume: str, say: Callable[[str], None]) -> P
     if resume == "never":
         return None
     if resume == "auto":
-        return newest_good(checkpoints_of(run_dir), say=say, progress=True)
+        folder = checkpoints_of(run_dir)
+        try:
+            clean(folder)  # the newest one may have been about to be replaced when the process died
+        except OSError as error:
+            raise CheckpointError(f"{folder} can't be changed ({error.strerror}); make it writable") from None
+        return newest_good(folder, say=say, progress=True)
     reader = Reader(Path(resume))
     reader.verify(progress=True)
     return reader.path
@@ -96,25 +102,28 @@ class RunFolder:
         """What finds the folder's MLflow run again: made once."""
         file = self.path / "identity"
         if not file.exists():
-            file.write_text(uuid.uuid4().hex + "\n")
+            write_file(file, f"{uuid.uuid4().hex}\n".encode())
         return file.read_text().strip()
 
     def logged_step(self) -> int:
-        """The last step in ``metrics.jsonl``; a resumed run repeats steps, and logs none of them twice."""
+        """The step of the last point in ``metrics.jsonl``, 0 where there is none.
+
+        A resumed run repeats steps, and logs none of them twice. After a rewind the last step is not the highest.
+        """
         file = self.path / "metrics.jsonl"
-        steps = [0]
-        if file.exists():
-            for line in file.read_text().splitlines():
-                try:
-                    steps.append(int(json.loads(line)["step"]))
-                except ValueError:  # cut off when the process died
-                    continue
-        return max(steps)
+        for line in reversed(file.read_text().splitlines() if file.exists() else []):
+            try:
+                return int(json.loads(line)["step"])
+            except ValueError:  # cut off when the disk was full
+                continue
+        return 0
 
     def append_metrics(self, values: Mapping[str, float], step: int) -> None:
-        """Add a log point to ``metrics.jsonl``."""
-        with (self.path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
+        """Add a log point to ``metrics.jsonl``, on a line of its own."""
+        with (self.path / "metrics.jsonl").open("ab+") as file:
+            if file.tell() and not _ends_a_line(file):
+                file.write(b"\n")
+            file.write(json.dumps({"step": step, **values}).encode() + b"\n")
 
     def add_resume(self, checkpoint: Path, changed: Sequence[str]) -> int:
         """Note in ``resumes.jsonl`` that the run goes on, and with what changes; returns how often it has."""
@@ -123,3 +132,8 @@ class RunFolder:
             now = datetime.now(UTC).isoformat(timespec="seconds")
             stream.write(json.dumps({"at": now, "from": checkpoint.name, "changed": list(changed)}) + "\n")
         return len(file.read_text().splitlines())
+
+
+def _ends_a_line(file: BinaryIO) -> bool:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"

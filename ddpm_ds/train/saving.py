@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -9,11 +10,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddpm_ds.checkpoint.folder import names
+from ddpm_ds.checkpoint.folder import images_of, names
 from ddpm_ds.checkpoint.manifest import Description
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.writer import Writer
-from ddpm_ds.errors import BadNumbersError
+from ddpm_ds.errors import BadNumbersError, CheckpointError
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.train import state
 from ddpm_ds.train.ema import Ema
@@ -96,17 +97,29 @@ class Saver:
         """
         engine, limit = self._engine, self._plan.spec.bad_numbers.max_rewinds
         self.wait()
-        dist.barrier()
-        saved = names(self._folder)
-        if not saved:
-            raise BadNumbersError(f"{trouble}; bad_numbers.policy = rewind found no checkpoint to go back to")
         bad_until, rewinds = engine.next_index, self.rewinds + 1
         if rewinds > limit:
             raise BadNumbersError(f"{trouble}; the run was rewound {limit} times before (bad_numbers.max_rewinds)")
-        self.load(self._folder / saved[-1])
+        newest = self._newest()
+        if newest is None:
+            raise BadNumbersError(f"{trouble}; bad_numbers.policy = rewind found no checkpoint to go back to")
+        self.load(newest)
         self.rewinds = rewinds
         engine.skipped_images = bad_until - engine.images_seen
-        return f"{trouble}; went back to {saved[-1]} and left out the images since (rewind {rewinds} of {limit})"
+        return f"{trouble}; went back to {newest.name} and left out the images since (rewind {rewinds} of {limit})"
+
+    def _newest(self) -> Path | None:
+        """The newest good checkpoint, as rank 0 finds it. Later ones than now are of a course that the run has left."""
+        found: list[Path | None] = [None]
+        if dist.get_rank() == 0:
+            before = [name for name in names(self._folder) if (images_of(name) or 0) <= self._engine.images_seen]
+            for path in (self._folder / name for name in reversed(before)):
+                with contextlib.suppress(CheckpointError):
+                    Reader(path).verify()
+                    found = [path]
+                    break
+        dist.broadcast_object_list(found, src=0)
+        return found[0]
 
 
 def _all_shapes(engine: UnetPipelineEngine) -> dict[str, tuple[int, ...]]:

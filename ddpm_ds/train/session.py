@@ -61,17 +61,17 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
     """
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     use_host_accelerator()
-    _share_threads(device)
+    share_threads(device)
     objective = Denoising(plan.spec, device)
     store = prepare(plan.spec.data, progress=local_rank == 0)
-    _check_store(store, plan)
-    config = _fill_checkpointing(plan, device)
+    check_store(store, plan)
+    config = fill_checkpointing(plan, device)
     line = ProgressLine(plan.spec.train.images) if rank == 0 else None
     resumed = _find_resume(plan, config, store, run_dir, options.resume, line) if line is not None else None
     if rank == 0 and device.type == "cpu" and plan.ds.precision == "fp16":
         print("fp16 on a CPU: stored in fp16, computed in fp32", flush=True)
 
-    with _process_group():
+    with process_group():
         run_dir, resumed = _from_rank_0((run_dir, resumed))
         engine = build_engine(
             plan.layers, plan.bounds, config, objective, seed=plan.spec.train.seed, verbose=options.verbose
@@ -184,7 +184,7 @@ def _find_resume(
 
 
 @contextlib.contextmanager
-def _process_group() -> Iterator[None]:
+def process_group() -> Iterator[None]:
     """DeepSpeed's process group; destroyed at the end, since gloo aborts a process that leaves with one.
 
     Raises:
@@ -299,7 +299,7 @@ def _batches(plan: RunPlan, store: Store, engine: UnetPipelineEngine) -> Iterato
     )
 
 
-def _fill_checkpointing(plan: RunPlan, device: torch.device) -> dict[str, Any]:
+def fill_checkpointing(plan: RunPlan, device: torch.device) -> dict[str, Any]:
     """The DeepSpeed configuration, with activation checkpointing decided by this device's memory where it is auto."""
     config, layout = dict(plan.ds.config), plan.ds.layout
     if plan.ds.checkpoint_interval == "auto":
@@ -319,13 +319,18 @@ def _fill_checkpointing(plan: RunPlan, device: torch.device) -> dict[str, Any]:
     return config
 
 
-def _share_threads(device: torch.device) -> None:
+def share_threads(device: torch.device) -> None:
     """Give each process on this host its share of the cores, unless the environment has said how many."""
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (psutil.cpu_count(logical=False) or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
+        torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["LOCAL_WORLD_SIZE"])))
 
 
-def _check_store(store: Store, plan: RunPlan) -> None:
+def check_store(store: Store, plan: RunPlan) -> None:
+    """Refuse images that the spec's U-Net does not fit.
+
+    Raises:
+        SpecError: the numbers of classes differ.
+    """
     classes, asked = len(store.meta.classes), plan.spec.unet.classes
     if asked is not None and asked != classes:
         raise SpecError(f"unet.classes = {asked}, but the images have {classes} classes; --set unet.classes={classes}")

@@ -95,8 +95,11 @@ class Watchdog:
         self._heartbeat.proposal = finding
         return list(finding.ranks) if finding else []
 
-    def stop(self) -> None:
-        """End the watch and tell the others that this rank leaves as intended."""
+    def stop(self, failure: str | None = None) -> None:
+        """End the watch and tell the others that this rank leaves: as intended, which is no reason for them to
+        leave, or because of a ``failure`` that they don't know of, which is."""
+        if failure:
+            self._heartbeat.proposal = Verdict((self._rank,), f"{self._names[self._rank]} has failed ({failure})")
         self._stopped.set()
         self._heartbeat.leave()
 

@@ -97,6 +97,14 @@ def test_no_byte_of_any_file_is_beyond_the_checksums(folder: Path, name: str) ->
     Reader(file.parent).verify()
 
 
+def test_a_name_changed_in_a_header_is_blamed_on_its_file(folder: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(folder / "images-000000002", tmp_path / "images-000000002"))
+    file = copy / "rank0.safetensors"
+    file.write_bytes(file.read_bytes().replace(b"ema/0.conv.bias@0", b"ema/0.conv.bias@4"))
+    with pytest.raises(CheckpointError, match=r"rank0\.safetensors has another checksum"):
+        Reader(copy).read("ema", "0.conv.bias")
+
+
 def test_files_of_two_checkpoints_do_not_mix(folder: Path, tmp_path: Path) -> None:
     for name in FILES:
         copy = Path(shutil.copytree(folder / "images-000000002", tmp_path / name / "images-000000002"))

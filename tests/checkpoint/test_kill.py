@@ -26,47 +26,53 @@ def write_on(folder: Path, rank: int, first: int) -> None:
         fragments = fragments_of(images, BOUNDS[rank], BOUNDS[rank + 1], SHAPES)
         writer.begin(f"rank{rank}", fragments, describe(images, SHAPES), {"images": images})
         writer.wait()
-        while not (folder / "latest").exists() or (folder / "latest").read_text().strip() < checkpoint_name(images):
-            time.sleep(0.002)
+        wait_for(folder, checkpoint_name(images))
 
 
 def kill_and_look(folder: Path, rounds: int, randomness: random.Random) -> int:
-    """Kill the ranks ``rounds`` times; returns how often something was left half-written."""
+    """Let the ranks write a checkpoint or more, and kill them; ``rounds`` times. Returns how often one was cut off."""
     context = multiprocessing.get_context("fork")
-    interrupted = 0
-    first = 1
+    interrupted, first = 0, 1
     for _ in range(rounds):
-        clean(folder)
         ranks = [
             context.Process(target=write_on, args=(folder, rank, first), daemon=True) for rank in range(len(BOUNDS) - 1)
         ]
         for process in ranks:
             process.start()
+        wait_for(folder, checkpoint_name(first))
         randomness.shuffle(ranks)
         for process in ranks:
-            time.sleep(randomness.uniform(0, 0.2))
+            time.sleep(randomness.uniform(0, 0.05))
             process.kill()
         for process in ranks:
             process.join()
-        interrupted += any(path.name.startswith(".") for path in folder.glob(".*-images-*"))
+        interrupted += bool(list(folder.glob(".*-images-*")))
         for name in names(folder):
             verify(folder / name, read_manifest(folder / name), progress=False)
         clean(folder)
         assert not list(folder.glob(".*-images-*"))
         newest = newest_good(folder, pytest.fail)
-        if newest is not None:
-            images = images_of(newest.name)
-            assert images is not None and images >= first - 1  # never less than there was
-            check(newest, images, SHAPES)
-            first = images + randomness.randint(0, 1)  # at times the newest is written again
-    assert first > rounds / 2
+        assert newest is not None
+        images = images_of(newest.name)
+        assert images is not None and images >= first
+        check(newest, images, SHAPES)
+        first = images + randomness.randint(0, 1)  # at times the newest is written again
+        (folder / "latest").unlink()
     return interrupted
 
 
+def wait_for(folder: Path, name: str) -> None:
+    """Until ``latest`` names a checkpoint as late as ``name``."""
+    deadline = time.monotonic() + 60
+    while not (folder / "latest").exists() or (folder / "latest").read_text().strip() < name:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
 def test_killed_writers_leave_only_whole_checkpoints(tmp_path: Path) -> None:
-    assert kill_and_look(tmp_path, 12, random.Random(0)) >= 3
+    assert kill_and_look(tmp_path, 12, random.Random(0)) > 0
 
 
 @pytest.mark.soak
 def test_writers_killed_for_minutes_leave_only_whole_checkpoints(tmp_path: Path) -> None:
-    assert kill_and_look(tmp_path, 400, random.Random(1)) >= 50
+    assert kill_and_look(tmp_path, 400, random.Random(1)) > 0

@@ -196,7 +196,7 @@ def test_everything_is_on_the_disk_before_the_name_counts(tmp_path: Path, monkey
         entries = {path.name for path in self.iterdir()}
         assert entries == {"manifest.json", "state.json", "rank0.safetensors", "rank1.safetensors"}
         assert {path.stat().st_ino for path in self.iterdir()} <= set(synced)
-        assert synced[-1] == self.stat().st_ino
+        assert synced[-2:] == [self.stat().st_ino] * 2  # the second after the ranks' records have been removed
         synced.clear()
         return rename(self, target)
 
@@ -227,6 +227,32 @@ def test_a_folder_that_can_not_be_made_costs_one_line(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file is in the way")
     (said,) = save(tmp_path / "checkpoints", 1)
     assert said.startswith("checkpoint images-000000001 was not saved: ") and said.endswith("there is none before it")
+
+
+def test_a_rename_that_fails_gives_the_replaced_checkpoint_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+    rename = Path.rename
+
+    def failing(self: Path, target: Path) -> Path:
+        if self.name.startswith(".writing-"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    (said,) = save(tmp_path, 1, cuts=(7,))
+    assert "Input/output error; images-000000001 stays" in said
+    check(tmp_path / "images-000000001", 1)
+    assert left_over(tmp_path) == []
+
+
+def test_host_memory_of_a_bigger_checkpoint_serves_a_smaller_one(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, 0, 1, say=print)
+    for images, shapes in ((1, {"w": (50,)}), (2, {"w": (20,)}), (3, {"w": (30,)})):
+        writer.begin("all", fragments_of(images, 0, 50, shapes), describe(images, shapes), {"images": images})
+        assert writer.wait()
+        check(tmp_path / f"images-{images:09}", images, shapes)
 
 
 def test_what_a_slower_rank_left_of_a_failed_checkpoint_is_removed_by_the_next(tmp_path: Path) -> None:

@@ -138,12 +138,19 @@ def test_an_output_folder_that_cannot_be_written_is_refused(capsys: pytest.Captu
     assert "--run-dir file/run can't be written" in said
 
 
-def test_a_run_folder_that_is_taken_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "resume", "said"),
+    [
+        ("spec.yaml", "never", "--run-dir old holds a run and --resume is never"),
+        ("holiday.jpg", "auto", "--run-dir old is neither empty nor the folder of a run"),
+    ],
+)
+def test_a_run_folder_that_is_taken_is_refused(
+    file: str, resume: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "spec.yaml").write_text("")
-    assert "--run-dir old is not an empty folder" in refused(
-        capsys, tmp_path, "--run-dir", "old", "--set", "data.store_root=s"
-    )
+    (tmp_path / "old" / file).write_text("")
+    assert said in refused(capsys, tmp_path, "--run-dir", "old", "--resume", resume)
 
 
 @pytest.mark.parametrize("way", ["option", "environment"])

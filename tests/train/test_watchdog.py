@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ddpm_ds.errors import EXIT_PEER_LOST
 from ddpm_ds.exit_record import EXIT_FILE_VARIABLE, ExitRecord, read_exits
+from ddpm_ds.train import heartbeat, watchdog
 from ddpm_ds.train.watchdog import Watchdog, make_store
 from tests.launching import REPOSITORY, launch
 
@@ -31,6 +32,13 @@ Events = queue.SimpleQueue[tuple[int, object]]
 def events() -> Events:
     """What the watchdogs of a test said, and then their exit codes, by rank."""
     return queue.SimpleQueue()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (heartbeat, watchdog):
+        monkeypatch.setattr(module, "BEAT_SECONDS", 0.2)
+        monkeypatch.setattr(module, "LAST_WORDS_SECONDS", 1.0)
 
 
 @pytest.fixture
@@ -53,8 +61,8 @@ def watch(monkeypatch: pytest.MonkeyPatch, events: Events) -> Iterator[Watched]:
         return made[-1]
 
     yield make
-    for watchdog in reversed(made):  # rank 0 serves the others' store
-        watchdog.stop()
+    for each in reversed(made):  # rank 0 serves the others' store
+        each.stop()
 
 
 def watchdog_of(rank: int, size: int, store: dist.Store | None, events: Events, **options: Any) -> Watchdog:
@@ -86,39 +94,46 @@ def test_every_rank_names_one_that_fell_silent_and_leaves(watch: Watched, events
 
 
 def test_who_left_as_intended_is_not_missed(watch: Watched, events: Events) -> None:
-    watchdogs = [watch(rank, 3, dead_seconds=1.5) for rank in range(3)]
+    watchdogs = [watch(rank, 3, dead_seconds=1.0) for rank in range(3)]
     watchdogs[2].stop()
     watchdogs[0].stop()
     watchdogs[0]._heartbeat._store = None  # the store goes with the process that serves it
-    time.sleep(2.5)
+    time.sleep(1.8)
     assert events.empty()
+
+
+def test_who_leaves_because_of_a_failure_is_named_at_once(watch: Watched, events: Events) -> None:
+    first, _ = watch(0, 2), watch(1, 2)
+    first.stop(failure="ValueError")
+    line = f"{NAMES[0]} has failed (ValueError): ending {NAMES[1]}; the run can be resumed"
+    assert take(events, 2) == {(1, line), (1, EXIT_PEER_LOST)}
 
 
 def test_no_step_for_long_is_a_hang_unless_a_rank_says_that_it_takes_long(watch: Watched, events: Events) -> None:
-    first, _ = watch(0, 2, hang_seconds=1.5), watch(1, 2, hang_seconds=1.5)
+    first, _ = watch(0, 2, hang_seconds=1.0), watch(1, 2, hang_seconds=1.0)
     with first.pause():
-        time.sleep(2.5)
-    for _ in range(5):  # one that goes on is enough: the other waits for it
+        time.sleep(1.6)
+    for _ in range(6):  # one that goes on is enough: the other waits for it
         first.progress()
-        time.sleep(0.5)
+        time.sleep(0.3)
     assert events.empty()
     said = {word for _, word in take(events, 4)}
     assert EXIT_PEER_LOST in said
-    assert any("no step for 1.5 s, rank 0 (stage 0) hangs in" in str(word) for word in said)
+    assert any("no step for 1 s, rank 0 (stage 0) hangs in" in str(word) for word in said)
 
 
 def test_a_collective_that_raised_is_explained_by_who_is_missing(watch: Watched, events: Events) -> None:
     first, _ = watch(0, 3), watch(1, 3)
-    assert first.who_is_missing(2.5) == [2]
+    assert first.who_is_missing(2) == [2]
     assert take(events, 2) == {  # the other rank hears of it long before its own 15 s are over
-        (1, f"{NAMES[2]} has not answered for 2 s: ending {NAMES[1]}; the run can be resumed"),
+        (1, f"{NAMES[2]} has not answered for 1 s: ending {NAMES[1]}; the run can be resumed"),
         (1, EXIT_PEER_LOST),
     }
 
 
 def test_nobody_is_missing_where_all_are_alive(watch: Watched, events: Events) -> None:
     first, _ = watch(0, 2), watch(1, 2)
-    assert first.who_is_missing(2.5) == []
+    assert first.who_is_missing(1.5) == []
     assert events.empty()
 
 
@@ -128,10 +143,10 @@ def test_a_line_that_can_not_be_said_does_not_keep_a_rank(watch: Watched, events
 
 
 def test_a_single_rank_watches_nobody() -> None:
-    watchdog = Watchdog(0, 1, NAMES, make_store(0, 1), dead_seconds=0, hang_seconds=0)
-    watchdog.progress()
-    assert watchdog.who_is_missing(0.1) == []
-    watchdog.stop()
+    alone = Watchdog(0, 1, NAMES, make_store(0, 1), dead_seconds=0, hang_seconds=0)
+    alone.progress()
+    assert alone.who_is_missing(0.1) == []
+    alone.stop()
 
 
 RANK_0 = """

@@ -1,0 +1,152 @@
+"""What a run keeps in its folder between two processes, however the first one ended."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from ddpm_ds.checkpoint.folder import checkpoint_name
+from ddpm_ds.checkpoint.manifest import read_manifest
+from ddpm_ds.checkpoint.writer import Writer
+from ddpm_ds.errors import CheckpointError
+from ddpm_ds.train.progress import ProgressLine
+from ddpm_ds.train.recorder import Recorder
+from ddpm_ds.train.resume import RunFolder, checkpoints_of, find_checkpoint
+from ddpm_ds.train.tracking import Tracker
+from tests.checkpoint.saving import describe, fragments_of
+
+SHAPES: dict[str, tuple[int, ...]] = {"0.weight": (3, 2)}
+
+
+def save(run_dir: Path, images: int) -> Path:
+    """A checkpoint of a run of one rank."""
+    writer = Writer(checkpoints_of(run_dir), 0, 1, say=pytest.fail)
+    writer.begin("rank0", fragments_of(images, 0, 6, SHAPES), describe(images, SHAPES), {"images": images})
+    assert writer.wait()
+    return checkpoints_of(run_dir) / checkpoint_name(images)
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint_unless_told_otherwise(tmp_path: Path) -> None:
+    assert find_checkpoint(tmp_path, "auto", pytest.fail) is None
+    old, new = save(tmp_path, 8), save(tmp_path, 16)
+    assert find_checkpoint(tmp_path, "auto", pytest.fail) == new
+    assert find_checkpoint(tmp_path, "never", pytest.fail) is None
+    assert find_checkpoint(tmp_path / "elsewhere", str(old), pytest.fail) == old
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_word_and_refused_when_asked_for(tmp_path: Path) -> None:
+    old, new = save(tmp_path, 8), save(tmp_path, 16)
+    (new / "state.json").write_text("{}")
+    said: list[str] = []
+    assert find_checkpoint(tmp_path, "auto", said.append) == old
+    assert len(said) == 1 and new.name in said[0]
+    with pytest.raises(CheckpointError, match=new.name):
+        find_checkpoint(tmp_path, str(new), pytest.fail)
+
+
+def test_a_checkpoint_whose_replacement_was_interrupted_is_found(tmp_path: Path) -> None:
+    """Else a run with one checkpoint would begin anew."""
+    only = save(tmp_path, 8)
+    only.rename(only.with_name(f".replaced-{only.name}"))
+    assert find_checkpoint(tmp_path, "auto", pytest.fail) == only
+    assert read_manifest(only).images == 8
+
+
+def test_the_identity_of_a_run_is_made_once(tmp_path: Path) -> None:
+    identity = RunFolder(tmp_path).identity()
+    assert identity and RunFolder(tmp_path).identity() == identity
+
+
+def test_the_last_logged_step_is_that_of_the_last_point_even_after_a_rewind(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert folder.logged_step() == 0
+    for step in (10, 20, 30, 20):
+        folder.append_metrics({"train/loss": 0.5}, step)
+    assert folder.logged_step() == 20
+
+
+def test_a_point_cut_off_by_a_full_disk_costs_no_other(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.append_metrics({"train/loss": 0.5}, 10)
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(file.read_bytes() + b'{"step": 20, "train/l')
+    assert folder.logged_step() == 10
+    folder.append_metrics({"train/loss": 0.25}, 20)
+    assert folder.logged_step() == 20
+    assert json.loads(file.read_text().splitlines()[-1]) == {"step": 20, "train/loss": 0.25}
+
+
+class Line:
+    """Stands for the progress line."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.said.append(line)
+
+    def log_point(self, images: int, **values: object) -> None:
+        pass
+
+
+class Tracking:
+    """Stands for the tracker."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def metrics(self, values: dict[str, float], step: int) -> None:
+        if step == 30:
+            raise KeyboardInterrupt  # stands for the end of the process
+        self.steps.append(step)
+
+    def text(self, text: str, name: str) -> None:
+        pass
+
+
+POINT = {"progress/images": 8.0, "train/loss": 0.5, "perf/images_per_second": 1.0}
+
+
+def recorder(folder: RunFolder) -> tuple[Recorder, Line, Tracking]:
+    """What records a run that was resumed in ``folder``."""
+    line, tracking = Line(), Tracking()
+    made = Recorder(cast(ProgressLine, line), cast(Tracker, tracking), folder, folder.logged_step())
+    return made, line, tracking
+
+
+def test_a_step_that_is_repeated_is_not_logged_again(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    first, _, tracking = recorder(folder)
+    for step in (10, 20):
+        first.point(POINT, step, fp16=False)
+        first.checkpoint(0.1, step)
+    assert tracking.steps == [10, 10, 20, 20]
+    with pytest.raises(KeyboardInterrupt):
+        first.point(POINT, 30, fp16=False)
+    second, _, tracking = recorder(folder)
+    for step in (20, 40):  # the process before may have sent 30, so it is left out
+        second.point(POINT, step, fp16=False)
+        second.checkpoint(0.1, step)
+    assert tracking.steps == [40, 40]
+
+
+def test_after_a_rewind_the_new_course_is_logged(tmp_path: Path) -> None:
+    made, line, tracking = recorder(RunFolder(tmp_path))
+    for step in (10, 20):
+        made.point(POINT, step, fp16=False)
+    made.rewound("went back", 1, 10)
+    made.point(POINT, 20, fp16=False)
+    assert line.said == ["went back"] and tracking.steps == [10, 20, 10, 20]
+
+
+def test_a_full_disk_does_not_stop_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: RunFolder, values: object, step: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RunFolder, "append_metrics", full)
+    made, line, tracking = recorder(RunFolder(tmp_path))
+    made.point(POINT, 10, fp16=False)
+    assert tracking.steps == [10] and "No space left on device" in line.said[0]
