@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
-import platform
-import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,9 +14,7 @@ import deepspeed
 import psutil
 import torch
 import torch.distributed as dist
-import yaml
 
-import ddpm_ds
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.data.loader import micro_batches
 from ddpm_ds.data.prepare import prepare
@@ -35,15 +28,17 @@ from ddpm_ds.pipeline.memory import checkpoint_interval
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.loop import Run, train
 from ddpm_ds.train.objective import Denoising
-from ddpm_ds.train.plan import RunPlan, stage_table
+from ddpm_ds.train.plan import RunPlan
 from ddpm_ds.train.progress import ProgressLine, summary
 from ddpm_ds.train.recorder import Recorder
 from ddpm_ds.train.requests import Requests
-from ddpm_ds.train.resume import RunFolder, check_resume, checkpoints_of, find_checkpoint
+from ddpm_ds.train.resume import check_resume, checkpoints_of, find_checkpoint
+from ddpm_ds.train.run_record import Resumed, recorded
 from ddpm_ds.train.saving import Saver
-from ddpm_ds.train.tracking import Tracker
 from ddpm_ds.train.watchdog import Watchdog, make_store
 
+KNOWN_TO_ALL_RANKS = (UserError, BadNumbersError, Preempted)
+"""Raised on every rank at the same step, so that all can still act together."""
 WAIT_FOR_CULPRIT_SECONDS = 5.0
 """How long a rank whose collective failed looks for the rank that is gone."""
 
@@ -78,7 +73,7 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
         )
         profile_flops(engine, config.get("flops_profiler", {}), run_dir / "flops")
         ema = Ema(engine, plan.spec.ema)
-        with _recorded(plan, config, run_dir, device, line, resumed) as recorder:
+        with recorded(plan, config, run_dir, device, line, resumed) as recorder:
             saver = Saver(
                 plan,
                 config,
@@ -116,17 +111,17 @@ def _train(
     try:
         last = train(run)
         seconds = time.monotonic() - started
-    except RuntimeError as error:
-        missing = watchdog.who_is_missing(WAIT_FOR_CULPRIT_SECONDS)
+    except KNOWN_TO_ALL_RANKS:
+        _end_well(saver, watchdog, requests)
+        raise
+    except BaseException as error:
+        missing = watchdog.who_is_missing(WAIT_FOR_CULPRIT_SECONDS) if isinstance(error, RuntimeError) else []
+        watchdog.stop(failure=type(error).__name__)
         if not missing:
             raise
         names = ", ".join(_rank_name(engine, rank) for rank in missing)
         raise PeerLostError(f"{names} is gone ({str(error).splitlines()[0]}); the run can be resumed") from error
-    finally:
-        with watchdog.pause():
-            saver.wait()
-        watchdog.stop()
-        requests.close()
+    _end_well(saver, watchdog, requests)
     link = recorder.finish("FINISHED", artifacts=[run_dir / "flops"])
     if link is not None:
         print(
@@ -141,6 +136,15 @@ def _train(
             ),
             flush=True,
         )
+
+
+def _end_well(saver: Saver, watchdog: Watchdog, requests: Requests) -> None:
+    """What all ranks do together at the end: the last checkpoint is on the disk before any of them leaves."""
+    with watchdog.pause():
+        saver.wait()
+        dist.barrier()
+    watchdog.stop()
+    requests.close()
 
 
 def _watch(engine: UnetPipelineEngine, recorder: Recorder, options: argparse.Namespace) -> Watchdog:
@@ -158,15 +162,6 @@ def _watch(engine: UnetPipelineEngine, recorder: Recorder, options: argparse.Nam
 def _rank_name(engine: UnetPipelineEngine, rank: int) -> str:
     """As a user knows it: ``rank 2 (stage 1)``."""
     return f"rank {rank} (stage {engine.grid._topo.get_coord(rank).pipe})"
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """Where a run goes on from."""
-
-    checkpoint: Path
-    changed: tuple[str, ...]
-    """What has changed since, by dotted key."""
 
 
 def _find_resume(
@@ -203,82 +198,11 @@ def process_group() -> Iterator[None]:
         ) from None
     try:
         yield
-    except (UserError, BadNumbersError, Preempted):  # known to all ranks: leave together
+    except KNOWN_TO_ALL_RANKS:  # leave together
         dist.barrier()
         dist.destroy_process_group()
         raise
     dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _recorded(
-    plan: RunPlan,
-    config: dict[str, Any],
-    run_dir: Path,
-    device: torch.device,
-    line: ProgressLine | None,
-    resumed: Resumed | None,
-) -> Iterator[Recorder]:
-    """The run's folder and its MLflow run, on rank 0; ended as FAILED or KILLED when the body raises."""
-    if line is None:
-        yield Recorder()
-        return
-    run_dir.mkdir(parents=True, exist_ok=True)
-    folder = RunFolder(run_dir)
-    spec_file, config_file = run_dir / "spec.yaml", run_dir / "ds_config.json"
-    spec_file.write_text(yaml.safe_dump(plan.spec.model_dump(mode="json"), sort_keys=False))
-    config_file.write_text(json.dumps(config, indent=2) + "\n")
-    (run_dir / "stages.txt").write_text(stage_table(plan) + "\n")
-    tags = _tags(plan)
-    if resumed is not None:
-        tags["resume_count"] = str(folder.add_resume(resumed.checkpoint, resumed.changed))
-    tracker = Tracker.start(
-        plan.spec.logging.experiment,
-        run_dir.name,
-        output_root=run_dir.parent,
-        run_dir=run_dir,
-        params={**plan.spec.model_dump(mode="json"), "ds_config": config, "derived": _derived(plan, device)},
-        tags=tags,
-        artifacts=[spec_file, config_file, run_dir / "stages.txt"],
-        identity=folder.identity(),
-        say=line.say,
-    )
-    recorder = Recorder(line, tracker, folder, folder.logged_step() if resumed is not None else 0)
-    try:
-        yield recorder
-    except BaseException as error:
-        recorder.finish("KILLED" if isinstance(error, KeyboardInterrupt | Preempted) else "FAILED")
-        raise
-
-
-def _derived(plan: RunPlan, device: torch.device) -> dict[str, object]:
-    return {
-        **asdict(plan.ds.layout),
-        "parameters": plan.parameters,
-        "forward_gflops_per_image": 2 * plan.macs / 1e9,
-        "steps": plan.steps,
-        "precision": plan.ds.precision,
-        "zero_stage": plan.ds.zero_stage,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
-    }
-
-
-def _tags(plan: RunPlan) -> dict[str, str]:
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(ddpm_ds.__file__).parent), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        return done.stdout.strip() if done.returncode == 0 else "unknown"
-
-    return {
-        "git_commit": git("rev-parse", "HEAD"),
-        "git_dirty": str(bool(git("status", "--porcelain", "--untracked-files=no"))).lower(),
-        "host": platform.node(),
-        "mlflow.source.name": "launch/train.py",
-        "world_size": str(plan.ds.layout.world_size),
-        "stage_cuts": json.dumps(plan.bounds[1:-1]),
-        **{f"version.{name}": version(name) for name in ("torch", "deepspeed", "mlflow-skinny")},
-        "version.ddpm_ds": ddpm_ds.__version__,
-    }
 
 
 def _batches(plan: RunPlan, store: Store, engine: UnetPipelineEngine) -> Iterator[Any] | None:
