@@ -39,8 +39,19 @@ TINY = (
 )
 
 
+QUIET = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "MLFLOW_TRACKING_URI": "", "PYTHONPATH": str(REPOSITORY)}
+
+
+def arguments(run_dir: Path, changes: Sequence[str], config: str, options: Sequence[str] = ()) -> list[str]:
+    """What follows the script: a tiny run in ``run_dir`` with some values changed."""
+    changes = (*TINY, f"data.store_root={run_dir.parent / 'data'}", *changes)
+    config_file = str(REPOSITORY / "ds_configs" / config)
+    overrides = [part for change in changes for part in ("--set", change)]
+    return ["--run-dir", str(run_dir), "--deepspeed_config", config_file, *options, *overrides]
+
+
 class Ranks:
-    """Two stages of one run; whatever is left of them is killed at the end of the ``with`` block."""
+    """The ranks of one run; whatever is left of them is killed at the end of the ``with`` block."""
 
     def __init__(
         self,
@@ -52,20 +63,16 @@ class Ranks:
         count: int = 2,
         **environment: str,
     ) -> None:
-        self.run_dir = run_dir
         self._output = run_dir.with_name(f"{run_dir.name}.output-{time.monotonic_ns()}")
-        changes = (*TINY, f"data.store_root={run_dir.parent / 'data'}", *changes)
-        command = [sys.executable, str(script), "--run-dir", str(run_dir)]
-        command += ["--deepspeed_config", str(REPOSITORY / "ds_configs" / config), *options]
-        command += [part for change in changes for part in ("--set", change)]
+        self._run_dir = run_dir
+        command = [sys.executable, str(script), *arguments(run_dir, changes, config, options)]
         world = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        quiet = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "MLFLOW_TRACKING_URI": ""}
+        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         self.processes = []
         with self._output.open("w") as output:
             for rank in range(count):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(REPOSITORY)}
-                variables = {**os.environ, **world, **place, **quiet, **own, **environment}
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                variables = {**os.environ, **world, **QUIET, **own, **environment}
                 self.processes.append(
                     subprocess.Popen(command, env=variables, cwd=REPOSITORY, stdout=output, stderr=output)
                 )
@@ -95,7 +102,7 @@ class Ranks:
 
     def until_images(self, images: int) -> None:
         """Wait until so many images are in the loss curve."""
-        self.until(lambda: any(point["progress/images"] >= images for point in points(self.run_dir)))
+        self.until(lambda: any(point["progress/images"] >= images for point in points(self._run_dir)))
 
     def signal(self, rank: int, number: signal.Signals) -> None:
         self.processes[rank].send_signal(number)
