@@ -6,6 +6,7 @@ import itertools
 import multiprocessing
 import random
 import time
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,10 @@ SHAPES: Shapes = {"0.weight": (300, 100), "1.weight": (200, 100)}
 BOUNDS = (0, 20_000, 50_000)
 
 
-def write_on(folder: Path, rank: int, first: int) -> None:
+def write_on(folder: Path, rank: int, first: int, barrier: Barrier) -> None:
     """One rank of a run that does nothing but write checkpoints; the ranks keep pace by ``latest``."""
     writer = Writer(folder, rank, len(BOUNDS) - 1, say=print, keep_last=2)
+    barrier.wait()  # as training does: rank 0 has cleaned the folder before another rank writes
     for images in itertools.count(first):
         fragments = fragments_of(images, BOUNDS[rank], BOUNDS[rank + 1], SHAPES)
         writer.begin(f"rank{rank}", fragments, describe(images, SHAPES), {"images": images})
@@ -34,8 +36,10 @@ def kill_and_look(folder: Path, rounds: int, randomness: random.Random) -> int:
     context = multiprocessing.get_context("fork")
     interrupted, first = 0, 1
     for _ in range(rounds):
+        barrier = context.Barrier(len(BOUNDS) - 1)
         ranks = [
-            context.Process(target=write_on, args=(folder, rank, first), daemon=True) for rank in range(len(BOUNDS) - 1)
+            context.Process(target=write_on, args=(folder, rank, first, barrier), daemon=True)
+            for rank in range(len(BOUNDS) - 1)
         ]
         for process in ranks:
             process.start()

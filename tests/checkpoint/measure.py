@@ -1,0 +1,40 @@
+"""How long a checkpoint holds training up and takes to be written: ``python -m tests.checkpoint.measure FOLDER``."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from ddpm_ds.checkpoint.fragments import Fragment
+from ddpm_ds.checkpoint.manifest import read_manifest, verify
+from ddpm_ds.checkpoint.writer import Writer
+from tests.checkpoint.saving import KINDS, describe
+
+TENSORS, ELEMENTS = 328, 95_274
+"""As many tensors as DDPM's U-Net for CIFAR-10 has; of four kinds 500 MB."""
+
+
+def main(folder: Path) -> None:
+    shapes = {f"{tensor}.weight": (ELEMENTS,) for tensor in range(TENSORS)}
+    fragments = [Fragment(kind, name, 0, torch.randn(ELEMENTS)) for kind in KINDS for name in shapes]
+    megabytes = sum(fragment.values.nbytes for fragment in fragments) / 1e6
+    print(f"{megabytes:.0f} MB in {len(fragments)} fragments, {torch.get_num_threads()} threads")
+    writer = Writer(folder, 0, 1, say=print, keep_last=2)
+    for images in range(1, 7):
+        started = time.monotonic()
+        writer.begin("stage0-replica0", fragments, describe(images, shapes), {})
+        assert writer.wait()
+        print(f"blocked {writer.seconds_blocked:.3f} s, on the disk after {time.monotonic() - started:.2f} s")
+    started = time.monotonic()
+    newest = folder / "images-000000006"
+    verify(newest, read_manifest(newest), progress=False)
+    print(f"verified in {time.monotonic() - started:.2f} s")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory(dir=sys.argv[1]) as folder:
+        main(Path(folder))

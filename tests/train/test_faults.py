@@ -1,0 +1,140 @@
+"""A rank is killed at any moment, again and again, and the run ends with the weights of one that nobody disturbed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+import psutil
+import pytest
+
+from tests.launching import REPOSITORY, free_port
+from tests.train.ranks import QUIET, TRAIN, Ranks, arguments, end_of, mlflow_run, points, the_same
+
+pytestmark = pytest.mark.launch
+
+IMAGES_PER_START = 480
+"""Training for each kill, longer than it waits."""
+CHECKPOINTS = ("checkpoint.every_images=40", "checkpoint.keep_last=2")
+START_SECONDS, TRAINING_SECONDS = 8.0, 0.5
+"""Random kills come within these times of the start of the processes, and of their first new step."""
+
+Moment = Literal["starting", "training", "writing"]
+
+
+class Supervised:
+    """A run under ``ddpm-ds run``; whatever is left of it is killed at the end of the ``with`` block."""
+
+    def __init__(self, run_dir: Path, changes: Sequence[str], *, processes: int, stages: int, config: str) -> None:
+        self.run_dir, self.processes = run_dir, processes
+        self._output = run_dir.with_name(f"{run_dir.name}.output")
+        command = [sys.executable, "-m", "ddpm_ds.cli", "run", "--max-restarts", "5", "--", "--num_gpus"]
+        command += [str(processes), "--master_addr", "127.0.0.1", "--master_port", str(free_port()), str(TRAIN)]
+        command += arguments(run_dir, changes, config, ["-p", str(stages)])
+        with self._output.open("w") as output:
+            variables = {**os.environ, **QUIET}
+            self.supervisor = psutil.Popen(command, env=variables, cwd=REPOSITORY, stdout=output, stderr=output)
+
+    def __enter__(self) -> Supervised:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in [*self.supervisor.children(recursive=True), self.supervisor]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        self.supervisor.wait()
+
+    @property
+    def said(self) -> str:
+        """What all processes have printed."""
+        return self._output.read_text()
+
+    def ranks(self) -> list[psutil.Process]:
+        """The training processes that run."""
+        found = []
+        for process in self.supervisor.children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                words = process.cmdline()
+                if str(TRAIN) in words and any(word.startswith("--local_rank=") for word in words):
+                    found.append(process)
+        return found
+
+    def until(self, happened: Callable[[], bool], timeout: float = 120.0) -> bool:
+        """Wait for something; whether it happened before the run was over."""
+        deadline = time.monotonic() + timeout
+        while self.supervisor.poll() is None:
+            if happened():
+                return True
+            assert time.monotonic() < deadline, self.said[-6000:]
+            time.sleep(0.001)
+        return False
+
+    def writing(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return any(self.run_dir.glob("checkpoints/.writing-*"))
+
+
+def kill_one(run: Supervised, moment: Moment, randomness: random.Random) -> bool:
+    """Kill a rank of this start at some moment; whether a checkpoint was being written then."""
+    trained = len(points(run.run_dir))
+    assert run.until(lambda: len(run.ranks()) == run.processes), run.said[-6000:]
+    ranks = run.ranks()
+    if moment == "starting":
+        time.sleep(randomness.uniform(0, START_SECONDS))
+    else:
+        assert run.until(lambda: len(points(run.run_dir)) > trained), run.said[-6000:]
+        time.sleep(randomness.uniform(0, TRAINING_SECONDS))
+    if moment == "writing":
+        assert run.until(run.writing), run.said[-6000:]
+    writing = run.writing()
+    randomness.choice(ranks).kill()
+    assert run.until(lambda: not set(ranks) & set(run.ranks())), run.said[-6000:]
+    return writing
+
+
+def end_undisturbed(run_dir: Path, moments: Sequence[Moment], *, stages: int, replicas: int, config: str) -> int:
+    """Train a run twice, once with a kill at each of ``moments``; they end alike. Returns how many hit a checkpoint."""
+    processes, randomness = stages * replicas, random.Random(len(moments))
+    changes = (f"train.images={IMAGES_PER_START * (len(moments) + 1)}", *CHECKPOINTS)
+    undisturbed = run_dir.with_name("undisturbed")
+    with Ranks(undisturbed, *changes, config=config, count=processes, options=["-p", str(stages)]) as ranks:
+        assert ranks.codes(600) == [0] * processes, ranks.said[-4000:]
+    with Supervised(run_dir, changes, processes=processes, stages=stages, config=config) as run:
+        hit = sum(kill_one(run, moment, randomness) for moment in moments)
+        run.until(lambda: False, timeout=600)
+        assert run.supervisor.wait() == 0, run.said[-6000:]
+        assert "Traceback" not in run.said
+    assert the_same(end_of(run_dir), end_of(undisturbed))
+    assert [(point["step"], point["train/loss"]) for point in points(run_dir)] == [
+        (point["step"], point["train/loss"]) for point in points(undisturbed)
+    ]
+    client, finished = mlflow_run(run_dir)
+    steps = [point.step for point in client.get_metric_history(finished.info.run_id, "train/loss")]
+    assert finished.info.status == "FINISHED" and steps == sorted(set(steps)) and len(steps) > 0
+    assert not list((run_dir / "checkpoints").glob(".*"))
+    return hit
+
+
+def test_a_killed_rank_changes_nothing(tmp_path: Path) -> None:
+    moments: list[Moment] = ["writing", "training", "writing"]
+    hit = end_undisturbed(tmp_path / "disturbed", moments, stages=2, replicas=1, config="zero2_fp16.json")
+    assert hit > 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("stages", "replicas"), [(2, 1), (1, 2), (2, 2)])
+def test_dozens_of_killed_ranks_change_nothing(stages: int, replicas: int, tmp_path: Path) -> None:
+    kinds: list[Moment] = ["starting", "training", "writing"]
+    moments = random.Random(stages + replicas).choices(kinds, k=24)
+    hit = end_undisturbed(tmp_path / "disturbed", moments, stages=stages, replicas=replicas, config="zero2_fp16.json")
+    assert hit > 4
