@@ -18,6 +18,8 @@ from ddpm_ds.unet.layers import Layer, unet_layers
 
 OUTPUT_ROOT = Path("runs")
 """Where runs go that are given no folder."""
+LOCK = ".lock"
+"""File in a run's folder that its process holds locked."""
 ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
@@ -141,7 +143,7 @@ def check_output(run_dir: Path, resume: str) -> None:
     Raises:
         OutputError: with the folder that is in the way.
     """
-    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+    if run_dir.exists() and (not run_dir.is_dir() or any(path.name != LOCK for path in run_dir.iterdir())):
         if not (run_dir / "spec.yaml").exists():
             raise OutputError(f"--run-dir {run_dir} is neither empty nor the folder of a run; name a new one")
         if resume == "never":

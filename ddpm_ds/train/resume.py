@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import uuid
@@ -9,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from ddpm_ds.checkpoint.folder import clean, newest_good, write_file
 from ddpm_ds.checkpoint.reader import Reader
-from ddpm_ds.errors import CheckpointError
+from ddpm_ds.errors import CheckpointError, OutputError
 from ddpm_ds.spec import RunSpec
+from ddpm_ds.train.plan import LOCK
 from ddpm_ds.train.tracking import flatten
 
 MAY_CHANGE = (
@@ -35,6 +37,25 @@ MAY_CHANGE = (
 def checkpoints_of(run_dir: Path) -> Path:
     """The folder of a run's checkpoints."""
     return run_dir / "checkpoints"
+
+
+def claim_folder(run_dir: Path) -> IO[str]:
+    """Make the run's folder and lock it for as long as the returned file is open.
+
+    Raises:
+        OutputError: another process trains into it.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    lock = (run_dir / LOCK).open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise OutputError(
+            f"--run-dir {run_dir} is in use by a run that is still going; stop it or name another"
+        ) from None
+    except OSError:  # a file system without locks
+        pass
+    return lock
 
 
 def find_checkpoint(run_dir: Path, resume: str, say: Callable[[str], None]) -> Path | None:

@@ -32,7 +32,7 @@ from ddpm_ds.train.plan import RunPlan
 from ddpm_ds.train.progress import ProgressLine, summary
 from ddpm_ds.train.recorder import Recorder
 from ddpm_ds.train.requests import Requests
-from ddpm_ds.train.resume import check_resume, checkpoints_of, find_checkpoint
+from ddpm_ds.train.resume import check_resume, checkpoints_of, claim_folder, find_checkpoint
 from ddpm_ds.train.run_record import Resumed, recorded
 from ddpm_ds.train.saving import Saver
 from ddpm_ds.train.watchdog import Watchdog, make_store
@@ -62,6 +62,7 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
     check_store(store, plan)
     config = fill_checkpointing(plan, device)
     line = ProgressLine(plan.spec.train.images) if rank == 0 else None
+    claim = claim_folder(run_dir) if rank == 0 else None  # before anything in it is read or cleaned up
     resumed = _find_resume(plan, config, store, run_dir, options.resume, line) if line is not None else None
     if rank == 0 and device.type == "cpu" and plan.ds.precision == "fp16":
         print("fp16 on a CPU: stored in fp16, computed in fp32", flush=True)
@@ -87,6 +88,7 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
                 saver.load(resumed.checkpoint)
             _train(plan, store, engine, ema, saver, recorder, run_dir, options)
         dist.barrier()
+    del claim
 
 
 def _train(

@@ -11,10 +11,11 @@ import pytest
 from ddpm_ds.checkpoint.folder import checkpoint_name
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.checkpoint.writer import Writer
-from ddpm_ds.errors import CheckpointError
+from ddpm_ds.errors import CheckpointError, OutputError
+from ddpm_ds.train.plan import check_output
 from ddpm_ds.train.progress import ProgressLine
 from ddpm_ds.train.recorder import Recorder
-from ddpm_ds.train.resume import RunFolder, checkpoints_of, find_checkpoint
+from ddpm_ds.train.resume import RunFolder, checkpoints_of, claim_folder, find_checkpoint
 from ddpm_ds.train.tracking import Tracker
 from tests.checkpoint.saving import describe, fragments_of
 
@@ -150,3 +151,12 @@ def test_a_full_disk_does_not_stop_the_log(tmp_path: Path, monkeypatch: pytest.M
     made, line, tracking = recorder(RunFolder(tmp_path))
     made.point(POINT, 10, fp16=False)
     assert tracking.steps == [10] and "No space left on device" in line.said[0]
+
+
+def test_a_folder_is_claimed_by_one_process_at_a_time(tmp_path: Path) -> None:
+    claim = claim_folder(tmp_path / "run")
+    with pytest.raises(OutputError, match="is in use by a run that is still going"):
+        claim_folder(tmp_path / "run")
+    claim.close()
+    claim_folder(tmp_path / "run").close()
+    check_output(tmp_path / "run", "auto")  # what a claim leaves is no reason to refuse the folder
