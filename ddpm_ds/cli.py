@@ -13,7 +13,7 @@ from pathlib import Path
 from ddpm_ds.checkpoint.command import add_checkpoint
 from ddpm_ds.errors import UserError
 from ddpm_ds.supervisor import supervise
-from ddpm_ds.train.command import OneLineParser
+from ddpm_ds.train.command import OneLineParser, add_overrides
 
 EPILOG = """\
 training
@@ -67,14 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def add_spec_options(parser: argparse.ArgumentParser) -> None:
     """The options with which a verb takes a run spec."""
     parser.add_argument("--spec", type=Path, required=True, metavar="YAML", help="run spec, see launch/specs")
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="change one value of the spec; may be repeated",
-    )
+    add_overrides(parser)
 
 
 def _add_run(verbs: argparse._SubParsersAction[OneLineParser]) -> None:

@@ -52,10 +52,8 @@ class OneLineParser(argparse.ArgumentParser):
         raise SpecError(f"{message}; {self.prog} --help explains")
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """The options of every program that a launcher starts: what, how and where to train."""
-    parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="JSON", help="how to train")
-    parser.add_argument("--spec", type=Path, default=SPECS / "digits.yaml", metavar="YAML", help="what to train")
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """``--set``, of every program and verb that takes a run spec."""
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -64,6 +62,13 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         metavar="SECTION.KEY=VALUE",
         help="change one value of the spec; may be repeated",
     )
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """The options of every program that a launcher starts: what, how and where to train."""
+    parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="JSON", help="how to train")
+    parser.add_argument("--spec", type=Path, default=SPECS / "digits.yaml", metavar="YAML", help="what to train")
+    add_overrides(parser)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
     parser.add_argument("--verbose", action="store_true", help="show DeepSpeed's own log")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # of launchers
