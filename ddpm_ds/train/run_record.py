@@ -66,7 +66,7 @@ def recorded(
         identity=folder.identity(),
         say=line.say,
     )
-    recorder = Recorder(line, tracker, folder, folder.logged_step() if resumed is not None else 0)
+    recorder = Recorder(line, tracker, folder, folder.logged_step())
     try:
         yield recorder
     except BaseException as error:

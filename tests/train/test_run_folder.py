@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
+import torch.distributed as dist
 
 from ddpm_ds.checkpoint.folder import checkpoint_name
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.checkpoint.writer import Writer
 from ddpm_ds.errors import CheckpointError, OutputError
+from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.train.plan import check_output
 from ddpm_ds.train.progress import ProgressLine
 from ddpm_ds.train.recorder import Recorder
 from ddpm_ds.train.resume import RunFolder, checkpoints_of, claim_folder, find_checkpoint
+from ddpm_ds.train.saving import Saver
 from ddpm_ds.train.tracking import Tracker
 from tests.checkpoint.saving import describe, fragments_of
 
@@ -54,6 +58,19 @@ def test_a_checkpoint_whose_replacement_was_interrupted_is_found(tmp_path: Path)
     only.rename(only.with_name(f".replaced-{only.name}"))
     assert find_checkpoint(tmp_path, "auto", pytest.fail) == only
     assert read_manifest(only).images == 8
+
+
+def test_a_rewind_goes_to_the_newest_good_checkpoint_of_its_own_past(tmp_path: Path) -> None:
+    """After a resume from an older one, later checkpoints lie in the folder until the next is saved."""
+    good, damaged, _later = save(tmp_path, 8), save(tmp_path, 16), save(tmp_path, 32)
+    (damaged / "state.json").write_text("{}")
+    saver = object.__new__(Saver)
+    saver._folder, saver._engine = checkpoints_of(tmp_path), cast(UnetPipelineEngine, SimpleNamespace(images_seen=24))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert saver._newest() == good
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_identity_of_a_run_is_made_once(tmp_path: Path) -> None:
