@@ -32,11 +32,21 @@ Moment = Literal["starting", "training", "writing"]
 class Supervised:
     """A run under ``ddpm-ds run``; whatever is left of it is killed at the end of the ``with`` block."""
 
-    def __init__(self, run_dir: Path, changes: Sequence[str], *, processes: int, stages: int, config: str) -> None:
+    def __init__(
+        self, run_dir: Path, changes: Sequence[str], *, processes: int, stages: int, config: str, restarts: int
+    ) -> None:
         self.run_dir, self.processes = run_dir, processes
         self._output = run_dir.with_name(f"{run_dir.name}.output")
-        command = [sys.executable, "-m", "ddpm_ds.cli", "run", "--max-restarts", "5", "--", "--num_gpus"]
-        command += [str(processes), "--master_addr", "127.0.0.1", "--master_port", str(free_port()), str(TRAIN)]
+        command = [sys.executable, "-m", "ddpm_ds.cli", "run", "--max-restarts", str(restarts), "--"]
+        command += [
+            "--num_gpus",
+            str(processes),
+            "--master_addr",
+            "127.0.0.1",
+            "--master_port",
+            str(free_port()),
+            str(TRAIN),
+        ]
         command += arguments(run_dir, changes, config, ["-p", str(stages)])
         with self._output.open("w") as output:
             variables = {**os.environ, **QUIET}
@@ -109,7 +119,8 @@ def end_undisturbed(run_dir: Path, moments: Sequence[Moment], *, stages: int, re
     undisturbed = run_dir.with_name("undisturbed")
     with Ranks(undisturbed, *changes, config=config, count=processes, options=["-p", str(stages)]) as ranks:
         assert ranks.codes(600) == [0] * processes, ranks.said[-4000:]
-    with Supervised(run_dir, changes, processes=processes, stages=stages, config=config) as run:
+    restarts = len(moments)  # several kills in a row may come before a new checkpoint
+    with Supervised(run_dir, changes, processes=processes, stages=stages, config=config, restarts=restarts) as run:
         hit = sum(kill_one(run, moment, randomness) for moment in moments)
         run.until(lambda: False, timeout=600)
         assert run.supervisor.wait() == 0, run.said[-6000:]
