@@ -18,14 +18,23 @@ from torch import Tensor
 
 
 class Stream(IntEnum):
-    """What a draw is for; two streams of one image are independent. Dropout of layer i uses DROPOUT + i."""
+    """What a draw is for; two streams of one image are independent.
+
+    Dropout of layer i uses DROPOUT + i, the held-out noise at timestep t HELD_OUT + t. A drawn image begins with the
+    noise of SAMPLE and is given that of SAMPLE + 1 + t on leaving timestep t.
+    """
 
     TIMESTEP = 0
     NOISE = 1
     FLIP = 2
     LABEL_DROP = 3
     DROPOUT = 16
+    HELD_OUT = 2**20
+    SAMPLE = 2**21
 
+
+SAMPLE_SEED = 0
+"""Seed of drawn images unless another is asked for: not the run's, so that runs are compared from the same noise."""
 
 _WORD = 0xFFFFFFFF
 _ROUNDS = 10

@@ -36,6 +36,8 @@ class DataSpec(Section):
     """Colour channels after preparation: 1 grey, 3 RGB."""
     horizontal_flips: bool = False
     """Mirror half of the images, chosen anew each time an image is seen."""
+    held_out_images: Annotated[int, Field(ge=0)] = 0
+    """Images that are never trained on, for the held-out loss; which ones follows from their number alone."""
     max_bad_fraction: Fraction = 0.01
     """Share of unreadable images above which preparation fails; below it they are skipped and reported."""
     store_root: Path = Path("data")
@@ -131,6 +133,9 @@ class TrainSpec(Section):
     """Seed of everything random: weights, order, timesteps, noise, flips, dropout."""
     label_drop: Fraction = 0.0
     """Share of labels replaced by "no label" in a class-conditional run, for classifier-free guidance."""
+    initial_weights: Path | None = None
+    """Safetensors file of weights to begin with, from `ddpm-ds import` or `ddpm-ds checkpoint consolidate`; null draws
+    them at random."""
 
 
 class EmaSpec(Section):
@@ -166,6 +171,57 @@ class BadNumbersSpec(Section):
     """Rewinds after which the run is ended all the same."""
 
 
+class SamplerSpec(Section):
+    """How images are drawn, while training and by `ddpm-ds sample`."""
+
+    kind: Literal["ddpm", "ddim", "dpm_solver"] = "dpm_solver"
+    """Ancestral (DDPM), DDIM, or the fast deterministic DPM-Solver++ (2M)."""
+    steps: PositiveInt | None = None
+    """Evaluations of the U-Net per image; null means 20 for dpm_solver, 50 for ddim, all timesteps for ddpm."""
+    spacing: Literal["trailing", "leading", "linspace"] = "trailing"
+    """Which timesteps are visited (names of diffusers): trailing starts at the last one, as training does."""
+    eta: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Noise that ddim adds: 0 none, 1 as much as ddpm."""
+    variance: Literal["small", "large"] = "large"
+    """Variance of ddpm's steps: that of the posterior, or beta as in DDPM on CIFAR-10."""
+    clip: Literal["none", "static", "dynamic"] = "static"
+    """Keep each predicted clean image in [-1, 1]: not at all, by clipping, or by a quantile (Imagen)."""
+    dynamic_quantile: Annotated[float, Field(gt=0.0, le=1.0)] = 0.995
+    """Quantile of the magnitudes by which dynamic clipping scales an image down."""
+    guidance: Annotated[float, Field(ge=0.0)] = 1.0
+    """Classifier-free guidance of a class-conditional U-Net: 1 is none, 0 leaves out the class."""
+
+    @property
+    def guides(self) -> bool:
+        """Whether each step evaluates the U-Net twice, with the class and without it."""
+        return self.guidance not in (0.0, 1.0)
+
+    def steps_of(self, timesteps: int) -> int:
+        """Evaluations of the U-Net per image, with a null filled in."""
+        defaults = {"dpm_solver": min(20, timesteps), "ddim": min(50, timesteps), "ddpm": timesteps}
+        return self.steps or defaults[self.kind]
+
+
+class SamplesSpec(Section):
+    """Pictures drawn while training, from the averaged weights and the same noise each time."""
+
+    every_images: PositiveInt | None = 50_000
+    """Images between two pictures; null draws none."""
+    count: PositiveInt = 64
+    """Images in a picture."""
+
+
+HELD_OUT_QUANTILES = tuple(range(10, 100, 10))
+"""Timesteps at which the held-out loss is measured, in per cent of all."""
+
+
+class EvaluationSpec(Section):
+    """The loss of the averaged weights on `data.held_out_images`, with the same noise each time."""
+
+    every_images: PositiveInt | None = 100_000
+    """Images between two evaluations; null makes none."""
+
+
 class LoggingSpec(Section):
     """What is written down while training."""
 
@@ -196,6 +252,12 @@ class RunSpec(Section):
     """Checkpoints."""
     bad_numbers: BadNumbersSpec = BadNumbersSpec()
     """Losses that are not finite or jump."""
+    sampler: SamplerSpec = SamplerSpec()
+    """How images are drawn."""
+    samples: SamplesSpec = SamplesSpec()
+    """Pictures while training."""
+    evaluation: EvaluationSpec = EvaluationSpec()
+    """Held-out loss."""
     logging: LoggingSpec
     """Logging."""
 
@@ -205,6 +267,7 @@ class RunSpec(Section):
         _check_data(self)
         _check_unet(self)
         _check_training(self)
+        check_sampler(self.sampler, timesteps=self.diffusion.timesteps, classes=self.unet.classes)
         return self
 
 
@@ -259,4 +322,17 @@ def _check_training(spec: RunSpec) -> None:
     if train.label_drop and spec.unet.classes is None:
         raise ValueError(
             f"train.label_drop = {train.label_drop} needs labels; set unet.classes to their number or label_drop to 0"
+        )
+
+
+def check_sampler(sampler: SamplerSpec, *, timesteps: int, classes: int | None) -> None:
+    """What the sampler asks of the diffusion process and the U-Net; raises ValueError with one line."""
+    if sampler.steps is not None and sampler.steps > timesteps:
+        raise ValueError(f"sampler.steps = {sampler.steps} is above the {timesteps} timesteps; use fewer")
+    if sampler.eta and sampler.kind != "ddim":
+        raise ValueError(f"sampler.eta = {sampler.eta:g} is of ddim, not of {sampler.kind}; use kind ddim or eta 0")
+    if sampler.guidance != 1.0 and classes is None:
+        raise ValueError(
+            f"sampler.guidance = {sampler.guidance:g} needs a class-conditional U-Net; leave it at 1, or train one "
+            "with unet.classes and train.label_drop"
         )

@@ -60,10 +60,14 @@ class Diffusion:
         return objective.add_noise(x0, eps, self.level(t))
 
     def loss(self, prediction: Tensor, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """Mean over images of weight times distance, a float32 scalar; `prediction` may be of any float dtype."""
+        """Mean over images of :meth:`losses`, a float32 scalar."""
+        return self.losses(prediction, x0, eps, t).mean()
+
+    def losses(self, prediction: Tensor, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
+        """Each image's weight times distance, (N,) float32; `prediction` may be of any float dtype."""
         target = objective.target(self.spec.objective, x0, eps, self.level(t))
         distance = objective.distance(self.spec.loss, prediction, target, self.spec.huber_delta)
-        return (self._weights[t] * distance).mean()
+        return self._weights[t] * distance  # (N,)
 
     def drop_labels(self, labels: Tensor, index: Tensor, share: float, none_label: int) -> Tensor:
         """(N,) labels, of which `share` are replaced by `none_label`. Source: Ho and Salimans 2022, algorithm 1."""

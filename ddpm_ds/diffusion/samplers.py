@@ -1,0 +1,204 @@
+"""Samplers: from noise to images, one evaluation of the U-Net per step, as pure functions of tensors.
+
+Every sampler's step mixes x_t, the predicted clean image x0, the x0 of the step before and fresh noise. They differ in
+the four coefficients, which :func:`ancestral`, :func:`ddim` and :func:`dpm_solver` compute in float64 from alpha_bar.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ddpm_ds.diffusion.objective import NoiseLevel, to_x0
+from ddpm_ds.diffusion.schedule import alpha_bars
+from ddpm_ds.spec import DiffusionSpec, SamplerSpec
+
+
+class Coefficients(NamedTuple):
+    """How much of each part a step takes."""
+
+    x_t: float
+    x0: float
+    previous_x0: float = 0.0
+    noise: float = 0.0
+
+
+class Step(NamedTuple):
+    """What a step gives, (N, C, H, W) float32 each."""
+
+    x: Tensor
+    """x at the next timestep; after the last step the image."""
+    x0: Tensor
+    """The clean image as predicted here, clipped; the next step's `previous_x0`."""
+
+
+class Sampler:
+    """One way of drawing images; immutable. The specs agree, as :func:`ddpm_ds.spec.check_sampler` holds.
+
+    The step that leaves the last timestep returns x0 as it is, without noise.
+    """
+
+    def __init__(self, sampler: SamplerSpec, diffusion: DiffusionSpec) -> None:
+        alpha_bar = alpha_bars(diffusion)  # (T,) float64
+        self.spec = sampler
+        self.objective = diffusion.objective
+        self.timesteps = visited(sampler, diffusion.timesteps)
+        """Timesteps at which the U-Net is asked, falling, each in [0, T)."""
+        # A float64 scalar leaves float32 images float32, and on the CPU it makes no device wait.
+        self._levels = [NoiseLevel.of(alpha_bar[t]) for t in self.timesteps]
+        self._coefficients = _coefficients(sampler, [float(alpha_bar[t]) for t in self.timesteps])
+
+    def needs_noise(self, number: int) -> bool:
+        """Whether step `number` adds noise; the last one never does."""
+        return number < len(self._coefficients) and self._coefficients[number].noise > 0.0
+
+    def step(
+        self, number: int, x_t: Tensor, prediction: Tensor, *, noise: Tensor | None, previous_x0: Tensor | None
+    ) -> Step:
+        """From x_t at ``timesteps[number]`` to the next timestep, or to the image after the last one.
+
+        Args:
+            number: which step, from 0.
+            x_t: (N, C, H, W) float32.
+            prediction: what the U-Net made of x_t, (N, C, H, W) of any float dtype.
+            noise: standard normal, (N, C, H, W) float32; not used unless :meth:`needs_noise`.
+            previous_x0: :attr:`Step.x0` of the step before; None at the first.
+        """
+        x0 = self._clipped(to_x0(self.objective, prediction.float(), x_t, self._levels[number]))
+        if number == len(self._coefficients):
+            return Step(x0, x0)
+        part = self._coefficients[number]
+        x = part.x_t * x_t + part.x0 * x0
+        if part.previous_x0:
+            assert previous_x0 is not None, f"step {number} needs the x0 of the step before"
+            x = x + part.previous_x0 * previous_x0
+        if part.noise:
+            assert noise is not None, f"step {number} needs noise"
+            x = x + part.noise * noise
+        return Step(x, x0)
+
+    def _clipped(self, x0: Tensor) -> Tensor:
+        """x0 in [-1, 1] as the spec asks. Source of dynamic: Imagen (Saharia et al. 2022), section 2.3."""
+        if self.spec.clip == "none":
+            return x0
+        if self.spec.clip == "static":
+            return x0.clamp(-1.0, 1.0)
+        # torch.quantile is the same, but refuses more than 2^24 pixels in older versions.
+        magnitudes = x0.abs().flatten(1).sort(dim=1).values  # (N, C x H x W)
+        place = self.spec.dynamic_quantile * (magnitudes.shape[1] - 1)
+        below, above = magnitudes[:, math.floor(place)], magnitudes[:, math.ceil(place)]
+        bound = torch.lerp(below, above, place % 1.0).clamp(min=1.0)[:, None, None, None]  # (N, 1, 1, 1)
+        return x0.clamp(-bound, bound) / bound
+
+
+def sample(
+    sampler: Sampler, denoise: Callable[[Tensor, int], Tensor], x: Tensor, noise: Callable[[int], Tensor]
+) -> Tensor:
+    """The image (N, C, H, W) float32 that begins as the noise `x` (N, C, H, W).
+
+    ``denoise(x_t, t)`` is the U-Net's prediction; ``noise(t)`` is the standard normal noise (N, C, H, W) that is added
+    on leaving timestep t, asked for where it is needed.
+    """
+    previous_x0 = None
+    for number, t in enumerate(sampler.timesteps):
+        added = noise(t) if sampler.needs_noise(number) else None
+        x, previous_x0 = sampler.step(number, x, denoise(x, t), noise=added, previous_x0=previous_x0)
+    return x
+
+
+def visited(sampler: SamplerSpec, timesteps: int) -> tuple[int, ...]:
+    """The timesteps of [0, T) that are visited, strictly falling, `steps` of them.
+
+    They are those of the diffusers scheduler of the same kind (DDPMScheduler, DDIMScheduler,
+    DPMSolverMultistepScheduler) and spacing, with S steps:
+
+    - trailing: T - 1 and down by T / S, rounded, for every kind.
+    - leading: multiples of T // S from 0 up; for dpm_solver of T // (S + 1), without 0.
+    - linspace: S points from T - 1 to 0, rounded; for dpm_solver S + 1 points, without 0.
+
+    Where diffusers has no falling list of S timesteps this one has: all of them when S = T, T - 1 for one step of
+    linspace, and S of them, not S + 1 down to -1, for those S of trailing at which its float arithmetic overruns.
+    The previous timestep is always the next in the list. DDIMScheduler takes T // S off instead, which is the same for
+    leading, and for trailing where S divides T, but not for linspace.
+
+    Source: Lin et al. 2023, table 2.
+    """
+    steps = sampler.steps_of(timesteps)
+    if steps == timesteps:
+        return tuple(reversed(range(timesteps)))
+    # With S < T neighbours are more than 1 apart before rounding, so they stay apart: 1 + 1 / S is far above the
+    # error of floats, and two halves that round to the same even number are exactly 1 apart.
+    if sampler.spacing == "trailing":
+        gap = timesteps - (timesteps - timesteps / steps)  # as numpy.arange has it, so that halves round alike
+        return tuple(round(timesteps - number * gap) - 1 for number in range(steps))
+    points = steps + 1 if sampler.kind == "dpm_solver" else steps
+    if sampler.spacing == "leading":
+        return tuple(timesteps // points * point for point in reversed(range(points)))[:steps]
+    if points == 1:
+        return (timesteps - 1,)
+    gap = (timesteps - 1) / (points - 1)
+    return tuple(round(point * gap) for point in reversed(range(points)))[:steps]
+
+
+def ancestral(here: float, there: float, *, large: bool) -> Coefficients:
+    """A step of DDPM from alpha_bar `here` to `there`, with the variance of the posterior, or beta where `large`.
+
+    Source: DDPM (Ho et al. 2020), eq. 6 and 7, and 3.2 for the variances; over more than one timestep alpha is
+    here / there, Improved DDPM (Nichol and Dhariwal 2021), section 4.
+    """
+    alpha = here / there
+    return Coefficients(
+        x_t=math.sqrt(alpha) * (1.0 - there) / (1.0 - here),
+        x0=math.sqrt(there) * (1.0 - alpha) / (1.0 - here),
+        noise=math.sqrt(1.0 - alpha if large else _posterior_variance(here, there)),
+    )
+
+
+def ddim(here: float, there: float, *, eta: float) -> Coefficients:
+    """A step of DDIM from alpha_bar `here` to `there`; eps is what x_t holds besides x0, so clipping x0 changes it.
+
+    Source: DDIM (Song et al. 2021), eq. 12 and 16.
+    """
+    variance = eta**2 * _posterior_variance(here, there)
+    eps = math.sqrt(max(0.0, 1.0 - there - variance))
+    x_t = eps / math.sqrt(1.0 - here)  # eps = (x_t - sqrt(here) x0) / sqrt(1 - here)
+    return Coefficients(x_t=x_t, x0=math.sqrt(there) - x_t * math.sqrt(here), noise=math.sqrt(variance))
+
+
+def dpm_solver(here: float, there: float, before: float | None) -> Coefficients:
+    """A step of DPM-Solver++ (2M, midpoint) from alpha_bar `here` to `there`, having come from `before`.
+
+    The first-order step is DDIM's; the second order leans x0 away from the x0 of the step before, by half the ratio of
+    the two steps in log(signal / noise). Source: Lu et al. 2022, "DPM-Solver++", algorithm 2.
+    """
+    first = ddim(here, there, eta=0.0)
+    if before is None:
+        return first
+    lean = (_log_snr(there) - _log_snr(here)) / (_log_snr(here) - _log_snr(before)) / 2.0
+    return first._replace(x0=first.x0 * (1.0 + lean), previous_x0=-first.x0 * lean)
+
+
+def _coefficients(sampler: SamplerSpec, alpha_bar: list[float]) -> list[Coefficients]:
+    """The coefficients of every step but the last, from the alpha_bar of each timestep."""
+    moves = list(pairwise(alpha_bar))
+    if sampler.kind == "ddpm":
+        return [ancestral(here, there, large=sampler.variance == "large") for here, there in moves]
+    if sampler.kind == "ddim":
+        return [ddim(here, there, eta=sampler.eta) for here, there in moves]
+    befores = [None, *alpha_bar]
+    return [dpm_solver(here, there, before) for before, (here, there) in zip(befores, moves, strict=False)]
+
+
+def _posterior_variance(here: float, there: float) -> float:
+    """Variance of x at `there` given x at `here` and the clean image. Source: DDPM, eq. 7."""
+    return (1.0 - there) / (1.0 - here) * (1.0 - here / there)
+
+
+def _log_snr(alpha_bar: float) -> float:
+    """Logarithm of the signal-to-noise ratio, twice that of signal / noise."""
+    return math.log(alpha_bar / (1.0 - alpha_bar))

@@ -1,0 +1,147 @@
+"""Our diffusion process and the configuration of diffusers' DDPMScheduler: there, back, and what is refused."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddpm_ds.diffusion.diffusers_schedule import _SchedulerArguments, diffusion_from_scheduler, scheduler_config
+from ddpm_ds.diffusion.schedule import alpha_bars, betas
+from ddpm_ds.spec import DiffusionSpec, SamplerSpec
+from ddpm_ds.spec_file import load_spec
+from tests.launching import REPOSITORY
+
+DDPM_CIFAR10: dict[str, Any] = {  # google/ddpm-cifar10-32
+    "_class_name": "DDPMScheduler",
+    "_diffusers_version": "0.1.1",
+    "beta_end": 0.02,
+    "beta_schedule": "linear",
+    "beta_start": 0.0001,
+    "clip_sample": True,
+    "num_train_timesteps": 1000,
+    "trained_betas": None,
+    "variance_type": "fixed_large",
+}
+PROCESSES = [
+    DiffusionSpec.model_validate({"schedule": schedule, "timesteps": timesteps, "objective": objective})
+    for schedule, timesteps, objective in [
+        ("linear", 1000, "eps"),
+        ("linear", 7, "x0"),
+        ("cosine", 1000, "v"),
+        ("cosine", 1, "eps"),
+        ("sigmoid", 1000, "x0"),
+        ("sigmoid", 50, "v"),
+    ]
+] + [DiffusionSpec(beta_start=1e-3, beta_end=0.5, timesteps=20)]
+
+
+def test_ddpms_cifar10_scheduler_is_the_process_of_our_cifar10_spec() -> None:
+    spec = load_spec(REPOSITORY / "launch" / "specs" / "cifar10.yaml")
+    assert diffusion_from_scheduler(DDPM_CIFAR10) == spec.diffusion
+    written = scheduler_config(spec.diffusion, spec.sampler)
+    assert {key: written[key] for key in DDPM_CIFAR10 if not key.startswith("_")}.items() <= DDPM_CIFAR10.items()
+
+
+@pytest.mark.parametrize("spec", PROCESSES, ids=lambda spec: f"{spec.schedule}-{spec.timesteps}-{spec.objective}")
+def test_there_and_back_is_the_same_process_with_the_loss_of_the_base(spec: DiffusionSpec) -> None:
+    config = json.loads(json.dumps(scheduler_config(spec, SamplerSpec())))
+    assert diffusion_from_scheduler(config) == spec
+    base = DiffusionSpec(loss="huber", huber_delta=0.3, weighting="min_snr", min_snr_gamma=2.0)
+    kept = {"loss", "huber_delta", "weighting", "min_snr_gamma"}
+    assert diffusion_from_scheduler(config, base) == spec.model_copy(update=base.model_dump(include=kept))
+
+
+@pytest.mark.parametrize("spec", PROCESSES, ids=lambda spec: f"{spec.schedule}-{spec.timesteps}-{spec.objective}")
+def test_diffusers_has_the_same_alpha_bars(spec: DiffusionSpec) -> None:
+    diffusers = pytest.importorskip("diffusers", reason="diffusers, an optional extra, is not installed")
+    scheduler = diffusers.DDPMScheduler(**scheduler_config(spec, SamplerSpec()))
+    torch.testing.assert_close(scheduler.alphas_cumprod.double(), alpha_bars(spec), rtol=2e-3, atol=1e-6)
+
+
+def test_clipping_variance_and_spacing_are_those_of_the_sampler() -> None:
+    def written(**options: Any) -> dict[str, Any]:
+        return scheduler_config(DiffusionSpec(), SamplerSpec(**options))
+
+    static = written(clip="static", variance="small", spacing="leading")
+    assert static["clip_sample"] and not static["thresholding"] and static["sample_max_value"] == 1.0
+    assert (static["variance_type"], static["timestep_spacing"]) == ("fixed_small", "leading")
+    dynamic = written(clip="dynamic", dynamic_quantile=0.9)
+    assert dynamic["thresholding"] and not dynamic["clip_sample"] and dynamic["sample_max_value"] > 1e3
+    assert (dynamic["dynamic_thresholding_ratio"], dynamic["variance_type"]) == (0.9, "fixed_large")
+    assert not written(clip="none")["clip_sample"] and not written(clip="none")["thresholding"]
+
+
+def test_a_dynamic_clip_of_diffusers_is_ours() -> None:
+    diffusers = pytest.importorskip("diffusers", reason="diffusers, an optional extra, is not installed")
+    from ddpm_ds.diffusion.samplers import Sampler
+
+    process, how = DiffusionSpec(timesteps=4), SamplerSpec(kind="ddpm", clip="dynamic", dynamic_quantile=0.8)
+    scheduler = diffusers.DDPMScheduler(**scheduler_config(process, how))
+    scheduler.set_timesteps(4)
+    generator = torch.Generator().manual_seed(0)
+    x, prediction = (3.0 * torch.randn(2, 1, 4, 4, generator=generator) for _ in range(2))
+    theirs = scheduler.step(prediction, 3, x, generator=generator).pred_original_sample
+    ours = Sampler(how, process).step(0, x, prediction, noise=torch.zeros_like(x), previous_x0=None).x0
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_missing_keys_take_the_defaults_of_diffusers() -> None:
+    diffusers = pytest.importorskip("diffusers", reason="diffusers, an optional extra, is not installed")
+    parameters = inspect.signature(diffusers.DDPMScheduler.__init__).parameters
+    ours = {name: field.default for name, field in _SchedulerArguments.model_fields.items()}
+    assert ours == {name: parameters[name].default for name in ours}
+    assert diffusion_from_scheduler({}) == DiffusionSpec()
+
+
+def test_betas_given_one_by_one_are_recognised_as_a_schedule_of_ours() -> None:
+    for spec in PROCESSES[:-1]:
+        rounded = betas(spec).float().tolist()
+        config = {"num_train_timesteps": spec.timesteps, "trained_betas": rounded, "beta_schedule": "scaled_linear"}
+        assert diffusion_from_scheduler(config).schedule in (spec.schedule, "linear" if spec.timesteps == 1 else "")
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "class": ({"_class_name": "EDMEulerScheduler"}, '_class_name = "EDMEulerScheduler"'),
+    "stable diffusion": ({"beta_schedule": "scaled_linear"}, 'beta_schedule = "scaled_linear": ours are linear'),
+    "another sigmoid": ({"beta_schedule": "sigmoid"}, 'beta_schedule = "sigmoid".*trained_betas'),
+    "zero snr": ({"rescale_betas_zero_snr": True}, "rescale_betas_zero_snr = true"),
+    "flow": ({"prediction_type": "flow_prediction"}, "prediction_type.*'epsilon', 'sample' or 'v_prediction'"),
+    "beta": ({"beta_end": 1.5}, r"beta_end = 1\.5"),
+    "betas": ({"trained_betas": [0.1, 0.3, 0.2], "num_train_timesteps": 3}, "trained_betas.*not those of our"),
+    "betas missing": ({"trained_betas": [0.1, 0.2]}, "trained_betas.*2 betas for num_train_timesteps = 1000"),
+    "no betas": ({"trained_betas": []}, "trained_betas"),
+    "timesteps": ({"num_train_timesteps": 0}, "num_train_timesteps = 0"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_our_process_cannot_express_is_refused_by_name(name: str) -> None:
+    change, message = REFUSED[name]
+    with pytest.raises(ValueError, match=f"^{message}") as caught:
+        diffusion_from_scheduler({**DDPM_CIFAR10, **change})
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 5),
+    st.floats(),
+    st.text(max_size=4),
+    st.lists(st.floats(0, 1), max_size=3),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(sorted(_SchedulerArguments.model_fields)), JUNK)
+def test_junk_under_any_key_is_one_line_that_names_a_key(key: str, junk: Any) -> None:
+    try:
+        diffusion_from_scheduler({**DDPM_CIFAR10, key: junk})
+    except ValueError as error:
+        assert "\n" not in str(error) and str(error).split(" = ")[0] in _SchedulerArguments.model_fields

@@ -1,0 +1,198 @@
+"""A drawn image is a function of seed, index and label alone, whoever asks the U-Net and in whatever batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddpm_ds import keyed
+from ddpm_ds.diffusion import Diffusion
+from ddpm_ds.diffusion.drawing import Drawing
+from ddpm_ds.diffusion.samplers import Sampler, sample
+from ddpm_ds.keyed import Stream
+from ddpm_ds.spec import DiffusionSpec, SamplerSpec
+
+SHAPE = (3, 6, 5)
+NO_LABEL = 10
+KINDS: dict[str, dict[str, Any]] = {
+    "ddpm": {"kind": "ddpm", "steps": 6},
+    "ddim": {"kind": "ddim", "steps": 6, "eta": 0.7},
+    "dpm_solver": {"kind": "dpm_solver", "steps": 6, "clip": "dynamic"},
+}
+
+
+def sampler_of(diffusion: DiffusionSpec | None = None, **values: Any) -> Sampler:
+    return Sampler(SamplerSpec(**values), diffusion or DiffusionSpec())
+
+
+def drawing_of(sampler: Sampler, index: Tensor, **values: Any) -> Drawing:
+    defaults: dict[str, Any] = {"seed": 5, "shape": SHAPE, "labels": None, "guidance": 1.0, "no_label": NO_LABEL}
+    return Drawing(sampler, index=index, **(defaults | values))
+
+
+def unet(x_t: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
+    """A stand-in for a U-Net, whose prediction depends on all it is given."""
+    label = torch.zeros_like(t) if labels is None else labels
+    return (0.8 * x_t + 1e-4 * t[:, None, None, None] + 0.05 * label[:, None, None, None]).sin()
+
+
+def drawn(drawing: Drawing) -> Tensor:
+    for _ in range(drawing.calls):
+        drawing.take(unet(*drawing.inputs()))
+    return drawing.images()
+
+
+@pytest.mark.parametrize("guidance", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_image_is_the_same_in_any_batch(kind: str, guidance: float) -> None:
+    sampler = sampler_of(**KINDS[kind])
+    index, labels = torch.tensor([7, 0, 123_456_789_012, 3, 9]), torch.tensor([1, 2, 3, 4, 10])
+    whole = drawn(drawing_of(sampler, index, labels=labels, guidance=guidance))
+    assert whole.shape == (5, *SHAPE) and whole.dtype == torch.uint8
+    assert len(whole.unique(dim=0)) == 5 and whole.float().std() > 20
+    for some in ([0], [4, 2], [3, 1, 0, 2, 4]):
+        part = drawn(drawing_of(sampler, index[some], labels=labels[some], guidance=guidance))
+        assert torch.equal(part, whole[some])
+
+
+def test_another_seed_draws_other_images() -> None:
+    sampler, index = sampler_of(steps=4), torch.arange(3)
+    assert not torch.equal(drawn(drawing_of(sampler, index)), drawn(drawing_of(sampler, index, seed=6)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_drawing_is_the_sampler_with_keyed_noise(kind: str) -> None:
+    sampler, index = sampler_of(**KINDS[kind]), torch.tensor([4, 8])
+
+    def noise(stream: int) -> Tensor:
+        return keyed.normal(5, stream, index, 3 * 6 * 5).reshape(2, *SHAPE)
+
+    expected = sample(
+        sampler, lambda x_t, t: unet(x_t, torch.tensor([t, t])), noise(Stream.SAMPLE), lambda t: noise(2**21 + 1 + t)
+    )
+    found = drawn(drawing_of(sampler, index))
+    assert torch.equal(found, ((expected + 1) * 127.5).round().clamp(0, 255).to(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inputs_are_the_noise_first_and_then_what_the_sampler_made_of_it(kind: str) -> None:
+    sampler, index = sampler_of(**KINDS[kind]), torch.tensor([4, 8])
+    drawing = drawing_of(sampler, index)
+    assert drawing.calls == len(sampler.timesteps) == 6
+    for t in sampler.timesteps:
+        x_t, asked = drawing.inputs()
+        assert x_t.shape == (2, *SHAPE) and x_t.dtype == torch.float32
+        assert asked.dtype == torch.int64 and asked.tolist() == [t, t]
+        if t == sampler.timesteps[0]:
+            assert torch.equal(x_t.flatten(1), keyed.normal(5, Stream.SAMPLE, index, 90))
+        drawing.take(unet(x_t, asked))
+
+
+# Labels and guidance
+
+
+def test_without_labels_none_are_given_whatever_the_guidance() -> None:
+    index = torch.arange(2)
+    for guidance in (0.0, 1.0, 3.0):
+        inputs = drawing_of(sampler_of(), index, guidance=guidance).inputs()
+        assert [len(part) for part in inputs] == [2, 2]
+    assert len(drawing_of(sampler_of(), index, no_label=None).inputs()) == 2
+
+
+@pytest.mark.parametrize(
+    ("guidance", "expected"), [(1.0, [3, 4]), (0.0, [10, 10]), (3.0, [3, 4, 10, 10]), (0.5, [3, 4, 10, 10])]
+)
+def test_guidance_asks_with_and_without_labels_only_where_it_needs_both(guidance: float, expected: list[int]) -> None:
+    drawing = drawing_of(sampler_of(), torch.arange(2), labels=torch.tensor([3, 4]), guidance=guidance)
+    x_t, t, labels = drawing.inputs()
+    assert labels.tolist() == expected and len(x_t) == len(t) == len(expected)
+    assert torch.equal(x_t[:2], x_t[-2:])
+
+
+@pytest.mark.parametrize("objective", ["eps", "x0", "v"])
+@pytest.mark.parametrize("guidance", [0.5, 3.0])
+def test_guidance_goes_from_the_prediction_without_label_through_that_with_it(objective: Any, guidance: float) -> None:
+    sampler, index = sampler_of(DiffusionSpec(objective=objective), steps=4), torch.arange(2)
+    guided = drawing_of(sampler, index, labels=torch.tensor([3, 4]), guidance=guidance)
+    plain = drawing_of(sampler, index)
+    for _ in range(4):
+        torch.testing.assert_close(guided.inputs()[0][:2], plain.inputs()[0])
+        guided.take(unet(*guided.inputs()))
+        x_t, t = plain.inputs()
+        with_label, without = unet(x_t, t, torch.tensor([3, 4])), unet(x_t, t, torch.tensor([10, 10]))
+        plain.take((1 - guidance) * without + guidance * with_label)
+    assert (guided.images().int() - plain.images().int()).abs().max() <= 1
+
+
+def test_guidance_0_draws_what_no_label_draws_and_1_what_the_label_draws() -> None:
+    sampler, index, labels = sampler_of(steps=4), torch.arange(2), torch.tensor([3, 4])
+    none = torch.full_like(labels, NO_LABEL)
+    without = drawn(drawing_of(sampler, index, labels=labels, guidance=0.0))
+    assert torch.equal(without, drawn(drawing_of(sampler, index, labels=none)))
+    assert not torch.equal(without, drawn(drawing_of(sampler, index, labels=labels)))
+
+
+# Pixels
+
+
+def finished(x0: Tensor, dtype: torch.dtype = torch.float32, clip: Any = "none") -> Tensor:
+    """The images whose x0 is predicted in the only step."""
+    sampler = sampler_of(DiffusionSpec(objective="x0"), steps=1, clip=clip)
+    drawing = drawing_of(sampler, torch.arange(len(x0)), shape=tuple(x0.shape[1:]))
+    drawing.take(x0.to(dtype))
+    return drawing.images()
+
+
+def test_images_undo_what_training_does_to_bytes() -> None:
+    pixels = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16)
+    x0 = Diffusion(DiffusionSpec(), 0, "cpu").prepare(pixels, torch.tensor([0]), flips=False)
+    assert torch.equal(finished(x0), pixels)
+
+
+def test_pixels_are_rounded_and_kept_in_range() -> None:
+    values = [-7.0, -1.0, -1.0 + 0.6 / 127.5, 0.1, 1.0 - 0.6 / 127.5, 1.0, float("inf"), float("nan")]
+    assert finished(torch.tensor(values).reshape(1, 1, 2, 4)).flatten().tolist() == [0, 0, 1, 140, 254, 255, 255, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_predictions_of_half_precision_are_taken_in_fp32(dtype: torch.dtype) -> None:
+    sampler, index = sampler_of(steps=3), torch.arange(2)
+    half, full = (drawing_of(sampler, index, labels=torch.tensor([3, 4]), guidance=2.0) for _ in range(2))
+    for _ in range(3):
+        assert half.inputs()[0].dtype == torch.float32 and torch.equal(half.inputs()[0], full.inputs()[0])
+        prediction = unet(*half.inputs()).to(dtype)
+        half.take(prediction)
+        full.take(prediction.float())
+    assert torch.equal(half.images(), full.images())
+
+
+def test_images_before_the_end_are_refused() -> None:
+    drawing = drawing_of(sampler_of(steps=2), torch.arange(1))
+    drawing.take(unet(*drawing.inputs()))
+    with pytest.raises(AssertionError, match="1 of 2 predictions are still to take"):
+        drawing.images()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_part_of_a_drawing_reads_back_from_the_device(kind: str) -> None:
+    # A tensor on the meta device has no values: anything that waits for one raises.
+    index, labels = torch.arange(2, device="meta"), torch.arange(2, device="meta")
+    images = drawn(drawing_of(sampler_of(**KINDS[kind]), index, labels=labels, guidance=3.0))
+    assert images.shape == (2, *SHAPE) and images.dtype == torch.uint8 and images.device.type == "meta"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_drawing_on_cuda_neither_synchronises_nor_differs(kind: str) -> None:
+    sampler, index, labels = sampler_of(**KINDS[kind]), torch.arange(4), torch.arange(4)
+    on_cpu = drawn(drawing_of(sampler, index, labels=labels, guidance=3.0))
+    index, labels = index.cuda(), labels.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        on_cuda = drawn(drawing_of(sampler, index, labels=labels, guidance=3.0))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert (on_cuda.cpu().int() - on_cpu.int()).abs().max() <= 1

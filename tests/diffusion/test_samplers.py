@@ -1,0 +1,411 @@
+"""Samplers are the papers' algorithms; on Gaussian data, whose best denoiser is known, they end where they must.
+
+Data ~ N(mu, s^2) has E[x0 | x_t] = mu + signal s^2 (x_t - signal mu) / (signal^2 s^2 + noise^2), and the
+probability-flow ODE keeps (x_t - signal_t mu) / sqrt(signal_t^2 s^2 + noise_t^2) as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ddpm_ds.diffusion.objective import NoiseLevel, to_eps
+from ddpm_ds.diffusion.objective import target as target_of
+from ddpm_ds.diffusion.samplers import Coefficients, Sampler, ancestral, ddim, dpm_solver, sample, visited
+from ddpm_ds.diffusion.schedule import alpha_bars, betas
+from ddpm_ds.spec import DiffusionSpec, SamplerSpec
+
+KINDS = ("ddpm", "ddim", "dpm_solver")
+SPACINGS = ("trailing", "leading", "linspace")
+SCHEDULES = ("linear", "cosine", "sigmoid")
+OBJECTIVES = ("eps", "x0", "v")
+
+
+def sampler_of(diffusion: DiffusionSpec | None = None, **values: Any) -> Sampler:
+    return Sampler(SamplerSpec(**values), diffusion or DiffusionSpec())
+
+
+def diffusion_of(**values: Any) -> DiffusionSpec:
+    return DiffusionSpec(**values)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def no_noise(t: int) -> Tensor:
+    raise AssertionError(f"noise was asked for at timestep {t}")
+
+
+def gaussian(diffusion: DiffusionSpec, mu: float, s: float) -> Callable[[Tensor, int], Tensor]:
+    """The best denoiser of data ~ N(mu, s^2), in the objective of `diffusion`."""
+    levels = NoiseLevel.of(alpha_bars(diffusion))
+
+    def denoise(x_t: Tensor, t: int) -> Tensor:
+        level = NoiseLevel(levels.signal[t], levels.noise[t])
+        variance = (level.signal * s) ** 2 + level.noise**2
+        centred = x_t.double() - level.signal * mu
+        x0, eps = mu + level.signal * s**2 / variance * centred, level.noise / variance * centred
+        return target_of(diffusion.objective, x0, eps, level)
+
+    return denoise
+
+
+def carried(x: Tensor, here: float, there: float, mu: float, s: float) -> Tensor:
+    """Where the probability-flow ODE of N(mu, s^2) takes x from alpha_bar `here` to `there`."""
+    spread = math.sqrt((there * s**2 + 1 - there) / (here * s**2 + 1 - here))
+    return math.sqrt(there) * mu + spread * (x - math.sqrt(here) * mu)
+
+
+# Timesteps
+
+
+@settings(deadline=None)
+@given(
+    steps_and_timesteps=st.integers(1, 5000).flatmap(lambda total: st.tuples(st.integers(1, total), st.just(total))),
+    kind=st.sampled_from(KINDS),
+    spacing=st.sampled_from(SPACINGS),
+)
+def test_timesteps_are_as_many_as_asked_for_and_fall_strictly(
+    steps_and_timesteps: tuple[int, int], kind: Any, spacing: Any
+) -> None:
+    steps, total = steps_and_timesteps
+    t = visited(SamplerSpec(kind=kind, spacing=spacing, steps=steps), total)
+    assert len(t) == steps
+    assert all(here > there for here, there in pairwise(t))
+    assert t[-1] >= 0 and t[0] < total
+    if spacing != "leading":
+        assert t[0] == total - 1
+
+
+@pytest.mark.parametrize("spacing", SPACINGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_timesteps_fall_strictly_for_every_number_of_steps(kind: Any, spacing: Any) -> None:
+    for total in (*range(1, 41), 100):
+        for steps in range(1, total + 1):
+            t = visited(SamplerSpec(kind=kind, spacing=spacing, steps=steps), total)
+            assert len(t) == steps and sorted(set(t), reverse=True) == list(t) and t[-1] >= 0 and t[0] < total
+
+
+@pytest.mark.parametrize(
+    ("kind", "spacing", "steps", "expected"),
+    [
+        ("ddpm", "trailing", 5, (9, 7, 5, 3, 1)),
+        ("ddpm", "leading", 5, (8, 6, 4, 2, 0)),
+        ("ddpm", "linspace", 4, (9, 6, 3, 0)),
+        ("ddim", "trailing", 3, (9, 6, 2)),
+        ("ddim", "leading", 3, (6, 3, 0)),
+        ("ddim", "linspace", 1, (9,)),
+        ("dpm_solver", "trailing", 5, (9, 7, 5, 3, 1)),
+        ("dpm_solver", "leading", 4, (8, 6, 4, 2)),
+        ("dpm_solver", "linspace", 3, (9, 6, 3)),
+        ("dpm_solver", "leading", 10, (9, 8, 7, 6, 5, 4, 3, 2, 1, 0)),
+    ],
+)
+def test_timesteps_by_hand(kind: Any, spacing: Any, steps: int, expected: tuple[int, ...]) -> None:
+    assert visited(SamplerSpec(kind=kind, spacing=spacing, steps=steps), 10) == expected
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("ddpm", 1000), ("ddim", 50), ("dpm_solver", 20)])
+def test_steps_that_are_not_given_are_those_of_the_kind(kind: Any, expected: int) -> None:
+    assert len(sampler_of(kind=kind).timesteps) == expected
+    assert len(sampler_of(diffusion_of(timesteps=8), kind=kind).timesteps) == 8
+
+
+# The papers' algorithms
+
+
+@pytest.mark.parametrize("variance", ["small", "large"])
+def test_ddpm_over_all_timesteps_is_algorithm_2_of_ddpm(variance: Any) -> None:
+    diffusion = diffusion_of(timesteps=12, beta_end=0.3)
+    sampler = sampler_of(diffusion, kind="ddpm", variance=variance, clip="none")
+    beta, alpha_bar = betas(diffusion), alpha_bars(diffusion)
+    predictions, noises = normal(12, 2, 1, 4, 4, seed=1), normal(12, 2, 1, 4, 4, seed=2)
+    x = expected = normal(2, 1, 4, 4)
+    for t in reversed(range(12)):
+        expected = (expected - beta[t] / (1 - alpha_bar[t]).sqrt() * predictions[t]) / (1 - beta[t]).sqrt()
+        if t > 0:
+            small = (1 - alpha_bar[t - 1]) / (1 - alpha_bar[t]) * beta[t]
+            expected = expected + (small if variance == "small" else beta[t]).sqrt() * noises[t]
+    x = sample(sampler, lambda x_t, t: predictions[t], x, lambda t: noises[t])
+    torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_ddim_with_eta_1_is_ddpm_of_small_variance() -> None:
+    for here, there in ((0.01, 0.4), (0.5, 0.6), (0.9, 0.9999)):
+        assert ddim(here, there, eta=1.0) == pytest.approx(ancestral(here, there, large=False), rel=1e-9)
+
+
+def test_ddim_keeps_the_noise_level_for_every_eta() -> None:
+    here, there = 0.2, 0.7
+    for eta in (0.0, 0.3, 1.0):
+        part = ddim(here, there, eta=eta)
+        # x_t = sqrt(here) x0 + sqrt(1 - here) eps must become sqrt(there) x0 + noise of variance 1 - there
+        assert part.x_t * math.sqrt(here) + part.x0 == pytest.approx(math.sqrt(there))
+        assert part.x_t**2 * (1 - here) + part.noise**2 == pytest.approx(1 - there)
+        assert part.noise == pytest.approx(eta * ancestral(here, there, large=False).noise)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_ddim_moves_along_the_eps_that_clipping_leaves(objective: Any) -> None:
+    diffusion = diffusion_of(objective=objective)
+    sampler = sampler_of(diffusion, kind="ddim", steps=10)
+    x_t, prediction = normal(2, 1, 4, 4), 3 * normal(2, 1, 4, 4, seed=1)
+    x, x0 = sampler.step(4, x_t, prediction, noise=None, previous_x0=None)
+    assert (x0.abs() == 1).any() and x0.abs().max() == 1
+    here, there = (NoiseLevel.of(alpha_bars(diffusion)[sampler.timesteps[number]]) for number in (4, 5))
+    eps = to_eps("x0", x0, x_t, here)
+    torch.testing.assert_close(x, (there.signal * x0 + there.noise * eps).float())
+
+
+def test_dpm_solver_begins_with_a_step_of_ddim_and_then_extrapolates_x0() -> None:
+    before, here, there = 0.1, 0.3, 0.6
+    first = ddim(here, there, eta=0.0)
+    assert dpm_solver(here, there, None) == first
+
+    def half_log_snr(alpha_bar: float) -> float:
+        return 0.5 * math.log(alpha_bar / (1 - alpha_bar))
+
+    h_before, h = half_log_snr(here) - half_log_snr(before), half_log_snr(there) - half_log_snr(here)
+    r = h_before / h
+    growth = math.sqrt(there) * (1 - math.exp(-h))
+    expected = Coefficients(
+        x_t=math.sqrt((1 - there) / (1 - here)),
+        x0=growth * (1 + 1 / (2 * r)),
+        previous_x0=-growth / (2 * r),
+    )
+    assert dpm_solver(here, there, before) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_the_last_step_is_the_predicted_image_without_noise(kind: Any, steps: int) -> None:
+    sampler = sampler_of(diffusion_of(objective="x0"), kind=kind, steps=steps, eta=1.0 if kind == "ddim" else 0.0)
+    prediction = normal(2, 1, 4, 4)
+    assert not sampler.needs_noise(steps - 1)
+    assert all(sampler.needs_noise(number) == (kind != "dpm_solver") for number in range(steps - 1))
+    x, x0 = sampler.step(steps - 1, normal(2, 1, 4, 4), prediction, noise=None, previous_x0=None)
+    assert torch.equal(x, prediction.clamp(-1, 1)) and torch.equal(x0, x)
+
+
+def test_ddim_without_eta_asks_for_no_noise() -> None:
+    diffusion = diffusion_of()
+    for kind in ("ddim", "dpm_solver"):
+        sample(sampler_of(diffusion, kind=kind), lambda x, t: x, normal(1, 1, 2, 2), no_noise)
+
+
+def test_noise_is_asked_for_by_the_timestep_that_is_left() -> None:
+    sampler = sampler_of(kind="ddpm", steps=4)
+    asked: list[int] = []
+
+    def noise(t: int) -> Tensor:
+        asked.append(t)
+        return torch.zeros(1, 1, 2, 2)
+
+    sample(sampler, lambda x, t: x, normal(1, 1, 2, 2), noise)
+    assert asked == [999, 749, 499]
+
+
+# Clipping
+
+
+def test_no_clipping_leaves_and_static_clipping_cuts_the_predicted_image() -> None:
+    diffusion, prediction = diffusion_of(objective="x0"), torch.tensor([-3.0, -0.5, 0.5, 2.0]).reshape(1, 1, 2, 2)
+    found = {}
+    for clip in ("none", "static"):
+        found[clip] = sampler_of(diffusion, clip=clip).step(
+            0, torch.zeros_like(prediction), prediction, noise=None, previous_x0=None
+        )
+    assert found["none"].x0.flatten().tolist() == [-3.0, -0.5, 0.5, 2.0]
+    assert found["static"].x0.flatten().tolist() == [-1.0, -0.5, 0.5, 1.0]
+
+
+def test_dynamic_clipping_scales_each_image_by_its_own_quantile_and_never_up() -> None:
+    diffusion = diffusion_of(objective="x0")
+    sampler = sampler_of(diffusion, clip="dynamic", dynamic_quantile=0.75)
+    magnitudes = torch.arange(5.0)  # 0 .. 4, of which the quantile 3/4 is 3
+    prediction = torch.stack([magnitudes, -magnitudes, magnitudes / 10]).reshape(3, 1, 1, 5)
+    x0 = sampler.step(0, torch.zeros_like(prediction), prediction, noise=None, previous_x0=None).x0.reshape(3, 5)
+    third = torch.tensor([0.0, 1 / 3, 2 / 3, 1.0, 1.0])
+    torch.testing.assert_close(x0, torch.stack([third, -third, magnitudes / 10]))
+
+
+@pytest.mark.parametrize("quantile", [0.001, 0.5, 0.995, 1.0])
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_dynamic_clipping_takes_the_quantile_of_torch(quantile: float, size: int) -> None:
+    sampler = sampler_of(diffusion_of(objective="x0"), clip="dynamic", dynamic_quantile=quantile)
+    prediction = 5 * normal(4, 3, size, size)
+    x0 = sampler.step(0, torch.zeros_like(prediction), prediction, noise=None, previous_x0=None).x0
+    bound = prediction.abs().flatten(1).quantile(quantile, dim=1).clamp(min=1)[:, None, None, None]
+    torch.testing.assert_close(x0, prediction.clamp(-bound, bound) / bound)
+    assert x0.abs().max() <= 1
+
+
+# Gaussian data
+
+
+@pytest.mark.parametrize(("kind", "order"), [("ddim", 1), ("dpm_solver", 2)])
+def test_the_error_falls_with_the_order_of_the_solver(kind: Any, order: int) -> None:
+    # Down to a quarter of the time: beyond it, steps of equal time are no short steps of log(signal / noise).
+    mu, s, end = 0.3, 0.5, 255
+    diffusion = diffusion_of(timesteps=1024, objective="v")
+    denoise, alpha_bar = gaussian(diffusion, mu, s), alpha_bars(diffusion).tolist()
+    start = normal(1, 1, 4, 4, dtype=torch.float64)
+    exact = carried(start, alpha_bar[-1], alpha_bar[end], mu, s)
+    errors = []
+    for steps in (16, 32, 64, 128):
+        sampler = sampler_of(diffusion, kind=kind, steps=steps, clip="none")
+        x, x0 = start, None
+        for number, t in enumerate(sampler.timesteps[: sampler.timesteps.index(end)]):
+            x, x0 = sampler.step(number, x, denoise(x, t), noise=None, previous_x0=x0)
+        errors.append((x - exact).abs().max().item())
+    ratios = [before / after for before, after in pairwise(errors)]
+    assert ratios == pytest.approx([2.0**order] * 3, rel=0.05)
+
+
+@pytest.mark.parametrize("spacing", ["trailing", "linspace"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_deterministic_samplers_end_where_the_ode_does(schedule: Any, objective: Any, spacing: Any) -> None:
+    mu, s = 0.3, 0.5
+    diffusion = diffusion_of(schedule=schedule, objective=objective)
+    start = normal(1, 1, 8, 8)
+    exact = carried(start, alpha_bars(diffusion)[-1].item(), 1.0, mu, s)
+    bounds = {("ddim", 200): 0.03, ("dpm_solver", 20): 0.09, ("dpm_solver", 200): 0.007}  # a third above the worst
+    for (kind, steps), bound in bounds.items():
+        sampler = sampler_of(diffusion, kind=kind, steps=steps, spacing=spacing, clip="none")
+        drawn = sample(sampler, gaussian(diffusion, mu, s), start, no_noise)
+        assert drawn.dtype == torch.float32
+        assert (drawn - exact).abs().max() < bound, kind
+
+
+def moments(
+    sampler: Sampler, denoise: Callable[[Tensor, int], Tensor], mean: float, variance: float
+) -> list[tuple[float, float]]:
+    """Mean and variance of x before each step of an ancestral sampler with a linear denoiser, by probing the steps."""
+    found = []
+    for number, t in enumerate(sampler.timesteps):
+        found.append((mean, variance))
+        x_t = torch.tensor([mean, mean + 1.0, mean], dtype=torch.float64).reshape(3, 1, 1, 1)
+        noise = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64).reshape(3, 1, 1, 1)
+        x = sampler.step(number, x_t, denoise(x_t, t), noise=noise, previous_x0=None).x.flatten().tolist()
+        mean, variance = x[0], (x[1] - x[0]) ** 2 * variance + (x[2] - x[0]) ** 2
+    return found
+
+
+@pytest.mark.parametrize(("variance", "mu", "s"), [("large", 0.0, 1.0), ("small", 0.4, 0.0)])
+@pytest.mark.parametrize("steps", [5, 1000])
+def test_each_variance_of_ddpm_is_exact_for_the_data_it_is_exact_for(
+    variance: Any, mu: float, s: float, steps: int
+) -> None:
+    # Source: DDPM, section 3.2: beta for x0 ~ N(0, 1), the posterior's for x0 a point.
+    diffusion = diffusion_of(objective="v")
+    sampler = sampler_of(diffusion, kind="ddpm", variance=variance, steps=steps, clip="none")
+    alpha_bar = [alpha_bars(diffusion)[t].item() for t in sampler.timesteps]
+    expected = [(math.sqrt(level) * mu, level * s**2 + 1 - level) for level in alpha_bar]
+    found = moments(sampler, gaussian(diffusion, mu, s), *expected[0])
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"kind": "ddpm", "variance": "small"},
+        {"kind": "ddpm", "variance": "large"},
+        {"kind": "ddim", "eta": 1.0, "steps": 500},
+        {"kind": "ddim", "eta": 0.5, "steps": 500},
+    ],
+    ids=["ddpm-small", "ddpm-large", "ddim-1", "ddim-half"],
+)
+def test_ancestral_samples_have_the_mean_and_variance_of_the_data(values: dict[str, Any]) -> None:
+    mu, s = -0.4, 0.3
+    diffusion = diffusion_of(objective="x0", schedule="cosine")
+    sampler = sampler_of(diffusion, clip="none", **values)
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(t: int) -> Tensor:
+        return torch.randn(1, 1, 100, 100, generator=generator)
+
+    drawn = sample(sampler, gaussian(diffusion, mu, s), noise(-1), noise)
+    assert drawn.mean().item() == pytest.approx(mu, abs=5 * s / 100)  # five standard errors
+    assert drawn.std().item() == pytest.approx(s, rel=0.05)
+
+
+# Numbers
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_objective_draws_the_same_images(kind: Any, schedule: Any) -> None:
+    drawn = []
+    for objective in OBJECTIVES:
+        diffusion = diffusion_of(schedule=schedule, objective=objective)
+        sampler = sampler_of(diffusion, kind=kind, steps=12)
+        x = normal(2, 1, 4, 4)
+        drawn.append(sample(sampler, gaussian(diffusion, 0.2, 0.6), x, lambda t: normal(2, 1, 4, 4, seed=t)))
+    torch.testing.assert_close(drawn[0], drawn[1], rtol=0.0, atol=1e-4)
+    torch.testing.assert_close(drawn[0], drawn[2], rtol=0.0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_clipping_keeps_half_precision_predictions_harmless_at_no_signal(
+    objective: Any, schedule: Any, dtype: torch.dtype
+) -> None:
+    # The cosine schedule ends at a signal of 5e-5, by which x0 = (x_t - noise eps) / signal divides.
+    diffusion = diffusion_of(schedule=schedule, objective=objective)
+    exact = gaussian(diffusion, 0.5, 0.0)
+    for kind in KINDS:
+        for clip in ("static", "dynamic"):
+            sampler = sampler_of(diffusion, kind=kind, clip=clip, steps=20)
+            x = normal(2, 1, 4, 4)
+            visits: list[Tensor] = []
+
+            def denoise(x_t: Tensor, t: int, seen: list[Tensor] = visits) -> Tensor:
+                seen.append(x_t)
+                return exact(x_t, t).to(dtype)
+
+            drawn = sample(sampler, denoise, x, lambda t: normal(2, 1, 4, 4, seed=t))
+            assert all(x_t.dtype == torch.float32 and x_t.abs().max() < 6 for x_t in visits)
+            assert drawn.dtype == torch.float32
+            torch.testing.assert_close(drawn, torch.full_like(drawn, 0.5), rtol=0.0, atol=2 / 255)
+
+
+def test_coefficients_keep_their_digits_at_the_first_timesteps() -> None:
+    # 1 - here / there is 1e-4 there: from alpha_bars in fp32 it would be off by 1e-3.
+    diffusion = diffusion_of(objective="x0")
+    sampler = sampler_of(diffusion, kind="ddpm", variance="large", clip="none")
+    nothing = torch.zeros(1, 1, 1, 1)
+    for number in range(900, 999):
+        x, _ = sampler.step(number, nothing, nothing, noise=torch.ones_like(nothing), previous_x0=None)
+        assert x.item() ** 2 == pytest.approx(betas(diffusion)[999 - number].item(), rel=1e-6)
+
+
+def test_a_step_changes_none_of_its_inputs() -> None:
+    for values in ({"kind": "ddpm"}, {"kind": "ddim", "eta": 1.0}, {"kind": "dpm_solver"}):
+        inputs = [normal(2, 1, 4, 4, seed=seed) for seed in range(4)]
+        before = [tensor.clone() for tensor in inputs]
+        x_t, prediction, noise, previous_x0 = inputs
+        sampler = sampler_of(steps=5, **values)
+        for number in range(5):
+            sampler.step(number, x_t, prediction, noise=noise, previous_x0=previous_x0)
+        assert all(torch.equal(*pair) for pair in zip(inputs, before, strict=True))
+
+
+@pytest.mark.parametrize("clip", ["none", "static", "dynamic"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_step_reads_back_from_the_device(kind: Any, clip: Any) -> None:
+    # A tensor on the meta device has no values: anything that waits for one raises.
+    sampler = sampler_of(kind=kind, clip=clip, steps=4)
+    x = torch.empty(2, 3, 8, 8, device="meta")
+    drawn = sample(sampler, lambda x_t, t: x_t.half(), x, lambda t: torch.empty_like(x))
+    assert drawn.shape == x.shape and drawn.dtype == torch.float32 and drawn.device.type == "meta"
