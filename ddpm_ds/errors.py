@@ -41,6 +41,10 @@ class CheckpointError(UserError):
     """A checkpoint is damaged, incomplete, of another format, or does not fit the run."""
 
 
+class EvaluationError(UserError):
+    """A score that was asked for can't be had here, or not from so few images."""
+
+
 class BadNumbersError(Exception):
     """Training can't go on: the loss is not finite or the loss scale is at its floor; exit code 3."""
 

@@ -69,7 +69,7 @@ def tiny_spec(**sections: dict[str, Any]) -> RunSpec:
         "logging": {"log_every_images": 16},
     }
     for name, section in sections.items():
-        values[name] = {**values[name], **section}
+        values[name] = {**values.get(name, {}), **section}
     return RunSpec.model_validate({"name": "tiny", **values})
 
 

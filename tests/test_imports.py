@@ -28,6 +28,7 @@ ROOMS = (
     "pipeline",
     "observe",
     "train",
+    "evaluate",
     "benchmark",
     "supervisor",
     "cli",

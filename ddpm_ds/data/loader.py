@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from ddpm_ds.data.order import image_at
+from ddpm_ds.data.order import Indices, image_at
 from ddpm_ds.data.store import Store
 
 
@@ -27,6 +27,7 @@ class MicroBatch(NamedTuple):
 def micro_batches(
     store: Store,
     *,
+    among: Indices | None = None,
     seed: int,
     batch_images: int,
     micro_batch_images: int,
@@ -45,6 +46,7 @@ def micro_batches(
         replica             0     1     0     1
         micro-batch         0     0     1     1
 
+    ``among`` are the positions in the store that are trained on, None for all of it.
     ``workers`` processes read ahead; 0 reads in this process. An error or a death of a worker is raised here.
     Raises ValueError when ``batch_images`` is not M x ``replicas`` x ``micro_batch_images``.
     """
@@ -54,7 +56,7 @@ def micro_batches(
     if not 0 <= replica < replicas:
         raise ValueError(f"replica = {replica} is not one of {replicas}")
     loader = DataLoader(
-        _Images(store, seed),
+        _Images(store, among, seed),
         batch_sampler=_Positions(start_images + replica * micro_batch_images, turn, micro_batch_images),
         collate_fn=_as_it_is,
         num_workers=workers,
@@ -83,13 +85,15 @@ class _Positions:
 class _Images(Dataset[MicroBatch]):
     """The images of a store by their position in the training sequence; read a micro-batch at a time."""
 
-    def __init__(self, store: Store, seed: int) -> None:
+    def __init__(self, store: Store, among: Indices | None, seed: int) -> None:
         self.store = store
+        self.among = among
         self.seed = seed
 
     def __getitems__(self, positions: list[int]) -> MicroBatch:
         index = np.array(positions, np.int64)
-        stored = image_at(index, len(self.store), self.seed)
+        stored = image_at(index, len(self.store if self.among is None else self.among), self.seed)
+        stored = stored if self.among is None else self.among[stored]
         return MicroBatch(
             images=torch.from_numpy(self.store.images[stored]),  # the one copy: (n, C, H, W)
             labels=torch.from_numpy(self.store.labels[stored]),

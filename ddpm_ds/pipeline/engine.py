@@ -22,7 +22,7 @@ The schedule is DeepSpeed's own instruction stream. What is ours is how an instr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -104,26 +104,40 @@ class UnetPipelineEngine(PipelineEngine):
 
     def _connect(self) -> None:
         """Make the channels to the neighbouring stages."""
-        module, micro = self.module, self.micro_batch_size
-        forward_group, backward_group = _pipeline_groups(self.grid.pp_group)
+        self._forward_group, self._backward_group = _pipeline_groups(self.grid.pp_group)
+        layers, micro = self.module.unet_layers, self.micro_batch_size
+        activations_in, activations_out = self.activation_channels(micro)
+        if activations_in is not None:
+            self._activations_in = activations_in
+            self._gradients_out = self._channel(self.module.first, self.prev_stage, micro, self._backward_group)
+            self.skip_is_h_in = newest_skip_is_h(layers, self.module.first)
+        if activations_out is not None:
+            self._activations_out = activations_out
+            self._gradients_in = self._channel(self.module.stop, self.next_stage, micro, self._backward_group)
+            self.skip_is_h_out = newest_skip_is_h(layers, self.module.stop)
 
-        def channel(cut: int, stage: int, group: dist.ProcessGroup) -> Channel:
-            shapes = [(micro, *shape) for shape in boundary_shapes(module.unet_layers, cut)]
-            peer = int(self.grid.stage_to_global(stage))
-            return Channel(shapes, self._wire_dtype(), self.device, peer, group)
+    def activation_channels(self, images: int) -> tuple[Channel | None, Channel | None]:
+        """Channels for the carry of ``images`` images: from the stage before and to the stage after, where there is."""
+        group, module = self._forward_group, self.module
+        first = None if self.is_first_stage() else self._channel(module.first, self.prev_stage, images, group)
+        last = None if self.is_last_stage() else self._channel(module.stop, self.next_stage, images, group)
+        return first, last
 
-        start, stop = module.first, module.stop
-        if not self.is_first_stage():
-            self._activations_in = channel(start, self.prev_stage, forward_group)
-            self._gradients_out = channel(start, self.prev_stage, backward_group)
-            self._skip_is_h_in = newest_skip_is_h(module.unet_layers, start)
-        if not self.is_last_stage():
-            self._activations_out = channel(stop, self.next_stage, forward_group)
-            self._gradients_in = channel(stop, self.next_stage, backward_group)
-            self._skip_is_h_out = newest_skip_is_h(module.unet_layers, stop)
+    def channel_to(self, stage: int, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Channel:
+        """A channel to any stage of this pipeline, for messages against the direction of the carry."""
+        return Channel(shapes, dtype, self.device, int(self.grid.stage_to_global(stage)), self._backward_group)
+
+    def _channel(self, cut: int, stage: int, images: int, group: dist.ProcessGroup) -> Channel:
+        shapes = [(images, *shape) for shape in boundary_shapes(self.module.unet_layers, cut)]
+        return Channel(shapes, self._wire_dtype(), self.device, int(self.grid.stage_to_global(stage)), group)
 
     def _wire_dtype(self) -> torch.dtype:
         return next(self.module.parameters()).dtype
+
+    def in_wire_dtype(self, inputs: Carry) -> Carry:
+        """The first layer's arguments, those that are floating-point in the dtype of the weights."""
+        dtype = self._wire_dtype()
+        return tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in inputs)
 
     @property
     def next_index(self) -> int:
@@ -210,10 +224,7 @@ class UnetPipelineEngine(PipelineEngine):
         prepared = self.objective.prepare(next(self.data_iterator))
         self.pipe_buffers["loads"][buffer_id] = prepared
         if self.is_first_stage():
-            dtype = self._wire_dtype()
-            self.pipe_buffers["inputs"][buffer_id] = tuple(
-                tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in self.objective.inputs(prepared)
-            )
+            self.pipe_buffers["inputs"][buffer_id] = self.in_wire_dtype(self.objective.inputs(prepared))
 
     def _exec_recv_activations(self, buffer_id: int) -> None:
         leaves = self._activations_in.receive()
@@ -224,14 +235,14 @@ class UnetPipelineEngine(PipelineEngine):
         self.pipe_buffers["image_index"][buffer_id] = index
         set_image_index(self._dropouts, index)
         inputs = self.pipe_buffers["inputs"][buffer_id]
-        carry = inputs if self.is_first_stage() else unpack(inputs, self._skip_is_h_in)
+        carry = inputs if self.is_first_stage() else unpack(inputs, self.skip_is_h_in)
         outputs = self.module(carry)
         if self.is_last_stage():
             loss = self.objective.loss(outputs, self.pipe_buffers["loads"][buffer_id])
             self.loss_sum += loss.detach()
             outputs = (loss,)
         else:
-            outputs = pack(outputs, self._skip_is_h_out)
+            outputs = pack(outputs, self.skip_is_h_out)
         self.pipe_buffers["loads"][buffer_id] = None
         self.pipe_buffers["outputs"][buffer_id] = outputs
 

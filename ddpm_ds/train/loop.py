@@ -1,4 +1,4 @@
-"""The training loop: load, step, average, log, save; go back or stop when the numbers have gone bad."""
+"""The training loop: load, step, average, log, look, save; go back or stop when the numbers have gone bad."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ddpm_ds.errors import BadNumbersError, Preempted
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.exchange import gather
+from ddpm_ds.train.inspection import Inspection
 from ddpm_ds.train.meters import Interval, Meter, metrics
 from ddpm_ds.train.plan import RunPlan
 from ddpm_ds.train.recorder import Recorder
@@ -38,6 +39,7 @@ class Run:
     saver: Saver
     requests: Requests
     watchdog: Watchdog
+    inspection: Inspection
     recorder: Recorder
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=SPIKE_POINTS))
 
@@ -71,6 +73,7 @@ def train(run: Run) -> Interval:
             meter, save = Meter(), False
             batches = _timed(meter, run.batches())
             continue
+        run.inspection.after_step(before, done)  # before the save: a run that dies in between draws again
         if save:
             run.recorder.checkpoint(run.saver.save(), engine.global_steps)
             run.requests.saved()
@@ -135,5 +138,5 @@ def _rewind(run: Run, trouble: str) -> None:
     """Go back as ``bad_numbers.policy`` says, or raise."""
     if run.plan.spec.bad_numbers.policy == "stop":
         raise BadNumbersError(trouble)
-    run.recorder.rewound(run.saver.rewind(trouble), run.saver.rewinds, run.engine.global_steps)
+    run.recorder.rewound(run.saver.rewind(trouble), run.saver.rewinds, run.engine.images_seen, run.engine.global_steps)
     run.recent.clear()

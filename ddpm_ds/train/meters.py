@@ -16,12 +16,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ddpm_ds.unet.layers import PASSES_PER_STEP
+
 Batch = TypeVar("Batch")
 
 FLOPS_PER_MAC = 2
-PASSES_PER_STEP = 3
-"""In forward passes: the backward pass costs two. What activation checkpointing computes again is not the model's work
-and is not counted."""
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from pathlib import Path
 from ddpm_ds.ds_config import ResolvedDsConfig, read_ds_config, resolve
 from ddpm_ds.errors import OutputError
 from ddpm_ds.pipeline.partition import Stage, describe, partition
-from ddpm_ds.spec import RunSpec
+from ddpm_ds.spec import HELD_OUT_QUANTILES, RunSpec
 from ddpm_ds.spec_file import load_spec
-from ddpm_ds.unet.layers import Layer, unet_layers
+from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer, unet_layers
 
 OUTPUT_ROOT = Path("runs")
 """Where runs go that are given no folder."""
@@ -116,6 +116,7 @@ def describe_plan(plan: RunPlan, run_dir: Path) -> str:
     recompute = {"auto": "where memory asks for it", 0: "off"}.get(
         ds.checkpoint_interval, f"every {ds.checkpoint_interval} layers"
     )
+    steps = spec.sampler.steps_of(spec.diffusion.timesteps)
     lines = [
         f"run          {spec.name}: {plan.spec_path} with {plan.ds_path}",
         f"data         {spec.data.source}, {spec.data.image_size}x{spec.data.image_size}x{spec.data.channels}",
@@ -128,11 +129,22 @@ def describe_plan(plan: RunPlan, run_dir: Path) -> str:
         f"{layout.micro_batches} micro-batches x {layout.replicas} replicas",
         f"length       {spec.train.images:,} images = {plan.steps:,} steps, "
         f"logged every {spec.logging.log_every_images:,} images",
+        f"samples      {spec.samples.count} images by {spec.sampler.kind} in {steps} steps"
+        f"{_cadence(spec.samples.every_images, spec.samples.count * steps * (1 + spec.sampler.guides))}",
+        f"held out     {spec.data.held_out_images:,} images, their loss at {len(HELD_OUT_QUANTILES)} noise levels"
+        f"{_cadence(spec.evaluation.every_images, spec.data.held_out_images * len(HELD_OUT_QUANTILES))}",
         f"outputs      {run_dir}; MLflow in {os.environ.get('MLFLOW_TRACKING_URI') or run_dir.parent}",
         "",
         stage_table(plan),
     ]
     return "\n".join(lines)
+
+
+def _cadence(every_images: int | None, forwards: int) -> str:
+    """How often something is done, and the computing that its forward passes take beside those of training."""
+    if not (every_images and forwards):
+        return ": never"
+    return f" every {every_images:,} images, {forwards / (PASSES_PER_STEP * every_images):.1%} of the computing"
 
 
 def check_output(run_dir: Path, resume: str) -> None:

@@ -87,12 +87,25 @@ class ProgressLine:
 
 
 def summary(
-    *, loss: float, images: int, seconds: float, steps: int, skipped_steps: int, run_dir: Path, link: RunLink
+    *,
+    loss: float,
+    images: int,
+    seconds: float,
+    looking_seconds: float,
+    steps: int,
+    skipped_steps: int,
+    run_dir: Path,
+    link: RunLink,
 ) -> str:
-    """The end of a run in a few lines; ``loss`` is the mean over the last log interval."""
+    """The end of a run in a few lines.
+
+    ``loss`` is the mean over the last log interval; ``looking_seconds`` of all ``seconds`` went into samples and the
+    held-out loss.
+    """
     rows = {
         "final loss": f"{loss:.4f}",
         "trained": f"{images:,} images in {duration(seconds)}, {images / seconds:,.4g} images/s",
+        "looked at it": f"{duration(looking_seconds)}, {looking_seconds / seconds:.1%} of the time",
         "skipped steps": f"{skipped_steps:,} of {steps:,}",
         "run folder": str(run_dir),
         "MLflow run": link.run_id or f"not reached at {link.tracking_uri}",

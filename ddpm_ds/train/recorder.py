@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from torch import Tensor
+
+from ddpm_ds.data.pictures import grid, write_png
 from ddpm_ds.train.progress import ProgressLine
-from ddpm_ds.train.resume import RunFolder
+from ddpm_ds.train.resume import EVALUATIONS, METRICS, RunFolder
 from ddpm_ds.train.tracking import RunLink, Tracker
 
+SAMPLES_KEY = "samples_ema"
+"""Under which MLflow keeps the pictures, with a slider over steps."""
 
-@dataclass
+
 class Recorder:
-    """The progress line, MLflow and ``metrics.jsonl``, fed together; ``None`` in each on ranks other than 0.
+    """The progress line, MLflow and the run's folder, fed together; ``None`` in each on ranks other than 0.
 
-    ``logged_step`` is the last step that an earlier process of this run has logged: a resumed run repeats steps, and
-    no point is logged twice.
+    A resumed run repeats steps: what an earlier process has written into the folder is not logged again.
     """
 
-    line: ProgressLine | None = None
-    tracker: Tracker | None = None
-    folder: RunFolder | None = None
-    logged_step: int = 0
+    def __init__(
+        self, line: ProgressLine | None = None, tracker: Tracker | None = None, folder: RunFolder | None = None
+    ) -> None:
+        self.line, self.tracker, self.folder = line, tracker, folder
+        self._logged = {name: folder.logged_step(name) if folder else 0 for name in (METRICS, EVALUATIONS)}
 
     def step(self, images_seen: int) -> None:
         """A step has ended."""
@@ -44,17 +48,41 @@ class Recorder:
                 images_per_second=values["perf/images_per_second"],
                 loss_scale=values["train/loss_scale"] if fp16 else None,
             )
-        self._write(values, step)
+        self._write(METRICS, values, step)
 
     def checkpoint(self, seconds: float, step: int) -> None:
         """A checkpoint was begun, and held training up for ``seconds``."""
-        if self.tracker is not None and step > self.logged_step:
+        if self.tracker is not None and step > self._logged[METRICS]:
             self.tracker.metrics({"perf/checkpoint_seconds": seconds}, step)
 
-    def rewound(self, what: str, times: int, step: int) -> None:
+    def samples(self, images: Tensor | None, seconds: float, images_seen: int, step: int) -> None:
+        """A picture was drawn, which took ``seconds``; one that is there was logged before the run was resumed."""
+        if self.tracker is None or self.folder is None or images is None:
+            return
+        path = self.folder.samples(images_seen)
+        if path.exists():
+            return
+        try:
+            path.parent.mkdir(exist_ok=True)
+            write_png(grid(images), path)
+        except OSError as error:
+            self.say(f"{path} can't be written ({error.strerror}); training goes on")
+            return
+        self.tracker.image(path, SAMPLES_KEY, step)
+        self.tracker.metrics({"perf/samples_seconds": seconds}, step)
+
+    def evaluation(self, values: Mapping[str, float], step: int) -> None:
+        """The held-out loss, by the names of :meth:`ddpm_ds.train.held_out.HeldOutLoss.measure`."""
+        if "eval/loss" in values:
+            self.say(f"held-out loss {values['eval/loss']:.4f}")
+        self._write(EVALUATIONS, values, step)
+
+    def rewound(self, what: str, times: int, images_seen: int, step: int) -> None:
         """The run went back to ``step``; the points from there on are of a new course, and are logged again."""
         self.say(what)
-        self.logged_step = min(self.logged_step, step)
+        self._logged = {name: min(last, step) for name, last in self._logged.items()}
+        if self.folder is not None:
+            self.folder.forget_samples(images_seen)
         if self.tracker is not None:
             self.tracker.text(what + "\n", f"rewinds/{times}.txt")
             self.tracker.metrics({"train/rewinds": float(times)}, step)
@@ -69,11 +97,11 @@ class Recorder:
                 self.tracker.artifact(path)
         return self.tracker.finish(status)
 
-    def _write(self, values: Mapping[str, float], step: int) -> None:
-        if self.tracker is None or self.folder is None or step <= self.logged_step:
+    def _write(self, name: str, values: Mapping[str, float], step: int) -> None:
+        if self.tracker is None or self.folder is None or step <= self._logged[name]:
             return
         try:
-            self.folder.append_metrics(values, step)  # first: a process that dies now won't log the point again
+            self.folder.append(name, values, step)  # first: a process that dies now won't log the point again
         except OSError as error:
-            self.say(f"metrics.jsonl can't be written ({error.strerror}); training goes on")
+            self.say(f"{name} can't be written ({error.strerror}); training goes on")
         self.tracker.metrics(values, step)

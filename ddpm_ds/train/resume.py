@@ -25,13 +25,16 @@ MAY_CHANGE = (
     "train.accumulation",
     "checkpoint.",
     "bad_numbers.",
+    "sampler.",
+    "samples.",
+    "evaluation.",
     "logging.",
     "data.workers",
     "data.store_root",
     "data.path",
     "data.max_bad_fraction",
 )
-"""Spec keys that a resumed run may change: length, cadences, logging, layout, machine."""
+"""Spec keys that a resumed run may change: length, cadences, samples, logging, layout, machine."""
 
 
 def checkpoints_of(run_dir: Path) -> Path:
@@ -113,6 +116,10 @@ def check_resume(
     return found + [f"ds_config.{change}" for change in changes(reader.manifest.ds_config, ds_config)]
 
 
+METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
+"""Files of a run's folder: the log points, and the held-out losses."""
+
+
 @dataclass
 class RunFolder:
     """The small files of a run's folder that outlive a process; used on rank 0."""
@@ -126,12 +133,12 @@ class RunFolder:
             write_file(file, f"{uuid.uuid4().hex}\n".encode())
         return file.read_text().strip()
 
-    def logged_step(self) -> int:
-        """The step of the last point in ``metrics.jsonl``, 0 where there is none.
+    def logged_step(self, name: str) -> int:
+        """The step of the last point in ``METRICS`` or ``EVALUATIONS``, 0 where there is none.
 
         A resumed run repeats steps, and logs none of them twice. After a rewind the last step is not the highest.
         """
-        file = self.path / "metrics.jsonl"
+        file = self.path / name
         for line in reversed(file.read_text().splitlines() if file.exists() else []):
             try:
                 return int(json.loads(line)["step"])
@@ -139,12 +146,22 @@ class RunFolder:
                 continue
         return 0
 
-    def append_metrics(self, values: Mapping[str, float], step: int) -> None:
-        """Add a log point to ``metrics.jsonl``, on a line of its own."""
-        with (self.path / "metrics.jsonl").open("ab+") as file:
+    def append(self, name: str, values: Mapping[str, float], step: int) -> None:
+        """Add a point to ``METRICS`` or ``EVALUATIONS``, on a line of its own."""
+        with (self.path / name).open("ab+") as file:
             if file.tell() and not _ends_a_line(file):
                 file.write(b"\n")
             file.write(json.dumps({"step": step, **values}).encode() + b"\n")
+
+    def samples(self, images_seen: int) -> Path:
+        """The picture drawn after so many images."""
+        return self.path / "samples" / f"images-{images_seen:09}.png"
+
+    def forget_samples(self, images_seen: int) -> None:
+        """Remove the pictures drawn after more than ``images_seen``: they are of a course that the run has left."""
+        for path in (self.path / "samples").glob("images-*.png"):
+            if path.name > self.samples(images_seen).name:
+                path.unlink(missing_ok=True)
 
     def add_resume(self, checkpoint: Path, changed: Sequence[str]) -> int:
         """Note in ``resumes.jsonl`` that the run goes on, and with what changes; returns how often it has."""

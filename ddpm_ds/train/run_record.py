@@ -66,7 +66,7 @@ def recorded(
         identity=folder.identity(),
         say=line.say,
     )
-    recorder = Recorder(line, tracker, folder, folder.logged_step())
+    recorder = Recorder(line, tracker, folder)
     try:
         yield recorder
     except BaseException as error:

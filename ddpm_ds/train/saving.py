@@ -19,6 +19,7 @@ from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.train import state
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.plan import RunPlan
+from ddpm_ds.unet.model import parameter_shapes
 
 
 class Saver:
@@ -50,7 +51,7 @@ class Saver:
             keep_last=spec.keep_last,
             keep_every_images=spec.keep_every_images,
         )
-        self._shapes = _all_shapes(engine)
+        self._shapes = parameter_shapes(plan.layers)
         self.rewinds = 0
         """How often the run has gone back after bad numbers."""
 
@@ -120,12 +121,3 @@ class Saver:
                     break
         dist.broadcast_object_list(found, src=0)
         return found[0]
-
-
-def _all_shapes(engine: UnetPipelineEngine) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter of the whole U-Net, in the order of the layers."""
-    own = {name: tuple(parameter.shape) for name, parameter in engine.module.named_parameters()}
-    everyone: list[dict[str, tuple[int, ...]]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, own)
-    merged = {name: shape for shapes in everyone for name, shape in shapes.items()}
-    return dict(sorted(merged.items(), key=lambda item: int(item[0].split(".")[0])))

@@ -17,7 +17,9 @@ import torch.distributed as dist
 
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.data.loader import micro_batches
+from ddpm_ds.data.order import Indices
 from ddpm_ds.data.prepare import prepare
+from ddpm_ds.data.split import split
 from ddpm_ds.data.store import Store
 from ddpm_ds.errors import BadNumbersError, LayoutError, PeerLostError, Preempted, SpecError, UserError
 from ddpm_ds.observe.flops import profile_flops
@@ -25,7 +27,11 @@ from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
 from ddpm_ds.pipeline.memory import checkpoint_interval
+from ddpm_ds.train import state
 from ddpm_ds.train.ema import Ema
+from ddpm_ds.train.held_out import HeldOutLoss
+from ddpm_ds.train.initial_weights import InitialWeights
+from ddpm_ds.train.inspection import Inspection
 from ddpm_ds.train.loop import Run, train
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.train.plan import RunPlan
@@ -36,6 +42,7 @@ from ddpm_ds.train.resume import check_resume, checkpoints_of, claim_folder, fin
 from ddpm_ds.train.run_record import Resumed, recorded
 from ddpm_ds.train.saving import Saver
 from ddpm_ds.train.watchdog import Watchdog, make_store
+from ddpm_ds.unet.model import parameter_shapes
 
 KNOWN_TO_ALL_RANKS = (UserError, BadNumbersError, Preempted)
 """Raised on every rank at the same step, so that all can still act together."""
@@ -64,6 +71,7 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
     line = ProgressLine(plan.spec.train.images) if rank == 0 else None
     claim = claim_folder(run_dir) if rank == 0 else None  # before anything in it is read or cleaned up
     resumed = _find_resume(plan, config, store, run_dir, options.resume, line) if line is not None else None
+    initial = _open_initial_weights(plan) if rank == 0 and resumed is None else None
     if rank == 0 and device.type == "cpu" and plan.ds.precision == "fp16":
         print("fp16 on a CPU: stored in fp16, computed in fp32", flush=True)
 
@@ -86,6 +94,8 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
             )
             if resumed is not None:
                 saver.load(resumed.checkpoint)
+            elif (weights := initial or _open_initial_weights(plan)) is not None:
+                state.begin_with(engine, ema, weights)
             _train(plan, store, engine, ema, saver, recorder, run_dir, options)
         dist.barrier()
     del claim
@@ -109,7 +119,20 @@ def _train(
         return
     requests = Requests(run_dir, plan.spec.checkpoint.every_minutes)
     watchdog = _watch(engine, recorder, options)
-    run = Run(plan, engine, lambda: _batches(plan, store, engine), ema, saver, requests, watchdog, recorder)
+    among, positions = split(len(store), plan.spec.data.held_out_images)
+    held_out = HeldOutLoss(plan.spec, engine, store, positions) if len(positions) else None
+    inspection = Inspection(plan.spec, engine, ema, held_out, watchdog, recorder)
+    run = Run(
+        plan,
+        engine,
+        lambda: _batches(plan, store, among, engine),
+        ema,
+        saver,
+        requests,
+        watchdog,
+        inspection,
+        recorder,
+    )
     try:
         last = train(run)
         seconds = time.monotonic() - started
@@ -131,6 +154,7 @@ def _train(
                 loss=last.loss,
                 images=engine.images_seen - first,
                 seconds=seconds,
+                looking_seconds=inspection.seconds,
                 steps=engine.global_steps,
                 skipped_steps=engine.skipped_steps,
                 run_dir=run_dir,
@@ -180,6 +204,11 @@ def _find_resume(
     return Resumed(checkpoint, tuple(changed))
 
 
+def _open_initial_weights(plan: RunPlan) -> InitialWeights | None:
+    path = plan.spec.train.initial_weights
+    return None if path is None else InitialWeights(path, parameter_shapes(plan.layers))
+
+
 @contextlib.contextmanager
 def process_group() -> Iterator[None]:
     """DeepSpeed's process group; destroyed at the end, since gloo aborts a process that leaves with one.
@@ -207,13 +236,14 @@ def process_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _batches(plan: RunPlan, store: Store, engine: UnetPipelineEngine) -> Iterator[Any] | None:
+def _batches(plan: RunPlan, store: Store, among: Indices, engine: UnetPipelineEngine) -> Iterator[Any] | None:
     """This replica's micro-batches from the engine's progress on, on the stages that read data."""
     if not (engine.is_first_stage() or engine.is_last_stage()):
         return None
     layout = plan.ds.layout
     return micro_batches(
         store,
+        among=among,
         seed=plan.spec.train.seed,
         batch_images=layout.batch_images,
         micro_batch_images=layout.micro_batch_images,
@@ -255,8 +285,9 @@ def check_store(store: Store, plan: RunPlan) -> None:
     """Refuse images that the spec's U-Net does not fit.
 
     Raises:
-        SpecError: the numbers of classes differ.
+        SpecError: the numbers of classes differ, or too many images are held out.
     """
+    split(len(store), plan.spec.data.held_out_images)
     classes, asked = len(store.meta.classes), plan.spec.unet.classes
     if asked is not None and asked != classes:
         raise SpecError(f"unet.classes = {asked}, but the images have {classes} classes; --set unet.classes={classes}")

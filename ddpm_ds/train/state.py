@@ -16,6 +16,7 @@ from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.train.ema import Ema
+from ddpm_ds.train.initial_weights import InitialWeights
 
 MASTER, EMA = "master", "ema"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -76,6 +77,15 @@ def load(engine: UnetPipelineEngine, ema: Ema, reader: Reader) -> None:
         engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
     insides.load_scaler_state(engine, state["loss_scaler"])
     engine.consecutive_overflows_at_floor = 0
+
+
+@torch.no_grad()
+def begin_with(engine: UnetPipelineEngine, ema: Ema, weights: InitialWeights) -> None:
+    """Put given weights into a fresh engine, and into their average; a collective over the replicas under ZeRO."""
+    for piece in insides.owned_pieces(engine):
+        for tensor in (piece.master, ema.shadow_of(piece.master)):
+            piece.of(tensor).copy_(weights.read(piece.name, piece.first, piece.length))
+    insides.refresh_weights(engine)
 
 
 def _moments(engine: UnetPipelineEngine, master: Tensor, steps: int) -> dict[str, Tensor]:

@@ -13,7 +13,9 @@ Both processes speak in records, one JSON object per line:
     {"start": {...}}                                                  which run: see ``Tracker.start``
     {"metrics": {name: value}, "step": int, "time": milliseconds}
     {"artifact": path, "folder": name}
+    {"image": path, "key": name, "step": int, "time": milliseconds}
     {"text": content, "name": file name}
+    {"register": model name, "folder": of the run's artifacts}
     {"finish": "FINISHED" | "FAILED" | "KILLED", "time": milliseconds}
 
 and the worker replies {"run": ids}, {"sent": count}, {"refused": count} (start not counted) or {"say": line}.
@@ -119,13 +121,16 @@ class Tracker:
         tracking_uri: str | None = None,
         run_id: str | None = None,
         identity: str | None = None,
+        parent: str | None = None,
+        system_metrics: bool = True,
         say: Callable[[str], None] = print_to_stderr,
     ) -> Tracker:
         """Begin a run, or go on with ``run_id``, whose params are left as they are.
 
         The tracker is ``tracking_uri``, else the environment's ``MLFLOW_TRACKING_URI``, else
         ``sqlite:///<output_root>/mlflow.db`` with artifacts in ``<output_root>/mlartifacts``. ``params`` may be
-        nested. ``say`` shows one line to the user; it is called from another thread.
+        nested. ``identity`` finds the run again; ``parent`` is the identity of the run that this one is a child of.
+        ``say`` shows one line to the user; it is called from another thread.
         """
         start = {
             "id": identity or uuid.uuid4().hex,
@@ -138,6 +143,8 @@ class Tracker:
             "run_dir": str(run_dir.resolve()),
             "params": flatten(params),
             "tags": dict(tags),
+            "parent": parent,
+            "system_metrics": system_metrics,
         }
         tracker = cls(start, say)
         for path in artifacts:
@@ -169,9 +176,17 @@ class Tracker:
         """Log a file or folder, as it is when its turn comes."""
         self._put({"artifact": str(path.resolve()), "folder": folder})
 
+    def image(self, path: Path, key: str, step: int) -> None:
+        """Log a picture at an optimizer step; those of one ``key`` get a slider over steps."""
+        self._put({"image": str(path.resolve()), "key": key, "step": step, "time": now_ms()})
+
     def text(self, text: str, name: str) -> None:
         """Log text as an artifact file."""
         self._put({"text": text, "name": name})
+
+    def register(self, name: str, folder: str) -> None:
+        """Make a folder of the run's artifacts a version of the registered model ``name``."""
+        self._put({"register": name, "folder": folder})
 
     def finish(self, status: Literal["FINISHED", "FAILED", "KILLED"], timeout_seconds: float = 30.0) -> RunLink:
         """End the run. Waits up to ``timeout_seconds`` until all is sent and then leaves the rest in

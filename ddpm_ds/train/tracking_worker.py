@@ -26,6 +26,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ddpm_ds.train.registry import register
 from ddpm_ds.train.tracking import Record, keep_unsent, now_ms, print_to_stderr, resolve_uri, without_password
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ FLUSH_SECONDS = 20.0  # after the trainer died; DeepSpeed's launcher kills what 
 LONGEST_PAUSE_SECONDS = 30.0
 METRICS_PER_REQUEST, PARAMS_PER_REQUEST = 1000, 100  # MLflow's limits; that for params holds for tags too
 START_TAG = "ddpm_ds.start"  # finds the run again when the answer to its creation was lost
+PARENT_TAG = "mlflow.parentRunId"  # by which MLflow shows a run under another one
 REFUSALS = ("BAD_REQUEST", "INVALID_PARAMETER_VALUE", "INVALID_STATE", "RESOURCE_DOES_NOT_EXIST")
 DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 
@@ -86,11 +88,20 @@ def find_run(client: MlflowClient, start: Record, uri: str) -> Run:
             params = [] if run.data.params else params
         else:
             run = client.create_run(experiment_id, start["time"], tags, start["run_name"])
-    run_tags = [RunTag(name, value) for name, value in start["tags"].items()]
+    tags = start["tags"] | parent_tag(client, run.info.experiment_id, start.get("parent"))
+    run_tags = [RunTag(name, value) for name, value in tags.items()]
     for begin in range(0, max(len(params), len(run_tags)), PARAMS_PER_REQUEST):
         part = slice(begin, begin + PARAMS_PER_REQUEST)
         client.log_batch(run.info.run_id, params=params[part], tags=run_tags[part], synchronous=True)
     return run
+
+
+def parent_tag(client: MlflowClient, experiment_id: str, parent: str | None) -> dict[str, str]:
+    """The tag of a child of the run with the identity ``parent``; empty where there is no such run."""
+    if parent is None:
+        return {}
+    found = client.search_runs([experiment_id], f"tags.`{START_TAG}` = '{parent}'", max_results=1)
+    return {PARENT_TAG: found[0].info.run_id} if found else {}
 
 
 class Worker:
@@ -215,8 +226,22 @@ class Worker:
             self._client.log_batch(self._run.info.run_id, metrics=metrics, synchronous=True)
         elif "artifact" in record:
             self._client.log_artifact(self._run.info.run_id, record["artifact"], record["folder"] or None)
+        elif "image" in record:
+            from PIL import Image
+
+            with Image.open(record["image"]) as image:
+                self._client.log_image(
+                    self._run.info.run_id,
+                    image,
+                    key=record["key"],
+                    step=record["step"],
+                    timestamp=record["time"],
+                    synchronous=True,
+                )
         elif "text" in record:
             self._client.log_text(self._run.info.run_id, record["text"], record["name"])
+        elif "register" in record:
+            self._say(f"registered {record['register']}", register(self._client, self._run.info.run_id, record))
         elif "finish" in record:
             self._client.set_terminated(self._run.info.run_id, record["finish"], record["time"])
 
@@ -232,7 +257,12 @@ class Worker:
         if asked_for not in (None, run_id):
             self._say("new", f"MLflow at {self._uri} has no run {asked_for}; {run_id} is a new run")
         self._reply({"run": {"run_id": run_id, "experiment_id": self._run.info.experiment_id}})
-        if self._parent is not None:
+        if self._start.get("parent") and PARENT_TAG not in self._client.get_run(run_id).data.tags:
+            self._say(
+                "orphan",
+                f"MLflow at {self._uri} does not have the run of {self._start['run_dir']}; {run_id} stands alone",
+            )
+        if self._parent is not None and self._start.get("system_metrics", True):
             threading.Thread(target=self._sample_system, daemon=True).start()
 
     def _sample_system(self) -> None:

@@ -1,4 +1,4 @@
-"""Our names and tensors beside those of diffusers' ``UNet2DModel``, and its constructor arguments for a spec.
+"""Our names and tensors beside those of diffusers' ``UNet2DModel``.
 
 The two hold the same numbers; diffusers keeps q, k and v apart and counts decoder levels from the deepest.
 diffusers itself is not needed here.
@@ -6,15 +6,16 @@ diffusers itself is not needed here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from ddpm_ds.spec import UnetSpec
 from ddpm_ds.unet.layers import AttentionLayer, BlockLayer, EmbedLayer, InputLayer, Layer, OutputLayer
 
+_OLD_ATTENTION = re.compile(r"(.*\.attentions\.\d+)\.(query|key|value|proj_attn)\.(weight|bias)")
+_NEW_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 _BLOCK = {"norm1": "norm1", "conv1": "conv1", "time_projection": "time_emb_proj", "norm2": "norm2", "conv2": "conv2"}
 
 
@@ -28,15 +29,34 @@ def to_diffusers(state: Mapping[str, Tensor], layers: Sequence[Layer]) -> dict[s
 
 
 def from_diffusers(state: Mapping[str, Tensor], layers: Sequence[Layer]) -> dict[str, Tensor]:
-    """Tensors by our names from tensors by diffusers' names.
+    """Tensors by our names from tensors by diffusers' names, present or old.
 
     Raises ValueError where the names are not those of a `UNet2DModel` of these layers.
     """
-    table = list(tensor_names(layers))
-    wrong = state.keys() ^ {name for _, theirs in table for name in theirs}
+    stored = stored_names(state, layers)
+    return {ours: torch.cat([state[stored[name]] for name in theirs]) for ours, theirs in tensor_names(layers)}
+
+
+def stored_names(names: Iterable[str], layers: Sequence[Layer]) -> dict[str, str]:
+    """Which of the ``names`` in a file is each tensor of diffusers: its present name, or its older one.
+
+    Raises ValueError where they are not those of a `UNet2DModel` of these layers, each once.
+    """
+    names = list(names)
+    stored = {_present_name(name): name for name in names}
+    wrong = stored.keys() ^ {name for _, theirs in tensor_names(layers) for name in theirs}
     if wrong:
         raise ValueError(f"{len(wrong)} tensor names don't match the U-Net, the first is {min(wrong)}")
-    return {ours: torch.cat([state[name] for name in theirs]) for ours, theirs in table}
+    if len(stored) < len(names):
+        twice = min(set(names) - set(stored.values()))
+        raise ValueError(f"{twice} is there under its present and its old name")
+    return stored
+
+
+def _present_name(name: str) -> str:
+    """diffusers' name of today for a tensor: attention was once `query`, `key`, `value` and `proj_attn`."""
+    old = _OLD_ATTENTION.fullmatch(name)
+    return f"{old[1]}.{_NEW_ATTENTION[old[2]]}.{old[3]}" if old else name
 
 
 def tensor_names(layers: Sequence[Layer]) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -84,31 +104,3 @@ def _place(name: str, levels: int) -> str:
     kind, number = place[0], place[1] if len(place) > 1 else "0"
     modules = {"block": "resnets", "attention": "attentions", "downsample": "downsamplers", "upsample": "upsamplers"}
     return f"{blocks}.{modules[kind]}.{number}"
-
-
-def diffusers_config(unet: UnetSpec, *, image_channels: int, image_size: int) -> dict[str, Any]:
-    """Arguments of the ``UNet2DModel`` that equals the U-Net of a spec."""
-    attends = [image_size >> level in unet.attention_resolutions for level in range(len(unet.multipliers))]
-    return {
-        "sample_size": image_size,
-        "in_channels": image_channels,
-        "out_channels": image_channels,
-        "block_out_channels": tuple(unet.channels * multiplier for multiplier in unet.multipliers),
-        "layers_per_block": unet.blocks_per_level,
-        "down_block_types": tuple("AttnDownBlock2D" if yes else "DownBlock2D" for yes in attends),
-        "up_block_types": tuple("AttnUpBlock2D" if yes else "UpBlock2D" for yes in reversed(attends)),
-        "add_attention": unet.middle_attention,
-        "attention_head_dim": unet.head_channels,
-        "norm_num_groups": unet.norm_groups,
-        # Without this, scale_shift would leave out the normalisation before the middle attention.
-        "attn_norm_num_groups": unet.norm_groups,
-        "norm_eps": unet.norm_epsilon,
-        "dropout": unet.dropout,
-        "time_embedding_dim": unet.embedding_channels,
-        "resnet_time_scale_shift": "default" if unet.time_conditioning == "add" else "scale_shift",
-        "flip_sin_to_cos": unet.sinusoid_order == "cos_sin",
-        "freq_shift": unet.sinusoid_shift,
-        "downsample_padding": 1 if unet.downsample_padding == "symmetric" else 0,
-        # The row after the last class is "no label".
-        "num_class_embeds": None if unet.classes is None else unet.classes + 1,
-    }

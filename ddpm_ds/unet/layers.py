@@ -19,6 +19,10 @@ from typing import Any
 
 from ddpm_ds.spec import UnetSpec
 
+PASSES_PER_STEP = 3
+"""What a training step costs in forward passes: the backward pass costs two. What activation checkpointing computes
+again is not the model's work and is not counted."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:

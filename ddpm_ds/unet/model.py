@@ -37,6 +37,17 @@ def build_layer(layer: Layer, index: int, seed: int) -> nn.Module:
     return module
 
 
+def parameter_shapes(layers: Sequence[Layer]) -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter of the whole U-Net by global name, in the order of the layers; nothing is allocated."""
+    with torch.device("meta"):
+        modules = [_module(layer, index, 0) for index, layer in enumerate(layers)]
+    return {
+        f"{index}.{name}": tuple(parameter.shape)
+        for index, module in enumerate(modules)
+        for name, parameter in module.named_parameters()
+    }
+
+
 def _module(layer: Layer, index: int, seed: int) -> nn.Module:
     match layer:
         case EmbedLayer():

@@ -114,7 +114,7 @@ def test_death_of_a_worker_is_an_error_and_no_hang(digits: Store) -> None:
 
 
 def test_what_a_spawned_worker_receives_reads_the_same_images(digits: Store) -> None:
-    images = _Images(digits, seed=3)
+    images = _Images(digits, None, seed=3)
     sent = pickle.dumps(images)
     assert len(sent) < 1000
     assert_same([pickle.loads(sent).__getitems__([5, 6])], [images.__getitems__([5, 6])])

@@ -36,6 +36,11 @@ TINY = (
     "optimizer.warmup_images=400",
     "ema.halflife_images=400",
     "checkpoint.every_minutes=null",
+    "data.held_out_images=5",
+    "samples.every_images=80",
+    "samples.count=2",
+    "sampler.steps=2",
+    "evaluation.every_images=80",
 )
 
 

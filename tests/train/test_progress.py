@@ -93,12 +93,20 @@ def test_the_summary_says_what_came_out_and_where_it_is() -> None:
     def text(link: RunLink) -> str:
         run_dir = Path("runs/digits")
         return summary(
-            loss=0.11468, images=128_000, seconds=100.0, steps=2000, skipped_steps=3, run_dir=run_dir, link=link
+            loss=0.11468,
+            images=128_000,
+            seconds=100.0,
+            looking_seconds=1.5,
+            steps=2000,
+            skipped_steps=3,
+            run_dir=run_dir,
+            link=link,
         )
 
     assert text(link).splitlines() == [
         "final loss     0.1147",
         "trained        128,000 images in 1:40, 1,280 images/s",
+        "looked at it   0:02, 1.5% of the time",
         "skipped steps  3 of 2,000",
         "run folder     runs/digits",
         "MLflow run     abc",

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ddpm_ds.checkpoint.folder import checkpoint_name
@@ -18,7 +19,7 @@ from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.train.plan import check_output
 from ddpm_ds.train.progress import ProgressLine
 from ddpm_ds.train.recorder import Recorder
-from ddpm_ds.train.resume import RunFolder, checkpoints_of, claim_folder, find_checkpoint
+from ddpm_ds.train.resume import METRICS, RunFolder, checkpoints_of, claim_folder, find_checkpoint
 from ddpm_ds.train.saving import Saver
 from ddpm_ds.train.tracking import Tracker
 from tests.checkpoint.saving import describe, fragments_of
@@ -80,20 +81,20 @@ def test_the_identity_of_a_run_is_made_once(tmp_path: Path) -> None:
 
 def test_the_last_logged_step_is_that_of_the_last_point_even_after_a_rewind(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    assert folder.logged_step() == 0
+    assert folder.logged_step(METRICS) == 0
     for step in (10, 20, 30, 20):
-        folder.append_metrics({"train/loss": 0.5}, step)
-    assert folder.logged_step() == 20
+        folder.append(METRICS, {"train/loss": 0.5}, step)
+    assert folder.logged_step(METRICS) == 20
 
 
 def test_a_point_cut_off_by_a_full_disk_costs_no_other(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    folder.append_metrics({"train/loss": 0.5}, 10)
+    folder.append(METRICS, {"train/loss": 0.5}, 10)
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(file.read_bytes() + b'{"step": 20, "train/l')
-    assert folder.logged_step() == 10
-    folder.append_metrics({"train/loss": 0.25}, 20)
-    assert folder.logged_step() == 20
+    assert folder.logged_step(METRICS) == 10
+    folder.append(METRICS, {"train/loss": 0.25}, 20)
+    assert folder.logged_step(METRICS) == 20
     assert json.loads(file.read_text().splitlines()[-1]) == {"step": 20, "train/loss": 0.25}
 
 
@@ -115,6 +116,10 @@ class Tracking:
 
     def __init__(self) -> None:
         self.steps: list[int] = []
+        self.pictures: list[tuple[str, int]] = []
+
+    def image(self, path: Path, key: str, step: int) -> None:
+        self.pictures.append((path.name, step))
 
     def metrics(self, values: dict[str, float], step: int) -> None:
         if step == 30:
@@ -131,7 +136,7 @@ POINT = {"progress/images": 8.0, "train/loss": 0.5, "perf/images_per_second": 1.
 def recorder(folder: RunFolder) -> tuple[Recorder, Line, Tracking]:
     """What records a run that was resumed in ``folder``."""
     line, tracking = Line(), Tracking()
-    made = Recorder(cast(ProgressLine, line), cast(Tracker, tracking), folder, folder.logged_step())
+    made = Recorder(cast(ProgressLine, line), cast(Tracker, tracking), folder)
     return made, line, tracking
 
 
@@ -155,16 +160,40 @@ def test_after_a_rewind_the_new_course_is_logged(tmp_path: Path) -> None:
     made, line, tracking = recorder(RunFolder(tmp_path))
     for step in (10, 20):
         made.point(POINT, step, fp16=False)
-    made.rewound("went back", 1, 10)
+    made.rewound("went back", 1, 80, 10)
     made.point(POINT, 20, fp16=False)
     assert line.said == ["went back"] and tracking.steps == [10, 20, 10, 20]
 
 
+def test_a_picture_is_drawn_and_logged_once_for_each_step_of_a_course(tmp_path: Path) -> None:
+    images = torch.zeros(2, 1, 8, 8, dtype=torch.uint8)
+    folder = RunFolder(tmp_path)
+    for _ in range(2):  # the second process resumes from before the first one's last picture
+        made, _, tracking = recorder(folder)
+        made.samples(images, 0.1, 80, 10)
+        made.samples(images, 0.1, 160, 20)
+    assert tracking.pictures == []
+    made.rewound("went back", 1, 80, 10)
+    made.samples(images, 0.1, 160, 20)
+    assert tracking.pictures == [("images-000000160.png", 20)]
+    assert folder.samples(80).exists() and folder.samples(160).exists()
+
+
+def test_a_held_out_loss_is_logged_although_the_point_of_its_step_was(tmp_path: Path) -> None:
+    """The process may die between the two."""
+    first, _, _ = recorder(RunFolder(tmp_path))
+    first.point(POINT, 10, fp16=False)
+    for expected in ([10], []):
+        made, line, tracking = recorder(RunFolder(tmp_path))
+        made.evaluation({"eval/loss": 0.25}, 10)
+        assert tracking.steps == expected and line.said == ["held-out loss 0.2500"]
+
+
 def test_a_full_disk_does_not_stop_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: RunFolder, values: object, step: int) -> None:
+    def full(self: RunFolder, name: str, values: object, step: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(RunFolder, "append_metrics", full)
+    monkeypatch.setattr(RunFolder, "append", full)
     made, line, tracking = recorder(RunFolder(tmp_path))
     made.point(POINT, 10, fp16=False)
     assert tracking.steps == [10] and "No space left on device" in line.said[0]

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 from pathlib import Path
 
 import mlflow
+import numpy as np
+import numpy.typing as npt
 import pytest
 from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
+from PIL import Image
+from sklearn.datasets import load_digits
 
 from tests.launching import REPOSITORY, launch
 
@@ -23,6 +28,10 @@ TINY = [
     "train.images=1600",
     "logging.log_every_images=160",
     "optimizer.warmup_images=0",
+    "samples.every_images=800",
+    "samples.count=9",
+    "sampler.steps=4",
+    "evaluation.every_images=800",
 ]
 METRICS = {
     "train/loss",
@@ -73,6 +82,15 @@ def loss_curve(folder: Path) -> list[float]:
     return [point.value for point in client.get_metric_history(run.info.run_id, "train/loss")]
 
 
+def held_out_curve(folder: Path) -> list[float]:
+    client, run = mlflow_run(folder)
+    return [point.value for point in client.get_metric_history(run.info.run_id, "eval/loss")]
+
+
+def pixels_of(picture: Path) -> npt.NDArray[np.int64]:
+    return np.array(Image.open(picture), np.int64)
+
+
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run on one process in fp32."""
@@ -102,6 +120,10 @@ def test_any_layout_of_four_processes_gives_the_same_curve_as_one_process(
     curve = loss_curve(folder)
     assert len(curve) == 10 and mlflow_run(folder)[1].data.params["derived.stages"] == str(stages)
     assert curve == pytest.approx(loss_curve(one_process), rel=1e-5)
+    assert held_out_curve(folder) == pytest.approx(held_out_curve(one_process), rel=1e-4)
+    for images in (800, 1600):
+        drawn, expected = (pixels_of(run / "samples" / f"images-{images:09}.png") for run in (folder, one_process))
+        assert drawn.shape == expected.shape and np.abs(drawn - expected).max() <= 1
 
 
 @pytest.mark.launch
@@ -121,13 +143,60 @@ def test_a_run_is_in_mlflow_with_all_its_metrics_params_tags_and_files(one_proce
 
 
 @pytest.mark.launch
+def test_a_run_has_pictures_and_held_out_losses_at_their_cadence(one_process: Path) -> None:
+    client, run = mlflow_run(one_process)
+    assert sorted(path.name for path in (one_process / "samples").iterdir()) == [
+        "images-000000800.png",
+        "images-000001600.png",
+    ]
+    assert pixels_of(one_process / "samples" / "images-000001600.png").shape == (108, 108)  # 3 x 3, enlarged 4 times
+    logged = [Path(file.path).name for file in client.list_artifacts(run.info.run_id, "images")]
+    steps = [re.match(r"samples_ema.step.(\d+).*\.png", name) for name in logged]  # MLflow separates by + or %
+    assert sorted(step[1] for step in steps if step) == ["25", "50"]
+    for name in ("eval/loss", *(f"eval/loss_t{percent}" for percent in range(10, 100, 10))):
+        assert [point.step for point in client.get_metric_history(run.info.run_id, name)] == [25, 50], name
+    assert held_out_curve(one_process)[1] < held_out_curve(one_process)[0]
+    nine = [run.data.metrics[f"eval/loss_t{percent}"] for percent in range(10, 100, 10)]
+    assert sum(nine) / 9 == pytest.approx(run.data.metrics["eval/loss"])
+    assert nine[0] > 2 * nine[8]  # noise is hardest to tell where there is little of it
+    assert run.data.metrics.keys() >= {"perf/samples_seconds", "perf/evaluation_seconds"}
+
+
+@pytest.mark.launch
+def test_the_held_out_loss_shows_over_fitting(tmp_path: Path) -> None:
+    (tmp_path / "few" / "class").mkdir(parents=True)
+    for number, image in enumerate(load_digits().images[:48]):
+        Image.fromarray((image * 15.9).astype(np.uint8)).save(tmp_path / "few" / "class" / f"{number}.png")
+    changes = [
+        *TINY,
+        "data.source=folder",
+        f"data.path={tmp_path / 'few'}",
+        "data.held_out_images=40",  # 8 are left
+        "train.batch_images=16",
+        "train.images=16000",
+        "optimizer.learning_rate=3e-3",
+        "ema.halflife_images=500",
+        "logging.log_every_images=1600",
+        "samples.every_images=null",
+        "evaluation.every_images=1600",
+    ]
+    folder = tmp_path / "runs" / "few"
+    done = train(1, folder, overrides=changes)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    learned, held_out = loss_curve(folder), held_out_curve(folder)
+    assert learned[-1] < 0.5 * learned[0]
+    assert held_out[-1] > 1.1 * min(held_out)
+    assert not (folder / "samples").exists()
+
+
+@pytest.mark.launch
 def test_a_run_shows_progress_and_ends_with_a_summary_and_no_chatter(one_process: Path) -> None:
     out, err = ((one_process.parent / name).read_text() for name in ("stdout", "stderr"))
     shown = [line for line in (out + err).splitlines() if line and not line.startswith("[20")]  # the launcher's
     for expected in ("1,600/1,600 images (100%)", "final loss", "mlflow ui --backend-store-uri", str(one_process)):
         assert any(expected in line for line in shown), expected
-    ours = ("run ", "data", "U-Net", "precision", "layout", "batch", "length", "outputs", "stage", "    0")
-    known = (*ours, "preparing", "final", "trained", "skipped", "speed", "MLflow", "open", "fp16")
+    plan = ("run ", "data", "U-Net", "precision", "layout", "batch", "length", "samples", "held", "outputs")
+    known = (*plan, "stage", "    0", "preparing", "final", "trained", "looked", "skipped", "MLflow", "open", "fp16")
     chatter = [line for line in shown if not line.startswith(known) and "images (" not in line]
     assert not chatter, "\n".join(chatter)
 

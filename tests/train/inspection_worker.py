@@ -1,0 +1,210 @@
+"""One rank of the inspection's ladder: what the pipeline draws and measures equals plain PyTorch, and disturbs nothing.
+
+    deepspeed --num_gpus 4 tests/train/inspection_worker.py CASES.json REPORT_FOLDER
+
+Rank r writes ``REPORT_FOLDER/rank{r}.json``: a record for each case.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import deepspeed
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddpm_ds.data.split import split
+from ddpm_ds.data.store import Store
+from ddpm_ds.diffusion.drawing import Drawing
+from ddpm_ds.diffusion.process import Diffusion
+from ddpm_ds.diffusion.samplers import Sampler
+from ddpm_ds.keyed import SAMPLE_SEED, Stream, normal
+from ddpm_ds.pipeline import module as pipeline_module
+from ddpm_ds.pipeline.build import build_engine
+from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.pipeline.forward import ForwardPipeline
+from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
+from ddpm_ds.pipeline.partition import partition
+from ddpm_ds.spec import EmaSpec, RunSpec
+from ddpm_ds.train.ema import Ema
+from ddpm_ds.train.held_out import NOISE_SEED, HeldOutLoss
+from ddpm_ds.train.objective import Denoising
+from ddpm_ds.train.previews import draw_previews
+from ddpm_ds.train.watchdog import Watchdog
+from ddpm_ds.unet.layers import unet_layers
+from ddpm_ds.unet.model import UNet
+from tests.launching import tiny_spec
+from tests.pipeline.ladder_worker import Case, build_awake_layer, global_batch
+
+HELD_OUT = 13
+WATCHDOG = cast(Watchdog, SimpleNamespace(progress=lambda: None))
+
+
+@dataclass(frozen=True)
+class Look:
+    """A layout, and what is drawn on it."""
+
+    stages: int
+    replicas: int
+    precision: str = "fp32"
+    zero: int = 2
+    guidance: float = 1.0
+    kind: str = "dpm_solver"
+    count: int = 10
+
+    def spec(self) -> RunSpec:
+        sampler = {"kind": self.kind, "steps": 3, "guidance": self.guidance}
+        return tiny_spec(sampler=sampler, samples={"count": self.count}, data={"held_out_images": HELD_OUT})
+
+
+def store_of(spec: RunSpec) -> Store:
+    """Sixty images that any process makes alike."""
+    draws = np.random.default_rng(5)
+    images = draws.integers(0, 256, (60, 1, 8, 8), np.uint8)
+    return cast(Store, SimpleNamespace(images=images, labels=draws.integers(0, 10, 60)))
+
+
+def reference(spec: RunSpec) -> UNet:
+    """The U-Net in one process, in fp32."""
+    layers = unet_layers(spec.unet, image_channels=1, image_size=8)
+    unet = UNet(layers, spec.train.seed)
+    for index in range(len(layers)):
+        unet.layers[index] = build_awake_layer(layers[index], index, spec.train.seed)
+    return unet.eval().requires_grad_(False)
+
+
+def inputs(number: int, images: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(images, 1, 8, 8, generator=generator)
+    return x, torch.full((images,), 100 * number), torch.arange(images) % 11
+
+
+def farthest(engine: UnetPipelineEngine, unet: UNet, depth: int) -> float:
+    """Largest difference between the pipeline's predictions and the plain U-Net's, over seven calls."""
+    images, found = 3, [0.0]
+
+    def take(number: int, prediction: Tensor) -> None:
+        found.append((prediction - unet(*inputs(number, images))).abs().max().item())
+
+    ForwardPipeline(engine, images).run(7, lambda number: inputs(number, images), take, depth=depth)
+    assert len(found) == (8 if engine.is_first_stage() else 1)
+    return max(found)
+
+
+def drawn_alone(spec: RunSpec, unet: UNet) -> Tensor:
+    """What ``ddpm-ds sample`` would draw: all images as one batch, in one process."""
+    index = torch.arange(spec.samples.count)
+    drawing = Drawing(
+        Sampler(spec.sampler, spec.diffusion),
+        seed=SAMPLE_SEED,
+        index=index,
+        shape=(1, 8, 8),
+        labels=index % 10,
+        guidance=spec.sampler.guidance,
+        no_label=10,
+    )
+    for _ in range(drawing.calls):
+        drawing.take(unet(*drawing.inputs()))
+    return drawing.images()
+
+
+def measured_alone(spec: RunSpec, unet: UNet, store: Store) -> dict[str, float]:
+    """The held-out loss in one process, image by image."""
+    _, positions = split(60, HELD_OUT)
+    diffusion = Diffusion(spec.diffusion, 0, "cpu")
+    index = torch.arange(HELD_OUT)
+    x0 = diffusion.prepare(torch.from_numpy(store.images[positions]), index, flips=False)
+    labels = torch.from_numpy(store.labels[positions])
+    values = {}
+    for percent in range(10, 100, 10):
+        t = torch.full((HELD_OUT,), 10 * percent - 1)
+        eps = normal(NOISE_SEED, Stream.HELD_OUT + 10 * percent - 1, index, 64).view_as(x0)
+        prediction = unet(diffusion.noised(x0, t, eps), t, labels)
+        values[f"eval/loss_t{percent}"] = diffusion.loss(prediction, x0, eps, t).item()
+    return {"eval/loss": sum(values.values()) / 9, **values}
+
+
+def weights(engine: UnetPipelineEngine) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in engine.module.parameters()]
+
+
+def micro_batches(engine: UnetPipelineEngine, spec: RunSpec) -> Any:
+    batch, micro = global_batch(spec, 0), engine.micro_batch_size
+    replicas, replica = engine.dp_world_size, engine.grid.get_data_parallel_id()
+    firsts = [(number * replicas + replica) * micro for number in range(engine.micro_batches)]
+    return iter([type(batch)(*(tensor[first : first + micro] for tensor in batch)) for first in firsts])
+
+
+def run_case(look: Look) -> dict[str, Any]:
+    spec = look.spec()
+    layers = unet_layers(spec.unet, image_channels=1, image_size=8)
+    case = Case(look.stages, look.replicas, look.zero, look.precision, 0)
+    bounds = partition(layers, look.stages, "flops")
+    engine = build_engine(layers, bounds, case.config(16), Denoising(spec, torch.device("cpu")), seed=spec.train.seed)
+    unet, store = reference(spec), store_of(spec)
+    record: dict[str, Any] = {"prediction": max(farthest(engine, unet, depth) for depth in (1, 2, 7))}
+
+    ema = Ema(engine, EmaSpec())
+    for shadow in ema.shadows:
+        shadow.mul_(0.5)
+    before, held = weights(engine), [shadow.clone() for shadow in ema.shadows]
+    with ema.applied():
+        draw_previews(spec, engine, WATCHDOG)
+        halved = [parameter.detach().clone() for parameter in engine.module.parameters()]
+    record["averages_used"] = all(
+        torch.allclose(half.float(), 0.5 * full.float(), rtol=1e-3, atol=1e-7)
+        for half, full in zip(halved, before, strict=True)
+    )
+    record["put_back"] = all(
+        torch.equal(*pair)
+        for pair in itertools.chain(zip(weights(engine), before, strict=True), zip(ema.shadows, held, strict=True))
+    )
+
+    images = draw_previews(spec, engine, WATCHDOG)
+    if dist.get_rank() == 0:
+        assert images is not None
+        difference = (images.int() - drawn_alone(spec, unet).int()).abs()
+        record["shape"], record["image"], record["pixels"] = (
+            list(images.shape),
+            difference.max().item(),
+            ((difference > 0).float().mean().item()),
+        )
+        record["expected"] = measured_alone(spec, unet, store)
+    else:
+        assert images is None
+    values = HeldOutLoss(spec, engine, store, split(60, HELD_OUT)[1]).measure(WATCHDOG)
+    record["held_out"] = values
+
+    loss = engine.train_batch(micro_batches(engine, spec))
+    record["training"] = engine.module.training
+    fresh = build_engine(layers, bounds, case.config(16), Denoising(spec, torch.device("cpu")), seed=spec.train.seed)
+    record["undisturbed"] = torch.equal(loss, fresh.train_batch(micro_batches(fresh, spec))) and all(
+        torch.equal(*pair) for pair in zip(weights(engine), weights(fresh), strict=True)
+    )
+    engine.destroy()
+    fresh.destroy()
+    return record
+
+
+def main() -> None:
+    cases, folder = sys.argv[-2:]
+    use_host_accelerator()
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    pipeline_module.build_layer = build_awake_layer
+    report = [run_case(Look(**case)) for case in json.loads(Path(cases).read_text())]
+    Path(folder, f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""A run that begins with given weights: on any layout the weights and their average are those of the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddpm_ds.checkpoint.consolidate import consolidate
+from tests.train.ranks import BATCH, Ranks, checkpoints, end_of
+
+pytestmark = pytest.mark.launch
+
+
+def test_a_run_on_two_stages_begins_with_the_weights_of_a_run_on_one(tmp_path: Path) -> None:
+    with Ranks(tmp_path / "first", f"train.images={20 * BATCH}", config="zero0_fp32.json", count=1) as ranks:
+        assert ranks.codes(120) == [0], ranks.said[-4000:]
+    first = end_of(tmp_path / "first")
+    weights = tmp_path / "weights.safetensors"
+    consolidate(tmp_path / "first" / "checkpoints" / checkpoints(tmp_path / "first")[-1], weights)
+    changes = (f"train.initial_weights={weights}", f"train.images={BATCH}", "optimizer.learning_rate=1e-30")
+    with Ranks(tmp_path / "second", *changes, config="zero2_fp16.json", count=2, options=["-p", "2"]) as ranks:
+        assert ranks.codes(120) == [0, 0], ranks.said[-4000:]
+    second = end_of(tmp_path / "second")
+    assert second.manifest.images == BATCH
+    for name in first.manifest.parameters:
+        expected = first.read("ema", name)
+        for kind in ("master", "ema"):
+            assert torch.equal(second.read(kind, name), expected), (kind, name)
+
+
+def test_weights_of_another_u_net_are_refused_before_anything_is_started(tmp_path: Path) -> None:
+    (tmp_path / "weights.safetensors").write_bytes(b"no")
+    with Ranks(tmp_path / "run", f"train.initial_weights={tmp_path / 'weights.safetensors'}", count=1) as ranks:
+        assert ranks.codes(120) == [2]
+        said = [line for line in ranks.said.splitlines() if line.startswith("ddpm_ds: error: ")]
+    assert len(said) == 1 and "train.initial_weights" in said[0]
+    assert "Traceback" not in ranks.said

@@ -1,0 +1,189 @@
+"""Our U-Net and the configuration of diffusers' UNet2DModel: there, back, and what is refused."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddpm_ds.spec import UnetSpec
+from ddpm_ds.spec_file import load_spec
+from ddpm_ds.unet.diffusers_config import _UnetArguments, diffusers_config, unet_spec_from_diffusers
+from ddpm_ds.unet.diffusers_names import tensor_names
+from ddpm_ds.unet.layers import unet_layers
+from ddpm_ds.unet.model import UNet
+from tests.launching import REPOSITORY
+from tests.unet.variants import IMAGE, VARIANTS, layers_of
+
+DDPM_CIFAR10: dict[str, Any] = {  # google/ddpm-cifar10-32
+    "_class_name": "UNet2DModel",
+    "_diffusers_version": "0.0.4",
+    "act_fn": "silu",
+    "attention_head_dim": None,
+    "block_out_channels": [128, 256, 256, 256],
+    "center_input_sample": False,
+    "down_block_types": ["DownBlock2D", "AttnDownBlock2D", "DownBlock2D", "DownBlock2D"],
+    "downsample_padding": 0,
+    "flip_sin_to_cos": False,
+    "freq_shift": 1,
+    "in_channels": 3,
+    "layers_per_block": 2,
+    "mid_block_scale_factor": 1,
+    "norm_eps": 1e-06,
+    "norm_num_groups": 32,
+    "out_channels": 3,
+    "sample_size": 32,
+    "time_embedding_type": "positional",
+    "up_block_types": ["UpBlock2D", "UpBlock2D", "AttnUpBlock2D", "UpBlock2D"],
+}
+
+
+def test_ddpms_cifar10_model_is_the_unet_of_our_cifar10_spec() -> None:
+    spec = load_spec(REPOSITORY / "launch" / "specs" / "cifar10.yaml")
+    unet, channels, size = unet_spec_from_diffusers(DDPM_CIFAR10)
+    assert unet == spec.unet.model_copy(update={"dropout": 0.0})  # the model's configuration does not say its dropout
+    assert (channels, size) == (spec.data.channels, spec.data.image_size)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_there_and_back_is_the_same_unet(name: str) -> None:
+    config = json.loads(json.dumps(diffusers_config(VARIANTS[name], **IMAGE)))
+    unet, channels, size = unet_spec_from_diffusers(config)
+    assert unet_layers(unet, image_channels=channels, image_size=size) == layers_of(name)
+
+
+def test_missing_keys_take_the_defaults_of_diffusers() -> None:
+    diffusers = pytest.importorskip("diffusers", reason="diffusers, an optional extra, is not installed")
+    parameters = inspect.signature(diffusers.UNet2DModel.__init__).parameters.values()
+    theirs = {parameter.name: parameter.default for parameter in parameters if parameter.name != "self"}
+    assert {name: field.default for name, field in _UnetArguments.model_fields.items()} == theirs
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "class": ({"_class_name": "UNet2DConditionModel"}, r'_class_name = "UNet2DConditionModel": only UNet2DModel'),
+    "down block": ({"down_block_types": ["ResnetDownsampleBlock2D"] * 4}, "down_block_types.*'DownBlock2D' or 'Attn"),
+    "skip block": ({"up_block_types": ["SkipUpBlock2D"] * 4}, "up_block_types .*'UpBlock2D' or 'AttnUp"),
+    "attention not mirrored": ({"up_block_types": ["AttnUpBlock2D"] + ["UpBlock2D"] * 3}, "up_block_types.*mirrored"),
+    "too few blocks": ({"down_block_types": ["DownBlock2D"]}, "down_block_types.*4 entries"),
+    "no levels": ({"block_out_channels": [], "down_block_types": [], "up_block_types": []}, "sample_size"),
+    "no middle": ({"mid_block_type": None}, "mid_block_type = null.*'UNetMidBlock2D'"),
+    "middle scale": ({"mid_block_scale_factor": 1.4142}, r"mid_block_scale_factor = 1\.4142"),
+    "activation": ({"act_fn": "gelu"}, "act_fn = \"gelu\": it should be 'silu' or 'swish'"),
+    "fourier": ({"time_embedding_type": "fourier"}, "time_embedding_type = \"fourier\".*'positional'"),
+    "centred": ({"center_input_sample": True}, "center_input_sample = true"),
+    "resnet down": ({"downsample_type": "resnet"}, "downsample_type = \"resnet\".*'conv'"),
+    "resnet up": ({"upsample_type": "resnet"}, "upsample_type"),
+    "padding": ({"downsample_padding": 2}, "downsample_padding = 2.*0 or 1"),
+    "shift": ({"freq_shift": 0.5}, r"freq_shift = 0\.5.*0 or 1"),
+    "conditioning": ({"resnet_time_scale_shift": "ada_group"}, "resnet_time_scale_shift.*'default' or 'scale_shift'"),
+    "no middle normalisation": ({"resnet_time_scale_shift": "scale_shift"}, "attn_norm_num_groups = null.*32 groups"),
+    "middle groups": ({"attn_norm_num_groups": 16}, "attn_norm_num_groups = 16"),
+    "groups": ({"norm_num_groups": 48}, "norm_num_groups = 48: it does not divide the 128"),
+    "no groups": ({"norm_num_groups": None}, "norm_num_groups = null"),
+    "heads": ({"attention_head_dim": 48}, "attention_head_dim = 48: it does not divide the 256"),
+    "class embedding": ({"class_embed_type": "timestep"}, "class_embed_type"),
+    "one label": ({"num_class_embeds": 1}, "num_class_embeds = 1"),
+    "learned variance": ({"out_channels": 6}, "out_channels = 6.*variances"),
+    "latents": ({"in_channels": 4, "out_channels": 4}, "in_channels = 4.*1 or 3"),
+    "no size": ({"sample_size": None}, "sample_size = null"),
+    "not square": ({"sample_size": [32, 64]}, r"sample_size = \[32, 64\].*square"),
+    "not halved": ({"sample_size": 28}, "sample_size = 28.*3 times"),
+    "unknown": ({"encoder_hid_dim": 512}, "encoder_hid_dim = 512"),
+    "text for a number": ({"layers_per_block": "2"}, 'layers_per_block = "2"'),
+    "not a number": ({"norm_eps": float("nan")}, "norm_eps = NaN"),
+    "division by zero": ({"block_out_channels": [2] * 4, "norm_num_groups": 1}, "freq_shift = 1.*divides by zero"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_our_unet_cannot_express_is_refused_by_name(name: str) -> None:
+    change, message = REFUSED[name]
+    with pytest.raises(ValueError, match=f"^{message}") as caught:
+        unet_spec_from_diffusers({**DDPM_CIFAR10, **change})
+    assert "\n" not in str(caught.value)
+
+
+def test_square_sizes_swish_and_unknown_keys_that_are_off_are_read() -> None:
+    change = {"sample_size": [32, 32], "act_fn": "swish", "downscale": None, "upcast": False, "_name_or_path": "x"}
+    assert unet_spec_from_diffusers({**DDPM_CIFAR10, **change}) == unet_spec_from_diffusers(DDPM_CIFAR10)
+
+
+def test_what_diffusers_cannot_hold_is_refused_by_name() -> None:
+    spec = UnetSpec(channels=2, multipliers=(1, 2), norm_groups=1)
+    with pytest.raises(ValueError, match=r"unet\.sinusoid_shift = 1 with a first width of 2"):
+        diffusers_config(spec, **IMAGE)
+
+
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 40),
+    st.floats(),
+    st.sampled_from(["", "silu", "conv", "scale_shift", "AttnDownBlock2D"]),
+    st.lists(st.integers(0, 9), max_size=4),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)
+BLOCKS = st.sampled_from(["DownBlock2D", "AttnDownBlock2D"])
+
+
+@st.composite
+def foreign_configs(draw: st.DrawFn) -> dict[str, Any]:
+    """Configurations that could be somebody's, many of which are ours as well."""
+    down = draw(st.lists(BLOCKS, min_size=1, max_size=3))
+    groups = draw(st.sampled_from([1, 2, 3]))
+    up = [name.replace("Down", "Up") for name in reversed(down)]
+    return {
+        "sample_size": draw(st.sampled_from([4, 6, 8, [8, 8]])),
+        "in_channels": draw(st.sampled_from([1, 3])),
+        "out_channels": draw(st.sampled_from([1, 3])),
+        "block_out_channels": [groups * draw(st.integers(1, 4)) * 2 for _ in down],
+        "norm_num_groups": groups,
+        "attn_norm_num_groups": draw(st.sampled_from([None, groups])),
+        "layers_per_block": draw(st.integers(1, 2)),
+        "down_block_types": down,
+        "up_block_types": draw(st.sampled_from([up, up[::-1]])),
+        "attention_head_dim": draw(st.sampled_from([None, 1, 2, 4])),
+        "time_embedding_dim": draw(st.sampled_from([None, 6])),
+        "resnet_time_scale_shift": draw(st.sampled_from(["default", "scale_shift"])),
+        "flip_sin_to_cos": draw(st.booleans()),
+        "freq_shift": draw(st.sampled_from([0, 1])),
+        "downsample_padding": draw(st.sampled_from([0, 1])),
+        "add_attention": draw(st.booleans()),
+        "num_class_embeds": draw(st.sampled_from([None, 4])),
+        "dropout": 0.1,
+    }
+
+
+@settings(max_examples=30, deadline=None)
+@given(foreign_configs())
+def test_a_foreign_model_that_is_read_has_our_tensors_and_shapes(config: dict[str, Any]) -> None:
+    diffusers = pytest.importorskip("diffusers", reason="diffusers, an optional extra, is not installed")
+    try:
+        spec, channels, size = unet_spec_from_diffusers(config)
+    except ValueError as error:
+        assert "\n" not in str(error) and str(error).split(" = ")[0] in config
+        return
+    layers = unet_layers(spec, image_channels=channels, image_size=size)
+    ours = {name: tuple(parameter.shape) for name, parameter in UNet(layers, 0).layers.named_parameters()}
+    with torch.device("meta"):
+        theirs = {name: tuple(tensor.shape) for name, tensor in diffusers.UNet2DModel(**config).state_dict().items()}
+    expected: dict[str, tuple[int, ...]] = {}
+    for name, parts in tensor_names(layers):
+        first, *rest = ours[name]
+        expected |= dict.fromkeys(parts, (first // len(parts), *rest))
+    assert theirs == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(sorted(_UnetArguments.model_fields)), JUNK)
+def test_junk_under_any_key_is_one_line_that_names_a_key(key: str, junk: Any) -> None:
+    try:
+        unet_spec_from_diffusers({**DDPM_CIFAR10, key: junk})
+    except ValueError as error:
+        assert "\n" not in str(error) and len(str(error)) < 300
+        assert str(error).split(" = ")[0] in _UnetArguments.model_fields
