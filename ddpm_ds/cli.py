@@ -12,6 +12,9 @@ from pathlib import Path
 
 from ddpm_ds.checkpoint.command import add_checkpoint
 from ddpm_ds.errors import UserError
+from ddpm_ds.evaluate.evaluate_command import add_evaluate
+from ddpm_ds.evaluate.export_command import add_export, add_import
+from ddpm_ds.evaluate.sample_command import add_sample
 from ddpm_ds.supervisor import supervise
 from ddpm_ds.train.command import OneLineParser, add_overrides
 
@@ -52,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for add in (_add_run, _add_prepare, _add_schema, add_checkpoint):
+    for add in (_add_run, _add_prepare, _add_schema, add_checkpoint, add_sample, add_evaluate, add_export, add_import):
         add(verbs)
     try:
         options = parser.parse_args(arguments)
