@@ -15,6 +15,7 @@ from ddpm_ds.errors import UserError
 from ddpm_ds.evaluate.evaluate_command import add_evaluate
 from ddpm_ds.evaluate.export_command import add_export, add_import
 from ddpm_ds.evaluate.sample_command import add_sample
+from ddpm_ds.option_types import natural
 from ddpm_ds.supervisor import supervise
 from ddpm_ds.train.command import OneLineParser, add_overrides
 
@@ -83,7 +84,7 @@ def _add_run(verbs: argparse._SubParsersAction[OneLineParser]) -> None:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--max-restarts", type=_count, default=0, metavar="N", help="in a row without a new checkpoint (default 0)"
+        "--max-restarts", type=natural, default=0, metavar="N", help="in a row without a new checkpoint (default 0)"
     )
     parser.add_argument(
         "--grace-seconds",
@@ -96,12 +97,6 @@ def _add_run(verbs: argparse._SubParsersAction[OneLineParser]) -> None:
         "command", nargs=argparse.REMAINDER, metavar="-- ...", help="what would follow deepspeed: its options, script"
     )
     parser.set_defaults(run=_run)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not 0 or a positive number")
-    return int(text)
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ PACKAGE = REPOSITORY / "ddpm_ds"
 ROOMS = (
     "errors",
     "exit_record",
+    "option_types",
     "spec",
     "spec_file",
     "ds_config",
@@ -38,6 +39,7 @@ ROOMS = (
 NOT_IN = {
     "errors": {"torch", "numpy", "deepspeed", "mlflow"},
     "exit_record": {"torch", "numpy", "deepspeed", "mlflow"},
+    "option_types": {"torch", "numpy", "deepspeed", "mlflow"},
     "supervisor": {"torch", "numpy", "deepspeed", "mlflow"},
     "spec": {"torch", "numpy", "deepspeed", "mlflow"},
     "spec_file": {"torch", "numpy", "deepspeed", "mlflow"},

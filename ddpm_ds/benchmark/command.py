@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddpm_ds.errors import BadNumbersError, LayoutError, OutputError, UserError
+from ddpm_ds.option_types import positive
 from ddpm_ds.train.command import OneLineParser, add_run_options, say_once, set_environment
 from ddpm_ds.train.plan import plan_run
 
@@ -55,21 +56,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add_run_options(parser)
-    parser.add_argument("--rounds", type=_count, default=15, metavar="N", help="turns of each row (default 15)")
+    parser.add_argument("--rounds", type=positive, default=15, metavar="N", help="turns of each row (default 15)")
     parser.add_argument(
-        "--steps-per-round", type=_count, default=20, metavar="N", help="steps of each row in a round (default 20)"
+        "--steps-per-round", type=positive, default=20, metavar="N", help="steps of each row in a round (default 20)"
     )
     parser.add_argument(
-        "--compared-steps", type=_count, default=50, metavar="N", help="first steps, losses compared (default 50)"
+        "--compared-steps", type=positive, default=50, metavar="N", help="first steps, losses compared (default 50)"
     )
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write every number here")
     return parser.parse_args(arguments)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} should be a whole number > 0")
-    return int(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

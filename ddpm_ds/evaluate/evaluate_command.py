@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpm_ds.evaluate.draw import add_sampler_options, sampler_from
 from ddpm_ds.evaluate.metric_names import FEWEST_IMAGES, METRICS
+from ddpm_ds.option_types import positive, seed, whole
 from ddpm_ds.train.command import set_environment
 
 if TYPE_CHECKING:
@@ -66,8 +67,8 @@ def add_evaluate(verbs: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder of evaluations (default RUN_DIR/evaluations, or ./evaluations)"
     )
-    parser.add_argument("--batch-images", type=_positive, default=64, metavar="N", help="drawn at once (default 64)")
-    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="of all noise (default 0)")
+    parser.add_argument("--batch-images", type=positive, default=64, metavar="N", help="drawn at once (default 64)")
+    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of all noise (default 0)")
     parser.add_argument("--weights", choices=("ema", "raw"), default="ema", help="averaged or as trained (default ema)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
     parser.add_argument("--precision", choices=("fp32", "fp16", "bf16"), default="fp32", help="default fp32")
@@ -75,22 +76,8 @@ def add_evaluate(verbs: argparse._SubParsersAction[Any]) -> None:
     parser.set_defaults(run=_evaluate)
 
 
-def _whole(text: str, lowest: int, highest: int, what: str) -> int:
-    if not (text.isdecimal() and lowest <= int(text) <= highest):
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    return _whole(text, 1, 2**40, "a positive number")
-
-
 def _count(text: str) -> int:
-    return _whole(text, FEWEST_IMAGES, 2**40, f"a number from {FEWEST_IMAGES} on; fewer images can't be compared")
-
-
-def _seed(text: str) -> int:
-    return _whole(text, 0, 2**32 - 1, "a number from 0 to 2^32 - 1")
+    return whole(text, FEWEST_IMAGES, 2**40, f"a number from {FEWEST_IMAGES} on; fewer images can't be compared")
 
 
 def _metrics(text: str) -> tuple[str, ...]:

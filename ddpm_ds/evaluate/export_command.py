@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpm_ds.errors import SpecError
+from ddpm_ds.option_types import whole
 from ddpm_ds.train.command import add_overrides, set_environment
 
 if TYPE_CHECKING:
@@ -105,9 +106,7 @@ def _label(text: str) -> str:
 
 
 def _samples(text: str) -> int:
-    if not (text.isdecimal() and int(text) <= MOST_SAMPLES):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to {MOST_SAMPLES}")
-    return int(text)
+    return whole(text, 0, MOST_SAMPLES, f"a number from 0 to {MOST_SAMPLES}")
 
 
 def _export(options: argparse.Namespace) -> None:

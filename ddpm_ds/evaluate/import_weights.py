@@ -17,7 +17,7 @@ from ddpm_ds.evaluate.new_folder import check_new_folder, new_folder
 from ddpm_ds.spec import DiffusionSpec, RunSpec
 from ddpm_ds.spec_file import load_spec
 from ddpm_ds.unet.layers import Layer, unet_layers
-from ddpm_ds.unet.model import UNet
+from ddpm_ds.unet.model import parameter_shapes
 
 WEIGHTS_FILE, SPEC_FILE = "weights.safetensors", "spec.yaml"
 ANY_UNET = ("channels=2", "multipliers=[1]", "attention_resolutions=[]", "head_channels=null", "norm_groups=1")
@@ -84,8 +84,7 @@ def _merged(base: RunSpec, folder: DiffusersFolder, diffusion: DiffusionSpec, or
 
 def _write_weights(folder: DiffusersFolder, layers: Sequence[Layer], path: Path) -> int:
     """Write all tensors under our names; returns the number of values."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in UNet(layers, 0).layers.named_parameters()}
-    tensors = dict(folder.tensors(layers, shapes))
+    tensors = dict(folder.tensors(layers, parameter_shapes(layers)))
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise CheckpointError(f"{folder.weights} has values in {name} that are not finite; get it again")

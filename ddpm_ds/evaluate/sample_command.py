@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ddpm_ds.errors import PeerLostError, SpecError, UserError
 from ddpm_ds.evaluate.draw import add_sampler_options, sampler_from
 from ddpm_ds.exit_record import record_exit
+from ddpm_ds.option_types import natural, positive, seed
 from ddpm_ds.train.command import OneLineParser, say_once, set_environment
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, metavar="CHECKPOINT|RUN_DIR|EXPORT", help="folder of the weights")
-    parser.add_argument("--count", type=_positive, default=64, metavar="N", help="images (default 64)")
+    parser.add_argument("--count", type=positive, default=64, metavar="N", help="images (default 64)")
     parser.add_argument(
         "--out",
         type=Path,
@@ -95,10 +96,10 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="one PNG, a folder of PNGs or a numpy archive (default by --out: .png, no suffix, .npz; else grid)",
     )
     parser.add_argument(
-        "--batch-images", type=_positive, default=64, metavar="N", help="images drawn at once by a process (default 64)"
+        "--batch-images", type=positive, default=64, metavar="N", help="images drawn at once by a process (default 64)"
     )
-    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="of all noise (default 0)")
-    parser.add_argument("--first", type=_natural, default=0, metavar="I", help="number of the first image (default 0)")
+    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of all noise (default 0)")
+    parser.add_argument("--first", type=natural, default=0, metavar="I", help="number of the first image (default 0)")
     parser.add_argument(
         "--labels",
         metavar="all|none|3|0,1,2",
@@ -111,24 +112,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--mlflow", action="store_true", help="log the grid too, in a child of the MLflow run that made the checkpoint"
     )
     add_sampler_options(parser)
-
-
-def _positive(text: str) -> int:
-    return _whole(text, 1, 2**40, "a positive number")
-
-
-def _natural(text: str) -> int:
-    return _whole(text, 0, 2**62, "0 or a positive number")
-
-
-def _seed(text: str) -> int:
-    return _whole(text, 0, 2**32 - 1, "a number from 0 to 2^32 - 1")
-
-
-def _whole(text: str, lowest: int, highest: int, what: str) -> int:
-    if not (text.isdecimal() and lowest <= int(text) <= highest):
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-    return int(text)
 
 
 def labels_from(text: str | None, classes: int | None) -> tuple[int, ...] | None:

@@ -21,7 +21,7 @@ from ddpm_ds.spec import DiffusionSpec, RunSpec, SamplerSpec, UnetSpec
 from ddpm_ds.train.resume import checkpoints_of
 from ddpm_ds.train.tracking import print_to_stderr
 from ddpm_ds.unet.layers import Layer, unet_layers
-from ddpm_ds.unet.model import UNet
+from ddpm_ds.unet.model import UNet, parameter_shapes
 
 Weights = Literal["ema", "raw"]
 KINDS: dict[Weights, str] = {"ema": "ema", "raw": "master"}
@@ -109,7 +109,7 @@ def _load_checkpoint(path: Path, weights: Weights, device: torch.device | str, d
     data = spec.data
     layers = unet_layers(spec.unet, image_channels=data.channels, image_size=data.image_size)
     unet = _build(layers, device, dtype)
-    shapes = _shapes(unet)
+    shapes = parameter_shapes(layers)
     if shapes != reader.manifest.parameters:
         wrong = min(shapes.items() ^ reader.manifest.parameters.items())[0]
         raise CheckpointError(f"checkpoint {path} is of another U-Net than its spec: {wrong} differs; use another")
@@ -137,7 +137,7 @@ def _load_export(path: Path, device: torch.device | str, dtype: torch.dtype) -> 
     diffusion = folder.diffusion()
     layers = unet_layers(folder.unet, image_channels=channels, image_size=size)
     unet = _build(layers, device, dtype)
-    _fill(unet, folder.tensors(layers, _shapes(unet)), path)
+    _fill(unet, folder.tensors(layers, parameter_shapes(layers)), path)
     return Trained(
         unet=unet,
         unet_spec=folder.unet,
@@ -156,11 +156,6 @@ def _load_export(path: Path, device: torch.device | str, dtype: torch.dtype) -> 
 def _build(layers: Sequence[Layer], device: torch.device | str, dtype: torch.dtype) -> UNet:
     """A U-Net whose weights are still to be filled in."""
     return UNet(layers, 0).eval().requires_grad_(False).to(device, dtype)
-
-
-def _shapes(unet: UNet) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter by global name."""
-    return {name: tuple(parameter.shape) for name, parameter in unet.layers.named_parameters()}
 
 
 def _fill(unet: UNet, tensors: Iterable[tuple[str, Tensor]], path: Path) -> None:

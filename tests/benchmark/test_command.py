@@ -64,8 +64,8 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--rounds", "0"], "0 should be a whole number > 0"),
-        (["--steps-per-round", "few"], "few should be a whole number > 0"),
+        (["--rounds", "0"], "'0' is not a positive number"),
+        (["--steps-per-round", "few"], "'few' is not a positive number"),
         (["--json", "nowhere/result.json"], "--json nowhere/result.json can't be written"),
         (["--set", "unet.chanels=8"], "did you mean unet.channels?"),
     ],

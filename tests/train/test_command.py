@@ -118,6 +118,7 @@ def test_more_classes_than_the_images_have_are_refused(capsys: pytest.CaptureFix
         (tmp_path / "pets" / name).mkdir(parents=True)
         Image.new("L", (8, 8)).save(tmp_path / "pets" / name / "one.png")
     overrides = ["data.source=folder", "data.path=pets", "data.store_root=s", "unet.classes=3"]
+    overrides.append("data.held_out_images=0")
     said = refused(capsys, tmp_path, *(part for override in overrides for part in ("--set", override)))
     assert "unet.classes = 3, but the images have 2 classes" in said
 

@@ -71,8 +71,8 @@ def test_waiting_for_batches_is_counted_and_work_between_them_is_not() -> None:
 def test_peak_memory_of_a_cpu_process_grows_with_what_it_holds() -> None:
     cpu = torch.device("cpu")
     before = peak_memory_bytes(cpu)
-    held = torch.ones(2 * before, dtype=torch.uint8)
-    assert before + held.numel() * 0.9 < peak_memory_bytes(cpu) < 2 * (before + held.numel())
+    held = torch.ones(2 * before, dtype=torch.uint8)  # the process may hold less now than at its peak
+    assert held.numel() * 0.9 < peak_memory_bytes(cpu) < 2 * (before + held.numel())
 
 
 def test_model_flops_are_six_per_forward_multiply_accumulate() -> None:

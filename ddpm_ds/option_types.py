@@ -1,0 +1,31 @@
+"""Types of command-line options: one line says what is wrong with a number. No torch."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def whole(text: str, lowest: int, highest: int, what: str) -> int:
+    """A whole number of a range that ``what`` describes.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    if not (text.isdecimal() and lowest <= int(text) <= highest):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """1, 2, ..."""
+    return whole(text, 1, 2**40, "a positive number")
+
+
+def natural(text: str) -> int:
+    """0, 1, 2, ..."""
+    return whole(text, 0, 2**62, "0 or a positive number")
+
+
+def seed(text: str) -> int:
+    """The key of a random generator, 32 bits."""
+    return whole(text, 0, 2**32 - 1, "a number from 0 to 2^32 - 1")
