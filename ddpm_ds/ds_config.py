@@ -18,7 +18,10 @@ BUCKET_ELEMENTS = 2**23
 
 @dataclass(frozen=True)
 class Layout:
-    """Who works on what: processes = stages x replicas, batch = replicas x micro-batches x micro-batch."""
+    """Who works on what: processes = stages x replicas, batch = replicas x micro-batches x micro-batch.
+
+    In a fold ``stages`` are the ranks of a pipeline, each with two stages of the U-Net.
+    """
 
     world_size: int
     stages: int
@@ -38,7 +41,7 @@ class ResolvedDsConfig:
     precision: Literal["fp32", "fp16", "bf16"]
     zero_stage: int
     partition: Literal["flops", "parameters", "uniform"] | list[int]
-    schedule: Literal["1f1b"]
+    schedule: Literal["1f1b", "folded"]
     checkpoint_interval: int | Literal["auto"]
 
 
@@ -108,7 +111,8 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _layout(config: dict[str, Any], spec: RunSpec, world_size: int, asked_stages: int | None) -> Layout:
-    stages = _stages(config, world_size, asked_stages)
+    schedule = _given(config.get("pipeline", {}), "schedule", "1f1b")
+    stages = _stages(config, schedule, world_size, asked_stages)
     replicas, batch = world_size // stages, spec.train.batch_images
     if batch % replicas:
         raise LayoutError(
@@ -123,18 +127,34 @@ def _layout(config: dict[str, Any], spec: RunSpec, world_size: int, asked_stages
             f'{micro_batches} micro-batches of {micro}; write "auto" for train_micro_batch_size_per_gpu and '
             f"gradient_accumulation_steps, or change train.batch_images or train.accumulation"
         )
+    if schedule == "folded":
+        _check_fold(stages, micro_batches, share)
     return Layout(world_size, stages, replicas, batch, micro, micro_batches)
 
 
-def _stages(config: dict[str, Any], world_size: int, asked: int | None) -> int:
+def _check_fold(ranks: int, micro_batches: int, share: int) -> None:
+    if ranks == 1:
+        raise LayoutError(
+            'pipeline.schedule = "folded" has nothing to fold on one stage; use "1f1b", or start 2 processes and -p 2'
+        )
+    if micro_batches < 2 * ranks:
+        raise LayoutError(
+            f'pipeline.schedule = "folded" with {ranks} stages needs {2 * ranks} micro-batches or more, but a '
+            f"replica's {share} images make {micro_batches}; use a smaller train_micro_batch_size_per_gpu, a larger "
+            f'train.batch_images or "1f1b"'
+        )
+
+
+def _stages(config: dict[str, Any], schedule: str, world_size: int, asked: int | None) -> int:
     pipeline = config.get("pipeline", {})
     stages, partition = _given(pipeline, "stages", None), pipeline.get("partition")
+    per_rank = 2 if schedule == "folded" else 1
     if asked is not None:
         name, stages = f"-p {asked}", asked
     elif stages is not None:
         name = f"pipeline.stages = {stages}"
     elif isinstance(partition, list):
-        name, stages = f"pipeline.partition = {partition}", len(partition) + 1
+        name, stages = f"pipeline.partition = {partition}", (len(partition) + 1) // per_rank
     else:
         return 1 if world_size % 2 else 2
     if stages < 1 or world_size % stages:
@@ -143,8 +163,9 @@ def _stages(config: dict[str, Any], world_size: int, asked: int | None) -> int:
             f"{name} makes {stages} stages, which don't divide {world_size} processes; use {' or '.join(fitting)} "
             f"stages or another number of processes"
         )
-    if isinstance(partition, list) and len(partition) != stages - 1:
-        raise LayoutError(f"{name} needs {stages - 1} cuts, but pipeline.partition = {partition}; change one of them")
+    cuts = per_rank * stages - 1
+    if isinstance(partition, list) and len(partition) != cuts:
+        raise LayoutError(f"{name} needs {cuts} cuts, but pipeline.partition = {partition}; change one of them")
     return int(stages)
 
 

@@ -239,10 +239,17 @@ TABLE: tuple[Key, ...] = (
         "pipeline.partition",
         CUTS,
         "DeepSpeed reads it and never uses it; here it says what the cuts even out (the slowest stage's flops, "
-        "parameters, or number of layers), or lists the first layer of stage 1, 2, ...",
+        "parameters, or number of layers), or lists the first layer of stage 1, 2, ... (a fold has two for each of "
+        "`stages`).",
         auto='"flops"',
     ),
-    _effective("pipeline.schedule", one_of("1f1b"), "This project's key: one forward, one backward.", auto='"1f1b"'),
+    _effective(
+        "pipeline.schedule",
+        one_of("1f1b", "folded"),
+        "This project's key: one forward, one backward in turn; or DualPipeV over mirrored stages, two on each rank, "
+        "where skips stay.",
+        auto='"1f1b"',
+    ),
     _effective(
         "pipeline.activation_checkpoint_interval",
         COUNT,

@@ -266,6 +266,12 @@ def test_a_list_of_cuts_makes_its_number_of_stages() -> None:
     assert (resolved.layout.stages, resolved.partition) == (4, [3, 7, 9])
 
 
+def test_a_fold_has_two_stages_of_the_unet_on_each_rank() -> None:
+    resolved = filled(config(pipeline__schedule="folded", pipeline__partition=[2, 9, 12]), world_size=4)
+    assert (resolved.schedule, resolved.layout.stages, resolved.layout.replicas) == ("folded", 2, 2)
+    assert filled(config(pipeline__schedule="folded"), world_size=4, stages=4).layout.micro_batches >= 8
+
+
 def test_the_command_line_wins_over_the_json() -> None:
     assert filled(config(pipeline__stages=2), world_size=4, stages=4).layout.stages == 4
 
@@ -279,6 +285,19 @@ def test_the_command_line_wins_over_the_json() -> None:
         ({"pipeline__partition": [2, 5]}, [], {"world_size": 4}, ["pipeline.partition = [2, 5]", "3 stages"]),
         ({"pipeline__partition": [2, 5]}, [], {"world_size": 4, "stages": 2}, ["-p 2 needs 1 cuts"]),
         ({}, [], {"world_size": 3, "stages": 1}, ["train.batch_images = 64", "3 replicas", "batch_images=66"]),
+        (
+            {"pipeline__schedule": "folded", "pipeline__partition": [2, 9]},
+            [],
+            {"world_size": 4, "stages": 2},
+            ["-p 2 needs 3 cuts"],
+        ),
+        ({"pipeline__schedule": "folded"}, [], {"world_size": 1}, ["nothing to fold on one stage", "-p 2"]),
+        (
+            {"pipeline__schedule": "folded", "gradient_accumulation_steps": 4},
+            [],
+            {"world_size": 4, "stages": 4},
+            ["needs 8 micro-batches or more", "64 images make 4", '"1f1b"'],
+        ),
         (
             {},
             ["train.accumulation=32"],
@@ -420,7 +439,7 @@ def test_numbers_that_agree_with_the_spec_are_taken() -> None:
             'pipeline.partition = [3, 3] should be "flops", "parameters", "uniform" or a rising list of whole numbers '
             '> 0 or "auto"',
         ),
-        ({"pipeline__schedule": "gpipe"}, 'pipeline.schedule = "gpipe" should be "1f1b" or "auto"'),
+        ({"pipeline__schedule": "gpipe"}, 'pipeline.schedule = "gpipe" should be "1f1b" or "folded" or "auto"'),
         (
             {"optimizer__type": "Lamb"},
             'optimizer.type = "Lamb" should be "AdamW" or "Adam"; the spec\'s optimizer section describes AdamW',

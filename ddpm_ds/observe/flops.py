@@ -15,6 +15,7 @@ from deepspeed.profiling.flops_profiler import FlopsProfiler
 from deepspeed.runtime.pipe import schedule
 
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.pipeline.partition import stages_of
 
 
 def profile_flops(engine: UnetPipelineEngine, settings: dict[str, Any], folder: Path) -> None:
@@ -33,17 +34,22 @@ def _profiled(
     engine: UnetPipelineEngine, forward: Callable[..., None], settings: dict[str, Any], folder: Path
 ) -> Callable[..., None]:
     step = settings.get("profile_step", 1)
+    stages = stages_of(engine.stage_id, engine.num_stages, engine.module.schedule)
+    left = set(stages)
 
     def run(**arguments: Any) -> None:
-        if engine.global_steps + 1 < step:
+        stage = stages[arguments.get("phase", 0)]
+        if engine.global_steps + 1 < step or stage not in left:
             forward(**arguments)
             return
-        engine.execute[schedule.ForwardPass] = forward
+        left.remove(stage)
+        if not left:
+            engine.execute[schedule.ForwardPass] = forward
         profiler = FlopsProfiler(engine.module)
         profiler.start_profile()
         forward(**arguments)
         profiler.stop_profile()
-        file = Path(f"{settings.get('output_file') or folder / 'flops'}.stage{engine.stage_id}.txt")
+        file = Path(f"{settings.get('output_file') or folder / 'flops'}.stage{stage}.txt")
         file.parent.mkdir(parents=True, exist_ok=True)
         profiler.print_model_profile(
             profile_step=step,

@@ -1,16 +1,18 @@
 """What crosses a cut between two stages: one contiguous message per micro-batch and direction.
 
     stage s                          stage s + 1
-       Boundary.send_activations  ──▶  receive_activations     [ h | emb | skip | skip | ... ]
-       receive_gradients          ◀──  send_gradients          [ the same shapes, same order ]
+       activations.send      ──▶     receive     [ h | emb | skip | skip | ... ]
+       gradients.receive     ◀──     send        [ the same shapes, same order ]
 
-Both sides compute the shapes from the list of layers, so nothing is negotiated at run time. Activations and
-gradients use process groups of their own: under NCCL the messages of one pair of ranks are executed in order per
-group, and the two directions must never wait for each other.
+Both sides compute the shapes from the list of layers, so nothing is negotiated at run time. A send returns at once, and
+the next message is asked for before it is needed, so that it travels while its receiver computes. Each direction of
+each boundary has a process group of its own: under NCCL the messages of a group are executed in their order, and no
+message may wait for one of another kind.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -21,10 +23,10 @@ from torch import Tensor
 
 
 class Channel:
-    """One direction of one boundary.
+    """One direction of one boundary, as one of its two sides has it.
 
-    ``shapes`` include the micro-batch; ``peer`` is the global rank of the other side. Sending returns at once; the
-    message is kept until it is delivered.
+    ``shapes`` include the micro-batch; ``peer`` is the global rank of the other side. A message that is sent is kept
+    until it is delivered; one that is expected has its memory from the moment it is asked for.
     """
 
     def __init__(
@@ -39,6 +41,8 @@ class Channel:
         self._sizes = [math.prod(shape) for shape in self._shapes]
         self._dtype, self._device, self._peer, self._group = dtype, device, peer, group
         self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
+        self._expected = 0
+        self._asked: deque[tuple[dist.Work, Tensor]] = deque()
 
     @property
     def message_bytes(self) -> int:
@@ -49,7 +53,8 @@ class Channel:
         """Send ``tensors`` (of the channel's shapes, in order) as one message."""
         while self._in_flight and self._in_flight[0][0].is_completed():
             self._in_flight.popleft()[0].wait()
-        message = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        parts = [tensor.detach().reshape(-1) for tensor in tensors]
+        message = parts[0] if len(parts) == 1 else torch.cat(parts)
         if message.numel() != sum(self._sizes) or message.dtype != self._dtype:
             raise RuntimeError(
                 f"boundary expected {sum(self._sizes)} x {self._dtype}, got {message.numel()} x {message.dtype}"
@@ -58,13 +63,44 @@ class Channel:
         assert work is not None
         self._in_flight.append((work, message))
 
+    def expect(self, messages: int) -> None:
+        """Say how many messages will be received: the first is asked for now, each other when one is taken."""
+        self._expected += messages
+        self._ask()
+
     def receive(self) -> tuple[Tensor, ...]:
-        """Receive one message as views of one fresh buffer; nothing is copied."""
-        message = torch.empty(sum(self._sizes), dtype=self._dtype, device=self._device)
-        dist.recv(message, src=self._peer, group=self._group)
+        """Wait for the next expected message; views of one buffer, nothing is copied."""
+        work, message = self._asked.popleft()
+        self._ask()
+        work.wait()
         return tuple(part.view(shape) for part, shape in zip(message.split(self._sizes), self._shapes, strict=True))
+
+    def _ask(self) -> None:
+        if not self._expected:
+            return
+        self._expected -= 1
+        message = torch.empty(sum(self._sizes), dtype=self._dtype, device=self._device)
+        work = dist.irecv(message, src=self._peer, group=self._group)
+        assert work is not None
+        self._asked.append((work, message))
 
     def drain(self) -> None:
         """Wait until everything sent has been delivered."""
         while self._in_flight:
             self._in_flight.popleft()[0].wait()
+
+
+def open_line(ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device, *, up: bool) -> None:
+    """Pass a token from each of ``ranks`` to the next one, or with ``up`` to the one before; they all call this.
+
+    NCCL connects two ranks at their first message and holds both until they have met: met here, one after the other,
+    they need not meet in the middle of a schedule.
+    """
+    own = dist.get_rank()
+    for first, second in itertools.pairwise(ranks):
+        sender, receiver = (second, first) if up else (first, second)
+        token = torch.zeros(1, device=device)
+        if own == sender:
+            dist.send(token, dst=receiver, group=group)
+        elif own == receiver:
+            dist.recv(token, src=sender, group=group)

@@ -13,7 +13,9 @@ import deepspeed
 
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.engine import Objective, UnetPipelineEngine
-from ddpm_ds.pipeline.module import UnetPipelineModule
+from ddpm_ds.pipeline.folded import FoldedEngine
+from ddpm_ds.pipeline.module import FoldedUnetModule, UnetPipelineModule
+from ddpm_ds.pipeline.partition import Schedule
 from ddpm_ds.unet.layers import Layer
 
 
@@ -24,16 +26,18 @@ def build_engine(
     objective: Objective,
     *,
     seed: int,
+    schedule: Schedule = "1f1b",
     verbose: bool = False,
 ) -> UnetPipelineEngine:
-    """Build this process's stage and its engine; collective over all processes.
+    """Build this process's share of the U-Net and its engine; collective over all processes.
 
     ``config`` is a legal DeepSpeed configuration with every ``auto`` filled (:func:`ddpm_ds.ds_config.resolve`);
     ``bounds`` come from :func:`ddpm_ds.pipeline.partition.partition`. The process group must exist.
     """
     with quiet_deepspeed(verbose):
-        module = UnetPipelineModule(layers, bounds, seed)
-        with insides.pipeline_engine(UnetPipelineEngine):
+        folded = schedule == "folded"
+        module = (FoldedUnetModule if folded else UnetPipelineModule)(layers, bounds, seed)
+        with insides.pipeline_engine(FoldedEngine if folded else UnetPipelineEngine):
             engine, *_ = deepspeed.initialize(model=module, config=_for_deepspeed(config))
     assert isinstance(engine, UnetPipelineEngine)
     engine.objective = objective

@@ -31,16 +31,18 @@ class _NoStageLimit:
 def pipeline_engine(engine_class: type[pipe_engine.PipelineEngine]) -> Iterator[None]:
     """Let ``deepspeed.initialize`` build ``engine_class`` for a PipelineModule, with ZeRO-2 not refused.
 
-    Assumes that ``initialize`` looks the engine up as ``deepspeed.PipelineEngine``, and that the pipeline engine
+    Assumes that ``initialize`` looks the engine up as ``deepspeed.PipelineEngine``, or for a DualPipeVModule as
+    ``deepspeed.DualPipeVEngine``, and that the pipeline engine
     uses its module's ``ZeroStageEnum`` for nothing but that assertion. The refusal is a matter of plumbing: the
     stock engine would reduce a partitioned gradient once per output tensor; ours runs one backward a micro-batch.
     """
-    stock_class, stock_enum = deepspeed.PipelineEngine, pipe_engine.ZeroStageEnum
-    deepspeed.PipelineEngine, pipe_engine.ZeroStageEnum = engine_class, _NoStageLimit
+    stock = deepspeed.PipelineEngine, deepspeed.DualPipeVEngine, pipe_engine.ZeroStageEnum
+    deepspeed.PipelineEngine = deepspeed.DualPipeVEngine = engine_class
+    pipe_engine.ZeroStageEnum = _NoStageLimit
     try:
         yield
     finally:
-        deepspeed.PipelineEngine, pipe_engine.ZeroStageEnum = stock_class, stock_enum
+        deepspeed.PipelineEngine, deepspeed.DualPipeVEngine, pipe_engine.ZeroStageEnum = stock
 
 
 def leave_forward_and_timing_to_us(engine: DeepSpeedEngine) -> None:
@@ -91,6 +93,17 @@ def finish_partitioned_gradients(engine: DeepSpeedEngine) -> None:
     gradient) from what the micro-batches added, without another reduction.
     """
     engine.optimizer.finalize_gradient_accumulation_boundary()
+
+
+def forget_offloaded_gradients(engine: DeepSpeedEngine) -> None:
+    """Before a step: empty the host's buffers of gradients, to which an offloading optimizer may add.
+
+    Assumes that ZeRO with an offloaded optimizer adds a parameter's gradient to ``accumulated_grads_in_cpu`` in all
+    backwards but the first of a step. In a fold the first backward does not reach the parameters of phase 0, so that
+    what the step before left would be added to theirs.
+    """
+    for buffer in getattr(engine.optimizer, "accumulated_grads_in_cpu", {}).values():
+        buffer.zero_()
 
 
 def loss_scale(engine: DeepSpeedEngine) -> float:

@@ -9,13 +9,14 @@ The schedule is DeepSpeed's own instruction stream. What is ours is how an instr
 - a boundary's tensors travel as one message, are used where they were received, and no tensor crosses twice;
 - what is random is keyed by the image, so each stage knows its micro-batch from arithmetic alone.
 
-    instruction      stage s                                        touches
+    instruction      stage s                                          touches
     LoadMicroBatch   next micro-batch, noised (first), target (last)  loads[b]
-    RecvActivation   one message to leaf tensors                      inputs[b]
-    ForwardPass      walk the layers; loss on the last stage          outputs[b]
-    SendActivation   one message                                      outputs[b]
-    RecvGrad         one message                                      gradients[b]
-    BackwardPass     one autograd walk; ZeRO-2 partitions             inputs[b].grad
+    RecvActivation   nothing: asked for before, waited for below
+    ForwardPass      one message to leaf tensors; walk the layers;    inputs[b]
+                     loss on the last stage                           outputs[b]
+    SendActivation   one message; autograd alone keeps the rest       outputs[b]
+    RecvGrad         nothing: asked for before, waited for below
+    BackwardPass     one message; one autograd walk; ZeRO-2           inputs[b].grad
     SendGrad         one message; the buffer is free again            inputs[b]
     ReduceGrads, OptimizerStep
 """
@@ -30,12 +31,15 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.boundary import Channel
 from ddpm_ds.pipeline.module import UnetPipelineModule, checkpoint_function
+from ddpm_ds.pipeline.partition import sent_shapes
+from ddpm_ds.pipeline.streams import instruction_stream
+from ddpm_ds.pipeline.wires import Wires, open_lines
 from ddpm_ds.unet.carry import Carry, newest_skip_is_h, pack, unpack
-from ddpm_ds.unet.layers import boundary_shapes
 from ddpm_ds.unet.operations import KeyedDropout, set_image_index
 
 
@@ -74,6 +78,8 @@ class UnetPipelineEngine(PipelineEngine):
     """
 
     objective: Objective
+    phases = 1
+    """Stages that a rank holds."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -100,36 +106,41 @@ class UnetPipelineEngine(PipelineEngine):
         """Sum of the last batch's micro-batch losses on the last stage; zero elsewhere."""
         self._step_loss_scale = 1.0
         self._dropouts = [part for part in module.modules() if isinstance(part, KeyedDropout)]
-        self._connect()
+        self.lines = open_lines([int(rank) for rank in self.grid.pp_group], self.phases, self.device)
+        """Process groups, by phase."""
+        self._wires = [self.wires(phase, self.micro_batch_size) for phase in range(self.phases)]
 
-    def _connect(self) -> None:
-        """Make the channels to the neighbouring stages."""
-        self._forward_group, self._backward_group = _pipeline_groups(self.grid.pp_group)
-        layers, micro = self.module.unet_layers, self.micro_batch_size
-        activations_in, activations_out = self.activation_channels(micro)
-        if activations_in is not None:
-            self._activations_in = activations_in
-            self._gradients_out = self._channel(self.module.first, self.prev_stage, micro, self._backward_group)
-            self.skip_is_h_in = newest_skip_is_h(layers, self.module.first)
-        if activations_out is not None:
-            self._activations_out = activations_out
-            self._gradients_in = self._channel(self.module.stop, self.next_stage, micro, self._backward_group)
-            self.skip_is_h_out = newest_skip_is_h(layers, self.module.stop)
+    def neighbours(self, phase: int) -> tuple[int | None, int | None]:
+        """The ranks of the pipeline that the carry comes from and goes to; None where it begins, ends or turns."""
+        before = None if self.is_first_stage() else self.prev_stage
+        return before, None if self.stage_id == self.num_stages - 1 else self.next_stage
 
-    def activation_channels(self, images: int) -> tuple[Channel | None, Channel | None]:
-        """Channels for the carry of ``images`` images: from the stage before and to the stage after, where there is."""
-        group, module = self._forward_group, self.module
-        first = None if self.is_first_stage() else self._channel(module.first, self.prev_stage, images, group)
-        last = None if self.is_last_stage() else self._channel(module.stop, self.next_stage, images, group)
-        return first, last
+    def ends(self, phase: int) -> tuple[int, int]:
+        """The layers [first, stop) of this rank's stage of a phase."""
+        return self.module.first, self.module.stop
 
-    def channel_to(self, stage: int, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Channel:
-        """A channel to any stage of this pipeline, for messages against the direction of the carry."""
-        return Channel(shapes, dtype, self.device, int(self.grid.stage_to_global(stage)), self._backward_group)
+    def wires(self, phase: int, images: int) -> Wires:
+        """Channels of a stage for the carry of ``images`` images and its gradients."""
+        (before, after), (first, stop), lines = self.neighbours(phase), self.ends(phase), self.lines[phase]
 
-    def _channel(self, cut: int, stage: int, images: int, group: dist.ProcessGroup) -> Channel:
-        shapes = [(images, *shape) for shape in boundary_shapes(self.module.unet_layers, cut)]
-        return Channel(shapes, self._wire_dtype(), self.device, int(self.grid.stage_to_global(stage)), group)
+        def channel(cut: int, rank: int | None, group: dist.ProcessGroup) -> Channel | None:
+            if rank is None:
+                return None
+            carried = sent_shapes(self.module.unet_layers, cut, phase=phase, schedule=self.module.schedule)
+            return self.channel_to(rank, [(images, *shape) for shape in carried], self._wire_dtype(), group)
+
+        return Wires(
+            activations_in=channel(first, before, lines.forward),
+            activations_out=channel(stop, after, lines.forward),
+            gradients_in=channel(stop, after, lines.backward),
+            gradients_out=channel(first, before, lines.backward),
+        )
+
+    def channel_to(
+        self, rank: int, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, group: dist.ProcessGroup
+    ) -> Channel:
+        """A channel to a rank of this pipeline."""
+        return Channel(shapes, dtype, self.device, int(self.grid.stage_to_global(rank)), group)
 
     def _wire_dtype(self) -> torch.dtype:
         return next(self.module.parameters()).dtype
@@ -138,6 +149,16 @@ class UnetPipelineEngine(PipelineEngine):
         """The first layer's arguments, those that are floating-point in the dtype of the weights."""
         dtype = self._wire_dtype()
         return tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in inputs)
+
+    @property
+    def loss_stage(self) -> int:
+        """The rank of a pipeline that knows the loss."""
+        return self.num_stages - 1
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether this rank needs the micro-batches."""
+        return self.stage_id in (0, self.loss_stage)
 
     @property
     def next_index(self) -> int:
@@ -149,8 +170,8 @@ class UnetPipelineEngine(PipelineEngine):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """One optimizer step over ``train_batch_size`` images.
 
-        ``data_iter`` yields the micro-batches of this replica; only the first and the last stage read it. Returns
-        the mean loss of this replica's micro-batches on the last stage and zero elsewhere, without synchronising
+        ``data_iter`` yields the micro-batches of this replica; only where :attr:`reads_data` it is read. Returns
+        the mean loss of this replica's micro-batches on :attr:`loss_stage` and zero elsewhere, without synchronising
         host and device.
         """
         self.set_dataiterator(data_iter)
@@ -159,8 +180,11 @@ class UnetPipelineEngine(PipelineEngine):
         self._forwards = 0
         scale = insides.loss_scale(self)
         self._step_loss_scale = scale
+        for wires in self._wires:
+            wires.expect(self.micro_batches)
         self._exec_schedule(self._train_schedule())
-        self._drain()
+        for wires in self._wires:
+            wires.drain()
         self.images_seen += self.train_batch_size()
         self._watch_scale_floor(scale)
         return self.loss_sum / self.micro_batches
@@ -191,14 +215,13 @@ class UnetPipelineEngine(PipelineEngine):
         stuck = self.optimizer.overflow and scale <= floor
         self.consecutive_overflows_at_floor = self.consecutive_overflows_at_floor + 1 if stuck else 0
 
-    def _drain(self) -> None:
-        if not self.is_first_stage():
-            self._gradients_out.drain()
-        if not self.is_last_stage():
-            self._activations_out.drain()
+    def _train_schedule(self) -> schedule.PipeSchedule:
+        return instruction_stream(
+            self.module.schedule, micro_batches=self.micro_batches, ranks=self.num_stages, rank=self.stage_id
+        )
 
     def _reserve_pipe_buffers(self, num_buffers: int) -> None:
-        for name in ("loads", "inputs", "outputs", "gradients", "image_index"):
+        for name in ("loads", "inputs", "outputs", "image_index"):
             held = self.pipe_buffers.setdefault(name, [])
             held.extend([None] * (num_buffers - len(held)))
         self.num_pipe_buffers = num_buffers
@@ -227,52 +250,98 @@ class UnetPipelineEngine(PipelineEngine):
             self.pipe_buffers["inputs"][buffer_id] = self.in_wire_dtype(self.objective.inputs(prepared))
 
     def _exec_recv_activations(self, buffer_id: int) -> None:
-        leaves = self._activations_in.receive()
-        self.pipe_buffers["inputs"][buffer_id] = tuple(leaf.requires_grad_() for leaf in leaves)
+        """Waited for where they are used, so that what is ready is sent first."""
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
-        index = self._next_image_index()
+        index = self._image_index(self._forwards)
+        self._forwards += 1
         self.pipe_buffers["image_index"][buffer_id] = index
         set_image_index(self._dropouts, index)
-        inputs = self.pipe_buffers["inputs"][buffer_id]
-        carry = inputs if self.is_first_stage() else unpack(inputs, self.skip_is_h_in)
-        outputs = self.module(carry)
-        if self.is_last_stage():
-            loss = self.objective.loss(outputs, self.pipe_buffers["loads"][buffer_id])
-            self.loss_sum += loss.detach()
-            outputs = (loss,)
+        if self.is_first_stage():
+            carry = self.pipe_buffers["inputs"][buffer_id]
         else:
-            outputs = pack(outputs, self.skip_is_h_out)
+            leaves = self._receive_leaves(phase=0)
+            self.pipe_buffers["inputs"][buffer_id] = leaves
+            carry = self.unpacked(leaves)
+        outputs = self.walk(0, carry)
+        if self.is_last_stage():
+            outputs = (edge(self._loss(outputs, self.pipe_buffers["loads"][buffer_id])),)
+        else:
+            outputs = self.packed(outputs)
         self.pipe_buffers["loads"][buffer_id] = None
         self.pipe_buffers["outputs"][buffer_id] = outputs
 
+    def walk(self, phase: int, carry: Carry) -> Any:
+        """This rank's layers of a phase: a carry, or after the last layer the prediction."""
+        return self.module(carry)
+
+    def unpacked(self, received: Carry) -> Carry:
+        """The carry at this stage's beginning from what was received."""
+        return unpack(received, newest_skip_is_h(self.module.unet_layers, self.module.first))
+
+    def packed(self, carry: Carry) -> Carry:
+        """What is to be sent of the carry at this stage's end."""
+        return pack(carry, newest_skip_is_h(self.module.unet_layers, self.module.stop))
+
+    def _receive_leaves(self, phase: int) -> Carry:
+        """The next carry from the stage before, as leaves that gather gradients."""
+        channel = self._wires[phase].activations_in
+        assert channel is not None
+        return tuple(leaf.requires_grad_() for leaf in channel.receive())
+
+    def _receive_gradients(self, phase: int) -> Carry:
+        """The next gradients from the stage after."""
+        channel = self._wires[phase].gradients_in
+        assert channel is not None
+        return channel.receive()
+
+    def _loss(self, prediction: Tensor, prepared: Any) -> Tensor:
+        """The loss of a micro-batch, added to the batch's."""
+        loss = self.objective.loss(prediction, prepared)
+        self.loss_sum += loss.detach()
+        return loss
+
+    def _loss_gradient(self) -> Tensor:
+        """What a micro-batch's loss is multiplied with before backward."""
+        return torch.full((), self._step_loss_scale / self.micro_batches, device=self.device)
+
+    def _send_activations(self, phase: int, carry: Carry) -> tuple[GradientEdge | None, ...]:
+        """Send what a stage has made; its place in the graph is all that backward needs, so its memory may go."""
+        channel = self._wires[phase].activations_out
+        assert channel is not None
+        channel.send(carry)
+        return tuple(map(edge, carry))
+
+    def _send_gradients(self, phase: int, leaves: Carry) -> None:
+        """Send the gradients of what was received; emb's may be missing, the last layers of a U-Net don't use it."""
+        channel = self._wires[phase].gradients_out
+        assert channel is not None
+        channel.send([leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves])
+
     def _exec_send_activations(self, buffer_id: int) -> None:
-        self._activations_out.send(self.pipe_buffers["outputs"][buffer_id])
+        outputs = self.pipe_buffers["outputs"]
+        outputs[buffer_id] = self._send_activations(0, outputs[buffer_id])
 
     def _exec_recv_grads(self, buffer_id: int) -> None:
-        self.pipe_buffers["gradients"][buffer_id] = self._gradients_in.receive()
+        """As :meth:`_exec_recv_activations`."""
 
     def _exec_backward_pass(self, buffer_id: int) -> None:
         outputs = self.pipe_buffers["outputs"][buffer_id]
-        if self.is_last_stage():
-            gradients = (torch.full_like(outputs[0], self._step_loss_scale / self.micro_batches),)
-        else:
-            gradients = self.pipe_buffers["gradients"][buffer_id]
-        set_image_index(self._dropouts, self.pipe_buffers["image_index"][buffer_id])
-        with insides.micro_batch_backward(self):
-            torch.autograd.backward(outputs, gradients)
-        self.pipe_buffers["outputs"][buffer_id] = self.pipe_buffers["gradients"][buffer_id] = None
+        gradients = (self._loss_gradient(),) if self.is_last_stage() else self._receive_gradients(phase=0)
+        self._backward(list(zip(outputs, gradients, strict=True)), self.pipe_buffers["image_index"][buffer_id])
+        self.pipe_buffers["outputs"][buffer_id] = None
         if self.is_first_stage():
             self.pipe_buffers["inputs"][buffer_id] = None
 
+    def _backward(self, begin: Sequence[tuple[GradientEdge | None, Tensor | None]], image_index: Tensor) -> None:
+        """One walk of a stage's graph of one micro-batch from (place in the graph, gradient) on, where both are."""
+        pairs = [(root, gradient) for root, gradient in begin if root is not None and gradient is not None]
+        set_image_index(self._dropouts, image_index)
+        with insides.micro_batch_backward(self):
+            torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
+
     def _exec_send_grads(self, buffer_id: int) -> None:
-        # the last layers of a U-Net don't use emb, so its gradient may be missing
-        self._gradients_out.send(
-            [
-                leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
-                for leaf in self.pipe_buffers["inputs"][buffer_id]
-            ]
-        )
+        self._send_gradients(0, self.pipe_buffers["inputs"][buffer_id])
         self.pipe_buffers["inputs"][buffer_id] = None
 
     def _exec_reduce_tied_grads(self) -> None:
@@ -303,26 +372,13 @@ class UnetPipelineEngine(PipelineEngine):
         self._global_grad_norm = squared.sqrt()
         torch.nn.utils.clip_grads_with_norm_(parameters, self.gradient_clipping(), self._global_grad_norm)
 
-    def _next_image_index(self) -> Tensor:
-        """Image index of the next micro-batch: number m of replica r takes positions from (m R + r) n on."""
+    def _image_index(self, number: int) -> Tensor:
+        """Image index of a micro-batch of this step: number m of replica r takes positions from (m R + r) n on."""
         replicas, micro = self.dp_world_size, self.micro_batch_size
-        first = self.next_index + (self._forwards * replicas + self.grid.get_data_parallel_id()) * micro
-        self._forwards += 1
+        first = self.next_index + (number * replicas + self.grid.get_data_parallel_id()) * micro
         return torch.arange(first, first + micro, device=self.device)
 
 
-def _pipeline_groups(own_pipeline: list[int]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """A forward and a backward group over the ranks of this process's pipeline.
-
-    ``new_group`` is collective over all processes, so every process makes the groups of every pipeline.
-    """
-    pipelines: list[list[int] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(pipelines, [int(rank) for rank in own_pipeline])
-    mine: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
-    for ranks in sorted({tuple(ranks) for ranks in pipelines if ranks is not None}):
-        forward, backward = dist.new_group(list(ranks)), dist.new_group(list(ranks))
-        if dist.get_rank() in ranks:
-            assert isinstance(forward, dist.ProcessGroup) and isinstance(backward, dist.ProcessGroup)
-            mine = forward, backward
-    assert mine is not None
-    return mine
+def edge(tensor: Tensor) -> GradientEdge | None:
+    """The place of a tensor in its graph, which is all of it that a backward needs; None where there is no graph."""
+    return get_gradient_edge(tensor) if tensor.requires_grad else None

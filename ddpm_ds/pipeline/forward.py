@@ -1,108 +1,161 @@
-"""Predictions of the whole U-Net through the stages: no stage ever holds more than its own layers.
+"""Predictions of the whole U-Net through the stages: no rank ever holds more than its own layers.
 
-The first stage gives inputs and takes predictions, so that what is drawn or measured lives there alone:
+The first rank gives inputs and takes predictions, so that what is drawn or measured lives there alone:
 
     stage 0        give 0, 1, 2 ... ─▶ forward ─▶                          take 0 ◀── prediction
     stage 1                              receive, forward ─▶                         │
     stage S - 1                                      receive, forward ─▶ prediction ─┘
 
-``depth`` calls are under way at a time. A sampler whose micro-batches take turns gives the next input of one while the
-others are still in the pipeline, so that no stage waits for a whole round.
+In a fold the last stage is on the first rank, and skips stay on their ranks here too. ``depth`` calls are under way at
+a time. A sampler whose micro-batches take turns gives the next input of one while the others are still in the
+pipeline, so that no stage waits for a whole round.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ddpm_ds.pipeline.boundary import Channel
+from ddpm_ds.pipeline.boundary import Channel, open_line
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.unet.carry import Carry, pack, unpack
+from ddpm_ds.pipeline.folded import FoldedEngine
+from ddpm_ds.unet.carry import Carry
+
+Give = Callable[[int], Carry]
+Take = Callable[[int, Tensor], None]
+
+
+class _Way(Protocol):
+    """How a schedule carries calls through its stages."""
+
+    def run(self, calls: int, give: Give, take: Take, depth: int, progress: Callable[[], None]) -> None:
+        """This rank's part."""
 
 
 class ForwardPipeline:
     """Forward passes of an engine's stages over ``images`` images at a time, without gradients and dropout."""
 
     def __init__(self, engine: UnetPipelineEngine, images: int) -> None:
-        self._engine = engine
-        self._activations_in, self._activations_out = engine.activation_channels(images)
-        first = engine.module.unet_layers[0]
-        self._predictions: Channel | None = None
-        if engine.num_stages > 1 and (engine.is_first_stage() or engine.is_last_stage()):
-            peer = engine.num_stages - 1 if engine.is_first_stage() else 0
-            self._predictions = engine.channel_to(peer, [(images, *first.output_shape)], torch.float32)
+        self._module = engine.module
+        self._way: _Way = _Folded(engine, images) if isinstance(engine, FoldedEngine) else _Straight(engine, images)
 
     @torch.no_grad()
     def run(
-        self,
-        calls: int,
-        give: Callable[[int], Carry],
-        take: Callable[[int, Tensor], None],
-        *,
-        depth: int,
-        progress: Callable[[], None] = lambda: None,
+        self, calls: int, give: Give, take: Take, *, depth: int, progress: Callable[[], None] = lambda: None
     ) -> None:
-        """Carry ``calls`` micro-batches through the pipeline; collective over its stages.
+        """Carry ``calls`` micro-batches through the pipeline; collective over its ranks, all with the same ``depth``.
 
-        On the first stage ``give(i)`` returns the arguments of the first layer, ``images`` images of them, and may
+        On the first rank ``give(i)`` returns the arguments of the first layer, ``images`` images of them, and may
         rely on every prediction before number ``i - depth + 1``; ``take(i, prediction)`` gets an fp32 tensor
-        (images, C, H, W). Other stages call neither. ``progress`` is called on every stage after each of its calls.
+        (images, C, H, W). Other ranks call neither. ``progress`` is called on every rank after each of its calls.
         """
-        module = self._engine.module
-        module.eval()
+        self._module.eval()
         try:
-            if self._engine.is_first_stage():
-                self._lead(calls, give, take, max(1, min(depth, 2 * self._engine.num_stages, calls)), progress)
-            else:
-                for _ in range(calls):
-                    self._follow()
-                    progress()
+            self._way.run(calls, give, take, max(1, min(depth, calls)), progress)
         finally:
-            module.train()
-        for channel in (self._activations_out, self._predictions):
+            self._module.train()
+
+
+class _Straight:
+    """Stage after stage; the last one sends its predictions to the first."""
+
+    def __init__(self, engine: UnetPipelineEngine, images: int) -> None:
+        self._engine = engine
+        self._wires = engine.wires(0, images)
+        self._predictions: Channel | None = None
+        if engine.num_stages > 1 and engine.stage_id in (0, engine.loss_stage):
+            peer = engine.loss_stage - engine.stage_id
+            shape = (images, *engine.module.unet_layers[0].output_shape)
+            group = engine.lines[0].backward
+            self._predictions = engine.channel_to(peer, [shape], torch.float32, group)
+            ends = [int(engine.grid.stage_to_global(rank)) for rank in (0, engine.loss_stage)]
+            open_line(ends, group, engine.device, up=True)
+
+    def run(self, calls: int, give: Give, take: Take, depth: int, progress: Callable[[], None]) -> None:
+        if self._engine.is_first_stage():
+            self._lead(calls, give, take, min(depth, 2 * self._engine.num_stages), progress)
+        else:
+            self._follow(calls, progress)
+        for channel in (self._wires.activations_out, self._predictions):
             if channel is not None:
                 channel.drain()
 
-    def _lead(
-        self,
-        calls: int,
-        give: Callable[[int], Carry],
-        take: Callable[[int, Tensor], None],
-        depth: int,
-        progress: Callable[[], None],
-    ) -> None:
-        """The first stage's part: keep ``depth`` calls under way."""
+    def _lead(self, calls: int, give: Give, take: Take, depth: int, progress: Callable[[], None]) -> None:
+        engine = self._engine
         if self._predictions is None:
             for number in range(calls):
-                take(number, self._walk(self._stored(give(number)))[0].float())
+                take(number, engine.walk(0, engine.in_wire_dtype(give(number))).float())
                 progress()
             return
+        self._predictions.expect(calls)
         for number in range(calls + depth):
             if number >= depth:
                 take(number - depth, self._predictions.receive()[0])
                 progress()
             if number < calls:
-                self._send_on(self._walk(self._stored(give(number))))
+                self._send_on(engine.walk(0, engine.in_wire_dtype(give(number))))
 
-    def _follow(self) -> None:
-        """One call of another stage."""
-        assert self._activations_in is not None
-        outputs = self._walk(unpack(self._activations_in.receive(), self._engine.skip_is_h_in))
-        if self._predictions is not None:
-            self._predictions.send([outputs[0].float()])
-        else:
-            self._send_on(outputs)
+    def _follow(self, calls: int, progress: Callable[[], None]) -> None:
+        engine, activations = self._engine, self._wires.activations_in
+        assert activations is not None
+        activations.expect(calls)
+        for _ in range(calls):
+            outputs = engine.walk(0, engine.unpacked(activations.receive()))
+            if self._predictions is not None:
+                self._predictions.send([outputs.float()])
+            else:
+                self._send_on(outputs)
+            progress()
 
     def _send_on(self, outputs: Carry) -> None:
-        assert self._activations_out is not None
-        self._activations_out.send(pack(outputs, self._engine.skip_is_h_out))
+        assert self._wires.activations_out is not None
+        self._wires.activations_out.send(self._engine.packed(outputs))
 
-    def _walk(self, carry: Carry) -> Carry:
-        outputs = self._engine.module(carry)
-        return (outputs,) if isinstance(outputs, Tensor) else outputs
 
-    def _stored(self, inputs: Carry) -> Carry:
-        """Inputs in the dtype of the weights."""
-        return self._engine.in_wire_dtype(inputs)
+class _Folded:
+    """Down the ranks and up again; each rank keeps emb and its skips in between."""
+
+    def __init__(self, engine: FoldedEngine, images: int) -> None:
+        self._engine = engine
+        self._down, self._up = (engine.wires(phase, images) for phase in range(engine.phases))
+        self._kept: deque[Carry] = deque()
+        """Of the calls that have gone down and not come up: on the last rank h, then emb and the skips."""
+
+    def run(self, calls: int, give: Give, take: Take, depth: int, progress: Callable[[], None]) -> None:
+        engine = self._engine
+        # A call that this rank has sent down comes back when the ranks below have done two stages each.
+        lead = min(depth, 2 * (engine.num_stages - 1 - engine.stage_id) + 1) - 1
+        for wires in (self._down, self._up):
+            if wires.activations_in is not None:
+                wires.activations_in.expect(calls)
+        for number in range(calls + lead):
+            if number < calls:
+                self._go_down(number, give)
+            if number >= lead:
+                self._come_up(number - lead, take)
+                progress()
+        for wires in (self._down, self._up):
+            wires.drain()
+
+    def _go_down(self, number: int, give: Give) -> None:
+        engine, wires = self._engine, self._down
+        carry = wires.activations_in.receive() if wires.activations_in else engine.in_wire_dtype(give(number))
+        h, *kept = engine.walk(0, carry)
+        if wires.activations_out is None:
+            kept.insert(0, h)
+        else:
+            wires.activations_out.send((h, kept[0]))
+        self._kept.append(tuple(kept))
+
+    def _come_up(self, number: int, take: Take) -> None:
+        wires, kept = self._up, self._kept.popleft()
+        received = wires.activations_in.receive() if wires.activations_in else ()
+        outputs = self._engine.walk(1, (*received, *kept))
+        if wires.activations_out is None:
+            take(number, outputs.float())
+        else:
+            wires.activations_out.send(outputs[:1])

@@ -1,4 +1,4 @@
-"""The U-Net's layers as a DeepSpeed PipelineModule: this stage's share, and nothing else, is built."""
+"""The U-Net's layers as a DeepSpeed PipelineModule: this rank's share, and nothing else, is built."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ddpm_ds.pipeline.partition import Schedule, segments
 from ddpm_ds.unet.carry import Carry, newest_skip_is_h, pack, unpack
 from ddpm_ds.unet.layers import Layer
 from ddpm_ds.unet.model import build_layer
@@ -27,23 +28,26 @@ class UnetLayerSpec(LayerSpec):
 
 
 class UnetPipelineModule(PipelineModule):
-    """One stage of the U-Net, cut at ``bounds`` (see :mod:`ddpm_ds.pipeline.partition`).
+    """One rank's layers of the U-Net, cut at ``bounds`` (see :mod:`ddpm_ds.pipeline.partition`).
 
-    Parameters are named ``{index in the list}.{name in the layer}``, whatever the cuts. The number of stages is
-    ``len(bounds) - 1``; processes beyond one pipeline are data-parallel replicas.
+    Parameters are named ``{index in the list}.{name in the layer}``, whatever the cuts. Processes beyond one pipeline
+    are data-parallel replicas. ``first`` and ``stop`` are the layers that :meth:`forward` walks.
     """
+
+    schedule: Schedule = "1f1b"
 
     def __init__(self, layers: Sequence[Layer], bounds: Sequence[int], seed: int) -> None:
         self.unet_layers = tuple(layers)
         self._bounds = tuple(bounds)
+        stages = len(bounds) - 1
         super().__init__(
             layers=[UnetLayerSpec(layer, index, seed) for index, layer in enumerate(layers)],
-            num_stages=len(bounds) - 1,
+            num_stages=stages // 2 if self.schedule == "folded" else stages,
         )
 
     def _partition_layers(self, method: str = "uniform") -> None:
         self.parts = list(self._bounds)
-        self.first, self.stop = self._bounds[self.stage_id], self._bounds[self.stage_id + 1]
+        ((self.first, self.stop),) = segments(self._bounds, self.schedule, self.stage_id)
         self._set_bounds(start=self.first, stop=self.stop)
 
     def forward(self, inputs: Carry) -> Carry | Tensor:
@@ -94,6 +98,22 @@ class UnetPipelineModule(PipelineModule):
             return outputs
         h, emb, *skips = unpack(outputs, pushed)
         return (h, emb, *passing, *skips)
+
+
+class FoldedUnetModule(UnetPipelineModule, DualPipeVModule):
+    """The two stages of one rank of the fold; :meth:`forward` walks the one that ``activate_phase`` has chosen."""
+
+    schedule: Schedule = "folded"
+
+    def _partition_layers(self, method: str = "uniform") -> None:
+        self.num_stages *= 2  # as the parent counts them from here on
+        self.parts = list(self._bounds)
+        self.phase_bounds = list(segments(self._bounds, self.schedule, self.stage_id))
+
+    def activate_phase(self, phase: int) -> None:
+        """Let :meth:`forward` walk the stage of phase 0, down the U-Net, or of phase 1, up it."""
+        super().activate_phase(phase)
+        self.first, self.stop = self.phase_bounds[phase]
 
 
 def checkpoint_function(use_reentrant: bool) -> Callable[..., Carry | Tensor]:

@@ -1,7 +1,8 @@
 """Where the list of layers is cut into stages.
 
 A partition is written as its bounds ``(0, b1, ..., n)``: stage ``s`` owns layers ``bounds[s]`` to
-``bounds[s + 1] - 1``.
+``bounds[s + 1] - 1``. Under ``1f1b`` rank r holds stage r. Under ``folded`` P ranks hold 2P stages, rank r the stages r
+and 2P - 1 - r, cut so that every skip is made and used on one rank (:mod:`ddpm_ds.pipeline.fold`).
 """
 
 from __future__ import annotations
@@ -12,83 +13,94 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from ddpm_ds.errors import LayoutError
+from ddpm_ds.pipeline import fold
 from ddpm_ds.unet.layers import Layer, boundary_shapes
 
 PartitionMethod = Literal["flops", "parameters", "uniform"]
+Schedule = Literal["1f1b", "folded"]
 
 
-def boundary_elements(layers: Sequence[Layer], cut: int) -> int:
-    """Elements per image that cross before layer ``cut``, in each direction."""
-    return sum(math.prod(shape) for shape in boundary_shapes(layers, cut))
+def partition(
+    layers: Sequence[Layer], stages: int, method: PartitionMethod | Sequence[int], schedule: Schedule = "1f1b"
+) -> tuple[int, ...]:
+    """Bounds for a pipeline of ``stages`` ranks.
 
-
-def partition(layers: Sequence[Layer], stages: int, method: PartitionMethod | Sequence[int]) -> tuple[int, ...]:
-    """Bounds of ``stages`` stages.
-
-    ``flops`` and ``parameters`` minimise the heaviest stage exactly, and among such partitions the elements that
+    ``flops`` and ``parameters`` minimise the heaviest rank exactly, and among such partitions the elements that
     cross; ``uniform`` balances the number of layers; a sequence gives the first layer of every stage but the first.
 
     Raises:
-        LayoutError: more stages than layers, or cuts that are not increasing positions inside the list.
+        LayoutError: the list can't be cut into so many, or given cuts are not increasing positions inside the list or
+            not mirrored, which the fold needs.
     """
-    if stages > len(layers):
-        raise LayoutError(
-            f"pipeline.stages = {stages}, but the U-Net has {len(layers)} layers; use at most {len(layers)} stages"
-        )
     if not isinstance(method, str):
-        bounds = (0, *(int(cut) for cut in method), len(layers))
-        if len(bounds) != stages + 1 or any(left >= right for left, right in itertools.pairwise(bounds)):
-            raise LayoutError(
-                f"pipeline.partition = {list(method)} does not cut {len(layers)} layers into {stages} stages; "
-                f"give {stages - 1} increasing positions between 1 and {len(layers) - 1}"
-            )
-        return bounds
+        return _given(layers, stages, method, schedule)
     weights = {
         "flops": [layer.macs for layer in layers],
         "parameters": [layer.parameters for layer in layers],
         "uniform": [1 for _ in layers],
     }[method]
+    return weighted(layers, weights, stages, schedule)
+
+
+def weighted(layers: Sequence[Layer], weights: Sequence[float], stages: int, schedule: Schedule) -> tuple[int, ...]:
+    """Bounds that minimise the heaviest rank's sum of ``weights``, one for each layer, as :func:`partition` does.
+
+    Raises:
+        LayoutError: the list can't be cut into so many.
+    """
+    if schedule == "folded":
+        return fold.balanced(layers, weights, stages)
+    if stages > len(layers):
+        raise LayoutError(
+            f"pipeline.stages = {stages}, but the U-Net has {len(layers)} layers; use at most {len(layers)} stages"
+        )
     return balanced(weights, stages, [boundary_elements(layers, cut) for cut in range(1, len(layers))])
 
 
-def balanced(weights: Sequence[int], stages: int, crossing: Sequence[int]) -> tuple[int, ...]:
+def _given(layers: Sequence[Layer], stages: int, cuts: Sequence[int], schedule: Schedule) -> tuple[int, ...]:
+    count = 2 * stages if schedule == "folded" else stages
+    bounds = (0, *(int(cut) for cut in cuts), len(layers))
+    if len(bounds) != count + 1 or any(left >= right for left, right in itertools.pairwise(bounds)):
+        raise LayoutError(
+            f"pipeline.partition = {list(cuts)} does not cut {len(layers)} layers into {count} stages; "
+            f"give {count - 1} increasing positions between 1 and {len(layers) - 1}"
+        )
+    if schedule == "folded":
+        fold.check_mirrored(layers, bounds)
+    return bounds
+
+
+def balanced(weights: Sequence[float], stages: int, crossing: Sequence[float]) -> tuple[int, ...]:
     """Contiguous partition whose heaviest part is lightest, and among those the one with the least crossing.
 
-    ``crossing[i]`` is the price of a cut before item ``i + 1``. Exact dynamic programming, O(stages * n^2).
+    ``crossing[i]`` is the price of a cut before item ``i + 1``. Exact.
     """
-    n = len(weights)
-    before = [0]
-    for weight in weights:
-        before.append(before[-1] + weight)
+    before = np.concatenate([[0.0], np.cumsum(weights)])
+    parts = before[None, :] - before[:, None]  # [start, stop]
+    parts[np.tril_indices(len(before))] = math.inf
+    chain = fold.lightest_chain(parts, stages, [0.0, *crossing, 0.0])
+    assert chain is not None
+    return tuple(chain)
 
-    lightest: list[float] = [0.0] + [math.inf] * n  # heaviest part of the best split of the first `stop` items
-    for _ in range(stages):
-        lightest = [math.inf] + [
-            min(max(lightest[start], before[stop] - before[start]) for start in range(stop)) for stop in range(1, n + 1)
-        ]
-    limit = lightest[n]
 
-    price: list[float] = [0.0] + [math.inf] * n
-    choices: list[list[int]] = []
-    for _ in range(stages):
-        row, choice = [math.inf], [0]
-        for stop in range(1, n + 1):
-            options = (
-                (price[start] + (crossing[start - 1] if start else 0), start)
-                for start in range(stop)
-                if before[stop] - before[start] <= limit
-            )
-            best, start = min(options, default=(math.inf, 0))
-            row.append(best)
-            choice.append(start)
-        price = row
-        choices.append(choice)
+def boundary_elements(layers: Sequence[Layer], cut: int) -> int:
+    """Elements per image that cross before layer ``cut`` under 1f1b, in each direction."""
+    return sum(math.prod(shape) for shape in boundary_shapes(layers, cut))
 
-    bounds = [n]
-    for choice in reversed(choices):
-        bounds.append(choice[bounds[-1]])
-    return tuple(reversed(bounds))
+
+def stages_of(rank: int, ranks: int, schedule: Schedule) -> tuple[int, ...]:
+    """The stages that a rank holds, in the order in which a micro-batch meets them."""
+    return (rank, 2 * ranks - 1 - rank) if schedule == "folded" else (rank,)
+
+
+def segments(bounds: Sequence[int], schedule: Schedule, rank: int) -> tuple[tuple[int, int], ...]:
+    """The layers [start, stop) that a rank owns: one range, or for the fold those of phase 0 and of phase 1."""
+    stages = len(bounds) - 1
+    ranks = stages // 2 if schedule == "folded" else stages
+    return tuple((bounds[stage], bounds[stage + 1]) for stage in stages_of(rank, ranks, schedule))
 
 
 @dataclass(frozen=True)
@@ -96,6 +108,8 @@ class Stage:
     """What one stage holds and sends; one row of the table that ``--dry-run`` prints."""
 
     index: int
+    rank: int
+    """Rank in the pipeline that holds it."""
     first_layer: str
     last_layer: str
     layers: int
@@ -105,24 +119,40 @@ class Stage:
     activation_elements: int
     """Per image, kept from forward to backward without checkpointing."""
     sent_elements: int
-    """Per image, to the next stage in forward; its gradient comes back in backward."""
+    """Per image, to another rank in forward; its gradient comes back in backward."""
 
 
-def describe(layers: Sequence[Layer], bounds: Sequence[int]) -> tuple[Stage, ...]:
-    """The stages of a partition."""
+def describe(layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule = "1f1b") -> tuple[Stage, ...]:
+    """The stages of a partition, in the order of the layers."""
+    count = len(bounds) - 1
+    ranks = count // 2 if schedule == "folded" else count
     stages = []
     for index, (start, stop) in enumerate(itertools.pairwise(bounds)):
         own = layers[start:stop]
         stages.append(
             Stage(
                 index=index,
+                rank=min(index, count - 1 - index) if schedule == "folded" else index,
                 first_layer=own[0].name,
                 last_layer=own[-1].name,
                 layers=len(own),
                 parameters=sum(layer.parameters for layer in own),
                 forward_flops=2 * sum(layer.macs for layer in own),
                 activation_elements=sum(layer.activation_elements for layer in own),
-                sent_elements=boundary_elements(layers, stop) if stop < len(layers) else 0,
+                sent_elements=sum(map(math.prod, sent_shapes(layers, stop, phase=index // ranks, schedule=schedule)))
+                if stop < len(layers) and not (schedule == "folded" and index == ranks - 1)
+                else 0,
             )
         )
     return tuple(stages)
+
+
+def sent_shapes(layers: Sequence[Layer], cut: int, *, phase: int, schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+    """Per-image shapes of the tensors that cross before layer ``cut``, in each direction.
+
+    The fold keeps skips, and for its phase 1 the embedding, on their rank: (h, emb) goes down, h alone comes up.
+    """
+    if schedule == "1f1b":
+        return boundary_shapes(layers, cut)
+    h, emb, *_ = boundary_shapes(layers, cut)
+    return (h,) if phase else (h, emb)

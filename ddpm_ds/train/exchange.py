@@ -25,7 +25,7 @@ class Gathered:
 def gather(interval: Interval, engine: UnetPipelineEngine) -> Gathered:
     """Combine the ranks' intervals; collective over all ranks, each gets the same answer.
 
-    Only the last stage knows a loss; its replicas saw equal numbers of images.
+    Only the stage with the last layer knows a loss; its replicas saw equal numbers of images.
     """
     mine = torch.tensor(
         [
@@ -42,7 +42,7 @@ def gather(interval: Interval, engine: UnetPipelineEngine) -> Gathered:
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     rows = torch.stack(everyone).tolist()
-    last = [row for row in rows if row[0] == engine.num_stages - 1]
+    last = [row for row in rows if row[0] == engine.loss_stage]
     combined = dataclasses.replace(
         interval,
         loss=sum(row[2] for row in last) / len(last),

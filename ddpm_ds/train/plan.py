@@ -71,8 +71,8 @@ def plan_run(
     spec = load_spec(spec_path, overrides)
     ds = resolve(read_ds_config(ds_path), spec, world_size=world_size, stages=stages, path=ds_path)
     layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
-    bounds = partition(layers, ds.layout.stages, ds.partition)
-    return RunPlan(spec, spec_path, ds, ds_path, layers, bounds, describe(layers, bounds))
+    bounds = partition(layers, ds.layout.stages, ds.partition, ds.schedule)
+    return RunPlan(spec, spec_path, ds, ds_path, layers, bounds, describe(layers, bounds, ds.schedule))
 
 
 def stage_table(plan: RunPlan) -> str:
@@ -83,7 +83,7 @@ def stage_table(plan: RunPlan) -> str:
     for stage in plan.stages:
         rows.append(
             (
-                str(stage.index),
+                f"{stage.index} on rank {stage.rank}" if plan.ds.schedule == "folded" else str(stage.index),
                 str(stage.layers),
                 stage.first_layer,
                 stage.last_layer,

@@ -78,7 +78,13 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
     with process_group():
         run_dir, resumed = _from_rank_0((run_dir, resumed))
         engine = build_engine(
-            plan.layers, plan.bounds, config, objective, seed=plan.spec.train.seed, verbose=options.verbose
+            plan.layers,
+            plan.bounds,
+            config,
+            objective,
+            seed=plan.spec.train.seed,
+            schedule=plan.ds.schedule,
+            verbose=options.verbose,
         )
         profile_flops(engine, config.get("flops_profiler", {}), run_dir / "flops")
         ema = Ema(engine, plan.spec.ema)
@@ -238,7 +244,7 @@ def process_group() -> Iterator[None]:
 
 def _batches(plan: RunPlan, store: Store, among: Indices, engine: UnetPipelineEngine) -> Iterator[Any] | None:
     """This replica's micro-batches from the engine's progress on, on the stages that read data."""
-    if not (engine.is_first_stage() or engine.is_last_stage()):
+    if not engine.reads_data:
         return None
     layout = plan.ds.layout
     return micro_batches(
@@ -266,6 +272,7 @@ def fill_checkpointing(plan: RunPlan, device: torch.device) -> dict[str, Any]:
         wide = device.type == "cpu" or plan.ds.precision == "fp32"  # a CPU computes fp16 layers in fp32
         interval = checkpoint_interval(
             plan.stages,
+            plan.ds.schedule,
             micro_batch_images=layout.micro_batch_images,
             micro_batches=layout.micro_batches,
             element_bytes=4 if wide else 2,

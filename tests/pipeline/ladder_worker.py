@@ -25,7 +25,7 @@ from ddpm_ds.pipeline import module as pipeline_module
 from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
-from ddpm_ds.pipeline.partition import partition
+from ddpm_ds.pipeline.partition import Schedule, partition
 from ddpm_ds.spec import RunSpec
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.unet import model
@@ -51,6 +51,7 @@ class Case:
     fp32_accumulation: bool = False
     wall_clock: bool = False
     growing_scale: bool = False
+    schedule: Schedule = "1f1b"
 
     def config(self, batch: int) -> dict[str, Any]:
         """The DeepSpeed configuration, without ours."""
@@ -163,9 +164,10 @@ def run_case(case: Case) -> list[dict[str, Any]]:
     """Train the case next to its reference; one record a step."""
     spec = tiny_spec()
     layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
-    bounds = partition(layers, case.stages, "flops")
+    bounds = partition(layers, case.stages, "flops", case.schedule)
     objective = Denoising(spec, torch.device("cpu"))
-    engine = build_engine(layers, bounds, case.config(spec.train.batch_images), objective, seed=spec.train.seed)
+    config = case.config(spec.train.batch_images)
+    engine = build_engine(layers, bounds, config, objective, seed=spec.train.seed, schedule=case.schedule)
     seen = watch_gradients(engine)
     reference = Reference(spec, layers, case.precision)
     micro = engine.micro_batch_size

@@ -57,12 +57,31 @@ FOUR_PROCESSES = [
 ]
 
 
+FOLDED_BY_TWO = [
+    Case(2, 1, zero, precision, checkpoint, schedule="folded")
+    for zero, precision, checkpoint in ((0, "fp32", 0), (1, "fp16", 0), (2, "fp32", 2), (2, "fp16", 0))
+]
+FOLDED_BY_FOUR = [
+    Case(2, 2, 0, "fp32", 1, schedule="folded"),
+    Case(2, 2, 1, "fp16", 0, schedule="folded"),
+    Case(2, 2, 2, "fp32", 0, schedule="folded"),
+    Case(2, 2, 2, "fp16", 1, schedule="folded"),
+    Case(2, 2, 2, "fp32", 1, reentrant=True, schedule="folded"),
+    Case(2, 2, 2, "fp32", 0, offload=True, schedule="folded"),
+    Case(2, 2, 2, "bf16", 0, fp32_accumulation=True, schedule="folded"),
+    Case(2, 2, 0, "bf16", 0, schedule="folded"),
+    Case(4, 1, 0, "fp32", 0, micro_batches=8, schedule="folded"),
+    Case(4, 1, 2, "fp32", 3, micro_batches=16, schedule="folded"),
+    Case(4, 1, 2, "fp16", 0, micro_batches=8, schedule="folded"),
+]
+
+
 @pytest.mark.parametrize(
     ("processes", "cases"),
     [
         pytest.param(1, matrix([(1, 1)]), id="1 process"),
-        pytest.param(2, matrix([(2, 1), (1, 2)]), id="2 processes"),
-        pytest.param(4, FOUR_PROCESSES, id="4 processes"),
+        pytest.param(2, [*matrix([(2, 1), (1, 2)]), *FOLDED_BY_TWO], id="2 processes"),
+        pytest.param(4, [*FOUR_PROCESSES, *FOLDED_BY_FOUR], id="4 processes"),
     ],
 )
 def test_loss_and_every_gradient_equal_plain_pytorch(processes: int, cases: list[Case], tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ class Layout:
     zero: int
     accumulation: int
     recompute: int = 0
+    schedule: str = "1f1b"
 
 
 LAYOUTS = {
@@ -38,6 +39,7 @@ LAYOUTS = {
     "4x1": Layout(4, 1, zero=2, accumulation=8),
     "2x2": Layout(2, 2, zero=2, accumulation=4),
     "1x4": Layout(1, 4, zero=1, accumulation=2),
+    "2x2 folded": Layout(2, 2, zero=2, accumulation=4, recompute=3, schedule="folded"),
 }
 OTHERWISE = {
     "2x2": Layout(2, 2, zero=0, accumulation=8, recompute=2),
@@ -68,7 +70,7 @@ class Courses:
         config = json.loads((REPOSITORY / "ds_configs" / "zero2_fp16.json").read_text())
         del config["flops_profiler"]
         config["zero_optimization"]["stage"] = layout.zero
-        config["pipeline"]["activation_checkpoint_interval"] = layout.recompute
+        config["pipeline"] |= {"activation_checkpoint_interval": layout.recompute, "schedule": layout.schedule}
         config["fp16"] |= {"initial_scale_power": 10, "loss_scale_window": 2, "hysteresis": 2 if layout.zero else 1}
         if precision == "fp32":
             del config["fp16"]

@@ -32,7 +32,7 @@ from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.forward import ForwardPipeline
 from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
-from ddpm_ds.pipeline.partition import partition
+from ddpm_ds.pipeline.partition import Schedule, partition
 from ddpm_ds.spec import EmaSpec, RunSpec
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.held_out import NOISE_SEED, HeldOutLoss
@@ -59,6 +59,7 @@ class Look:
     guidance: float = 1.0
     kind: str = "dpm_solver"
     count: int = 10
+    schedule: Schedule = "1f1b"
 
     def spec(self) -> RunSpec:
         sampler = {"kind": self.kind, "steps": 3, "guidance": self.guidance}
@@ -146,9 +147,11 @@ def micro_batches(engine: UnetPipelineEngine, spec: RunSpec) -> Any:
 def run_case(look: Look) -> dict[str, Any]:
     spec = look.spec()
     layers = unet_layers(spec.unet, image_channels=1, image_size=8)
-    case = Case(look.stages, look.replicas, look.zero, look.precision, 0)
-    bounds = partition(layers, look.stages, "flops")
-    engine = build_engine(layers, bounds, case.config(16), Denoising(spec, torch.device("cpu")), seed=spec.train.seed)
+    deep = look.schedule == "folded" and look.stages > 2
+    case = Case(look.stages, look.replicas, look.zero, look.precision, 0, micro_batches=8 if deep else 4)
+    bounds = partition(layers, look.stages, "flops", look.schedule)
+    objective = Denoising(spec, torch.device("cpu"))
+    engine = build_engine(layers, bounds, case.config(16), objective, seed=spec.train.seed, schedule=look.schedule)
     unet, store = reference(spec), store_of(spec)
     record: dict[str, Any] = {"prediction": max(farthest(engine, unet, depth) for depth in (1, 2, 7))}
 
@@ -185,7 +188,7 @@ def run_case(look: Look) -> dict[str, Any]:
 
     loss = engine.train_batch(micro_batches(engine, spec))
     record["training"] = engine.module.training
-    fresh = build_engine(layers, bounds, case.config(16), Denoising(spec, torch.device("cpu")), seed=spec.train.seed)
+    fresh = build_engine(layers, bounds, case.config(16), objective, seed=spec.train.seed, schedule=look.schedule)
     record["undisturbed"] = torch.equal(loss, fresh.train_batch(micro_batches(fresh, spec))) and all(
         torch.equal(*pair) for pair in zip(weights(engine), weights(fresh), strict=True)
     )

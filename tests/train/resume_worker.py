@@ -143,7 +143,14 @@ def run_course(course: Course, folder: Path) -> None:
         stages=course.stages,
     )
     objective = (Overflowing if course.overflow else Denoising)(plan.spec, torch.device("cpu"))
-    engine = build_engine(plan.layers, plan.bounds, plan.ds.config, objective, seed=plan.spec.train.seed)
+    engine = build_engine(
+        plan.layers,
+        plan.bounds,
+        plan.ds.config,
+        objective,
+        seed=plan.spec.train.seed,
+        schedule=plan.ds.schedule,
+    )
     ema = Ema(engine, plan.spec.ema)
     for name, source in (course.sources or {"whole": ""}).items():
         there = folder / course.name / name

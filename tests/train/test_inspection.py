@@ -24,7 +24,13 @@ PIXELS_OFF = {"fp32": 0.01, "fp16": 0.3}
     [
         pytest.param([Look(1, 1), Look(1, 1, guidance=3.0, kind="ddpm")], id="1 process"),
         pytest.param(
-            [Look(2, 1), Look(1, 2, zero=1), Look(2, 1, "fp16"), Look(2, 1, guidance=2.0, kind="ddim")],
+            [
+                Look(2, 1),
+                Look(1, 2, zero=1),
+                Look(2, 1, "fp16"),
+                Look(2, 1, guidance=2.0, kind="ddim"),
+                Look(2, 1, schedule="folded"),
+            ],
             id="2 processes",
         ),
         pytest.param(
@@ -35,6 +41,8 @@ PIXELS_OFF = {"fp32": 0.01, "fp16": 0.3}
                 Look(1, 4, zero=0),
                 Look(2, 2, count=1),
                 Look(4, 1, count=40, zero=1),
+                Look(2, 2, kind="ddpm", guidance=2.0, schedule="folded"),
+                Look(4, 1, "fp16", schedule="folded"),
             ],
             id="4 processes",
         ),

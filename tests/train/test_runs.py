@@ -17,7 +17,7 @@ from mlflow.tracking import MlflowClient
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from tests.launching import REPOSITORY, launch
+from tests.launching import REPOSITORY, launch, write_json
 
 TRAIN = REPOSITORY / "launch" / "train.py"
 GOLDEN = Path(__file__).with_name("golden_losses.json")
@@ -110,12 +110,14 @@ def test_golden_losses(one_process: Path) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("stages", [4, 2, 1])
+@pytest.mark.parametrize(("stages", "schedule"), [(4, "1f1b"), (2, "1f1b"), (1, "1f1b"), (2, "folded")])
 def test_any_layout_of_four_processes_gives_the_same_curve_as_one_process(
-    stages: int, one_process: Path, tmp_path: Path
+    stages: int, schedule: str, one_process: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "runs" / f"four-{stages}"
-    done = train(4, folder, "-p", str(stages))
+    config = json.loads((REPOSITORY / "ds_configs" / "zero0_fp32.json").read_text())
+    config["pipeline"]["schedule"] = schedule
+    done = train(4, folder, "-p", str(stages), config=str(write_json(tmp_path / "config.json", config)))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     curve = loss_curve(folder)
     assert len(curve) == 10 and mlflow_run(folder)[1].data.params["derived.stages"] == str(stages)
