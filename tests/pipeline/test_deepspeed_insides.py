@@ -37,11 +37,17 @@ def names_in(thing: object) -> set[str]:
 
 
 def test_initialize_looks_up_the_pipeline_engine_where_it_is_swapped() -> None:
-    assert "PipelineEngine" in names_in(deepspeed.initialize)
-    before = deepspeed.PipelineEngine, pipe_engine.ZeroStageEnum
+    assert {"PipelineEngine", "DualPipeVEngine", "DualPipeVModule"} <= names_in(deepspeed.initialize)
+    before = deepspeed.PipelineEngine, deepspeed.DualPipeVEngine, pipe_engine.ZeroStageEnum
     with insides.pipeline_engine(UnetPipelineEngine):
-        assert deepspeed.PipelineEngine is UnetPipelineEngine
-    assert (deepspeed.PipelineEngine, pipe_engine.ZeroStageEnum) == before
+        assert deepspeed.PipelineEngine is deepspeed.DualPipeVEngine is UnetPipelineEngine
+    assert (deepspeed.PipelineEngine, deepspeed.DualPipeVEngine, pipe_engine.ZeroStageEnum) == before
+
+
+def test_an_offloading_optimizer_adds_to_its_buffers_in_all_backwards_but_the_first() -> None:
+    text = source(DeepSpeedZeroOptimizer.async_accumulate_grad_in_cpu_via_gpu)
+    assert "if self.micro_step_id > 0:\n        accumulate_gradients()" in text
+    assert "self.accumulated_grads_in_cpu[param_id]" in text
 
 
 def test_the_swap_is_undone_when_building_fails() -> None:
