@@ -17,12 +17,14 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine, EngineTimers
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.pipe import dualpipev, schedule
 from deepspeed.runtime.pipe import engine as pipe_engine
-from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.engine import INSTRUCTIONS, UnetPipelineEngine
+from ddpm_ds.pipeline.folded import FoldedEngine
+from ddpm_ds.pipeline.streams import instruction_stream
 
 
 def source(thing: object) -> str:
@@ -138,20 +140,16 @@ def test_every_instruction_of_the_schedule_is_executed_by_a_method_of_ours(
     assert set(INSTRUCTIONS) == set(pipe_engine.PipelineEngine._INSTRUCTION_MAP)
 
 
-def test_the_1f1b_grid_is_the_known_one() -> None:
-    """Two stages, three micro-batches, written out: F forward, B backward, time to the right."""
-
-    def row(stage: int) -> str:
-        cells = []
-        for commands in schedule.TrainSchedule(micro_batches=3, stages=2, stage_id=stage).steps():
-            kinds = [type(command).__name__ for command in commands]
-            cells.append("F" if "ForwardPass" in kinds else "B" if "BackwardPass" in kinds else ".")
-        return "".join(cells)
-
-    assert [row(0), row(1)] == [
-        "F.FBFB.B",
-        ".FBFBFB.",
-    ]
+def test_the_fold_executes_every_instruction_of_dualpipev_itself() -> None:
+    stream = instruction_stream("folded", micro_batches=4, ranks=2, rank=0)
+    commands = [command for step in stream.steps() for command in step]
+    known = {*INSTRUCTIONS, schedule.CommitP2P}
+    assert {type(command) for command in commands} <= known == set(dualpipev.DualPipeVEngine._INSTRUCTION_MAP)
+    of_a_phase = [command for command in commands if "phase" in command.kwargs]
+    assert {schedule.ForwardPass, schedule.BackwardPass} < {type(command) for command in of_a_phase}
+    for command in of_a_phase:
+        assert command.kwargs["buffer_id"] // 4 == command.kwargs["phase"]  # phase x micro-batches + micro-batch
+        assert INSTRUCTIONS[type(command)] in vars(FoldedEngine), f"{command} would be that of 1F1B"
 
 
 def test_torch_has_what_clipping_needs() -> None:

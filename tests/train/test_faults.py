@@ -79,7 +79,7 @@ class Supervised:
                     found.append(process)
         return found
 
-    def until(self, happened: Callable[[], bool], timeout: float = 120.0) -> bool:
+    def until(self, happened: Callable[[], bool], timeout: float = 300.0) -> bool:
         """Wait for something; whether it happened before the run was over."""
         deadline = time.monotonic() + timeout
         while self.supervisor.poll() is None:
