@@ -16,6 +16,7 @@ from ddpm_ds.evaluate.evaluate_command import add_evaluate
 from ddpm_ds.evaluate.export_command import add_export, add_import
 from ddpm_ds.evaluate.sample_command import add_sample
 from ddpm_ds.option_types import natural
+from ddpm_ds.planner.command import add_plan
 from ddpm_ds.supervisor import supervise
 from ddpm_ds.train.command import OneLineParser, add_overrides
 
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for add in (_add_run, _add_prepare, _add_schema, add_checkpoint, add_sample, add_evaluate, add_export, add_import):
+    for add in VERBS:
         add(verbs)
     try:
         options = parser.parse_args(arguments)
@@ -163,3 +164,17 @@ def _schema(options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+VERBS = (
+    _add_run,
+    add_plan,
+    _add_prepare,
+    _add_schema,
+    add_checkpoint,
+    add_sample,
+    add_evaluate,
+    add_export,
+    add_import,
+)
+"""In the order of ``--help``."""

@@ -29,6 +29,7 @@ ROOMS = (
     "pipeline",
     "observe",
     "train",
+    "planner",
     "evaluate",
     "benchmark",
     "supervisor",

@@ -26,7 +26,8 @@ class Channel:
     """One direction of one boundary, as one of its two sides has it.
 
     ``shapes`` include the micro-batch; ``peer`` is the global rank of the other side. A message that is sent is kept
-    until it is delivered; one that is expected has its memory from the moment it is asked for.
+    until it is known to be delivered, of which gloo says nothing before it is waited for: when ``most_in_flight`` are
+    kept, the next one waits for the oldest. A message that is expected has its memory from when it is asked for.
     """
 
     def __init__(
@@ -36,7 +37,9 @@ class Channel:
         device: torch.device,
         peer: int,
         group: dist.ProcessGroup,
+        most_in_flight: int,
     ) -> None:
+        self._most_in_flight = most_in_flight
         self._shapes = tuple(shapes)
         self._sizes = [math.prod(shape) for shape in self._shapes]
         self._dtype, self._device, self._peer, self._group = dtype, device, peer, group
@@ -51,7 +54,7 @@ class Channel:
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         """Send ``tensors`` (of the channel's shapes, in order) as one message."""
-        while self._in_flight and self._in_flight[0][0].is_completed():
+        while len(self._in_flight) >= self._most_in_flight:
             self._in_flight.popleft()[0].wait()
         parts = [tensor.detach().reshape(-1) for tensor in tensors]
         message = parts[0] if len(parts) == 1 else torch.cat(parts)

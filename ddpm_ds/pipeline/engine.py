@@ -37,7 +37,7 @@ from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.boundary import Channel
 from ddpm_ds.pipeline.module import UnetPipelineModule, checkpoint_function
 from ddpm_ds.pipeline.partition import sent_shapes
-from ddpm_ds.pipeline.streams import instruction_stream
+from ddpm_ds.pipeline.streams import instruction_stream, most_in_flight
 from ddpm_ds.pipeline.wires import Wires, open_lines
 from ddpm_ds.unet.carry import Carry, newest_skip_is_h, pack, unpack
 from ddpm_ds.unet.operations import KeyedDropout, set_image_index
@@ -140,7 +140,8 @@ class UnetPipelineEngine(PipelineEngine):
         self, rank: int, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, group: dist.ProcessGroup
     ) -> Channel:
         """A channel to a rank of this pipeline."""
-        return Channel(shapes, dtype, self.device, int(self.grid.stage_to_global(rank)), group)
+        most = most_in_flight(self.module.schedule, self.num_stages)
+        return Channel(shapes, dtype, self.device, int(self.grid.stage_to_global(rank)), group, most)
 
     def _wire_dtype(self) -> torch.dtype:
         return next(self.module.parameters()).dtype

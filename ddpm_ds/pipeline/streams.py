@@ -29,6 +29,14 @@ def instruction_stream(schedule: Schedule, *, micro_batches: int, ranks: int, ra
     return kind(micro_batches=micro_batches, stages=ranks, stage_id=rank)
 
 
+def most_in_flight(schedule: Schedule, ranks: int) -> int:
+    """Messages of one channel that a rank may have sent and the other not taken, without holding up the schedule.
+
+    A rank goes back with a micro-batch only when the next rank has done so, and holds no more than so many.
+    """
+    return (2 * ranks if schedule == "folded" else ranks) + 1
+
+
 def held_micro_batches(schedule: Schedule, *, micro_batches: int, ranks: int, rank: int) -> list[tuple[int, ...]]:
     """Micro-batches whose activations a rank holds, per phase, after each of its forward passes of a step."""
     held = [0, 0] if schedule == "folded" else [0]

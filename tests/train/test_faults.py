@@ -118,11 +118,11 @@ def end_undisturbed(run_dir: Path, moments: Sequence[Moment], *, stages: int, re
     changes = (f"train.images={IMAGES_PER_START * (len(moments) + 1)}", *CHECKPOINTS)
     undisturbed = run_dir.with_name("undisturbed")
     with Ranks(undisturbed, *changes, config=config, count=processes, options=["-p", str(stages)]) as ranks:
-        assert ranks.codes(600) == [0] * processes, ranks.said[-4000:]
+        assert ranks.codes(1500) == [0] * processes, ranks.said[-4000:]
     restarts = len(moments)  # several kills in a row may come before a new checkpoint
     with Supervised(run_dir, changes, processes=processes, stages=stages, config=config, restarts=restarts) as run:
         hit = sum(kill_one(run, moment, randomness) for moment in moments)
-        run.until(lambda: False, timeout=600)
+        run.until(lambda: False, timeout=1500)
         assert run.supervisor.wait() == 0, run.said[-6000:]
         assert "Traceback" not in run.said
     assert the_same(end_of(run_dir), end_of(undisturbed))

@@ -1,0 +1,132 @@
+"""What a rank holds in its fullest moment, by part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from ddpm_ds.planner.job import Job
+from ddpm_ds.planner.layouts import Layout
+from ddpm_ds.planner.stages import Kept, Segment, moments
+
+STOCK_BUCKET_ELEMENTS = 500_000_000
+"""Gradients that DeepSpeed reduces at a time without ZeRO."""
+
+ADAM_INTERMEDIATES = 8
+"""Bytes for a parameter that PyTorch's Adam needs beside its state while it steps."""
+FILLING = 4
+"""Micro-batches per rank after which more of them add no fuller moment."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device, and beside it on its host."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    """fp32 weights, where they are beside the layers' own, and Adam's two moments."""
+    ema: int
+    activations: int
+    """Kept for backward, with what was received and is differentiated."""
+    buffers: int
+    """Messages on their way, gradients being reduced, what the running layer has at hand."""
+    host: int = 0
+    """On the host, with offload."""
+
+    @property
+    def total(self) -> int:
+        """Of the device."""
+        return sum(getattr(self, part.name) for part in fields(self) if part.name != "host")
+
+
+def rank_memory(
+    job: Job, layout: Layout, rank: int, segments: Sequence[Segment], keeps: Sequence[Kept], *, on_cpu: bool
+) -> Memory:
+    """The fuller of two moments: in the passes, with activations; and in the optimizer's step, without."""
+    parameters = sum(segment.parameters for segment in segments)
+    state = _State(job, layout, parameters, on_cpu)
+    activations = _activation_bytes(job, layout, rank, segments, keeps, on_cpu)
+    buffers = state.bucket + _message_bytes(job, layout, segments) + _working_bytes(job, layout, keeps, on_cpu)
+    if state.gradients + activations + buffers < state.update:
+        activations, buffers = 0, state.update - state.gradients
+    return Memory(state.weights, state.gradients, state.optimizer, state.ema, activations, buffers, state.host)
+
+
+class _State:
+    """Weights, gradients and optimizer of a rank, which do not depend on images.
+
+    ``update`` is what gradients and their reduction or Adam's step take when no activations are there.
+    """
+
+    def __init__(self, job: Job, layout: Layout, parameters: int, on_cpu: bool) -> None:
+        stored, zero = job.stored_bytes, layout.zero_stage
+        partitioned = zero > 0 or job.precision == "bf16"
+        owned = -(-parameters // layout.replicas) if partitioned else parameters
+        masters = 0 if zero == 0 and job.precision == "fp32" else 4
+        optimizer, ema = (masters + 8) * owned, 4 * owned
+        bucket = job.bucket_elements * stored if zero else 0
+        if on_cpu:  # where memory that is not touched is not there
+            bucket = min(bucket, parameters * stored)
+        self.weights = parameters * stored
+        self.host = 0
+        self.bucket = bucket
+        again = 0  # in ZeRO-2 a micro-batch's gradients, which are added to those before when activations are gone
+        if zero == 2:
+            self.gradients = owned * job.accumulated_bytes
+            again = owned * stored if layout.micro_batches > 1 else 0
+        elif zero == 1:
+            self.gradients = parameters * job.accumulated_bytes
+        else:
+            # BF16_Optimizer adds up in fp32 what the backward leaves in bf16
+            self.gradients = parameters * (stored + 4 if job.precision == "bf16" else stored)
+        if layout.offload:
+            self.host = optimizer + ema + owned * (4 + 2 * stored)
+            optimizer = ema = 0
+            self.gradients = 0 if zero == 2 else self.gradients
+            self.update = self.gradients + bucket + owned * stored
+        elif zero:
+            reducing = self.gradients + bucket + max(again, owned * stored if zero == 1 else 0)
+            self.update = max(reducing, (4 + ADAM_INTERMEDIATES) * owned)  # the gradients have become fp32 ones
+        else:
+            flat = min(parameters, STOCK_BUCKET_ELEMENTS) * stored if layout.replicas > 1 else 0
+            wide = 4 * parameters if job.precision == "fp16" else 0
+            intermediates = 0 if on_cpu else ADAM_INTERMEDIATES * owned  # a CPU steps one tensor after the other
+            self.update = self.gradients + max(flat, wide + intermediates)
+        self.optimizer, self.ema = optimizer, ema
+
+
+def _activation_bytes(
+    job: Job, layout: Layout, rank: int, segments: Sequence[Segment], keeps: Sequence[Kept], on_cpu: bool
+) -> int:
+    images, stored, wide = layout.micro_batch_images, job.stored_bytes, job.arithmetic_bytes(on_cpu)
+    widens = wide > stored
+    sizes = [0, 0]
+    for phase, (segment, own) in enumerate(zip(segments, keeps, strict=True)):
+        skips = own.skip_elements if widens and not layout.checkpoint_interval else 0
+        narrow = max(own.stored_elements, skips) + segment.received_elements
+        sizes[phase] = images * (wide * own.wide_elements + stored * narrow)
+        sizes[phase] += 4 * own.widened_parameters if widens else 0
+    waiting = images * stored * keeps[0].skip_elements
+    return max(
+        down * sizes[0] + up * sizes[1] + between * waiting
+        for down, up, between in moments(
+            layout.schedule, min(layout.micro_batches, FILLING * layout.stages), layout.stages, rank
+        )
+    )
+
+
+def _working_bytes(job: Job, layout: Layout, keeps: Sequence[Kept], on_cpu: bool) -> int:
+    wide = job.arithmetic_bytes(on_cpu)
+    widens = wide > job.stored_bytes
+    return max(
+        layout.micro_batch_images * wide * (own.working_elements + own.recomputed_elements)
+        + (4 * own.recomputed_parameters if widens else 0)
+        for own in keeps
+    )
+
+
+def _message_bytes(job: Job, layout: Layout, segments: Sequence[Segment]) -> int:
+    """In each channel one message: received ahead of its use, or sent and not delivered."""
+    elements = sum(2 * (segment.sent_elements + segment.received_elements) for segment in segments)
+    return elements * layout.micro_batch_images * job.stored_bytes

@@ -1,0 +1,166 @@
+"""What one step of a layout comes to: cuts, memory, time, traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ddpm_ds.errors import LayoutError
+from ddpm_ds.pipeline.partition import weighted
+from ddpm_ds.pipeline.simulate import RankCosts, Simulation, simulate
+from ddpm_ds.planner.costs import LayerSeconds, LayerTimes, Traffic, link, rank_costs, traffic
+from ddpm_ds.planner.job import Job
+from ddpm_ds.planner.layouts import Layout
+from ddpm_ds.planner.machine import Machine
+from ddpm_ds.planner.memory import Memory, rank_memory
+from ddpm_ds.planner.stages import Kept, kept, rank_segments
+
+SIMULATED = 2048
+"""Ranks times micro-batches up to which a step is simulated whole; beyond, one more micro-batch adds the same time."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one step of a layout comes to."""
+
+    layout: Layout
+    step_seconds: float
+    bubble: float
+    """Share of all devices' time in which they wait for another stage."""
+    pass_seconds: float
+    """Of a device in the mean: forwards and backwards, with what ZeRO-2 reduces after each."""
+    update_seconds: float
+    """Of a device in the mean: reducing gradients, stepping and gathering weights."""
+    memory: tuple[Memory, ...]
+    """By rank of the pipeline."""
+    traffic: Traffic
+    images_per_second: float
+
+    @property
+    def peak(self) -> Memory:
+        """Of the fullest rank."""
+        return max(self.memory, key=lambda memory: memory.total)
+
+
+@dataclass
+class Predictor:
+    """Predicts layouts of one job on one machine; what layouts share is computed once."""
+
+    job: Job
+    machine: Machine
+    times: LayerTimes
+    _times: dict[int, Sequence[LayerSeconds]] = field(default_factory=dict)
+    _cuts: dict[tuple[str, int, int], _Cut | None] = field(default_factory=dict)
+
+    def can_cut(self, layout: Layout) -> bool:
+        """Whether the U-Net has so many stages to give."""
+        return self._cut(layout) is not None
+
+    def bounds(self, layout: Layout) -> tuple[int, ...]:
+        """The cuts that make the slowest rank's layers fastest, as :func:`ddpm_ds.pipeline.partition.partition`'s."""
+        return self._known_cut(layout).bounds
+
+    def knows_times(self, layout: Layout) -> bool:
+        """Whether the layers' times have been asked for at this micro-batch."""
+        return layout.micro_batch_images in self._times
+
+    def memory(self, layout: Layout) -> tuple[Memory, ...]:
+        """By rank."""
+        cut = self._known_cut(layout)
+        return tuple(
+            rank_memory(self.job, layout, rank, segments, keeps, on_cpu=self.machine.is_cpu)
+            for rank, (segments, keeps) in enumerate(
+                zip(cut.segments, cut.keeps(self.job, layout.checkpoint_interval), strict=True)
+            )
+        )
+
+    def costs(self, layout: Layout) -> list[RankCosts]:
+        """By rank, for the simulator."""
+        times = self._layer_times(layout.micro_batch_images)
+        return [
+            rank_costs(self.job, self.machine, layout, rank, own, times)
+            for rank, own in enumerate(self._known_cut(layout).segments)
+        ]
+
+    def lower_bound(self, layout: Layout) -> float:
+        """Seconds that no step is faster than: the busiest rank's work."""
+        return max(
+            layout.micro_batches * _pass_seconds(rank) + rank.reduce_seconds + rank.optimizer_seconds
+            for rank in self.costs(layout)
+        )
+
+    def simulate(self, layout: Layout, micro_batches: int | None = None, *, keep_events: bool = True) -> Simulation:
+        """A step of a layout, or of the same with another number of micro-batches."""
+        count = layout.micro_batches if micro_batches is None else micro_batches
+        between = link(self.machine, layout)
+        return simulate(layout.schedule, count, self.costs(layout), between, keep_events=keep_events)
+
+    def predict(self, layout: Layout) -> Prediction:
+        """Everything about a layout."""
+        costs, step = self.costs(layout), self._step_seconds(layout)
+        passes = sum(map(_pass_seconds, costs)) * layout.micro_batches / layout.stages
+        update = sum(rank.reduce_seconds + rank.optimizer_seconds for rank in costs) / layout.stages
+        return Prediction(
+            layout=layout,
+            step_seconds=step,
+            bubble=max(0.0, 1 - (passes + update) / step),
+            pass_seconds=passes,
+            update_seconds=update,
+            memory=self.memory(layout),
+            traffic=traffic(self.job, self.machine, layout, self._known_cut(layout).segments),
+            images_per_second=self.job.spec.train.batch_images / step,
+        )
+
+    def _step_seconds(self, layout: Layout) -> float:
+        most = max(SIMULATED // layout.stages, 4 * layout.stages)
+        if layout.micro_batches <= most:
+            return self.simulate(layout, keep_events=False).step_seconds
+        fewer = 3 * most // 4
+        some, more = (self.simulate(layout, count, keep_events=False).step_seconds for count in (fewer, most))
+        return more + (layout.micro_batches - most) * (more - some) / (most - fewer)
+
+    def _layer_times(self, images: int) -> Sequence[LayerSeconds]:
+        if images not in self._times:
+            self._times[images] = self.times(images)
+        return self._times[images]
+
+    def _known_cut(self, layout: Layout) -> _Cut:
+        cut = self._cut(layout)
+        assert cut is not None
+        return cut
+
+    def _cut(self, layout: Layout) -> _Cut | None:
+        key = (layout.schedule, layout.stages, layout.micro_batch_images)
+        if key not in self._cuts:
+            seconds = [layer.forward + layer.backward for layer in self._layer_times(layout.micro_batch_images)]
+            try:
+                bounds = weighted(self.job.layers, seconds, layout.stages, layout.schedule)
+            except LayoutError:
+                self._cuts[key] = None
+            else:
+                self._cuts[key] = _Cut(self.job, layout, bounds)
+        return self._cuts[key]
+
+
+class _Cut:
+    """One way to cut the U-Net."""
+
+    def __init__(self, job: Job, layout: Layout, bounds: tuple[int, ...]) -> None:
+        self.bounds = bounds
+        self.segments = tuple(rank_segments(job.layers, bounds, layout.schedule, rank) for rank in range(layout.stages))
+        self._schedule = layout.schedule
+        self._keeps: dict[int, tuple[tuple[Kept, ...], ...]] = {}
+
+    def keeps(self, job: Job, interval: int) -> tuple[tuple[Kept, ...], ...]:
+        """What each rank keeps, by phase."""
+        if interval not in self._keeps:
+            self._keeps[interval] = tuple(
+                tuple(kept(job.layers, segment, self._schedule, phase, interval) for phase, segment in enumerate(own))
+                for own in self.segments
+            )
+        return self._keeps[interval]
+
+
+def _pass_seconds(rank: RankCosts) -> float:
+    """A micro-batch's forwards and backwards on a rank."""
+    return sum(phase.forward_seconds + phase.backward_seconds for phase in rank.phases)

@@ -1,0 +1,140 @@
+"""What a search found, as text: the fastest layouts, the first one's memory, and why it is the first."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import fields
+
+from ddpm_ds.planner.machine import Machine
+from ddpm_ds.planner.memory import Memory
+from ddpm_ds.planner.predict import Prediction
+from ddpm_ds.planner.search import Misfit, Plan
+from ddpm_ds.planner.units import GIB, gib
+
+
+def report(plan: Plan, machine: Machine) -> str:
+    """Everything that ``ddpm-ds plan`` prints of its result."""
+    first = plan.best[0]
+    return "\n".join(
+        [
+            *_columns(_rows(plan.best, between_nodes=machine.nodes > 1)),
+            "",
+            f"memory of 1, MiB per device (fits up to {machine.usable_bytes / 2**20:,.0f})",
+            *_columns(_memory_rows(first)),
+            "",
+            textwrap.fill(why(plan), 112, break_on_hyphens=False),
+        ]
+    )
+
+
+def why(plan: Plan) -> str:
+    """In a sentence or two why the first layout is the first, and what would be faster with more memory."""
+    first, *others = plan.best
+    sentences = [
+        f"1 is the fastest of {plan.fitting:,} layouts that fit; {plan.misfits:,} don't. Its devices spend "
+        f"{first.pass_seconds / first.step_seconds:.0%} of the step in forwards and backwards, "
+        f"{first.update_seconds / first.step_seconds:.0%} on gradients and weights and wait for {first.bubble:.0%}."
+    ]
+    other = next((other for other in others if _pipeline(other) != _pipeline(first)), others[0] if others else None)
+    if other is not None:
+        number = plan.best.index(other) + 1
+        sentences.append(
+            f"{number} ({other.layout.words()}) takes {other.step_seconds / first.step_seconds - 1:.1%} longer: "
+            f"{_difference(first, other)}."
+        )
+    if plan.tempting is not None:
+        misfit, seconds = plan.tempting
+        sentences.append(_tempting(misfit, 1 - seconds / first.step_seconds))
+    return " ".join(sentences)
+
+
+def _tempting(misfit: Misfit, gain: float) -> str:
+    parts = {field.name: getattr(misfit.memory, field.name) for field in fields(Memory) if field.name != "host"}
+    largest = max(parts, key=lambda name: parts[name])
+    return (
+        f"{misfit.layout.words()} would take {gain:.1%} less, but is {gib(misfit.excess)} over on rank {misfit.rank} "
+        f"({largest} {gib(parts[largest])} of {gib(misfit.memory.total)})."
+    )
+
+
+def _pipeline(prediction: Prediction) -> tuple[int, str]:
+    return prediction.layout.stages, prediction.layout.schedule
+
+
+def _difference(first: Prediction, other: Prediction) -> str:
+    """What most of the difference between two steps is."""
+    waits = [prediction.bubble * prediction.step_seconds for prediction in (first, other)]
+    sizes = f"micro-batches of {other.layout.micro_batch_images} against {first.layout.micro_batch_images}"
+    recomputes = bool(other.layout.checkpoint_interval) and not first.layout.checkpoint_interval
+    reasons = {
+        f"a device waits {_milliseconds(waits[1] - waits[0])} more for other stages": waits[1] - waits[0],
+        f"forwards and backwards take {_milliseconds(other.pass_seconds - first.pass_seconds)} more on a device "
+        f"({'activations are computed again' if recomputes else sizes})": other.pass_seconds - first.pass_seconds,
+        f"gradients and weights take {_milliseconds(other.update_seconds - first.update_seconds)} more": (
+            other.update_seconds - first.update_seconds
+        ),
+    }
+    return max(reasons, key=lambda reason: reasons[reason])
+
+
+def _rows(best: Sequence[Prediction], *, between_nodes: bool) -> list[tuple[str, ...]]:
+    rows = [
+        (
+            "",
+            "stages",
+            "replicas",
+            "schedule",
+            "micro-batches",
+            "recompute",
+            "ZeRO",
+            "step ms",
+            "images/s",
+            "bubble",
+            "GiB/device",
+            "GB on wires",
+            *(["between nodes"] if between_nodes else []),
+        )
+    ]
+    for number, prediction in enumerate(best, start=1):
+        layout, wires = prediction.layout, prediction.traffic
+        rows.append(
+            (
+                str(number),
+                str(layout.stages),
+                str(layout.replicas),
+                layout.schedule if layout.stages > 1 else "-",
+                f"{layout.micro_batches} x {layout.micro_batch_images}",
+                f"every {layout.checkpoint_interval}" if layout.checkpoint_interval else "-",
+                f"{layout.zero_stage}{' offload' if layout.offload else ''}",
+                f"{1e3 * prediction.step_seconds:,.5g}",
+                _rate(prediction.images_per_second),
+                f"{prediction.bubble:.1%}",
+                f"{prediction.peak.total / GIB:.2f}",
+                f"{(wires.within_nodes + wires.between_nodes) / 1e9:.3f}",
+                *([f"{wires.between_nodes / 1e9:.3f}"] if between_nodes else []),
+            )
+        )
+    return rows
+
+
+def _memory_rows(prediction: Prediction) -> list[tuple[str, ...]]:
+    parts = [field.name for field in fields(Memory) if field.name != "host" or prediction.layout.offload]
+    rows = [("rank", *parts[:6], "total", *(f"({part})" for part in parts[6:]))]
+    for rank, memory in enumerate(prediction.memory):
+        sizes = [getattr(memory, part) for part in parts]
+        rows.append((str(rank), *(f"{size / 2**20:,.1f}" for size in (*sizes[:6], memory.total, *sizes[6:]))))
+    return rows
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _rate(images_per_second: float) -> str:
+    return f"{images_per_second:,.0f}" if images_per_second >= 100 else f"{images_per_second:.3g}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.3g} ms"

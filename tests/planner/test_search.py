@@ -1,0 +1,114 @@
+"""The first layout is the fastest that fits; what does not fit is said by how much."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ddpm_ds.errors import LayoutError
+from ddpm_ds.planner import predict
+from ddpm_ds.planner.layouts import Layout
+from ddpm_ds.planner.predict import Predictor
+from ddpm_ds.planner.report import report, why
+from ddpm_ds.planner.search import candidates, search, sort_out
+from tests.launching import tiny_spec
+from tests.planner.small import small_job, small_predictor
+
+SLOW_LINKS: dict[str, Any] = {"link_bandwidth": 2e6, "network_bandwidth": 1e6}
+
+
+@pytest.fixture(scope="module")
+def predictor() -> Predictor:
+    """Four devices on links so slow that layouts differ."""
+    return small_predictor(4, **SLOW_LINKS)
+
+
+def test_the_first_is_the_fastest_of_all_and_the_others_follow(predictor: Predictor) -> None:
+    fitting, misfits = sort_out(predictor, candidates(predictor))
+    times = {layout: predictor.predict(layout).step_seconds for layout in fitting}
+    found = search(predictor, top=5)
+    assert misfits == [] and found.misfits == 0 and found.fitting == len(fitting)
+    assert found.best[0].step_seconds == min(times.values())
+    steps = [one.step_seconds for one in found.best]
+    assert steps == sorted(steps) and len(steps) == 5
+    groups: dict[tuple[int, str, int], float] = {}
+    for layout, seconds in times.items():
+        key = (layout.stages, layout.schedule, layout.micro_batch_images)
+        groups[key] = min(seconds, groups.get(key, seconds))
+    assert steps == sorted(groups.values())[:5]
+
+
+def test_no_step_is_faster_than_its_lower_bound(predictor: Predictor) -> None:
+    for layout in candidates(predictor):
+        assert predictor.lower_bound(layout) <= predictor.predict(layout).step_seconds * (1 + 1e-9)
+
+
+def test_many_micro_batches_are_extrapolated_to_what_their_simulation_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predict, "SIMULATED", 1)
+    task = small_job(tiny_spec(train={"batch_images": 64}))
+    predictor = small_predictor(4, task, **SLOW_LINKS)
+    many = [one for one in candidates(predictor) if one.micro_batches > 4 * one.stages > 4]
+    assert {one.schedule for one in many} == {"1f1b", "folded"}
+    for layout in many:
+        exact = predictor.simulate(layout, keep_events=False)
+        assert predictor.predict(layout).step_seconds == pytest.approx(exact.step_seconds, rel=0.02)
+        assert predictor.predict(layout).bubble == pytest.approx(exact.bubble, abs=0.02)
+
+
+def test_a_little_less_memory_than_the_first_needs_makes_another_the_first(predictor: Predictor) -> None:
+    winner = search(predictor, top=1).best[0]
+    tight = small_predictor(4, memory_bytes=int((winner.peak.total - 1) / 0.94), **SLOW_LINKS)
+    found = search(tight, top=3)
+    assert found.best[0].layout != winner.layout
+    assert all(one.peak.total < winner.peak.total for one in found.best)
+    assert found.tempting is not None and found.misfits > 0
+    misfit, seconds = found.tempting
+    assert seconds < found.best[0].step_seconds and misfit.excess > 0
+    assert f"{misfit.layout.words()} would take" in why(found)
+
+
+def test_where_nothing_fits_the_nearest_is_named_and_what_it_needs() -> None:
+    tight = small_predictor(2, memory_bytes=2**18)
+    with pytest.raises(LayoutError) as raised:
+        search(tight, top=1)
+    message = str(raised.value)
+    assert "\n" not in message and "nothing fits 2 devices of 0.2 MiB (0.2 MiB of it usable); the nearest, " in message
+    needed = int(message.split("--device-memory ")[1].split("MiB")[0])
+    assert search(small_predictor(2, memory_bytes=needed * 2**20), top=1).best
+
+
+def test_a_batch_that_can_not_be_shared_is_said() -> None:
+    with pytest.raises(
+        LayoutError, match=r"--devices 512 can't share train.batch_images = 16 .*--set train.batch_images=512"
+    ):
+        search(small_predictor(512), top=1)
+    task = small_job(tiny_spec(train={"accumulation": 16}))
+    with pytest.raises(LayoutError, match=r"train.accumulation = 16 .* leave no layout on 32 devices"):
+        search(small_predictor(32, task), top=1)
+
+
+def test_nodes_share_devices_evenly() -> None:
+    with pytest.raises(LayoutError, match="--devices 8 can't be shared evenly by --nodes 3; use --devices 9 or"):
+        small_predictor(8, nodes=3)
+
+
+def test_slower_links_between_nodes_slow_what_crosses_them(predictor: Predictor) -> None:
+    layout = Layout(2, 2, "1f1b", 1, 8, 0, 1, False)
+    apart = small_predictor(4, nodes=2, **SLOW_LINKS)
+    assert apart.predict(layout).step_seconds > predictor.predict(layout).step_seconds
+    assert apart.predict(layout).traffic.between_nodes > 0 == predictor.predict(layout).traffic.between_nodes
+
+
+def test_the_report_has_the_table_the_memory_and_the_reason(predictor: Predictor) -> None:
+    found = search(predictor, top=4)
+    text = report(found, predictor.machine)
+    lines = text.splitlines()
+    assert lines[0].split()[:4] == ["stages", "replicas", "schedule", "micro-batches"]
+    assert [line.split()[0] for line in lines[1:5]] == ["1", "2", "3", "4"]
+    memory = lines[lines.index("") + 1 :]
+    assert memory[1].split() == [
+        *["rank", "weights", "gradients", "optimizer", "ema", "activations", "buffers", "total"]
+    ]
+    reason = " ".join(lines[lines.index("", lines.index("") + 1) + 1 :])
+    assert reason.startswith("1 is the fastest of ") and " longer: " in reason
