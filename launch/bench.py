@@ -1,6 +1,6 @@
-"""Measure what the engine costs beside a plain PyTorch loop; started by DeepSpeed's launcher in one process.
+"""Compare ways of training one U-Net; started by DeepSpeed's launcher in every process.
 
-deepspeed --num_gpus 1 launch/bench.py --deepspeed_config ds_configs/zero2_fp16.json
+deepspeed --num_gpus 2 launch/bench.py --deepspeed_config ds_configs/zero1_fp32.json -p 2
 """
 
 import sys

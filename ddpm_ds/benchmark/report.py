@@ -18,17 +18,41 @@ from ddpm_ds.train.plan import RunPlan
 
 @dataclass(frozen=True)
 class RowResult:
-    """One row; lists have an entry per round, losses one per compared step."""
+    """One row; lists have an entry per round, per compared step or per rank, as their names say."""
 
+    row: str
+    """As ``--rows`` takes it."""
     name: str
+    note: str
     images_per_second: float
     step_seconds: Spread
     ratio: Spread
-    """Step time over that of the first row."""
+    """Step time over that of the first row; above 1 it takes longer."""
     round_step_seconds: list[float]
     first_losses: list[float]
     largest_loss_difference: float
     """Relative, from the first row's."""
+    rank_message_bytes: list[int]
+    """Sent in one step to one other process: activations and gradients of a pipeline."""
+    rank_collective_bytes: list[int]
+    """Sent in one step as part of collectives, as in a ring."""
+    bubble: float | None
+    """Share of the step in which a rank is in neither forward nor backward, mean over the ranks of a pipeline."""
+    rank_peak_bytes: list[int] | None
+    """Of a process that trains this row alone; None where it was not asked for."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of the rank that sends most."""
+        return max(map(sum, zip(self.rank_message_bytes, self.rank_collective_bytes, strict=True)))
+
+
+@dataclass(frozen=True)
+class NotRun:
+    """A row that can't run in this layout."""
+
+    row: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -47,17 +71,19 @@ class Report:
     overrides: list[str]
     deepspeed_config: str
     parameters: int
+    layout: str
     batch: str
     activation_checkpoint_interval: int
     rounds: int
     steps_per_round: int
     rows: list[RowResult]
+    not_run: list[NotRun]
 
 
 def machine(device: torch.device) -> str:
     """Processor or GPU, and how many cores and threads compute."""
     cores = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
-    host = f"{_processor()}, {cores} cores, {torch.get_num_threads()} threads"
+    host = f"{_processor()}, {cores} cores, {torch.get_num_threads()} threads per process"
     return f"{torch.cuda.get_device_name(device)} ({host})" if device.type == "cuda" else host
 
 
@@ -67,10 +93,19 @@ def versions() -> dict[str, str]:
     return {"ddpm_ds": ddpm_ds.__version__, "python": platform.python_version(), **packages}
 
 
-def batch_line(plan: RunPlan) -> str:
-    """How a step's images are split."""
+def layout_line(plan: RunPlan) -> str:
+    """Who works on what."""
     layout = plan.ds.layout
-    return f"{layout.batch_images} images = {layout.micro_batch_images} x {layout.micro_batches} micro-batches"
+    return f"{layout.world_size} processes = {layout.stages} stages x {layout.replicas} replicas"
+
+
+def batch_line(plan: RunPlan) -> str:
+    """How a step's images are split in a pipeline."""
+    layout = plan.ds.layout
+    replicas = f" x {layout.replicas} replicas" if layout.replicas > 1 else ""
+    return (
+        f"{layout.batch_images} images = {layout.micro_batch_images} x {layout.micro_batches} micro-batches{replicas}"
+    )
 
 
 def table(report: Report) -> str:
@@ -78,32 +113,46 @@ def table(report: Report) -> str:
     recompute = report.activation_checkpoint_interval
     lines = [
         f"U-Net        {report.parameters:,} parameters: {report.name} with {report.deepspeed_config}",
+        f"layout       {report.layout}",
         f"batch        {report.batch}; activation checkpointing {f'every {recompute} layers' if recompute else 'off'}",
         f"machine      {report.machine}, load {report.load_before:.1f} before",
         f"versions     {', '.join(f'{name} {number}' for name, number in report.versions.items())}",
         f"losses       of the first {len(report.rows[0].first_losses)} steps: largest relative difference",
         f"times        {report.rounds} rounds of {report.steps_per_round} steps, rows in turn: medians (quartiles)",
-        "",
+        "sent         in one step by the rank that sends most; of collectives what a ring of processes sends",
+        "bubble       share of a step that a rank spends outside of forward and backward, mean over ranks",
     ]
-    return "\n".join(lines + _columns(report.rows))
+    if report.rows[0].rank_peak_bytes is not None:
+        lines.append("peak         memory of the fullest rank, in processes that train one row each")
+    notes = [f"{row.row}: {row.note}" for row in report.rows if row.note]
+    missing = [f"{row.row} did not run: {row.reason}" for row in report.not_run]
+    return "\n".join([*lines, "", *_columns(report.rows), *([""] if notes or missing else []), *notes, *missing])
 
 
 def _columns(rows: Sequence[RowResult]) -> list[str]:
-    cells = [("row", "step ms", "images/s", "time ratio", "loss difference")]
+    cells = [("row", "step ms", "images/s", "time ratio", "sent MB", "bubble", "peak MB", "loss difference", "what")]
     for row in rows:
         time, ratio = row.step_seconds, row.ratio
         first = row is rows[0]
         cells.append(
             (
-                row.name,
+                row.row,
                 f"{1e3 * time.median:.4g} ({1e3 * time.low:.4g}-{1e3 * time.high:.4g})",
                 f"{row.images_per_second:,.4g}",
                 "1" if first else f"{ratio.median:.3f} ({ratio.low:.3f}-{ratio.high:.3f})",
+                f"{row.sent_bytes / 1e6:.2f}",
+                "-" if row.bubble is None else f"{row.bubble:.1%}",
+                "" if row.rank_peak_bytes is None else f"{max(row.rank_peak_bytes) / 1e6:.0f}",
                 "" if first else f"{row.largest_loss_difference:.1e}",
+                row.name,
             )
         )
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    columns = [column for column in zip(*cells, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in columns]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in zip(*columns, strict=True)
+    ]
 
 
 def _processor() -> str:

@@ -1,105 +1,82 @@
-"""The rows of the benchmark: ways of training the same U-Net on the same images with the same noise."""
+"""What a row of the benchmark is: a way of training the same U-Net on the same images with the same noise."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from deepspeed.runtime import lr_schedules
 from torch import Tensor
 
 from ddpm_ds.data.loader import MicroBatch, micro_batches
 from ddpm_ds.data.store import Store
-from ddpm_ds.pipeline.build import build_engine, quiet_deepspeed
+from ddpm_ds.ds_config import BUCKET_ELEMENTS
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.train.plan import RunPlan
-from ddpm_ds.unet.model import UNet
 
 
 class Row(Protocol):
     """One way of training; each row starts from the same weights and sees the same images in the same order."""
 
     name: str
+    note: str
+    """What a reader must know to compare it, or nothing."""
+    is_pipeline: bool
+    """Whether processes wait for each other within a step: whether it has a bubble."""
 
     def step(self) -> Tensor:
-        """One optimizer step on the next batch. Returns its mean loss, a scalar; need not wait for the device."""
+        """One optimizer step on the next batch; every process calls it, and none need wait for its device.
+
+        Returns this process's part of the batch's mean loss, a scalar: the parts of all processes sum to it.
+        """
 
 
-class PlainLoop:
-    """PyTorch without DeepSpeed, in fp32: zero_grad, forward, backward, clip, AdamW.
+@dataclass(frozen=True)
+class Setting:
+    """What all rows share."""
 
-    The first row, to which the others are compared. It takes the configuration's micro-batches, and its learning
-    rates from DeepSpeed's own scheduler.
-    """
+    plan: RunPlan
+    config: dict[str, Any]
+    """The DeepSpeed JSON, filled, without what only reports."""
+    store: Store
+    device: torch.device
+    verbose: bool
 
-    def __init__(self, plan: RunPlan, store: Store, device: torch.device) -> None:
-        spec, config = plan.spec, plan.ds.config
-        self.name = "plain PyTorch loop, fp32"
-        self._device = device
-        self._objective = Denoising(spec, device)
-        self._batches = _batches(plan, store, device)
-        self._micro_batches = plan.ds.layout.micro_batches
-        self._clip_norm = float(config.get("gradient_clipping", 1.0))  # 1.0 is DeepSpeed's default too
-        self._unet = UNet(plan.layers, spec.train.seed).to(device)
-        self._optimizer = torch.optim.AdamW(
-            self._unet.parameters(),
-            lr=spec.optimizer.learning_rate,
-            betas=spec.optimizer.betas,
-            eps=spec.optimizer.epsilon,
-            weight_decay=spec.optimizer.weight_decay,
-        )
-        self._scheduler: Any = None
-        if scheduler := config.get("scheduler"):
-            with quiet_deepspeed(verbose=False):
-                self._scheduler = getattr(lr_schedules, scheduler["type"])(self._optimizer, **scheduler["params"])
+    def objective(self) -> Denoising:
+        return Denoising(self.plan.spec, self.device)
 
-    def step(self) -> Tensor:
-        loss_sum = torch.zeros((), device=self._device)
-        self._optimizer.zero_grad()
-        for micro_batch in itertools.islice(self._batches, self._micro_batches):
-            prepared = self._objective.prepare(micro_batch)
-            images = micro_batch.index.to(self._device)
-            prediction = self._unet(*self._objective.inputs(prepared), images=images)  # (N, C, H, W)
-            loss = self._objective.loss(prediction, prepared)
-            (loss / self._micro_batches).backward()
-            loss_sum += loss.detach()
-        if self._clip_norm:
-            torch.nn.utils.clip_grad_norm_(self._unet.parameters(), self._clip_norm)
-        self._optimizer.step()
-        if self._scheduler is not None:
-            self._scheduler.step()
-        return loss_sum / self._micro_batches
-
-
-class PipelineEngine:
-    """This project's 1F1B engine with the given DeepSpeed JSON; ``config`` is that JSON, filled."""
-
-    def __init__(
-        self, plan: RunPlan, store: Store, device: torch.device, config: dict[str, Any], *, verbose: bool
-    ) -> None:
-        self.name = f"pipeline engine, {plan.ds.precision}, ZeRO-{plan.ds.zero_stage}"
-        objective = Denoising(plan.spec, device)
-        self._batches = _batches(plan, store, device)
-        self._engine = build_engine(
-            plan.layers, plan.bounds, config, objective, seed=plan.spec.train.seed, verbose=verbose
+    def batches(self, replicas: int, replica: int) -> Iterator[MicroBatch]:
+        """The endless micro-batches of one of ``replicas``, from the first image on."""
+        layout = self.plan.ds.layout
+        return micro_batches(
+            self.store,
+            seed=self.plan.spec.train.seed,
+            batch_images=layout.batch_images,
+            micro_batch_images=layout.micro_batch_images,
+            replicas=replicas,
+            replica=replica,
+            workers=self.plan.spec.data.workers,
+            pin_memory=self.device.type == "cuda",
         )
 
-    def step(self) -> Tensor:
-        return self._engine.train_batch(self._batches)
+    def checkpoints(self) -> bool:
+        """Whether the configuration asks for activation checkpointing."""
+        return bool(self.config["pipeline"]["activation_checkpoint_interval"])
+
+    def unchecked(self) -> str:
+        """The note of a row that recomputes nothing, where the configuration asks for it."""
+        return "no activation checkpointing" if self.checkpoints() else ""
 
 
-def _batches(plan: RunPlan, store: Store, device: torch.device) -> Iterator[MicroBatch]:
-    """A row's own iterator over the run's micro-batches, from the first image on; one process, so one replica."""
-    layout = plan.ds.layout
-    return micro_batches(
-        store,
-        seed=plan.spec.train.seed,
-        batch_images=layout.batch_images,
-        micro_batch_images=layout.micro_batch_images,
-        replicas=1,
-        replica=0,
-        workers=plan.spec.data.workers,
-        pin_memory=device.type == "cuda",
-    )
+def deepspeed_options(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration without what times, counts or prints: each row is timed from outside, and the stock engine's
+    timers crash it."""
+    reports = ("flops_profiler", "wall_clock_breakdown", "steps_per_print")
+    return {name: block for name, block in config.items() if name not in reports}
+
+
+def with_zero_stage(options: dict[str, Any], stage: int) -> dict[str, Any]:
+    """The same under another ZeRO stage; buckets are given, since DeepSpeed's own would take gigabytes."""
+    buckets = {"reduce_bucket_size": BUCKET_ELEMENTS, "allgather_bucket_size": BUCKET_ELEMENTS} if stage else {}
+    return {**options, "zero_optimization": {**buckets, **options.get("zero_optimization", {}), "stage": stage}}

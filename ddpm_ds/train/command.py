@@ -69,6 +69,14 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="JSON", help="how to train")
     parser.add_argument("--spec", type=Path, default=SPECS / "digits.yaml", metavar="YAML", help="what to train")
     add_overrides(parser)
+    parser.add_argument(
+        "-p",
+        "--pipeline-stages",
+        type=int,
+        default=None,
+        metavar="STAGES",
+        help="number of stages, instead of the JSON's pipeline.stages",
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
     parser.add_argument("--verbose", action="store_true", help="show DeepSpeed's own log")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # of launchers
@@ -89,14 +97,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add_run_options(parser)
-    parser.add_argument(
-        "-p",
-        "--pipeline-stages",
-        type=int,
-        default=None,
-        metavar="STAGES",
-        help="number of stages, instead of the JSON's pipeline.stages",
-    )
     parser.add_argument(
         "--run-dir",
         type=Path,

@@ -1,0 +1,75 @@
+"""Peak memory of each row, in processes that train nothing else.
+
+In one process rows can't be told apart: what one has freed the next one takes. So every process starts a child for a
+row; the children find each other at a port of their own, take a few steps and say what it took.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import subprocess
+import sys
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from ddpm_ds.benchmark.rows import Row
+
+CHILD_OPTION = "--memory-of"
+"""Makes this program such a child; of a row's name."""
+STEPS = 2
+"""Steps of a child: the second has the optimizer's state and the gradients at once."""
+PREFIX = "peak bytes: "
+
+
+def peak_in_child(row: str) -> int:
+    """Peak bytes of ``row`` in a child of this process; every process calls this at the same time.
+
+    Raises:
+        RuntimeError: a child failed; with the end of what it said.
+    """
+    port = [_free_port()]
+    dist.broadcast_object_list(port, src=0)
+    done = subprocess.run(
+        [sys.executable, *sys.argv, CHILD_OPTION, row],
+        env={**os.environ, "MASTER_PORT": str(port[0])},
+        capture_output=True,
+        text=True,
+    )
+    found = [line.removeprefix(PREFIX) for line in done.stdout.splitlines() if line.startswith(PREFIX)]
+    if done.returncode or len(found) != 1:
+        raise RuntimeError(f"the process that measures the memory of {row} failed:\n{done.stderr[-2000:]}")
+    return int(found[0])
+
+
+class PeakMemory:
+    """The most bytes that this process holds from here on, more than it held before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = psutil.Process().memory_info().rss
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def bytes(self) -> int:
+        """On the device; for a CPU the growth of the resident set."""
+        if self._device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self._device))
+        unit = 1 if sys.platform == "darwin" else 1024
+        return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - self._before, 0)
+
+
+def say_peak(row: Row, memory: PeakMemory) -> None:
+    """The child's part, once ``row`` is built; ``memory`` was made before."""
+    for _ in range(STEPS):
+        row.step()
+    print(f"{PREFIX}{memory.bytes()}", flush=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return int(listener.getsockname()[1])
