@@ -40,7 +40,7 @@ class ResolvedDsConfig:
     layout: Layout
     precision: Literal["fp32", "fp16", "bf16"]
     zero_stage: int
-    partition: Literal["flops", "parameters", "uniform"] | list[int]
+    partition: Literal["flops", "measured", "parameters", "uniform"] | list[int]
     schedule: Literal["1f1b", "folded"]
     checkpoint_interval: int | Literal["auto"]
 

@@ -238,9 +238,9 @@ TABLE: tuple[Key, ...] = (
     _effective(
         "pipeline.partition",
         CUTS,
-        "DeepSpeed reads it and never uses it; here it says what the cuts even out (the slowest stage's flops, "
-        "parameters, or number of layers), or lists the first layer of stage 1, 2, ... (a fold has two for each of "
-        "`stages`).",
+        "DeepSpeed reads it and never uses it; here it says what the cuts even out (the slowest rank's flops, "
+        "parameters, number of layers, or seconds, for which each layer is timed when the run starts), or lists the "
+        "first layer of stage 1, 2, ... (a fold has two for each of `stages`).",
         auto='"flops"',
     ),
     _effective(

@@ -58,9 +58,9 @@ PAIR = Kind(
     "a list of two numbers", lambda value: isinstance(value, list) and len(value) == 2 and all(map(_number, value))
 )
 CUTS = Kind(
-    '"flops", "parameters", "uniform" or a rising list of whole numbers > 0',
+    '"flops", "measured", "parameters", "uniform" or a rising list of whole numbers > 0',
     lambda value: (
-        value in ("flops", "parameters", "uniform")
+        value in ("flops", "measured", "parameters", "uniform")
         or (
             isinstance(value, list)
             and all(_whole(cut, 1) for cut in value)

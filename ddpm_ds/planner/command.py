@@ -17,7 +17,7 @@ from ddpm_ds.spec_file import load_spec
 from ddpm_ds.train.command import add_overrides, set_environment
 
 if TYPE_CHECKING:
-    from ddpm_ds.planner.costs import LayerTimes
+    from ddpm_ds.observe.layer_times import LayerTimes
     from ddpm_ds.planner.job import Job
     from ddpm_ds.planner.predict import Prediction, Predictor
     from ddpm_ds.unet.layers import Layer
@@ -143,7 +143,7 @@ def _measured(job: Job, devices: Machine) -> LayerTimes:
     import torch
     from tqdm import tqdm
 
-    from ddpm_ds.planner.measured import cache_file, measured_times
+    from ddpm_ds.observe.layer_times import cache_file, measured_times
     from ddpm_ds.train.device import choose_device
 
     device = choose_device("cpu" if devices.is_cpu else "cuda")

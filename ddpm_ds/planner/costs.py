@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ddpm_ds.observe.layer_times import LayerSeconds, LayerTimes
 from ddpm_ds.pipeline.simulate import Link, PhaseCosts, RankCosts
 from ddpm_ds.planner.job import Job
 from ddpm_ds.planner.layouts import Layout
@@ -18,18 +19,6 @@ ADAM_BYTES = 34
 """Read and written for a parameter by Adam: weight, gradient and moments in fp32, the layers' copy."""
 EMA_BYTES = 12
 """Read and written for a parameter by the averaged weights."""
-
-
-@dataclass(frozen=True)
-class LayerSeconds:
-    """Of one micro-batch, on one device."""
-
-    forward: float
-    backward: float
-
-
-LayerTimes = Callable[[int], Sequence[LayerSeconds]]
-"""Seconds of every layer, given the images of a micro-batch."""
 
 
 def analytic_times(job: Job, machine: Machine) -> LayerTimes:

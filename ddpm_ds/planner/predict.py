@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ddpm_ds.errors import LayoutError
+from ddpm_ds.observe.layer_times import LayerSeconds, LayerTimes
 from ddpm_ds.pipeline.partition import weighted
 from ddpm_ds.pipeline.simulate import RankCosts, Simulation, simulate
-from ddpm_ds.planner.costs import LayerSeconds, LayerTimes, Traffic, link, rank_costs, traffic
+from ddpm_ds.planner.costs import Traffic, link, rank_costs, traffic
 from ddpm_ds.planner.job import Job
 from ddpm_ds.planner.layouts import Layout
 from ddpm_ds.planner.machine import Machine

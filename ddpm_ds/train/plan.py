@@ -71,7 +71,8 @@ def plan_run(
     spec = load_spec(spec_path, overrides)
     ds = resolve(read_ds_config(ds_path), spec, world_size=world_size, stages=stages, path=ds_path)
     layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
-    bounds = partition(layers, ds.layout.stages, ds.partition, ds.schedule)
+    method = "flops" if ds.partition == "measured" else ds.partition  # until the layers are timed
+    bounds = partition(layers, ds.layout.stages, method, ds.schedule)
     return RunPlan(spec, spec_path, ds, ds_path, layers, bounds, describe(layers, bounds, ds.schedule))
 
 

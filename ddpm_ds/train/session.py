@@ -7,6 +7,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,10 +24,12 @@ from ddpm_ds.data.split import split
 from ddpm_ds.data.store import Store
 from ddpm_ds.errors import BadNumbersError, LayoutError, PeerLostError, Preempted, SpecError, UserError
 from ddpm_ds.observe.flops import profile_flops
+from ddpm_ds.observe.layer_times import cache_file, measured_times
 from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
 from ddpm_ds.pipeline.memory import checkpoint_interval
+from ddpm_ds.pipeline.partition import describe, weighted
 from ddpm_ds.train import state
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.held_out import HeldOutLoss
@@ -34,7 +37,7 @@ from ddpm_ds.train.initial_weights import InitialWeights
 from ddpm_ds.train.inspection import Inspection
 from ddpm_ds.train.loop import Run, train
 from ddpm_ds.train.objective import Denoising
-from ddpm_ds.train.plan import RunPlan
+from ddpm_ds.train.plan import RunPlan, stage_table
 from ddpm_ds.train.progress import ProgressLine, summary
 from ddpm_ds.train.recorder import Recorder
 from ddpm_ds.train.requests import Requests
@@ -77,6 +80,7 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
 
     with process_group():
         run_dir, resumed = _from_rank_0((run_dir, resumed))
+        plan = _cut_by_time(plan, device)
         engine = build_engine(
             plan.layers,
             plan.bounds,
@@ -208,6 +212,22 @@ def _find_resume(
     for change in changed:
         line.say(f"  changed since: {change}")
     return Resumed(checkpoint, tuple(changed))
+
+
+def _cut_by_time(plan: RunPlan, device: torch.device) -> RunPlan:
+    """The plan with cuts that even out the layers' seconds on rank 0's device, where the JSON asks for that."""
+    layout, schedule = plan.ds.layout, plan.ds.schedule
+    if plan.ds.partition != "measured" or layout.stages == 1:
+        return plan
+    seconds: list[float] = []
+    if dist.get_rank() == 0:
+        times = measured_times(plan.layers, device, plan.ds.precision, cache_file())(layout.micro_batch_images)
+        seconds = [layer.forward + layer.backward for layer in times]
+    bounds = weighted(plan.layers, _from_rank_0(seconds), layout.stages, schedule)
+    plan = replace(plan, bounds=bounds, stages=describe(plan.layers, bounds, schedule))
+    if dist.get_rank() == 0:
+        print(f"\ncut by the layers' times on this device\n{stage_table(plan)}", flush=True)
+    return plan
 
 
 def _open_initial_weights(plan: RunPlan) -> InitialWeights | None:

@@ -49,6 +49,7 @@ def peak_bytes(spec: RunSpec, config: dict[str, object]) -> int:
     """Of the second step on this rank, in which the optimizer's state is there."""
     ds = resolve(config, spec, world_size=dist.get_world_size(), stages=None, path="case")
     layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
+    assert ds.partition != "measured"
     bounds = partition(layers, ds.layout.stages, ds.partition, ds.schedule)
     others = living_bytes()
     objective = Denoising(spec, torch.device("cpu"))

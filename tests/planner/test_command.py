@@ -54,7 +54,7 @@ def test_timed_layers_are_planned_with(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr("ddpm_ds.planner.measured.ENOUGH_SECONDS", 0.0)
+    monkeypatch.setattr("ddpm_ds.observe.layer_times.ENOUGH_SECONDS", 0.0)
     plan(tmp_path, "--devices", "2", "--device-kind", "cpu", "--measure", "--top", "1")
     assert "layers   timed on this machine" in capsys.readouterr().out
     assert (tmp_path / "ddpm_ds" / "layer_times.json").exists()

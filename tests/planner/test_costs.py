@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ddpm_ds.planner.costs import LayerSeconds, Replicas, Traffic, link, rank_costs, traffic
+from ddpm_ds.observe.layer_times import LayerSeconds
+from ddpm_ds.planner.costs import Replicas, Traffic, link, rank_costs, traffic
 from ddpm_ds.planner.layouts import Layout
 from ddpm_ds.planner.stages import Segment
 from tests.planner.small import small_job, small_machine

@@ -50,6 +50,7 @@ def test_every_candidate_is_shared_without_remainder_and_accepted(seed: int) -> 
         read = resolve(config, task.spec, world_size=devices, stages=None, path="plan.json")
         assert (read.layout.stages, read.layout.micro_batches) == (layout.stages, layout.micro_batches)
         assert (read.schedule, read.zero_stage) == (layout.schedule, layout.zero_stage)
+        assert read.partition != "measured"
         assert partition(task.layers, read.layout.stages, read.partition, read.schedule) == bounds
         assert read.checkpoint_interval == layout.checkpoint_interval
         assert ("offload_optimizer" in read.config["zero_optimization"]) == layout.offload

@@ -49,7 +49,12 @@ METRICS = {
 
 
 def train(
-    processes: int, folder: Path, *options: str, config: str = "zero0_fp32.json", overrides: list[str] = TINY
+    processes: int,
+    folder: Path,
+    *options: str,
+    config: str = "zero0_fp32.json",
+    overrides: list[str] = TINY,
+    cache: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """The main command with a small U-Net, its outputs in ``folder``."""
     changes = [f"data.store_root={folder.parent / 'data'}", *overrides]
@@ -63,6 +68,7 @@ def train(
         *(part for change in changes for part in ("--set", change)),
         *options,
         MLFLOW_TRACKING_URI="",
+        XDG_CACHE_HOME=str(cache or folder.parent / "cache"),
     )
 
 
@@ -205,18 +211,21 @@ def test_a_run_shows_progress_and_ends_with_a_summary_and_no_chatter(one_process
 
 @pytest.mark.launch
 def test_the_main_config_trains_on_two_stages_with_profiling_keys_on(tmp_path: Path) -> None:
-    """fp16, ZeRO-2 and both timing keys, which crash the stock engine."""
+    """fp16, ZeRO-2 and both timing keys, which crash the stock engine; cut by the layers' times."""
     config = json.loads((REPOSITORY / "ds_configs" / "zero2_fp16.json").read_text())
     config["wall_clock_breakdown"] = True
     config["flops_profiler"]["enabled"] = True
     config["flops_profiler"]["profile_step"] = 3
+    config["pipeline"]["partition"] = "measured"
     (tmp_path / "profiled.json").write_text(json.dumps(config))
     folder = tmp_path / "runs" / "main"
-    done = train(2, folder, config=str(tmp_path / "profiled.json"))
+    done = train(2, folder, config=str(tmp_path / "profiled.json"), cache=tmp_path / "cache")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "fp16 on a CPU: stored in fp16, computed in fp32" in done.stdout
     curve = loss_curve(folder)
     assert curve[-1] < 0.7 * curve[0]
+    known = json.loads((tmp_path / "cache" / "ddpm_ds" / "layer_times.json").read_text())
+    assert len(known) > 3 and "cut by the layers' times on this device" in done.stdout
     client, run = mlflow_run(folder)
     for stage in (0, 1):
         profile = (folder / "flops" / f"flops.stage{stage}.txt").read_text()

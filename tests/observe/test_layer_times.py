@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpm_ds.planner import measured
-from ddpm_ds.planner.measured import measured_times, time_layer
+from ddpm_ds.observe import layer_times
+from ddpm_ds.observe.layer_times import measured_times, time_layer
 from ddpm_ds.unet.layers import Layer, unet_layers
 from tests.launching import tiny_spec
 
@@ -19,7 +19,7 @@ LAYERS = unet_layers(SPEC.unet, image_channels=1, image_size=8)
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "ENOUGH_SECONDS", 0.0)
+    monkeypatch.setattr(layer_times, "ENOUGH_SECONDS", 0.0)
 
 
 def times_with(cache: Path, images: int, precision: str = "fp32") -> tuple[list[float], list[str]]:

@@ -9,17 +9,28 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddpm_ds.planner.costs import LayerSeconds, LayerTimes
 from ddpm_ds.unet.layers import EmbedLayer, Layer
 from ddpm_ds.unet.model import build_layer
 from ddpm_ds.unet.operations import set_image_index
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """Of one micro-batch, on one device."""
+
+    forward: float
+    backward: float
+
+
+LayerTimes = Callable[[int], Sequence[LayerSeconds]]
+"""Seconds of every layer, given the images of a micro-batch."""
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ENOUGH_SECONDS = 0.2
