@@ -57,7 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for add in VERBS:
+    for add in (
+        _add_run,
+        add_plan,
+        _add_prepare,
+        _add_schema,
+        add_checkpoint,
+        add_sample,
+        add_evaluate,
+        add_export,
+        add_import,
+    ):
         add(verbs)
     try:
         options = parser.parse_args(arguments)
@@ -164,17 +174,3 @@ def _schema(options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     sys.exit(main())
-
-
-VERBS = (
-    _add_run,
-    add_plan,
-    _add_prepare,
-    _add_schema,
-    add_checkpoint,
-    add_sample,
-    add_evaluate,
-    add_export,
-    add_import,
-)
-"""In the order of ``--help``."""

@@ -15,12 +15,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.unet.layers import Layer, boundary_shapes
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 def balanced(layers: Sequence[Layer], weights: Sequence[float], ranks: int) -> tuple[int, ...]:
@@ -31,6 +33,8 @@ def balanced(layers: Sequence[Layer], weights: Sequence[float], ranks: int) -> t
     Raises:
         LayoutError: there are not so many mirrored pairs.
     """
+    import numpy as np  # only now: command lines are read without it
+
     live, turns = live_skips(layers), _turns(layers)
     pairs = [
         (cut, mirror)
@@ -93,6 +97,8 @@ def lightest_chain(weights: npt.NDArray[np.float64], length: int, prices: Sequen
     Among those the one whose nodes have the least sum of ``prices``. ``weights[a, b]`` is that of the edge from a to b,
     infinite where there is none. Exact dynamic programming, O(length x nodes^2). None where there is no path.
     """
+    import numpy as np
+
     nodes = len(weights)
     lightest = np.full(nodes, math.inf)
     lightest[0] = 0.0

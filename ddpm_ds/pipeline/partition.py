@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.pipeline import fold
 from ddpm_ds.unet.layers import Layer, boundary_shapes
@@ -78,6 +76,8 @@ def balanced(weights: Sequence[float], stages: int, crossing: Sequence[float]) -
 
     ``crossing[i]`` is the price of a cut before item ``i + 1``. Exact.
     """
+    import numpy as np  # only now: command lines are read without it
+
     before = np.concatenate([[0.0], np.cumsum(weights)])
     parts = before[None, :] - before[:, None]  # [start, stop]
     parts[np.tril_indices(len(before))] = math.inf

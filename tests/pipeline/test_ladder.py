@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ddpm_ds.pipeline.partition import Schedule
 from tests.launching import launch, write_json
 from tests.pipeline.ladder_worker import Case
 
@@ -33,8 +34,17 @@ def matrix(layouts: Iterable[tuple[int, int]]) -> list[Case]:
     ]
 
 
+def some(stages: int, replicas: int, schedule: Schedule = "1f1b") -> list[Case]:
+    """Each ZeRO stage, precision and way of checkpointing once or twice."""
+    return [
+        Case(stages, replicas, zero, precision, checkpoint, schedule=schedule)
+        for zero, precision, checkpoint in ((0, "fp32", 0), (1, "fp16", 0), (2, "fp32", 2), (2, "fp16", 1))
+    ]
+
+
 FOUR_PROCESSES = [
-    *matrix([(4, 1), (2, 2)]),
+    *matrix([(2, 2)]),
+    *some(4, 1),
     Case(1, 4, 2, "fp32", 1),
     Case(1, 4, 2, "fp16", 0),
     Case(4, 1, 2, "fp32", 3),
@@ -57,10 +67,7 @@ FOUR_PROCESSES = [
 ]
 
 
-FOLDED_BY_TWO = [
-    Case(2, 1, zero, precision, checkpoint, schedule="folded")
-    for zero, precision, checkpoint in ((0, "fp32", 0), (1, "fp16", 0), (2, "fp32", 2), (2, "fp16", 0))
-]
+FOLDED_BY_TWO = some(2, 1, "folded")
 FOLDED_BY_FOUR = [
     Case(2, 2, 0, "fp32", 1, schedule="folded"),
     Case(2, 2, 1, "fp16", 0, schedule="folded"),
@@ -80,7 +87,7 @@ FOLDED_BY_FOUR = [
     ("processes", "cases"),
     [
         pytest.param(1, matrix([(1, 1)]), id="1 process"),
-        pytest.param(2, [*matrix([(2, 1), (1, 2)]), *FOLDED_BY_TWO], id="2 processes"),
+        pytest.param(2, [*matrix([(2, 1)]), *some(1, 2), *FOLDED_BY_TWO], id="2 processes"),
         pytest.param(4, [*FOUR_PROCESSES, *FOLDED_BY_FOUR], id="4 processes"),
     ],
 )

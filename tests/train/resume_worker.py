@@ -77,8 +77,8 @@ def batches_of(plan: RunPlan, engine: UnetPipelineEngine) -> Iterator[MicroBatch
 def loss_of_all(engine: UnetPipelineEngine, loss: Tensor) -> float:
     """Mean over the replicas of the last stage, in one order of summation."""
     losses: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(losses, (engine.is_last_stage(), loss.item()))
-    last = [value for is_last, value in losses if is_last]
+    dist.all_gather_object(losses, (engine.stage_id == engine.loss_stage, loss.item()))
+    last = [value for knows_it, value in losses if knows_it]
     return sum(last) / len(last)
 
 
