@@ -37,10 +37,10 @@ TINY = (
     "ema.halflife_images=400",
     "checkpoint.every_minutes=null",
     "data.held_out_images=5",
-    "samples.every_images=400",
+    "samples.every_images=80",
     "samples.count=2",
     "sampler.steps=2",
-    "evaluation.every_images=400",
+    "evaluation.every_images=80",
 )
 
 
