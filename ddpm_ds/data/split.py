@@ -21,5 +21,10 @@ def split(count: int, held_out: int) -> tuple[Indices, Indices]:
             f"data.held_out_images = {held_out:,} leaves nothing of the {count:,} images; --set data.held_out_images="
             f"{count // 10}"
         )
-    shuffled = np.random.Generator(np.random.Philox(key=np.uint64(0))).permutation(count)
-    return np.sort(shuffled[held_out:]), np.sort(shuffled[:held_out])
+    order = shuffled(count)
+    return np.sort(order[held_out:]), np.sort(order[:held_out])
+
+
+def shuffled(count: int) -> Indices:
+    """The positions 0 to ``count - 1``, int64, in an order that is always the same."""
+    return np.random.Generator(np.random.Philox(key=np.uint64(0))).permutation(count)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.data.prepare import prepare, store_path
+from ddpm_ds.data.split import shuffled
 from ddpm_ds.data.store import Store
 from ddpm_ds.errors import DataError
 
@@ -50,11 +48,6 @@ def _own_store(trained: Trained, progress: bool) -> Store:
     if not path.exists() and data.path is not None and not data.path.is_dir():
         raise DataError(f"there is neither a prepared store at {path} nor a folder {data.path}; give --store DIR")
     return prepare(data, progress)
-
-
-def shuffled(count: int) -> npt.NDArray[np.int64]:
-    """The positions 0 to ``count - 1`` in an order that is always the same."""
-    return np.random.Generator(np.random.Philox(key=np.uint64(0))).permutation(count)
 
 
 def labels_like(store: Store, count: int) -> list[int]:

@@ -17,13 +17,13 @@ from torch import Tensor
 
 import ddpm_ds
 from ddpm_ds.checkpoint.folder import write_file
+from ddpm_ds.data.split import shuffled
 from ddpm_ds.data.store import IMAGES, Store
 from ddpm_ds.errors import EvaluationError, OutputError
 from ddpm_ds.evaluate.digits_classifier import DigitsClassifier
 from ddpm_ds.evaluate.frechet import LARGEST_SIDE_PIXELS, Gaussian, frechet_distance, pixel_gaussian
 from ddpm_ds.evaluate.inception import Inception, Unavailable, find_inception, inception_scores, kid_subset_images
 from ddpm_ds.evaluate.metric_names import FEWEST_IMAGES, METRICS, OF_INCEPTION
-from ddpm_ds.evaluate.reference import shuffled
 
 Pixels = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int64]

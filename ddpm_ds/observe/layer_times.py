@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddpm_ds.checkpoint.consolidate import DTYPES, Dtype
 from ddpm_ds.unet.layers import EmbedLayer, Layer
 from ddpm_ds.unet.model import build_layer
 from ddpm_ds.unet.operations import set_image_index
@@ -32,7 +33,6 @@ class LayerSeconds:
 LayerTimes = Callable[[int], Sequence[LayerSeconds]]
 """Seconds of every layer, given the images of a micro-batch."""
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ENOUGH_SECONDS = 0.2
 """A layer is timed until that much time has gone into it, but at least once."""
 MOST_TIMES = 20
@@ -47,7 +47,7 @@ def cache_file() -> Path:
 def measured_times(
     layers: Sequence[Layer],
     device: torch.device,
-    precision: str,
+    precision: Dtype,
     cache: Path,
     progress: Callable[[Layer, int], None] = lambda layer, images: None,
 ) -> LayerTimes:
@@ -64,7 +64,7 @@ def measured_times(
             key = _key(layer, images, device, precision)
             if key not in known:
                 progress(layer, images)
-                seconds = time_layer(layer, images, device, DTYPES[precision])
+                seconds = time_layer(layer, images, device, DTYPES[precision][1])
                 known[key] = [seconds.forward, seconds.backward]
                 _write(cache, known)
             found.append(LayerSeconds(*known[key]))

@@ -128,7 +128,12 @@ def _turns(layers: Sequence[Layer]) -> range:
     return range(last_push + 1, first_pop + 1)
 
 
-def _crossing(layers: Sequence[Layer], cut: int, mirror: int) -> int:
-    """Elements per image that cross a mirrored pair in each direction: h and emb going down, h coming up."""
+def sent_shapes(layers: Sequence[Layer], cut: int, phase: int) -> tuple[tuple[int, ...], ...]:
+    """Per-image shapes that cross before layer ``cut``, in each direction: (h, emb) going down, h alone coming up."""
     h, emb, *_ = boundary_shapes(layers, cut)
-    return math.prod(h) + math.prod(emb) + math.prod(boundary_shapes(layers, mirror)[0])
+    return (h,) if phase else (h, emb)
+
+
+def _crossing(layers: Sequence[Layer], cut: int, mirror: int) -> int:
+    """Elements per image that cross a mirrored pair in each direction."""
+    return sum(map(math.prod, (*sent_shapes(layers, cut, phase=0), *sent_shapes(layers, mirror, phase=1))))

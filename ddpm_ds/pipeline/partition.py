@@ -152,7 +152,4 @@ def sent_shapes(layers: Sequence[Layer], cut: int, *, phase: int, schedule: Sche
 
     The fold keeps skips, and for its phase 1 the embedding, on their rank: (h, emb) goes down, h alone comes up.
     """
-    if schedule == "1f1b":
-        return boundary_shapes(layers, cut)
-    h, emb, *_ = boundary_shapes(layers, cut)
-    return (h,) if phase else (h, emb)
+    return boundary_shapes(layers, cut) if schedule == "1f1b" else fold.sent_shapes(layers, cut, phase)

@@ -21,14 +21,6 @@ from ddpm_ds.train.tracking_worker import START_TAG
 PATIENCE_SECONDS = 60.0
 
 
-@pytest.fixture(scope="session")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An SQLite store without runs, made once: making one takes longer than these tests."""
-    path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    MlflowClient(f"sqlite:///{path}").search_experiments()
-    return path
-
-
 @pytest.fixture
 def run_dir(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a run, in an output root with an empty store."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddpm_ds.checkpoint.consolidate import Dtype
 from ddpm_ds.observe import layer_times
 from ddpm_ds.observe.layer_times import measured_times, time_layer
 from ddpm_ds.unet.layers import Layer, unet_layers
@@ -22,7 +23,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_times, "ENOUGH_SECONDS", 0.0)
 
 
-def times_with(cache: Path, images: int, precision: str = "fp32") -> tuple[list[float], list[str]]:
+def times_with(cache: Path, images: int, precision: Dtype = "fp32") -> tuple[list[float], list[str]]:
     """Forward seconds of all layers, and the names of those that were timed for them."""
     timed: list[str] = []
     times = measured_times(LAYERS, CPU, precision, cache, lambda layer, count: timed.append(layer.name))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -212,17 +213,18 @@ def run_case(case: Case) -> list[dict[str, Any]]:
     return records
 
 
-def main() -> None:
+def report_cases(run: Callable[[dict[str, Any]], Any]) -> None:
+    """A worker's program: run every case of the file in one process group and write what came of them."""
     cases, folder = sys.argv[-2:]
     use_host_accelerator()
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     pipeline_module.build_layer = build_awake_layer
-    report = [run_case(Case(**case)) for case in json.loads(Path(cases).read_text())]
+    report = [run(case) for case in json.loads(Path(cases).read_text())]
     Path(folder, f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(report))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    report_cases(lambda case: run_case(Case(**case)))

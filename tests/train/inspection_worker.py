@@ -8,14 +8,10 @@ Rank r writes ``REPORT_FOLDER/rank{r}.json``: a record for each case.
 from __future__ import annotations
 
 import itertools
-import json
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -27,11 +23,9 @@ from ddpm_ds.diffusion.drawing import Drawing
 from ddpm_ds.diffusion.process import Diffusion
 from ddpm_ds.diffusion.samplers import Sampler
 from ddpm_ds.keyed import SAMPLE_SEED, Stream, normal
-from ddpm_ds.pipeline import module as pipeline_module
 from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.forward import ForwardPipeline
-from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
 from ddpm_ds.pipeline.partition import Schedule, partition
 from ddpm_ds.spec import EmaSpec, RunSpec
 from ddpm_ds.train.ema import Ema
@@ -42,7 +36,7 @@ from ddpm_ds.train.watchdog import Watchdog
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
 from tests.launching import tiny_spec
-from tests.pipeline.ladder_worker import Case, build_awake_layer, global_batch
+from tests.pipeline.ladder_worker import Case, build_awake_layer, global_batch, report_cases
 
 HELD_OUT = 13
 WATCHDOG = cast(Watchdog, SimpleNamespace(progress=lambda: None))
@@ -197,17 +191,5 @@ def run_case(look: Look) -> dict[str, Any]:
     return record
 
 
-def main() -> None:
-    cases, folder = sys.argv[-2:]
-    use_host_accelerator()
-    torch.set_num_threads(1)
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    pipeline_module.build_layer = build_awake_layer
-    report = [run_case(Look(**case)) for case in json.loads(Path(cases).read_text())]
-    Path(folder, f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    report_cases(lambda case: run_case(Look(**case)))

@@ -25,14 +25,6 @@ from ddpm_ds.train.tracking import UNSENT_FILE, RunLink, Tracker, flatten, keep_
 PATIENCE_SECONDS = 60.0
 
 
-@pytest.fixture(scope="session")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An SQLite store without runs, made once: making one takes longer than most of these tests."""
-    path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    MlflowClient(f"sqlite:///{path}").search_experiments()
-    return path
-
-
 @pytest.fixture
 def root(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An output root with an empty store and a run folder `run`."""
