@@ -29,3 +29,14 @@ def natural(text: str) -> int:
 def seed(text: str) -> int:
     """The key of a random generator, 32 bits."""
     return whole(text, 0, 2**32 - 1, "a number from 0 to 2^32 - 1")
+
+
+def step_range(text: str) -> range:
+    """``20-22`` or ``20``: optimizer steps, counted from 1; ``none`` is no step at all."""
+    if text == "none":
+        return range(0)
+    first, _, last = text.partition("-")
+    begin, end = positive(first), positive(last or first)
+    if end < begin:
+        raise argparse.ArgumentTypeError(f"{text!r} ends before it begins; write FIRST-LAST, FIRST or none")
+    return range(begin, end + 1)

@@ -33,6 +33,8 @@ ROOMS = (
     "evaluate",
     "benchmark",
     "supervisor",
+    "fit",
+    "experiments",
     "cli",
 )
 

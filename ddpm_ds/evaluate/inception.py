@@ -122,7 +122,8 @@ def _wait_for_answer(url: str) -> None:
             with urllib.request.urlopen(url, timeout=ANSWER_SECONDS):
                 failure.clear()
         except OSError as error:
-            failure[0] = error
+            if not isinstance(getattr(error, "reason", error), TimeoutError):
+                failure[0] = error
 
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()

@@ -12,9 +12,12 @@ from typing import NoReturn
 
 from ddpm_ds.errors import BadNumbersError, PeerLostError, Preempted, SpecError, UserError
 from ddpm_ds.exit_record import record_exit
+from ddpm_ds.option_types import step_range
 from ddpm_ds.train.plan import OUTPUT_ROOT, check_output, describe_plan, new_run_dir, plan_run
 
 SPECS = Path(__file__).resolve().parents[2] / "launch" / "specs"
+TRACED_STEPS = range(20, 23)
+"""The optimizer steps that are traced unless the command line says otherwise."""
 OTHERS_WAIT_SECONDS = 5.0
 """How long ranks other than 0 hold back an error, so that rank 0 is the one to say it."""
 
@@ -117,6 +120,23 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--hang-seconds", type=float, default=600.0, metavar="S", help="time without a step after which all leave (600)"
     )
+    parser.add_argument(
+        "--trace-steps",
+        type=step_range,
+        default=None,
+        metavar="FIRST-LAST",
+        help="optimizer steps whose instructions are timed on every rank, for the timeline and the verdict; none: no "
+        f"step (default {TRACED_STEPS[0]}-{TRACED_STEPS[-1]} where the run is that long)",
+    )
+    parser.add_argument(
+        "--profile-kernels",
+        type=step_range,
+        default=range(0),
+        metavar="FIRST-LAST",
+        help="optimizer steps of which PyTorch's profiler records every kernel, on every rank (default none)",
+    )
+    parser.add_argument("--note", default=None, metavar="TEXT", help="why this run is made; kept with it in MLflow")
+    parser.add_argument("--parent-run", default=None, metavar="IDENTITY", help=argparse.SUPPRESS)  # of ddpm-ds vary
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and exit")
     return parser.parse_args(arguments)
 
@@ -147,6 +167,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             world_size=int(os.environ["WORLD_SIZE"]),
             stages=options.pipeline_stages,
         )
+        options.trace_steps = _traced(options.trace_steps, plan.steps)
+        _check_steps("--profile-kernels", options.profile_kernels, plan.steps)
         run_dir = options.run_dir or new_run_dir(plan.spec.name)
         if int(os.environ["RANK"]) == 0:
             check_output(run_dir, options.resume)
@@ -166,6 +188,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say_once(f"ddpm_ds: {'' if isinstance(error, Preempted) else 'error: '}{error}")
         return error.exit_code
     return 0
+
+
+def _traced(asked: range | None, steps: int) -> range:
+    """The steps to trace of a run of so many."""
+    if asked is None:
+        return TRACED_STEPS if TRACED_STEPS[-1] <= steps else range(0)
+    _check_steps("--trace-steps", asked, steps)
+    return asked
+
+
+def _check_steps(option: str, asked: range, steps: int) -> None:
+    """Refuse steps that the run never takes."""
+    if asked and asked[-1] > steps:
+        raise SpecError(f"{option} {asked[0]}-{asked[-1]}, but the run has {steps} steps; use steps up to {steps}")
 
 
 def say_once(line: str) -> None:

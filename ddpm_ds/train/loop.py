@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddpm_ds.errors import BadNumbersError, Preempted
+from ddpm_ds.observe.observer import Observer
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.exchange import gather
@@ -40,6 +41,7 @@ class Run:
     requests: Requests
     watchdog: Watchdog
     inspection: Inspection
+    observer: Observer
     recorder: Recorder
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=SPIKE_POINTS))
 
@@ -57,8 +59,10 @@ def train(run: Run) -> Interval:
     batches = _timed(meter, run.batches())
     while True:
         before = engine.images_seen
+        run.observer.begin_step(engine.global_steps + 1)
         meter.step(engine.train_batch(batches), images=engine.train_batch_size())
-        run.ema.update()
+        with run.observer.span("EMA"):
+            run.ema.update()
         run.watchdog.progress()
         run.recorder.step(engine.images_seen)
         asked = run.requests.poll()
@@ -73,11 +77,15 @@ def train(run: Run) -> Interval:
             meter, save = Meter(), False
             batches = _timed(meter, run.batches())
             continue
-        run.inspection.after_step(before, done)  # before the save: a run that dies in between draws again
+        with run.observer.span("inspection"):
+            run.inspection.after_step(before, done)  # before the save: a run that dies in between draws again
         if save:
-            run.recorder.checkpoint(run.saver.save(), engine.global_steps)
+            with run.observer.span("checkpoint"):
+                seconds = run.saver.save()
+            run.recorder.checkpoint(seconds, engine.global_steps)
             run.requests.saved()
         if done:
+            run.observer.finish()
             return interval
         if asked.stop:
             raise Preempted(f"asked to stop after {engine.images_seen:,} images")

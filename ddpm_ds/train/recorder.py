@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ddpm_ds.data.pictures import grid, write_png
 from ddpm_ds.train.progress import ProgressLine
-from ddpm_ds.train.resume import EVALUATIONS, METRICS, RunFolder
+from ddpm_ds.train.resume import EVALUATIONS, METRICS, OBSERVATIONS, RunFolder
 from ddpm_ds.train.tracking import RunLink, Tracker
 
 SAMPLES_KEY = "samples_ema"
@@ -27,7 +27,9 @@ class Recorder:
         self, line: ProgressLine | None = None, tracker: Tracker | None = None, folder: RunFolder | None = None
     ) -> None:
         self.line, self.tracker, self.folder = line, tracker, folder
-        self._logged = {name: folder.logged_step(name) if folder else 0 for name in (METRICS, EVALUATIONS)}
+        self._logged = {
+            name: folder.logged_step(name) if folder else 0 for name in (METRICS, EVALUATIONS, OBSERVATIONS)
+        }
 
     def step(self, images_seen: int) -> None:
         """A step has ended."""
@@ -76,6 +78,15 @@ class Recorder:
         if "eval/loss" in values:
             self.say(f"held-out loss {values['eval/loss']:.4f}")
         self._write(EVALUATIONS, values, step)
+
+    def observed(self, values: Mapping[str, float], step: int) -> None:
+        """What an observer of steps has measured."""
+        self._write(OBSERVATIONS, values, step)
+
+    def artifact(self, path: Path, folder: str = "") -> None:
+        """A file or folder to be kept with the run, in ``folder``."""
+        if self.tracker is not None:
+            self.tracker.artifact(path, folder)
 
     def rewound(self, what: str, times: int, images_seen: int, step: int) -> None:
         """The run went back to ``step``; the points from there on are of a new course, and are logged again."""

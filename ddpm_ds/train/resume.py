@@ -116,8 +116,8 @@ def check_resume(
     return found + [f"ds_config.{change}" for change in changes(reader.manifest.ds_config, ds_config)]
 
 
-METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
-"""Files of a run's folder: the log points, and the held-out losses."""
+METRICS, EVALUATIONS, OBSERVATIONS = "metrics.jsonl", "evaluations.jsonl", "observations.jsonl"
+"""Files of a run's folder: the log points, the held-out losses, and what observers of steps have measured."""
 
 
 @dataclass
@@ -134,7 +134,7 @@ class RunFolder:
         return file.read_text().strip()
 
     def logged_step(self, name: str) -> int:
-        """The step of the last point in ``METRICS`` or ``EVALUATIONS``, 0 where there is none.
+        """The step of the last point in one of these files, 0 where there is none.
 
         A resumed run repeats steps, and logs none of them twice. After a rewind the last step is not the highest.
         """
@@ -147,7 +147,7 @@ class RunFolder:
         return 0
 
     def append(self, name: str, values: Mapping[str, float], step: int) -> None:
-        """Add a point to ``METRICS`` or ``EVALUATIONS``, on a line of its own."""
+        """Add a point to one of these files, on a line of its own."""
         with (self.path / name).open("ab+") as file:
             if file.tell() and not _ends_a_line(file):
                 file.write(b"\n")

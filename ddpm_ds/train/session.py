@@ -25,6 +25,7 @@ from ddpm_ds.data.store import Store
 from ddpm_ds.errors import BadNumbersError, LayoutError, PeerLostError, Preempted, SpecError, UserError
 from ddpm_ds.observe.flops import profile_flops
 from ddpm_ds.observe.layer_times import cache_file, measured_times
+from ddpm_ds.observe.observer import Observers
 from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
@@ -141,6 +142,7 @@ def _train(
         requests,
         watchdog,
         inspection,
+        Observers(),
         recorder,
     )
     try:
