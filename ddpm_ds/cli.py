@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddpm_ds.checkpoint.command import add_checkpoint
+from ddpm_ds.command_line import OneLineParser, add_overrides
 from ddpm_ds.errors import UserError
 from ddpm_ds.evaluate.evaluate_command import add_evaluate
 from ddpm_ds.evaluate.export_command import add_export, add_import
@@ -18,7 +19,6 @@ from ddpm_ds.evaluate.sample_command import add_sample
 from ddpm_ds.option_types import natural
 from ddpm_ds.planner.command import add_plan
 from ddpm_ds.supervisor import supervise
-from ddpm_ds.train.command import OneLineParser, add_overrides
 
 EPILOG = """\
 training

@@ -102,6 +102,14 @@ def resolve(
     )
 
 
+def leaves_stages_open(config: dict[str, Any], world_size: int) -> bool:
+    """Whether a checked DeepSpeed JSON leaves the number of stages to the planner."""
+    pipeline = config.get("pipeline", {})
+    return (
+        world_size > 1 and _given(pipeline, "stages", None) is None and not isinstance(pipeline.get("partition"), list)
+    )
+
+
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
     for name in names:
@@ -155,8 +163,10 @@ def _stages(config: dict[str, Any], schedule: str, world_size: int, asked: int |
         name = f"pipeline.stages = {stages}"
     elif isinstance(partition, list):
         name, stages = f"pipeline.partition = {partition}", (len(partition) + 1) // per_rank
+    elif world_size == 1:
+        name, stages = "one process", 1
     else:
-        return 1 if world_size % 2 else 2
+        raise LayoutError(f"pipeline.stages is auto for {world_size} processes; say how many stages with -p")
     if stages < 1 or world_size % stages:
         fitting = [str(count) for count in range(1, world_size + 1) if world_size % count == 0]
         raise LayoutError(

@@ -233,7 +233,7 @@ TABLE: tuple[Key, ...] = (
         "pipeline.stages",
         POSITIVE,
         "DeepSpeed reads it and never uses it; here it counts, unless `-p` says otherwise.",
-        auto="as many as a list in `partition` makes; else 2 where the world size is even, 1 where it is odd",
+        auto="as many as a list in `partition` makes; else the planner's choice (docs/planner.md)",
     ),
     _effective(
         "pipeline.partition",

@@ -193,7 +193,7 @@ def test_auto_takes_its_values_from_the_spec() -> None:
 
 def test_keys_that_are_left_out_are_filled_like_auto() -> None:
     short = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}}
-    resolved = filled(short, world_size=2)
+    resolved = filled(short, world_size=2, stages=2)
     assert resolved.config["optimizer"]["params"]["lr"] == 1e-3
     assert resolved.config["scheduler"]["params"]["warmup_type"] == "linear"  # DeepSpeed's own default is log
     assert (resolved.layout.stages, resolved.partition, resolved.schedule) == (2, "flops", "1f1b")
@@ -239,9 +239,9 @@ def test_deepspeed_has_a_printing_interval_where_it_times() -> None:
     ("world_size", "stages", "expected"),  # stages, replicas, micro-batch, micro-batches
     [
         (1, None, (1, 1, 64, 1)),
-        (2, None, (2, 1, 8, 8)),
+        (2, 2, (2, 1, 8, 8)),
         (3, 3, (3, 1, 4, 16)),
-        (4, None, (2, 2, 4, 8)),
+        (4, 2, (2, 2, 4, 8)),
         (4, 1, (1, 4, 16, 1)),
         (4, 4, (4, 1, 4, 16)),
         (32, 32, (32, 1, 1, 64)),  # 4 x 32 micro-batches don't exist: as many as there are images
@@ -254,7 +254,7 @@ def test_auto_layout(world_size: int, stages: int | None, expected: tuple[int, .
 
 def test_the_spec_asks_for_an_accumulation_with_and_without_a_pipeline() -> None:
     assert filled(config(), "train.accumulation=2").layout.micro_batch_images == 32
-    assert filled(config(), "train.accumulation=2", world_size=2).layout.micro_batches == 2
+    assert filled(config(), "train.accumulation=2", world_size=2, stages=2).layout.micro_batches == 2
 
 
 def test_the_json_may_ask_for_a_micro_batch_or_an_accumulation() -> None:

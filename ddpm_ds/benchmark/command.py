@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddpm_ds.benchmark.choice import ROWS, why_not
+from ddpm_ds.command_line import OneLineParser, say_once, set_environment
 from ddpm_ds.errors import BadNumbersError, LayoutError, OutputError, UserError
 from ddpm_ds.option_types import positive
-from ddpm_ds.train.command import OneLineParser, add_run_options, say_once, set_environment
+from ddpm_ds.train.command import add_run_options
 from ddpm_ds.train.plan import OUTPUT_ROOT, RunPlan, plan_run
 
 DESCRIPTION = """\
@@ -109,11 +110,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.deepspeed_config,
             world_size=int(os.environ["WORLD_SIZE"]),
             stages=options.pipeline_stages,
+            device=options.device,
         )
         names, not_run = _choose(options.rows, plan)
         if options.json is not None:
             _check_writable(options.json)
-        from ddpm_ds.train.device import choose_device  # torch, now that everything cheap is checked
+        from ddpm_ds.device import choose_device  # torch, now that everything cheap is checked
 
         device = choose_device(options.device)
         from ddpm_ds.benchmark import session  # deepspeed, which asks for its device then

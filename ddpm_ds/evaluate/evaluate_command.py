@@ -7,10 +7,10 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddpm_ds.command_line import set_environment
 from ddpm_ds.evaluate.draw import add_sampler_options, sampler_from
 from ddpm_ds.evaluate.metric_names import FEWEST_IMAGES, METRICS
 from ddpm_ds.option_types import positive, seed, whole
-from ddpm_ds.train.command import set_environment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -91,13 +91,13 @@ def _metrics(text: str) -> tuple[str, ...]:
 def _evaluate(options: argparse.Namespace) -> None:
     set_environment()
     from ddpm_ds.checkpoint.consolidate import DTYPES
+    from ddpm_ds.device import choose_device
     from ddpm_ds.evaluate.recipe import Request
     from ddpm_ds.evaluate.reference import labels_like, open_reference
     from ddpm_ds.evaluate.report import about, table, write_report
     from ddpm_ds.evaluate.sampling import draw_many, writing
     from ddpm_ds.evaluate.scores import Scorer
     from ddpm_ds.evaluate.trained import load_trained
-    from ddpm_ds.train.device import choose_device
     from ddpm_ds.train.tracking import print_to_stderr
 
     device, dtype = choose_device(options.device), DTYPES[options.precision][1]

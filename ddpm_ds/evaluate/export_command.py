@@ -7,9 +7,9 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddpm_ds.command_line import add_overrides, set_environment
 from ddpm_ds.errors import SpecError
 from ddpm_ds.option_types import whole
-from ddpm_ds.train.command import add_overrides, set_environment
 
 if TYPE_CHECKING:
     import torch
@@ -115,11 +115,11 @@ def _export(options: argparse.Namespace) -> None:
     check_new_folder(options.out)
     set_environment()
     from ddpm_ds.data.pictures import grid, write_png
+    from ddpm_ds.device import choose_device
     from ddpm_ds.evaluate.diary import Child
     from ddpm_ds.evaluate.export import check_in_diffusers, rounded, unet_config, without_labels, write_pipeline
     from ddpm_ds.evaluate.model_card import model_card
     from ddpm_ds.evaluate.trained import load_trained
-    from ddpm_ds.train.device import choose_device
 
     device = choose_device(options.device)
     trained = load_trained(options.path, weights=options.weights)

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddpm_ds.command_line import OneLineParser, say_once, set_environment
 from ddpm_ds.errors import PeerLostError, SpecError, UserError
 from ddpm_ds.evaluate.draw import add_sampler_options, sampler_from
 from ddpm_ds.exit_record import record_exit
 from ddpm_ds.option_types import natural, positive, seed
-from ddpm_ds.train.command import OneLineParser, say_once, set_environment
 
 if TYPE_CHECKING:
     from ddpm_ds.evaluate.recipe import Job, Request
@@ -194,8 +194,8 @@ def _sample(options: argparse.Namespace) -> int:
 
 def _load(options: argparse.Namespace) -> Trained:
     from ddpm_ds.checkpoint.consolidate import DTYPES
+    from ddpm_ds.device import choose_device
     from ddpm_ds.evaluate.trained import load_trained
-    from ddpm_ds.train.device import choose_device
 
     device, (_, dtype) = choose_device(options.device), DTYPES[options.precision]
     trained = load_trained(options.path, weights=options.weights or "ema", device=device, dtype=dtype)

@@ -96,6 +96,8 @@ class UnetPipelineEngine(PipelineEngine):
             instruction: getattr(self, method) for instruction, method in INSTRUCTIONS.items()
         }
         """What executes each instruction; an observer may wrap an entry."""
+        self.receive: Callable[[Channel], Carry] = Channel.receive
+        """What waits for the next message of a channel, inside of a pass; an observer may wrap it."""
         self.images_seen = 0
         """Images of all completed steps."""
         self.skipped_images = 0
@@ -288,13 +290,13 @@ class UnetPipelineEngine(PipelineEngine):
         """The next carry from the stage before, as leaves that gather gradients."""
         channel = self._wires[phase].activations_in
         assert channel is not None
-        return tuple(leaf.requires_grad_() for leaf in channel.receive())
+        return tuple(leaf.requires_grad_() for leaf in self.receive(channel))
 
     def _receive_gradients(self, phase: int) -> Carry:
         """The next gradients from the stage after."""
         channel = self._wires[phase].gradients_in
         assert channel is not None
-        return channel.receive()
+        return self.receive(channel)
 
     def _loss(self, prediction: Tensor, prepared: Any) -> Tensor:
         """The loss of a micro-batch, added to the batch's."""

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ddpm_ds.errors import LayoutError
+from ddpm_ds.pipeline.chain import Room, lightest_chain, running_sum
 from ddpm_ds.unet.layers import Layer, boundary_shapes
 
 if TYPE_CHECKING:
@@ -25,13 +26,20 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-def balanced(layers: Sequence[Layer], weights: Sequence[float], ranks: int) -> tuple[int, ...]:
+def balanced(
+    layers: Sequence[Layer],
+    weights: Sequence[float],
+    ranks: int,
+    crossing: float = 0.0,
+    room: Room | None = None,
+) -> tuple[int, ...]:
     """Mirrored bounds of ``2 * ranks`` stages: the heaviest rank is lightest, and then the least crosses. Exact.
 
-    The turn, which only divides the last rank's layers, is where its two stages are most alike.
+    An element that crosses a pair weighs ``crossing`` on both sides of it. The turn, which only divides the last rank's
+    layers, is where its two stages are most alike.
 
     Raises:
-        LayoutError: there are not so many mirrored pairs.
+        LayoutError: there are not so many mirrored pairs, or none leaves every rank in the ``room``.
     """
     import numpy as np  # only now: command lines are read without it
 
@@ -43,25 +51,56 @@ def balanced(layers: Sequence[Layer], weights: Sequence[float], ranks: int) -> t
         if live[cut] == live[mirror] and any(cut < turn < mirror for turn in turns)
     ]
     nodes = [(0, len(layers)), *pairs]
-    before = np.concatenate([[0.0], np.cumsum(weights)])
+    prices = [0.0, *(_crossing(layers, *pair) for pair in pairs), 0.0]
+    before = running_sum(weights)
     lefts, rights = (np.array(side) for side in zip(*nodes, strict=True))
-    parts = np.full((len(nodes) + 1, len(nodes) + 1), math.inf)  # [outer pair, inner pair]; the last is the middle
+    parts = np.full((len(prices), len(prices)), math.inf)  # [outer pair, inner pair]; the last is the middle
     nested = (lefts[:, None] < lefts[None, :]) & (rights[:, None] > rights[None, :])
     inside = before[rights] - before[lefts]
     parts[:-1, :-1] = np.where(nested, inside[:, None] - inside[None, :], math.inf)
     parts[:-1, -1] = inside
-    chain = lightest_chain(parts, ranks, [0.0, *(_crossing(layers, *pair) for pair in pairs), 0.0])
-    if chain is None:
-        most = next(count for count in range(ranks - 1, 0, -1) if lightest_chain(parts, count, [0.0] * len(parts)))
+    parts += crossing * np.add.outer(prices, prices)
+    if lightest_chain([parts] * ranks, prices) is None:
+        most = next(count for count in range(ranks - 1, 0, -1) if lightest_chain([parts] * count, prices))
         raise LayoutError(
             f'pipeline.stages = {ranks}, but with pipeline.schedule = "folded" this U-Net has mirrored cuts for {most} '
             f"at most; use fewer stages"
         )
+    edges, middles = [parts] * ranks, {node: [turn for turn in turns if node[0] < turn < node[1]] for node in nodes}
+    if room is not None:
+        down, up = ([running_sum(room.layer_bytes(rank, phase)) for rank in range(ranks)] for phase in (0, 1))
+        middles = {
+            (left, right): [
+                turn for turn in within if down[-1][turn] - down[-1][left] + up[-1][right] - up[-1][turn] <= room.limit
+            ]
+            for (left, right), within in middles.items()
+        }
+        edges = [_in_room(parts, lefts, rights, *sums, room.limit) for sums in zip(down, up, strict=True)]
+        edges[-1][:-1, -1] = np.where([bool(middles[node]) for node in nodes], parts[:-1, -1], math.inf)
+    chain = lightest_chain(edges, prices)
+    if chain is None:
+        raise LayoutError(f"the layers can't be folded onto {ranks} ranks that hold no more than their memory")
     chosen = [nodes[number] for number in chain[1:-1]]
     first, last = chosen[-1] if chosen else nodes[0]
-    middles = [turn for turn in turns if first < turn < last]
-    turn = min(middles, key=lambda turn: abs(2 * before[turn] - before[first] - before[last]))
+    turn = min(middles[first, last], key=lambda turn: abs(2 * before[turn] - before[first] - before[last]))
     return (0, *(cut for cut, _ in chosen), turn, *(mirror for _, mirror in reversed(chosen)), len(layers))
+
+
+def _in_room(
+    parts: npt.NDArray[np.float64],
+    lefts: npt.NDArray[np.int64],
+    rights: npt.NDArray[np.int64],
+    down: npt.NDArray[np.float64],
+    up: npt.NDArray[np.float64],
+    limit: float,
+) -> npt.NDArray[np.float64]:
+    """``parts`` without those whose layers, of which ``down`` and ``up`` are running sums of bytes, take too much."""
+    import numpy as np
+
+    held = (down[lefts][None, :] - down[lefts][:, None]) + (up[rights][:, None] - up[rights][None, :])
+    allowed = parts.copy()
+    allowed[:-1, :-1] = np.where(held <= limit, parts[:-1, :-1], math.inf)
+    return allowed
 
 
 def check_mirrored(layers: Sequence[Layer], bounds: Sequence[int]) -> None:
@@ -89,36 +128,6 @@ def live_skips(layers: Sequence[Layer]) -> list[int]:
     """How many skips have been made and not used before each layer, and at the end."""
     changes = (layer.pushes - (layer.skip_channels > 0) for layer in layers)
     return list(itertools.accumulate(changes, initial=0))
-
-
-def lightest_chain(weights: npt.NDArray[np.float64], length: int, prices: Sequence[float]) -> list[int] | None:
-    """The nodes of a path with ``length`` edges from the first node to the last whose heaviest edge is lightest.
-
-    Among those the one whose nodes have the least sum of ``prices``. ``weights[a, b]`` is that of the edge from a to b,
-    infinite where there is none. Exact dynamic programming, O(length x nodes^2). None where there is no path.
-    """
-    import numpy as np
-
-    nodes = len(weights)
-    lightest = np.full(nodes, math.inf)
-    lightest[0] = 0.0
-    for _ in range(length):
-        lightest = np.maximum(lightest[:, None], weights).min(0)
-    limit = lightest[-1]
-    if not math.isfinite(limit):
-        return None
-    price = np.full(nodes, math.inf)
-    price[0] = 0.0
-    step_price = np.where(weights <= limit, np.asarray(prices)[None, :], math.inf)
-    choices = []
-    for _ in range(length):
-        options = price[:, None] + step_price
-        choices.append(options.argmin(0))
-        price = options.min(0)
-    chain = [nodes - 1]
-    for choice in reversed(choices):
-        chain.append(int(choice[chain[-1]]))
-    return chain[::-1]
 
 
 def _turns(layers: Sequence[Layer]) -> range:

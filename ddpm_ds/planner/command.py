@@ -8,13 +8,13 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddpm_ds.command_line import add_overrides, set_environment
 from ddpm_ds.ds_config import read_ds_config
 from ddpm_ds.errors import LayoutError, OutputError
 from ddpm_ds.option_types import positive
-from ddpm_ds.planner.machine import KINDS, Machine, kind_of, machine
+from ddpm_ds.planner.machine import KINDS, Machine, machine, this_machine
 from ddpm_ds.planner.units import bandwidth, memory_size, teraflops
 from ddpm_ds.spec_file import load_spec
-from ddpm_ds.train.command import add_overrides, set_environment
 
 if TYPE_CHECKING:
     from ddpm_ds.observe.layer_times import LayerTimes
@@ -109,7 +109,11 @@ def _plan(options: argparse.Namespace) -> None:
 def _machine(options: argparse.Namespace, job: Job) -> Machine:
     kind, memory = options.device_kind, options.device_memory
     if kind is None:
-        kind, here = _devices_here(options.devices // options.nodes or 1)
+        kind, here = this_machine(options.devices // options.nodes or 1)
+        if kind is None:
+            raise LayoutError(
+                f"this machine's GPU is not in the planner's table; use --device-kind {' or '.join(KINDS)}"
+            )
         memory = memory or here
     return machine(
         kind,
@@ -123,28 +127,12 @@ def _machine(options: argparse.Namespace, job: Job) -> Machine:
     )
 
 
-def _devices_here(sharing: int) -> tuple[str, int]:
-    """Kind and memory of this machine's GPU, or of a share of its processor."""
-    import psutil
-    import torch
-
-    if not torch.cuda.is_available():
-        return "cpu", int(psutil.virtual_memory().total // sharing)
-    name = torch.cuda.get_device_name()
-    kind = kind_of(name)
-    if kind is None:
-        raise LayoutError(
-            f"this machine's {name} is not in the planner's table; use --device-kind {' or '.join(KINDS)}"
-        )
-    return kind, int(torch.cuda.get_device_properties(0).total_memory)
-
-
 def _measured(job: Job, devices: Machine) -> LayerTimes:
     import torch
     from tqdm import tqdm
 
+    from ddpm_ds.device import choose_device
     from ddpm_ds.observe.layer_times import cache_file, measured_times
-    from ddpm_ds.train.device import choose_device
 
     device = choose_device("cpu" if devices.is_cpu else "cuda")
     if devices.is_cpu and "OMP_NUM_THREADS" not in os.environ:

@@ -125,6 +125,12 @@ def link(machine: Machine, layout: Layout) -> Callable[[int, int], Link]:
     return between
 
 
+def crossing_seconds(job: Job, machine: Machine, layout: Layout) -> float:
+    """What an element that crosses a cut, per image, costs a rank on either side, there and back."""
+    slowest = min(link(machine, layout)(rank, rank + 1).bytes_per_second for rank in range(max(layout.stages - 1, 1)))
+    return 2 * layout.micro_batch_images * job.stored_bytes / slowest
+
+
 def traffic(job: Job, machine: Machine, layout: Layout, segments: Sequence[Sequence[Segment]]) -> Traffic:
     """Bytes of a step on all wires: messages between stages, gradients and weights among replicas."""
     within = between = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from ddpm_ds.errors import LayoutError
@@ -147,3 +148,22 @@ def kind_of(name: str) -> str | None:
     if "a100" in plain:
         return "a100-80" if "80gb" in plain else "a100-40"
     return next((kind for kind in KINDS if kind != "cpu" and kind in plain), None)
+
+
+def this_machine(sharing: int) -> tuple[str | None, int]:
+    """Kind of this machine's GPU, None for one that is not in the table, or ``cpu``; and its memory in bytes.
+
+    Of a host's memory it is the share that each of ``sharing`` processes gets.
+    """
+    import psutil
+    import torch
+
+    if os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available():
+        return "cpu", int(psutil.virtual_memory().total // sharing)
+    return kind_of(torch.cuda.get_device_name()), int(torch.cuda.get_device_properties(0).total_memory)
+
+
+def most_alike(memory_bytes: int) -> str:
+    """The GPU of the table that stands for an unknown one: that of the most similar memory."""
+    gpus = (kind for kind in KINDS if kind != "cpu")
+    return min(gpus, key=lambda kind: abs(KINDS[kind].memory_gib * GIB - memory_bytes))

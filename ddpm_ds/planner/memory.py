@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -14,6 +15,7 @@ STOCK_BUCKET_ELEMENTS = 500_000_000
 
 ADAM_INTERMEDIATES = 8
 """Bytes for a parameter that PyTorch's Adam needs beside its state while it steps."""
+_MANY_PARAMETERS = 10**9
 FILLING = 4
 """Micro-batches per rank after which more of them add no fuller moment."""
 
@@ -51,6 +53,28 @@ def rank_memory(
     if state.gradients + activations + buffers < state.update:
         activations, buffers = 0, state.update - state.gradients
     return Memory(state.weights, state.gradients, state.optimizer, state.ema, activations, buffers, state.host)
+
+
+def layer_bytes(job: Job, layout: Layout, rank: int, phase: int, on_cpu: bool) -> list[float]:
+    """About what each layer would take on a rank in a phase: its weights with all that goes with them, and activations.
+
+    Of the rank's moments that counts in which it holds the most micro-batches.
+    """
+    state = _State(job, layout, _MANY_PARAMETERS, on_cpu)
+    per_parameter = (state.weights + state.gradients + state.optimizer + state.ema) / _MANY_PARAMETERS
+    held = max(_moments(layout, rank), key=lambda moment: moment[0] + moment[1])[phase]
+    wide = layout.micro_batch_images * job.arithmetic_bytes(on_cpu)
+    stored = layout.micro_batch_images * job.stored_bytes
+    return [
+        per_parameter * layer.parameters
+        + held
+        * (
+            stored * math.prod(layer.output_shape) / layout.checkpoint_interval
+            if layout.checkpoint_interval
+            else wide * layer.activation_elements
+        )
+        for layer in job.layers
+    ]
 
 
 class _State:
@@ -108,12 +132,11 @@ def _activation_bytes(
         sizes[phase] = images * (wide * own.wide_elements + stored * narrow)
         sizes[phase] += 4 * own.widened_parameters if widens else 0
     waiting = images * stored * keeps[0].skip_elements
-    return max(
-        down * sizes[0] + up * sizes[1] + between * waiting
-        for down, up, between in moments(
-            layout.schedule, min(layout.micro_batches, FILLING * layout.stages), layout.stages, rank
-        )
-    )
+    return max(down * sizes[0] + up * sizes[1] + between * waiting for down, up, between in _moments(layout, rank))
+
+
+def _moments(layout: Layout, rank: int) -> Sequence[tuple[int, int, int]]:
+    return moments(layout.schedule, min(layout.micro_batches, FILLING * layout.stages), layout.stages, rank)
 
 
 def _working_bytes(job: Job, layout: Layout, keeps: Sequence[Kept], on_cpu: bool) -> int:

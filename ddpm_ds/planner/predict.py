@@ -7,15 +7,18 @@ from dataclasses import dataclass, field
 
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.observe.layer_times import LayerSeconds, LayerTimes
+from ddpm_ds.pipeline.chain import Room
 from ddpm_ds.pipeline.partition import weighted
 from ddpm_ds.pipeline.simulate import RankCosts, Simulation, simulate
-from ddpm_ds.planner.costs import Traffic, link, rank_costs, traffic
+from ddpm_ds.planner.costs import Traffic, crossing_seconds, link, rank_costs, traffic
 from ddpm_ds.planner.job import Job
 from ddpm_ds.planner.layouts import Layout
 from ddpm_ds.planner.machine import Machine
-from ddpm_ds.planner.memory import Memory, rank_memory
+from ddpm_ds.planner.memory import Memory, layer_bytes, rank_memory
 from ddpm_ds.planner.stages import Kept, kept, rank_segments
 
+SQUEEZES = 4
+"""How often cuts are looked for that leave more room, when those found hold more than was computed layer by layer."""
 SIMULATED = 2048
 """Ranks times micro-batches up to which a step is simulated whole; beyond, one more micro-batch adds the same time."""
 
@@ -52,14 +55,35 @@ class Predictor:
     times: LayerTimes
     _times: dict[int, Sequence[LayerSeconds]] = field(default_factory=dict)
     _cuts: dict[tuple[str, int, int], _Cut | None] = field(default_factory=dict)
+    _squeezed: dict[Layout, _Cut] = field(default_factory=dict)
 
     def can_cut(self, layout: Layout) -> bool:
         """Whether the U-Net has so many stages to give."""
         return self._cut(layout) is not None
 
     def bounds(self, layout: Layout) -> tuple[int, ...]:
-        """The cuts that make the slowest rank's layers fastest, as :func:`ddpm_ds.pipeline.partition.partition`'s."""
+        """The cuts that make the slowest rank's layers and transfers fastest, with memory as constraint where asked."""
         return self._known_cut(layout).bounds
+
+    def fits(self, layout: Layout) -> bool:
+        """Whether every rank fits its memory, if need be with cuts made for that."""
+        fullest = max(memory.total for memory in self.memory(layout))
+        return fullest <= self.machine.usable_bytes or (layout.stages > 1 and self.squeeze(layout))
+
+    def squeeze(self, layout: Layout) -> bool:
+        """Look for cuts with which every rank fits its memory; whether there are any, which count from now on."""
+        limit = self.machine.usable_bytes
+        for _ in range(SQUEEZES):
+            room = Room(limit, lambda rank, phase: layer_bytes(self.job, layout, rank, phase, self.machine.is_cpu))
+            cut = self._make_cut(layout, room)
+            if cut is None:
+                return False
+            excess = max(memory.total for memory in self._memory(layout, cut)) - self.machine.usable_bytes
+            if excess <= 0:
+                self._squeezed[layout] = cut
+                return True
+            limit -= excess
+        return False
 
     def knows_times(self, layout: Layout) -> bool:
         """Whether the layers' times have been asked for at this micro-batch."""
@@ -67,7 +91,9 @@ class Predictor:
 
     def memory(self, layout: Layout) -> tuple[Memory, ...]:
         """By rank."""
-        cut = self._known_cut(layout)
+        return self._memory(layout, self._known_cut(layout))
+
+    def _memory(self, layout: Layout, cut: _Cut) -> tuple[Memory, ...]:
         return tuple(
             rank_memory(self.job, layout, rank, segments, keeps, on_cpu=self.machine.is_cpu)
             for rank, (segments, keeps) in enumerate(
@@ -131,16 +157,27 @@ class Predictor:
         return cut
 
     def _cut(self, layout: Layout) -> _Cut | None:
+        if layout in self._squeezed:
+            return self._squeezed[layout]
         key = (layout.schedule, layout.stages, layout.micro_batch_images)
         if key not in self._cuts:
-            seconds = [layer.forward + layer.backward for layer in self._layer_times(layout.micro_batch_images)]
-            try:
-                bounds = weighted(self.job.layers, seconds, layout.stages, layout.schedule)
-            except LayoutError:
-                self._cuts[key] = None
-            else:
-                self._cuts[key] = _Cut(self.job, layout, bounds)
+            self._cuts[key] = self._make_cut(layout, None)
         return self._cuts[key]
+
+    def _make_cut(self, layout: Layout, room: Room | None) -> _Cut | None:
+        seconds = [layer.forward + layer.backward for layer in self._layer_times(layout.micro_batch_images)]
+        try:
+            bounds = weighted(
+                self.job.layers,
+                seconds,
+                layout.stages,
+                layout.schedule,
+                crossing=crossing_seconds(self.job, self.machine, layout),
+                room=room,
+            )
+        except LayoutError:
+            return None
+        return _Cut(self.job, layout, bounds)
 
 
 class _Cut:

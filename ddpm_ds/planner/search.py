@@ -81,12 +81,11 @@ def sort_out(predictor: Predictor, considered: Sequence[Layout]) -> tuple[list[L
     fitting: list[Layout] = []
     misfits: list[Misfit] = []
     for layout in considered:
-        rank, memory = _most(predictor, layout)
-        excess = memory.total - predictor.machine.usable_bytes
-        if excess > 0:
-            misfits.append(Misfit(layout, rank, memory, excess))
-        else:
+        if predictor.fits(layout):
             fitting.append(layout)
+        else:
+            rank, memory = _most(predictor, layout)
+            misfits.append(Misfit(layout, rank, memory, memory.total - predictor.machine.usable_bytes))
     return fitting, misfits
 
 
@@ -151,7 +150,7 @@ def _nothing(predictor: Predictor, misfits: Sequence[Misfit]) -> LayoutError:
     return LayoutError(
         f"nothing fits {machine.devices} devices of {gib(machine.memory_bytes)} ({gib(machine.usable_bytes)} of it "
         f"usable); the nearest, {nearest.layout.words()}, is {gib(nearest.excess)} over on rank {nearest.rank}; use "
-        f"more devices, --device-memory {_rounded_up(needed)} or a smaller train.batch_images"
+        f"more devices, devices of {_rounded_up(needed)} or a smaller train.batch_images"
     )
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from ddpm_ds.command_line import OneLineParser, add_overrides, say_once, set_environment
 from ddpm_ds.errors import BadNumbersError, PeerLostError, Preempted, SpecError, UserError
 from ddpm_ds.exit_record import record_exit
 from ddpm_ds.option_types import step_range
@@ -18,9 +17,6 @@ from ddpm_ds.train.plan import OUTPUT_ROOT, check_output, describe_plan, new_run
 SPECS = Path(__file__).resolve().parents[2] / "launch" / "specs"
 TRACED_STEPS = range(20, 23)
 """The optimizer steps that are traced unless the command line says otherwise."""
-OTHERS_WAIT_SECONDS = 5.0
-"""How long ranks other than 0 hold back an error, so that rank 0 is the one to say it."""
-
 DESCRIPTION = """\
 Train a diffusion U-Net on DeepSpeed's pipeline engine.
 
@@ -46,25 +42,6 @@ exit codes
   75 stopped by a signal or RUN_DIR/save_and_stop, and saved: start it again with the same --run-dir
   76 another rank died or hangs: the same   1 a bug
 """
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Raises a SpecError where argparse would print its usage and leave."""
-
-    def error(self, message: str) -> NoReturn:
-        raise SpecError(f"{message}; {self.prog} --help explains")
-
-
-def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """``--set``, of every program and verb that takes a run spec."""
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="change one value of the spec; may be repeated",
-    )
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -141,20 +118,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def set_environment() -> None:
-    """Make a process that no launcher started a world of its own, and keep idle OpenMP threads from spinning.
-
-    GNU OpenMP's threads spin for long before they sleep, which takes a core from whoever shares it: on two cores with
-    a neighbour a step was ten times slower, and on two idle ones a tenth. It is read when PyTorch is imported.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
-        os.environ.setdefault(name, value)
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29500")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     set_environment()
@@ -166,6 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.deepspeed_config,
             world_size=int(os.environ["WORLD_SIZE"]),
             stages=options.pipeline_stages,
+            device=options.device,
         )
         options.trace_steps = _traced(options.trace_steps, plan.steps)
         _check_steps("--profile-kernels", options.profile_kernels, plan.steps)
@@ -175,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(describe_plan(plan, run_dir), flush=True)
         if options.dry_run:
             return 0
-        from ddpm_ds.train.device import choose_device  # torch, now that everything cheap is checked
+        from ddpm_ds.device import choose_device  # torch, now that everything cheap is checked
 
         device = choose_device(options.device)
         from ddpm_ds.train.session import run_training  # deepspeed, which asks for its device when it is imported
@@ -202,10 +166,3 @@ def _check_steps(option: str, asked: range, steps: int) -> None:
     """Refuse steps that the run never takes."""
     if asked and asked[-1] > steps:
         raise SpecError(f"{option} {asked[0]}-{asked[-1]}, but the run has {steps} steps; use steps up to {steps}")
-
-
-def say_once(line: str) -> None:
-    """Say what every rank has found, once. A launcher ends the other ranks as soon as rank 0 has left."""
-    if int(os.environ["RANK"]) != 0:
-        time.sleep(OTHERS_WAIT_SECONDS)
-    print(line, file=sys.stderr, flush=True)

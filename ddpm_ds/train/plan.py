@@ -1,4 +1,4 @@
-"""The whole run on paper, before anything is started: spec, configuration, layers, stages. No torch."""
+"""The whole run on paper, before anything is started: spec, configuration, layers, stages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from ddpm_ds.ds_config import ResolvedDsConfig, read_ds_config, resolve
+from ddpm_ds.ds_config import ResolvedDsConfig, leaves_stages_open, read_ds_config, resolve
+from ddpm_ds.ds_config_check import check_ds_config
 from ddpm_ds.errors import OutputError
 from ddpm_ds.pipeline.partition import Stage, describe, partition
 from ddpm_ds.spec import HELD_OUT_QUANTILES, RunSpec
@@ -34,6 +35,8 @@ class RunPlan:
     layers: tuple[Layer, ...]
     bounds: tuple[int, ...]
     stages: tuple[Stage, ...]
+    chosen: str | None = None
+    """Why the planner has chosen this number of stages, where it was asked."""
 
     @property
     def parameters(self) -> int:
@@ -61,19 +64,35 @@ class RunPlan:
 
 
 def plan_run(
-    spec_path: Path, overrides: Sequence[str], ds_path: Path, *, world_size: int, stages: int | None
+    spec_path: Path,
+    overrides: Sequence[str],
+    ds_path: Path,
+    *,
+    world_size: int,
+    stages: int | None,
+    device: str = "auto",
 ) -> RunPlan:
-    """Read and check everything that can be checked without a device.
+    """Read and check everything that can be checked before anything is started.
+
+    Where neither ``stages`` nor the JSON says how many stages there are, the planner does, for ``device`` as the
+    command line's ``--device`` has it; only then PyTorch and DeepSpeed are imported.
 
     Raises:
         SpecError, DsConfigError, LayoutError: one line each, before anything is started.
     """
     spec = load_spec(spec_path, overrides)
-    ds = resolve(read_ds_config(ds_path), spec, world_size=world_size, stages=stages, path=ds_path)
+    config, chosen = read_ds_config(ds_path), None
+    check_ds_config(config, ds_path)
+    if stages is None and leaves_stages_open(config, world_size):
+        from ddpm_ds.planner.auto import choose_stages
+
+        choice = choose_stages(spec, config, ds_path, world_size=world_size, device=device)
+        stages, chosen = choice.stages, choice.why
+    ds = resolve(config, spec, world_size=world_size, stages=stages, path=ds_path)
     layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
     method = "flops" if ds.partition == "measured" else ds.partition  # until the layers are timed
     bounds = partition(layers, ds.layout.stages, method, ds.schedule)
-    return RunPlan(spec, spec_path, ds, ds_path, layers, bounds, describe(layers, bounds, ds.schedule))
+    return RunPlan(spec, spec_path, ds, ds_path, layers, bounds, describe(layers, bounds, ds.schedule), chosen)
 
 
 def stage_table(plan: RunPlan) -> str:
@@ -126,6 +145,7 @@ def describe_plan(plan: RunPlan, run_dir: Path) -> str:
         f"precision    {ds.precision}, ZeRO-{ds.zero_stage}, activation checkpointing {recompute}",
         f"layout       {layout.world_size} processes = {layout.stages} stages x {layout.replicas} replicas, "
         f"schedule {ds.schedule}",
+        *([f"stages       {plan.chosen}"] if plan.chosen else []),
         f"batch        {layout.batch_images} images = {layout.micro_batch_images} per micro-batch x "
         f"{layout.micro_batches} micro-batches x {layout.replicas} replicas",
         f"length       {spec.train.images:,} images = {plan.steps:,} steps, "

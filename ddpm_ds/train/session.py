@@ -30,7 +30,8 @@ from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
 from ddpm_ds.pipeline.memory import checkpoint_interval
-from ddpm_ds.pipeline.partition import describe, weighted
+from ddpm_ds.pipeline.partition import describe
+from ddpm_ds.planner.auto import measured_cuts
 from ddpm_ds.train import state
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.held_out import HeldOutLoss
@@ -217,16 +218,19 @@ def _find_resume(
 
 
 def _cut_by_time(plan: RunPlan, device: torch.device) -> RunPlan:
-    """The plan with cuts that even out the layers' seconds on rank 0's device, where the JSON asks for that."""
-    layout, schedule = plan.ds.layout, plan.ds.schedule
-    if plan.ds.partition != "measured" or layout.stages == 1:
+    """The plan with cuts by the layers' seconds on rank 0's device, where the JSON asks for that."""
+    if plan.ds.partition != "measured" or plan.ds.layout.stages == 1:
         return plan
-    seconds: list[float] = []
+    bounds: tuple[int, ...] = ()
     if dist.get_rank() == 0:
-        times = measured_times(plan.layers, device, plan.ds.precision, cache_file())(layout.micro_batch_images)
-        seconds = [layer.forward + layer.backward for layer in times]
-    bounds = weighted(plan.layers, _from_rank_0(seconds), layout.stages, schedule)
-    plan = replace(plan, bounds=bounds, stages=describe(plan.layers, bounds, schedule))
+        bounds = measured_cuts(
+            plan.spec,
+            plan.ds,
+            plan.ds_path,
+            lambda job: measured_times(job.layers, device, job.precision, cache_file()),
+        )
+    bounds = _from_rank_0(bounds)
+    plan = replace(plan, bounds=bounds, stages=describe(plan.layers, bounds, plan.ds.schedule))
     if dist.get_rank() == 0:
         print(f"\ncut by the layers' times on this device\n{stage_table(plan)}", flush=True)
     return plan

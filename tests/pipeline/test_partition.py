@@ -8,6 +8,7 @@ import random
 import pytest
 
 from ddpm_ds.errors import LayoutError
+from ddpm_ds.pipeline.chain import Room
 from ddpm_ds.pipeline.partition import balanced, boundary_elements, describe, partition
 from ddpm_ds.unet.layers import unet_layers
 from tests.launching import tiny_spec
@@ -16,28 +17,47 @@ SPEC = tiny_spec()
 LAYERS = unet_layers(SPEC.unet, image_channels=1, image_size=8)
 
 
-def brute_force(weights: list[int], stages: int, crossing: list[int]) -> tuple[int, int]:
-    """Heaviest part and crossing of the best partition, by trying them all."""
+def brute_force(
+    weights: list[int], stages: int, elements: list[int], crossing: int, room: Room | None
+) -> tuple[int, int] | None:
+    """Heaviest part and elements crossing of the best partition, by trying them all; None where none has room."""
     n = len(weights)
     options = []
     for cuts in itertools.combinations(range(1, n), stages - 1):
         bounds = (0, *cuts, n)
-        heaviest = max(sum(weights[a:b]) for a, b in itertools.pairwise(bounds))
-        options.append((heaviest, sum(crossing[cut - 1] for cut in cuts)))
-    return min(options)
+        if room is None or all(
+            sum(room.layer_bytes(rank, 0)[a:b]) <= room.limit for rank, (a, b) in enumerate(itertools.pairwise(bounds))
+        ):
+            options.append(judge(weights, elements, crossing, bounds))
+    return min(options, default=None)
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_balanced_finds_the_lightest_heaviest_stage_and_then_the_least_crossing(seed: int) -> None:
+def judge(weights: list[int], elements: list[int], crossing: int, bounds: tuple[int, ...]) -> tuple[int, int]:
+    cut = [0, *elements, 0]
+    heaviest = max(sum(weights[a:b]) + crossing * (cut[a] + cut[b]) for a, b in itertools.pairwise(bounds))
+    return heaviest, sum(cut[bound] for bound in bounds)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_balanced_finds_the_lightest_heaviest_stage_in_its_room_and_then_the_least_crossing(seed: int) -> None:
     rng = random.Random(seed)
     n = rng.randint(3, 9)
     weights = [rng.randint(0, 9) for _ in range(n)]
-    crossing = [rng.randint(1, 9) for _ in range(n - 1)]
-    stages = rng.randint(1, min(4, n))
-    bounds = balanced(weights, stages, crossing)
+    elements = [rng.randint(1, 9) for _ in range(n - 1)]
+    stages, crossing = rng.randint(1, min(4, n)), rng.choice([0, 1])
+    sizes = [[rng.randint(0, 9) for _ in range(n)] for _ in range(stages)]
+    room = rng.choice([None, Room(rng.randint(5, 30), lambda rank, phase: sizes[rank])])
+    best = brute_force(weights, stages, elements, crossing, room)
+    if best is None:
+        with pytest.raises(LayoutError, match="hold no more than their memory"):
+            balanced(weights, stages, elements, crossing, room)
+        return
+    bounds = balanced(weights, stages, elements, crossing, room)
     assert len(bounds) == stages + 1 and list(bounds) == sorted(set(bounds))
-    heaviest = max(sum(weights[a:b]) for a, b in itertools.pairwise(bounds))
-    assert (heaviest, sum(crossing[cut - 1] for cut in bounds[1:-1])) == brute_force(weights, stages, crossing)
+    assert judge(weights, elements, crossing, bounds) == best
+    assert room is None or all(
+        sum(sizes[rank][a:b]) <= room.limit for rank, (a, b) in enumerate(itertools.pairwise(bounds))
+    )
 
 
 @pytest.mark.parametrize("method", ["flops", "parameters", "uniform"])

@@ -10,10 +10,10 @@ import pytest
 import yaml
 from PIL import Image
 
+from ddpm_ds.command_line import OneLineParser
 from ddpm_ds.ds_config import read_ds_config, resolve
 from ddpm_ds.errors import UserError
 from ddpm_ds.planner.command import add_plan
-from ddpm_ds.train.command import OneLineParser
 from tests.launching import tiny_spec, write_json
 from tests.planner.small import ADAMW
 

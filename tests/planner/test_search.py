@@ -74,7 +74,7 @@ def test_where_nothing_fits_the_nearest_is_named_and_what_it_needs() -> None:
         search(tight, top=1)
     message = str(raised.value)
     assert "\n" not in message and "nothing fits 2 devices of 0.2 MiB (0.2 MiB of it usable); the nearest, " in message
-    needed = int(message.split("--device-memory ")[1].split("MiB")[0])
+    needed = int(message.rsplit("devices of ", 1)[1].split("MiB")[0])
     assert search(small_predictor(2, memory_bytes=needed * 2**20), top=1).best
 
 

@@ -70,7 +70,8 @@ class Ranks:
     ) -> None:
         self._output = run_dir.with_name(f"{run_dir.name}.output-{time.monotonic_ns()}")
         self._run_dir = run_dir
-        command = [sys.executable, str(script), *arguments(run_dir, changes, config, options)]
+        layout = [] if "-p" in options else ["-p", str(count)]
+        command = [sys.executable, str(script), *arguments(run_dir, changes, config, [*layout, *options])]
         world = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
         world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         self.processes = []

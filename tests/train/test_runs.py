@@ -219,7 +219,7 @@ def test_the_main_config_trains_on_two_stages_with_profiling_keys_on(tmp_path: P
     config["pipeline"]["partition"] = "measured"
     (tmp_path / "profiled.json").write_text(json.dumps(config))
     folder = tmp_path / "runs" / "main"
-    done = train(2, folder, config=str(tmp_path / "profiled.json"), cache=tmp_path / "cache")
+    done = train(2, folder, "-p", "2", config=str(tmp_path / "profiled.json"), cache=tmp_path / "cache")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "fp16 on a CPU: stored in fp16, computed in fp32" in done.stdout
     curve = loss_curve(folder)
@@ -247,7 +247,7 @@ def test_numbers_gone_bad_end_the_run_as_failed_with_what_to_try(
     config: str, changes: list[str], said: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "runs" / "bad"
-    done = train(2, folder, config=config, overrides=[*TINY, *changes])
+    done = train(2, folder, "-p", "2", config=config, overrides=[*TINY, *changes])
     assert done.returncode == 3, done.stdout[-2000:] + done.stderr[-4000:]
     lines = [line for line in done.stderr.splitlines() if line.startswith("ddpm_ds: error: ")]
     assert len(lines) == 1 and said in lines[0] and "learning_rate" in lines[0]
