@@ -21,9 +21,11 @@ from ddpm_ds.unet.layers import Layer, boundary_shapes
 PartitionMethod = Literal["flops", "parameters", "uniform"]
 Schedule = Literal["1f1b", "folded"]
 
-CROSSING_MACS = 800
-"""What an element that crosses a cut costs a rank on either side, there and back, in multiply-accumulates of a forward:
-2 bytes each way over the NVLink of an H100, of which 0.7 are reached, beside 3 passes at 0.4 of its dense flops."""
+CROSSING_MACS = 200
+"""What an element that crosses a cut costs a rank on either side, there and back, in multiply-accumulates of a forward.
+
+An H100 computes 800 in the time in which its NVLink carries the element, a processor's core 65 while it copies it; most
+of either passes while other micro-batches compute."""
 
 
 def partition(

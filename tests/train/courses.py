@@ -111,8 +111,16 @@ class Courses:
         return [float(loss) for loss in self.reports(course, source)[0]["losses"][-STEPS:]]
 
 
+def sources_of(layout: str, precision: str) -> list[str]:
+    """The layouts that a layout goes on from, itself first: in fp32 all, in fp16 the next two."""
+    names = list(LAYOUTS)
+    own = names.index(layout)
+    others = [*names[own + 1 :], *names[:own]]
+    return [layout, *(others if precision == "fp32" else others[:2])]
+
+
 def train_all(folder: Path) -> Courses:
-    """Every layout and precision never stopped; then each going on from every layout, and a few more changes."""
+    """Every layout and precision never stopped; then each going on from others, and a few more changes."""
     courses = Courses(folder)
     both = [(name, precision) for name in LAYOUTS for precision in PRECISIONS]
     courses.train(
@@ -123,8 +131,7 @@ def train_all(folder: Path) -> Courses:
     )
     again = []
     for name, precision in both:
-        own_first = sorted(LAYOUTS, key=lambda source, own=name: source != own)  # type: ignore[misc]
-        sources = [f"{source}-{precision}" for source in own_first]
+        sources = [f"{source}-{precision}" for source in sources_of(name, precision)]
         again.append(courses.course(f"resumed-{name}-{precision}", LAYOUTS[name], precision, sources))
     for name, layout in OTHERWISE.items():
         for precision in PRECISIONS:
