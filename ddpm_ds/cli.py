@@ -16,6 +16,11 @@ from ddpm_ds.errors import UserError
 from ddpm_ds.evaluate.evaluate_command import add_evaluate
 from ddpm_ds.evaluate.export_command import add_export, add_import
 from ddpm_ds.evaluate.sample_command import add_sample
+from ddpm_ds.experiments.compare_command import add_compare
+from ddpm_ds.experiments.diagnose import add_diagnose
+from ddpm_ds.experiments.note import add_note
+from ddpm_ds.experiments.vary_command import add_vary
+from ddpm_ds.fit.command import add_fit
 from ddpm_ds.option_types import natural
 from ddpm_ds.planner.command import add_plan
 from ddpm_ds.supervisor import supervise
@@ -60,6 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for add in (
         _add_run,
         add_plan,
+        add_fit,
+        add_vary,
+        add_compare,
+        add_note,
+        add_diagnose,
         _add_prepare,
         _add_schema,
         add_checkpoint,

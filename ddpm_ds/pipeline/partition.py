@@ -21,11 +21,11 @@ from ddpm_ds.unet.layers import Layer, boundary_shapes
 PartitionMethod = Literal["flops", "parameters", "uniform"]
 Schedule = Literal["1f1b", "folded"]
 
-CROSSING_MACS = 200
+CROSSING_MACS = 65
 """What an element that crosses a cut costs a rank on either side, there and back, in multiply-accumulates of a forward.
 
-An H100 computes 800 in the time in which its NVLink carries the element, a processor's core 65 while it copies it; most
-of either passes while other micro-batches compute."""
+A processor's core computes so many in the time in which it copies the element. An H100 computes 800 while its NVLink
+carries it, but its copy engines do that beside other micro-batches."""
 
 
 def partition(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -88,6 +88,11 @@ class Recorder:
         if self.tracker is not None:
             self.tracker.artifact(path, folder)
 
+    def tags(self, values: Mapping[str, str]) -> None:
+        """What the run is found by in MLflow."""
+        if self.tracker is not None:
+            self.tracker.tags(values)
+
     def rewound(self, what: str, times: int, images_seen: int, step: int) -> None:
         """The run went back to ``step``; the points from there on are of a new course, and are logged again."""
         self.say(what)
@@ -98,14 +103,11 @@ class Recorder:
             self.tracker.text(what + "\n", f"rewinds/{times}.txt")
             self.tracker.metrics({"train/rewinds": float(times)}, step)
 
-    def finish(self, status: Literal["FINISHED", "FAILED", "KILLED"], artifacts: Iterable[Path] = ()) -> RunLink | None:
-        """End the line and the MLflow run, with those of ``artifacts`` that exist; where the run is, on rank 0."""
+    def finish(self, status: Literal["FINISHED", "FAILED", "KILLED"]) -> RunLink | None:
+        """End the line and the MLflow run; where the run is, on rank 0."""
         if self.line is None or self.tracker is None:
             return None
         self.line.close()
-        for path in artifacts:
-            if path.exists():
-                self.tracker.artifact(path)
         return self.tracker.finish(status)
 
     def _write(self, name: str, values: Mapping[str, float], step: int) -> None:

@@ -17,6 +17,7 @@ import yaml
 
 import ddpm_ds
 from ddpm_ds.errors import Preempted
+from ddpm_ds.train.labels import labels
 from ddpm_ds.train.plan import RunPlan, stage_table
 from ddpm_ds.train.progress import ProgressLine
 from ddpm_ds.train.recorder import Recorder
@@ -41,8 +42,14 @@ def recorded(
     device: torch.device,
     line: ProgressLine | None,
     resumed: Resumed | None,
+    *,
+    note: str | None = None,
+    parent: str | None = None,
 ) -> Iterator[Recorder]:
-    """The run's folder and its MLflow run, on rank 0; ended as FAILED or KILLED when the body raises."""
+    """The run's folder and its MLflow run, on rank 0; ended as FAILED or KILLED when the body raises.
+
+    ``note`` is why a run that begins is made; ``parent`` the identity of the run that it is a child of.
+    """
     if line is None:
         yield Recorder()
         return
@@ -52,7 +59,7 @@ def recorded(
     spec_file.write_text(yaml.safe_dump(plan.spec.model_dump(mode="json"), sort_keys=False))
     config_file.write_text(json.dumps(config, indent=2) + "\n")
     (run_dir / "stages.txt").write_text(stage_table(plan) + "\n")
-    tags = _tags(plan)
+    tags = _tags(plan) | labels(run_dir, note, line.say)
     if resumed is not None:
         tags["resume_count"] = str(folder.add_resume(resumed.checkpoint, resumed.changed))
     tracker = Tracker.start(
@@ -64,6 +71,7 @@ def recorded(
         tags=tags,
         artifacts=[spec_file, config_file, run_dir / "stages.txt"],
         identity=folder.identity(),
+        parent=parent,
         say=line.say,
     )
     recorder = Recorder(line, tracker, folder)

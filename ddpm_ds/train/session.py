@@ -23,9 +23,14 @@ from ddpm_ds.data.prepare import prepare
 from ddpm_ds.data.split import split
 from ddpm_ds.data.store import Store
 from ddpm_ds.errors import BadNumbersError, LayoutError, PeerLostError, Preempted, SpecError, UserError
-from ddpm_ds.observe.flops import profile_flops
+from ddpm_ds.observe import verdict
+from ddpm_ds.observe.conclude import VERDICT, conclude
+from ddpm_ds.observe.flops import FlopsProfile
+from ddpm_ds.observe.kernels import KernelProfile
 from ddpm_ds.observe.layer_times import cache_file, measured_times
-from ddpm_ds.observe.observer import Observers
+from ddpm_ds.observe.observer import Observer, Observers
+from ddpm_ds.observe.pauses import PauseClock
+from ddpm_ds.observe.timeline import Timeline
 from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
@@ -92,9 +97,9 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
             schedule=plan.ds.schedule,
             verbose=options.verbose,
         )
-        profile_flops(engine, config.get("flops_profiler", {}), run_dir / "flops")
         ema = Ema(engine, plan.spec.ema)
-        with recorded(plan, config, run_dir, device, line, resumed) as recorder:
+        labels = {"note": options.note, "parent": options.parent_run}
+        with recorded(plan, config, run_dir, device, line, resumed, **labels) as recorder:
             saver = Saver(
                 plan,
                 config,
@@ -108,7 +113,8 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
                 saver.load(resumed.checkpoint)
             elif (weights := initial or _open_initial_weights(plan)) is not None:
                 state.begin_with(engine, ema, weights)
-            _train(plan, store, engine, ema, saver, recorder, run_dir, options)
+            observer = _observe(plan, config, engine, recorder, run_dir, options)
+            _train(plan, store, engine, ema, saver, observer, recorder, run_dir, options)
         dist.barrier()
     del claim
 
@@ -119,6 +125,7 @@ def _train(
     engine: UnetPipelineEngine,
     ema: Ema,
     saver: Saver,
+    observer: Observer,
     recorder: Recorder,
     run_dir: Path,
     options: argparse.Namespace,
@@ -143,7 +150,7 @@ def _train(
         requests,
         watchdog,
         inspection,
-        Observers(),
+        observer,
         recorder,
     )
     try:
@@ -160,8 +167,11 @@ def _train(
         names = ", ".join(_rank_name(engine, rank) for rank in missing)
         raise PeerLostError(f"{names} is gone ({str(error).splitlines()[0]}); the run can be resumed") from error
     _end_well(saver, watchdog, requests)
-    link = recorder.finish("FINISHED", artifacts=[run_dir / "flops"])
+    found = _judge(run_dir, recorder) if dist.get_rank() == 0 else None
+    link = recorder.finish("FINISHED")
     if link is not None:
+        if found is not None:
+            print(f"\n{found}", flush=True)
         print(
             summary(
                 loss=last.loss,
@@ -175,6 +185,38 @@ def _train(
             ),
             flush=True,
         )
+
+
+def _observe(
+    plan: RunPlan,
+    config: dict[str, Any],
+    engine: UnetPipelineEngine,
+    recorder: Recorder,
+    run_dir: Path,
+    options: argparse.Namespace,
+) -> Observer:
+    """What watches the steps that the JSON and the command line name."""
+    flops, precision, macs = config.get("flops_profiler", {}), plan.ds.precision, plan.macs
+    return Observers(
+        [
+            FlopsProfile(engine, plan.layers, flops, run_dir / "flops", recorder, steps=plan.steps),
+            Timeline(
+                engine, options.trace_steps, run_dir / "trace", recorder, precision=precision, macs_per_image=macs
+            ),
+            KernelProfile(engine, options.profile_kernels, run_dir / "kernels", recorder),
+            PauseClock(run_dir if dist.get_rank() == 0 else None),
+        ]
+    )
+
+
+def _judge(run_dir: Path, recorder: Recorder) -> str | None:
+    """Where the run's time went, and what to try next: kept with the run, and returned as text."""
+    found = conclude(run_dir, recorder.say)
+    if found is None:
+        return None
+    recorder.artifact(run_dir / VERDICT)
+    recorder.tags(verdict.tags(found))
+    return verdict.text(found)
 
 
 def _end_well(saver: Saver, watchdog: Watchdog, requests: Requests) -> None:

@@ -11,10 +11,11 @@ here, for a second worker if the first one dies, and for a file in the run folde
 Both processes speak in records, one JSON object per line:
 
     {"start": {...}}                                                  which run: see ``Tracker.start``
-    {"metrics": {name: value}, "step": int, "time": milliseconds}
+    {"metrics": {name: value}, "step": int, "time": milliseconds}    without a step: seconds since the run began
     {"artifact": path, "folder": name}
     {"image": path, "key": name, "step": int, "time": milliseconds}
     {"text": content, "name": file name}
+    {"tags": {name: value}}
     {"register": model name, "folder": of the run's artifacts}
     {"finish": "FINISHED" | "FAILED" | "KILLED", "time": milliseconds}
 
@@ -27,7 +28,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 import threading
 import time
@@ -39,6 +39,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any, Literal
+
+from ddpm_ds.train import side_process
 
 Record = dict[str, Any]
 
@@ -172,6 +174,10 @@ class Tracker:
         """Log values at an optimizer step, with the time of this call."""
         self._put({"metrics": {name: float(value) for name, value in values.items()}, "step": step, "time": now_ms()})
 
+    def system_metrics(self, values: Mapping[str, float], node: str) -> None:
+        """Log system metrics of another host than this one as ``system/<node>/...``, with the time of this call."""
+        self._put({"metrics": {f"system/{node}/{name}": value for name, value in values.items()}, "time": now_ms()})
+
     def artifact(self, path: Path, folder: str = "") -> None:
         """Log a file or folder, as it is when its turn comes."""
         self._put({"artifact": str(path.resolve()), "folder": folder})
@@ -183,6 +189,10 @@ class Tracker:
     def text(self, text: str, name: str) -> None:
         """Log text as an artifact file."""
         self._put({"text": text, "name": name})
+
+    def tags(self, values: Mapping[str, str]) -> None:
+        """Set tags of the run."""
+        self._put({"tags": dict(values)})
 
     def register(self, name: str, folder: str) -> None:
         """Make a folder of the run's artifacts a version of the registered model ``name``."""
@@ -213,17 +223,7 @@ class Tracker:
         self._queue: SimpleQueue[Record | None] = SimpleQueue()
         for record in ({"start": self._start}, *self._unsent):
             self._queue.put(record)
-        environment = {
-            "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-            "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the worker retries by itself and can be woken while it waits
-            "MLFLOW_DISABLE_TELEMETRY": "true",
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(folder or os.getcwd() for folder in sys.path),  # finds the modules we found
-            "PYTHONSAFEPATH": "1",  # and none in the working folder besides
-            "PYTHONWARNINGS": "ignore",
-        }
-        command = [sys.executable, "-m", WORKER, str(os.getpid())]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        self._process = side_process.start(WORKER)
         threading.Thread(target=self._feed, args=(self._process.stdin, self._queue), daemon=True).start()
 
     @staticmethod

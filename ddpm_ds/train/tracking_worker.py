@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import select
-import signal
 import sys
 import threading
 import time
@@ -24,9 +23,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
+from ddpm_ds.train import side_process
 from ddpm_ds.train.registry import register
+from ddpm_ds.train.system_metrics import NODE_ID, samples, switched_on
 from ddpm_ds.train.tracking import Record, keep_unsent, now_ms, print_to_stderr, resolve_uri, without_password
 
 if TYPE_CHECKING:
@@ -105,10 +106,13 @@ def parent_tag(client: MlflowClient, experiment_id: str, parent: str | None) -> 
 
 
 class Worker:
-    """Reads records in one thread and sends them in another; ``parent`` is the trainer's process id, if any."""
+    """Reads records in one thread and sends them in another.
 
-    def __init__(self, parent: int | None) -> None:
-        self._parent = parent
+    ``parent`` is the process id of the trainer that they come from and that hears ``replies``, if any.
+    """
+
+    def __init__(self, parent: int | None, replies: IO[str] | None) -> None:
+        self._parent, self._replies = parent, replies
         self._records: deque[Record] = deque()  # not accepted yet, oldest first
         self._refused: list[Record] = []
         self._changed = threading.Condition()
@@ -119,9 +123,6 @@ class Worker:
         self._start: Record = {}
         self._client: MlflowClient
         self._run: Run
-        self._replies = os.fdopen(os.dup(1), "w", buffering=1)
-        if parent is not None:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what MLflow prints is not a reply
 
     def read(self) -> None:
         """Take in records until the trainer is gone. Never waits for MLflow, so that nothing said is lost with it."""
@@ -221,8 +222,11 @@ class Worker:
         elif "metrics" in record:
             from mlflow.entities import Metric
 
-            points = [(point["metrics"], point["time"], point["step"]) for point in batch]
-            metrics = [Metric(name, value, at, step) for values, at, step in points for name, value in values.items()]
+            metrics = [
+                Metric(name, value, point["time"], self._step(point))
+                for point in batch
+                for name, value in point["metrics"].items()
+            ]
             self._client.log_batch(self._run.info.run_id, metrics=metrics, synchronous=True)
         elif "artifact" in record:
             self._client.log_artifact(self._run.info.run_id, record["artifact"], record["folder"] or None)
@@ -240,10 +244,19 @@ class Worker:
                 )
         elif "text" in record:
             self._client.log_text(self._run.info.run_id, record["text"], record["name"])
+        elif "tags" in record:
+            from mlflow.entities import RunTag
+
+            tags = [RunTag(name, value) for name, value in record["tags"].items()]
+            self._client.log_batch(self._run.info.run_id, tags=tags, synchronous=True)
         elif "register" in record:
             self._say(f"registered {record['register']}", register(self._client, self._run.info.run_id, record))
         elif "finish" in record:
             self._client.set_terminated(self._run.info.run_id, record["finish"], record["time"])
+
+    def _step(self, point: Record) -> int:
+        """That of the record; without one the seconds since the run began, which go on rising when it is resumed."""
+        return int(point["step"] if "step" in point else (point["time"] - self._run.info.start_time) // 1000)
 
     def _open(self) -> None:
         import mlflow
@@ -262,32 +275,16 @@ class Worker:
                 "orphan",
                 f"MLflow at {self._uri} does not have the run of {self._start['run_dir']}; {run_id} stands alone",
             )
-        if self._parent is not None and self._start.get("system_metrics", True):
+        if self._parent is not None and self._start.get("system_metrics", True) and switched_on():
             threading.Thread(target=self._sample_system, daemon=True).start()
 
     def _sample_system(self) -> None:
-        """MLflow's own monitors, for the whole node; queued like other metrics, so that an outage costs no samples."""
-        from mlflow.environment_variables import MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING as ENABLED
-        from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
-
-        if ENABLED.is_set() and not ENABLED.get():
-            return
-        info = self._run.info
+        """System metrics of this host; queued like other metrics, so that an outage costs no samples."""
+        prefix = f"system/{node}/" if (node := os.environ.get(NODE_ID)) else "system/"
         try:
-            monitor = SystemMetricsMonitor(info.run_id, tracking_uri=resolve_uri(self._start))
-            prefix = f"system/{monitor.node_id}/" if monitor.node_id else "system/"
-            monitor.collect_metrics()  # the first reading only starts the counters
-            while True:
-                for source in monitor.monitors:
-                    source.clear_metrics()
-                for _ in range(monitor.samples_before_logging):
-                    if self._ending.wait(monitor.sampling_interval):
-                        return
-                    monitor.collect_metrics()
-                values = {prefix + name: value for name, value in monitor.aggregate_metrics().items()}
-                now = now_ms()
-                seconds = (now - info.start_time) // 1000  # goes on rising when the run is resumed
-                self._take({"metrics": values, "step": seconds, "time": now, "system": True})
+            for sample in samples(self._ending, lambda line: self._say("gpus", line)):
+                values = {prefix + name: value for name, value in sample.items()}
+                self._take({"metrics": values, "time": now_ms(), "system": True})
         except Exception as error:
             self._say("system", f"system metrics are no longer read ({reason(error)}); training goes on")
 
@@ -296,7 +293,7 @@ class Worker:
         return without_password(resolve_uri(self._start))
 
     def _reply(self, reply: Record) -> None:
-        if self._parent is not None:
+        if self._replies is not None:
             with suppress(OSError):  # the trainer is gone
                 self._replies.write(json.dumps(reply) + "\n")
 
@@ -314,13 +311,8 @@ class Worker:
 def main() -> None:
     """Serve the process whose id is the first argument, or send the records in standard input."""
     parent = int(sys.argv[1]) if len(sys.argv) > 1 else None
-    if parent is not None:
-        # Launchers and terminals signal the whole process group; this process ends when the trainer has.
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, signal.SIG_IGN)
-        os.nice(5)  # training goes first
     logging.disable(logging.CRITICAL)
-    worker = Worker(parent)
+    worker = Worker(parent, None if parent is None else side_process.settle())
     threading.Thread(target=worker.read, daemon=True).start()
     worker.work()
     os._exit(0)  # without waiting for threads of MLflow's

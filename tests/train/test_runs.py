@@ -204,8 +204,12 @@ def test_a_run_shows_progress_and_ends_with_a_summary_and_no_chatter(one_process
     for expected in ("1,600/1,600 images (100%)", "final loss", "mlflow ui --backend-store-uri", str(one_process)):
         assert any(expected in line for line in shown), expected
     plan = ("run ", "data", "U-Net", "precision", "layout", "batch", "length", "samples", "held", "outputs")
-    known = (*plan, "stage", "    0", "preparing", "final", "trained", "looked", "skipped", "MLflow", "open", "fp16")
-    chatter = [line for line in shown if not line.startswith(known) and "images (" not in line]
+    ends = ("final", "trained", "looked", "skipped", "MLflow", "open")
+    known = (*plan, "stage", "    0", "preparing", *ends, "fp16", "flops of step", "traced steps")
+    begin = shown.index("where the devices' time went")
+    verdict = shown[begin : next(place for place, line in enumerate(shown) if line.startswith("final"))]
+    assert any(line.startswith("  useful work") for line in verdict) and "Try next: " in "\n".join(verdict)
+    chatter = [line for line in shown if not line.startswith(known) and "images (" not in line and line not in verdict]
     assert not chatter, "\n".join(chatter)
 
 
@@ -230,7 +234,14 @@ def test_the_main_config_trains_on_two_stages_with_profiling_keys_on(tmp_path: P
     for stage in (0, 1):
         profile = (folder / "flops" / f"flops.stage{stage}.txt").read_text()
         assert "DeepSpeed Flops Profiler" in profile and "ResidualBlock" in profile
-    assert {"flops"} <= {file.path for file in client.list_artifacts(run.info.run_id)}
+    names = ("flops.json", "flops.stage0.txt", "flops.stage1.txt", "table.txt")
+    assert sorted(file.path for file in client.list_artifacts(run.info.run_id, "flops")) == [
+        f"flops/{name}" for name in names
+    ]
+    (total,) = client.get_metric_history(run.info.run_id, "flops/forward_gflops")
+    modelled = float(run.data.params["derived.forward_gflops_per_image"])
+    images = int(run.data.params["derived.micro_batch_images"])
+    assert total.step == 3 and modelled * images < total.value < 1.2 * modelled * images
     assert run.data.metrics["train/loss_scale"] == 65536 and "perf/stage1_peak_memory_bytes" in run.data.metrics
 
 

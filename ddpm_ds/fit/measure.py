@@ -1,0 +1,93 @@
+"""Some real steps of one layout and micro-batch: what they take, and what a process holds."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from ddpm_ds.benchmark.rows import Setting, deepspeed_options
+from ddpm_ds.data.prepare import store_path
+from ddpm_ds.data.store import Store
+from ddpm_ds.device import choose_device
+from ddpm_ds.fit.answer import Answer
+from ddpm_ds.pipeline.build import build_engine
+from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
+from ddpm_ds.train.ema import Ema
+from ddpm_ds.train.meters import peak_memory_bytes
+from ddpm_ds.train.plan import RunPlan
+from ddpm_ds.train.session import _cut_by_time, fill_checkpointing, process_group, share_threads
+
+MOST_WARM_UP_STEPS = 40
+"""Steps in which fp16 may find a loss scale that does not overflow: what overflows is not a whole step."""
+OUT_OF_MEMORY = (
+    "can't allocate memory",  # PyTorch's allocator on a CPU
+    "Cannot allocate memory",
+    "out of memory",
+    "ALLOC_FAILED",  # cuBLAS and cuDNN
+    "bad_alloc",
+)
+"""What errors of no class of their own say."""
+
+
+def measure(plan: RunPlan, device: str, budget_bytes: int | None, steps: int) -> Answer:
+    """Build the engine, train until a step has updated the weights, then time ``steps`` of them.
+
+    Every process of the layout calls this. The store must be there. ``budget_bytes`` is what tensors may take on
+    CUDA; on a CPU others see to it.
+    """
+    own = choose_device(device)
+    if own.type == "cuda" and budget_bytes is not None:
+        share = budget_bytes / torch.cuda.get_device_properties(own).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(share, 1.0), own)
+    use_host_accelerator()
+    share_threads(own)
+    store = Store.open(store_path(plan.spec.data), verify=False)
+    config = fill_checkpointing(plan, own)
+    with process_group():
+        seconds = _train(Setting(_cut_by_time(plan, own), config, store, own, verbose=False), steps)
+        peak = peak_memory_bytes(own)
+        dist.barrier()  # none leaves, and is thought to have failed, before all are done
+    interval = config["pipeline"]["activation_checkpoint_interval"]
+    return Answer("done", seconds=seconds, peak_bytes=peak, checkpoint_interval=interval)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error is one of memory, the device's or the host's."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, (RuntimeError, OSError)) and any(words in str(error) for words in OUT_OF_MEMORY)
+
+
+def _train(setting: Setting, steps: int) -> list[float]:
+    plan, device = setting.plan, setting.device
+    engine = build_engine(
+        plan.layers,
+        plan.bounds,
+        deepspeed_options(setting.config),
+        setting.objective(),
+        seed=plan.spec.train.seed,
+        schedule=plan.ds.schedule,
+    )
+    ema = Ema(engine, plan.spec.ema)
+    batches = None
+    if engine.reads_data:
+        batches = setting.batches(plan.ds.layout.replicas, engine.grid.get_data_parallel_id())
+
+    def step() -> float:
+        """Seconds of a step of all processes."""
+        dist.barrier()
+        begin = time.perf_counter()
+        engine.train_batch(batches)
+        ema.update()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        dist.barrier()
+        return time.perf_counter() - begin
+
+    for number in range(1, MOST_WARM_UP_STEPS + 1):
+        step()
+        if engine.skipped_steps < number:
+            break
+    return [step() for _ in range(steps)]

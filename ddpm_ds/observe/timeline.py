@@ -1,0 +1,142 @@
+"""Traces chosen steps of a run on every rank, and writes what was seen when they are over.
+
+    RUN_DIR/trace/steps-20-22.json   for ui.perfetto.dev: a row for each rank, a slice for each instruction
+    RUN_DIR/trace/steps-20-22.png    one of them: the step of median length
+    RUN_DIR/trace/summary.json       seconds of each kind, see :mod:`ddpm_ds.observe.trace_metrics`
+
+Steps that are not traced run as if there were no observer. The first traced step begins when all ranks have come to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ddpm_ds.checkpoint.consolidate import Dtype
+from ddpm_ds.observe.alignment import aligned
+from ddpm_ds.observe.observer import Observer, Report
+from ddpm_ds.observe.peak import peak_file, shared_peak
+from ddpm_ds.observe.recording import RankTrace, Recording
+from ddpm_ds.observe.trace_metrics import TracedJob, TraceSummary, summarise, timeline_metrics
+from ddpm_ds.pipeline.engine import UnetPipelineEngine
+
+MOST_EVENTS = 400_000
+"""Of all ranks in one trace: a file of 60 MB, which a browser still opens."""
+EVENTS_PER_PASS = 4
+"""At most, of a micro-batch in one direction of one phase: the pass, its wait, and sending or loading."""
+EVENTS_PER_STEP = 8
+"""At most, besides: gradients, optimizer, EMA, pauses, and waiting for other ranks."""
+
+
+class Timeline(Observer):
+    """Every rank makes one. A run that goes back while it is traced is traced when it comes by again."""
+
+    def __init__(
+        self,
+        engine: UnetPipelineEngine,
+        steps: range,
+        folder: Path,
+        report: Report,
+        *,
+        precision: Dtype,
+        macs_per_image: int,
+    ) -> None:
+        """Trace ``steps`` into ``folder``, as many of them as make a trace of :data:`MOST_EVENTS`.
+
+        ``macs_per_image`` are the multiply-accumulates of one image's forward pass through the whole U-Net.
+        """
+        self._engine, self._folder, self._report = engine, folder, report
+        self._precision, self._macs = precision, macs_per_image
+        self._most = MOST_EVENTS // dist.get_world_size()
+        per_step = 2 * EVENTS_PER_PASS * engine.phases * engine.micro_batches + EVENTS_PER_STEP
+        self._steps = steps[: max(1, self._most // per_step)]
+        if len(self._steps) < len(steps):
+            report.say(
+                f"--trace-steps {steps[0]}-{steps[-1]}: only steps {self._steps[0]}-{self._steps[-1]} are traced; "
+                f"a trace has at most {MOST_EVENTS:,} events, and a step may have {per_step:,} on each rank"
+            )
+        self._recording: Recording | None = None
+        self._done = not steps
+
+    def begin_step(self, step: int) -> None:
+        recording = self._recording
+        if recording is not None and step != recording.step + 1:
+            recording.abandon()
+            self._recording = recording = None
+        if recording is not None and step not in self._steps:
+            self.finish()
+        elif recording is not None:
+            recording.begin_step(step)
+        elif step in self._steps and not self._done:
+            self._recording = Recording(self._engine, step)
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        with self._recording.span(name) if self._recording is not None else contextlib.nullcontext():
+            yield
+
+    def finish(self) -> None:
+        """Write the trace, if one is being recorded; collective."""
+        if self._recording is None:
+            return
+        own = self._recording.close()
+        self._recording, self._done = None, True
+        peak = shared_peak(self._engine.device, self._precision, peak_file())
+        traces: list[RankTrace | None] = [None] * dist.get_world_size()
+        dist.gather_object(own, traces if dist.get_rank() == 0 else None, dst=0)
+        if dist.get_rank() == 0:
+            self._tell([trace for trace in traces if trace is not None], peak)
+
+    def _tell(self, traces: Sequence[RankTrace], peak: float) -> None:
+        ranks, error = aligned(traces)
+        summary = summarise(self._job(), ranks, peak_flops_per_second=peak, clock_error_seconds=error)
+        self._report.observed(timeline_metrics(summary, self._macs), summary.last_step)
+        try:
+            self._write(ranks, summary)
+        except OSError as problem:
+            self._report.say(f"{self._folder} can't be written ({problem.strerror}); training goes on")
+
+    def _job(self) -> TracedJob:
+        engine = self._engine
+        return TracedJob(
+            schedule=engine.module.schedule,
+            micro_batches=engine.micro_batches,
+            micro_batch_images=engine.micro_batch_size,
+            pipeline_ranks=engine.num_stages,
+            replicas=engine.dp_world_size,
+            device=engine.device.type,
+            zero_stage=engine.zero_optimization_stage(),
+        )
+
+    def _write(self, ranks: Sequence[RankTrace], summary: TraceSummary) -> None:
+        from ddpm_ds.observe.step_picture import draw_median_step  # matplotlib, on rank 0 alone
+        from ddpm_ds.observe.trace_files import write_trace
+
+        folder, job = self._folder, summary.job
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"steps-{summary.first_step}-{summary.last_step}"
+        layout = f"{job.pipeline_ranks} ranks" + (f" x {job.replicas} replicas" if job.replicas > 1 else "")
+        title = f"{job.schedule}, {layout}, {job.micro_batches} micro-batches of {job.micro_batch_images}"
+        kept = [self._cut(trace) for trace in ranks]
+        write_trace(kept, title, folder / f"{name}.json")
+        draw_median_step(ranks, title, folder / f"{name}.png")
+        (folder / "summary.json").write_text(json.dumps(summary.as_json(), indent=2) + "\n")
+        for file in (f"{name}.json", f"{name}.png", "summary.json"):
+            self._report.artifact(folder / file, "trace")
+        self._report.say(f"traced steps {summary.first_step}-{summary.last_step}: {folder / name}.png and .json")
+
+    def _cut(self, trace: RankTrace) -> RankTrace:
+        """No more events of the trace than a file may have; only a single step can have more."""
+        events = trace.steps[0].events
+        if len(trace.steps) > 1 or len(events) <= self._most:
+            return trace
+        self._report.say(
+            f"step {trace.steps[0].number}: {len(events) - self._most:,} of {len(events):,} events of rank "
+            f"{trace.rank} are left out of the trace, which has at most {MOST_EVENTS:,}"
+        )
+        return replace(trace, steps=(replace(trace.steps[0], events=events[: self._most]),))

@@ -1,0 +1,219 @@
+"""What recorded steps come to: seconds of each kind, and the metrics of the timeline.
+
+RUN_DIR/trace/summary.json is a :class:`TraceSummary`. Seconds of a rank or phase are per step, means over the traced
+steps, and disjoint: ``step_seconds`` of a rank is forward, backward, wait and send of its phases, and its own data
+wait, load, reduce, optimizer, agreement wait, EMA and other. Checkpoints and inspections between steps are in none.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ddpm_ds.observe.alignment import WAIT_FOR_RANKS
+from ddpm_ds.observe.recording import RankTrace
+from ddpm_ds.pipeline.partition import Schedule
+from ddpm_ds.unet.layers import PASSES_PER_STEP
+
+PAUSES = ("checkpoint", "inspection")
+"""Spans that are no part of a training step."""
+NOTICEABLE = 0.001
+"""Share of the time from which on a pause counts; asking whether it is time for one takes less."""
+
+
+@dataclass(frozen=True)
+class TracedJob:
+    """What was trained how."""
+
+    schedule: Schedule
+    micro_batches: int
+    """Per replica and step."""
+    micro_batch_images: int
+    pipeline_ranks: int
+    replicas: int
+    device: str
+    zero_stage: int
+
+
+@dataclass(frozen=True)
+class PhaseSeconds:
+    """Of one stage on one rank."""
+
+    stage: int
+    forward_seconds: float
+    backward_seconds: float
+    forward_seconds_per_micro_batch: float
+    backward_seconds_per_micro_batch: float
+    wait_seconds: float
+    """For messages."""
+    send_seconds: float
+    activation_bytes: int
+    """Of one message to the next stage; 0 where there is none."""
+    gradient_bytes: int
+    """Of one message to the stage before, likewise."""
+
+
+@dataclass(frozen=True)
+class RankSeconds:
+    """Of one process."""
+
+    rank: int
+    pipeline_rank: int
+    replica: int
+    step_seconds: float
+    data_wait_seconds: float
+    load_seconds: float
+    reduce_seconds: float
+    optimizer_seconds: float
+    agreement_wait_seconds: float
+    """For other ranks in ReduceGrads and OptimizerStep."""
+    ema_seconds: float
+    checkpoint_seconds: float
+    inspection_seconds: float
+    other_seconds: float
+    """In no event: logging, Python between instructions, waiting until what was sent is delivered."""
+    phases: tuple[PhaseSeconds, ...]
+
+    @property
+    def waiting(self) -> float:
+        """For messages and for other ranks."""
+        return self.agreement_wait_seconds + sum(phase.wait_seconds for phase in self.phases)
+
+    @property
+    def computing(self) -> float:
+        """Forward and backward."""
+        return sum(phase.forward_seconds + phase.backward_seconds for phase in self.phases)
+
+    @property
+    def whole_seconds(self) -> float:
+        """With checkpoint and inspection."""
+        return self.step_seconds + self.checkpoint_seconds + self.inspection_seconds
+
+
+@dataclass(frozen=True)
+class TraceSummary:
+    """What the traced steps come to."""
+
+    first_step: int
+    last_step: int
+    job: TracedJob
+    step_seconds: float
+    peak_flops_per_second: float
+    """Of one device."""
+    clock_error_seconds: float
+    """By which the clocks of two ranks may differ at most."""
+    ranks: tuple[RankSeconds, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """As in summary.json: the job's facts stand beside the others."""
+        values = asdict(self)
+        return {**values.pop("job"), "world_size": len(self.ranks), **values}
+
+
+def summarise(
+    job: TracedJob, traces: Sequence[RankTrace], *, peak_flops_per_second: float, clock_error_seconds: float
+) -> TraceSummary:
+    """Of aligned traces."""
+    ranks = tuple(_rank_seconds(trace) for trace in traces)
+    steps = traces[0].steps
+    return TraceSummary(
+        first_step=steps[0].number,
+        last_step=steps[-1].number,
+        job=job,
+        step_seconds=statistics.fmean(rank.step_seconds for rank in ranks),
+        peak_flops_per_second=peak_flops_per_second,
+        clock_error_seconds=clock_error_seconds,
+        ranks=ranks,
+    )
+
+
+def _rank_seconds(trace: RankTrace) -> RankSeconds:
+    steps = len(trace.steps)
+    seconds: defaultdict[tuple[str, int], float] = defaultdict(float)
+    counts: Counter[tuple[str, int]] = Counter()
+    for event in (event for step in trace.steps for event in step.events):
+        seconds[event.instruction, event.phase] += event.end - event.start
+        counts[event.instruction, event.phase] += 1
+
+    def each_step(*names: str, phase: int = 0) -> float:
+        return sum(seconds[name, phase] for name in names) / steps
+
+    def each(name: str, phase: int) -> float:
+        return seconds[name, phase] / max(counts[name, phase], 1)
+
+    whole = sum(step.end - step.start for step in trace.steps) / steps
+    return RankSeconds(
+        rank=trace.rank,
+        pipeline_rank=trace.pipeline_rank,
+        replica=trace.replica,
+        step_seconds=whole - each_step(*PAUSES),
+        data_wait_seconds=each_step("DataWait"),
+        load_seconds=each_step("LoadMicroBatch"),
+        reduce_seconds=each_step("ReduceGrads"),
+        optimizer_seconds=each_step("OptimizerStep"),
+        agreement_wait_seconds=each_step(WAIT_FOR_RANKS),
+        ema_seconds=each_step("EMA"),
+        checkpoint_seconds=each_step("checkpoint"),
+        inspection_seconds=each_step("inspection"),
+        other_seconds=whole - sum(seconds.values()) / steps,
+        phases=tuple(
+            PhaseSeconds(
+                stage=stage,
+                forward_seconds=each_step("ForwardPass", phase=phase),
+                backward_seconds=each_step("BackwardPass", phase=phase),
+                forward_seconds_per_micro_batch=each("ForwardPass", phase),
+                backward_seconds_per_micro_batch=each("BackwardPass", phase),
+                wait_seconds=each_step("RecvActivation", "RecvGrad", phase=phase),
+                send_seconds=each_step("SendActivation", "SendGrad", phase=phase),
+                activation_bytes=activation_bytes,
+                gradient_bytes=gradient_bytes,
+            )
+            for phase, (stage, (activation_bytes, gradient_bytes)) in enumerate(
+                zip(trace.stages, trace.message_bytes, strict=True)
+            )
+        ),
+    )
+
+
+def timeline_metrics(summary: TraceSummary, macs_per_image: int) -> dict[str, float]:
+    """By the names that dashboards and comparisons read.
+
+    ``macs_per_image`` are the multiply-accumulates of one image's forward pass through the whole U-Net. What a rank has
+    of its own stands under the stage that it holds in phase 0, waiting for other ranks included.
+    """
+    ranks, job = summary.ranks, summary.job
+    mean = statistics.fmean
+    values: dict[str, float] = {}
+    for number in range(job.pipeline_ranks):
+        replicas = [rank for rank in ranks if rank.pipeline_rank == number]
+        for phase in range(len(replicas[0].phases)):
+            held = [rank.phases[phase] for rank in replicas]
+            stage = f"stage{held[0].stage}"
+            values[f"{stage}/forward_seconds"] = mean(part.forward_seconds for part in held)
+            values[f"{stage}/backward_seconds"] = mean(part.backward_seconds for part in held)
+            values[f"{stage}/wait_seconds"] = mean(part.wait_seconds for part in held)
+            values[f"{stage}/send_seconds"] = mean(part.send_seconds for part in held)
+        own = f"stage{replicas[0].phases[0].stage}"
+        values[f"{own}/wait_seconds"] += mean(rank.agreement_wait_seconds for rank in replicas)
+        values[f"{own}/load_seconds"] = mean(rank.data_wait_seconds + rank.load_seconds for rank in replicas)
+        values[f"{own}/reduce_seconds"] = mean(rank.reduce_seconds for rank in replicas)
+        values[f"{own}/optimizer_seconds"] = mean(rank.optimizer_seconds for rank in replicas)
+        values[f"{own}/ema_seconds"] = mean(rank.ema_seconds for rank in replicas)
+    computing = [rank.computing for rank in ranks]
+    images = job.micro_batches * job.micro_batch_images * job.replicas
+    flops = 2 * macs_per_image * PASSES_PER_STEP * images
+    values |= {
+        "perf/traced_step_seconds": summary.step_seconds,
+        "perf/bubble_fraction": mean(rank.waiting / rank.step_seconds for rank in ranks),
+        "perf/imbalance": max(computing) / mean(computing) - 1,
+        "perf/mfu": flops / summary.step_seconds / (summary.peak_flops_per_second * len(ranks)),
+        "perf/data_wait_fraction": max(rank.data_wait_seconds / rank.step_seconds for rank in ranks),
+    }
+    for pause in PAUSES:
+        share = mean(getattr(rank, f"{pause}_seconds") / rank.whole_seconds for rank in ranks)
+        if share > NOTICEABLE:
+            values[f"perf/{pause}_fraction"] = share
+    return values

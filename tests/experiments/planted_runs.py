@@ -1,0 +1,111 @@
+"""Runs as training would have left them, without training: in MLflow's store, or held in memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param
+
+from ddpm_ds.experiments.runs import Point, RecordedRun
+
+BEGIN_MS = 1_790_000_000_000
+BATCH = 64
+STEPS_PER_POINT = 10
+DATABASE = "mlflow.db"
+
+Points = Mapping[str, list[float]]
+
+
+@dataclass(frozen=True)
+class HeldRun(RecordedRun):
+    """A run that needs no MLflow."""
+
+    points: Points = field(default_factory=dict)
+    pictures: Mapping[str, bytes] = field(default_factory=dict)
+
+    def history(self, name: str) -> list[Point]:
+        return [
+            Point(STEPS_PER_POINT * number, self.start_ms + 1000 * number, value)
+            for number, value in enumerate(self.points[name], start=1)
+        ]
+
+    def artifacts(self, folder: str = "") -> list[str]:
+        return sorted(path for path in self.pictures if path.rpartition("/")[0] == folder)
+
+    def read_artifact(self, path: str) -> bytes | None:
+        return self.pictures.get(path)
+
+
+def held(name: str, points: Points | None = None, **changes: Any) -> HeldRun:
+    """A finished run in memory; ``points`` are the values of its metrics at its log points."""
+    points = points or {}
+    options: dict[str, Any] = {
+        "id": f"{abs(hash(name)):032x}",
+        "name": name,
+        "experiment": "digits",
+        "status": "FINISHED",
+        "start_ms": BEGIN_MS,
+        "end_ms": BEGIN_MS + 1_000_000,
+        "params": {},
+        "metrics": {metric: values[-1] for metric, values in points.items()},
+        "tags": {},
+        "folder": None,
+        "parent": None,
+        "tracking_uri": "nowhere",
+        "points": points,
+    } | changes
+    options["params"] = {"train.batch_images": str(BATCH), **options["params"]}
+    return HeldRun(**options)
+
+
+class PlantedStore:
+    """An MLflow store in ``root``, with one experiment."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.client = MlflowClient(f"sqlite:///{root / DATABASE}")
+        self.experiment = self.client.create_experiment("digits", (root / "mlartifacts").as_uri())
+        self.runs = 0
+
+    def run(
+        self,
+        name: str,
+        points: Points | None = None,
+        *,
+        params: Mapping[str, Any] | None = None,
+        tags: Mapping[str, str] | None = None,
+        status: str = "FINISHED",
+        seconds: float = 1.0,
+        parent: str | None = None,
+        timeline: bytes | None = None,
+    ) -> str:
+        """A run with log points ``seconds`` apart; returns its id."""
+        self.runs += 1
+        begin = BEGIN_MS + 1000 * self.runs
+        family = {} if parent is None else {"mlflow.parentRunId": parent}
+        run = str(self.client.create_run(self.experiment, begin, {**(tags or {}), **family}, name).info.run_id)
+        metrics = [
+            Metric(metric, value, begin + round(1000 * seconds * number), STEPS_PER_POINT * number)
+            for metric, values in (points or {}).items()
+            for number, value in enumerate(values, start=1)
+        ]
+        texts = [Param(key, str(value)) for key, value in {"train.batch_images": BATCH, **(params or {})}.items()]
+        self.client.log_batch(run, metrics, texts)
+        if timeline is not None:
+            picture = self.root / "step_20.png"
+            picture.write_bytes(timeline)
+            self.client.log_artifact(run, str(picture), "trace")
+        self.client.set_terminated(run, status, begin + 1_000_000)
+        return run
+
+
+def losses(points: int, pace: float = 1.0, floor: float = 0.03) -> list[float]:
+    """A curve that falls to ``floor``, with a ripple."""
+    return [
+        floor + 0.9 * math.exp(-pace * number / 12) + 0.01 * math.sin(1.7 * number) ** 2 for number in range(points)
+    ]

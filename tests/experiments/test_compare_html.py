@@ -1,0 +1,160 @@
+"""The page of a comparison: alone it holds everything, and in a real browser it works and complains of nothing."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpm_ds.experiments.compare import comparison
+from ddpm_ds.experiments.compare_curves import fewer
+from ddpm_ds.experiments.compare_html import MOST_PICTURE_BYTES, PNG, page
+from ddpm_ds.experiments.runs import Point
+from tests.experiments.planted_runs import HeldRun, held, losses
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+BROWSER_SECONDS = 120
+HOSTILE = "\"'></script></style><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
+DOT = PNG + bytes.fromhex(
+    "0000000d4948445200000001000000010806000000"
+    "1f15c4890000000d49444154789c6360606060000000050001a5f645400000000049454e44ae426082"
+)
+DRIVER = """
+const byId = (id) => document.getElementById(id);
+const said = {};
+const change = (id, value) => {
+  byId(id).value = value;
+  byId(id).dispatchEvent(new Event("change"));
+};
+const names = (selector) => [...document.querySelectorAll(selector)].map((part) => part.textContent);
+const courses = () => [...document.querySelectorAll(".chart")].map((c) => c.querySelectorAll(".course").length);
+const columns = () => names("thead th:not([hidden]) .name");
+said.courses = courses();
+said.bars = names(".bars .name");
+document.querySelectorAll("[data-toggle]")[1].click();
+said.without_second = [courses(), columns(), names(".bars .name"), byId("shown").textContent];
+byId("show-none").click();
+said.none = [courses(), columns(), names(".bars .name")];
+byId("show-all").click();
+change("order", "perf/images_per_second");
+said.fastest_first = [columns(), names(".bars .name")];
+change("bar-metric", "train/loss");
+said.losses = names(".bars .value");
+const plot = document.querySelector(".chart .plot");
+plot.dispatchEvent(new KeyboardEvent("keydown", { key: "End" }));
+said.read_out = names(".chart:first-of-type .readout div, .chart:first-of-type .readout td:nth-child(n + 2)");
+byId("logarithmic").click();
+said.logarithmic = courses();
+const box = plot.getBoundingClientRect();
+const place = { clientX: box.left + box.width / 2, clientY: box.top + 50 };
+plot.dispatchEvent(new PointerEvent("pointermove", place));
+said.pointed = document.querySelectorAll(".chart:first-of-type .readout tr").length;
+const told = document.createElement("pre");
+told.id = "said";
+told.textContent = JSON.stringify(said);
+document.body.append(told);
+"""
+
+
+def three() -> list[HeldRun]:
+    """A baseline, one twice as fast that says hostile things, and one that failed early."""
+    speeds = {"perf/images_per_second": [50.0, 100.0, 100.0]}
+    tags = {"mlflow.note.content": HOSTILE, "verdict.top": HOSTILE, "verdict.try": HOSTILE}
+    twice = {"train/loss": losses(60, floor=0.02), "perf/images_per_second": [100.0, 200.0, 200.0]}
+    return [
+        held("plain", {"train/loss": losses(60), **speeds}, params={"derived.precision": "fp32"}),
+        held(HOSTILE, twice, params={"derived.precision": HOSTILE}, tags=tags, pictures={"trace/step_20.png": DOT}),
+        held("dead", {"train/loss": [0.9, float("nan")]}, status="FAILED"),
+    ]
+
+
+def opened(path: Path, profile: Path) -> tuple[str, list[str]]:
+    """A page's elements after its scripts have run, and what the browser's console says."""
+    assert CHROMIUM is not None
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
+    flags += ["--disable-background-networking", "--disable-component-update", f"--user-data-dir={profile}"]
+    flags += ["--enable-logging=stderr", "--v=0", "--virtual-time-budget=2000", "--window-size=1200,900"]
+    done = subprocess.run(
+        [CHROMIUM, *flags, "--dump-dom", path.as_uri()], capture_output=True, text=True, timeout=BROWSER_SECONDS
+    )
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+def test_the_page_asks_for_nothing_from_elsewhere() -> None:
+    text = page(comparison(three()))
+    assert re.findall(r"https?://[^\"'\s]+", text) == ["http://www.w3.org/2000/svg"]
+    assert {source[:15] for source in re.findall(r'\ssrc="([^"]*)"', text)} == {"data:image/png;"}
+    assert not re.search(r"<(link|iframe|object|embed|base)\b|@import|url\(", text)
+    assert "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-" in text
+
+
+def test_what_users_wrote_is_text_wherever_it_stands() -> None:
+    text = page(comparison(three()))
+    assert HOSTILE not in text and text.count("<script") == 2 and text.count("<img") == 1
+    assert html.unescape(text).count(HOSTILE) >= 6  # legend, header, parameter, note, verdict, change
+    data = json.loads(re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[0])
+    assert [run["label"] for run in data["runs"]] == ["plain", HOSTILE, "dead"]
+    assert data["runs"][2]["curves"]["train/loss"]["values"] == [0.9, None]
+
+
+def test_fifty_runs_have_fifty_kinds_of_line() -> None:
+    runs = [held(f"cell-{number}", {"train/loss": losses(2000)}) for number in range(50)]
+    text = page(comparison(runs))
+    data = json.loads(re.findall(r'id="data">(.*?)</script>', text, re.DOTALL)[0])
+    assert len({(run["colour"], run["dash"]) for run in data["runs"]}) == 50
+    assert len(text) < 3_000_000
+
+
+def test_thinned_curves_keep_every_peak() -> None:
+    points = [Point(step, step, 1.0) for step in range(1, 10_001)]
+    points[4321] = Point(4322, 4322, 99.0)
+    points[7000] = Point(7001, 7001, -5.0)
+    kept = fewer(points, 100)
+    assert len(kept) <= 100 and {points[0], points[4321], points[7000]} <= set(kept)
+    assert kept == sorted(kept)
+
+
+def test_only_pictures_of_bounded_size_become_timelines() -> None:
+    pictures = {"trace/a.png": DOT, "trace/b.png": b"<svg>", "trace/c.png": DOT + bytes(MOST_PICTURE_BYTES)}
+    run = held("traced", {"train/loss": losses(3)}, pictures=pictures | {"trace/trace.json": b"{}"})
+    text = page(comparison([run]))
+    assert text.count("data:image/png;base64,") == 1 and "a.png" in text
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium")
+def test_a_browser_opens_the_page_without_a_complaint_and_what_users_wrote_does_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    path.write_text(page(comparison(three())))
+    elements, complaints = opened(path, tmp_path / "profile")
+    assert complaints == []
+    assert "<title>3 runs of digits</title>" in elements
+    assert elements.count('class="course ') == 6  # three runs against images and against time
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium")
+def test_runs_can_be_hidden_ordered_and_read_out(tmp_path: Path) -> None:
+    runs = three()
+    text = page(comparison([runs[0], held("fast", runs[1].points), runs[2]]))
+    path = tmp_path / "page.html"
+    driven = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)  # it would refuse the driver
+    path.write_text(driven.replace("</body>", f"<script>{{{DRIVER}}}</script></body>"))
+    elements, complaints = opened(path, tmp_path / "profile")
+    assert complaints == []
+    found = re.search(r'<pre id="said">(.*?)</pre>', elements, re.DOTALL)
+    assert found is not None
+    said: dict[str, Any] = json.loads(html.unescape(found[1]))
+    assert said["courses"] == [3, 3]
+    assert said["bars"] == ["plain", "fast", "dead"]
+    assert said["without_second"] == [[2, 2], ["plain", "dead"], ["plain", "dead"], "2 of 3 shown"]
+    assert said["none"] == [[0, 0], [], []]
+    assert said["fastest_first"] == [["fast", "plain", "dead"]] * 2
+    plain, fast = (run.metrics["train/loss"] for run in runs[:2])
+    assert said["losses"] == [f"{fast:.4g}  {fast / plain:.3f}x", f"{plain:.4g}  1.00x", "failed"]
+    assert said["read_out"] == ["38,400 images", "plain", f"{plain:.4g}", "fast", f"{fast:.4g}"]
+    assert said["logarithmic"] == [3, 3] and said["pointed"] == 2

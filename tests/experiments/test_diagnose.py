@@ -1,0 +1,171 @@
+"""Real runs with a planted fault each, which the verdict names; and the verb, on runs it can judge and on others."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ddpm_ds.errors import OutputError, UserError
+from ddpm_ds.experiments.diagnose import add_diagnose
+from ddpm_ds.experiments.runs import ExperimentError
+from ddpm_ds.observe.facts import facts_of
+from ddpm_ds.observe.verdict import Verdict, verdict
+from ddpm_ds.observe.whatif import Model
+from ddpm_ds.pipeline.partition import segments
+from ddpm_ds.train.tracking_worker import START_TAG
+from tests.experiments.planted_runs import PlantedStore
+from tests.launching import launch, tiny_spec, write_json
+from tests.observe.planted_facts import Bench, write_run
+
+BATCH = 32
+BLOCK = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+BALANCED = [9]
+"""The cut of the U-Net below that gives two ranks about as many flops."""
+
+
+def case(name: str, micro_batches: int = 8, *overrides: str, **planted: Any) -> dict[str, Any]:
+    """Two ranks, one pipeline, eight micro-batches, and what is planted."""
+    pipeline = {"stages": 2, "partition": BALANCED, "activation_checkpoint_interval": 0}
+    pipeline |= planted.pop("pipeline", {})
+    config = {**BLOCK, "gradient_accumulation_steps": micro_batches, "pipeline": pipeline}
+    return {"name": name, "overrides": list(overrides), "config": config, **planted}
+
+
+CASES = {
+    "data wait": case("slow_loader", loader_seconds=0.06),
+    "imbalance": case("unbalanced_cuts", pipeline={"partition": [3]}),
+    "bubble": case("few_micro_batches", 1),
+    "communication": case("slow_link", link_seconds=0.06),
+    "low utilisation": case("tiny_batch", 32, "data.image_size=8", "unet.channels=16"),
+    "recomputation": case("recomputation", pipeline={"activation_checkpoint_interval": 1}),
+}
+"""By the loss that it causes."""
+
+
+def write_spec(folder: Path) -> None:
+    """A U-Net large enough for its layers to compute longer than they take to start."""
+    unet = {"channels": 32, "attention_resolutions": [], "dropout": 0.0}
+    spec = tiny_spec(data={"image_size": 16}, unet=unet, train={"batch_images": BATCH})
+    (folder / "spec.yaml").write_text(yaml.safe_dump(spec.model_dump(mode="json")))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the folder of a run for each case."""
+    folder = tmp_path_factory.mktemp("faults")
+    write_spec(folder)
+    file = write_json(folder / "cases.json", list(CASES.values()))
+    done = launch(2, Path(__file__).with_name("fault_worker.py"), str(file), str(folder), XDG_CACHE_HOME=str(folder))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return folder
+
+
+def judged(folder: Path, fault: str) -> Verdict:
+    return verdict(facts_of(folder / CASES[fault]["name"]))
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("fault", CASES)
+def test_the_planted_fault_of_a_real_run_is_named(folder: Path, fault: str) -> None:
+    found = judged(folder, fault)
+    said = (folder / CASES[fault]["name"] / "verdict.txt").read_text()
+    assert found.top == fault, said
+    assert f"The largest loss is {fault}, " in said
+    assert sum(found.shares.values()) == pytest.approx(1.0)
+    assert found.change is not None and found.change_for == fault, said
+
+
+@pytest.mark.launch
+def test_the_change_to_try_undoes_the_fault(folder: Path) -> None:
+    edits = {fault: change.edit for fault in CASES if (change := judged(folder, fault).change) is not None}
+    assert "--set data.workers=" in edits["data wait"]
+    assert edits["imbalance"] == '"pipeline": {"partition": "measured"}'
+    assert '"gradient_accumulation_steps": ' in edits["bubble"]
+    assert '"train_micro_batch_size_per_gpu": 1,' not in edits["low utilisation"]
+    assert edits["recomputation"] == '"pipeline": {"activation_checkpoint_interval": 0}'
+
+
+@pytest.mark.launch
+def test_a_verdict_takes_little_time(folder: Path) -> None:
+    seconds = [float((folder / planted["name"] / "seconds").read_text()) for planted in CASES.values()]
+    assert min(seconds) < 1.0
+
+
+@pytest.mark.launch
+def test_messages_are_as_long_as_the_model_says(folder: Path) -> None:
+    facts = facts_of(folder / "slow_link")
+    model = Model(facts)
+    for rank, own in enumerate(facts.ranks):
+        for phase, (start, stop) in enumerate(segments(facts.bounds, facts.schedule, rank)):
+            elements = model.message_elements(model.now, start, stop, phase)
+            sizes = [4 * facts.micro_batch_images * number for number in elements]
+            assert sizes == [own.phases[phase].activation_bytes, own.phases[phase].gradient_bytes]
+
+
+def diagnose(*words: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_diagnose(parser.add_subparsers())
+    options = parser.parse_args(["diagnose", *words])
+    options.run(options)
+
+
+@pytest.fixture
+def store(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> PlantedStore:
+    """An output root with the run `slow`, whose loader is slow, in its folder and in MLflow."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    store = PlantedStore(tmp_path)
+    run_dir = write_run(tmp_path / "slow", Bench(read_seconds=5e-4).traced())
+    (run_dir / "identity").write_text("5" * 32)
+    store.run("slow", tags={START_TAG: "5" * 32})
+    return store
+
+
+def test_a_run_is_diagnosed_by_name_and_the_verdict_is_kept(
+    store: PlantedStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    diagnose("slow", "--runs", str(store.root))
+    said = capsys.readouterr().out
+    assert "The largest loss is data wait" in said
+    assert (store.root / "slow" / "verdict.txt").read_text() == said
+    (run,) = store.client.search_runs([store.experiment])
+    assert run.data.tags["verdict.top"] == "data wait"
+    assert run.data.tags["verdict.try"] == "--set data.workers=1"
+    assert run.data.tags["verdict.share"] == "23.1%"
+    kept = store.client.download_artifacts(run.info.run_id, "verdict.txt", str(store.root))
+    assert Path(kept).read_text() == said
+
+
+def test_a_folder_that_mlflow_does_not_know_is_diagnosed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = write_run(tmp_path / "alone", Bench(cuts=(3,)).traced())
+    diagnose(str(run_dir), "--runs", str(tmp_path))
+    said = capsys.readouterr()
+    assert "The largest loss is imbalance" in said.out
+    assert said.err.startswith("ddpm-ds diagnose: not kept in MLflow: ")
+    assert len(said.err.splitlines()) == 1
+
+
+def test_a_run_that_is_not_there_is_one_line(store: PlantedStore, tmp_path: Path) -> None:
+    with pytest.raises(ExperimentError, match=r"slwo is no run .*did you mean slow") as error:
+        diagnose("slwo", "--runs", str(store.root))
+    assert isinstance(error.value, UserError) and "\n" not in str(error.value)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(OutputError, match="is not the folder of a run"):
+        diagnose(str(tmp_path / "empty"), "--runs", str(store.root))
+
+
+def test_a_run_whose_folder_is_elsewhere_is_one_line(store: PlantedStore) -> None:
+    store.run("away", tags={START_TAG: "6" * 32})
+    with pytest.raises(ExperimentError, match="the folder of run away is not on this machine"):
+        diagnose("away", "--runs", str(store.root))
+
+
+def test_a_run_without_a_trace_says_how_to_get_one(store: PlantedStore) -> None:
+    (store.root / "slow" / "trace" / "summary.json").unlink()
+    with pytest.raises(OutputError, match="no step was traced; train with --trace-steps FIRST-LAST"):
+        diagnose("slow", "--runs", str(store.root))

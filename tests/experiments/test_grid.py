@@ -1,0 +1,131 @@
+"""What is varied, and the cells that follow."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpm_ds.ds_config import read_ds_config
+from ddpm_ds.experiments.grid import DYNAMIC_FP16, Cell, cells, parse_variable, plan_cells
+from ddpm_ds.experiments.runs import ExperimentError
+from tests.launching import REPOSITORY
+
+SPEC = REPOSITORY / "launch" / "specs" / "digits.yaml"
+CONFIGS = REPOSITORY / "ds_configs"
+
+
+def grid(*items: str, config: str = "zero2_fp16.json", full: bool = False, processes: int = 1) -> list[Cell]:
+    given = read_ds_config(CONFIGS / config)
+    return cells([parse_variable(item) for item in items], given, ["train.seed=3"], processes, full=full)
+
+
+def test_every_value_is_tried_alone_or_in_full() -> None:
+    items = ("precision=fp32,fp16,bf16", "processes=1,2")
+    alone, full = grid(*items), grid(*items, full=True)
+    assert [cell.changed for cell in alone] == ["", "precision=fp16", "precision=bf16", "processes=2"]
+    assert [cell.name for cell in alone] == ["baseline", "precision-fp16", "precision-bf16", "processes-2"]
+    assert [cell.processes for cell in alone] == [1, 1, 1, 2]
+    assert [cell.changed for cell in full[:3]] == ["", "processes=2", "precision=fp16"]
+    assert len(full) == 6 and full[-1].name == "precision-bf16-processes-2"
+    assert full[-1].values == {"precision": "bf16", "processes": "2"}
+
+
+def test_shorthands_edit_the_json_and_other_names_are_spec_and_json_keys() -> None:
+    items = (
+        "stages=2",
+        "schedule=folded",
+        "zero=1",
+        "micro_batch_images=8",
+        "recompute=2",
+        "partition=[3,5,7]",
+        "unet.multipliers=[1,2]",
+        "ds.gradient_clipping=0.5",
+        "ds.fp16.loss_scale=128",
+    )
+    (cell,) = grid(*items)
+    pipeline: dict[str, Any] = cell.config["pipeline"]
+    assert (pipeline["stages"], pipeline["schedule"], pipeline["partition"]) == (2, "folded", [3, 5, 7])
+    assert pipeline["activation_checkpoint_interval"] == 2 and cell.config["zero_optimization"]["stage"] == 1
+    assert cell.config["train_micro_batch_size_per_gpu"] == 8
+    assert cell.config["gradient_clipping"] == 0.5 and cell.config["fp16"]["loss_scale"] == 128
+    assert cell.overrides == ("train.seed=3", "train.accumulation=auto", "unet.multipliers=[1,2]")
+    assert cell.name == cell.name.replace("/", "") and cell.changed == ""
+
+
+@pytest.mark.parametrize("config", sorted(path.name for path in CONFIGS.glob("*.json") if "folded" not in path.name))
+def test_any_precision_and_zero_stage_is_legal_from_any_json(config: str) -> None:
+    made = grid("precision=fp32,fp16,bf16", "zero=0,1,2", config=config, full=True, processes=2)
+    for cell, plan in zip(made, plan_cells(made, SPEC, CONFIGS / config, stages=2), strict=True):
+        assert plan.ds.precision == cell.values["precision"] and plan.ds.zero_stage == int(cell.values["zero"])
+        assert {"fp16", "bf16"} & set(cell.config) == {cell.values["precision"]} - {"fp32"}
+
+
+def test_half_precision_has_the_dynamic_loss_scale_of_the_main_config() -> None:
+    assert json.loads((CONFIGS / "zero2_fp16.json").read_text())["fp16"] == DYNAMIC_FP16
+    (cell,) = grid("precision=fp16", config="zero2_bf16.json")
+    assert cell.config["fp16"] == DYNAMIC_FP16
+    config = read_ds_config(CONFIGS / "zero2_fp16.json")
+    config["fp16"] = {"enabled": False, "loss_scale": 64}
+    (cell,) = cells([parse_variable("precision=fp16")], config, [], 1, full=False)
+    assert cell.config["fp16"] == {"enabled": True, "loss_scale": 64}  # what a JSON says itself stays
+    assert config["fp16"]["enabled"] is False
+
+
+def test_cells_whose_folders_would_be_the_same_are_told_apart() -> None:
+    names = [cell.name for cell in grid("data.path=null,a/b,a-b")]
+    assert names == ["baseline", "data.path-a-b", "data.path-a-b-2"]
+
+
+def test_the_planner_is_asked_for_stages_elsewhere(tmp_path: Path) -> None:
+    before = dict(os.environ)
+    (plan,) = plan_cells(grid("processes=2"), SPEC, CONFIGS / "zero2_fp16.json", stages=None, device="cpu")
+    assert plan.ds.layout.world_size == 2 and plan.chosen is not None
+    assert dict(os.environ) == before
+    with pytest.raises(ExperimentError, match=r"^cell baseline: .* --set unet.channels=33: "):
+        plan_cells(
+            grid("processes=2", "unet.channels=33"), SPEC, CONFIGS / "zero2_fp16.json", stages=None, device="cpu"
+        )
+
+
+@pytest.mark.parametrize(
+    ("items", "said"),
+    [
+        (["precison=fp16"], "--vary precison=fp16: precison is unknown; did you mean precision?"),
+        (["depth=3"], "known are precision, processes, stages"),
+        (["precision"], "write NAME=VALUE,VALUE"),
+        (["precision=fp32,"], "write NAME=VALUE,VALUE"),
+        (["precision=fp32,fp32"], "a value comes twice"),
+        (["precision=fp32", "precision=fp16"], "--vary precision is given twice"),
+        (["precision=fp32,fp8"], "--vary precision=fp8: use fp32, fp16, bf16"),
+        (["processes=1,0"], "--vary processes=0: '0' is not a positive number"),
+        (["logging.experiment=a,b"], "a grid is one experiment"),
+        (["ds.gradient_clipping.value=1"], "gradient_clipping is no block of the JSON"),
+    ],
+)
+def test_a_variable_that_can_not_be_is_said_in_one_line(items: list[str], said: str) -> None:
+    with pytest.raises(ExperimentError) as error:
+        grid(*items)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        ("schedule=1f1b,zigzag", 'pipeline.schedule = "zigzag" should be "1f1b" or "folded"'),
+        ("ds.pipeline.stages=2,3", "3 stages, which don't divide 2 processes"),
+        ("unet.channels=32,33", "--set unet.channels=33: "),
+        ("unet.chanels=32", "did you mean unet.channels?"),
+        ("zero=0,three", 'zero_optimization.stage = "three" should be 0 or 1 or 2'),
+        ("ds.zero_optimisation.stage=1", "zero_optimisation is unknown; did you mean zero_optimization?"),
+    ],
+)
+def test_a_value_that_can_not_be_trained_is_said_in_the_words_of_training(item: str, said: str) -> None:
+    with pytest.raises(ExperimentError) as error:
+        varied = [item] if "stages" in item else [item, "stages=2"]
+        plan_cells(grid(*varied, processes=2), SPEC, Path("my.json"), stages=None)
+    words = str(error.value)
+    assert words.startswith("cell ") and said in words and "\n" not in words and "ddpm-ds-" not in words

@@ -1,0 +1,69 @@
+"""Notes: why a run is made, and what was learned from it."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from datetime import date
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from ddpm_ds.experiments.note import add_note
+from ddpm_ds.experiments.runs import NOTE_CHARACTERS, ExperimentError
+from ddpm_ds.train.labels import FOLDER_TAG, NOTE_TAG, labels, write_labels
+
+
+@pytest.fixture
+def root(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An output root with the run `digits-1`."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    MlflowClient(f"sqlite:///{tmp_path}/mlflow.db").create_run("0", run_name="digits-1")
+    return tmp_path
+
+
+def note(root: Path, *words: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_note(parser.add_subparsers())
+    options = parser.parse_args(["note", "--runs", str(root), "digits-1", *words])
+    options.run(options)
+
+
+def test_notes_are_added_with_their_date_and_printed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    note(root)
+    assert "has no note yet" in capsys.readouterr().out
+    note(root, "fp16 halves the time.\n\n- at batch 64\n")
+    note(root, "not at batch 8")
+    capsys.readouterr()
+    note(root)
+    today = date.today().isoformat()
+    expected = f"{today}: fp16 halves the time.\n\n- at batch 64\n\n{today}: not at batch 8\n"
+    assert capsys.readouterr().out == expected
+    (run,) = MlflowClient(f"sqlite:///{root}/mlflow.db").search_runs(["0"])
+    assert run.data.tags["mlflow.note.content"] == expected.rstrip()
+
+
+def test_a_note_that_says_nothing_or_would_be_cut_is_refused(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    note(root, "keep this")
+    with pytest.raises(ExperimentError, match="is empty"):
+        note(root, " \n")
+    with pytest.raises(ExperimentError, match="MLflow keeps 8,000"):
+        note(root, "x" * NOTE_CHARACTERS)
+    capsys.readouterr()
+    note(root)
+    assert capsys.readouterr().out.endswith(": keep this\n")
+
+
+def test_a_run_begins_with_its_note_and_goes_on_without_touching_it(tmp_path: Path) -> None:
+    said: list[str] = []
+    folder = {FOLDER_TAG: str(tmp_path)}
+    write_labels(tmp_path, {"vary.changed": "precision=fp16"})
+    given = {"vary.changed": "precision=fp16", **folder}
+    assert labels(tmp_path, "why not", said.append) == {**given, NOTE_TAG: "why not"}
+    (tmp_path / "identity").write_text("1234\n")
+    assert labels(tmp_path, "why not", said.append) == labels(tmp_path, None, said.append) == given
+    assert said == []
+    assert labels(tmp_path, "another reason", said.append) == given
+    assert len(said) == 1 and f"ddpm-ds note {tmp_path}" in said[0]

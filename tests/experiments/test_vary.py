@@ -1,0 +1,208 @@
+"""ddpm-ds vary: grids that are trained, stopped, gone on with and compared."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ddpm_ds.cli import main
+from ddpm_ds.experiments.runs import find_run, find_runs
+from tests.launching import REPOSITORY
+from tests.test_supervisor import STAND_IN
+from tests.train.ranks import QUIET, TINY
+
+PATIENCE_SECONDS = 240.0
+CONFIG = REPOSITORY / "ds_configs" / "zero2_fp16.json"
+
+
+def command(root: Path, *words: str) -> list[str]:
+    """A grid of tiny runs in ``root/runs``, of 400 images each."""
+    cheap = ["evaluation.every_images=null", "samples.every_images=null", "optimizer.warmup_images=0"]
+    changes = (*TINY, f"data.store_root={root / 'data'}", "train.images=400", *cheap)
+    overrides = [part for change in changes for part in ("--set", change)]
+    files = ["--spec", str(REPOSITORY / "launch" / "specs" / "digits.yaml"), "--deepspeed_config", str(CONFIG)]
+    return ["vary", "--runs", str(root / "runs"), *files, *overrides, *words]
+
+
+PLAYED = """
+import os, pathlib, signal, sys, time
+from ddpm_ds.exit_record import recorded
+
+def main():
+    run_dir = pathlib.Path(sys.argv[sys.argv.index("--run-dir") + 1])
+    stop = []
+    signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+    print("started", flush=True)
+    (run_dir / "begun").touch()
+    if run_dir.suffix == ".zero-1" and (run_dir / "output.log").read_text().count("started") == 1:
+        while not stop:
+            time.sleep(0.05)
+        return 75
+    if run_dir.suffix == ".zero-0":
+        print("ddpm_ds: error: too bad; try another", file=sys.stderr)
+        return 3
+    return 0
+
+sys.exit(recorded(main))
+"""
+"""Stands for launch/train.py: one cell waits for a signal when it is started first, and one always fails."""
+
+WITH_STAND_INS = """
+import pathlib, sys
+from ddpm_ds.experiments import vary
+vary.TRAIN = pathlib.Path(sys.argv.pop(1))
+from ddpm_ds.cli import main
+sys.exit(main())
+"""
+
+
+def start(root: Path, *words: str) -> subprocess.Popen[str]:
+    """A grid under launchers and trainings that take no time."""
+    package = root / "stand_in" / "deepspeed" / "launcher"
+    package.mkdir(parents=True, exist_ok=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    (package / "runner.py").write_text(STAND_IN)
+    (root / "played.py").write_text(PLAYED)
+    search = os.pathsep.join([str(package.parents[1]), str(REPOSITORY)])
+    return subprocess.Popen(
+        [sys.executable, "-c", WITH_STAND_INS, str(root / "played.py"), *command(root, *words)],
+        env={**os.environ, **QUIET, "PYTHONPATH": search},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for(happened: Callable[[], Any]) -> None:
+    until = time.monotonic() + PATIENCE_SECONDS
+    while not happened():
+        assert time.monotonic() < until, "did not happen in time"
+        time.sleep(0.02)
+
+
+def left_running(root: Path) -> list[str]:
+    """Command lines of what runs with ``root`` among its arguments."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            line = " ".join(process.cmdline())
+        except psutil.Error:
+            continue
+        if str(root) in line and process.status() != psutil.STATUS_ZOMBIE:
+            found.append(line)
+    return found
+
+
+def folder_of(root: Path, cell: str = "") -> Path:
+    """The grid's folder, or a cell's."""
+    (found,) = (root / "runs").glob(f"vary-*.{cell}") if cell else (root / "runs").glob("vary-digits-????????")
+    return found
+
+
+def test_a_grid_is_stopped_and_gone_on_with_whatever_becomes_of_its_cells(tmp_path: Path) -> None:
+    words = ["--vary", "zero=2,1,0", "--note", "does sharing pay?"]
+    first = start(tmp_path, *words)
+    wait_for(lambda: first.poll() is not None or list((tmp_path / "runs").glob("vary-*.zero-1/begun")))
+    first.send_signal(signal.SIGTERM)
+    _, said = first.communicate(timeout=PATIENCE_SECONDS)
+    assert first.returncode == 75, said
+    assert left_running(tmp_path) == []
+    assert "1 of 3 cells are done; the same command goes on" in said
+    assert find_run(str(folder_of(tmp_path))).status == "KILLED"
+
+    again = start(tmp_path, *words)
+    _, said = again.communicate(timeout=PATIENCE_SECONDS)
+    assert again.returncode == 3, said
+    assert "baseline: done before" in said and "zero=1: done after" in said
+    failure = "zero=0: exit code 3 (the numbers went bad)"
+    assert said.count(failure) == 2 and "    ddpm_ds: error: too bad; try another" in said
+    logs = [(folder_of(tmp_path, cell) / "output.log").read_text() for cell in ("baseline", "zero-1", "zero-0")]
+    assert [log.count("started") for log in logs] == [1, 2, 1]
+    parent = find_run(str(folder_of(tmp_path)))
+    assert (parent.status, parent.note, parent.params["vary.zero"]) == ("FAILED", "does sharing pay?", "2,1,0")
+    assert parent.artifacts("failed/zero-0") == ["failed/zero-0/output.log"]
+
+
+@pytest.mark.launch
+def test_cells_are_child_runs_that_are_compared_failed_ones_too(tmp_path: Path) -> None:
+    words = command(tmp_path, "--vary", "optimizer.learning_rate=1e-3,1e30", "--note", "how high?")
+    done = subprocess.run(
+        [sys.executable, "-m", "ddpm_ds.cli", *words],
+        env={**os.environ, **QUIET},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert re.search(r"    ddpm_ds: error: .* try a lower optimizer.learning_rate", done.stderr), done.stderr
+    assert "atios are to " in done.stdout and "1e+30" in done.stdout and "train/loss" in done.stdout
+    parent = find_run(str(folder_of(tmp_path)))
+    assert (parent.status, parent.note) == ("FAILED", "how high?")
+    assert parent.artifacts("comparison") == ["comparison/comparison.html", "comparison/comparison.md"]
+    baseline, high = find_runs(str(folder_of(tmp_path)))
+    assert (baseline.status, high.status) == ("FINISHED", "FAILED")
+    assert (baseline.tags["vary.changed"], high.tags["vary.changed"]) == ("baseline", "optimizer.learning_rate=1e30")
+    assert {run.tags["vary.name"] for run in (baseline, high)} == {parent.name}
+    assert {run.parent for run in (baseline, high)} == {parent.id}
+    assert baseline.folder == folder_of(tmp_path, "baseline")
+    assert [point.step for point in baseline.history("train/loss")] == list(range(2, 51, 2))
+
+
+def test_nothing_is_started_unless_every_cell_can_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
+    for words, said in (
+        (["--vary", "schedule=1f1b,zigzag"], 'cell schedule=zigzag: .*"zigzag" should be'),
+        (["--vary", "schedule=1f1b,folded"], "cell schedule=folded: .* nothing to fold on one stage"),
+        (["--vary", "stages=1,2", "--processes", "2", "--", "-p", "2"], "-p 2 after -- and --vary stages"),
+        (["--vary", "zero=1,2", "--", "--run-dir", "here"], "--run-dir after --: each cell gets its own"),
+        (["--vary", "zero=1,2", "--", "--trace-step", "3"], "unrecognized arguments: --trace-step"),
+        (["--vary", "zero=1,2", "--", "--trace-steps", "50-51"], "cell baseline has 50 steps"),
+        (["--vary", "zero=1,2", "stray"], "stray is no option of vary"),
+        ([], "the following arguments are required: --vary"),
+    ):
+        assert main(command(tmp_path, *words)) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1 and lines[0].startswith("ddpm-ds: error: "), lines
+        assert re.search(said, lines[0]), lines
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "runs").touch()
+    assert main(command(tmp_path, "--vary", "zero=1,2")) == 2
+    assert "can't be written" in capsys.readouterr().err
+
+
+def test_the_same_command_is_the_same_grid_and_another_one_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def name(*words: str) -> str:
+        assert main(command(tmp_path, *words, "--dry-run")) == 0
+        return capsys.readouterr().out.split(",")[0]
+
+    varied = ("--vary", "precision=fp32,fp16", "--vary", "zero=1,2")
+    assert name(*varied) == name(*varied, "--note", "again") == name(*varied, "--metrics", "train/loss")
+    others = [name(*varied, "--full"), name(*varied[:2]), name(*varied, "--set", "train.seed=4")]
+    assert len({name(*varied), *others}) == 4
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_cells_are_shown_before_they_are_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(command(tmp_path, "--vary", "zero=0,2", "--vary", "processes=1,2", "--full", "--dry-run", "--", "-p", "1"))
+        == 0
+    )
+    out = capsys.readouterr().out
+    assert "4 cells" in out and "zero=0, processes=1" in out
+    assert "  zero=2 processes=2: 1 stages x 2 replicas, fp16, ZeRO-2, 2 micro-batches of 2, 50 steps" in out

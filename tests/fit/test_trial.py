@@ -1,0 +1,121 @@
+"""Trials of one rank whose steps are played, so that what becomes of its children is seen in no time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ddpm_ds.errors import LayoutError
+from ddpm_ds.fit.answer import Answer, TrialError
+from ddpm_ds.fit.task import Layout
+from ddpm_ds.fit.trial import Trials, search
+from tests.fit.test_task import job, task
+
+MIB = 2**20
+IMAGE = 32 * MIB
+"""What an image takes in these trials."""
+
+
+def held() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def play(monkeypatch: pytest.MonkeyPatch, measure: Callable[..., Answer]) -> None:
+    """Let children do this instead of training; PyTorch is not imported."""
+    stand_in = types.ModuleType("ddpm_ds.fit.measure")
+    stand_in.measure = measure  # type: ignore[attr-defined]
+    stand_in.is_out_of_memory = lambda error: isinstance(error, MemoryError)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ddpm_ds.fit.measure", stand_in)
+    monkeypatch.setattr("ddpm_ds.fit.measure", stand_in, raising=False)
+
+
+def filling(plan: Any, device: str, budget_bytes: int | None, steps: int) -> Answer:
+    """Holds some memory for each image, for a while."""
+    filled = [bytearray(b"1" * MIB) for _ in range(plan.ds.layout.micro_batch_images * IMAGE // MIB)]
+    time.sleep(0.2)
+    peak = held()
+    del filled
+    return Answer("done", seconds=[0.5] * steps, peak_bytes=peak)
+
+
+def test_what_holds_too_much_is_ended_and_the_limit_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    play(monkeypatch, filling)
+    budget = held() + 5 * IMAGE + IMAGE // 2
+    result = search(task(job(accumulation=2), Layout(1, 1), budget_bytes=budget), tmp_path, 0)
+    trials: Any = result["trials"]
+    assert [trial["micro_batch_images"] for trial in trials] == [1, 2, 4, 8, 6, 5]
+    assert [trial["fits"] for trial in trials] == [True, True, True, False, False, True]
+    assert all("rank 0 took over" in trial["why"] for trial in trials if not trial["fits"])
+    assert result["failure"] is None and result["needs_bytes"] is None
+    assert len(capfd.readouterr().out.splitlines()) == 6
+
+
+def test_when_nothing_fits_it_is_found_out_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch, filling)
+    limits = {"budget_bytes": held() + IMAGE // 2, "most_bytes": held() + 8 * IMAGE}
+    result = search(task(job(accumulation=2), Layout(1, 1), **limits), tmp_path, 0)
+    needs: Any = result["needs_bytes"]
+    assert needs == pytest.approx(held() + IMAGE, abs=IMAGE / 2)
+
+
+def test_a_runaway_is_refused_memory_before_anyone_has_looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = 16 * 2**30
+
+    def greedy(plan: Any, device: str, budget_bytes: int | None, steps: int) -> Answer:
+        bytearray(asked)
+        return Answer("done")
+
+    play(monkeypatch, greedy)
+    trial = Trials(task(job(), Layout(1, 1)), tmp_path, 0).run(1, held() + 256 * MIB)
+    assert not trial.fits and trial.why == "rank 0 ran out of memory"
+
+
+def test_a_killed_child_does_not_fit_and_a_bug_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(plan: Any, *others: Any) -> Answer:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    def wrong(plan: Any, *others: Any) -> Answer:
+        raise ZeroDivisionError("a bug")
+
+    def refused(plan: Any, *others: Any) -> Answer:
+        raise LayoutError("2 processes on 1 device")
+
+    trials = Trials(task(job(), Layout(1, 1)), tmp_path, 0)
+    play(monkeypatch, killed)
+    assert trials.run(1, 2**40).why == "rank 0 was killed (SIGKILL)"
+    play(monkeypatch, wrong)
+    with pytest.raises(TrialError, match=r"ZeroDivisionError: a bug"):
+        trials.run(1, 2**40)
+    play(monkeypatch, refused)
+    result = search(task(job(), Layout(1, 1), sizes=(1, 2)), tmp_path / "refused", 0)
+    assert (result["failure"], result["refused"], result["trials"]) == ("2 processes on 1 device", True, [])
+    assert psutil.Process().children() == []
+
+
+def test_a_child_whose_peer_has_run_out_of_memory_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpm_ds.fit.trial.GRACE_SECONDS", 0.2)
+
+    def waiting(plan: Any, *others: Any) -> Answer:
+        time.sleep(60)
+        raise AssertionError
+
+    play(monkeypatch, waiting)
+    peer = tmp_path / "trial-1" / "rank-1"
+    peer.mkdir(parents=True)
+    Answer("memory", "ran out of memory").write(peer / "answer.json")
+    begin = time.monotonic()
+    trial = Trials(task(job(), Layout(2, 1)), tmp_path, 0).run(4, None)
+    assert time.monotonic() - begin < 30
+    assert not trial.fits and trial.why == "rank 1 ran out of memory"

@@ -1,0 +1,334 @@
+"""The kernel profile: all time is shared out once, and what every rank saw is in the run's folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.profiler import ProfilerActivity, profile
+
+from ddpm_ds.observe.kernel_groups import GROUPS, Operation, group_of_each, operations_of, shares
+from ddpm_ds.observe.kernels import bounded
+from tests.launching import REPOSITORY, launch, write_json
+from tests.pipeline.ladder_worker import Case
+
+NODE = "autograd::engine::evaluate_function: "
+
+
+# ---------------------------------------------------------------- groups
+
+
+def groups_of(*names_and_parents: tuple[str, int | None]) -> list[str | None]:
+    return list(group_of_each([Operation(name, 1.0, parent) for name, parent in names_and_parents]))
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("aten::conv2d", "convolution_forward"),
+        ("aten::mkldnn_convolution", "convolution_forward"),
+        ("aten::cudnn_convolution", "convolution_forward"),
+        ("aten::_conv_depthwise2d", "convolution_forward"),
+        ("aten::convolution_backward", "convolution_backward"),
+        ("aten::_slow_conv2d_backward", "convolution_backward"),
+        ("aten::mkldnn_convolution_backward", "convolution_backward"),
+        (NODE + "ConvolutionBackward0", "other"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "attention"),
+        ("aten::_flash_attention_forward", "attention"),
+        ("aten::native_group_norm_backward", "normalisation"),
+        ("aten::_to_copy", "copies"),
+        ("aten::cat", "copies"),
+        ("Memcpy DtoD (Device -> Device)", "copies"),
+        ("Optimizer.step#AdamW.step", "optimizer"),
+        ("instruction OptimizerStep", "optimizer"),
+        ("between steps: EMA", "optimizer"),
+        ("c10d::allreduce_", "communication"),
+        ("gloo:all_reduce", "communication"),
+        ("ncclDevKernel_AllReduce_Sum_f16_RING_LL", "communication"),
+        ("cudaLaunchKernel", "launch_overhead"),
+        ("cuLaunchKernelEx", "launch_overhead"),
+        ("cudaMemcpyAsync", "launch_overhead"),
+        ("cudaStreamSynchronize", "synchronisation"),
+        ("cudaDeviceSynchronize", "synchronisation"),
+        ("wait for other ranks", "synchronisation"),
+        ("aten::addmm", "other"),
+        ("ProfilerStep*", "other"),
+        ("instruction ForwardPass", "other"),
+    ],
+)
+def test_a_name_has_its_group(name: str, group: str) -> None:
+    assert groups_of((name, None)) == [group]
+
+
+def test_an_operation_belongs_to_what_it_ran_within() -> None:
+    assert groups_of(
+        ("instruction OptimizerStep", None),
+        ("aten::copy_", 0),  # a copy of the optimizer's
+        ("c10d::allgather_", 0),  # but messages and waits are what they are
+        ("wait for other ranks", 0),
+        ("aten::conv2d", None),
+        ("aten::copy_", 4),
+        ("cudaLaunchKernel", 5),
+        ("aten::to", None),
+        ("aten::empty_strided", 7),
+        ("aten::scaled_dot_product_attention", None),
+        ("aten::softmax", 9),
+        ("aten::bmm", 9),
+        ("aten::bmm", None),
+    ) == [
+        "optimizer",
+        "optimizer",
+        "communication",
+        "synchronisation",
+        "convolution_forward",
+        "convolution_forward",
+        "launch_overhead",
+        "copies",
+        "copies",
+        "attention",
+        "attention",
+        "attention",
+        "other",
+    ]
+
+
+def test_what_a_checkpoint_recomputes_within_a_node_of_the_backward_keeps_its_group() -> None:
+    assert groups_of(
+        (NODE + "ConvolutionBackward0", None),
+        ("ConvolutionBackward0", 0),
+        ("aten::native_group_norm", 1),
+        ("aten::mul", 1),
+        ("aten::convolution_backward", 1),
+        ("aten::empty", 4),
+    ) == ["other", "other", "normalisation", "other", "convolution_backward", "convolution_backward"]
+
+
+def test_the_backward_of_an_operator_of_attention_is_attention() -> None:
+    groups = group_of_each(
+        [
+            Operation("aten::scaled_dot_product_attention", 1.0),
+            Operation("aten::bmm", 1.0, parent=0),
+            Operation("aten::bmm", 1.0),
+            Operation(NODE + "BmmBackward0", 1.0, forward=1),
+            Operation("aten::bmm", 1.0, parent=3),
+            Operation(NODE + "BmmBackward0", 1.0, forward=2),
+            Operation("aten::bmm", 1.0, parent=5),
+        ]
+    )
+    assert groups == ["attention", "attention", "other", "attention", "attention", "other", "other"]
+
+
+def test_inspections_and_checkpoints_are_left_out_with_all_below_them() -> None:
+    found = shares(
+        [
+            Operation("ProfilerStep*", 0.5),
+            Operation("between steps: inspection", 1.0, parent=0),
+            Operation("aten::conv2d", 2.0, parent=1),
+            Operation("between steps: checkpoint", 4.0, parent=0),
+            Operation("aten::conv2d", 8.0, parent=0),
+        ]
+    )
+    assert found.total == 8.5 and found.seconds["convolution_forward"] == 8.0 and found.seconds["other"] == 0.5
+
+
+def tiny_step() -> None:
+    """One training step of a convolution, a normalisation and an attention that PyTorch composes of its parts."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 3, padding=1))
+    optimizer = torch.optim.AdamW(layers.parameters())
+    h = layers(torch.randn(2, 3, 8, 8))
+    pixels = h.flatten(2).transpose(1, 2).unsqueeze(1)
+    with sdpa_kernel(SDPBackend.MATH):
+        composed = scaled_dot_product_attention(pixels, pixels, pixels)
+    pixels = pixels.contiguous()
+    fused = scaled_dot_product_attention(pixels, pixels, pixels)
+    torch.bmm(composed.squeeze(1) + fused.squeeze(1), torch.randn(2, 8, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_real_step_is_shared_out_without_rest() -> None:
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        tiny_step()
+    events = profiler.events()
+    assert events is not None
+    found = shares(operations_of(events, on_device=False))
+    assert found.total == pytest.approx(events.self_cpu_time_total * 1e-6)
+    assert set(found.seconds) == set(GROUPS) and all(seconds >= 0 for seconds in found.seconds.values())
+    for group in ("convolution_forward", "convolution_backward", "attention", "normalisation", "optimizer", "copies"):
+        assert found.seconds[group] > 0, group
+    assert "aten::native_group_norm_backward" in found.names["normalisation"]
+    assert {"aten::_softmax", "aten::_softmax_backward_data"} <= found.names["attention"].keys()
+    assert any("flash_attention_for_cpu_backward" in name for name in found.names["attention"])
+    assert {"aten::_softmax", "aten::_softmax_backward_data"}.isdisjoint(found.names["other"])
+    operations = operations_of(events, on_device=False)
+    groups = zip(operations, group_of_each(operations), strict=True)
+    products = Counter(group for operation, group in groups if operation.name == "aten::bmm")
+    assert products == {"attention": 6, "other": 2}  # 2 and 1 forward, 4 and 1 backward: one factor needs no gradient
+    assert any(name.startswith("Optimizer.step#AdamW") for name in found.names["optimizer"])
+
+
+# ---------------------------------------------------------------- a device's profile, made by hand
+
+
+def event(name: str, start: float, end: float, kind: str = "CPU", **values: Any) -> SimpleNamespace:
+    """As PyTorch's profiler has it, times in microseconds."""
+    known: dict[str, Any] = {
+        "name": name,
+        "device_type": SimpleNamespace(name=kind),
+        "is_async": False,
+        "is_user_annotation": False,
+        "time_range": SimpleNamespace(start=start, end=end),
+        "cpu_parent": None,
+        "kernels": [],
+        "sequence_nr": -1,
+        "thread": 1,
+        "fwd_thread": 0,
+        "self_cpu_time_total": end - start,
+        "self_device_time_total": end - start if kind != "CPU" else 0.0,
+    }
+    return SimpleNamespace(**{**known, **values})
+
+
+def test_on_a_device_kernels_count_and_of_the_host_its_calls_and_waits() -> None:
+    convolution = event("aten::cudnn_convolution", 0, 100, self_cpu_time_total=90)
+    convolution.kernels = [SimpleNamespace(name="implicit_gemm", duration=400.0)]
+    label = event("ProfilerStep#1", 0, 2000, is_user_annotation=True)
+    label.kernels = [SimpleNamespace(name="ProfilerStep#1", duration=2000.0)]  # a range has a shadow on the device
+    found = shares(
+        operations_of(
+            [
+                label,
+                convolution,
+                event("cudaLaunchKernel", 10, 20, cpu_parent=convolution),
+                event("cudaDeviceSynchronize", 200, 900),
+                event("aten::add", 100, 150),
+                event("implicit_gemm", 50, 450, "CUDA"),
+                event("ncclDevKernel_SendRecv", 450, 650, "CUDA"),  # launched by nobody that was recorded
+                event("ProfilerStep#1", 0, 2000, "CUDA", is_user_annotation=True),
+            ],
+            on_device=True,
+        )
+    )
+    microseconds = {group: round(seconds * 1e6) for group, seconds in found.seconds.items() if seconds}
+    assert microseconds == {
+        "convolution_forward": 400,
+        "launch_overhead": 10,
+        "synchronisation": 700,
+        "communication": 200,
+    }
+
+
+# ---------------------------------------------------------------- traces
+
+
+def trace_of(events: int) -> bytes:
+    draw = random.Random(0)
+    made = [{"ph": "X", "name": f"{draw.random()}", "ts": float(number), "dur": 1} for number in range(events)]
+    draw.shuffle(made)
+    return json.dumps({"schema": 1, "traceEvents": [*made, {"ph": "M", "name": "process_name"}]}).encode()
+
+
+def test_a_trace_that_is_too_large_keeps_its_beginning() -> None:
+    whole = trace_of(4000)
+    packed, kept = bounded(whole, 10**9)
+    assert kept == 1.0 and gzip.decompress(packed) == whole
+    packed, kept = bounded(whole, 20_000)
+    assert len(packed) <= 20_000 and 0.2 < kept < 0.6
+    cut = json.loads(gzip.decompress(packed))
+    assert cut["schema"] == 1 and cut["traceEvents"][0]["ph"] == "M"
+    times = [one["ts"] for one in cut["traceEvents"][1:]]
+    assert times == [float(number) for number in range(len(times))] and len(times) == pytest.approx(4000 * kept, abs=2)
+
+
+# ---------------------------------------------------------------- two ranks
+
+REWOUND = [1, 2, 1, 2, 3, 4, 3, 4, 5]
+CASES: dict[str, tuple[Case, tuple[int, int], list[int]]] = {
+    "rewound": (Case(2, 1, 1, "fp32", 0, micro_batches=2), (3, 4), REWOUND),
+    "folded": (Case(2, 1, 2, "fp16", 1, schedule="folded"), (5, 9), [6, 7]),
+    "replicas": (Case(1, 2, 0, "fp32", 0, micro_batches=1), (1, 1), [1, 2]),
+    "late": (Case(1, 2, 0, "fp32", 0, micro_batches=1), (3, 4), [8]),
+    "broken off": (Case(1, 2, 0, "fp32", 0, micro_batches=1), (3, 5), [3]),
+}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[dict[str, Any]]]]:
+    """Where the profiles lie, and what the two ranks have reported of each case."""
+    folder = tmp_path_factory.mktemp("kernels")
+    entries = [
+        {
+            "name": name,
+            "case": dataclasses.asdict(case),
+            "profile": asked,
+            "steps": steps,
+            "finishes": name != "broken off",
+        }
+        for name, (case, asked, steps) in CASES.items()
+    ]
+    worker = REPOSITORY / "tests" / "observe" / "kernel_worker.py"
+    done = launch(2, worker, str(write_json(folder / "cases.json", entries)), str(folder))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return folder, {name: [rank[position] for rank in ranks] for position, name in enumerate(CASES)}
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("name", "recorded", "last"),
+    [("rewound", slice(4, 6), 4), ("folded", slice(0, 2), 7), ("replicas", slice(0, 1), 1)],
+)
+def test_steps_are_profiled_once_on_all_ranks_and_written_by_rank_0(
+    name: str, recorded: slice, last: int, reports: tuple[Path, dict[str, list[dict[str, Any]]]]
+) -> None:
+    folder, found = reports
+    first, second = found[name]
+    assert second["values"] == second["files"] == second["said"] == first["said"] == []
+    assert first["restored"] and second["restored"]
+    ((values, step),) = first["values"]
+    assert step == last
+    assert set(values) == {*(f"kernels/{group}_seconds" for group in GROUPS), "kernels/total_seconds"}
+    total = values.pop("kernels/total_seconds")
+    assert sum(values.values()) == pytest.approx(total)
+    taken = sum(rank["seconds"][at] for rank in (first, second) for at in range(len(rank["seconds"]))[recorded])
+    steps = len(first["seconds"][recorded])
+    assert total == pytest.approx(taken / 2 / steps, rel=0.1)  # what was looked at between steps is not in it
+    for group in GROUPS:
+        assert (values[f"kernels/{group}_seconds"] > 0) == (group != "launch_overhead"), group
+
+    names = ["groups.txt", *(f"rank{rank}{end}" for rank in range(2) for end in (".txt", ".trace.json.gz"))]
+    assert first["files"] == [[file, "kernels"] for file in names]
+    text = (folder / name / "groups.txt").read_text()
+    assert text.startswith(f"{steps} optimizer step") and f"up to number {last}, all ranks" in text
+    assert "convolution backward" in text and "aten::convolution_backward" in text
+    for rank in range(2):
+        table = (folder / name / f"rank{rank}.txt").read_text()
+        for column in ("Self CPU", "CPU total", "Self CPU Mem", "# of Calls", "instruction BackwardPass"):
+            assert column in table, column
+        trace = json.loads(gzip.decompress((folder / name / f"rank{rank}.trace.json.gz").read_bytes()))
+        seen = {one["name"] for one in trace["traceEvents"]}
+        assert {f"ProfilerStep#{number}" for number in range(last - steps + 1, last + 1)} <= seen
+        assert f"ProfilerStep#{last + 1}" not in seen
+        assert {"instruction ForwardPass", "instruction BackwardPass", "between steps: EMA"} <= seen
+
+
+@pytest.mark.launch
+def test_a_run_that_was_resumed_after_the_steps_says_so(
+    reports: tuple[Path, dict[str, list[dict[str, Any]]]],
+) -> None:
+    folder, found = reports
+    first, _ = found["late"]
+    assert first["said"] == ["--profile-kernels 3-4: the run was resumed after these steps"]
+    assert first["values"] == [] and not (folder / "late").exists()
