@@ -303,11 +303,21 @@ TABLE: tuple[Key, ...] = (
         "crashes with it, and printed nothing before ([129](https://github.com/deepspeedai/Megatron-DeepSpeed/issues/129)).",
     ),
     _effective("flops_profiler.enabled", SWITCH, "Profile one forward of one step."),
-    _effective("flops_profiler.profile_step", POSITIVE, "Which step; 1 if not given."),
+    _effective(
+        "flops_profiler.profile_step",
+        POSITIVE,
+        "Which optimizer step of the run, from 1; 1 if not given. One past the end is said.",
+    ),
     _effective("flops_profiler.top_modules", POSITIVE, "How many of the largest modules the summary names."),
-    _effective("flops_profiler.module_depth", DEPTH, "Depth of the summary; -1 is the innermost."),
+    _effective(
+        "flops_profiler.module_depth", DEPTH, "Depth of the summary: 0 the stage, 1 its layers, 2 their parts; -1 all."
+    ),
     _effective("flops_profiler.detailed", SWITCH, "Print the whole tree of modules."),
-    _effective("flops_profiler.output_file", TEXT_OR_NULL, "Instead of RUN_DIR/flops; `.stage0` ... are appended."),
+    _effective(
+        "flops_profiler.output_file",
+        TEXT_OR_NULL,
+        "For the stages' texts, instead of RUN_DIR/flops/flops; `.stage0.txt` ... are appended.",
+    ),
     _refused("flops_profiler.recompute_fwd_factor", "recomputation is not counted as work", 0, 0.0),
     _refused("memory_breakdown", "DeepSpeed logs it in hooks that this engine replaces", False),
     _effective(

@@ -84,8 +84,9 @@ def train(run: Run) -> Interval:
                 seconds = run.saver.save()
             run.recorder.checkpoint(seconds, engine.global_steps)
             run.requests.saved()
-        if done:
+        if done or asked.stop:
             run.observer.finish()
+        if done:
             return interval
         if asked.stop:
             raise Preempted(f"asked to stop after {engine.images_seen:,} images")
