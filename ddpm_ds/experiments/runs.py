@@ -35,6 +35,13 @@ NOTE_CHARACTERS = 8000
 SHORTEST_ID = 6
 """Hexadecimal digits with which the beginning of an id is taken for one."""
 NEAR_NAMES = 3
+QUICK_AND_QUIET = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+}
+"""Environment of MLflow's client, where nobody has said otherwise."""
 
 
 class ExperimentError(UserError):
@@ -271,12 +278,8 @@ def _speaking_to(uri: str) -> Iterator[MlflowClient]:
     """
     if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).is_file():
         raise ExperimentError(f"there is no MLflow store {uri}; name its folder by --runs or set MLFLOW_TRACKING_URI")
-    for name, value in (
-        ("HTTP_REQUEST_TIMEOUT", "10"),
-        ("HTTP_REQUEST_MAX_RETRIES", "0"),
-        ("DISABLE_TELEMETRY", "true"),
-    ):
-        os.environ.setdefault(f"MLFLOW_{name}", value)
+    for name, value in QUICK_AND_QUIET.items():
+        os.environ.setdefault(name, value)
     from mlflow.exceptions import MlflowException
 
     try:

@@ -43,6 +43,7 @@ from ddpm_ds.train.held_out import HeldOutLoss
 from ddpm_ds.train.initial_weights import InitialWeights
 from ddpm_ds.train.inspection import Inspection
 from ddpm_ds.train.loop import Run, train
+from ddpm_ds.train.node_metrics import node_metrics
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.train.plan import RunPlan, stage_table
 from ddpm_ds.train.progress import ProgressLine, summary
@@ -137,7 +138,8 @@ def _train(
         recorder.finish("FINISHED")
         return
     requests = Requests(run_dir, plan.spec.checkpoint.every_minutes)
-    watchdog = _watch(engine, recorder, options)
+    beside = make_store(dist.get_rank(), dist.get_world_size())
+    watchdog = _watch(engine, beside, options)
     among, positions = split(len(store), plan.spec.data.held_out_images)
     held_out = HeldOutLoss(plan.spec, engine, store, positions) if len(positions) else None
     inspection = Inspection(plan.spec, engine, ema, held_out, watchdog, recorder)
@@ -154,7 +156,8 @@ def _train(
         recorder,
     )
     try:
-        last = train(run)
+        with node_metrics(beside, recorder.tracker):
+            last = train(run)
         seconds = time.monotonic() - started
     except KNOWN_TO_ALL_RANKS:
         _end_well(saver, watchdog, requests)
@@ -167,6 +170,7 @@ def _train(
         names = ", ".join(_rank_name(engine, rank) for rank in missing)
         raise PeerLostError(f"{names} is gone ({str(error).splitlines()[0]}); the run can be resumed") from error
     _end_well(saver, watchdog, requests)
+    recorder.observed({"perf/run_seconds": seconds}, engine.global_steps)
     found = _judge(run_dir, recorder) if dist.get_rank() == 0 else None
     link = recorder.finish("FINISHED")
     if link is not None:
@@ -228,13 +232,13 @@ def _end_well(saver: Saver, watchdog: Watchdog, requests: Requests) -> None:
     requests.close()
 
 
-def _watch(engine: UnetPipelineEngine, recorder: Recorder, options: argparse.Namespace) -> Watchdog:
+def _watch(engine: UnetPipelineEngine, store: dist.Store | None, options: argparse.Namespace) -> Watchdog:
     names = [_rank_name(engine, rank) for rank in range(dist.get_world_size())]
     return Watchdog(
         dist.get_rank(),
         dist.get_world_size(),
         names,
-        make_store(dist.get_rank(), dist.get_world_size()),
+        store,
         dead_seconds=options.dead_seconds,
         hang_seconds=options.hang_seconds,
     )
