@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ddpm_ds.benchmark.rows import Row, Setting
-from ddpm_ds.benchmark.rows_deepspeed import OurPipeline, ZeroWithoutPipeline
+from ddpm_ds.benchmark.rows_deepspeed import OurPipeline, TracedPipeline, ZeroWithoutPipeline
 from ddpm_ds.benchmark.rows_pipelining import TorchPipeline
 from ddpm_ds.benchmark.rows_pytorch import DataParallel, PlainLoop
 from ddpm_ds.benchmark.rows_stock import StockPipeline
@@ -18,6 +18,8 @@ def build_row(name: str, setting: Setting) -> Row:
             return OurPipeline(setting, "1f1b")
         case "folded":
             return OurPipeline(setting, "folded")
+        case "traced":
+            return TracedPipeline(setting)
         case "stock":
             return StockPipeline(setting, default_cuts=False)
         case "stock-default":

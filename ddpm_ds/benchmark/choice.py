@@ -10,6 +10,7 @@ ROWS = {
     "plain": "PyTorch without DeepSpeed in one process, in fp32",
     "1f1b": "this project's engine under 1F1B",
     "folded": "this project's engine under the folded schedule",
+    "traced": "the engine of the JSON's schedule, each step traced, which shows what a timeline costs",
     "stock": "DeepSpeed's own pipeline engine, skips as a tuple, with this project's cuts",
     "stock-default": "the same with DeepSpeed's default cuts, by parameters",
     "torch": "torch.distributed.pipelining, Schedule1F1B, with this project's cuts, in fp32",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import resource
-import socket
 import subprocess
 import sys
 
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ddpm_ds.benchmark.rows import Row
+from ddpm_ds.command_line import free_port
 
 CHILD_OPTION = "--memory-of"
 """Makes this program such a child; of a row's name."""
@@ -31,7 +31,7 @@ def peak_in_child(row: str) -> int:
     Raises:
         RuntimeError: a child failed; with the end of what it said.
     """
-    port = [_free_port()]
+    port = [free_port()]
     dist.broadcast_object_list(port, src=0)
     done = subprocess.run(
         [sys.executable, *sys.argv, CHILD_OPTION, row],
@@ -67,9 +67,3 @@ def say_peak(row: Row, memory: PeakMemory) -> None:
     for _ in range(STEPS):
         row.step()
     print(f"{PREFIX}{memory.bytes()}", flush=True)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])

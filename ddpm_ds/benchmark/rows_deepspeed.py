@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ddpm_ds.benchmark.choice import bounds_of, replica_micro_batches
 from ddpm_ds.benchmark.rows import Setting, deepspeed_options, with_zero_stage
+from ddpm_ds.observe.recording import Recording
 from ddpm_ds.pipeline.build import build_engine, quiet_deepspeed
 from ddpm_ds.pipeline.partition import Schedule
 from ddpm_ds.unet.model import UNet
@@ -61,6 +62,19 @@ class OurPipeline:
     def step(self) -> Tensor:
         with layout_of(self._engine.mpu):
             return self._engine.train_batch(self._batches) / self._replicas
+
+
+class TracedPipeline(OurPipeline):
+    """This project's engine under the JSON's schedule, every step recorded as a timeline is."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting, setting.plan.ds.schedule)
+        self.note = "traced"
+        self._recording = Recording(self._engine, 0)
+
+    def step(self) -> Tensor:
+        self._recording.begin_step(self._recording.step + 1)
+        return super().step()
 
 
 class ZeroWithoutPipeline:

@@ -17,7 +17,6 @@ import contextlib
 import hashlib
 import json
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from typing import Any
 
 import yaml
 
+from ddpm_ds.command_line import free_port
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PREEMPTED
 from ddpm_ds.experiments.grid import BASELINE, Cell
 from ddpm_ds.spec import RunSpec
@@ -121,7 +121,7 @@ class Grid:
         """What starts a cell as a child of the run with the identity ``parent``."""
         run_dir = self.run_dir(cell)
         supervisor = [sys.executable, "-m", "ddpm_ds.cli", "run", "--grace-seconds", f"{grace_seconds:g}", "--"]
-        launcher = ["--num_gpus", str(cell.processes), "--master_port", str(_free_port()), "--master_addr", "127.0.0.1"]
+        launcher = ["--num_gpus", str(cell.processes), "--master_port", str(free_port()), "--master_addr", "127.0.0.1"]
         what = ["--spec", str(run_dir / "spec.yaml"), "--deepspeed_config", str(run_dir / ASKED_CONFIG)]
         where = ["--run-dir", str(run_dir), "--parent-run", parent]
         return [*supervisor, *launcher, str(TRAIN), *what, *where, *options]
@@ -186,10 +186,3 @@ def _what_was_said(log: Path, begin: int) -> tuple[str, ...]:
         lines = [line.rstrip() for line in file.read().decode(errors="replace").splitlines()]
     errors = [line for line in lines if line.startswith("ddpm_ds: error: ")]
     return tuple(errors or [line for line in lines if line and not line.startswith("[20")][-LAST_LINES:])
-
-
-def _free_port() -> int:
-    """A port of this host that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])

@@ -39,8 +39,8 @@ def draw(found: Sequence[Found], title: str, budget_bytes: int | None, path: Pat
     memory.set_ylabel("GiB, fullest process")
     memory.set_xlabel("images of a micro-batch")
     for axes in (speed, memory):
-        axes.margins(x=0.06, y=0.12)
-        axes.set_ylim(bottom=0)
+        axes.margins(x=0.06)
+        axes.set_ylim(0, 1.12 * axes.dataLim.ymax)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     speed.set_title(title, fontsize=10)

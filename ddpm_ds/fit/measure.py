@@ -17,7 +17,7 @@ from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.meters import peak_memory_bytes
 from ddpm_ds.train.plan import RunPlan
-from ddpm_ds.train.session import _cut_by_time, fill_checkpointing, process_group, share_threads
+from ddpm_ds.train.session import cut_by_time, fill_checkpointing, process_group, share_threads
 
 MOST_WARM_UP_STEPS = 40
 """Steps in which fp16 may find a loss scale that does not overflow: what overflows is not a whole step."""
@@ -46,7 +46,7 @@ def measure(plan: RunPlan, device: str, budget_bytes: int | None, steps: int) ->
     store = Store.open(store_path(plan.spec.data), verify=False)
     config = fill_checkpointing(plan, own)
     with process_group():
-        seconds = _train(Setting(_cut_by_time(plan, own), config, store, own, verbose=False), steps)
+        seconds = _train(Setting(cut_by_time(plan, own), config, store, own, verbose=False), steps)
         peak = peak_memory_bytes(own)
         dist.barrier()  # none leaves, and is thought to have failed, before all are done
     interval = config["pipeline"]["activation_checkpoint_interval"]

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ddpm_ds.command_line import free_port
 from ddpm_ds.errors import EXIT_PREEMPTED, UserError
 from ddpm_ds.fit.answer import Trial
 from ddpm_ds.fit.report import Found
 from ddpm_ds.fit.task import Layout, Task
-from ddpm_ds.fit.trial import LOG_CHARACTERS, RESULT, free_port
+from ddpm_ds.fit.trial import LOG_CHARACTERS, RESULT
 from ddpm_ds.planner.units import gib
 from ddpm_ds.supervisor import supervise
 

@@ -13,7 +13,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from ddpm_ds.command_line import set_environment
+from ddpm_ds.command_line import free_port, set_environment
 from ddpm_ds.exit_record import recorded
 from ddpm_ds.fit.answer import Answer, Trial, TrialError, judge
 from ddpm_ds.fit.child import answer_trial
@@ -151,13 +150,6 @@ def line(trial: Trial) -> str:
         return f"{size} does not fit: {trial.why}"
     peak = gib(trial.peak_bytes)
     return f"{size} {trial.images_per_second:10,.4g} images/s, {peak} in the fullest process"
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])
 
 
 def search(task: Task, folder: Path, rank: int) -> dict[str, object]:

@@ -88,7 +88,7 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
 
     with process_group():
         run_dir, resumed = _from_rank_0((run_dir, resumed))
-        plan = _cut_by_time(plan, device)
+        plan = cut_by_time(plan, device)
         engine = build_engine(
             plan.layers,
             plan.bounds,
@@ -263,7 +263,7 @@ def _find_resume(
     return Resumed(checkpoint, tuple(changed))
 
 
-def _cut_by_time(plan: RunPlan, device: torch.device) -> RunPlan:
+def cut_by_time(plan: RunPlan, device: torch.device) -> RunPlan:
     """The plan with cuts by the layers' seconds on rank 0's device, where the JSON asks for that."""
     if plan.ds.partition != "measured" or plan.ds.layout.stages == 1:
         return plan

@@ -17,6 +17,7 @@ import pytest
 
 from ddpm_ds.cli import main
 from ddpm_ds.experiments.runs import find_run, find_runs
+from ddpm_ds.experiments.vary import Ending, run_command
 from tests.launching import REPOSITORY
 from tests.test_supervisor import STAND_IN
 from tests.train.ranks import QUIET, TINY
@@ -158,6 +159,19 @@ def test_cells_are_child_runs_that_are_compared_failed_ones_too(tmp_path: Path) 
     assert {run.parent for run in (baseline, high)} == {parent.id}
     assert baseline.folder == folder_of(tmp_path, "baseline")
     assert [point.step for point in baseline.history("train/loss")] == list(range(2, 51, 2))
+
+
+def test_of_a_log_only_the_last_start_explains_its_end(tmp_path: Path) -> None:
+    log = tmp_path / "output.log"
+
+    def run(program: str) -> Ending:
+        return run_command([sys.executable, "-c", program], log, [], lambda: None)
+
+    assert run("import sys; sys.exit('ddpm_ds: error: the first')").said == ("ddpm_ds: error: the first",)
+    second = run("print('[2026-11-21 launcher]\\n\\nbut why'); raise SystemExit(76)")
+    assert (second.exit_code, second.said, second.stopped) == (76, ("but why",), False)
+    assert run("pass").said == () and "the first" in log.read_text()
+    assert run("import os; os.kill(os.getpid(), 15)").stopped
 
 
 def test_nothing_is_started_unless_every_cell_can_be(

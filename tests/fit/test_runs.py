@@ -109,12 +109,18 @@ def test_a_child_that_is_killed_does_not_fit(
 ) -> None:
     monkeypatch.setenv("PLANTED", "kill")
     monkeypatch.setattr(start, "supervise", without_launcher)
-    settings = [*TINY, "optimizer.warmup_images=0", "train.batch_images=24", "train.accumulation=auto"]
-    found = searched(tmp_path, settings, "--layouts", "1x2", config=CONFIGS / "zero1_fp32.json")
+    settings = [
+        *TINY,
+        "optimizer.warmup_images=0",
+        "train.batch_images=24",
+        "train.accumulation=auto",
+        "data.workers=0",
+    ]
+    found = searched(tmp_path, settings, "--layouts", "1x2", "--micro-batch", "3,6", config=CONFIGS / "zero1_fp32.json")
     trials = {trial["micro_batch_images"]: trial for trial in found["trials"]}
-    assert {size: trial["micro_batches"] for size, trial in trials.items()} == {1: 12, 2: 6, 3: 4, 4: 3}
-    assert found["largest_micro_batch_images"] == 3 and found["ended_by_memory"]  # of 1, 2, 3, 4, 6 and 12
-    assert trials[4]["why"] == "rank 1 was killed (SIGKILL)"
+    assert {size: trial["micro_batches"] for size, trial in trials.items()} == {3: 4, 6: 2}
+    assert found["largest_micro_batch_images"] == 3 and found["ended_by_memory"]
+    assert trials[6]["why"] == "rank 1 was killed (SIGKILL)"
     assert "does not fit: rank 1 was killed (SIGKILL)\n" in capfd.readouterr().out
 
 
