@@ -69,7 +69,7 @@ class TracedPipeline(OurPipeline):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting, setting.plan.ds.schedule)
-        self.note = "traced"
+        self.name += ", traced"
         self._recording = Recording(self._engine, 0)
 
     def step(self) -> Tensor:

@@ -74,7 +74,8 @@ class KernelProfile(Observer):
             self._stop()
         if self._steps and not self._recorded:
             self._report.say(
-                f"--profile-kernels {self._steps[0]}-{self._steps[-1]}: the run was resumed after these steps"
+                f"--profile-kernels {self._steps[0]}-{self._steps[-1]}: none of these steps was taken since the run "
+                "was started or resumed"
             )
 
     def _start(self, step: int) -> None:

@@ -330,5 +330,7 @@ def test_a_run_that_was_resumed_after_the_steps_says_so(
 ) -> None:
     folder, found = reports
     first, _ = found["late"]
-    assert first["said"] == ["--profile-kernels 3-4: the run was resumed after these steps"]
+    assert first["said"] == [
+        "--profile-kernels 3-4: none of these steps was taken since the run was started or resumed"
+    ]
     assert first["values"] == [] and not (folder / "late").exists()
