@@ -17,8 +17,13 @@ from ddpm_ds.planner.machine import Machine
 from ddpm_ds.planner.memory import Memory, layer_bytes, rank_memory
 from ddpm_ds.planner.stages import Kept, kept, rank_segments
 
+HIDDEN = (0.0, 0.3, 1.0)
+"""Shares of the time of messages with which cuts are looked for: how much of it other micro-batches hide depends on the
+schedule, so that the simulator decides between what is found."""
 SQUEEZES = 4
 """How often cuts are looked for that leave more room, when those found hold more than was computed layer by layer."""
+FEW_PER_RANK = 4
+"""Micro-batches per rank by which cuts are compared."""
 SIMULATED = 2048
 """Ranks times micro-batches up to which a step is simulated whole; beyond, one more micro-batch adds the same time."""
 
@@ -62,7 +67,7 @@ class Predictor:
         return self._cut(layout) is not None
 
     def bounds(self, layout: Layout) -> tuple[int, ...]:
-        """The cuts that make the slowest rank's layers and transfers fastest, with memory as constraint where asked."""
+        """The cuts of a layout: exact for a share of the messages' time, and for the memory there is where asked."""
         return self._known_cut(layout).bounds
 
     def fits(self, layout: Layout) -> bool:
@@ -75,7 +80,7 @@ class Predictor:
         limit = self.machine.usable_bytes
         for _ in range(SQUEEZES):
             room = Room(limit, lambda rank, phase: layer_bytes(self.job, layout, rank, phase, self.machine.is_cpu))
-            cut = self._make_cut(layout, room)
+            cut = self._fastest_cut(layout, room)
             if cut is None:
                 return False
             excess = max(memory.total for memory in self._memory(layout, cut)) - self.machine.usable_bytes
@@ -103,11 +108,11 @@ class Predictor:
 
     def costs(self, layout: Layout) -> list[RankCosts]:
         """By rank, for the simulator."""
+        return self._costs(layout, self._known_cut(layout))
+
+    def _costs(self, layout: Layout, cut: _Cut) -> list[RankCosts]:
         times = self._layer_times(layout.micro_batch_images)
-        return [
-            rank_costs(self.job, self.machine, layout, rank, own, times)
-            for rank, own in enumerate(self._known_cut(layout).segments)
-        ]
+        return [rank_costs(self.job, self.machine, layout, rank, own, times) for rank, own in enumerate(cut.segments)]
 
     def lower_bound(self, layout: Layout) -> float:
         """Seconds that no step is faster than: the busiest rank's work."""
@@ -161,10 +166,24 @@ class Predictor:
             return self._squeezed[layout]
         key = (layout.schedule, layout.stages, layout.micro_batch_images)
         if key not in self._cuts:
-            self._cuts[key] = self._make_cut(layout, None)
+            self._cuts[key] = self._fastest_cut(layout, None)
         return self._cuts[key]
 
-    def _make_cut(self, layout: Layout, room: Room | None) -> _Cut | None:
+    def _fastest_cut(self, layout: Layout, room: Room | None) -> _Cut | None:
+        """Of the cuts with more and less attention to messages the one whose step is simulated fastest."""
+        found = {cut.bounds: cut for share in HIDDEN if (cut := self._make_cut(layout, share, room)) is not None}
+        if len(found) < 2:
+            return next(iter(found.values()), None)
+        count = min(layout.micro_batches, FEW_PER_RANK * layout.stages)
+        between = link(self.machine, layout)
+
+        def seconds(cut: _Cut) -> float:
+            costs = self._costs(layout, cut)
+            return simulate(layout.schedule, count, costs, between, keep_events=False).step_seconds
+
+        return min(found.values(), key=seconds)
+
+    def _make_cut(self, layout: Layout, share: float, room: Room | None) -> _Cut | None:
         seconds = [layer.forward + layer.backward for layer in self._layer_times(layout.micro_batch_images)]
         try:
             bounds = weighted(
@@ -172,7 +191,7 @@ class Predictor:
                 seconds,
                 layout.stages,
                 layout.schedule,
-                crossing=crossing_seconds(self.job, self.machine, layout),
+                crossing=share * crossing_seconds(self.job, self.machine, layout),
                 room=room,
             )
         except LayoutError:

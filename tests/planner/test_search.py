@@ -9,6 +9,7 @@ import pytest
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.planner import predict
 from ddpm_ds.planner.layouts import Layout
+from ddpm_ds.planner.machine import USABLE_MEMORY
 from ddpm_ds.planner.predict import Predictor
 from ddpm_ds.planner.report import report, why
 from ddpm_ds.planner.search import candidates, search, sort_out
@@ -112,3 +113,29 @@ def test_the_report_has_the_table_the_memory_and_the_reason(predictor: Predictor
     ]
     reason = " ".join(lines[lines.index("", lines.index("") + 1) + 1 :])
     assert reason.startswith("1 is the fastest of ") and " longer: " in reason
+
+
+def in_two_stages(predictor: Predictor) -> Layout:
+    return next(
+        one for one in candidates(predictor) if one.stages == 2 and one.schedule == "1f1b" and one.micro_batches > 2
+    )
+
+
+def test_a_layout_that_does_not_fit_is_cut_for_its_memory_before_it_is_given_up() -> None:
+    free = small_predictor(4)
+    layout = in_two_stages(free)
+    needs = [memory.total for memory in free.memory(layout)]
+    tight = small_predictor(4, memory_bytes=int(0.95 * max(needs) / USABLE_MEMORY))
+    assert tight.fits(layout) and tight.bounds(layout) != free.bounds(layout)
+    assert max(memory.total for memory in tight.memory(layout)) <= tight.machine.usable_bytes
+    assert tight.predict(layout).step_seconds >= free.predict(layout).step_seconds
+    assert not small_predictor(4, memory_bytes=max(needs) // 3).fits(layout)
+
+
+def test_cuts_heed_messages_where_that_is_faster(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
+    heeding = {one: predictor.predict(one).step_seconds for one in candidates(predictor) if one.stages > 1}
+    monkeypatch.setattr(predict, "HIDDEN", (0.0,))
+    deaf = small_predictor(4, **SLOW_LINKS)
+    faster = [one for one, seconds in heeding.items() if seconds < 0.98 * deaf.predict(one).step_seconds]
+    slower = [one for one, seconds in heeding.items() if seconds > 1.02 * deaf.predict(one).step_seconds]
+    assert len(faster) > 10 * len(slower)
