@@ -115,21 +115,17 @@ def test_the_report_has_the_table_the_memory_and_the_reason(predictor: Predictor
     assert reason.startswith("1 is the fastest of ") and " longer: " in reason
 
 
-def in_two_stages(predictor: Predictor) -> Layout:
-    return next(
-        one for one in candidates(predictor) if one.stages == 2 and one.schedule == "1f1b" and one.micro_batches > 2
-    )
-
-
-def test_a_layout_that_does_not_fit_is_cut_for_its_memory_before_it_is_given_up() -> None:
-    free = small_predictor(4)
-    layout = in_two_stages(free)
-    needs = [memory.total for memory in free.memory(layout)]
-    tight = small_predictor(4, memory_bytes=int(0.95 * max(needs) / USABLE_MEMORY))
+@pytest.mark.parametrize("schedule", ["1f1b", "folded"])
+def test_a_layout_that_does_not_fit_is_cut_for_its_memory_before_it_is_given_up(schedule: str) -> None:
+    task = small_job(tiny_spec(unet={"multipliers": [1, 4], "blocks_per_level": 2}))
+    free = small_predictor(4, task)
+    layout = next(one for one in candidates(free) if (one.stages, one.schedule, one.micro_batches) == (4, schedule, 8))
+    needs = max(memory.total for memory in free.memory(layout))
+    tight = small_predictor(4, task, memory_bytes=int(0.95 * needs / USABLE_MEMORY))
     assert tight.fits(layout) and tight.bounds(layout) != free.bounds(layout)
     assert max(memory.total for memory in tight.memory(layout)) <= tight.machine.usable_bytes
     assert tight.predict(layout).step_seconds >= free.predict(layout).step_seconds
-    assert not small_predictor(4, memory_bytes=max(needs) // 3).fits(layout)
+    assert not small_predictor(4, task, memory_bytes=needs // 3).fits(layout)
 
 
 def test_cuts_heed_messages_where_that_is_faster(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
