@@ -33,7 +33,8 @@ from ddpm_ds.benchmark.rows import Row, Setting
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
 from ddpm_ds.train.plan import OUTPUT_ROOT, RunPlan
-from ddpm_ds.train.session import check_store, fill_checkpointing, process_group, share_threads
+from ddpm_ds.train.process import fill_checkpointing, process_group, share_threads
+from ddpm_ds.train.session import check_store
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.meters import peak_memory_bytes
 from ddpm_ds.train.plan import RunPlan
-from ddpm_ds.train.session import cut_by_time, fill_checkpointing, process_group, share_threads
+from ddpm_ds.train.process import cut_by_time, fill_checkpointing, process_group, share_threads
 
 MOST_WARM_UP_STEPS = 40
 """Steps in which fp16 may find a loss scale that does not overflow: what overflows is not a whole step."""

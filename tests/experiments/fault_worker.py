@@ -30,8 +30,8 @@ from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.train.plan import RunPlan, plan_run, stage_table
+from ddpm_ds.train.process import process_group
 from ddpm_ds.train.recorder import Recorder
-from ddpm_ds.train.session import process_group
 
 STEPS = range(2, 4)
 """Traced; the first one warms up."""

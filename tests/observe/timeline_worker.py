@@ -28,7 +28,7 @@ from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
 from ddpm_ds.pipeline.partition import partition
 from ddpm_ds.train.objective import Denoising
-from ddpm_ds.train.session import process_group
+from ddpm_ds.train.process import process_group
 from ddpm_ds.unet.layers import unet_layers
 from tests.launching import tiny_spec
 from tests.pipeline.ladder_worker import Case

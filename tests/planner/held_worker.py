@@ -26,7 +26,7 @@ from ddpm_ds.pipeline.partition import partition
 from ddpm_ds.spec import RunSpec
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.objective import Denoising
-from ddpm_ds.train.session import process_group
+from ddpm_ds.train.process import process_group
 from ddpm_ds.unet.layers import unet_layers
 
 

@@ -1,0 +1,106 @@
+"""A process of a run: its group and threads, and what only a process with a device can decide."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import deepspeed
+import psutil
+import torch
+import torch.distributed as dist
+
+from ddpm_ds.errors import BadNumbersError, LayoutError, Preempted, UserError
+from ddpm_ds.observe.layer_times import cache_file, measured_times
+from ddpm_ds.pipeline.memory import checkpoint_interval
+from ddpm_ds.pipeline.partition import describe
+from ddpm_ds.planner.auto import measured_cuts
+from ddpm_ds.train.plan import RunPlan, stage_table
+
+KNOWN_TO_ALL_RANKS = (UserError, BadNumbersError, Preempted)
+"""Raised on every rank at the same step, so that all can still act together."""
+
+Value = TypeVar("Value")
+
+
+@contextlib.contextmanager
+def process_group() -> Iterator[None]:
+    """DeepSpeed's process group; destroyed at the end, since gloo aborts a process that leaves with one.
+
+    Raises:
+        LayoutError: another job on this host has the port.
+    """
+    if os.environ["WORLD_SIZE"] == "1":
+        os.environ["MASTER_PORT"] = "0"  # any free one: two runs on one host don't meet
+    try:
+        deepspeed.init_distributed(verbose=False)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise LayoutError(
+            f"port {os.environ['MASTER_PORT']} is taken, by another run perhaps; give this one its own: "
+            "deepspeed --master_port PORT launch/train.py ..."
+        ) from None
+    try:
+        yield
+    except KNOWN_TO_ALL_RANKS:  # leave together
+        dist.barrier()
+        dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+def share_threads(device: torch.device) -> None:
+    """Give each process on this host its share of the cores, unless the environment has said how many."""
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["LOCAL_WORLD_SIZE"])))
+
+
+def from_rank_0(value: Value) -> Value:
+    """Rank 0's value, on every rank; collective."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def cut_by_time(plan: RunPlan, device: torch.device) -> RunPlan:
+    """The plan with cuts by the layers' seconds on rank 0's device, where the JSON asks for that."""
+    if plan.ds.partition != "measured" or plan.ds.layout.stages == 1:
+        return plan
+    bounds: tuple[int, ...] = ()
+    if dist.get_rank() == 0:
+        bounds = measured_cuts(
+            plan.spec,
+            plan.ds,
+            plan.ds_path,
+            lambda job: measured_times(job.layers, device, job.precision, cache_file()),
+        )
+    bounds = from_rank_0(bounds)
+    plan = replace(plan, bounds=bounds, stages=describe(plan.layers, bounds, plan.ds.schedule))
+    if dist.get_rank() == 0:
+        print(f"\ncut by the layers' times on this device\n{stage_table(plan)}", flush=True)
+    return plan
+
+
+def fill_checkpointing(plan: RunPlan, device: torch.device) -> dict[str, Any]:
+    """The DeepSpeed configuration, with activation checkpointing decided by this device's memory where it is auto."""
+    config, layout = dict(plan.ds.config), plan.ds.layout
+    if plan.ds.checkpoint_interval == "auto":
+        if device.type == "cuda":
+            memory = torch.cuda.get_device_properties(device).total_memory
+        else:
+            memory = psutil.virtual_memory().total // int(os.environ["LOCAL_WORLD_SIZE"])
+        wide = device.type == "cpu" or plan.ds.precision == "fp32"  # a CPU computes fp16 layers in fp32
+        interval = checkpoint_interval(
+            plan.stages,
+            plan.ds.schedule,
+            micro_batch_images=layout.micro_batch_images,
+            micro_batches=layout.micro_batches,
+            element_bytes=4 if wide else 2,
+            device_bytes=memory,
+        )
+        config["pipeline"] = {**config["pipeline"], "activation_checkpoint_interval": interval}
+    return config
