@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 import ddpm_ds
-from ddpm_ds.train.resume import RunFolder
+from ddpm_ds.train.run_folder import RunFolder
 from ddpm_ds.train.tracking import RunLink, Tracker, print_to_stderr
 
 if TYPE_CHECKING:

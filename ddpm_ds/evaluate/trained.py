@@ -18,7 +18,7 @@ from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.errors import CheckpointError
 from ddpm_ds.evaluate.diffusers_folder import DiffusersFolder
 from ddpm_ds.spec import DiffusionSpec, RunSpec, SamplerSpec, UnetSpec
-from ddpm_ds.train.resume import checkpoints_of
+from ddpm_ds.train.run_folder import checkpoints_of
 from ddpm_ds.train.tracking import print_to_stderr
 from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.model import UNet, parameter_shapes

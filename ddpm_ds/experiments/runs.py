@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddpm_ds.errors import UserError
-from ddpm_ds.train.labels import FOLDER_TAG, NOTE_TAG, identity_of
+from ddpm_ds.train.labels import FOLDER_TAG, NOTE_TAG
 from ddpm_ds.train.plan import OUTPUT_ROOT
+from ddpm_ds.train.run_folder import identity_of
 from ddpm_ds.train.tracking import resolve_uri, without_password
 from ddpm_ds.train.tracking_worker import PARENT_TAG, START_TAG, reason
 

@@ -35,6 +35,7 @@ from ddpm_ds.spec import RunSpec
 from ddpm_ds.supervisor import MEANINGS, STOP_SIGNALS
 from ddpm_ds.train.command import SPECS
 from ddpm_ds.train.labels import write_labels
+from ddpm_ds.train.run_folder import METRICS
 
 TRAIN = SPECS.with_name("train.py")
 GRID_FILE, ASKED_CONFIG, LOG = "grid.json", "asked_ds_config.json", "output.log"
@@ -128,8 +129,6 @@ class Grid:
 
     def progress(self, cell: Cell) -> int:
         """Images that a cell has seen at its last log point."""
-        from ddpm_ds.train.resume import METRICS  # torch
-
         with contextlib.suppress(OSError, IndexError, ValueError, KeyError):  # none yet, or being written
             last = (self.run_dir(cell) / METRICS).read_text().splitlines()[-1]
             return int(json.loads(last)["progress/images"])

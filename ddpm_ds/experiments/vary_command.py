@@ -23,6 +23,7 @@ from ddpm_ds.option_types import positive
 from ddpm_ds.spec_file import load_spec
 from ddpm_ds.train.command import parse
 from ddpm_ds.train.plan import RunPlan
+from ddpm_ds.train.run_folder import claim_folder
 
 PARENT_SECONDS = 30.0
 """How long the first cell waits for its parent to be in MLflow, under which it wants to be."""
@@ -167,8 +168,6 @@ def _label(cell: Cell) -> str:
 def _train(grid: Grid, plans: Sequence[RunPlan], options: argparse.Namespace) -> int:
     """All cells that are not done, the comparison, and the parent's run around them; returns the exit code."""
     from tqdm import tqdm
-
-    from ddpm_ds.train.resume import claim_folder  # torch, now that everything cheap is checked
 
     def say(line: str) -> None:
         with contextlib.suppress(OSError):  # the terminal may have gone

@@ -10,7 +10,8 @@ from ddpm_ds.experiments.compare_command import FOLDER
 from ddpm_ds.experiments.grid import BASELINE
 from ddpm_ds.experiments.runs import GRID, KIND_TAG, find_run
 from ddpm_ds.experiments.vary import Grid
-from ddpm_ds.train.labels import identity_of, labels
+from ddpm_ds.train.labels import labels
+from ddpm_ds.train.run_folder import RunFolder, identity_of
 from ddpm_ds.train.tracking import Tracker
 
 
@@ -18,8 +19,6 @@ def begin_parent(
     grid: Grid, experiment: str, params: Mapping[str, object], note: str | None, say: Callable[[str], None]
 ) -> tuple[Tracker, str]:
     """The run of a grid, begun or gone on with, and its identity."""
-    from ddpm_ds.train.resume import RunFolder  # torch
-
     tags = labels(grid.folder, note, say)
     identity = RunFolder(grid.folder).identity()
     tracker = Tracker.start(

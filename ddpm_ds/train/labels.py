@@ -6,17 +6,13 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from ddpm_ds.train.run_folder import identity_of
+
 NOTE_TAG = "mlflow.note.content"
 """What MLflow shows as the description of a run."""
 FOLDER_TAG = "run_dir"
-LABELS, NOTE, IDENTITY = "tags.json", "note.txt", "identity"
-"""Files of a run's folder: tags given by what has started it, the note that it began with, and what finds its run."""
-
-
-def identity_of(run_dir: Path) -> str | None:
-    """What finds the folder's MLflow run again; None where nothing was trained in it. Changes nothing."""
-    file = run_dir / IDENTITY
-    return file.read_text().strip() if file.is_file() else None
+LABELS, NOTE = "tags.json", "note.txt"
+"""Files of a run's folder: tags given by what has started it, and the note that it began with."""
 
 
 def write_labels(run_dir: Path, tags: dict[str, str]) -> None:

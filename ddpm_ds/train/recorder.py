@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ddpm_ds.data.pictures import grid, write_png
 from ddpm_ds.train.progress import ProgressLine
-from ddpm_ds.train.resume import EVALUATIONS, METRICS, OBSERVATIONS, RunFolder
+from ddpm_ds.train.run_folder import EVALUATIONS, METRICS, OBSERVATIONS, RunFolder
 from ddpm_ds.train.tracking import RunLink, Tracker
 
 SAMPLES_KEY = "samples_ema"

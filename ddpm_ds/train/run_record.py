@@ -21,7 +21,7 @@ from ddpm_ds.train.labels import labels
 from ddpm_ds.train.plan import RunPlan, stage_table
 from ddpm_ds.train.progress import ProgressLine
 from ddpm_ds.train.recorder import Recorder
-from ddpm_ds.train.resume import RunFolder
+from ddpm_ds.train.run_folder import RunFolder
 from ddpm_ds.train.tracking import Tracker
 
 

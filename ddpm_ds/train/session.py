@@ -43,7 +43,8 @@ from ddpm_ds.train.process import (
 from ddpm_ds.train.progress import ProgressLine, summary
 from ddpm_ds.train.recorder import Recorder
 from ddpm_ds.train.requests import Requests
-from ddpm_ds.train.resume import check_resume, checkpoints_of, claim_folder, find_checkpoint
+from ddpm_ds.train.resume import check_resume, find_checkpoint
+from ddpm_ds.train.run_folder import checkpoints_of, claim_folder
 from ddpm_ds.train.run_record import Resumed, recorded
 from ddpm_ds.train.saving import Saver
 from ddpm_ds.train.watchdog import Watchdog, make_store

@@ -14,7 +14,7 @@ from mlflow.entities import Run
 
 from ddpm_ds.evaluate.diary import Child
 from ddpm_ds.evaluate.trained import Trained
-from ddpm_ds.train.resume import RunFolder
+from ddpm_ds.train.run_folder import RunFolder
 from ddpm_ds.train.tracking import UNSENT_FILE, Tracker
 from ddpm_ds.train.tracking_worker import START_TAG
 

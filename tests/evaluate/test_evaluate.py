@@ -27,7 +27,7 @@ from ddpm_ds.evaluate.inception import Unavailable
 from ddpm_ds.evaluate.reference import labels_like
 from ddpm_ds.evaluate.scores import cache_beside, short
 from ddpm_ds.spec import DataSpec
-from ddpm_ds.train.resume import RunFolder
+from ddpm_ds.train.run_folder import RunFolder
 from ddpm_ds.train.tracking import RunLink
 from ddpm_ds.train.tracking_worker import START_TAG
 from tests.evaluate.inception_weights import write_weights

@@ -19,7 +19,8 @@ from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.train.plan import check_output
 from ddpm_ds.train.progress import ProgressLine
 from ddpm_ds.train.recorder import Recorder
-from ddpm_ds.train.resume import METRICS, RunFolder, checkpoints_of, claim_folder, find_checkpoint
+from ddpm_ds.train.resume import find_checkpoint
+from ddpm_ds.train.run_folder import METRICS, RunFolder, checkpoints_of, claim_folder
 from ddpm_ds.train.saving import Saver
 from ddpm_ds.train.tracking import Tracker
 from tests.checkpoint.saving import describe, fragments_of
