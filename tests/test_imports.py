@@ -30,6 +30,7 @@ ROOMS = (
     "checkpoint",
     "pipeline",
     "observe",
+    "verdict",
     "planner",
     "train",
     "evaluate",

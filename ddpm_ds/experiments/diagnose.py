@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ddpm_ds.experiments.runs import ExperimentError, RecordedRun, add_runs_option, find_run
 
 if TYPE_CHECKING:
-    from ddpm_ds.observe.verdict import Verdict
+    from ddpm_ds.verdict.verdict import Verdict
 
 DESCRIPTION = """\
 Say where the time of a run's devices went - useful work, bubble, imbalance, communication, data wait and so on - what
@@ -48,9 +48,9 @@ def add_diagnose(verbs: argparse._SubParsersAction[Any]) -> None:
 def _diagnose(options: argparse.Namespace) -> None:
     folder, run, missing = _find(options.name, options.runs)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing is trained: DeepSpeed need not look for devices
-    from ddpm_ds.observe.conclude import VERDICT  # deepspeed, whose schedules are simulated
-    from ddpm_ds.observe.facts import facts_of
-    from ddpm_ds.observe.verdict import text, verdict
+    from ddpm_ds.verdict.conclude import VERDICT  # deepspeed, whose schedules are simulated
+    from ddpm_ds.verdict.facts import facts_of
+    from ddpm_ds.verdict.verdict import text, verdict
 
     found = verdict(facts_of(folder))
     print(text(found), end="")
@@ -86,9 +86,9 @@ def _keep(run: RecordedRun, found: Verdict) -> str:
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 
-    from ddpm_ds.observe.conclude import VERDICT
-    from ddpm_ds.observe.verdict import tags, text
     from ddpm_ds.train.tracking_worker import reason
+    from ddpm_ds.verdict.conclude import VERDICT
+    from ddpm_ds.verdict.verdict import tags, text
 
     try:
         client = MlflowClient(run.tracking_uri)

@@ -20,7 +20,6 @@ import torch.distributed as dist
 import yaml
 
 from ddpm_ds.data.loader import MicroBatch
-from ddpm_ds.observe.conclude import conclude
 from ddpm_ds.observe.observer import Observers
 from ddpm_ds.observe.pauses import PauseClock
 from ddpm_ds.observe.timeline import Timeline
@@ -32,6 +31,7 @@ from ddpm_ds.train.objective import Denoising
 from ddpm_ds.train.plan import RunPlan, plan_run, stage_table
 from ddpm_ds.train.process import process_group
 from ddpm_ds.train.recorder import Recorder
+from ddpm_ds.verdict.conclude import conclude
 
 STEPS = range(2, 4)
 """Traced; the first one warms up."""

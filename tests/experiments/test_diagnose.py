@@ -13,14 +13,14 @@ import yaml
 from ddpm_ds.errors import OutputError, UserError
 from ddpm_ds.experiments.diagnose import add_diagnose
 from ddpm_ds.experiments.runs import ExperimentError
-from ddpm_ds.observe.facts import facts_of
-from ddpm_ds.observe.verdict import Verdict, verdict
-from ddpm_ds.observe.whatif import Model
 from ddpm_ds.pipeline.partition import segments
 from ddpm_ds.train.tracking_worker import START_TAG
+from ddpm_ds.verdict.facts import facts_of
+from ddpm_ds.verdict.verdict import Verdict, verdict
+from ddpm_ds.verdict.whatif import Model
 from tests.experiments.planted_runs import PlantedStore
 from tests.launching import launch, tiny_spec, write_json
-from tests.observe.planted_facts import Bench, write_run
+from tests.verdict.planted_facts import Bench, write_run
 
 BATCH = 32
 BLOCK = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}

@@ -10,14 +10,14 @@ import pytest
 import yaml
 
 from ddpm_ds.ds_config import resolve
-from ddpm_ds.observe.change import Change
-from ddpm_ds.observe.device import Device
-from ddpm_ds.observe.facts import Facts, Overflows
 from ddpm_ds.observe.pauses import Pauses
-from ddpm_ds.observe.verdict import USEFUL, shares, tags, text, verdict
-from ddpm_ds.observe.whatif import Model
 from ddpm_ds.spec_file import load_spec
-from tests.observe.planted_facts import BATCH, Bench
+from ddpm_ds.verdict.change import Change
+from ddpm_ds.verdict.device import Device
+from ddpm_ds.verdict.facts import Facts, Overflows
+from ddpm_ds.verdict.verdict import USEFUL, shares, tags, text, verdict
+from ddpm_ds.verdict.whatif import Model
+from tests.verdict.planted_facts import BATCH, Bench
 
 FAULTS = {
     "data wait": Bench(read_seconds=5e-4),

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ddpm_ds.observe.facts import Facts
 from ddpm_ds.observe.layer_times import LayerSeconds
 from ddpm_ds.pipeline.memory import ACTIVATION_SHARE, activation_bytes
 from ddpm_ds.pipeline.partition import Schedule, describe, segments, sent_shapes
 from ddpm_ds.pipeline.simulate import Link, PhaseCosts, RankCosts, simulate
+from ddpm_ds.verdict.facts import Facts
 
 STATE_BYTES = 20
 """Of a parameter: weight, gradient, Adam's two moments and the averaged weight, in fp32."""

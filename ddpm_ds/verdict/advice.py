@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ddpm_ds.observe import layout_changes as layout
-from ddpm_ds.observe import run_changes as run
-from ddpm_ds.observe.change import Candidates, Change
-from ddpm_ds.observe.facts import Facts
-from ddpm_ds.observe.whatif import Model
+from ddpm_ds.verdict import layout_changes as layout
+from ddpm_ds.verdict import run_changes as run
+from ddpm_ds.verdict.change import Candidates, Change
+from ddpm_ds.verdict.facts import Facts
+from ddpm_ds.verdict.whatif import Model
 
 LEAST_GAIN = 0.01
 """Share of an image's time below which a change is not worth trying."""

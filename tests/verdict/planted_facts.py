@@ -10,14 +10,14 @@ from typing import Any
 
 import yaml
 
-from ddpm_ds.observe.device import Device, write_device
-from ddpm_ds.observe.facts import Facts, Method, Overflows, RankFacts
 from ddpm_ds.observe.layer_times import LayerSeconds
 from ddpm_ds.observe.pauses import Pauses
 from ddpm_ds.pipeline.partition import Schedule, partition, segments, sent_shapes, weighted
 from ddpm_ds.pipeline.simulate import Link, PhaseCosts, RankCosts, simulate
 from ddpm_ds.spec import RunSpec
 from ddpm_ds.unet.layers import Layer, unet_layers
+from ddpm_ds.verdict.device import Device, write_device
+from ddpm_ds.verdict.facts import Facts, Method, Overflows, RankFacts
 from tests.launching import tiny_spec
 
 BATCH = 32

@@ -14,13 +14,13 @@ from typing import Any, Literal
 
 from ddpm_ds.ds_config_check import enabled, zero_stage
 from ddpm_ds.errors import OutputError
-from ddpm_ds.observe.device import Device, read_device
 from ddpm_ds.observe.pauses import Pauses, read_pauses
 from ddpm_ds.pipeline.partition import Schedule
 from ddpm_ds.pipeline.simulate import PhaseCosts
 from ddpm_ds.spec import RunSpec
 from ddpm_ds.spec_file import load_spec
 from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer, unet_layers
+from ddpm_ds.verdict.device import Device, read_device
 
 SUMMARY = Path("trace") / "summary.json"
 """In a run's folder: what the traced steps came to."""

@@ -16,13 +16,13 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ddpm_ds.observe.advice import LEAST_GAIN, best_change
-from ddpm_ds.observe.change import Change
-from ddpm_ds.observe.evidence import evidence
-from ddpm_ds.observe.facts import Facts, RankFacts
-from ddpm_ds.observe.whatif import Model, mean, present, reads_data, recomputation_seconds
 from ddpm_ds.pipeline.simulate import PhaseCosts, RankCosts, simulate
 from ddpm_ds.pipeline.streams import Schedule
+from ddpm_ds.verdict.advice import LEAST_GAIN, best_change
+from ddpm_ds.verdict.change import Change
+from ddpm_ds.verdict.evidence import evidence
+from ddpm_ds.verdict.facts import Facts, RankFacts
+from ddpm_ds.verdict.whatif import Model, mean, present, reads_data, recomputation_seconds
 
 USEFUL = "useful work"
 HEALTHY = 0.05

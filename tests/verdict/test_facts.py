@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from ddpm_ds.errors import OutputError
-from ddpm_ds.observe.conclude import conclude
-from ddpm_ds.observe.device import Device, measure_device
-from ddpm_ds.observe.facts import Overflows, facts_of
 from ddpm_ds.observe.pauses import PauseClock, Pauses, read_pauses
 from ddpm_ds.unet.layers import unet_layers
+from ddpm_ds.verdict.conclude import conclude
+from ddpm_ds.verdict.device import Device, measure_device
+from ddpm_ds.verdict.facts import Overflows, facts_of
 from tests.launching import tiny_spec
-from tests.observe.planted_facts import Bench, write_run
+from tests.verdict.planted_facts import Bench, write_run
 
 BENCHES = [
     Bench(micro_batches=4, zero_stage=1, replicas=2, cuts=(5,)),

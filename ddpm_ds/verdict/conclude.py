@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from ddpm_ds.errors import UserError
-from ddpm_ds.observe.device import Device, measure_device, write_device
-from ddpm_ds.observe.facts import HOW_TO_TRACE, SUMMARY, Facts, facts_of
-from ddpm_ds.observe.verdict import Verdict, text, verdict
+from ddpm_ds.verdict.device import Device, measure_device, write_device
+from ddpm_ds.verdict.facts import HOW_TO_TRACE, SUMMARY, Facts, facts_of
+from ddpm_ds.verdict.verdict import Verdict, text, verdict
 
 VERDICT = "verdict.txt"
 """In a run's folder."""

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from ddpm_ds.errors import LayoutError
-from ddpm_ds.observe.change import Candidates, Change, counted, saved
-from ddpm_ds.observe.facts import Facts, Method
-from ddpm_ds.observe.whatif import Model, Way
 from ddpm_ds.pipeline.partition import Schedule, partition, weighted
+from ddpm_ds.verdict.change import Candidates, Change, counted, saved
+from ddpm_ds.verdict.facts import Facts, Method
+from ddpm_ds.verdict.whatif import Model, Way
 
 MOST_MICRO_BATCHES = 16
 """Per rank; with so many the bubble is 6 %."""

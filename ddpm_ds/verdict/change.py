@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpm_ds.observe.facts import Facts
-from ddpm_ds.observe.whatif import Model, Way
+from ddpm_ds.verdict.facts import Facts
+from ddpm_ds.verdict.whatif import Model, Way
 
 
 @dataclass(frozen=True)

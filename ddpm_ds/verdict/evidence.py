@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from ddpm_ds.observe.facts import Facts
-from ddpm_ds.observe.whatif import Model, mean, recomputation_seconds
+from ddpm_ds.verdict.facts import Facts
+from ddpm_ds.verdict.whatif import Model, mean, recomputation_seconds
 
 
 def evidence(facts: Facts, model: Model, loss: str, share: float) -> str:

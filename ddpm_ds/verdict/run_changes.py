@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ddpm_ds.observe.change import Candidates, Change, counted, saved, stepping
-from ddpm_ds.observe.facts import Facts
-from ddpm_ds.observe.whatif import Model
+from ddpm_ds.verdict.change import Candidates, Change, counted, saved, stepping
+from ddpm_ds.verdict.facts import Facts
+from ddpm_ds.verdict.whatif import Model
 
 MOST_WORKERS = 16
 PAUSE_SHARE = 0.01
