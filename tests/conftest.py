@@ -14,6 +14,12 @@ import torch
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start processes come first: several workers then end at about the same time, on the quick ones."""
+    slow = {item.path for item in items if item.get_closest_marker("launch")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(scope="session")
 def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An SQLite store of MLflow without runs, made once: making one takes longer than most tests that use it."""
