@@ -58,8 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="ddpm-ds",
         description="Diffusion U-Nets on DeepSpeed pipelines: everything but the training run.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     for add in (
@@ -101,8 +99,6 @@ def _add_run(verbs: argparse._SubParsersAction[OneLineParser]) -> None:
         help="train under DeepSpeed's launcher, with restarts, orderly stops and exit codes that mean something",
         description=RUN_DESCRIPTION,
         epilog=RUN_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--max-restarts", type=natural, default=0, metavar="N", help="in a row without a new checkpoint (default 0)"
@@ -137,9 +133,8 @@ def _add_prepare(verbs: argparse._SubParsersAction[OneLineParser]) -> None:
     parser = verbs.add_parser(
         "prepare",
         help="write the images of a spec into their store",
-        description="Read a spec's images once and write the memory-mapped store that training reads. Training does "
+        description="Read a spec's images once and write the memory-mapped store that training reads. Training does\n"
         "this by itself when the store is missing.",
-        allow_abbrev=False,
     )
     add_spec_options(parser)
     parser.set_defaults(run=_prepare)
@@ -160,9 +155,8 @@ def _add_schema(verbs: argparse._SubParsersAction[OneLineParser]) -> None:
     parser = verbs.add_parser(
         "schema",
         help="print what a run spec or a DeepSpeed JSON may hold",
-        description="Print the JSON schema of run specs, for editors (launch/specs/run.schema.json), or the tables of "
+        description="Print the JSON schema of run specs, for editors (launch/specs/run.schema.json), or the tables of\n"
         "docs/spec.md and docs/ds_configs.md.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--markdown", choices=("spec", "ds_config"), help="print the reference as Markdown instead of the schema"

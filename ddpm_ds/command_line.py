@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import time
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ddpm_ds.errors import SpecError
 
@@ -16,7 +16,14 @@ OTHERS_WAIT_SECONDS = 5.0
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Raises a SpecError where argparse would print its usage and leave."""
+    """Raises a SpecError where argparse would print its usage and leave; descriptions are shown as they are written.
+
+    The parsers of its verbs are of this class too.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        written = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+        super().__init__(**{**written, **options})
 
     def error(self, message: str) -> NoReturn:
         raise SpecError(f"{message}; {self.prog} --help explains")

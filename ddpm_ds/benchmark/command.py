@@ -68,8 +68,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="deepspeed [launcher options] launch/bench.py",
         description=DESCRIPTION,
         epilog="rows\n" + "".join(f"  {name:14}{meaning}\n" for name, meaning in ROWS.items()) + "\n" + EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add_run_options(parser)
     parser.add_argument(

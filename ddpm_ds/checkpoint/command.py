@@ -25,15 +25,13 @@ def add_checkpoint(verbs: argparse._SubParsersAction[Any]) -> None:
     parser = verbs.add_parser(
         "checkpoint",
         help="list, verify, describe or consolidate checkpoints",
-        description="What a run has saved: one folder per checkpoint in RUN_DIR/checkpoints. Nothing here needs a GPU "
+        description="What a run has saved: one folder per checkpoint in RUN_DIR/checkpoints. Nothing here needs a GPU\n"
         "or changes a checkpoint.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     inner = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
 
-    one = inner.add_parser("list", help="the checkpoints of a run, oldest first", allow_abbrev=False)
+    one = inner.add_parser("list", help="the checkpoints of a run, oldest first")
     one.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run")
     one.set_defaults(run=_list)
 
@@ -42,12 +40,11 @@ def add_checkpoint(verbs: argparse._SubParsersAction[Any]) -> None:
         help="read every byte and compare checksums",
         description="Read every byte of a checkpoint, or of all checkpoints of a run, and compare checksums. Exit code "
         "2 when any is damaged.",
-        allow_abbrev=False,
     )
     one.add_argument("path", type=Path, metavar="CHECKPOINT|RUN_DIR", help="folder of a checkpoint or of a run")
     one.set_defaults(run=_verify)
 
-    one = inner.add_parser("describe", help="when, how and from what a checkpoint was made", allow_abbrev=False)
+    one = inner.add_parser("describe", help="when, how and from what a checkpoint was made")
     one.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of a checkpoint")
     one.set_defaults(run=_describe)
 
@@ -56,7 +53,6 @@ def add_checkpoint(verbs: argparse._SubParsersAction[Any]) -> None:
         help="write the weights into one safetensors file",
         description="Write the whole weights of a checkpoint into one safetensors file, under their global names. Host "
         "memory is one tensor.",
-        allow_abbrev=False,
     )
     one.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of a checkpoint")
     one.add_argument("out", type=Path, metavar="OUT", help="file to write; must not exist")

@@ -49,8 +49,6 @@ def add_evaluate(verbs: argparse._SubParsersAction[Any]) -> None:
         help="score a checkpoint or an export against the real images",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("path", type=Path, metavar="CHECKPOINT|RUN_DIR|EXPORT", help="folder of the weights")
     parser.add_argument("--count", type=_count, default=10_000, metavar="N", help="images to draw (default 10000)")

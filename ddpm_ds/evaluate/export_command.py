@@ -58,8 +58,6 @@ def add_export(verbs: argparse._SubParsersAction[Any]) -> None:
         help="write trained weights as a pipeline of diffusers",
         description=EXPORT_DESCRIPTION,
         epilog=EXPORT_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("path", type=Path, metavar="CHECKPOINT|RUN_DIR", help="folder of the weights; a run's newest")
     parser.add_argument("out", type=Path, metavar="DIR", help="folder to write; must be empty or not there")
@@ -87,8 +85,6 @@ def add_import(verbs: argparse._SubParsersAction[Any]) -> None:
         help="take a model of diffusers as the start of a run",
         description=IMPORT_DESCRIPTION,
         epilog=IMPORT_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("path", type=Path, metavar="DIR", help="folder of a pipeline, or of a UNet2DModel")
     parser.add_argument("--spec", type=Path, required=True, metavar="BASE", help="spec of the run: data, length, batch")

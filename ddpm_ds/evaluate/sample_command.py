@@ -51,8 +51,6 @@ def add_sample(verbs: argparse._SubParsersAction[Any]) -> None:
         help="draw images from a checkpoint or an export",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     _add_options(parser)
     parser.set_defaults(run=_sample)
@@ -65,8 +63,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="deepspeed [launcher options] launch/sample.py",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     _add_options(parser)
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # of launchers

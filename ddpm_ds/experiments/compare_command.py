@@ -44,8 +44,6 @@ def add_compare(verbs: argparse._SubParsersAction[Any]) -> None:
         help="show what differs between runs, and what came of it",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("recorded_runs", nargs="+", metavar="RUN | EXPERIMENT")
     parser.add_argument("--baseline", metavar="RUN", help="what ratios are to (default: the first that has metrics)")

@@ -37,8 +37,6 @@ def add_diagnose(verbs: argparse._SubParsersAction[Any]) -> None:
         help="say where a run's time went and what to change next",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("name", metavar="RUN", help="folder of a run, or its id or name in MLflow")
     add_runs_option(parser)

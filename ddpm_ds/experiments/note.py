@@ -27,8 +27,6 @@ def add_note(verbs: argparse._SubParsersAction[Any]) -> None:
         help="write down what was learned from a run",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("recorded_run", metavar="RUN")
     parser.add_argument("text", nargs="?", help="what was learned; may have several lines")

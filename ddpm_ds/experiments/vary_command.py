@@ -72,8 +72,6 @@ def add_vary(verbs: argparse._SubParsersAction[Any]) -> None:
         help="train a grid of runs and compare them",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--spec", type=Path, required=True, metavar="YAML", help="run spec, see launch/specs")
     add_overrides(parser)

@@ -85,8 +85,6 @@ def add_fit(verbs: argparse._SubParsersAction[Any]) -> None:
         help="find the largest micro-batch that fits the devices, and the one to train with",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--spec", type=Path, default=DEFAULT_SPEC, metavar="YAML", help="what to train")
     add_overrides(parser)

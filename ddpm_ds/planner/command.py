@@ -49,8 +49,6 @@ def add_plan(verbs: argparse._SubParsersAction[Any]) -> None:
         help="predict the fastest layout on given devices",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--spec", type=Path, required=True, metavar="YAML", help="run spec, see launch/specs")
     add_overrides(parser)

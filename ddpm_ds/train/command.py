@@ -73,8 +73,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="deepspeed [launcher options] launch/train.py",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add_run_options(parser)
     parser.add_argument(
