@@ -96,6 +96,7 @@ def test_a_killed_child_does_not_fit_and_a_bug_is_shown(tmp_path: Path, monkeypa
     def refused(plan: Any, *others: Any) -> Answer:
         raise LayoutError("2 processes on 1 device")
 
+    others = set(psutil.Process().children())  # of tests before
     trials = Trials(task(job(), Layout(1, 1)), tmp_path, 0)
     play(monkeypatch, killed)
     assert trials.run(1, 2**40).why == "rank 0 was killed (SIGKILL)"
@@ -105,7 +106,7 @@ def test_a_killed_child_does_not_fit_and_a_bug_is_shown(tmp_path: Path, monkeypa
     play(monkeypatch, refused)
     result = search(task(job(), Layout(1, 1), sizes=(1, 2)), tmp_path / "refused", 0)
     assert (result["failure"], result["refused"], result["trials"]) == ("2 processes on 1 device", True, [])
-    assert psutil.Process().children() == []
+    assert set(psutil.Process().children()) <= others
 
 
 def test_a_child_whose_peer_has_run_out_of_memory_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

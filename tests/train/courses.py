@@ -112,11 +112,11 @@ class Courses:
 
 
 def sources_of(layout: str, precision: str) -> list[str]:
-    """The layouts that a layout goes on from, itself first: in fp32 all, in fp16 the next two."""
+    """The layouts that a layout goes on from, itself first: in fp32 all, in fp16 the next one."""
     names = list(LAYOUTS)
     own = names.index(layout)
     others = [*names[own + 1 :], *names[:own]]
-    return [layout, *(others if precision == "fp32" else others[:2])]
+    return [layout, *(others if precision == "fp32" else others[:1])]
 
 
 def train_all(folder: Path) -> Courses:
