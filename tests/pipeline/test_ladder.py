@@ -25,7 +25,7 @@ LATER = {"fp32": 10, "fp16": 1, "bf16": 2}
 
 
 def matrix(layouts: Iterable[tuple[int, int]]) -> list[Case]:
-    """Every ZeRO stage, precision and checkpointing interval on each (stages, replicas)."""
+    """Every ZeRO stage, precision and way of checkpointing on each (stages, replicas)."""
     return [
         Case(stages, replicas, zero, precision, checkpoint)
         for (stages, replicas), zero, precision, checkpoint in itertools.product(
@@ -69,6 +69,7 @@ FOUR_PROCESSES = [
 ]
 
 
+OTHERS_BY_TWO = [Case(2, 1, 0, "fp16", 1), Case(2, 1, 1, "fp32", 1), Case(2, 1, 2, "fp16", 0)]
 FOLDED_BY_TWO = some(2, 1, "folded")
 FOLDED_BY_FOUR = [
     Case(2, 2, 0, "fp32", 1, schedule="folded"),
@@ -89,7 +90,7 @@ FOLDED_BY_FOUR = [
     ("processes", "cases"),
     [
         pytest.param(1, matrix([(1, 1)]), id="1 process"),
-        pytest.param(2, [*matrix([(2, 1)]), *some(1, 2), *FOLDED_BY_TWO], id="2 processes"),
+        pytest.param(2, [*some(2, 1), *OTHERS_BY_TWO, *some(1, 2), *FOLDED_BY_TWO], id="2 processes"),
         pytest.param(4, [*FOUR_PROCESSES, *FOLDED_BY_FOUR], id="4 processes"),
     ],
 )
