@@ -7,9 +7,10 @@ import os
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any, NoReturn
 
-from ddpm_ds.errors import SpecError
+from ddpm_ds.errors import OutputError, SpecError
 
 OTHERS_WAIT_SECONDS = 5.0
 """How long ranks other than 0 hold back an error, so that rank 0 is the one to say it."""
@@ -54,6 +55,17 @@ def set_environment() -> None:
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Refuse a file that could not be written in the end.
+
+    Raises:
+        OutputError: it is a folder, or its folder is missing or somebody else's.
+    """
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise OutputError(f"{option} {path} can't be written; name a file in a folder that exists and is yours")
 
 
 def free_port() -> int:

@@ -18,6 +18,7 @@ ROOMS = (
     "errors",
     "exit_record",
     "option_types",
+    "table",
     "command_line",
     "device",
     "spec",
@@ -45,6 +46,7 @@ ROOMS = (
 NOT_IN = {
     "errors": {"torch", "numpy", "deepspeed", "mlflow"},
     "exit_record": {"torch", "numpy", "deepspeed", "mlflow"},
+    "table": {"torch", "numpy", "deepspeed", "mlflow"},
     "command_line": {"torch", "numpy", "deepspeed", "mlflow"},
     "device": {"numpy", "deepspeed", "mlflow"},
     "option_types": {"torch", "numpy", "deepspeed", "mlflow"},

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddpm_ds.benchmark.choice import ROWS, why_not
-from ddpm_ds.command_line import OneLineParser, say_once, set_environment
-from ddpm_ds.errors import BadNumbersError, LayoutError, OutputError, UserError
+from ddpm_ds.command_line import OneLineParser, check_writable, say_once, set_environment
+from ddpm_ds.errors import BadNumbersError, LayoutError, UserError
 from ddpm_ds.option_types import positive
 from ddpm_ds.train.command import add_run_options
 from ddpm_ds.train.plan import OUTPUT_ROOT, RunPlan, plan_run
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         names, not_run = _choose(options.rows, plan)
         if options.json is not None:
-            _check_writable(options.json)
+            check_writable("--json", options.json)
         from ddpm_ds.device import choose_device  # torch, now that everything cheap is checked
 
         device = choose_device(options.device)
@@ -160,8 +160,3 @@ def _command() -> str:
     """What was typed, as far as a process can know it."""
     words = [word for word in sys.argv if not word.startswith("--local_rank")]
     return shlex.join(["deepspeed", "--num_gpus", os.environ["LOCAL_WORLD_SIZE"], *words])
-
-
-def _check_writable(path: Path) -> None:
-    if path.is_dir() or not path.absolute().parent.is_dir() or not os.access(path.absolute().parent, os.W_OK):
-        raise OutputError(f"--json {path} can't be written; name a file in a folder that exists and is yours")

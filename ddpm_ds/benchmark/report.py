@@ -13,6 +13,7 @@ import torch
 
 import ddpm_ds
 from ddpm_ds.benchmark.measure import Spread
+from ddpm_ds.table import aligned
 from ddpm_ds.train.plan import RunPlan
 
 
@@ -148,11 +149,7 @@ def _columns(rows: Sequence[RowResult]) -> list[str]:
             )
         )
     columns = [column for column in zip(*cells, strict=True) if any(column[1:])]
-    widths = [max(map(len, column)) for column in columns]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in zip(*columns, strict=True)
-    ]
+    return aligned(list(zip(*columns, strict=True)), left=range(len(columns)))
 
 
 def _processor() -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_ds.errors import CheckpointError
+from ddpm_ds.table import aligned
 
 EXAMPLES = """\
 examples
@@ -75,10 +76,7 @@ def _list(options: argparse.Namespace) -> None:
         written, size = f"{manifest.created:%Y-%m-%d %H:%M:%S}", f"{manifest.total_bytes / 1e6:,.1f}"
         kinds = ", ".join(manifest.kinds)
         rows.append((checkpoint.name, f"{manifest.images:,}", f"{manifest.step:,}", written, size, kinds))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header) - 1)]
-    for name, *middle, last in rows:
-        cells = [name.ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(middle, widths[1:], strict=True)]
-        print("  ".join([*cells, last]))
+    print("\n".join(aligned(rows, left={0, len(header) - 1})))
 
 
 def _verify(options: argparse.Namespace) -> None:

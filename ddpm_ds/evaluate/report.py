@@ -17,6 +17,7 @@ from ddpm_ds.data.pictures import grid, write_png
 from ddpm_ds.data.store import Store
 from ddpm_ds.evaluate.recipe import Request
 from ddpm_ds.evaluate.scores import Pixels, Score
+from ddpm_ds.table import aligned
 
 SCORES, PICTURE = "scores.json", "samples.png"
 FILES = (SCORES, PICTURE)
@@ -33,7 +34,7 @@ def table(scores: Sequence[Score], drawn: Request) -> str:
     for score in scores:
         value, real = _number(score.value), _number(score.real)
         rows.append((score.title, value, real, f"{score.samples:,}", f"{score.references:,}", *how, score.tool))
-    lines = _aligned(rows, TEXT_COLUMNS)
+    lines = aligned(rows, TEXT_COLUMNS)
     for score in scores:
         if "shares" in score.details:
             lines += ["", *_shares(score.details)]
@@ -44,18 +45,7 @@ def _shares(details: Mapping[str, Any]) -> list[str]:
     rows = [("class", *map(str, range(len(details["shares"]))))]
     for title, key in (("samples", "shares"), ("of real", "shares_real")):
         rows.append((title, *(f"{share:.1%}" for share in details[key])))
-    return _aligned(rows, {0})
-
-
-def _aligned(rows: Sequence[Sequence[str]], text_columns: set[int]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if column in text_columns else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    return aligned(rows, {0})
 
 
 def _number(value: float | None) -> str:

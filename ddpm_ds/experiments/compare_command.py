@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddpm_ds.command_line import check_writable
 from ddpm_ds.errors import OutputError
 from ddpm_ds.experiments.runs import add_runs_option, find_run, find_runs
 from ddpm_ds.train.tracking_worker import reason
@@ -64,7 +64,7 @@ def _names(text: str) -> list[str]:
 def _compare(options: argparse.Namespace) -> None:
     for name, path in (("--markdown", options.markdown), ("--html", options.html)):
         if path is not None:
-            _check_writable(name, path)
+            check_writable(name, path)
     from ddpm_ds.experiments.compare import comparison
     from ddpm_ds.experiments.compare_html import page
     from ddpm_ds.experiments.compare_text import markdown, terminal
@@ -105,9 +105,3 @@ def _keep(parent: str, tracking_uri: str, name: str, text: str) -> None:
         MlflowClient(tracking_uri).log_text(parent, text, f"{FOLDER}/{name}")
     except (MlflowException, OSError) as error:
         print(f"ddpm-ds: {name} could not be kept with run {parent} ({reason(error)})", file=sys.stderr)
-
-
-def _check_writable(name: str, path: Path) -> None:
-    folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise OutputError(f"{name} {path} can't be written; name a file in a folder that exists and is yours")

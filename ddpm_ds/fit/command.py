@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ddpm_ds.command_line import add_overrides, set_environment
-from ddpm_ds.errors import LayoutError, OutputError, SpecError
+from ddpm_ds.command_line import add_overrides, check_writable, set_environment
+from ddpm_ds.errors import LayoutError, SpecError
 from ddpm_ds.fit.report import Found, numbers, table, why, winner
 from ddpm_ds.fit.start import search
 from ddpm_ds.fit.task import Job, Layout, Task, candidates, layouts_of
@@ -123,7 +123,7 @@ def add_fit(verbs: argparse._SubParsersAction[Any]) -> None:
 def _fit(options: argparse.Namespace) -> int:
     for name, path in (("--out", options.out), ("--json", options.json), ("--plot", options.plot)):
         if path is not None:
-            _check_writable(name, path)
+            check_writable(name, path)
     if options.layouts and options.processes:
         raise SpecError("--layouts has the processes of each layout; leave it or --processes out")
     job = Job(options.spec, tuple(options.overrides), options.deepspeed_config, options.accumulation)
@@ -266,9 +266,3 @@ def _say(options: argparse.Namespace, job: Job, found: Sequence[Found]) -> None:
 
         draw(found, f"{job.spec.stem}: {options.deepspeed_config.name}", options.memory_budget, options.plot)
         print(f"{options.plot}: images/s and memory against micro-batch")
-
-
-def _check_writable(name: str, path: Path) -> None:
-    folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise OutputError(f"{name} {path} can't be written; name a file in a folder that exists and is yours")

@@ -10,6 +10,7 @@ from ddpm_ds.fit.answer import Trial
 from ddpm_ds.fit.search import KNEE, knee
 from ddpm_ds.fit.task import Layout
 from ddpm_ds.planner.units import GIB, gib
+from ddpm_ds.table import aligned
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,7 @@ def table(found: Sequence[Found]) -> str:
                     ("* " if one is best and trial is one.knee else "") + ", ".join(marks) if timed else trial.why,
                 )
             )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join([*(cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)), row[-1]]).rstrip()
-        for row in rows
-    )
+    return "\n".join(aligned(rows, left={len(rows[0]) - 1}))
 
 
 def why(found: Sequence[Found]) -> str:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ddpm_ds.observe.flops_counts import CORRECTED, NOT_COUNTED
+from ddpm_ds.table import aligned
 
 TOLERANCE = 0.02
 """By which counted MACs may differ from those of the cost model."""
@@ -97,9 +98,9 @@ def table(profiles: Sequence[StageProfile], circumstances: Circumstances) -> str
     lines = [
         str(circumstances),
         "",
-        *_aligned([("stage", "rank", *columns), *stages]),
+        *aligned([("stage", "rank", *columns), *stages], left={0}),
         "",
-        *_aligned([("module", "stage", *columns), *layers]),
+        *aligned([("module", "stage", *columns), *layers], left={0}),
         "",
         agreement(profiles),
         "Latency is of each layer alone, the device waited for before and after it; nothing between layers and no wait",
@@ -157,14 +158,3 @@ def _cells(counts: Counts, whole: Counts) -> tuple[str, ...]:
         f"{counts.seconds / (whole.seconds or 1):.1%}",
         f"{counts.flops / (counts.seconds or 1) / 1e9:,.1f}",
     )
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]

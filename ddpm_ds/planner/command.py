@@ -8,9 +8,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpm_ds.command_line import add_overrides, set_environment
+from ddpm_ds.command_line import add_overrides, check_writable, set_environment
 from ddpm_ds.ds_config import read_ds_config
-from ddpm_ds.errors import LayoutError, OutputError
+from ddpm_ds.errors import LayoutError
 from ddpm_ds.option_types import positive
 from ddpm_ds.planner.machine import KINDS, Machine, machine, this_machine
 from ddpm_ds.planner.units import bandwidth, memory_size, teraflops
@@ -76,7 +76,7 @@ def add_plan(verbs: argparse._SubParsersAction[Any]) -> None:
 def _plan(options: argparse.Namespace) -> None:
     for name, path in (("--out", options.out), ("--timeline", options.timeline)):
         if path is not None:
-            _check_writable(name, path)
+            check_writable(name, path)
     spec = load_spec(options.spec, options.overrides)
     config = read_ds_config(options.deepspeed_config)
     if options.measure and options.tflops:
@@ -157,9 +157,3 @@ def _write(options: argparse.Namespace, predictor: Predictor, first: Prediction)
         simulation = predictor.simulate(first.layout)
         draw_timeline(simulation, f"{predictor.job.spec.name}: {first.layout.words()}", options.timeline)
         print(f"{options.timeline}: its step")
-
-
-def _check_writable(name: str, path: Path) -> None:
-    folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise OutputError(f"{name} {path} can't be written; name a file in a folder that exists and is yours")

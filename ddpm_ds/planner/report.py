@@ -11,6 +11,7 @@ from ddpm_ds.planner.memory import Memory
 from ddpm_ds.planner.predict import Prediction
 from ddpm_ds.planner.search import Misfit, Plan
 from ddpm_ds.planner.units import GIB, gib
+from ddpm_ds.table import aligned
 
 
 def report(plan: Plan, machine: Machine) -> str:
@@ -18,10 +19,10 @@ def report(plan: Plan, machine: Machine) -> str:
     first = plan.best[0]
     return "\n".join(
         [
-            *_columns(_rows(plan.best, between_nodes=machine.nodes > 1)),
+            *aligned(_rows(plan.best, between_nodes=machine.nodes > 1)),
             "",
             f"memory of 1, MiB per device (fits up to {machine.usable_bytes / 2**20:,.0f})",
-            *_columns(_memory_rows(first)),
+            *aligned(_memory_rows(first)),
             "",
             textwrap.fill(why(plan), 112, break_on_hyphens=False),
         ]
@@ -125,11 +126,6 @@ def _memory_rows(prediction: Prediction) -> list[tuple[str, ...]]:
         sizes = [getattr(memory, part) for part in parts]
         rows.append((str(rank), *(f"{size / 2**20:,.1f}" for size in (*sizes[:6], memory.total, *sizes[6:]))))
     return rows
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _rate(images_per_second: float) -> str:

@@ -15,6 +15,7 @@ from ddpm_ds.errors import OutputError
 from ddpm_ds.pipeline.partition import Stage, describe, partition
 from ddpm_ds.spec import HELD_OUT_QUANTILES, RunSpec
 from ddpm_ds.spec_file import load_spec
+from ddpm_ds.table import aligned
 from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer, unet_layers
 
 OUTPUT_ROOT = Path("runs")
@@ -113,16 +114,7 @@ def stage_table(plan: RunPlan) -> str:
                 f"{plan.sent_bytes(stage) / 1e6:.2f}",
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    text_columns = {2, 3}
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column in text_columns else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    return "\n".join(lines)
+    return "\n".join(aligned(rows, left={2, 3}))
 
 
 def new_run_dir(name: str) -> Path:
