@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpm_ds.command_line import check_writable
 from ddpm_ds.errors import OutputError
-from ddpm_ds.experiments.runs import add_runs_option, find_run, find_runs
-from ddpm_ds.train.tracking_worker import reason
+from ddpm_ds.experiments.runs import add_runs_option, find_run, find_runs, keep_with
 
 if TYPE_CHECKING:
     from ddpm_ds.experiments.compare import Comparison
@@ -98,10 +97,5 @@ def _write(path: Path, text: str) -> None:
 
 def _keep(parent: str, tracking_uri: str, name: str, text: str) -> None:
     """Log a file with the runs' parent; one that can't be written to, such as somebody else's, costs nothing else."""
-    from mlflow import MlflowClient
-    from mlflow.exceptions import MlflowException
-
-    try:
-        MlflowClient(tracking_uri).log_text(parent, text, f"{FOLDER}/{name}")
-    except (MlflowException, OSError) as error:
-        print(f"ddpm-ds: {name} could not be kept with run {parent} ({reason(error)})", file=sys.stderr)
+    if missing := keep_with(parent, tracking_uri, {f"{FOLDER}/{name}": text}):
+        print(f"ddpm-ds: {name} could not be kept with run {parent} ({missing})", file=sys.stderr)

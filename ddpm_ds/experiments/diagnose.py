@@ -6,12 +6,9 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ddpm_ds.experiments.runs import ExperimentError, RecordedRun, add_runs_option, find_run
-
-if TYPE_CHECKING:
-    from ddpm_ds.verdict.verdict import Verdict
+from ddpm_ds.experiments.runs import ExperimentError, RecordedRun, add_runs_option, find_run, keep_with
 
 DESCRIPTION = """\
 Say where the time of a run's devices went - useful work, bubble, imbalance, communication, data wait and so on - what
@@ -48,7 +45,7 @@ def _diagnose(options: argparse.Namespace) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing is trained: DeepSpeed need not look for devices
     from ddpm_ds.verdict.conclude import VERDICT  # deepspeed, whose schedules are simulated
     from ddpm_ds.verdict.facts import facts_of
-    from ddpm_ds.verdict.verdict import text, verdict
+    from ddpm_ds.verdict.verdict import tags, text, verdict
 
     found = verdict(facts_of(folder))
     print(text(found), end="")
@@ -56,12 +53,13 @@ def _diagnose(options: argparse.Namespace) -> None:
         (folder / VERDICT).write_text(text(found))
     except OSError as error:
         _say(f"{folder / VERDICT} can't be written ({error.strerror})")
-    missing = missing if run is None else _keep(run, found)
+    if run is not None:
+        missing = keep_with(run.id, run.tracking_uri, {VERDICT: text(found)}, tags(found))
     if missing:
         _say(f"not kept in MLflow: {missing}")
 
 
-def _find(name: str, root: Path) -> tuple[Path, RecordedRun | None, str]:
+def _find(name: str, root: Path) -> tuple[Path, RecordedRun | None, str | None]:
     """A run's folder, and the run in MLflow or why there is none.
 
     Raises:
@@ -76,26 +74,7 @@ def _find(name: str, root: Path) -> tuple[Path, RecordedRun | None, str]:
         raise
     if run.folder is None:
         raise ExperimentError(f"the folder of run {run.name} is not on this machine; diagnose it where it was trained")
-    return run.folder, run, ""
-
-
-def _keep(run: RecordedRun, found: Verdict) -> str:
-    """Log the verdict to a run in MLflow; why that is not possible, or nothing."""
-    from mlflow import MlflowClient
-    from mlflow.exceptions import MlflowException
-
-    from ddpm_ds.train.tracking_worker import reason
-    from ddpm_ds.verdict.conclude import VERDICT
-    from ddpm_ds.verdict.verdict import tags, text
-
-    try:
-        client = MlflowClient(run.tracking_uri)
-        client.log_text(run.id, text(found), VERDICT)
-        for name, value in tags(found).items():
-            client.set_tag(run.id, name, value)
-    except (MlflowException, OSError) as error:
-        return reason(error)
-    return ""
+    return run.folder, run, None
 
 
 def _say(line: str) -> None:

@@ -10,12 +10,13 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddpm_ds.errors import UserError
+from ddpm_ds.train import side_process
 from ddpm_ds.train.labels import FOLDER_TAG, NOTE_TAG
 from ddpm_ds.train.plan import OUTPUT_ROOT
 from ddpm_ds.train.run_folder import identity_of
@@ -36,13 +37,7 @@ NOTE_CHARACTERS = 8000
 SHORTEST_ID = 6
 """Hexadecimal digits with which the beginning of an id is taken for one."""
 NEAR_NAMES = 3
-QUICK_AND_QUIET = {
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
-}
-"""Environment of MLflow's client, where nobody has said otherwise."""
+NO_PROGRESS_BAR = {"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}
 
 
 class ExperimentError(UserError):
@@ -119,6 +114,24 @@ class RecordedRun:
             )
         with _speaking_to(self.tracking_uri) as client:
             client.set_tag(self.id, NOTE_TAG, note)
+
+
+def keep_with(
+    run_id: str, tracking_uri: str, files: Mapping[str, str], tags: Mapping[str, str] | None = None
+) -> str | None:
+    """Log texts, by path among the artifacts, and tags to a run; None, or why that is not possible."""
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client = MlflowClient(tracking_uri)
+        for path, text in files.items():
+            client.log_text(run_id, text, path)
+        for name, value in (tags or {}).items():
+            client.set_tag(run_id, name, value)
+    except (MlflowException, OSError) as error:
+        return reason(error)
+    return None
 
 
 def add_runs_option(parser: argparse.ArgumentParser) -> None:
@@ -279,7 +292,7 @@ def _speaking_to(uri: str) -> Iterator[MlflowClient]:
     """
     if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).is_file():
         raise ExperimentError(f"there is no MLflow store {uri}; name its folder by --runs or set MLFLOW_TRACKING_URI")
-    for name, value in QUICK_AND_QUIET.items():
+    for name, value in (side_process.MLFLOW | NO_PROGRESS_BAR).items():
         os.environ.setdefault(name, value)
     from mlflow.exceptions import MlflowException
 
@@ -293,7 +306,6 @@ def _speaking_to(uri: str) -> Iterator[MlflowClient]:
 
 @functools.cache
 def _client(uri: str) -> MlflowClient:
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     from mlflow import MlflowClient
 
     for talkative in ("mlflow", "alembic"):

@@ -9,6 +9,13 @@ import sys
 from collections.abc import Mapping
 from typing import IO
 
+MLFLOW = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # who sends retries by itself and can be woken while it waits
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+"""Environment of MLflow's client where nobody has said otherwise: it answers soon, or says that it can't."""
+
 
 def start(module: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
     """Run ``module`` beside this process, whose id is its argument, with pipes to its standard input and output.
@@ -16,9 +23,7 @@ def start(module: str, environment: Mapping[str, str] | None = None) -> subproce
     ``environment`` goes before that of this process.
     """
     variables = {
-        "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # who sends retries by itself and can be woken while it waits
-        "MLFLOW_DISABLE_TELEMETRY": "true",
+        **MLFLOW,
         **os.environ,
         **(environment or {}),
         "PYTHONPATH": os.pathsep.join(folder or os.getcwd() for folder in sys.path),  # finds the modules we found
