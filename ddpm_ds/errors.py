@@ -33,6 +33,10 @@ class LayoutError(UserError):
     """Stages, replicas and batch don't fit the processes or the U-Net."""
 
 
+class HostError(UserError):
+    """The hosts of a run are not alike, or one of them can't take part."""
+
+
 class OutputError(UserError):
     """The output folder can't be used."""
 
@@ -55,6 +59,12 @@ class Preempted(Exception):
     """The run was asked to stop and has been saved; exit code 75."""
 
     exit_code = EXIT_PREEMPTED
+
+
+class LauncherLostError(Preempted):
+    """What started some of the ranks is gone, so the run was saved and stopped; it can be resumed; exit code 76."""
+
+    exit_code = EXIT_PEER_LOST
 
 
 class PeerLostError(Exception):

@@ -99,8 +99,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    set_environment()
     try:
+        set_environment()
         options = parse(arguments)
         plan = plan_run(
             options.spec,

@@ -58,7 +58,6 @@ def add_sample(verbs: argparse._SubParsersAction[Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command of ``launch/sample.py``, of each process: run it and return its exit code."""
-    set_environment()
     parser = OneLineParser(
         prog="deepspeed [launcher options] launch/sample.py",
         description=DESCRIPTION,
@@ -67,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_options(parser)
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # of launchers
     try:
+        set_environment()
         return _sample(parser.parse_args(arguments))
     except PeerLostError as error:  # nothing that waits for the others may follow
         print(f"ddpm_ds: error: {error}", file=sys.stderr, flush=True)
