@@ -14,6 +14,8 @@ from ddpm_ds.spec import RunSpec
 
 BUCKET_ELEMENTS = 2**23
 """What "auto" means for ZeRO's buckets: large enough for a network, small enough for a CPU's memory."""
+ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+"""Of a weight, of an element between stages and of a gradient, by precision."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,20 @@ class ResolvedDsConfig:
     """A DeepSpeed JSON without "auto", and what this project reads from it."""
 
     config: dict[str, Any]
-    """What DeepSpeed is given. Its activation_checkpoint_interval is 0 while `checkpoint_interval` is "auto"."""
+    """What DeepSpeed is given. Its activation_checkpoint_interval is 0 while `checkpoint_interval` is "auto", and its
+    across_hosts "stages" while `across_hosts` is."""
     layout: Layout
     precision: Literal["fp32", "fp16", "bf16"]
     zero_stage: int
     partition: Literal["flops", "measured", "parameters", "uniform"] | list[int]
     schedule: Literal["1f1b", "folded"]
     checkpoint_interval: int | Literal["auto"]
+    across_hosts: Literal["stages", "replicas", "auto"]
+
+    @property
+    def planned_partition(self) -> Literal["flops", "parameters", "uniform"] | list[int]:
+        """How the U-Net is cut until its layers are timed."""
+        return "flops" if self.partition == "measured" else self.partition
 
 
 def read_ds_config(path: Path | str) -> dict[str, Any]:
@@ -83,11 +92,12 @@ def resolve(
     except DsConfigError as error:
         raise DsConfigError(f"{path}: {error}") from None
     pipeline = filled.setdefault("pipeline", {})
-    interval = pipeline.get("activation_checkpoint_interval", "auto")
+    interval, across = (pipeline.get(name, "auto") for name in ("activation_checkpoint_interval", "across_hosts"))
     pipeline |= {
         "stages": layout.stages,
         "partition": _given(pipeline, "partition", "flops"),
         "schedule": _given(pipeline, "schedule", "1f1b"),
+        "across_hosts": "stages" if across == "auto" else across,
         "activation_checkpoint_interval": 0 if interval == "auto" else interval,
         "use_reentrant": pipeline.get("use_reentrant", False),
     }
@@ -99,6 +109,7 @@ def resolve(
         partition=pipeline["partition"],
         schedule=pipeline["schedule"],
         checkpoint_interval=interval,
+        across_hosts=across,
     )
 
 

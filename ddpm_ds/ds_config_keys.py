@@ -251,6 +251,12 @@ TABLE: tuple[Key, ...] = (
         auto='"1f1b"',
     ),
     _effective(
+        "pipeline.across_hosts",
+        one_of("stages", "replicas"),
+        "This project's key: what is split over several hosts, the stages of a pipeline or whole pipelines.",
+        auto="what leaves fewer bytes a step to the busiest host (docs/planner.md)",
+    ),
+    _effective(
         "pipeline.activation_checkpoint_interval",
         COUNT,
         "Layers between kept activations; 0 keeps all.",

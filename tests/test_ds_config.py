@@ -208,6 +208,15 @@ def test_the_checkpoint_interval_stays_auto_until_memory_is_known(interval: Any,
     assert resolved.config["pipeline"]["activation_checkpoint_interval"] == given_to_deepspeed
 
 
+@pytest.mark.parametrize(("across", "given_to_deepspeed"), [("auto", "stages"), ("replicas", "replicas")])
+def test_what_is_split_over_hosts_stays_auto_until_they_are_known(across: Any, given_to_deepspeed: str) -> None:
+    resolved = filled(config(pipeline__across_hosts=across))
+    assert resolved.across_hosts == across
+    assert resolved.config["pipeline"]["across_hosts"] == given_to_deepspeed
+    message = refusal(config(pipeline__across_hosts="pipelines"))
+    assert message == 'x.json: pipeline.across_hosts = "pipelines" should be "stages" or "replicas" or "auto"'
+
+
 def test_without_a_warm_up_there_is_no_scheduler() -> None:
     assert "scheduler" not in filled(config(), "optimizer.warmup_images=0").config
 

@@ -63,7 +63,7 @@ def add_checkpoint(verbs: argparse._SubParsersAction[Any]) -> None:
 
 
 def _list(options: argparse.Namespace) -> None:
-    from ddpm_ds.checkpoint.manifest import read_manifest
+    from ddpm_ds.checkpoint.manifest import files_here, read_manifest
 
     header = ("checkpoint", "images", "steps", "written (UTC)", "MB", "holds")
     rows = [header]
@@ -74,7 +74,9 @@ def _list(options: argparse.Namespace) -> None:
             rows.append((checkpoint.name, "-", "-", "-", "-", str(error)))
             continue
         written, size = f"{manifest.created:%Y-%m-%d %H:%M:%S}", f"{manifest.total_bytes / 1e6:,.1f}"
-        kinds = ", ".join(manifest.kinds)
+        here, kinds = len(files_here(checkpoint, manifest)), ", ".join(manifest.kinds)
+        if here < len(manifest.files):
+            kinds += f"; {here} of {len(manifest.files)} files here"
         rows.append((checkpoint.name, f"{manifest.images:,}", f"{manifest.step:,}", written, size, kinds))
     print("\n".join(aligned(rows, left={0, len(header) - 1})))
 
@@ -97,7 +99,9 @@ def _verify(options: argparse.Namespace) -> None:
         raise damaged[0]
     if damaged:
         names = ", ".join(str(error).split()[1] for error in damaged)
-        raise CheckpointError(f"{len(damaged)} of {len(checkpoints)} checkpoints are damaged, verify each: {names}")
+        raise CheckpointError(
+            f"{len(damaged)} of {len(checkpoints)} checkpoints are damaged or not whole here, verify each: {names}"
+        )
 
 
 def _describe(options: argparse.Namespace) -> None:
@@ -115,6 +119,9 @@ def _describe(options: argparse.Namespace) -> None:
         f"size         {manifest.total_bytes / 1e6:,.1f} MB in {len(manifest.files)} files\n"
         f"layout       {', '.join(f'{key} {value}' for key, value in manifest.layout.items())}"
     )
+    if manifest.places:
+        places = sorted({f"{place.host}:{place.folder}" for place in manifest.places.values()})
+        print(f"written on   {', '.join(places)}")
     for title, values in (("spec", manifest.spec), ("ds_config", manifest.ds_config)):
         print(f"\n{title}\n" + yaml.safe_dump(values, sort_keys=False), end="")
 

@@ -6,22 +6,25 @@
         images-000012800/                 complete
             manifest.json                 Manifest
             state.json                    scalars
-            stage0-replica0.safetensors   a rank's fragments, "{kind}/{name}@{start}"
+            stage0-replica0.safetensors   a rank's fragments, "{kind}/{name}@{start}"; on its own host at least
         latest                            the folder name of the last one written, for people and tools
         abandoned-images-000019200/       of a course that the run has left; never read
-        .writing-*  .deleting-*  .replaced-*    work that a killed process may leave
+        .writing-*  .deleting-*  .replaced-*  .probe-*    work that a killed process may leave
 
-What begins with a dot or ``abandoned-`` is not a checkpoint.
+What begins with a dot or ``abandoned-`` is not a checkpoint. Hosts that share no folder have one each, with the same
+``manifest.json`` and ``state.json`` beside the fragments of their own ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ddpm_ds.checkpoint.groups import PROBE
 from ddpm_ds.checkpoint.manifest import read_manifest, verify
 from ddpm_ds.errors import CheckpointError
 
@@ -86,15 +89,45 @@ def to_delete(names: Sequence[str], keep_last: int | None, keep_every_images: in
     return [name for name in names if name not in kept]
 
 
+def written_out(folder: Path) -> dict[tuple[str, str], Path]:
+    """Checkpoints that only need to be put in place, by name and checksum of the manifest."""
+    return _with_manifest(folder, _WRITING)
+
+
+def replaced(folder: Path) -> dict[tuple[str, str], Path]:
+    """Checkpoints whose name another one has taken, until :func:`tidy` or :func:`clean` removes them."""
+    return _with_manifest(folder, _REPLACED)
+
+
+def _with_manifest(folder: Path, prefix: str) -> dict[tuple[str, str], Path]:
+    found = {}
+    for path in folder.glob(f"{prefix}*"):
+        with contextlib.suppress(CheckpointError):
+            name = path.name.removeprefix(prefix).split(".")[0]
+            found[name, read_manifest(path).sha256] = path
+    return found
+
+
+def restore(folder: Path) -> None:
+    """Give a checkpoint its name back whose replacement was interrupted.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    for path in folder.glob(f"{_REPLACED}*"):
+        if not (original := folder / path.name.removeprefix(_REPLACED)).exists():
+            path.rename(original)
+
+
 def clean(folder: Path) -> None:
     """Remove what killed processes left of their work, and finish or undo it. No process may be writing.
 
     Raises:
         OSError: a checkpoint that was being replaced can't be moved back.
     """
-    for replaced in folder.glob(f"{_REPLACED}*"):
-        if not (original := folder / replaced.name.removeprefix(_REPLACED)).exists():
-            replaced.rename(original)
+    restore(folder)
+    for probe in folder.glob(f"{PROBE}*"):
+        probe.unlink(missing_ok=True)
     for pattern in (_WRITING, _DELETING, _REPLACED):
         for leftover in folder.glob(f"{pattern}*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -118,17 +151,34 @@ def put_in_place(written: Path, target: Path) -> None:
     Raises:
         OSError: the file system refuses.
     """
-    replaced = target.with_name(_REPLACED + target.name)
+    before = target.with_name(_REPLACED + target.name)
     if target.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        target.rename(replaced)
+        shutil.rmtree(before, ignore_errors=True)
+        target.rename(before)
     try:
         written.rename(target)
+        sync(target.parent)
     except OSError:
-        if replaced.exists():
-            replaced.rename(target)
+        if not written.exists():
+            target.rename(written)
+        if before.exists():
+            before.rename(target)
         raise
+
+
+def take_back(target: Path) -> None:
+    """Undo :func:`put_in_place`, as long as :func:`tidy` has not been called.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    deleting, before = target.with_name(_DELETING + target.name), target.with_name(_REPLACED + target.name)
+    shutil.rmtree(deleting, ignore_errors=True)
+    target.rename(deleting)
+    if before.exists():
+        before.rename(target)
     sync(target.parent)
+    shutil.rmtree(deleting, ignore_errors=True)
 
 
 def tidy(folder: Path, newest: str, keep_last: int | None, keep_every_images: int | None) -> list[str]:
@@ -158,14 +208,20 @@ def tidy(folder: Path, newest: str, keep_last: int | None, keep_every_images: in
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a small file so that it holds either all of ``content`` or what it held before."""
+    """Write a small file so that it holds either all of ``content`` or what it held before, and make it last."""
+    replace_file(path, content)
+    sync(path.parent)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a small file so that it holds either all of ``content`` or what it held before. Once it is there, nothing
+    can fail any more."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-    sync(path.parent)
 
 
 def sync(folder: Path) -> None:

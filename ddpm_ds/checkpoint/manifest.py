@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,14 @@ BAR_BYTES = 10**9
 """Checking fewer bytes than this takes about a second and shows no bar."""
 CHUNK_BYTES = 2**20
 _BLANK = "0" * 64
+
+
+class DamagedFileError(CheckpointError):
+    """One file of a checkpoint is not what was written."""
+
+    def __init__(self, message: str, file: str) -> None:
+        super().__init__(message)
+        self.file = file
 
 
 class _Record(BaseModel):
@@ -53,6 +61,14 @@ class FileEntry(_Record):
     sha256: str
 
 
+class Place(_Record):
+    """Where a file was written."""
+
+    host: str
+    folder: str
+    """That of the checkpoints, as this host knows it."""
+
+
 class Manifest(Description):
     """``manifest.json``: the last file of a checkpoint to be written."""
 
@@ -66,6 +82,8 @@ class Manifest(Description):
     """What is kept of every parameter, such as ``master``, ``exp_avg``, ``exp_avg_sq`` and ``ema``."""
     files: dict[str, FileEntry]
     """Every other file of the checkpoint."""
+    places: dict[str, Place] = {}
+    """Where each file was written, ``state.json`` apart, which is everywhere; empty where all hosts share a folder."""
 
     @property
     def total_bytes(self) -> int:
@@ -74,7 +92,8 @@ class Manifest(Description):
 
     def dump(self) -> bytes:
         """The bytes of ``manifest.json``."""
-        values = {"sha256": _BLANK, **self.model_dump(mode="json", exclude={"sha256"})}
+        left_out = {"sha256"} if self.places else {"sha256", "places"}
+        values = {"sha256": _BLANK, **self.model_dump(mode="json", exclude=left_out)}
         blank = (json.dumps(values, indent=2) + "\n").encode()
         return blank.replace(_BLANK.encode(), hashlib.sha256(blank).hexdigest().encode(), 1)
 
@@ -109,34 +128,75 @@ def read_bytes(checkpoint: Path, name: str) -> bytes:
         raise unusable(checkpoint, f"{name} can't be read ({error.strerror})") from None
 
 
+def files_here(checkpoint: Path, manifest: Manifest) -> list[str]:
+    """Those of its files that lie in the checkpoint's folder on this host, whatever is in them."""
+    return [name for name in manifest.files if (checkpoint / name).exists()]
+
+
 def verify(checkpoint: Path, manifest: Manifest, progress: bool) -> None:
     """Read every byte of a checkpoint and compare; a bar on stderr when there are many.
 
     Raises:
         CheckpointError: a file is missing, cut short, too long or has another checksum.
     """
-    for name, entry in manifest.files.items():
-        check_size(checkpoint, name, entry)
-    hidden = not progress or manifest.total_bytes < BAR_BYTES
-    with tqdm(
-        total=manifest.total_bytes, desc=f"checking {checkpoint.name}", unit="B", unit_scale=True, disable=hidden
-    ) as bar:
-        for name, entry in manifest.files.items():
-            check_bytes(checkpoint, name, entry, bar)
+    check_all_here(checkpoint, manifest)
+    for name in manifest.files:
+        check_size(checkpoint, name, manifest)
+    for damage in damages(checkpoint, manifest, manifest.files, progress):
+        raise damage
 
 
-def check_size(checkpoint: Path, name: str, entry: FileEntry) -> None:
-    """Raises CheckpointError when a file is missing or has not as many bytes as were written."""
+def damages(checkpoint: Path, manifest: Manifest, names: Collection[str], progress: bool) -> Iterator[DamagedFileError]:
+    """What is wrong with files of a checkpoint, whose every byte is read; a bar on stderr when there are many."""
+    total = sum(manifest.files[name].bytes for name in names)
+    hidden = not progress or total < BAR_BYTES
+    with tqdm(total=total, desc=f"checking {checkpoint.name}", unit="B", unit_scale=True, disable=hidden) as bar:
+        for name in names:
+            try:
+                check_size(checkpoint, name, manifest)
+                check_bytes(checkpoint, name, manifest, bar)
+            except DamagedFileError as damage:
+                yield damage
+
+
+def check_all_here(checkpoint: Path, manifest: Manifest) -> None:
+    """Raises CheckpointError when files were written on another host and are not here."""
+    here = files_here(checkpoint, manifest)
+    elsewhere = [name for name in manifest.files if name not in here and name in manifest.places]
+    if elsewhere:
+        raise CheckpointError(
+            f"checkpoint {checkpoint} is not whole on this host, which lacks {written(manifest, elsewhere)}; copy what "
+            "is missing from there"
+        )
+
+
+def written(manifest: Manifest, names: Iterable[str], about: Callable[[str], str] = lambda host: "") -> str:
+    """Files of a checkpoint with where they were written, and what is said ``about`` each host.
+
+    ``stage1-replica0.safetensors, which host b wrote in /data/run/checkpoints``
+    """
+    by_place: dict[Place | None, list[str]] = defaultdict(list)
+    for name in names:
+        by_place[manifest.places.get(name)].append(name)
+    return ", and ".join(
+        f"{', '.join(files)}"
+        + (f", which host {place.host} wrote in {place.folder}{about(place.host)}" if place else "")
+        for place, files in by_place.items()
+    )
+
+
+def check_size(checkpoint: Path, name: str, manifest: Manifest) -> None:
+    """Raises DamagedFileError when a file is missing or has not as many bytes as were written."""
     try:
         found = (checkpoint / name).stat().st_size
     except OSError as error:
-        raise unusable(checkpoint, f"{name} can't be read ({error.strerror})") from None
-    if found != entry.bytes:
-        raise unusable(checkpoint, f"{name} has {found:,} bytes, {entry.bytes:,} were written")
+        raise _damaged(checkpoint, name, f"{name} can't be read ({error.strerror})") from None
+    if found != (expected := manifest.files[name].bytes):
+        raise _damaged(checkpoint, name, f"{name} has {found:,} bytes, {expected:,} were written")
 
 
-def check_bytes(checkpoint: Path, name: str, entry: FileEntry, bar: tqdm[Any] | None = None) -> None:
-    """Raises CheckpointError when a file holds other bytes than were written; advances ``bar`` by its bytes."""
+def check_bytes(checkpoint: Path, name: str, manifest: Manifest, bar: tqdm[Any] | None = None) -> None:
+    """Raises DamagedFileError when a file holds other bytes than were written; advances ``bar`` by its bytes."""
     digest = hashlib.sha256()
     try:
         with (checkpoint / name).open("rb") as file:
@@ -145,9 +205,9 @@ def check_bytes(checkpoint: Path, name: str, entry: FileEntry, bar: tqdm[Any] | 
                 if bar is not None:
                     bar.update(len(chunk))
     except OSError as error:
-        raise unusable(checkpoint, f"{name} can't be read ({error.strerror})") from None
-    if digest.hexdigest() != entry.sha256:
-        raise unusable(checkpoint, f"{name} has another checksum than {MANIFEST} says")
+        raise _damaged(checkpoint, name, f"{name} can't be read ({error.strerror})") from None
+    if digest.hexdigest() != manifest.files[name].sha256:
+        raise _damaged(checkpoint, name, f"{name} has another checksum than {MANIFEST} says")
 
 
 def check_coverage(
@@ -179,6 +239,12 @@ def check_coverage(
 
 def unusable(checkpoint: Path, what: str) -> CheckpointError:
     """The error of a checkpoint in which something is wrong."""
-    return CheckpointError(
-        f"checkpoint {checkpoint} is unusable: {what}; use another of the run (ddpm-ds checkpoint list RUN_DIR)"
-    )
+    return CheckpointError(_sentence(checkpoint, what))
+
+
+def _damaged(checkpoint: Path, name: str, what: str) -> DamagedFileError:
+    return DamagedFileError(_sentence(checkpoint, what), name)
+
+
+def _sentence(checkpoint: Path, what: str) -> str:
+    return f"checkpoint {checkpoint} is unusable: {what}; use another of the run (ddpm-ds checkpoint list RUN_DIR)"

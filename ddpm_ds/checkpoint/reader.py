@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ddpm_ds.checkpoint.manifest import (
     STATE,
+    check_all_here,
     check_bytes,
     check_size,
     read_bytes,
@@ -35,16 +37,24 @@ class _Span(NamedTuple):
 class Reader:
     """An open checkpoint. A file's checksum is compared before the first value is read from it.
 
+    ``only`` are the files to read where this host has not all of them.
+
     Raises:
         CheckpointError: anything of the checkpoint is missing, damaged or of another format; so do all methods.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, only: Collection[str] | None = None) -> None:
         self.path = path
         self.manifest = read_manifest(path)
+        if only is None:
+            check_all_here(path, self.manifest)
+        self._listed = [name for name in self.manifest.files if only is None or name in only]
         self._verified: set[str] = set()
-        self._check(STATE)
-        self.state: dict[str, Any] = json.loads(read_bytes(path, STATE))
+        self.state: dict[str, Any] = {}
+        """The scalars; empty where ``only`` leaves them out."""
+        if STATE in self._listed:
+            self._check(STATE)
+            self.state = json.loads(read_bytes(path, STATE))
         self._files: dict[str, Any] = {}
         self._spans: dict[tuple[str, str], list[_Span]] = {}
 
@@ -87,12 +97,24 @@ class Reader:
             raise unusable(self.path, f"values {at} and following of {kind} of {name} are in none of its files")
         return values
 
+    def covered(self, kind: str, name: str, start: int, length: int) -> list[tuple[int, int]]:
+        """Which of these values its files hold: (start, stop) of every run of them, in order, apart from each other."""
+        runs: list[tuple[int, int]] = []
+        for span in self._spans_of(kind, name):
+            low, high = max(start, span.start), min(start + length, span.stop)
+            if low >= high:
+                continue
+            if runs and runs[-1][1] >= low:
+                low, high = runs[-1][0], max(runs.pop()[1], high)
+            runs.append((low, high))
+        return runs
+
     def _check(self, name: str) -> None:
         if name not in self._verified:
             if name not in self.manifest.files:
                 raise unusable(self.path, f"its manifest does not list {name}")
-            check_size(self.path, name, self.manifest.files[name])
-            check_bytes(self.path, name, self.manifest.files[name])
+            check_size(self.path, name, self.manifest)
+            check_bytes(self.path, name, self.manifest)
             self._verified.add(name)
 
     def _spans_of(self, kind: str, name: str) -> list[_Span]:
@@ -102,14 +124,14 @@ class Reader:
         """
         if not self._spans:
             spans = defaultdict(list)
-            for file in self.manifest.files:
+            for file in self._listed:
                 for span_kind, span_name, span in self._fragments(file) if file != STATE else ():
                     spans[span_kind, span_name].append(span)
             self._spans = {key: sorted(found) for key, found in spans.items()}
         return self._spans.get((kind, name), [])
 
     def _fragments(self, file: str) -> list[tuple[str, str, _Span]]:
-        check_size(self.path, file, self.manifest.files[file])
+        check_size(self.path, file, self.manifest)
         found = []
         try:
             opened = self._files[file] = safe_open(self.path / file, framework="pt")

@@ -3,10 +3,12 @@
 ::
 
     training   begin: copy to host memory ─┐ ...trains on...
-    thread                                 └ own file ─ part record ─▶ rank 0: all parts there? covered once?
-                                                                     └ state, manifest, fsync, rename, latest
+    thread                                 └ own file ─ part record ─▶ leader: all parts of this folder there?
+                                                                     └─▶ rank 0: all parts of all? covered once?
+                                                     leader: manifest, state, fsync, rename, latest ◀─┘
 
-Ranks meet in the file system only: no thread runs a collective.
+Ranks that see one folder meet in it. The leaders of several folders meet in a key-value store (``leaders.py``). No
+thread runs a collective.
 """
 
 from __future__ import annotations
@@ -20,43 +22,32 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from torch.distributed import Store
 
-import ddpm_ds
 from ddpm_ds.checkpoint.folder import (
     checkpoint_name,
     clean,
     names,
     put_in_place,
     remove_scratch_before,
+    replace_file,
     scratch,
     sync,
+    take_back,
     tidy,
     write_file,
 )
 from ddpm_ds.checkpoint.fragments import Fragment, HostCopy
-from ddpm_ds.checkpoint.manifest import FORMAT, MANIFEST, STATE, Description, FileEntry, Manifest, check_coverage
+from ddpm_ds.checkpoint.groups import Groups
+from ddpm_ds.checkpoint.leaders import CalledOff, Leaders, NotSaved
+from ddpm_ds.checkpoint.manifest import MANIFEST, STATE, Description, FileEntry, Place
+from ddpm_ds.checkpoint.parts import GroupParts, Part, manifest_of
 from ddpm_ds.checkpoint.safetensors_header import header
 
 SECONDS_BETWEEN_LOOKS = 0.02
-
-
-class _Part(BaseModel):
-    """What a rank tells rank 0 when its file is safe on the disk."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    file: str
-    entry: FileEntry
-    fragments: list[tuple[str, str, int, int]]
-
-
-class _NotSaved(Exception):
-    """Why there is no checkpoint; shown to people."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +67,15 @@ class _Work:
 
 
 class Writer:
-    """This rank's share in writing checkpoints into ``folder``, which all ranks see.
+    """This rank's share in writing checkpoints into ``folder``.
 
-    To be made on every rank before training communicates: rank 0 removes what killed processes left. Every rank
-    calls :meth:`begin` for every checkpoint, one that owns nothing with no fragments. Nothing that can happen to
-    the files raises into training: rank 0 tells ``say`` (from a thread) in one line what was lost, and the
-    checkpoints before stay. ``keep_last`` and ``keep_every_images``: :func:`ddpm_ds.checkpoint.folder.to_delete`.
-    Holds a copy of this rank's fragments in host memory, pinned where they come from CUDA.
+    ``groups`` says which ranks see the same folder of that name, all of them where it is None; ``store`` is what the
+    leaders of several groups meet in. To be made on every rank before training communicates: the leaders remove what
+    killed processes left (of several folders :func:`ddpm_ds.checkpoint.union.settle` has done so). Every rank calls
+    :meth:`begin` for every checkpoint, one that owns nothing with no fragments. Nothing that can happen to the files
+    raises into training: rank 0 tells ``say`` (from a thread) in one line what was lost, and the checkpoints before
+    stay. ``keep_last`` and ``keep_every_images``: :func:`ddpm_ds.checkpoint.folder.to_delete`. Holds a copy of this
+    rank's fragments in host memory, pinned where they come from CUDA.
     """
 
     def __init__(
@@ -95,10 +88,14 @@ class Writer:
         keep_last: int | None = None,
         keep_every_images: int | None = None,
         time_limit_seconds: float = 600.0,
+        groups: Groups | None = None,
+        store: Store | None = None,
     ) -> None:
         self.seconds_blocked = 0.0
         """How long the last :meth:`begin` held training up, waiting for the checkpoint before it included."""
-        self._folder, self._rank, self._world_size = folder, rank, world_size
+        self._folder, self._rank = folder, rank
+        self._groups = groups or Groups.one_folder(rank, world_size)
+        self._leaders = Leaders(self._groups, store, time_limit_seconds)
         self._say = say
         self._keep = keep_last, keep_every_images
         self._time_limit_seconds = time_limit_seconds
@@ -106,7 +103,7 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._saved = True
         self._host = HostCopy()
-        if rank == 0:
+        if self._groups.leads:
             with contextlib.suppress(OSError):
                 clean(folder)
 
@@ -138,7 +135,7 @@ class Writer:
         self.seconds_blocked = time.monotonic() - started
 
     def wait(self) -> bool:
-        """Wait until the last checkpoint is written; on rank 0, whether it is complete, elsewhere, this rank's part."""
+        """Wait until the last checkpoint is written; whether it is complete, on ranks that don't lead, their part."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -148,16 +145,17 @@ class Writer:
         """The life of the thread."""
         self._saved = False
         try:
-            if self._rank == 0:
+            if self._groups.leads:
+                self._leaders.begin(self._attempt)
                 remove_scratch_before(self._folder, self._attempt)
             self._write_part(work)
-            if self._rank == 0:
+            if self._groups.leads:
                 self._complete(work)
             self._saved = True
         except Exception as error:
-            self._give_up(work, _reason(error))
+            self._give_up(work, error)
             return
-        if self._rank == 0:
+        if self._groups.leads:
             self._tidy(work.name)
 
     def _write_part(self, work: _Work) -> None:
@@ -175,61 +173,68 @@ class Writer:
             file.flush()
             os.fsync(file.fileno())
         entry = FileEntry(bytes=size, sha256=digest.hexdigest())
-        record = _Part(file=file_name, entry=entry, fragments=work.fragments)
-        write_file(work.scratch / _record(self._rank), record.model_dump_json().encode())
+        record = Part(file=file_name, entry=entry, fragments=work.fragments)
+        replace_file(work.scratch / _record(self._rank), record.model_dump_json().encode())  # the leader syncs
 
     def _complete(self, work: _Work) -> None:
-        """On rank 0: wait for all parts, check them, and put the checkpoint in place."""
+        """On a leader: wait for all parts, have rank 0 check them, and put the checkpoint in place."""
         parts = self._parts(work.scratch)
-        fragments = [fragment for part in parts for fragment in part.fragments]
-        kinds = check_coverage(work.description.parameters, fragments)
-        files = {part.file: part.entry for part in parts if part.fragments}
-        if len(files) != sum(bool(part.fragments) for part in parts):
-            raise _NotSaved("two ranks wrote parts of one name")
-        write_file(work.scratch / STATE, work.state)
-        files[STATE] = FileEntry(bytes=len(work.state), sha256=hashlib.sha256(work.state).hexdigest())
-        manifest = Manifest(
-            **dict(work.description),
-            format=FORMAT,
-            version=ddpm_ds.__version__,
-            created=datetime.now(UTC),
-            kinds=kinds,
-            files=dict(sorted(files.items())),
-        )
-        write_file(work.scratch / MANIFEST, manifest.dump())
+        place = Place(host=self._groups.hosts[self._rank], folder=str(self._folder.absolute()))
+        groups = self._leaders.collect("parts", GroupParts(place=place, parts=parts).model_dump_json())
+        complete = ""
+        if self._rank == 0:
+            text = manifest_of(work.description, work.state, groups).dump().decode()
+            complete = json.dumps([text, work.state.decode()])
+        manifest, state = json.loads(self._leaders.publish("manifest", complete))
+        write_file(work.scratch / STATE, state.encode())
+        write_file(work.scratch / MANIFEST, manifest.encode())
         for path in list(work.scratch.iterdir()):
-            if path.name not in (*files, MANIFEST):
+            if path.name not in (STATE, MANIFEST, *(part.file for part in parts if part.fragments)):
                 path.unlink()
         sync(work.scratch)
+        self._leaders.all_are("ready")
+        self._leaders.forget("manifest")
         put_in_place(work.scratch, self._folder / work.name)
+        try:
+            self._leaders.all_are("placed")
+        except CalledOff:
+            take_back(self._folder / work.name)
+            raise
 
-    def _parts(self, folder: Path) -> list[_Part]:
-        """The records of all ranks, as soon as they are there."""
+    def _parts(self, folder: Path) -> list[Part]:
+        """The records of all ranks of this folder, as soon as they are there."""
         deadline = time.monotonic() + self._time_limit_seconds
         while True:
             there = {path.name for path in folder.iterdir()}
             for failed in (name for name in there if name.endswith(".failed")):
-                raise _NotSaved((folder / failed).read_text())
-            missing = [rank for rank in range(self._world_size) if _record(rank) not in there]
+                raise NotSaved((folder / failed).read_text())
+            missing = [rank for rank in self._groups.members if _record(rank) not in there]
             if not missing:
                 break
             if time.monotonic() > deadline:
                 ranks = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-                raise _NotSaved(f"rank {ranks} had not written its part after {self._time_limit_seconds:g} s")
+                where = "" if self._groups.shared else f" on host {self._groups.hosts[self._rank]}"
+                raise NotSaved(f"rank {ranks}{where} had not written its part after {self._time_limit_seconds:g} s")
             time.sleep(SECONDS_BETWEEN_LOOKS)
-        return [_Part.model_validate_json((folder / _record(rank)).read_bytes()) for rank in range(self._world_size)]
+        return [Part.model_validate_json((folder / _record(rank)).read_bytes()) for rank in self._groups.members]
 
-    def _give_up(self, work: _Work, reason: str) -> None:
-        """Leave nothing half-written; rank 0 says so, another rank tells rank 0."""
-        if self._rank:
+    def _give_up(self, work: _Work, error: Exception) -> None:
+        """Leave nothing half-written; rank 0 says so, another rank tells its leader, and that one rank 0."""
+        named = self._rank != 0 or not self._groups.shared
+        reason = f"{self._groups.name(self._rank)}: {_reason(error)}" if named else _reason(error)
+        reason = str(error) if isinstance(error, NotSaved) else reason
+        if not self._groups.leads:
             with contextlib.suppress(OSError):
                 (work.scratch / f"{work.part}.safetensors").unlink(missing_ok=True)  # makes room for the message
-                write_file(work.scratch / f"rank{self._rank}.failed", f"rank {self._rank}: {reason}".encode())
+                write_file(work.scratch / f"rank{self._rank}.failed", reason.encode())
             return
         shutil.rmtree(work.scratch, ignore_errors=True)
-        before = names(self._folder)
-        lost = f"{before[-1]} stays, only the time since is at risk" if before else "there is none before it"
-        self._say(f"checkpoint {work.name} was not saved: {reason}; {lost}")
+        if self._rank == 0 or not isinstance(error, CalledOff):
+            self._leaders.fail(reason)
+        if self._rank == 0:
+            before = names(self._folder)
+            lost = f"{before[-1]} stays, only the time since is at risk" if before else "there is none before it"
+            self._say(f"checkpoint {work.name} was not saved: {reason}; {lost}")
 
     def _tidy(self, name: str) -> None:
         try:
@@ -237,7 +242,7 @@ class Writer:
         except Exception as error:
             self._say(f"checkpoint {name} is saved, but older ones or `latest` could not be changed: {_reason(error)}")
             return
-        if abandoned:
+        if abandoned and self._rank == 0:
             self._say(f"the run went on from before them: checkpoints renamed to {', '.join(abandoned)}")
 
 
@@ -250,4 +255,4 @@ def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         where = f" ({Path(error.filename).name})" if error.filename else ""
         return error.strerror + where
-    return str(error) if isinstance(error, _NotSaved) else f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {error}"

@@ -31,12 +31,14 @@ def build_engine(
 ) -> UnetPipelineEngine:
     """Build this process's share of the U-Net and its engine; collective over all processes.
 
-    ``config`` is a legal DeepSpeed configuration with every ``auto`` filled (:func:`ddpm_ds.ds_config.resolve`);
-    ``bounds`` come from :func:`ddpm_ds.pipeline.partition.partition`. The process group must exist.
+    ``config`` is a legal DeepSpeed configuration with every ``auto`` filled (:func:`ddpm_ds.ds_config.resolve`), and
+    says which axis of the layout is split over hosts; ``bounds`` come from
+    :func:`ddpm_ds.pipeline.partition.partition`. The process group must exist.
     """
     with quiet_deepspeed(verbose):
         folded = schedule == "folded"
-        module = (FoldedUnetModule if folded else UnetPipelineModule)(layers, bounds, seed)
+        across = config["pipeline"].get("across_hosts", "stages")
+        module = (FoldedUnetModule if folded else UnetPipelineModule)(layers, bounds, seed, across)
         with insides.pipeline_engine(FoldedEngine if folded else UnetPipelineEngine):
             engine, *_ = deepspeed.initialize(model=module, config=_for_deepspeed(config))
     assert isinstance(engine, UnetPipelineEngine)

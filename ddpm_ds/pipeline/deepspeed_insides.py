@@ -17,14 +17,28 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine, EngineTimers
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe import engine as pipe_engine
+from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
+
+from ddpm_ds.pipeline.placement import AcrossHosts
 
 
 class _NoStageLimit:
     """Stands for ``ZeroStageEnum`` in the one assertion of the pipeline engine that refuses ZeRO-2."""
 
     gradients = 3
+
+
+def topology(across: AcrossHosts, stages: int, replicas: int) -> ProcessTopology:
+    """The global ranks of the stages and replicas of a pipeline, numbered as :class:`Grid` in ``placement`` does.
+
+    Assumes that DeepSpeed numbers the processes row-major over a topology's axes, and takes the groups of stages, of
+    replicas and of whole pipelines, and the rank of a neighbour, from the topology and not from its own order of axes.
+    """
+    sizes = {"pipe": stages, "data": replicas}
+    axes = ["pipe", "data"] if across == "stages" else ["data", "pipe"]
+    return ProcessTopology(axes=axes, dims=[sizes[axis] for axis in axes])
 
 
 @contextlib.contextmanager

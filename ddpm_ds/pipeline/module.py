@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.partition import Schedule, segments
+from ddpm_ds.pipeline.placement import AcrossHosts
 from ddpm_ds.unet.carry import Carry, newest_skip_is_h, pack, unpack
 from ddpm_ds.unet.layers import Layer
 from ddpm_ds.unet.model import build_layer
@@ -31,18 +34,21 @@ class UnetPipelineModule(PipelineModule):
     """One rank's layers of the U-Net, cut at ``bounds`` (see :mod:`ddpm_ds.pipeline.partition`).
 
     Parameters are named ``{index in the list}.{name in the layer}``, whatever the cuts. Processes beyond one pipeline
-    are data-parallel replicas. ``first`` and ``stop`` are the layers that :meth:`forward` walks.
+    are data-parallel replicas; which process is which follows from ``across`` (:mod:`ddpm_ds.pipeline.placement`).
+    ``first`` and ``stop`` are the layers that :meth:`forward` walks.
     """
 
     schedule: Schedule = "1f1b"
 
-    def __init__(self, layers: Sequence[Layer], bounds: Sequence[int], seed: int) -> None:
+    def __init__(
+        self, layers: Sequence[Layer], bounds: Sequence[int], seed: int, across: AcrossHosts = "stages"
+    ) -> None:
         self.unet_layers = tuple(layers)
         self._bounds = tuple(bounds)
-        stages = len(bounds) - 1
+        stages = (len(bounds) - 1) // (2 if self.schedule == "folded" else 1)
         super().__init__(
             layers=[UnetLayerSpec(layer, index, seed) for index, layer in enumerate(layers)],
-            num_stages=stages // 2 if self.schedule == "folded" else stages,
+            topology=insides.topology(across, stages, dist.get_world_size() // stages),
         )
 
     def _partition_layers(self, method: str = "uniform") -> None:

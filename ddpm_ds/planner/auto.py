@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpm_ds.device import choose_device
 from ddpm_ds.ds_config import ResolvedDsConfig, resolve
 from ddpm_ds.errors import LayoutError
+from ddpm_ds.pipeline.partition import partition
+from ddpm_ds.pipeline.placement import across_hosts, launched_hosts
 from ddpm_ds.planner.machine import Machine, machine, most_alike, this_machine
 from ddpm_ds.spec import RunSpec
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from ddpm_ds.observe.layer_times import LayerTimes
     from ddpm_ds.planner.job import Job
     from ddpm_ds.planner.layouts import Layout
+    from ddpm_ds.planner.predict import Predictor
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,12 @@ class Choice:
 
 
 def choose_stages(
-    spec: RunSpec, config: dict[str, Any], path: Path, *, world_size: int, device: str = "auto"
+    spec: RunSpec,
+    config: dict[str, Any],
+    path: Path,
+    *,
+    world_size: int,
+    device: str = "auto",
 ) -> Choice:
     """The planner's choice for ``world_size`` processes on hosts like this one; ``device`` as ``--device`` takes it.
 
@@ -63,7 +71,7 @@ def _fastest(spec: RunSpec, config: dict[str, Any], path: Path, accepted: list[R
     job = job_of(spec, config, path)
     devices = _devices(job, accepted[0].layout.world_size)
     predictor = Predictor(job, devices, analytic_times(job, devices))
-    among = [layout for ds in accepted for layout in _layouts(ds) if predictor.can_cut(layout)]
+    among = [layout for ds in accepted for layout in _layouts(ds, predictor)]
     first, *others = search(predictor, len(accepted), among).best
     why = f"on {devices.kind} {first.layout.words()} would take {first.step_seconds:.3g} s a step"
     if others:
@@ -84,8 +92,8 @@ def measured_cuts(
 
     job = job_of(spec, ds.config, path)
     predictor = Predictor(job, _devices(job, ds.layout.world_size), times(job))
-    layouts = _layouts(ds)
-    if not predictor.can_cut(layouts[0]):
+    layouts = _layouts(ds, predictor)
+    if not layouts:
         raise LayoutError(
             f"the U-Net's {len(job.layers)} layers can't be cut into {ds.layout.stages} stages; use fewer"
         )
@@ -94,22 +102,24 @@ def measured_cuts(
 
 
 def _devices(job: Job, world_size: int) -> Machine:
-    on_a_host = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    kind, memory = this_machine(on_a_host)
+    kind, memory = this_machine(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     return machine(
         kind or most_alike(memory),
         half=job.precision != "fp32",
         devices=world_size,
-        nodes=world_size // on_a_host if world_size % on_a_host == 0 else 1,
+        nodes=len(set(launched_hosts(world_size))) or 1,
         memory_bytes=memory,
     )
 
 
-def _layouts(ds: ResolvedDsConfig) -> list[Layout]:
-    """A layout as the planner has it; without and with recomputation where that is left open."""
+def _layouts(ds: ResolvedDsConfig, predictor: Predictor) -> list[Layout]:
+    """A layout as the planner has it; without and with recomputation where that is left open.
+
+    None where the U-Net can't be cut so.
+    """
     from ddpm_ds.planner.layouts import Layout
 
-    return [
+    layouts = [
         Layout(
             stages=ds.layout.stages,
             replicas=ds.layout.replicas,
@@ -122,3 +132,10 @@ def _layouts(ds: ResolvedDsConfig) -> list[Layout]:
         )
         for interval in ((0, 1) if ds.checkpoint_interval == "auto" else (ds.checkpoint_interval,))
     ]
+    if not predictor.can_cut(layouts[0]):
+        return []
+    hosts, layers = launched_hosts(ds.layout.world_size), predictor.job.layers
+    if len(set(hosts)) > 1 and min(ds.layout.stages, ds.layout.replicas) > 1:
+        bounds = partition(layers, ds.layout.stages, ds.planned_partition, ds.schedule)
+        layouts = [replace(layout, across=across_hosts(ds, layers, bounds, hosts)) for layout in layouts]
+    return layouts

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ddpm_ds.observe.layer_times import LayerSeconds, LayerTimes
+from ddpm_ds.pipeline.placement import AcrossHosts, Grid, Sharing, Traffic, exchange, sharing, traffic
 from ddpm_ds.pipeline.simulate import Link, PhaseCosts, RankCosts
 from ddpm_ds.planner.job import Job
 from ddpm_ds.planner.layouts import Layout
@@ -34,48 +36,70 @@ def analytic_times(job: Job, machine: Machine) -> LayerTimes:
     return lambda images: [seconds(layer, images) for layer in job.layers]
 
 
+@functools.lru_cache(maxsize=256)
+def _grid(stages: int, replicas: int, across: AcrossHosts, devices_per_node: int) -> Grid:
+    return Grid(stages, replicas, across, tuple(rank // devices_per_node for rank in range(stages * replicas)))
+
+
+def grid(machine: Machine, layout: Layout) -> Grid:
+    """Which device is which rank of which replica, and in which node."""
+    across = "stages" if layout.across == "auto" else layout.across
+    return _grid(layout.stages, layout.replicas, across, machine.devices_per_node)
+
+
+def shared(job: Job, layout: Layout) -> Sharing:
+    """What the replicas of a layout send each other."""
+    return sharing(
+        job.config, precision=job.precision, zero_stage=layout.zero_stage, micro_batches=layout.micro_batches
+    )
+
+
+def step_traffic(job: Job, machine: Machine, layout: Layout, bounds: Sequence[int]) -> Traffic:
+    """Bytes of a step on all wires: messages between stages, gradients and weights among replicas."""
+    sent = exchange(
+        job.layers,
+        bounds,
+        layout.schedule,
+        replicas=layout.replicas,
+        images=layout.micro_batches * layout.micro_batch_images,
+        precision=job.precision,
+        shared=shared(job, layout),
+    )
+    return traffic(grid(machine, layout), sent)
+
+
 @dataclass(frozen=True)
-class Traffic:
-    """Bytes of one step over all devices."""
-
-    within_nodes: int
-    between_nodes: int
-
-
-@dataclass(frozen=True)
-class Replicas:
-    """The ranks that share a stage: ranks of a stage are neighbours, as DeepSpeed numbers them."""
+class Ring:
+    """The replicas of a rank of the pipeline, and what they send each other."""
 
     count: int
     fewest_in_a_node: int
-    crossings: int
-    """Edges of the ring through all of them that leave a node."""
+    crosses: bool
 
     @staticmethod
-    def of(layout: Layout, machine: Machine, stage: int) -> Replicas:
-        """The replicas of a rank of the pipeline."""
-        size, first, count = machine.devices_per_node, stage * layout.replicas, layout.replicas
-        last = first + count - 1
-        nodes = last // size - first // size + 1
-        in_first, in_last = min(count, size - first % size), min(count, last % size + 1)
-        return Replicas(count, min(in_first, in_last), nodes if nodes > 1 else 0)
+    def of(layout: Layout, machine: Machine, stage: int) -> Ring:
+        """Through the replicas of a rank of the pipeline."""
+        where = grid(machine, layout)
+        return _ring(where.stages, where.replicas, where.across, machine.devices_per_node, stage)
 
     def bandwidth(self, machine: Machine) -> float:
         """Bytes per second around the ring; across nodes every device of a node uses its share of the network."""
-        if not self.crossings:
+        if not self.crosses:
             return machine.link_bandwidth
         return min(machine.link_bandwidth, self.fewest_in_a_node * machine.network_bandwidth)
 
-    def edge_bytes(self, size: float, passes: int) -> float:
-        """Bytes over each edge of the ring when ``size`` bytes are all-reduced (2 passes) or gathered (1)."""
-        return passes * size * (self.count - 1) / self.count
-
     def seconds(self, size: float, passes: int, machine: Machine) -> float:
-        """Time of an all-reduce or a gather."""
+        """Time in which ``size`` bytes are all-reduced (2 passes) or gathered (1)."""
         if self.count == 1:
             return 0.0
         latency = passes * math.ceil(math.log2(self.count)) * machine.latency_seconds
-        return self.edge_bytes(size, passes) / self.bandwidth(machine) + latency
+        return passes * size * (self.count - 1) / self.count / self.bandwidth(machine) + latency
+
+
+@functools.lru_cache(maxsize=65536)
+def _ring(stages: int, replicas: int, across: AcrossHosts, devices_per_node: int, stage: int) -> Ring:
+    where = _grid(stages, replicas, across, devices_per_node)
+    return Ring(replicas, min(Counter(where.hosts_of(stage)).values()), where.rings[stage].crossing > 0)
 
 
 def rank_costs(
@@ -87,7 +111,7 @@ def rank_costs(
     times: Sequence[LayerSeconds],
 ) -> RankCosts:
     """What the simulator is given for a rank; ``times`` are of all layers."""
-    replicas = Replicas.of(layout, machine, rank)
+    ring, sends = Ring.of(layout, machine, rank), shared(job, layout)
     images, stored = layout.micro_batch_images, job.stored_bytes
     phases = []
     for segment in segments:
@@ -96,7 +120,7 @@ def rank_costs(
         if layout.checkpoint_interval:
             backward += forward - (times[0].forward if segment.start == 0 else 0.0)
         if layout.zero_stage == 2:
-            backward += replicas.seconds(segment.parameters * job.reduced_bytes, _reductions(job, layout), machine)
+            backward += ring.seconds(segment.parameters * sends.gradient_bytes, sends.passes, machine)
             if layout.offload:  # added up on the host, through the device
                 backward += 2 * segment.parameters / layout.replicas * stored / machine.host_bandwidth
         phases.append(
@@ -110,15 +134,16 @@ def rank_costs(
     parameters = sum(segment.parameters for segment in segments)
     reduce = 0.0
     if layout.zero_stage < 2:
-        reduce = replicas.seconds(parameters * _reduced_bytes(job, layout), _reductions(job, layout), machine)
-    return RankCosts(tuple(phases), reduce, _optimizer_seconds(job, machine, layout, parameters, replicas))
+        reduce = ring.seconds(parameters * sends.gradient_bytes, sends.passes, machine)
+    return RankCosts(tuple(phases), reduce, _optimizer_seconds(job, machine, layout, parameters, ring))
 
 
 def link(machine: Machine, layout: Layout) -> Callable[[int, int], Link]:
     """The links of a pipeline; those of its slowest replica where replicas differ."""
+    boundaries = grid(machine, layout).boundaries
 
     def between(source: int, target: int) -> Link:
-        crosses = _crossing_replicas(layout, machine, min(source, target)) > 0
+        crosses = boundaries[min(source, target)].crossing > 0
         bandwidth = machine.network_bandwidth if crosses else machine.link_bandwidth
         return Link(bandwidth, machine.latency_seconds)
 
@@ -127,63 +152,18 @@ def link(machine: Machine, layout: Layout) -> Callable[[int, int], Link]:
 
 def crossing_seconds(job: Job, machine: Machine, layout: Layout) -> float:
     """What an element that crosses a cut, per image, costs a rank on either side, there and back."""
-    slowest = min(link(machine, layout)(rank, rank + 1).bytes_per_second for rank in range(max(layout.stages - 1, 1)))
-    return 2 * layout.micro_batch_images * job.stored_bytes / slowest
+    links = [link(machine, layout)(rank, rank + 1).bytes_per_second for rank in range(layout.stages - 1)]
+    return 2 * layout.micro_batch_images * job.stored_bytes / min(links, default=machine.link_bandwidth)
 
 
-def traffic(job: Job, machine: Machine, layout: Layout, segments: Sequence[Sequence[Segment]]) -> Traffic:
-    """Bytes of a step on all wires: messages between stages, gradients and weights among replicas."""
-    within = between = 0.0
-    per_step = layout.micro_batches * layout.micro_batch_images * job.stored_bytes
-    for rank, below in itertools.pairwise(range(layout.stages)):
-        down, up = segments[rank][0].sent_elements, sum(part.sent_elements for part in segments[below][1:])
-        size = 2 * (down + up) * per_step
-        crossing = _crossing_replicas(layout, machine, rank)
-        between += size * crossing
-        within += size * (layout.replicas - crossing)
-    for rank in range(layout.stages):
-        replicas = Replicas.of(layout, machine, rank)
-        parameters = sum(segment.parameters for segment in segments[rank])
-        reduced = parameters * _reduced_bytes(job, layout)
-        times = layout.micro_batches if layout.zero_stage == 2 else 1
-        edge = times * replicas.edge_bytes(reduced, _reductions(job, layout))
-        if _is_partitioned(job, layout):
-            edge += replicas.edge_bytes(parameters * job.stored_bytes, 1)
-        between += edge * replicas.crossings
-        within += edge * (replicas.count - replicas.crossings)
-    return Traffic(round(within), round(between))
-
-
-def _crossing_replicas(layout: Layout, machine: Machine, rank: int) -> int:
-    """In how many replicas a rank of the pipeline and the next one are in different nodes."""
-    size, replicas, first = machine.devices_per_node, layout.replicas, rank * layout.replicas
-    if replicas >= size:
-        return replicas
-    return sum((first + replica) % size + replicas >= size for replica in range(replicas))
-
-
-def _is_partitioned(job: Job, layout: Layout) -> bool:
-    """Whether each replica steps its share of the weights, which are then gathered; DeepSpeed's BF16_Optimizer does."""
-    return layout.zero_stage > 0 or job.precision == "bf16"
-
-
-def _reduced_bytes(job: Job, layout: Layout) -> int:
-    """Bytes of an element of a reduced gradient; without ZeRO those of bf16 are fp32."""
-    return 4 if layout.zero_stage == 0 and job.precision == "bf16" else job.reduced_bytes
-
-
-def _reductions(job: Job, layout: Layout) -> int:
-    """How often gradients go around the ring: twice for all to have them, once for their owners."""
-    return 2 if layout.zero_stage == 0 or job.reduces_to_all else 1
-
-
-def _optimizer_seconds(job: Job, machine: Machine, layout: Layout, parameters: int, replicas: Replicas) -> float:
-    owned = parameters / layout.replicas if _is_partitioned(job, layout) else parameters
+def _optimizer_seconds(job: Job, machine: Machine, layout: Layout, parameters: int, ring: Ring) -> float:
+    gathered = shared(job, layout).weight_bytes  # where each replica steps its share of the weights
+    owned = parameters / layout.replicas if gathered else parameters
     seconds = (
         owned * (ADAM_BYTES + EMA_BYTES) / (machine.host_bandwidth if layout.offload else machine.memory_bandwidth)
     )
     if layout.offload:
         seconds += owned * (4 + job.stored_bytes) / machine.host_bandwidth
-    if _is_partitioned(job, layout):
-        seconds += replicas.seconds(parameters * job.stored_bytes, 1, machine)
+    if gathered:
+        seconds += ring.seconds(parameters * gathered, 1, machine)
     return seconds

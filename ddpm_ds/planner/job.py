@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ddpm_ds.ds_config import BUCKET_ELEMENTS
+from ddpm_ds.ds_config import BUCKET_ELEMENTS, ELEMENT_BYTES
 from ddpm_ds.ds_config_check import check_ds_config, enabled
 from ddpm_ds.spec import RunSpec
 from ddpm_ds.unet.layers import Layer, unet_layers
-
-BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class Job:
     @property
     def stored_bytes(self) -> int:
         """Bytes of a weight, of an element on the wire between stages and of a gradient."""
-        return BYTES[self.precision]
+        return ELEMENT_BYTES[self.precision]
 
     def arithmetic_bytes(self, on_cpu: bool) -> int:
         """Bytes of an activation: a CPU computes fp16 layers in fp32."""
@@ -39,17 +37,6 @@ class Job:
         """Bytes of an element in which ZeRO adds up the gradients of micro-batches."""
         wide = self.config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
         return 4 if wide else self.stored_bytes
-
-    @property
-    def reduced_bytes(self) -> int:
-        """Bytes of a gradient's element between replicas."""
-        return BYTES.get(self.config.get("communication_data_type") or "", self.stored_bytes)
-
-    @property
-    def reduces_to_all(self) -> bool:
-        """Whether every replica gets every reduced gradient, as ZeRO does unless told otherwise."""
-        zero = self.config.get("zero_optimization", {})
-        return not zero.get("reduce_scatter", True) or bool(zero.get("use_multi_rank_bucket_allreduce", True))
 
     @property
     def bucket_elements(self) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ddpm_ds.ds_config import ResolvedDsConfig, resolve
 from ddpm_ds.ds_config_keys import KEYS
+from ddpm_ds.pipeline.placement import ACROSS_HOSTS, AcrossHosts
 from ddpm_ds.pipeline.streams import Schedule
 from ddpm_ds.planner.job import Job
 
@@ -33,23 +35,34 @@ class Layout:
     zero_stage: int
     offload: bool
     """Adam's state and the averaged weights in host memory."""
+    across: AcrossHosts | Literal["auto"] = "auto"
+    """What is split over nodes; "auto" where it makes no difference."""
+
+    @property
+    def apart(self) -> AcrossHosts:
+        """What is in different nodes, where there are several."""
+        if self.across == "auto":
+            return "replicas" if self.stages == 1 else "stages"
+        return self.across
 
     def words(self) -> str:
         """In a few words, for a sentence."""
         pipeline = f"{self.stages} stages ({self.schedule})" if self.stages > 1 else "1 stage"
         recompute = ", recomputing activations" if self.checkpoint_interval else ""
+        across = "" if self.across == "auto" else f", {self.across} across nodes"
         return (
-            f"{pipeline} x {self.replicas} replica{'s' * (self.replicas > 1)}, {self.micro_batches} "
+            f"{pipeline} x {self.replicas} replica{'s' * (self.replicas > 1)}{across}, {self.micro_batches} "
             f"micro-batch{'es' * (self.micro_batches > 1)} of {self.micro_batch_images}, "
             f"ZeRO-{self.zero_stage}{' with offload' if self.offload else ''}{recompute}"
         )
 
 
-def layouts(job: Job, devices: int, *, offload: bool) -> Iterator[Layout]:
+def layouts(job: Job, devices: int, *, offload: bool, nodes: int = 1) -> Iterator[Layout]:
     """All layouts of a job that share devices, layers and batch without remainder.
 
     ``offload`` says whether the devices have a host to put Adam's state on. Of micro-batches, those between 1 and 64
-    per stage, and for the fold at least 2 per rank; a given ``train.accumulation`` leaves one choice.
+    per stage, and for the fold at least 2 per rank; a given ``train.accumulation`` leaves one choice. In several nodes
+    either stages or replicas are split over them.
     """
     batch, wanted = job.spec.train.batch_images, job.spec.train.accumulation
     zeros = _zero_choices(job, offload)
@@ -64,18 +77,25 @@ def layouts(job: Job, devices: int, *, offload: bool) -> Iterator[Layout]:
                 most = MOST_MICRO_BATCHES_PER_STAGE * stages
                 if not fewest <= micro_batches <= most or wanted not in ("auto", micro_batches):
                     continue
-                for zero_stage, offloaded in zeros:
-                    for interval in (0, *INTERVALS):
-                        yield Layout(
-                            stages,
-                            replicas,
-                            schedule,
-                            share // micro_batches,
-                            micro_batches,
-                            interval,
-                            zero_stage,
-                            offloaded,
-                        )
+                for (zero_stage, offloaded), interval, across in itertools.product(
+                    zeros, (0, *INTERVALS), placements(stages, replicas, nodes)
+                ):
+                    yield Layout(
+                        stages,
+                        replicas,
+                        schedule,
+                        share // micro_batches,
+                        micro_batches,
+                        interval,
+                        zero_stage,
+                        offloaded,
+                        across,
+                    )
+
+
+def placements(stages: int, replicas: int, nodes: int) -> tuple[AcrossHosts | Literal["auto"], ...]:
+    """What may be split over nodes, where there is a choice."""
+    return ACROSS_HOSTS if nodes > 1 and stages > 1 and replicas > 1 else ("auto",)
 
 
 def ds_config(job: Job, layout: Layout, bounds: Sequence[int]) -> dict[str, Any]:
@@ -88,6 +108,7 @@ def ds_config(job: Job, layout: Layout, bounds: Sequence[int]) -> dict[str, Any]
         "stages": layout.stages,
         "schedule": layout.schedule,
         "partition": [int(cut) for cut in bounds[1:-1]] if layout.stages > 1 else "flops",
+        "across_hosts": layout.across,
         "activation_checkpoint_interval": layout.checkpoint_interval,
     }
     zero = config.setdefault("zero_optimization", {})

@@ -9,8 +9,9 @@ from ddpm_ds.errors import LayoutError
 from ddpm_ds.observe.layer_times import LayerSeconds, LayerTimes
 from ddpm_ds.pipeline.chain import Room
 from ddpm_ds.pipeline.partition import weighted
+from ddpm_ds.pipeline.placement import Traffic
 from ddpm_ds.pipeline.simulate import RankCosts, Simulation, simulate
-from ddpm_ds.planner.costs import Traffic, crossing_seconds, link, rank_costs, traffic
+from ddpm_ds.planner.costs import crossing_seconds, link, rank_costs, step_traffic
 from ddpm_ds.planner.job import Job
 from ddpm_ds.planner.layouts import Layout
 from ddpm_ds.planner.machine import Machine
@@ -59,7 +60,7 @@ class Predictor:
     machine: Machine
     times: LayerTimes
     _times: dict[int, Sequence[LayerSeconds]] = field(default_factory=dict)
-    _cuts: dict[tuple[str, int, int], _Cut | None] = field(default_factory=dict)
+    _cuts: dict[tuple[str, int, int, str], _Cut | None] = field(default_factory=dict)
     _squeezed: dict[Layout, _Cut] = field(default_factory=dict)
 
     def can_cut(self, layout: Layout) -> bool:
@@ -139,7 +140,7 @@ class Predictor:
             pass_seconds=passes,
             update_seconds=update,
             memory=self.memory(layout),
-            traffic=traffic(self.job, self.machine, layout, self._known_cut(layout).segments),
+            traffic=step_traffic(self.job, self.machine, layout, self.bounds(layout)),
             images_per_second=self.job.spec.train.batch_images / step,
         )
 
@@ -164,7 +165,7 @@ class Predictor:
     def _cut(self, layout: Layout) -> _Cut | None:
         if layout in self._squeezed:
             return self._squeezed[layout]
-        key = (layout.schedule, layout.stages, layout.micro_batch_images)
+        key = (layout.schedule, layout.stages, layout.micro_batch_images, layout.across)
         if key not in self._cuts:
             self._cuts[key] = self._fastest_cut(layout, None)
         return self._cuts[key]

@@ -19,18 +19,18 @@ def report(plan: Plan, machine: Machine) -> str:
     first = plan.best[0]
     return "\n".join(
         [
-            *aligned(_rows(plan.best, between_nodes=machine.nodes > 1)),
+            *aligned(_rows(plan.best, several_nodes=machine.nodes > 1)),
             "",
             f"memory of 1, MiB per device (fits up to {machine.usable_bytes / 2**20:,.0f})",
             *aligned(_memory_rows(first)),
             "",
-            textwrap.fill(why(plan), 112, break_on_hyphens=False),
+            textwrap.fill(why(plan, machine), 112, break_on_hyphens=False),
         ]
     )
 
 
-def why(plan: Plan) -> str:
-    """In a sentence or two why the first layout is the first, and what would be faster with more memory."""
+def why(plan: Plan, machine: Machine) -> str:
+    """In some sentences why the first layout is the first, what of it crosses nodes, and what more memory would do."""
     first, *others = plan.best
     sentences = [
         f"1 is the fastest of {plan.fitting:,} layouts that fit; {plan.misfits:,} don't. Its devices spend "
@@ -44,10 +44,31 @@ def why(plan: Plan) -> str:
             f"{number} ({other.layout.words()}) takes {other.step_seconds / first.step_seconds - 1:.1%} longer: "
             f"{_difference(first, other)}."
         )
+    if machine.nodes > 1:
+        sentences.append(_apart(first, plan.turned))
     if plan.tempting is not None:
         misfit, seconds = plan.tempting
         sentences.append(_tempting(misfit, 1 - seconds / first.step_seconds))
     return " ".join(sentences)
+
+
+def _apart(first: Prediction, turned: Prediction | None) -> str:
+    """What crosses nodes, and what would if the other axis of the layout did."""
+    wires = first.traffic
+    parts = (("activations", wires.activations), ("gradients", wires.gradients), ("weights", wires.weights))
+    named = " and ".join(f"{size / 1e9:.3f} GB of {name}" for name, size in parts if size)
+    said = (
+        f"1 has its {first.layout.apart} across nodes: {named or 'nothing'} between them in a step, and "
+        f"{wires.busiest / 1e9:.3f} GB from the busiest node"
+    )
+    if turned is None:
+        return f"{said}."
+    longer, other = turned.step_seconds / first.step_seconds - 1, turned.traffic
+    return (
+        f"{said}; with its {turned.layout.apart} across them it would be {other.between_hosts / 1e9:.3f} GB, "
+        f"{other.busiest / 1e9:.3f} GB from one node, and a step {abs(longer):.1%} "
+        f"{'longer' if longer >= 0 else 'shorter'}."
+    )
 
 
 def _tempting(misfit: Misfit, gain: float) -> str:
@@ -79,7 +100,7 @@ def _difference(first: Prediction, other: Prediction) -> str:
     return max(reasons, key=lambda reason: reasons[reason])
 
 
-def _rows(best: Sequence[Prediction], *, between_nodes: bool) -> list[tuple[str, ...]]:
+def _rows(best: Sequence[Prediction], *, several_nodes: bool) -> list[tuple[str, ...]]:
     rows = [
         (
             "",
@@ -94,7 +115,7 @@ def _rows(best: Sequence[Prediction], *, between_nodes: bool) -> list[tuple[str,
             "bubble",
             "GiB/device",
             "GB on wires",
-            *(["between nodes"] if between_nodes else []),
+            *(["across nodes", "GB between", "from one"] if several_nodes else []),
         )
     ]
     for number, prediction in enumerate(best, start=1):
@@ -112,8 +133,12 @@ def _rows(best: Sequence[Prediction], *, between_nodes: bool) -> list[tuple[str,
                 _rate(prediction.images_per_second),
                 f"{prediction.bubble:.1%}",
                 f"{prediction.peak.total / GIB:.2f}",
-                f"{(wires.within_nodes + wires.between_nodes) / 1e9:.3f}",
-                *([f"{wires.between_nodes / 1e9:.3f}"] if between_nodes else []),
+                f"{(wires.within_hosts + wires.between_hosts) / 1e9:.3f}",
+                *(
+                    [layout.apart, f"{wires.between_hosts / 1e9:.3f}", f"{wires.busiest / 1e9:.3f}"]
+                    if several_nodes
+                    else []
+                ),
             )
         )
     return rows

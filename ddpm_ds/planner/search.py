@@ -37,6 +37,8 @@ class Plan:
     misfits: int
     tempting: tuple[Misfit, float] | None
     """Of those that don't fit the fastest, and its step's seconds, where it would beat the best."""
+    turned: Prediction | None = None
+    """The best with its other axis across nodes, where there are several."""
 
 
 def search(predictor: Predictor, top: int, among: Sequence[Layout] | None = None) -> Plan:
@@ -51,7 +53,8 @@ def search(predictor: Predictor, top: int, among: Sequence[Layout] | None = None
     if not fitting:
         raise _nothing(predictor, misfits)
     best = _fastest(predictor, fitting, top)
-    return Plan(best, len(fitting), len(misfits), _tempting(predictor, misfits, best[0].step_seconds))
+    tempting = _tempting(predictor, misfits, best[0].step_seconds)
+    return Plan(best, len(fitting), len(misfits), tempting, _turned(predictor, best[0].layout))
 
 
 def candidates(predictor: Predictor) -> list[Layout]:
@@ -59,7 +62,8 @@ def candidates(predictor: Predictor) -> list[Layout]:
     chosen: list[Layout] = []
     recomputing: dict[Layout, tuple[int, Layout]] = {}
     accepted: dict[tuple[str, int, bool, int], bool] = {}
-    for layout in layouts(predictor.job, predictor.machine.devices, offload=not predictor.machine.is_cpu):
+    machine = predictor.machine
+    for layout in layouts(predictor.job, machine.devices, offload=not machine.is_cpu, nodes=machine.nodes):
         if not predictor.can_cut(layout):
             continue
         kind = (layout.schedule, layout.zero_stage, layout.offload, layout.checkpoint_interval)
@@ -108,6 +112,12 @@ def _fastest(predictor: Predictor, fitting: Sequence[Layout], top: int) -> tuple
         if len(best) >= top:
             limit = sorted(one.step_seconds for one in best.values())[top - 1]
     return tuple(sorted(best.values(), key=_order)[:top])
+
+
+def _turned(predictor: Predictor, layout: Layout) -> Prediction | None:
+    if layout.across == "auto":
+        return None
+    return predictor.predict(replace(layout, across="replicas" if layout.across == "stages" else "stages"))
 
 
 def _order(prediction: Prediction) -> tuple[float, int]:

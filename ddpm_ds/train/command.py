@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ddpm_ds.command_line import OneLineParser, add_overrides, say_once, set_environment
 from ddpm_ds.errors import BadNumbersError, PeerLostError, Preempted, SpecError, UserError
 from ddpm_ds.exit_record import record_exit
 from ddpm_ds.option_types import step_range
+from ddpm_ds.pipeline.placement import launched_hosts
 from ddpm_ds.train.plan import OUTPUT_ROOT, check_output, describe_plan, new_run_dir, plan_run
 
 SPECS = Path(__file__).resolve().parents[2] / "launch" / "specs"
@@ -90,6 +92,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="auto: from the newest good checkpoint of --run-dir, if any (default); or from a checkpoint of any run",
     )
     parser.add_argument(
+        "--start-seconds",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="how long the first ranks wait for the last one to be started (300)",
+    )
+    parser.add_argument(
         "--dead-seconds", type=float, default=15.0, metavar="S", help="silence after which a rank is given up (15)"
     )
     parser.add_argument(
@@ -118,28 +127,30 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    set_environment()
     try:
-        options = parse(arguments)
-        plan = plan_run(
-            options.spec,
-            options.overrides,
-            options.deepspeed_config,
-            world_size=int(os.environ["WORLD_SIZE"]),
-            stages=options.pipeline_stages,
-            device=options.device,
-        )
-        options.trace_steps = _traced(options.trace_steps, plan.steps)
-        _check_steps("--profile-kernels", options.profile_kernels, plan.steps)
-        run_dir = options.run_dir or new_run_dir(plan.spec.name)
-        if int(os.environ["RANK"]) == 0:
-            check_output(run_dir, options.resume)
-            print(describe_plan(plan, run_dir), flush=True)
-        if options.dry_run:
-            return 0
-        from ddpm_ds.device import choose_device  # torch, now that everything cheap is checked
+        set_environment()
+        with _told_to_other_hosts():
+            options = parse(arguments)
+            plan = plan_run(
+                options.spec,
+                options.overrides,
+                options.deepspeed_config,
+                world_size=int(os.environ["WORLD_SIZE"]),
+                stages=options.pipeline_stages,
+                device=options.device,
+                hosts=launched_hosts(int(os.environ["WORLD_SIZE"])),
+            )
+            options.trace_steps = _traced(options.trace_steps, plan.steps)
+            _check_steps("--profile-kernels", options.profile_kernels, plan.steps)
+            run_dir = options.run_dir or new_run_dir(plan.spec.name)
+            if int(os.environ["RANK"]) == 0:
+                check_output(run_dir, options.resume)
+                print(describe_plan(plan, run_dir), flush=True)
+            if options.dry_run:
+                return 0
+            from ddpm_ds.device import choose_device  # torch, now that everything cheap is checked
 
-        device = choose_device(options.device)
+            device = choose_device(options.device)
         from ddpm_ds.train.session import run_training  # deepspeed, which asks for its device when it is imported
 
         run_training(plan, run_dir, device, options)
@@ -150,6 +161,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say_once(f"ddpm_ds: {'' if isinstance(error, Preempted) else 'error: '}{error}")
         return error.exit_code
     return 0
+
+
+@contextlib.contextmanager
+def _told_to_other_hosts() -> Iterator[None]:
+    """Let the other hosts' ranks know of an error that ends this one, and that they may not have."""
+    try:
+        yield
+    except UserError as error:
+        from ddpm_ds.train.meeting import refuse_alone
+
+        refuse_alone(error)
+        raise
 
 
 def _traced(asked: range | None, steps: int) -> range:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpm_ds.errors import BadNumbersError, Preempted
+from ddpm_ds.errors import BadNumbersError, LauncherLostError, Preempted
 from ddpm_ds.observe.observer import Observer
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.train.ema import Ema
@@ -51,7 +51,7 @@ def train(run: Run) -> Interval:
 
     Raises:
         BadNumbersError: the policy is to stop, or the run was rewound often enough; on all ranks alike.
-        Preempted: the run was asked to stop, and is saved; on all ranks alike.
+        Preempted: the run was asked to stop, or its launcher is gone, and it is saved; on all ranks alike.
     """
     engine, total = run.engine, run.plan.spec.train.images
     every = run.plan.spec.logging.log_every_images
@@ -88,6 +88,11 @@ def train(run: Run) -> Interval:
             run.observer.finish()
         if done:
             return interval
+        if asked.abandoned:
+            raise LauncherLostError(
+                f"what started {asked.abandoned} is gone: all ranks have saved and stopped after "
+                f"{engine.images_seen:,} images; the run can be resumed"
+            )
         if asked.stop:
             raise Preempted(f"asked to stop after {engine.images_seen:,} images")
 

@@ -13,11 +13,14 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from ddpm_ds.errors import BadNumbersError, LayoutError, Preempted, UserError
+from ddpm_ds.errors import BadNumbersError, HostError, Preempted, UserError
+from ddpm_ds.hosts.interface import GLOO_INTERFACE, use_interface_towards
 from ddpm_ds.observe.layer_times import cache_file, measured_times
 from ddpm_ds.pipeline.memory import checkpoint_interval
 from ddpm_ds.pipeline.partition import describe
 from ddpm_ds.planner.auto import measured_cuts
+from ddpm_ds.train.meeting import port_taken
+from ddpm_ds.train.node_metrics import host_name
 from ddpm_ds.train.plan import RunPlan, stage_table
 
 KNOWN_TO_ALL_RANKS = (UserError, BadNumbersError, Preempted)
@@ -32,18 +35,22 @@ def process_group() -> Iterator[None]:
 
     Raises:
         LayoutError: another job on this host has the port.
+        HostError: the hosts' ranks can't connect to each other.
     """
     if os.environ["WORLD_SIZE"] == "1":
         os.environ["MASTER_PORT"] = "0"  # any free one: two runs on one host don't meet
+    if on_several_hosts():
+        use_interface_towards(os.environ["MASTER_ADDR"])
     try:
         deepspeed.init_distributed(verbose=False)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
-        raise LayoutError(
-            f"port {os.environ['MASTER_PORT']} is taken, by another run perhaps; give this one its own: "
-            "deepspeed --master_port PORT launch/train.py ..."
-        ) from None
+        raise port_taken() from None
+    except dist.DistBackendError as error:
+        if not on_several_hosts():
+            raise
+        raise _not_connected(error) from error
     try:
         yield
     except KNOWN_TO_ALL_RANKS:  # leave together
@@ -51,6 +58,21 @@ def process_group() -> Iterator[None]:
         dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+
+
+def on_several_hosts() -> bool:
+    """Whether there are ranks of this run on other hosts."""
+    world_size = os.environ["WORLD_SIZE"]
+    return world_size != os.environ.get("LOCAL_WORLD_SIZE", world_size)
+
+
+def _not_connected(error: Exception) -> HostError:
+    """Why the ranks of different hosts have no process group, as far as the collectives' library tells."""
+    return HostError(
+        f"rank {os.environ['RANK']} (host {host_name()}) can't connect to the ranks of other hosts over interface "
+        f"{os.environ.get(GLOO_INTERFACE, 'unknown')} ({str(error).splitlines()[0]}); ddpm-ds doctor --hostfile FILE "
+        f"tests every pair of hosts, and {GLOO_INTERFACE} or NCCL_SOCKET_IFNAME chooses another interface"
+    )
 
 
 def share_threads(device: torch.device) -> None:
@@ -87,7 +109,7 @@ def cut_by_time(plan: RunPlan, device: torch.device) -> RunPlan:
 
 def fill_checkpointing(plan: RunPlan, device: torch.device) -> dict[str, Any]:
     """The DeepSpeed configuration, with activation checkpointing decided by this device's memory where it is auto."""
-    config, layout = dict(plan.ds.config), plan.ds.layout
+    config, layout = plan.config, plan.ds.layout
     if plan.ds.checkpoint_interval == "auto":
         if device.type == "cuda":
             memory = torch.cuda.get_device_properties(device).total_memory

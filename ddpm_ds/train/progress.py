@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 import threading
@@ -82,8 +83,9 @@ class ProgressLine:
         return "  ".join(parts + self._scale)
 
     def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+        with contextlib.suppress(BrokenPipeError):  # who has read it is gone, which ends the run in order
+            self._stream.write(text)
+            self._stream.flush()
 
 
 def summary(

@@ -3,6 +3,7 @@
     SIGTERM, SIGUSR1, SIGINT to any rank     finish the step, save, leave; a second signal leaves at once
     RUN_DIR/save, RUN_DIR/save_and_stop      files that a person touches
     checkpoint.every_minutes                 rank 0's clock
+    a launcher that is gone                  save, leave: nobody would end this rank any more, or hear what it says
 
 All ranks must do the same at the same step, so what each has heard is combined once a step; the answer is read one
 step later, when it has long arrived.
@@ -15,6 +16,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ddpm_ds.exit_record import record_exit
+from ddpm_ds.train.launcher import Launcher
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAME_SIGNAL_SECONDS = 1.0
@@ -37,13 +40,16 @@ class Asked:
 
     save: bool = False
     stop: bool = False
+    abandoned: str | None = None
+    """Name of a rank whose launcher is gone."""
 
 
 class Requests:
     """Listens from its construction to :meth:`close`; collective over all ranks."""
 
-    def __init__(self, run_dir: Path, every_minutes: float | None) -> None:
-        self._run_dir = run_dir
+    def __init__(self, run_dir: Path, every_minutes: float | None, names: Sequence[str]) -> None:
+        self._run_dir, self._names = run_dir, names
+        self._launcher = Launcher()
         self._seconds = 60 * every_minutes if every_minutes else None
         self._saved_at = time.monotonic()
         self._files: tuple[str, ...] = ()
@@ -76,14 +82,16 @@ class Requests:
             self._files = tuple(name for name in FILES if (self._run_dir / name).exists())
         late = self._seconds is not None and time.monotonic() - self._saved_at >= self._seconds
         save = dist.get_rank() == 0 and (late or "save" in self._files)
-        mine = torch.tensor([save, self._signalled or "save_and_stop" in self._files], dtype=torch.uint8)
+        stop = self._signalled or "save_and_stop" in self._files
+        abandoned = 1 + dist.get_rank() if self._launcher.is_gone() else 0
+        mine = torch.tensor([save, stop, abandoned], dtype=torch.int32)
         if self._group is None:
-            return _asked(mine)
+            return self._asked(mine)
         answer = Asked()
         if self._under_way is not None:
             work, wishes = self._under_way
             work.wait()
-            answer = _asked(wishes)
+            answer = self._asked(wishes)
         reduction = dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert reduction is not None
         self._under_way = (reduction, mine)
@@ -108,7 +116,6 @@ class Requests:
         signal.set_wakeup_fd(self._wakeup_before)
         self._wakeup.close()
 
-
-def _asked(wishes: torch.Tensor) -> Asked:
-    save, stop = wishes.tolist()
-    return Asked(bool(save), bool(stop))
+    def _asked(self, wishes: torch.Tensor) -> Asked:
+        save, stop, abandoned = wishes.tolist()
+        return Asked(bool(save), bool(stop or abandoned), self._names[abandoned - 1] if abandoned else None)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
-from ddpm_ds.checkpoint.folder import clean, newest_good
-from ddpm_ds.checkpoint.reader import Reader
-from ddpm_ds.errors import CheckpointError
+from ddpm_ds.checkpoint.folder import write_file
+from ddpm_ds.checkpoint.groups import Gather, Groups, find_groups
+from ddpm_ds.checkpoint.union import Whole, newest, settle, whole
+from ddpm_ds.errors import CheckpointError, OutputError
 from ddpm_ds.spec import RunSpec
-from ddpm_ds.train.run_folder import checkpoints_of
+from ddpm_ds.train.meeting import Meeting
+from ddpm_ds.train.run_folder import IDENTITY, checkpoints_of, claim_folder
 from ddpm_ds.train.tracking import flatten
 
 MAY_CHANGE = (
@@ -29,10 +33,56 @@ MAY_CHANGE = (
     "data.max_bad_fraction",
 )
 """Spec keys that a resumed run may change: length, cadences, samples, logging, layout, machine."""
+RECORD = ("spec.yaml", "ds_config.json", IDENTITY)
+"""Files of a run's folder that say which run it is."""
 
 
-def find_checkpoint(run_dir: Path, resume: str, say: Callable[[str], None]) -> Path | None:
-    """The checkpoint to go on from, its checksums verified; None starts from the beginning.
+class Claim(NamedTuple):
+    """A run's folder, or those of that name on several hosts, locked until the claim is dropped."""
+
+    run_dir: Path
+    """That of rank 0."""
+    groups: Groups
+    """The ranks by the folder of checkpoints that they see."""
+    lock: IO[str] | None
+    """On the leader of each group."""
+
+
+def gather_in(meeting: Meeting) -> Gather:
+    """A collective before there is a process group."""
+    topics = itertools.count()
+    return lambda value: [said["value"] for said in meeting.agree(f"checkpoints/{next(topics)}", {"value": value})]
+
+
+def claim_run(run_dir: Path, rank: int, hosts: Sequence[str], gather: Gather) -> Claim:
+    """Make and lock the run's folder, on every host where it is another, and mend what a killed run left; collective.
+
+    Raises:
+        OutputError: another process trains into it, or it can't be written.
+        CheckpointError: its checkpoints can't be changed.
+    """
+    lock = claim_folder(run_dir) if rank == 0 else None
+    run_dir = Path(gather(str(run_dir))[0])
+    folder = checkpoints_of(run_dir)
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    groups = find_groups(folder, rank, hosts, gather)
+    if groups.leads and rank:
+        try:
+            lock = claim_folder(run_dir)
+        except OSError as error:
+            raise OutputError(f"--run-dir {run_dir} can't be written ({error.strerror}); make it writable") from None
+    settle(folder, groups, gather)
+    if groups.leads:
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # where it is empty: a run that ends before its first checkpoint leaves none
+    return Claim(run_dir, groups, lock)
+
+
+def find_checkpoint(
+    run_dir: Path, resume: str, groups: Groups, gather: Gather, say: Callable[[str], None]
+) -> Whole | None:
+    """The checkpoint to go on from, its checksums verified; None starts from the beginning. Collective.
 
     ``resume`` is ``auto`` (the run folder's newest good one), ``never``, or the path of a checkpoint.
 
@@ -42,15 +92,20 @@ def find_checkpoint(run_dir: Path, resume: str, say: Callable[[str], None]) -> P
     if resume == "never":
         return None
     if resume == "auto":
-        folder = checkpoints_of(run_dir)
-        try:
-            clean(folder)  # the newest one may have been about to be replaced when the process died
-        except OSError as error:
-            raise CheckpointError(f"{folder} can't be changed ({error.strerror}); make it writable") from None
-        return newest_good(folder, say=say, progress=True)
-    reader = Reader(Path(resume))
-    reader.verify(progress=True)
-    return reader.path
+        return newest(checkpoints_of(run_dir), groups, gather, say, progress=True)
+    path = Path(resume)
+    return whole(path, find_groups(path.parent, groups.rank, groups.hosts, gather), gather, progress=True)
+
+
+def share_record(run_dir: Path, groups: Groups, gather: Gather) -> None:
+    """Give the run's folder on other hosts what makes it this run's, should rank 0 be there next time; collective."""
+    if groups.shared:
+        return
+    texts = gather({name: (run_dir / name).read_text() for name in RECORD} if groups.rank == 0 else None)[0]
+    if groups.leads and groups.rank:
+        with contextlib.suppress(OSError):  # it has no use for this run
+            for name, text in texts.items():
+                write_file(run_dir / name, text.encode())
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -64,23 +119,23 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def check_resume(
-    reader: Reader, spec: RunSpec, ds_config: Mapping[str, Any], data_sha256: Mapping[str, str]
+    checkpoint: Whole, spec: RunSpec, ds_config: Mapping[str, Any], data_sha256: Mapping[str, str]
 ) -> list[str]:
     """What has changed since the checkpoint, all of it allowed.
 
     Raises:
         CheckpointError: the spec trains something else, or the images are others.
     """
-    found = changes(reader.manifest.spec, spec.model_dump(mode="json"))
+    found = changes(checkpoint.manifest.spec, spec.model_dump(mode="json"))
     refused = [change for change in found if not change.startswith(MAY_CHANGE)]
     if refused:
         raise CheckpointError(
-            f"{reader.path} was trained with another spec: {'; '.join(refused)}; undo that, or train it as a new run "
-            "with another --run-dir"
+            f"{checkpoint.path} was trained with another spec: {'; '.join(refused)}; undo that, or train it as a new "
+            "run with another --run-dir"
         )
-    if reader.manifest.data_sha256 != data_sha256:
+    if checkpoint.manifest.data_sha256 != data_sha256:
         raise CheckpointError(
-            f"{reader.path} was trained on other images than those of the prepared store; give it the same images, or "
-            "train a new run with another --run-dir"
+            f"{checkpoint.path} was trained on other images than those of the prepared store; give it the same images, "
+            "or train a new run with another --run-dir"
         )
-    return found + [f"ds_config.{change}" for change in changes(reader.manifest.ds_config, ds_config)]
+    return found + [f"ds_config.{change}" for change in changes(checkpoint.manifest.ds_config, ds_config)]

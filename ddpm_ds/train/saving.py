@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -10,22 +9,25 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddpm_ds.checkpoint.folder import images_of, names
+from ddpm_ds.checkpoint.groups import Groups
 from ddpm_ds.checkpoint.manifest import Description
-from ddpm_ds.checkpoint.reader import Reader
+from ddpm_ds.checkpoint.union import Whole, newest
 from ddpm_ds.checkpoint.writer import Writer
 from ddpm_ds.errors import BadNumbersError, CheckpointError
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.train import state
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.plan import RunPlan
+from ddpm_ds.train.tracking import print_to_stderr
 from ddpm_ds.unet.model import parameter_shapes
 
 
 class Saver:
     """Writes this rank's share of checkpoints into ``folder``; all methods are collective.
 
-    ``data_sha256`` are the checksums of the prepared store, ``say`` shows a line on rank 0.
+    ``data_sha256`` are the checksums of the prepared store, ``say`` shows a line on rank 0. ``groups`` are the ranks
+    by the folder of that name that they see, all of them the same one where it is None; ``store``, of
+    :func:`ddpm_ds.train.heartbeat.make_store`, is needed where there are several.
     """
 
     def __init__(
@@ -38,18 +40,24 @@ class Saver:
         *,
         data_sha256: dict[str, str],
         say: Callable[[str], None],
+        groups: Groups | None = None,
+        store: dist.Store | None = None,
     ) -> None:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
         self._plan, self._config, self._engine, self._ema = plan, config, engine, ema
-        self._folder, self._data_sha256 = folder, data_sha256
+        self._folder, self._data_sha256, self._say = folder, data_sha256, say
+        self._groups = groups or Groups.one_folder(rank, world_size)
         spec = plan.spec.checkpoint
         self._every = spec.every_images
         self._writer = Writer(
             folder,
-            dist.get_rank(),
-            dist.get_world_size(),
-            say=say,
+            rank,
+            world_size,
+            say=say if rank == 0 else print_to_stderr,
             keep_last=spec.keep_last,
             keep_every_images=spec.keep_every_images,
+            groups=self._groups,
+            store=store,
         )
         self._shapes = parameter_shapes(plan.layers)
         self.rewinds = 0
@@ -80,15 +88,14 @@ class Saver:
         """Wait until the last checkpoint is on the disk; whether it is, as rank 0 knows."""
         return self._writer.wait()
 
-    def load(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint of any layout.
+    def load(self, checkpoint: Whole) -> None:
+        """Go on from a checkpoint of any layout, whose pieces are on any of this run's hosts.
 
         Raises:
             CheckpointError: it can't be read or is of another U-Net.
         """
-        reader = Reader(checkpoint)
-        state.load(self._engine, self._ema, reader)
-        self.rewinds = reader.state["rewinds"]
+        state.load(self._engine, self._ema, checkpoint, gather_objects, self._say)
+        self.rewinds = checkpoint.state["rewinds"]
 
     def rewind(self, trouble: str) -> str:
         """Go back to the newest checkpoint and leave out the images since; returns what was done.
@@ -101,23 +108,25 @@ class Saver:
         bad_until, rewinds = engine.next_index, self.rewinds + 1
         if rewinds > limit:
             raise BadNumbersError(f"{trouble}; the run was rewound {limit} times before (bad_numbers.max_rewinds)")
-        newest = self._newest()
-        if newest is None:
+        checkpoint = self._newest()
+        if checkpoint is None:
             raise BadNumbersError(f"{trouble}; bad_numbers.policy = rewind found no checkpoint to go back to")
-        self.load(newest)
+        self.load(checkpoint)
         self.rewinds = rewinds
         engine.skipped_images = bad_until - engine.images_seen
-        return f"{trouble}; went back to {newest.name} and left out the images since (rewind {rewinds} of {limit})"
+        went_back = f"went back to {checkpoint.path.name} and left out the images since"
+        return f"{trouble}; {went_back} (rewind {rewinds} of {limit})"
 
-    def _newest(self) -> Path | None:
-        """The newest good checkpoint, as rank 0 finds it. Later ones than now are of a course that the run has left."""
-        found: list[Path | None] = [None]
-        if dist.get_rank() == 0:
-            before = [name for name in names(self._folder) if (images_of(name) or 0) <= self._engine.images_seen]
-            for path in (self._folder / name for name in reversed(before)):
-                with contextlib.suppress(CheckpointError):
-                    Reader(path).verify()
-                    found = [path]
-                    break
-        dist.broadcast_object_list(found, src=0)
-        return found[0]
+    def _newest(self) -> Whole | None:
+        """The newest good checkpoint. Later ones than now are of a course that the run has left."""
+        try:
+            return newest(self._folder, self._groups, gather_objects, self._say, until=self._engine.images_seen)
+        except CheckpointError:
+            return None
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """What every rank has given, by rank; collective over the process group."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -5,61 +5,60 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddpm_ds.checkpoint.reader import Reader
+from ddpm_ds.checkpoint.union import Whole
 from ddpm_ds.data.loader import micro_batches
 from ddpm_ds.data.order import Indices
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.data.split import split
 from ddpm_ds.data.store import Store
-from ddpm_ds.errors import PeerLostError, SpecError
+from ddpm_ds.errors import SpecError
 from ddpm_ds.observe.observer import Observer
 from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
 from ddpm_ds.train import state
+from ddpm_ds.train.agreement import check_alike, check_same_images
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.held_out import HeldOutLoss
 from ddpm_ds.train.initial_weights import InitialWeights
 from ddpm_ds.train.inspection import Inspection
 from ddpm_ds.train.loop import Run, train
+from ddpm_ds.train.meeting import Meeting
 from ddpm_ds.train.node_metrics import node_metrics
 from ddpm_ds.train.objective import Denoising
-from ddpm_ds.train.plan import RunPlan
+from ddpm_ds.train.peers import Peers
+from ddpm_ds.train.plan import RunPlan, hosts_line, on_hosts
 from ddpm_ds.train.process import (
     KNOWN_TO_ALL_RANKS,
     cut_by_time,
     fill_checkpointing,
-    from_rank_0,
     process_group,
     share_threads,
 )
 from ddpm_ds.train.progress import ProgressLine, summary
 from ddpm_ds.train.recorder import Recorder
 from ddpm_ds.train.requests import Requests
-from ddpm_ds.train.resume import check_resume, find_checkpoint
-from ddpm_ds.train.run_folder import checkpoints_of, claim_folder
+from ddpm_ds.train.resume import check_resume, claim_run, find_checkpoint, gather_in, share_record
+from ddpm_ds.train.run_folder import checkpoints_of
 from ddpm_ds.train.run_record import Resumed, recorded
-from ddpm_ds.train.saving import Saver
-from ddpm_ds.train.watchdog import Watchdog, make_store
+from ddpm_ds.train.saving import Saver, gather_objects
+from ddpm_ds.train.watchdog import Watchdog
 from ddpm_ds.train.watching import judge, observe
 from ddpm_ds.unet.model import parameter_shapes
-
-WAIT_FOR_CULPRIT_SECONDS = 5.0
-"""How long a rank whose collective failed looks for the rank that is gone."""
 
 
 def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: argparse.Namespace) -> None:
     """Train as planned on this process's ``device``; every rank calls this. Rank 0's ``run_dir`` counts.
 
     Raises:
-        UserError: something given is wrong; raised before any process group exists.
+        UserError: something given is wrong, here or on another host; raised before anything is trained.
         BadNumbersError: the loss or the loss scale makes going on pointless.
         Preempted: the run was asked to stop, and is saved.
         PeerLostError: another rank is gone.
@@ -67,47 +66,66 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     use_host_accelerator()
     share_threads(device)
-    objective = Denoising(plan.spec, device)
-    store = prepare(plan.spec.data, progress=local_rank == 0)
-    check_store(store, plan)
-    config = fill_checkpointing(plan, device)
-    line = ProgressLine(plan.spec.train.images) if rank == 0 else None
-    claim = claim_folder(run_dir) if rank == 0 else None  # before anything in it is read or cleaned up
-    resumed = _find_resume(plan, config, store, run_dir, options.resume, line) if line is not None else None
-    initial = _open_initial_weights(plan) if rank == 0 and resumed is None else None
+    meeting = Meeting(options.start_seconds)
+    with meeting.telling():
+        check_alike(meeting, plan, device.type)
+        plan = on_hosts(planned := plan, meeting.hosts)
+        objective = Denoising(plan.spec, device)
+        store = prepare(plan.spec.data, progress=local_rank == 0)
+        check_store(store, plan)
+        check_same_images(meeting, store.meta.sha256)
+        config = fill_checkpointing(plan, device)
+        line = ProgressLine(plan.spec.train.images) if rank == 0 else None
+        gather = gather_in(meeting)
+        claim = claim_run(run_dir, rank, meeting.hosts, gather)  # before anything in it is read
+        run_dir, say = claim.run_dir, line.say if line is not None else _ignore
+        whole = find_checkpoint(run_dir, options.resume, claim.groups, gather, say)
+        resumed = _check_resume(whole, plan, config, store, say) if whole is not None else None
+        initial = _open_initial_weights(plan) if whole is None else None
+        meeting.agree("ready", {})
+    if rank == 0 and (line_of_hosts := hosts_line(plan)) not in (None, hosts_line(planned)):
+        print(line_of_hosts, flush=True)
     if rank == 0 and device.type == "cpu" and plan.ds.precision == "fp16":
         print("fp16 on a CPU: stored in fp16, computed in fp32", flush=True)
 
     with process_group():
-        run_dir, resumed = from_rank_0((run_dir, resumed))
-        plan = cut_by_time(plan, device)
-        engine = build_engine(
-            plan.layers,
-            plan.bounds,
-            config,
-            objective,
-            seed=plan.spec.train.seed,
-            schedule=plan.ds.schedule,
-            verbose=options.verbose,
-        )
-        ema = Ema(engine, plan.spec.ema)
-        labels = {"note": options.note, "parent": options.parent_run}
-        with recorded(plan, config, run_dir, device, line, resumed, **labels) as recorder:
-            saver = Saver(
-                plan,
-                config,
-                engine,
-                ema,
-                checkpoints_of(run_dir),
-                data_sha256=store.meta.sha256,
-                say=recorder.say,
-            )
-            if resumed is not None:
-                saver.load(resumed.checkpoint)
-            elif (weights := initial or _open_initial_weights(plan)) is not None:
-                state.begin_with(engine, ema, weights)
-            observer = observe(plan, config, engine, recorder, run_dir, options)
-            _train(plan, store, engine, ema, saver, observer, recorder, run_dir, options)
+        meeting.close()
+        places = plan.grid()
+        names = [meeting.name(rank, places.coordinates(rank)[0]) for rank in range(dist.get_world_size())]
+        with Peers(names, options) as peers:
+            with peers.blamed(), peers.watchdog.pause():
+                plan = cut_by_time(plan, device)
+                engine = build_engine(
+                    plan.layers,
+                    plan.bounds,
+                    config,
+                    objective,
+                    seed=plan.spec.train.seed,
+                    schedule=plan.ds.schedule,
+                    verbose=options.verbose,
+                )
+                ema = Ema(engine, plan.spec.ema)
+            labels = {"note": options.note, "parent": options.parent_run}
+            with recorded(plan, config, run_dir, device, line, resumed, **labels) as recorder:
+                with peers.blamed(), peers.watchdog.pause():
+                    share_record(run_dir, claim.groups, gather_objects)
+                    saver = Saver(
+                        plan,
+                        config,
+                        engine,
+                        ema,
+                        checkpoints_of(run_dir),
+                        data_sha256=store.meta.sha256,
+                        say=recorder.say,
+                        groups=claim.groups,
+                        store=peers.store,
+                    )
+                    if whole is not None:
+                        saver.load(whole)
+                    elif initial is not None:
+                        state.begin_with(engine, ema, initial)
+                    observer = observe(plan, config, engine, recorder, run_dir, options)
+                _train(plan, store, engine, ema, saver, observer, recorder, run_dir, peers)
         dist.barrier()
     del claim
 
@@ -121,7 +139,7 @@ def _train(
     observer: Observer,
     recorder: Recorder,
     run_dir: Path,
-    options: argparse.Namespace,
+    peers: Peers,
 ) -> None:
     """The loop, what watches it, and the summary."""
     started, first = time.monotonic(), engine.images_seen
@@ -129,9 +147,7 @@ def _train(
         recorder.say(f"the run has seen its {first:,} images before; raise train.images to go on")
         recorder.finish("FINISHED")
         return
-    requests = Requests(run_dir, plan.spec.checkpoint.every_minutes)
-    beside = make_store(dist.get_rank(), dist.get_world_size())
-    watchdog = _watch(engine, beside, options)
+    requests, watchdog = Requests(run_dir, plan.spec.checkpoint.every_minutes, peers.names), peers.watchdog
     among, positions = split(len(store), plan.spec.data.held_out_images)
     held_out = HeldOutLoss(plan.spec, engine, store, positions) if len(positions) else None
     inspection = Inspection(plan.spec, engine, ema, held_out, watchdog, recorder)
@@ -148,19 +164,12 @@ def _train(
         recorder,
     )
     try:
-        with node_metrics(beside, recorder.tracker):
+        with peers.blamed(), node_metrics(peers.store, recorder.tracker):
             last = train(run)
         seconds = time.monotonic() - started
     except KNOWN_TO_ALL_RANKS:
         _end_well(saver, watchdog, requests)
         raise
-    except BaseException as error:
-        missing = watchdog.who_is_missing(WAIT_FOR_CULPRIT_SECONDS) if isinstance(error, RuntimeError) else []
-        watchdog.stop(failure=type(error).__name__)
-        if not missing:
-            raise
-        names = ", ".join(_rank_name(engine, rank) for rank in missing)
-        raise PeerLostError(f"{names} is gone ({str(error).splitlines()[0]}); the run can be resumed") from error
     _end_well(saver, watchdog, requests)
     recorder.observed({"perf/run_seconds": seconds}, engine.global_steps)
     found = judge(run_dir, recorder) if dist.get_rank() == 0 else None
@@ -192,35 +201,19 @@ def _end_well(saver: Saver, watchdog: Watchdog, requests: Requests) -> None:
     requests.close()
 
 
-def _watch(engine: UnetPipelineEngine, store: dist.Store | None, options: argparse.Namespace) -> Watchdog:
-    names = [_rank_name(engine, rank) for rank in range(dist.get_world_size())]
-    return Watchdog(
-        dist.get_rank(),
-        dist.get_world_size(),
-        names,
-        store,
-        dead_seconds=options.dead_seconds,
-        hang_seconds=options.hang_seconds,
-    )
-
-
-def _rank_name(engine: UnetPipelineEngine, rank: int) -> str:
-    """As a user knows it: ``rank 2 (stage 1)``."""
-    return f"rank {rank} (stage {engine.grid._topo.get_coord(rank).pipe})"
-
-
-def _find_resume(
-    plan: RunPlan, config: dict[str, Any], store: Store, run_dir: Path, resume: str, line: ProgressLine
-) -> Resumed | None:
-    """On rank 0, before any process group: the checkpoint to go on from, checked against this run."""
-    checkpoint = find_checkpoint(run_dir, resume, line.say)
-    if checkpoint is None:
-        return None
-    changed = check_resume(Reader(checkpoint), plan.spec, config, store.meta.sha256)
-    line.say(f"going on from {checkpoint}")
+def _check_resume(
+    whole: Whole, plan: RunPlan, config: dict[str, Any], store: Store, say: Callable[[str], None]
+) -> Resumed:
+    """The checkpoint to go on from, checked against this run."""
+    changed = check_resume(whole, plan.spec, config, store.meta.sha256)
+    say(f"going on from {whole.path}")
     for change in changed:
-        line.say(f"  changed since: {change}")
-    return Resumed(checkpoint, tuple(changed))
+        say(f"  changed since: {change}")
+    return Resumed(whole.path, tuple(changed))
+
+
+def _ignore(line: str) -> None:
+    """Only rank 0 says what is known to all."""
 
 
 def _open_initial_weights(plan: RunPlan) -> InitialWeights | None:

@@ -6,13 +6,16 @@ nothing of stages, replicas, ZeRO stage or precision: a rank of another layout r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ddpm_ds.checkpoint.delivery import Wanted, deliver
 from ddpm_ds.checkpoint.fragments import Fragment
-from ddpm_ds.checkpoint.reader import Reader
+from ddpm_ds.checkpoint.groups import Gather
+from ddpm_ds.checkpoint.union import Whole
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.train.ema import Ema
@@ -52,16 +55,24 @@ def scalars(engine: UnetPipelineEngine) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load(engine: UnetPipelineEngine, ema: Ema, reader: Reader) -> None:
-    """Put a checkpoint into the engine, whatever layout wrote it; a collective over the replicas under ZeRO."""
-    state = reader.state
-    moments = [moment for moment in MOMENTS if moment in reader.kinds]
+def load(engine: UnetPipelineEngine, ema: Ema, whole: Whole, gather: Gather, say: Callable[[str], None]) -> None:
+    """Put a checkpoint into the engine, whatever layout and hosts wrote it; collective.
+
+    What other hosts send is announced to ``say`` on rank 0.
+    """
+    state = whole.state
+    moments = [moment for moment in MOMENTS if moment in whole.manifest.kinds]
+    wanted: list[Wanted] = []
+    targets: list[Tensor] = []
     for piece in insides.owned_pieces(engine):
-        targets: dict[str, Tensor] = {MASTER: piece.master, EMA: ema.shadow_of(piece.master)}
+        tensors: dict[str, Tensor] = {MASTER: piece.master, EMA: ema.shadow_of(piece.master)}
         if moments:
-            targets |= _moments(engine, piece.master, state["optimizer_steps"])
-        for kind, tensor in targets.items():
-            piece.of(tensor).copy_(reader.read(kind, piece.name, piece.first, piece.length))
+            tensors |= _moments(engine, piece.master, state["optimizer_steps"])
+        wanted += [Wanted(kind, piece.name, piece.first, piece.first + piece.length) for kind in tensors]
+        targets += [piece.of(tensor) for tensor in tensors.values()]
+    for index, start, values in deliver(whole, wanted, gather=gather, device=engine.device, say=say):
+        at = start - wanted[index].start
+        targets[index][at : at + len(values)].copy_(values)
     if not moments:
         engine.basic_optimizer.state.clear()
     insides.refresh_weights(engine)

@@ -21,9 +21,7 @@ import torch.distributed as dist
 
 from ddpm_ds.errors import EXIT_PEER_LOST
 from ddpm_ds.exit_record import record_exit
-from ddpm_ds.train.heartbeat import BEAT_SECONDS, LAST_WORDS_SECONDS, Heartbeat, Verdict, make_store
-
-__all__ = ["Watchdog", "make_store"]
+from ddpm_ds.train.heartbeat import BEAT_SECONDS, LAST_WORDS_SECONDS, Heartbeat, Verdict
 
 JUDGE_SECONDS = 0.2
 

@@ -8,18 +8,20 @@ loss and the relative error of each of its gradients against plain PyTorch on th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import deepspeed
 import torch
 from deepspeed.runtime.pipe import schedule
 from torch import Tensor, nn
 
+from ddpm_ds.benchmark.traffic import Traffic
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline import module as pipeline_module
@@ -27,6 +29,7 @@ from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
 from ddpm_ds.pipeline.partition import Schedule, partition
+from ddpm_ds.pipeline.placement import AcrossHosts, exchange, sharing
 from ddpm_ds.spec import RunSpec
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.unet import model
@@ -34,6 +37,7 @@ from ddpm_ds.unet.layers import Layer, unet_layers
 from tests.launching import tiny_spec
 
 STEPS = 2
+Precision = Literal["fp32", "fp16", "bf16"]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -44,7 +48,7 @@ class Case:
     stages: int
     replicas: int
     zero: int
-    precision: str
+    precision: Precision
     checkpoint: int
     micro_batches: int = 4
     reentrant: bool = False
@@ -53,6 +57,7 @@ class Case:
     wall_clock: bool = False
     growing_scale: bool = False
     schedule: Schedule = "1f1b"
+    across: AcrossHosts = "stages"
 
     def config(self, batch: int) -> dict[str, Any]:
         """The DeepSpeed configuration, without ours."""
@@ -68,7 +73,11 @@ class Case:
                 "allgather_bucket_size": 4096,
             },
             "zero_force_ds_cpu_optimizer": False,
-            "pipeline": {"activation_checkpoint_interval": self.checkpoint, "use_reentrant": self.reentrant},
+            "pipeline": {
+                "activation_checkpoint_interval": self.checkpoint,
+                "use_reentrant": self.reentrant,
+                "across_hosts": self.across,
+            },
             "steps_per_print": 1 if self.wall_clock else None,
             "wall_clock_breakdown": self.wall_clock,
         }
@@ -148,17 +157,39 @@ def difference(found: Tensor, expected: Tensor) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
-def watch_gradients(engine: UnetPipelineEngine) -> dict[str, Tensor]:
-    """Fill the returned dictionary with this stage's gradients each time the optimizer is about to step."""
+def watch_gradients(engine: UnetPipelineEngine, sent: Traffic) -> dict[str, Tensor]:
+    """Fill the returned dictionary with this stage's gradients each time the optimizer is about to step.
+
+    What is sent for that is not counted.
+    """
     seen: dict[str, Tensor] = {}
     step = engine.execute[schedule.OptimizerStep]
 
     def observed(**arguments: Any) -> None:
+        before = sent.collective_bytes
         seen.update({name: gradient.clone() for name, gradient in engine.named_gradients().items()})
+        sent.collective_bytes = before
         step(**arguments)
 
     engine.execute[schedule.OptimizerStep] = observed
     return seen
+
+
+def sent_by(
+    case: Case, layers: tuple[Layer, ...], bounds: tuple[int, ...], config: dict[str, Any], stage: int
+) -> list[float]:
+    """Bytes of messages and of collectives that a rank of the pipeline sends in a step, as the planner counts them."""
+    shared = sharing(config, precision=case.precision, zero_stage=case.zero, micro_batches=case.micro_batches)
+    sent = exchange(
+        layers,
+        bounds,
+        case.schedule,
+        replicas=case.replicas,
+        images=config["train_batch_size"] // case.replicas,
+        precision=case.precision,
+        shared=shared,
+    )
+    return [float(sum(sent.messages[max(stage - 1, 0) : stage + 1])), sent.gradients[stage] + sent.weights[stage]]
 
 
 def run_case(case: Case) -> list[dict[str, Any]]:
@@ -169,9 +200,11 @@ def run_case(case: Case) -> list[dict[str, Any]]:
     objective = Denoising(spec, torch.device("cpu"))
     config = case.config(spec.train.batch_images)
     engine = build_engine(layers, bounds, config, objective, seed=spec.train.seed, schedule=case.schedule)
-    seen = watch_gradients(engine)
+    sent = Traffic()
+    seen = watch_gradients(engine, sent)
     reference = Reference(spec, layers, case.precision)
     micro = engine.micro_batch_size
+    expected_sent = sent_by(case, layers, bounds, config, engine.stage_id)
     records = []
     for step in range(STEPS):
         batch = global_batch(spec, step)
@@ -181,7 +214,8 @@ def run_case(case: Case) -> list[dict[str, Any]]:
                 (m * case.replicas + engine.grid.get_data_parallel_id()) * micro for m in range(case.micro_batches)
             )
         ]
-        loss_here = engine.train_batch(iter(mine)) / case.replicas
+        with sent if step == 0 else contextlib.nullcontext():
+            loss_here = engine.train_batch(iter(mine)) / case.replicas
         torch.distributed.all_reduce(loss_here)
         expected_loss, expected = reference.step(batch)
         errors = {name: difference(seen[name], expected[name]) for name in seen}
@@ -207,6 +241,9 @@ def run_case(case: Case) -> list[dict[str, Any]]:
                 "errors": errors,
                 "moment_errors": moment_errors,
                 "stage": engine.stage_id,
+                "coordinates": [engine.stage_id, engine.grid.get_data_parallel_id()],
+                "sent": [sent.message_bytes, sent.collective_bytes],
+                "expected_sent": expected_sent,
             }
         )
     engine.destroy()

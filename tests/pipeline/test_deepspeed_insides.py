@@ -19,11 +19,13 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe import dualpipev, schedule
 from deepspeed.runtime.pipe import engine as pipe_engine
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.engine import INSTRUCTIONS, UnetPipelineEngine
 from ddpm_ds.pipeline.folded import FoldedEngine
+from ddpm_ds.pipeline.placement import ACROSS_HOSTS, AcrossHosts, Grid
 from ddpm_ds.pipeline.streams import instruction_stream
 
 
@@ -36,6 +38,28 @@ def names_in(thing: object) -> set[str]:
     tree = ast.parse(source(thing))
     attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     return attributes | {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+@pytest.mark.parametrize("across", ACROSS_HOSTS)
+def test_a_topology_numbers_the_processes_as_the_grid_does(across: AcrossHosts) -> None:
+    topology, grid = insides.topology(across, 3, 4), Grid(3, 4, across, (0,) * 12)
+    for rank in range(12):
+        coordinates = topology.get_coord(rank)
+        assert (coordinates.pipe, coordinates.data) == grid.coordinates(rank)
+    pipelines, replicas = topology.get_axis_comm_lists("pipe"), topology.get_axis_comm_lists("data")
+    assert pipelines == [[grid.rank(stage, replica) for stage in range(3)] for replica in range(4)]
+    assert replicas == [[grid.rank(stage, replica) for replica in range(4)] for stage in range(3)]
+
+
+def test_a_pipeline_takes_all_its_groups_from_its_topology() -> None:
+    """No rank is computed from stages and replicas: neighbours, groups and this process's place are looked up."""
+    calls = names_in(PipelineParallelGrid)
+    assert {"get_axis_comm_lists", "get_axis_list", "get_coord", "get_rank"} <= calls
+    assert "self._topo.get_rank(**transform)" in source(PipelineParallelGrid.stage_to_global)
+    assert not {"data_parallel_size", "pipe_parallel_size"} & names_in(PipelineParallelGrid.stage_to_global)
+    module = source(deepspeed.pipe.PipelineModule.__init__)
+    assert "self._topo = topology" in module and "self._topo.get_coord(self.global_rank).pipe" in module
+    assert "product" in source(ProcessTopology.__init__)
 
 
 def test_initialize_looks_up_the_pipeline_engine_where_it_is_swapped() -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from ddpm_ds.pipeline.partition import Schedule
+from ddpm_ds.pipeline.placement import Grid
 from tests.launching import launch, write_json
-from tests.pipeline.ladder_worker import Case
+from tests.pipeline.ladder_worker import Case, Precision
 
 WORKER = Path(__file__).with_name("ladder_worker.py")
 
@@ -22,30 +23,33 @@ LOSS_TOLERANCE = {"fp32": 1e-6, "fp16": 1e-4, "bf16": 2e-3}
 GRADIENT_TOLERANCE = {"fp32": 1e-5, "fp16": 2e-2, "bf16": 6e-2}
 LATER = {"fp32": 10, "fp16": 1, "bf16": 2}
 """Rounding of the first step is amplified by Adam's division, so the second step may differ this much more."""
+PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16")
+SMALL_BYTES = 128
+"""Of overflow, norm and padding, which the planner does not count."""
+
+
+SOME: tuple[tuple[int, Precision, int], ...] = ((0, "fp32", 0), (1, "fp16", 0), (2, "fp32", 2), (2, "fp16", 1))
 
 
 def matrix(layouts: Iterable[tuple[int, int]]) -> list[Case]:
     """Every ZeRO stage, precision and way of checkpointing on each (stages, replicas)."""
     return [
         Case(stages, replicas, zero, precision, checkpoint)
-        for (stages, replicas), zero, precision, checkpoint in itertools.product(
-            layouts, (0, 1, 2), ("fp32", "fp16"), (0, 1)
-        )
+        for (stages, replicas), zero, precision, checkpoint in itertools.product(layouts, (0, 1, 2), PRECISIONS, (0, 1))
     ]
 
 
 def some(stages: int, replicas: int, schedule: Schedule = "1f1b") -> list[Case]:
     """Each ZeRO stage, precision and way of checkpointing once or twice."""
     return [
-        Case(stages, replicas, zero, precision, checkpoint, schedule=schedule)
-        for zero, precision, checkpoint in ((0, "fp32", 0), (1, "fp16", 0), (2, "fp32", 2), (2, "fp16", 1))
+        Case(stages, replicas, zero, precision, checkpoint, schedule=schedule) for zero, precision, checkpoint in SOME
     ]
 
 
 FOUR_PROCESSES = [
     *some(2, 2),
-    Case(2, 2, 0, "fp16", 1),
-    Case(2, 2, 1, "fp32", 1),
+    Case(2, 2, 0, "fp16", 1, across="replicas"),
+    Case(2, 2, 1, "fp32", 1, across="replicas"),
     Case(2, 2, 2, "fp16", 0),
     *some(4, 1),
     Case(1, 4, 2, "fp32", 1),
@@ -55,13 +59,13 @@ FOUR_PROCESSES = [
     Case(2, 2, 1, "fp16", 2, reentrant=True),
     Case(4, 1, 2, "fp32", 0, micro_batches=1),
     Case(2, 2, 2, "fp16", 0, micro_batches=2),
-    Case(2, 2, 2, "fp16", 0, fp32_accumulation=True),
-    Case(2, 2, 2, "fp32", 0, offload=True),
+    Case(2, 2, 2, "fp16", 0, fp32_accumulation=True, across="replicas"),
+    Case(2, 2, 2, "fp32", 0, offload=True, across="replicas"),
     Case(2, 2, 2, "fp16", 1, offload=True),
     Case(2, 2, 1, "fp16", 0, offload=True),
     Case(2, 2, 2, "fp16", 0, growing_scale=True),
     Case(2, 2, 0, "fp16", 0, growing_scale=True),
-    Case(2, 2, 0, "bf16", 0),
+    Case(2, 2, 0, "bf16", 0, across="replicas"),
     Case(2, 2, 1, "bf16", 0, fp32_accumulation=True),
     Case(2, 2, 2, "bf16", 1, fp32_accumulation=True),
     Case(2, 2, 2, "bf16", 0),
@@ -73,8 +77,8 @@ OTHERS_BY_TWO = [Case(2, 1, 0, "fp16", 1), Case(2, 1, 1, "fp32", 1), Case(2, 1, 
 FOLDED_BY_TWO = some(2, 1, "folded")
 FOLDED_BY_FOUR = [
     Case(2, 2, 0, "fp32", 1, schedule="folded"),
-    Case(2, 2, 1, "fp16", 0, schedule="folded"),
-    Case(2, 2, 2, "fp32", 0, schedule="folded"),
+    Case(2, 2, 1, "fp16", 0, schedule="folded", across="replicas"),
+    Case(2, 2, 2, "fp32", 0, schedule="folded", across="replicas"),
     Case(2, 2, 2, "fp16", 1, schedule="folded"),
     Case(2, 2, 2, "fp32", 1, reentrant=True, schedule="folded"),
     Case(2, 2, 2, "fp32", 0, offload=True, schedule="folded"),
@@ -110,6 +114,11 @@ def test_loss_and_every_gradient_equal_plain_pytorch(processes: int, cases: list
 def compare(case: Case, ranks: list[list[dict[str, Any]]]) -> list[str]:
     """What differs in one case, each with the step, the stage and the name of the gradient."""
     found = []
+    grid = Grid(case.stages, case.replicas, case.across, (0,) * len(ranks))
+    for rank, records in enumerate(ranks):
+        where = records[0]["coordinates"]
+        if tuple(where) != grid.coordinates(rank):
+            found.append(f"rank {rank} is stage and replica {where} instead of {grid.coordinates(rank)}")
     for step, records in enumerate(zip(*ranks, strict=True)):
         slack = LATER[case.precision] if step else 1
         named = set()
@@ -120,6 +129,11 @@ def compare(case: Case, ranks: list[list[dict[str, Any]]]) -> list[str]:
                     record[quantity], record[expected], rel_tol=10 * slack * LOSS_TOLERANCE[case.precision]
                 ):
                     found.append(f"{where}: {quantity} {record[quantity]} instead of {record[expected]}")
+            for kind, sent, expected in zip(
+                ("messages", "collectives"), record["sent"], record["expected_sent"], strict=True
+            ):
+                if not math.isclose(sent, expected, rel_tol=0, abs_tol=SMALL_BYTES):
+                    found.append(f"{where}: sends {sent} bytes of {kind} instead of {expected}")
             for name, error in record["moment_errors"].items():
                 if not error <= slack * GRADIENT_TOLERANCE[case.precision]:
                     found.append(f"{where}: Adam's first moment of {name} is off by {error:.1e} of its norm")

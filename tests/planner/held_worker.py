@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from ddpm_ds.command_line import set_environment
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.ds_config import resolve
 from ddpm_ds.pipeline.build import build_engine
@@ -72,6 +73,7 @@ def main(cases: Path, reports: Path) -> None:
     use_host_accelerator()
     values = json.loads(cases.read_text())
     spec = RunSpec.model_validate_json(values["spec"])
+    set_environment()
     with process_group():
         peaks = [peak_bytes(spec, config) for config in values["configs"]]
         (reports / f"rank{dist.get_rank()}.json").write_text(json.dumps(peaks))

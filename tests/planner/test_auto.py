@@ -72,3 +72,12 @@ def test_a_dry_run_says_who_has_chosen_and_p_chooses_otherwise(processor: Any) -
     assert plan.ds.layout.stages == 1
     assert "1 stage x 4 replicas" in describe_plan(plan, Path("runs/x"))
     assert plan_run(DIGITS, [], CONFIG, world_size=4, stages=4, device="cpu").chosen is None
+
+
+def test_the_hosts_are_part_of_the_choice(processor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a plan of that number of stages then says what is split over them."""
+    processor(1536)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(auto, "choose_device", lambda device: None)
+    choice = choose_stages(tiny_spec(unet=LARGE), json.loads(CONFIG.read_text()), CONFIG, world_size=4, device="cpu")
+    assert choice.stages > 1 and ("across nodes" in choice.why) == (choice.stages == 2)

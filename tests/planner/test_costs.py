@@ -1,12 +1,17 @@
-"""Bytes on the wire and placement, counted by hand."""
+"""Placement in nodes, and what rings and links of a layout take."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from ddpm_ds.ds_config import resolve
 from ddpm_ds.observe.layer_times import LayerSeconds
-from ddpm_ds.planner.costs import Replicas, Traffic, link, rank_costs, traffic
-from ddpm_ds.planner.layouts import Layout
+from ddpm_ds.pipeline.partition import partition
+from ddpm_ds.pipeline.placement import ACROSS_HOSTS, Grid, run_exchange, traffic
+from ddpm_ds.planner.costs import Ring, link, rank_costs, step_traffic
+from ddpm_ds.planner.layouts import Layout, ds_config
 from ddpm_ds.planner.stages import Segment
 from tests.planner.small import small_job, small_machine
 
@@ -17,42 +22,46 @@ SEGMENTS = (
 )
 
 
-def test_replicas_are_neighbours_and_stages_lie_in_other_nodes_first() -> None:
-    """Eight devices in two nodes: with 2 stages x 4 replicas a stage is a node; with 4 x 2 two stages share one."""
+def test_stages_or_replicas_lie_in_other_nodes() -> None:
+    """Eight devices in two nodes: of 2 stages x 4 replicas either a stage is a node, or each node has two pipelines."""
     machine = small_machine(8, nodes=2)
-    assert [Replicas.of(FOLD, machine, stage) for stage in range(2)] == [Replicas(4, 4, 0)] * 2
+    turned = replace(FOLD, across="replicas")
+    assert [Ring.of(FOLD, machine, stage) for stage in range(2)] == [Ring(4, 4, crosses=False)] * 2
+    assert [Ring.of(turned, machine, stage) for stage in range(2)] == [Ring(4, 2, crosses=True)] * 2
     assert link(machine, FOLD)(0, 1).bytes_per_second == machine.network_bandwidth
+    assert link(machine, turned)(0, 1).bytes_per_second == machine.link_bandwidth
     four = Layout(4, 2, "1f1b", 1, 8, 0, 1, False)
     rates = [link(machine, four)(stage, stage + 1).bytes_per_second for stage in range(3)]
     assert rates == [machine.link_bandwidth, machine.network_bandwidth, machine.link_bandwidth]
     alone = Layout(1, 8, "1f1b", 1, 2, 0, 1, False)
-    assert Replicas.of(alone, machine, 0) == Replicas(8, 4, 2)
+    assert Ring.of(alone, machine, 0) == Ring(8, 4, crosses=True)
 
 
 def test_replicas_that_straddle_nodes_unevenly() -> None:
     """Three nodes of two, two stages of three replicas: the first has 2 + 1 devices, the second 1 + 2."""
     machine = small_machine(6, nodes=3)
     layout = Layout(2, 3, "1f1b", 1, 2, 0, 1, False)
-    assert [Replicas.of(layout, machine, stage) for stage in range(2)] == [Replicas(3, 1, 2)] * 2
+    assert [Ring.of(layout, machine, stage) for stage in range(2)] == [Ring(3, 1, crosses=True)] * 2
 
 
-def test_bytes_of_a_step() -> None:
-    """Messages: (10 + 7) elements there and back for 16 images of each of 4 replicas, in fp32, to the other node.
-
-    Gradients: over each of 4 edges of a ring 2 x 3/4 of them, and 3/4 of the weights when they are gathered.
-    """
-    task = small_job()
-    messages = 2 * (10 + 7) * 16 * 4 * 4
-    edges = (2 * 3 + 3) * 240 * 4
-    assert traffic(task, small_machine(8, nodes=2), FOLD, SEGMENTS) == Traffic(edges, messages)
-    assert traffic(task, small_machine(8), FOLD, SEGMENTS) == Traffic(edges + messages, 0)
-
-
-def test_zero_2_reduces_every_micro_batch_and_gathers_once() -> None:
-    task = small_job()
-    second = Layout(2, 4, "folded", 2, 8, 0, 2, False)
-    edges = (8 * 2 * 3 + 3) * 240 * 4
-    assert traffic(task, small_machine(8, nodes=2), second, SEGMENTS).within_nodes == edges
+def test_bytes_of_a_step_are_those_of_the_placement() -> None:
+    """As a run of the same layout, cuts and hosts counts them (tests/pipeline/test_placement.py)."""
+    task = small_job(bf16={"enabled": True}, zero_optimization={"stage": 2})
+    layout, hosts = Layout(2, 2, "1f1b", 2, 4, 0, 2, False), ("0", "0", "1", "1")
+    bounds = partition(task.layers, 2, "flops")
+    config = ds_config(task, layout, bounds)
+    ds = resolve(config, task.spec, world_size=4, stages=None, path="ds.json")
+    for across in ACROSS_HOSTS:
+        planned = step_traffic(task, small_machine(4, nodes=2), replace(layout, across=across), bounds)
+        counted = traffic(Grid(2, 2, across, hosts), run_exchange(ds, task.layers, bounds))
+        assert (planned.activations, planned.gradients, planned.weights) == (
+            counted.activations,
+            counted.gradients,
+            counted.weights,
+        )
+        assert list(planned.sent.values()) == list(counted.sent.values())
+    here = step_traffic(task, small_machine(4), layout, bounds)
+    assert here.between_hosts == 0 and here.within_hosts == planned.within_hosts + planned.between_hosts
 
 
 def test_recomputing_adds_a_forward_to_the_backward_but_not_the_first_layer() -> None:
@@ -67,6 +76,6 @@ def test_recomputing_adds_a_forward_to_the_backward_but_not_the_first_layer() ->
 
 def test_reducing_across_nodes_uses_the_network_of_all_devices_of_a_node() -> None:
     machine = small_machine(8, nodes=2, link_bandwidth=100.0, network_bandwidth=10.0)
-    ring = Replicas.of(Layout(1, 8, "1f1b", 1, 2, 0, 1, False), machine, 0)
+    ring = Ring.of(Layout(1, 8, "1f1b", 1, 2, 0, 1, False), machine, 0)
     assert ring.bandwidth(machine) == 40
     assert ring.seconds(800, 2, machine) == pytest.approx(2 * 800 * 7 / 8 / 40 + 6 * machine.latency_seconds)

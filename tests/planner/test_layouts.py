@@ -83,7 +83,13 @@ def test_the_json_keeps_what_a_layout_does_not_decide() -> None:
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 8,
         "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000},
-        "pipeline": {"stages": 2, "schedule": "1f1b", "partition": [5], "activation_checkpoint_interval": 1},
+        "pipeline": {
+            "stages": 2,
+            "schedule": "1f1b",
+            "partition": [5],
+            "across_hosts": "auto",
+            "activation_checkpoint_interval": 1,
+        },
     }
     assert task.config["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 1000}  # what was given is untouched
 

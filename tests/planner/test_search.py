@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from ddpm_ds.errors import LayoutError
+from ddpm_ds.pipeline.partition import boundary_elements
 from ddpm_ds.planner import predict
-from ddpm_ds.planner.layouts import Layout
+from ddpm_ds.planner.layouts import Layout, ds_config, layouts
 from ddpm_ds.planner.machine import USABLE_MEMORY
 from ddpm_ds.planner.predict import Predictor
 from ddpm_ds.planner.report import report, why
@@ -66,7 +68,7 @@ def test_a_little_less_memory_than_the_first_needs_makes_another_the_first(predi
     assert found.tempting is not None and found.misfits > 0
     misfit, seconds = found.tempting
     assert seconds < found.best[0].step_seconds and misfit.excess > 0
-    assert f"{misfit.layout.words()} would take" in why(found)
+    assert f"{misfit.layout.words()} would take" in why(found, tight.machine)
 
 
 def test_where_nothing_fits_the_nearest_is_named_and_what_it_needs() -> None:
@@ -98,7 +100,7 @@ def test_slower_links_between_nodes_slow_what_crosses_them(predictor: Predictor)
     layout = Layout(2, 2, "1f1b", 1, 8, 0, 1, False)
     apart = small_predictor(4, nodes=2, **SLOW_LINKS)
     assert apart.predict(layout).step_seconds > predictor.predict(layout).step_seconds
-    assert apart.predict(layout).traffic.between_nodes > 0 == predictor.predict(layout).traffic.between_nodes
+    assert apart.predict(layout).traffic.between_hosts > 0 == predictor.predict(layout).traffic.between_hosts
 
 
 def test_the_report_has_the_table_the_memory_and_the_reason(predictor: Predictor) -> None:
@@ -113,6 +115,42 @@ def test_the_report_has_the_table_the_memory_and_the_reason(predictor: Predictor
     ]
     reason = " ".join(lines[lines.index("", lines.index("") + 1) + 1 :])
     assert reason.startswith("1 is the fastest of ") and " longer: " in reason
+
+
+def test_both_ways_round_are_simulated_and_the_better_one_is_said() -> None:
+    """On a slow network, ZeRO-2 keeps replicas in a node and a large batch of one reduction whole pipelines."""
+    rates = {"nodes": 2, "link_bandwidth": 1e9, "network_bandwidth": 1e6}
+    for zero_stage, batch, kept in ((2, 16, "stages"), (0, 2048, "replicas")):
+        task = small_job(tiny_spec(train={"batch_images": batch}))
+        apart = small_predictor(4, task, **rates)
+        among = [
+            one for one in candidates(apart) if (one.stages, one.zero_stage, one.schedule) == (2, zero_stage, "1f1b")
+        ]
+        assert {one.across for one in among} == {"stages", "replicas"}
+        found = search(apart, 1, among)
+        first, turned = found.best[0], found.turned
+        assert turned is not None and turned.layout == replace(first.layout, across=turned.layout.across)
+        assert first.layout.across == first.layout.apart == kept != turned.layout.across
+        assert first.step_seconds < turned.step_seconds and first.traffic.busiest < turned.traffic.busiest
+        said = why(found, apart.machine)
+        assert f"1 has its {kept} across nodes: " in said and f"with its {turned.layout.across} across them" in said
+        assert ds_config(task, first.layout, apart.bounds(first.layout))["pipeline"]["across_hosts"] == kept
+
+
+def test_cuts_are_made_for_the_links_of_a_placement() -> None:
+    """Over a slow network fewer elements cross than inside of a node, where the ranks are evener."""
+    apart = small_predictor(4, nodes=2, link_bandwidth=1e12, network_bandwidth=1e5)
+    by_stages = Layout(2, 2, "1f1b", 1, 8, 0, 1, False, across="stages")
+    by_replicas = replace(by_stages, across="replicas")
+    (_, slow, _), (_, fast, _) = apart.bounds(by_stages), apart.bounds(by_replicas)
+    assert boundary_elements(apart.job.layers, slow) < boundary_elements(apart.job.layers, fast)
+
+
+def test_where_there_is_no_choice_none_is_written() -> None:
+    assert {one.across for one in layouts(small_job(), 4, offload=False)} == {"auto"}
+    for one in layouts(small_job(), 4, offload=False, nodes=2):
+        assert (one.across == "auto") == (one.stages == 1 or one.replicas == 1)
+        assert one.apart == ("replicas" if one.stages == 1 else "stages" if one.replicas == 1 else one.across)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "folded"])

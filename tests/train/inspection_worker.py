@@ -27,6 +27,7 @@ from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.forward import ForwardPipeline
 from ddpm_ds.pipeline.partition import Schedule, partition
+from ddpm_ds.pipeline.placement import AcrossHosts
 from ddpm_ds.spec import EmaSpec, RunSpec
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.held_out import NOISE_SEED, HeldOutLoss
@@ -36,7 +37,7 @@ from ddpm_ds.train.watchdog import Watchdog
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
 from tests.launching import tiny_spec
-from tests.pipeline.ladder_worker import Case, build_awake_layer, global_batch, report_cases
+from tests.pipeline.ladder_worker import Case, Precision, build_awake_layer, global_batch, report_cases
 
 HELD_OUT = 13
 WATCHDOG = cast(Watchdog, SimpleNamespace(progress=lambda: None))
@@ -48,12 +49,13 @@ class Look:
 
     stages: int
     replicas: int
-    precision: str = "fp32"
+    precision: Precision = "fp32"
     zero: int = 2
     guidance: float = 1.0
     kind: str = "dpm_solver"
     count: int = 10
     schedule: Schedule = "1f1b"
+    across: AcrossHosts = "stages"
 
     def spec(self) -> RunSpec:
         sampler = {"kind": self.kind, "steps": 3, "guidance": self.guidance}
@@ -142,7 +144,9 @@ def run_case(look: Look) -> dict[str, Any]:
     spec = look.spec()
     layers = unet_layers(spec.unet, image_channels=1, image_size=8)
     deep = look.schedule == "folded" and look.stages > 2
-    case = Case(look.stages, look.replicas, look.zero, look.precision, 0, micro_batches=8 if deep else 4)
+    case = Case(
+        look.stages, look.replicas, look.zero, look.precision, 0, micro_batches=8 if deep else 4, across=look.across
+    )
     bounds = partition(layers, look.stages, "flops", look.schedule)
     objective = Denoising(spec, torch.device("cpu"))
     engine = build_engine(layers, bounds, case.config(16), objective, seed=spec.train.seed, schedule=look.schedule)

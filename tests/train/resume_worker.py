@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddpm_ds.checkpoint.groups import Groups
+from ddpm_ds.checkpoint.union import whole
 from ddpm_ds.data.loader import MicroBatch, micro_batches
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.pipeline import deepspeed_insides as insides
@@ -30,7 +32,7 @@ from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.objective import Denoising, Noised
 from ddpm_ds.train.plan import RunPlan, plan_run
-from ddpm_ds.train.saving import Saver
+from ddpm_ds.train.saving import Saver, gather_objects
 
 STEPS = 4
 OVERFLOWING = (37, 70)
@@ -164,7 +166,8 @@ def run_course(course: Course, folder: Path) -> None:
             plan, plan.ds.config, engine, ema, there, data_sha256={}, say=lambda line: print(line, flush=True)
         )
         if source:
-            saver.load(Path(source))
+            groups = Groups.one_folder(dist.get_rank(), dist.get_world_size())
+            saver.load(whole(Path(source), groups, gather_objects))
         else:
             train(plan, engine, ema, report, swap=False)
             saver.save()

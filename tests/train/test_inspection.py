@@ -37,11 +37,11 @@ PIXELS_OFF = {"fp32": 0.01, "fp16": 0.3}
             [
                 Look(4, 1),
                 Look(2, 2, kind="ddpm"),
-                Look(2, 2, "fp16", guidance=2.0),
+                Look(2, 2, "fp16", guidance=2.0, across="replicas"),
                 Look(1, 4, zero=0),
                 Look(2, 2, count=1),
                 Look(4, 1, count=20, zero=1),
-                Look(2, 2, kind="ddpm", guidance=2.0, schedule="folded"),
+                Look(2, 2, kind="ddpm", guidance=2.0, schedule="folded", across="replicas"),
                 Look(4, 1, "fp16", schedule="folded"),
             ],
             id="4 processes",

@@ -30,7 +30,7 @@ def listen(tmp_path: Path) -> Iterator[Callable[[float | None], Requests]]:
     made: list[Requests] = []
 
     def make(every_minutes: float | None = None) -> Requests:
-        made.append(Requests(tmp_path, every_minutes))
+        made.append(Requests(tmp_path, every_minutes, ["rank 0"]))
         return made[-1]
 
     yield make
@@ -63,7 +63,7 @@ def test_the_same_signal_twice_at_once_is_one(listen: Callable[..., Requests]) -
 
 def test_what_handled_signals_before_does_so_again(tmp_path: Path) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
-    requests = Requests(tmp_path, None)
+    requests = Requests(tmp_path, None, ["rank 0"])
     assert signal.getsignal(signal.SIGTERM) != before[0]
     requests.close()
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
@@ -108,7 +108,7 @@ from pathlib import Path
 import torch.distributed as dist
 from ddpm_ds.train.requests import Requests
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-requests = Requests(Path("."), None)
+requests = Requests(Path("."), None, ["rank 0"])
 print("listening", flush=True)
 hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # minutes in which Python does not handle a signal
 """

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from ddpm_ds.checkpoint.folder import checkpoint_name
+from ddpm_ds.checkpoint.groups import Groups
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.checkpoint.writer import Writer
 from ddpm_ds.errors import CheckpointError, OutputError
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.train.plan import check_output
+from ddpm_ds.train.plan import LOCK, check_output
 from ddpm_ds.train.progress import ProgressLine
 from ddpm_ds.train.recorder import Recorder
-from ddpm_ds.train.resume import find_checkpoint
+from ddpm_ds.train.resume import claim_run, find_checkpoint
 from ddpm_ds.train.run_folder import METRICS, RunFolder, checkpoints_of, claim_folder
 from ddpm_ds.train.saving import Saver
 from ddpm_ds.train.tracking import Tracker
@@ -36,29 +38,43 @@ def save(run_dir: Path, images: int) -> Path:
     return checkpoints_of(run_dir) / checkpoint_name(images)
 
 
+def found(run_dir: Path, resume: str, say: Callable[[str], None] = pytest.fail) -> Path | None:
+    """What a run of one rank goes on from."""
+
+    def gather(value: Any) -> list[Any]:
+        return [value]
+
+    claim = claim_run(run_dir, 0, ["a"], gather)
+    checkpoint = find_checkpoint(run_dir, resume, claim.groups, gather, say)
+    return checkpoint.path if checkpoint else None
+
+
 def test_a_run_goes_on_from_its_newest_checkpoint_unless_told_otherwise(tmp_path: Path) -> None:
-    assert find_checkpoint(tmp_path, "auto", pytest.fail) is None
+    assert found(tmp_path, "auto") is None
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK], "looking leaves nothing that makes it a run's folder"
     old, new = save(tmp_path, 8), save(tmp_path, 16)
-    assert find_checkpoint(tmp_path, "auto", pytest.fail) == new
-    assert find_checkpoint(tmp_path, "never", pytest.fail) is None
-    assert find_checkpoint(tmp_path / "elsewhere", str(old), pytest.fail) == old
+    assert found(tmp_path, "auto") == new
+    assert found(tmp_path, "never") is None
+    assert found(tmp_path / "elsewhere", str(old)) == old
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_a_word_and_refused_when_asked_for(tmp_path: Path) -> None:
     old, new = save(tmp_path, 8), save(tmp_path, 16)
     (new / "state.json").write_text("{}")
     said: list[str] = []
-    assert find_checkpoint(tmp_path, "auto", said.append) == old
+    assert found(tmp_path, "auto", said.append) == old
     assert len(said) == 1 and new.name in said[0]
     with pytest.raises(CheckpointError, match=new.name):
-        find_checkpoint(tmp_path, str(new), pytest.fail)
+        found(tmp_path, str(new))
+    with pytest.raises(CheckpointError, match=r"none\.here is unusable: manifest.json can't be read"):
+        found(tmp_path, str(tmp_path / "none.here"))
 
 
 def test_a_checkpoint_whose_replacement_was_interrupted_is_found(tmp_path: Path) -> None:
     """Else a run with one checkpoint would begin anew."""
     only = save(tmp_path, 8)
     only.rename(only.with_name(f".replaced-{only.name}"))
-    assert find_checkpoint(tmp_path, "auto", pytest.fail) == only
+    assert found(tmp_path, "auto") == only
     assert read_manifest(only).images == 8
 
 
@@ -68,9 +84,13 @@ def test_a_rewind_goes_to_the_newest_good_checkpoint_of_its_own_past(tmp_path: P
     (damaged / "state.json").write_text("{}")
     saver = object.__new__(Saver)
     saver._folder, saver._engine = checkpoints_of(tmp_path), cast(UnetPipelineEngine, SimpleNamespace(images_seen=24))
+    saver._groups, said = Groups.one_folder(0, 1), list[str]()
+    saver._say = said.append
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        assert saver._newest() == good
+        checkpoint = saver._newest()
+        assert checkpoint is not None and checkpoint.path == good
+        assert len(said) == 1 and damaged.name in said[0]
     finally:
         dist.destroy_process_group()
 

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from ddpm_ds.errors import EXIT_PEER_LOST
 from ddpm_ds.exit_record import EXIT_FILE_VARIABLE, ExitRecord, read_exits
 from ddpm_ds.train import heartbeat, watchdog
-from ddpm_ds.train.watchdog import Watchdog, make_store
+from ddpm_ds.train.heartbeat import make_store
+from ddpm_ds.train.watchdog import Watchdog
 from tests.launching import REPOSITORY, launch
 
 NAMES = [f"rank {rank} (stage {rank // 2})" for rank in range(4)]
@@ -152,7 +153,8 @@ def test_a_single_rank_watches_nobody() -> None:
 RANK_0 = """
 import os, sys, time
 import torch.distributed as dist
-from ddpm_ds.train.watchdog import Watchdog, make_store
+from ddpm_ds.train.heartbeat import make_store
+from ddpm_ds.train.watchdog import Watchdog
 dist.broadcast_object_list = lambda port, src: print(port[0], flush=True)
 os.environ["MASTER_ADDR"] = "127.0.0.1"
 watchdog = Watchdog(0, 3, ["rank 0", "rank 1", "rank 2"], make_store(0, 3), dead_seconds=2.0)

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from ddpm_ds.errors import EXIT_PEER_LOST
 from ddpm_ds.exit_record import record_exit, recorded
-from ddpm_ds.train.watchdog import Watchdog, make_store
+from ddpm_ds.train.heartbeat import make_store
+from ddpm_ds.train.watchdog import Watchdog
 
 CULPRIT = 1
 

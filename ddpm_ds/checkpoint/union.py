@@ -1,0 +1,253 @@
+"""Checkpoints whose files lie on several hosts: which of them is whole, and what is missing where. No torch.
+
+::
+
+    host a   images-000012800/  manifest.json  state.json  stage0-replica0.safetensors
+    host b   images-000012800/  manifest.json  state.json  stage1-replica0.safetensors      together: whole
+
+All functions are collective: every rank calls them, and all ranks come to the same result or raise. The leader of each
+group looks into its folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict
+
+from ddpm_ds.checkpoint.folder import (
+    clean,
+    images_of,
+    names,
+    put_in_place,
+    replaced,
+    restore,
+    take_back,
+    written_out,
+)
+from ddpm_ds.checkpoint.groups import Gather, Groups
+from ddpm_ds.checkpoint.manifest import (
+    MANIFEST,
+    STATE,
+    Manifest,
+    damages,
+    files_here,
+    read_bytes,
+    read_manifest,
+    unusable,
+    written,
+)
+from ddpm_ds.errors import CheckpointError
+
+BRING_BACK = "start the run with that host as well, or copy the folder from there to a host of this run"
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A checkpoint of which every file is whole on at least one host of this run."""
+
+    path: Path
+    """The same on all hosts; on a host that has none of it there is nothing."""
+    manifest: Manifest
+    state: dict[str, Any]
+    """The scalars."""
+    here: tuple[str, ...]
+    """Its files on this rank's host."""
+    groups: Groups
+    """Of the ranks by the folder of it that they see."""
+
+
+class _Look(BaseModel):
+    """What a group's folder has of a checkpoint."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    sha256: str | None = None
+    """Of the manifest, which is the same on all hosts; None where it is damaged."""
+    created: datetime = datetime.min
+    here: tuple[str, ...] = ()
+    damage: str | None = None
+
+
+class _Problems(NamedTuple):
+    """Why a checkpoint can't be used."""
+
+    lines: list[str]
+    elsewhere: bool
+    """Files are missing that another host wrote, which may still have them."""
+
+
+def settle(folder: Path, groups: Groups, gather: Gather) -> None:
+    """Remove what killed processes left in every group's folder, and finish or undo it. No process may be writing.
+
+    A checkpoint that one group has put in place is put in place by the others, which had written it out before. Where
+    one can't be, it is undone by those that replaced an older one of its name by it.
+
+    Raises:
+        CheckpointError: a folder can't be changed.
+    """
+
+    try:
+        if groups.leads:
+            restore(folder)
+        pending, old = (written_out(folder), replaced(folder)) if groups.leads else ({}, {})
+        said = gather([list(pending), list(old)])
+        for pair in _in_place(folder, [pairs for pairs, _ in said], groups, gather) & pending.keys():
+            put_in_place(pending[pair], folder / pair[0])
+        for pair in _in_place(folder, [pairs for _, pairs in said], groups, gather) & old.keys():
+            take_back(folder / pair[0])
+        if groups.leads:
+            clean(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder} can't be changed ({error.strerror}); make it writable") from None
+
+
+def _in_place(
+    folder: Path, asked: Sequence[Sequence[Sequence[str]]], groups: Groups, gather: Gather
+) -> set[tuple[str, str]]:
+    """Which of the checkpoints (name, checksum of the manifest) that any group asks for are in place in any."""
+    pairs = sorted({(name, sha256) for theirs in asked for name, sha256 in theirs})
+    if not pairs:
+        return set()
+    here = [pair for pair in pairs if groups.leads and _digest(folder / pair[0]) == pair[1]]
+    return {(name, sha256) for theirs in gather(here) for name, sha256 in theirs}
+
+
+def newest(
+    folder: Path,
+    groups: Groups,
+    gather: Gather,
+    say: Callable[[str], None],
+    *,
+    until: int | None = None,
+    progress: bool = False,
+) -> Whole | None:
+    """The newest checkpoint that is whole, of at most ``until`` images; None where no host has any.
+
+    Each one that is passed over is named to ``say`` on rank 0, with what is missing where. :func:`settle` comes first.
+
+    Raises:
+        CheckpointError: there are checkpoints, but none can be used. Starting anew would be no resume.
+    """
+    found = {name for group in gather(names(folder) if groups.leads else []) for name in group}
+    counted = {name: images_of(name) or 0 for name in found}
+    usable = [name for name in counted if until is None or counted[name] <= until]
+    problems: list[_Problems] = []
+    for name in sorted(usable, key=counted.__getitem__, reverse=True):
+        outcome = _examine(folder / name, groups, gather, progress)
+        if isinstance(outcome, Whole):
+            return outcome
+        problems.append(outcome)
+        for line in outcome.lines if groups.rank == 0 else ():
+            say(line)
+    if not problems:
+        return None
+    none = f"none of the {len(problems)} checkpoints in {folder} can be used"
+    elsewhere = next((outcome.lines[-1] for outcome in problems if outcome.elsewhere), None)
+    if elsewhere is None:
+        raise CheckpointError(f"{none}; restore one from a copy")
+    raise CheckpointError(f"{none}: {elsewhere}; {BRING_BACK}")
+
+
+def whole(path: Path, groups: Groups, gather: Gather, *, progress: bool = False) -> Whole:
+    """The checkpoint at ``path``.
+
+    Raises:
+        CheckpointError: what of it is missing or damaged, and where.
+    """
+    outcome = _examine(path, groups, gather, progress)
+    if isinstance(outcome, Whole):
+        return outcome
+    remedy = [BRING_BACK] if outcome.elsewhere else []
+    raise CheckpointError("; ".join([*outcome.lines, *remedy]))
+
+
+def _examine(path: Path, groups: Groups, gather: Gather, progress: bool) -> Whole | _Problems:
+    """The checkpoint at ``path``, or why it can't be used."""
+    said = gather(_look(path).model_dump(mode="json") if groups.leads and path.exists() else None)
+    looks = {rank: _Look.model_validate(one) for rank, one in enumerate(said) if one is not None}
+    lines = [_of_host(groups, rank, look.damage) for rank, look in looks.items() if look.damage]
+    created = {look.sha256: look.created for look in looks.values() if look.sha256}
+    elsewhere = False
+    for sha256 in sorted(created, key=created.__getitem__, reverse=True):
+        holders = {rank: look.here for rank, look in looks.items() if look.sha256 == sha256}
+        outcome = _assemble(path, holders, groups, gather, progress)
+        if isinstance(outcome, Whole):
+            return outcome
+        lines += outcome.lines
+        elsewhere |= outcome.elsewhere
+    return _Problems(lines or [str(unusable(path, f"{MANIFEST} can't be read (No such file or directory)"))], elsewhere)
+
+
+def _look(path: Path) -> _Look:
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return _Look(damage=str(error))
+    here = tuple(files_here(path, manifest))
+    return _Look(sha256=manifest.sha256, created=manifest.created.replace(tzinfo=None), here=here)
+
+
+def _assemble(
+    path: Path, holders: dict[int, tuple[str, ...]], groups: Groups, gather: Gather, progress: bool
+) -> Whole | _Problems:
+    """The checkpoint of one manifest, from the files that the ``holders``, leaders by rank, have of it."""
+    manifest = Manifest.model_validate_json(_read(path, MANIFEST, min(holders), groups, gather))
+    if gone := _in_none(manifest, holders):
+        return _Problems([_lacks(path, manifest, gone, holders, groups)], any(name in manifest.places for name in gone))
+    own = holders.get(groups.rank, ())
+    found = gather([(damage.file, str(damage)) for damage in damages(path, manifest, own, progress)])
+    for rank, here in holders.items():
+        holders[rank] = tuple(name for name in here if name not in dict(found[rank]))
+    if _in_none(manifest, holders):
+        lines = [_of_host(groups, rank, text) for rank, damaged in enumerate(found) for _, text in damaged]
+        return _Problems(lines, elsewhere=False)
+    source = min(rank for rank, here in holders.items() if STATE in here)
+    state = json.loads(_read(path, STATE, source, groups, gather))
+    return Whole(path, manifest, state, holders.get(groups.leader_of[groups.rank], ()), groups)
+
+
+def _in_none(manifest: Manifest, holders: Mapping[int, Sequence[str]]) -> list[str]:
+    """Files that no group has."""
+    there = {name for here in holders.values() for name in here}
+    return [name for name in manifest.files if name not in there]
+
+
+def _lacks(
+    path: Path, manifest: Manifest, gone: Sequence[str], holders: Mapping[int, Sequence[str]], groups: Groups
+) -> str:
+    """What is missing, where it was written, and who has the rest."""
+
+    def about(host: str) -> str:
+        return " (it has that no more)" if host in groups.hosts else " (a host that is not in this run)"
+
+    rest = [
+        f"host {groups.hosts[rank]} has {', '.join(name for name in here if name != STATE) or 'none of the others'}"
+        for rank, here in holders.items()
+    ]
+    return f"checkpoint {path.name} lacks {written(manifest, gone, about)}; {', '.join(rest)}"
+
+
+def _read(path: Path, name: str, source: int, groups: Groups, gather: Gather) -> bytes:
+    """A small file of the checkpoint, the same on all ranks; from rank ``source`` where there are several folders."""
+    if groups.shared:
+        return read_bytes(path, name)
+    text: str = gather(read_bytes(path, name).decode() if groups.rank == source else None)[source]
+    return text.encode()
+
+
+def _of_host(groups: Groups, rank: int, text: str) -> str:
+    return text if groups.shared else f"host {groups.hosts[rank]}: {text}"
+
+
+def _digest(checkpoint: Path) -> str | None:
+    """Of the manifest of a checkpoint that is in place."""
+    try:
+        return read_manifest(checkpoint).sha256
+    except CheckpointError:
+        return None

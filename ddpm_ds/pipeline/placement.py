@@ -1,0 +1,255 @@
+"""Which process is which stage and replica, on which host, and the bytes of a step that leave each host.
+
+Hosts fill up with consecutive global ranks, so the order in which ranks are numbered says what is split over hosts.
+Two hosts of two processes, 2 stages x 2 replicas::
+
+    across hosts     global rank           host a                 host b              between the hosts
+    stages           stage 2 + replica     stage 0: r0 r1         stage 1: r0 r1      activations and their gradients
+    replicas         replica 2 + stage     replica 0: s0 s1       replica 1: s0 s1    sums of gradients, new weights
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from ddpm_ds.ds_config import ELEMENT_BYTES, ResolvedDsConfig
+from ddpm_ds.pipeline.partition import Schedule, segments, sent_shapes
+from ddpm_ds.unet.layers import Layer
+
+AcrossHosts = Literal["stages", "replicas"]
+ACROSS_HOSTS: tuple[AcrossHosts, ...] = ("stages", "replicas")
+
+
+@dataclass(frozen=True)
+class Edges:
+    """Directed wires of one kind, each from one process to another."""
+
+    count: int
+    leaving: Mapping[Hashable, int]
+    """How many of them go from a host to another one, by the host that sends."""
+
+    @cached_property
+    def crossing(self) -> int:
+        """How many of them go from one host to another."""
+        return sum(self.leaving.values())
+
+
+@dataclass(frozen=True)
+class Grid:
+    """``stages`` ranks of a pipeline x ``replicas``, and the host of each global rank."""
+
+    stages: int
+    replicas: int
+    across: AcrossHosts
+    hosts: tuple[Hashable, ...]
+
+    def rank(self, stage: int, replica: int) -> int:
+        """The global rank of a rank of the pipeline in a replica."""
+        return stage * self.replicas + replica if self.across == "stages" else replica * self.stages + stage
+
+    def coordinates(self, rank: int) -> tuple[int, int]:
+        """The rank in its pipeline and the replica of a global rank."""
+        if self.across == "stages":
+            return divmod(rank, self.replicas)
+        replica, stage = divmod(rank, self.stages)
+        return stage, replica
+
+    def hosts_of(self, stage: int) -> list[Hashable]:
+        """The host of each replica of a rank of the pipeline."""
+        return [self.hosts[self.rank(stage, replica)] for replica in range(self.replicas)]
+
+    @cached_property
+    def boundaries(self) -> tuple[Edges, ...]:
+        """Between each rank of the pipeline and the next, in all replicas, there and back."""
+        pairs = itertools.pairwise(self.hosts_of(stage) for stage in range(self.stages))
+        return tuple(_edges([*zip(here, there, strict=True), *zip(there, here, strict=True)]) for here, there in pairs)
+
+    @cached_property
+    def rings(self) -> tuple[Edges, ...]:
+        """Through the replicas of each rank of the pipeline, from each to the next and from the last to the first.
+
+        So the collectives go: gloo by the order of ranks, NCCL through each host once.
+        """
+        members = [self.hosts_of(stage) for stage in range(self.stages)]
+        return tuple(_edges(zip(hosts, [*hosts[1:], hosts[0]], strict=True) if hosts[1:] else []) for hosts in members)
+
+
+def _edges(pairs: Any) -> Edges:
+    found = list(pairs)
+    return Edges(len(found), Counter(source for source, target in found if source != target))
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What replicas send each other in a step: how often, how wide, and whether stepped weights are gathered."""
+
+    reductions: int
+    """Of every gradient: one, or one for each micro-batch under ZeRO-2."""
+    passes: int
+    """Of a reduction around the ring: two where all get the sum, one where only its owner does."""
+    gradient_bytes: int
+    """Of an element while it is reduced."""
+    weight_bytes: int
+    """Of a gathered element; 0 where every replica steps all weights itself."""
+
+
+def sharing(
+    config: Mapping[str, Any], *, precision: Literal["fp32", "fp16", "bf16"], zero_stage: int, micro_batches: int
+) -> Sharing:
+    """How replicas of this project's engines share gradients and weights under a DeepSpeed JSON.
+
+    Without ZeRO gradients are all-reduced once. DeepSpeed's ZeRO all-reduces too, although only the owner of a
+    gradient needs it, unless ``use_multi_rank_bucket_allreduce`` is off; and it gathers the weights that each replica
+    has stepped, as its optimizer for bf16 does without ZeRO.
+    """
+    zero = config.get("zero_optimization", {})
+    to_owner = zero.get("reduce_scatter", True) and not zero.get("use_multi_rank_bucket_allreduce", True)
+    return Sharing(
+        reductions=micro_batches if zero_stage == 2 else 1,
+        passes=1 if zero_stage and to_owner else 2,
+        gradient_bytes=ELEMENT_BYTES[config.get("communication_data_type") or precision],
+        weight_bytes=ELEMENT_BYTES[precision] if zero_stage or precision == "bf16" else 0,
+    )
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What a step sends, by rank of the pipeline, in bytes; wherever the processes are."""
+
+    messages: tuple[int, ...]
+    """Between a rank and the next one, each way, in one replica: activations one way and gradients the other."""
+    gradients: tuple[float, ...]
+    """Over each edge of the ring through a rank's replicas."""
+    weights: tuple[float, ...]
+    """Likewise, when they are gathered."""
+
+
+def exchange(
+    layers: Sequence[Layer],
+    bounds: Sequence[int],
+    schedule: Schedule,
+    *,
+    replicas: int,
+    images: int,
+    precision: Literal["fp32", "fp16", "bf16"],
+    shared: Sharing,
+) -> Exchange:
+    """What a step of ``images`` images for each replica sends."""
+    folded = schedule == "folded"
+    ranks = (len(bounds) - 1) // (2 if folded else 1)
+    width, ring = images * ELEMENT_BYTES[precision], (replicas - 1) / replicas
+
+    def elements(cut: int, phase: int) -> int:
+        return sum(map(math.prod, sent_shapes(layers, cut, phase=phase, schedule=schedule)))
+
+    messages = []
+    for rank in range(ranks - 1):
+        (_, down), *up = segments(bounds, schedule, rank)
+        messages.append(width * (elements(down, 0) + sum(elements(start, 1) for start, _ in up)))
+    parameters = [
+        sum(layer.parameters for start, stop in segments(bounds, schedule, rank) for layer in layers[start:stop])
+        for rank in range(ranks)
+    ]
+    gradient = shared.reductions * shared.passes * shared.gradient_bytes * ring
+    return Exchange(
+        messages=tuple(messages),
+        gradients=tuple(gradient * count for count in parameters),
+        weights=tuple(shared.weight_bytes * ring * count for count in parameters),
+    )
+
+
+def run_exchange(ds: ResolvedDsConfig, layers: Sequence[Layer], bounds: Sequence[int]) -> Exchange:
+    """What a step of a run sends."""
+    layout = ds.layout
+    return exchange(
+        layers,
+        bounds,
+        ds.schedule,
+        replicas=layout.replicas,
+        images=layout.batch_images // layout.replicas,
+        precision=ds.precision,
+        shared=sharing(ds.config, precision=ds.precision, zero_stage=ds.zero_stage, micro_batches=layout.micro_batches),
+    )
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one step on all wires, without the headers that a network adds to each packet."""
+
+    activations: int
+    """Between hosts: activations and their gradients, between stages."""
+    gradients: int
+    """Between hosts: gradients, among replicas."""
+    weights: int
+    """Between hosts: stepped weights, among replicas."""
+    within_hosts: int
+    sent: Mapping[Hashable, int]
+    """To other hosts, by host that sends."""
+
+    @property
+    def between_hosts(self) -> int:
+        """All that crosses."""
+        return self.activations + self.gradients + self.weights
+
+    @property
+    def busiest(self) -> int:
+        """Sent to other hosts by the one that sends most."""
+        return max(self.sent.values())
+
+
+def traffic(grid: Grid, sent: Exchange) -> Traffic:
+    """The bytes of a step, where they go."""
+    kinds = ((grid.boundaries, sent.messages), (grid.rings, sent.gradients), (grid.rings, sent.weights))
+    crossing, within = [], 0.0
+    by_host: dict[Hashable, float] = dict.fromkeys(grid.hosts, 0.0)
+    for wires, sizes in kinds:
+        crossing.append(sum(edges.crossing * size for edges, size in zip(wires, sizes, strict=True)))
+        within += sum((edges.count - edges.crossing) * size for edges, size in zip(wires, sizes, strict=True))
+        for edges, size in zip(wires, sizes, strict=True):
+            for host, count in edges.leaving.items():
+                by_host[host] += count * size
+    activations, gradients, weights = map(round, crossing)
+    return Traffic(
+        activations, gradients, weights, round(within), {host: round(size) for host, size in by_host.items()}
+    )
+
+
+def across_hosts(
+    ds: ResolvedDsConfig, layers: Sequence[Layer], bounds: Sequence[int], hosts: Sequence[Hashable]
+) -> AcrossHosts:
+    """What of a run is split over ``hosts``, one for each global rank.
+
+    It is what the JSON says; else that with which the busiest host sends less, and stages where that is no difference.
+    Of a single stage only the replicas can be apart, and of a single replica the stages.
+    """
+    stages, replicas = ds.layout.stages, ds.layout.replicas
+    if len(set(hosts)) < 2 or min(stages, replicas) == 1:
+        return "replicas" if len(set(hosts)) > 1 and stages == 1 else "stages"
+    if ds.across_hosts != "auto":
+        return ds.across_hosts
+    sent = run_exchange(ds, layers, bounds)
+    by_stages, by_replicas = (
+        traffic(Grid(stages, replicas, across, tuple(hosts)), sent).busiest for across in ACROSS_HOSTS
+    )
+    return "replicas" if by_replicas < by_stages else "stages"
+
+
+def launched_hosts(world_size: int) -> tuple[str, ...]:
+    """The host of each global rank by its number, from what launchers say before the ranks have met.
+
+    A process knows how many of its own host there are. Where hosts differ in that, this is empty: the ranks have to
+    meet to know who is where.
+    """
+    on_a_host = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    said = os.environ.get("CROSS_SIZE") or os.environ.get("GROUP_WORLD_SIZE")  # DeepSpeed's name, torchrun's
+    hosts = int(said) if said else -(-world_size // on_a_host)
+    if hosts * on_a_host != world_size:
+        return ()
+    return tuple(str(rank // on_a_host) for rank in range(world_size))

@@ -1,0 +1,84 @@
+"""What all ranks of a run must have in common, and in what they differ."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import ddpm_ds
+from ddpm_ds.errors import HostError
+from ddpm_ds.train.meeting import Meeting
+from ddpm_ds.train.plan import RunPlan
+from ddpm_ds.train.tracking import flatten
+
+PACKAGES = ("torch", "deepspeed", "numpy", "pydantic", "safetensors")
+"""What has to be of one version on all hosts: messages, files and results depend on it."""
+MOST_NAMED = 3
+"""Differences that a message names."""
+
+
+def source_checksum() -> str:
+    """Of this package's Python files, as they are on this host."""
+    digest, root = hashlib.sha256(), Path(ddpm_ds.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def check_alike(meeting: Meeting, plan: RunPlan, device: str) -> None:
+    """Meet, and refuse to start where a rank would run something else; ``device`` is the type of this rank's.
+
+    Raises:
+        HostError: how a rank differs from rank 0, and how to mend it.
+        PeerLostError: a rank did not come.
+    """
+    about = {
+        "version of ": (_versions(), "install the same versions on all hosts"),
+        "": ({"ddpm_ds/*.py": source_checksum()}, "bring all hosts to one commit, with the same changes"),
+        f"{plan.spec_path}: ": (plan.spec.model_dump(mode="json"), "give all hosts the same file and --set"),
+        f"{plan.ds_path}: ": (plan.ds.config, "give all hosts the same file and -p"),
+        "chosen ": (
+            {"cuts": list(plan.bounds[1:-1]), "device": device},
+            "give -p and --device, so that no host has to choose",
+        ),
+    }
+    said = meeting.agree("start", {title: values for title, (values, _) in about.items()})
+    for title, (_, remedy) in about.items():
+        _check(meeting, title, [one.get(title, {}) for one in said], remedy)
+
+
+def check_same_images(meeting: Meeting, sha256: Mapping[str, str]) -> None:
+    """Refuse to train where the hosts have prepared different images.
+
+    Raises:
+        HostError: a host's store has other checksums than rank 0's.
+        PeerLostError: a rank is gone.
+    """
+    remedy = "give all hosts the same images, or a data.store_root that all of them see"
+    _check(meeting, "prepared images: ", meeting.agree("images", dict(sha256)), remedy)
+
+
+def _versions() -> dict[str, str]:
+    return {"python": ".".join(map(str, sys.version_info[:2])), **{name: version(name) for name in PACKAGES}}
+
+
+def _check(meeting: Meeting, title: str, said: Sequence[Mapping[str, Any]], remedy: str) -> None:
+    first = flatten(said[0])
+    for rank, other in enumerate(map(flatten, said)):
+        differing = [key for key in {**first, **other} if first.get(key) != other.get(key)]
+        if differing:
+            named = "; ".join(
+                f"{title}{key} is {_short(other.get(key))}, not {_short(first.get(key))}"
+                for key in differing[:MOST_NAMED]
+            )
+            more = f" and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
+            raise HostError(f"{meeting.host_of(rank)} differs from {meeting.host_of(0)}: {named}{more}; {remedy}")
+
+
+def _short(value: str | None) -> str:
+    """A value in a message; of a checksum the first digits."""
+    return "unset" if value is None else value[:12] if len(value) == 64 else value

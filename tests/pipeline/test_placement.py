@@ -1,0 +1,218 @@
+"""Who is where, and the bytes that leave each host, counted by walking every message of every process."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import pytest
+from deepspeed.runtime.pipe.schedule import SendActivation, SendGrad
+
+from ddpm_ds.ds_config import ResolvedDsConfig, resolve
+from ddpm_ds.pipeline.partition import Schedule, partition, segments, sent_shapes
+from ddpm_ds.pipeline.placement import (
+    ACROSS_HOSTS,
+    AcrossHosts,
+    Grid,
+    Sharing,
+    across_hosts,
+    exchange,
+    launched_hosts,
+    run_exchange,
+    sharing,
+    traffic,
+)
+from ddpm_ds.pipeline.streams import instruction_stream
+from ddpm_ds.unet.layers import unet_layers
+from tests.launching import tiny_spec
+
+SPEC = tiny_spec(unet={"blocks_per_level": 2})
+LAYERS = unet_layers(SPEC.unet, image_channels=1, image_size=8)
+ADAMW = {"type": "AdamW", "params": {"torch_adam": True}}
+
+
+def hosts_of(*counts: int) -> tuple[str, ...]:
+    """Hosts a, b, c ... of so many processes."""
+    return tuple(name for name, count in zip("abcdefgh", counts, strict=False) for _ in range(count))
+
+
+Send = tuple[str, int, int, float]
+"""Kind, sending and receiving global rank, bytes."""
+
+
+def every_message(
+    grid: Grid, schedule: Schedule, bounds: tuple[int, ...], micro_batches: int, size: int
+) -> Iterator[Send]:
+    """What the instruction streams of all pipelines send, with ``size`` bytes for an element of a micro-batch."""
+    for replica in range(grid.replicas):
+        for stage in range(grid.stages):
+            stream = instruction_stream(schedule, micro_batches=micro_batches, ranks=grid.stages, rank=stage)
+            for command in (command for commands in stream.steps() for command in commands):
+                if not isinstance(command, SendActivation | SendGrad):
+                    continue
+                phase = command.kwargs.get("phase", 0)
+                start, stop = segments(bounds, schedule, stage)[phase]
+                forward = isinstance(command, SendActivation)
+                shapes = sent_shapes(LAYERS, stop if forward else start, phase=phase, schedule=schedule)
+                target = stage + (1 if forward == (phase == 0) else -1)
+                here, there = grid.rank(stage, replica), grid.rank(target, replica)
+                yield "activations", here, there, size * sum(map(math.prod, shapes))
+
+
+def every_collective(grid: Grid, schedule: Schedule, bounds: tuple[int, ...], shared: Sharing) -> Iterator[Send]:
+    """What the ring algorithms send: in each of R - 1 turns of a pass everybody gives a share of 1/R to the next."""
+    for stage in range(grid.stages):
+        held = segments(bounds, schedule, stage)
+        parameters = sum(layer.parameters for start, stop in held for layer in LAYERS[start:stop])
+        ring = [rank for rank in range(len(grid.hosts)) if grid.coordinates(rank)[0] == stage]
+        for turn in range((grid.replicas - 1) * (shared.reductions * shared.passes + 1)):
+            gathers = turn < grid.replicas - 1
+            width = shared.weight_bytes if gathers else shared.gradient_bytes
+            for place, rank in enumerate(ring):
+                following = ring[(place + 1) % len(ring)]
+                yield "weights" if gathers else "gradients", rank, following, width * parameters / grid.replicas
+
+
+SHARINGS = [Sharing(1, 2, 4, 0), Sharing(8, 2, 2, 4), Sharing(8, 1, 4, 4)]
+CASES = [
+    (2, 2, (2, 2)),
+    (2, 2, (3, 1)),
+    (2, 2, (1, 1, 1, 1)),
+    (4, 2, (4, 4)),
+    (2, 4, (3, 3, 2)),
+    (2, 3, (2, 2, 2)),
+    (1, 4, (2, 2)),
+    (4, 1, (1, 3)),
+    (2, 2, (4,)),
+]
+
+
+@pytest.mark.parametrize("across", ACROSS_HOSTS)
+@pytest.mark.parametrize("schedule", ["1f1b", "folded"])
+@pytest.mark.parametrize(("stages", "replicas", "counts"), CASES)
+def test_the_bytes_that_cross_hosts_are_those_of_every_message(
+    stages: int, replicas: int, counts: tuple[int, ...], schedule: Schedule, across: AcrossHosts
+) -> None:
+    if schedule == "folded" and stages == 1:
+        return
+    bounds = partition(LAYERS, stages, "flops", schedule)
+    grid = Grid(stages, replicas, across, hosts_of(*counts))
+    shared = SHARINGS[(stages + replicas) % len(SHARINGS)]
+    micro_batches, micro = 2 * stages, 3
+    sent = exchange(
+        LAYERS, bounds, schedule, replicas=replicas, images=micro * micro_batches, precision="fp32", shared=shared
+    )
+    found = traffic(grid, sent)
+    crossing: dict[str, float] = defaultdict(float)
+    by_host: dict[Hashable, float] = dict.fromkeys(grid.hosts, 0.0)
+    messages = [
+        *every_message(grid, schedule, bounds, micro_batches, 4 * micro),
+        *every_collective(grid, schedule, bounds, shared),
+    ]
+    for kind, source, target, size in messages:
+        if grid.hosts[source] != grid.hosts[target]:
+            crossing[kind] += size
+            by_host[grid.hosts[source]] += size
+        else:
+            crossing["within"] += size
+    counted = (found.activations, found.gradients, found.weights, found.within_hosts)
+    assert counted == pytest.approx([crossing[kind] for kind in ("activations", "gradients", "weights", "within")])
+    assert found.sent == pytest.approx(by_host)
+    assert found.between_hosts == pytest.approx(sum(by_host.values())) and found.busiest == pytest.approx(
+        max(by_host.values())
+    )
+
+
+@pytest.mark.parametrize("across", ACROSS_HOSTS)
+def test_a_rank_is_where_its_coordinates_are(across: AcrossHosts) -> None:
+    grid = Grid(3, 4, across, hosts_of(4, 4, 4))
+    assert [grid.rank(*grid.coordinates(rank)) for rank in range(12)] == list(range(12))
+    assert {grid.coordinates(rank) for rank in range(12)} == {(s, r) for s in range(3) for r in range(4)}
+
+
+def test_the_axis_that_is_said_is_the_one_that_is_split() -> None:
+    hosts = hosts_of(4, 4)
+    by_stages, by_replicas = (Grid(2, 4, across, hosts) for across in ACROSS_HOSTS)
+    assert [by_stages.hosts_of(stage) for stage in range(2)] == [["a"] * 4, ["b"] * 4]
+    assert [by_replicas.hosts_of(stage) for stage in range(2)] == [["a", "a", "b", "b"]] * 2
+    assert all(edges.crossing == 0 for edges in (*by_stages.rings, *by_replicas.boundaries))
+
+
+# -------------------------------------------------------------------------------- what is chosen
+
+
+def resolved(stages: int, world_size: int = 4, **config: Any) -> ResolvedDsConfig:
+    spec = tiny_spec(train={"batch_images": config.pop("batch_images", 16)})
+    values = {"optimizer": ADAMW, **config}
+    return resolve(values, spec, world_size=world_size, stages=stages, path="ds.json")
+
+
+def test_auto_is_what_leaves_less_to_the_busiest_host() -> None:
+    """ZeRO-2 reduces gradients after every micro-batch; a large batch is many activations and one reduction."""
+    hosts = hosts_of(2, 2)
+    for ds, expected in (
+        (resolved(2, zero_optimization={"stage": 2}), "stages"),
+        (resolved(2, batch_images=256), "replicas"),
+        (resolved(2, batch_images=256, pipeline={"across_hosts": "stages"}), "stages"),
+        (resolved(2, pipeline={"across_hosts": "replicas"}, zero_optimization={"stage": 2}), "replicas"),
+    ):
+        bounds = partition(LAYERS, 2, "flops")
+        sent = run_exchange(ds, LAYERS, bounds)
+        busiest = {across: traffic(Grid(2, 2, across, hosts), sent).busiest for across in ACROSS_HOSTS}
+        assert across_hosts(ds, LAYERS, bounds, hosts) == expected
+        assert ds.across_hosts != "auto" or expected == min(ACROSS_HOSTS, key=lambda across: busiest[across])
+
+
+def test_one_host_one_stage_and_one_replica_leave_no_choice() -> None:
+    two, whole = partition(LAYERS, 2, "flops"), (0, len(LAYERS))
+    asked = {"across_hosts": "replicas"}
+    assert across_hosts(resolved(2, pipeline=asked), LAYERS, two, hosts_of(4)) == "stages"
+    assert across_hosts(resolved(2, 2, pipeline=asked), LAYERS, two, hosts_of(1, 1)) == "stages"
+    assert across_hosts(resolved(1, pipeline={"across_hosts": "stages"}), LAYERS, whole, hosts_of(2, 2)) == "replicas"
+
+
+@pytest.mark.parametrize(
+    ("config", "precision", "zero_stage", "expected"),
+    [
+        ({}, "fp32", 0, Sharing(1, 2, 4, 0)),
+        ({}, "bf16", 0, Sharing(1, 2, 2, 2)),
+        ({}, "fp16", 1, Sharing(1, 2, 2, 2)),
+        ({}, "fp16", 2, Sharing(8, 2, 2, 2)),
+        ({"communication_data_type": "fp32"}, "fp16", 2, Sharing(8, 2, 4, 2)),
+        ({"zero_optimization": {"use_multi_rank_bucket_allreduce": False}}, "fp32", 2, Sharing(8, 1, 4, 4)),
+        (
+            {"zero_optimization": {"use_multi_rank_bucket_allreduce": False, "reduce_scatter": False}},
+            "fp32",
+            1,
+            Sharing(1, 2, 4, 4),
+        ),
+    ],
+)
+def test_what_replicas_share(config: dict[str, Any], precision: Any, zero_stage: int, expected: Sharing) -> None:
+    assert sharing(config, precision=precision, zero_stage=zero_stage, micro_batches=8) == expected
+
+
+# -------------------------------------------------------------------------------- before the ranks have met
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, ...]]:
+    def said(world_size: int, **environment: int) -> tuple[str, ...]:
+        for name in ("LOCAL_WORLD_SIZE", "CROSS_SIZE", "GROUP_WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, str(value))
+        return launched_hosts(world_size)
+
+    return said
+
+
+def test_hosts_of_one_size_are_known_before_the_ranks_have_met(launched: Callable[..., tuple[str, ...]]) -> None:
+    assert launched(4) == ("0",) * 4
+    assert launched(4, LOCAL_WORLD_SIZE=2) == ("0", "0", "1", "1")
+    assert launched(4, LOCAL_WORLD_SIZE=2, CROSS_SIZE=2) == ("0", "0", "1", "1")
+    assert launched(4, LOCAL_WORLD_SIZE=4, GROUP_WORLD_SIZE=1) == ("0",) * 4
+    assert launched(4, LOCAL_WORLD_SIZE=3, CROSS_SIZE=2) == launched(4, LOCAL_WORLD_SIZE=1, CROSS_SIZE=2) == ()
+    assert launched(4, LOCAL_WORLD_SIZE=3) == ()
