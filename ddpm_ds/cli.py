@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ddpm_ds.checkpoint.command import add_checkpoint
 from ddpm_ds.command_line import OneLineParser, add_overrides
+from ddpm_ds.doctor.command import add_doctor
 from ddpm_ds.errors import UserError
 from ddpm_ds.evaluate.evaluate_command import add_evaluate
 from ddpm_ds.evaluate.export_command import add_export, add_import
@@ -37,13 +38,16 @@ exit codes
 RUN_DESCRIPTION = """\
 Start DeepSpeed's launcher and stay with it: SIGTERM, SIGINT, SIGUSR1 and SIGHUP make the ranks finish their step,
 save and stop, a second one ends them at once; when ranks are lost, the run is started again and resumes from the
-newest checkpoint of its --run-dir, which has to be given; and nothing is left running.
+newest checkpoint of its --run-dir, which has to be given; and nothing is left running. On several hosts it is started
+on one of the hostfile, best the first, and each start reads the hostfile anew.
 """
 
 RUN_EPILOG = """\
 examples
   ddpm-ds run -- launch/train.py --deepspeed_config ds_configs/zero2_fp16.json --run-dir runs/digits
   ddpm-ds run --max-restarts 3 -- --num_gpus 4 launch/train.py -p 2 \\
+      --deepspeed_config ds_configs/zero2_fp16.json --run-dir runs/digits
+  ddpm-ds run --max-restarts 3 -- --hostfile hostfile launch/train.py -p 2 \\
       --deepspeed_config ds_configs/zero2_fp16.json --run-dir runs/digits
 
 exit codes (docs/exit_codes.md)
@@ -62,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     for add in (
         _add_run,
+        add_doctor,
         add_plan,
         add_fit,
         add_vary,
