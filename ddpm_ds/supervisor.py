@@ -3,6 +3,9 @@
 The launcher alone answers SIGTERM by ending the ranks, with SIGKILL after 30 s; it exits with 0 and leaves ranks
 running when a part of it was killed; and it knows no restart. Here the ranks themselves are signalled, so that they
 finish their step and save, and the launcher ends when they have.
+
+On several hosts the ranks of this one are signalled and watched: what one rank is asked, all do, and what ends one ends
+all. Ranks elsewhere see to their own end when they have lost the others or their launcher.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ import psutil
 
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PEER_LOST, EXIT_PREEMPTED, SpecError
 from ddpm_ds.exit_record import EXIT_FILE_VARIABLE, ExitRecord, read_exits
+from ddpm_ds.hosts.environment import ENVIRONMENT_FILE_VARIABLE, find_environment, write_environment
+from ddpm_ds.hosts.launcher import Launch, read_launch, ssh_environment
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 SAME_SIGNAL_SECONDS = 1.0
@@ -32,9 +37,14 @@ FINAL = (0, EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PREEMPTED)
 """Exit codes after which another start would be wrong, or is the scheduler's to make."""
 MEANINGS = {1: "an error of the program, see its traceback", EXIT_PEER_LOST: "a process was lost or hung"}
 
+RANK_VARIABLES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+
 POLL_SECONDS = 0.2
 SETTLE_SECONDS = 3.0
 """How long the ranks' helper processes may outlive the launcher."""
+LOSING_SECONDS = 45.0
+"""How long the launcher may go on after a rank of this host has lost others: it gives its ranks 30 s to end, and ssh
+gives up a host that has gone after 20 s."""
 KILL_SECONDS = 10.0
 LONGEST_PAUSE_SECONDS = 60.0
 
@@ -49,17 +59,21 @@ def supervise(
 ) -> int:
     """Run DeepSpeed's launcher with the arguments ``command``, again where it helps; returns the exit code of the last.
 
-    A start that wrote a checkpoint gives the restarts used so far back. Must run in the main thread.
+    A start that wrote a checkpoint gives the restarts used so far back. Each start reads the hostfile anew; after one
+    on several hosts the next uses another port, where no straggler of the last one can join in. Must run in the main
+    thread.
 
     Raises:
-        SpecError: ``command`` has no --run-dir.
+        SpecError: ``command`` has no --run-dir; see also :func:`read_launch` and :func:`find_environment`.
     """
     latest = _run_dir(command) / "checkpoints" / "latest"
-    restarts = 0
+    restarts = ports = 0
     with _Signals() as signals:
         while True:
             before = _content(latest)
-            code = _Start(command, signals, grace_seconds, say).run()
+            launch = read_launch(command)
+            code = _Start(launch, launch.port + ports, signals, grace_seconds, say).run()
+            ports += launch.remote
             if code in FINAL or signals.count:
                 return code
             restarts = 1 if _content(latest) != before else restarts + 1
@@ -76,17 +90,19 @@ def supervise(
                 time.sleep(POLL_SECONDS)
 
 
-def exit_code(launcher: int, record: ExitRecord, *, stopping: bool, orphaned: bool) -> int:
+def exit_code(launcher: int, record: ExitRecord, *, stopping: bool, orphaned: bool, witnessed: bool = True) -> int:
     """The exit code of a start: what the ranks meant, or else what the launcher's code says.
 
     ``launcher`` is its return code, negative for a signal; ``stopping``: the ranks were asked to stop;
-    ``orphaned``: ranks were alive when it had ended.
+    ``orphaned``: ranks were alive when it had ended; ``witnessed``: ranks of this host, as far as there should have
+    been some, said that they started. Without that a launcher's 0 means nothing: that of DeepSpeed ends so when its
+    pdsh was killed.
     """
     if orphaned and not stopping:
         return EXIT_PEER_LOST
     if record.failure in FINAL:
         return record.failure
-    if launcher == 0 and record.failure is None and not record.unfinished:
+    if launcher == 0 and record.failure is None and not record.unfinished and witnessed:
         return 0
     if 0 < launcher < 128:  # of the rank that failed first, while what others record is that they lost it
         return launcher
@@ -138,9 +154,9 @@ class _Start:
     """One start of the launcher, in a session of its own, so that a terminal's Ctrl-C does not reach the ranks."""
 
     def __init__(
-        self, command: Sequence[str], signals: _Signals, grace_seconds: float, say: Callable[[str], None]
+        self, launch: Launch, port: int, signals: _Signals, grace_seconds: float, say: Callable[[str], None]
     ) -> None:
-        self._command, self._signals = command, signals
+        self._launch, self._port, self._signals = launch, port, signals
         self._grace_seconds, self._say = grace_seconds, say
 
     def run(self) -> int:
@@ -148,10 +164,9 @@ class _Start:
         with tempfile.TemporaryDirectory(prefix="ddpm-ds-") as folder:
             self._exit_file = Path(folder) / "exits"
             self._exit_file.touch()
-            environment = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}  # see _rank
             self._launcher = subprocess.Popen(
-                [sys.executable, "-m", "deepspeed.launcher.runner", *self._command],
-                env={**environment, EXIT_FILE_VARIABLE: str(self._exit_file)},
+                [sys.executable, "-m", "deepspeed.launcher.runner", *self._launch.command(self._port)],
+                env=self._environment(Path(folder)),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
@@ -164,19 +179,35 @@ class _Start:
             return 128 + self._signals.last
         return code
 
+    def _environment(self, folder: Path) -> dict[str, str]:
+        """Ours, and what travels: DeepSpeed takes a file to every host, this one included, which ssh comes back to.
+        The name of the exit file means nothing elsewhere."""
+        travels = folder / "environment"
+        write_environment(travels, find_environment() | {EXIT_FILE_VARIABLE: str(self._exit_file)})
+        ours = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}  # see _rank
+        ours |= {EXIT_FILE_VARIABLE: str(self._exit_file), ENVIRONMENT_FILE_VARIABLE: str(travels)}
+        return ours | ssh_environment(ours)
+
     def _wait(self) -> int:
-        stop_until = float("inf")
+        stop_until = lost_until = float("inf")
         while (code := self._launcher.poll()) is None and self._signals.count < 2:
             if self._signals.count and stop_until == float("inf"):
                 stop_until = time.monotonic() + self._grace_seconds
                 if not self._ask_to_stop(self._signals.last.name):
                     self._say(f"{self._signals.last.name}: stopped before a rank was there")
+                    if self._launch.remote:  # it would end every launcher of this user, whatever its job, on all hosts
+                        self._launcher.kill()
                     _send(signal.SIGTERM, self._processes())
                     self._wait_until_gone(SETTLE_SECONDS)
                     return EXIT_PREEMPTED
             if time.monotonic() > stop_until:
                 self._say(f"not saved within {self._grace_seconds:g} s: ending everything; what was saved before stays")
                 return EXIT_PREEMPTED
+            if lost_until == float("inf") and read_exits(self._exit_file).failure == EXIT_PEER_LOST:
+                lost_until = time.monotonic() + LOSING_SECONDS
+            if time.monotonic() > lost_until:
+                self._say(f"ranks were lost {LOSING_SECONDS:g} s ago and the launcher has not ended: ending it")
+                return EXIT_PEER_LOST
             time.sleep(POLL_SECONDS)
         if code is None:
             return 128 + self._signals.last
@@ -186,7 +217,8 @@ class _Start:
         if orphaned:
             self._wait_until_gone(self._grace_seconds)
         record = read_exits(self._exit_file)
-        return exit_code(code, record, stopping=self._signals.count > 0, orphaned=orphaned)
+        witnessed = not self._launch.remote or self._exit_file.stat().st_size > 0
+        return exit_code(code, record, stopping=self._signals.count > 0, orphaned=orphaned, witnessed=witnessed)
 
     def _ask_to_stop(self, why: str) -> bool:
         """Signal the ranks, if there are any. Their children are theirs to end."""
@@ -223,9 +255,10 @@ class _Start:
 
 
 def _rank(process: psutil.Process | None) -> str | None:
-    """What the launcher has set for a rank, and the rank's children inherit."""
+    """What the launcher or mpirun has set for a rank, and the rank's children inherit."""
     with contextlib.suppress(psutil.Error):
-        return process.environ().get("LOCAL_RANK") if process else None
+        environment = process.environ() if process else {}
+        return next((environment[name] for name in RANK_VARIABLES if name in environment), None)
     return None
 
 

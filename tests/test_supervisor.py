@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,21 +27,43 @@ PATIENCE_SECONDS = 180.0
 
 
 STAND_IN = """
-import os, subprocess, sys
-count, arguments = int(sys.argv[sys.argv.index("--num_gpus") + 1]), sys.argv[sys.argv.index("--master_addr") + 2 :]
+import json, os, subprocess, sys, time
+count = int(sys.argv[sys.argv.index("--num_gpus") + 1])
+script = next(index for index, word in enumerate(sys.argv) if index and word.endswith(".py"))
+with open(os.environ.get("STAND_IN_LOG", os.devnull), "a") as log:
+    log.write(json.dumps([sys.argv[1:script], dict(os.environ), open(os.environ["DS_ENV_FILE"]).read()]) + chr(10))
 ranks = [
-    subprocess.Popen([sys.executable, *arguments], env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+    subprocess.Popen(
+        [sys.executable, *sys.argv[script:]], env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    )
     for rank in range(count)
 ]
-sys.exit(max(rank.wait() % 256 for rank in ranks))
+code = max(rank.wait() % 256 for rank in ranks)
+time.sleep(float(os.environ.get("STAND_IN_SLEEPS", "0")))
+sys.exit(code)
 """
 """A launcher that starts in no time, for what does not depend on the insides of DeepSpeed's."""
 
+RUN = "import sys; from ddpm_ds import cli, supervisor; {}sys.exit(cli.main(sys.argv[1:]))"
+
 
 def start(
-    run_dir: Path, *parts: str, ranks: int = 2, options: Sequence[str] = (), real: bool = True
+    run_dir: Path,
+    *parts: str,
+    ranks: int = 2,
+    options: Sequence[str] = (),
+    real: bool = True,
+    launcher: Sequence[str] = (),
+    before: str = "",
+    **environment: str,
 ) -> subprocess.Popen[str]:
-    """``ddpm-ds run`` with a script that plays one of ``parts`` at each start."""
+    """``ddpm-ds run`` with a script that plays one of ``parts`` at each start, in the folder of ``run_dir``.
+
+    Args:
+        real: with DeepSpeed's launcher, not with one that starts ranks at once.
+        launcher: further options of the launcher.
+        before: a statement for the supervisor's process to begin with.
+    """
     search = [str(REPOSITORY)]
     if not real:
         package = run_dir.parent / "stand_in" / "deepspeed" / "launcher"
@@ -48,15 +72,25 @@ def start(
         search.insert(0, str(package.parents[1]))
         for folder in (package, package.parent):
             (folder / "__init__.py").touch()
-    launcher = ["--num_gpus", str(ranks), "--master_port", str(free_port()), "--master_addr", "127.0.0.1"]
+    launcher = [*launcher, "--num_gpus", str(ranks), "--master_addr", "127.0.0.1"]
+    if "--master_port" not in launcher:
+        launcher += ["--master_port", str(free_port())]
     script = [str(SCRIPT), "--run-dir", str(run_dir), *parts]
+    variables = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(search)}
+    variables |= {"STAND_IN_LOG": str(run_dir.parent / "starts"), "HOME": str(run_dir.parent)}
     return subprocess.Popen(
-        [sys.executable, "-m", "ddpm_ds.cli", "run", *options, "--", *launcher, *script],
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(search)},
+        [sys.executable, "-c", RUN.format(before), "run", *options, "--", *launcher, *script],
+        env={**os.environ, **variables, **environment},
+        cwd=run_dir.parent,
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
     )
+
+
+def starts(run_dir: Path) -> list[tuple[list[str], dict[str, str], str]]:
+    """Of each start of the stand-in: the launcher's options, its environment, and the file of what travels."""
+    return [tuple(json.loads(line)) for line in (run_dir.parent / "starts").read_text().splitlines()]
 
 
 @pytest.fixture
@@ -207,6 +241,80 @@ def test_exit_code(
     launcher: int, failure: int | None, unfinished: tuple[str, ...], stopping: bool, orphaned: bool, expected: int
 ) -> None:
     assert exit_code(launcher, ExitRecord(failure, unfinished), stopping=stopping, orphaned=orphaned) == expected
+
+
+@pytest.mark.parametrize("launcher", [0, 255])
+def test_only_ranks_that_were_seen_to_start_can_be_done(launcher: int) -> None:
+    for ended in (False, True):
+        code = exit_code(launcher, ExitRecord(None, ()), stopping=False, orphaned=False, witnessed=ended)
+        assert code == (0 if ended and launcher == 0 else 76)
+
+
+def hostfile_of(run_dir: Path, *names: str) -> Path:
+    file = run_dir.parent / "hostfile"
+    file.write_text("".join(f"{name} slots=2\n" for name in names))
+    return file
+
+
+def test_each_start_on_several_hosts_reads_the_hostfile_anew_and_meets_at_another_port(run_dir: Path) -> None:
+    hostfile = hostfile_of(run_dir, socket.gethostname(), "worker-2")
+    (run_dir.parent / ".deepspeed_env").write_text("# the network\n\nexport GLOO_SOCKET_IFNAME = eth0\n")
+    run = start(
+        run_dir,
+        "76",
+        "76",
+        ranks=1,
+        options=["--max-restarts", "3"],
+        real=False,
+        launcher=["--hostfile", str(hostfile), "--launcher", "openmpi", "--master_port", "29511"],
+    )
+    assert run.stderr is not None
+    assert "restart 1 of 3" in run.stderr.readline()
+    assert "restart 2 of 3" in run.stderr.readline()
+    hostfile_of(run_dir, "worker-2", "worker-3")
+    code, said = run.wait(PATIENCE_SECONDS), run.stderr.read()
+    assert code == 2 and "error: none of worker-2, worker-3 of hostfile" in said and said.count("\n") == 1
+
+    (first, environment, travels), (second, _, _) = starts(run_dir)
+    assert first[first.index("--master_port") + 1 :][:1] == ["29511"]
+    assert second == [*first, "--master_port", "29512"]
+    assert "ServerAliveInterval" in environment["PDSH_SSH_ARGS_APPEND"]
+    exit_file = environment[EXIT_FILE_VARIABLE]
+    assert travels == f"GLOO_SOCKET_IFNAME=eth0\n{EXIT_FILE_VARIABLE}={exit_file}\n"
+    assert left_running(run_dir) == []
+
+
+def test_a_launcher_that_waits_for_a_lost_host_for_ever_is_ended(run_dir: Path) -> None:
+    run = start(run_dir, "76", real=False, before="supervisor.LOSING_SECONDS = 0.5; ", STAND_IN_SLEEPS="600")
+    code, said = finish(run)
+    assert code == 76
+    assert said[:1] == ["ranks were lost 0.5 s ago and the launcher has not ended: ending it"]
+    assert left_running(run_dir) == []
+
+
+@pytest.mark.parametrize(
+    ("hostfile", "environment", "said"),
+    [
+        ("worker-2 slots=2\nworker-3 slots=2\n", "", "none of worker-2, worker-3 of hostfile"),
+        ("worker-2\n", "", "line 1: 'worker-2' is not HOST slots=N"),
+        ("{own} slots=2\n", "GLOO_SOCKET_IFNAME\n", "line 1: 'GLOO_SOCKET_IFNAME' is not KEY=VALUE"),
+    ],
+)
+def test_what_could_not_start_on_several_hosts_is_refused_before_anything_starts(
+    hostfile: str,
+    environment: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("hostfile").write_text(hostfile.format(own=socket.gethostname()))
+    Path(".deepspeed_env").write_text(environment)
+    assert main(["run", "--", "-H", "hostfile", str(SCRIPT), "--run-dir", "run", "0"]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+    assert not Path("run").exists()
 
 
 @pytest.mark.parametrize("command", [[], ["launch/train.py"], ["launch/train.py", "--run-dir"]])
