@@ -1,0 +1,320 @@
+"""Two or three hosts on one machine: a network, PID, UTS and mount namespace and an sshd for each.
+
+    worker-1  eth0 10.77.0.1 ──┐
+    worker-2  eth0 10.77.0.2 ──┼── bridge, in a network namespace of its own: the "switch"
+    worker-3  eth0 10.77.0.3 ──┘
+
+The machine's own network is not touched, so that several tests may use the same addresses at once. A host has its own
+/tmp, /run, /dev/shm, home folder and users; everything else is the machine's. Every namespace is held by a process
+that ends when the pipe to its standard input is closed, which happens even if the test is killed; none has a name
+outside, so nothing can be left over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+import psutil
+
+from tests.hosts.namespaces import SYSTEM_PATH, Namespace, Program
+from tests.launching import REPOSITORY
+
+BOOT = Path(__file__).with_name("boot.sh")
+NETWORK = "10.77.0"
+SWITCH = "[ ! -e /proc/sys/net/ipv6 ] || echo 1 >/proc/sys/net/ipv6/conf/all/disable_ipv6; echo ready; read -r line"
+TRAVELS = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+"""What DeepSpeed's launcher sets on every host (``Hosts.environment_file``)."""
+
+SSH_CONFIG = """Host *
+    StrictHostKeyChecking no
+    UserKnownHostsFile /dev/null
+    IdentityFile {key}
+    IdentitiesOnly yes
+    LogLevel ERROR
+"""
+SSHD_CONFIG = """HostKey {folder}/etc/host_key
+AuthorizedKeysFile {key}.pub
+PermitRootLogin prohibit-password
+PasswordAuthentication no
+StrictModes no
+UsePAM no
+PidFile none
+"""
+
+
+class Traffic(NamedTuple):
+    """Bytes that the link of one host has carried, frame headers included."""
+
+    sent: int
+    received: int
+
+
+class Host:
+    """One of the hosts; made by ``Hosts``.
+
+    Attributes:
+        name: worker-1, worker-2, ...: its hostname, which every host can resolve.
+        address: on its only interface, eth0.
+        port: the switch's end of its link.
+        folder: on the machine, with its home, its logs and what is private to it.
+        home: its user's home folder, HOME (over ssh too).
+    """
+
+    def __init__(self, hosts: Hosts, index: int) -> None:
+        self.name, self.address = f"worker-{index}", f"{NETWORK}.{index}"
+        self.folder = hosts.folder / self.name
+        self.home = self.folder / "home"
+        self.port = f"port{index}"
+        self._mac = f"02:00:0a:4d:00:0{index}"
+        self._hosts = hosts
+        self._programs: list[Program] = []
+        self._files = 0
+        self._write_files()
+        self.boot()
+
+    def boot(self) -> None:
+        """Switch it on, or on again after ``kill``; what was private to it no longer is."""
+        own = ["--net", "--pid", "--uts", "--mount", "--mount-proc"]
+        visible = map(str, self._hosts.visible)
+        self._inside = Namespace(own, ["bash", str(BOOT), self.name, str(self.folder), *visible])
+        try:
+            self._plug_in()
+        except BaseException:
+            self.end()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Of its first process, as seen from outside."""
+        return self._inside.pid
+
+    def environment(self, **changes: str) -> dict[str, str]:
+        """All that a program in the host finds in its environment: nothing else of the test's own."""
+        return {
+            "PATH": f"{Path(sys.executable).parent}:{SYSTEM_PATH}",
+            "HOME": str(self.home),
+            "USER": "root",
+            "SHELL": "/bin/bash",
+            "LANG": "C.UTF-8",
+            "PDSH_RCMD_TYPE": "ssh",
+            "PDSH_SSH_ARGS": f"-F {self._hosts.ssh_config}",
+            "DS_ENV_FILE": str(self._hosts.environment_file),
+            "MLFLOW_TRACKING_URI": "",
+            "PYTHONPATH": str(REPOSITORY),
+            **TRAVELS,
+            **changes,
+        }
+
+    def start(self, argv: Sequence[str], env: Mapping[str, str] | None = None, output: Path | None = None) -> Program:
+        """Start a program in the host, in the repository.
+
+        Args:
+            argv: the program and its arguments.
+            env: added to ``environment()``.
+            output: a file for what it prints, both streams; by default a new one in the host's folder.
+        """
+        with (output or self._new_file("output")).open("w") as file:
+            program = Program(
+                self._inside.enter(["env", "-C", str(REPOSITORY), *argv]),
+                env=self.environment(**(env or {})),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._programs.append(program)
+        return program
+
+    def run(
+        self, argv: Sequence[str], env: Mapping[str, str] | None = None, timeout: float = 60.0
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a program to its end; ``stdout`` has both streams.
+
+        Raises:
+            subprocess.TimeoutExpired: it took over ``timeout`` seconds, and has been killed with all that it started.
+        """
+        output = self._new_file("output")
+        program = self.start(argv, env, output)
+        try:
+            code = program.wait(timeout)
+        except subprocess.TimeoutExpired as error:
+            program.end()
+            raise subprocess.TimeoutExpired(argv, timeout, output.read_text()[-4000:]) from error
+        return subprocess.CompletedProcess(argv, code, output.read_text(), "")
+
+    def processes(self, pattern: str = "") -> list[psutil.Process]:
+        """What runs in the host with ``pattern``, a regular expression, in its command line."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                outside = os.readlink(f"/proc/{process.pid}/ns/pid") != os.readlink(f"/proc/{self._inside.pid}/ns/pid")
+                if outside or process.pid == self._inside.pid or process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                if re.search(pattern, " ".join(process.cmdline())):
+                    found.append(process)
+        return found
+
+    def private(self, path: Path) -> Path:
+        """Give the host a folder of its own at ``path``, made if missing; returns where it is on the machine."""
+        own = self._new_file("private")
+        own.mkdir()
+        path.mkdir(parents=True, exist_ok=True)
+        self._inside.call("mount", "--bind", str(own), str(path))
+        return own
+
+    def replace_file(self, path: Path, content: str) -> None:
+        """Let the host, and only it, find ``content`` in an existing file."""
+        own = self._new_file("replaced")
+        own.write_text(content)
+        self._inside.call("mount", "--bind", str(own), str(path))
+
+    def kill(self) -> None:
+        """Power loss: nothing more is sent, then everything in it is killed."""
+        self._hosts.switch.ip(f"link delete {self.port}")
+        self.end()
+
+    def end(self) -> None:
+        """Kill everything in it."""
+        self._inside.end()
+        for program in self._programs:
+            program.wait()
+        self._programs.clear()
+
+    def _plug_in(self) -> None:
+        veth = f"{self.port} type veth peer name eth0 netns {self.pid}"
+        self._hosts.switch.ip(f"link add {veth}", f"link set {self.port} master br0 up")
+        address = f"addr add {self.address}/24 dev eth0"
+        self._inside.ip(f"link set eth0 address {self._mac}", address, "link set eth0 up")
+
+    def _new_file(self, kind: str) -> Path:
+        self._files += 1
+        return self.folder / f"{kind}-{self._files}"
+
+    def _write_files(self) -> None:
+        etc = self.folder / "etc"
+        etc.mkdir(parents=True)
+        (self.home / ".ssh").mkdir(parents=True)
+        shutil.copy(self._hosts.ssh_config, self.home / ".ssh" / "config")
+        root = re.compile(r"^(root(?::[^:]*){4}):.*$", re.MULTILINE)
+        (etc / "passwd").write_text(root.sub(rf"\1:{self.home}:/bin/bash", Path("/etc/passwd").read_text()))
+        (etc / "shadow").write_text("root:*:20000:0:99999:7:::\n")
+        names = [f"{NETWORK}.{index} worker-{index}\n" for index in range(1, self._hosts.count + 1)]
+        (etc / "hosts").write_text("".join(["127.0.0.1 localhost\n", *names]))
+        (etc / "sshd_config").write_text(SSHD_CONFIG.format(folder=self.folder, key=self._hosts.key))
+        make_key(etc / "host_key")
+
+
+class Hosts:
+    """Makes ``count`` hosts and a switch between them; ``with`` removes them and ends all that runs in them.
+
+    Args:
+        folder: for keys, settings and logs; made if missing.
+        count: of hosts.
+        visible: folders below /tmp that all hosts share with the machine, although they have a /tmp of their own;
+            ``folder`` always is one.
+
+    Attributes:
+        switch: the namespace with the bridge.
+        shared: a folder that all hosts share.
+        ssh_config: for clients, with the key that every host accepts.
+        environment_file: what DeepSpeed's launcher sets on every host (``DS_ENV_FILE``).
+    """
+
+    def __init__(self, folder: Path, count: int = 2, visible: Sequence[Path] = ()) -> None:
+        self.folder, self.count = folder, count
+        self.visible = (folder, REPOSITORY, Path(sys.prefix), *visible)
+        self.shared = folder / "shared"
+        self.key, self.ssh_config = folder / "key", folder / "ssh_config"
+        self.environment_file = folder / "deepspeed_env"
+        self._hosts: list[Host] = []
+
+    def __enter__(self) -> Hosts:
+        self.shared.mkdir(parents=True)
+        make_key(self.key)
+        self.ssh_config.write_text(SSH_CONFIG.format(key=self.key))
+        self.environment_file.write_text("".join(f"{name}={value}\n" for name, value in TRAVELS.items()))
+        self.switch = Namespace(["--net"], ["sh", "-c", SWITCH])
+        try:
+            self.switch.ip("link add br0 type bridge", "link set br0 up")
+            for index in range(1, self.count + 1):
+                self._hosts.append(Host(self, index))
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def __getitem__(self, index: int) -> Host:
+        return self._hosts[index]
+
+    def __iter__(self) -> Iterator[Host]:
+        return iter(self._hosts)
+
+    def __len__(self) -> int:
+        return len(self._hosts)
+
+    def pids(self) -> list[int]:
+        """The first processes of the switch and of every host."""
+        return [self.switch.pid, *(host.pid for host in self._hosts)]
+
+    def hostfile(self, path: Path, slots: int = 2, names: Sequence[str] | None = None) -> Path:
+        """Write DeepSpeed's list of hosts, all of them unless ``names`` says which, and return ``path``."""
+        names = [host.name for host in self._hosts] if names is None else names
+        path.write_text("".join(f"{name} slots={slots}\n" for name in names))
+        return path
+
+    def stall(self) -> None:
+        """Let the switch drop every frame, without a word to either side, until ``heal``."""
+        self._set_ports("disabled")
+
+    def heal(self) -> None:
+        """End a stall."""
+        self._set_ports("forwarding")
+
+    def slow(self, rate: str) -> None:
+        """Limit what every host receives from the others to ``rate``, in the words of tc (``"200mbit"``)."""
+        for port in self._links():
+            self.switch.call(*f"tc qdisc replace dev {port} root tbf rate {rate} burst 256kb latency 400ms".split())
+
+    def bytes_between(self) -> dict[str, Traffic]:
+        """What each host that is on has sent to the others and received from them since it was switched on."""
+        links = self._links()  # the switch receives what the host sends
+        return {
+            host.name: Traffic(links[host.port]["rx"]["bytes"], links[host.port]["tx"]["bytes"])
+            for host in self._hosts
+            if host.port in links
+        }
+
+    def _set_ports(self, state: str) -> None:
+        for port in self._links():
+            self.switch.call("bridge", "link", "set", "dev", port, "state", state)
+
+    def _links(self) -> dict[str, dict[str, dict[str, int]]]:
+        """The counters of the switch's ports by their name."""
+        links = json.loads(self.switch.call("ip", "-s", "-j", "link", "show", "master", "br0"))
+        return {link["ifname"]: link["stats64"] for link in links}
+
+    def _end(self) -> None:
+        for host in self._hosts:
+            host.end()
+        self.switch.end()
+        self._hosts.clear()
+
+
+def make_key(path: Path) -> None:
+    """An ed25519 key without a password, and its public half beside it."""
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)], check=True)

@@ -1,0 +1,179 @@
+"""The hosts that the other tests of this folder run on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.hosts.hosts import Host, Hosts
+from tests.hosts.namespaces import PROGRAMS, why_not
+from tests.launching import REPOSITORY
+
+COPY_BYTES = 4 * 2**20
+MAKE_AND_WAIT = """
+import sys, time
+from pathlib import Path
+from tests.hosts.hosts import Hosts
+
+with Hosts(Path(sys.argv[1])) as hosts:
+    hosts[1].start(["sleep", "3601"])
+    print(*hosts.pids(), flush=True)
+    time.sleep(600)
+"""
+
+
+def say(host: Host, line: str, timeout: float = 30.0) -> str:
+    """What a line of shell prints in the host; it has to succeed."""
+    done = host.run(["bash", "-c", line], timeout=timeout)
+    assert done.returncode == 0, done.stdout
+    return done.stdout.strip()
+
+
+def copy(one: Host, other: Host, timeout: float = 30.0) -> None:
+    """Send 4 MiB from one host to the other."""
+    say(
+        one,
+        f"set -o pipefail; head -c {COPY_BYTES} /dev/zero | ssh {other.name} wc -c | grep -qx {COPY_BYTES}",
+        timeout,
+    )
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30.0
+    while not happened():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.02)
+
+
+def network_namespaces(pids: Iterable[int]) -> set[str]:
+    """Of the processes among these that there are."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(f"/proc/{pid}/ns/net"))
+    return found
+
+
+def test_a_host_is_like_a_machine_of_its_own(hosts: Hosts, tmp_path: Path) -> None:
+    one, two = hosts[0], hosts[1]
+    assert say(one, "hostname; hostname -I; echo /sys/class/net/*").split() == [
+        "worker-1",
+        "10.77.0.1",
+        "/sys/class/net/eth0",
+        "/sys/class/net/lo",
+    ]
+    own = f"own-{os.getpid()}"
+    say(one, f"echo here >{tmp_path}/shared; echo here | tee /tmp/{own} /dev/shm/{own} ~/{own}")
+    assert say(two, f"cat {tmp_path}/shared; ls /tmp/{own} /dev/shm/{own} ~/{own} 2>/dev/null || true") == "here"
+    assert not Path("/tmp", own).exists() and not Path("/dev/shm", own).exists()
+    assert say(one, "ssh worker-2 'hostname; echo $HOME; ps ax | grep -c [s]leep || true'").split() == [
+        "worker-2",
+        str(two.home),
+        "0",
+    ]
+
+
+def test_a_path_or_a_file_can_differ_on_one_host(hosts: Hosts, tmp_path: Path) -> None:
+    one, two = hosts[0], hosts[1]
+    (tmp_path / "version").write_text("1")
+    own = two.private(tmp_path / "checkpoints")
+    two.replace_file(tmp_path / "version", "2")
+    say(two, f"cp {tmp_path}/version {tmp_path}/checkpoints/seen")
+    assert (own / "seen").read_text() == "2" and say(one, f"cat {tmp_path}/version; ls {tmp_path}/checkpoints") == "1"
+
+
+def test_the_switch_counts_what_passes_between_hosts(hosts: Hosts) -> None:
+    one, two = hosts[0], hosts[1]
+    before = hosts.bytes_between()
+    copy(one, one)
+    copy(one, two)
+    after = hosts.bytes_between()
+    sent, received = (
+        after[one.name].sent - before[one.name].sent,
+        after[two.name].received - before[two.name].received,
+    )
+    assert COPY_BYTES < sent < 1.03 * COPY_BYTES, "only what crossed"
+    assert received == pytest.approx(sent, abs=1000), "a frame may be on its way"
+    assert after[two.name].sent - before[two.name].sent < 0.05 * COPY_BYTES
+
+
+def test_the_switch_stalls_and_slows_what_passes_between_hosts(hosts: Hosts) -> None:
+    one, two = hosts[0], hosts[1]
+
+    def received() -> int:
+        return hosts.bytes_between()[two.name].received
+
+    endless = one.start(["sh", "-c", "ssh worker-2 'cat >/dev/null' </dev/zero"])
+    before = received()
+    wait_for(lambda: received() > before + COPY_BYTES)
+    hosts.stall()
+    stalled = received()
+    with pytest.raises(subprocess.TimeoutExpired):
+        copy(one, two, timeout=1.0)
+    assert received() == stalled and endless.poll() is None
+    assert len(one.processes("ssh worker-2")) == 2, "the shell and ssh: what took too long was killed"
+    hosts.slow("8mbit")
+    hosts.heal()
+    wait_for(lambda: received() > stalled)
+    begin, healed = time.monotonic(), received()
+    time.sleep(0.5)
+    assert 0 < received() - healed < 1e6 * (time.monotonic() - begin) + 300e3, "bytes, of which a burst may be ahead"
+    endless.end()
+
+
+def test_a_killed_host_is_silent_until_it_is_switched_on_again(hosts: Hosts) -> None:
+    one, two = hosts[0], hosts[1]
+    sleeper = two.start(["sh", "-c", "sleep 3602 & wait"])
+    session = one.start(["ssh", "worker-2", "sleep 3603"])
+    wait_for(lambda: len(two.processes("sleep 360[23]")) == 3)  # and a shell
+    assert not one.processes("sleep 3602")
+    two.kill()
+    assert sleeper.returncode == -signal.SIGKILL and two.processes() == [] and two.name not in hosts.bytes_between()
+    time.sleep(0.2)
+    assert session.poll() is None, "nothing said that the connection is gone"
+    session.send_signal(signal.SIGTERM)
+    assert session.wait(10) == 255
+    two.boot()
+    assert say(one, "ssh worker-2 hostname") == "worker-2"
+
+
+@pytest.mark.parametrize("ending", ["with an error", "killed"])
+def test_nothing_is_left_of_hosts(ending: str, can_make_hosts: None, tmp_path: Path) -> None:
+    mounts = Path("/proc/mounts").read_text()
+    if ending == "with an error":
+        with pytest.raises(RuntimeError), Hosts(tmp_path / "three", 3) as hosts:
+            hosts[2].start(["sleep", "3601"])
+            made = network_namespaces(hosts.pids())
+            raise RuntimeError
+        assert len(made) == 4
+    else:
+        command = [sys.executable, "-c", MAKE_AND_WAIT, str(tmp_path / "two")]
+        maker = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+        assert maker.stdout is not None
+        made = network_namespaces(map(int, maker.stdout.readline().split()))
+        assert len(made) == 3
+        maker.kill()
+        maker.communicate()
+        wait_for(lambda: not made & network_namespaces(psutil.pids()))
+    assert not made & network_namespaces(psutil.pids()) and Path("/proc/mounts").read_text() == mounts
+    assert not any(
+        str(tmp_path) in " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])
+    )
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name, path: None if name == "pdsh" else name)
+    assert "pdsh" in PROGRAMS and why_not() == "hosts on one machine need pdsh"
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert why_not() in ("only root can make hosts on one machine", f"hosts on one machine need {', '.join(PROGRAMS)}")
