@@ -177,6 +177,7 @@ def test_a_second_signal_ends_everything_at_once(run_dir: Path) -> None:
     run = start(run_dir, "deaf", options=["--max-restarts", "3"], real=False)
     wait_for(ready(run_dir))
     run.send_signal(signal.SIGTERM)
+    assert run.stderr is not None and "asking 2 ranks" in run.stderr.readline()  # heard, if the machine is busy later
     time.sleep(1.5)
     run.send_signal(signal.SIGINT)
     sent = time.monotonic()

@@ -104,7 +104,7 @@ def test_a_killed_child_does_not_fit_and_a_bug_is_shown(tmp_path: Path, monkeypa
     with pytest.raises(TrialError, match=r"ZeroDivisionError: a bug"):
         trials.run(1, 2**40)
     play(monkeypatch, refused)
-    result = search(task(job(), Layout(1, 1), sizes=(1, 2)), tmp_path / "refused", 0)
+    result = search(task(job(), Layout(1, 1), sizes=(1, 2), budget_bytes=2**40), tmp_path / "refused", 0)
     assert (result["failure"], result["refused"], result["trials"]) == ("2 processes on 1 device", True, [])
     assert set(psutil.Process().children()) <= others
 

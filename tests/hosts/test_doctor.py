@@ -1,9 +1,10 @@
-"""``ddpm-ds doctor`` on hosts that are alike, and on hosts that are not."""
+"""``ddpm-ds doctor`` on hosts that are alike, and on hosts that are not; and training on the latter."""
 
 from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from ddpm_ds.hosts.environment import read_environment
 from tests.hosts.hosts import Hosts
 from tests.launching import REPOSITORY
+from tests.train.ranks import arguments
 
 pytestmark = pytest.mark.launch
 
@@ -25,8 +27,15 @@ def row(text: str, name: str) -> list[str]:
     return re.split(r"  +", line)[1:]
 
 
-def test_equal_hosts_are_good_and_their_network_is_measured(hosts: Hosts, tmp_path: Path) -> None:
-    hostfile, file = hosts.hostfile(tmp_path / "hostfile"), tmp_path / "env"
+@pytest.fixture(scope="module")
+def three_hosts(can_make_hosts: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    with Hosts(tmp_path_factory.mktemp("hosts") / "three", 3, visible=[tmp_path_factory.getbasetemp()]) as hosts:
+        yield hosts
+
+
+def test_equal_hosts_are_good_and_their_network_is_measured(three_hosts: Hosts, tmp_path: Path) -> None:
+    hosts, file = three_hosts, tmp_path / "env"
+    hostfile = hosts.hostfile(tmp_path / "hostfile")
     done = hosts[0].run(
         [
             *DOCTOR,
@@ -42,16 +51,17 @@ def test_equal_hosts_are_good_and_their_network_is_measured(hosts: Hosts, tmp_pa
     )
     assert done.returncode == 0, done.stdout
     assert "! " not in done.stdout
-    assert row(done.stdout, "interface") == ["eth0 10.77.0.1", "eth0 10.77.0.2"]
-    assert row(done.stdout, "master port") == ["29500 free", "reached"]
-    assert row(done.stdout, "run folder") == ["this one", "shared"]
+    assert row(done.stdout, "interface") == ["eth0 10.77.0.1", "eth0 10.77.0.2", "eth0 10.77.0.3"]
+    assert row(done.stdout, "master port") == ["29500 free", "reached", "reached"]
+    assert row(done.stdout, "run folder") == ["this one", "shared", "shared"]
     assert all(re.fullmatch(r"[\d.]+ ms", cell) for cell in row(done.stdout, "all-reduce"))
-    latency, there, back = row(done.stdout, "worker-1 - worker-2")
-    assert float(latency.removesuffix(" ms")) < 100
-    for bandwidth in (there, back):
-        number, unit = bandwidth.split()
-        assert float(number) * {"MB/s": 1e6, "GB/s": 1e9}[unit] > 10e6
-    assert max(traffic.sent for traffic in hosts.bytes_between().values()) < 400 * 2**20  # also on a network that bills
+    for pair in ("worker-1 - worker-2", "worker-1 - worker-3", "worker-2 - worker-3"):
+        latency, there, back = row(done.stdout, pair)
+        assert float(latency.removesuffix(" ms")) < 100
+        for bandwidth in (there, back):
+            number, unit = bandwidth.split()
+            assert float(number) * {"MB/s": 1e6, "GB/s": 1e9}[unit] > 10e6
+    assert max(traffic.sent for traffic in hosts.bytes_between().values()) < 800 * 2**20  # also on a network that bills
     assert read_environment(file) | {"GLOO_SOCKET_IFNAME": "eth0", "DS_ACCELERATOR": "cpu"} == read_environment(file)
     assert "secrets: MLFLOW_TRACKING_TOKEN" in done.stdout and "hush" not in file.read_text() + done.stdout
     assert not hosts[1].processes(r"ddpm_ds\.doctor")
@@ -76,6 +86,16 @@ def test_what_differs_is_named_with_its_host_and_the_fix(
         assert f"! worker-2, spec: data.held_out_images is 64 (worker-1: 197); copy {SPEC} to worker-2" in done.stdout
         assert re.search(r"^! 10\.77\.0\.9, ssh: .*(No route to host|timed out|no answer)", done.stdout, re.MULTILINE)
         assert row(done.stdout, "torch")[0] == row(done.stdout, "torch")[1] and row(done.stdout, "torch")[2] == "-"
+
+        hosts.hostfile(hostfile, slots=1)
+        script = ["launch/train.py", *arguments(tmp_path / "run", (), "zero2_fp16.json", ["-p", "2"])]
+        done = one.run(["deepspeed", "--hostfile", str(hostfile), *script], timeout=120)
+        assert done.returncode == 2, done.stdout
+        assert (
+            "ddpm_ds: error: host worker-2 (rank 1) differs from host worker-1 (rank 0): "
+            f"version of pydantic is 2.11.0, not {here}; install the same versions on all hosts" in done.stdout
+        )
+        assert not two.processes("train.py") and not (tmp_path / "run").exists()
 
         for process in two.processes("sshd"):
             process.kill()
