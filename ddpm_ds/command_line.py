@@ -69,13 +69,19 @@ def set_environment() -> None:
         os.environ.setdefault(name, value)
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    if started and "MASTER_ADDR" not in os.environ and os.environ["WORLD_SIZE"] != os.environ["LOCAL_WORLD_SIZE"]:
+    if started and "MASTER_ADDR" not in os.environ and on_several_hosts():
         raise SpecError(
             f"{os.environ['WORLD_SIZE']} ranks were started on several hosts, and MASTER_ADDR, the host of rank 0, is "
             "not set; see launch/slurm.sh, or for OpenMPI: mpirun -x MASTER_ADDR=HOST"
         )
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
+
+
+def on_several_hosts() -> bool:
+    """Whether there are ranks of this run on other hosts."""
+    world_size = os.environ["WORLD_SIZE"]
+    return world_size != os.environ.get("LOCAL_WORLD_SIZE", world_size)
 
 
 def _of_openmpi() -> dict[str, str]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
-import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
 from ddpm_ds.errors import SpecError
-from ddpm_ds.hosts.ssh import ssh_to
+from ddpm_ds.hosts.ssh import ssh_settings
 
 DEFAULT_HOSTFILE = Path("/job/hostfile")
 """Where DeepSpeed's launcher looks when it is given none."""
@@ -60,17 +59,8 @@ def this_host(names: Iterable[str]) -> str | None:
         for name, host in named.items():
             if host == wanted:
                 return name
-    return next((name for name in named if _is_address_of_this_host(_of_ssh(name))), None)
-
-
-def _of_ssh(name: str) -> str:
-    """The host that ssh would connect to, by its configuration; nothing is connected."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        ssh, *options = ssh_to(name)
-        asked = subprocess.run([ssh, "-G", *options], capture_output=True, text=True, check=True, timeout=10)
-        if found := re.search(r"^hostname (\S+)$", asked.stdout, re.MULTILINE):
-            return found[1]
-    return name.rpartition("@")[2]
+    of_ssh = (ssh_settings(name).get("hostname", host) for name, host in named.items())
+    return next((name for name, host in zip(named, of_ssh, strict=True) if _is_address_of_this_host(host)), None)
 
 
 def _is_address_of_this_host(host: str) -> bool:

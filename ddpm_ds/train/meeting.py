@@ -21,6 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ddpm_ds.command_line import on_several_hosts
 from ddpm_ds.errors import HostError, LayoutError, PeerLostError, UserError
 from ddpm_ds.train.node_metrics import host_name
 
@@ -114,12 +115,17 @@ class Meeting:
             raise
 
     def _wait(self, store: dist.Store, keys: list[str]) -> None:
-        """Until all ranks have said something."""
+        """Until all ranks have said something. The ranks are asked for one by one no more often than they beat."""
         started, beats = time.monotonic(), _Beats(self.world_size)
+        looked_at = started
         while not store.check(keys):
             if store.check([REFUSAL]):
                 refusal = json.loads(store.get(REFUSAL))
                 raise HostError(f"rank {refusal['rank']} (host {refusal['host']}): {refusal['why']}")
+            time.sleep(POLL_SECONDS)
+            if time.monotonic() - looked_at < BEAT_SECONDS:
+                continue
+            looked_at = time.monotonic()
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
             absent = [rank for rank in missing if not store.check([f"beat/{rank}"])]
             if absent and time.monotonic() - started > self._start_seconds:
@@ -130,7 +136,6 @@ class Meeting:
             silent = beats.silent(store, [rank for rank in missing if rank not in absent])
             if silent:
                 raise PeerLostError(f"{_ranks(silent)} {'has' if len(silent) == 1 else 'have'} gone while starting")
-            time.sleep(POLL_SECONDS)
 
     def _beat(self) -> None:
         assert self._store is not None
@@ -163,7 +168,7 @@ def refuse_alone(error: UserError) -> None:
 
     On one host nobody needs to be told: its launcher ends the others.
     """
-    if int(os.environ["WORLD_SIZE"]) > int(os.environ["LOCAL_WORLD_SIZE"]):
+    if on_several_hosts():
         with contextlib.suppress(UserError, PeerLostError):
             Meeting(TELL_SECONDS).refuse(error)
 

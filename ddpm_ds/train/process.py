@@ -13,6 +13,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from ddpm_ds.command_line import on_several_hosts
 from ddpm_ds.errors import BadNumbersError, HostError, Preempted, UserError
 from ddpm_ds.hosts.interface import GLOO_INTERFACE, use_interface_towards
 from ddpm_ds.observe.layer_times import cache_file, measured_times
@@ -58,12 +59,6 @@ def process_group() -> Iterator[None]:
         dist.destroy_process_group()
         raise
     dist.destroy_process_group()
-
-
-def on_several_hosts() -> bool:
-    """Whether there are ranks of this run on other hosts."""
-    world_size = os.environ["WORLD_SIZE"]
-    return world_size != os.environ.get("LOCAL_WORLD_SIZE", world_size)
 
 
 def _not_connected(error: Exception) -> HostError:
