@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ddpm_ds.benchmark.data_command import add_bench_data
 from ddpm_ds.checkpoint.command import add_checkpoint
 from ddpm_ds.command_line import OneLineParser, add_overrides
 from ddpm_ds.doctor.command import add_doctor
@@ -69,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add_doctor,
         add_plan,
         add_fit,
+        add_bench_data,
         add_vary,
         add_compare,
         add_note,

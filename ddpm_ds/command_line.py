@@ -46,6 +46,11 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def cache_folder() -> Path:
+    """What is remembered between runs lies here, in the user's cache folder (``XDG_CACHE_HOME``); may not exist yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddpm_ds"
+
+
 def set_environment() -> None:
     """What every process does first: take its place among the ranks, and the environment that has not travelled.
 

@@ -38,8 +38,11 @@ class ResolvedDsConfig:
     """A DeepSpeed JSON without "auto", and what this project reads from it."""
 
     config: dict[str, Any]
-    """What DeepSpeed is given. Its activation_checkpoint_interval is 0 while `checkpoint_interval` is "auto", and its
-    across_hosts "stages" while `across_hosts` is."""
+    """Every key as it counts; DeepSpeed is given :func:`for_deepspeed` of it.
+
+    Its activation_checkpoint_interval is 0 while `checkpoint_interval` is "auto", its across_hosts "stages" while
+    `across_hosts` is, and its kernels "reference" while `kernels` is.
+    """
     layout: Layout
     precision: Literal["fp32", "fp16", "bf16"]
     zero_stage: int
@@ -47,6 +50,7 @@ class ResolvedDsConfig:
     schedule: Literal["1f1b", "folded"]
     checkpoint_interval: int | Literal["auto"]
     across_hosts: Literal["stages", "replicas", "auto"]
+    kernels: Literal["fused", "reference", "auto"]
 
     @property
     def planned_partition(self) -> Literal["flops", "parameters", "uniform"] | list[int]:
@@ -91,6 +95,8 @@ def resolve(
         _fill_rest(filled, spec)
     except DsConfigError as error:
         raise DsConfigError(f"{path}: {error}") from None
+    kernels = filled.get("kernels", "auto")
+    filled |= {"compile": filled.get("compile", False), "kernels": "reference" if kernels == "auto" else kernels}
     pipeline = filled.setdefault("pipeline", {})
     interval, across = (pipeline.get(name, "auto") for name in ("activation_checkpoint_interval", "across_hosts"))
     pipeline |= {
@@ -110,7 +116,14 @@ def resolve(
         schedule=pipeline["schedule"],
         checkpoint_interval=interval,
         across_hosts=across,
+        kernels=kernels,
     )
+
+
+def for_deepspeed(config: dict[str, Any]) -> dict[str, Any]:
+    """Of a filled configuration what DeepSpeed is given: not this project's keys, nor the flops profiler, whose timers
+    would crash a pipeline (see :mod:`ddpm_ds.observe.flops`)."""
+    return {name: value for name, value in config.items() if name not in ("compile", "kernels", "flops_profiler")}
 
 
 def leaves_stages_open(config: dict[str, Any], world_size: int) -> bool:

@@ -265,6 +265,19 @@ TABLE: tuple[Key, ...] = (
     _effective("pipeline.use_reentrant", SWITCH, "PyTorch's older checkpointing; the default here is false."),
     _refused("pipeline.seed_layers", "weights follow from the seed and the layer alone", False),
     _accepted(_inside("pipeline", "pipe_partitioned grad_partitioned"), SWITCH, "Only for tensor parallelism."),
+    # Arithmetic
+    _effective(
+        "compile",
+        SWITCH,
+        "This project's meaning: each layer's arithmetic by torch.compile, once per shape. DeepSpeed's block, for "
+        "DeepCompile, is refused: it replaces the backward that the pipeline schedules. The default is false.",
+    ),
+    _effective(
+        "kernels",
+        one_of("fused", "reference"),
+        "This project's key: group normalisations with SiLU as one Triton kernel, or as PyTorch's operations.",
+        auto="the faster one, timed when the run starts (docs/performance.md)",
+    ),
     # Activation checkpointing
     _accepted("activation_checkpointing", BLOCK, "Only off: use `pipeline.activation_checkpoint_interval`."),
     _refused(
@@ -348,7 +361,6 @@ TABLE: tuple[Key, ...] = (
     _refused("checkpoint.checkpoint_serialization", "DeepSpeed reads it and never uses it", True),
     _refused("datastates_ckpt", _OWN_CHECKPOINTS, False),
     # Everything else
-    _refused("compile", "DeepCompile replaces the backward that the pipeline schedules", {}, {"deepcompile": False}),
     _refused("autotuning", "it restarts a program it does not know", OFF),
     _refused("hybrid_engine weight_quantization", "for inference", OFF),
     _refused("disable_python_gc", "nothing would collect the garbage in its place", False),

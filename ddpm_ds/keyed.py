@@ -28,6 +28,7 @@ class Stream(IntEnum):
     NOISE = 1
     FLIP = 2
     LABEL_DROP = 3
+    CROP = 4
     DROPOUT = 16
     HELD_OUT = 2**20
     SAMPLE = 2**21

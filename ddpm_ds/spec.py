@@ -31,7 +31,10 @@ class DataSpec(Section):
     path: Path | None = None
     """The image folder of source `folder`; subfolders are classes. Not used by the other sources."""
     image_size: PositiveInt
-    """Height and width in pixels after preparation; images are scaled, up or down, and centre-cropped."""
+    """Height and width in pixels of what is learned; images are scaled, up or down, and centre-cropped."""
+    crop_from: PositiveInt | None = None
+    """Height and width of the prepared images, from which `image_size` pixels are cropped at a place chosen anew each
+    time an image is seen, in the centre to evaluate; null prepares `image_size`."""
     channels: Literal[1, 3]
     """Colour channels after preparation: 1 grey, 3 RGB."""
     horizontal_flips: bool = False
@@ -44,6 +47,11 @@ class DataSpec(Section):
     """Folder of prepared stores; the store's own folder name follows from source, size and channels."""
     workers: Annotated[int, Field(ge=0)] = 0
     """Loader processes per rank that loads data. 0 reads in the training process, which is fastest for small images."""
+
+    @property
+    def stored_size(self) -> int:
+        """Height and width in pixels of the prepared images."""
+        return self.crop_from or self.image_size
 
 
 class UnetSpec(Section):
@@ -277,6 +285,11 @@ def _check_data(spec: RunSpec) -> None:
         raise ValueError("data.path is missing; source folder needs it: --set data.path=FOLDER")
     if data.source != "folder" and data.path is not None:
         raise ValueError(f"data.path = {data.path} is not read by source {data.source}; remove it or use source folder")
+    if data.crop_from is not None and data.crop_from < data.image_size:
+        raise ValueError(
+            f"data.crop_from = {data.crop_from} is below data.image_size = {data.image_size}, the size of the crops; "
+            f"use {data.image_size} or more, or null for no crops"
+        )
 
 
 def _check_unet(spec: RunSpec) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpm_ds.ds_config import BUCKET_ELEMENTS, read_ds_config, resolve
+from ddpm_ds.ds_config import BUCKET_ELEMENTS, for_deepspeed, read_ds_config, resolve
 from ddpm_ds.ds_config_check import check_ds_config
 from ddpm_ds.ds_config_keys import KEYS, TABLE, children, ds_config_markdown
 from ddpm_ds.ds_config_kinds import BLOCK, Effect
@@ -149,7 +149,7 @@ def test_every_config_in_the_repository_fits_every_spec_and_deepspeed_takes_it(p
         resolved = resolve(read_ds_config(path), run, world_size=world_size, stages=world_size, path=path)
         assert "auto" not in list(values_of(resolved.config))
         assert resolved.precision in path.stem and f"zero{resolved.zero_stage}" in path.stem
-        taken = DeepSpeedConfig(copy.deepcopy(resolved.config))
+        taken = DeepSpeedConfig(copy.deepcopy(for_deepspeed(resolved.config)))
         assert taken.zero_optimization_stage == resolved.zero_stage
         assert taken.train_micro_batch_size_per_gpu == resolved.layout.micro_batch_images
         assert taken.gradient_accumulation_steps == resolved.layout.micro_batches
@@ -161,7 +161,8 @@ def test_deepspeed_takes_every_refused_key_at_the_value_that_is_let_through() ->
     for key in TABLE:
         for name in key.names.split():
             for value in key.inert:
-                DeepSpeedConfig(filled(config(**{name.replace(".", "__"): copy.deepcopy(value)})).config)
+                changed = config(**{name.replace(".", "__"): copy.deepcopy(value)})
+                DeepSpeedConfig(for_deepspeed(filled(changed).config))
 
 
 def test_the_config_that_was_read_is_left_alone() -> None:
@@ -181,6 +182,7 @@ def test_auto_takes_its_values_from_the_spec() -> None:
         "eps": 1e-8,
         "weight_decay": 0.1,
         "torch_adam": True,
+        "fused": True,
     }
     assert resolved["scheduler"]["params"] == {
         "warmup_min_lr": 0.0,

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -95,8 +95,15 @@ def check_losses(rows: Sequence[Row], losses: Sequence[Sequence[float]], toleran
     return largest
 
 
+class Stepping(Protocol):
+    """Whatever takes steps."""
+
+    @property
+    def step(self) -> Callable[[], object]: ...
+
+
 def time_rounds(
-    rows: Sequence[Row],
+    rows: Sequence[Stepping],
     *,
     rounds: int,
     steps: int,

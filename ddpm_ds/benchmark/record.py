@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import uuid
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ddpm_ds.benchmark.one_device_report import OneDeviceReport, OneDeviceResult, one_device_table
 from ddpm_ds.benchmark.report import Report, RowResult, table
 from ddpm_ds.train.plan import RunPlan
 from ddpm_ds.train.tracking import RunLink, Tracker
@@ -14,8 +16,52 @@ from ddpm_ds.train.tracking import RunLink, Tracker
 EXPERIMENT = "benchmarks"
 
 
+@dataclass(frozen=True)
+class _RowRun:
+    """The run of one row."""
+
+    row: str
+    name: str
+    note: str
+    metrics: Mapping[str, float]
+    series: Mapping[str, Sequence[float]]
+    """By round or by step."""
+
+
 def record(report: Report, plan: RunPlan, root: Path) -> RunLink:
     """Log ``report``; what MLflow does not take is left in ``root``, where its store is if none is named."""
+    rows = [
+        _RowRun(
+            row.row,
+            row.name,
+            row.note,
+            _metrics(row),
+            {"round_step_ms": _milliseconds(row.round_step_seconds), "first_loss": row.first_losses},
+        )
+        for row in report.rows
+    ]
+    return _record(report, plan, root, table(report), rows)
+
+
+def record_one_device(report: OneDeviceReport, plan: RunPlan, root: Path) -> RunLink:
+    """The same of ``--one-device``."""
+    rows = [
+        _RowRun(
+            row.row,
+            row.name,
+            row.note,
+            _one_device_metrics(row),
+            {
+                "round_step_ms": _milliseconds(row.round_step_seconds),
+                "round_forward_backward_ms": _milliseconds(row.round_forward_backward_seconds),
+            },
+        )
+        for row in report.rows
+    ]
+    return _record(report, plan, root, one_device_table(report), rows)
+
+
+def _record(report: Report | OneDeviceReport, plan: RunPlan, root: Path, text: str, rows: Sequence[_RowRun]) -> RunLink:
     root.mkdir(parents=True, exist_ok=True)
     identity = uuid.uuid4().hex
     shared = {
@@ -26,10 +72,9 @@ def record(report: Report, plan: RunPlan, root: Path) -> RunLink:
     }
     tags = {"kind": "benchmark", "mlflow.source.name": "launch/bench.py"}
     tags |= {f"version.{name}": number for name, number in report.versions.items()}
-    name = f"{report.name} {report.layout}"
     parent = Tracker.start(
         EXPERIMENT,
-        name,
+        f"{report.name} {report.layout}",
         output_root=root,
         run_dir=root,
         params={**shared, "command": report.command},
@@ -37,9 +82,9 @@ def record(report: Report, plan: RunPlan, root: Path) -> RunLink:
         identity=identity,
         system_metrics=False,
     )
-    for row in report.rows:
-        parent.metrics({f"{row.row}.{metric}": value for metric, value in _metrics(row).items()}, 0)
-    parent.text(table(report) + "\n", "table.txt")
+    for row in rows:
+        parent.metrics({f"{row.row}.{metric}": value for metric, value in row.metrics.items()}, 0)
+    parent.text(text + "\n", "table.txt")
     parent.text(json.dumps(asdict(report), indent=2) + "\n", "report.json")
     link = parent.finish("FINISHED")  # before its children, which look for it
     children = [
@@ -53,17 +98,20 @@ def record(report: Report, plan: RunPlan, root: Path) -> RunLink:
             parent=identity,
             system_metrics=False,
         )
-        for row in report.rows
+        for row in rows
     ]
-    for row, child in zip(report.rows, children, strict=True):
-        child.metrics(_metrics(row), 0)
-        for number, seconds in enumerate(row.round_step_seconds):
-            child.metrics({"round_step_ms": 1e3 * seconds}, number)
-        for number, loss in enumerate(row.first_losses):
-            child.metrics({"first_loss": loss}, number)
+    for row, child in zip(rows, children, strict=True):
+        child.metrics(dict(row.metrics), 0)
+        for metric, values in row.series.items():
+            for number, value in enumerate(values):
+                child.metrics({metric: value}, number)
     for child in children:
         child.finish("FINISHED")
     return link
+
+
+def _milliseconds(seconds: Sequence[float]) -> list[float]:
+    return [1e3 * value for value in seconds]
 
 
 def _metrics(row: RowResult) -> dict[str, float]:
@@ -80,4 +128,23 @@ def _metrics(row: RowResult) -> dict[str, float]:
         metrics["bubble"] = row.bubble
     if row.rank_peak_bytes is not None:
         metrics["peak_mb"] = max(row.rank_peak_bytes) / 1e6
+    return metrics
+
+
+def _one_device_metrics(row: OneDeviceResult) -> dict[str, float]:
+    metrics = {
+        "step_ms": 1e3 * row.step_seconds.median,
+        "images_per_second": row.images_per_second,
+        "speed": row.speed.median,
+        "speed_low": row.speed.low,
+        "speed_high": row.speed.high,
+        "mfu": row.mfu,
+    }
+    if row.forward_backward_seconds is not None:
+        metrics["forward_backward_ms"] = 1e3 * row.forward_backward_seconds.median
+    if row.peak_bytes is not None:
+        metrics["peak_mb"] = row.peak_bytes / 1e6
+    if row.prediction_difference is not None and row.gradient_norm_difference is not None:
+        metrics["prediction_difference"] = row.prediction_difference
+        metrics["gradient_norm_difference"] = row.gradient_norm_difference
     return metrics

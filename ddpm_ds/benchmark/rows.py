@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ddpm_ds.data.device import on_device
 from ddpm_ds.data.loader import MicroBatch, micro_batches
 from ddpm_ds.data.store import Store
 from ddpm_ds.ds_config import BUCKET_ELEMENTS
@@ -47,9 +48,9 @@ class Setting:
         return Denoising(self.plan.spec, self.device)
 
     def batches(self, replicas: int, replica: int) -> Iterator[MicroBatch]:
-        """The endless micro-batches of one of ``replicas``, from the first image on."""
+        """The endless micro-batches of one of ``replicas``, from the first image on, on the device."""
         layout = self.plan.ds.layout
-        return micro_batches(
+        batches = micro_batches(
             self.store,
             seed=self.plan.spec.train.seed,
             batch_images=layout.batch_images,
@@ -59,6 +60,7 @@ class Setting:
             workers=self.plan.spec.data.workers,
             pin_memory=self.device.type == "cuda",
         )
+        return on_device(batches, self.device)
 
     def checkpoints(self) -> bool:
         """Whether the configuration asks for activation checkpointing."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ddpm_ds.benchmark.choice import bounds_of, replica_micro_batches
 from ddpm_ds.benchmark.rows import Setting, deepspeed_options, with_zero_stage
+from ddpm_ds.ds_config import for_deepspeed
 from ddpm_ds.observe.recording import Recording
 from ddpm_ds.pipeline.build import build_engine, quiet_deepspeed
 from ddpm_ds.pipeline.partition import Schedule
@@ -92,7 +93,7 @@ class ZeroWithoutPipeline:
         self._micro_batches = replica_micro_batches(plan)
         self._batches = setting.batches(self._replicas, dist.get_rank())
         options = with_zero_stage(deepspeed_options(setting.config), 2)
-        config = {name: block for name, block in options.items() if name != "pipeline"}
+        config = {name: block for name, block in for_deepspeed(options).items() if name != "pipeline"}
         config["gradient_accumulation_steps"] = self._micro_batches
         with layout_of(None), quiet_deepspeed(setting.verbose):
             unet = UNet(plan.layers, plan.spec.train.seed)

@@ -21,7 +21,14 @@ from ddpm_ds.unet.model import UNet
 class AdamW:
     """The optimizer of rows without DeepSpeed, with the learning rates of DeepSpeed's own scheduler."""
 
-    def __init__(self, setting: Setting, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        parameters: Iterable[nn.Parameter],
+        *,
+        fused: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
         optimizer, config = setting.plan.spec.optimizer, setting.config
         self.parameters = list(parameters)
         self.clip_norm = float(config.get("gradient_clipping", 1.0))  # 1.0 is DeepSpeed's default too
@@ -31,7 +38,9 @@ class AdamW:
             betas=optimizer.betas,
             eps=optimizer.epsilon,
             weight_decay=optimizer.weight_decay,
+            fused=True if fused else None,  # False would keep PyTorch from choosing foreach
         )
+        self._scaler = torch.amp.GradScaler(enabled=False) if scaler is None else scaler
         self._scheduler = None
         if scheduler := config.get("scheduler"):
             with quiet_deepspeed(verbose=False):
@@ -41,7 +50,8 @@ class AdamW:
         self._optimizer.zero_grad()
 
     def step(self, norm_group: dist.ProcessGroup | None = None) -> None:
-        """Clip by the global norm and step; the parameters of the processes of ``norm_group`` are one model's."""
+        """Unscale, clip by the global norm and step; processes of ``norm_group`` share one model's parameters."""
+        self._scaler.unscale_(self._optimizer)
         if self.clip_norm:
             norm = torch.nn.utils.get_total_norm([part.grad for part in self.parameters if part.grad is not None])
             if norm_group is not None:
@@ -49,7 +59,8 @@ class AdamW:
                 dist.all_reduce(squared, group=norm_group)
                 norm = squared.sqrt()
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, norm)
-        self._optimizer.step()
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
         if self._scheduler is not None:
             self._scheduler.step()
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ddpm_ds.benchmark.choice import bounds_of
 from ddpm_ds.benchmark.rows import Setting, deepspeed_options, with_zero_stage
 from ddpm_ds.benchmark.rows_deepspeed import layout_of
+from ddpm_ds.ds_config import for_deepspeed
 from ddpm_ds.pipeline.build import quiet_deepspeed
 from ddpm_ds.train.objective import Noised
 from ddpm_ds.train.plan import RunPlan
@@ -88,7 +89,7 @@ class StockPipeline:
                 num_stages=plan.ds.layout.stages,
                 loss_fn=self._loss,
             )
-            self._engine, *_ = deepspeed.initialize(model=module, config=options)
+            self._engine, *_ = deepspeed.initialize(model=module, config=for_deepspeed(options))
         cuts = list(map(int, module.parts[1:-1]))
         self.name = f"DeepSpeed PipelineEngine, {'its' if default_cuts else 'our'} cuts {cuts}, {plan.ds.precision}, "
         self.name += f"ZeRO-{zero_stage}"

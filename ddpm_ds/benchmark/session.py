@@ -90,7 +90,7 @@ def run_benchmark(
         BadNumbersError: the rows' losses differ by more than rounding.
     """
     load_before = os.getloadavg()[0]
-    setting = _prepare(plan, device, verbose)
+    setting = prepare_setting(plan, device, verbose)
     with process_group():
         measured = _measure(setting, names, effort)
         dist.barrier()
@@ -127,14 +127,19 @@ def run_benchmark(
 
 def measure_memory(plan: RunPlan, device: torch.device, name: str, *, verbose: bool) -> None:
     """What a child does that :func:`ddpm_ds.benchmark.memory.peak_in_child` starts."""
-    setting = _prepare(plan, device, verbose)
+    setting = prepare_setting(plan, device, verbose)
     with process_group():
         memory = PeakMemory(device)
         say_peak(build_row(name, setting), memory)
         dist.barrier()
 
 
-def _prepare(plan: RunPlan, device: torch.device, verbose: bool) -> Setting:
+def prepare_setting(plan: RunPlan, device: torch.device, verbose: bool) -> Setting:
+    """The images, threads and filled configuration of this process, before any process group exists.
+
+    Raises:
+        UserError: something given is wrong.
+    """
     use_host_accelerator()
     share_threads(device)
     store = prepare(plan.spec.data, progress=int(os.environ["LOCAL_RANK"]) == 0)

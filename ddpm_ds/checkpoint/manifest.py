@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from ddpm_ds.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST, STATE = "manifest.json", "state.json"
 BAR_BYTES = 10**9
 """Checking fewer bytes than this takes about a second and shows no bar."""
@@ -113,7 +113,11 @@ def read_manifest(checkpoint: Path) -> Manifest:
             return Manifest.model_validate_json(raw)
     except (ValueError, KeyError, TypeError, AttributeError):  # whatever a flipped byte makes of JSON
         raise unusable(checkpoint, f"{MANIFEST} is damaged") from None
-    raise unusable(checkpoint, f"its format is {values['format']}, this version reads format {FORMAT}")
+    raise unusable(
+        checkpoint,
+        f"its format is {values['format']}, this version reads format {FORMAT}; go on with the ddpm_ds "
+        f"{values.get('version', 'version')} that wrote it",
+    )
 
 
 def read_bytes(checkpoint: Path, name: str) -> bytes:

@@ -2,5 +2,6 @@
 
 :mod:`~ddpm_ds.data.sources` reads images, :mod:`~ddpm_ds.data.prepare` writes them once into a
 :mod:`~ddpm_ds.data.store`, :mod:`~ddpm_ds.data.order` says which stored image comes when, and
-:mod:`~ddpm_ds.data.loader` delivers them. Only the loader imports torch.
+:mod:`~ddpm_ds.data.loader` delivers them, which :mod:`~ddpm_ds.data.device`
+brings to the device.
 """

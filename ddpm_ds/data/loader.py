@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +16,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddpm_ds.data.order import Indices, image_at
 from ddpm_ds.data.store import Store
+
+READ_BYTES, READ_IMAGES = 2**20, 512
+"""Micro-batches that are smaller are read several at a time, up to so much: a read costs a tenth of a millisecond
+besides its bytes, and one by another process some milliseconds."""
 
 
 class MicroBatch(NamedTuple):
@@ -47,7 +53,8 @@ def micro_batches(
         micro-batch         0     0     1     1
 
     ``among`` are the positions in the store that are trained on, None for all of it.
-    ``workers`` processes read ahead; 0 reads in this process. An error or a death of a worker is raised here.
+    ``workers`` processes read ahead; with 0 a thread of this one does. An error or a death of a worker is raised here.
+    ``pin_memory`` puts the images where a CUDA device can fetch them from.
     Raises ValueError when ``batch_images`` is not M x ``replicas`` x ``micro_batch_images``.
     """
     turn = replicas * micro_batch_images
@@ -55,51 +62,81 @@ def micro_batches(
         raise ValueError(f"batch_images = {batch_images} is no multiple of {replicas} x {micro_batch_images}")
     if not 0 <= replica < replicas:
         raise ValueError(f"replica = {replica} is not one of {replicas}")
-    loader = DataLoader(
-        _Images(store, among, seed),
-        batch_sampler=_Positions(start_images + replica * micro_batch_images, turn, micro_batch_images),
-        collate_fn=_as_it_is,
-        num_workers=workers,
-        pin_memory=pin_memory,
-        generator=torch.Generator(),  # else the loader draws from torch's global generator
-    )
-    return iter(loader)
+    first = start_images + replica * micro_batch_images
+    images = _Reads(store, among, seed, first, turn, micro_batch_images, pin_memory and not workers)
+    if not workers:
+        reads = _one_ahead(map(images.__getitem__, itertools.count()))
+    else:
+        loader = DataLoader(
+            images,
+            batch_size=None,
+            sampler=itertools.count(),
+            collate_fn=_as_it_is,
+            num_workers=workers,
+            pin_memory=pin_memory,
+            generator=torch.Generator(),  # else the loader draws from torch's global generator
+        )
+        reads = iter(loader)
+    return (micro_batch for read in reads for micro_batch in _parts(read, micro_batch_images, pin_memory))
+
+
+class _Read(NamedTuple):
+    """Some micro-batches. A tensor travels between processes in milliseconds, whatever its size, so there is one."""
+
+    images: Tensor  # (n, C, H, W) uint8
+    labels: Indices  # (n,)
+    index: Indices  # type: ignore[assignment]  # (n,)
 
 
 @dataclass(frozen=True)
-class _Positions:
-    """The positions of one replica's micro-batches in the endless sequence of training images.
+class _Reads(Dataset[_Read]):
+    """Some micro-batches of one replica at a time, by the number of the read.
 
     A batch is a whole number of turns, hence where batches end doesn't matter here.
     """
 
+    store: Store
+    among: Indices | None
+    seed: int
     first: int
     turn: int
     size: int
+    pin_memory: bool
 
-    def __iter__(self) -> Iterator[list[int]]:
-        for first in itertools.count(self.first, self.turn):
-            yield list(range(first, first + self.size))
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches in a read."""
+        image_bytes = math.prod(self.store.meta.shape)
+        return max(1, min(READ_BYTES // image_bytes, READ_IMAGES) // self.size)
 
-
-class _Images(Dataset[MicroBatch]):
-    """The images of a store by their position in the training sequence; read a micro-batch at a time."""
-
-    def __init__(self, store: Store, among: Indices | None, seed: int) -> None:
-        self.store = store
-        self.among = among
-        self.seed = seed
-
-    def __getitems__(self, positions: list[int]) -> MicroBatch:
-        index = np.array(positions, np.int64)
+    def __getitem__(self, number: int) -> _Read:
+        count = self.micro_batches
+        turns = self.first + self.turn * np.arange(number * count, (number + 1) * count)
+        index = (turns[:, None] + np.arange(self.size)).ravel()  # (count x size,)
         stored = image_at(index, len(self.store if self.among is None else self.among), self.seed)
         stored = stored if self.among is None else self.among[stored]
-        return MicroBatch(
-            images=torch.from_numpy(self.store.images[stored]),  # the one copy: (n, C, H, W)
-            labels=torch.from_numpy(self.store.labels[stored]),
-            index=torch.from_numpy(index),
-        )
+        images = torch.empty((len(stored), *self.store.meta.shape), dtype=torch.uint8, pin_memory=self.pin_memory)
+        # The one copy. In its other modes numpy copies into a buffer first; an order's positions are in range.
+        np.take(self.store.images, stored, axis=0, out=images.numpy(), mode="clip")
+        return _Read(images, self.store.labels[stored], index)
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch
+def _one_ahead(reads: Iterator[_Read]) -> Iterator[_Read]:
+    """The same, each by a thread while the one before is used: numpy lets go of the interpreter while it copies."""
+    with ThreadPoolExecutor(1) as thread:
+        coming = thread.submit(next, reads)
+        while True:
+            read, coming = coming.result(), thread.submit(next, reads)
+            yield read
+
+
+def _parts(read: _Read, size: int, pin_memory: bool) -> Iterator[MicroBatch]:
+    """The micro-batches of a read, as views."""
+    labels, index = torch.from_numpy(read.labels), torch.from_numpy(read.index)
+    if pin_memory:
+        labels, index = labels.pin_memory(), index.pin_memory()
+    return map(MicroBatch, read.images.split(size), labels.split(size), index.split(size))
+
+
+def _as_it_is(read: Any) -> Any:
+    return read

@@ -27,7 +27,7 @@ READ_AHEAD = 256
 
 def store_path(spec: DataSpec) -> Path:
     """The store's folder: a function of source, size, channels and, for source ``folder``, its absolute path."""
-    name = f"{spec.source}-{spec.image_size}px-{spec.channels}ch"
+    name = f"{spec.source}-{spec.stored_size}px-{spec.channels}ch"
     if spec.source == "folder" and spec.path is not None:
         name += f"-{sha256(os.fsencode(spec.path.resolve())).hexdigest()[:8]}"
     return spec.store_root / name
@@ -95,7 +95,7 @@ def _build(spec: DataSpec, path: Path, progress: bool) -> None:
 
 def _write(folder: Path, source: Source, spec: DataSpec, title: str, progress: bool) -> None:
     """Writes and flushes all files of a store."""
-    shape = (spec.channels, spec.image_size, spec.image_size)
+    shape = (spec.channels, spec.stored_size, spec.stored_size)
     labels: list[int] = []
     skipped: list[UnreadableImage] = []
     with (folder / IMAGES).open("wb") as file, tqdm(total=len(source), desc=title, disable=not progress) as bar:

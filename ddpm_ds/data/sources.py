@@ -39,7 +39,7 @@ class UnreadableImage(Exception):
 class Source(Protocol):
     """Labelled images in a fixed order.
 
-    ``source[i]`` is ``(pixels, label)``: uint8 ``(image_size, image_size, channels)`` and an index into
+    ``source[i]`` is ``(pixels, label)``: uint8 ``(stored_size, stored_size, channels)`` and an index into
     ``classes``. It raises :class:`UnreadableImage`, and may be called from several threads.
     """
 
@@ -100,7 +100,7 @@ def _digits(spec: DataSpec) -> Source:
     digits = load_digits()
     images = np.rint(digits.images * (255 / 16)).astype(np.uint8)  # (1797, 8, 8), stored as 0..16
     classes = tuple(str(name) for name in digits.target_names)
-    return ArraySource("digits", classes, images, digits.target.tolist(), spec.image_size, spec.channels)
+    return ArraySource("digits", classes, images, digits.target.tolist(), spec.stored_size, spec.channels)
 
 
 def _cifar10(spec: DataSpec, progress: bool) -> Source:
@@ -120,7 +120,7 @@ def _cifar10(spec: DataSpec, progress: bool) -> Source:
         ) from error
     finally:
         socket.setdefaulttimeout(timeout)
-    return ArraySource("cifar10", tuple(cifar.classes), cifar.data, cifar.targets, spec.image_size, spec.channels)
+    return ArraySource("cifar10", tuple(cifar.classes), cifar.data, cifar.targets, spec.stored_size, spec.channels)
 
 
 class FolderSource:
@@ -139,7 +139,7 @@ class FolderSource:
             what = "is not a folder" if spec.path.exists() else "does not exist"
             raise DataError(f"data.path = {spec.path} {what}; give a folder of images with --set data.path=FOLDER")
         self.root = spec.path
-        self.size = spec.image_size
+        self.size = spec.stored_size
         self.channels = spec.channels
         self.files = sorted(_image_files(self.root))
         if not self.files:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +53,10 @@ class Store:
 
     path: Path
     meta: StoreMeta
-    images: np.memmap = field(repr=False)  # (N, C, H, W) uint8
+    images: npt.NDArray[np.uint8] = field(repr=False)  # (N, C, H, W), mapped from the file
     labels: npt.NDArray[np.int64] = field(repr=False)  # (N,)
+    cropped: int | None = None
+    """Size of the crops that :meth:`centre` gives; None where images are as they were prepared."""
 
     @classmethod
     def open(cls, path: Path, verify: bool = True, progress: bool = False) -> Store:
@@ -83,8 +85,34 @@ class Store:
     def __len__(self) -> int:
         return self.meta.count
 
-    def __reduce__(self) -> tuple[Callable[[Path, bool], Store], tuple[Path, bool]]:
-        return Store.open, (self.path, False)
+    def __reduce__(self) -> tuple[Callable[[Path, int | None], Store], tuple[Path, int | None]]:
+        return _reopen, (self.path, self.cropped)
+
+    def centre(self, size: int) -> Store:
+        """This store with the centres of its images, (C, ``size``, ``size``) in images and meta; nothing is copied.
+
+        What evaluates reads these, where training reads crops from other places too.
+        """
+        channels, height, width = self.meta.shape
+        if (height, width) == (size, size):
+            return self
+        top, left = (height - size) // 2, (width - size) // 2
+        images = self.images[:, :, top : top + size, left : left + size]
+        meta = self.meta.model_copy(update={"shape": (channels, size, size)})
+        return replace(self, meta=meta, images=images, cropped=size)
+
+    @property
+    def key(self) -> str:
+        """What no other images have: the checksum of theirs in hexadecimal, hashed with the size of crops."""
+        checksum = self.meta.sha256[IMAGES]
+        if self.cropped is None:
+            return checksum
+        return hashlib.sha256(f"{checksum} {self.cropped}".encode()).hexdigest()
+
+
+def _reopen(path: Path, cropped: int | None) -> Store:
+    store = Store.open(path, verify=False)
+    return store if cropped is None else store.centre(cropped)
 
 
 def sha256_of(path: Path, bar: tqdm[Any]) -> str:

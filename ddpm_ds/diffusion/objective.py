@@ -94,7 +94,8 @@ def distance(loss: Loss, prediction: Tensor, target: Tensor, delta: float) -> Te
 
     Huber is d^2 / 2 for |d| <= delta, else delta (|d| - delta / 2). Source: Huber 1964; DDPM, eq. 14 (l2).
     """
-    prediction, target = prediction.float(), target.float()
+    # (N, H, W, C), views: PyTorch's losses give gradients that lie in the order of the dimensions.
+    prediction, target = prediction.float().permute(0, 2, 3, 1), target.float().permute(0, 2, 3, 1)
     if loss == "l1":
         pixels = F.l1_loss(prediction, target, reduction="none")
     elif loss == "l2":

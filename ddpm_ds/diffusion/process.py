@@ -18,7 +18,7 @@ class Diffusion:
     """The forward process and the loss of a run; stateless but for float32 tables on `device`.
 
     All tensors given to it are on `device`. `index` is the (N,) int64 image index of :mod:`ddpm_ds.keyed`. Nothing
-    waits for the device.
+    waits for the device. Images and noise are channels-last: (N, C, H, W) tensors that lie in memory as (N, H, W, C).
 
     Raises:
         SpecError: the schedule is impossible.
@@ -31,16 +31,28 @@ class Diffusion:
         self._levels = NoiseLevel(*(table.float().to(device) for table in NoiseLevel.of(alpha_bar)))
         self._weights = objective.weights(spec, alpha_bar).float().to(device)
 
-    def prepare(self, images: Tensor, index: Tensor, flips: bool) -> Tensor:
+    def prepare(self, images: Tensor, index: Tensor, flips: bool, size: int | None = None) -> Tensor:
         """uint8 (N, C, H, W) to float32 in [-1, 1], with half of the images mirrored where `flips`.
 
-        Source: DDPM (Ho et al. 2020), section 3.3.
+        Images that are larger than `size` are cropped to (N, C, size, size), each at a place of its own. Source: DDPM
+        (Ho et al. 2020), section 3.3.
         """
+        if size is not None and images.shape[-1] > size:
+            images = self._crop(images, index, size)
         if flips:
             mirrored = keyed.integers(self.seed, Stream.FLIP, index, 2).bool()  # (N,)
             images = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
+        pixels = images.to(torch.float32, memory_format=torch.channels_last)
         # Dividing by 127.5 is exact at 0 and 255; multiplying by 2 / 255 is not.
-        return images.to(torch.float32).div_(127.5).sub_(1.0)  # (N, C, H, W)
+        return pixels.div_(127.5).sub_(1.0)  # (N, C, H, W)
+
+    def _crop(self, images: Tensor, index: Tensor, size: int) -> Tensor:
+        """(N, C, size, size) pixels of square images from one of the places where they fit, all as probable."""
+        places = images.shape[-1] - size + 1
+        place = keyed.integers(self.seed, Stream.CROP, index, places**2)  # (N,)
+        top, left = place // places, place % places
+        crops = images.unfold(2, size, 1).unfold(3, size, 1)  # (N, C, places, places, size, size), a view
+        return crops[torch.arange(len(images), device=images.device), :, top, left]  # (N, C, size, size)
 
     def draw(self, index: Tensor, shape: torch.Size | tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Timesteps and noise for images of `shape` (N, C, H, W): t (N,) int64 in [0, T), eps float32 of `shape`.
@@ -48,8 +60,8 @@ class Diffusion:
         Source: DDPM, algorithm 1. Our t is the paper's t - 1.
         """
         t = keyed.integers(self.seed, Stream.TIMESTEP, index, self.spec.timesteps)
-        eps = keyed.normal(self.seed, Stream.NOISE, index, math.prod(shape[1:]))
-        return t, eps.reshape(shape)  # (N,), (N, C, H, W)
+        eps = keyed.normal(self.seed, Stream.NOISE, index, math.prod(shape[1:])).reshape(shape)
+        return t, eps.contiguous(memory_format=torch.channels_last)  # (N,), (N, C, H, W)
 
     def level(self, t: Tensor) -> NoiseLevel:
         """The noise level of each image's timestep, (N, 1, 1, 1) float32 each."""

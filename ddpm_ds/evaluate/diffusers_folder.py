@@ -17,7 +17,7 @@ from ddpm_ds.diffusion.diffusers_schedule import diffusion_from_scheduler
 from ddpm_ds.errors import CheckpointError
 from ddpm_ds.spec import DiffusionSpec
 from ddpm_ds.unet.diffusers_config import unet_spec_from_diffusers
-from ddpm_ds.unet.diffusers_names import stored_names, tensor_names
+from ddpm_ds.unet.diffusers_names import from_published, published_shape, stored_names, tensor_names
 from ddpm_ds.unet.layers import Layer
 
 WEIGHTS = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")
@@ -78,7 +78,7 @@ class DiffusersFolder:
         except ValueError as error:
             raise CheckpointError(f"{self.weights} does not fit its {CONFIG}: {error}") from None
         for ours, theirs in tensor_names(layers):
-            first, *rest = shapes[ours]
+            first, *rest = published_shape(shapes[ours])
             expected = (first // len(theirs), *rest)
             parts = []
             for name in theirs:
@@ -89,7 +89,7 @@ class DiffusersFolder:
                         f"{self.weights} does not fit its {CONFIG}: {stored[name]} is {what}, not floats of {expected}"
                     )
                 parts.append(part.float())
-            yield ours, torch.cat(parts)
+            yield ours, from_published(torch.cat(parts))
 
     def digest(self) -> str:
         """The sha256 of the file of weights."""

@@ -108,8 +108,11 @@ def write_pipeline(trained: Trained, folder: Path, precision: Precision) -> None
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
     tensors = to_diffusers(trained.unet.layers.state_dict(), layers_of(trained))
     dtype = DTYPES[precision][1]
-    # Copies, because q, k and v are views of one tensor.
-    copies = {name: tensor.to("cpu", dtype, copy=True) for name, tensor in tensors.items()}
+    # Copies, because q, k and v are views of one tensor, and convolutions' weights have their dimensions permuted.
+    copies = {
+        name: tensor.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }
     (folder / "unet" / WEIGHTS[0]).write_bytes(save(copies, metadata={"format": "pt"}))
 
 

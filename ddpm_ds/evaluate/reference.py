@@ -18,14 +18,19 @@ if TYPE_CHECKING:
 def open_reference(trained: Trained, given: Path | None, progress: bool) -> Store:
     """The store at ``given``, else that of the checkpoint's spec, prepared where it is missing; checksums verified.
 
+    Of a run that has learned crops, the centres of the images.
+
     Raises:
         DataError: there is none, it is damaged, or it does not hold the images that were learned.
     """
     store = Store.open(given, progress=progress) if given is not None else _own_store(trained, progress)
-    if trained.spec is not None and store.meta.sha256 != read_manifest(Path(trained.origin)).data_sha256:
-        raise DataError(
-            f"{store.path} holds other images than those that {trained.origin} learned; name theirs with --store DIR"
-        )
+    if trained.spec is not None:
+        if store.meta.sha256 != read_manifest(Path(trained.origin)).data_sha256:
+            raise DataError(
+                f"{store.path} holds other images than those that {trained.origin} learned; name theirs with "
+                "--store DIR"
+            )
+        store = store.centre(trained.spec.data.image_size)
     if store.meta.shape != trained.image_shape:
         stored, drawn = ("x".join(map(str, shape)) for shape in (store.meta.shape, trained.image_shape))
         raise DataError(f"--store {store.path} has images of {stored}, {trained.origin} draws {drawn}; name another")

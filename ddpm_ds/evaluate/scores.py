@@ -17,8 +17,9 @@ from torch import Tensor
 
 import ddpm_ds
 from ddpm_ds.checkpoint.folder import write_file
+from ddpm_ds.command_line import cache_folder
 from ddpm_ds.data.split import shuffled
-from ddpm_ds.data.store import IMAGES, Store
+from ddpm_ds.data.store import Store
 from ddpm_ds.errors import EvaluationError, OutputError
 from ddpm_ds.evaluate.digits_classifier import DigitsClassifier
 from ddpm_ds.evaluate.frechet import LARGEST_SIDE_PIXELS, Gaussian, frechet_distance, pixel_gaussian
@@ -102,16 +103,12 @@ class Scorer:
             found += self._of_digits(images, None if labels is None else labels.numpy())
         return found
 
-    @property
-    def _sha256(self) -> str:
-        return self.store.meta.sha256[IMAGES]
-
     def _of_inception(self, inception: Inception, images: Pixels, device: torch.device, progress: bool) -> list[Score]:
         values = inception_scores(
             inception,
             images,
             self.store.images,
-            reference_sha256=self._sha256,
+            reference_sha256=self.store.key,
             cache=self.cache,
             wanted=self.metrics,
             device=device,
@@ -141,7 +138,7 @@ class Scorer:
 
     def _pixels_of_reference(self) -> tuple[Gaussian, float]:
         """The Gaussian of the reference, and the distance between those of its halves; kept in the cache."""
-        path = self.cache / f"{self._sha256[:16]}-pixels{LARGEST_SIDE_PIXELS}.safetensors"
+        path = self.cache / f"{self.store.key[:16]}-pixels{LARGEST_SIDE_PIXELS}.safetensors"
         try:
             kept = load_file(path)
             return Gaussian(kept["mean"], kept["covariance"]), float(kept["halves"])
@@ -184,7 +181,7 @@ def cache_beside(store: Path) -> Path:
         folder.mkdir(exist_ok=True)
     if os.access(folder, os.W_OK):
         return folder
-    own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddpm_ds"
+    own = cache_folder()
     try:
         own.mkdir(parents=True, exist_ok=True)
     except OSError as error:

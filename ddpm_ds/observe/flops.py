@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from deepspeed.profiling.flops_profiler import FlopsProfiler, profiler
 from deepspeed.runtime.pipe import schedule
@@ -102,10 +103,13 @@ class FlopsProfile(Observer):
                 forward(**arguments)
 
         def stop() -> None:
+            torch.compiler.set_stance("default")
             if engine.execute[schedule.ForwardPass] is run:  # else another observer has wrapped it
                 engine.execute[schedule.ForwardPass] = forward
 
         engine.execute[schedule.ForwardPass], self._stop = run, stop
+        # In this step alone: what is compiled calls nothing that could be counted, and would be compiled again.
+        torch.compiler.set_stance("force_eager")
 
     def _profile(self, stage: int, phase: int, forward: Callable[[], None]) -> StageProfile:
         engine = self._engine

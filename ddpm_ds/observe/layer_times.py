@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.checkpoint.consolidate import DTYPES, Dtype
+from ddpm_ds.command_line import cache_folder
 from ddpm_ds.unet.layers import EmbedLayer, Layer
 from ddpm_ds.unet.model import build_layer
 from ddpm_ds.unet.operations import set_image_index
@@ -39,9 +40,8 @@ MOST_TIMES = 20
 
 
 def cache_file() -> Path:
-    """Where times are remembered, in the user's cache folder (``XDG_CACHE_HOME``)."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "ddpm_ds" / "layer_times.json"
+    """Where times are remembered."""
+    return cache_folder() / "layer_times.json"
 
 
 def measured_times(
@@ -104,7 +104,8 @@ def _inputs(layer: Layer, images: int, device: torch.device, dtype: torch.dtype)
     carry = [h, emb]
     if layer.skip_channels:
         carry.append(torch.randn(images, layer.skip_channels, size, size, device=device, dtype=dtype))
-    return tuple(tensor.requires_grad_() for tensor in carry)
+    formats = {2: torch.contiguous_format, 4: torch.channels_last}
+    return tuple(tensor.contiguous(memory_format=formats[tensor.ndim]).requires_grad_() for tensor in carry)
 
 
 def _now(device: torch.device) -> float:
@@ -120,7 +121,7 @@ def _key(layer: Layer, images: int, device: torch.device, precision: str) -> str
         else f"{platform.processor() or platform.machine()} x {torch.get_num_threads()}"
     )
     shape: dict[str, Any] = {name: value for name, value in asdict(layer).items() if name != "name"}
-    facts = [where, type(layer).__name__, shape, images, precision, torch.__version__]
+    facts = [where, type(layer).__name__, shape, images, precision, "channels_last", torch.__version__]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -4,7 +4,8 @@
        activations.send      ──▶     receive     [ h | emb | skip | skip | ... ]
        gradients.receive     ◀──     send        [ the same shapes, same order ]
 
-Both sides compute the shapes from the list of layers, so nothing is negotiated at run time. A send returns at once, and
+Both sides compute the shapes from the list of layers, so nothing is negotiated at run time. Images are channels-last
+and travel as they lie in memory. A send returns at once, and
 the next message is asked for before it is needed, so that it travels while its receiver computes. Each direction of
 each boundary has a process group of its own: under NCCL the messages of a group are executed in their order, and no
 message may wait for one of another kind.
@@ -56,7 +57,7 @@ class Channel:
         """Send ``tensors`` (of the channel's shapes, in order) as one message."""
         while len(self._in_flight) >= self._most_in_flight:
             self._in_flight.popleft()[0].wait()
-        parts = [tensor.detach().reshape(-1) for tensor in tensors]
+        parts = [as_in_memory(tensor.detach()).reshape(-1) for tensor in tensors]
         message = parts[0] if len(parts) == 1 else torch.cat(parts)
         if message.numel() != sum(self._sizes) or message.dtype != self._dtype:
             raise RuntimeError(
@@ -76,7 +77,7 @@ class Channel:
         work, message = self._asked.popleft()
         self._ask()
         work.wait()
-        return tuple(part.view(shape) for part, shape in zip(message.split(self._sizes), self._shapes, strict=True))
+        return tuple(_view(part, shape) for part, shape in zip(message.split(self._sizes), self._shapes, strict=True))
 
     def _ask(self) -> None:
         if not self._expected:
@@ -91,6 +92,19 @@ class Channel:
         """Wait until everything sent has been delivered."""
         while self._in_flight:
             self._in_flight.popleft()[0].wait()
+
+
+def as_in_memory(tensor: Tensor) -> Tensor:
+    """A view with dimensions in the order of memory: (N, H, W, C) of images, which are channels-last."""
+    return tensor.permute(0, 2, 3, 1) if tensor.ndim == 4 else tensor
+
+
+def _view(part: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A tensor of a shape from its values in the order of :func:`as_in_memory`; nothing is copied."""
+    if len(shape) != 4:
+        return part.view(shape)
+    images, channels, height, width = shape
+    return part.view(images, height, width, channels).permute(0, 3, 1, 2)
 
 
 def open_line(ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device, *, up: bool) -> None:

@@ -7,17 +7,22 @@ them, so that an upgrade of DeepSpeed fails there and says what moved.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
+from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime import utils as deepspeed_utils
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine, EngineTimers
+from deepspeed.runtime.fp16 import unfused_optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe import engine as pipe_engine
 from deepspeed.runtime.pipe.topology import ProcessTopology
+from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 
@@ -183,6 +188,108 @@ def scale_updated_afterwards(engine: DeepSpeedEngine) -> Iterator[None]:
         optimizer._update_scale = update
     for overflow in overflows:
         update(overflow)
+
+
+@contextlib.contextmanager
+def one_wait(engine: DeepSpeedEngine) -> Iterator[None]:
+    """Surround the optimizer step: the host waits for the device once, to hear whether the gradients are finite; not
+    at all in fp32 and bf16 if the optimizer is PyTorch's fused Adam, which then skips the step by itself.
+
+    The stock optimizers wait two to four times, the unfused fp16 one for each parameter. Every number is as it was.
+    A step that the fused Adam skips is counted by :func:`count_skips`, and the schedule of the learning rate, which the
+    host keeps, does not stand still for it.
+
+    Assumes that the optimizers use these names of DeepSpeed's utils as globals of their modules; that what their checks
+    for overflow would find makes the norm, of all stages and replicas, infinite or NaN as well; that a ZeRO optimizer
+    asks ``is_invalid_grad_norm`` of one norm whether to skip, and again while clipping; that masking an invalid norm
+    makes it -1; that nothing is tied; and that PyTorch's fused Adam leaves parameters and state alone where its
+    attribute ``found_inf`` is 1. An offloading optimizer works on the host and is left alone.
+    """
+    optimizer = engine.optimizer
+    if getattr(optimizer, "cpu_offload", False):
+        yield
+        return
+    asked: list[tuple[Tensor, bool]] = []
+    skips_itself = not engine.fp16_enabled() and engine.basic_optimizer.param_groups[0].get("fused")
+    stock_answer = deepspeed_utils.is_invalid_grad_norm
+
+    def is_invalid(norm: Any) -> bool:
+        if not torch.is_tensor(norm):
+            return bool(stock_answer(norm))
+        if not any(norm is known for known, _ in asked):
+            asked.append((norm, answer(norm)))
+        return next(invalid for known, invalid in asked if known is norm)
+
+    def answer(norm: Tensor) -> bool:
+        if engine.bfloat16_enabled() and not getattr(optimizer, "check_grad_overflow", True):
+            return False
+        invalid = ~norm.isfinite() | (norm < 0)
+        if not skips_itself:
+            return bool(invalid)
+        norm.masked_fill_(invalid, float("inf"))
+        engine.basic_optimizer.found_inf = invalid.float()
+        engine.unread_skips = getattr(engine, "unread_skips", 0) + invalid
+        return False
+
+    with contextlib.ExitStack() as changed:
+        for module in (stage_1_and_2, bf16_optimizer):
+            changed.enter_context(_replaced(module, "is_invalid_grad_norm", is_invalid))
+        for module in (stage_1_and_2, deepspeed_utils):
+            changed.enter_context(_replaced(module, "mask_nan_or_inf_with_val_inplace", _mask_invalid))
+        changed.enter_context(_replaced(bf16_optimizer, "clip_tensors_by_global_norm", _clip))
+        changed.enter_context(_replaced(unfused_optimizer, "get_weight_norm", _norm_of))
+        if isinstance(optimizer, stage_1_and_2.DeepSpeedZeroOptimizer):
+            changed.enter_context(_replaced(optimizer, "check_overflow", lambda partition_gradients=True: None))
+        if isinstance(optimizer, FP16_UnfusedOptimizer):
+            changed.enter_context(_replaced(optimizer.overflow_checker, "check", lambda param_groups=None: False))
+        try:
+            yield
+        finally:
+            vars(engine.basic_optimizer).pop("found_inf", None)
+
+
+def count_skips(engine: DeepSpeedEngine) -> None:
+    """Add to ``skipped_steps`` those steps that the optimizer has skipped by itself since the last call; waits for the
+    device."""
+    engine.skipped_steps += int(getattr(engine, "unread_skips", 0))
+    engine.unread_skips = 0
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within, an attribute of a module or an object is ``value``."""
+    own = name in vars(owner)
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before) if own else delattr(owner, name)
+
+
+def _mask_invalid(norm: Tensor, device: Any = None, val: float = -1.0) -> None:
+    """-1 for a norm that is not finite; the stock function copies the -1 from the host."""
+    norm.masked_fill_(~norm.isfinite(), -1.0)
+
+
+def _clip(
+    input_tensors: Sequence[Tensor], max_norm: float, global_norm: Tensor, mpu: Any = None, eps: float = 1e-6
+) -> Tensor:
+    """Gradients scaled down to a norm; the stock function asks whether they must be, this one multiplies by 1."""
+    coefficient = (max_norm / (global_norm + eps)).clamp(max=1.0)
+    for tensor in input_tensors:
+        tensor.detach().mul_(coefficient)
+    return global_norm
+
+
+def _norm_of(parameters: Sequence[Tensor], norm_type: int = 2, mpu: Any = None) -> float:
+    """Norm of gradients over all stages, -1 if it is not finite; the stock function waits before and after the sum."""
+    squared = torch.stack([gradient.data.float().norm(2.0) for gradient in parameters]).square()
+    total = sum(squared.unbind(), start=torch.zeros_like(squared[0]))
+    if mpu is not None:
+        dist.all_reduce(total, group=mpu.get_model_parallel_group())
+    norm = float(total) ** 0.5
+    return norm if norm < float("inf") else -1.0
 
 
 def forget_first_optimizer_step(engine: DeepSpeedEngine) -> None:

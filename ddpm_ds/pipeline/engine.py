@@ -40,7 +40,7 @@ from ddpm_ds.pipeline.partition import sent_shapes
 from ddpm_ds.pipeline.streams import instruction_stream, most_in_flight
 from ddpm_ds.pipeline.wires import Wires, open_lines
 from ddpm_ds.unet.carry import Carry, newest_skip_is_h, pack, unpack
-from ddpm_ds.unet.operations import KeyedDropout, set_image_index
+from ddpm_ds.unet.operations import Kernels, KeyedDropout, set_image_index
 
 
 class Objective(Protocol):
@@ -78,6 +78,9 @@ class UnetPipelineEngine(PipelineEngine):
     """
 
     objective: Objective
+    kernels: Kernels = "reference"
+    """What computes the layers' normalisations; set by :func:`build_engine`, with the reason."""
+    why_kernels = ""
     phases = 1
     """Stages that a rank holds."""
 
@@ -193,7 +196,11 @@ class UnetPipelineEngine(PipelineEngine):
         return self.loss_sum / self.micro_batches
 
     def gradient_norm(self) -> float:
-        """Norm of the last step's gradients over all stages before clipping; synchronises host and device."""
+        """Norm of the last step's gradients over all stages before clipping; synchronises host and device.
+
+        ``skipped_steps`` is up to date afterwards, also where the optimizer skips steps by itself.
+        """
+        insides.count_skips(self)
         return insides.gradient_norm(self, self._step_loss_scale)
 
     def loss_scale(self) -> float:
@@ -359,7 +366,7 @@ class UnetPipelineEngine(PipelineEngine):
     def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         self._force_grad_boundary = True
         try:
-            with insides.scale_updated_afterwards(self):
+            with insides.scale_updated_afterwards(self), insides.one_wait(self):
                 self._take_model_step(lr_kwargs)
         finally:
             self._force_grad_boundary = False

@@ -24,11 +24,12 @@ NOISE_SEED = 0
 
 
 class HeldOutLoss:
-    """Measures an engine on the ``positions`` of a store; only first stages read images."""
+    """Measures an engine on the ``positions`` of a store, on centres where crops are trained on; only first stages
+    read images."""
 
     def __init__(self, spec: RunSpec, engine: UnetPipelineEngine, store: Store, positions: Indices) -> None:
         self._engine, self._classes = engine, spec.unet.classes
-        self._store, self._positions = store, positions
+        self._store, self._positions = store.centre(spec.data.image_size), positions
         self._diffusion = Diffusion(spec.diffusion, NOISE_SEED, engine.device)
         self._timesteps = [
             max(round(spec.diffusion.timesteps * quantile / 100) - 1, 0) for quantile in HELD_OUT_QUANTILES
@@ -75,6 +76,7 @@ class HeldOutLoss:
         x0 = self._diffusion.prepare(torch.from_numpy(self._store.images[stored]).to(device), index, flips=False)
         t = torch.full_like(index, timestep)
         eps = keyed.normal(NOISE_SEED, Stream.HELD_OUT + timestep, index, x0[0].numel()).view_as(x0)
+        eps = eps.contiguous(memory_format=torch.channels_last)
         self._noised[number] = x0, eps, t, counts
         x_t = self._diffusion.noised(x0, t, eps)
         if self._classes is None:

@@ -37,7 +37,7 @@ class Denoising:
         """uint8 images to x0, timestep, noise and label, each a function of (seed, image index)."""
         spec = self._spec
         images, labels, index = (tensor.to(self._device, non_blocking=True) for tensor in micro_batch)
-        x0 = self._diffusion.prepare(images, index, flips=spec.data.horizontal_flips)
+        x0 = self._diffusion.prepare(images, index, flips=spec.data.horizontal_flips, size=spec.data.image_size)
         t, eps = self._diffusion.draw(index, x0.shape)
         if spec.unet.classes is None:
             return Noised(x0, t, eps, None)

@@ -64,8 +64,9 @@ class RunPlan:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What DeepSpeed is given."""
-        return {**self.ds.config, "pipeline": {**self.ds.config["pipeline"], "across_hosts": self.across}}
+        """The DeepSpeed JSON as it counts, but for kernels that are chosen by time when the engine is built."""
+        pipeline = {**self.ds.config["pipeline"], "across_hosts": self.across}
+        return {**self.ds.config, "pipeline": pipeline, "kernels": self.ds.kernels}
 
     @property
     def several_hosts(self) -> bool:
@@ -216,9 +217,10 @@ def describe_plan(plan: RunPlan, run_dir: Path) -> str:
         ds.checkpoint_interval, f"every {ds.checkpoint_interval} layers"
     )
     steps = spec.sampler.steps_of(spec.diffusion.timesteps)
+    cropped = f", cropped from {spec.data.crop_from}x{spec.data.crop_from}" if spec.data.crop_from else ""
     lines = [
         f"run          {spec.name}: {plan.spec_path} with {plan.ds_path}",
-        f"data         {spec.data.source}, {spec.data.image_size}x{spec.data.image_size}x{spec.data.channels}",
+        f"data         {spec.data.source}, {spec.data.image_size}x{spec.data.image_size}x{spec.data.channels}{cropped}",
         f"U-Net        {plan.parameters:,} parameters in {len(plan.layers)} layers, "
         f"{2 * plan.macs / 1e9:.4f} GFLOP forward per image",
         f"precision    {ds.precision}, ZeRO-{ds.zero_stage}, activation checkpointing {recompute}",

@@ -23,6 +23,8 @@ from ddpm_ds.planner.auto import measured_cuts
 from ddpm_ds.train.meeting import port_taken
 from ddpm_ds.train.node_metrics import host_name
 from ddpm_ds.train.plan import RunPlan, stage_table
+from ddpm_ds.unet.compiled import check_compiler
+from ddpm_ds.unet.kernel_choice import check_kernels
 
 KNOWN_TO_ALL_RANKS = (UserError, BadNumbersError, Preempted)
 """Raised on every rank at the same step, so that all can still act together."""
@@ -68,6 +70,17 @@ def _not_connected(error: Exception) -> HostError:
         f"{os.environ.get(GLOO_INTERFACE, 'unknown')} ({str(error).splitlines()[0]}); ddpm-ds doctor --hostfile FILE "
         f"tests every pair of hosts, and {GLOO_INTERFACE} or NCCL_SOCKET_IFNAME chooses another interface"
     )
+
+
+def check_arithmetic(config: dict[str, Any], device: torch.device) -> None:
+    """Whether what the JSON says of kernels and compilation can work on a device.
+
+    Raises:
+        DsConfigError: it can't.
+    """
+    check_kernels(config["kernels"], device)
+    if config["compile"]:
+        check_compiler(device)
 
 
 def share_threads(device: torch.device) -> None:

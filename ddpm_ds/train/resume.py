@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from pydantic import ValidationError
+
 from ddpm_ds.checkpoint.folder import write_file
 from ddpm_ds.checkpoint.groups import Gather, Groups, find_groups
 from ddpm_ds.checkpoint.union import Whole, newest, settle, whole
@@ -126,7 +128,7 @@ def check_resume(
     Raises:
         CheckpointError: the spec trains something else, or the images are others.
     """
-    found = changes(checkpoint.manifest.spec, spec.model_dump(mode="json"))
+    found = changes(_with_defaults(checkpoint.manifest.spec), spec.model_dump(mode="json"))
     refused = [change for change in found if not change.startswith(MAY_CHANGE)]
     if refused:
         raise CheckpointError(
@@ -139,3 +141,11 @@ def check_resume(
             "or train a new run with another --run-dir"
         )
     return found + [f"ds_config.{change}" for change in changes(checkpoint.manifest.ds_config, ds_config)]
+
+
+def _with_defaults(spec: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint's spec with the keys that there were not yet when it was written, if this version can read it."""
+    try:
+        return RunSpec.model_validate(spec).model_dump(mode="json")
+    except ValidationError:
+        return spec

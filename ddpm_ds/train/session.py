@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ddpm_ds.checkpoint.union import Whole
+from ddpm_ds.data.device import on_device
 from ddpm_ds.data.loader import micro_batches
 from ddpm_ds.data.order import Indices
 from ddpm_ds.data.prepare import prepare
@@ -37,6 +38,7 @@ from ddpm_ds.train.peers import Peers
 from ddpm_ds.train.plan import RunPlan, hosts_line, on_hosts
 from ddpm_ds.train.process import (
     KNOWN_TO_ALL_RANKS,
+    check_arithmetic,
     cut_by_time,
     fill_checkpointing,
     process_group,
@@ -69,6 +71,7 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
     meeting = Meeting(options.start_seconds)
     with meeting.telling():
         check_alike(meeting, plan, device.type)
+        check_arithmetic(plan.config, device)
         plan = on_hosts(planned := plan, meeting.hosts)
         objective = Denoising(plan.spec, device)
         store = prepare(plan.spec.data, progress=local_rank == 0)
@@ -106,7 +109,10 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
                 )
                 ema = Ema(engine, plan.spec.ema)
             labels = {"note": options.note, "parent": options.parent_run}
+            config["kernels"] = engine.kernels
             with recorded(plan, config, run_dir, device, line, resumed, **labels) as recorder:
+                if plan.config["kernels"] == "auto" and device.type == "cuda":
+                    recorder.say(engine.why_kernels)
                 with peers.blamed(), peers.watchdog.pause():
                     share_record(run_dir, claim.groups, gather_objects)
                     saver = Saver(
@@ -226,7 +232,7 @@ def _batches(plan: RunPlan, store: Store, among: Indices, engine: UnetPipelineEn
     if not engine.reads_data:
         return None
     layout = plan.ds.layout
-    return micro_batches(
+    batches = micro_batches(
         store,
         among=among,
         seed=plan.spec.train.seed,
@@ -238,6 +244,7 @@ def _batches(plan: RunPlan, store: Store, among: Indices, engine: UnetPipelineEn
         workers=plan.spec.data.workers,
         pin_memory=engine.device.type == "cuda",
     )
+    return on_device(batches, engine.device)
 
 
 def check_store(store: Store, plan: RunPlan) -> None:

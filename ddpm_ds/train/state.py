@@ -40,6 +40,7 @@ def fragments(engine: UnetPipelineEngine, ema: Ema) -> list[Fragment]:
 
 def scalars(engine: UnetPipelineEngine) -> dict[str, Any]:
     """The numbers of a checkpoint: progress, counters, loss scaler, learning rate. The same on all ranks."""
+    insides.count_skips(engine)
     optimizer = engine.basic_optimizer
     steps = {int(state["step"]) for state in optimizer.state.values()}
     return {
@@ -105,5 +106,6 @@ def _moments(engine: UnetPipelineEngine, master: Tensor, steps: int) -> dict[str
     for moment in MOMENTS:
         if moment not in state:
             state[moment] = torch.zeros_like(master)
-    state["step"] = torch.tensor(float(steps))
+    (fused,) = {bool(group.get("fused")) for group in engine.basic_optimizer.param_groups}
+    state["step"] = torch.tensor(float(steps), device=master.device if fused else "cpu")
     return {moment: state[moment] for moment in MOMENTS}

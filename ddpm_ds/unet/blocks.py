@@ -28,12 +28,14 @@ from ddpm_ds.unet.operations import Convolution, GroupNorm, KeyedDropout, LabelE
 
 
 def arithmetic_dtype(stored: Tensor) -> torch.dtype:
-    """The dtype in which a layer computes: that of the carry, but fp32 for fp16 on CPU.
+    """The dtype in which a layer computes: that of the carry, but on CPU fp32 for fp16, and for bf16 below AVX-512.
 
-    CPUs without fp16 arithmetic run fp16 convolutions 30 to 70 times slower than fp32 ones. A layer that
+    CPUs without 16-bit arithmetic run such convolutions 30 to 70 times slower than fp32 ones. A layer that
     widens its input once and narrows its output once costs about what fp32 costs.
     """
-    return torch.float32 if stored.dtype is torch.float16 and stored.device.type == "cpu" else stored.dtype
+    computes_bf16 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    widened = (torch.float16,) if computes_bf16 else (torch.float16, torch.bfloat16)
+    return torch.float32 if stored.device.type == "cpu" and stored.dtype in widened else stored.dtype
 
 
 class CarryLayer(nn.Module):
@@ -49,11 +51,15 @@ class CarryLayer(nn.Module):
         stored = h.dtype
         if self.pops:
             h = torch.cat((h, skips.pop()), dim=1)
-        h = self.compute(h.to(arithmetic_dtype(h)), emb).to(stored)
+        h = self.compute(h.to(arithmetic_dtype(h)), emb, self.draw(h)).to(stored)
         return (h, emb, *skips, h) if self.pushes else (h, emb, *skips)
 
-    def compute(self, h: Tensor, emb: Tensor) -> Tensor:
-        """The new h, in the dtype of h; emb comes as stored."""
+    def draw(self, h: Tensor) -> Tensor | None:
+        """What is random in :meth:`compute`."""
+        return None
+
+    def compute(self, h: Tensor, emb: Tensor, drawn: Tensor | None) -> Tensor:
+        """The new h, in the dtype of h; emb comes as stored. A function of these and the parameters alone."""
         raise NotImplementedError
 
 
@@ -87,14 +93,20 @@ class Embed(nn.Module):
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Carry:
         x_t, t, *labels = inputs
-        x_t = x_t.to(self.linear1.weight.dtype)
+        x_t = x_t.to(self.linear1.weight.dtype, memory_format=torch.channels_last)
+        label = None
+        if self.layer.classes is not None:
+            label = labels[0] if labels else torch.full_like(t, self.layer.classes)
+        return x_t, self.compute(t, label, arithmetic_dtype(x_t)).to(x_t.dtype)
+
+    def compute(self, t: Tensor, label: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The embedding (N, E) of timesteps and labels, (N,) each, in ``dtype``."""
         layer = self.layer
         waves = sinusoid(t, layer.sinusoid_channels, sine_first=layer.sine_first, shift=layer.sinusoid_shift)
-        emb = self.linear2(F.silu(self.linear1(waves.to(arithmetic_dtype(x_t)))))  # (N, E)
-        if self.label_embedding is not None and layer.classes is not None:
-            label = labels[0] if labels else torch.full_like(t, layer.classes)
-            emb = emb + self.label_embedding(label).to(emb.dtype)
-        return x_t, emb.to(x_t.dtype)
+        emb: Tensor = self.linear2(F.silu(self.linear1(waves.to(dtype))))
+        if self.label_embedding is not None and label is not None:
+            emb = emb + self.label_embedding(label).to(dtype)
+        return emb
 
 
 class Input(CarryLayer):
@@ -104,7 +116,7 @@ class Input(CarryLayer):
         super().__init__(layer)
         self.conv = Convolution(layer.in_channels, layer.out_channels)
 
-    def compute(self, h: Tensor, emb: Tensor) -> Tensor:
+    def compute(self, h: Tensor, emb: Tensor, drawn: Tensor | None) -> Tensor:
         return self.conv(h)
 
 
@@ -121,15 +133,20 @@ class ResidualBlock(CarryLayer):
         self.conv2 = Convolution(layer.out_channels, layer.out_channels, starts_at_zero=True)
         self.shortcut = Convolution(layer.width, layer.out_channels, kernel=1) if layer.has_shortcut else None
         self.scale_shift = layer.scale_shift
+        self.output_shape = layer.output_shape
 
-    def compute(self, h: Tensor, emb: Tensor) -> Tensor:
-        time = self.time_projection(F.silu(emb.to(h.dtype)))[:, :, None, None]  # (N, C or 2C, 1, 1)
+    def draw(self, h: Tensor) -> Tensor | None:
+        return self.dropout.draw(self.output_shape)
+
+    def compute(self, h: Tensor, emb: Tensor, drawn: Tensor | None) -> Tensor:
+        time = self.time_projection(F.silu(emb.to(h.dtype)))  # (N, C or 2C)
         branch = self.conv1(norm_silu(self.norm1, h))  # (N, C, H, W)
         if self.scale_shift:
-            branch = norm_silu(self.norm2, branch, *time.chunk(2, dim=1))
+            scale, shift = time.chunk(2, dim=1)
+            branch = norm_silu(self.norm2, branch, scale=scale, shift=shift)
         else:
-            branch = norm_silu(self.norm2, branch + time)
-        branch = self.conv2(self.dropout(branch))  # (N, C, H, W)
+            branch = norm_silu(self.norm2, branch, add=time)
+        branch = self.conv2(self.dropout(branch, drawn))  # (N, C, H, W)
         return (h if self.shortcut is None else self.shortcut(h)) + branch
 
 
@@ -144,12 +161,12 @@ class Attention(CarryLayer):
         self.qkv = Linear(width, 3 * width, parts=3)
         self.projection = Linear(width, width, starts_at_zero=True)
 
-    def compute(self, h: Tensor, emb: Tensor) -> Tensor:
+    def compute(self, h: Tensor, emb: Tensor, drawn: Tensor | None) -> Tensor:
         pixels = rearrange(self.norm(h), "n c h w -> n (h w) c")
-        qkv = rearrange(self.qkv(pixels), "n p (three heads c) -> three n heads p c", three=3, heads=self.heads)
-        mixed = F.scaled_dot_product_attention(*qkv)  # (N, heads, pixels, C / heads)
+        qkv = self.qkv(pixels).chunk(3, dim=2)  # three of (N, pixels, C)
+        heads = (rearrange(part, "n p (heads c) -> n heads p c", heads=self.heads) for part in qkv)
+        mixed = F.scaled_dot_product_attention(*heads)  # (N, heads, pixels, C / heads)
         mixed = self.projection(rearrange(mixed, "n heads p c -> n p (heads c)"))
-        # h comes first so that the sum is contiguous as h is, which messages between stages must be.
         return h + rearrange(mixed, "n (h w) c -> n c h w", h=h.shape[2])
 
 
@@ -162,7 +179,7 @@ class Downsample(CarryLayer):
         padding = 0 if layer.asymmetric else 1
         self.conv = Convolution(layer.in_channels, layer.out_channels, stride=2, padding=padding)
 
-    def compute(self, h: Tensor, emb: Tensor) -> Tensor:
+    def compute(self, h: Tensor, emb: Tensor, drawn: Tensor | None) -> Tensor:
         return self.conv(F.pad(h, (0, 1, 0, 1)) if self.asymmetric else h)  # (N, C, H / 2, W / 2)
 
 
@@ -173,7 +190,7 @@ class Upsample(CarryLayer):
         super().__init__(layer)
         self.conv = Convolution(layer.in_channels, layer.out_channels)
 
-    def compute(self, h: Tensor, emb: Tensor) -> Tensor:
+    def compute(self, h: Tensor, emb: Tensor, drawn: Tensor | None) -> Tensor:
         return self.conv(F.interpolate(h, scale_factor=2.0, mode="nearest"))  # (N, C, 2H, 2W)
 
 
@@ -188,5 +205,5 @@ class Output(CarryLayer):
     def forward(self, carry: Carry) -> Tensor:  # type: ignore[override]
         return super().forward(carry)[0]
 
-    def compute(self, h: Tensor, emb: Tensor) -> Tensor:
+    def compute(self, h: Tensor, emb: Tensor, drawn: Tensor | None) -> Tensor:
         return self.conv(norm_silu(self.norm, h))

@@ -1,6 +1,7 @@
 """Our names and tensors beside those of diffusers' ``UNet2DModel``.
 
-The two hold the same numbers; diffusers keeps q, k and v apart and counts decoder levels from the deepest.
+The two hold the same numbers; diffusers keeps q, k and v apart, counts decoder levels from the deepest, and has
+convolutions' weights as (out, in, k, k), which are (out, k, k, in) here.
 diffusers itself is not needed here.
 """
 
@@ -20,9 +21,9 @@ _BLOCK = {"norm1": "norm1", "conv1": "conv1", "time_projection": "time_emb_proj"
 
 
 def to_diffusers(state: Mapping[str, Tensor], layers: Sequence[Layer]) -> dict[str, Tensor]:
-    """Tensors by diffusers' names from tensors by ours (``4.conv1.weight``); split tensors are views."""
+    """Tensors by diffusers' names from tensors by ours (``4.conv1.weight``); views of them."""
     return {
-        name: tensor
+        name: to_published(tensor)
         for ours, theirs in tensor_names(layers)
         for name, tensor in zip(theirs, state[ours].chunk(len(theirs)), strict=True)
     }
@@ -34,7 +35,25 @@ def from_diffusers(state: Mapping[str, Tensor], layers: Sequence[Layer]) -> dict
     Raises ValueError where the names are not those of a `UNet2DModel` of these layers.
     """
     stored = stored_names(state, layers)
-    return {ours: torch.cat([state[stored[name]] for name in theirs]) for ours, theirs in tensor_names(layers)}
+    return {
+        ours: from_published(torch.cat([state[stored[name]] for name in theirs]))
+        for ours, theirs in tensor_names(layers)
+    }
+
+
+def to_published(tensor: Tensor) -> Tensor:
+    """A parameter of ours in the shape that PyTorch's layers have: a view."""
+    return tensor.permute(0, 3, 1, 2) if tensor.ndim == 4 else tensor
+
+
+def from_published(tensor: Tensor) -> Tensor:
+    """A parameter of PyTorch's layers in our shape, contiguous."""
+    return tensor.permute(0, 2, 3, 1).contiguous() if tensor.ndim == 4 else tensor
+
+
+def published_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that PyTorch's layers have for a parameter of one of our shapes."""
+    return (shape[0], shape[3], *shape[1:3]) if len(shape) == 4 else shape
 
 
 def stored_names(names: Iterable[str], layers: Sequence[Layer]) -> dict[str, str]:

@@ -7,16 +7,31 @@ are not drawn on construction: :func:`draw_weights` does that, from a generator 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddpm_ds.keyed import Stream, keep_mask
+from ddpm_ds.unet.convolution import convolution
+from ddpm_ds.unet.fused_norm import fused_norm_silu
+
+Kernels = Literal["fused", "reference"]
+"""What computes a normalisation with what surrounds it: one kernel of ours, or PyTorch's operations."""
+MemoryFormat = Literal["channels_last", "contiguous"]
+MEMORY_FORMATS: dict[MemoryFormat, torch.memory_format] = {
+    "channels_last": torch.channels_last,
+    "contiguous": torch.contiguous_format,
+}
 
 
-class Convolution(nn.Conv2d):
-    """A convolution with bias; at stride 1 it keeps the size of the image."""
+class Convolution(nn.Module):
+    """A convolution with bias; at stride 1 it keeps the size of the image.
+
+    ``weight`` is (out, k, k, in): what a channels-last convolution reads, in the one layout that optimizers, which
+    flatten parameters and their gradients, leave as it is.
+    """
 
     def __init__(
         self,
@@ -28,18 +43,26 @@ class Convolution(nn.Conv2d):
         padding: int | None = None,
         starts_at_zero: bool = False,
     ) -> None:
-        super().__init__(channels, out_channels, kernel, stride, kernel // 2 if padding is None else padding)
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_channels, kernel, kernel, channels))
+        self.bias = nn.Parameter(torch.empty(out_channels))
+        self.stride = stride
+        self.padding = kernel // 2 if padding is None else padding
         self.starts_at_zero = starts_at_zero
-
-    def reset_parameters(self) -> None:
-        """Leave the weights undrawn; the inherited method would draw from torch's global generator."""
+        self.memory_format = torch.channels_last
+        """Of images and weights in the arithmetic; what has another one is copied."""
 
     def forward(self, x: Tensor) -> Tensor:
-        assert self.bias is not None
-        return F.conv2d(x, self.weight.to(x.dtype), self.bias.to(x.dtype), self.stride, self.padding)
+        weight = self.weight.to(x.dtype).permute(0, 3, 1, 2)  # (out, in, k, k)
+        x, weight = (tensor.contiguous(memory_format=self.memory_format) for tensor in (x, weight))
+        return convolution(x, weight, self.bias.to(x.dtype), self.stride, self.padding)
 
+    @torch.no_grad()
     def draw(self, generator: torch.Generator) -> None:
-        _variance_scaling(self, 1, self.starts_at_zero, generator)
+        drawn = torch.empty_like(self.weight.permute(0, 3, 1, 2), memory_format=torch.contiguous_format)
+        _variance_scaling(drawn, 1, self.starts_at_zero, generator)
+        self.weight.copy_(drawn.permute(0, 2, 3, 1))
+        self.bias.zero_()
 
 
 class Linear(nn.Linear):
@@ -56,8 +79,10 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
 
+    @torch.no_grad()
     def draw(self, generator: torch.Generator) -> None:
-        _variance_scaling(self, self.parts, self.starts_at_zero, generator)
+        _variance_scaling(self.weight, self.parts, self.starts_at_zero, generator)
+        self.bias.zero_()
 
 
 class LabelEmbedding(nn.Embedding):
@@ -82,16 +107,26 @@ class GroupNorm(nn.GroupNorm):
 
     def __init__(self, groups: int, channels: int, epsilon: float) -> None:
         super().__init__(groups, channels, epsilon)
+        self.kernels: Kernels = "reference"
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.kernels == "fused":
+            return fused_norm_silu(x, self.weight, self.bias, self.num_groups, self.eps, silu=False)
         return F.group_norm(x, self.num_groups, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
 
 
-def norm_silu(norm: GroupNorm, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
-    """SiLU of normalised x, first modulated as ``x * (1 + scale) + shift`` where these (N, C, 1, 1) are given."""
-    x = norm(x)
+def norm_silu(
+    norm: GroupNorm, x: Tensor, *, add: Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None = None
+) -> Tensor:
+    """SiLU of normalised ``x + add``, (N, C, H, W), first modulated as ``y * (1 + scale) + shift``.
+
+    What an embedding gives, add or both scale and shift, is (N, C).
+    """
+    if norm.kernels == "fused":
+        return fused_norm_silu(x, norm.weight, norm.bias, norm.num_groups, norm.eps, add=add, scale=scale, shift=shift)
+    x = norm(x if add is None else x + add[:, :, None, None])
     if scale is not None and shift is not None:
-        x = x * (1 + scale) + shift
+        x = x * (1 + scale[:, :, None, None]) + shift[:, :, None, None]
     return F.silu(x)
 
 
@@ -99,7 +134,8 @@ class KeyedDropout(nn.Module):
     """Dropout whose mask is a function of seed, layer and image, whatever batch the image is in.
 
     `images` (N,) int64, the images' positions in the training sequence, is set by :func:`set_image_index`
-    before each forward, a checkpoint's recomputation included.
+    before each forward, a checkpoint's recomputation included. The mask is drawn apart from its use, so that what
+    computes with it is the same code in every layer.
     """
 
     def __init__(self, rate: float, seed: int, layer: int) -> None:
@@ -109,13 +145,18 @@ class KeyedDropout(nn.Module):
         self.stream = Stream.DROPOUT + layer
         self.images: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def draw(self, shape: tuple[int, int, int]) -> Tensor | None:
+        """Which elements of activations (N, C, H, W), of (C, H, W) `shape`, stay; channels_last. None: all."""
         if self.rate == 0.0 or not self.training:
-            return x
+            return None
         if self.images is None:
             raise RuntimeError("dropout needs the images' positions: call set_image_index before the forward")
-        keep = keep_mask(self.seed, self.stream, self.images, x[0].numel(), self.rate)
-        return x * keep.view_as(x) * (1 / (1 - self.rate))
+        channels, height, width = shape
+        keep = keep_mask(self.seed, self.stream, self.images, channels * height * width, self.rate)
+        return keep.view(-1, height, width, channels).permute(0, 3, 1, 2)
+
+    def forward(self, x: Tensor, keep: Tensor | None) -> Tensor:
+        return x if keep is None else x * keep * (1 / (1 - self.rate))
 
 
 def set_image_index(modules: Iterable[nn.Module], images: Tensor) -> None:
@@ -124,6 +165,22 @@ def set_image_index(modules: Iterable[nn.Module], images: Tensor) -> None:
         for module in root.modules():
             if isinstance(module, KeyedDropout):
                 module.images = images
+
+
+def use_kernels(modules: Iterable[nn.Module], kernels: Kernels) -> None:
+    """Let every normalisation in `modules` that has a fused kernel use it, or not."""
+    for root in modules:
+        for module in root.modules():
+            if isinstance(module, GroupNorm):
+                module.kernels = kernels
+
+
+def use_memory_format(modules: Iterable[nn.Module], memory_format: MemoryFormat) -> None:
+    """Let every convolution in `modules` take and give images in a memory format; weights stay channels-last."""
+    for root in modules:
+        for module in root.modules():
+            if isinstance(module, Convolution):
+                module.memory_format = MEMORY_FORMATS[memory_format]
 
 
 def draw_weights(module: nn.Module, generator: torch.Generator) -> None:
@@ -136,9 +193,6 @@ def draw_weights(module: nn.Module, generator: torch.Generator) -> None:
             part.draw(generator)
 
 
-@torch.no_grad()
-def _variance_scaling(layer: Convolution | Linear, parts: int, zero: bool, generator: torch.Generator) -> None:
-    assert layer.bias is not None
-    layer.bias.zero_()
-    for weight in layer.weight.chunk(parts):
-        nn.init.xavier_uniform_(weight, gain=0.0 if zero else 1.0, generator=generator)
+def _variance_scaling(weight: Tensor, parts: int, zero: bool, generator: torch.Generator) -> None:
+    for part in weight.chunk(parts):
+        nn.init.xavier_uniform_(part, gain=0.0 if zero else 1.0, generator=generator)

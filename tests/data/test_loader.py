@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import queue
+import threading
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -13,7 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpm_ds.data.loader import MicroBatch, _Images, micro_batches
+from ddpm_ds.data import loader
+from ddpm_ds.data.loader import MicroBatch, _Reads, micro_batches
 from ddpm_ds.data.order import image_at
 from ddpm_ds.data.store import Store
 
@@ -94,7 +98,7 @@ def broken(store: Store, die: bool) -> Store:
     """A store whose images raise an error, or end the process, when they are read."""
 
     class Images:
-        def __getitem__(self, index: Any) -> None:
+        def take(self, *_: Any, **__: Any) -> None:
             if die:
                 os._exit(9)
             raise OSError(5, "Input/output error")
@@ -114,10 +118,70 @@ def test_death_of_a_worker_is_an_error_and_no_hang(digits: Store) -> None:
 
 
 def test_what_a_spawned_worker_receives_reads_the_same_images(digits: Store) -> None:
-    images = _Images(digits, None, seed=3)
-    sent = pickle.dumps(images)
-    assert len(sent) < 1000
-    assert_same([pickle.loads(sent).__getitems__([5, 6])], [images.__getitems__([5, 6])])
+    for store in (digits, digits.centre(6)):
+        reads = _Reads(store, None, 3, 0, 8, 4, False)
+        sent = pickle.dumps(reads)
+        assert len(sent) < 1000
+        for left, right in zip(pickle.loads(sent)[5], reads[5], strict=True):
+            assert np.array_equal(np.asarray(left), np.asarray(right))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("replica", [0, 1])
+def test_micro_batches_are_the_same_however_many_are_read_at_a_time(
+    digits: Store, monkeypatch: pytest.MonkeyPatch, replica: int, workers: int
+) -> None:
+    monkeypatch.setattr(loader, "READ_IMAGES", 1)
+    alone = take(digits, 40, replica=replica, start_images=1760)
+    for images in (5, 12, 2048):
+        monkeypatch.setattr(loader, "READ_IMAGES", images)
+        assert_same(take(digits, 40, replica=replica, start_images=1760, workers=workers), alone)
+
+
+def test_a_read_is_bounded_in_images_and_in_bytes_and_a_micro_batch_at_least(digits: Store) -> None:
+    def reads(size: int, shape: tuple[int, int, int]) -> int:
+        store = replace(digits, meta=digits.meta.model_copy(update={"shape": shape}))
+        return _Reads(store, None, 3, 0, size, size, False).micro_batches
+
+    assert reads(64, (1, 8, 8)) == 512 // 64
+    assert reads(100, (3, 32, 32)) == 3  # of 341 images in 2^20 bytes
+    assert reads(8, (3, 1024, 1024)) == 1
+    assert reads(1024, (1, 8, 8)) == 1
+
+
+def test_without_workers_a_thread_reads_while_a_micro_batch_is_used(
+    digits: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: queue.Queue[tuple[int, bool]] = queue.Queue()
+    read = _Reads.__getitem__
+
+    def noted(self: _Reads, number: int) -> Any:
+        reads.put((number, threading.current_thread() is threading.main_thread()))
+        return read(self, number)
+
+    monkeypatch.setattr(_Reads, "__getitem__", noted)
+    batches = micro_batches(digits, seed=3, batch_images=512, micro_batch_images=512, replicas=1, replica=0)
+    next(batches)
+    assert [reads.get(timeout=10) for _ in range(2)] == [(0, False), (1, False)]
+    before = threading.active_count()
+    del batches
+    assert reads.empty() and threading.active_count() == before - 1
+
+
+def test_images_are_copied_once(digits: Store) -> None:
+    """From the mapped file into the tensor that is handed out: numpy may take a second one as a buffer."""
+    large = replace(
+        digits,
+        meta=digits.meta.model_copy(update={"count": 20, "shape": (3, 64, 64)}),
+        images=np.arange(20, dtype=np.uint8)[:, None, None, None] + np.zeros((3, 64, 64), np.uint8),
+    )
+    batches = micro_batches(large, seed=3, batch_images=80, micro_batch_images=80, replicas=1, replica=0)
+    next(batches)
+    tracemalloc.start()  # sees numpy's memory, and not torch's
+    batch = next(batches)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < batch.images.numel() / 10
 
 
 def test_torch_random_state_is_left_alone(digits: Store) -> None:

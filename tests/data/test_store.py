@@ -107,6 +107,20 @@ def test_store_travels_to_another_process_by_its_path(digits: Store) -> None:
     assert isinstance(received.images, np.memmap) and (received.images == digits.images).all()
 
 
+def test_centre_of_a_store_is_a_view_that_travels_and_has_a_key_of_its_own(digits: Store) -> None:
+    for size, first in ((6, 1), (5, 1), (1, 3)):
+        centre = digits.centre(size)
+        assert centre.meta.shape == (1, size, size) and len(centre) == len(digits)
+        assert np.shares_memory(centre.images, digits.images)
+        expected = digits.images[:, :, first : first + size, first : first + size]
+        assert (centre.images == expected).all()
+        received = pickle.loads(pickle.dumps(centre))
+        assert (received.images == expected).all() and received.meta == centre.meta
+        assert received.key == centre.key
+    assert digits.centre(8) is digits and digits.key == digits.meta.sha256["images.npy"]
+    assert len({digits.key, digits.centre(6).key, digits.centre(5).key}) == 3
+
+
 def test_only_a_big_store_shows_a_bar_while_it_is_checked(
     digits: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

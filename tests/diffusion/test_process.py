@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
+from ddpm_ds import keyed
 from ddpm_ds.diffusion import Diffusion
 from ddpm_ds.diffusion.schedule import alpha_bars
+from ddpm_ds.keyed import Stream
 from ddpm_ds.spec import DiffusionSpec
 
 
@@ -44,13 +48,76 @@ def test_prepare_mirrors_half_of_the_images_and_leaves_its_input_alone() -> None
     assert torch.equal(pixels, before)
 
 
+def test_prepare_crops_each_image_at_a_place_of_its_own_and_all_places_alike() -> None:
+    """Pixels say where they are, so that a crop says where it was cut."""
+    rows, columns = torch.meshgrid(torch.arange(10), torch.arange(10), indexing="ij")
+    pixels = torch.stack((rows, columns)).to(torch.uint8).expand(4000, 2, 10, 10)
+    index = torch.arange(7, 4007)
+    crops = process().prepare(pixels, index, flips=False, size=8).add(1.0).mul(127.5).round().long()
+    assert crops.shape == (4000, 2, 8, 8)
+    top, left = crops[:, 0, :1, :1], crops[:, 1, :1, :1]  # (N, 1, 1)
+    assert torch.equal(crops[:, 0], top + torch.arange(8)[:, None].expand(8, 8))
+    assert torch.equal(crops[:, 1], left + torch.arange(8).expand(8, 8))
+    counts = torch.bincount((top * 3 + left).flatten(), minlength=9)
+    assert len(counts) == 9 and counts.min() > 370 and counts.max() < 520  # of 444, five deviations
+    again = process(objective="v").prepare(pixels[:5], index[:5], flips=False, size=8)
+    assert torch.equal(again.add(1.0).mul(127.5).round().long(), crops[:5])
+    assert not torch.equal(process(seed=1).prepare(pixels, index, False, 8), process().prepare(pixels, index, False, 8))
+
+
+def test_a_crop_is_mirrored_as_the_whole_image_would_be() -> None:
+    pixels, index = images(64, size=9)
+    straight, flipped = (process().prepare(pixels, index, flips, size=6) for flips in (False, True))
+    whole, mirrored = (process().prepare(pixels, index, flips) for flips in (False, True))
+    turned = (whole != mirrored).flatten(1).any(1)
+    assert 16 < turned.sum() < 48
+    assert torch.equal(flipped, torch.where(turned[:, None, None, None], straight.flip(-1), straight))
+
+
+def test_images_of_the_size_that_is_asked_for_are_not_cropped() -> None:
+    pixels, index = images(8)
+    assert torch.equal(process().prepare(pixels, index, True, size=8), process().prepare(pixels, index, True))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("loss", ["l1", "l2", "huber"])
+@pytest.mark.parametrize("objective", ["eps", "x0", "v"])
+def test_images_noise_and_gradients_lie_channels_last(objective: str, loss: str, channels: int) -> None:
+    diffusion = process(objective=objective, loss=loss)
+    pixels = torch.randint(0, 256, (4, channels, 9, 9), dtype=torch.uint8)
+    index = torch.arange(4)
+    x0 = diffusion.prepare(pixels, index, flips=True, size=8)
+    t, eps = diffusion.draw(index, x0.shape)
+    x_t = diffusion.noised(x0, t, eps)
+    prediction = torch.randn(4, channels, 8, 8).to(memory_format=torch.channels_last).requires_grad_()
+    (gradient,) = torch.autograd.grad(diffusion.loss(prediction, x0, eps, t), prediction)
+    for tensor in (x0, eps, x_t, gradient):
+        assert tensor.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(eps, process().draw(index, x0.shape)[1].contiguous())
+    assert torch.equal(eps.flatten(1), keyed.normal(0, Stream.NOISE, index, channels * 64))
+
+
+def test_loss_reads_its_tensors_as_they_lie() -> None:
+    """Neither the loss nor its backward changes a layout: what would is a copy of a whole tensor."""
+    diffusion = process(objective="v", weighting="min_snr")
+    pixels, index = images(4)
+    x0 = diffusion.prepare(pixels, index, flips=True)
+    t, eps = diffusion.draw(index, x0.shape)
+    prediction = torch.randn_like(x0).requires_grad_()
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
+        diffusion.loss(prediction, x0, eps, t).backward()
+    of_images = [event.name for event in seen.events() if event.input_shapes and prod(event.input_shapes[0]) == 768]
+    assert "aten::mse_loss" in of_images and not {"aten::copy_", "aten::clone"} & set(of_images)
+
+
 def test_everything_is_the_same_in_micro_batches_of_any_size() -> None:
     diffusion = process()
-    pixels, index = images(12)
-    whole = (diffusion.prepare(pixels, index, True), *diffusion.draw(index, pixels.shape))
+    pixels, index = images(12, size=11)
+    shape = (12, 3, 8, 8)
+    whole = (diffusion.prepare(pixels, index, True, 8), *diffusion.draw(index, shape))
     for size in (1, 4, 5):
         parts = [
-            (diffusion.prepare(some, at, True), *diffusion.draw(at, some.shape))
+            (diffusion.prepare(some, at, True, 8), *diffusion.draw(at, (len(at), 3, 8, 8)))
             for some, at in zip(pixels.split(size), index.split(size), strict=True)
         ]
         for one, many in zip(whole, zip(*parts, strict=True), strict=True):
@@ -158,7 +225,7 @@ def test_labels_are_dropped_at_their_share_and_by_image() -> None:
 
 
 def whole_step(diffusion: Diffusion, pixels: Tensor, index: Tensor) -> Tensor:
-    x0 = diffusion.prepare(pixels, index, flips=True)
+    x0 = diffusion.prepare(pixels, index, flips=True, size=6)
     t, eps = diffusion.draw(index, x0.shape)
     labels = diffusion.drop_labels(index % 10, index, 0.1, none_label=10)
     prediction = diffusion.noised(x0, t, eps).half() + labels[:, None, None, None]

@@ -261,7 +261,7 @@ def test_inceptions_scores_by_name_count_and_tool(
     monkeypatch.setattr(inception, "LAYER", "64")
     weights = write_weights(tmp_path / "weights.pt", monkeypatch)
     meta = store.meta.model_copy(update={"count": 24})
-    small = Store(store.path, meta, store.images[:24], store.labels[:24])  # type: ignore[arg-type]  # a view
+    small = Store(store.path, meta, store.images[:24], store.labels[:24])  # a view
     monkeypatch.setattr("ddpm_ds.evaluate.reference.prepare", lambda *_: small)
     monkeypatch.setattr(scores, "cache_beside", lambda _: tmp_path / "cache")
     out = evaluate("--count", 20, "--metrics", "fid,kid,pr", "--inception-weights", weights)

@@ -9,6 +9,7 @@ loss and the relative error of each of its gradients against plain PyTorch on th
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ import deepspeed
 import torch
 from deepspeed.runtime.pipe import schedule
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from ddpm_ds.benchmark.traffic import Traffic
 from ddpm_ds.data.loader import MicroBatch
@@ -32,7 +34,7 @@ from ddpm_ds.pipeline.partition import Schedule, partition
 from ddpm_ds.pipeline.placement import AcrossHosts, exchange, sharing
 from ddpm_ds.spec import RunSpec
 from ddpm_ds.train.objective import Denoising
-from ddpm_ds.unet import model
+from ddpm_ds.unet import compiled, model
 from ddpm_ds.unet.layers import Layer, unet_layers
 from tests.launching import tiny_spec
 
@@ -58,6 +60,8 @@ class Case:
     growing_scale: bool = False
     schedule: Schedule = "1f1b"
     across: AcrossHosts = "stages"
+    compile: bool = False
+    fused: bool = False
 
     def config(self, batch: int) -> dict[str, Any]:
         """The DeepSpeed configuration, without ours."""
@@ -78,9 +82,12 @@ class Case:
                 "use_reentrant": self.reentrant,
                 "across_hosts": self.across,
             },
+            "compile": self.compile,
             "steps_per_print": 1 if self.wall_clock else None,
             "wall_clock_breakdown": self.wall_clock,
         }
+        if self.fused:
+            config["optimizer"]["params"]["fused"] = True
         if self.precision == "fp16":
             window = 1 if self.growing_scale else 1000
             config["fp16"] = {"enabled": True, "initial_scale_power": 10, "loss_scale_window": window}
@@ -214,7 +221,8 @@ def run_case(case: Case) -> list[dict[str, Any]]:
                 (m * case.replicas + engine.grid.get_data_parallel_id()) * micro for m in range(case.micro_batches)
             )
         ]
-        with sent if step == 0 else contextlib.nullcontext():
+        counted = step == 0 and not case.compile  # what is compiled runs as it is written where operators are watched
+        with sent if counted else contextlib.nullcontext():
             loss_here = engine.train_batch(iter(mine)) / case.replicas
         torch.distributed.all_reduce(loss_here)
         expected_loss, expected = reference.step(batch)
@@ -242,12 +250,19 @@ def run_case(case: Case) -> list[dict[str, Any]]:
                 "moment_errors": moment_errors,
                 "stage": engine.stage_id,
                 "coordinates": [engine.stage_id, engine.grid.get_data_parallel_id()],
-                "sent": [sent.message_bytes, sent.collective_bytes],
+                "sent": None if case.compile else [sent.message_bytes, sent.collective_bytes],
                 "expected_sent": expected_sent,
+                "graphs": counters["stats"]["unique_graphs"],
             }
         )
     engine.destroy()
     return records
+
+
+def compile_without_code() -> None:
+    """Let ``torch.compile`` trace and differentiate, which is where layers and engines meet it, and leave out the
+    building of code, which takes a minute a U-Net: ``tests/unet/test_compiled.py`` does it."""
+    compiled.torch.compile = functools.partial(torch.compile, backend="aot_eager")
 
 
 def report_cases(run: Callable[[dict[str, Any]], Any]) -> None:
@@ -264,4 +279,5 @@ def report_cases(run: Callable[[dict[str, Any]], Any]) -> None:
 
 
 if __name__ == "__main__":
+    compile_without_code()
     report_cases(lambda case: run_case(Case(**case)))

@@ -7,19 +7,24 @@ import inspect
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import pytest
 import torch
+from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime import engine as deepspeed_engine
+from deepspeed.runtime import utils as deepspeed_utils
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine, EngineTimers
+from deepspeed.runtime.fp16 import unfused_optimizer
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe import dualpipev, schedule
 from deepspeed.runtime.pipe import engine as pipe_engine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
+from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ddpm_ds.pipeline import deepspeed_insides as insides
@@ -147,6 +152,79 @@ def test_stock_clipping_counts_the_first_stage_alone() -> None:
 
     assert "get_model_parallel_rank() == 0" in source(clip_grad_norm_)
     assert "clip_fp32_gradients" in names_in(DeepSpeedEngine._take_model_step)
+
+
+WHERE_OPTIMIZERS_WAIT = [
+    (stage_1_and_2, "is_invalid_grad_norm", DeepSpeedZeroOptimizer.step),
+    (stage_1_and_2, "is_invalid_grad_norm", DeepSpeedZeroOptimizer.unscale_and_clip_grads),
+    (stage_1_and_2, "mask_nan_or_inf_with_val_inplace", DeepSpeedZeroOptimizer.get_grad_norm_direct),
+    (deepspeed_utils, "mask_nan_or_inf_with_val_inplace", deepspeed_utils.get_global_norm_of_tensors),
+    (bf16_optimizer, "is_invalid_grad_norm", BF16_Optimizer.step),
+    (bf16_optimizer, "clip_tensors_by_global_norm", BF16_Optimizer.step),
+    (unfused_optimizer, "get_weight_norm", FP16_UnfusedOptimizer.step),
+]
+
+
+@pytest.mark.parametrize("module, name, where", WHERE_OPTIMIZERS_WAIT)
+def test_optimizers_wait_in_functions_that_they_find_in_their_modules(module: Any, name: str, where: Any) -> None:
+    assert callable(vars(module)[name]) and f"{name}(" in source(where)
+
+
+def test_a_norm_that_is_not_finite_skips_a_step_as_an_overflow_does() -> None:
+    step = " ".join(source(DeepSpeedZeroOptimizer.step).split())
+    asked = "if (self.dtype != torch.bfloat16 or self.check_grad_overflow) and is_invalid_grad_norm("
+    assert asked in step and "if self.check_grad_overflow: self.check_overflow(" in step
+    assert step.index("self.check_overflow(") < step.index(asked) < step.index("self._update_scale(")
+    unfused = source(FP16_UnfusedOptimizer.step)
+    assert unfused.count("return self._skip_invalid_grad_norm()") == 2 and "self.overflow_checker.check()" in unfused
+    assert "self.model_parallel_rank = bwc_tensor_model_parallel_rank(mpu)" in source(DeepSpeedZeroOptimizer.__init__)
+
+
+@pytest.mark.parametrize("norm", [0.0, 2.0, float("inf"), float("nan")])
+def test_masked_and_clipped_without_waiting_the_bits_are_the_stock_ones(norm: float) -> None:
+    ours, stock = torch.tensor(norm), torch.tensor(norm)
+    insides._mask_invalid(ours)
+    deepspeed_utils.mask_nan_or_inf_with_val_inplace(stock)
+    assert torch.equal(ours, stock)
+    if norm in (0.0, 2.0):
+        gradients = torch.randn(50, generator=torch.Generator().manual_seed(0))
+        clipped, expected = [gradients.clone()], [gradients.clone()]
+        insides._clip(clipped, 1.0, ours)
+        deepspeed_utils.clip_tensors_by_global_norm(expected, 1.0, stock)
+        assert torch.equal(clipped[0], expected[0])
+
+
+@pytest.mark.parametrize("last", [1.0, float("inf"), float("nan")])
+def test_the_norm_of_half_precision_gradients_in_one_wait_is_the_stock_one(last: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(size, generator=generator).half() for size in (7, 100, 1, 33)]
+    gradients[1][-1] = last
+    assert insides._norm_of(gradients) == deepspeed_utils.get_weight_norm(gradients)
+
+
+def test_a_fused_adam_that_is_told_of_an_infinite_gradient_leaves_everything_alone() -> None:
+    parameter = torch.nn.Parameter(torch.ones(5))
+    optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=True)
+    parameter.grad = torch.ones(5)
+    optimizer.step()
+    before = [parameter.detach().clone(), *(value.clone() for value in optimizer.state[parameter].values())]
+    parameter.grad = torch.full((5,), float("nan"))
+    optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
+    optimizer.step()
+    after = [parameter.detach(), *optimizer.state[parameter].values()]
+    assert all(torch.equal(*pair) for pair in zip(after, before, strict=True))
+
+
+def test_what_is_replaced_during_a_step_is_put_back() -> None:
+    class Owner:
+        def check(self) -> str:
+            return "stock"
+
+    owner = Owner()
+    with pytest.raises(ValueError), insides._replaced(owner, "check", lambda: "ours"):
+        assert owner.check() == "ours"
+        raise ValueError
+    assert owner.check() == "stock" and "check" not in vars(owner)
 
 
 @pytest.fixture

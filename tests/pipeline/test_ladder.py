@@ -71,6 +71,14 @@ FOUR_PROCESSES = [
     Case(2, 2, 2, "bf16", 0),
     Case(2, 2, 2, "fp32", 0, wall_clock=True),
 ]
+SWITCHED_BY_TWO = [
+    Case(1, 2, 2, "fp32", 1, compile=True, fused=True),
+    Case(2, 1, 2, "fp16", 0, compile=True, fused=True),
+    Case(2, 1, 1, "fp32", 2, reentrant=True, compile=True),
+    Case(2, 1, 0, "bf16", 0, fused=True),
+    Case(2, 1, 2, "fp32", 1, schedule="folded", compile=True, fused=True),
+    Case(2, 1, 0, "fp16", 0, schedule="folded", compile=True),
+]
 
 
 OTHERS_BY_TWO = [Case(2, 1, 0, "fp16", 1), Case(2, 1, 1, "fp32", 1), Case(2, 1, 2, "fp16", 0)]
@@ -94,7 +102,7 @@ FOLDED_BY_FOUR = [
     ("processes", "cases"),
     [
         pytest.param(1, matrix([(1, 1)]), id="1 process"),
-        pytest.param(2, [*some(2, 1), *OTHERS_BY_TWO, *some(1, 2), *FOLDED_BY_TWO], id="2 processes"),
+        pytest.param(2, [*some(2, 1), *OTHERS_BY_TWO, *some(1, 2), *FOLDED_BY_TWO, *SWITCHED_BY_TWO], id="2 processes"),
         pytest.param(4, [*FOUR_PROCESSES, *FOLDED_BY_FOUR], id="4 processes"),
     ],
 )
@@ -119,6 +127,11 @@ def compare(case: Case, ranks: list[list[dict[str, Any]]]) -> list[str]:
         where = records[0]["coordinates"]
         if tuple(where) != grid.coordinates(rank):
             found.append(f"rank {rank} is stage and replica {where} instead of {grid.coordinates(rank)}")
+        graphs = [record["graphs"] for record in records]
+        if len(set(graphs)) > 1:
+            found.append(f"rank {rank} compiled {graphs} graphs up to each step")
+        if case.compile and not graphs[0]:
+            found.append(f"rank {rank} compiled nothing")
     for step, records in enumerate(zip(*ranks, strict=True)):
         slack = LATER[case.precision] if step else 1
         named = set()
@@ -130,7 +143,10 @@ def compare(case: Case, ranks: list[list[dict[str, Any]]]) -> list[str]:
                 ):
                     found.append(f"{where}: {quantity} {record[quantity]} instead of {record[expected]}")
             for kind, sent, expected in zip(
-                ("messages", "collectives"), record["sent"], record["expected_sent"], strict=True
+                ("messages", "collectives"),
+                record["sent"] or record["expected_sent"],
+                record["expected_sent"],
+                strict=True,
             ):
                 if not math.isclose(sent, expected, rel_tol=0, abs_tol=SMALL_BYTES):
                     found.append(f"{where}: sends {sent} bytes of {kind} instead of {expected}")

@@ -72,7 +72,7 @@ def test_dropout_mask_is_keyed_by_image_layer_and_seed() -> None:
     def dropped(images: list[int], layer: int = 3, seed: int = 0) -> torch.Tensor:
         dropout = KeyedDropout(0.25, seed, layer)
         set_image_index([dropout], torch.tensor(images))
-        return dropout(x)
+        return dropout(x, dropout.draw((4, 16, 16)))
 
     first = dropped([5, 6])
     assert torch.equal(first, dropped([5, 6])), "a recomputation draws another mask"
@@ -89,14 +89,15 @@ def test_dropout_leaves_torchs_generator_alone_and_is_off_in_eval() -> None:
     dropout = KeyedDropout(0.25, 0, 0)
     set_image_index([dropout], torch.tensor([0, 1]))
     before = torch.get_rng_state()
-    dropout(x)
+    dropout(x, dropout.draw((4, 16, 16)))
     assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(dropout.eval()(x), x)
+    assert dropout.eval().draw((4, 16, 16)) is None
+    assert torch.equal(dropout(x, None), x)
 
 
 def test_dropout_without_the_images_positions_says_what_to_call() -> None:
     with pytest.raises(RuntimeError, match="set_image_index"):
-        KeyedDropout(0.1, 0, 0)(torch.ones(1, 1, 2, 2))
+        KeyedDropout(0.1, 0, 0).draw((1, 2, 2))
 
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 8])

@@ -25,7 +25,7 @@ def test_decoder_levels_are_counted_from_the_deepest_and_qkv_is_split() -> None:
     theirs = to_diffusers(state, layers)
 
     deepest = state[f"{index['up.3.block.2']}.conv1.weight"]
-    assert torch.equal(theirs["up_blocks.0.resnets.2.conv1.weight"], deepest)
+    assert torch.equal(theirs["up_blocks.0.resnets.2.conv1.weight"].permute(0, 2, 3, 1), deepest)
     qkv = state[f"{index['down.1.attention.0']}.qkv.bias"]
     assert torch.equal(theirs["down_blocks.1.attentions.0.to_k.bias"], qkv.chunk(3)[1])
 

@@ -46,8 +46,8 @@ def test_weights_start_as_in_ddpm() -> None:
             assert (parameter == 0).all(), name
         else:
             parts = 3 if ".qkv." in name else 1
-            field = parameter[0][0].numel()
-            bound = math.sqrt(6 / (parameter.shape[1] * field + parameter.shape[0] * field / parts))
+            field = parameter[0, :, :, 0].numel() if parameter.ndim == 4 else 1
+            bound = math.sqrt(6 / (parameter.shape[-1] * field + parameter.shape[0] * field / parts))
             assert 0.9 * bound < parameter.abs().max().item() <= bound, name
     assert (unet(*batch("ddpm")) == 0).all()
 

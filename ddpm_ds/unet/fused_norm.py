@@ -1,0 +1,282 @@
+"""GroupNorm with SiLU and the embedding that is added before or modulates after: one operator on channels-last memory.
+
+Statistics and arithmetic are in fp32 whatever the dtype; only x, mean and rstd are kept for the backward. The operator
+is opaque to ``torch.compile``, which does not break on it. Triton, which its kernels are written in, is imported at the
+first call: PyTorch for CPUs comes without it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddpm_ds.unet.fused_norm_blocks import power_above, tiles, whole
+
+GRADIENT_WARPS = 8
+"""Of the kernels that hold a block of x and one of dy; the others take Triton's four."""
+
+
+def fused_norm_silu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    groups: int,
+    epsilon: float,
+    *,
+    add: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    silu: bool = True,
+) -> Tensor:
+    """SiLU(GroupNorm(x + add) * (1 + scale) + shift), of x's dtype and channels-last as x must be: (N, C, H, W).
+
+    Without ``silu`` what SiLU would be of.
+
+    x fp32, fp16 or bf16; weight and bias (C,) of x's dtype or fp32; add, scale and shift (N, C) of x's dtype. x must be
+    on the current CUDA device. Gradients are deterministic; a second derivative is not there.
+
+    Raises:
+        ValueError: x is not channels-last, which would have to be copied.
+    """
+    y, _, _ = _norm_silu(x, weight, bias, add, scale, shift, groups, epsilon, silu)
+    return y
+
+
+def available(device: torch.device) -> bool:
+    """Whether the kernels can run on a device: CUDA, with Triton installed."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    return x.is_contiguous(memory_format=torch.channels_last)
+
+
+def _row_stride(vectors: Tensor | None) -> tuple[Tensor | None, int]:
+    """Optional (N, C) vectors whose channels lie together, and the distance from one image to the next."""
+    if vectors is None:
+        return None, 0
+    vectors = vectors if vectors.stride(1) == 1 else vectors.contiguous()
+    return vectors, vectors.stride(0)
+
+
+@torch.library.custom_op(
+    "ddpm_ds::norm_silu",
+    mutates_args=(),
+    schema=(
+        "(Tensor x, Tensor weight, Tensor bias, Tensor? add, Tensor? scale, Tensor? shift, int groups, float epsilon,"
+        " bool silu) -> (Tensor, Tensor, Tensor)"
+    ),
+)
+def _norm_silu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    add: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    groups: int,
+    epsilon: float,
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, and mean and rstd (N, G) in fp32."""
+    from ddpm_ds.unet import fused_norm_tiles, fused_norm_whole
+
+    if not _is_channels_last(x):
+        raise ValueError(f"the fused normalisation needs channels-last memory, not strides {x.stride()}")
+    images, channels, height, width = x.shape
+    pixels = height * width
+    y = torch.empty_like(x)
+    mean, rstd = (x.new_empty((images, groups), dtype=torch.float32) for _ in range(2))
+    vectors = (weight, bias, *_row_stride(add), *_row_stride(scale), *_row_stride(shift))
+    held = whole(pixels, channels, groups, x.element_size())
+    if held is not None:
+        fused_norm_whole.normalise_whole[(images * held.programs,)](
+            x,
+            y,
+            *vectors,
+            mean,
+            rstd,
+            epsilon,
+            pixels,
+            C=channels,
+            G=groups,
+            ROWS=held.rows,
+            GROUPS=held.groups,
+            WIDTH=held.width,
+            SILU=silu,
+            num_warps=held.warps,
+        )
+        return y, mean, rstd
+    cut = tiles(images, pixels, channels, groups)
+    means, squares = (x.new_empty((images, cut.count, channels), dtype=torch.float32) for _ in range(2))
+    where = (pixels, cut.count, cut.pixels)
+    blocks: dict[str, Any] = {"C": channels, "ROWS": cut.rows, "COLUMNS": cut.columns}
+    grid = (images * cut.count * cut.channel_blocks,)
+    fused_norm_tiles.tile_statistics[grid](x, means, squares, *where, cut.channel_blocks, **blocks)
+    fused_norm_tiles.combine_statistics[(images * groups,)](
+        means,
+        squares,
+        *_row_stride(add),
+        mean,
+        rstd,
+        epsilon,
+        *where,
+        C=channels,
+        G=groups,
+        TILES=power_above(cut.count),
+        WIDTH=power_above(channels // groups),
+    )
+    fused_norm_tiles.normalise_tile[grid](
+        x, y, *vectors, mean, rstd, *where, cut.channel_blocks, G=groups, SILU=silu, **blocks
+    )
+    return y, mean, rstd
+
+
+@_norm_silu.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    add: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    groups: int,
+    epsilon: float,
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    mean, rstd = (x.new_empty((x.shape[0], groups), dtype=torch.float32) for _ in range(2))
+    return torch.empty_like(x), mean, rstd
+
+
+@torch.library.custom_op(
+    "ddpm_ds::norm_silu_backward",
+    mutates_args=(),
+    schema=(
+        "(Tensor dy, Tensor x, Tensor weight, Tensor bias, Tensor? add, Tensor? scale, Tensor? shift, Tensor mean,"
+        " Tensor rstd, bool silu) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
+)
+def _norm_silu_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    add: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    silu: bool,
+) -> tuple[Tensor, ...]:
+    """Gradients of x, weight, bias, add, scale and shift; an empty tensor for what is not there."""
+    from ddpm_ds.unet import fused_norm_parts, fused_norm_tiles, fused_norm_whole
+
+    dy = dy if _is_channels_last(dy) else dy.contiguous(memory_format=torch.channels_last)
+    images, channels, height, width = x.shape
+    pixels, groups = height * width, mean.shape[1]
+    gradients = _empty_gradients(x, weight, bias, add, scale, shift)
+    dx, dweight, dbias, *dvectors = gradients
+    per_image = x.new_empty((2, images, channels), dtype=torch.float32)
+    kind = images * channels
+    left = [
+        gradient if given is not None else None for gradient, given in zip(dvectors, (add, scale, shift), strict=True)
+    ]
+    modulation = (weight, bias, *_row_stride(scale))
+    vectors = (weight, bias, *_row_stride(add), *_row_stride(scale), *_row_stride(shift), mean, rstd)
+    held = whole(pixels, channels, groups, x.element_size())
+    if held is not None:
+        fused_norm_whole.gradients_whole[(images * held.programs,)](
+            x,
+            dy,
+            dx,
+            *vectors,
+            per_image,
+            kind,
+            *left,
+            pixels,
+            C=channels,
+            G=groups,
+            ROWS=held.rows,
+            GROUPS=held.groups,
+            WIDTH=held.width,
+            SILU=silu,
+            num_warps=held.warps,
+        )
+    else:
+        cut = tiles(images, pixels, channels, groups)
+        sums = x.new_empty((2 + (add is not None), images, cut.count, channels), dtype=torch.float32)
+        mean_dh, mean_dh_h = (torch.empty_like(mean) for _ in range(2))
+        where = (pixels, cut.count, cut.pixels, cut.channel_blocks)
+        blocks: dict[str, Any] = {"C": channels, "G": groups, "ROWS": cut.rows, "COLUMNS": cut.columns}
+        grid = (images * cut.count * cut.channel_blocks,)
+        fused_norm_tiles.tile_gradient_sums[grid](
+            x, dy, sums, sums.stride(0), *vectors, *where, **blocks, SILU=silu, num_warps=GRADIENT_WARPS
+        )
+        fused_norm_tiles.combine_gradient_sums[(images * groups,)](
+            sums,
+            sums.stride(0),
+            *modulation,
+            rstd,
+            mean_dh,
+            mean_dh_h,
+            per_image,
+            kind,
+            *left,
+            pixels,
+            cut.count,
+            C=channels,
+            G=groups,
+            TILES=power_above(cut.count),
+            WIDTH=power_above(channels // groups),
+        )
+        fused_norm_tiles.write_gradient_tile[grid](
+            x, dy, dx, *vectors, mean_dh, mean_dh_h, *where, **blocks, SILU=silu, num_warps=GRADIENT_WARPS
+        )
+    columns = min(32, power_above(channels))
+    fused_norm_parts.sum_over_images[(-(-channels // columns),)](
+        per_image, kind, dweight, dbias, images, C=channels, ROWS=min(64, power_above(images)), COLUMNS=columns
+    )
+    return gradients
+
+
+def _empty_gradients(x: Tensor, weight: Tensor, bias: Tensor, *vectors: Tensor | None) -> tuple[Tensor, ...]:
+    given = [x.new_empty(0) if vector is None else vector.new_empty(vector.shape) for vector in vectors]
+    return (torch.empty_like(x), torch.empty_like(weight), torch.empty_like(bias), *given)
+
+
+@_norm_silu_backward.register_fake
+def _(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    add: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    silu: bool,
+) -> tuple[Tensor, ...]:
+    return _empty_gradients(x, weight, bias, add, scale, shift)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, _groups, _epsilon, ctx.silu = inputs
+    _, mean, rstd = output
+    ctx.save_for_backward(*tensors, mean, rstd)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dy: Tensor | None, _dmean: None, _drstd: None) -> tuple[Tensor | None, ...]:
+    *tensors, mean, rstd = ctx.saved_tensors
+    if dy is None:
+        return (None,) * (len(tensors) + 3)
+    gradients = _norm_silu_backward(dy, *tensors, mean, rstd, ctx.silu)
+    wanted = [gradient if tensor is not None else None for gradient, tensor in zip(gradients, tensors, strict=True)]
+    return (*wanted, None, None, None)
+
+
+_norm_silu.register_autograd(_differentiate, setup_context=_keep)

@@ -1,0 +1,144 @@
+"""Which kernels the normalisations of a U-Net use: ours or PyTorch's, as measured on this device at start."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ddpm_ds.errors import DsConfigError
+from ddpm_ds.unet.fused_norm import available
+from ddpm_ds.unet.fused_norm_blocks import whole
+from ddpm_ds.unet.layers import BlockLayer, Layer, OutputLayer
+from ddpm_ds.unet.operations import GroupNorm, Kernels, norm_silu
+
+Asked = Literal["auto", "fused", "reference"]
+WARM_UP, RUNS = 3, 10
+"""Runs that compile and choose, and runs of which the fastest counts."""
+
+
+@dataclass(frozen=True)
+class NormShape:
+    """A normalisation with SiLU, and what an embedding does around it."""
+
+    channels: int
+    resolution: int
+    groups: int
+    epsilon: float
+    embedding: Literal["none", "add", "scale_shift"]
+
+
+def norm_shapes(layers: Sequence[Layer]) -> Counter[NormShape]:
+    """The normalisations of a U-Net that SiLU follows, and how many there are of each."""
+    shapes: Counter[NormShape] = Counter()
+    for layer in layers:
+        match layer:
+            case BlockLayer():
+                of_layer = (layer.groups, layer.epsilon)
+                shapes[NormShape(layer.width, layer.in_resolution, *of_layer, "none")] += 1
+                embedding: Literal["add", "scale_shift"] = "scale_shift" if layer.scale_shift else "add"
+                shapes[NormShape(layer.out_channels, layer.out_resolution, *of_layer, embedding)] += 1
+            case OutputLayer():
+                shapes[NormShape(layer.in_channels, layer.in_resolution, layer.groups, layer.epsilon, "none")] += 1
+    return shapes
+
+
+def check_kernels(asked: Asked, device: torch.device) -> None:
+    """Refuse kernels that can't run on a device, before anything starts.
+
+    Raises:
+        DsConfigError: the fused ones were asked for, and there is no CUDA or no Triton.
+    """
+    if asked == "fused" and not available(device):
+        missing = "CUDA, and this run is on the CPU" if device.type != "cuda" else "Triton, which is not installed"
+        raise DsConfigError(f'kernels = "fused" needs {missing}; use "auto" or "reference"')
+
+
+def choose_kernels(
+    asked: Asked, layers: Sequence[Layer], device: torch.device, dtype: torch.dtype, images: int
+) -> tuple[Kernels, str]:
+    """The kernels for these layers, and one line that says why; ``auto`` measures on ``images`` images.
+
+    Measured is the sum over the normalisations of forward and backward, with what the host takes to start them.
+
+    Raises:
+        DsConfigError: as :func:`check_kernels`.
+    """
+    check_kernels(asked, device)
+    if asked != "auto":
+        return asked, f"kernels: {asked} (as asked)"
+    if not available(device):
+        return "reference", "kernels: reference (the fused ones need CUDA and Triton)"
+    shapes = norm_shapes(layers)
+    if not shapes:
+        return "reference", "kernels: reference (no normalisation here)"
+    reference = norm_seconds(shapes, device, dtype, images, "reference")
+    try:
+        fused = norm_seconds(shapes, device, dtype, images, "fused")
+    except Exception as error:  # Triton builds at first use and fails in many ways, without a compiler for one
+        return "reference", f"kernels: reference (the fused ones fail here: {' '.join(str(error).split())[:120]})"
+    over = "over the normalisations of this U-Net, measured"
+    if fused < reference:
+        return "fused", f"kernels: fused ({reference / fused:.2f} times the speed of the reference {over})"
+    return "reference", f"kernels: reference ({fused / reference:.2f} times the speed of the fused ones {over})"
+
+
+def norm_seconds(
+    shapes: Counter[NormShape], device: torch.device, dtype: torch.dtype, images: int, kernels: Kernels
+) -> float:
+    """Seconds of forward and backward of all the normalisations of a U-Net, each measured alone and counted as often
+    as it is there."""
+    return sum(one_norm_seconds(shape, device, dtype, images, kernels) * count for shape, count in shapes.items())
+
+
+def one_norm_seconds(
+    shape: NormShape, device: torch.device, dtype: torch.dtype, images: int, kernels: Kernels
+) -> float:
+    """Seconds of forward and backward of one normalisation on channels-last images; the fastest of some runs."""
+    norm = GroupNorm(shape.groups, shape.channels, shape.epsilon).to(device, dtype)
+    norm.kernels = kernels
+    x, dy = (_pictures(shape, device, dtype, images) for _ in range(2))
+    names = {"none": (), "add": ("add",), "scale_shift": ("scale", "shift")}[shape.embedding]
+    vectors = {name: torch.randn(images, shape.channels, device=device, dtype=dtype) for name in names}
+    leaves = [x, norm.weight, norm.bias, *vectors.values()]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    return seconds(lambda: torch.autograd.grad(norm_silu(norm, x, **vectors), leaves, dy), device)
+
+
+def copy_bandwidth_share(shape: NormShape, device: torch.device, dtype: torch.dtype, images: int) -> float:
+    """The fused kernels' share of the device's copy bandwidth in forward and backward together.
+
+    Counted are the bytes that must move, in the time that a plain copy of x takes to move its own: where an image is
+    held whole, forward reads x and writes y and backward reads x and dy and writes dx; elsewhere all is read twice.
+    """
+    x = _pictures(shape, device, dtype, images)
+    copied = torch.empty_like(x)
+    copy = seconds(lambda: copied.copy_(x), device)
+    passes = 5 if whole(shape.resolution**2, shape.channels, shape.groups, x.element_size()) is not None else 8
+    return passes / 2 * copy / one_norm_seconds(shape, device, dtype, images, "fused")
+
+
+def seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds that some work takes on a CUDA device, the fastest of some runs; what the host takes counts."""
+    for _ in range(WARM_UP):
+        work()
+    marks = []
+    torch.cuda.synchronize(device)
+    for _ in range(RUNS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        marks.append((begin, end))
+    torch.cuda.synchronize(device)
+    return min(begin.elapsed_time(end) for begin, end in marks) / 1000
+
+
+def _pictures(shape: NormShape, device: torch.device, dtype: torch.dtype, images: int) -> Tensor:
+    size = (images, shape.channels, shape.resolution, shape.resolution)
+    return torch.randn(size, device=device, dtype=dtype).to(memory_format=torch.channels_last)

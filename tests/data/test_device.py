@@ -1,0 +1,132 @@
+"""The next micro-batch travels while the current one is computed with, and it is the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddpm_ds.data.device import on_device
+from ddpm_ds.data.loader import MicroBatch, micro_batches
+from ddpm_ds.data.store import Store
+
+CUDA = torch.device("cuda", 0)
+
+
+def micro_batch(number: int) -> MicroBatch:
+    index = torch.arange(4) + 4 * number
+    return MicroBatch(torch.full((4, 1, 8, 8), number, dtype=torch.uint8), index % 10, index)
+
+
+def noted(count: int, said: list[str], error: Exception | None = None) -> Iterator[MicroBatch]:
+    """Micro-batches that note when they are read."""
+    for number in range(count):
+        said.append(f"read {number}")
+        yield micro_batch(number)
+    if error is not None:
+        raise error
+
+
+class FakeCuda:
+    """Streams that note what is asked of them, in the order in which the host asks; no device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.said: list[str] = []
+        self.inside: list[FakeStream] = [FakeStream(self, "current")]
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream(self, "side"))
+        monkeypatch.setattr(torch.cuda, "stream", self.stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.inside[-1])
+        monkeypatch.setattr(Tensor, "to", lambda tensor, device, non_blocking: self.copy(tensor, device, non_blocking))
+        monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: self.say(f"{stream.name} keeps", tensor))
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        self.inside.append(stream)
+        yield
+        self.inside.pop()
+
+    def copy(self, tensor: Tensor, device: torch.device, non_blocking: bool) -> Tensor:
+        assert device == CUDA and non_blocking
+        self.say(f"{self.inside[-1].name} copies", tensor)
+        return tensor.clone()
+
+    def say(self, words: str, tensor: Tensor) -> None:
+        if tensor.dtype == torch.uint8:  # the images; labels and index go with them
+            self.said.append(f"{words} {int(tensor.flatten()[0])}")
+
+
+class FakeStream:
+    def __init__(self, cuda: FakeCuda, name: str) -> None:
+        self.cuda, self.name = cuda, name
+
+    def record_event(self) -> str:
+        return self.cuda.said[-1].split()[-1]
+
+    def wait_event(self, event: str) -> None:
+        self.cuda.said.append(f"{self.name} waits for {event}")
+
+
+def test_a_cpu_gets_the_iterator_itself() -> None:
+    batches = noted(1, [])
+    assert on_device(batches, torch.device("cpu")) is batches
+
+
+def test_next_micro_batch_is_copied_before_the_current_one_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    for number, batch in enumerate(on_device(noted(3, cuda.said), CUDA)):
+        cuda.said.append(f"compute {number}")
+        assert all(torch.equal(found, given) for found, given in zip(batch, micro_batch(number), strict=True))
+    assert cuda.said == [
+        "read 0",
+        "side copies 0",
+        *("read 1", "side copies 1", "current waits for 0", "current keeps 0", "compute 0"),
+        *("read 2", "side copies 2", "current waits for 1", "current keeps 1", "compute 1"),
+        *("current waits for 2", "current keeps 2", "compute 2"),
+    ]
+
+
+def test_error_of_the_loader_is_raised_where_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    batches = on_device(noted(2, cuda.said, OSError(5, "Input/output error")), CUDA)
+    next(batches)
+    with pytest.raises(OSError, match="Input/output error"):
+        next(batches)
+
+
+def test_nothing_is_read_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    batches = on_device(noted(9, cuda.said), CUDA)
+    assert cuda.said == []
+    list(islice(batches, 2))
+    assert [words for words in cuda.said if words.startswith("read")] == ["read 0", "read 1", "read 2"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_micro_batches_on_cuda_are_those_of_the_cpu_and_nothing_waits(digits: Store, workers: int) -> None:
+    given: dict[str, Any] = {"seed": 3, "batch_images": 64, "micro_batch_images": 64, "replicas": 1, "replica": 0}
+    expected = list(islice(micro_batches(digits, **given), 40))
+    pinned = micro_batches(digits, **given, workers=workers, pin_memory=True)
+    batches = on_device(map(checked_pinned, pinned), CUDA)
+    next_ones: list[MicroBatch] = [next(batches)]
+    busy = torch.randn(4096, 4096, device=CUDA)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in islice(batches, 39):
+            busy = busy @ busy * 1e-3  # the device is behind the host, so that copies overtake
+            next_ones.append(MicroBatch(*(tensor + 0 for tensor in batch)))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for found, batch in zip(next_ones, expected, strict=True):
+        assert found.images.device.type == "cuda"
+        assert all(torch.equal(one.cpu(), other) for one, other in zip(found, batch, strict=True))
+
+
+def checked_pinned(batch: MicroBatch) -> MicroBatch:
+    assert all(tensor.is_pinned() for tensor in batch)
+    return batch

@@ -1,0 +1,93 @@
+"""One rank of a pipeline that watches the memory format of every image in its second step.
+
+    deepspeed --num_gpus 2 tests/pipeline/memory_format_worker.py CASES.json REPORT_FOLDER
+
+Rank r writes ``REPORT_FOLDER/rank{r}.json``: per case, what :class:`Formats` has found.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ddpm_ds.data.loader import MicroBatch
+from ddpm_ds.pipeline.build import build_engine
+from ddpm_ds.pipeline.partition import partition
+from ddpm_ds.train.objective import Denoising
+from ddpm_ds.unet.layers import unet_layers
+from tests.launching import tiny_spec
+from tests.pipeline.ladder_worker import Case, global_batch, report_cases
+
+COPIES = ("aten::clone", "aten::copy_", "aten::_to_copy", "aten::contiguous")
+WIDTH = 24
+"""Channels of the U-Net, and in multiples: no image has as many pixels in a row."""
+
+
+class Formats(TorchDispatchMode):
+    """While it is entered, finds operators that read or write activations, or weights of convolutions, in another
+    format than channels-last, and copies that change the order of dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+        """Activations and weights that were looked at."""
+        self.others: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        given, made = ([leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)] for tree in (args, outputs))
+        for what, tensors in (("reads", given), ("writes", made)):
+            for tensor in filter(is_watched, tensors):
+                self.seen += 1
+                if tensor.stride(1) > 1:
+                    self.others[f"{name} {what} {tuple(tensor.shape)} with strides {tensor.stride()}"] += 1
+        if name in COPIES and given[-1].ndim > 2 and order(given[-1]) != order(made[0]):
+            self.others[f"{name} turns {tuple(given[-1].shape)} from {order(given[-1])} to {order(made[0])}"] += 1
+        return outputs
+
+
+def is_watched(tensor: Tensor) -> bool:
+    """Whether it is an activation, a gradient of one, or a convolution's weights, all (., C, H, H)."""
+    if tensor.ndim != 4 or tensor.shape[2] != tensor.shape[3] or not tensor.is_floating_point():
+        return False
+    return tensor.shape[1] % WIDTH == 0 and tensor.shape[2] <= 8 and tensor.shape[2] > 1
+
+
+def order(tensor: Tensor) -> list[int]:
+    """Dimensions of more than one element from the outermost in memory to the innermost."""
+    dimensions = [number for number in range(tensor.ndim) if tensor.shape[number] > 1]
+    return sorted(dimensions, key=tensor.stride, reverse=True)
+
+
+def run_case(case: Case) -> dict[str, Any]:
+    """Formats of the case's second step."""
+    spec = tiny_spec(unet={"channels": WIDTH, "dropout": 0.1})
+    layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
+    bounds = partition(layers, case.stages, "flops", case.schedule)
+    config = case.config(spec.train.batch_images)
+    objective = Denoising(spec, torch.device("cpu"))
+    engine = build_engine(layers, bounds, config, objective, seed=1, schedule=case.schedule)
+    micro, formats = engine.micro_batch_size, Formats()
+    for step in range(2):
+        batch = global_batch(spec, step)
+        own = (MicroBatch(*(part[first : first + micro] for part in batch)) for first in range(0, len(batch[0]), micro))
+        if step == 0:
+            engine.train_batch(own)
+        else:
+            with formats:
+                engine.train_batch(own)
+    engine.destroy()
+    return {"seen": formats.seen, "others": formats.others}
+
+
+if __name__ == "__main__":
+    report_cases(lambda case: run_case(Case(**case)))

@@ -1,0 +1,206 @@
+"""Train tiny cases in one process and say where a training step waits for the device.
+
+    deepspeed --num_gpus 1 tests/pipeline/synchronisation_worker.py CASES.json REPORT_FOLDER
+
+On a CPU nothing waits, so what would wait on CUDA is counted: operations that hand a value to the host or whose result
+has a size that depends on values, values that the host hands over, and the accelerator's synchronize.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import traceback
+import unittest.mock
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import bf16_optimizer
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ddpm_ds.data.loader import MicroBatch
+from ddpm_ds.pipeline import deepspeed_insides as insides
+from ddpm_ds.pipeline.build import build_engine
+from ddpm_ds.pipeline.engine import Objective, UnetPipelineEngine
+from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
+from ddpm_ds.pipeline.partition import partition
+from ddpm_ds.spec import RunSpec
+from ddpm_ds.train.ema import Ema
+from ddpm_ds.train.objective import Denoising
+from ddpm_ds.unet.layers import unet_layers
+from tests.launching import tiny_spec
+from tests.pipeline.ladder_worker import Case, global_batch
+
+WARM_UP = 2
+BATCH = 4
+POISONED = 1
+"""The step of a course whose loss is infinite."""
+TO_THE_HOST = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2", "item")
+FROM_THE_HOST = ("lift_fresh",)
+"""``torch.tensor(value)``: a copy from memory that is not pinned."""
+
+
+class Synchronisations(TorchDispatchMode):
+    """Notes every operation that would wait on CUDA, with the innermost places in the code it comes from.
+
+    On CUDA itself what PyTorch warns of is noted instead.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in TO_THE_HOST + FROM_THE_HOST or (name.startswith("index") and self._picks_by_mask(args)):
+            self.note(name)
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _picks_by_mask(args: Any) -> bool:
+        chosen = args[1] if isinstance(args[1], list | tuple) else ()
+        return any(isinstance(index, torch.Tensor) and index.dtype == torch.bool for index in chosen)
+
+    def note(self, what: str) -> None:
+        stack = traceback.extract_stack()
+        if any("/torch/optim/" in frame.filename for frame in stack):
+            return  # the optimizer keeps its counts of steps on the host, on CUDA as well
+        frames = [frame for frame in stack if "/torch/" not in frame.filename]
+        places = [
+            f"{frame.filename.split('site-packages/')[-1]}:{frame.lineno} {frame.name}" for frame in frames[-8:-1]
+        ]
+        self.found.append(f"{what}: {' > '.join(places)}")
+
+    @contextlib.contextmanager
+    def warned(self) -> Iterator[None]:
+        """On CUDA."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.showwarning = lambda message, *_, **__: self.note(str(message))
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """The accelerator's own wait counts as well."""
+        accelerator = get_accelerator()
+        waits = accelerator.synchronize
+        accelerator.synchronize = lambda *_: self.note("synchronize")
+        try:
+            with self.warned() if device().type == "cuda" else self:
+                yield
+        finally:
+            accelerator.synchronize = waits
+
+
+def device() -> torch.device:
+    """The accelerator's."""
+    return torch.device(get_accelerator().current_device_name())
+
+
+def micro_batches(spec: RunSpec, step: int, size: int) -> Iterator[MicroBatch]:
+    """The micro-batches of a step, on the device."""
+    batch = [tensor.to(device()) for tensor in global_batch(spec, step)]
+    for first in range(0, spec.train.batch_images, size):
+        yield MicroBatch(*(tensor[first : first + size] for tensor in batch))
+
+
+def built(case: Case, optimizer: dict[str, Any], clipping: float = 1.0) -> tuple[UnetPipelineEngine, RunSpec]:
+    """An engine of one process."""
+    spec = tiny_spec(
+        unet={"channels": 4, "multipliers": [1], "attention_resolutions": []}, train={"batch_images": BATCH}
+    )
+    layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
+    config = case.config(spec.train.batch_images)
+    config["optimizer"]["params"] |= optimizer
+    config["gradient_clipping"] = clipping
+    objective = Denoising(spec, device())
+    with unittest.mock.patch.object(bf16_optimizer, "see_memory_usage"):  # collects garbage, for seconds
+        return build_engine(layers, partition(layers, 1, "flops"), config, objective, seed=spec.train.seed), spec
+
+
+def places_of_waits(case: Case, optimizer: dict[str, Any]) -> list[str]:
+    """What a step after the warm-up waits for."""
+    engine, spec = built(case, optimizer)
+    ema, watch = Ema(engine, spec.ema), Synchronisations()
+    for step in range(WARM_UP + 1):
+        loads = list(micro_batches(spec, step, engine.micro_batch_size))
+        with watch.watching() if step == WARM_UP else contextlib.nullcontext():
+            engine.train_batch(iter(loads))
+            ema.update()
+    engine.destroy()
+    return watch.found
+
+
+def course(case: Case, optimizer: dict[str, Any], clipping: float) -> tuple[list[Any], list[Tensor]]:
+    """Losses, norms and the number of skipped steps of a few steps, and the weights at their end.
+
+    One step has an infinite gradient, but in fp32 without ZeRO, which does not skip it.
+    """
+    engine, spec = built(case, optimizer, clipping)
+    objective, poisoned = engine.objective, Poisoned(engine.objective)
+    records: list[Any] = []
+    for step in range(3):
+        bad = step == POISONED and (case.zero, case.precision) != (0, "fp32")
+        engine.objective = poisoned if bad else objective
+        loss = engine.train_batch(micro_batches(spec, step, engine.micro_batch_size)).item()
+        norm = engine.gradient_norm()
+        if not bad:
+            records.append([loss, norm])
+    weights = [master.detach().clone() for master in insides.masters(engine)]
+    records.append(engine.skipped_steps)
+    engine.destroy()
+    return records, weights
+
+
+class Poisoned:
+    """An objective whose loss is infinite."""
+
+    def __init__(self, objective: Objective) -> None:
+        self.prepare, self.inputs = objective.prepare, objective.inputs
+        self.loss = lambda prediction, prepared: objective.loss(prediction, prepared) * float("inf")
+
+
+def differs_from_stock(case: Case, optimizer: dict[str, Any], clipping: float) -> list[str]:
+    """What is not bit for bit as it is with DeepSpeed's own waits."""
+    ours, our_weights = course(case, optimizer, clipping)
+    with unittest.mock.patch.object(insides, "one_wait", contextlib.nullcontext):
+        stock, stock_weights = course(case, optimizer, clipping)
+    different = [f"{ours} is not {stock}"] if ours != stock else []
+    if not all(torch.equal(*pair) for pair in zip(our_weights, stock_weights, strict=True)):
+        different.append("weights")
+    return different
+
+
+def run_case(values: dict[str, Any]) -> dict[str, list[str]]:
+    optimizer = values.pop("optimizer")
+    clippings = values.pop("clippings")
+    case = Case(**values)
+    return {
+        "waits": places_of_waits(case, optimizer),
+        "differs": [what for clipping in clippings for what in differs_from_stock(case, optimizer, clipping)],
+    }
+
+
+def main() -> None:
+    cases, folder = sys.argv[-2:]
+    use_host_accelerator()
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(dist_backend="nccl" if device().type == "cuda" else "gloo", verbose=False)
+    report = [run_case(case) for case in json.loads(Path(cases).read_text())]
+    Path(folder, "rank0.json").write_text(json.dumps(report))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

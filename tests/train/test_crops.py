@@ -1,0 +1,93 @@
+"""A run that learns crops: the same crop wherever an image is drawn, and the centre wherever it is only looked at."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from ddpm_ds.checkpoint.union import Whole
+from ddpm_ds.data.loader import micro_batches
+from ddpm_ds.data.prepare import prepare, store_path
+from ddpm_ds.data.split import split
+from ddpm_ds.data.store import Store
+from ddpm_ds.errors import CheckpointError
+from ddpm_ds.spec import RunSpec
+from ddpm_ds.train.held_out import HeldOutLoss
+from ddpm_ds.train.objective import Denoising, Noised
+from ddpm_ds.train.resume import check_resume
+from tests.launching import tiny_spec
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
+    """A tiny run that learns 8x8 crops of digits made 11x11."""
+    return tiny_spec(data={"crop_from": 11, "store_root": str(tmp_path_factory.mktemp("stores"))})
+
+
+@pytest.fixture(scope="module")
+def store(spec: RunSpec) -> Store:
+    return prepare(spec.data)
+
+
+def noised(spec: RunSpec, store: Store, replicas: int, micro: int) -> Noised:
+    """The first 48 images as all replicas prepare them, in the order in which they are seen."""
+    parts = []
+    for replica in range(replicas):
+        batches = micro_batches(
+            store, seed=3, batch_images=48, micro_batch_images=micro, replicas=replicas, replica=replica
+        )
+        stage = Denoising(spec, CPU)
+        parts += [(batch.index, stage.prepare(batch)) for batch in islice(batches, 48 // micro // replicas)]
+    order = torch.cat([index for index, _ in parts]).argsort()
+    fields = zip(*(prepared for _, prepared in parts), strict=True)
+    return Noised(*(torch.cat(cast(Any, tensors))[order] for tensors in fields))
+
+
+def test_store_is_of_the_larger_size_and_named_after_it(spec: RunSpec, store: Store) -> None:
+    assert store_path(spec.data).name == "digits-11px-1ch" and store.path == store_path(spec.data)
+    assert store.meta.shape == (1, 11, 11) and store.images.shape == (1797, 1, 11, 11)
+    plain = spec.data.model_copy(update={"crop_from": None})
+    assert store_path(plain).name == "digits-8px-1ch"
+
+
+def test_every_stage_and_every_layout_cuts_and_mirrors_an_image_alike(spec: RunSpec, store: Store) -> None:
+    """First and last stage prepare a micro-batch each; so does every replica, whatever the size of micro-batches."""
+    whole = noised(spec, store, replicas=1, micro=48)
+    assert whole.x0.shape == (48, 1, 8, 8)
+    for replicas, micro in ((1, 48), (1, 4), (2, 8), (3, 16), (4, 3)):
+        for one, other in zip(noised(spec, store, replicas, micro), whole, strict=True):
+            assert one is not None and other is not None and torch.equal(one, other)
+
+
+def test_held_out_loss_is_of_centres(spec: RunSpec, store: Store) -> None:
+    _, positions = split(len(store), 20)
+    engine = cast(Any, SimpleNamespace(device=CPU, micro_batch_size=16))
+    held_out = HeldOutLoss(spec, engine, store, positions)
+    x_t, *_ = held_out._inputs(0, timestep=5, part=0)
+    x0, eps, *_ = held_out._noised[0]
+    expected = torch.from_numpy(np.asarray(store.images)[positions[:16], :, 1:9, 1:9]) / 127.5 - 1.0
+    assert torch.equal(x0, expected)
+    for tensor in (x_t, x0, eps):
+        assert tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_checkpoint_from_before_the_key_goes_on_without_crops(spec: RunSpec, store: Store) -> None:
+    plain = spec.model_copy(update={"data": spec.data.model_copy(update={"crop_from": None})})
+    older = plain.model_dump(mode="json")
+    del older["data"]["crop_from"]
+    manifest = SimpleNamespace(spec=older, data_sha256=store.meta.sha256, ds_config={})
+    checkpoint = cast(Whole, SimpleNamespace(path=Path("older"), manifest=manifest))
+    assert check_resume(checkpoint, plain, {}, store.meta.sha256) == []
+    with pytest.raises(CheckpointError, match=r"data\.crop_from: null -> 11"):
+        check_resume(checkpoint, spec, {}, store.meta.sha256)
+    older["data"]["gone"] = 1
+    with pytest.raises(CheckpointError, match=r"data\.gone: 1 -> unset"):
+        check_resume(checkpoint, plain, {}, store.meta.sha256)

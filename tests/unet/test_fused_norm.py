@@ -1,0 +1,183 @@
+"""The fused GroupNorm + SiLU against float64, in Triton's interpreter on any machine and as built on a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import ddpm_ds.unet
+from ddpm_ds.errors import DsConfigError
+from ddpm_ds.spec import UnetSpec
+from ddpm_ds.unet import fused_norm, fused_norm_blocks
+from ddpm_ds.unet.fused_norm import fused_norm_silu
+from ddpm_ds.unet.kernel_choice import check_kernels, choose_kernels, copy_bandwidth_share, norm_seconds, norm_shapes
+from ddpm_ds.unet.layers import unet_layers
+from tests.unet.fused_norm_worker import Case, compared, written
+
+REPOSITORY = Path(__file__).parents[2]
+TOLERANCE = {"fp32": 1e-5, "fp16": 2.0**-11, "bf16": 2.0**-7}
+"""The interpreter cuts bf16 off where a GPU rounds it."""
+
+ALL = ("add", "scale", "shift")
+CASES = {
+    **{
+        f"{dtype}-{'tiles' if tiles else 'whole'}-{'-'.join(vectors) or 'plain'}": Case(
+            dtype, vectors=vectors, tiles=tiles, runs=2 if dtype == "fp16" else 1
+        )
+        for dtype, ways in (("fp32", ((), ("add",), ("scale", "shift"), ALL)), ("fp16", (ALL,)), ("bf16", (ALL,)))
+        for tiles in (True, False)
+        for vectors in ways
+    },
+    "far-from-zero-tiles": Case(mean=100.0, vectors=ALL),
+    "far-from-zero-whole": Case(mean=100.0, vectors=ALL, tiles=False),
+    "fp16-beyond-the-range-of-squares": Case("fp16", mean=2000.0, deviation=500.0, shape=(1, 8, 4, 4), groups=2),
+    "groups-of-one-channel": Case(shape=(2, 5, 4, 3), groups=5, vectors=("scale", "shift")),
+    "one-group": Case(shape=(1, 20, 3, 3), groups=1, vectors=ALL, tiles=False),
+    "one-pixel": Case(shape=(3, 8, 1, 1), groups=2, vectors=ALL),
+    "one-pixel-whole": Case(shape=(3, 8, 1, 1), groups=2, vectors=ALL, tiles=False),
+    "more-groups-than-a-program-holds": Case(shape=(1, 72, 2, 2), groups=18, tiles=False),
+    "channels-in-blocks": Case(shape=(1, 192, 2, 1), groups=4, block=256, vectors=ALL),
+    "a-last-tile-of-one-pixel": Case(shape=(1, 16, 3, 11), groups=4, programs=8),
+    "tiles-of-several-blocks": Case(shape=(1, 16, 7, 9), groups=4, programs=2, vectors=ALL),
+    "without-silu-tiles": Case(vectors=("add",), silu=False),
+    "without-silu-whole": Case(tiles=False, silu=False),
+    "fp16-with-fp32-weights": Case("fp16", weights="fp32", vectors=("add",)),
+}
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the interpreter made of all cases."""
+    pytest.importorskip("triton")
+    folder = tmp_path_factory.mktemp("fused_norm")
+    cases, out = folder / "cases.json", folder / "report.json"
+    cases.write_text(written(list(CASES.values())))
+    command = [sys.executable, "-m", "tests.unet.fused_norm_worker", str(cases), str(out)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(out.read_text())
+    return {"same": report["same"], **dict(zip(CASES, report["cases"], strict=True))}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_output_and_every_gradient_equal_float64(interpreted: dict[str, Any], name: str) -> None:
+    tolerance = TOLERANCE[CASES[name].dtype]
+    assert {of: error for of, error in interpreted[name]["errors"].items() if not error < tolerance} == {}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_repeats_itself_in_the_dtypes_and_memory_format_of_x(interpreted: dict[str, Any], name: str) -> None:
+    report = interpreted[name]
+    assert report["repeats"] and all(report["dtypes"]) and all(report["channels_last"])
+
+
+def test_compiled_and_recomputed_it_gives_the_same_bits(interpreted: dict[str, Any]) -> None:
+    assert interpreted["same"] == {"compiled": True, "recomputed": True}
+
+
+@pytest.mark.parametrize("side", [2, 64])
+def test_kernels_are_given_the_very_memory_of_x_and_of_the_gradient(monkeypatch: pytest.MonkeyPatch, side: int) -> None:
+    """No kernel runs: what they were given is looked at."""
+    given: list[int] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *args, **_: given.extend(arg.data_ptr() for arg in args if isinstance(arg, torch.Tensor))
+
+    names = ("normalise_tile", "tile_statistics", "combine_statistics", "tile_gradient_sums", "combine_gradient_sums")
+    kernels = SimpleNamespace(**{name: Kernel() for name in (*names, "write_gradient_tile", "normalise_whole")})
+    kernels.gradients_whole = kernels.sum_over_images = Kernel()
+    for room in ("tiles", "whole", "parts"):
+        monkeypatch.setattr(ddpm_ds.unet, f"fused_norm_{room}", kernels, raising=False)
+
+    tensors, dy = Case(shape=(2, 32, side, side), groups=8, vectors=ALL).tensors("cpu")
+    leaves = [tensor.requires_grad_() for tensor in tensors]
+    x, weight, bias, add, scale, shift = leaves
+    y = fused_norm_silu(x, weight, bias, 8, 1e-5, add=add, scale=scale, shift=shift)
+    (dx,) = torch.autograd.grad(y, leaves[0], dy)
+    large = fused_norm.whole(side**2, 32, 8, 4) is None
+    assert large is (side == 64)
+    assert {tensor.data_ptr() for tensor in (*leaves, y, dx, dy)} <= set(given)
+
+
+def test_images_in_another_memory_format_are_refused_and_not_copied() -> None:
+    tensors, _ = Case().tensors("cpu")
+    with pytest.raises(ValueError, match="channels-last"):
+        fused_norm_silu(tensors[0].contiguous(), tensors[1], tensors[2], 3, 1e-5)
+
+
+@pytest.mark.parametrize("channels, groups", [(128, 32), (192, 32), (384, 32), (12, 3), (100, 25), (1024, 1)])
+@pytest.mark.parametrize("images, pixels", [(1, 1), (1, 65536), (8, 1024), (128, 1024), (3, 81)])
+def test_tiles_cover_every_pixel_and_channel_once(images: int, pixels: int, channels: int, groups: int) -> None:
+    cut = fused_norm_blocks.tiles(images, pixels, channels, groups)
+    assert (cut.count - 1) * cut.pixels < pixels <= cut.count * cut.pixels
+    assert (cut.channel_blocks - 1) * cut.columns < channels <= cut.channel_blocks * cut.columns
+    assert cut.rows * cut.columns <= fused_norm_blocks.BLOCK_ELEMENTS
+    held = fused_norm_blocks.whole(pixels, channels, groups, 2)
+    if held is not None:
+        assert held.rows >= pixels and held.width >= channels // groups and held.programs * held.groups >= groups
+
+
+@pytest.fixture
+def layers() -> Iterator[Any]:
+    yield unet_layers(UnetSpec(channels=32, multipliers=(1, 2)), image_channels=3, image_size=16)
+
+
+def test_a_unet_has_two_normalisations_with_silu_in_each_block_and_one_at_its_end(layers: Any) -> None:
+    shapes = norm_shapes(layers)
+    assert shapes.total() == 2 * sum("block" in layer.name for layer in layers) + 1
+
+
+def test_on_a_cpu_the_reference_is_chosen_and_the_fused_kernels_are_refused(layers: Any) -> None:
+    cpu = torch.device("cpu")
+    choice, why = choose_kernels("auto", layers, cpu, torch.float32, 1)
+    assert choice == "reference" and why == "kernels: reference (the fused ones need CUDA and Triton)"
+    assert choose_kernels("reference", layers, cpu, torch.float32, 1)[0] == "reference"
+    check_kernels("auto", cpu)
+    with pytest.raises(DsConfigError, match=r'kernels = "fused" needs CUDA.*use "auto" or "reference"'):
+        check_kernels("fused", cpu)
+
+
+def test_the_module_is_imported_without_triton() -> None:
+    program = "import sys; sys.modules['triton'] = None; import ddpm_ds.unet.fused_norm, ddpm_ds.unet.kernel_choice"
+    subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True)
+
+
+ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@ON_A_GPU
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu_it_equals_float64(name: str) -> None:
+    report = compared(replace(CASES[name], runs=2), "cuda")
+    assert max(report["errors"].values()) < TOLERANCE[CASES[name].dtype]
+    assert report["repeats"] and all(report["channels_last"])
+
+
+@ON_A_GPU
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_on_a_gpu_it_equals_float64_at_the_sizes_of_a_unet_compiled(dtype: str) -> None:
+    norm = torch.compile(fused_norm_silu, fullgraph=True)
+    for shape in ((8, 384, 32, 32), (8, 256, 16, 16), (8, 512, 4, 4)):
+        report = compared(Case(dtype, shape=shape, groups=32, vectors=ALL, runs=2), "cuda", norm)
+        assert max(report["errors"].values()) < TOLERANCE[dtype] and report["repeats"]
+
+
+@ON_A_GPU
+def test_on_a_gpu_a_choice_is_measured(layers: Any) -> None:
+    device, shapes = torch.device("cuda"), norm_shapes(layers)
+    choice, why = choose_kernels("auto", layers, device, torch.float16, 8)
+    assert choice in why and "measured" in why
+    assert norm_seconds(shapes, device, torch.float16, 8, "fused") > 0
+    assert copy_bandwidth_share(next(iter(shapes)), device, torch.float16, 8) > 0
