@@ -16,7 +16,7 @@ ONE_DEVICE_ROWS = {
     "all": "ours with every switch that this device has",
     "bare": "ours in a plain loop with what the engine switches on under this JSON",
     "engine": "this project's pipeline engine with one stage, under this JSON",
-    "lucidrains": "denoising-diffusion-pytorch's Unet, dim 64, its defaults of 2023, autocast, AdamW",
+    "lucidrains": "denoising-diffusion-pytorch's Unet, dim 64, multipliers 1-2-4, of 2023, autocast, AdamW",
     "ours-dim64": "ours of launch/specs/cifar10_dim64.yaml, with every switch but compile",
 }
 """Names and meanings, in the table's order."""

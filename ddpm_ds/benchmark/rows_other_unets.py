@@ -15,6 +15,7 @@ from ddpm_ds.benchmark.loops import Loop
 from ddpm_ds.benchmark.rows import Setting
 from ddpm_ds.benchmark.rows_one_device import Start
 from ddpm_ds.checkpoint.consolidate import DTYPES
+from ddpm_ds.spec import UnetSpec
 from ddpm_ds.spec_file import load_spec
 from ddpm_ds.train.command import SPECS
 from ddpm_ds.unet.diffusers_config import diffusers_config
@@ -61,17 +62,17 @@ class DiffusersLoop(AutocastLoop):
 
 
 class LucidrainsLoop(AutocastLoop):
-    """``Unet`` of denoising-diffusion-pytorch, as its README has it in 2023: dim 64, dim_mults 1-2-4-8."""
+    """``Unet`` of denoising-diffusion-pytorch at its setting of 2023, the widths of launch/specs/cifar10_dim64.yaml."""
 
     def __init__(self, setting: Setting) -> None:
         with warnings.catch_warnings():  # it decorates with an autocast that PyTorch has renamed
             warnings.simplefilter("ignore", FutureWarning)
             from denoising_diffusion_pytorch import Unet
 
-        data = setting.plan.spec.data
+        data, widths = setting.plan.spec.data, dim64_unet()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(setting.plan.spec.train.seed)
-            model = Unet(dim=64, dim_mults=(1, 2, 4, 8), channels=data.channels)
+            model = Unet(dim=widths.channels, dim_mults=widths.multipliers, channels=data.channels)
         images = torch.zeros(1, data.channels, data.image_size, data.image_size)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(images, torch.zeros(1, dtype=torch.int64))
@@ -79,10 +80,15 @@ class LucidrainsLoop(AutocastLoop):
         self.macs = counter.get_total_flops() // 2
 
 
+def dim64_unet() -> UnetSpec:
+    """The U-Net of launch/specs/cifar10_dim64.yaml."""
+    return load_spec(SPECS / "cifar10_dim64.yaml", []).unet
+
+
 def dim64(setting: Setting) -> Setting:
     """The same images, objective and optimizer with the U-Net of launch/specs/cifar10_dim64.yaml."""
     plan = setting.plan
-    unet = load_spec(SPECS / "cifar10_dim64.yaml", []).unet
+    unet = dim64_unet()
     spec = plan.spec.model_copy(update={"unet": unet})
     layers = unet_layers(unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
     return replace(setting, plan=replace(plan, spec=spec, layers=layers))
