@@ -54,9 +54,9 @@ _BY_NAME_ALONE: tuple[tuple[Group, re.Pattern[str]], ...] = (
 _WITH_DESCENDANTS: tuple[tuple[Group, re.Pattern[str]], ...] = (
     ("communication", re.compile(r"c10d::|gloo:|nccl|mpi:|record_param_comms|_c10d_functional::")),
     ("attention", re.compile(r"aten::\w*(scaled_dot_product|flash_attention|efficient_attention|cudnn_attention)")),
-    ("convolution_backward", re.compile(r"aten::\w*conv\w*_backward")),
+    ("convolution_backward", re.compile(r"(aten|ddpm_ds)::\w*conv\w*_backward")),
     ("convolution_forward", re.compile(r"aten::\w*conv(olution|\dd|_transpose|_depthwise)")),
-    ("normalisation", re.compile(r"aten::\w*(group|layer|batch|instance|rms)_norm")),
+    ("normalisation", re.compile(r"aten::\w*(group|layer|batch|instance|rms)_norm|ddpm_ds::norm_silu")),
     ("optimizer", re.compile(rf"{INSTRUCTION}OptimizerStep$|{SPAN}EMA$|Optimizer\.(step|zero_grad)#")),
 )
 

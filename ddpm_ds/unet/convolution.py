@@ -55,12 +55,23 @@ class _Convolution3x3(torch.autograd.Function):
         x_gradient = None
         if ctx.needs_input_grad[0]:
             x_gradient = conv2d_input(x.shape, weight, gradient, padding=1)
-        height, width = x.shape[2:]
-        padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, 1, 1, 1, 1))  # (N, H + 2, W + 2, C)
-        pixels = gradient.permute(0, 2, 3, 1).flatten(0, 2)  # (N H W, O)
-        products = weight.new_empty(len(weight), 3, 3, x.shape[1])  # (O, 3, 3, C)
-        for row in range(3):
-            for column in range(3):
-                shifted = padded[:, row : row + height, column : column + width].flatten(0, 2)  # (N H W, C)
-                products[:, row, column] = pixels.t() @ shifted
-        return x_gradient, products.permute(0, 3, 1, 2), pixels.sum(0)
+        return x_gradient, _weight_backward(gradient, x).permute(0, 3, 1, 2), gradient.sum((0, 2, 3))
+
+
+@torch.library.custom_op("ddpm_ds::convolution_weight_backward", mutates_args=())
+def _weight_backward(gradient: Tensor, x: Tensor) -> Tensor:
+    """Gradient of the weights, (O, 3, 3, C), from that of the output (N, O, H, W) and x (N, C, H, W)."""
+    height, width = x.shape[2:]
+    padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, 1, 1, 1, 1))  # (N, H + 2, W + 2, C)
+    pixels = gradient.permute(0, 2, 3, 1).flatten(0, 2).t()  # (O, N H W)
+    products = x.new_empty(len(pixels), 3, 3, x.shape[1])
+    for row in range(3):
+        for column in range(3):
+            shifted = padded[:, row : row + height, column : column + width].flatten(0, 2)  # (N H W, C)
+            products[:, row, column] = pixels @ shifted
+    return products
+
+
+@_weight_backward.register_fake
+def _(gradient: Tensor, x: Tensor) -> Tensor:
+    return x.new_empty(gradient.shape[1], 3, 3, x.shape[1])
