@@ -66,7 +66,9 @@ def store_of(spec: RunSpec) -> Store:
     """Sixty images that any process makes alike."""
     draws = np.random.default_rng(5)
     images = draws.integers(0, 256, (60, 1, 8, 8), np.uint8)
-    return cast(Store, SimpleNamespace(images=images, labels=draws.integers(0, 10, 60)))
+    prepared = SimpleNamespace(images=images, labels=draws.integers(0, 10, 60))
+    prepared.centre = lambda size: prepared
+    return cast(Store, prepared)
 
 
 def reference(spec: RunSpec) -> UNet:
