@@ -109,8 +109,8 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
                 )
                 ema = Ema(engine, plan.spec.ema)
             labels = {"note": options.note, "parent": options.parent_run}
-            config["kernels"] = engine.kernels
-            with recorded(plan, config, run_dir, device, line, resumed, **labels) as recorder:
+            chosen = {**config, "kernels": engine.kernels}
+            with recorded(plan, chosen, run_dir, device, line, resumed, **labels) as recorder:
                 if plan.config["kernels"] == "auto" and device.type == "cuda":
                     recorder.say(engine.why_kernels)
                 with peers.blamed(), peers.watchdog.pause():

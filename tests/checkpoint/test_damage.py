@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ddpm_ds.checkpoint import manifest as manifest_module
 from ddpm_ds.checkpoint.folder import newest_good
-from ddpm_ds.checkpoint.manifest import Manifest, read_manifest
+from ddpm_ds.checkpoint.manifest import FORMAT, Manifest, read_manifest
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.errors import CheckpointError
 from tests.checkpoint.saving import KINDS, SHAPES, check, save, values_of
@@ -115,9 +115,9 @@ def test_files_of_two_checkpoints_do_not_mix(folder: Path, tmp_path: Path) -> No
 
 def test_foreign_format_is_named(folder: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(folder / "images-000000002", tmp_path / "images-000000002"))
-    changed: Manifest = read_manifest(copy).model_copy(update={"format": 2})
+    changed: Manifest = read_manifest(copy).model_copy(update={"format": FORMAT + 1})
     (copy / "manifest.json").write_bytes(changed.dump())
-    with pytest.raises(CheckpointError, match="its format is 2, this version reads format 1"):
+    with pytest.raises(CheckpointError, match=f"its format is {FORMAT + 1}, this version reads format {FORMAT}; go on with"):
         Reader(copy)
 
 
