@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from ddpm_ds.errors import DsConfigError
 
@@ -41,7 +42,8 @@ def compile_layers(modules: Sequence[nn.Module], cache: Path) -> None:
     A ``TORCHINDUCTOR_CACHE_DIR`` in the environment wins. A layer is compiled anew for each shape of its input, so that
     a step after the first one of its kind compiles nothing.
     """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", "") in ("", default_cache_dir()):  # PyTorch writes its default there
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
     limit = max(torch._dynamo.config.recompile_limit, CODES_PER_LAYER * len(modules))
     torch._dynamo.config.recompile_limit = limit
     layer: Any

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from ddpm_ds.errors import DsConfigError
-from ddpm_ds.unet.compiled import check_compiler
+from ddpm_ds.unet.compiled import check_compiler, compile_layers
 
 PROGRAM = """
 import sys
@@ -57,6 +58,19 @@ def test_compiled_for_real_once_per_shape_and_kept_for_the_next_run(tmp_path: Pa
     ]
     (_, _, built), (_, kept, built_again) = map(str.split, said)
     assert int(built) > 0 and int(kept) >= int(built) and built_again == "0"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("", "ours"), (default_cache_dir(), "ours"), ("theirs", "theirs")],
+    ids=["unset", "set by PyTorch", "set by the user"],
+)
+def test_code_is_kept_where_the_user_says_else_in_our_folder(
+    before: str, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", before)
+    compile_layers([], Path("ours"))
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == after
 
 
 def test_without_a_compiler_one_line_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
