@@ -16,7 +16,6 @@ from ddpm_ds.benchmark.one_device_choice import COMPILED, OTHER_UNETS
 from ddpm_ds.benchmark.rows import Setting
 from ddpm_ds.checkpoint.consolidate import DTYPES
 from ddpm_ds.errors import DsConfigError
-from ddpm_ds.unet.blocks import arithmetic_dtype
 from ddpm_ds.unet.compiled import check_compiler
 from ddpm_ds.unet.diffusers_config import diffusers_config
 from ddpm_ds.unet.kernel_choice import check_kernels
@@ -77,11 +76,6 @@ def versions_of(rows: Iterable[str]) -> dict[str, str]:
     """Versions of the packages that these rows import."""
     modules = {PACKAGES[row] for row in rows if row in PACKAGES}
     return {module: version(module) for module in sorted(modules)}
-
-
-def arithmetic(setting: Setting) -> torch.dtype:
-    """In which our layers compute: some CPUs widen 16-bit numbers to fp32."""
-    return arithmetic_dtype(torch.empty(0, dtype=DTYPES[setting.plan.ds.precision][1], device=setting.device))
 
 
 def _too_slow(setting: Setting) -> str | None:

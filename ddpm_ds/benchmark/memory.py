@@ -13,10 +13,10 @@ import sys
 
 import psutil
 import torch
-import torch.distributed as dist
 
 from ddpm_ds.benchmark.rows import Row
 from ddpm_ds.command_line import free_port
+from ddpm_ds.pipeline.collectives import decided_by_rank_0
 
 CHILD_OPTION = "--memory-of"
 """Makes this program such a child; of a row's name."""
@@ -31,11 +31,10 @@ def peak_in_child(row: str) -> int:
     Raises:
         RuntimeError: a child failed; with the end of what it said.
     """
-    port = [free_port()]
-    dist.broadcast_object_list(port, src=0)
+    port = decided_by_rank_0(free_port)
     done = subprocess.run(
         [sys.executable, *sys.argv, CHILD_OPTION, row],
-        env={**os.environ, "MASTER_PORT": str(port[0])},
+        env={**os.environ, "MASTER_PORT": str(port)},
         capture_output=True,
         text=True,
     )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ddpm_ds.benchmark.abilities import arithmetic, versions_of
+from ddpm_ds.benchmark.abilities import versions_of
 from ddpm_ds.benchmark.measure import Spread, ratios, time_rounds
 from ddpm_ds.benchmark.memory import PeakMemory, say_peak
 from ddpm_ds.benchmark.one_device_build import Built, build_all, build_one_device_row, choose, wait
@@ -24,9 +24,11 @@ from ddpm_ds.benchmark.record import record_one_device
 from ddpm_ds.benchmark.report import NotRun, machine, versions
 from ddpm_ds.benchmark.rows_one_device import Start
 from ddpm_ds.benchmark.session import Outputs, prepare_setting
+from ddpm_ds.checkpoint.consolidate import DTYPES
 from ddpm_ds.observe.peak import matmul_peak
 from ddpm_ds.train.plan import OUTPUT_ROOT, RunPlan
 from ddpm_ds.train.process import process_group
+from ddpm_ds.unet.arithmetic import arithmetic_dtype
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,13 @@ def run_one_device(
     setting = prepare_setting(plan, device, verbose)
     able, names, not_run = choose(names, setting)
     allowed = tolerance(plan.ds.precision, device)
+    arithmetic = arithmetic_dtype(device.type, DTYPES[plan.ds.precision][1])
     with process_group():
-        peak = matmul_peak(device, arithmetic(setting))
+        peak = matmul_peak(device, arithmetic)
         with tqdm(total=len(names), desc="comparing", unit="row") as bar:
             built = build_all(names, setting, able, allowed, memory=effort.memory, after_row=bar.update)
         seconds = _time(built, device, effort)
-        peak = max(peak, matmul_peak(device, arithmetic(setting)))  # a neighbour may have been there at first
+        peak = max(peak, matmul_peak(device, arithmetic))  # a neighbour may have been there at first
     report = OneDeviceReport(
         name=plan.spec.name,
         command=outputs.command,
@@ -99,7 +102,7 @@ def run_one_device(
         dropout=plan.spec.unet.dropout,
         activation_checkpoint_interval=setting.config["pipeline"]["activation_checkpoint_interval"],
         peak_flops=peak,
-        arithmetic=str(arithmetic(setting)).removeprefix("torch."),
+        arithmetic=str(arithmetic).removeprefix("torch."),
         tolerance=allowed,
         rounds=seconds.rounds,
         steps_per_round=seconds.steps,

@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from ddpm_ds.checkpoint.consolidate import DTYPES, Dtype
 from ddpm_ds.observe.layer_times import cache_file
+from ddpm_ds.pipeline.collectives import decided_by_rank_0
+from ddpm_ds.unet.arithmetic import arithmetic_dtype
 
 SIZES = {"cpu": (512, 1024), "cuda": (4096, 8192)}
 """Rows of the matrices; a device reaches its peak on large ones, if they fit its caches."""
@@ -33,22 +35,16 @@ def shared_peak(device: torch.device, precision: Dtype, cache: Path) -> float:
     it as they do in training.
     """
     key = _key(device, precision)
-    known: list[float | None] = [_read(cache).get(key) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(known, src=0)
-    if known[0] is not None:
-        return known[0]
+    known = decided_by_rank_0(lambda: _read(cache).get(key))
+    if known is not None:
+        return known
     peaks: list[float] = [0.0] * dist.get_world_size()
     dist.barrier()
-    dist.all_gather_object(peaks, matmul_peak(device, arithmetic(device, precision)))
+    dist.all_gather_object(peaks, matmul_peak(device, arithmetic_dtype(device.type, DTYPES[precision][1])))
     peak = sum(peaks) / len(peaks)
     if dist.get_rank() == 0:
         _write(cache, key, peak)
     return peak
-
-
-def arithmetic(device: torch.device, precision: Dtype) -> torch.dtype:
-    """In which a layer computes: on a CPU fp16 is computed in fp32."""
-    return torch.float32 if device.type == "cpu" and precision == "fp16" else DTYPES[precision][1]
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
@@ -92,7 +88,7 @@ def _key(device: torch.device, precision: Dtype) -> str:
         else f"{platform.processor() or platform.machine()} x {torch.get_num_threads()} "
         f"x {os.environ.get('LOCAL_WORLD_SIZE', '1')}"
     )
-    facts = [where, str(arithmetic(device, precision)), torch.__version__]
+    facts = [where, str(arithmetic_dtype(device.type, DTYPES[precision][1])), torch.__version__]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 

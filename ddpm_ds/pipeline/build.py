@@ -10,19 +10,19 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import deepspeed
-import torch.distributed as dist
 
 from ddpm_ds.command_line import cache_folder
 from ddpm_ds.ds_config import for_deepspeed
 from ddpm_ds.pipeline import deepspeed_insides as insides
+from ddpm_ds.pipeline.collectives import decided_by_rank_0
 from ddpm_ds.pipeline.engine import Objective, UnetPipelineEngine
 from ddpm_ds.pipeline.folded import FoldedEngine
 from ddpm_ds.pipeline.module import FoldedUnetModule, UnetPipelineModule
 from ddpm_ds.pipeline.partition import Schedule
 from ddpm_ds.unet.compiled import compile_layers
-from ddpm_ds.unet.kernel_choice import Asked, choose_kernels
+from ddpm_ds.unet.kernel_choice import choose_kernels
 from ddpm_ds.unet.layers import Layer
-from ddpm_ds.unet.operations import Kernels, use_kernels
+from ddpm_ds.unet.operations import use_kernels
 
 
 def build_engine(
@@ -49,7 +49,10 @@ def build_engine(
             engine, *_ = deepspeed.initialize(model=module, config=for_deepspeed(config))
     assert isinstance(engine, UnetPipelineEngine)
     engine.objective = objective
-    engine.kernels, engine.why_kernels = _agreed_kernels(config.get("kernels", "reference"), layers, engine)
+    asked, dtype = config.get("kernels", "reference"), next(engine.module.parameters()).dtype
+    engine.kernels, engine.why_kernels = decided_by_rank_0(
+        lambda: choose_kernels(asked, layers, engine.device, dtype, engine.micro_batch_size)
+    )
     modules = [
         module.get_submodule(str(index)) for phase in range(engine.phases) for index in range(*engine.ends(phase))
     ]
@@ -57,17 +60,6 @@ def build_engine(
     if config.get("compile", False):
         compile_layers(modules, cache_folder() / "compiled")
     return engine
-
-
-def _agreed_kernels(asked: Asked, layers: Sequence[Layer], engine: UnetPipelineEngine) -> tuple[Kernels, str]:
-    """The first rank's choice, which may be by time, and why; on every rank."""
-    found: list[tuple[Kernels, str] | None] = [None]
-    if dist.get_rank() == 0:
-        dtype = next(engine.module.parameters()).dtype
-        found[0] = choose_kernels(asked, layers, engine.device, dtype, engine.micro_batch_size)
-    dist.broadcast_object_list(found, src=0)
-    assert found[0] is not None
-    return found[0]
 
 
 @contextlib.contextmanager

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ddpm_ds.checkpoint.consolidate import DTYPES
 from ddpm_ds.ds_config import BUCKET_ELEMENTS, ELEMENT_BYTES
 from ddpm_ds.ds_config_check import check_ds_config, enabled
 from ddpm_ds.spec import RunSpec
+from ddpm_ds.unet.arithmetic import arithmetic_dtype
 from ddpm_ds.unet.layers import Layer, unet_layers
 
 
@@ -29,8 +31,8 @@ class Job:
         return ELEMENT_BYTES[self.precision]
 
     def arithmetic_bytes(self, on_cpu: bool) -> int:
-        """Bytes of an activation: a CPU computes fp16 layers in fp32."""
-        return 4 if on_cpu and self.precision == "fp16" else self.stored_bytes
+        """Bytes of an activation; of a CPU, of one like this machine's."""
+        return arithmetic_dtype("cpu" if on_cpu else "cuda", DTYPES[self.precision][1]).itemsize
 
     @property
     def accumulated_bytes(self) -> int:

@@ -6,30 +6,31 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import deepspeed
 import psutil
 import torch
 import torch.distributed as dist
 
+from ddpm_ds.checkpoint.consolidate import DTYPES
 from ddpm_ds.command_line import on_several_hosts
 from ddpm_ds.errors import BadNumbersError, HostError, Preempted, UserError
 from ddpm_ds.hosts.interface import GLOO_INTERFACE, use_interface_towards
 from ddpm_ds.observe.layer_times import cache_file, measured_times
+from ddpm_ds.pipeline.collectives import decided_by_rank_0
 from ddpm_ds.pipeline.memory import checkpoint_interval
 from ddpm_ds.pipeline.partition import describe
 from ddpm_ds.planner.auto import measured_cuts
 from ddpm_ds.train.meeting import port_taken
 from ddpm_ds.train.node_metrics import host_name
 from ddpm_ds.train.plan import RunPlan, stage_table
+from ddpm_ds.unet.arithmetic import arithmetic_dtype
 from ddpm_ds.unet.compiled import check_compiler
 from ddpm_ds.unet.kernel_choice import check_kernels
 
 KNOWN_TO_ALL_RANKS = (UserError, BadNumbersError, Preempted)
 """Raised on every rank at the same step, so that all can still act together."""
-
-Value = TypeVar("Value")
 
 
 @contextlib.contextmanager
@@ -89,26 +90,18 @@ def share_threads(device: torch.device) -> None:
         torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["LOCAL_WORLD_SIZE"])))
 
 
-def from_rank_0(value: Value) -> Value:
-    """Rank 0's value, on every rank; collective."""
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
-
-
 def cut_by_time(plan: RunPlan, device: torch.device) -> RunPlan:
     """The plan with cuts by the layers' seconds on rank 0's device, where the JSON asks for that."""
     if plan.ds.partition != "measured" or plan.ds.layout.stages == 1:
         return plan
-    bounds: tuple[int, ...] = ()
-    if dist.get_rank() == 0:
-        bounds = measured_cuts(
+    bounds = decided_by_rank_0(
+        lambda: measured_cuts(
             plan.spec,
             plan.ds,
             plan.ds_path,
             lambda job: measured_times(job.layers, device, job.precision, cache_file()),
         )
-    bounds = from_rank_0(bounds)
+    )
     plan = replace(plan, bounds=bounds, stages=describe(plan.layers, bounds, plan.ds.schedule))
     if dist.get_rank() == 0:
         print(f"\ncut by the layers' times on this device\n{stage_table(plan)}", flush=True)
@@ -123,13 +116,12 @@ def fill_checkpointing(plan: RunPlan, device: torch.device) -> dict[str, Any]:
             memory = torch.cuda.get_device_properties(device).total_memory
         else:
             memory = psutil.virtual_memory().total // int(os.environ["LOCAL_WORLD_SIZE"])
-        wide = device.type == "cpu" or plan.ds.precision == "fp32"  # a CPU computes fp16 layers in fp32
         interval = checkpoint_interval(
             plan.stages,
             plan.ds.schedule,
             micro_batch_images=layout.micro_batch_images,
             micro_batches=layout.micro_batches,
-            element_bytes=4 if wide else 2,
+            element_bytes=arithmetic_dtype(device.type, DTYPES[plan.ds.precision][1]).itemsize,
             device_bytes=memory,
         )
         config["pipeline"] = {**config["pipeline"], "activation_checkpoint_interval": interval}

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from ddpm_ds.unet.arithmetic import arithmetic_dtype
 from ddpm_ds.unet.carry import Carry
 from ddpm_ds.unet.layers import (
     AttentionLayer,
@@ -25,17 +26,6 @@ from ddpm_ds.unet.layers import (
     UpsampleLayer,
 )
 from ddpm_ds.unet.operations import Convolution, GroupNorm, KeyedDropout, LabelEmbedding, Linear, norm_silu
-
-
-def arithmetic_dtype(stored: Tensor) -> torch.dtype:
-    """The dtype in which a layer computes: that of the carry, but on CPU fp32 for fp16, and for bf16 below AVX-512.
-
-    CPUs without 16-bit arithmetic run such convolutions 30 to 70 times slower than fp32 ones. A layer that
-    widens its input once and narrows its output once costs about what fp32 costs.
-    """
-    computes_bf16 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-    widened = (torch.float16,) if computes_bf16 else (torch.float16, torch.bfloat16)
-    return torch.float32 if stored.device.type == "cpu" and stored.dtype in widened else stored.dtype
 
 
 class CarryLayer(nn.Module):
@@ -51,7 +41,7 @@ class CarryLayer(nn.Module):
         stored = h.dtype
         if self.pops:
             h = torch.cat((h, skips.pop()), dim=1)
-        h = self.compute(h.to(arithmetic_dtype(h)), emb, self.draw(h)).to(stored)
+        h = self.compute(h.to(arithmetic_dtype(h.device.type, stored)), emb, self.draw(h)).to(stored)
         return (h, emb, *skips, h) if self.pushes else (h, emb, *skips)
 
     def draw(self, h: Tensor) -> Tensor | None:
@@ -97,7 +87,7 @@ class Embed(nn.Module):
         label = None
         if self.layer.classes is not None:
             label = labels[0] if labels else torch.full_like(t, self.layer.classes)
-        return x_t, self.compute(t, label, arithmetic_dtype(x_t)).to(x_t.dtype)
+        return x_t, self.compute(t, label, arithmetic_dtype(x_t.device.type, x_t.dtype)).to(x_t.dtype)
 
     def compute(self, t: Tensor, label: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The embedding (N, E) of timesteps and labels, (N,) each, in ``dtype``."""

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from ddpm_ds.observe import peak
-from ddpm_ds.observe.peak import arithmetic, matmul_peak, shared_peak
+from ddpm_ds.observe.peak import matmul_peak, shared_peak
+from ddpm_ds.unet import arithmetic
 
 CPU = torch.device("cpu")
 
@@ -36,9 +37,12 @@ def test_peak_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     first = shared_peak(CPU, "fp32", cache)
     assert list(json.loads(cache.read_text()).values()) == [first]
     monkeypatch.setattr(peak, "matmul_peak", lambda device, dtype: 1.0)
+    monkeypatch.setattr(arithmetic, "WIDENED_ON_CPU", (torch.float16,))
     assert shared_peak(CPU, "fp32", cache) == first
     assert shared_peak(CPU, "fp16", cache) == first  # computed in fp32 here
     assert shared_peak(CPU, "bf16", cache) == 1.0
+    monkeypatch.setattr(arithmetic, "WIDENED_ON_CPU", (torch.float16, torch.bfloat16))
+    assert shared_peak(CPU, "bf16", cache) == first
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert shared_peak(CPU, "fp32", cache) == 1.0
     assert len(json.loads(cache.read_text())) == 3
@@ -55,9 +59,3 @@ def test_a_damaged_file_is_written_anew(tmp_path: Path, content: str) -> None:
 def test_a_folder_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert shared_peak(CPU, "fp32", tmp_path / "file" / "matmul_peak.json") > 0
-
-
-def test_what_is_computed_in() -> None:
-    assert arithmetic(CPU, "fp16") is torch.float32
-    assert arithmetic(CPU, "bf16") is torch.bfloat16
-    assert arithmetic(torch.device("cuda"), "fp16") is torch.float16
