@@ -7,7 +7,6 @@ row; the children find each other at a port of their own, take a few steps and s
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
 
@@ -17,6 +16,7 @@ import torch
 from ddpm_ds.benchmark.rows import Row
 from ddpm_ds.command_line import free_port
 from ddpm_ds.pipeline.collectives import decided_by_rank_0
+from ddpm_ds.train.meters import peak_memory_bytes
 
 CHILD_OPTION = "--memory-of"
 """Makes this program such a child; of a row's name."""
@@ -49,16 +49,13 @@ class PeakMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._before = psutil.Process().memory_info().rss
+        self._before = 0 if device.type == "cuda" else psutil.Process().memory_info().rss
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
     def bytes(self) -> int:
         """On the device; for a CPU the growth of the resident set."""
-        if self._device.type == "cuda":
-            return int(torch.cuda.max_memory_allocated(self._device))
-        unit = 1 if sys.platform == "darwin" else 1024
-        return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - self._before, 0)
+        return max(peak_memory_bytes(self._device) - self._before, 0)
 
 
 def say_peak(row: Row, memory: PeakMemory) -> None:

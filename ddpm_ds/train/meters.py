@@ -6,6 +6,7 @@ and reads them once, at the log point.
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
 import time
@@ -92,11 +93,15 @@ def peak_memory_bytes(device: torch.device) -> int:
     """The most memory this process has held so far, in bytes.
 
     On CUDA that of tensors on ``device`` (``torch.cuda.max_memory_allocated``); on CPU the largest resident set of the
-    process (``getrusage``), interpreter and libraries included.
+    process (``VmHWM``), interpreter and libraries included.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with contextlib.suppress(OSError), open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on Linux not less than what the parent held at the fork
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 

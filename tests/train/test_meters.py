@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -73,6 +75,17 @@ def test_peak_memory_of_a_cpu_process_grows_with_what_it_holds() -> None:
     before = peak_memory_bytes(cpu)
     held = torch.ones(2 * before, dtype=torch.uint8)  # the process may hold less now than at its peak
     assert held.numel() * 0.9 < peak_memory_bytes(cpu) < 2 * (before + held.numel())
+
+
+def test_peak_memory_is_not_what_the_parent_held() -> None:
+    program = """if 1:
+        import torch
+        from ddpm_ds.train.meters import peak_memory_bytes
+        print(peak_memory_bytes(torch.device("cpu")))
+    """
+    held = torch.ones(2**30, dtype=torch.uint8)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < held.numel()
 
 
 def test_model_flops_are_six_per_forward_multiply_accumulate() -> None:
