@@ -190,7 +190,7 @@ def _one_device(options: argparse.Namespace) -> None:
     """
     if (processes := os.environ["WORLD_SIZE"]) != "1":
         raise LayoutError(f"--one-device has one process, and {processes} were started; deepspeed --num_gpus 1")
-    _plan(options, options.overrides)
+    _plan(options, options.overrides)  # what is wrong is said before torch is loaded
     from ddpm_ds.device import choose_device
 
     device = choose_device(options.device)

@@ -43,6 +43,17 @@ class Spread:
         low, median, high = [values[0]] * 3 if one else statistics.quantiles(values, n=4, method="inclusive")
         return cls(median, low, high)
 
+    def as_ratio(self) -> str:
+        """The median, with the quartiles in brackets."""
+        return f"{self.median:.3f} ({self.low:.3f}-{self.high:.3f})"
+
+    def as_milliseconds(self) -> str:
+        """The same of seconds."""
+        median, low, high = (
+            f"{1e3 * value:.4g}" if value < 10 else f"{1e3 * value:.0f}" for value in (self.median, self.low, self.high)
+        )
+        return f"{median} ({low}-{high})"
+
 
 @dataclass(frozen=True)
 class Observation:

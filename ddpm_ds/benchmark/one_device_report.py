@@ -118,7 +118,7 @@ def one_device_table(report: OneDeviceReport) -> str:
         lines += ["", *_columns(rows)] if rows else []
     below = [f"{row.row}: {row.note}" for row in report.rows if row.note]
     if report.engine_over_bare is not None:
-        below.append(f"engine over bare: {_ratio(report.engine_over_bare)} of its step time")
+        below.append(f"engine over bare: {report.engine_over_bare.as_ratio()} of its step time")
     below += [f"{row.row} did not run: {row.reason}" for row in report.not_run]
     return "\n".join([*lines, *([""] if below else []), *below])
 
@@ -130,10 +130,10 @@ def _columns(rows: Sequence[OneDeviceResult]) -> list[str]:
         cells.append(
             (
                 row.row,
-                _milliseconds(row.step_seconds),
-                "-" if row.forward_backward_seconds is None else _milliseconds(row.forward_backward_seconds),
+                row.step_seconds.as_milliseconds(),
+                "-" if row.forward_backward_seconds is None else row.forward_backward_seconds.as_milliseconds(),
                 f"{row.images_per_second:,.4g}",
-                "1" if first else _ratio(row.speed),
+                "1" if first else row.speed.as_ratio(),
                 f"{row.mfu:.1%}",
                 "" if row.peak_bytes is None else f"{row.peak_bytes / 1e6:,.0f}",
                 "" if first or row.prediction_difference is None else f"{row.prediction_difference:.1e}",
@@ -145,14 +145,3 @@ def _columns(rows: Sequence[OneDeviceResult]) -> list[str]:
         )
     columns = [column for column in zip(*cells, strict=True) if any(column[1:])]
     return aligned(list(zip(*columns, strict=True)), left=range(len(columns)))
-
-
-def _milliseconds(time: Spread) -> str:
-    median, low, high = (
-        f"{1e3 * value:.4g}" if value < 10 else f"{1e3 * value:.0f}" for value in (time.median, time.low, time.high)
-    )
-    return f"{median} ({low}-{high})"
-
-
-def _ratio(ratio: Spread) -> str:
-    return f"{ratio.median:.3f} ({ratio.low:.3f}-{ratio.high:.3f})"

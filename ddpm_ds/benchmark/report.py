@@ -133,14 +133,13 @@ def table(report: Report) -> str:
 def _columns(rows: Sequence[RowResult]) -> list[str]:
     cells = [("row", "step ms", "images/s", "time ratio", "sent MB", "bubble", "peak MB", "loss difference", "what")]
     for row in rows:
-        time, ratio = row.step_seconds, row.ratio
         first = row is rows[0]
         cells.append(
             (
                 row.row,
-                f"{1e3 * time.median:.4g} ({1e3 * time.low:.4g}-{1e3 * time.high:.4g})",
+                row.step_seconds.as_milliseconds(),
                 f"{row.images_per_second:,.4g}",
-                "1" if first else f"{ratio.median:.3f} ({ratio.low:.3f}-{ratio.high:.3f})",
+                "1" if first else row.ratio.as_ratio(),
                 f"{row.sent_bytes / 1e6:.2f}",
                 "-" if row.bubble is None else f"{row.bubble:.1%}",
                 "" if row.rank_peak_bytes is None else f"{max(row.rank_peak_bytes) / 1e6:.0f}",

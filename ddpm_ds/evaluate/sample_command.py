@@ -155,6 +155,7 @@ def _sample(options: argparse.Namespace) -> int:
     from ddpm_ds.evaluate.recipe import Request
     from ddpm_ds.evaluate.sampling import Store
     from ddpm_ds.evaluate.sharing import share_of_launcher
+    from ddpm_ds.unet.arithmetic import widening
 
     share = share_of_launcher()
     say = print if share.rank == 0 else _say_nothing
@@ -172,8 +173,9 @@ def _sample(options: argparse.Namespace) -> int:
     if there or (kind == "folder" and keeper.done() == job.count):
         say(f"{out}: already there, {_summary(job)}")
         return 0
-    if job.precision == "fp16" and next(trained.unet.parameters()).device.type == "cpu":
-        say("fp16 on a CPU: stored in fp16, computed in fp32")
+    stored = next(trained.unet.parameters())
+    if (line := widening(stored.device.type, stored.dtype)) is not None:
+        say(line)
     try:
         _draw(trained, job, keeper, share)
         if share.rank == 0 and isinstance(keeper, Store):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddpm_ds.checkpoint.consolidate import DTYPES
 from ddpm_ds.checkpoint.union import Whole
 from ddpm_ds.data.device import on_device
 from ddpm_ds.data.loader import micro_batches
@@ -53,6 +54,7 @@ from ddpm_ds.train.run_record import Resumed, recorded
 from ddpm_ds.train.saving import Saver, gather_objects
 from ddpm_ds.train.watchdog import Watchdog
 from ddpm_ds.train.watching import judge, observe
+from ddpm_ds.unet.arithmetic import widening
 from ddpm_ds.unet.model import parameter_shapes
 
 
@@ -88,8 +90,8 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
         meeting.agree("ready", {})
     if rank == 0 and (line_of_hosts := hosts_line(plan)) not in (None, hosts_line(planned)):
         print(line_of_hosts, flush=True)
-    if rank == 0 and device.type == "cpu" and plan.ds.precision == "fp16":
-        print("fp16 on a CPU: stored in fp16, computed in fp32", flush=True)
+    if rank == 0 and (line_of_precision := widening(device.type, DTYPES[plan.ds.precision][1])) is not None:
+        print(line_of_precision, flush=True)
 
     with process_group():
         meeting.close()

@@ -24,6 +24,8 @@ from ddpm_ds.exit_record import record_exit
 from ddpm_ds.train.heartbeat import BEAT_SECONDS, LAST_WORDS_SECONDS, Heartbeat, Verdict
 
 JUDGE_SECONDS = 0.2
+TOGETHER_BEATS = 3
+"""Ranks that are lost in one moment were last heard so far apart at most: a beat of theirs, one of ours, and delays."""
 
 
 def _print(line: str) -> None:
@@ -121,16 +123,19 @@ class Watchdog:
             return None
         if self._now - heartbeat.answer_at > self._dead_seconds:
             return Verdict((0,), f"{self._names[0]} has not answered for {self._dead_seconds:g} s")
-        return self._silent(self._dead_seconds)
+        return self._silent(self._dead_seconds, together_seconds=TOGETHER_BEATS * BEAT_SECONDS)
 
-    def _silent(self, seconds: float) -> Verdict | None:
-        """Judged at the last answer of the store, without which nobody is heard."""
-        ranks = [
-            rank
+    def _silent(self, seconds: float, *, together_seconds: float = 0.0) -> Verdict | None:
+        """Judged at the last answer of the store, without which nobody is heard. Who was last heard within
+        ``together_seconds`` of the first is waited for, to be heard again or named with it."""
+        silences = {
+            rank: self._heartbeat.answer_at - peer.beat_at
             for rank, peer in enumerate(self._heartbeat.peers)
-            if peer.state != "left" and self._heartbeat.answer_at - peer.beat_at > seconds
-        ]
-        if not ranks:
+            if peer.state != "left"
+        }
+        ranks = [rank for rank, silence in silences.items() if silence > seconds]
+        awaited_from = max(silences.values(), default=0.0) - together_seconds
+        if not ranks or any(awaited_from < silence <= seconds for silence in silences.values()):
             return None
         who = ", ".join(self._names[rank] for rank in ranks)
         return Verdict(tuple(ranks), f"{who} {'has' if len(ranks) == 1 else 'have'} not answered for {seconds:g} s")

@@ -18,3 +18,11 @@ def arithmetic_dtype(device_type: str, stored: torch.dtype) -> torch.dtype:
     A layer that widens its input once and narrows its output once costs about what fp32 costs.
     """
     return torch.float32 if device_type == "cpu" and stored in WIDENED_ON_CPU else stored
+
+
+def widening(device_type: str, stored: torch.dtype) -> str | None:
+    """What to tell the user of 16-bit numbers that are widened; None where nothing is."""
+    if arithmetic_dtype(device_type, stored) is stored:
+        return None
+    precision = "fp16" if stored is torch.float16 else "bf16"
+    return f"{precision} on a CPU: stored in {precision}, computed in fp32"

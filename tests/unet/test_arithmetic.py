@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ddpm_ds.unet import arithmetic
-from ddpm_ds.unet.arithmetic import arithmetic_dtype
+from ddpm_ds.unet.arithmetic import arithmetic_dtype, widening
 
 BOTH = (torch.float16, torch.bfloat16)
 
@@ -19,3 +19,6 @@ def test_fp16_is_widened_on_every_cpu_and_bf16_below_avx512(monkeypatch: pytest.
         for dtype in (*BOTH, torch.float32):
             assert arithmetic_dtype("cpu", dtype) is (torch.float32 if dtype in widened else dtype)
             assert arithmetic_dtype("cuda", dtype) is dtype
+            assert (widening("cpu", dtype) is not None) == (dtype in widened)
+            assert widening("cuda", dtype) is None
+    assert widening("cpu", torch.bfloat16) == "bf16 on a CPU: stored in bf16, computed in fp32"
