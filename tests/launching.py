@@ -1,4 +1,4 @@
-"""Start real processes with the real launcher, and tiny runs to give them."""
+"""Start real processes, with the real launcher and without, and tiny runs to give them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ddpm_ds.spec import RunSpec
+from tests.forking import Forked
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+OTHERS_SECONDS = 30.0
+ONE_THREAD = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
 
 
 def free_port() -> int:
@@ -33,21 +38,43 @@ def launch(
     processes: int, script: Path, *arguments: str, timeout: float = 300.0, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run ``script`` on ``processes`` CPU ranks with one thread each and return what it printed."""
-    variables = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(REPOSITORY),
-        **environment,
-    }
     return subprocess.run(
         deepspeed_command(processes, script, *arguments),
-        env=variables,
+        env={**os.environ, **ONE_THREAD, **environment},
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
         timeout=timeout,
     )
+
+
+def run_ranks(
+    processes: int, script: Path, *arguments: str, timeout: float = 300.0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """What :func:`launch` does, without the launcher and without importing everything once for each rank.
+
+    The code is that of the first rank that failed; the others have ``OTHERS_SECONDS`` to end then.
+    """
+    world = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    words = [str(script), *arguments]
+    with TemporaryDirectory() as folder:
+        stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
+        ranks = []
+        for rank in range(processes):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            variables = {**os.environ, **ONE_THREAD, **world, **own, **environment}
+            ranks.append(Forked(words, env=variables, stdout=stdout, stderr=stderr))
+        deadline, code = time.monotonic() + timeout, 0
+        while None in (codes := [rank.poll() for rank in ranks]) and time.monotonic() < deadline:
+            if code == 0 and (code := next(filter(None, codes), 0)):
+                deadline = min(deadline, time.monotonic() + OTHERS_SECONDS)
+            time.sleep(0.02)
+        for process in ranks:
+            process.kill()
+        ended = [process.wait() for process in ranks]
+        code = code or next(filter(None, ended), 0)
+        return subprocess.CompletedProcess(words, code, stdout.read_text(), stderr.read_text())
 
 
 def tiny_spec(**sections: dict[str, Any]) -> RunSpec:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from ddpm_ds.errors import DsConfigError
 
@@ -42,6 +41,8 @@ def compile_layers(modules: Sequence[nn.Module], cache: Path) -> None:
     A ``TORCHINDUCTOR_CACHE_DIR`` in the environment wins. A layer is compiled anew for each shape of its input, so that
     a step after the first one of its kind compiles nothing.
     """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # takes a second, which others need not wait
+
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR", "") in ("", default_cache_dir()):  # PyTorch writes its default there
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
     limit = max(torch._dynamo.config.recompile_limit, CODES_PER_LAYER * len(modules))

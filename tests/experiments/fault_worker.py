@@ -1,6 +1,6 @@
 """One rank of several short runs with a planted fault each, traced and judged.
 
-    deepspeed --num_gpus 2 tests/experiments/fault_worker.py CASES.json FOLDER
+    python tests/experiments/fault_worker.py CASES.json FOLDER
 
 A case is ``{"name", "overrides", "config", "loader_seconds", "link_seconds"}``: changes of the spec, the JSON,
 how long the loader takes for a micro-batch, and a message to arrive. It becomes the folder of a run, ``FOLDER/name``.

@@ -19,7 +19,7 @@ from ddpm_ds.verdict.facts import facts_of
 from ddpm_ds.verdict.verdict import Verdict, verdict
 from ddpm_ds.verdict.whatif import Model
 from tests.experiments.planted_runs import PlantedStore
-from tests.launching import launch, tiny_spec, write_json
+from tests.launching import run_ranks, tiny_spec, write_json
 from tests.verdict.planted_facts import Bench, write_run
 
 BATCH = 32
@@ -68,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for fault in left:
             shutil.rmtree(folder / CASES[fault]["name"], ignore_errors=True)
         file = write_json(folder / "cases.json", [CASES[fault] for fault in left])
-        done = launch(2, worker, str(file), str(folder), XDG_CACHE_HOME=str(folder))
+        done = run_ranks(2, worker, str(file), str(folder), XDG_CACHE_HOME=str(folder))
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         left = [fault for fault in left if not is_named(folder, fault)]
         if not left:

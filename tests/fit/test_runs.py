@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from ddpm_ds.fit import start
 from ddpm_ds.fit.task import Task
 from ddpm_ds.spec_file import load_spec
 from tests.fit.test_command import fit
+from tests.forking import Forked
 from tests.launching import REPOSITORY, write_json
 from tests.train.ranks import TINY
 
@@ -54,14 +53,15 @@ def searched(folder: Path, settings: Sequence[str], *options: str, config: Path)
 def without_launcher(command: Sequence[str], **options: Any) -> int:
     """Stands for :func:`ddpm_ds.supervisor.supervise`: the launcher's own start takes longer than all trials."""
     count = int(command[command.index("--num_gpus") + 1])
-    program = [sys.executable, "-m", *command[command.index("--module") + 1 :]]
-    ranks = [
-        subprocess.Popen(
-            program, env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
-        )
-        for rank in range(count)
-    ]
-    return max(rank.wait() for rank in ranks)
+    program, *words = command[command.index("--module") + 1 :]
+    script, output = REPOSITORY / f"{program.replace('.', '/')}.py", Path(words[-1]) / "output"
+    ranks = []
+    for rank in range(count):
+        variables = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+        ranks.append(Forked([str(script), *words], env=variables, stdout=output, stderr=output))
+    code = max(rank.wait() for rank in ranks)
+    print(output.read_text())
+    return code
 
 
 @pytest.mark.launch

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.hosts import Hosts
+from tests.hosts.hosts import UNMETERED, Hosts
 from tests.launching import REPOSITORY, write_json
 from tests.train.ranks import Ranks, arguments, checkpoints, end_of, mlflow_run, points, the_same
 
@@ -30,7 +30,7 @@ def run_dir_with_store(folder: Path, store: Path) -> Path:
 def one_host(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
     """A run of two stages x two replicas on one host."""
     run_dir = run_dir_with_store(tmp_path_factory.mktemp("one_host"), empty_store)
-    with Ranks(run_dir, *CHANGES, options=["-p", "2"], count=4) as ranks:
+    with Ranks(run_dir, *CHANGES, options=["-p", "2"], count=4, MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING="false") as ranks:
         assert ranks.codes(TRAIN_SECONDS) == [0] * 4, ranks.said[-4000:]
     return run_dir
 
@@ -43,7 +43,7 @@ def train(hosts: Hosts, run_dir: Path, launchers: Sequence[Sequence[str]], confi
     command = ["launch/train.py", *arguments(run_dir, CHANGES, str(config), ["-p", "2"])]
     outputs = [run_dir.with_name(f"said-{index}") for index in range(len(launchers))]
     started = [
-        hosts[index].start([*launcher, *command], output=output)
+        hosts[index].start([*launcher, *command], UNMETERED, output)
         for index, (launcher, output) in enumerate(zip(launchers, outputs, strict=True))
     ]
     codes = [program.wait(TRAIN_SECONDS) for program in started]

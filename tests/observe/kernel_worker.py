@@ -1,6 +1,6 @@
 """One rank that trains tiny cases while their kernels are profiled.
 
-deepspeed --num_gpus 2 tests/observe/kernel_worker.py CASES.json REPORT_FOLDER
+python tests/observe/kernel_worker.py CASES.json REPORT_FOLDER
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.observe.kernels import KernelProfile
 from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
@@ -22,7 +21,8 @@ from ddpm_ds.pipeline.partition import partition
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.unet.layers import unet_layers
 from tests.launching import tiny_spec
-from tests.pipeline.ladder_worker import Case, global_batch, report_cases
+from tests.pipeline.batches import global_batch, micro_batches
+from tests.pipeline.ladder_worker import Case, report_cases
 
 
 class Kept:
@@ -64,15 +64,12 @@ def run(entry: dict[str, Any]) -> dict[str, Any]:
     executes = dict(engine.execute)
     first, last = entry["profile"]
     profile = KernelProfile(engine, range(first, last + 1), Path(sys.argv[-1]) / entry["name"], kept)
-    micro, replica = engine.micro_batch_size, engine.grid.get_data_parallel_id()
-    large = torch.zeros(64, 64, 32, 32)
+    large = torch.zeros(32, 64, 32, 32)
     seconds = []
     for step in entry["steps"]:
         profile.begin_step(step)
         begin = time.perf_counter()
-        batch = global_batch(SPEC, step)
-        starts = [(number * case.replicas + replica) * micro for number in range(case.micro_batches)]
-        engine.train_batch(iter(MicroBatch(*(tensor[at : at + micro] for tensor in batch)) for at in starts))
+        engine.train_batch(micro_batches(engine, global_batch(SPEC, step)))
         with profile.span("EMA"):
             large.lerp_(large, 0.5)
         seconds.append(time.perf_counter() - begin)

@@ -12,16 +12,19 @@ import contextlib
 import functools
 import json
 import sys
+import unittest.mock
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import deepspeed
 import torch
+from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.pipe import schedule
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.distributed import distributed_c10d
 
 from ddpm_ds.benchmark.traffic import Traffic
 from ddpm_ds.data.loader import MicroBatch
@@ -37,6 +40,7 @@ from ddpm_ds.train.objective import Denoising
 from ddpm_ds.unet import compiled, model
 from ddpm_ds.unet.layers import Layer, unet_layers
 from tests.launching import tiny_spec
+from tests.pipeline.batches import global_batch, micro_batches
 
 STEPS = 2
 Precision = Literal["fp32", "fp16", "bf16"]
@@ -110,16 +114,14 @@ def build_awake_layer(layer: Layer, index: int, seed: int) -> nn.Module:
     return built
 
 
-def global_batch(spec: RunSpec, step: int) -> MicroBatch:
-    """The images of one step, as a function of the step."""
-    batch = spec.train.batch_images
-    generator = torch.Generator().manual_seed(step)
-    shape = (batch, spec.data.channels, spec.data.image_size, spec.data.image_size)
-    return MicroBatch(
-        images=torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8),
-        labels=torch.randint(0, 10, (batch,), generator=generator),
-        index=torch.arange(step * batch, (step + 1) * batch),
-    )
+class Expected(NamedTuple):
+    """What a step of every pipeline must give."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    """Unscaled, in fp32, by name."""
+    moments: dict[str, Tensor]
+    """Adam's first, flat."""
 
 
 class Reference:
@@ -135,8 +137,8 @@ class Reference:
             self.masters = [parameter.detach().float() for parameter in self.modules.parameters()]
         self.optimizer = torch.optim.AdamW(self.masters, lr=1e-3, weight_decay=0.0)
 
-    def step(self, batch: MicroBatch) -> tuple[float, dict[str, Tensor]]:
-        """One optimizer step; the loss and the unscaled fp32 gradients by name."""
+    def step(self, batch: MicroBatch) -> Expected:
+        """One optimizer step."""
         model.set_image_index(self.modules, batch.index)
         prepared = self.objective.prepare(batch)
         carry: Any = self.objective.inputs(prepared)
@@ -156,7 +158,16 @@ class Reference:
             for parameter, master in zip(self.modules.parameters(), self.masters, strict=True):
                 parameter.copy_(master)
                 parameter.grad = None
-        return loss.item(), gradients
+        moments = [self.optimizer.state[master]["exp_avg"].flatten().clone() for master in self.masters]
+        return Expected(loss.item(), gradients, dict(zip(gradients, moments, strict=True)))
+
+
+@functools.cache
+def expected_steps(precision: Precision, compiled: bool) -> list[Expected]:
+    """What the cases of a precision must equal: no other of their values changes it."""
+    spec = spec_of(compiled)
+    reference = Reference(spec, layers_of(spec), precision)
+    return [reference.step(global_batch(spec, step)) for step in range(STEPS)]
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
@@ -199,54 +210,48 @@ def sent_by(
     return [float(sum(sent.messages[max(stage - 1, 0) : stage + 1])), sent.gradients[stage] + sent.weights[stage]]
 
 
+def spec_of(compiled: bool) -> RunSpec:
+    """The U-Net of a case; one that is compiled has few shapes of layers, since tracing each takes long."""
+    return tiny_spec(unet={"attention_resolutions": [], "multipliers": [1, 1]}) if compiled else tiny_spec()
+
+
+def layers_of(spec: RunSpec) -> tuple[Layer, ...]:
+    return unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
+
+
 def run_case(case: Case) -> list[dict[str, Any]]:
     """Train the case next to its reference; one record a step."""
-    spec = tiny_spec()
-    layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
+    spec = spec_of(case.compile)
+    layers = layers_of(spec)
     bounds = partition(layers, case.stages, "flops", case.schedule)
     objective = Denoising(spec, torch.device("cpu"))
     config = case.config(spec.train.batch_images)
     engine = build_engine(layers, bounds, config, objective, seed=spec.train.seed, schedule=case.schedule)
     sent = Traffic()
     seen = watch_gradients(engine, sent)
-    reference = Reference(spec, layers, case.precision)
-    micro = engine.micro_batch_size
     expected_sent = sent_by(case, layers, bounds, config, engine.stage_id)
     records = []
-    for step in range(STEPS):
-        batch = global_batch(spec, step)
-        mine = [
-            MicroBatch(*(tensor[first : first + micro] for tensor in batch))
-            for first in (
-                (m * case.replicas + engine.grid.get_data_parallel_id()) * micro for m in range(case.micro_batches)
-            )
-        ]
+    for step, expected in enumerate(expected_steps(case.precision, case.compile)):
         counted = step == 0 and not case.compile  # what is compiled runs as it is written where operators are watched
         with sent if counted else contextlib.nullcontext():
-            loss_here = engine.train_batch(iter(mine)) / case.replicas
+            loss_here = engine.train_batch(micro_batches(engine, global_batch(spec, step))) / case.replicas
         torch.distributed.all_reduce(loss_here)
-        expected_loss, expected = reference.step(batch)
-        errors = {name: difference(seen[name], expected[name]) for name in seen}
-        moments = {
-            name: reference.optimizer.state[master]["exp_avg"].view(-1)
-            for name, master in zip(expected, reference.masters, strict=True)
-        }
         moment_errors = {
             piece.name: difference(
                 piece.of(engine.basic_optimizer.state[piece.master]["exp_avg"]),
-                moments[piece.name][piece.first : piece.first + piece.length],
+                expected.moments[piece.name][piece.first : piece.first + piece.length],
             )
             for piece in insides.owned_pieces(engine)
         }
-        norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm().item()
+        norm = torch.stack([gradient.norm() for gradient in expected.gradients.values()]).norm().item()
         records.append(
             {
                 "loss": loss_here.item(),
-                "expected_loss": expected_loss,
+                "expected_loss": expected.loss,
                 "gradient_norm": engine.gradient_norm(),
                 "expected_gradient_norm": norm,
-                "names": list(expected),
-                "errors": errors,
+                "names": list(expected.gradients),
+                "errors": {name: difference(seen[name], expected.gradients[name]) for name in seen},
                 "moment_errors": moment_errors,
                 "stage": engine.stage_id,
                 "coordinates": [engine.stage_id, engine.grid.get_data_parallel_id()],
@@ -266,13 +271,23 @@ def compile_without_code() -> None:
 
 
 def report_cases(run: Callable[[dict[str, Any]], Any]) -> None:
-    """A worker's program: run every case of the file in one process group and write what came of them."""
+    """A worker's program: run every case of the file in one launch and write what came of them.
+
+    A case's process groups end with it: DeepSpeed makes a dozen for each engine, and gloo's thread of each wakes a
+    hundred times a second.
+    """
     cases, folder = sys.argv[-2:]
     use_host_accelerator()
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    deepspeed.utils.groups._clone_world_group()
     pipeline_module.build_layer = build_awake_layer
-    report = [run(case) for case in json.loads(Path(cases).read_text())]
+    lasting, report = set(distributed_c10d._world.pg_map), []
+    for case in json.loads(Path(cases).read_text()):
+        report.append(run(case))
+        torch.distributed.barrier()
+        for group in [group for group in distributed_c10d._world.pg_map if group not in lasting]:
+            torch.distributed.destroy_process_group(group)
     Path(folder, f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(report))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
@@ -280,4 +295,5 @@ def report_cases(run: Callable[[dict[str, Any]], Any]) -> None:
 
 if __name__ == "__main__":
     compile_without_code()
-    report_cases(lambda case: run_case(Case(**case)))
+    with unittest.mock.patch.object(bf16_optimizer, "see_memory_usage"):  # collects garbage, for seconds
+        report_cases(lambda case: run_case(Case(**case)))

@@ -1,6 +1,6 @@
 """One rank of a pipeline that watches the memory format of every image in its second step.
 
-    deepspeed --num_gpus 2 tests/pipeline/memory_format_worker.py CASES.json REPORT_FOLDER
+    python tests/pipeline/memory_format_worker.py CASES.json REPORT_FOLDER
 
 Rank r writes ``REPORT_FOLDER/rank{r}.json``: per case, what :class:`Formats` has found.
 """
@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.partition import partition
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.unet.layers import unet_layers
 from tests.launching import tiny_spec
-from tests.pipeline.ladder_worker import Case, global_batch, report_cases
+from tests.pipeline.batches import global_batch, micro_batches
+from tests.pipeline.ladder_worker import Case, report_cases
 
 COPIES = ("aten::clone", "aten::copy_", "aten::_to_copy", "aten::contiguous")
 WIDTH = 24
@@ -76,15 +76,10 @@ def run_case(case: Case) -> dict[str, Any]:
     config = case.config(spec.train.batch_images)
     objective = Denoising(spec, torch.device("cpu"))
     engine = build_engine(layers, bounds, config, objective, seed=1, schedule=case.schedule)
-    micro, formats = engine.micro_batch_size, Formats()
-    for step in range(2):
-        batch = global_batch(spec, step)
-        own = (MicroBatch(*(part[first : first + micro] for part in batch)) for first in range(0, len(batch[0]), micro))
-        if step == 0:
-            engine.train_batch(own)
-        else:
-            with formats:
-                engine.train_batch(own)
+    formats = Formats()
+    engine.train_batch(micro_batches(engine, global_batch(spec, 0)))
+    with formats:
+        engine.train_batch(micro_batches(engine, global_batch(spec, 1)))
     engine.destroy()
     return {"seen": formats.seen, "others": formats.others}
 

@@ -36,7 +36,8 @@ from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.unet.layers import unet_layers
 from tests.launching import tiny_spec
-from tests.pipeline.ladder_worker import Case, global_batch
+from tests.pipeline.batches import global_batch, micro_batches
+from tests.pipeline.ladder_worker import Case
 
 WARM_UP = 2
 BATCH = 4
@@ -108,11 +109,9 @@ def device() -> torch.device:
     return torch.device(get_accelerator().current_device_name())
 
 
-def micro_batches(spec: RunSpec, step: int, size: int) -> Iterator[MicroBatch]:
-    """The micro-batches of a step, on the device."""
-    batch = [tensor.to(device()) for tensor in global_batch(spec, step)]
-    for first in range(0, spec.train.batch_images, size):
-        yield MicroBatch(*(tensor[first : first + size] for tensor in batch))
+def on_device(batch: MicroBatch) -> MicroBatch:
+    """The same images on the device."""
+    return MicroBatch(*(tensor.to(device()) for tensor in batch))
 
 
 def built(case: Case, optimizer: dict[str, Any], clipping: float = 1.0) -> tuple[UnetPipelineEngine, RunSpec]:
@@ -134,7 +133,7 @@ def places_of_waits(case: Case, optimizer: dict[str, Any]) -> list[str]:
     engine, spec = built(case, optimizer)
     ema, watch = Ema(engine, spec.ema), Synchronisations()
     for step in range(WARM_UP + 1):
-        loads = list(micro_batches(spec, step, engine.micro_batch_size))
+        loads = list(micro_batches(engine, on_device(global_batch(spec, step))))
         with watch.watching() if step == WARM_UP else contextlib.nullcontext():
             engine.train_batch(iter(loads))
             ema.update()
@@ -153,7 +152,7 @@ def course(case: Case, optimizer: dict[str, Any], clipping: float) -> tuple[list
     for step in range(3):
         bad = step == POISONED and (case.zero, case.precision) != (0, "fp32")
         engine.objective = poisoned if bad else objective
-        loss = engine.train_batch(micro_batches(spec, step, engine.micro_batch_size)).item()
+        loss = engine.train_batch(micro_batches(engine, on_device(global_batch(spec, step)))).item()
         norm = engine.gradient_norm()
         if not bad:
             records.append([loss, norm])

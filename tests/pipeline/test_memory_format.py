@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.launching import launch, write_json
+from tests.launching import run_ranks, write_json
 from tests.pipeline.ladder_worker import Case
 
 WORKER = Path(__file__).with_name("memory_format_worker.py")
@@ -21,7 +21,7 @@ CASES = [
 
 def test_no_layout_is_converted_in_a_stage_or_on_its_way_to_the_next(tmp_path: Path) -> None:
     file = write_json(tmp_path / "cases.json", [asdict(case) for case in CASES])
-    done = launch(2, WORKER, str(file), str(tmp_path))
+    done = run_ranks(2, WORKER, str(file), str(tmp_path))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     for rank in range(2):
         for case, found in zip(CASES, json.loads((tmp_path / f"rank{rank}.json").read_text()), strict=True):

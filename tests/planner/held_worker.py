@@ -1,6 +1,6 @@
 """One rank: train layouts on a pipeline and count the bytes of all tensors in the fullest moment of a step.
 
-    deepspeed --num_gpus 2 tests/planner/held_worker.py CASES.json REPORT_FOLDER
+    python tests/planner/held_worker.py CASES.json REPORT_FOLDER
 
 CASES.json holds a spec and for each case a DeepSpeed JSON. Rank r writes ``REPORT_FOLDER/rank{r}.json``: a number each.
 """

@@ -10,7 +10,7 @@ import pytest
 
 from ddpm_ds.planner.layouts import Layout, ds_config
 from ddpm_ds.planner.predict import Predictor
-from tests.launching import launch, tiny_spec, write_json
+from tests.launching import run_ranks, tiny_spec, write_json
 from tests.planner.small import small_job, small_predictor
 
 SPEC = tiny_spec(
@@ -38,7 +38,7 @@ def test_predicted_memory_is_what_ranks_hold(tmp_path: Path) -> None:
         predictors.append(small_predictor(2, task, kind="cpu"))
         configs.append(ds_config(task, layout, predictors[-1].bounds(layout)))
     cases = write_json(tmp_path / "cases.json", {"spec": SPEC.model_dump_json(), "configs": configs})
-    done = launch(2, Path(__file__).with_name("held_worker.py"), str(cases), str(tmp_path))
+    done = run_ranks(2, Path(__file__).with_name("held_worker.py"), str(cases), str(tmp_path))
     assert done.returncode == 0, done.stderr
     counted = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     ratios = {

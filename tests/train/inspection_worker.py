@@ -1,6 +1,6 @@
 """One rank of the inspection's ladder: what the pipeline draws and measures equals plain PyTorch, and disturbs nothing.
 
-    deepspeed --num_gpus 4 tests/train/inspection_worker.py CASES.json REPORT_FOLDER
+    python tests/train/inspection_worker.py CASES.json REPORT_FOLDER
 
 Rank r writes ``REPORT_FOLDER/rank{r}.json``: a record for each case.
 """
@@ -37,7 +37,8 @@ from ddpm_ds.train.watchdog import Watchdog
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
 from tests.launching import tiny_spec
-from tests.pipeline.ladder_worker import Case, Precision, build_awake_layer, global_batch, report_cases
+from tests.pipeline.batches import global_batch
+from tests.pipeline.ladder_worker import Case, Precision, build_awake_layer, report_cases
 
 HELD_OUT = 13
 WATCHDOG = cast(Watchdog, SimpleNamespace(progress=lambda: None))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +17,7 @@ from mlflow.tracking import MlflowClient
 
 from ddpm_ds.checkpoint.folder import names
 from ddpm_ds.checkpoint.reader import Reader
+from tests.forking import Forked
 from tests.launching import REPOSITORY, free_port
 
 TRAIN = REPOSITORY / "launch" / "train.py"
@@ -71,17 +70,14 @@ class Ranks:
         self._output = run_dir.with_name(f"{run_dir.name}.output-{time.monotonic_ns()}")
         self._run_dir = run_dir
         layout = [] if "-p" in options else ["-p", str(count)]
-        command = [sys.executable, str(script), *arguments(run_dir, changes, config, [*layout, *options])]
+        words = [str(script), *arguments(run_dir, changes, config, [*layout, *options])]
         world = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
         world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         self.processes = []
-        with self._output.open("w") as output:
-            for rank in range(count):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                variables = {**os.environ, **world, **QUIET, **own, **environment}
-                self.processes.append(
-                    subprocess.Popen(command, env=variables, cwd=REPOSITORY, stdout=output, stderr=output)
-                )
+        for rank in range(count):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            variables = {**os.environ, **world, **QUIET, **own, **environment}
+            self.processes.append(Forked(words, env=variables, stdout=self._output, stderr=self._output))
 
     def __enter__(self) -> Ranks:
         return self

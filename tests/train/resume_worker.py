@@ -1,15 +1,16 @@
-"""Rung d of the ladder of trust, one rank: train tiny courses, from the beginning or from a checkpoint of any layout.
+"""Rung d of the ladder of trust, one rank: train a tiny course, from the beginning or from checkpoints of any layout.
 
-    deepspeed --num_gpus 4 tests/train/resume_worker.py COURSES.json FOLDER
+    python tests/train/resume_worker.py COURSE.json FOLDER
 
-Every course of the file runs in this one launch; one that is given no sources trains ``STEPS`` steps, saves, trains
-as many again and saves. With sources, each is loaded in turn, into the one engine, and trained to the same end. What
-was seen goes to ``FOLDER/{course}/{source or "whole"}/rank{r}.json``, beside the checkpoints.
+One that is given no sources trains ``STEPS`` steps, saves, trains as many again and saves. With sources, each is loaded
+in turn, into the one engine, and trained to the same end. What was seen goes to
+``FOLDER/{course}/{source or "whole"}/rank{r}.json``, beside the checkpoints.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -34,10 +35,10 @@ from ddpm_ds.train.objective import Denoising, Noised
 from ddpm_ds.train.plan import RunPlan, plan_run
 from ddpm_ds.train.saving import Saver, gather_objects
 
-STEPS = 4
-OVERFLOWING = (37, 70)
-"""Images of the third and of the fifth step, that overflow whatever the scale: one before and one after the save."""
-HALFLIFE_IMAGES, RAMPUP_FRACTION = 40, 0.5
+STEPS = 3
+OVERFLOWING = (13, 30)
+"""Images of the second and of the fourth step, that overflow whatever the scale: one before and one after the save."""
+HALFLIFE_IMAGES, RAMPUP_FRACTION = 15, 0.5
 
 
 @dataclass(frozen=True)
@@ -180,14 +181,15 @@ def run_course(course: Course, folder: Path) -> None:
 
 
 def main() -> None:
-    courses, folder = map(Path, sys.argv[-2:])
+    course, folder = map(Path, sys.argv[-2:])
     use_host_accelerator()
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    for course in json.loads(courses.read_text()):
-        run_course(Course(**course), folder)
+    run_course(Course(**json.loads(course.read_text())), folder)
     dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # without freeing one by one what the process was forked with
 
 
 if __name__ == "__main__":

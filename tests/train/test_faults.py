@@ -20,10 +20,11 @@ from tests.train.ranks import QUIET, TRAIN, Ranks, arguments, end_of, mlflow_run
 
 pytestmark = pytest.mark.launch
 
-IMAGES_PER_START = 480
+IMAGES_PER_START = 360
 """Training for each kill, longer than it waits."""
 CHECKPOINTS = ("checkpoint.every_images=40", "checkpoint.keep_last=2")
-START_SECONDS, TRAINING_SECONDS = 8.0, 0.5
+LOOKS = ("samples.every_images=240", "evaluation.every_images=240")
+START_SECONDS, TRAINING_SECONDS = 8.0, 0.3
 """Random kills come within these times of the start of the processes, and of their first new step."""
 
 Moment = Literal["starting", "training", "writing"]
@@ -79,14 +80,14 @@ class Supervised:
                     found.append(process)
         return found
 
-    def until(self, happened: Callable[[], bool], timeout: float = 300.0) -> bool:
-        """Wait for something; whether it happened before the run was over."""
+    def until(self, happened: Callable[[], bool], timeout: float = 300.0, pause: float = 0.05) -> bool:
+        """Wait for something, looking every ``pause`` seconds; whether it happened before the run was over."""
         deadline = time.monotonic() + timeout
         while self.supervisor.poll() is None:
             if happened():
                 return True
             assert time.monotonic() < deadline, self.said[-6000:]
-            time.sleep(0.001)
+            time.sleep(pause)
         return False
 
     def writing(self) -> bool:
@@ -102,10 +103,10 @@ def kill_one(run: Supervised, moment: Moment, randomness: random.Random) -> bool
     if moment == "starting":
         time.sleep(randomness.uniform(0, START_SECONDS))
     else:
-        assert run.until(lambda: len(points(run.run_dir)) > trained), run.said[-6000:]
+        assert run.until(lambda: len(points(run.run_dir)) > trained, pause=0.01), run.said[-6000:]
         time.sleep(randomness.uniform(0, TRAINING_SECONDS))
     if moment == "writing":
-        assert run.until(run.writing), run.said[-6000:]
+        assert run.until(run.writing, pause=0.001), run.said[-6000:]
     writing = run.writing()
     randomness.choice(ranks).kill()
     assert run.until(lambda: not set(ranks) & set(run.ranks())), run.said[-6000:]
@@ -115,7 +116,7 @@ def kill_one(run: Supervised, moment: Moment, randomness: random.Random) -> bool
 def end_undisturbed(run_dir: Path, moments: Sequence[Moment], *, stages: int, replicas: int, config: str) -> int:
     """Train a run twice, once with a kill at each of ``moments``; they end alike. Returns how many hit a checkpoint."""
     processes, randomness = stages * replicas, random.Random(len(moments))
-    changes = (f"train.images={IMAGES_PER_START * (len(moments) + 1)}", *CHECKPOINTS)
+    changes = (f"train.images={IMAGES_PER_START * (len(moments) + 1)}", *CHECKPOINTS, *LOOKS)
     undisturbed = run_dir.with_name("undisturbed")
     with Ranks(undisturbed, *changes, config=config, count=processes, options=["-p", str(stages)]) as ranks:
         assert ranks.codes(1500) == [0] * processes, ranks.said[-4000:]

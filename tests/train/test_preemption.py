@@ -20,7 +20,7 @@ from tests.train.ranks import BATCH, Ranks, checkpoints, end_of, mlflow_run, poi
 
 pytestmark = pytest.mark.launch
 
-IMAGES = 800
+IMAGES = 480
 LONGER = "train.images=80000"
 CHECKPOINTS = ("checkpoint.every_images=4000", "checkpoint.keep_last=100")
 
@@ -43,7 +43,7 @@ class Story:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("runs") / "undisturbed"
-    with Ranks(run_dir, f"train.images={IMAGES}", "checkpoint.every_images=400") as ranks:
+    with Ranks(run_dir, f"train.images={IMAGES}", f"checkpoint.every_images={IMAGES // 2}") as ranks:
         assert ranks.codes() == [0, 0], ranks.said[-4000:]
     return run_dir
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ddpm_ds.errors import EXIT_PEER_LOST
 from ddpm_ds.exit_record import EXIT_FILE_VARIABLE, ExitRecord, read_exits
 from ddpm_ds.train import heartbeat, watchdog
-from ddpm_ds.train.heartbeat import make_store
+from ddpm_ds.train.heartbeat import Peer, make_store
 from ddpm_ds.train.watchdog import Watchdog
 from tests.launching import REPOSITORY, launch
 
@@ -94,6 +94,28 @@ def test_every_rank_names_one_that_fell_silent_and_leaves(watch: Watched, events
     }
 
 
+@pytest.mark.parametrize(
+    ("silences", "named"),
+    [
+        ((0.0, 0.2, 6.1, 5.7), []),
+        ((0.0, 0.2, 6.5, 6.1), [2, 3]),
+        ((0.0, 0.2, 6.5, 0.1), [2]),
+        ((0.0, 0.2, 6.1, 5.4), [2]),
+        ((0.0, 0.2, 5.9, 5.9), []),
+    ],
+)
+def test_ranks_that_fell_silent_together_are_named_together(
+    silences: tuple[float, ...], named: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watchdog = Watchdog(0, 1, NAMES, None, dead_seconds=6)
+    monkeypatch.setattr(watchdog._heartbeat, "is_alive", lambda: True)
+    watchdog._now = watchdog._heartbeat.answer_at = 100.0
+    watchdog._heartbeat.peers = [Peer(beat_at=100.0 - silence) for silence in silences]
+    finding = watchdog._lost()
+    assert (list(finding.ranks) if finding else []) == named
+    assert not named or str(finding and finding.reason).startswith(", ".join(NAMES[rank] for rank in named) + " ha")
+
+
 def test_who_left_as_intended_is_not_missed(watch: Watched, events: Events) -> None:
     watchdogs = [watch(rank, 3, dead_seconds=1.0) for rank in range(3)]
     watchdogs[2].stop()
@@ -153,7 +175,7 @@ def test_a_single_rank_watches_nobody() -> None:
 RANK_0 = """
 import os, sys, time
 import torch.distributed as dist
-from ddpm_ds.train.heartbeat import make_store
+from ddpm_ds.train.heartbeat import Peer, make_store
 from ddpm_ds.train.watchdog import Watchdog
 dist.broadcast_object_list = lambda port, src: print(port[0], flush=True)
 os.environ["MASTER_ADDR"] = "127.0.0.1"

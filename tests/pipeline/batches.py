@@ -1,0 +1,30 @@
+"""The images of a step, and those of them that are a rank's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ddpm_ds.data.loader import MicroBatch
+from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.spec import RunSpec
+
+
+def global_batch(spec: RunSpec, step: int) -> MicroBatch:
+    """The images of one step, as a function of the step."""
+    batch = spec.train.batch_images
+    generator = torch.Generator().manual_seed(step)
+    shape = (batch, spec.data.channels, spec.data.image_size, spec.data.image_size)
+    return MicroBatch(
+        images=torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8),
+        labels=torch.randint(0, 10, (batch,), generator=generator),
+        index=torch.arange(step * batch, (step + 1) * batch),
+    )
+
+
+def micro_batches(engine: UnetPipelineEngine, batch: MicroBatch) -> Iterator[MicroBatch]:
+    """The micro-batches of the engine's replica: one of each replica, then the next of each."""
+    size, replicas = engine.micro_batch_size, engine.grid.get_data_parallel_world_size()
+    for first in range(engine.grid.get_data_parallel_id() * size, len(batch.index), replicas * size):
+        yield MicroBatch(*(tensor[first : first + size] for tensor in batch))
