@@ -44,7 +44,12 @@ sys.exit(code)
 """
 """A launcher that starts in no time, for what does not depend on the insides of DeepSpeed's."""
 
-RUN = "import sys; from ddpm_ds import cli, supervisor; {}sys.exit(cli.main(sys.argv[1:]))"
+RUN = """
+import signal, sys; from ddpm_ds import cli, supervisor
+signal.signal(signal.SIGINT, signal.default_int_handler)
+{}sys.exit(cli.main(sys.argv[1:]))
+"""
+"""A shell that started the tests in the background has them ignore Ctrl-C, as nohup has them ignore a hang-up."""
 
 
 def start(

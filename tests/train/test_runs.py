@@ -1,4 +1,4 @@
-"""Whole runs; the first one and one that is refused are started by the real launcher, as a user starts them."""
+"""Whole runs; the first one and those that end with an error are started by the real launcher, as a user does it."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def test_numbers_gone_bad_end_the_run_as_failed_with_what_to_try(
     config: str, changes: list[str], said: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "runs" / "bad"
-    done = train(2, folder, "-p", "2", config=config, overrides=[*TINY, *changes])
+    done = train(2, folder, "-p", "2", config=config, overrides=[*TINY, *changes], start=launch)
     assert done.returncode == 3, done.stdout[-2000:] + done.stderr[-4000:]
     lines = [line for line in done.stderr.splitlines() if line.startswith("ddpm_ds: error: ")]
     assert len(lines) == 1 and said in lines[0] and "learning_rate" in lines[0]
