@@ -21,18 +21,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+REPOSITORY = Path(__file__).resolve().parent.parent
+ONE_THREAD = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
 DIE_WITH_PARENT = 1
 
 
 @functools.cache
 def server() -> subprocess.Popen[str]:
     """The server of this process, which ends with it."""
-    repository = Path(__file__).resolve().parent.parent
-    environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(repository)}
     found = subprocess.Popen(
         [sys.executable, "-u", __file__],
-        env={**os.environ, **environment},
-        cwd=repository,
+        env={**os.environ, **ONE_THREAD},
+        cwd=REPOSITORY,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

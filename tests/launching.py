@@ -13,11 +13,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ddpm_ds.spec import RunSpec
-from tests.forking import Forked
+from tests.forking import ONE_THREAD, REPOSITORY, Forked
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 OTHERS_SECONDS = 30.0
-ONE_THREAD = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
 
 
 def free_port() -> int:
@@ -48,6 +46,20 @@ def launch(
     )
 
 
+def fork_ranks(
+    processes: int, script: Path, *arguments: str, stdout: Path, stderr: Path, **environment: str
+) -> list[Forked]:
+    """The CPU ranks of one run, with one thread each; what they print is appended to two files, or to one."""
+    world = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = []
+    for rank in range(processes):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        variables = {**os.environ, **ONE_THREAD, **world, **own, **environment}
+        ranks.append(Forked([str(script), *arguments], env=variables, stdout=stdout, stderr=stderr))
+    return ranks
+
+
 def run_ranks(
     processes: int, script: Path, *arguments: str, timeout: float = 300.0, **environment: str
 ) -> subprocess.CompletedProcess[str]:
@@ -55,16 +67,9 @@ def run_ranks(
 
     The code is that of the first rank that failed; the others have ``OTHERS_SECONDS`` to end then.
     """
-    world = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    words = [str(script), *arguments]
     with TemporaryDirectory() as folder:
         stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
-        ranks = []
-        for rank in range(processes):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            variables = {**os.environ, **ONE_THREAD, **world, **own, **environment}
-            ranks.append(Forked(words, env=variables, stdout=stdout, stderr=stderr))
+        ranks = fork_ranks(processes, script, *arguments, stdout=stdout, stderr=stderr, **environment)
         deadline, code = time.monotonic() + timeout, 0
         while None in (codes := [rank.poll() for rank in ranks]) and time.monotonic() < deadline:
             if code == 0 and (code := next(filter(None, codes), 0)):
@@ -74,7 +79,7 @@ def run_ranks(
             process.kill()
         ended = [process.wait() for process in ranks]
         code = code or next(filter(None, ended), 0)
-        return subprocess.CompletedProcess(words, code, stdout.read_text(), stderr.read_text())
+        return subprocess.CompletedProcess([str(script), *arguments], code, stdout.read_text(), stderr.read_text())
 
 
 def tiny_spec(**sections: dict[str, Any]) -> RunSpec:

@@ -49,9 +49,11 @@ class PeakMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._before = 0 if device.type == "cuda" else psutil.Process().memory_info().rss
+        self._before = 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
+        else:
+            self._before = psutil.Process().memory_info().rss
 
     def bytes(self) -> int:
         """On the device; for a CPU the growth of the resident set."""

@@ -34,13 +34,14 @@ def shared_peak(device: torch.device, precision: Dtype, cache: Path) -> float:
     Rank 0 looks into ``cache``. What is not there is measured on all ranks at once, so that processes on one CPU share
     it as they do in training.
     """
-    key = _key(device, precision)
+    dtype = arithmetic_dtype(device.type, DTYPES[precision][1])
+    key = _key(device, dtype)
     known = decided_by_rank_0(lambda: _read(cache).get(key))
     if known is not None:
         return known
     peaks: list[float] = [0.0] * dist.get_world_size()
     dist.barrier()
-    dist.all_gather_object(peaks, matmul_peak(device, arithmetic_dtype(device.type, DTYPES[precision][1])))
+    dist.all_gather_object(peaks, matmul_peak(device, dtype))
     peak = sum(peaks) / len(peaks)
     if dist.get_rank() == 0:
         _write(cache, key, peak)
@@ -80,7 +81,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _key(device: torch.device, precision: Dtype) -> str:
+def _key(device: torch.device, dtype: torch.dtype) -> str:
     """Device, or processor with threads and processes of this host, what is computed in, and PyTorch's version."""
     where = (
         torch.cuda.get_device_name(device)
@@ -88,7 +89,7 @@ def _key(device: torch.device, precision: Dtype) -> str:
         else f"{platform.processor() or platform.machine()} x {torch.get_num_threads()} "
         f"x {os.environ.get('LOCAL_WORLD_SIZE', '1')}"
     )
-    facts = [where, str(arithmetic_dtype(device.type, DTYPES[precision][1])), torch.__version__]
+    facts = [where, str(dtype), torch.__version__]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 

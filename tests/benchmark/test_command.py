@@ -37,7 +37,7 @@ TINY = [
     "optimizer.epsilon=0.01",  # with gradients too small to be clipped: Adam would hide a wrong scale of them
     "diffusion.loss=huber",
 ]
-STEPS = 6
+STEPS = 8
 PIPELINES = {"1f1b", "folded", "traced", "stock", "stock-default", "torch"}
 
 

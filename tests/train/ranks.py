@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -17,8 +16,8 @@ from mlflow.tracking import MlflowClient
 
 from ddpm_ds.checkpoint.folder import names
 from ddpm_ds.checkpoint.reader import Reader
-from tests.forking import Forked
-from tests.launching import REPOSITORY, free_port
+from tests.forking import ONE_THREAD
+from tests.launching import REPOSITORY, fork_ranks
 
 TRAIN = REPOSITORY / "launch" / "train.py"
 BATCH = 8
@@ -43,7 +42,7 @@ TINY = (
 )
 
 
-QUIET = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "MLFLOW_TRACKING_URI": "", "PYTHONPATH": str(REPOSITORY)}
+QUIET = {**ONE_THREAD, "MLFLOW_TRACKING_URI": ""}
 
 
 def arguments(run_dir: Path, changes: Sequence[str], config: str, options: Sequence[str] = ()) -> list[str]:
@@ -70,14 +69,9 @@ class Ranks:
         self._output = run_dir.with_name(f"{run_dir.name}.output-{time.monotonic_ns()}")
         self._run_dir = run_dir
         layout = [] if "-p" in options else ["-p", str(count)]
-        words = [str(script), *arguments(run_dir, changes, config, [*layout, *options])]
-        world = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        self.processes = []
-        for rank in range(count):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            variables = {**os.environ, **world, **QUIET, **own, **environment}
-            self.processes.append(Forked(words, env=variables, stdout=self._output, stderr=self._output))
+        words = arguments(run_dir, changes, config, [*layout, *options])
+        output, variables = self._output, {**QUIET, **environment}
+        self.processes = fork_ranks(count, script, *words, stdout=output, stderr=output, **variables)
 
     def __enter__(self) -> Ranks:
         return self

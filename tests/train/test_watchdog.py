@@ -175,7 +175,7 @@ def test_a_single_rank_watches_nobody() -> None:
 RANK_0 = """
 import os, sys, time
 import torch.distributed as dist
-from ddpm_ds.train.heartbeat import Peer, make_store
+from ddpm_ds.train.heartbeat import make_store
 from ddpm_ds.train.watchdog import Watchdog
 dist.broadcast_object_list = lambda port, src: print(port[0], flush=True)
 os.environ["MASTER_ADDR"] = "127.0.0.1"
