@@ -35,3 +35,16 @@ def choose_device(wanted: str) -> torch.device:
     os.environ["DS_ACCELERATOR"] = "cuda"
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Wait until a device has done all it was given, on any stream; only where no receive of a message is posted, which
+    would be waited for as well."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def wait_for_stream(device: torch.device) -> None:
+    """Wait until a device has done what was given to the current stream; messages that nobody waits for go on."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ddpm_ds.benchmark.rows import Setting, deepspeed_options
 from ddpm_ds.data.prepare import store_path
 from ddpm_ds.data.store import Store
-from ddpm_ds.device import choose_device
+from ddpm_ds.device import choose_device, wait_for_device
 from ddpm_ds.fit.answer import Answer
 from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
@@ -81,8 +81,7 @@ def _train(setting: Setting, steps: int) -> list[float]:
         begin = time.perf_counter()
         engine.train_batch(batches)
         ema.update()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait_for_device(device)
         dist.barrier()
         return time.perf_counter() - begin
 
