@@ -85,7 +85,7 @@ def test_a_resume_on_another_layout_with_a_folder_for_each_host_does_not_lock(tm
 
 
 def test_the_benchmark_does_not_lock(tmp_path: Path) -> None:
-    """The rows of this project's engines: DistributedDataParallel can't use a process group that is written in Python."""
+    """The rows of this project's engines; DistributedDataParallel can't use a process group written in Python."""
     bench, log = REPOSITORY / "launch" / "bench.py", tmp_path / "log"
     words = arguments(tmp_path / "run", (*DEEP, *LENGTH), "zero1_fp32.json", ("-p", "2"))[2:]
     effort = ("--rows", "1f1b,folded,traced", "--rounds", "1", "--steps-per-round", "1", "--compared-steps", "3")
