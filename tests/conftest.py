@@ -1,4 +1,4 @@
-"""One thread a process: many tests start several processes, and idle threads that spin slow each other down."""
+"""What all tests share. One thread a process: many start several, and idle threads that spin slow each other down."""
 
 from __future__ import annotations
 
@@ -18,6 +18,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that start processes come first: several workers then end at about the same time, on the quick ones."""
     slow = {item.path for item in items if item.get_closest_marker("launch")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test that needs more GPUs than there are is skipped."""
+    for mark in item.iter_markers("gpu"):
+        wanted, found = mark.args[0] if mark.args else 1, torch.cuda.device_count()
+        if found < wanted:
+            pytest.skip(f"needs {wanted} CUDA device(s), and there are {found}")
 
 
 @pytest.fixture(scope="session")

@@ -27,9 +27,8 @@ def free_port() -> int:
 
 def deepspeed_command(processes: int, script: Path, *arguments: str) -> list[str]:
     """The launcher's command line for ``processes`` ranks on this host."""
-    launcher = Path(sys.executable).with_name("deepspeed")
     options = ["--num_gpus", str(processes), "--master_port", str(free_port()), "--master_addr", "127.0.0.1"]
-    return [sys.executable, str(launcher), *options, str(script), *arguments]
+    return [sys.executable, "-m", "deepspeed.launcher.runner", *options, str(script), *arguments]
 
 
 def launch(

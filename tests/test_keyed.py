@@ -242,7 +242,7 @@ def test_no_draw_reads_back_from_the_device() -> None:
     assert keyed.integers(0, 0, images, 10).shape == (4,)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.gpu
 def test_draws_on_cuda_are_those_of_the_cpu() -> None:
     images = torch.tensor([0, 5, 2**40 + 7])
     for name, draw in DRAWS.items():

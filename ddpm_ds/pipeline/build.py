@@ -61,6 +61,7 @@ def build_engine(
     ]
     use_kernels(modules, engine.kernels)
     if config.get("compile", False):
+        engine.compiled = True
         compile_layers(modules, cache_folder() / "compiled")
     return engine
 

@@ -54,14 +54,17 @@ def pipeline_engine(engine_class: type[pipe_engine.PipelineEngine]) -> Iterator[
     ``deepspeed.DualPipeVEngine``, and that the pipeline engine
     uses its module's ``ZeroStageEnum`` for nothing but that assertion. The refusal is a matter of plumbing: the
     stock engine would reduce a partitioned gradient once per output tensor; ours runs one backward a micro-batch.
+
+    Assumes too that what the stock engine sends while it is built is a zero to each neighbour, to connect them: our
+    ranks are connected by edge, and the connections of the whole job's group would only take memory of the device.
     """
-    stock = deepspeed.PipelineEngine, deepspeed.DualPipeVEngine, pipe_engine.ZeroStageEnum
-    deepspeed.PipelineEngine = deepspeed.DualPipeVEngine = engine_class
-    pipe_engine.ZeroStageEnum = _NoStageLimit
-    try:
+    with contextlib.ExitStack() as changed:
+        for name in ("PipelineEngine", "DualPipeVEngine"):
+            changed.enter_context(_replaced(deepspeed, name, engine_class))
+        changed.enter_context(_replaced(pipe_engine, "ZeroStageEnum", _NoStageLimit))
+        for name in ("send", "recv"):
+            changed.enter_context(_replaced(pipe_engine.p2p, name, lambda tensor, stage: None))
         yield
-    finally:
-        deepspeed.PipelineEngine, deepspeed.DualPipeVEngine, pipe_engine.ZeroStageEnum = stock
 
 
 def leave_forward_and_timing_to_us(engine: DeepSpeedEngine) -> None:

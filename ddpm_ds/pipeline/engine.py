@@ -23,6 +23,7 @@ The schedule is DeepSpeed's own instruction stream. What is ours is how an instr
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -36,9 +37,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.boundary import Channel
 from ddpm_ds.pipeline.module import UnetPipelineModule, checkpoint_function
+from ddpm_ds.pipeline.order import Edge, Kind
 from ddpm_ds.pipeline.partition import sent_shapes
 from ddpm_ds.pipeline.streams import instruction_stream, most_in_flight
-from ddpm_ds.pipeline.wires import Wires, open_lines
+from ddpm_ds.pipeline.warm_up import warm_up
+from ddpm_ds.pipeline.wires import Wires, open_wires, runs_behind
 from ddpm_ds.unet.carry import Carry, newest_skip_is_h, pack, unpack
 from ddpm_ds.unet.operations import Kernels, KeyedDropout, set_image_index
 
@@ -70,6 +73,9 @@ INSTRUCTIONS = {
 }
 """The method that executes each instruction."""
 
+CAUTIOUS_STEPS = 2
+"""First steps of a process, in which kernels are loaded and the allocator finds its peak."""
+
 
 class UnetPipelineEngine(PipelineEngine):
     """1F1B over the stages of one U-Net, with ZeRO-0/1/2, fp16, bf16 and fp32.
@@ -83,6 +89,8 @@ class UnetPipelineEngine(PipelineEngine):
     why_kernels = ""
     phases = 1
     """Stages that a rank holds."""
+    compiled = False
+    """Whether layers are compiled when they first run; set by :func:`build_engine`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -111,9 +119,11 @@ class UnetPipelineEngine(PipelineEngine):
         """Sum of the last batch's micro-batch losses on the last stage; zero elsewhere."""
         self._step_loss_scale = 1.0
         self._dropouts = [part for part in module.modules() if isinstance(part, KeyedDropout)]
-        self.lines = open_lines([int(rank) for rank in self.grid.pp_group], self.phases, self.device)
-        """Process groups, by phase."""
+        self._connected = open_wires(self.grid.pipe_groups, self.phases, self.device)
         self._wires = [self.wires(phase, self.micro_batch_size) for phase in range(self.phases)]
+        self._cautious_steps = CAUTIOUS_STEPS
+        self._watchers = 0
+        self._warm: set[tuple[int, bool]] = set()
 
     def neighbours(self, phase: int) -> tuple[int | None, int | None]:
         """The ranks of the pipeline that the carry comes from and goes to; None where it begins, ends or turns."""
@@ -126,27 +136,62 @@ class UnetPipelineEngine(PipelineEngine):
 
     def wires(self, phase: int, images: int) -> Wires:
         """Channels of a stage for the carry of ``images`` images and its gradients."""
-        (before, after), (first, stop), lines = self.neighbours(phase), self.ends(phase), self.lines[phase]
+        (before, after), (first, stop), own = self.neighbours(phase), self.ends(phase), self.stage_id
 
-        def channel(cut: int, rank: int | None, group: dist.ProcessGroup) -> Channel | None:
-            if rank is None:
+        def channel(kind: Kind, cut: int, source: int | None, target: int | None) -> Channel | None:
+            if source is None or target is None:
                 return None
             carried = sent_shapes(self.module.unet_layers, cut, phase=phase, schedule=self.module.schedule)
-            return self.channel_to(rank, [(images, *shape) for shape in carried], self._wire_dtype(), group)
+            shapes = [(images, *shape) for shape in carried]
+            return self.channel(Edge(kind, phase, source, target), shapes, self._wire_dtype())
 
         return Wires(
-            activations_in=channel(first, before, lines.forward),
-            activations_out=channel(stop, after, lines.forward),
-            gradients_in=channel(stop, after, lines.backward),
-            gradients_out=channel(first, before, lines.backward),
+            activations_in=channel("activations", first, before, own),
+            activations_out=channel("activations", stop, own, after),
+            gradients_in=channel("gradients", stop, after, own),
+            gradients_out=channel("gradients", first, own, before),
         )
 
-    def channel_to(
-        self, rank: int, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, group: dist.ProcessGroup
-    ) -> Channel:
-        """A channel to a rank of this pipeline."""
+    def channel(self, edge: Edge, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Channel:
+        """This rank's end of an edge."""
         most = most_in_flight(self.module.schedule, self.num_stages)
-        return Channel(shapes, dtype, self.device, int(self.grid.stage_to_global(rank)), group, most)
+        return Channel(shapes, dtype, self.device, self._connected[edge], most)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Send the messages of the steps within from host to host, so that whoever watches may wait for the device.
+
+        All ranks of a pipeline enter and leave this before the same steps.
+        """
+        self._watchers += 1
+        try:
+            yield
+        finally:
+            self._watchers -= 1
+
+    def be_cautious(self, steps: int = 1) -> None:
+        """Send the messages of the next steps from host to host: memory is used in another way than before.
+
+        All ranks of a pipeline call this before the same step.
+        """
+        self._cautious_steps = max(self._cautious_steps, steps)
+
+    def warm_up(self, images: int, *, gradients: bool) -> bool:
+        """Run each layer once on so many images, unless that has been done; returns whether this was the first time.
+
+        Does nothing on a device that has finished when a call returns, unless layers are compiled.
+        """
+        if (images, gradients) in self._warm:
+            return False
+        self._warm.add((images, gradients))
+        if runs_behind(self.device) or self.compiled:
+            ends = [self.ends(phase) for phase in range(self.phases)]
+            modules = {
+                index: self.module.get_submodule(str(index)) for first, stop in ends for index in range(first, stop)
+            }
+            begins = [first for first, _ in ends]
+            warm_up(modules, self.module.unet_layers, images, stage_begins=begins, gradients=gradients)
+        return True
 
     def _wire_dtype(self) -> torch.dtype:
         return next(self.module.parameters()).dtype
@@ -182,12 +227,15 @@ class UnetPipelineEngine(PipelineEngine):
         """
         self.set_dataiterator(data_iter)
         self.module.train()
+        self.warm_up(self.micro_batch_size, gradients=True)
         self.loss_sum = torch.zeros((), device=self.device)
         self._forwards = 0
         scale = insides.loss_scale(self)
         self._step_loss_scale = scale
+        by_host = runs_behind(self.device) and bool(self._cautious_steps or self._watchers)
+        self._cautious_steps = max(self._cautious_steps - 1, 0)
         for wires in self._wires:
-            wires.expect(self.micro_batches)
+            wires.begin(self.micro_batches, by_host=by_host)
         self._exec_schedule(self._train_schedule())
         for wires in self._wires:
             wires.drain()

@@ -20,9 +20,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ddpm_ds.pipeline.boundary import Channel, open_line
+from ddpm_ds.pipeline.boundary import Channel
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.folded import FoldedEngine
+from ddpm_ds.pipeline.order import Edge
+from ddpm_ds.pipeline.wires import runs_behind
 from ddpm_ds.unet.carry import Carry
 
 Give = Callable[[int], Carry]
@@ -32,15 +34,17 @@ Take = Callable[[int, Tensor], None]
 class _Way(Protocol):
     """How a schedule carries calls through its stages."""
 
-    def run(self, calls: int, give: Give, take: Take, depth: int, progress: Callable[[], None]) -> None:
-        """This rank's part."""
+    def run(
+        self, calls: int, give: Give, take: Take, depth: int, progress: Callable[[], None], *, by_host: bool
+    ) -> None:
+        """This rank's part; messages go by the hosts or not, so on all ranks."""
 
 
 class ForwardPipeline:
     """Forward passes of an engine's stages over ``images`` images at a time, without gradients and dropout."""
 
     def __init__(self, engine: UnetPipelineEngine, images: int) -> None:
-        self._module = engine.module
+        self._engine, self._images = engine, images
         self._way: _Way = _Folded(engine, images) if isinstance(engine, FoldedEngine) else _Straight(engine, images)
 
     @torch.no_grad()
@@ -53,11 +57,15 @@ class ForwardPipeline:
         rely on every prediction before number ``i - depth + 1``; ``take(i, prediction)`` gets an fp32 tensor
         (images, C, H, W). Other ranks call neither. ``progress`` is called on every rank after each of its calls.
         """
-        self._module.eval()
+        engine = self._engine
+        engine.module.eval()
         try:
-            self._way.run(calls, give, take, max(1, min(depth, calls)), progress)
+            first = engine.warm_up(self._images, gradients=False)
+            by_host = first and runs_behind(engine.device)
+            self._way.run(calls, give, take, max(1, min(depth, calls)), progress, by_host=by_host)
         finally:
-            self._module.train()
+            engine.module.train()
+            engine.be_cautious()
 
 
 class _Straight:
@@ -68,21 +76,22 @@ class _Straight:
         self._wires = engine.wires(0, images)
         self._predictions: Channel | None = None
         if engine.num_stages > 1 and engine.stage_id in (0, engine.loss_stage):
-            peer = engine.loss_stage - engine.stage_id
             shape = (images, *engine.module.unet_layers[0].output_shape)
-            group = engine.lines[0].backward
-            self._predictions = engine.channel_to(peer, [shape], torch.float32, group)
-            ends = [int(engine.grid.stage_to_global(rank)) for rank in (0, engine.loss_stage)]
-            open_line(ends, group, engine.device, up=True)
+            self._predictions = engine.channel(Edge("predictions", 0, engine.loss_stage, 0), [shape], torch.float32)
 
-    def run(self, calls: int, give: Give, take: Take, depth: int, progress: Callable[[], None]) -> None:
+    def run(
+        self, calls: int, give: Give, take: Take, depth: int, progress: Callable[[], None], *, by_host: bool
+    ) -> None:
+        self._wires.begin(calls, by_host=by_host, gradients=False)
+        if self._predictions is not None:
+            self._predictions.by_host = by_host
         if self._engine.is_first_stage():
             self._lead(calls, give, take, min(depth, 2 * self._engine.num_stages), progress)
         else:
             self._follow(calls, progress)
-        for channel in (self._wires.activations_out, self._predictions):
-            if channel is not None:
-                channel.drain()
+        self._wires.drain()
+        if self._predictions is not None:
+            self._predictions.drain()
 
     def _lead(self, calls: int, give: Give, take: Take, depth: int, progress: Callable[[], None]) -> None:
         engine = self._engine
@@ -102,7 +111,6 @@ class _Straight:
     def _follow(self, calls: int, progress: Callable[[], None]) -> None:
         engine, activations = self._engine, self._wires.activations_in
         assert activations is not None
-        activations.expect(calls)
         for _ in range(calls):
             outputs = engine.walk(0, engine.unpacked(activations.receive()))
             if self._predictions is not None:
@@ -125,13 +133,14 @@ class _Folded:
         self._kept: deque[Carry] = deque()
         """Of the calls that have gone down and not come up: on the last rank h, then emb and the skips."""
 
-    def run(self, calls: int, give: Give, take: Take, depth: int, progress: Callable[[], None]) -> None:
+    def run(
+        self, calls: int, give: Give, take: Take, depth: int, progress: Callable[[], None], *, by_host: bool
+    ) -> None:
         engine = self._engine
         # A call that this rank has sent down comes back when the ranks below have done two stages each.
         lead = min(depth, 2 * (engine.num_stages - 1 - engine.stage_id) + 1) - 1
         for wires in (self._down, self._up):
-            if wires.activations_in is not None:
-                wires.activations_in.expect(calls)
+            wires.begin(calls, by_host=by_host, gradients=False)
         for number in range(calls + lead):
             if number < calls:
                 self._go_down(number, give)

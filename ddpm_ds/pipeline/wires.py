@@ -1,22 +1,30 @@
-"""The channels of a stage, and the process groups that they use."""
+"""The communicators of a pipeline: two ranks each, one for each directed edge, phase and kind of message.
+
+NCCL executes what one communicator is given in the order in which it is given, whoever the messages are for, and does
+not look at tags. With a communicator for each edge no message waits for one of another edge
+(:mod:`ddpm_ds.pipeline.order` has the model). Each is made by its two ranks alone, so that the time this takes does not
+grow with stages or replicas::
+
+    1f1b, a rank in the middle      activations in, activations out, gradients in, gradients out            4
+    1f1b, the first and the last    two of these, and predictions, the way back of samples                  3
+    folded                          as 1f1b without predictions, once for each phase                        4 or 8
+
+A receive that is posted on a GPU is a kernel that spins until its message comes. Whatever waits for the whole device
+waits for it: an allocator that is short of memory, a profiler, code that is compiled, tuned or loaded when it is first
+used. Steps in which that may happen send their messages from host to host instead, over gloo.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddpm_ds.pipeline.boundary import Channel, open_line
-
-
-@dataclass(frozen=True)
-class Lines:
-    """The process groups of one phase: of what goes forward along its stages, and of what comes back."""
-
-    forward: dist.ProcessGroup
-    backward: dist.ProcessGroup
+from ddpm_ds.pipeline.boundary import Channel, Wire
+from ddpm_ds.pipeline.order import Edge, pipeline_edges
 
 
 @dataclass(frozen=True)
@@ -28,9 +36,15 @@ class Wires:
     gradients_in: Channel | None
     gradients_out: Channel | None
 
-    def expect(self, micro_batches: int) -> None:
-        """A step with so many micro-batches begins."""
-        for channel in (self.activations_in, self.gradients_in):
+    def begin(self, micro_batches: int, *, by_host: bool, gradients: bool = True) -> None:
+        """Begin forward passes of so many micro-batches, and backward passes where there are ``gradients``.
+
+        All ranks send ``by_host`` or none does.
+        """
+        for channel in (self.activations_in, self.activations_out, self.gradients_in, self.gradients_out):
+            if channel is not None:
+                channel.by_host = by_host
+        for channel in (self.activations_in, self.gradients_in if gradients else None):
             if channel is not None:
                 channel.expect(micro_batches)
 
@@ -41,32 +55,41 @@ class Wires:
                 channel.drain()
 
 
-def open_lines(own_pipeline: Sequence[int], phases: int, device: torch.device) -> list[Lines]:
-    """The groups of each phase of the pipeline whose global ranks are given; neighbours meet.
+def runs_behind(device: torch.device) -> bool:
+    """Whether a device executes later what it is given, so that a posted receive can hold up all that follows."""
+    return device.type == "cuda"
 
-    Collective over all processes. Phase 1 of a fold runs from the last rank to the first.
+
+def open_wires(pipelines: Sequence[Sequence[int]], phases: int, device: torch.device) -> dict[Edge, Wire]:
+    """Connect this rank's edges of its pipeline; all ranks call this, with the global ranks of all ``pipelines``.
+
+    All ranks make the groups in one order, since PyTorch names a group by their count; a rank that is in a group meets
+    the other one there, for all others it is a count and no communication, as long as the default group is not bound to
+    a device. NCCL connects two ranks at their first message and holds both until they have met: each edge carries a
+    token now, so that they need not meet in the middle of a schedule.
     """
-    lines = []
-    for phase in range(phases):
-        line = Lines(*_pipeline_groups(own_pipeline))
-        open_line(own_pipeline, line.forward, device, up=phase == 1)
-        open_line(own_pipeline, line.backward, device, up=phase == 0)
-        lines.append(line)
-    return lines
+    own = dist.get_rank()
+    bound = device if device.type == "cuda" else None
+    host_groups: dict[frozenset[int], dist.ProcessGroup] = {}
+    wires = {}
+    for tag, edge in enumerate(pipeline_edges(len(pipelines[0]), phases)):
+        for pipeline in pipelines:
+            source, target = pipeline[edge.source], pipeline[edge.target]
+            if runs_behind(device) and frozenset((source, target)) not in host_groups:
+                host_groups[frozenset((source, target))] = _group(source, target, backend="gloo")
+            group = _group(source, target, device_id=bound)
+            if own not in (source, target):
+                continue
+            peer = target if own == source else source
+            wires[edge] = Wire(edge, peer, group, host_groups.get(frozenset((source, target))), tag)
+            token = torch.zeros(1, device=device)
+            if own == source:
+                dist.send(token, dst=peer, group=group)
+            else:
+                dist.recv(token, src=peer, group=group)
+    return wires
 
 
-def _pipeline_groups(own_pipeline: Sequence[int]) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """A forward and a backward group over the ranks of this process's pipeline.
-
-    ``new_group`` is collective over all processes, so every process makes the groups of every pipeline.
-    """
-    pipelines: list[list[int] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(pipelines, list(own_pipeline))
-    mine: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
-    for ranks in sorted({tuple(ranks) for ranks in pipelines if ranks is not None}):
-        forward, backward = dist.new_group(list(ranks)), dist.new_group(list(ranks))
-        if dist.get_rank() in ranks:
-            assert isinstance(forward, dist.ProcessGroup) and isinstance(backward, dist.ProcessGroup)
-            mine = forward, backward
-    assert mine is not None
-    return mine
+def _group(*ranks: int, backend: str | None = None, device_id: torch.device | None = None) -> Any:
+    """A group of two ranks, connected at once where it is bound to a device; on other ranks a word for no group."""
+    return dist.new_group(list(ranks), backend=backend, device_id=device_id)

@@ -184,7 +184,7 @@ def test_no_part_of_a_drawing_reads_back_from_the_device(kind: str) -> None:
     assert images.shape == (2, *SHAPE) and images.dtype == torch.uint8 and images.device.type == "meta"
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_drawing_on_cuda_neither_synchronises_nor_differs(kind: str) -> None:
     sampler, index, labels = sampler_of(**KINDS[kind]), torch.arange(4), torch.arange(4)

@@ -246,7 +246,7 @@ def test_tables_are_float32_only() -> None:
     assert {table.dtype for table in tables} == {torch.float32}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.gpu
 def test_a_step_on_cuda_neither_synchronises_nor_differs() -> None:
     pixels, index = images(4)
     on_cpu = whole_step(process(), pixels, index)

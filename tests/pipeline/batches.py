@@ -1,14 +1,25 @@
-"""The images of a step, and those of them that are a rank's."""
+"""The images of a step, those of them that are a rank's, and the device they are on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.spec import RunSpec
+
+
+def device() -> torch.device:
+    """The device of this process, as DeepSpeed's accelerator has it."""
+    return torch.device(get_accelerator().current_device_name())
+
+
+def on_device(batch: MicroBatch) -> MicroBatch:
+    """The same images on the device."""
+    return MicroBatch(*(tensor.to(device()) for tensor in batch))
 
 
 def global_batch(spec: RunSpec, step: int) -> MicroBatch:
@@ -16,10 +27,12 @@ def global_batch(spec: RunSpec, step: int) -> MicroBatch:
     batch = spec.train.batch_images
     generator = torch.Generator().manual_seed(step)
     shape = (batch, spec.data.channels, spec.data.image_size, spec.data.image_size)
-    return MicroBatch(
-        images=torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8),
-        labels=torch.randint(0, 10, (batch,), generator=generator),
-        index=torch.arange(step * batch, (step + 1) * batch),
+    return on_device(
+        MicroBatch(
+            images=torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8),
+            labels=torch.randint(0, 10, (batch,), generator=generator),
+            index=torch.arange(step * batch, (step + 1) * batch),
+        )
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import sys
 import unittest.mock
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.pipe import schedule
 from torch import Tensor, nn
@@ -40,7 +42,7 @@ from ddpm_ds.train.objective import Denoising
 from ddpm_ds.unet import compiled, model
 from ddpm_ds.unet.layers import Layer, unet_layers
 from tests.launching import tiny_spec
-from tests.pipeline.batches import global_batch, micro_batches
+from tests.pipeline.batches import device, global_batch, micro_batches
 
 STEPS = 2
 Precision = Literal["fp32", "fp16", "bf16"]
@@ -66,6 +68,7 @@ class Case:
     across: AcrossHosts = "stages"
     compile: bool = False
     fused: bool = False
+    kernels: Literal["reference", "fused"] = "reference"
 
     def config(self, batch: int) -> dict[str, Any]:
         """The DeepSpeed configuration, without ours."""
@@ -87,6 +90,7 @@ class Case:
                 "across_hosts": self.across,
             },
             "compile": self.compile,
+            "kernels": self.kernels,
             "steps_per_print": 1 if self.wall_clock else None,
             "wall_clock_breakdown": self.wall_clock,
         }
@@ -129,10 +133,11 @@ class Reference:
 
     def __init__(self, spec: RunSpec, layers: tuple[Layer, ...], precision: str) -> None:
         self.modules = nn.ModuleList(build_awake_layer(layer, i, spec.train.seed) for i, layer in enumerate(layers))
+        self.modules.to(device())
         self.masters = [parameter.detach().clone() for parameter in self.modules.parameters()]
         self.modules.to(DTYPES[precision])
         self.scale = 2.0**10 if precision == "fp16" else 1.0
-        self.objective = Denoising(spec, torch.device("cpu"))
+        self.objective = Denoising(spec, device())
         if precision != "fp32":
             self.masters = [parameter.detach().float() for parameter in self.modules.parameters()]
         self.optimizer = torch.optim.AdamW(self.masters, lr=1e-3, weight_decay=0.0)
@@ -224,7 +229,7 @@ def run_case(case: Case) -> list[dict[str, Any]]:
     spec = spec_of(case.compile)
     layers = layers_of(spec)
     bounds = partition(layers, case.stages, "flops", case.schedule)
-    objective = Denoising(spec, torch.device("cpu"))
+    objective = Denoising(spec, device())
     config = case.config(spec.train.batch_images)
     engine = build_engine(layers, bounds, config, objective, seed=spec.train.seed, schedule=case.schedule)
     sent = Traffic()
@@ -279,7 +284,8 @@ def report_cases(run: Callable[[dict[str, Any]], Any]) -> None:
     cases, folder = sys.argv[-2:]
     use_host_accelerator()
     torch.set_num_threads(1)
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    deepspeed.init_distributed(dist_backend="nccl" if device().type == "cuda" else "gloo", verbose=False)
     deepspeed.utils.groups._clone_world_group()
     pipeline_module.build_layer = build_awake_layer
     lasting, report = set(distributed_c10d._world.pg_map), []

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -21,7 +20,7 @@ from ddpm_ds.pipeline.partition import partition
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.unet.layers import unet_layers
 from tests.launching import tiny_spec
-from tests.pipeline.batches import global_batch, micro_batches
+from tests.pipeline.batches import device, global_batch, micro_batches
 from tests.pipeline.ladder_worker import Case, report_cases
 
 COPIES = ("aten::clone", "aten::copy_", "aten::_to_copy", "aten::contiguous")
@@ -74,7 +73,7 @@ def run_case(case: Case) -> dict[str, Any]:
     layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
     bounds = partition(layers, case.stages, "flops", case.schedule)
     config = case.config(spec.train.batch_images)
-    objective = Denoising(spec, torch.device("cpu"))
+    objective = Denoising(spec, device())
     engine = build_engine(layers, bounds, config, objective, seed=1, schedule=case.schedule)
     formats = Formats()
     engine.train_batch(micro_batches(engine, global_batch(spec, 0)))

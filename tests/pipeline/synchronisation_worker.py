@@ -25,7 +25,6 @@ from deepspeed.runtime import bf16_optimizer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.engine import Objective, UnetPipelineEngine
@@ -36,7 +35,7 @@ from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.unet.layers import unet_layers
 from tests.launching import tiny_spec
-from tests.pipeline.batches import global_batch, micro_batches
+from tests.pipeline.batches import device, global_batch, micro_batches
 from tests.pipeline.ladder_worker import Case
 
 WARM_UP = 2
@@ -104,16 +103,6 @@ class Synchronisations(TorchDispatchMode):
             accelerator.synchronize = waits
 
 
-def device() -> torch.device:
-    """The accelerator's."""
-    return torch.device(get_accelerator().current_device_name())
-
-
-def on_device(batch: MicroBatch) -> MicroBatch:
-    """The same images on the device."""
-    return MicroBatch(*(tensor.to(device()) for tensor in batch))
-
-
 def built(case: Case, optimizer: dict[str, Any], clipping: float = 1.0) -> tuple[UnetPipelineEngine, RunSpec]:
     """An engine of one process."""
     spec = tiny_spec(
@@ -133,7 +122,7 @@ def places_of_waits(case: Case, optimizer: dict[str, Any]) -> list[str]:
     engine, spec = built(case, optimizer)
     ema, watch = Ema(engine, spec.ema), Synchronisations()
     for step in range(WARM_UP + 1):
-        loads = list(micro_batches(engine, on_device(global_batch(spec, step))))
+        loads = list(micro_batches(engine, global_batch(spec, step)))
         with watch.watching() if step == WARM_UP else contextlib.nullcontext():
             engine.train_batch(iter(loads))
             ema.update()
@@ -152,7 +141,7 @@ def course(case: Case, optimizer: dict[str, Any], clipping: float) -> tuple[list
     for step in range(3):
         bad = step == POISONED and (case.zero, case.precision) != (0, "fp32")
         engine.objective = poisoned if bad else objective
-        loss = engine.train_batch(micro_batches(engine, on_device(global_batch(spec, step)))).item()
+        loss = engine.train_batch(micro_batches(engine, global_batch(spec, step))).item()
         norm = engine.gradient_norm()
         if not bad:
             records.append([loss, norm])

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.launching import launch, write_json
 
@@ -69,7 +68,7 @@ def test_every_number_is_as_with_the_stock_waits_also_around_a_step_that_is_skip
 
 
 @pytest.mark.launch
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_on_a_gpu_pytorch_sees_no_other_waits(tmp_path: Path) -> None:
     cases = [{**case, "clippings": []} for case in CASES.values()]
     found = run(tmp_path, cases, DS_ACCELERATOR="cuda")

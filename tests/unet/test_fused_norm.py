@@ -254,10 +254,7 @@ def test_the_module_is_imported_without_triton() -> None:
     subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True)
 
 
-ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-@ON_A_GPU
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu_it_equals_float64(name: str) -> None:
     report = compared(replace(CASES[name], runs=2), "cuda")
@@ -265,7 +262,7 @@ def test_on_a_gpu_it_equals_float64(name: str) -> None:
     assert report["repeats"] and all(report["channels_last"])
 
 
-@ON_A_GPU
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 def test_on_a_gpu_it_equals_float64_at_the_sizes_of_a_unet_compiled(dtype: str) -> None:
     norm = torch.compile(fused_norm_silu, fullgraph=True)
@@ -274,7 +271,7 @@ def test_on_a_gpu_it_equals_float64_at_the_sizes_of_a_unet_compiled(dtype: str) 
         assert max(report["errors"].values()) < TOLERANCE[dtype] and report["repeats"]
 
 
-@ON_A_GPU
+@pytest.mark.gpu
 def test_on_a_gpu_a_choice_is_measured(layers_with_dropout: Any) -> None:
     device, shapes = torch.device("cuda"), norm_shapes(layers_with_dropout)
     choice, why = choose_kernels("auto", layers_with_dropout, device, torch.float16, 8)

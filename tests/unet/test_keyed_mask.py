@@ -129,16 +129,13 @@ def test_values_out_of_range_are_refused(values: dict[str, float]) -> None:
         fused_keep_mask(**arguments | values)
 
 
-ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-@ON_A_GPU
+@pytest.mark.gpu
 def test_on_a_gpu_every_mask_is_the_reference_bit_for_bit() -> None:
     assert differing("cuda") == []
     assert all(drawn_alike("cuda").values())
 
 
-@ON_A_GPU
+@pytest.mark.gpu
 def test_on_a_gpu_a_mask_beyond_31_bits_of_elements_is_right_to_its_end() -> None:
     from ddpm_ds.unet.keyed_mask import fused_keep_mask
 

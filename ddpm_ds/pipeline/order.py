@@ -1,0 +1,332 @@
+"""The order in which ranks post their messages, and a model that finds out whether that order can lock.
+
+NCCL executes the operations of one communicator one after another in the order in which this rank posted them; a send
+is complete when its receiver takes it. Whoever waits for a message therefore waits for all that was posted before it on
+that communicator, here and at the other end. A rank that waits for its whole device waits for everything it has posted.
+
+:class:`Line` decides when an end of a directed edge posts and waits. The engines' channels are lines that really send
+(:mod:`ddpm_ds.pipeline.boundary`); lines of a :class:`Paper` write the same operations down, and :func:`execute` plays
+the ranks' papers against each other::
+
+    rank 0   receive gradients 0 | send activations 0 | ... wait for gradients 0
+    rank 1   receive activations 0 | wait for activations 0 | ... | send gradients 0
+
+A wait blocks the host here. On CUDA it blocks the current stream instead, behind which every later operation starts, so
+what can lock is the same.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+
+from ddpm_ds.pipeline.simulate import program
+from ddpm_ds.pipeline.streams import Schedule, most_in_flight
+
+Kind = Literal["activations", "gradients", "predictions"]
+Message = TypeVar("Message")
+
+
+class Edge(NamedTuple):
+    """One kind of message of one phase, from one rank of a pipeline to another. Each edge has its own communicator."""
+
+    kind: Kind
+    phase: int
+    source: int
+    target: int
+
+
+def pipeline_edges(ranks: int, phases: int) -> list[Edge]:
+    """All edges of a pipeline, in the order in which their communicators are made.
+
+    Edges that share no rank are neighbours in this order, so that they are made at the same time: a rank takes part in
+    at most two of each kind and phase, however many ranks and replicas there are.
+    """
+    edges = []
+    for phase in range(phases):
+        for kind, forward in (("activations", phase == 0), ("gradients", phase == 1)):
+            for parity in (0, 1):
+                for rank in range(parity, ranks - 1, 2):
+                    ends = (rank, rank + 1) if forward else (rank + 1, rank)
+                    edges.append(Edge(kind, phase, *ends))  # type: ignore[arg-type]
+    if phases == 1 and ranks > 1:
+        edges.append(Edge("predictions", 0, ranks - 1, 0))
+    return edges
+
+
+class Work(Protocol):
+    """A posted operation."""
+
+    def wait(self) -> object:
+        """Let what follows wait until the operation is complete."""
+
+
+class Line(ABC, Generic[Message]):
+    """One end of an edge: when it posts its messages, and when it waits for them.
+
+    A send returns at once; of ``most_in_flight`` messages that are not known to be delivered the oldest is waited for.
+    Receives are posted one message ahead, so that a message travels while its receiver computes.
+    """
+
+    def __init__(self, most_in_flight: int) -> None:
+        self._most_in_flight = most_in_flight
+        self._in_flight: deque[Work] = deque()
+        self._expected = 0
+        self._posted: deque[tuple[Work, Message]] = deque()
+
+    @abstractmethod
+    def post_send(self, message: Message) -> Work:
+        """Post a send; what is sent is kept alive until the operation is forgotten."""
+
+    @abstractmethod
+    def post_receive(self) -> tuple[Work, Message]:
+        """Post a receive of the next message."""
+
+    def put(self, message: Message) -> None:
+        """Send a message."""
+        while len(self._in_flight) >= self._most_in_flight:
+            self._in_flight.popleft().wait()
+        self._in_flight.append(self.post_send(message))
+
+    def expect(self, messages: int) -> None:
+        """Say how many messages will be taken, and post the receive of the first one."""
+        self._expected += messages
+        self._post()
+
+    def take(self) -> Message:
+        """Wait for the next expected message."""
+        work, message = self._posted.popleft()
+        self._post()
+        work.wait()
+        return message
+
+    def drain(self) -> None:
+        """Wait until everything sent has been delivered."""
+        while self._in_flight:
+            self._in_flight.popleft().wait()
+
+    def _post(self) -> None:
+        if self._expected:
+            self._expected -= 1
+            self._posted.append(self.post_receive())
+
+
+class Operation(NamedTuple):
+    """Something a rank does, in the order of its host: it posts, waits or computes."""
+
+    does: Literal["send", "receive", "wait", "pass", "together", "device"]
+    edge: Edge | None = None
+    number: int = 0
+    """Of the message on its edge."""
+    by_host: bool = False
+    """Whether the message goes from host to host, which no device waits for and no order holds up."""
+    seconds: float = 0.0
+    """What a pass takes."""
+    name: str = ""
+    """The name of a pass, or of the ranks that do something together."""
+
+    def __str__(self) -> str:
+        if self.edge is None:
+            return {"pass": self.name, "together": f"a collective of {self.name}", "device": "the device"}[self.does]
+        kind, phase, source, target = self.edge
+        return f"{kind} {self.number} of phase {phase} from rank {source} to rank {target}"
+
+
+class Paper:
+    """What one rank posts and waits for, written down; messages go from host to host, or between devices."""
+
+    def __init__(self, by_host: bool = False) -> None:
+        self.by_host = by_host
+        self.operations: list[Operation] = []
+
+    def write(self, operation: Operation) -> None:
+        """Write down what comes next."""
+        self.operations.append(operation)
+
+
+@dataclass
+class _PaperWork:
+    paper: Paper
+    edge: Edge
+    number: int
+
+    def wait(self) -> None:
+        self.paper.write(Operation("wait", self.edge, self.number))
+
+
+class PaperLine(Line[None]):
+    """A line whose operations are written down."""
+
+    def __init__(self, paper: Paper, edge: Edge, most_in_flight: int) -> None:
+        super().__init__(most_in_flight)
+        self._paper, self._edge = paper, edge
+        self._sent = self._received = 0
+
+    def post_send(self, message: None) -> Work:
+        self._paper.write(Operation("send", self._edge, self._sent, self._paper.by_host))
+        self._sent += 1
+        return _PaperWork(self._paper, self._edge, self._sent - 1)
+
+    def post_receive(self) -> tuple[Work, None]:
+        self._paper.write(Operation("receive", self._edge, self._received, self._paper.by_host))
+        self._received += 1
+        return _PaperWork(self._paper, self._edge, self._received - 1), None
+
+
+def training_order(
+    schedule: Schedule,
+    micro_batches: int,
+    ranks: int,
+    rank: int,
+    *,
+    device_waits: Collection[str] = (),
+    by_host: bool = False,
+    reduces: bool = False,
+    seconds: Callable[[str, int], float] = lambda instruction, phase: 1.0,
+    line: type[PaperLine] = PaperLine,
+) -> list[Operation]:
+    """What one rank of a pipeline posts and waits for in a training step, as the engines do.
+
+    Args:
+        device_waits: passes, ``ForwardPass`` or ``BackwardPass``, inside of which the rank waits for its whole device.
+        by_host: messages go from host to host, as in the engines' cautious steps.
+        reduces: the replicas reduce gradients after each backward, as under ZeRO-2.
+        seconds: of a pass, by its instruction and phase.
+        line: when ends of edges post and wait.
+
+    Raises:
+        ValueError: the schedule can't have so few micro-batches.
+    """
+    paper, most = Paper(by_host), most_in_flight(schedule, ranks)
+    edges = [edge for edge in pipeline_edges(ranks, 2 if schedule == "folded" else 1) if edge.kind != "predictions"]
+    sends = {(edge.kind, edge.phase): line(paper, edge, most) for edge in edges if edge.source == rank}
+    receives = {(edge.kind, edge.phase): line(paper, edge, most) for edge in edges if edge.target == rank}
+    for end in receives.values():
+        end.expect(micro_batches)
+    for instruction, phase, _, needs_message in program(schedule, micro_batches, ranks, rank):
+        kind: Kind = "activations" if instruction in ("ForwardPass", "SendActivation") else "gradients"
+        if instruction in ("SendActivation", "SendGrad"):
+            sends[kind, phase].put(None)
+            continue
+        if needs_message:
+            receives[kind, phase].take()
+        paper.write(Operation("pass", name=instruction, seconds=seconds(instruction, phase)))
+        if instruction in device_waits:
+            paper.write(Operation("device"))
+        if instruction == "BackwardPass" and reduces:
+            paper.write(Operation("together", name=f"the replicas of rank {rank}"))
+    paper.write(Operation("together", name="all ranks"))
+    for end in sends.values():
+        end.drain()
+    return paper.operations
+
+
+class LockError(RuntimeError):
+    """The ranks wait for each other for ever; says which rank waits for what."""
+
+
+def own_communicator(edge: Edge) -> Hashable:
+    """Each edge on a communicator of its own, as the engines have it."""
+    return edge
+
+
+def execute(
+    orders: Sequence[Iterable[Operation]], communicator: Callable[[Edge], Hashable] = own_communicator
+) -> float:
+    """Play the orders of the ranks of one pipeline, and return the seconds that they take; messages take none.
+
+    The replicas of a pipeline execute the same order, so what they do together only keeps them in step and is no wait
+    within one pipeline. ``communicator`` says which edges share one.
+
+    Raises:
+        LockError: some ranks wait for each other for ever.
+    """
+    ranks = [_Player(number, tuple(order)) for number, order in enumerate(orders)]
+    moved = True
+    while moved:
+        moved = False
+        for rank in ranks:
+            while rank.step(ranks, communicator):
+                moved = True
+    stuck = [rank for rank in ranks if rank.position < len(rank.order)]
+    if stuck:
+        raise LockError("; ".join(rank.describe() for rank in stuck))
+    return max(rank.now for rank in ranks)
+
+
+@dataclass(eq=False)
+class _Player:
+    """One rank at a place of its order."""
+
+    number: int
+    order: tuple[Operation, ...]
+    position: int = 0
+    now: float = 0.0
+    met: bool = False
+    """Whether it has come to the collective at its position."""
+    queues: dict[Hashable, deque[tuple[Operation, float]]] = field(default_factory=dict)
+    """By communicator: what is posted and not complete, with the time of posting."""
+    complete: dict[tuple[Edge, int], float] = field(default_factory=dict)
+
+    def step(self, ranks: Sequence[_Player], communicator: Callable[[Edge], Hashable]) -> bool:
+        """Do the next operation, if it need not wait."""
+        if self.position == len(self.order):
+            return False
+        operation = self.order[self.position]
+        match operation.does:
+            case "send" | "receive":
+                assert operation.edge is not None
+                # Messages between hosts are told apart by their tags, so each has a queue of its own.
+                key = operation[1:4] if operation.by_host else communicator(operation.edge)
+                self.queues.setdefault(key, deque()).append((operation, self.now))
+                _match(ranks, key)
+            case "wait":
+                assert operation.edge is not None
+                done = self.complete.get((operation.edge, operation.number))
+                if done is None:
+                    return False
+                self.now = max(self.now, done)
+            case "device":
+                if any(not queue[0][0].by_host for queue in self.queues.values() if queue):
+                    return False
+                self.now = max([self.now, *self.complete.values()])
+            case "together" if operation.name == "all ranks":
+                self.met = True
+                if not all(rank.met or rank.position == len(rank.order) for rank in ranks):
+                    return False
+                self.now = max(rank.now for rank in ranks)
+            case _:
+                self.now += operation.seconds
+        self.position += 1
+        return True
+
+    def describe(self) -> str:
+        """What this rank waits for, and what stands before it on the communicator."""
+        waited = self.order[self.position]
+        text = f"rank {self.number} waits for {waited}"
+        held = [queue[0][0] for queue in self.queues.values() if queue]
+        ahead = [str(head) for head in held if (head.edge, head.number) != (waited.edge, waited.number)]
+        return f"{text}, behind {' and '.join(ahead)}" if ahead else text
+
+
+def _match(ranks: Sequence[_Player], key: Hashable) -> None:
+    """Complete what stands at the heads of both ends' queues of a communicator."""
+    moved = True
+    while moved:
+        moved = False
+        for rank in ranks:
+            queue = rank.queues.get(key)
+            if not queue or queue[0][0].does != "send":
+                continue
+            sent, posted = queue[0]
+            assert sent.edge is not None
+            other = ranks[sent.edge.target].queues.get(key)
+            if other and other[0][0]._replace(does="send") == sent:
+                done = max(posted, other[0][1])
+                for end, ends in ((rank, queue), (ranks[sent.edge.target], other)):
+                    ends.popleft()
+                    end.complete[sent.edge, sent.number] = done
+                moved = True
