@@ -13,6 +13,9 @@ def choose_device(wanted: str) -> torch.device:
     """This process's device: ``wanted`` is ``auto``, ``cpu`` or ``cuda``; auto obeys ``DS_ACCELERATOR``, else takes
     CUDA where there is any. Sets ``DS_ACCELERATOR``, which DeepSpeed reads when it is imported.
 
+    On CUDA cuDNN is to time its algorithms for each new shape of a convolution and to take the fastest: shapes stay the
+    same from step to step. The first time that takes memory and waits for the device.
+
     Raises:
         LayoutError: CUDA was asked for and there is none, or it has fewer devices than local processes.
     """
@@ -34,6 +37,7 @@ def choose_device(wanted: str) -> torch.device:
         )
     os.environ["DS_ACCELERATOR"] = "cuda"
     torch.cuda.set_device(local_rank)
+    torch.backends.cudnn.benchmark = True
     return torch.device("cuda", local_rank)
 
 

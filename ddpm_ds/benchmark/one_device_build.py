@@ -143,6 +143,7 @@ def _warmed(
     probe = row.probe(micro_batch)
     seconds = 0.0
     for _ in range(WARM_STEPS):
+        memory.begin_step()
         begin = time.perf_counter()
         row.step()
         wait_for_device(device)

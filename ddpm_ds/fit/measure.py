@@ -15,7 +15,7 @@ from ddpm_ds.fit.answer import Answer
 from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
 from ddpm_ds.train.ema import Ema
-from ddpm_ds.train.meters import peak_memory_bytes
+from ddpm_ds.train.meters import forget_peaks, peak_memory_bytes, peak_reserved_bytes
 from ddpm_ds.train.plan import RunPlan
 from ddpm_ds.train.process import cut_by_time, fill_checkpointing, process_group, share_threads
 
@@ -34,8 +34,8 @@ OUT_OF_MEMORY = (
 def measure(plan: RunPlan, device: str, budget_bytes: int | None, steps: int) -> Answer:
     """Build the engine, train until a step has updated the weights, then time ``steps`` of them.
 
-    Every process of the layout calls this. The store must be there. ``budget_bytes`` is what tensors may take on
-    CUDA; on a CPU others see to it.
+    Every process of the layout calls this. The store must be there. ``budget_bytes`` is what PyTorch's allocator may
+    reserve on CUDA; on a CPU others see to it.
     """
     own = choose_device(device)
     if own.type == "cuda" and budget_bytes is not None:
@@ -47,7 +47,7 @@ def measure(plan: RunPlan, device: str, budget_bytes: int | None, steps: int) ->
     config = fill_checkpointing(plan, own)
     with process_group():
         seconds = _train(Setting(cut_by_time(plan, own), config, store, own, verbose=False), steps)
-        peak = peak_memory_bytes(own)
+        peak = peak_reserved_bytes(own) or peak_memory_bytes(own)
         dist.barrier()  # none leaves, and is thought to have failed, before all are done
     interval = config["pipeline"]["activation_checkpoint_interval"]
     return Answer("done", seconds=seconds, peak_bytes=peak, checkpoint_interval=interval)
@@ -89,4 +89,5 @@ def _train(setting: Setting, steps: int) -> list[float]:
         step()
         if engine.skipped_steps < number:
             break
+    forget_peaks(device)
     return [step() for _ in range(steps)]

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from PIL import Image
 
 from ddpm_ds.data.prepare import prepare, store_path
+from ddpm_ds.device import choose_device
 from ddpm_ds.spec_file import load_spec
 from ddpm_ds.train import command
 from tests.launching import REPOSITORY
@@ -165,6 +167,14 @@ def test_cuda_asked_for_and_absent_is_refused(
     else:
         said = refused(capsys, tmp_path, "--device", "cuda")
     assert "finds no CUDA device; use --device cpu" in said
+
+
+def test_on_cuda_cudnn_times_its_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
+    monkeypatch.setattr("torch.backends.cudnn.benchmark", False)
+    assert choose_device("cpu").type == "cpu" and not torch.backends.cudnn.benchmark
+    assert choose_device("cuda").type == "cuda" and torch.backends.cudnn.benchmark
 
 
 def test_more_processes_than_cuda_devices_are_refused(
