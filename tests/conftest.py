@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 torch.set_num_threads(1)
+
+PROGRAM_PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+"""Where a test's programs are looked for: those of system administrators are on root's own path alone."""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that is marked ``needs_programs`` where one of them is missing; of ``"a|b"`` either will do."""
+    needed = dict.fromkeys(name for mark in item.iter_markers("needs_programs") for name in mark.args)
+    missing = [
+        name.replace("|", " or ")
+        for name in needed
+        if not any(shutil.which(choice, path=PROGRAM_PATH) for choice in name.split("|"))
+    ]
+    if missing:
+        pytest.skip(f"needs programs that are not installed: {', '.join(missing)}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

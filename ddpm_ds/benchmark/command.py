@@ -168,7 +168,7 @@ def _benchmark(options: argparse.Namespace) -> None:
     names, not_run = _choose(options.rows, plan)
     from ddpm_ds.device import choose_device  # torch, now that everything cheap is checked
 
-    device = choose_device(options.device)
+    device = choose_device(options.device, plan.ds.layout.stages)
     from ddpm_ds.benchmark import session  # deepspeed, which asks for its device then
 
     if options.memory_of is not None:

@@ -37,7 +37,7 @@ def measure(plan: RunPlan, device: str, budget_bytes: int | None, steps: int) ->
     Every process of the layout calls this. The store must be there. ``budget_bytes`` is what PyTorch's allocator may
     reserve on CUDA; on a CPU others see to it.
     """
-    own = choose_device(device)
+    own = choose_device(device, plan.ds.layout.stages)
     if own.type == "cuda" and budget_bytes is not None:
         share = budget_bytes / torch.cuda.get_device_properties(own).total_memory
         torch.cuda.set_per_process_memory_fraction(min(share, 1.0), own)

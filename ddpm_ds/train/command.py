@@ -150,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return 0
             from ddpm_ds.device import choose_device  # torch, now that everything cheap is checked
 
-            device = choose_device(options.device)
+            device = choose_device(options.device, plan.ds.layout.stages)
         from ddpm_ds.train.session import run_training  # deepspeed, which asks for its device when it is imported
 
         run_training(plan, run_dir, device, options)

@@ -161,6 +161,9 @@ def test_cuda_asked_for_and_absent_is_refused(
     way: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("ddpm_ds.device._gpus", lambda: 0)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if way == "environment":
         monkeypatch.setenv("DS_ACCELERATOR", "cuda")
         said = refused(capsys, tmp_path)
@@ -181,6 +184,8 @@ def test_more_processes_than_cuda_devices_are_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "2")
     assert "2 processes were started on a host with 1 CUDA devices" in refused(capsys, tmp_path, "--device", "cuda")
