@@ -16,7 +16,8 @@ import torch
 from ddpm_ds.benchmark.rows import Row
 from ddpm_ds.command_line import free_port
 from ddpm_ds.pipeline.collectives import decided_by_rank_0
-from ddpm_ds.train.meters import forget_peaks, peak_memory_bytes
+from ddpm_ds.pipeline.warm_up import forget_peaks
+from ddpm_ds.train.meters import peak_memory_bytes
 
 CHILD_OPTION = "--memory-of"
 """Makes this program such a child; of a row's name."""

@@ -15,7 +15,7 @@ from ddpm_ds.fit.answer import Answer
 from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
 from ddpm_ds.train.ema import Ema
-from ddpm_ds.train.meters import forget_peaks, peak_memory_bytes, peak_reserved_bytes
+from ddpm_ds.train.meters import peak_memory_bytes, peak_reserved_bytes
 from ddpm_ds.train.plan import RunPlan
 from ddpm_ds.train.process import cut_by_time, fill_checkpointing, process_group, share_threads
 
@@ -89,5 +89,4 @@ def _train(setting: Setting, steps: int) -> list[float]:
         step()
         if engine.skipped_steps < number:
             break
-    forget_peaks(device)
     return [step() for _ in range(steps)]

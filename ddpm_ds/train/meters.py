@@ -114,15 +114,6 @@ def peak_reserved_bytes(device: torch.device) -> int:
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
 
 
-def forget_peaks(device: torch.device) -> None:
-    """Count the peaks of a CUDA device from here on; those of a CPU's process can't be reset.
-
-    Called after a first step: what cuDNN tries there takes as much of the device as is free, and is given back.
-    """
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
 def model_tflops(macs_per_image: int, images_per_second: float, devices: int) -> float:
     """Model TFLOP/s per device: a forward's multiply-accumulates x 2 flops x 3 passes x images/s."""
     return macs_per_image * FLOPS_PER_MAC * PASSES_PER_STEP * images_per_second / devices / 1e12
