@@ -194,7 +194,8 @@ class UnetPipelineEngine(PipelineEngine):
             warm_up(
                 modules, self.module.unet_layers, images, stage_begins=begins, gradients=gradients, recompute=recompute
             )
-            forget_peaks(self.device)
+            if gradients:
+                forget_peaks(self.device)
         return True
 
     def _wire_dtype(self) -> torch.dtype:
