@@ -54,6 +54,7 @@ exit codes
 """
 
 Status = Literal["pass", "fail", "skipped", "measured"]
+Metrics = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,8 @@ class Machine:
         good: Sequence[int] = (0,),
         meanwhile: Callable[[], None] = lambda: None,
         **environment: str,
-    ) -> str:
-        """Run a program, call ``meanwhile`` while it runs, and return what it printed.
+    ) -> None:
+        """Run a program, and call ``meanwhile`` while it runs; what it prints goes to ``name``.log.
 
         Raises:
             CommandFailed: its exit code is not among ``good``, or it ran for ``seconds`` or until the deadline.
@@ -145,40 +146,27 @@ class Machine:
             raise CommandFailed(f"{name}: not done after {time.monotonic() - begin:.0f} s, and killed")
         if code not in good:
             raise CommandFailed(f"{name}: exit code {code}")
-        return file.read_text(errors="replace")
 
-    def launch(self, name: str, processes: int, *words: str | Path, **how: Any) -> str:
+    def launch(self, name: str, processes: int, *words: str | Path, **how: Any) -> None:
         """Run a program of ``launch/`` under DeepSpeed's launcher, whose console script need not be on the path."""
         options = ("-q", "--num_gpus", str(processes), "--master_addr", "127.0.0.1", "--master_port", str(free_port()))
-        return self.run(name, "-m", "deepspeed.launcher.runner", *options, *words, **how)
+        self.run(name, "-m", "deepspeed.launcher.runner", *options, *words, **how)
 
-    def train(self, name: str, config: Path, *options: str | Path, launched: bool = False, **how: Any) -> Trained:
-        """Train in the folder ``name``, in one process or under the launcher, which takes longer to start."""
+    def train(self, name: str, config: Path, *options: str | Path, launched: bool = False, **how: Any) -> list[Metrics]:
+        """Train in the folder ``name``, in one process or under the launcher, which takes longer to start.
+
+        Returns the metrics of each log point.
+        """
         run = functools.partial(self.launch, name, 1) if launched else functools.partial(self.run, name)
         folder = self.work / name
-        said = run(TRAIN, "--deepspeed_config", config, "--run-dir", folder, *options, **how)
-        return Trained(folder, [json.loads(line) for line in (folder / METRICS).read_text().splitlines()], said)
+        run(TRAIN, "--deepspeed_config", config, "--run-dir", folder, *options, **how)
+        return [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
 
     def measure(self, what: str, seconds: float) -> Any:
         """What a function of ``MEASUREMENTS`` returns in a process of its own."""
         out = self.work / f"{what}.json"
         self.run(what, __file__, "--measure", what, "--work", self.work, "--out", out, seconds=seconds)
         return json.loads(out.read_text())
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A training run that has ended."""
-
-    folder: Path
-    points: list[dict[str, float]]
-    """The metrics of each log point."""
-    said: str
-
-    @property
-    def loss(self) -> float:
-        """Of the last log point."""
-        return self.points[-1]["train/loss"]
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
@@ -211,9 +199,9 @@ def run_pytest(machine: Machine, name: str, *words: str | Path, seconds: float) 
     failed = [case.get("name", "") for case in cases if {"failure", "error"} & {child.tag for child in case}]
     skipped = [child.get("message", "") for case in cases for child in case if child.tag == "skipped"]
     if len(skipped) == len(cases):
-        return Row(name, skipped[0] if skipped else "no tests were found", "skipped")
+        return Row(name, skipped[0], "skipped")
     recorded = [f"{of.get('name')} {of.get('value')}" for case in cases for of in case.iter("property")]
-    counted = f"{len(cases) - len(failed) - len(skipped)} of {len(cases)} pass, {len(skipped)} are skipped"
+    counted = f"{len(cases) - len(failed) - len(skipped)} of {len(cases)} pass, {len(skipped)} skipped"
     return judged(name, not failed, "; ".join([counted, *recorded, *failed[:5]]), "none fails")
 
 
@@ -248,20 +236,19 @@ def main_job(machine: Machine) -> Iterator[Row]:
         functools.partial(machine.train, precision, config, *length, launched=True, seconds=300)
         for precision, config in zip(precisions, configs, strict=True)
     ]
-    for precision, run in zip(precisions, together(*runs), strict=True):
-        speed = f"{run.points[-1]['perf/images_per_second']:,.0f} images/s beside other checks"
-        words = f"loss {run.loss:.4f} after {images:,} images, {speed}"
-        yield judged(f"main job, {precision}", run.loss <= limit, words, f"loss <= {limit}")
+    for precision, points in zip(precisions, together(*runs), strict=True):
+        loss, speed = points[-1]["train/loss"], points[-1]["perf/images_per_second"]
+        words = f"loss {loss:.4f} after {images:,} images, {speed:,.0f} images/s beside other checks"
+        yield judged(f"main job, {precision}", loss <= limit, words, f"loss <= {limit}")
 
 
 def resume(machine: Machine) -> Iterator[Row]:
     """A run that is stopped in the middle and resumed, also on the CPU, beside one that never was; samples from it."""
     images, folder, asked = 6400 if machine.on_gpu else 1280, machine.work / "stopped", threading.Event()
 
-    def train(name: str, *words: str | Path, **how: Any) -> Trained:
-        options = settings(train__images=images, logging__log_every_images=images // 20)
-        config = CONFIGS / "zero2_fp16.json"
-        return machine.train(name, config, *options, "--trace-steps", "none", *words, seconds=150, **how)
+    def final_loss(name: str, *words: str | Path, **how: Any) -> float:
+        options = (*settings(train__images=images, logging__log_every_images=images // 20), "--trace-steps", "none")
+        return machine.train(name, CONFIGS / "zero2_fp16.json", *options, *words, seconds=150, **how)[-1]["train/loss"]
 
     def ask_to_stop() -> None:
         if (folder / METRICS).exists() and not asked.is_set():
@@ -269,26 +256,25 @@ def resume(machine: Machine) -> Iterator[Row]:
             asked.set()
 
     undisturbed, _ = together(
-        lambda: train("undisturbed"), lambda: train("stopped", good=(EXIT_PREEMPTED,), meanwhile=ask_to_stop)
+        lambda: final_loss("undisturbed"),
+        lambda: final_loss("stopped", good=(EXIT_PREEMPTED,), meanwhile=ask_to_stop),
     )
     (checkpoint,) = checkpoints_of(folder).glob("images-*")
     done, picture = int(checkpoint.name.removeprefix("images-")), machine.work / "samples.png"
     saved = f"saved at {done:,} of {images:,} images"
     yield judged("stop in the middle", 0 < done < images, saved, f"exit code {EXIT_PREEMPTED}")
     sample = ("sample", checkpoint, "--device", machine.device, "--count", "16", "--out", picture)
-    calls = {
-        "resumed": lambda: train("stopped"),
-        "samples": lambda: machine.run("sample", "-m", "ddpm_ds.cli", *sample, seconds=120),
-    }
+    ways = {"resumed": lambda: final_loss("stopped")}
     if machine.on_gpu:
-        calls["resumed on the CPU"] = lambda: train("on-cpu", "--resume", checkpoint, DS_ACCELERATOR="cpu")
-    found = dict(zip(calls, together(*calls.values()), strict=True))
+        ways["resumed on the CPU"] = lambda: final_loss("on-cpu", "--resume", checkpoint, DS_ACCELERATOR="cpu")
+    draw = functools.partial(machine.run, "sample", "-m", "ddpm_ds.cli", *sample, seconds=120)
+    _, *losses = together(draw, *ways.values())
     yield judged("samples of a checkpoint", picture.exists(), f"{picture.stat().st_size:,} bytes of PNG", "written")
     # a GPU adds in an order that differs from run to run, and rounding grows with the steps
     limit, words = (2e-2, "<= 2e-2, relative") if machine.on_gpu else (0.0, "the same bits")
-    for name in sorted(found.keys() - {"samples"}):
-        loss, off = found[name].loss, abs(found[name].loss / undisturbed.loss - 1)
-        measured = f"final loss {loss:.6f}, undisturbed {undisturbed.loss:.6f}: {off:.1e} apart"
+    for name, loss in zip(ways, losses, strict=True):
+        off = abs(loss / undisturbed - 1)
+        measured = f"final loss {loss:.6f}, undisturbed {undisturbed:.6f}: {off:.1e} apart"
         yield judged(name, off <= limit, measured, words)
 
 
@@ -302,10 +288,10 @@ def memory(machine: Machine) -> Iterator[Row]:
     trial = json.loads(trials.read_text())["layouts"][0]["trials"][0]
     images, said = trial["batch_images"], {"fit": max(trial["rank_peak_bytes"])}
     length = settings(train__images=3 * images, logging__log_every_images=images)
-    run = machine.train("fitted", answer, *options, *length, seconds=120)
-    yield judged("fit's answer trains", len(run.points) == 3, f"{len(run.points)} steps of {images} images", "3 steps")
+    points = machine.train("fitted", answer, *options, *length, seconds=120)
+    yield judged("fit's answer trains", len(points) == 3, f"{len(points)} steps of {images} images", "3 steps")
     said["the planner"] = machine.measure("plan", seconds=60)
-    held = run.points[-1]["perf/peak_memory_bytes"]
+    held = points[-1]["perf/peak_memory_bytes"]
     for name, told in said.items():
         words = f"{told / 2**30:.2f} GiB by {name}, {held / 2**30:.2f} GiB held"
         if machine.on_gpu:
@@ -411,15 +397,15 @@ def compiled(machine: Machine) -> Iterator[Row]:
         config.write_text(json.dumps({**given, "compile": way == "compiled"}))
         words = ["--spec", spec, *options, *settings(**small, **often, **never), "--trace-steps", "none"]
         runs[way] = machine.train(way, config, *words, seconds=180, TORCH_LOGS="recompiles")
-    losses = [[point["train/loss"] for point in run.points] for run in runs.values()]
+    losses = [[point["train/loss"] for point in points] for points in runs.values()]
     off = max(abs(fast / eager - 1) for eager, fast in zip(*losses, strict=True))
     yield judged("compile, losses", off <= 2e-2, f"at most {off:.1e} from eager in {steps} steps", "<= 2e-2, relative")
-    lines = runs["compiled"].said.splitlines()
+    lines = (machine.work / "compiled.log").read_text(errors="replace").splitlines()
     logged = [number for number, line in enumerate(lines) if " images (" in line]  # a line for each step
     late = sum("Recompiling" in line for line in lines[logged[0] : logged[-1]])
     yield judged("compile, after the first step", not late, f"{late} recompilations", "0")
-    last = [[point["perf/step_seconds"] for point in run.points[steps // 2 :]] for run in runs.values()]
-    eager, fast = map(statistics.median, last)
+    timed = ([point["perf/step_seconds"] for point in points[steps // 2 :]] for points in runs.values())
+    eager, fast = map(statistics.median, timed)
     speed = f"{1e3 * fast:.4g} ms a step, {eager / fast:.2f} times as fast as eager"
     if machine.on_gpu:
         yield judged("compile, speed", fast <= eager, speed, ">= 1")
@@ -606,7 +592,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"check_gpu: error: {error}", file=sys.stderr)
         return error.exit_code
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # by way of what ends the children
     about, outcomes = facts(machine), list[Outcome]()
     for outcome in run_checks(options.only, machine):
         outcomes = sorted([*outcomes, outcome], key=lambda one: list(CHECKS).index(one.name))
@@ -619,4 +604,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    for ending in (signal.SIGINT, signal.SIGTERM):  # leave by way of what ends the commands that run
+        signal.signal(ending, lambda number, frame: sys.exit(128 + number))
     sys.exit(main())
