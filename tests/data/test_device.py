@@ -106,7 +106,7 @@ def test_nothing_is_read_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch)
     assert [words for words in cuda.said if words.startswith("read")] == ["read 0", "read 1", "read 2"]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.gpu
 @pytest.mark.parametrize("workers", [0, 1])
 def test_micro_batches_on_cuda_are_those_of_the_cpu_and_nothing_waits(digits: Store, workers: int) -> None:
     given: dict[str, Any] = {"seed": 3, "batch_images": 64, "micro_batch_images": 64, "replicas": 1, "replica": 0}

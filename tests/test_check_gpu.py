@@ -1,0 +1,224 @@
+"""The program that proves a GPU: what it reports of checks that pass, fail, crash and hang, and how it ends."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.forking import PYTHON_PATH, REPOSITORY
+
+check_gpu: Any = importlib.import_module("launch.check_gpu")
+Row = check_gpu.Row
+HANGS = """\
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print("child", child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def passes(machine: Any) -> Iterator[Any]:
+    yield check_gpu.judged("a limit", 1 < 2, "1 second | of two", "< 2")
+
+
+def skipped(machine: Any) -> Iterator[Any]:
+    yield Row("not here", "one GPU", "skipped")
+
+
+def measures(machine: Any) -> Iterator[Any]:
+    yield Row("speed", "3 images/s", "measured")
+
+
+def fails(machine: Any) -> Iterator[Any]:
+    machine.run("prints", "-c", "print('a clue')", seconds=60)
+    yield check_gpu.judged("a bound", 3 < 2, "3", "< 2")
+
+
+def crashes(machine: Any) -> Iterator[Any]:
+    yield Row("before the crash", "done", "pass")
+    machine.run("dies", "-c", "import os; print('last words', flush=True); os.abort()", seconds=60)
+
+
+def raises(machine: Any) -> Iterator[Any]:
+    yield Row("a number", str({}["missing"]), "pass")
+
+
+def hangs(machine: Any) -> Iterator[Any]:
+    machine.run("waits", "-c", HANGS, seconds=3)
+    yield Row("never", "", "pass")
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Puts checks in the place of the program's own: some to run beside others, some alone."""
+
+    def planted(beside: list[Any], alone: list[Any] | None = None) -> None:
+        tables = [{check.__name__: check for check in checks} for checks in (beside, alone or [])]
+        for name, table in zip(("BESIDE", "ALONE", "CHECKS"), (*tables, tables[0] | tables[1]), strict=True):
+            monkeypatch.setattr(check_gpu, name, table)
+
+    return planted
+
+
+def run(folder: Path, *options: str) -> tuple[int, str]:
+    """The exit code of the program on the CPU, and its report."""
+    out = folder / "report.md"
+    code = check_gpu.main(["--device", "cpu", "--out", str(out), "--work", str(folder / "work"), *options])
+    return code, out.read_text() if out.exists() else ""
+
+
+def test_nothing_that_failed_is_exit_code_0_and_a_line_for_each_row(tmp_path: Path, plant: Any) -> None:
+    plant([passes, skipped], [measures])
+    code, report = run(tmp_path)
+    assert code == 0
+    lines = [line for line in report.splitlines() if line.startswith("|")]
+    assert lines[2:] == [
+        "| a limit | 1 second \\| of two | < 2 | pass |",
+        "| not here | one GPU |  | skipped |",
+        "| speed | 3 images/s |  | measured |",
+    ]
+    for fact in ("date", "commit", "processor", "Python", "torch", "deepspeed"):
+        assert f"- {fact}: " in report
+
+
+@pytest.mark.parametrize(
+    ("check", "row", "detail"),
+    [
+        (fails, "| a bound | 3 | < 2 | fail |", "a clue"),
+        (crashes, "| crashes | dies: exit code -6 |  | fail |", "last words"),
+        (raises, "| raises | KeyError: 'missing' |  | fail |", 'yield Row("a number"'),
+        (hangs, "| hangs | waits: not done after 3 s, and killed |  | fail |", "child "),
+    ],
+)
+def test_a_check_that_fails_is_exit_code_1_with_its_log_and_the_others_run(
+    tmp_path: Path, plant: Any, check: Any, row: str, detail: str
+) -> None:
+    plant([check], [passes])
+    code, report = run(tmp_path)
+    assert code == 1
+    assert row in report and "| a limit |" in report
+    assert detail in report.partition(f"## {check.__name__}")[2]
+    assert (check is crashes) == ("| before the crash | done |  | pass |" in report)
+    for process in map(int, re.findall(r"child (\d+)", report)):
+        assert not alive(process)
+
+
+def alive(process: int) -> bool:
+    """Whether it runs; one that nobody waits for stays as a zombie."""
+    return psutil.pid_exists(process) and psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+
+
+def test_the_report_is_there_while_later_checks_run(tmp_path: Path, plant: Any) -> None:
+    def looks(machine: Any) -> Iterator[Any]:
+        yield Row("seen", str("| a limit |" in (tmp_path / "report.md").read_text()), "pass")
+
+    plant([passes], [looks])
+    assert "| seen | True |" in run(tmp_path)[1]
+
+
+def test_a_check_for_which_no_time_is_left_fails(tmp_path: Path, plant: Any) -> None:
+    plant([passes])
+    code, report = run(tmp_path, "--minutes", "0")
+    assert code == 1 and "not begun: the time is over, give more with --minutes" in report
+
+
+def test_a_signal_ends_what_runs(tmp_path: Path) -> None:
+    options = ["--device", "cpu", "--only", "gradients", "--work", str(tmp_path / "work")]
+    command = [sys.executable, str(REPOSITORY / "launch" / "check_gpu.py"), *options, "--out", str(tmp_path / "out.md")]
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": PYTHON_PATH}) as program:
+        while program.poll() is None and not list(tmp_path.glob("work/gradients/*.log")):
+            time.sleep(0.05)
+        started = psutil.Process(program.pid).children(recursive=True)
+        program.send_signal(signal.SIGTERM)
+        assert program.wait(30) == 128 + signal.SIGTERM
+    assert started and not [process for process in started if alive(process.pid)]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--only", "tests,nonsense"], "--only: 'nonsense' is no check; checks are tests, gradients, main"),
+        (["--device", "cuda"], "--device = cuda, but PyTorch finds no CUDA device; use --device cpu"),
+        (["--out", "nowhere/report.md"], "--out nowhere/report.md can't be written"),
+        (["--work", "full"], "--work full is not empty; its runs would be resumed: name a new folder"),
+        (["--work", "full/file"], "--work full/file can't be made (File exists); name another folder"),
+        (["--minutes", "ten"], "argument --minutes: invalid float value: 'ten'"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    assert run(tmp_path, *options)[0] == 2
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.count("\n") == 1
+    assert output.err.startswith("check_gpu: error: ") and said in output.err
+
+
+SKIPPED = """
+import pytest
+
+@pytest.mark.skip(reason="needs 2 GPUs")
+def test_is_skipped(): ...
+"""
+PASSES = """
+def test_passes(record_property):
+    record_property("fp32", "1e-6")
+"""
+FAILS = """
+def test_fails():
+    assert False
+"""
+
+
+@pytest.mark.parametrize(
+    ("tests", "row"),
+    [
+        (SKIPPED, Row("some", "needs 2 GPUs", "skipped")),
+        (SKIPPED + PASSES, Row("some", "1 of 2 pass, 1 skipped; fp32 1e-6", "pass", "none fails")),
+        (PASSES + FAILS, Row("some", "1 of 2 pass, 0 skipped; fp32 1e-6; test_fails", "fail", "none fails")),
+    ],
+    ids=["skipped", "passing", "failing"],
+)
+def test_a_row_of_tests_counts_them_and_names_those_that_fail(tmp_path: Path, tests: str, row: Any) -> None:
+    (tmp_path / "test_planted.py").write_text(tests)
+    machine = check_gpu.Machine(tmp_path, "cpu", 0)
+    assert check_gpu.run_pytest(machine, "some", tmp_path / "test_planted.py", seconds=60) == row
+
+
+def test_every_test_that_needs_a_gpu_has_the_mark_by_which_the_program_finds_it() -> None:
+    otherwise = [
+        str(file.relative_to(REPOSITORY))
+        for file in (REPOSITORY / "tests").rglob("test_*.py")
+        if re.search(r"skip.*cuda\.(is_available|device_count)", file.read_text()) and file != Path(__file__)
+    ]
+    assert otherwise == []
+
+
+@pytest.mark.launch
+def test_one_device_is_measured_on_a_cpu(tmp_path: Path) -> None:
+    code, report = run(tmp_path, "--only", "bench,kernels")
+    assert code == 0, report
+    assert re.search(r"\| one device, the same U-Net \| .* \| <= [\d.e-]+, relative \| pass \|", report)
+    assert re.search(r"\| one device, engine \| [\d,]+ images/s, .* \|  \| measured \|", report)
+    assert "| fused normalisation | no GPU |  | skipped |" in report
+
+
+@pytest.mark.soak
+def test_the_whole_program_passes_on_a_cpu(tmp_path: Path) -> None:
+    code, report = run(tmp_path, "--minutes", "20")
+    assert code == 0, report
