@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 from ddpm_ds.errors import OutputError, SpecError
 from ddpm_ds.hosts.environment import find_environment
 
+DEAD_SECONDS, HANG_SECONDS = 15.0, 600.0
+"""Silence after which a rank is given up, and time without a step after which a run hangs, unless options say so."""
 OTHERS_WAIT_SECONDS = 5.0
 """How long ranks other than 0 hold back an error, so that rank 0 is the one to say it."""
 FIRST_OWN_STEP_OF_SLURM = 0xFFFFFFF0

@@ -49,6 +49,10 @@ class CheckpointError(UserError):
     """A checkpoint is damaged, incomplete, of another format, or does not fit the run."""
 
 
+class NoCheckpointError(CheckpointError):
+    """There are checkpoints, and none of them can be used; all ranks have come to that together."""
+
+
 class EvaluationError(UserError):
     """A score that was asked for can't be had here, or not from so few images."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 
 def whole(text: str, lowest: int, highest: int, what: str) -> int:
@@ -29,6 +30,21 @@ def natural(text: str) -> int:
 def seed(text: str) -> int:
     """The key of a random generator, 32 bits."""
     return whole(text, 0, 2**32 - 1, "a number from 0 to 2^32 - 1")
+
+
+def seconds(text: str) -> float:
+    """Some time, such as ``0.5``; ``inf`` is for ever.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no time.
+    """
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not found > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; write seconds, such as 30, or inf")
+    return found
 
 
 def step_range(text: str) -> range:

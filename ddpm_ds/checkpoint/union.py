@@ -42,7 +42,7 @@ from ddpm_ds.checkpoint.manifest import (
     unusable,
     written,
 )
-from ddpm_ds.errors import CheckpointError
+from ddpm_ds.errors import CheckpointError, NoCheckpointError
 
 BRING_BACK = "start the run with that host as well, or copy the folder from there to a host of this run"
 
@@ -132,7 +132,8 @@ def newest(
     Each one that is passed over is named to ``say`` on rank 0, with what is missing where. :func:`settle` comes first.
 
     Raises:
-        CheckpointError: there are checkpoints, but none can be used. Starting anew would be no resume.
+        NoCheckpointError: there are checkpoints, but none can be used. Starting anew would be no resume.
+        CheckpointError: a file was lost or damaged while it was read, on this rank at least.
     """
     found = {name for group in gather(names(folder) if groups.leads else []) for name in group}
     counted = {name: images_of(name) or 0 for name in found}
@@ -150,8 +151,8 @@ def newest(
     none = f"none of the {len(problems)} checkpoints in {folder} can be used"
     elsewhere = next((outcome.lines[-1] for outcome in problems if outcome.elsewhere), None)
     if elsewhere is None:
-        raise CheckpointError(f"{none}; restore one from a copy")
-    raise CheckpointError(f"{none}: {elsewhere}; {BRING_BACK}")
+        raise NoCheckpointError(f"{none}; restore one from a copy")
+    raise NoCheckpointError(f"{none}: {elsewhere}; {BRING_BACK}")
 
 
 def whole(path: Path, groups: Groups, gather: Gather, *, progress: bool = False) -> Whole:

@@ -12,8 +12,9 @@ from typing import Literal
 
 from ddpm_ds.planner.units import gib
 
-Kind = Literal["done", "memory", "refused", "failed", "lost"]
-"""``memory``: ran out of it, or was killed; ``refused``: a UserError; ``lost``: ended because another process had."""
+Kind = Literal["done", "memory", "refused", "failed", "hung", "lost"]
+"""``memory``: ran out of it, or was killed; ``refused``: a UserError; ``hung``: took no step for too long; ``lost``:
+ended because another process had."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class Trial:
     """Of each timed step, the slowest process."""
     rank_peak_bytes: list[int]
     checkpoint_interval: int
+    hung: bool = False
+    """It took no step for too long, which says nothing of memory; what is larger is not tried either."""
 
     @property
     def median_seconds(self) -> float:
@@ -96,6 +99,10 @@ def judge(answers: Sequence[Answer], sizes: tuple[int, int, int], budget_bytes: 
     for answer in answers:
         if answer.kind == "refused":
             raise TrialError(answer.words, refused=True)
+    for answer in answers:
+        if answer.kind == "hung":
+            peaks = [one.peak_bytes for one in answers]
+            return Trial(*sizes, False, f"failed: {answer.words}", [], peaks, 0, hung=True)
     if any(answer.kind != "done" for answer in answers):
         raise TrialError("\n".join(f"rank {rank}: {one.words or one.kind}" for rank, one in enumerate(answers)))
     peaks = [answer.peak_bytes for answer in answers]

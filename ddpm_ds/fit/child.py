@@ -15,6 +15,8 @@ from ddpm_ds.errors import UserError
 from ddpm_ds.fit.answer import Answer
 from ddpm_ds.fit.task import Task
 
+STEPS = "steps"
+"""File beside the answer that is touched after each step."""
 SPARE_BYTES = 2**30
 SPARE_BYTES_PER_CORE = 2**24
 """Writable memory beside the budget that is asked for and never touched: stacks and pools of threads."""
@@ -48,7 +50,8 @@ def _answer(task: Task, size: int, budget_bytes: int | None, own: Path) -> Answe
 
     try:
         plan = task.plan(size, own.parent)
-        return measure.measure(plan, task.device, budget_bytes, task.steps)
+        progress = own.with_name(STEPS).touch
+        return measure.measure(plan, task.device, budget_bytes, task.steps, task.hang_seconds, progress)
     except UserError as error:
         return Answer("refused", str(error))
     except Exception as error:

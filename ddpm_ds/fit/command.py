@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ddpm_ds.command_line import add_overrides, check_writable, set_environment
+from ddpm_ds.command_line import HANG_SECONDS, add_overrides, check_writable, set_environment
 from ddpm_ds.errors import LayoutError, SpecError
 from ddpm_ds.fit.report import Found, numbers, table, why, winner
 from ddpm_ds.fit.start import search
 from ddpm_ds.fit.task import Job, Layout, Task, candidates, layouts_of
-from ddpm_ds.option_types import positive
+from ddpm_ds.option_types import positive, seconds
 from ddpm_ds.planner.units import gib, memory_size
 from ddpm_ds.train.command import SPECS
 
@@ -50,7 +50,7 @@ examples
       the largest batch of 8 micro-batches
 
 exit codes
-  0 done   2 bad input, or not even the smallest micro-batch fits   130 interrupted   1 a bug
+  0 done   2 bad input, or not even the smallest micro-batch fits or takes a step   130 interrupted   1 a bug
 """
 
 
@@ -113,6 +113,13 @@ def add_fit(verbs: argparse._SubParsersAction[Any]) -> None:
         help="what a process may hold, such as 4GiB (default: the GPU's memory; on a CPU its share of what is free)",
     )
     parser.add_argument("--steps", type=positive, default=3, metavar="N", help="timed steps of a trial (default 3)")
+    parser.add_argument(
+        "--hang-seconds",
+        type=seconds,
+        default=HANG_SECONDS,
+        metavar="S",
+        help=f"time without a step after which a trial has failed ({HANG_SECONDS:g})",
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the DeepSpeed JSON to train with")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number")
@@ -210,6 +217,7 @@ def _task(options: argparse.Namespace, job: Job, layout: Layout, sizes: Sequence
         budget_bytes=budget,
         most_bytes=None if budget in (None, most) else most,
         steps=options.steps,
+        hang_seconds=options.hang_seconds,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,13 @@ from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.meters import peak_memory_bytes, peak_reserved_bytes
 from ddpm_ds.train.plan import RunPlan
-from ddpm_ds.train.process import cut_by_time, fill_checkpointing, process_group, share_threads
+from ddpm_ds.train.process import (
+    cut_by_time,
+    fill_checkpointing,
+    group_timeout,
+    process_group,
+    share_threads,
+)
 
 MOST_WARM_UP_STEPS = 40
 """Steps in which fp16 may find a loss scale that does not overflow: what overflows is not a whole step."""
@@ -31,11 +38,19 @@ OUT_OF_MEMORY = (
 """What errors of no class of their own say."""
 
 
-def measure(plan: RunPlan, device: str, budget_bytes: int | None, steps: int) -> Answer:
+def measure(
+    plan: RunPlan,
+    device: str,
+    budget_bytes: int | None,
+    steps: int,
+    hang_seconds: float,
+    progress: Callable[[], object],
+) -> Answer:
     """Build the engine, train until a step has updated the weights, then time ``steps`` of them.
 
     Every process of the layout calls this. The store must be there. ``budget_bytes`` is what PyTorch's allocator may
-    reserve on CUDA; on a CPU others see to it.
+    reserve on CUDA; on a CPU others see to it. ``progress`` is called after each step; who has not seen it for
+    ``hang_seconds`` ends this process.
     """
     own = choose_device(device, plan.ds.layout.stages)
     if own.type == "cuda" and budget_bytes is not None:
@@ -45,8 +60,8 @@ def measure(plan: RunPlan, device: str, budget_bytes: int | None, steps: int) ->
     share_threads(own)
     store = Store.open(store_path(plan.spec.data), verify=False)
     config = fill_checkpointing(plan, own)
-    with process_group():
-        seconds = _train(Setting(cut_by_time(plan, own), config, store, own, verbose=False), steps)
+    with process_group(group_timeout(hang_seconds)):
+        seconds = _train(Setting(cut_by_time(plan, own), config, store, own, verbose=False), steps, progress)
         peak = peak_reserved_bytes(own) or peak_memory_bytes(own)
         dist.barrier()  # none leaves, and is thought to have failed, before all are done
     interval = config["pipeline"]["activation_checkpoint_interval"]
@@ -60,7 +75,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (RuntimeError, OSError)) and any(words in str(error) for words in OUT_OF_MEMORY)
 
 
-def _train(setting: Setting, steps: int) -> list[float]:
+def _train(setting: Setting, steps: int, progress: Callable[[], object]) -> list[float]:
     plan, device = setting.plan, setting.device
     engine = build_engine(
         plan.layers,
@@ -83,7 +98,9 @@ def _train(setting: Setting, steps: int) -> list[float]:
         ema.update()
         wait_for_device(device)
         dist.barrier()
-        return time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
+        progress()
+        return seconds
 
     for number in range(1, MOST_WARM_UP_STEPS + 1):
         step()

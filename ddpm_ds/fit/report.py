@@ -117,7 +117,7 @@ def numbers(found: Sequence[Found], **about: Any) -> dict[str, Any]:
                 "layout": asdict(one.layout),
                 "largest_micro_batch_images": one.largest.micro_batch_images,
                 "knee_micro_batch_images": one.knee.micro_batch_images,
-                "ended_by_memory": not one.is_limit,
+                "ended_by_memory": not one.is_limit and not any(trial.hung for trial in one.trials),
                 "trials": [
                     asdict(trial) | ({"images_per_second": trial.images_per_second} if trial.fits else {})
                     for trial in one.trials

@@ -155,6 +155,8 @@ class Task:
     """What a process may take to find out what the smallest micro-batch needs."""
     steps: int
     """Timed after a step that is not."""
+    hang_seconds: float
+    """Time without a step after which a trial has failed."""
 
     @property
     def candidates(self) -> Sequence[int]:

@@ -9,6 +9,7 @@ there a child starts afresh.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -25,7 +26,7 @@ import psutil
 from ddpm_ds.command_line import free_port, set_environment
 from ddpm_ds.exit_record import recorded
 from ddpm_ds.fit.answer import Answer, Trial, TrialError, judge
-from ddpm_ds.fit.child import answer_trial
+from ddpm_ds.fit.child import STEPS, answer_trial
 from ddpm_ds.fit.search import largest_fitting
 from ddpm_ds.fit.task import Task
 from ddpm_ds.planner.units import gib
@@ -33,6 +34,8 @@ from ddpm_ds.planner.units import gib
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 3.0
 """How long a child goes on when that of another rank has failed: it may have an answer of its own."""
+KILL_SECONDS = 10.0
+"""How long a process that was killed is waited for: one that is stuck in a driver stays."""
 RESULT = "result.json"
 LOG_CHARACTERS = 3000
 
@@ -76,7 +79,7 @@ class Trials:
         child.start()
         paths = [one / "answer.json" for one in folders]
         others = [path for rank, path in enumerate(paths) if rank != self._rank]
-        ended = self._watch(child, budget_bytes, others)
+        ended = self._watch(child, budget_bytes, own.with_name(STEPS), others)
         answer = ended or Answer.read(own) or _without_answer(child.exitcode or 0, log)
         answer.write(paths[self._rank])
         answers = [_wait_for(path) for path in paths]
@@ -97,14 +100,21 @@ class Trials:
             time.sleep(POLL_SECONDS)
         return int(path.read_text())
 
-    def _watch(self, child: BaseProcess, budget_bytes: int | None, others: Sequence[Path]) -> Answer | None:
-        """Wait for the child, or end it: when it holds too much, or when another rank's has failed."""
+    def _watch(
+        self, child: BaseProcess, budget_bytes: int | None, steps: Path, others: Sequence[Path]
+    ) -> Answer | None:
+        """Wait for the child, or end it: when it holds too much, takes no step, or another rank's has failed."""
         budget, patience, process = self._on_cpu(budget_bytes), float("inf"), psutil.Process(child.pid)
+        step, step_at, limit = _touched(steps), time.monotonic(), self._task.hang_seconds
         while True:
             child.join(POLL_SECONDS)
             if child.exitcode is not None:
                 return None
             held = self._resident(process)
+            if (last := _touched(steps)) != step:
+                step, step_at = last, time.monotonic()
+            if time.monotonic() - step_at > limit:
+                return _end(child, Answer("hung", f"no step for {limit:g} s", peak_bytes=held))
             if budget is not None and held > budget:
                 return _end(child, Answer("memory", f"took over {gib(budget)}", peak_bytes=held))
             if patience == float("inf") and any(
@@ -122,9 +132,21 @@ class Trials:
 
 
 def _end(child: BaseProcess, answer: Answer) -> Answer:
+    """Kill a child and whatever it has started, such as compilers."""
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process(child.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
     child.kill()
-    child.join()
+    child.join(KILL_SECONDS)
     return answer
+
+
+def _touched(path: Path) -> int | None:
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
 
 
 def _without_answer(code: int, log: Path) -> Answer:
@@ -147,17 +169,24 @@ def line(trial: Trial) -> str:
     """A trial, as it is told when it is done."""
     size = f"  micro-batch {trial.micro_batch_images:<6}"
     if not trial.fits:
-        return f"{size} does not fit: {trial.why}"
+        return f"{size} {trial.why}" if trial.hung else f"{size} does not fit: {trial.why}"
     peak = gib(trial.peak_bytes)
     return f"{size} {trial.images_per_second:10,.4g} images/s, {peak} in the fullest process"
 
 
 def search(task: Task, folder: Path, rank: int) -> dict[str, object]:
-    """Search, and return what :func:`ddpm_ds.fit.report.Found` is read from."""
+    """Search, and return what :func:`ddpm_ds.fit.report.Found` is read from.
+
+    A trial that hangs is taken for one that does not fit; the smallest one ends the search.
+    """
     trials = Trials(task, folder, rank)
     needs, failure, refused = None, None, False
     try:
-        if largest_fitting(task.candidates, trials.fits) is None and task.most_bytes is not None:
+        none_fits = largest_fitting(task.candidates, trials.fits) is None
+        if none_fits and trials.done[0].hung:
+            which = f"micro-batch {task.candidates[0]} of layout {task.layout}"
+            failure, refused = f"{which} {trials.done[0].why}; --hang-seconds waits longer", True
+        elif none_fits and task.most_bytes is not None:
             whole = trials.run(task.candidates[0], task.most_bytes)
             needs = max(whole.peak_bytes, trials.done[0].peak_bytes) if whole.fits else None
     except TrialError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import deepspeed
@@ -25,6 +26,7 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from ddpm_ds.pipeline.placement import AcrossHosts
 
@@ -44,6 +46,18 @@ def topology(across: AcrossHosts, stages: int, replicas: int) -> ProcessTopology
     sizes = {"pipe": stages, "data": replicas}
     axes = ["pipe", "data"] if across == "stages" else ["data", "pipe"]
     return ProcessTopology(axes=axes, dims=[sizes[axis] for axis in axes])
+
+
+@contextlib.contextmanager
+def group_timeout(timeout: timedelta) -> Iterator[None]:
+    """Within, a process group that is made without a time-out has this one, whoever makes it.
+
+    Assumes that DeepSpeed makes each of its groups without one; that a group then takes its backend's, 10 minutes
+    under NCCL, and not that of the group it is a part of; and that torch.distributed asks
+    ``distributed_c10d._get_default_timeout`` for it whenever a group is made or split.
+    """
+    with _replaced(distributed_c10d, "_get_default_timeout", lambda backend: timeout):
+        yield
 
 
 @contextlib.contextmanager

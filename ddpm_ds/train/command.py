@@ -6,13 +6,21 @@ import argparse
 import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ddpm_ds.command_line import OneLineParser, add_overrides, say_once, set_environment
+from ddpm_ds.command_line import (
+    DEAD_SECONDS,
+    HANG_SECONDS,
+    OneLineParser,
+    add_overrides,
+    say_once,
+    set_environment,
+)
 from ddpm_ds.errors import BadNumbersError, DeviceLostError, PeerLostError, Preempted, SpecError, UserError
 from ddpm_ds.exit_record import record_exit
-from ddpm_ds.option_types import step_range
+from ddpm_ds.option_types import seconds, step_range
 from ddpm_ds.pipeline.placement import launched_hosts
 from ddpm_ds.train.plan import OUTPUT_ROOT, check_output, describe_plan, new_run_dir, plan_run
 
@@ -99,10 +107,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="how long the first ranks wait for the last one to be started (300)",
     )
     parser.add_argument(
-        "--dead-seconds", type=float, default=15.0, metavar="S", help="silence after which a rank is given up (15)"
+        "--dead-seconds",
+        type=seconds,
+        default=DEAD_SECONDS,
+        metavar="S",
+        help=f"silence after which a rank is given up ({DEAD_SECONDS:g})",
     )
     parser.add_argument(
-        "--hang-seconds", type=float, default=600.0, metavar="S", help="time without a step after which all leave (600)"
+        "--hang-seconds",
+        type=seconds,
+        default=HANG_SECONDS,
+        metavar="S",
+        help=f"time without a step after which all leave ({HANG_SECONDS:g})",
     )
     parser.add_argument(
         "--trace-steps",
@@ -163,6 +179,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (UserError, BadNumbersError, Preempted) as error:
         say_once(f"ddpm_ds: {'' if isinstance(error, Preempted) else 'error: '}{error}")
         return error.exit_code
+    except Exception:  # as PeerLostError: what waits for the others includes the end of this interpreter
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            raise
+        traceback.print_exc()
+        os._exit(1)
     return 0
 
 

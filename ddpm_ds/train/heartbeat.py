@@ -1,6 +1,20 @@
 """What the ranks tell each other about themselves beside the collectives: alive, how far, and where in the code.
 
 A thread in every rank talks to a key-value store on rank 0, twice a second. It judges nothing; see ``watchdog.py``.
+
+When a run hangs, one rank does not feed the others, and each of those waits. It is told from them by what its main
+thread and its device do:
+
+    main thread in a call of torch.distributed, or where a message is waited for   waits for another rank
+    its device has unfinished work                                                 waits: under NCCL the message is in
+                                                                                   that work, and the main thread stands
+                                                                                   wherever it needs the device
+    neither                                                                        has to go on by itself, and does not
+
+Nothing that a rank has given its device before it hung depends on what it would have given it after, or the program
+would lock without any fault. So the device of the one that hangs finishes what it has and is idle, while all others
+wait, for it or for each other. A device that hangs in a computation can't be told from one that waits: then all ranks
+wait, and none is blamed.
 """
 
 from __future__ import annotations
@@ -13,15 +27,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
+import torch
 import torch.distributed as dist
+
+from ddpm_ds.errors import EXIT_PEER_LOST
 
 BEAT_SECONDS = 0.5
 LAST_WORDS_SECONDS = 3.0
 """How long rank 0 keeps the store up at its end, for the others to read that it leaves, and why."""
 
-COMMUNICATION = ("torch.distributed", "deepspeed.comm", "ddpm_ds.pipeline.boundary")
+COMMUNICATION = ("torch.distributed", "deepspeed.comm")
 """A main thread inside these modules waits for another rank."""
+ANSWER_SECONDS = 0.2
+"""Time in which a device says whether it has unfinished work."""
 
 VERDICT = "verdict"
 
@@ -81,22 +101,61 @@ class Verdict:
 
     ranks: tuple[int, ...]
     reason: str
+    code: int = EXIT_PEER_LOST
+    """The exit code of all ranks."""
 
     def encode(self) -> str:
-        return f"{','.join(map(str, self.ranks))} {self.reason}"
+        return f"{self.code} {','.join(map(str, self.ranks))} {self.reason}"
 
     @classmethod
     def decode(cls, text: str) -> Verdict:
-        ranks, reason = text.split(maxsplit=1)
-        return cls(tuple(map(int, ranks.split(","))), reason)
+        code, ranks, reason = text.split(maxsplit=2)
+        return cls(tuple(map(int, ranks.split(","))), reason, int(code))
+
+
+class DeviceWork:
+    """Whether a device has unfinished work, asked by ``is_done`` in a thread of its own.
+
+    A driver that is busy or full may keep who asks waiting, and the heartbeat must not wait: no answer is a yes.
+    """
+
+    def __init__(self, is_done: Callable[[], bool]) -> None:
+        self._is_done = is_done
+        self._done = False
+        self._asking: threading.Thread | None = None
+
+    @classmethod
+    def of(cls, device: torch.device) -> DeviceWork | None:
+        """What the current stream of a CUDA device has been given; None for a CPU, which is the main thread itself."""
+        return cls(torch.cuda.current_stream(device).query) if device.type == "cuda" else None
+
+    def is_unfinished(self) -> bool:
+        if self._asking is None or not self._asking.is_alive():
+            self._asking = threading.Thread(target=self._ask, name="device", daemon=True)
+            self._asking.start()
+        self._asking.join(ANSWER_SECONDS)
+        return self._asking.is_alive() or not self._done
+
+    def _ask(self) -> None:
+        try:
+            self._done = self._is_done()
+        except RuntimeError:  # the device has failed and does nothing more
+            self._done = True
 
 
 class Heartbeat(threading.Thread):
     """The thread that talks to the store. ``clock`` is what the times in ``peers`` and ``answer_at`` are read from."""
 
-    def __init__(self, rank: int, world_size: int, store: dist.Store | None, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: dist.Store | None,
+        clock: Callable[[], float],
+        work: DeviceWork | None = None,
+    ) -> None:
         super().__init__(name="heartbeat", daemon=True)
-        self._rank, self._store, self._clock = rank, store, clock
+        self._rank, self._store, self._clock, self._work = rank, store, clock, work
         self._leaving = threading.Event()
         self.steps = self.pauses = 0
         """Of this rank; set by its main thread."""
@@ -120,7 +179,7 @@ class Heartbeat(threading.Thread):
         steps_before = -1
         while not self._leaving.is_set():
             stuck, steps_before = self.steps == steps_before, self.steps
-            if not self._exchange(*(("paused", "-") if self.pauses else _where(stuck))):
+            if not self._exchange(*(("paused", "-") if self.pauses else self._look(stuck))):
                 return
             self._leaving.wait(BEAT_SECONDS)
         until = time.monotonic() + LAST_WORDS_SECONDS
@@ -128,6 +187,15 @@ class Heartbeat(threading.Thread):
             if all(peer.state == "left" for peer in self.peers):
                 return
             time.sleep(BEAT_SECONDS / 2)
+
+    def _look(self, stuck: bool) -> tuple[str, str]:
+        """Whether this rank goes on by itself or waits, and the place of its main thread when it is stuck."""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0) if stuck else None
+        if frame is None:
+            return "running", "-"
+        place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"
+        waits = waits_for_a_rank(frame) or (self._work is not None and self._work.is_unfinished())
+        return "waiting" if waits else "running", place
 
     def _exchange(self, state: str, place: str) -> bool:
         """Write about this rank, read about all; False when there is no store any more."""
@@ -154,14 +222,17 @@ def _key(rank: int) -> str:
     return f"alive/{rank}"
 
 
-def _where(stuck: bool) -> tuple[str, str]:
-    """What the main thread does: it runs, or waits in communication; and the place, when it is stuck."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0) if stuck else None
-    if frame is None:
-        return "running", "-"
-    place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"
-    while frame:
-        if frame.f_globals.get("__name__", "").startswith(COMMUNICATION):
-            return "waiting", place
-        frame = frame.f_back
-    return "running", place
+def waits_for_a_rank(frame: FrameType) -> bool:
+    """Whether a thread whose innermost Python frame this is waits in a collective, or for a message to arrive.
+
+    The ``wait`` of a message is no Python, so its caller is the innermost frame; threads and processes are waited for
+    in Python functions.
+    """
+    if "wait" in frame.f_code.co_names:
+        return True
+    outer: FrameType | None = frame
+    while outer:
+        if outer.f_globals.get("__name__", "").startswith(COMMUNICATION):
+            return True
+        outer = outer.f_back
+    return False

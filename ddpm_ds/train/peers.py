@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Iterator, Sequence
+from types import TracebackType
 
+import torch
 import torch.distributed as dist
 
-from ddpm_ds.errors import PeerLostError
-from ddpm_ds.train.heartbeat import make_store
+from ddpm_ds.errors import PeerLostError, UserError
+from ddpm_ds.train.heartbeat import DeviceWork, make_store
 from ddpm_ds.train.process import KNOWN_TO_ALL_RANKS
 from ddpm_ds.train.watchdog import Watchdog
 
@@ -20,12 +22,16 @@ WAIT_FOR_CULPRIT_SECONDS = 5.0
 class Peers:
     """All ranks, watched for as long as the ``with`` block lasts; collective.
 
+    A UserError that leaves the block ends all ranks with its line, said once, and its exit code: a file that goes bad
+    while it is read is known to the rank that reads it, and the others would wait for that one.
+
     Args:
         names: of all ranks, as a user knows them.
+        device: of this rank.
         options: of the command line; its ``dead_seconds`` and ``hang_seconds``.
     """
 
-    def __init__(self, names: Sequence[str], options: argparse.Namespace) -> None:
+    def __init__(self, names: Sequence[str], device: torch.device, options: argparse.Namespace) -> None:
         self.names = names
         self.store = make_store(dist.get_rank(), dist.get_world_size())
         """A key-value store on rank 0, None for a single rank."""
@@ -36,13 +42,19 @@ class Peers:
             self.store,
             dead_seconds=options.dead_seconds,
             hang_seconds=options.hang_seconds,
+            work=DeviceWork.of(device),
         )
 
     def __enter__(self) -> Peers:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.watchdog.stop()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, UserError):
+            self.watchdog.fail(f"ddpm_ds: error: {error}", error.exit_code)
+        known = error is None or isinstance(error, KNOWN_TO_ALL_RANKS)
+        self.watchdog.stop(failure=None if known else type(error).__name__)
 
     @contextlib.contextmanager
     def blamed(self) -> Iterator[None]:
@@ -53,7 +65,7 @@ class Peers:
         """
         try:
             yield
-        except KNOWN_TO_ALL_RANKS:
+        except (UserError, *KNOWN_TO_ALL_RANKS):
             raise
         except BaseException as error:
             missing = self.watchdog.who_is_missing(WAIT_FOR_CULPRIT_SECONDS) if isinstance(error, RuntimeError) else []

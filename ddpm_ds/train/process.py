@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import deepspeed
@@ -14,10 +16,11 @@ import torch
 import torch.distributed as dist
 
 from ddpm_ds.checkpoint.consolidate import DTYPES
-from ddpm_ds.command_line import on_several_hosts
+from ddpm_ds.command_line import DEAD_SECONDS, HANG_SECONDS, on_several_hosts
 from ddpm_ds.errors import BadNumbersError, DeviceLostError, HostError, Preempted, UserError
 from ddpm_ds.hosts.interface import GLOO_INTERFACE, use_interface_towards
 from ddpm_ds.observe.layer_times import cache_file, measured_times
+from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.collectives import decided_by_rank_0
 from ddpm_ds.pipeline.memory import checkpoint_interval
 from ddpm_ds.pipeline.partition import describe
@@ -29,24 +32,59 @@ from ddpm_ds.unet.arithmetic import arithmetic_dtype
 from ddpm_ds.unet.compiled import check_compiler
 from ddpm_ds.unet.kernel_choice import check_kernels
 
-KNOWN_TO_ALL_RANKS = (UserError, BadNumbersError, Preempted)
+KNOWN_TO_ALL_RANKS = (BadNumbersError, Preempted)
 """Raised on every rank at the same step, so that all can still act together."""
+PAUSE_SECONDS = 1800.0
+"""What ranks may wait for one that checkpoints, inspects or compiles, before their process groups end them."""
+LONGEST_TIMEOUT = timedelta(days=365)
+"""For ever; what is much longer overflows clocks that count nanoseconds."""
+
+
+def group_timeout(hang_seconds: float = HANG_SECONDS, dead_seconds: float = DEAD_SECONDS) -> timedelta:
+    """How long a process group waits before it aborts its process: well after the watchdog has judged, named and left.
+
+    What waits for the longest was begun earlier than the last step that counts as progress, and a pause may come
+    between.
+    """
+    return timedelta(seconds=min(2 * max(hang_seconds, dead_seconds) + PAUSE_SECONDS, LONGEST_TIMEOUT.total_seconds()))
 
 
 @contextlib.contextmanager
-def process_group() -> Iterator[None]:
-    """DeepSpeed's process group; destroyed at the end, since gloo aborts a process that leaves with one.
+def process_group(timeout: timedelta | None = None) -> Iterator[None]:
+    """The process group that DeepSpeed uses; destroyed at the end, since gloo aborts a process that leaves with one.
+
+    It and all groups that are made within wait for ``timeout`` at most, by default that of :func:`group_timeout`. A
+    UserError that leaves the block is taken to be known to all ranks.
 
     Raises:
         LayoutError: another job on this host has the port.
         HostError: the hosts' ranks can't connect to each other.
     """
+    timeout = timeout or group_timeout()
     if os.environ["WORLD_SIZE"] == "1":
         os.environ["MASTER_PORT"] = "0"  # any free one: two runs on one host don't meet
     if on_several_hosts():
         use_interface_towards(os.environ["MASTER_ADDR"])
+    # The device is the current one, as it has to be, and NCCL is not bound to it: a bound group is connected eagerly.
+    warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
+    os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", f"{timeout.total_seconds():.0f}")  # else 8 minutes
+    with insides.group_timeout(timeout):
+        _join()
+        try:
+            yield
+        except DeviceLostError:  # nothing that needs the device works any more
+            raise
+        except (UserError, *KNOWN_TO_ALL_RANKS):  # leave together
+            dist.barrier()
+            dist.destroy_process_group()
+            raise
+        dist.destroy_process_group()
+
+
+def _join() -> None:
+    """Make the default group, and let DeepSpeed take it."""
     try:
-        deepspeed.init_distributed(verbose=False)
+        dist.init_process_group(deepspeed.accelerator.get_accelerator().communication_backend_name())
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -55,15 +93,7 @@ def process_group() -> Iterator[None]:
         if not on_several_hosts():
             raise
         raise _not_connected(error) from error
-    try:
-        yield
-    except DeviceLostError:  # nothing that needs the device works any more
-        raise
-    except KNOWN_TO_ALL_RANKS:  # leave together
-        dist.barrier()
-        dist.destroy_process_group()
-        raise
-    dist.destroy_process_group()
+    deepspeed.init_distributed(verbose=False)
 
 
 def _not_connected(error: Exception) -> HostError:

@@ -13,7 +13,7 @@ from ddpm_ds.checkpoint.groups import Groups
 from ddpm_ds.checkpoint.manifest import Description
 from ddpm_ds.checkpoint.union import Whole, newest
 from ddpm_ds.checkpoint.writer import Writer
-from ddpm_ds.errors import BadNumbersError, CheckpointError
+from ddpm_ds.errors import BadNumbersError, NoCheckpointError
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.train import state
 from ddpm_ds.train.ema import Ema
@@ -121,7 +121,7 @@ class Saver:
         """The newest good checkpoint. Later ones than now are of a course that the run has left."""
         try:
             return newest(self._folder, self._groups, gather_objects, self._say, until=self._engine.images_seen)
-        except CheckpointError:
+        except NoCheckpointError:
             return None
 
 

@@ -42,6 +42,7 @@ from ddpm_ds.train.process import (
     check_arithmetic,
     cut_by_time,
     fill_checkpointing,
+    group_timeout,
     process_group,
     share_threads,
 )
@@ -96,11 +97,11 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
     if rank == 0 and (line_of_precision := widening(device.type, DTYPES[plan.ds.precision][1])) is not None:
         print(line_of_precision, flush=True)
 
-    with process_group():
+    with process_group(group_timeout(options.hang_seconds, options.dead_seconds)):
         meeting.close()
         places = plan.grid()
         names = [meeting.name(rank, places.coordinates(rank)[0]) for rank in range(dist.get_world_size())]
-        with Peers(names, options) as peers:
+        with Peers(names, device, options) as peers:
             with peers.blamed(), peers.watchdog.pause():
                 plan = cut_by_time(plan, device)
                 engine = build_engine(

@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch.distributed as dist
 
+from ddpm_ds.command_line import DEAD_SECONDS, HANG_SECONDS
 from ddpm_ds.errors import EXIT_PEER_LOST
 from ddpm_ds.exit_record import record_exit
-from ddpm_ds.train.heartbeat import BEAT_SECONDS, LAST_WORDS_SECONDS, Heartbeat, Verdict
+from ddpm_ds.train.heartbeat import BEAT_SECONDS, LAST_WORDS_SECONDS, DeviceWork, Heartbeat, Verdict
 
 JUDGE_SECONDS = 0.2
 TOGETHER_BEATS = 3
@@ -40,6 +41,7 @@ class Watchdog:
         store: of ``make_store``.
         dead_seconds: a rank that was silent for so long is dead.
         hang_seconds: when no rank has called ``progress`` for so long, the run hangs.
+        work: of this rank's device; None for a CPU.
         say: is given one line before the end; may block.
         leave: is given the exit code. Ends the process at once, since a thread that waits in a collective can't be
             interrupted.
@@ -52,8 +54,9 @@ class Watchdog:
         names: Sequence[str],
         store: dist.Store | None,
         *,
-        dead_seconds: float = 15.0,
-        hang_seconds: float = 600.0,
+        dead_seconds: float = DEAD_SECONDS,
+        hang_seconds: float = HANG_SECONDS,
+        work: DeviceWork | None = None,
         say: Callable[[str], None] = _print,
         leave: Callable[[int], object] = os._exit,
     ) -> None:
@@ -63,7 +66,7 @@ class Watchdog:
         self._now = 0.0
         self._asked = False
         self._stopped = threading.Event()
-        self._heartbeat = Heartbeat(rank, world_size, store, clock=lambda: self._now)
+        self._heartbeat = Heartbeat(rank, world_size, store, clock=lambda: self._now, work=work)
         if world_size > 1:
             self._heartbeat.start()
             threading.Thread(target=self._judge, name="judge", daemon=True).start()
@@ -94,6 +97,21 @@ class Watchdog:
         finding = finding or self._silent(max(wait_seconds / 2, 4 * BEAT_SECONDS))
         self._heartbeat.proposal = finding
         return list(finding.ranks) if finding else []
+
+    def fail(self, line: str, code: int) -> None:
+        """End all ranks with a ``code`` because of what may be known to this one alone; it says the ``line``.
+
+        Where several ranks fail at once, what one of them has found counts for all. Returns only where nobody is
+        watched.
+        """
+        heartbeat, self._asked = self._heartbeat, True
+        if not heartbeat.is_alive():
+            return
+        found = heartbeat.proposal = Verdict((self._rank,), line, code)
+        until = time.monotonic() + LAST_WORDS_SECONDS
+        while heartbeat.verdict is None and heartbeat.is_alive() and time.monotonic() < until:
+            time.sleep(JUDGE_SECONDS)
+        self._end(heartbeat.verdict or found)
 
     def stop(self, failure: str | None = None) -> None:
         """End the watch and tell the others that this rank leaves: as intended, which is no reason for them to
@@ -142,21 +160,26 @@ class Watchdog:
 
     def _hung(self) -> Verdict | None:
         """A rank that hangs soon stops all others, so the run hangs when no rank goes on. To blame are those that
-        don't wait for another."""
+        don't wait; see ``heartbeat.py``."""
         at_work = {rank: peer for rank, peer in enumerate(self._heartbeat.peers) if peer.state != "left"}
         last_step_at = max((peer.step_at for peer in at_work.values()), default=self._now)
         if self._now - last_step_at <= self._hang_seconds or not self._heartbeat.is_alive():
             return None
-        blamed = {rank: peer for rank, peer in at_work.items() if peer.state != "waiting"} or at_work
+        blamed = {rank: peer for rank, peer in at_work.items() if peer.state != "waiting"}
         who = ", ".join(f"{self._names[rank]} hangs in {peer.place}" for rank, peer in blamed.items())
-        return Verdict(tuple(blamed), f"no step for {self._hang_seconds:g} s, {who}")
+        if not blamed:
+            who = ", ".join(f"{self._names[rank]} waits in {peer.place}" for rank, peer in at_work.items())
+        return Verdict(tuple(blamed or at_work), f"no step for {self._hang_seconds:g} s, {who}")
 
     def _end(self, finding: Verdict) -> None:
         self._heartbeat.proposal = finding
-        line = f"{finding.reason}: ending {self._names[self._rank]}; the run can be resumed"
-        saying = threading.Thread(target=self._say, args=(line,), daemon=True)  # a lock it needs may be lost as well
-        saying.start()
-        saying.join(timeout=LAST_WORDS_SECONDS)
-        record_exit(EXIT_PEER_LOST)
+        line = finding.reason
+        if finding.code == EXIT_PEER_LOST:
+            line = f"{finding.reason}: ending {self._names[self._rank]}; the run can be resumed"
+        if finding.code == EXIT_PEER_LOST or finding.ranks == (self._rank,):
+            saying = threading.Thread(target=self._say, args=(line,), daemon=True)  # a lock it needs may be lost too
+            saying.start()
+            saying.join(timeout=LAST_WORDS_SECONDS)
+        record_exit(finding.code)
         self.stop()
-        self._leave(EXIT_PEER_LOST)
+        self._leave(finding.code)

@@ -39,6 +39,13 @@ def test_when_one_rank_runs_out_of_memory_what_becomes_of_others_is_its_doing(ot
         assert not trial.fits and trial.why == f"rank {answers.index(short)} ran out of memory"
 
 
+def test_a_rank_that_hangs_does_not_fit_and_whoever_lost_it_is_not_asked() -> None:
+    hung = Answer("hung", "no step for 600 s", peak_bytes=MIB)
+    trial = judge([Answer("lost", "ended"), hung], SIZES, None)
+    assert (trial.fits, trial.hung, trial.why) == (False, True, "failed: no step for 600 s")
+    assert not judge([hung, Answer("memory", "ran out of memory")], SIZES, None).hung
+
+
 def test_other_failures_are_no_answer_to_whether_it_fits() -> None:
     with pytest.raises(TrialError, match="rank 1: Traceback") as failed:
         judge([Answer("lost", "ended"), Answer("failed", "Traceback ...")], SIZES, None)

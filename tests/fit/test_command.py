@@ -32,6 +32,8 @@ def fit(*options: str, config: Path = ZERO) -> int:
         ("--layouts 2x1 -p 2", "argument -p/--pipeline-stages: not allowed with argument --layouts"),
         ("--layouts 2x1 --processes 2", "--layouts has the processes of each layout; leave it or --processes out"),
         ("--memory-budget 4gb", "argument --memory-budget: '4gb' has unknown unit 'gb'; write 4GB"),
+        ("--hang-seconds 0", "argument --hang-seconds: '0' is no time; write seconds, such as 30, or inf"),
+        ("--hang-seconds nan", "argument --hang-seconds: 'nan' is no time"),
         ("--memory-budget 4096TiB", "more than the"),
         ("--micro-batch 4,5", "--micro-batch 5 does not divide the 64 images of a replica"),
         ("--micro-batch 4,", "argument --micro-batch: '' is not a positive number"),

@@ -21,7 +21,7 @@ def job(*overrides: str, config: Path = ZERO, accumulation: int | None = None) -
 
 
 def task(of: Job, layout: Layout, **values: Any) -> Task:
-    limits = {"device": "cpu", "budget_bytes": 2**30, "most_bytes": None, "steps": 1}
+    limits = {"device": "cpu", "budget_bytes": 2**30, "most_bytes": None, "steps": 1, "hang_seconds": 600.0}
     return Task(of, layout, **{"sizes": (), **limits, **values})
 
 

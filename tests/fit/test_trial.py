@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import signal
+import subprocess
 import sys
 import time
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -39,7 +41,7 @@ def play(monkeypatch: pytest.MonkeyPatch, measure: Callable[..., Answer]) -> Non
     monkeypatch.setattr("ddpm_ds.fit.measure", stand_in, raising=False)
 
 
-def filling(plan: Any, device: str, budget_bytes: int | None, steps: int) -> Answer:
+def filling(plan: Any, device: str, budget_bytes: int | None, steps: int, *others: Any) -> Answer:
     """Holds some memory for each image, for a while: new pages, where a heap would give those that it has kept."""
     with mmap.mmap(
         -1, plan.ds.layout.micro_batch_images * IMAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -76,7 +78,7 @@ def test_when_nothing_fits_it_is_found_out_what_is_needed(tmp_path: Path, monkey
 def test_a_runaway_is_refused_memory_before_anyone_has_looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = 16 * 2**30
 
-    def greedy(plan: Any, device: str, budget_bytes: int | None, steps: int) -> Answer:
+    def greedy(plan: Any, *others: Any) -> Answer:
         bytearray(asked)
         return Answer("done")
 
@@ -107,6 +109,47 @@ def test_a_killed_child_does_not_fit_and_a_bug_is_shown(tmp_path: Path, monkeypa
     result = search(task(job(), Layout(1, 1), sizes=(1, 2), budget_bytes=2**40), tmp_path / "refused", 0)
     assert (result["failure"], result["refused"], result["trials"]) == ("2 processes on 1 device", True, [])
     assert set(psutil.Process().children()) <= others
+
+
+def test_a_child_that_takes_no_step_is_ended_with_what_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def stuck(plan: Any, device: str, budget_bytes: int | None, steps: int, *others: Any) -> Answer:
+        if plan.ds.layout.micro_batch_images > 3:
+            helper = subprocess.Popen(["sleep", "600"])
+            (tmp_path / "helper").write_text(str(helper.pid))
+            time.sleep(600)
+        return Answer("done", seconds=[0.5] * steps)
+
+    play(monkeypatch, stuck)
+    result = search(task(job(accumulation=2), Layout(1, 1), budget_bytes=2**40, hang_seconds=3.0), tmp_path, 0)
+    trials: Any = result["trials"]
+    assert [(trial["micro_batch_images"], trial["fits"]) for trial in trials] == [
+        *((1, True), (2, True), (4, False), (3, True))
+    ]
+    assert result["failure"] is None
+    assert "micro-batch 4      failed: no step for 3 s\n" in capfd.readouterr().out
+    with contextlib.suppress(psutil.NoSuchProcess):
+        assert psutil.Process(int((tmp_path / "helper").read_text())).status() == psutil.STATUS_ZOMBIE
+
+
+def test_steps_that_go_on_are_no_hang_and_the_smallest_micro_batch_that_hangs_ends_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(plan: Any, device: str, budget: int | None, steps: int, hang: float, progress: Callable[[], None]) -> Any:
+        for _ in range(4):
+            time.sleep(hang / 3)
+            progress()
+        (tmp_path / "steps").touch()
+        time.sleep(600)
+
+    play(monkeypatch, slow)
+    of = task(job(accumulation=2), Layout(1, 1), budget_bytes=2**40, most_bytes=2**41, hang_seconds=3.0)
+    result = search(of, tmp_path, 0)
+    assert (tmp_path / "steps").exists()
+    assert (result["refused"], len(cast(Any, result["trials"]))) == (True, 1)
+    line = "micro-batch 1 of layout 1x1 failed: no step for 3 s; --hang-seconds waits longer"
+    assert result["failure"] == line
 
 
 def test_a_child_whose_peer_has_run_out_of_memory_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,14 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
+from deepspeed.comm.torch import TorchBackend
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime import utils as deepspeed_utils
@@ -26,6 +28,7 @@ from deepspeed.runtime.pipe import engine as pipe_engine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch.distributed import HashStore, distributed_c10d
 
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.engine import INSTRUCTIONS, UnetPipelineEngine
@@ -65,6 +68,30 @@ def test_a_pipeline_takes_all_its_groups_from_its_topology() -> None:
     module = source(deepspeed.pipe.PipelineModule.__init__)
     assert "self._topo = topology" in module and "self._topo.get_coord(self.global_rank).pipe" in module
     assert "product" in source(ProcessTopology.__init__)
+
+
+def test_groups_that_are_made_without_a_timeout_have_the_one_that_is_set() -> None:
+    """DeepSpeed's among them; without it they have their backend's, whatever the default group has."""
+
+    def timeout(group: Any) -> timedelta:
+        found = group._get_backend(torch.device("cpu")).options._timeout
+        assert isinstance(found, timedelta)
+        return found
+
+    def new_group() -> Any:
+        return TorchBackend.new_group(None, [0])
+
+    set_to, own = timedelta(seconds=77), timedelta(seconds=5)
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=own)
+    try:
+        assert timeout(torch.distributed.group.WORLD) == own and timeout(new_group()) not in (own, set_to)
+        with insides.group_timeout(set_to):
+            assert timeout(new_group()) == set_to
+        assert timeout(new_group()) != set_to
+    finally:
+        torch.distributed.destroy_process_group()
+    for make in (distributed_c10d.init_process_group, distributed_c10d.split_group):
+        assert "_get_default_timeout" in names_in(make)
 
 
 def test_initialize_looks_up_the_pipeline_engine_where_it_is_swapped() -> None:

@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ddpm_ds import command_line
 from ddpm_ds.pipeline import build
 from ddpm_ds.train import command
 from ddpm_ds.unet import kernel_choice
@@ -36,7 +35,6 @@ def chosen_on_cuda(asked: Any, layers: Any, device: torch.device, *others: Any) 
 
 
 if __name__ == "__main__":
-    command_line.OTHERS_WAIT_SECONDS = 0.0
     kernel_choice.try_kernels = tried  # type: ignore[assignment]
     build.choose_kernels = chosen_on_cuda  # type: ignore[assignment]
     sys.exit(command.main())

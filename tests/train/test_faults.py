@@ -1,4 +1,5 @@
-"""A rank is killed at any moment, again and again, and the run ends with the weights of one that nobody disturbed."""
+"""Faults of one rank: it is killed at any moment, again and again, and the run ends with the weights of one that nobody
+disturbed; it alone can't go on, and all end."""
 
 from __future__ import annotations
 
@@ -10,16 +11,19 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 import pytest
 
+from ddpm_ds.errors import EXIT_PEER_LOST
+from ddpm_ds.exit_record import EXIT_FILE_VARIABLE, ExitRecord, read_exits
 from tests.launching import REPOSITORY, free_port
 from tests.train.ranks import QUIET, TRAIN, Ranks, arguments, end_of, mlflow_run, points, the_same
 
 pytestmark = pytest.mark.launch
 
+FAULTY = Path(__file__).with_name("failing_rank.py")
 IMAGES_PER_START = 360
 """Training for each kill, longer than it waits."""
 CHECKPOINTS = ("checkpoint.every_images=40", "checkpoint.keep_last=2")
@@ -141,6 +145,37 @@ def test_a_killed_rank_changes_nothing(tmp_path: Path) -> None:
     moments: list[Moment] = ["writing", "training", "writing"]
     hit = end_undisturbed(tmp_path / "disturbed", moments, stages=2, replicas=1, config="zero2_fp16.json")
     assert hit > 0
+
+
+def faulty(run_dir: Path, fault: str, *changes: str, exits: Path) -> tuple[list[int], list[str]]:
+    """Exit codes of two stages, of which the last meets a fault, and the lines that they print."""
+    exits.touch()
+    options = ["--hang-seconds", "600"]  # so that nothing but the fault ends them in time
+    environment: dict[str, Any] = {"FAULT": fault, EXIT_FILE_VARIABLE: str(exits)}
+    with Ranks(run_dir, *changes, options=options, script=FAULTY, **environment) as ranks:
+        return ranks.codes(), ranks.said.splitlines()
+
+
+def test_a_checkpoint_that_goes_bad_for_one_rank_ends_all_with_one_line(tmp_path: Path) -> None:
+    run_dir, exits = tmp_path / "run", tmp_path / "exits"
+    with Ranks(run_dir, "train.images=80") as ranks:
+        assert ranks.codes() == [0, 0], ranks.said[-4000:]
+    codes, lines = faulty(run_dir, "checkpoint", "train.images=160", exits=exits)
+    assert codes == [2, 2], lines
+    errors = [line for line in lines if "error" in line]
+    assert len(errors) == 1 and errors[0].startswith("ddpm_ds: error: checkpoint ") and "were written" in errors[0]
+    assert lines[-1] == errors[0] and not any("Traceback" in line or "ending rank" in line for line in lines)
+    assert read_exits(exits) == ExitRecord(2, ())
+
+
+def test_images_that_one_rank_can_not_read_any_more_end_all(tmp_path: Path) -> None:
+    exits = tmp_path / "exits"
+    codes, lines = faulty(tmp_path / "run", "loader", "train.images=800", exits=exits)
+    assert codes == [EXIT_PEER_LOST, 1], lines
+    assert "OSError: the images are gone" in lines
+    named = [line for line in lines if line.endswith("; the run can be resumed")]
+    assert len(named) == 1 and "rank 1 (stage 1) " in named[0], lines
+    assert read_exits(exits) == ExitRecord(EXIT_PEER_LOST, ("1",))
 
 
 @pytest.mark.soak

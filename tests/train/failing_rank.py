@@ -1,0 +1,47 @@
+"""launch/train.py in which the last rank alone meets a fault, while the others go on and wait for it.
+
+FAULT=checkpoint: a file of the checkpoint that it reads is shorter than when it was verified
+FAULT=loader: its images can't be read any more
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from ddpm_ds.checkpoint.union import Whole
+from ddpm_ds.exit_record import recorded
+from ddpm_ds.train import command, session, state
+
+MICRO_BATCHES = 5
+"""Read before the images are gone."""
+deliver, micro_batches = state.deliver, session.micro_batches
+
+
+def deliver_truncated(whole: Whole, *arguments: Any, **options: Any) -> Any:
+    """Instead of :func:`ddpm_ds.checkpoint.delivery.deliver`."""
+    damaged = whole.path.with_name(f".damaged-{whole.path.name}")
+    shutil.copytree(whole.path, damaged)
+    for file in damaged.glob("*.safetensors"):
+        os.truncate(file, file.stat().st_size // 2)
+    return deliver(dataclasses.replace(whole, path=damaged), *arguments, **options)
+
+
+def micro_batches_until_lost(*arguments: Any, **options: Any) -> Iterator[Any]:
+    """Instead of :func:`ddpm_ds.data.loader.micro_batches`."""
+    yield from itertools.islice(micro_batches(*arguments, **options), MICRO_BATCHES)
+    raise OSError("the images are gone")
+
+
+if __name__ == "__main__":
+    if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+        if os.environ["FAULT"] == "checkpoint":
+            state.deliver = deliver_truncated
+        else:
+            session.micro_batches = micro_batches_until_lost
+    sys.exit(recorded(command.main))
