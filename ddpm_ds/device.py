@@ -1,37 +1,157 @@
-"""Which device this process trains on; decided, and told to DeepSpeed, before DeepSpeed is imported."""
+"""Which device this process trains on, and CUDA's environment; decided, and told to DeepSpeed, before its import."""
 
 from __future__ import annotations
 
 import os
+import re
+import warnings
+from pathlib import Path
 
+import pynvml
 import torch
 
 from ddpm_ds.errors import LayoutError
 
+MESSAGE_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_MAX_P2P_NCHANNELS": "8"}
+"""Set where several processes use CUDA and the user has not set it; docs/gpu.md says why."""
+LOCKING_ENVIRONMENT = {
+    "CUDA_LAUNCH_BLOCKING": "the host would wait for each receive, before it sends what the other rank waits for",
+    "NCCL_LAUNCH_ORDER_IMPLICIT": "messages to one rank would wait for those to another, in an order that is not alike",
+}
+"""Variables that stop a pipeline of several stages for ever unless they are 0, and why."""
 
-def choose_device(wanted: str) -> torch.device:
+
+def choose_device(wanted: str, stages: int = 1) -> torch.device:
     """This process's device: ``wanted`` is ``auto``, ``cpu`` or ``cuda``; auto obeys ``DS_ACCELERATOR``, else takes
-    CUDA where there is any. Sets ``DS_ACCELERATOR``, which DeepSpeed reads when it is imported.
+    CUDA where there is any. Sets ``DS_ACCELERATOR``, which DeepSpeed reads when it is imported, and for several
+    processes on CUDA ``MESSAGE_ENVIRONMENT``. ``stages`` are those of the pipeline.
+
+    On CUDA cuDNN is to time its algorithms for each new shape of a convolution and to take the fastest: shapes stay the
+    same from step to step. The first time that takes memory and waits for the device.
 
     Raises:
-        LayoutError: CUDA was asked for and there is none, or it has fewer devices than local processes.
+        LayoutError: CUDA was asked for and there is none, or it can't be used, or it has fewer devices than local
+            processes, or its environment would stop a pipeline.
     """
     asked_by = "--device" if wanted != "auto" else "DS_ACCELERATOR"
     wanted = wanted if wanted != "auto" else os.environ.get("DS_ACCELERATOR", "auto")
     if wanted not in ("auto", "cpu", "cuda"):
         raise LayoutError(f"{asked_by} = {wanted} has not been tried with this project; use cpu or cuda")
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    chosen = _prepare_messages() if wanted != "cpu" else {}
     devices = torch.cuda.device_count() if wanted != "cpu" else 0
+    if wanted != "cpu":
+        _check_cuda(devices)
     if wanted == "cuda" and not devices:
-        raise LayoutError(f"{asked_by} = cuda, but PyTorch finds no CUDA device; use --device cpu, or mend the driver")
+        raise LayoutError(f"{asked_by} = cuda, but {_why_no_device()}")
     if not devices:
         os.environ["DS_ACCELERATOR"] = "cpu"
         return torch.device("cpu")
     if local_size > devices:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise LayoutError(
-            f"{local_size} processes were started on a host with {devices} CUDA devices; "
+            f"{local_size} processes were started on a host with {devices} CUDA devices"
+            f"{'' if visible is None else f' (CUDA_VISIBLE_DEVICES = {visible})'}; "
             f"start {devices} (deepspeed --num_gpus {devices}) or use --device cpu"
         )
+    for name, why in LOCKING_ENVIRONMENT.items():
+        if stages > 1 and (value := os.environ.get(name, "0")) not in ("", "0"):
+            raise LayoutError(f"{name} = {value} would stop a pipeline of {stages} stages for ever: {why}; unset it")
+    try:
+        torch.cuda.set_device(local_rank)
+    except RuntimeError as error:
+        raise LayoutError(
+            f"CUDA device {local_rank} can't be used ({str(error).splitlines()[0]}); nvidia-smi says what it does"
+        ) from None
+    if chosen and os.environ["RANK"] == "0":
+        said = ", ".join(f"{name}={value}" for name, value in chosen.items())
+        print(f"set for messages between GPUs (docs/gpu.md): {said}", flush=True)
     os.environ["DS_ACCELERATOR"] = "cuda"
-    torch.cuda.set_device(local_rank)
+    torch.backends.cudnn.benchmark = True
     return torch.device("cuda", local_rank)
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Wait until a device has done all it was given, on any stream; only where no receive of a message is posted, which
+    would be waited for as well."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def wait_for_stream(device: torch.device) -> None:
+    """Wait until a device has done what was given to the current stream; messages that nobody waits for go on."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _prepare_messages() -> dict[str, str]:
+    """Set and return what several processes on GPUs need and the user has not set.
+
+    NVIDIA's driver reads its environment once, when CUDA is first called, be it to count devices.
+    """
+    if os.environ["WORLD_SIZE"] == "1" or _hidden() or not _gpus():
+        return {}
+    chosen = {name: value for name, value in MESSAGE_ENVIRONMENT.items() if name not in os.environ}
+    os.environ.update(chosen)
+    return chosen
+
+
+def _check_cuda(devices: int) -> None:
+    """Refuse to fall back on the CPU, or to fail later, where this host shows a GPU that CUDA can't use.
+
+    Raises:
+        LayoutError: the driver is too old for this PyTorch or out of order, or CUDA_VISIBLE_DEVICES is wrong.
+    """
+    if torch.version.cuda is None or _hidden() or not (devices or _gpus()):
+        return
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if torch.cuda.is_available():
+            return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = [name.strip() for name in visible.split(",")]
+    if not devices and len(set(names)) < len(names):
+        raise LayoutError(
+            f"CUDA_VISIBLE_DEVICES = {visible} names a GPU twice, so that CUDA shows none; name each once, or use "
+            "--device cpu"
+        )
+    why = str(said[-1].message).removeprefix("CUDA initialization: ").split(". ")[0] if said else "no device"
+    raise LayoutError(
+        f"this host has a GPU{f' and CUDA_VISIBLE_DEVICES = {visible}' if visible else ''}, but CUDA does not start "
+        f"({why}); {_driver()}, and this PyTorch is built for CUDA {torch.version.cuda}: update the driver, install a "
+        "PyTorch for its CUDA, or use --device cpu"
+    )
+
+
+def _hidden() -> bool:
+    """Whether CUDA_VISIBLE_DEVICES hides all GPUs: it is empty, or names none first."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible)
+
+
+def _gpus() -> int:
+    """GPUs of this host that a process may use, as NVIDIA's driver counts them, or the files of its devices."""
+    try:
+        pynvml.nvmlInit()
+        return int(pynvml.nvmlDeviceGetCount())
+    except pynvml.NVMLError:
+        return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def _driver() -> str:
+    """NVIDIA's driver and the newest CUDA that it serves."""
+    try:
+        pynvml.nvmlInit()
+        driver, newest = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetCudaDriverVersion_v2()
+    except pynvml.NVMLError as error:
+        return f"its driver does not answer ({error})"
+    return f"driver {driver} serves CUDA up to {newest // 1000}.{newest % 1000 // 10}"
+
+
+def _why_no_device() -> str:
+    """Why PyTorch has no CUDA device on a host without a GPU that it could use, and what to do."""
+    if torch.version.cuda is None:
+        return "this PyTorch is built without CUDA; use --device cpu, or install one that is built with it"
+    if _hidden():
+        return "CUDA_VISIBLE_DEVICES hides every GPU; use --device cpu, or unset it"
+    return "PyTorch finds no CUDA device; use --device cpu, or mend the driver"

@@ -275,7 +275,8 @@ TABLE: tuple[Key, ...] = (
     _effective(
         "kernels",
         one_of("fused", "reference"),
-        "This project's key: group normalisations with SiLU as one Triton kernel, or as PyTorch's operations.",
+        "This project's key: Triton kernels for group normalisations with SiLU and dropout masks, or PyTorch's "
+        "operations.",
         auto="the faster one, timed when the run starts (docs/performance.md)",
     ),
     # Activation checkpointing

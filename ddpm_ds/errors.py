@@ -25,6 +25,10 @@ class DsConfigError(UserError):
     """The DeepSpeed JSON has a key or value that is unknown, ignored or broken under a pipeline."""
 
 
+class DeviceLostError(DsConfigError):
+    """A kernel has broken a GPU for its process, which can't even leave its process group in order."""
+
+
 class DataError(UserError):
     """A data source or a prepared store is missing, damaged or empty."""
 

@@ -42,15 +42,32 @@ _ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
-# Odd 32-bit multipliers of `keep_mask`, as the signed int32 that torch wants: 2^32 / golden ratio for the counter,
-# then the two of MurmurHash3's finaliser (Appleby).
-_COUNTER_STEP, _MIX_1, _MIX_2 = (value - 2**32 for value in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35))
+HASH_MULTIPLIERS = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35)
+"""Odd 32-bit multipliers of `keep_mask`: 2^32 / golden ratio for the counter, then the two of MurmurHash3's finaliser
+(Appleby)."""
+_COUNTER_STEP, _MIX_1, _MIX_2 = (value - 2**32 for value in HASH_MULTIPLIERS)  # the signed int32 that torch wants
+
+
+def check_key(seed: int, stream: int) -> None:
+    """Refuse what is no key of Philox. Raises ValueError."""
+    if not (0 <= seed <= _WORD and 0 <= stream <= _WORD):
+        raise ValueError(f"seed = {seed} and stream = {stream} must be 32-bit unsigned integers")
+
+
+def drop_threshold(drop: float) -> int:
+    """How many of the 2^16 values of an element's bits mean that `keep_mask` drops it.
+
+    Raises:
+        ValueError: drop is not in [0, 1).
+    """
+    if not 0.0 <= drop < 1.0:
+        raise ValueError(f"drop = {drop} must be in [0, 1)")
+    return min(round(drop * 2**16), 2**16 - 1)
 
 
 def _philox(seed: int, stream: int, images: Tensor, blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The four words of each Philox4x32-10 block, (N, blocks) int64 each; see :func:`bits`."""
-    if not (0 <= seed <= _WORD and 0 <= stream <= _WORD):
-        raise ValueError(f"seed = {seed} and stream = {stream} must be 32-bit unsigned integers")
+    check_key(seed, stream)
     key_0, key_1 = seed, int(stream)
     index = images.to(torch.int64)[:, None]  # (N, 1)
     x0 = torch.arange(blocks, device=images.device)[None]  # (1, blocks)
@@ -124,13 +141,12 @@ def keep_mask(seed: int, stream: int, images: Tensor, count: int, drop: float) -
 
     Made for large activations: Philox gives each image two 32-bit keys, and an integer hash of (keys, counter)
     gives 16 bits per element, so `drop` is rounded to a multiple of 2^-16. The first elements don't depend on
-    `count`.
+    `count`. ``ddpm_ds.unet.keyed_mask`` computes the same bits in one kernel.
 
     Raises:
         ValueError: seed or stream is out of range, or drop is not in [0, 1).
     """
-    if not 0.0 <= drop < 1.0:
-        raise ValueError(f"drop = {drop} must be in [0, 1)")
+    threshold = drop_threshold(drop) - 2**15  # of the bits as a signed integer
     key_0, key_1, _, _ = (word.to(torch.int32) for word in _philox(seed, stream, images, 1))  # (N, 1) each
     counter = torch.arange(-(-count // 2), dtype=torch.int32, device=images.device)
     x = torch.add(key_0, counter, alpha=_COUNTER_STEP)  # (N, words)
@@ -142,5 +158,4 @@ def keep_mask(seed: int, stream: int, images: Tensor, count: int, drop: float) -
     x ^= torch.bitwise_right_shift(x, 13, out=spare).bitwise_and_(0x7FFFF)
     x *= _MIX_2
     x ^= torch.bitwise_right_shift(x, 16, out=spare).bitwise_and_(0xFFFF)
-    threshold = min(round(drop * 2**16), 2**16 - 1) - 2**15
     return (x.view(torch.int16) >= threshold)[:, :count]  # (N, count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,19 +14,30 @@ import torch
 
 torch.set_num_threads(1)
 
+PROGRAM_PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+"""Where a test's programs are looked for: those of system administrators are on root's own path alone."""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test where what its mark asks for is missing: GPUs, or programs, of which ``"a|b"`` names two that do."""
+    needed = dict.fromkeys(name for mark in item.iter_markers("needs_programs") for name in mark.args)
+    missing = [
+        name.replace("|", " or ")
+        for name in needed
+        if not any(shutil.which(choice, path=PROGRAM_PATH) for choice in name.split("|"))
+    ]
+    if missing:
+        pytest.skip(f"needs programs that are not installed: {', '.join(missing)}")
+    for mark in item.iter_markers("gpu"):
+        wanted, found = mark.args[0] if mark.args else 1, torch.cuda.device_count()
+        if found < wanted:
+            pytest.skip(f"needs {wanted} CUDA device(s), and there are {found}")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that start processes come first: several workers then end at about the same time, on the quick ones."""
     slow = {item.path for item in items if item.get_closest_marker("launch")}
     items.sort(key=lambda item: item.path not in slow)
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A test that needs more GPUs than there are is skipped."""
-    for mark in item.iter_markers("gpu"):
-        wanted, found = mark.args[0] if mark.args else 1, torch.cuda.device_count()
-        if found < wanted:
-            pytest.skip(f"needs {wanted} CUDA device(s), and there are {found}")
 
 
 @pytest.fixture(scope="session")

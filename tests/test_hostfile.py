@@ -58,6 +58,7 @@ def test_this_host_is_known_by_name_and_by_address(monkeypatch: pytest.MonkeyPat
     assert this_host([elsewhere, "worker-1"]) == "worker-1"
 
 
+@pytest.mark.needs_programs("ssh")
 def test_this_host_is_known_by_what_ssh_calls_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "config"
     config.write_text("Host first\n  HostName 127.0.0.1\nHost second\n  HostName 192.0.2.8\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import socket
 from pathlib import Path
@@ -34,6 +35,14 @@ def test_every_option_of_deepspeeds_launcher_is_known(monkeypatch: pytest.Monkey
     assert {tuple(action.option_strings) for action in options} - flags == {*launcher.WITH_VALUE, *launcher.NUMBERS}
 
 
+@pytest.fixture
+def pdsh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pdsh on the path, which nobody calls."""
+    (tmp_path / "pdsh").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+
+@pytest.mark.usefixtures("pdsh")
 @pytest.mark.parametrize(
     ("options", "hosts", "remote"),
     [

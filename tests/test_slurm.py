@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -133,7 +132,7 @@ def test_lost_ranks_are_started_again_some_times_and_a_new_checkpoint_gives_the_
     assert [again(76, "images-20"), job.run(0)[0], again(76), again(76)] == [True, 0, True, True]
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+@pytest.mark.needs_programs("shellcheck")
 def test_the_script_is_clean() -> None:
     checked = subprocess.run(["shellcheck", str(SCRIPT)], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout

@@ -41,7 +41,8 @@ def busy_time(
 ) -> Iterator[Busy]:
     """Watch every module and every ``torch.autograd.backward`` of this process.
 
-    ``synchronize`` waits for the device, for which a call only queues its work.
+    ``synchronize`` waits for the stream on which a call has only queued its work; not for the whole device, which may
+    have a message to receive that depends on what this process is about to send.
     """
     busy = Busy(synchronize, clock)
     backward = torch.autograd.backward

@@ -12,7 +12,7 @@ from pathlib import Path
 from ddpm_ds.benchmark.choice import ROWS, why_not
 from ddpm_ds.benchmark.one_device_choice import CPU_IMAGES, LEAST_ROUNDS, MOST_STEPS, ONE_DEVICE_ROWS, ROUNDS
 from ddpm_ds.command_line import OneLineParser, check_writable, say_once, set_environment
-from ddpm_ds.errors import BadNumbersError, LayoutError, SpecError, UserError
+from ddpm_ds.errors import BadNumbersError, DeviceLostError, LayoutError, SpecError, UserError
 from ddpm_ds.option_types import positive
 from ddpm_ds.train.command import add_run_options
 from ddpm_ds.train.plan import OUTPUT_ROOT, RunPlan, plan_run
@@ -153,6 +153,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _one_device(options)
         else:
             _benchmark(options)
+    except DeviceLostError as error:  # nothing that waits for the device may follow
+        say_once(f"ddpm_ds: error: {error}")
+        os._exit(error.exit_code)
     except (UserError, BadNumbersError) as error:
         say_once(f"ddpm_ds: error: {error}")
         return error.exit_code
@@ -165,7 +168,7 @@ def _benchmark(options: argparse.Namespace) -> None:
     names, not_run = _choose(options.rows, plan)
     from ddpm_ds.device import choose_device  # torch, now that everything cheap is checked
 
-    device = choose_device(options.device)
+    device = choose_device(options.device, plan.ds.layout.stages)
     from ddpm_ds.benchmark import session  # deepspeed, which asks for its device then
 
     if options.memory_of is not None:

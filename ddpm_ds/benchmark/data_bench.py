@@ -16,6 +16,7 @@ from ddpm_ds.checkpoint.consolidate import DTYPES, Dtype
 from ddpm_ds.data.device import on_device
 from ddpm_ds.data.loader import MicroBatch, micro_batches
 from ddpm_ds.data.store import Store
+from ddpm_ds.device import wait_for_device
 from ddpm_ds.spec import RunSpec
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.unet.layers import unet_layers
@@ -116,7 +117,7 @@ def _rate(feed: Feed, batches: Iterator[MicroBatch], seconds: float) -> float:
     while time.perf_counter() - begin < seconds:
         next(batches)
         images += feed.micro_batch_images
-    _finish(feed.device)
+    wait_for_device(feed.device)
     return images / (time.perf_counter() - begin)
 
 
@@ -157,7 +158,7 @@ def unet_need(
         prediction = unet(x_t.to(DTYPES[precision][1]), *conditions, images=batch.index.to(device))
         objective.loss(prediction, prepared).backward()
         unet.zero_grad()
-        _finish(device)
+        wait_for_device(device)
         return time.perf_counter() - begin
 
     few = MicroBatch(*(tensor[:FEW_IMAGES] for tensor in batch))
@@ -170,8 +171,3 @@ def unet_need(
         times.append(step(batch))
     images = len(batch.images)
     return Need(images / statistics.median(times), f"{spec.name}, forward and backward of {images} in {precision}")
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

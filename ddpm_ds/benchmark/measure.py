@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ddpm_ds.benchmark.busy import busy_time
 from ddpm_ds.benchmark.rows import Row
 from ddpm_ds.benchmark.traffic import Traffic
+from ddpm_ds.device import wait_for_device, wait_for_stream
 from ddpm_ds.errors import BadNumbersError
 
 Value = TypeVar("Value")
@@ -150,20 +151,15 @@ def observe(row: Row, steps: int, device: torch.device) -> Observation:
 
     The steps end when the last process is done with them.
     """
-
-    def wait_for_device() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
     with Traffic() as traffic:
         row.step()
-    wait_for_device()
+    wait_for_device(device)
     dist.barrier()
     begin = time.perf_counter()
-    with busy_time(wait_for_device) as busy:
+    with busy_time(lambda: wait_for_stream(device)) as busy:
         for _ in range(steps):
             row.step()
-    wait_for_device()
+    wait_for_device(device)
     dist.barrier()
     seconds = time.perf_counter() - begin
     return Observation(traffic.message_bytes, round(traffic.collective_bytes), 1 - busy.seconds / seconds)

@@ -16,6 +16,7 @@ import torch
 from ddpm_ds.benchmark.rows import Row
 from ddpm_ds.command_line import free_port
 from ddpm_ds.pipeline.collectives import decided_by_rank_0
+from ddpm_ds.pipeline.warm_up import forget_peaks
 from ddpm_ds.train.meters import peak_memory_bytes
 
 CHILD_OPTION = "--memory-of"
@@ -45,15 +46,15 @@ def peak_in_child(row: str) -> int:
 
 
 class PeakMemory:
-    """The most bytes that this process holds from here on, more than it held before."""
+    """The most bytes that this process holds in the steps of a row, more than it held before."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._before = 0
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        else:
-            self._before = psutil.Process().memory_info().rss
+        self._before = 0 if device.type == "cuda" else psutil.Process().memory_info().rss
+
+    def begin_step(self) -> None:
+        """Forget the steps before, on a GPU: the first one tries algorithms."""
+        forget_peaks(self._device)
 
     def bytes(self) -> int:
         """On the device; for a CPU the growth of the resident set."""
@@ -63,5 +64,6 @@ class PeakMemory:
 def say_peak(row: Row, memory: PeakMemory) -> None:
     """The child's part, once ``row`` is built; ``memory`` was made before."""
     for _ in range(STEPS):
+        memory.begin_step()
         row.step()
     print(f"{PREFIX}{memory.bytes()}", flush=True)

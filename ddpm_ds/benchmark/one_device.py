@@ -16,7 +16,7 @@ from tqdm import tqdm
 from ddpm_ds.benchmark.abilities import versions_of
 from ddpm_ds.benchmark.measure import Spread, ratios, time_rounds
 from ddpm_ds.benchmark.memory import PeakMemory, say_peak
-from ddpm_ds.benchmark.one_device_build import Built, build_all, build_one_device_row, choose, wait
+from ddpm_ds.benchmark.one_device_build import Built, build_all, build_one_device_row, choose
 from ddpm_ds.benchmark.one_device_choice import groups, rounds_and_steps
 from ddpm_ds.benchmark.one_device_report import OneDeviceReport, OneDeviceResult, one_device_table
 from ddpm_ds.benchmark.probes import tolerance
@@ -25,6 +25,7 @@ from ddpm_ds.benchmark.report import NotRun, machine, versions
 from ddpm_ds.benchmark.rows_one_device import Start
 from ddpm_ds.benchmark.session import Outputs, prepare_setting
 from ddpm_ds.checkpoint.consolidate import DTYPES
+from ddpm_ds.device import wait_for_device
 from ddpm_ds.observe.peak import matmul_peak
 from ddpm_ds.train.plan import OUTPUT_ROOT, RunPlan
 from ddpm_ds.train.process import process_group
@@ -140,7 +141,7 @@ def _time(built: Mapping[str, Built], device: torch.device, effort: OneDeviceEff
             [*whole.values(), *parts.values()],
             rounds=rounds,
             steps=steps,
-            synchronize=lambda: wait(device),
+            synchronize=lambda: wait_for_device(device),
             after_round=bar.update,
         )
     return _Seconds(

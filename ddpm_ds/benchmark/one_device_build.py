@@ -20,6 +20,7 @@ from ddpm_ds.benchmark.rows import Row, Setting
 from ddpm_ds.benchmark.rows_one_device import OneStageEngine, OurLoop, Start, engine_switches
 from ddpm_ds.benchmark.rows_other_unets import DiffusersLoop, LucidrainsLoop, dim64
 from ddpm_ds.data.loader import MicroBatch
+from ddpm_ds.device import wait_for_device
 from ddpm_ds.errors import BadNumbersError, LayoutError
 
 WARM_STEPS = 2
@@ -142,14 +143,9 @@ def _warmed(
     probe = row.probe(micro_batch)
     seconds = 0.0
     for _ in range(WARM_STEPS):
+        memory.begin_step()
         begin = time.perf_counter()
         row.step()
-        wait(device)
+        wait_for_device(device)
         seconds = time.perf_counter() - begin
     return row, probe, seconds, memory.bytes() - before if device.type == "cuda" else None
-
-
-def wait(device: torch.device) -> None:
-    """Until the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

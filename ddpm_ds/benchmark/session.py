@@ -31,6 +31,7 @@ from ddpm_ds.benchmark.record import record
 from ddpm_ds.benchmark.report import NotRun, Report, RowResult, batch_line, layout_line, machine, table, versions
 from ddpm_ds.benchmark.rows import Row, Setting
 from ddpm_ds.data.prepare import prepare
+from ddpm_ds.device import wait_for_device
 from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
 from ddpm_ds.train.plan import OUTPUT_ROOT, RunPlan
 from ddpm_ds.train.process import fill_checkpointing, process_group, share_threads
@@ -156,8 +157,7 @@ def _measure(setting: Setting, names: Sequence[str], effort: Effort) -> list[Mea
     gc.collect()
 
     def synchronize() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait_for_device(device)
         dist.barrier()
 
     with tqdm(total=effort.rounds, desc="measuring", unit="round", disable=silent) as bar:

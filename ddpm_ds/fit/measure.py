@@ -10,12 +10,12 @@ import torch.distributed as dist
 from ddpm_ds.benchmark.rows import Setting, deepspeed_options
 from ddpm_ds.data.prepare import store_path
 from ddpm_ds.data.store import Store
-from ddpm_ds.device import choose_device
+from ddpm_ds.device import choose_device, wait_for_device
 from ddpm_ds.fit.answer import Answer
 from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
 from ddpm_ds.train.ema import Ema
-from ddpm_ds.train.meters import peak_memory_bytes
+from ddpm_ds.train.meters import peak_memory_bytes, peak_reserved_bytes
 from ddpm_ds.train.plan import RunPlan
 from ddpm_ds.train.process import cut_by_time, fill_checkpointing, process_group, share_threads
 
@@ -34,10 +34,10 @@ OUT_OF_MEMORY = (
 def measure(plan: RunPlan, device: str, budget_bytes: int | None, steps: int) -> Answer:
     """Build the engine, train until a step has updated the weights, then time ``steps`` of them.
 
-    Every process of the layout calls this. The store must be there. ``budget_bytes`` is what tensors may take on
-    CUDA; on a CPU others see to it.
+    Every process of the layout calls this. The store must be there. ``budget_bytes`` is what PyTorch's allocator may
+    reserve on CUDA; on a CPU others see to it.
     """
-    own = choose_device(device)
+    own = choose_device(device, plan.ds.layout.stages)
     if own.type == "cuda" and budget_bytes is not None:
         share = budget_bytes / torch.cuda.get_device_properties(own).total_memory
         torch.cuda.set_per_process_memory_fraction(min(share, 1.0), own)
@@ -47,7 +47,7 @@ def measure(plan: RunPlan, device: str, budget_bytes: int | None, steps: int) ->
     config = fill_checkpointing(plan, own)
     with process_group():
         seconds = _train(Setting(cut_by_time(plan, own), config, store, own, verbose=False), steps)
-        peak = peak_memory_bytes(own)
+        peak = peak_reserved_bytes(own) or peak_memory_bytes(own)
         dist.barrier()  # none leaves, and is thought to have failed, before all are done
     interval = config["pipeline"]["activation_checkpoint_interval"]
     return Answer("done", seconds=seconds, peak_bytes=peak, checkpoint_interval=interval)
@@ -81,8 +81,7 @@ def _train(setting: Setting, steps: int) -> list[float]:
         begin = time.perf_counter()
         engine.train_batch(batches)
         ema.update()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait_for_device(device)
         dist.barrier()
         return time.perf_counter() - begin
 

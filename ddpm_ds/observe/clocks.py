@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from ddpm_ds.device import wait_for_device
+
 MEETINGS = 8
 """How often the ranks meet to compare their clocks."""
 
@@ -41,9 +43,9 @@ class DeviceClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        torch.cuda.synchronize(device)
+        wait_for_device(device)
         self._zero = self.mark()
-        torch.cuda.synchronize(device)
+        wait_for_device(device)
         self._zero_seconds = time.perf_counter()
 
     def mark(self) -> torch.cuda.Event:
@@ -52,7 +54,7 @@ class DeviceClock:
         return event
 
     def seconds(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
-        torch.cuda.synchronize(self._device)
+        wait_for_device(self._device)
         return [self._zero_seconds + self._zero.elapsed_time(mark) / 1e3 for mark in marks]
 
 

@@ -63,7 +63,7 @@ class FlopsProfile(Observer):
         self._step = int(settings.get("profile_step", 1))
         self._waits = bool(settings.get("enabled", False))
         self._found: list[StageProfile] | None = None
-        self._stop: Callable[[], None] = lambda: None
+        self._watching = contextlib.ExitStack()
         if self._waits:
             self._say_if_out_of_reach(steps)
 
@@ -72,6 +72,7 @@ class FlopsProfile(Observer):
             self._report_found(self._found)
         if self._waits and step == self._step:
             self._waits, self._found = False, []
+            self._watching.enter_context(self._engine.watched())  # the profiler waits for the device at each module
             if self._engine.grid.get_data_parallel_id() == 0:
                 self._watch(self._found)
 
@@ -107,7 +108,8 @@ class FlopsProfile(Observer):
             if engine.execute[schedule.ForwardPass] is run:  # else another observer has wrapped it
                 engine.execute[schedule.ForwardPass] = forward
 
-        engine.execute[schedule.ForwardPass], self._stop = run, stop
+        engine.execute[schedule.ForwardPass] = run
+        self._watching.callback(stop)
         # In this step alone: what is compiled calls nothing that could be counted, and would be compiled again.
         torch.compiler.set_stance("force_eager")
 
@@ -122,7 +124,7 @@ class FlopsProfile(Observer):
 
     def _report_found(self, found: list[StageProfile]) -> None:
         """Gather what all ranks have found and write it down; a collective over all ranks."""
-        self._stop()
+        self._watching.close()
         self._found = None
         everyone: list[list[StageProfile]] | None = [[]] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(found, everyone, dst=0)

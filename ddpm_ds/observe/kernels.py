@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.profiler import schedule as profiler_schedule
 
+from ddpm_ds.device import wait_for_device
 from ddpm_ds.observe.kernel_groups import INSTRUCTION, SPAN, WAIT, operations_of, shares
 from ddpm_ds.observe.kernel_report import TABLE_ROWS, WIDEST_NAME, RankProfile, Row, metrics, write
 from ddpm_ds.observe.observer import Observer, Report
@@ -93,6 +93,7 @@ class KernelProfile(Observer):
         )
         self._labels.enter_context(labelled_instructions(self._engine))
         self._labels.enter_context(labelled_waits())
+        self._labels.enter_context(self._engine.watched())
         self._profiler.start()
         atexit.register(self._profiler.stop)
         if not warmup:
@@ -105,8 +106,7 @@ class KernelProfile(Observer):
     def _stop(self) -> None:
         assert self._profiler is not None
         profiler, self._profiler = self._profiler, None
-        if self._engine.device.type == "cuda":
-            torch.cuda.synchronize(self._engine.device)
+        wait_for_device(self._engine.device)
         profiler.stop()
         atexit.unregister(profiler.stop)
         self._labels.close()

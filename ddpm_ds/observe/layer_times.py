@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ddpm_ds.checkpoint.consolidate import DTYPES, Dtype
 from ddpm_ds.command_line import cache_folder
+from ddpm_ds.device import wait_for_device
 from ddpm_ds.unet.layers import EmbedLayer, Layer
 from ddpm_ds.unet.model import build_layer
 from ddpm_ds.unet.operations import set_image_index
@@ -109,8 +110,7 @@ def _inputs(layer: Layer, images: int, device: torch.device, dtype: torch.dtype)
 
 
 def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait_for_device(device)
     return time.perf_counter()
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ddpm_ds.checkpoint.consolidate import DTYPES, Dtype
+from ddpm_ds.device import wait_for_device
 from ddpm_ds.observe.layer_times import cache_file
 from ddpm_ds.pipeline.collectives import decided_by_rank_0
 from ddpm_ds.unet.arithmetic import arithmetic_dtype
@@ -66,19 +67,14 @@ def _rate(size: int, device: torch.device, dtype: torch.dtype) -> float:
     fastest = float("inf")
     end = time.perf_counter() + ENOUGH_SECONDS
     while True:
-        _wait(device)
+        wait_for_device(device)
         begin = time.perf_counter()
         torch.mm(a, b, out=out)
-        _wait(device)
+        wait_for_device(device)
         now = time.perf_counter()
         fastest = min(fastest, now - begin)
         if now > end:
             return 2 * size**3 / fastest
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _key(device: torch.device, dtype: torch.dtype) -> str:

@@ -14,7 +14,7 @@ import deepspeed
 from ddpm_ds.command_line import cache_folder
 from ddpm_ds.ds_config import for_deepspeed
 from ddpm_ds.pipeline import deepspeed_insides as insides
-from ddpm_ds.pipeline.collectives import decided_by_rank_0
+from ddpm_ds.pipeline.collectives import said_by_all
 from ddpm_ds.pipeline.engine import Objective, UnetPipelineEngine
 from ddpm_ds.pipeline.folded import FoldedEngine
 from ddpm_ds.pipeline.module import FoldedUnetModule, UnetPipelineModule
@@ -40,6 +40,9 @@ def build_engine(
     ``config`` is a legal DeepSpeed configuration with every ``auto`` filled (:func:`ddpm_ds.ds_config.resolve`), and
     says which axis of the layout is split over hosts; ``bounds`` come from
     :func:`ddpm_ds.pipeline.partition.partition`. The process group must exist.
+
+    Raises:
+        DsConfigError: the fused kernels were asked for and fail, or have broken a GPU; on all ranks alike.
     """
     with quiet_deepspeed(verbose):
         folded = schedule == "folded"
@@ -50,8 +53,8 @@ def build_engine(
     assert isinstance(engine, UnetPipelineEngine)
     engine.objective = objective
     asked, dtype = config.get("kernels", "reference"), next(engine.module.parameters()).dtype
-    engine.kernels, engine.why_kernels = decided_by_rank_0(
-        lambda: choose_kernels(asked, layers, engine.device, dtype, engine.micro_batch_size)
+    engine.kernels, engine.why_kernels = choose_kernels(
+        asked, layers, engine.device, dtype, engine.micro_batch_size, said_by_all
     )
     modules = [
         module.get_submodule(str(index)) for phase in range(engine.phases) for index in range(*engine.ends(phase))

@@ -40,7 +40,7 @@ from ddpm_ds.pipeline.module import UnetPipelineModule, checkpoint_function
 from ddpm_ds.pipeline.order import Edge, Kind
 from ddpm_ds.pipeline.partition import sent_shapes
 from ddpm_ds.pipeline.streams import instruction_stream, most_in_flight
-from ddpm_ds.pipeline.warm_up import warm_up
+from ddpm_ds.pipeline.warm_up import forget_peaks, warm_up
 from ddpm_ds.pipeline.wires import Wires, open_wires, runs_behind
 from ddpm_ds.unet.carry import Carry, newest_skip_is_h, pack, unpack
 from ddpm_ds.unet.operations import Kernels, KeyedDropout, set_image_index
@@ -190,7 +190,12 @@ class UnetPipelineEngine(PipelineEngine):
                 index: self.module.get_submodule(str(index)) for first, stop in ends for index in range(first, stop)
             }
             begins = [first for first, _ in ends]
-            warm_up(modules, self.module.unet_layers, images, stage_begins=begins, gradients=gradients)
+            recompute = gradients and self.module.activation_checkpoint_interval > 0
+            warm_up(
+                modules, self.module.unet_layers, images, stage_begins=begins, gradients=gradients, recompute=recompute
+            )
+            if gradients:
+                forget_peaks(self.device)
         return True
 
     def _wire_dtype(self) -> torch.dtype:

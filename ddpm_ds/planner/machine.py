@@ -15,7 +15,7 @@ REACHED_MEMORY = 0.8
 REACHED_LINK = 0.7
 """Share of a link's nominal bandwidth that long messages reach."""
 USABLE_MEMORY = 0.94
-"""Share of a GPU's memory for tensors; the rest is the driver's, the collectives' and the allocator's gaps."""
+"""Share of a GPU's memory for tensors; the rest is the driver's and the allocator's gaps."""
 
 
 @dataclass(frozen=True)

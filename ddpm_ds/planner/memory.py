@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from ddpm_ds.pipeline.order import pipeline_edges
 from ddpm_ds.planner.job import Job
 from ddpm_ds.planner.layouts import Layout
 from ddpm_ds.planner.stages import Kept, Segment, moments
@@ -16,6 +17,8 @@ STOCK_BUCKET_ELEMENTS = 500_000_000
 ADAM_INTERMEDIATES = 8
 """Bytes for a parameter that PyTorch's Adam needs beside its state while it steps."""
 _MANY_PARAMETERS = 10**9
+COLLECTIVE_BYTES, EDGE_BYTES = 390 * 2**20, 390 * 2**20
+"""Bytes of a communicator for collectives, and of one for the messages of an edge (docs/gpu.md has the measurement)."""
 FILLING = 4
 """Micro-batches per rank after which more of them add no fuller moment."""
 
@@ -33,6 +36,8 @@ class Memory:
     """Kept for backward, with what was received and is differentiated."""
     buffers: int
     """Messages on their way, gradients being reduced, what the running layer has at hand."""
+    communicators: int = 0
+    """NCCL's own buffers."""
     host: int = 0
     """On the host, with offload."""
 
@@ -52,7 +57,16 @@ def rank_memory(
     buffers = state.bucket + _message_bytes(job, layout, segments) + _working_bytes(job, layout, keeps, on_cpu)
     if state.gradients + activations + buffers < state.update:
         activations, buffers = 0, state.update - state.gradients
-    return Memory(state.weights, state.gradients, state.optimizer, state.ema, activations, buffers, state.host)
+    nccl = 0 if on_cpu else communicator_bytes(layout, rank)
+    return Memory(state.weights, state.gradients, state.optimizer, state.ema, activations, buffers, nccl, state.host)
+
+
+def communicator_bytes(layout: Layout, rank: int) -> int:
+    """Bytes that NCCL takes on a GPU: for the whole job, a stage's replicas, a pipeline's ranks, and each edge."""
+    groups = (layout.stages * layout.replicas, layout.replicas, layout.stages)
+    edges = pipeline_edges(layout.stages, 2 if layout.schedule == "folded" else 1)
+    own = sum(rank in (edge.source, edge.target) for edge in edges)
+    return COLLECTIVE_BYTES * sum(members > 1 for members in groups) + EDGE_BYTES * own
 
 
 def layer_bytes(job: Job, layout: Layout, rank: int, phase: int, on_cpu: bool) -> list[float]:

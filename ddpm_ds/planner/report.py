@@ -146,10 +146,12 @@ def _rows(best: Sequence[Prediction], *, several_nodes: bool) -> list[tuple[str,
 
 def _memory_rows(prediction: Prediction) -> list[tuple[str, ...]]:
     parts = [field.name for field in fields(Memory) if field.name != "host" or prediction.layout.offload]
-    rows = [("rank", *parts[:6], "total", *(f"({part})" for part in parts[6:]))]
+    device = [part for part in parts if part != "host"]
+    rows = [("rank", *device, "total", *(f"({part})" for part in parts[len(device) :]))]
     for rank, memory in enumerate(prediction.memory):
-        sizes = [getattr(memory, part) for part in parts]
-        rows.append((str(rank), *(f"{size / 2**20:,.1f}" for size in (*sizes[:6], memory.total, *sizes[6:]))))
+        sizes = [*(getattr(memory, part) for part in device), memory.total]
+        sizes += [memory.host] if len(parts) > len(device) else []
+        rows.append((str(rank), *(f"{size / 2**20:,.1f}" for size in sizes)))
     return rows
 
 

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import ddpm_ds
+from ddpm_ds.device import MESSAGE_ENVIRONMENT
 from ddpm_ds.errors import HostError
+from ddpm_ds.planner.units import gib
 from ddpm_ds.train.meeting import Meeting
 from ddpm_ds.train.plan import RunPlan
 from ddpm_ds.train.tracking import flatten
 
 PACKAGES = ("torch", "deepspeed", "numpy", "pydantic", "safetensors")
 """What has to be of one version on all hosts: messages, files and results depend on it."""
+SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""With this variable NCCL from 2.30 on lets ranks share a GPU, as an experiment."""
 MOST_NAMED = 3
 """Differences that a message names."""
 
@@ -49,6 +57,38 @@ def check_alike(meeting: Meeting, plan: RunPlan, device: str) -> None:
     said = meeting.agree("start", {title: values for title, (values, _) in about.items()})
     for title, (_, remedy) in about.items():
         _check(meeting, title, [one.get(title, {}) for one in said], remedy)
+
+
+def check_gpus(meeting: Meeting, device: torch.device) -> str | None:
+    """Meet, and refuse to start where two ranks have one GPU; nothing to do on a CPU.
+
+    Returns:
+        A line for the user where the ranks' GPUs are of several models.
+
+    Raises:
+        HostError: which ranks share a GPU, or have been told to divide messages differently, and how to mend it.
+        PeerLostError: a rank is gone.
+    """
+    if device.type != "cuda":
+        return None
+    gpu = torch.cuda.get_device_properties(device)
+    settings = {name: os.environ.get(name) for name in MESSAGE_ENVIRONMENT if name.startswith("NCCL_")}
+    said = meeting.agree(
+        "gpus", {"id": str(gpu.uuid), "model": f"{gpu.name} {gib(gpu.total_memory)}", "settings": settings}
+    )
+    _check(meeting, "", [one["settings"] for one in said], "set it alike everywhere, in .deepspeed_env for example")
+    owners: dict[str, int] = {}
+    for rank, one in enumerate(said):
+        if (owner := owners.setdefault(one["id"], rank)) != rank and os.environ.get(SHARED_GPU, "0") == "0":
+            raise HostError(
+                f"{meeting.host_of(owner)} and {meeting.host_of(rank)} have one GPU between them ({one['model']}, "
+                f"{one['id']}), and NCCL needs one for each rank; start a host once, with as many processes as GPUs"
+            )
+    models = Counter(one["model"] for one in said)
+    if len(models) == 1:
+        return None
+    named = ", ".join(f"{count} x {model}" for model, count in models.items())
+    return f"GPUs of several models ({named}): each step waits for the slowest, and the smallest has to hold its stage"
 
 
 def check_same_images(meeting: Meeting, sha256: Mapping[str, str]) -> None:

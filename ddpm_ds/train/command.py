@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ddpm_ds.command_line import OneLineParser, add_overrides, say_once, set_environment
-from ddpm_ds.errors import BadNumbersError, PeerLostError, Preempted, SpecError, UserError
+from ddpm_ds.errors import BadNumbersError, DeviceLostError, PeerLostError, Preempted, SpecError, UserError
 from ddpm_ds.exit_record import record_exit
 from ddpm_ds.option_types import step_range
 from ddpm_ds.pipeline.placement import launched_hosts
@@ -150,12 +150,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return 0
             from ddpm_ds.device import choose_device  # torch, now that everything cheap is checked
 
-            device = choose_device(options.device)
+            device = choose_device(options.device, plan.ds.layout.stages)
         from ddpm_ds.train.session import run_training  # deepspeed, which asks for its device when it is imported
 
         run_training(plan, run_dir, device, options)
     except PeerLostError as error:  # nothing that waits for the others, not even leaving their group, may follow
         print(f"ddpm_ds: error: {error}", file=sys.stderr, flush=True)
+        os._exit(record_exit(error.exit_code))
+    except DeviceLostError as error:  # nor anything that waits for the device
+        say_once(f"ddpm_ds: error: {error}")
         os._exit(record_exit(error.exit_code))
     except (UserError, BadNumbersError, Preempted) as error:
         say_once(f"ddpm_ds: {'' if isinstance(error, Preempted) else 'error: '}{error}")

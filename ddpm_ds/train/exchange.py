@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.train.meters import Interval, peak_memory_bytes
+from ddpm_ds.train.meters import Interval, peak_memory_bytes, peak_reserved_bytes
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,8 @@ class Gathered:
     """Loss over all replicas, images of the whole batch, the longest data wait and the slowest clock of all ranks."""
     stage_peak_memory_bytes: tuple[tuple[int, ...], ...]
     """Per stage and replica."""
+    peak_reserved_bytes: int
+    """Of the device where it is most; 0 on CPUs."""
 
 
 def gather(interval: Interval, engine: UnetPipelineEngine) -> Gathered:
@@ -35,6 +37,7 @@ def gather(interval: Interval, engine: UnetPipelineEngine) -> Gathered:
             interval.non_finite_steps,
             interval.data_wait_seconds,
             interval.seconds,
+            peak_reserved_bytes(engine.device),
         ],
         dtype=torch.float64,
         device=engine.device,
@@ -51,4 +54,4 @@ def gather(interval: Interval, engine: UnetPipelineEngine) -> Gathered:
         seconds=max(row[5] for row in rows),
     )
     peaks = tuple(tuple(int(row[1]) for row in rows if row[0] == stage) for stage in range(engine.num_stages))
-    return Gathered(combined, peaks)
+    return Gathered(combined, peaks, int(max(row[6] for row in rows)))

@@ -115,6 +115,7 @@ def _log(run: Run, meter: Meter) -> Interval:
         skipped_steps=engine.skipped_steps,
         macs_per_image=run.plan.macs,
         stage_peak_memory_bytes=gathered.stage_peak_memory_bytes,
+        peak_reserved_bytes=gathered.peak_reserved_bytes,
     )
     run.recorder.point(values, engine.global_steps, fp16=engine.fp16_enabled())
     return gathered.interval

@@ -105,6 +105,15 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 
+def peak_reserved_bytes(device: torch.device) -> int:
+    """The most memory that PyTorch's allocator has taken of ``device`` so far, in bytes: what the device must have.
+
+    That is tensors and the gaps between them, kept for the next ones (``torch.cuda.max_memory_reserved``); the CUDA
+    context and the communicators of NCCL come on top. 0 on a CPU, where nothing is reserved.
+    """
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+
+
 def model_tflops(macs_per_image: int, images_per_second: float, devices: int) -> float:
     """Model TFLOP/s per device: a forward's multiply-accumulates x 2 flops x 3 passes x images/s."""
     return macs_per_image * FLOPS_PER_MAC * PASSES_PER_STEP * images_per_second / devices / 1e12
@@ -120,6 +129,7 @@ def metrics(
     skipped_steps: int,
     macs_per_image: int,
     stage_peak_memory_bytes: Sequence[Sequence[int]],
+    peak_reserved_bytes: int,
 ) -> dict[str, float]:
     """One log point of a whole run. Its names are a contract: dashboards and comparisons read them.
 
@@ -130,6 +140,7 @@ def metrics(
         loss_scale: of the next step; 1 where the loss is not scaled.
         macs_per_image: multiply-accumulates of one image's forward pass through the whole U-Net.
         stage_peak_memory_bytes: ``[stage][replica]``, one number per device.
+        peak_reserved_bytes: of the device where it is most; 0 leaves it out.
     """
     images_per_second = interval.images / interval.seconds
     devices = sum(len(replicas) for replicas in stage_peak_memory_bytes)
@@ -148,4 +159,6 @@ def metrics(
     }
     if grad_norm is not None:
         values["train/grad_norm"] = grad_norm
+    if peak_reserved_bytes:
+        values["perf/peak_reserved_bytes"] = float(peak_reserved_bytes)
     return values | {f"perf/stage{stage}_peak_memory_bytes": peak for stage, peak in enumerate(peaks)}

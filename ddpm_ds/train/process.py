@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ddpm_ds.checkpoint.consolidate import DTYPES
 from ddpm_ds.command_line import on_several_hosts
-from ddpm_ds.errors import BadNumbersError, HostError, Preempted, UserError
+from ddpm_ds.errors import BadNumbersError, DeviceLostError, HostError, Preempted, UserError
 from ddpm_ds.hosts.interface import GLOO_INTERFACE, use_interface_towards
 from ddpm_ds.observe.layer_times import cache_file, measured_times
 from ddpm_ds.pipeline.collectives import decided_by_rank_0
@@ -57,6 +57,8 @@ def process_group() -> Iterator[None]:
         raise _not_connected(error) from error
     try:
         yield
+    except DeviceLostError:  # nothing that needs the device works any more
+        raise
     except KNOWN_TO_ALL_RANKS:  # leave together
         dist.barrier()
         dist.destroy_process_group()

@@ -26,7 +26,7 @@ from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
 from ddpm_ds.train import state
-from ddpm_ds.train.agreement import check_alike, check_same_images
+from ddpm_ds.train.agreement import check_alike, check_gpus, check_same_images
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.held_out import HeldOutLoss
 from ddpm_ds.train.initial_weights import InitialWeights
@@ -73,6 +73,7 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
     meeting = Meeting(options.start_seconds)
     with meeting.telling():
         check_alike(meeting, plan, device.type)
+        line_of_gpus = check_gpus(meeting, device)
         check_arithmetic(plan.config, device)
         plan = on_hosts(planned := plan, meeting.hosts)
         objective = Denoising(plan.spec, device)
@@ -90,6 +91,8 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
         meeting.agree("ready", {})
     if rank == 0 and (line_of_hosts := hosts_line(plan)) not in (None, hosts_line(planned)):
         print(line_of_hosts, flush=True)
+    if rank == 0 and line_of_gpus is not None:
+        print(line_of_gpus, flush=True)
     if rank == 0 and (line_of_precision := widening(device.type, DTYPES[plan.ds.precision][1])) is not None:
         print(line_of_precision, flush=True)
 

@@ -1,20 +1,22 @@
-"""Which kernels the normalisations of a U-Net use: ours or PyTorch's, as measured on this device at start."""
+"""Which kernels the normalisations and dropouts of a U-Net use: ours or PyTorch's, as measured at start."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ddpm_ds.errors import DsConfigError
+from ddpm_ds.errors import DeviceLostError, DsConfigError
 from ddpm_ds.unet.fused_norm import available
 from ddpm_ds.unet.fused_norm_blocks import whole
 from ddpm_ds.unet.layers import BlockLayer, Layer, OutputLayer
-from ddpm_ds.unet.operations import GroupNorm, Kernels, norm_silu
+from ddpm_ds.unet.operations import GroupNorm, Kernels, KeyedDropout, norm_silu
 
 Asked = Literal["auto", "fused", "reference"]
 WARM_UP, RUNS = 3, 10
@@ -47,6 +49,11 @@ def norm_shapes(layers: Sequence[Layer]) -> Counter[NormShape]:
     return shapes
 
 
+def mask_sizes(layers: Sequence[Layer]) -> Counter[int]:
+    """Elements of an image's dropout masks, and how many there are of each."""
+    return Counter(math.prod(layer.output_shape) for layer in layers if isinstance(layer, BlockLayer) and layer.dropout)
+
+
 def check_kernels(asked: Asked, device: torch.device) -> None:
     """Refuse kernels that can't run on a device, before anything starts.
 
@@ -58,33 +65,90 @@ def check_kernels(asked: Asked, device: torch.device) -> None:
         raise DsConfigError(f'kernels = "fused" needs {missing}; use "auto" or "reference"')
 
 
+@dataclass(frozen=True)
+class Trial:
+    """How the kernels did on the device of one rank; seconds are 0 where nothing was timed."""
+
+    reference_seconds: float = 0.0
+    fused_seconds: float = 0.0
+    failure: str = ""
+    """Why the fused ones don't run there; empty where they do."""
+    device_lost: bool = False
+    """Whether nothing runs on the device since they failed."""
+
+
 def choose_kernels(
-    asked: Asked, layers: Sequence[Layer], device: torch.device, dtype: torch.dtype, images: int
+    asked: Asked,
+    layers: Sequence[Layer],
+    device: torch.device,
+    dtype: torch.dtype,
+    images: int,
+    gather: Callable[[Trial], Sequence[Trial]] = lambda trial: [trial],
 ) -> tuple[Kernels, str]:
     """The kernels for these layers, and one line that says why; ``auto`` measures on ``images`` images.
 
-    Measured is the sum over the normalisations of forward and backward, with what the host takes to start them.
+    Measured is the sum over normalisations and dropout masks, with what the host takes to start them. ``gather``
+    returns the trials of all ranks, so that all choose alike.
 
     Raises:
-        DsConfigError: as :func:`check_kernels`.
+        DsConfigError: the fused ones were asked for, and don't run on some rank.
+        DeviceLostError: they have broken the device of some rank.
     """
-    check_kernels(asked, device)
-    if asked != "auto":
-        return asked, f"kernels: {asked} (as asked)"
-    if not available(device):
+    if asked == "reference":
+        return asked, "kernels: reference (as asked)"
+    if device.type != "cuda":
+        check_kernels(asked, device)
         return "reference", "kernels: reference (the fused ones need CUDA and Triton)"
-    shapes = norm_shapes(layers)
-    if not shapes:
-        return "reference", "kernels: reference (no normalisation here)"
-    reference = norm_seconds(shapes, device, dtype, images, "reference")
-    try:
-        fused = norm_seconds(shapes, device, dtype, images, "fused")
-    except Exception as error:  # Triton builds at first use and fails in many ways, without a compiler for one
-        return "reference", f"kernels: reference (the fused ones fail here: {' '.join(str(error).split())[:120]})"
-    over = "over the normalisations of this U-Net, measured"
+    trials = gather(try_kernels(asked, layers, device, dtype, images))
+    failed = [f"rank {rank}: {trial.failure}" for rank, trial in enumerate(trials) if trial.failure]
+    lost = [f"rank {rank}: {trial.failure}" for rank, trial in enumerate(trials) if trial.device_lost]
+    if lost:
+        raise DeviceLostError(
+            f'kernels = "{asked}": the fused kernels have broken the GPU of {lost[0]}; set "kernels" to "reference"'
+        )
+    if failed and asked == "fused":
+        raise DsConfigError(f'kernels = "fused" fails on {failed[0]}; use "auto" or "reference"')
+    if failed:
+        return "reference", f"kernels: reference (the fused ones fail on {failed[0]})"
+    if asked == "fused":
+        return asked, "kernels: fused (as asked)"
+    fused, reference = (sum(getattr(trial, f"{kind}_seconds") for trial in trials) for kind in ("fused", "reference"))
+    over = "over the normalisations and dropout masks of this U-Net, measured"
     if fused < reference:
         return "fused", f"kernels: fused ({reference / fused:.2f} times the speed of the reference {over})"
     return "reference", f"kernels: reference ({fused / reference:.2f} times the speed of the fused ones {over})"
+
+
+def try_kernels(asked: Asked, layers: Sequence[Layer], device: torch.device, dtype: torch.dtype, images: int) -> Trial:
+    """Run the fused kernels of these layers on this process's CUDA device and, for ``auto``, time both kinds.
+
+    Waits for the device, so no message may be under way. A CUDA error such as an illegal address fails everything that
+    the process asks of the device afterwards; one that Triton or a launch refuses does not.
+    """
+    if not available(device):
+        return Trial(failure="Triton is not installed")
+    norms, masks = norm_shapes(layers), mask_sizes(layers)
+
+    def measured(kernels: Kernels) -> float:
+        return norm_seconds(norms, device, dtype, images, kernels) + mask_seconds(masks, device, images, kernels)
+
+    probe = torch.ones(1, device=device)  # made now: a lack of memory is no loss of the device
+    reference = measured("reference") if asked == "auto" else 0.0
+    try:
+        return Trial(reference, measured("fused"))
+    except Exception as error:  # Triton builds at first use and fails in many ways, without a compiler for one
+        failure = " ".join(str(error).split())[:120] or type(error).__name__
+    return Trial(failure=failure, device_lost=not answers(probe))
+
+
+def answers(probe: Tensor) -> bool:
+    """Whether the device of a tensor still computes."""
+    try:
+        probe.neg_()
+        torch.cuda.synchronize(probe.device)
+    except RuntimeError:
+        return False
+    return True
 
 
 def norm_seconds(
@@ -108,6 +172,13 @@ def one_norm_seconds(
     for leaf in leaves:
         leaf.requires_grad_()
     return seconds(lambda: torch.autograd.grad(norm_silu(norm, x, **vectors), leaves, dy), device)
+
+
+def mask_seconds(sizes: Counter[int], device: torch.device, images: int, kernels: Kernels) -> float:
+    """Seconds of all the dropout masks of a U-Net, each measured alone and counted as often as it is there."""
+    dropout = KeyedDropout(0.5, 0, 0)
+    dropout.kernels, dropout.images = kernels, torch.arange(images, device=device)
+    return sum(seconds(partial(dropout.draw, (size, 1, 1)), device) * count for size, count in sizes.items())
 
 
 def copy_bandwidth_share(shape: NormShape, device: torch.device, dtype: torch.dtype, images: int) -> float:

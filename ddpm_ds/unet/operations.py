@@ -18,7 +18,8 @@ from ddpm_ds.unet.convolution import convolution
 from ddpm_ds.unet.fused_norm import fused_norm_silu
 
 Kernels = Literal["fused", "reference"]
-"""What computes a normalisation with what surrounds it: one kernel of ours, or PyTorch's operations."""
+"""What computes a normalisation with what surrounds it, and a dropout's mask: kernels of ours, or PyTorch's
+operations."""
 MemoryFormat = Literal["channels_last", "contiguous"]
 MEMORY_FORMATS: dict[MemoryFormat, torch.memory_format] = {
     "channels_last": torch.channels_last,
@@ -144,6 +145,7 @@ class KeyedDropout(nn.Module):
         self.seed = seed
         self.stream = Stream.DROPOUT + layer
         self.images: Tensor | None = None
+        self.kernels: Kernels = "reference"
 
     def draw(self, shape: tuple[int, int, int]) -> Tensor | None:
         """Which elements of activations (N, C, H, W), of (C, H, W) `shape`, stay; channels_last. None: all."""
@@ -152,7 +154,10 @@ class KeyedDropout(nn.Module):
         if self.images is None:
             raise RuntimeError("dropout needs the images' positions: call set_image_index before the forward")
         channels, height, width = shape
-        keep = keep_mask(self.seed, self.stream, self.images, channels * height * width, self.rate)
+        draw = keep_mask
+        if self.kernels == "fused":
+            from ddpm_ds.unet.keyed_mask import fused_keep_mask as draw  # Triton, which not every machine has
+        keep = draw(self.seed, self.stream, self.images, channels * height * width, self.rate)
         return keep.view(-1, height, width, channels).permute(0, 3, 1, 2)
 
     def forward(self, x: Tensor, keep: Tensor | None) -> Tensor:
@@ -168,10 +173,10 @@ def set_image_index(modules: Iterable[nn.Module], images: Tensor) -> None:
 
 
 def use_kernels(modules: Iterable[nn.Module], kernels: Kernels) -> None:
-    """Let every normalisation in `modules` that has a fused kernel use it, or not."""
+    """Let everything in `modules` that has a fused kernel use it, or not."""
     for root in modules:
         for module in root.modules():
-            if isinstance(module, GroupNorm):
+            if isinstance(module, GroupNorm | KeyedDropout):
                 module.kernels = kernels
 
 

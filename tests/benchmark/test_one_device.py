@@ -185,6 +185,7 @@ def test_what_is_missing_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch
     assert why_not_here("all", digits, unable) is None
 
 
+@pytest.mark.needs_programs("g++|clang++")
 def test_on_a_cpu_nothing_is_compiled_unless_it_is_named() -> None:
     digits = planned()
     able, names, reasons = choose(None, digits)

@@ -18,7 +18,8 @@ from ddpm_ds.experiments.compare_html import MOST_PICTURE_BYTES, PNG, page
 from ddpm_ds.experiments.runs import Point
 from tests.experiments.planted_runs import HeldRun, held, losses
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = "chromium|chromium-browser|google-chrome"
+"""Names that it has in distributions."""
 BROWSER_SECONDS = 120
 HOSTILE = "\"'></script></style><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
 DOT = PNG + bytes.fromhex(
@@ -76,12 +77,12 @@ def three() -> list[HeldRun]:
 
 def opened(path: Path, profile: Path) -> tuple[str, list[str]]:
     """A page's elements after its scripts have run, and what the browser's console says."""
-    assert CHROMIUM is not None
+    browser = next(name for name in CHROMIUM.split("|") if shutil.which(name))
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
     flags += ["--disable-background-networking", "--disable-component-update", f"--user-data-dir={profile}"]
     flags += ["--enable-logging=stderr", "--v=0", "--virtual-time-budget=2000", "--window-size=1200,900"]
     done = subprocess.run(
-        [CHROMIUM, *flags, "--dump-dom", path.as_uri()], capture_output=True, text=True, timeout=BROWSER_SECONDS
+        [browser, *flags, "--dump-dom", path.as_uri()], capture_output=True, text=True, timeout=BROWSER_SECONDS
     )
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
@@ -127,7 +128,7 @@ def test_only_pictures_of_bounded_size_become_timelines() -> None:
     assert text.count("data:image/png;base64,") == 1 and "a.png" in text
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium")
+@pytest.mark.needs_programs(CHROMIUM)
 def test_a_browser_opens_the_page_without_a_complaint_and_what_users_wrote_does_nothing(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     path.write_text(page(comparison(three())))
@@ -137,7 +138,7 @@ def test_a_browser_opens_the_page_without_a_complaint_and_what_users_wrote_does_
     assert elements.count('class="course ') == 6  # three runs against images and against time
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium")
+@pytest.mark.needs_programs(CHROMIUM)
 def test_runs_can_be_hidden_ordered_and_read_out(tmp_path: Path) -> None:
     runs = three()
     text = page(comparison([runs[0], held("fast", runs[1].points), runs[2]]))

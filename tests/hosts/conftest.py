@@ -7,12 +7,20 @@ from collections.abc import Iterator
 import pytest
 
 from tests.hosts.hosts import Hosts
-from tests.hosts.namespaces import why_not
+from tests.hosts.namespaces import PROGRAMS, why_not
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what needs hosts as needing the programs that make them."""
+    for item in items:
+        if "can_make_hosts" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.needs_programs(*PROGRAMS))
 
 
 @pytest.fixture(scope="session")
 def can_make_hosts() -> None:
-    """Skips what needs hosts, with the reason, where a program or a permission is missing."""
+    """Skips what needs hosts, with the reason, where a permission is missing."""
     if reason := why_not():
         pytest.skip(reason)
 

@@ -10,7 +10,7 @@ import pytest
 from ddpm_ds.pipeline.streams import held_micro_batches
 from ddpm_ds.planner.job import Job
 from ddpm_ds.planner.layouts import Layout
-from ddpm_ds.planner.memory import Memory, rank_memory
+from ddpm_ds.planner.memory import COLLECTIVE_BYTES, EDGE_BYTES, Memory, rank_memory
 from ddpm_ds.planner.stages import Segment, kept, moments, rank_segments
 from tests.planner.small import small_job
 
@@ -55,6 +55,17 @@ def test_bytes_of_a_parameter(
     sizes = found.weights, found.gradients, found.optimizer, found.ema
     expected = [parameters * size for size in (weights, gradients, optimizer, ema)]
     assert sizes == pytest.approx(expected, abs=12)  # a quarter of the parameters is rounded up
+
+
+def test_communicators_of_a_gpu() -> None:
+    """The job's, a stage's replicas', a pipeline's, and one for each kind of message to and from each neighbour."""
+    task, layout = small_job(), Layout(3, 2, "1f1b", 1, 6, 0, 2, False)
+    _, _, layers = whole(task)
+    middle = memory(task, layout, (0, 4, 8, layers), rank=1)
+    assert middle.communicators == 3 * COLLECTIVE_BYTES + 4 * EDGE_BYTES
+    assert memory(task, layout, (0, 4, 8, layers), rank=0).communicators == 3 * COLLECTIVE_BYTES + 3 * EDGE_BYTES
+    assert memory(task, replace(layout, stages=1), (0, layers)).communicators == 2 * COLLECTIVE_BYTES
+    assert memory(task, layout, (0, 4, 8, layers), rank=1, on_cpu=True).communicators == 0
 
 
 def test_offload_moves_the_optimizer_and_the_average_to_the_host() -> None:

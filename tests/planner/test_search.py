@@ -9,7 +9,7 @@ import pytest
 
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.pipeline.partition import boundary_elements
-from ddpm_ds.planner import predict
+from ddpm_ds.planner import memory, predict
 from ddpm_ds.planner.layouts import Layout, ds_config, layouts
 from ddpm_ds.planner.machine import USABLE_MEMORY
 from ddpm_ds.planner.predict import Predictor
@@ -111,7 +111,7 @@ def test_the_report_has_the_table_the_memory_and_the_reason(predictor: Predictor
     assert [line.split()[0] for line in lines[1:5]] == ["1", "2", "3", "4"]
     memory = lines[lines.index("") + 1 :]
     assert memory[1].split() == [
-        *["rank", "weights", "gradients", "optimizer", "ema", "activations", "buffers", "total"]
+        *["rank", "weights", "gradients", "optimizer", "ema", "activations", "buffers", "communicators", "total"]
     ]
     reason = " ".join(lines[lines.index("", lines.index("") + 1) + 1 :])
     assert reason.startswith("1 is the fastest of ") and " longer: " in reason
@@ -154,7 +154,10 @@ def test_where_there_is_no_choice_none_is_written() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "folded"])
-def test_a_layout_that_does_not_fit_is_cut_for_its_memory_before_it_is_given_up(schedule: str) -> None:
+def test_a_layout_that_does_not_fit_is_cut_for_its_memory_before_it_is_given_up(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "communicator_bytes", lambda layout, rank: 0)  # this U-Net is smaller than one
     task = small_job(tiny_spec(unet={"multipliers": [1, 4], "blocks_per_level": 2}))
     free = small_predictor(4, task)
     layout = next(one for one in candidates(free) if (one.stages, one.schedule, one.micro_batches) == (4, schedule, 8))

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from PIL import Image
 
 from ddpm_ds.data.prepare import prepare, store_path
+from ddpm_ds.device import choose_device
 from ddpm_ds.spec_file import load_spec
 from ddpm_ds.train import command
 from tests.launching import REPOSITORY
@@ -159,6 +161,9 @@ def test_cuda_asked_for_and_absent_is_refused(
     way: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("ddpm_ds.device._gpus", lambda: 0)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if way == "environment":
         monkeypatch.setenv("DS_ACCELERATOR", "cuda")
         said = refused(capsys, tmp_path)
@@ -167,10 +172,20 @@ def test_cuda_asked_for_and_absent_is_refused(
     assert "finds no CUDA device; use --device cpu" in said
 
 
+def test_on_cuda_cudnn_times_its_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
+    monkeypatch.setattr("torch.backends.cudnn.benchmark", False)
+    assert choose_device("cpu").type == "cpu" and not torch.backends.cudnn.benchmark
+    assert choose_device("cuda").type == "cuda" and torch.backends.cudnn.benchmark
+
+
 def test_more_processes_than_cuda_devices_are_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "2")
     assert "2 processes were started on a host with 1 CUDA devices" in refused(capsys, tmp_path, "--device", "cuda")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from ddpm_ds.train.meters import Interval, Meter, metrics, model_tflops, peak_memory_bytes
+from ddpm_ds.train.meters import Interval, Meter, metrics, model_tflops, peak_memory_bytes, peak_reserved_bytes
 
 
 def ticks(*times: float) -> Callable[[], float]:
@@ -88,11 +88,21 @@ def test_peak_memory_is_not_what_the_parent_held() -> None:
     assert int(done.stdout) < held.numel()
 
 
+def test_on_cuda_what_is_reserved_is_told_from_what_tensors_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 9)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert (peak_reserved_bytes(cuda), peak_memory_bytes(cuda), peak_reserved_bytes(cpu)) == (9, 7, 0)
+
+
 def test_model_flops_are_six_per_forward_multiply_accumulate() -> None:
     assert model_tflops(1_000_000_000, images_per_second=1000.0, devices=2) == pytest.approx(3.0)
 
 
-def test_the_names_of_metrics_are_a_contract() -> None:
+@pytest.mark.parametrize(
+    ("reserved", "on_cuda"), [(0, {}), (9, {"perf/peak_reserved_bytes": 9.0})], ids=["cpu", "cuda"]
+)
+def test_the_names_of_metrics_are_a_contract(reserved: int, on_cuda: dict[str, float]) -> None:
     interval = Interval(steps=4, images=400, seconds=2.0, loss=0.5, non_finite_steps=0, data_wait_seconds=0.4)
     values = metrics(
         interval,
@@ -103,6 +113,7 @@ def test_the_names_of_metrics_are_a_contract() -> None:
         skipped_steps=3,
         macs_per_image=10**9,
         stage_peak_memory_bytes=[[5, 7], [6, 4]],
+        peak_reserved_bytes=reserved,
     )
     assert values == {
         "train/loss": 0.5,
@@ -118,4 +129,5 @@ def test_the_names_of_metrics_are_a_contract() -> None:
         "perf/peak_memory_bytes": 7.0,
         "perf/stage0_peak_memory_bytes": 7.0,
         "perf/stage1_peak_memory_bytes": 6.0,
+        **on_cuda,
     }

@@ -11,16 +11,28 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import ddpm_ds.unet
-from ddpm_ds.errors import DsConfigError
+from ddpm_ds.errors import DeviceLostError, DsConfigError
 from ddpm_ds.spec import UnetSpec
-from ddpm_ds.unet import fused_norm, fused_norm_blocks
+from ddpm_ds.unet import fused_norm, fused_norm_blocks, kernel_choice
 from ddpm_ds.unet.fused_norm import fused_norm_silu
-from ddpm_ds.unet.kernel_choice import check_kernels, choose_kernels, copy_bandwidth_share, norm_seconds, norm_shapes
+from ddpm_ds.unet.kernel_choice import (
+    Asked,
+    Trial,
+    check_kernels,
+    choose_kernels,
+    copy_bandwidth_share,
+    mask_seconds,
+    mask_sizes,
+    norm_seconds,
+    norm_shapes,
+    try_kernels,
+)
 from ddpm_ds.unet.layers import unet_layers
 from tests.unet.fused_norm_worker import Case, compared, written
 
@@ -129,14 +141,29 @@ def test_tiles_cover_every_pixel_and_channel_once(images: int, pixels: int, chan
         assert held.rows >= pixels and held.width >= channels // groups and held.programs * held.groups >= groups
 
 
+UNET = UnetSpec(channels=32, multipliers=(1, 2))
+
+
 @pytest.fixture
 def layers() -> Iterator[Any]:
-    yield unet_layers(UnetSpec(channels=32, multipliers=(1, 2)), image_channels=3, image_size=16)
+    yield unet_layers(UNET, image_channels=3, image_size=16)
+
+
+@pytest.fixture
+def layers_with_dropout() -> Any:
+    return unet_layers(UNET.model_copy(update={"dropout": 0.1}), image_channels=3, image_size=16)
 
 
 def test_a_unet_has_two_normalisations_with_silu_in_each_block_and_one_at_its_end(layers: Any) -> None:
     shapes = norm_shapes(layers)
     assert shapes.total() == 2 * sum("block" in layer.name for layer in layers) + 1
+
+
+def test_a_unet_with_dropout_has_a_mask_in_each_block(layers: Any, layers_with_dropout: Any) -> None:
+    sizes = mask_sizes(layers_with_dropout)
+    assert sizes.total() == sum("block" in layer.name for layer in layers)
+    assert sizes.keys() == {32 * 16 * 16, 64 * 8 * 8}
+    assert not mask_sizes(layers)
 
 
 def test_on_a_cpu_the_reference_is_chosen_and_the_fused_kernels_are_refused(layers: Any) -> None:
@@ -147,6 +174,79 @@ def test_on_a_cpu_the_reference_is_chosen_and_the_fused_kernels_are_refused(laye
     check_kernels("auto", cpu)
     with pytest.raises(DsConfigError, match=r'kernels = "fused" needs CUDA.*use "auto" or "reference"'):
         check_kernels("fused", cpu)
+
+
+def chosen(asked: Asked, *others: Trial) -> tuple[str, str]:
+    """What is chosen where the first rank's kernels run at the same speed, and others had these trials."""
+    cuda, mine = torch.device("cuda"), Trial(1.0, 1.0)
+    with patch.object(kernel_choice, "try_kernels", lambda *_: mine):
+        return choose_kernels(asked, (), cuda, torch.float16, 8, lambda trial: [trial, *others])
+
+
+def test_the_speed_on_all_ranks_decides() -> None:
+    assert chosen("auto", Trial(3.0, 1.0)) == (
+        "fused",
+        "kernels: fused (2.00 times the speed of the reference over the normalisations and dropout masks of this "
+        "U-Net, measured)",
+    )
+    assert chosen("auto", Trial(1.0, 3.0))[0] == "reference"
+    assert chosen("fused", Trial(1.0, 3.0)) == ("fused", "kernels: fused (as asked)")
+    assert chosen("reference", Trial(failure="no compiler"))[0] == "reference"
+
+
+def test_kernels_that_fail_on_one_rank_are_used_on_none() -> None:
+    fails = Trial(failure="no compiler")
+    assert chosen("auto", Trial(3.0, 1.0), fails) == (
+        "reference",
+        "kernels: reference (the fused ones fail on rank 2: no compiler)",
+    )
+    with pytest.raises(DsConfigError, match='kernels = "fused" fails on rank 1: no compiler; use "auto" or "refer'):
+        chosen("fused", fails, fails)
+
+
+@pytest.mark.parametrize("asked", ["auto", "fused"])
+def test_kernels_that_break_a_gpu_end_the_run_on_all_ranks(asked: Asked) -> None:
+    trials = (Trial(failure="no compiler"), Trial(failure="an illegal memory access", device_lost=True))
+    said = 'the fused kernels have broken the GPU of rank 2: an illegal memory access; set "kernels" to "reference"'
+    with pytest.raises(DeviceLostError, match=said):
+        chosen(asked, *trials)
+
+
+@pytest.mark.parametrize(
+    ("error", "broken", "trial"),
+    [
+        (None, False, Trial(3.0, 3.0)),
+        (RuntimeError("Triton Error [CUDA]: an illegal\nmemory access"), True, None),
+        (torch.AcceleratorError("CUDA error: unspecified launch failure"), True, None),
+        (torch.OutOfMemoryError("CUDA out of memory"), False, None),
+        (NotImplementedError(), False, Trial(failure="NotImplementedError")),
+    ],
+    ids=str,
+)
+def test_a_failed_kernel_is_told_from_a_broken_gpu(
+    layers: Any, monkeypatch: pytest.MonkeyPatch, error: Exception | None, broken: bool, trial: Trial | None
+) -> None:
+    """On a CPU, with stand-ins for what would fail on a GPU: a kernel, and the wait for the device after it."""
+
+    def seconds(work: Any, device: torch.device, dtype: torch.dtype, images: int, kernels: str) -> float:
+        if kernels == "fused" and error is not None:
+            raise error
+        return 3.0
+
+    def synchronize(device: torch.device) -> None:
+        if broken:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(kernel_choice, "available", lambda device: True)
+    monkeypatch.setattr(kernel_choice, "norm_seconds", seconds)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    expected = trial or Trial(failure=" ".join(str(error).split()), device_lost=broken)
+    assert try_kernels("auto", layers, torch.device("cpu"), torch.float16, 8) == expected
+
+
+def test_a_rank_without_triton_fails_and_measures_nothing(layers: Any) -> None:
+    cpu = torch.device("cpu")
+    assert try_kernels("auto", layers, cpu, torch.float32, 8) == Trial(failure="Triton is not installed")
 
 
 def test_the_module_is_imported_without_triton() -> None:
@@ -172,9 +272,10 @@ def test_on_a_gpu_it_equals_float64_at_the_sizes_of_a_unet_compiled(dtype: str) 
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_choice_is_measured(layers: Any) -> None:
-    device, shapes = torch.device("cuda"), norm_shapes(layers)
-    choice, why = choose_kernels("auto", layers, device, torch.float16, 8)
+def test_on_a_gpu_a_choice_is_measured(layers_with_dropout: Any) -> None:
+    device, shapes = torch.device("cuda"), norm_shapes(layers_with_dropout)
+    choice, why = choose_kernels("auto", layers_with_dropout, device, torch.float16, 8)
     assert choice in why and "measured" in why
     assert norm_seconds(shapes, device, torch.float16, 8, "fused") > 0
+    assert mask_seconds(mask_sizes(layers_with_dropout), device, 8, "fused") > 0
     assert copy_bandwidth_share(next(iter(shapes)), device, torch.float16, 8) > 0

@@ -1,0 +1,79 @@
+"""One rank that writes down what its engine posts and waits for in a step.
+
+python tests/pipeline/order_worker.py SCHEDULE MICRO_BATCHES FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from ddpm_ds.pipeline.boundary import Channel
+from ddpm_ds.pipeline.build import build_engine
+from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
+from ddpm_ds.pipeline.partition import partition
+from ddpm_ds.train.objective import Denoising
+from tests.pipeline import ladder_worker
+from tests.pipeline.batches import global_batch, micro_batches
+from tests.pipeline.ladder_worker import Case
+
+
+class Recorded:
+    """A posted operation whose wait is written down."""
+
+    def __init__(self, work: Any, what: list[Any], seen: list[Any]) -> None:
+        self.work, self.what, self.seen = work, what, seen
+
+    def wait(self) -> None:
+        self.seen.append(["wait", *self.what])
+        self.work.wait()
+
+
+def main() -> None:
+    """The program."""
+    schedule, count, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    seen: list[Any] = []
+    numbers: Counter[Any] = Counter()
+    post_send, post_receive = Channel.post_send, Channel.post_receive
+
+    def note(does: str, channel: Channel) -> list[Any]:
+        edge = channel.wire.edge
+        what = [list(edge), numbers[does, edge]]
+        numbers[does, edge] += 1
+        seen.append([does, *what])
+        return what
+
+    def send(channel: Channel, message: torch.Tensor) -> Any:
+        what = note("send", channel)
+        return Recorded(post_send(channel, message), what, seen)
+
+    def receive(channel: Channel) -> Any:
+        what = note("receive", channel)
+        work, message = post_receive(channel)
+        return Recorded(work, what, seen), message
+
+    Channel.post_send, Channel.post_receive = send, receive  # type: ignore[method-assign]
+    use_host_accelerator()
+    deepspeed.init_distributed(verbose=False)
+    case = Case(4, 1, 0, "fp32", 0, micro_batches=count, schedule=schedule)  # type: ignore[arg-type]
+    spec = ladder_worker.spec_of(compiled=False)
+    layers = ladder_worker.layers_of(spec)
+    bounds = partition(layers, 4, "flops", case.schedule)
+    objective = Denoising(spec, torch.device("cpu"))
+    engine = build_engine(
+        layers, bounds, case.config(spec.train.batch_images), objective, seed=1, schedule=case.schedule
+    )
+    engine.train_batch(micro_batches(engine, global_batch(spec, 0)))
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(seen))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

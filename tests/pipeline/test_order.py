@@ -1,0 +1,238 @@
+"""No order of messages locks: the model's sweep, the locks it must find, and that the engines post what it says."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Hashable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddpm_ds.pipeline.forward import _Folded, _Straight
+from ddpm_ds.pipeline.order import (
+    Edge,
+    LockError,
+    Operation,
+    Paper,
+    PaperLine,
+    execute,
+    own_communicator,
+    pipeline_edges,
+    training_order,
+)
+from ddpm_ds.pipeline.partition import Schedule
+from ddpm_ds.pipeline.simulate import PhaseCosts, RankCosts, simulate
+from ddpm_ds.pipeline.wires import Wires
+from tests.launching import fork_ranks
+
+SCHEDULES: tuple[Schedule, ...] = ("1f1b", "folded")
+RANKS = (2, 3, 4, 5, 6, 7, 8, 12, 16)
+PASSES = ("ForwardPass", "BackwardPass")
+
+
+def micro_batches(schedule: Schedule, ranks: int) -> list[int]:
+    """From the fewest that a schedule can have to four for each rank."""
+    if schedule == "folded":
+        return [2 * ranks, 2 * ranks + 1, 3 * ranks, 4 * ranks]
+    return sorted({1, 2, ranks - 1, ranks, ranks + 1, 2 * ranks, 4 * ranks})
+
+
+every_step = pytest.mark.parametrize(("schedule", "ranks"), list(itertools.product(SCHEDULES, RANKS)))
+
+
+def step(
+    schedule: Schedule,
+    count: int,
+    ranks: int,
+    communicator: Callable[[Edge], Hashable] = own_communicator,
+    **ways: Any,
+) -> float:
+    """A training step on paper."""
+    return execute([training_order(schedule, count, ranks, rank, **ways) for rank in range(ranks)], communicator)
+
+
+def one_for_each_direction(edge: Edge) -> Hashable:
+    """Two communicators over a whole pipeline, as they were."""
+    return edge.phase, edge.kind
+
+
+class PostedWhereUsed(PaperLine):
+    """Receives are not posted ahead."""
+
+    def expect(self, messages: int) -> None:
+        self._expected += messages
+
+    def take(self) -> None:
+        self._post()
+        self._posted.popleft()[0].wait()
+
+
+class PostedAtOnce(PaperLine):
+    """All receives of a step are posted before it begins."""
+
+    def expect(self, messages: int) -> None:
+        for _ in range(messages):
+            super().expect(1)
+
+
+@every_step
+@pytest.mark.parametrize("line", [PaperLine, PostedWhereUsed, PostedAtOnce])
+def test_no_step_locks(schedule: Schedule, ranks: int, line: type[PaperLine]) -> None:
+    for count in micro_batches(schedule, ranks):
+        step(schedule, count, ranks, line=line, reduces=True)
+
+
+@every_step
+def test_two_communicators_for_a_pipeline_lock_from_four_ranks_on(schedule: Schedule, ranks: int) -> None:
+    count = 4 * ranks
+    if ranks < 4:
+        step(schedule, count, ranks, one_for_each_direction)
+        return
+    with pytest.raises(LockError, match=r"rank \d+ waits for .* behind "):
+        step(schedule, count, ranks, one_for_each_direction)
+
+
+@every_step
+@pytest.mark.parametrize("passes", [("ForwardPass",), ("BackwardPass",), PASSES])
+def test_a_wait_for_the_device_locks_unless_messages_go_by_the_hosts(
+    schedule: Schedule, ranks: int, passes: tuple[str, ...]
+) -> None:
+    for count in micro_batches(schedule, ranks):
+        step(schedule, count, ranks, device_waits=passes, by_host=True, reduces=True)
+    if "ForwardPass" in passes:
+        with pytest.raises(LockError, match="waits for the device"):
+            step(schedule, 2 * ranks, ranks, device_waits=passes)
+
+
+def test_a_wait_for_the_device_locks_a_fold_even_if_receives_are_posted_where_they_are_used() -> None:
+    """Neighbours wait for the sends that each has posted; so messages have to leave the device altogether."""
+    with pytest.raises(LockError):
+        step("folded", 8, 4, device_waits=PASSES, line=PostedWhereUsed)
+
+
+def test_a_lock_is_described() -> None:
+    with pytest.raises(LockError) as locked:
+        execute([[Operation("receive", Edge("activations", 0, 1, 0)), Operation("device")], [Operation("pass")]])
+    assert str(locked.value) == ("rank 0 waits for the device, behind activations 0 of phase 0 from rank 1 to rank 0")
+
+
+@every_step
+def test_a_step_takes_as_long_as_the_simulator_says(schedule: Schedule, ranks: int) -> None:
+    """On links that cost nothing: a message that is taken late, or posted late, delays nobody."""
+    seconds = {"ForwardPass": 1.0, "BackwardPass": 2.0}
+    costs = [RankCosts((PhaseCosts(1.0, 2.0),) * (2 if schedule == "folded" else 1))] * ranks
+    for count in micro_batches(schedule, ranks):
+        found = step(schedule, count, ranks, seconds=lambda instruction, phase: seconds[instruction])
+        assert found == pytest.approx(simulate(schedule, count, costs, keep_events=False).step_seconds)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "phases", "most", "all_edges"), [(1, 1, 0, 0), (2, 1, 3, 3), (8, 1, 4, 15), (8, 2, 8, 28)]
+)
+def test_communicators_of_a_rank(ranks: int, phases: int, most: int, all_edges: int) -> None:
+    edges = pipeline_edges(ranks, phases)
+    assert len(edges) == len(set(edges)) == all_edges
+    assert max(sum(rank in edge[2:] for edge in edges) for rank in range(ranks)) == most
+
+
+class PaperChannel(PaperLine):
+    """A line with what the forward pipeline uses of a channel."""
+
+    by_host = False
+
+    def send(self, tensors: Any) -> None:
+        self.put(None)
+
+    def receive(self) -> tuple[Tensor, ...]:
+        self.take()
+        return (torch.zeros(1),) * 2
+
+
+class PaperEngine:
+    """One rank with what the forward pipeline uses of an engine; what it posts is written down."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, schedule: Schedule, ranks: int, rank: int, *, device_waits: bool, by_host: bool) -> None:
+        self.num_stages, self.stage_id, self.phases = ranks, rank, 2 if schedule == "folded" else 1
+        self.loss_stage = 0 if schedule == "folded" else ranks - 1
+        self.paper, self.module, self._device_waits = Paper(by_host), self, device_waits
+        self.unet_layers = [type("Layer", (), {"output_shape": (1,)})]
+        self.most = 2 * ranks + 1 if schedule == "folded" else ranks + 1
+        self.packed = self.unpacked = self.in_wire_dtype = lambda carry: carry
+
+    def is_first_stage(self) -> bool:
+        return self.stage_id == 0
+
+    def channel(self, edge: Edge, *_: Any) -> PaperChannel:
+        return PaperChannel(self.paper, edge, self.most)
+
+    def wires(self, phase: int, images: int) -> Wires:
+        own: dict[tuple[str, bool], Any] = {}
+        for edge in pipeline_edges(self.num_stages, self.phases):
+            if edge.phase == phase and self.stage_id in edge[2:] and edge.kind != "predictions":
+                own[edge.kind, edge.source == self.stage_id] = self.channel(edge)
+        ends = itertools.product(("activations", "gradients"), (False, True))
+        return Wires(*(own.get(end) for end in ends))
+
+    def walk(self, phase: int, carry: Any) -> Any:
+        self.paper.write(Operation("pass", name="ForwardPass"))
+        if self._device_waits:
+            self.paper.write(Operation("device"))
+        last = self.phases - 1 == phase and self.stage_id == self.loss_stage
+        return torch.zeros(1) if last else (torch.zeros(1),) * 3
+
+
+def forward_order(schedule: Schedule, ranks: int, rank: int, calls: int, depth: int, **ways: bool) -> list[Operation]:
+    """What a rank posts and waits for in the forward pipeline."""
+    engine: Any = PaperEngine(schedule, ranks, rank, **ways)
+    pipeline = (_Folded if schedule == "folded" else _Straight)(engine, 1)
+    take: Callable[[int, Tensor], None] = lambda number, prediction: None  # noqa: E731
+    pipeline.run(
+        calls, lambda number: (torch.zeros(1),), take, min(depth, calls), lambda: None, by_host=engine.paper.by_host
+    )
+    return list(engine.paper.operations)
+
+
+def depths(ranks: int) -> Iterator[tuple[int, int]]:
+    """Calls, and how many of them are under way at a time."""
+    for calls in (1, 2, ranks, 3 * ranks):
+        for depth in sorted({1, 2, ranks - 1, ranks, 2 * ranks, 3 * ranks}):
+            yield calls, depth
+
+
+@every_step
+def test_no_forward_pipeline_locks(schedule: Schedule, ranks: int) -> None:
+    for (calls, depth), by_host in itertools.product(depths(ranks), (False, True)):
+        ways = {"device_waits": by_host, "by_host": by_host}
+        execute([forward_order(schedule, ranks, rank, calls, depth, **ways) for rank in range(ranks)])
+
+
+def test_the_forward_pipeline_locked_on_two_communicators() -> None:
+    ways = {"device_waits": False, "by_host": False}
+    with pytest.raises(LockError):
+        orders = [forward_order("1f1b", 4, rank, 8, 2, **ways) for rank in range(4)]
+        execute(orders, lambda edge: "gradients" if edge.kind == "predictions" else "activations")
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_engines_post_what_the_model_posts(schedule: Schedule, tmp_path: Path) -> None:
+    """Sends, receives and waits of a step, in their order, on each of four ranks."""
+    ranks, count = 4, 8
+    worker = Path(__file__).with_name("order_worker.py")
+    log = tmp_path / "log"
+    forked = fork_ranks(ranks, worker, schedule, str(count), str(tmp_path), stdout=log, stderr=log)
+    assert [rank.wait(timeout=300) for rank in forked] == [0] * ranks, log.read_text()
+    for rank in range(ranks):
+        posted = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        expected = [
+            [operation.does, list(operation.edge), operation.number]
+            for operation in training_order(schedule, count, ranks, rank)
+            if operation.edge is not None
+        ]
+        assert posted == expected

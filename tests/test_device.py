@@ -1,0 +1,178 @@
+"""Which device a process gets, what CUDA's environment then holds, and what is wrong with a GPU that can't be used."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+
+import pynvml
+import pytest
+import torch
+
+from ddpm_ds import device
+from ddpm_ds.device import LOCKING_ENVIRONMENT, MESSAGE_ENVIRONMENT, choose_device
+from ddpm_ds.errors import LayoutError
+from tests.launching import REPOSITORY
+
+TOO_OLD = (
+    "CUDA initialization: The NVIDIA driver on your system is too old (found version 11040). Please update your GPU "
+    "driver by downloading it. (Triggered internally)"
+)
+Host = Callable[..., None]
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Host:
+    """Makes this process one of some on a host with GPUs; its environment is a copy."""
+
+    def make(gpus: int = 2, shown: int | None = None, starts: bool = True, processes: int = 2, **changes: str) -> None:
+        """``gpus`` are the host's, ``shown`` those that PyTorch counts; ``changes`` are of the environment."""
+        place = {"RANK": "0", "WORLD_SIZE": str(processes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(processes)}
+        ours = {*MESSAGE_ENVIRONMENT, *LOCKING_ENVIRONMENT, "CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"}
+        rest = {name: value for name, value in os.environ.items() if name not in ours}
+        monkeypatch.setattr(os, "environ", {**rest, **place, **changes})
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus if shown is None else shown)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: starts)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+        monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: gpus)
+        monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", lambda: "470.82.01")
+        monkeypatch.setattr(pynvml, "nvmlSystemGetCudaDriverVersion_v2", lambda: 11040)
+
+    return make
+
+
+def refused(wanted: str = "auto", stages: int = 1) -> str:
+    with pytest.raises(LayoutError) as error:
+        choose_device(wanted, stages)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_messages_get_their_environment_before_cuda_is_first_called_and_rank_0_says_so_once(
+    host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host()
+    at_first_call: list[dict[str, str]] = []
+
+    def device_count() -> int:
+        at_first_call.append(dict(os.environ))
+        return 2
+
+    monkeypatch.setattr(torch.cuda, "device_count", device_count)
+    assert choose_device("auto", 2) == choose_device("cuda", 2) == torch.device("cuda", 0)
+    assert MESSAGE_ENVIRONMENT.items() <= at_first_call[0].items()
+    said = ", ".join(f"{name}={value}" for name, value in MESSAGE_ENVIRONMENT.items())
+    assert capsys.readouterr().out == f"set for messages between GPUs (docs/gpu.md): {said}\n"
+
+
+def test_what_the_user_has_set_stays(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    host(NCCL_MAX_P2P_NCHANNELS="16")
+    choose_device("auto")
+    assert os.environ["NCCL_MAX_P2P_NCHANNELS"] == "16" and "NCCL" not in capsys.readouterr().out
+    host(**dict.fromkeys(MESSAGE_ENVIRONMENT, "1"))
+    choose_device("auto")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("changes", [{"RANK": "1"}, {"processes": 1}, {"DS_ACCELERATOR": "cpu"}, {"gpus": 0}], ids=str)
+def test_other_ranks_one_process_and_a_cpu_say_nothing(
+    changes: dict[str, object], host: Host, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host(**changes)
+    choose_device("auto")
+    assert capsys.readouterr().out == ""
+    assert (MESSAGE_ENVIRONMENT.keys() <= os.environ.keys()) == ("RANK" in changes)
+
+
+@pytest.mark.parametrize("name", LOCKING_ENVIRONMENT)
+def test_what_would_stop_a_pipeline_is_refused_where_there_is_one(name: str, host: Host) -> None:
+    host(**{name: "1"})
+    assert refused(stages=4).startswith(f"{name} = 1 would stop a pipeline of 4 stages for ever: ")
+    choose_device("auto", 1)
+    host(**{name: "0"})
+    choose_device("auto", 4)
+    host(gpus=0, **{name: "1"})
+    assert choose_device("auto", 4).type == "cpu"
+
+
+@pytest.mark.parametrize("shown", [1, 0], ids=["counted by PyTorch", "not even counted"])
+@pytest.mark.parametrize("wanted", ["auto", "cuda"])
+def test_a_driver_that_is_too_old_is_named_with_both_versions(
+    wanted: str, shown: int, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host(gpus=1, shown=shown, processes=1)
+
+    def is_available() -> bool:
+        warnings.warn(TOO_OLD, stacklevel=2)
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    assert refused(wanted) == (
+        "this host has a GPU, but CUDA does not start (The NVIDIA driver on your system is too old (found version "
+        "11040)); driver 470.82.01 serves CUDA up to 11.4, and this PyTorch is built for CUDA 13.0: update the driver, "
+        "install a PyTorch for its CUDA, or use --device cpu"
+    )
+
+
+def test_a_driver_that_does_not_answer_is_no_reason_for_the_cpu(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host(shown=0, starts=False)
+
+    def mismatch() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", mismatch)
+    monkeypatch.setattr(device.Path, "glob", lambda path, pattern: iter([path / "nvidia0"]))
+    assert "its driver does not answer (RM has detected an NVML/RM version mismatch.)" in refused()
+    monkeypatch.setattr(device.Path, "glob", lambda path, pattern: iter([]))
+    assert choose_device("auto").type == "cpu"
+
+
+def test_one_gpu_twice_is_named_where_cuda_would_show_none(host: Host) -> None:
+    host(shown=0, starts=False, CUDA_VISIBLE_DEVICES="0, 0")
+    assert refused() == refused("cuda")
+    assert refused().startswith("CUDA_VISIBLE_DEVICES = 0, 0 names a GPU twice, so that CUDA shows none; name each ")
+    host(shown=0, starts=False, CUDA_VISIBLE_DEVICES="7")
+    assert "has a GPU and CUDA_VISIBLE_DEVICES = 7, but CUDA does not start (no device)" in refused()
+
+
+@pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles"])
+def test_gpus_that_are_hidden_leave_the_cpu(visible: str, host: Host) -> None:
+    host(shown=0, starts=False, CUDA_VISIBLE_DEVICES=visible)
+    assert choose_device("auto").type == "cpu" and os.environ["DS_ACCELERATOR"] == "cpu"
+    host(shown=0, starts=False, CUDA_VISIBLE_DEVICES=visible)
+    assert "--device = cuda, but CUDA_VISIBLE_DEVICES hides every GPU; use --device cpu" in refused("cuda")
+
+
+def test_a_pytorch_without_cuda_trains_on_the_cpu_unless_cuda_is_asked_for(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host(shown=0, starts=False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "--device = cuda, but this PyTorch is built without CUDA" in refused("cuda")
+    assert choose_device("auto").type == "cpu"
+
+
+def test_fewer_gpus_than_processes_are_named_with_what_hides_them(host: Host) -> None:
+    host(shown=1, CUDA_VISIBLE_DEVICES="3")
+    assert refused().startswith(
+        "2 processes were started on a host with 1 CUDA devices (CUDA_VISIBLE_DEVICES = 3); start 1 (deepspeed "
+    )
+
+
+def test_a_gpu_that_is_busy_is_one_line(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    host()
+
+    def set_device(index: int) -> None:
+        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors might")
+
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    assert refused().startswith("CUDA device 0 can't be used (CUDA error: CUDA-capable device(s) is/are busy or unav")
+
+
+def test_the_table_of_the_docs_has_these_variables_and_values() -> None:
+    table = (REPOSITORY / "docs" / "gpu.md").read_text()
+    assert all(f"| `{name}` | {value} |" in table for name, value in MESSAGE_ENVIRONMENT.items())
+    assert all(f"| `{name}` | refused " in table for name in LOCKING_ENVIRONMENT)

@@ -1,0 +1,100 @@
+"""Real runs under a transport that is as strict as NCCL: none locks, and each comes where it came before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.forking import REPOSITORY
+from tests.launching import fork_ranks
+from tests.strict import LOCKED, MUTANTS
+from tests.train.ranks import TRAIN, arguments, checkpoints, points
+
+pytestmark = pytest.mark.launch
+
+STRICT = REPOSITORY / "tests" / "strict.py"
+SECONDS = 500.0
+DEEP = ("unet.multipliers=[1,1]", "unet.blocks_per_level=2")
+"""A U-Net that folds onto four ranks."""
+LENGTH = ("train.images=128", "train.batch_images=16", "train.accumulation=8")
+"""Eight steps of eight micro-batches, with samples and held-out losses after the fifth and the last."""
+WATCHED = ("--profile-kernels", "5-5", "--trace-steps", "6-7")
+
+
+def run(processes: int, *words: str, log: Path, **environment: str) -> list[int]:
+    """The exit codes of the ranks of a script of ``launch/``."""
+    ranks = fork_ranks(processes, STRICT, *words, stdout=log, stderr=log, MLFLOW_TRACKING_URI="", **environment)
+    try:
+        return [rank.wait(SECONDS) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def config_of(folder: Path, name: str) -> str:
+    """A DeepSpeed JSON of the project whose flops profile is of the fourth step."""
+    config = json.loads((REPOSITORY / "ds_configs" / name).read_text())
+    config["flops_profiler"] = {"enabled": True, "profile_step": 4}
+    path = folder / name
+    path.write_text(json.dumps(config))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("zero2_fp16.json", ("-p", "4")),
+        ("folded_zero2_fp16.json", ("-p", "4")),
+        ("folded_zero2_fp16.json", ("-p", "2")),
+    ],
+    ids=["4 stages", "fold of 4", "fold of 2 x 2 replicas"],
+)
+def test_a_run_that_is_watched_in_every_way_does_not_lock(name: str, layout: tuple[str, str], tmp_path: Path) -> None:
+    """ZeRO-2, samples, held-out losses, checkpoints, flops, kernels and a trace; losses are those of plain gloo."""
+    config, log = config_of(tmp_path, name), tmp_path / "log"
+    words = arguments(tmp_path / "run", (*DEEP, *LENGTH), config, (*layout, *WATCHED))
+    assert run(4, str(TRAIN), *words, log=log) == [0] * 4, log.read_text()[-6000:]
+    said = log.read_text()
+    assert all(words in said for words in ("flops of step 4", "traced steps 6-7", "held-out loss")), said
+    assert list((tmp_path / "run" / "samples").glob("*.png")) and checkpoints(tmp_path / "run")
+    assert (tmp_path / "run" / "kernels" / "groups.txt").exists()
+
+    plain = arguments(tmp_path / "plain", (*DEEP, *LENGTH), config, layout)
+    ranks = fork_ranks(4, TRAIN, *plain, stdout=log, stderr=log, MLFLOW_TRACKING_URI="")
+    assert [rank.wait(SECONDS) for rank in ranks] == [0] * 4, log.read_text()[-6000:]
+    strict_losses, losses = ([point["train/loss"] for point in points(tmp_path / of)] for of in ("run", "plain"))
+    assert strict_losses == losses
+
+
+def test_a_resume_on_another_layout_with_a_folder_for_each_host_does_not_lock(tmp_path: Path) -> None:
+    """What is in the folder of one host alone is sent to the ranks of the other."""
+    folders = [tmp_path / host for host in "aabb"]
+    for folder in set(folders):
+        folder.mkdir()
+    log, hosts = tmp_path / "log", {"STRICT_FOLDERS": ":".join(map(str, folders))}
+    length = ("data.store_root=data", *DEEP, *LENGTH)
+    first = arguments(Path("run"), length, "zero2_fp16.json", ("-p", "4"))
+    assert run(4, str(TRAIN), *first, log=log, **hosts) == [0] * 4, log.read_text()[-6000:]
+    longer = (*length, "train.images=192")
+    second = arguments(Path("run"), longer, "folded_zero2_fp16.json", ("-p", "2"))
+    assert run(4, str(TRAIN), *second, log=log, **hosts) == [0] * 4, log.read_text()[-6000:]
+    assert "go from host" in log.read_text()
+    assert points(tmp_path / "a" / "run")[-1]["progress/images"] == 192
+
+
+def test_the_benchmark_does_not_lock(tmp_path: Path) -> None:
+    """The rows of this project's engines; DistributedDataParallel can't use a process group written in Python."""
+    bench, log = REPOSITORY / "launch" / "bench.py", tmp_path / "log"
+    words = arguments(tmp_path / "run", (*DEEP, *LENGTH), "zero1_fp32.json", ("-p", "2"))[2:]
+    effort = ("--rows", "1f1b,folded,traced", "--rounds", "1", "--steps-per-round", "1", "--compared-steps", "3")
+    assert run(2, str(bench), *words, *effort, log=log) == [0] * 2, log.read_text()[-6000:]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_what_nccl_would_not_survive_locks_here(mutant: str, tmp_path: Path) -> None:
+    config, log = config_of(tmp_path, "folded_zero2_fp16.json"), tmp_path / "log"
+    words = arguments(tmp_path / "run", (*DEEP, *LENGTH), config, ("-p", "4"))
+    codes = run(4, str(TRAIN), *words, log=log, STRICT_MUTANT=mutant, STRICT_SECONDS="15")
+    assert LOCKED in codes, log.read_text()[-6000:]
