@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import signal
 import statistics
@@ -23,7 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -40,7 +41,7 @@ from ddpm_ds.train.run_folder import METRICS, checkpoints_of  # noqa: E402
 CONFIGS, TRAIN, BENCH = (REPOSITORY / name for name in ("ds_configs", "launch/train.py", "launch/bench.py"))
 LADDER = REPOSITORY / "tests" / "pipeline" / "test_ladder.py"
 PACKAGES = ("torch", "deepspeed", "triton", "mlflow", "diffusers", "denoising-diffusion-pytorch")
-LOG_LINES, MOST_LOGS = 40, 3
+LOG_LINES, MOST_LOGS = 60, 3
 """Last lines of a log that the report shows, and how many logs of a check that failed."""
 
 DESCRIPTION = """\
@@ -191,10 +192,14 @@ CIFAR10_SIZED: list[str | Path] = [*settings(data__source="digits", optimizer__w
 
 def run_pytest(machine: Machine, name: str, *words: str | Path, seconds: float) -> Row:
     """A row for some tests; what they record with ``record_property`` is shown."""
-    file = machine.work / f"{name}.xml"
-    plain = ("-q", "-p", "no:cacheprovider", "-o", "addopts=")  # which may name options of plug-ins that are missing
-    options = (*plain, "--tb", "short", f"--junitxml={file}")
-    machine.run(name, "-m", "pytest", *options, *words, seconds=seconds, good=(0, 1))
+    slug = re.sub(r"\W+", "-", name)
+    file = machine.work / f"{slug}.xml"
+    # addopts may name options of plug-ins that are missing; where CI is set, pytest does not cut what differs
+    plain = ("-q", "-p", "no:cacheprovider", "-o", "addopts=")
+    options = (*plain, "--tb", "short", "--disable-warnings", f"--junitxml={file}")
+    machine.run(
+        slug, "-m", "pytest", *options, *words, seconds=seconds, good=(0, 1), CI="true"
+    )  # which cuts nothing off
     cases = list(ElementTree.parse(file).iter("testcase"))
     failed = [case.get("name", "") for case in cases if {"failure", "error"} & {child.tag for child in case}]
     skipped = [child.get("message", "") for case in cases for child in case if child.tag == "skipped"]
@@ -290,14 +295,12 @@ def memory(machine: Machine) -> Iterator[Row]:
     length = settings(train__images=3 * images, logging__log_every_images=images)
     points = machine.train("fitted", answer, *options, *length, seconds=120)
     yield judged("fit's answer trains", len(points) == 3, f"{len(points)} steps of {images} images", "3 steps")
-    said["the planner"] = machine.measure("plan", seconds=60)
+    if machine.on_gpu:  # a process on a CPU holds its libraries as well, which the planner does not count
+        said["the planner"] = machine.measure("plan", seconds=60)
     held = points[-1]["perf/peak_memory_bytes"]
     for name, told in said.items():
         words = f"{told / 2**30:.2f} GiB by {name}, {held / 2**30:.2f} GiB held"
-        if machine.on_gpu:
-            yield judged(f"memory by {name}", 0.8 <= told / held <= 1.25, words, "0.8 to 1.25 of what is held")
-        else:
-            yield Row(f"memory by {name}", f"{words}: a process on a CPU holds its libraries as well", "measured")
+        yield judged(f"memory by {name}", 0.8 <= told / held <= 1.25, words, "0.8 to 1.25 of what is held")
 
 
 def measure_plan(work: Path) -> int:
@@ -312,8 +315,8 @@ def measure_plan(work: Path) -> int:
     found, path = json.loads((work / "trials.json").read_text()), work / "fit.json"
     trial, config = found["layouts"][0]["trials"][0], json.loads(path.read_text())
     job = job_of(load_spec(Path(found["spec"])), config, path)
-    kind = "cpu" if os.environ["DS_ACCELERATOR"] == "cpu" else "h100"  # memory depends on no more than that
-    devices, zero = machine(kind, half=True, devices=1, nodes=1), config["zero_optimization"]["stage"]
+    devices = machine("h100", half=True, devices=1, nodes=1)  # any: the memory that a run needs is the same on all
+    zero = config["zero_optimization"]["stage"]
     sizes = (trial["micro_batch_images"], trial["micro_batches"], trial["checkpoint_interval"])
     layout = Layout(1, 1, "1f1b", *sizes, zero, offload=False)
     return Predictor(job, devices, analytic_times(job, devices)).memory(layout)[0].total
@@ -347,33 +350,30 @@ def kernels(machine: Machine) -> Iterator[Row]:
         yield Row("fused normalisation", "no GPU", "skipped")
         return
     found = machine.measure("norms", seconds=150)
-    for precision, choice in found["choices"].items():
-        seconds = {way: choice[way] for way in ("fused", "reference")}
+    for precision, (chosen, trial) in found["choices"].items():
+        seconds = {way: trial[f"{way}_seconds"] for way in ("fused", "reference")}
         words = ", ".join(f"{way} {1e3 * of:.3g} ms" for way, of in seconds.items())
-        good = seconds[choice["chosen"]] <= 1.1 * min(seconds.values())
-        yield judged(f"kernels auto, {precision}", good, f"{choice['chosen']}: {words}", "the faster, within 10%")
+        good = not trial["failure"] and seconds[chosen] <= 1.1 * min(seconds.values())
+        yield judged(f"kernels auto, {precision}", good, f"{chosen}: {words}", "the faster, within 10%")
     for shape, share in found["shares"].items():
         yield Row(f"fused normalisation, {shape}", f"{share:.0%} of the copy bandwidth", "measured")
 
 
 def measure_norms(work: Path) -> dict[str, dict[str, Any]]:
-    """By shape the share of the copy bandwidth, and by precision what is chosen and what both ways take."""
+    """By precision what is chosen and what both kinds take, and by shape the share of the copy bandwidth."""
     import torch
 
     from ddpm_ds.spec_file import load_spec
-    from ddpm_ds.unet.kernel_choice import choose_kernels, copy_bandwidth_share, norm_seconds, norm_shapes
+    from ddpm_ds.unet.kernel_choice import choose_kernels, copy_bandwidth_share, norm_shapes, try_kernels
     from ddpm_ds.unet.layers import unet_layers
 
     spec, device = load_spec(SPECS / "cifar10.yaml"), torch.device("cuda")
     layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
-    shapes, images = norm_shapes(layers), spec.train.batch_images
-    choices: dict[str, dict[str, Any]] = {}
+    images, choices, shares = spec.train.batch_images, {}, {}
     for name, dtype in {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}.items():
-        choices[name] = {"chosen": choose_kernels("auto", layers, device, dtype, images)[0]}
-        for way in ("fused", "reference"):
-            choices[name][way] = norm_seconds(shapes, device, dtype, images, way)
-    shares = {}
-    for shape in shapes:
+        chosen, _ = choose_kernels("auto", layers, device, dtype, images)
+        choices[name] = chosen, asdict(try_kernels("auto", layers, device, dtype, images))
+    for shape in norm_shapes(layers):
         name = f"{shape.channels} channels at {shape.resolution} px, embedding {shape.embedding}"
         shares[name] = copy_bandwidth_share(shape, device, torch.bfloat16, images)
     return {"choices": choices, "shares": shares}
@@ -406,11 +406,7 @@ def compiled(machine: Machine) -> Iterator[Row]:
     yield judged("compile, after the first step", not late, f"{late} recompilations", "0")
     timed = ([point["perf/step_seconds"] for point in points[steps // 2 :]] for points in runs.values())
     eager, fast = map(statistics.median, timed)
-    speed = f"{1e3 * fast:.4g} ms a step, {eager / fast:.2f} times as fast as eager"
-    if machine.on_gpu:
-        yield judged("compile, speed", fast <= eager, speed, ">= 1")
-    else:
-        yield Row("compile, speed", speed, "measured")
+    yield Row("compile, speed", f"{1e3 * fast:.4g} ms a step, {eager / fast:.2f} times as fast as eager", "measured")
 
 
 def several(machine: Machine) -> Iterator[Row]:

@@ -51,7 +51,7 @@ def crashes(machine: Any) -> Iterator[Any]:
 
 
 def raises(machine: Any) -> Iterator[Any]:
-    yield Row("a number", str({}["missing"]), "pass")
+    yield Row("a number", {"found": "1"}["missing"], "pass")
 
 
 def hangs(machine: Any) -> Iterator[Any]:

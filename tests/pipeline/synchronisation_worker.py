@@ -45,6 +45,8 @@ POISONED = 1
 TO_THE_HOST = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2", "item")
 FROM_THE_HOST = ("lift_fresh",)
 """``torch.tensor(value)``: a copy from memory that is not pinned."""
+WARNING = "called a synchronizing CUDA operation"
+"""What PyTorch says of a wait; it also warns, once, that it does not see every one."""
 
 
 class Synchronisations(TorchDispatchMode):
@@ -78,12 +80,17 @@ class Synchronisations(TorchDispatchMode):
         ]
         self.found.append(f"{what}: {' > '.join(places)}")
 
+    def warning(self, words: str) -> None:
+        """Note a wait that PyTorch warns of."""
+        if WARNING in words:
+            self.note(words)
+
     @contextlib.contextmanager
     def warned(self) -> Iterator[None]:
         """On CUDA."""
         with warnings.catch_warnings():
             warnings.simplefilter("always")
-            warnings.showwarning = lambda message, *_, **__: self.note(str(message))
+            warnings.showwarning = lambda message, *_, **__: self.warning(str(message))
             torch.cuda.set_sync_debug_mode("warn")
             try:
                 yield

@@ -67,6 +67,14 @@ CASES = {
 }
 
 
+def tolerance(case: Case) -> float:
+    """What a case may differ from float64 by: in fp32 also some roundings of the mean, which moves every value by them.
+
+    A rounding of the mean is 2^-24 of it; values count in their standard deviation.
+    """
+    return TOLERANCE[case.dtype] + 4 * 2.0**-24 * abs(case.mean) / case.deviation
+
+
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the interpreter made of all cases."""
@@ -84,8 +92,8 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_output_and_every_gradient_equal_float64(interpreted: dict[str, Any], name: str) -> None:
-    tolerance = TOLERANCE[CASES[name].dtype]
-    assert {of: error for of, error in interpreted[name]["errors"].items() if not error < tolerance} == {}
+    allowed = tolerance(CASES[name])
+    assert {of: error for of, error in interpreted[name]["errors"].items() if not error < allowed} == {}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -258,7 +266,7 @@ def test_the_module_is_imported_without_triton() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu_it_equals_float64(name: str) -> None:
     report = compared(replace(CASES[name], runs=2), "cuda")
-    assert max(report["errors"].values()) < TOLERANCE[CASES[name].dtype]
+    assert max(report["errors"].values()) < tolerance(CASES[name])
     assert report["repeats"] and all(report["channels_last"])
 
 
