@@ -59,7 +59,8 @@ def main() -> None:
         work, message = post_receive(channel)
         return Recorded(work, what, seen), message
 
-    Channel.post_send, Channel.post_receive = send, receive  # type: ignore[method-assign]
+    for name, method in (("post_send", send), ("post_receive", receive)):
+        setattr(Channel, name, method)
     use_host_accelerator()
     deepspeed.init_distributed(verbose=False)
     case = Case(4, 1, 0, "fp32", 0, micro_batches=count, schedule=schedule)  # type: ignore[arg-type]
