@@ -98,7 +98,8 @@ class StrictGroup(dist.ProcessGroup):
         while True:
             operation, future = self._operations.get()
             try:
-                operation()
+                with torch.no_grad():
+                    operation()
             except Exception as error:
                 posted.outstanding.pop(future)
                 future.set_exception(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import logging
 import warnings
@@ -44,6 +45,7 @@ def build_engine(
     Raises:
         DsConfigError: the fused kernels were asked for and fail, or have broken a GPU; on all ranks alike.
     """
+    gc.collect()  # an engine of before waits for the device when it is collected, be it in the middle of a step
     with quiet_deepspeed(verbose):
         folded = schedule == "folded"
         across = config["pipeline"].get("across_hosts", "stages")

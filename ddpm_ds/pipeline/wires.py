@@ -26,6 +26,9 @@ import torch.distributed as dist
 from ddpm_ds.pipeline.boundary import Channel, Wire
 from ddpm_ds.pipeline.order import Edge, pipeline_edges
 
+MOST_BLOCKS = 8
+"""Thread blocks of NCCL's kernel for a message, each of which holds a multiprocessor while it waits (docs/gpu.md)."""
+
 
 @dataclass(frozen=True)
 class Wires:
@@ -68,20 +71,21 @@ def open_wires(pipelines: Sequence[Sequence[int]], phases: int, device: torch.de
     a device. NCCL connects two ranks at their first message and holds both until they have met: each edge carries a
     token now, so that they need not meet in the middle of a schedule.
     """
+    if dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
+        raise RuntimeError("the default process group is bound to a device; make it with ddpm_ds.train.process")
     own = dist.get_rank()
-    bound = device if device.type == "cuda" else None
-    host_groups: dict[frozenset[int], dist.ProcessGroup] = {}
+    host_groups: dict[frozenset[int], Any] = {}
     wires = {}
     for tag, edge in enumerate(pipeline_edges(len(pipelines[0]), phases)):
         for pipeline in pipelines:
-            source, target = pipeline[edge.source], pipeline[edge.target]
-            if runs_behind(device) and frozenset((source, target)) not in host_groups:
-                host_groups[frozenset((source, target))] = _group(source, target, backend="gloo")
-            group = _group(source, target, device_id=bound)
-            if own not in (source, target):
+            source, target = pair = pipeline[edge.source], pipeline[edge.target]
+            if runs_behind(device) and frozenset(pair) not in host_groups:
+                host_groups[frozenset(pair)] = dist.new_group(pair, backend="gloo")
+            group = _group(pair, device)
+            if own not in pair:
                 continue
             peer = target if own == source else source
-            wires[edge] = Wire(edge, peer, group, host_groups.get(frozenset((source, target))), tag)
+            wires[edge] = Wire(edge, peer, group, host_groups.get(frozenset(pair)), tag)
             token = torch.zeros(1, device=device)
             if own == source:
                 dist.send(token, dst=peer, group=group)
@@ -90,6 +94,14 @@ def open_wires(pipelines: Sequence[Sequence[int]], phases: int, device: torch.de
     return wires
 
 
-def _group(*ranks: int, backend: str | None = None, device_id: torch.device | None = None) -> Any:
-    """A group of two ranks, connected at once where it is bound to a device; on other ranks a word for no group."""
-    return dist.new_group(list(ranks), backend=backend, device_id=device_id)
+def _group(ranks: Sequence[int], device: torch.device) -> Any:
+    """A group of two ranks for messages between their devices; on other ranks a word for no group.
+
+    NCCL's is connected at once, and has no more thread blocks than messages need: one as large as those for collectives
+    takes ten times the memory.
+    """
+    if device.type != "cuda":
+        return dist.new_group(ranks)
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = MOST_BLOCKS
+    return dist.new_group(ranks, pg_options=options, device_id=device)

@@ -11,7 +11,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 
@@ -20,6 +19,7 @@ from ddpm_ds.pipeline.build import build_engine
 from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
 from ddpm_ds.pipeline.partition import partition
 from ddpm_ds.train.objective import Denoising
+from ddpm_ds.train.process import process_group
 from tests.pipeline import ladder_worker
 from tests.pipeline.batches import global_batch, micro_batches
 from tests.pipeline.ladder_worker import Case
@@ -62,18 +62,17 @@ def main() -> None:
     for name, method in (("post_send", send), ("post_receive", receive)):
         setattr(Channel, name, method)
     use_host_accelerator()
-    deepspeed.init_distributed(verbose=False)
-    case = Case(4, 1, 0, "fp32", 0, micro_batches=count, schedule=schedule)  # type: ignore[arg-type]
-    spec = ladder_worker.spec_of(compiled=False)
-    layers = ladder_worker.layers_of(spec)
-    bounds = partition(layers, 4, "flops", case.schedule)
-    objective = Denoising(spec, torch.device("cpu"))
-    engine = build_engine(
-        layers, bounds, case.config(spec.train.batch_images), objective, seed=1, schedule=case.schedule
-    )
-    engine.train_batch(micro_batches(engine, global_batch(spec, 0)))
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(seen))
-    dist.destroy_process_group()
+    with process_group():
+        case = Case(4, 1, 0, "fp32", 0, micro_batches=count, schedule=schedule)  # type: ignore[arg-type]
+        spec = ladder_worker.spec_of(compiled=False)
+        layers = ladder_worker.layers_of(spec)
+        bounds = partition(layers, 4, "flops", case.schedule)
+        objective = Denoising(spec, torch.device("cpu"))
+        engine = build_engine(
+            layers, bounds, case.config(spec.train.batch_images), objective, seed=1, schedule=case.schedule
+        )
+        engine.train_batch(micro_batches(engine, global_batch(spec, 0)))
+        (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":

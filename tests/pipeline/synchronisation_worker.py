@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer
@@ -33,6 +32,7 @@ from ddpm_ds.pipeline.partition import partition
 from ddpm_ds.spec import RunSpec
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.objective import Denoising
+from ddpm_ds.train.process import process_group
 from ddpm_ds.unet.layers import unet_layers
 from tests.launching import tiny_spec
 from tests.pipeline.batches import device, global_batch, micro_batches
@@ -191,10 +191,9 @@ def main() -> None:
     cases, folder = sys.argv[-2:]
     use_host_accelerator()
     torch.set_num_threads(1)
-    deepspeed.init_distributed(dist_backend="nccl" if device().type == "cuda" else "gloo", verbose=False)
-    report = [run_case(case) for case in json.loads(Path(cases).read_text())]
-    Path(folder, "rank0.json").write_text(json.dumps(report))
-    torch.distributed.destroy_process_group()
+    with process_group():
+        report = [run_case(case) for case in json.loads(Path(cases).read_text())]
+        Path(folder, "rank0.json").write_text(json.dumps(report))
 
 
 if __name__ == "__main__":
