@@ -17,8 +17,8 @@ STOCK_BUCKET_ELEMENTS = 500_000_000
 ADAM_INTERMEDIATES = 8
 """Bytes for a parameter that PyTorch's Adam needs beside its state while it steps."""
 _MANY_PARAMETERS = 10**9
-COLLECTIVE_BYTES, EDGE_BYTES = 390 * 2**20, 390 * 2**20
-"""Bytes of a communicator for collectives, and of one for the messages of an edge (docs/gpu.md has the measurement)."""
+COLLECTIVE_BYTES, EDGE_BYTES = 1156 * 2**20, 64 * 2**20
+"""Bytes of a communicator for collectives, and of one for the messages of an edge, on an H100 (docs/gpu.md)."""
 FILLING = 4
 """Micro-batches per rank after which more of them add no fuller moment."""
 
