@@ -14,7 +14,9 @@ from ddpm_ds.data.store import Store
 from ddpm_ds.device import choose_device, wait_for_device
 from ddpm_ds.fit.answer import Answer
 from ddpm_ds.pipeline.build import build_engine
+from ddpm_ds.pipeline.engine import CAUTIOUS_STEPS
 from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
+from ddpm_ds.pipeline.wires import runs_behind
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.meters import peak_memory_bytes, peak_reserved_bytes
 from ddpm_ds.train.plan import RunPlan
@@ -102,8 +104,9 @@ def _train(setting: Setting, steps: int, progress: Callable[[], object]) -> list
         progress()
         return seconds
 
+    least = CAUTIOUS_STEPS if runs_behind(device) else 1  # messages of these steps take another way
     for number in range(1, MOST_WARM_UP_STEPS + 1):
         step()
-        if engine.skipped_steps < number:
+        if engine.skipped_steps < number and number >= least:
             break
     return [step() for _ in range(steps)]

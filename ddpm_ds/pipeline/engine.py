@@ -169,17 +169,17 @@ class UnetPipelineEngine(PipelineEngine):
         finally:
             self._watchers -= 1
 
-    def be_cautious(self, steps: int = 1) -> None:
-        """Send the messages of the next steps from host to host: memory is used in another way than before.
+    def be_cautious(self) -> None:
+        """Send the messages of the next step from host to host: memory is used in another way than before.
 
         All ranks of a pipeline call this before the same step.
         """
-        self._cautious_steps = max(self._cautious_steps, steps)
+        self._cautious_steps = max(self._cautious_steps, 1)
 
     def warm_up(self, images: int, *, gradients: bool) -> bool:
         """Run each layer once on so many images, unless that has been done; returns whether this was the first time.
 
-        Does nothing on a device that has finished when a call returns, unless layers are compiled.
+        Runs none where a call returns when its work is done, as on a CPU, unless layers are compiled.
         """
         if (images, gradients) in self._warm:
             return False
