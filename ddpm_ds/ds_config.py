@@ -50,7 +50,7 @@ class ResolvedDsConfig:
     schedule: Literal["1f1b", "folded"]
     checkpoint_interval: int | Literal["auto"]
     across_hosts: Literal["stages", "replicas", "auto"]
-    kernels: Literal["fused", "reference", "auto"]
+    kernels: Literal["fused", "masks", "reference", "auto"]
 
     @property
     def planned_partition(self) -> Literal["flops", "parameters", "uniform"] | list[int]:

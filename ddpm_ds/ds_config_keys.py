@@ -274,9 +274,9 @@ TABLE: tuple[Key, ...] = (
     ),
     _effective(
         "kernels",
-        one_of("fused", "reference"),
-        "This project's key: Triton kernels for group normalisations with SiLU and dropout masks, or PyTorch's "
-        "operations.",
+        one_of("fused", "masks", "reference"),
+        "This project's key: Triton kernels for group normalisations with SiLU and dropout masks, for the masks alone, "
+        "or PyTorch's operations.",
         auto="the faster one, timed when the run starts (docs/performance.md)",
     ),
     # Activation checkpointing

@@ -80,7 +80,7 @@ def build_one_device_row(name: str, start: Start, able: Abilities) -> OneDeviceR
         case "diffusers" | "diffusers-compiled":
             return DiffusersLoop(start, compiled=name == "diffusers-compiled")
         case "all":
-            return OurLoop(start, Switches(True, fused, compiled, fused_adamw=True))
+            return OurLoop(start, Switches(True, fused, compiled=compiled, fused_adamw=True))
         case "bare":
             return OurLoop(start, engine_switches(start.setting))
         case "engine":

@@ -38,6 +38,8 @@ class Switches:
     channels_last: bool = False
     fused_kernels: bool = False
     """Needs channels-last."""
+    fused_masks: bool = False
+    """Part of the fused kernels."""
     compiled: bool = False
     fused_adamw: bool = False
 
@@ -45,6 +47,7 @@ class Switches:
         names = {
             "channels-last": self.channels_last,
             "fused kernels": self.fused_kernels,
+            "fused masks": self.fused_masks,
             "compiled": self.compiled,
             "fused AdamW": self.fused_adamw,
         }

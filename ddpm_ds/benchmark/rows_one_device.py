@@ -52,7 +52,9 @@ class OurLoop(Loop):
         setting, precision = start.setting, start.setting.plan.ds.precision
         unet = copy.deepcopy(start.unet).to(setting.device, DTYPES[precision][1])
         use_memory_format(unet.layers, "channels_last" if switches.channels_last else "contiguous")
-        use_kernels(unet.layers, "fused" if switches.fused_kernels else "reference")
+        use_kernels(
+            unet.layers, "fused" if switches.fused_kernels else "masks" if switches.fused_masks else "reference"
+        )
         if switches.compiled:
             compile_layers(list(unet.layers), cache_folder() / "compiled")
         self._device = setting.device
@@ -106,6 +108,7 @@ def engine_switches(setting: Setting) -> Switches:
     return Switches(
         channels_last=True,
         fused_kernels=kernels == "fused",
+        fused_masks=kernels == "masks",
         compiled=config["compile"],
         fused_adamw=bool(config["optimizer"]["params"].get("fused")),
     )

@@ -18,7 +18,7 @@ from ddpm_ds.unet.fused_norm_blocks import whole
 from ddpm_ds.unet.layers import BlockLayer, Layer, OutputLayer
 from ddpm_ds.unet.operations import GroupNorm, Kernels, KeyedDropout, norm_silu
 
-Asked = Literal["auto", "fused", "reference"]
+Asked = Literal["auto", "fused", "masks", "reference"]
 WARM_UP, RUNS = 3, 10
 """Runs that compile and choose, and runs of which the fastest counts."""
 
@@ -60,9 +60,9 @@ def check_kernels(asked: Asked, device: torch.device) -> None:
     Raises:
         DsConfigError: the fused ones were asked for, and there is no CUDA or no Triton.
     """
-    if asked == "fused" and not available(device):
+    if asked in ("fused", "masks") and not available(device):
         missing = "CUDA, and this run is on the CPU" if device.type != "cuda" else "Triton, which is not installed"
-        raise DsConfigError(f'kernels = "fused" needs {missing}; use "auto" or "reference"')
+        raise DsConfigError(f'kernels = "{asked}" needs {missing}; use "auto" or "reference"')
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,9 @@ def choose_kernels(
 ) -> tuple[Kernels, str]:
     """The kernels for these layers, and one line that says why; ``auto`` measures on ``images`` images.
 
-    Measured is the sum over normalisations and dropout masks, with what the host takes to start them. ``gather``
-    returns the trials of all ranks, so that all choose alike.
+    Measured is the sum over the normalisations, with what the host takes to start them. Dropout's masks are a dozen
+    passes over memory without a kernel of their own, and use it wherever it runs. ``gather`` returns the trials of all
+    ranks, so that all choose alike.
 
     Raises:
         DsConfigError: the fused ones were asked for, and don't run on some rank.
@@ -106,17 +107,20 @@ def choose_kernels(
         raise DeviceLostError(
             f'kernels = "{asked}": the fused kernels have broken the GPU of {lost[0]}; set "kernels" to "reference"'
         )
-    if failed and asked == "fused":
-        raise DsConfigError(f'kernels = "fused" fails on {failed[0]}; use "auto" or "reference"')
+    if failed and asked != "auto":
+        raise DsConfigError(f'kernels = "{asked}" fails on {failed[0]}; use "auto" or "reference"')
     if failed:
         return "reference", f"kernels: reference (the fused ones fail on {failed[0]})"
-    if asked == "fused":
-        return asked, "kernels: fused (as asked)"
+    if asked != "auto":
+        return asked, f"kernels: {asked} (as asked)"
     fused, reference = (sum(getattr(trial, f"{kind}_seconds") for trial in trials) for kind in ("fused", "reference"))
-    over = "over the normalisations and dropout masks of this U-Net, measured"
+    over = "over the normalisations of this U-Net, measured"
     if fused < reference:
         return "fused", f"kernels: fused ({reference / fused:.2f} times the speed of the reference {over})"
-    return "reference", f"kernels: reference ({fused / reference:.2f} times the speed of the fused ones {over})"
+    slower = f"the reference has {fused / reference:.2f} times the speed of the fused ones {over}"
+    if mask_sizes(layers):
+        return "masks", f"kernels: masks, dropout's alone ({slower})"
+    return "reference", f"kernels: reference ({slower})"
 
 
 def try_kernels(asked: Asked, layers: Sequence[Layer], device: torch.device, dtype: torch.dtype, images: int) -> Trial:
@@ -127,15 +131,12 @@ def try_kernels(asked: Asked, layers: Sequence[Layer], device: torch.device, dty
     """
     if not available(device):
         return Trial(failure="Triton is not installed")
-    norms, masks = norm_shapes(layers), mask_sizes(layers)
-
-    def measured(kernels: Kernels) -> float:
-        return norm_seconds(norms, device, dtype, images, kernels) + mask_seconds(masks, device, images, kernels)
-
+    norms = norm_shapes(layers)
     probe = torch.ones(1, device=device)  # made now: a lack of memory is no loss of the device
-    reference = measured("reference") if asked == "auto" else 0.0
+    reference = norm_seconds(norms, device, dtype, images, "reference") if asked == "auto" else 0.0
     try:
-        return Trial(reference, measured("fused"))
+        mask_seconds(mask_sizes(layers), device, images, "fused")
+        return Trial(reference, norm_seconds(norms, device, dtype, images, "fused") if asked != "masks" else 0.0)
     except Exception as error:  # Triton builds at first use and fails in many ways, without a compiler for one
         failure = " ".join(str(error).split())[:120] or type(error).__name__
     return Trial(failure=failure, device_lost=not answers(probe))

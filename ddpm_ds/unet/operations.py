@@ -17,9 +17,9 @@ from ddpm_ds.keyed import Stream, keep_mask
 from ddpm_ds.unet.convolution import convolution
 from ddpm_ds.unet.fused_norm import fused_norm_silu
 
-Kernels = Literal["fused", "reference"]
-"""What computes a normalisation with what surrounds it, and a dropout's mask: kernels of ours, or PyTorch's
-operations."""
+Kernels = Literal["fused", "masks", "reference"]
+"""What computes a normalisation with what surrounds it, and a dropout's mask: kernels of ours, PyTorch's operations, or
+ours for the masks alone."""
 MemoryFormat = Literal["channels_last", "contiguous"]
 MEMORY_FORMATS: dict[MemoryFormat, torch.memory_format] = {
     "channels_last": torch.channels_last,
@@ -155,7 +155,7 @@ class KeyedDropout(nn.Module):
             raise RuntimeError("dropout needs the images' positions: call set_image_index before the forward")
         channels, height, width = shape
         draw = keep_mask
-        if self.kernels == "fused":
+        if self.kernels != "reference":
             from ddpm_ds.unet.keyed_mask import fused_keep_mask as draw  # Triton, which not every machine has
         keep = draw(self.seed, self.stream, self.images, channels * height * width, self.rate)
         return keep.view(-1, height, width, channels).permute(0, 3, 1, 2)

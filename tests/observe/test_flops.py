@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -84,8 +85,16 @@ class OneStage:
         self.forward = lambda **_: unet(*batch("bare"))
         self.execute = {ForwardPass: self.forward}
 
+        self.messages_by_host = False
+
     def ends(self, phase: int) -> tuple[int, int]:
         return 0, len(self.layers)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        self.messages_by_host = True
+        yield
+        self.messages_by_host = False
 
 
 def observe(folder: Path, steps: list[int], settings: dict[str, Any], *, engine: OneStage | None = None) -> Told:
@@ -94,6 +103,8 @@ def observe(folder: Path, steps: list[int], settings: dict[str, Any], *, engine:
     observer = FlopsProfile(engine, engine.layers, settings, folder, told, steps=10)  # type: ignore[arg-type]
     for step in steps:
         observer.begin_step(step)
+        profiled = engine.execute[ForwardPass] is not engine.forward
+        assert engine.messages_by_host == profiled, "the profiler waits for the device"
         for number in range(2):
             engine.execute[ForwardPass](buffer_id=number)
     observer.finish()
