@@ -33,11 +33,11 @@ def plan(folder: Path, *options: str, config: dict[str, Any] | None = None) -> N
 
 def test_prints_the_best_and_writes_json_and_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, picture = tmp_path / "plan.json", tmp_path / "plan.png"
-    rates = ["--tflops", "1", "--bandwidth", "1MB/s", "--inter-node", "8Mbit/s", "--device-memory", "1GiB"]
+    rates = ["--tflops", "1", "--bandwidth", "1MB/s", "--inter-node", "8Mbit/s", "--device-memory", "4GiB"]
     files = ["--out", str(out), "--timeline", str(picture)]
     plan(tmp_path, "--devices", "4", "--nodes", "2", "--device-kind", "l4", *rates, *files, "--top", "3")
     printed = capsys.readouterr().out
-    assert "4 x l4 in 2 nodes: 1 TFLOP/s reached, 1 GiB each, 0.001 GB/s between devices, 0.001" in printed
+    assert "4 x l4 in 2 nodes: 1 TFLOP/s reached, 4 GiB each, 0.001 GB/s between devices, 0.001" in printed
     assert "across nodes" in printed and "across nodes: " in printed and "\n3 " in printed and "\n4 " not in printed
     assert "1 is the fastest of" in printed
     read = resolve(read_ds_config(out), SPEC, world_size=4, stages=None, path=out)

@@ -71,7 +71,8 @@ def test_a_little_less_memory_than_the_first_needs_makes_another_the_first(predi
     assert f"{misfit.layout.words()} would take" in why(found, tight.machine)
 
 
-def test_where_nothing_fits_the_nearest_is_named_and_what_it_needs() -> None:
+def test_where_nothing_fits_the_nearest_is_named_and_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "communicator_bytes", lambda layout, rank: 0)  # this U-Net is smaller than one
     tight = small_predictor(2, memory_bytes=2**18)
     with pytest.raises(LayoutError) as raised:
         search(tight, top=1)
