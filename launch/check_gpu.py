@@ -80,7 +80,7 @@ class Outcome:
 
     @property
     def status(self) -> Status:
-        """Of the worst row."""
+        """The status of the worst row."""
         order: tuple[Status, ...] = ("fail", "pass", "measured", "skipped")
         return min((row.status for row in self.rows), key=order.index, default="fail")
 
@@ -197,9 +197,7 @@ def run_pytest(machine: Machine, name: str, *words: str | Path, seconds: float) 
     # addopts may name options of plug-ins that are missing; where CI is set, pytest does not cut what differs
     plain = ("-q", "-p", "no:cacheprovider", "-o", "addopts=")
     options = (*plain, "--tb", "short", "--disable-warnings", f"--junitxml={file}")
-    machine.run(
-        slug, "-m", "pytest", *options, *words, seconds=seconds, good=(0, 1), CI="true"
-    )  # which cuts nothing off
+    machine.run(slug, "-m", "pytest", *options, *words, seconds=seconds, good=(0, 1), CI="true")
     cases = list(ElementTree.parse(file).iter("testcase"))
     failed = [case.get("name", "") for case in cases if {"failure", "error"} & {child.tag for child in case}]
     skipped = [child.get("message", "") for case in cases for child in case if child.tag == "skipped"]
@@ -508,7 +506,7 @@ def facts(machine: Machine) -> dict[str, str]:
 
 
 def first_line(*command: str) -> str:
-    """Of what a program prints, where it is there and works."""
+    """The first line that a program prints, where it is there and works."""
     try:
         done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=20, check=True)
         return done.stdout.splitlines()[0]

@@ -58,9 +58,7 @@ def build_engine(
     engine.kernels, engine.why_kernels = choose_kernels(
         asked, layers, engine.device, dtype, engine.micro_batch_size, said_by_all
     )
-    modules = [
-        module.get_submodule(str(index)) for phase in range(engine.phases) for index in range(*engine.ends(phase))
-    ]
+    modules = list(engine.own_layers().values())
     use_kernels(modules, engine.kernels)
     if config.get("compile", False):
         engine.compiled = True

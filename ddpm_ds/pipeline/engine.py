@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ddpm_ds.pipeline import deepspeed_insides as insides
@@ -134,6 +134,11 @@ class UnetPipelineEngine(PipelineEngine):
         """The layers [first, stop) of this rank's stage of a phase."""
         return self.module.first, self.module.stop
 
+    def own_layers(self) -> dict[int, nn.Module]:
+        """The layers of all of this rank's stages, by their index in the list."""
+        ends = (self.ends(phase) for phase in range(self.phases))
+        return {index: self.module.get_submodule(str(index)) for first, stop in ends for index in range(first, stop)}
+
     def wires(self, phase: int, images: int) -> Wires:
         """Channels of a stage for the carry of ``images`` images and its gradients."""
         (before, after), (first, stop), own = self.neighbours(phase), self.ends(phase), self.stage_id
@@ -185,14 +190,13 @@ class UnetPipelineEngine(PipelineEngine):
             return False
         self._warm.add((images, gradients))
         if runs_behind(self.device) or self.compiled:
-            ends = [self.ends(phase) for phase in range(self.phases)]
-            modules = {
-                index: self.module.get_submodule(str(index)) for first, stop in ends for index in range(first, stop)
-            }
-            begins = [first for first, _ in ends]
-            recompute = gradients and self.module.activation_checkpoint_interval > 0
             warm_up(
-                modules, self.module.unet_layers, images, stage_begins=begins, gradients=gradients, recompute=recompute
+                self.own_layers(),
+                self.module.unet_layers,
+                images,
+                stage_begins=[self.ends(phase)[0] for phase in range(self.phases)],
+                gradients=gradients,
+                recompute=gradients and self.module.activation_checkpoint_interval > 0,
             )
             if gradients:
                 forget_peaks(self.device)

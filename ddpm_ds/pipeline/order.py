@@ -120,7 +120,7 @@ class Operation(NamedTuple):
     does: Literal["send", "receive", "wait", "pass", "together", "device"]
     edge: Edge | None = None
     number: int = 0
-    """Of the message on its edge."""
+    """Which message on its edge, counted from 0."""
     by_host: bool = False
     """Whether the message goes from host to host, which no device waits for and no order holds up."""
     seconds: float = 0.0
@@ -304,7 +304,7 @@ class _Player:
         return True
 
     def describe(self) -> str:
-        """What this rank waits for, and what stands before it on the communicator."""
+        """What this rank waits for, and what it has posted that is not complete."""
         waited = self.order[self.position]
         text = f"rank {self.number} waits for {waited}"
         held = [queue[0][0] for queue in self.queues.values() if queue]

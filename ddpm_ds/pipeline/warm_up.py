@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddpm_ds.unet.carry import newest_skip_is_h, unpack
 from ddpm_ds.unet.layers import EmbedLayer, Layer, boundary_shapes
-from ddpm_ds.unet.operations import KeyedDropout, set_image_index
+from ddpm_ds.unet.operations import set_image_index
 
 
 def warm_up(
@@ -31,8 +31,7 @@ def warm_up(
     """
     for index, module in modules.items():
         parameters = list(module.parameters())
-        dropouts = [part for part in module.modules() if isinstance(part, KeyedDropout)]
-        set_image_index(dropouts, torch.arange(images, device=parameters[0].device))
+        set_image_index([module], torch.arange(images, device=parameters[0].device))
         inputs = _zeros(layers, index, images, parameters[0])
         if not gradients:
             with torch.no_grad():

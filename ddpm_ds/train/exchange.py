@@ -21,7 +21,7 @@ class Gathered:
     stage_peak_memory_bytes: tuple[tuple[int, ...], ...]
     """Per stage and replica."""
     peak_reserved_bytes: int
-    """Of the device where it is most; 0 on CPUs."""
+    """The most that the allocator of one device has reserved; 0 on CPUs."""
 
 
 def gather(interval: Interval, engine: UnetPipelineEngine) -> Gathered:

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ddpm_ds.device import wait_for_device
 from ddpm_ds.errors import DeviceLostError, DsConfigError
 from ddpm_ds.unet.fused_norm import available
 from ddpm_ds.unet.fused_norm_blocks import whole
@@ -200,14 +201,14 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
     for _ in range(WARM_UP):
         work()
     marks = []
-    torch.cuda.synchronize(device)
+    wait_for_device(device)
     for _ in range(RUNS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         work()
         end.record()
         marks.append((begin, end))
-    torch.cuda.synchronize(device)
+    wait_for_device(device)
     return min(begin.elapsed_time(end) for begin, end in marks) / 1000
 
 
