@@ -1,25 +1,23 @@
-"""What the command lines of this project share. No torch."""
+"""What the command lines of this project share. No torch.
+
+Types of command-line options: one line says what is wrong with a number. No torch.
+
+Tables for terminals and text files. No torch.
+
+Sizes and speeds as people write them: 80GiB, 300GB/s, 400Gbit/s.
+"""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
-import socket
-import sys
-import time
+import re
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ddpm_ds.errors import OutputError, SpecError
-from ddpm_ds.hosts.environment import find_environment
-
-DEAD_SECONDS, HANG_SECONDS = 15.0, 600.0
-"""Silence after which a rank is given up, and time without a step after which a run hangs, unless options say so."""
-OTHERS_WAIT_SECONDS = 5.0
-"""How long ranks other than 0 hold back an error, so that rank 0 is the one to say it."""
-FIRST_OWN_STEP_OF_SLURM = 0xFFFFFFF0
-"""Step numbers from here on are not of srun's tasks: batch script, interactive shell, external processes."""
-SLURM_TASK = {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"}
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -53,75 +51,6 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddpm_ds"
 
 
-def set_environment() -> None:
-    """What every process does first: take its place among the ranks, and the environment that has not travelled.
-
-    DeepSpeed's launcher and torchrun say the rank. Of a task that srun or OpenMPI's mpirun has started, theirs counts;
-    a process that nobody else has started is a world of its own. DeepSpeed's launcher takes ``.deepspeed_env`` along to
-    other hosts only by pdsh and MPI, so it is read here as well; what the environment already has stays.
-
-    GNU OpenMP's threads spin for long before they sleep, which takes a core from whoever shares it: on two cores with
-    a neighbour a step was ten times slower, and on two idle ones a tenth. It is read when PyTorch is imported.
-
-    Raises:
-        SpecError: a line of ``.deepspeed_env`` can't be understood, or the ranks are on several hosts and the first is
-            not known.
-    """
-    of_deepspeed = os.environ.get("LOCAL_SIZE", "1")  # what torchrun calls LOCAL_WORLD_SIZE
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": of_deepspeed}
-    started = {} if "RANK" in os.environ else _of_openmpi() or _of_slurm()
-    for name, value in (started or alone).items():
-        os.environ.setdefault(name, value)
-    for name, value in find_environment().items():
-        os.environ.setdefault(name, value)
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    if started and "MASTER_ADDR" not in os.environ and on_several_hosts():
-        raise SpecError(
-            f"{os.environ['WORLD_SIZE']} ranks were started on several hosts, and MASTER_ADDR, the host of rank 0, is "
-            "not set; see launch/slurm.sh, or for OpenMPI: mpirun -x MASTER_ADDR=HOST"
-        )
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29500")
-
-
-def on_several_hosts() -> bool:
-    """Whether there are ranks of this run on other hosts."""
-    world_size = os.environ["WORLD_SIZE"]
-    return world_size != os.environ.get("LOCAL_WORLD_SIZE", world_size)
-
-
-def _of_openmpi() -> dict[str, str]:
-    """The place of a process that mpirun has started. Under Slurm its parent is a task of srun, so this is asked
-    first."""
-    names = {
-        "RANK": "OMPI_COMM_WORLD_RANK",
-        "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
-        "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
-        "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
-    }
-    found = {ours: os.environ[theirs] for ours, theirs in names.items() if theirs in os.environ}
-    return found if len(found) == len(names) else {}
-
-
-def _of_slurm() -> dict[str, str]:
-    """The place of a task of srun. A batch script and the shell of salloc have a task's number as well, but stand for
-    the whole job: they have no step, or one of Slurm's own numbers (docs/launchers.md)."""
-    step = os.environ.get("SLURM_STEP_ID", "")
-    if not step.isdecimal() or int(step) >= FIRST_OWN_STEP_OF_SLURM or not os.environ.keys() >= SLURM_TASK:
-        return {}
-    per_node: list[str] = []
-    for part in os.environ["SLURM_STEP_TASKS_PER_NODE"].split(","):  # such as 4(x2),3
-        tasks, _, times = part.rstrip(")").partition("(x")
-        per_node += [tasks] * int(times or 1)
-    return {
-        "RANK": os.environ["SLURM_PROCID"],
-        "WORLD_SIZE": os.environ["SLURM_STEP_NUM_TASKS"],
-        "LOCAL_RANK": os.environ["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": per_node[int(os.environ["SLURM_NODEID"])],
-    }
-
-
 def check_writable(option: str, path: Path) -> None:
     """Refuse a file that could not be written in the end.
 
@@ -133,15 +62,118 @@ def check_writable(option: str, path: Path) -> None:
         raise OutputError(f"{option} {path} can't be written; name a file in a folder that exists and is yours")
 
 
-def free_port() -> int:
-    """A port of this host that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])
+def whole(text: str, lowest: int, highest: int, what: str) -> int:
+    """A whole number of a range that ``what`` describes.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    if not (text.isdecimal() and lowest <= int(text) <= highest):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return int(text)
 
 
-def say_once(line: str) -> None:
-    """Say what every rank has found, once. A launcher ends the other ranks as soon as rank 0 has left."""
-    if int(os.environ["RANK"]) != 0:
-        time.sleep(OTHERS_WAIT_SECONDS)
-    print(line, file=sys.stderr, flush=True)
+def positive(text: str) -> int:
+    """1, 2, ..."""
+    return whole(text, 1, 2**40, "a positive number")
+
+
+def natural(text: str) -> int:
+    """0, 1, 2, ..."""
+    return whole(text, 0, 2**62, "0 or a positive number")
+
+
+def seed(text: str) -> int:
+    """The key of a random generator, 32 bits."""
+    return whole(text, 0, 2**32 - 1, "a number from 0 to 2^32 - 1")
+
+
+def seconds(text: str) -> float:
+    """Some time, such as ``0.5``; ``inf`` is for ever.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no time.
+    """
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not found > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; write seconds, such as 30, or inf")
+    return found
+
+
+def step_range(text: str) -> range:
+    """``20-22`` or ``20``: optimizer steps, counted from 1; ``none`` is no step at all."""
+    if text == "none":
+        return range(0)
+    first, _, last = text.partition("-")
+    begin, end = positive(first), positive(last or first)
+    if end < begin:
+        raise argparse.ArgumentTypeError(f"{text!r} ends before it begins; write FIRST-LAST, FIRST or none")
+    return range(begin, end + 1)
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[str]:
+    """A line for each row, columns as wide as their widest cell: those in ``left`` to the left, others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+_PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY = {f"{prefix}i": 2 ** (10 * power) for power, prefix in enumerate("KMGT", start=1)}
+_NUMBER = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(.*)")
+GIB = 2**30
+
+
+def memory_size(text: str) -> int:
+    """Bytes of such as ``80GiB`` or ``24GB``.
+
+    Raises:
+        argparse.ArgumentTypeError: not a positive number, or a unit other than B with a prefix.
+    """
+    sizes = {f"{prefix}B": size for prefix, size in (_PREFIXES | _BINARY).items()}
+    return int(_quantity(text, sizes, "a size such as 80GiB or 24GB"))
+
+
+def bandwidth(text: str) -> float:
+    """Bytes per second of such as ``300GB/s`` or ``400Gbit/s``.
+
+    Raises:
+        argparse.ArgumentTypeError: not a positive number, or a unit other than B/s or bit/s with a prefix.
+    """
+    bytes_ = {f"{prefix}B/s": float(size) for prefix, size in (_PREFIXES | _BINARY).items()}
+    bits = {f"{prefix}bit/s": size / 8 for prefix, size in _PREFIXES.items()}
+    return _quantity(text, bytes_ | bits, "a speed such as 300GB/s or 400Gbit/s")
+
+
+def teraflops(text: str) -> float:
+    """Flops per second of a number of TFLOP/s.
+
+    Raises:
+        argparse.ArgumentTypeError: not a positive number.
+    """
+    return _quantity(text, {"": 1e12}, "a number of TFLOP/s such as 120")
+
+
+def _quantity(text: str, units: dict[str, float] | dict[str, int], what: str) -> float:
+    match = _NUMBER.fullmatch(text.strip())
+    if match is None or float(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    if match[2] not in units:
+        near = [unit for unit in units if unit.lower() == match[2].lower()]
+        fix = f"; write {match[1]}{near[0]}" if near else ""
+        unit = f"unknown unit {match[2]!r}" if match[2] else "no unit"
+        raise argparse.ArgumentTypeError(f"{text!r} has {unit}{fix}; give {what}")
+    return float(match[1]) * units[match[2]]
+
+
+def gib(size: float) -> str:
+    """Bytes for a reader, in GiB or, below a tenth of one, in MiB."""
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"

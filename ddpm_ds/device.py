@@ -6,6 +6,7 @@ import os
 import re
 import warnings
 from pathlib import Path
+from typing import Literal
 
 import pynvml
 import torch
@@ -155,3 +156,11 @@ def _why_no_device() -> str:
     if _hidden():
         return "CUDA_VISIBLE_DEVICES hides every GPU; use --device cpu, or unset it"
     return "PyTorch finds no CUDA device; use --device cpu, or mend the driver"
+
+
+Dtype = Literal["fp32", "fp16", "bf16"]
+DTYPES: dict[Dtype, tuple[str, torch.dtype]] = {
+    "fp32": ("F32", torch.float32),
+    "fp16": ("F16", torch.float16),
+    "bf16": ("BF16", torch.bfloat16),
+}

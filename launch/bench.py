@@ -5,7 +5,7 @@ deepspeed --num_gpus 2 launch/bench.py --deepspeed_config ds_configs/zero1_fp32.
 
 import sys
 
-from ddpm_ds.benchmark.command import main
+from rivals.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -33,10 +33,11 @@ from xml.etree import ElementTree
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))  # the tests are not part of an installed package
 
-from ddpm_ds.command_line import OneLineParser, check_writable, free_port  # noqa: E402
+from ddpm_ds.command_line import OneLineParser, check_writable  # noqa: E402
+from ddpm_ds.config.spec_file import SPECS  # noqa: E402
 from ddpm_ds.errors import EXIT_PREEMPTED, LayoutError, OutputError, SpecError, UserError  # noqa: E402
-from ddpm_ds.train.command import SPECS  # noqa: E402
-from ddpm_ds.train.run_folder import METRICS, checkpoints_of  # noqa: E402
+from ddpm_ds.processes.ranks import free_port  # noqa: E402
+from ddpm_ds.tracking.run_folder import METRICS, checkpoints_of  # noqa: E402
 
 CONFIGS, TRAIN, BENCH = (REPOSITORY / name for name in ("ds_configs", "launch/train.py", "launch/bench.py"))
 LADDER = REPOSITORY / "tests" / "pipeline" / "test_ladder.py"
@@ -59,7 +60,7 @@ Metrics = dict[str, float]
 
 
 @dataclass(frozen=True)
-class Row:
+class Finding:
     """One line of the report's table; ``measured`` is a number that no limit is set to."""
 
     name: str
@@ -73,7 +74,7 @@ class Outcome:
     """What one check found."""
 
     name: str
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Finding] = field(default_factory=list)
     seconds: float = 0.0
     details: str = ""
     """Traceback and last lines of the log, if it failed."""
@@ -176,9 +177,9 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
         return [future.result() for future in [pool.submit(call) for call in calls]]
 
 
-def judged(name: str, good: bool, measured: str, limit: str) -> Row:
+def judged(name: str, good: bool, measured: str, limit: str) -> Finding:
     """A row that passes or fails."""
-    return Row(name, measured, "pass" if good else "fail", limit)
+    return Finding(name, measured, "pass" if good else "fail", limit)
 
 
 def settings(**values: Any) -> list[str | Path]:
@@ -190,7 +191,7 @@ CIFAR10_SIZED: list[str | Path] = [*settings(data__source="digits", optimizer__w
 """The digits in CIFAR-10's size and colours: the arithmetic is the same, and nothing is downloaded."""
 
 
-def run_pytest(machine: Machine, name: str, *words: str | Path, seconds: float) -> Row:
+def run_pytest(machine: Machine, name: str, *words: str | Path, seconds: float) -> Finding:
     """A row for some tests; what they record with ``record_property`` is shown."""
     slug = re.sub(r"\W+", "-", name)
     file = machine.work / f"{slug}.xml"
@@ -202,22 +203,22 @@ def run_pytest(machine: Machine, name: str, *words: str | Path, seconds: float) 
     failed = [case.get("name", "") for case in cases if {"failure", "error"} & {child.tag for child in case}]
     skipped = [child.get("message", "") for case in cases for child in case if child.tag == "skipped"]
     if len(skipped) == len(cases):
-        return Row(name, skipped[0], "skipped")
+        return Finding(name, skipped[0], "skipped")
     recorded = [f"{of.get('name')} {of.get('value')}" for case in cases for of in case.iter("property")]
     counted = f"{len(cases) - len(failed) - len(skipped)} of {len(cases)} pass, {len(skipped)} skipped"
     return judged(name, not failed, "; ".join([counted, *recorded, *failed[:5]]), "none fails")
 
 
-def gpu_tests(machine: Machine) -> Iterator[Row]:
+def gpu_tests(machine: Machine) -> Iterator[Finding]:
     """The tests that need a GPU, but for the gradients."""
     if not machine.on_gpu:
-        yield Row("GPU tests", "no GPU", "skipped")
+        yield Finding("GPU tests", "no GPU", "skipped")
         return
     files = [file for file in sorted((REPOSITORY / "tests").rglob("test_*.py")) if "mark.gpu" in file.read_text()]
     yield run_pytest(machine, "GPU tests", "-m", "gpu", *(set(files) - {LADDER}), seconds=240)
 
 
-def ladder(machine: Machine, processes: int) -> Row:
+def ladder(machine: Machine, processes: int) -> Finding:
     """Losses and gradients by name against plain PyTorch: precisions x ZeRO stages x checkpointing."""
     on, unit = ("on_gpus_", "GPU") if machine.on_gpu else ("", "process")
     unit = f"{processes} {unit}" + ("" if processes == 1 else "s" if machine.on_gpu else "es")
@@ -225,12 +226,12 @@ def ladder(machine: Machine, processes: int) -> Row:
     return run_pytest(machine, f"gradients by name, {unit}", test, seconds=300)
 
 
-def gradients(machine: Machine) -> Iterator[Row]:
+def gradients(machine: Machine) -> Iterator[Finding]:
     """The engine in one process against plain PyTorch, every gradient by name."""
     yield ladder(machine, 1)
 
 
-def main_job(machine: Machine) -> Iterator[Row]:
+def main_job(machine: Machine) -> Iterator[Finding]:
     """The README's first command to its loss: on CPUs 0.080 to 0.083, and 0.14 to 0.16 after a twentieth of it."""
     images, limit, precisions = (128_000, 0.09, ("fp16", "bf16")) if machine.on_gpu else (6_400, 0.2, ("fp16",))
     length = settings(train__images=images, logging__log_every_images=images // 40)
@@ -245,7 +246,7 @@ def main_job(machine: Machine) -> Iterator[Row]:
         yield judged(f"main job, {precision}", loss <= limit, words, f"loss <= {limit}")
 
 
-def resume(machine: Machine) -> Iterator[Row]:
+def resume(machine: Machine) -> Iterator[Finding]:
     """A run that is stopped in the middle and resumed, also on the CPU, beside one that never was; samples from it."""
     images, folder, asked = 6400 if machine.on_gpu else 1280, machine.work / "stopped", threading.Event()
 
@@ -270,7 +271,7 @@ def resume(machine: Machine) -> Iterator[Row]:
     ways = {"resumed": lambda: final_loss("stopped")}
     if machine.on_gpu:
         ways["resumed on the CPU"] = lambda: final_loss("on-cpu", "--resume", checkpoint, DS_ACCELERATOR="cpu")
-    draw = functools.partial(machine.run, "sample", "-m", "ddpm_ds.cli", *sample, seconds=120)
+    draw = functools.partial(machine.run, "sample", "-m", "ddpm_ds.cli.main", *sample, seconds=120)
     _, *losses = together(draw, *ways.values())
     yield judged("samples of a checkpoint", picture.exists(), f"{picture.stat().st_size:,} bytes of PNG", "written")
     # a GPU adds in an order that differs from run to run, and rounding grows with the steps
@@ -281,13 +282,13 @@ def resume(machine: Machine) -> Iterator[Row]:
         yield judged(name, off <= limit, measured, words)
 
 
-def memory(machine: Machine) -> Iterator[Row]:
+def memory(machine: Machine) -> Iterator[Finding]:
     """What ``fit`` measures and the planner predicts, against what a run holds that trains with fit's answer."""
     sizes, spec = ("128", "cifar10.yaml") if machine.on_gpu else ("64", "digits.yaml")
     options = ["--spec", SPECS / spec, *(CIFAR10_SIZED if machine.on_gpu else [])]
     answer, trials = machine.work / "fit.json", machine.work / "trials.json"
     fit = ("--deepspeed_config", CONFIGS / "zero2_bf16.json", "--processes", "1", "--micro-batch", sizes)
-    machine.run("fit", "-m", "ddpm_ds.cli", "fit", *options, *fit, "--out", answer, "--json", trials, seconds=240)
+    machine.run("fit", "-m", "ddpm_ds.cli.main", "fit", *options, *fit, "--out", answer, "--json", trials, seconds=240)
     trial = json.loads(trials.read_text())["layouts"][0]["trials"][0]
     images, said = trial["batch_images"], {"fit": max(trial["rank_peak_bytes"])}
     length = settings(train__images=3 * images, logging__log_every_images=images)
@@ -303,12 +304,12 @@ def memory(machine: Machine) -> Iterator[Row]:
 
 def measure_plan(work: Path) -> int:
     """Bytes that the planner predicts for the run that ``memory`` makes."""
-    from ddpm_ds.planner.costs import analytic_times
-    from ddpm_ds.planner.job import job as job_of
-    from ddpm_ds.planner.layouts import Layout
-    from ddpm_ds.planner.machine import machine
-    from ddpm_ds.planner.predict import Predictor
-    from ddpm_ds.spec_file import load_spec
+    from ddpm_ds.config.spec_file import load_spec
+    from ddpm_ds.predict.costs import analytic_times
+    from ddpm_ds.predict.layouts import Candidate
+    from ddpm_ds.predict.machine import machine
+    from ddpm_ds.predict.predictor import Predictor
+    from ddpm_ds.predict.workload import job as job_of
 
     found, path = json.loads((work / "trials.json").read_text()), work / "fit.json"
     trial, config = found["layouts"][0]["trials"][0], json.loads(path.read_text())
@@ -316,11 +317,11 @@ def measure_plan(work: Path) -> int:
     devices = machine("h100", half=True, devices=1, nodes=1)  # any: the memory that a run needs is the same on all
     zero = config["zero_optimization"]["stage"]
     sizes = (trial["micro_batch_images"], trial["micro_batches"], trial["checkpoint_interval"])
-    layout = Layout(1, 1, "1f1b", *sizes, zero, offload=False)
+    layout = Candidate(1, 1, "1f1b", *sizes, zero, offload=False)
     return Predictor(job, devices, analytic_times(job, devices)).memory(layout)[0].total
 
 
-def one_device(machine: Machine) -> Iterator[Row]:
+def one_device(machine: Machine) -> Iterator[Finding]:
     """``bench.py --one-device``: predictions and gradients of the rows that need not be compiled, and their speed."""
     names = "diffusers,plain,channels-last,fused-kernels,fused-adamw,bare,engine,lucidrains,ours-dim64"
     options: list[str | Path] = ["--spec", SPECS / "cifar10.yaml", *CIFAR10_SIZED, "--steps-per-round", "5"]
@@ -337,15 +338,15 @@ def one_device(machine: Machine) -> Iterator[Row]:
     yield judged("one device, the same U-Net", off <= limit, words, f"<= {limit:g}, relative")
     for row in rows:
         words = f"{row['images_per_second']:,.0f} images/s, {row['speed']['median']:.2f} times {row['reference']}"
-        yield Row(f"one device, {row['row']}", f"{words}, MFU {row['mfu']:.1%}", "measured")
+        yield Finding(f"one device, {row['row']}", f"{words}, MFU {row['mfu']:.1%}", "measured")
     for row in report["not_run"]:
-        yield Row(f"one device, {row['row']}", row["reason"], "skipped")
+        yield Finding(f"one device, {row['row']}", row["reason"], "skipped")
 
 
-def kernels(machine: Machine) -> Iterator[Row]:
+def kernels(machine: Machine) -> Iterator[Finding]:
     """The fused normalisation at the shapes of CIFAR-10's U-Net in bf16, and what ``"kernels": "auto"`` decides."""
     if not machine.on_gpu:
-        yield Row("fused normalisation", "no GPU", "skipped")
+        yield Finding("fused normalisation", "no GPU", "skipped")
         return
     found = machine.measure("norms", seconds=150)
     for precision, (chosen, trial) in found["choices"].items():
@@ -355,14 +356,14 @@ def kernels(machine: Machine) -> Iterator[Row]:
         good = not trial["failure"] and taken <= 1.1 * min(seconds.values())
         yield judged(f"kernels auto, {precision}", good, f"{chosen}: {words}", "the faster, within 10%")
     for shape, share in found["shares"].items():
-        yield Row(f"fused normalisation, {shape}", f"{share:.0%} of the copy bandwidth", "measured")
+        yield Finding(f"fused normalisation, {shape}", f"{share:.0%} of the copy bandwidth", "measured")
 
 
 def measure_norms(work: Path) -> dict[str, dict[str, Any]]:
     """By precision what is chosen and what both kinds take, and by shape the share of the copy bandwidth."""
     import torch
 
-    from ddpm_ds.spec_file import load_spec
+    from ddpm_ds.config.spec_file import load_spec
     from ddpm_ds.unet.kernel_choice import choose_kernels, copy_bandwidth_share, norm_shapes, try_kernels
     from ddpm_ds.unet.layers import unet_layers
 
@@ -378,7 +379,7 @@ def measure_norms(work: Path) -> dict[str, dict[str, Any]]:
     return {"choices": choices, "shares": shares}
 
 
-def compiled(machine: Machine) -> Iterator[Row]:
+def compiled(machine: Machine) -> Iterator[Finding]:
     """``"compile": true`` beside eager layers: the losses, what is compiled after the first step, and the speed.
 
     One level, so that there are few shapes: a GPU takes about ten seconds to compile a layer for each.
@@ -405,13 +406,15 @@ def compiled(machine: Machine) -> Iterator[Row]:
     yield judged("compile, after the first step", not late, f"{late} recompilations", "0")
     timed = ([point["perf/step_seconds"] for point in points[steps // 2 :]] for points in runs.values())
     eager, fast = map(statistics.median, timed)
-    yield Row("compile, speed", f"{1e3 * fast:.4g} ms a step, {eager / fast:.2f} times as fast as eager", "measured")
+    yield Finding(
+        "compile, speed", f"{1e3 * fast:.4g} ms a step, {eager / fast:.2f} times as fast as eager", "measured"
+    )
 
 
-def several(machine: Machine) -> Iterator[Row]:
+def several(machine: Machine) -> Iterator[Finding]:
     """Pipelines, folds and replicas on several devices: gradients by name, and the benchmark of all rows."""
     if machine.gpus == 1:
-        yield Row("several GPUs", "one GPU", "skipped")
+        yield Finding("several GPUs", "one GPU", "skipped")
         return
     processes = 4 if machine.gpus >= 4 else 2
     for count in range(2, processes + 1, 2):
@@ -428,12 +431,12 @@ def several(machine: Machine) -> Iterator[Row]:
     for row in report["rows"]:
         times = f"{1e3 * row['step_seconds']['median']:.4g} ms a step, {row['ratio']['median']:.2f} of the first row's"
         words = f"{times}, losses at most {row['largest_loss_difference']:.1e} from its"
-        yield Row(f"{processes} processes, {row['row']}", words, "measured")
+        yield Finding(f"{processes} processes, {row['row']}", words, "measured")
     for row in report["not_run"]:
-        yield Row(f"{processes} processes, {row['row']}", row["reason"], "skipped")
+        yield Finding(f"{processes} processes, {row['row']}", row["reason"], "skipped")
 
 
-Check = Callable[[Machine], Iterator[Row]]
+Check = Callable[[Machine], Iterator[Finding]]
 BESIDE: dict[str, Check] = {
     "tests": gpu_tests,
     "gradients": gradients,
@@ -472,9 +475,9 @@ def run_check(name: str, machine: Machine) -> Outcome:
         for row in CHECKS[name](machine):
             outcome.rows.append(row)
     except CommandFailed as error:
-        outcome.rows.append(Row(name, str(error), "fail"))
+        outcome.rows.append(Finding(name, str(error), "fail"))
     except Exception as error:  # such as a report without a key
-        outcome.rows.append(Row(name, f"{type(error).__name__}: {error}", "fail"))
+        outcome.rows.append(Finding(name, f"{type(error).__name__}: {error}", "fail"))
         outcome.details = traceback.format_exc()
     if outcome.status == "fail":
         for log in sorted(machine.work.glob("*.log"), key=lambda log: log.stat().st_mtime)[-MOST_LOGS:]:

@@ -5,8 +5,8 @@ deepspeed --num_gpus 2 launch/sample.py runs/cifar10 --count 50000 --out cifar10
 
 import sys
 
-from ddpm_ds.evaluate.sample_command import main
-from ddpm_ds.exit_record import recorded
+from ddpm_ds.cli.sample import main
+from ddpm_ds.processes.exit_record import recorded
 
 if __name__ == "__main__":
     sys.exit(recorded(main))

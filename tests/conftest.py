@@ -34,8 +34,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(f"needs {wanted} CUDA device(s), and there are {found}")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start processes come first: several workers then end at about the same time, on the quick ones."""
+    """Mark tests that need programs as long ones. Files that start processes come first, so that several workers end
+    at about the same time, on the quick ones."""
+    for item in items:
+        if item.get_closest_marker("needs_programs"):
+            item.add_marker(pytest.mark.long)
     slow = {item.path for item in items if item.get_closest_marker("launch")}
     items.sort(key=lambda item: item.path not in slow)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ddpm_ds.spec import RunSpec
+from ddpm_ds.config.spec import RunSpec
 from tests.forking import ONE_THREAD, REPOSITORY, Forked
 
 OTHERS_SECONDS = 30.0

@@ -150,17 +150,17 @@ for _name in COLLECTIVES:
 def replace_everywhere(function: Callable[..., Any], by: Callable[..., Any]) -> None:
     """Replace a function in every module of the package that has imported it."""
     for name, module in list(sys.modules.items()):
-        if name.startswith("ddpm_ds") and getattr(module, function.__name__, None) is function:
+        if name.startswith(("ddpm_ds", "rivals")) and getattr(module, function.__name__, None) is function:
             setattr(module, function.__name__, by)
 
 
 def install() -> None:
     """Let this process use the transport; before its process group is made."""
-    import ddpm_ds.benchmark.session
+
     import ddpm_ds.train.session  # noqa: F401  # with all in which functions are replaced
     from ddpm_ds import device
-    from ddpm_ds.pipeline import wires
-    from ddpm_ds.pipeline.host_accelerator import HostAccelerator
+    from ddpm_ds.pipeline import messages as wires
+    from ddpm_ds.pipeline.build import HostAccelerator
 
     dist.Backend.register_backend("strict", StrictGroup, devices=["cpu"])
     HostAccelerator.communication_backend_name = lambda accelerator: "strict"
@@ -173,7 +173,7 @@ def install() -> None:
 
 def share_communicators() -> None:
     """Two communicators for each phase of a pipeline: for all of its activations and for all of its gradients."""
-    from ddpm_ds.pipeline import wires
+    from ddpm_ds.pipeline import messages as wires
     from ddpm_ds.pipeline.order import Edge
 
     connect = wires.open_wires

@@ -20,7 +20,7 @@ import pytest
 from tests.forking import PYTHON_PATH, REPOSITORY
 
 check_gpu: Any = importlib.import_module("launch.check_gpu")
-Row = check_gpu.Row
+Finding = check_gpu.Finding
 HANGS = """\
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -34,11 +34,11 @@ def passes(machine: Any) -> Iterator[Any]:
 
 
 def skipped(machine: Any) -> Iterator[Any]:
-    yield Row("not here", "one GPU", "skipped")
+    yield Finding("not here", "one GPU", "skipped")
 
 
 def measures(machine: Any) -> Iterator[Any]:
-    yield Row("speed", "3 images/s", "measured")
+    yield Finding("speed", "3 images/s", "measured")
 
 
 def fails(machine: Any) -> Iterator[Any]:
@@ -47,17 +47,17 @@ def fails(machine: Any) -> Iterator[Any]:
 
 
 def crashes(machine: Any) -> Iterator[Any]:
-    yield Row("before the crash", "done", "pass")
+    yield Finding("before the crash", "done", "pass")
     machine.run("dies", "-c", "import os; print('last words', flush=True); os.abort()", seconds=60)
 
 
 def raises(machine: Any) -> Iterator[Any]:
-    yield Row("a number", {"found": "1"}["missing"], "pass")
+    yield Finding("a number", {"found": "1"}["missing"], "pass")
 
 
 def hangs(machine: Any) -> Iterator[Any]:
     machine.run("waits", "-c", HANGS, seconds=3)
-    yield Row("never", "", "pass")
+    yield Finding("never", "", "pass")
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_nothing_that_failed_is_exit_code_0_and_a_line_for_each_row(tmp_path: Pa
     [
         (fails, "| a bound | 3 | < 2 | fail |", "a clue"),
         (crashes, "| crashes | dies: exit code -6 |  | fail |", "last words"),
-        (raises, "| raises | KeyError: 'missing' |  | fail |", 'yield Row("a number"'),
+        (raises, "| raises | KeyError: 'missing' |  | fail |", 'yield Finding("a number"'),
         (hangs, "| hangs | waits: not done after 3 s, and killed |  | fail |", "child "),
     ],
 )
@@ -129,7 +129,7 @@ def ends(process: int) -> bool:
 
 def test_the_report_is_there_while_later_checks_run(tmp_path: Path, plant: Any) -> None:
     def looks(machine: Any) -> Iterator[Any]:
-        yield Row("seen", str("| a limit |" in (tmp_path / "report.md").read_text()), "pass")
+        yield Finding("seen", str("| a limit |" in (tmp_path / "report.md").read_text()), "pass")
 
     plant([passes], [looks])
     assert "| seen | True |" in run(tmp_path)[1]
@@ -196,9 +196,9 @@ def test_fails():
 @pytest.mark.parametrize(
     ("tests", "row"),
     [
-        (SKIPPED, Row("some", "needs 2 GPUs", "skipped")),
-        (SKIPPED + PASSES, Row("some", "1 of 2 pass, 1 skipped; fp32 1e-6", "pass", "none fails")),
-        (PASSES + FAILS, Row("some", "1 of 2 pass, 0 skipped; fp32 1e-6; test_fails", "fail", "none fails")),
+        (SKIPPED, Finding("some", "needs 2 GPUs", "skipped")),
+        (SKIPPED + PASSES, Finding("some", "1 of 2 pass, 1 skipped; fp32 1e-6", "pass", "none fails")),
+        (PASSES + FAILS, Finding("some", "1 of 2 pass, 0 skipped; fp32 1e-6; test_fails", "fail", "none fails")),
     ],
     ids=["skipped", "passing", "failing"],
 )
@@ -226,7 +226,7 @@ def test_one_device_is_measured_on_a_cpu(tmp_path: Path) -> None:
     assert "| fused normalisation | no GPU |  | skipped |" in report
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_the_whole_program_passes_on_a_cpu(tmp_path: Path) -> None:
     code, report = run(tmp_path, "--minutes", "20")
     assert code == 0, report

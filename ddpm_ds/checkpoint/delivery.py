@@ -21,7 +21,7 @@ from tqdm import tqdm
 from ddpm_ds.checkpoint.groups import Gather
 from ddpm_ds.checkpoint.manifest import BAR_BYTES, unusable
 from ddpm_ds.checkpoint.reader import Reader
-from ddpm_ds.checkpoint.union import Whole
+from ddpm_ds.checkpoint.union import CompleteCheckpoint
 
 SENT_ELEMENTS = 2**24
 """Values that are sent at once."""
@@ -46,7 +46,12 @@ class _Transfer(NamedTuple):
 
 
 def deliver(
-    whole: Whole, wanted: Sequence[Wanted], *, gather: Gather, device: torch.device, say: Callable[[str], None]
+    whole: CompleteCheckpoint,
+    wanted: Sequence[Wanted],
+    *,
+    gather: Gather,
+    device: torch.device,
+    say: Callable[[str], None],
 ) -> Iterator[tuple[int, int, Tensor]]:
     """All values of ``wanted``, as (its index, first element, values); to be iterated to its end by every rank.
 
@@ -86,7 +91,7 @@ def deliver(
 
 
 def _transfers(
-    whole: Whole, reader: Reader | None, needs: Sequence[tuple[int, Wanted]], gather: Gather
+    whole: CompleteCheckpoint, reader: Reader | None, needs: Sequence[tuple[int, Wanted]], gather: Gather
 ) -> list[_Transfer]:
     """Who sends what to whom; the same list on all ranks. Of several that have a value the lowest leader sends it."""
     groups = whole.groups
@@ -128,7 +133,7 @@ def _bytes(transfer: _Transfer) -> int:
     return ELEMENT_BYTES * (transfer.wanted.stop - transfer.wanted.start)
 
 
-def _announcement(whole: Whole, transfers: Sequence[_Transfer]) -> str:
+def _announcement(whole: CompleteCheckpoint, transfers: Sequence[_Transfer]) -> str:
     hosts = whole.groups.hosts
     sources = ", ".join(sorted({hosts[transfer.source] for transfer in transfers}))
     targets = ", ".join(sorted({hosts[transfer.target] for transfer in transfers}))

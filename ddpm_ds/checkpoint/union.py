@@ -48,7 +48,7 @@ BRING_BACK = "start the run with that host as well, or copy the folder from ther
 
 
 @dataclass(frozen=True)
-class Whole:
+class CompleteCheckpoint:
     """A checkpoint of which every file is whole on at least one host of this run."""
 
     path: Path
@@ -126,7 +126,7 @@ def newest(
     *,
     until: int | None = None,
     progress: bool = False,
-) -> Whole | None:
+) -> CompleteCheckpoint | None:
     """The newest checkpoint that is whole, of at most ``until`` images; None where no host has any.
 
     Each one that is passed over is named to ``say`` on rank 0, with what is missing where. :func:`settle` comes first.
@@ -141,7 +141,7 @@ def newest(
     problems: list[_Problems] = []
     for name in sorted(usable, key=counted.__getitem__, reverse=True):
         outcome = _examine(folder / name, groups, gather, progress)
-        if isinstance(outcome, Whole):
+        if isinstance(outcome, CompleteCheckpoint):
             return outcome
         problems.append(outcome)
         for line in outcome.lines if groups.rank == 0 else ():
@@ -155,20 +155,20 @@ def newest(
     raise NoCheckpointError(f"{none}: {elsewhere}; {BRING_BACK}")
 
 
-def whole(path: Path, groups: Groups, gather: Gather, *, progress: bool = False) -> Whole:
+def whole(path: Path, groups: Groups, gather: Gather, *, progress: bool = False) -> CompleteCheckpoint:
     """The checkpoint at ``path``.
 
     Raises:
         CheckpointError: what of it is missing or damaged, and where.
     """
     outcome = _examine(path, groups, gather, progress)
-    if isinstance(outcome, Whole):
+    if isinstance(outcome, CompleteCheckpoint):
         return outcome
     remedy = [BRING_BACK] if outcome.elsewhere else []
     raise CheckpointError("; ".join([*outcome.lines, *remedy]))
 
 
-def _examine(path: Path, groups: Groups, gather: Gather, progress: bool) -> Whole | _Problems:
+def _examine(path: Path, groups: Groups, gather: Gather, progress: bool) -> CompleteCheckpoint | _Problems:
     """The checkpoint at ``path``, or why it can't be used."""
     said = gather(_look(path).model_dump(mode="json") if groups.leads and path.exists() else None)
     looks = {rank: _Look.model_validate(one) for rank, one in enumerate(said) if one is not None}
@@ -178,7 +178,7 @@ def _examine(path: Path, groups: Groups, gather: Gather, progress: bool) -> Whol
     for sha256 in sorted(created, key=created.__getitem__, reverse=True):
         holders = {rank: look.here for rank, look in looks.items() if look.sha256 == sha256}
         outcome = _assemble(path, holders, groups, gather, progress)
-        if isinstance(outcome, Whole):
+        if isinstance(outcome, CompleteCheckpoint):
             return outcome
         lines += outcome.lines
         elsewhere |= outcome.elsewhere
@@ -196,7 +196,7 @@ def _look(path: Path) -> _Look:
 
 def _assemble(
     path: Path, holders: dict[int, tuple[str, ...]], groups: Groups, gather: Gather, progress: bool
-) -> Whole | _Problems:
+) -> CompleteCheckpoint | _Problems:
     """The checkpoint of one manifest, from the files that the ``holders``, leaders by rank, have of it."""
     manifest = Manifest.model_validate_json(_read(path, MANIFEST, min(holders), groups, gather))
     if gone := _in_none(manifest, holders):
@@ -210,7 +210,7 @@ def _assemble(
         return _Problems(lines, elsewhere=False)
     source = min(rank for rank, here in holders.items() if STATE in here)
     state = json.loads(_read(path, STATE, source, groups, gather))
-    return Whole(path, manifest, state, holders.get(groups.leader_of[groups.rank], ()), groups)
+    return CompleteCheckpoint(path, manifest, state, holders.get(groups.leader_of[groups.rank], ()), groups)
 
 
 def _in_none(manifest: Manifest, holders: Mapping[int, Sequence[str]]) -> list[str]:

@@ -1,4 +1,9 @@
-"""Micro-batches of a store, as a function of images seen: nothing is remembered, so nothing is lost on a resume."""
+"""Which stored image is seen when: a pure function of (seed, number of images seen before).
+
+Micro-batches of a store, as a function of images seen: nothing is remembered, so nothing is lost on a resume.
+
+Micro-batches on the device that trains on them: the next one travels while the current one is computed with.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +12,40 @@ import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from ddpm_ds.data.order import Indices, image_at
-from ddpm_ds.data.store import Store
+from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.errors import SpecError
+
+Indices = npt.NDArray[np.int64]
+
+
+def image_at(index: Indices, count: int, seed: int) -> Indices:
+    """Positions in a store of ``count`` images of the ``index``-th images of a run, int64 ``(n,)`` to ``(n,)``.
+
+    Every run of ``count`` indices from a multiple of ``count`` (an epoch) sees each image once, in an order of its
+    own.
+    """
+    epochs, places = np.divmod(index, count)
+    images = np.empty_like(index)
+    for epoch in np.unique(epochs):
+        now = epochs == epoch
+        images[now] = _permutation(count, seed, int(epoch))[places[now]]
+    return images
+
+
+@lru_cache(maxsize=4)  # a micro-batch rarely touches more than two epochs; a permutation takes 8 bytes per image
+def _permutation(count: int, seed: int, epoch: int) -> Indices:
+    key = np.array([seed, epoch], np.uint64)
+    return np.random.Generator(np.random.Philox(key=key)).permutation(count)
+
 
 READ_BYTES, READ_IMAGES = 2**20, 512
 """Micro-batches that are smaller are read several at a time, up to so much: a read costs a tenth of a millisecond
@@ -31,7 +61,7 @@ class MicroBatch(NamedTuple):
 
 
 def micro_batches(
-    store: Store,
+    store: DatasetCache,
     *,
     among: Indices | None = None,
     seed: int,
@@ -95,7 +125,7 @@ class _Reads(Dataset[_Read]):
     A batch is a whole number of turns, hence where batches end doesn't matter here.
     """
 
-    store: Store
+    store: DatasetCache
     among: Indices | None
     seed: int
     first: int
@@ -140,3 +170,66 @@ def _parts(read: _Read, size: int, pin_memory: bool) -> Iterator[MicroBatch]:
 
 def _as_it_is(read: Any) -> Any:
     return read
+
+
+def on_device(batches: Iterator[MicroBatch], device: torch.device) -> Iterator[MicroBatch]:
+    """The same micro-batches on ``device``, bytes as they are.
+
+    On CUDA each is copied on a stream of its own while the one before is computed with; the current stream waits for
+    the copy, the host does not::
+
+        copies        1     2     3           4
+        current       .  1111111  2222222222  3333333
+
+    That needs ``batches`` in pinned memory. Elsewhere they are handed through. What is read ahead is one micro-batch;
+    an error of ``batches`` is raised where that one was to be read.
+    """
+    return _copied_ahead(batches, device) if device.type == "cuda" else batches
+
+
+def _copied_ahead(batches: Iterator[MicroBatch], device: torch.device) -> Iterator[MicroBatch]:
+    stream = torch.cuda.Stream(device)
+
+    def copy(batch: MicroBatch) -> tuple[MicroBatch, torch.cuda.Event]:
+        with torch.cuda.stream(stream):
+            copied = MicroBatch(*(tensor.to(device, non_blocking=True) for tensor in batch))
+            return copied, stream.record_event()
+
+    travelling = None
+    for batch in batches:
+        arriving, travelling = travelling, copy(batch)
+        if arriving is not None:
+            yield _arrived(*arriving, device)
+    if travelling is not None:
+        yield _arrived(*travelling, device)
+
+
+def _arrived(batch: MicroBatch, copied: torch.cuda.Event, device: torch.device) -> MicroBatch:
+    """A micro-batch that the current stream may use: it waits for the copy, and keeps the memory until it is done."""
+    current = torch.cuda.current_stream(device)
+    current.wait_event(copied)
+    for tensor in batch:
+        tensor.record_stream(current)
+    return batch
+
+
+def split(count: int, held_out: int) -> tuple[Indices, Indices]:
+    """Positions in a store of ``count`` images, int64 and rising: those to train on, and ``held_out`` others.
+
+    They follow from the two numbers alone, so that runs of any seed are measured on the same images.
+
+    Raises:
+        SpecError: nothing would be left to train on.
+    """
+    if held_out >= count:
+        raise SpecError(
+            f"data.held_out_images = {held_out:,} leaves nothing of the {count:,} images; --set data.held_out_images="
+            f"{count // 10}"
+        )
+    order = shuffled(count)
+    return np.sort(order[held_out:]), np.sort(order[:held_out])
+
+
+def shuffled(count: int) -> Indices:
+    """The positions 0 to ``count - 1``, int64, in an order that is always the same."""
+    return np.random.Generator(np.random.Philox(key=np.uint64(0))).permutation(count)

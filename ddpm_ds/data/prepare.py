@@ -16,16 +16,16 @@ from uuid import uuid4
 import numpy as np
 from tqdm import tqdm
 
+from ddpm_ds.config.spec import DataSpec
+from ddpm_ds.data.cache import FORMAT, IMAGES, LABELS, META, SKIPPED, CacheMeta, DatasetCache, checksums
 from ddpm_ds.data.sources import Pixels, Source, UnreadableImage, open_source
-from ddpm_ds.data.store import FORMAT, IMAGES, LABELS, META, SKIPPED, Store, StoreMeta, checksums
 from ddpm_ds.errors import DataError
-from ddpm_ds.spec import DataSpec
 
 READ_AHEAD = 256
 """Images decoded by the threads before they are written."""
 
 
-def store_path(spec: DataSpec) -> Path:
+def cache_path(spec: DataSpec) -> Path:
     """The store's folder: a function of source, size, channels and, for source ``folder``, its absolute path."""
     name = f"{spec.source}-{spec.stored_size}px-{spec.channels}ch"
     if spec.source == "folder" and spec.path is not None:
@@ -33,7 +33,7 @@ def store_path(spec: DataSpec) -> Path:
     return spec.store_root / name
 
 
-def prepare(spec: DataSpec, progress: bool = False) -> Store:
+def prepare(spec: DataSpec, progress: bool = False) -> DatasetCache:
     """Returns the verified store of ``spec``, making it when it is missing; ``progress`` shows bars on stderr.
 
     An existing store is taken as it is: after changing a folder's images, delete its store. Safe to call from
@@ -41,9 +41,9 @@ def prepare(spec: DataSpec, progress: bool = False) -> Store:
     ``skipped.txt``. Raises DataError: the source's own, too many unreadable images, ``store_root`` not writable,
     a damaged store.
     """
-    path = store_path(spec)
+    path = cache_path(spec)
     if path.exists():
-        return Store.open(path, progress=progress)
+        return DatasetCache.open(path, progress=progress)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _lock(path) as alone:
@@ -57,7 +57,7 @@ def prepare(spec: DataSpec, progress: bool = False) -> Store:
             f"data.store_root = {spec.store_root} can't be written ({error.strerror or error}); "
             "choose another folder with --set data.store_root=FOLDER"
         ) from error
-    return Store.open(path, verify=False)  # the checksums were taken from the files a moment ago
+    return DatasetCache.open(path, verify=False)  # the checksums were taken from the files a moment ago
 
 
 def _temporary_name(path: Path) -> str:
@@ -115,7 +115,7 @@ def _write(folder: Path, source: Source, spec: DataSpec, title: str, progress: b
     if skipped:
         report = "".join(f"{image.name}\t{image.reason}\n" for image in skipped)
         (folder / SKIPPED).write_text(report, encoding="utf-8", errors="backslashreplace")
-    meta = StoreMeta(
+    meta = CacheMeta(
         format=FORMAT,
         source=source.name,
         folder=str(spec.path) if spec.source == "folder" else None,

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
 
+from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.errors import DataError
-from ddpm_ds.spec import DataSpec
 
 Pixels = npt.NDArray[np.uint8]
 

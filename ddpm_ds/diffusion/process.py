@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from ddpm_ds import keyed
-from ddpm_ds.diffusion import objective, schedule
+from ddpm_ds.config.spec import DiffusionSpec
+from ddpm_ds.diffusion import objective
+from ddpm_ds.diffusion import objective as schedule
 from ddpm_ds.diffusion.objective import NoiseLevel
 from ddpm_ds.keyed import Stream
-from ddpm_ds.spec import DiffusionSpec
 
 
 class Diffusion:

@@ -2,6 +2,8 @@
 
 Every sampler's step mixes x_t, the predicted clean image x0, the x0 of the step before and fresh noise. They differ in
 the four coefficients, which :func:`ancestral`, :func:`ddim` and :func:`dpm_solver` compute in float64 from alpha_bar.
+
+Images being drawn, as a state that any denoiser can drive: the U-Net in one process, or a pipeline of stages.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ddpm_ds.diffusion.objective import NoiseLevel, to_x0
-from ddpm_ds.diffusion.schedule import alpha_bars
-from ddpm_ds.spec import DiffusionSpec, SamplerSpec
+from ddpm_ds import keyed
+from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
+from ddpm_ds.diffusion.objective import NoiseLevel, alpha_bars, to_x0
+from ddpm_ds.keyed import Stream
 
 
 class Coefficients(NamedTuple):
@@ -28,7 +31,7 @@ class Coefficients(NamedTuple):
     noise: float = 0.0
 
 
-class Step(NamedTuple):
+class SamplerStep(NamedTuple):
     """What a step gives, (N, C, H, W) float32 each."""
 
     x: Tensor
@@ -38,7 +41,7 @@ class Step(NamedTuple):
 
 
 class Sampler:
-    """One way of drawing images; immutable. The specs agree, as :func:`ddpm_ds.spec.check_sampler` holds.
+    """One way of drawing images; immutable. The specs agree, as :func:`ddpm_ds.config.spec.check_sampler` holds.
 
     The step that leaves the last timestep returns x0 as it is, without noise.
     """
@@ -59,7 +62,7 @@ class Sampler:
 
     def step(
         self, number: int, x_t: Tensor, prediction: Tensor, *, noise: Tensor | None, previous_x0: Tensor | None
-    ) -> Step:
+    ) -> SamplerStep:
         """From x_t at ``timesteps[number]`` to the next timestep, or to the image after the last one.
 
         Args:
@@ -67,11 +70,11 @@ class Sampler:
             x_t: (N, C, H, W) float32.
             prediction: what the U-Net made of x_t, (N, C, H, W) of any float dtype.
             noise: standard normal, (N, C, H, W) float32; not used unless :meth:`needs_noise`.
-            previous_x0: :attr:`Step.x0` of the step before; None at the first.
+            previous_x0: :attr:`SamplerStep.x0` of the step before; None at the first.
         """
         x0 = self._clipped(to_x0(self.objective, prediction.float(), x_t, self._levels[number]))
         if number == len(self._coefficients):
-            return Step(x0, x0)
+            return SamplerStep(x0, x0)
         part = self._coefficients[number]
         x = part.x_t * x_t + part.x0 * x0
         if part.previous_x0:
@@ -80,7 +83,7 @@ class Sampler:
         if part.noise:
             assert noise is not None, f"step {number} needs noise"
             x = x + part.noise * noise
-        return Step(x, x0)
+        return SamplerStep(x, x0)
 
     def _clipped(self, x0: Tensor) -> Tensor:
         """x0 in [-1, 1] as the spec asks. Source of dynamic: Imagen (Saharia et al. 2022), section 2.3."""
@@ -202,3 +205,82 @@ def _posterior_variance(here: float, there: float) -> float:
 def _log_snr(alpha_bar: float) -> float:
     """Logarithm of the signal-to-noise ratio, twice that of signal / noise."""
     return math.log(alpha_bar / (1.0 - alpha_bar))
+
+
+class Drawing:
+    """Some images being drawn: :meth:`inputs` to the U-Net, its prediction to :meth:`take`, `calls` times.
+
+    All noise is a function of (seed, image index), so an image doesn't depend on the batch it is drawn in. Everything
+    stays on the device of `index`, and nothing waits for it. Images are drawn without gradients: ask the U-Net under
+    ``torch.no_grad``.
+
+    Under guidance w the U-Net is asked with and without the label, and its prediction is taken to be
+    without + w (with - without), for any objective. With w = 1 only the labels are asked for, with w = 0 only "no
+    label". Source: Ho and Salimans 2022, eq. 6, whose w is ours - 1.
+
+    Args:
+        sampler: how.
+        seed: in [0, 2^32).
+        index: which images, (N,) int64.
+        shape: (C, H, W) of an image.
+        labels: (N,) int64 on the device of `index`; None without classes, or to let the U-Net take "no label".
+        guidance: w; without labels it has no effect.
+        no_label: the label that means none, where there are labels and guidance is not 1.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        *,
+        seed: int,
+        index: Tensor,
+        shape: tuple[int, int, int],
+        labels: Tensor | None,
+        guidance: float,
+        no_label: int | None,
+    ) -> None:
+        self.calls = len(sampler.timesteps)
+        """Evaluations of the U-Net in all."""
+        self._sampler, self._seed, self._index, self._shape = sampler, seed, index, shape
+        self._guidance = guidance
+        self._guided = labels is not None and guidance not in (0.0, 1.0)
+        if labels is not None and guidance != 1.0:
+            assert no_label is not None, f"guidance {guidance:g} needs the label that means none"
+            none = torch.full_like(labels, no_label)
+            labels = torch.cat([labels, none]) if self._guided else none
+        self._labels = labels  # (M,)
+        self._x = self._noise(Stream.SAMPLE)  # (N, C, H, W)
+        self._x0: Tensor | None = None
+        self._taken = 0
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        """What the U-Net is asked next: x_t (M, C, H, W) float32, t (M,) int64 and, with labels, labels (M,) int64.
+
+        M is N, or 2 N under guidance: all images with their labels, then all without.
+        """
+        x_t = torch.cat([self._x, self._x]) if self._guided else self._x
+        t = torch.full((len(x_t),), self._sampler.timesteps[self._taken], dtype=torch.int64, device=x_t.device)
+        return (x_t, t) if self._labels is None else (x_t, t, self._labels)
+
+    def take(self, prediction: Tensor) -> None:
+        """Go on with the prediction for :meth:`inputs`, (M, C, H, W) of any float dtype."""
+        prediction = prediction.float()
+        if self._guided:
+            labelled, unlabelled = prediction.chunk(2)
+            prediction = unlabelled + self._guidance * (labelled - unlabelled)  # (N, C, H, W)
+        sampler, number = self._sampler, self._taken
+        needed = sampler.needs_noise(number)
+        noise = self._noise(Stream.SAMPLE + 1 + sampler.timesteps[number]) if needed else None
+        self._x, self._x0 = sampler.step(number, self._x, prediction, noise=noise, previous_x0=self._x0)
+        self._taken += 1
+
+    def images(self) -> Tensor:
+        """The images, (N, C, H, W) uint8, once all predictions are taken; a pixel that is not a number is black."""
+        assert self._taken == self.calls, f"{self.calls - self._taken} of {self.calls} predictions are still to take"
+        # The way back from Diffusion.prepare, which it undoes exactly.
+        pixels = self._x.add(1.0).mul_(127.5).round_()
+        return pixels.nan_to_num_(nan=0.0).clamp_(0.0, 255.0).to(torch.uint8)
+
+    def _noise(self, stream: int) -> Tensor:
+        """Standard normal noise of each image, (N, C, H, W) float32."""
+        return keyed.normal(self._seed, stream, self._index, math.prod(self._shape)).unflatten(1, self._shape)

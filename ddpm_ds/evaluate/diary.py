@@ -8,8 +8,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 import ddpm_ds
-from ddpm_ds.train.run_folder import RunFolder
-from ddpm_ds.train.tracking import RunLink, Tracker, print_to_stderr
+from ddpm_ds.tracking.run_folder import RunFolder
+from ddpm_ds.tracking.tracker import RunLink, Tracker, print_to_stderr
 
 if TYPE_CHECKING:
     from ddpm_ds.evaluate.trained import Trained

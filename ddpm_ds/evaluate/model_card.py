@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from ddpm_ds.evaluate.trained import Trained
-from ddpm_ds.train.run_folder import EVALUATIONS, METRICS
+from ddpm_ds.tracking.run_folder import EVALUATIONS, METRICS
 
 WEIGHTS = {"ema": "averaged over training (EMA)", "raw": "as trained, not averaged", "export": "of an export"}
 UNCONDITIONAL = """\

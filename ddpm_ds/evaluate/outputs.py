@@ -1,10 +1,16 @@
-"""What drawn images are written to: a grid, an npz archive, or a folder of PNG files, each with its record inside."""
+"""A folder that is complete or not there.
+
+What drawn images are written to: a grid, an npz archive, or a folder of PNG files, each with its record inside.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +21,49 @@ from torch import Tensor
 
 from ddpm_ds.checkpoint.folder import sync, write_file
 from ddpm_ds.data.pictures import grid, picture, write_png
-from ddpm_ds.evaluate.recipe import Job, Recipe, Request, refuse_other
+from ddpm_ds.errors import OutputError
+from ddpm_ds.evaluate.draw import Recipe, Request, SavedRequest, refuse_other
 from ddpm_ds.evaluate.sampling import RECORD, writing
+
+
+def check_new_folder(path: Path) -> None:
+    """Refuse a folder that holds something or that can't be made; leaves nothing behind.
+
+    Raises:
+        OutputError: with what is in the way.
+    """
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise OutputError(f"{path} exists and is {'not empty' if path.is_dir() else 'no folder'}; name a new folder")
+    existing = next(folder for folder in path.absolute().parents if folder.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise OutputError(f"{path} can't be written ({error.strerror}: {existing}); name one that can") from None
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder beside ``path`` that becomes ``path`` when the body ends, and is removed when it raises.
+
+    Raises:
+        OutputError: ``path`` holds something, or the file system refuses.
+    """
+    check_new_folder(path)
+    path = path.absolute()
+    temporary = path.with_name(f".{path.name}.writing-{os.getpid()}")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        temporary.replace(path)  # an empty folder of that name gives way
+        sync(path.parent)
+    except OSError as error:
+        if error.strerror is None:
+            raise
+        raise OutputError(f"{path} can't be written ({error.strerror}); name one that can") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
 
 CHUNK_IMAGES = 1024
 PNG_KEY = "sampling"
@@ -32,7 +79,7 @@ class PngFolder:
         OutputError: all methods, where the file system refuses.
     """
 
-    def __init__(self, folder: Path, job: Job) -> None:
+    def __init__(self, folder: Path, job: SavedRequest) -> None:
         self._folder, self._job = folder, job
 
     def check(self) -> None:

@@ -1,9 +1,11 @@
-"""Many images, drawn in batches that outlive an interruption and that several processes can share.
+"""Processes that share a work in parts: who does which, and how they wait for each other.
+
+Many images, drawn in batches that outlive an interruption and that several processes can share.
 
 ::
 
     STORE/
-        sampling.json    what is drawn: a Job
+        sampling.json    what is drawn: a SavedRequest
         000000000.npy    a finished batch by its first image, uint8 (N, C, H, W)
         000000064.npy
         images.npy       all of them, once all are there; the batches are gone then
@@ -16,23 +18,72 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
 from ddpm_ds.checkpoint.folder import write_file
-from ddpm_ds.errors import LayoutError, OutputError
-from ddpm_ds.evaluate.draw import draw
-from ddpm_ds.evaluate.recipe import Job, Request, refuse_other
-from ddpm_ds.evaluate.sharing import ALONE, Share
+from ddpm_ds.config.spec import SamplerSpec
+from ddpm_ds.errors import LayoutError, OutputError, PeerLostError
+from ddpm_ds.evaluate.draw import Request, SavedRequest, draw, refuse_other
 from ddpm_ds.evaluate.trained import Trained
-from ddpm_ds.spec import SamplerSpec
+
+JOIN_LIMIT = timedelta(minutes=10)
+"""For all processes to have loaded the weights."""
+WAIT_LIMIT = timedelta(days=1)
+"""For the slowest process to finish; one that has died is noticed at once, by its connection."""
+
+
+class Share(NamedTuple):
+    """Which part of the work is this process's."""
+
+    rank: int
+    world_size: int
+
+
+ALONE = Share(0, 1)
+
+
+def share_of_launcher() -> Share:
+    """As a launcher says in the environment; alone without one."""
+    return Share(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+
+
+@contextlib.contextmanager
+def together(share: Share) -> Iterator[Callable[[], None]]:
+    """Meet the other processes; the block gets a function that waits until all have called it.
+
+    Raises:
+        PeerLostError: from that function, when another process has died or does not come. Nothing that waits for the
+            others may follow.
+    """
+    if share.world_size == 1:
+        yield lambda: None
+        return
+    dist.init_process_group("gloo", timeout=JOIN_LIMIT)
+    try:
+        yield _wait_for_all
+    finally:
+        dist.destroy_process_group()  # a process that leaves with a gloo group can abort after it has succeeded
+
+
+def _wait_for_all() -> None:
+    try:
+        dist.monitored_barrier(timeout=WAIT_LIMIT)
+    except RuntimeError:
+        raise PeerLostError(
+            "another process was lost before it had done its share; what is done is kept, start it again"
+        ) from None
+
 
 RECORD = "sampling.json"
 LOG_SECONDS = 30.0
@@ -58,23 +109,23 @@ class Keeper(Protocol):
         """How many of the images that were asked for are there."""
 
 
-class Store:
+class DrawnImages:
     """A :class:`Keeper` of batches in a folder, and at the end of all images in one file.
 
     Raises:
         OutputError: all methods, where the file system refuses.
     """
 
-    def __init__(self, folder: Path, job: Job, image_shape: tuple[int, int, int]) -> None:
+    def __init__(self, folder: Path, job: SavedRequest, image_shape: tuple[int, int, int]) -> None:
         self._folder, self._job, self._shape = folder, job, image_shape
         self._record, self._whole = folder / RECORD, folder / "images.npy"
 
     def check(self) -> None:
         if not any(self._folder.glob("*.npy")):
             return
-        there = Job.read(self._record.read_bytes()) if self._record.exists() else None
+        there = SavedRequest.read(self._record.read_bytes()) if self._record.exists() else None
         # Once all images are there, in which batches they were drawn no longer matters.
-        kind = Request if self._whole.exists() else Job
+        kind = Request if self._whole.exists() else SavedRequest
         refuse_other(self._folder, self._job.only(kind), there and there.only(kind))
 
     def claim(self) -> None:
@@ -117,7 +168,9 @@ class Store:
         return self._folder / f"{batch[0]:09}.npy"
 
 
-def draw_share(trained: Trained, job: Job, keeper: Keeper, share: Share = ALONE, *, progress: bool = False) -> None:
+def draw_share(
+    trained: Trained, job: SavedRequest, keeper: Keeper, share: Share = ALONE, *, progress: bool = False
+) -> None:
     """Draw this process's share of what is missing: batch i is that of process i modulo their number.
 
     Raises:
@@ -155,8 +208,8 @@ def draw_many(
         LayoutError: a batch does not fit into the memory of the device.
         OutputError: ``store`` holds images of another drawing, or can't be written.
     """
-    job = Job.of(trained, sampler, seed, labels, first=first, count=count, batch_images=batch_images)
-    kept = Store(store, job, trained.image_shape)
+    job = SavedRequest.of(trained, sampler, seed, labels, first=first, count=count, batch_images=batch_images)
+    kept = DrawnImages(store, job, trained.image_shape)
     kept.check()
     kept.claim()
     draw_share(trained, job, kept, progress=progress)
@@ -175,7 +228,7 @@ def writing(path: Path) -> Iterator[None]:
         ) from None
 
 
-def _draw_batch(trained: Trained, job: Job, index: Sequence[int], after_step: Callable[[int], None]) -> Tensor:
+def _draw_batch(trained: Trained, job: SavedRequest, index: Sequence[int], after_step: Callable[[int], None]) -> Tensor:
     try:
         return draw(
             trained,

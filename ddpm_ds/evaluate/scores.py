@@ -1,12 +1,30 @@
-"""What is computed of drawn images and the real ones of a store; each score says what it is and of how many."""
+"""The real images that drawn ones are compared with: those of the prepared store that was learned.
+
+What is computed of drawn images and the real ones of a store; each score says what it is and of how many.
+
+Scores as a table for people and as JSON for programs, and a picture of what was scored.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddpm_ds.checkpoint.manifest import read_manifest
+from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.loader import shuffled
+from ddpm_ds.data.prepare import cache_path, prepare
+from ddpm_ds.errors import DataError
+from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, OF_INCEPTION
+
+if TYPE_CHECKING:
+    from ddpm_ds.evaluate.trained import Trained
 import contextlib
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +35,76 @@ from torch import Tensor
 
 import ddpm_ds
 from ddpm_ds.checkpoint.folder import write_file
-from ddpm_ds.command_line import cache_folder
-from ddpm_ds.data.split import shuffled
-from ddpm_ds.data.store import Store
+from ddpm_ds.command_line import aligned, cache_folder
+from ddpm_ds.data.pictures import grid, write_png
 from ddpm_ds.errors import EvaluationError, OutputError
-from ddpm_ds.evaluate.digits_classifier import DigitsClassifier
-from ddpm_ds.evaluate.frechet import LARGEST_SIDE_PIXELS, Gaussian, frechet_distance, pixel_gaussian
-from ddpm_ds.evaluate.inception import Inception, Unavailable, find_inception, inception_scores, kid_subset_images
-from ddpm_ds.evaluate.metric_names import FEWEST_IMAGES, METRICS, OF_INCEPTION
+from ddpm_ds.evaluate.classifier import DigitsClassifier
+from ddpm_ds.evaluate.draw import Request
+from ddpm_ds.evaluate.inception import (
+    LARGEST_SIDE_PIXELS,
+    Gaussian,
+    Inception,
+    Unavailable,
+    find_inception,
+    frechet_distance,
+    inception_scores,
+    kid_subset_images,
+    pixel_gaussian,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ddpm_ds.evaluate.draw import Request
+
+    pass
+    from ddpm_ds.evaluate.trained import Trained
+
+
+def open_reference(trained: Trained, given: Path | None, progress: bool) -> DatasetCache:
+    """The store at ``given``, else that of the checkpoint's spec, prepared where it is missing; checksums verified.
+
+    Of a run that has learned crops, the centres of the images.
+
+    Raises:
+        DataError: there is none, it is damaged, or it does not hold the images that were learned.
+    """
+    store = DatasetCache.open(given, progress=progress) if given is not None else _own_store(trained, progress)
+    if trained.spec is not None:
+        if store.meta.sha256 != read_manifest(Path(trained.origin)).data_sha256:
+            raise DataError(
+                f"{store.path} holds other images than those that {trained.origin} learned; name theirs with "
+                "--store DIR"
+            )
+        store = store.centre(trained.spec.data.image_size)
+    if store.meta.shape != trained.image_shape:
+        stored, drawn = ("x".join(map(str, shape)) for shape in (store.meta.shape, trained.image_shape))
+        raise DataError(f"--store {store.path} has images of {stored}, {trained.origin} draws {drawn}; name another")
+    classes = trained.unet_spec.classes
+    if classes is not None and classes != len(store.meta.classes):
+        raise DataError(
+            f"--store {store.path} has {len(store.meta.classes)} classes, {trained.origin} has {classes}; name another"
+        )
+    return store
+
+
+def _own_store(trained: Trained, progress: bool) -> DatasetCache:
+    if trained.spec is None:
+        raise DataError(
+            f"{trained.origin} is an export, which does not say what it learned; name the prepared store of its images "
+            "with --store DIR"
+        )
+    data = trained.spec.data
+    path = cache_path(data)
+    if not path.exists() and data.path is not None and not data.path.is_dir():
+        raise DataError(f"there is neither a prepared store at {path} nor a folder {data.path}; give --store DIR")
+    return prepare(data, progress)
+
+
+def labels_like(store: DatasetCache, count: int) -> list[int]:
+    """``count`` labels in the proportions of the store, or all of its labels, to be gone through again."""
+    return [int(label) for label in store.labels[shuffled(len(store))[:count]]]
+
 
 Pixels = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int64]
@@ -58,13 +138,13 @@ class Scorer:
     """Which scores can be had, and what they are computed with."""
 
     metrics: tuple[str, ...]
-    store: Store
+    store: DatasetCache
     inception: Inception | None
     cache: Path
 
     @classmethod
     def prepare(
-        cls, asked: Sequence[str] | None, store: Store, weights: Path | None, say: Callable[[str], None]
+        cls, asked: Sequence[str] | None, store: DatasetCache, weights: Path | None, say: Callable[[str], None]
     ) -> Scorer:
         """Find out what can be had of the metrics ``asked`` for, of all where None; ``say`` names what can't.
 
@@ -194,3 +274,64 @@ def cache_beside(store: Path) -> Path:
 def short(count: int) -> str:
     """A count in a metric's name: 10k, 500."""
     return f"{count // 1000}k" if count % 1000 == 0 else str(count)
+
+
+SCORES, PICTURE = "scores.json", "samples.png"
+FILES = (SCORES, PICTURE)
+HEADER = ("score", "value", "of real", "samples", "reference", "sampler", "steps", "weights", "guidance", "tool")
+TEXT_COLUMNS = {0, 5, 7, 9}
+
+
+def table(scores: Sequence[Score], drawn: Request) -> str:
+    """A line for each score, with all that it depends on; then the shares of classes, where there are any."""
+    sampler = drawn.sampler
+    guidance = "-" if drawn.labels is None else f"{sampler.guidance:g}"
+    how = (sampler.kind, str(sampler.steps), drawn.weights, guidance)
+    rows = [HEADER]
+    for score in scores:
+        value, real = _number(score.value), _number(score.real)
+        rows.append((score.title, value, real, f"{score.samples:,}", f"{score.references:,}", *how, score.tool))
+    lines = aligned(rows, TEXT_COLUMNS)
+    for score in scores:
+        if "shares" in score.details:
+            lines += ["", *_shares(score.details)]
+    return "\n".join(lines)
+
+
+def _shares(details: Mapping[str, Any]) -> list[str]:
+    rows = [("class", *map(str, range(len(details["shares"]))))]
+    for title, key in (("samples", "shares"), ("of real", "shares_real")):
+        rows.append((title, *(f"{share:.1%}" for share in details[key])))
+    return aligned(rows, {0})
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def about(drawn: Request, store: DatasetCache) -> dict[str, Any]:
+    """What the scores are of."""
+    labels = None if drawn.labels is None else "in the proportions of the reference"
+    reference = {"store": str(store.path), "images": len(store), "sha256": store.meta.sha256}
+    versions = {"ddpm_ds": ddpm_ds.__version__, "torch": torch.__version__}
+    return {**drawn.model_dump(mode="json"), "labels": labels, "reference": reference, "version": versions}
+
+
+def write_report(folder: Path, facts: Mapping[str, Any], scores: Sequence[Score], pictured: Pixels) -> None:
+    """Write :data:`FILES` into ``folder``: the scores and the facts :func:`about` them as JSON, and some images.
+
+    Scores of an earlier evaluation of the same images against the same reference stay, unless they are made anew.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    path, new = folder / SCORES, [asdict(score) for score in scores]
+    try:
+        before = json.loads(path.read_text())
+        kept = before["scores"] if before["reference"]["sha256"] == facts["reference"]["sha256"] else []
+    except (OSError, ValueError, KeyError, TypeError):  # not there, or not ours
+        kept = []
+    names = {score["name"] for score in new}
+    content = {**facts, "scores": [score for score in kept if score["name"] not in names] + new}
+    write_file(path, (json.dumps(content, indent=2) + "\n").encode())
+    write_png(grid(torch.from_numpy(np.array(pictured))), folder / PICTURE)

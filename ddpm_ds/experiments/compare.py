@@ -1,4 +1,8 @@
-"""Recorded runs beside each other, as data: what differs between them and what came of it.
+"""Metrics as they are compared: which direction is better, which of a run's values counts, how it is written.
+
+The course of a run's metrics, against images and against time, in as few points as a picture shows.
+
+Recorded runs beside each other, as data: what differs between them and what came of it.
 
 Values are of MLflow, so a comparison needs neither the runs' folders nor the machine they ran on.
 """
@@ -6,13 +10,158 @@ Values are of MLflow, so a comparison needs neither the runs' folders nor the ma
 from __future__ import annotations
 
 import difflib
+import math
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
 
 from ddpm_ds.errors import UserError
-from ddpm_ds.experiments.compare_measures import DEFAULT, PROGRESS, is_pace, ratio, typical
-from ddpm_ds.experiments.runs import RecordedRun
+from ddpm_ds.tracking.runs import Point, RecordedRun
+
+Direction = Literal["lower", "higher", ""]
+
+PROGRESS = "progress/images"
+DEFAULT = (
+    PROGRESS,
+    "train/loss",
+    "eval/loss",
+    "perf/images_per_second",
+    "perf/step_seconds",
+    "perf/peak_memory_bytes",
+    "perf/bubble_fraction",
+    "perf/mfu",
+    "perf/data_wait_fraction",
+)
+"""What is compared where nothing else is asked for; what no run has is left out, and progress where all are as far."""
+
+DIRECTIONS: tuple[tuple[str, Direction], ...] = (
+    ("*loss", "lower"),
+    ("*_seconds", "lower"),
+    ("*_bytes", "lower"),
+    ("*_fraction", "lower"),
+    ("*_ms", "lower"),
+    ("*fid", "lower"),
+    ("*kid", "lower"),
+    ("perf/imbalance", "lower"),
+    ("train/skipped_steps", "lower"),
+    ("train/rewinds", "lower"),
+    ("*_per_second", "higher"),
+    ("perf/*tflops*", "higher"),
+    ("perf/mfu", "higher"),
+)
+SHARES = ("*_fraction", "perf/mfu", "perf/imbalance")
+PACES = ("perf/*_seconds", "perf/*_per_second", "perf/*tflops*")
+"""Measured anew at each log point, and different at each: the median counts, without the first, which warms up."""
+
+
+def direction(name: str) -> Direction:
+    """Which values of a metric are better; empty where neither is."""
+    return next((better for pattern, better in DIRECTIONS if fnmatchcase(name, pattern)), "")
+
+
+def is_pace(name: str) -> bool:
+    """Whether the median of a run's log points counts, rather than the last one."""
+    return _matches(name, PACES)
+
+
+def typical(values: Sequence[float]) -> float:
+    """The median of a run's log points, without the first one where there are others."""
+    return statistics.median(values[1:] or values)
+
+
+def ratio(value: float | None, baseline: float | None) -> float | None:
+    """``value / baseline``; None where either is missing or not a number, or the baseline is 0."""
+    if value is None or baseline is None or not math.isfinite(value) or not math.isfinite(baseline) or baseline == 0:
+        return None
+    return value / baseline
+
+
+def judged(name: str, times: float | None) -> Literal["better", "worse", ""]:
+    """What a ratio to the baseline means; within half a percent it means nothing."""
+    better = direction(name)
+    if times is None or not better or abs(times - 1) < 0.005:
+        return ""
+    return "better" if (times < 1) == (better == "lower") else "worse"
+
+
+def number(name: str, value: float | None) -> str:
+    """A metric's value with four digits, in the unit that suits its name and size; ``-`` where there is none."""
+    if value is None:
+        return "-"
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    if _matches(name, SHARES):
+        return f"{value:.1%}"
+    if name.endswith("_bytes"):
+        return _scaled(value, ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")))
+    if name.endswith("_seconds"):
+        return _scaled(value, ((1, "s"), (1e-3, "ms"), (1e-6, "µs")))
+    return plain(value)
+
+
+def plain(value: float) -> str:
+    """Four digits without a unit: ``12,345``, ``0.03125``, ``1.2e-07``."""
+    return f"{value:,.0f}" if abs(value) >= 1000 and abs(value) < 1e12 else f"{value:.4g}"
+
+
+def times(value: float | None) -> str:
+    """A ratio, ``1.34x`` or ``0.904x``; ``-`` where there is none."""
+    if value is None:
+        return "-"
+    if 0.01 <= abs(value) < 100:
+        return f"{value:.3f}x" if abs(value) < 0.9995 else f"{value:.2f}x"
+    return f"{plain(value)}x"
+
+
+def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
+    size, unit = next(((size, unit) for size, unit in units if abs(value) >= size), units[-1])
+    return f"{plain(value / size)} {unit}"
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Lists of equal length, in the order of steps."""
+
+    images: list[int] | None
+    """Seen until then; None where the run does not say how many a step has."""
+    seconds: list[float]
+    """Since the run was started, pauses included."""
+    values: list[float | None]
+    """None where the value is not finite."""
+
+
+def curve(run: RecordedRun, name: str, most_points: int) -> Curve | None:
+    """The course of one metric in at most so many points; None where the run never logged it."""
+    points = fewer(run.history(name), most_points)
+    if not points:
+        return None
+    batch = run.params.get("train.batch_images", "")
+    return Curve(
+        images=[point.step * int(batch) for point in points] if batch.isdecimal() else None,
+        seconds=[(point.time_ms - run.start_ms) / 1e3 for point in points],
+        values=[float(f"{point.value:.6g}") if math.isfinite(point.value) else None for point in points],
+    )
+
+
+def fewer(points: Sequence[Point], most: int) -> list[Point]:
+    """At most ``most`` of the points, with the lowest and the highest of each stretch, so that no peak is lost."""
+    if len(points) <= most:
+        return list(points)
+    size = math.ceil(len(points) / (most // 2))
+    stretches = [points[begin : begin + size] for begin in range(0, len(points), size)]
+    return [point for stretch in stretches for point in sorted({min(stretch, key=_height), max(stretch, key=_height)})]
+
+
+def _height(point: Point) -> float:
+    return point.value if math.isfinite(point.value) else -math.inf
+
 
 HEALTHY = "healthy"
 GRID_TAG = "vary.name"
@@ -33,7 +182,7 @@ class ComparisonError(UserError):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class MetricChange:
     """What cost a run most."""
 
     top: str
@@ -64,7 +213,7 @@ class Compared:
     """By measure; those that this run lacks are left out."""
     ratios: Mapping[str, float]
     """Value over that of the baseline; left out where there is none, and where there is only one run."""
-    verdict: Verdict | None
+    verdict: MetricChange | None
 
 
 @dataclass(frozen=True)
@@ -181,8 +330,8 @@ def _labels(runs: Sequence[RecordedRun]) -> dict[str, str]:
     return {run: name if counts[name] == 1 else f"{name} ({run[:6]})" for run, name in names.items()}
 
 
-def _verdict(tags: Mapping[str, str]) -> Verdict | None:
+def _verdict(tags: Mapping[str, str]) -> MetricChange | None:
     top = tags.get("verdict.top", "")
     if not top:
         return None
-    return Verdict(top, tags.get("verdict.share", ""), tags.get("verdict.try", ""))
+    return MetricChange(top, tags.get("verdict.share", ""), tags.get("verdict.try", ""))

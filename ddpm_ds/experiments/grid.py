@@ -18,14 +18,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from ddpm_ds.command_line import set_environment
-from ddpm_ds.ds_config import leaves_stages_open
-from ddpm_ds.ds_config_check import check_ds_config
-from ddpm_ds.ds_config_keys import KEYS
+from ddpm_ds.command_line import positive
+from ddpm_ds.config.ds_config import check_ds_config, leaves_stages_open
+from ddpm_ds.config.ds_keys import KEYS
 from ddpm_ds.errors import UserError
-from ddpm_ds.experiments.runs import ExperimentError
-from ddpm_ds.option_types import positive
-from ddpm_ds.train.plan import RunPlan, plan_run
+from ddpm_ds.predict.plan import RunPlan, plan_run
+from ddpm_ds.processes.ranks import set_environment
+from ddpm_ds.tracking.runs import ExperimentError
 
 BASELINE = "baseline"
 """Name of the cell that has the first value of every variable."""
@@ -52,7 +51,7 @@ class Variable:
 
 
 @dataclass(frozen=True)
-class Cell:
+class Trial:
     """One run of a grid."""
 
     name: str
@@ -108,7 +107,7 @@ def cells(
     processes: int,
     *,
     full: bool,
-) -> list[Cell]:
+) -> list[Trial]:
     """The baseline, and then every other value alone; or with ``full`` every combination. The baseline comes first.
 
     ``config``, ``overrides`` and ``processes`` are what holds where no variable says otherwise.
@@ -122,7 +121,7 @@ def cells(
             raise ExperimentError(f"--vary {name} is given twice; write its values in one list")
     first = tuple(variable.values[0] for variable in variables)
     combinations = itertools.product(*(variable.values for variable in variables)) if full else _alone(variables, first)
-    made: list[Cell] = []
+    made: list[Trial] = []
     for values in combinations:
         draft = _Draft(copy.deepcopy(config), list(overrides), processes)
         for name, value in zip(names, values, strict=True):
@@ -131,7 +130,7 @@ def cells(
             _leave_out_what_zero_reads(draft.config)
         changed = " ".join(f"{n}={v}" for n, v, was in zip(names, values, first, strict=True) if v != was)
         made.append(
-            Cell(
+            Trial(
                 _folder_name(changed, made),
                 dict(zip(names, values, strict=True)),
                 changed,
@@ -152,7 +151,7 @@ def _alone(variables: Sequence[Variable], first: tuple[str, ...]) -> Iterator[tu
 
 
 def plan_cells(
-    cells: Sequence[Cell], spec: Path, ds_config: Path, *, stages: int | None, device: str = "auto"
+    cells: Sequence[Trial], spec: Path, ds_config: Path, *, stages: int | None, device: str = "auto"
 ) -> list[RunPlan]:
     """Every cell's run on paper. ``ds_config`` is the file that their JSONs were made from, for messages.
 
@@ -179,7 +178,7 @@ def plan_cells(
     return plans
 
 
-def _plan(cell: Cell, spec: Path, ds_config: Path, stages: int | None, device: str) -> RunPlan:
+def _plan(cell: Trial, spec: Path, ds_config: Path, stages: int | None, device: str) -> RunPlan:
     with tempfile.TemporaryDirectory(prefix="ddpm-ds-") as folder:
         file = Path(folder) / "ds_config.json"
         file.write_text(json.dumps(cell.config))
@@ -189,7 +188,7 @@ def _plan(cell: Cell, spec: Path, ds_config: Path, stages: int | None, device: s
             raise ExperimentError(str(error).replace(str(file), str(ds_config))) from None
 
 
-def _plan_as_a_rank(cell: Cell, spec: Path, ds_config: Path, device: str) -> RunPlan:
+def _plan_as_a_rank(cell: Trial, spec: Path, ds_config: Path, device: str) -> RunPlan:
     """In a process of its own, which the planner takes for the first of the cell's."""
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ[name] = str(cell.processes)
@@ -280,7 +279,7 @@ def _json(text: str) -> Any:
         return text
 
 
-def _folder_name(changed: str, made: Sequence[Cell]) -> str:
+def _folder_name(changed: str, made: Sequence[Trial]) -> str:
     name = re.sub(r"[^A-Za-z0-9.]+", "-", changed).strip("-.")[:NAME_CHARACTERS] or BASELINE
     taken = {cell.name for cell in made}
     numbered = (f"{name}-{number}" for number in itertools.count(2))

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from ddpm_ds.planner.units import gib
+from ddpm_ds.command_line import gib
 
 Kind = Literal["done", "memory", "refused", "failed", "hung", "lost"]
 """``memory``: ran out of it, or was killed; ``refused``: a UserError; ``hung``: took no step for too long; ``lost``:
@@ -45,7 +45,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Trial:
+class TriedSize:
     """Of all processes of a layout with one micro-batch."""
 
     micro_batch_images: int
@@ -85,7 +85,7 @@ class TrialError(Exception):
         self.refused = refused
 
 
-def judge(answers: Sequence[Answer], sizes: tuple[int, int, int], budget_bytes: int | None) -> Trial:
+def judge(answers: Sequence[Answer], sizes: tuple[int, int, int], budget_bytes: int | None) -> TriedSize:
     """What the answers of all ranks mean; ``sizes``: images of a micro-batch, micro-batches, images of a batch.
 
     ``budget_bytes`` is what a process may hold; None where the device itself says so.
@@ -95,19 +95,19 @@ def judge(answers: Sequence[Answer], sizes: tuple[int, int, int], budget_bytes: 
     """
     for rank, answer in enumerate(answers):
         if answer.kind == "memory":  # what it loses by that fails, too
-            return Trial(*sizes, False, f"rank {rank} {answer.words}", [], [one.peak_bytes for one in answers], 0)
+            return TriedSize(*sizes, False, f"rank {rank} {answer.words}", [], [one.peak_bytes for one in answers], 0)
     for answer in answers:
         if answer.kind == "refused":
             raise TrialError(answer.words, refused=True)
     for answer in answers:
         if answer.kind == "hung":
             peaks = [one.peak_bytes for one in answers]
-            return Trial(*sizes, False, f"failed: {answer.words}", [], peaks, 0, hung=True)
+            return TriedSize(*sizes, False, f"failed: {answer.words}", [], peaks, 0, hung=True)
     if any(answer.kind != "done" for answer in answers):
         raise TrialError("\n".join(f"rank {rank}: {one.words or one.kind}" for rank, one in enumerate(answers)))
     peaks = [answer.peak_bytes for answer in answers]
     over = budget_bytes is not None and max(peaks) > budget_bytes
-    return Trial(
+    return TriedSize(
         *sizes,
         fits=not over,
         why=f"rank {peaks.index(max(peaks))} took {gib(max(peaks))}" if over else "",

@@ -8,25 +8,19 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from ddpm_ds.benchmark.rows import Setting, deepspeed_options
-from ddpm_ds.data.prepare import store_path
-from ddpm_ds.data.store import Store
+from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.prepare import cache_path
 from ddpm_ds.device import choose_device, wait_for_device
 from ddpm_ds.fit.answer import Answer
-from ddpm_ds.pipeline.build import build_engine
+from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.engine import CAUTIOUS_STEPS
-from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
-from ddpm_ds.pipeline.wires import runs_behind
+from ddpm_ds.pipeline.messages import runs_behind
+from ddpm_ds.predict.plan import RunPlan
+from ddpm_ds.processes.process_group import group_timeout, process_group
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.meters import peak_memory_bytes, peak_reserved_bytes
-from ddpm_ds.train.plan import RunPlan
-from ddpm_ds.train.process import (
-    cut_by_time,
-    fill_checkpointing,
-    group_timeout,
-    process_group,
-    share_threads,
-)
+from ddpm_ds.train.resolve import cut_by_time, fill_checkpointing, share_threads
+from ddpm_ds.train.setting import Setting, deepspeed_options
 
 MOST_WARM_UP_STEPS = 40
 """Steps in which fp16 may find a loss scale that does not overflow: what overflows is not a whole step."""
@@ -60,7 +54,7 @@ def measure(
         torch.cuda.set_per_process_memory_fraction(min(share, 1.0), own)
     use_host_accelerator()
     share_threads(own)
-    store = Store.open(store_path(plan.spec.data), verify=False)
+    store = DatasetCache.open(cache_path(plan.spec.data), verify=False)
     config = fill_checkpointing(plan, own)
     with process_group(group_timeout(hang_seconds)):
         seconds = _train(Setting(cut_by_time(plan, own), config, store, own, verbose=False), steps, progress)

@@ -9,21 +9,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ddpm_ds.command_line import free_port
+from ddpm_ds.command_line import gib
 from ddpm_ds.errors import EXIT_PREEMPTED, UserError
-from ddpm_ds.fit.answer import Trial
+from ddpm_ds.fit.answer import TriedSize
 from ddpm_ds.fit.report import Found
-from ddpm_ds.fit.task import Layout, Task
+from ddpm_ds.fit.task import Task, TrialLayout
 from ddpm_ds.fit.trial import LOG_CHARACTERS, RESULT
-from ddpm_ds.planner.units import gib
-from ddpm_ds.supervisor import supervise
+from ddpm_ds.processes.ranks import free_port
+from ddpm_ds.processes.supervisor import supervise
 
 PROGRAM = "ddpm_ds.fit.trial"
 """The module that the launcher starts."""
 GRACE_SECONDS = 5.0
 
 
-def search(tasks: Sequence[Task], folder: Path) -> tuple[list[Found], dict[Layout, int]]:
+def search(tasks: Sequence[Task], folder: Path) -> tuple[list[Found], dict[TrialLayout, int]]:
     """What each layout's start found, and what the smallest micro-batch of those needs that found nothing."""
     found, needs = [], {}
     for task in tasks:
@@ -31,7 +31,7 @@ def search(tasks: Sequence[Task], folder: Path) -> tuple[list[Found], dict[Layou
         own = folder / str(task.layout)
         own.mkdir()
         result = start(task, own)
-        trials = sorted((Trial(**trial) for trial in result["trials"]), key=lambda trial: trial.micro_batch_images)
+        trials = sorted((TriedSize(**trial) for trial in result["trials"]), key=lambda trial: trial.micro_batch_images)
         if trials[0].fits:
             found.append(Found(task.layout, tuple(trials), is_limit=trials[-1].fits))
         elif result["needs_bytes"] is not None:

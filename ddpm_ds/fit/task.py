@@ -1,19 +1,57 @@
-"""What is tried: one layout of a run with micro-batches of any size, as a plan for each size. No torch."""
+"""Doubling and bisecting, and the knee of a curve of throughput.
+
+What is tried: one layout of a run with micro-batches of any size, as a plan for each size. No torch.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpm_ds.ds_config import read_ds_config, resolve
+from ddpm_ds.config.ds_config import read_ds_config, resolve
+from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.errors import LayoutError, SpecError
-from ddpm_ds.spec import RunSpec
-from ddpm_ds.spec_file import load_spec
-from ddpm_ds.train.plan import RunPlan, plan_run
+from ddpm_ds.predict.plan import RunPlan, plan_run
+
+KNEE = 0.05
+"""Throughput that a smaller micro-batch may lack, as a share of the best."""
+
+
+def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+    """The largest of ``sizes``, which ascend, that fits; None if the first does not.
+
+    What is larger than a size that does not fit is taken not to fit. Begins with the first size and goes on with the
+    next one that is at least twice as large; after the first that does not fit it bisects between. No size is asked
+    about twice, nor is one after the first failure that is larger than it.
+    """
+    largest, failed = -1, len(sizes)  # places in sizes
+    place = 0
+    while largest < place < failed:
+        if not fits(sizes[place]):
+            failed = place
+        else:
+            largest = place
+            place = min(bisect_left(sizes, 2 * sizes[place]), len(sizes) - 1)
+    while failed - largest > 1:
+        middle = (largest + failed) // 2
+        if fits(sizes[middle]):
+            largest = middle
+        else:
+            failed = middle
+    return sizes[largest] if largest >= 0 else None
+
+
+def knee(throughput: Mapping[int, float]) -> int:
+    """The smallest micro-batch whose throughput is within :data:`KNEE` of the best."""
+    enough = (1 - KNEE) * max(throughput.values())
+    return min(size for size, speed in throughput.items() if speed >= enough)
+
 
 LARGEST = 2**20
 """Images of a micro-batch beyond which no search goes."""
@@ -21,7 +59,7 @@ FILE = "task.json"
 
 
 @dataclass(frozen=True)
-class Layout:
+class TrialLayout:
     """Stages x replicas, one process each."""
 
     stages: int
@@ -40,13 +78,13 @@ class Layout:
         return f"{self.stages} stage{plural} x {self.replicas} replica{'s' if self.replicas > 1 else ''}"
 
 
-def layouts_of(processes: int) -> list[Layout]:
+def layouts_of(processes: int) -> list[TrialLayout]:
     """All layouts of so many processes, those with few stages first."""
-    return [Layout(stages, processes // stages) for stages in range(1, processes + 1) if processes % stages == 0]
+    return [TrialLayout(stages, processes // stages) for stages in range(1, processes + 1) if processes % stages == 0]
 
 
 @dataclass(frozen=True)
-class Job:
+class FitRequest:
     """What is trained and how, but for the layout and the micro-batch."""
 
     spec: Path
@@ -55,18 +93,18 @@ class Job:
     accumulation: int | None
     """Micro-batches of a step, whose batch grows with them; None keeps ``train.batch_images``."""
 
-    def changes(self, layout: Layout, size: int) -> tuple[str, ...]:
+    def changes(self, layout: TrialLayout, size: int) -> tuple[str, ...]:
         """The overrides of the spec with micro-batches of ``size`` images."""
         if self.accumulation is None:
             return self.overrides
         batch = layout.replicas * self.accumulation * size
         return (*self.overrides, f"train.batch_images={batch}", "train.accumulation=auto")
 
-    def spec_of(self, layout: Layout, size: int) -> RunSpec:
+    def spec_of(self, layout: TrialLayout, size: int) -> RunSpec:
         """The spec of a trial. Raises SpecError."""
         return load_spec(self.spec, self.changes(layout, size))
 
-    def config(self, layout: Layout, size: int) -> dict[str, Any]:
+    def config(self, layout: TrialLayout, size: int) -> dict[str, Any]:
         """The DeepSpeed JSON with a layout and a micro-batch filled in; everything else stays as given.
 
         Raises:
@@ -86,13 +124,13 @@ class Job:
             pipeline["stages"] = layout.stages
         return config
 
-    def check(self, layout: Layout, size: int) -> None:
+    def check(self, layout: TrialLayout, size: int) -> None:
         """Refuse a size that training would refuse. Raises SpecError, DsConfigError, LayoutError."""
         config, spec = self.config(layout, size), self.spec_of(layout, size)
         resolve(config, spec, world_size=layout.processes, stages=layout.stages, path=self.ds_config)
 
 
-def candidates(job: Job, layout: Layout, asked: Sequence[int]) -> Sequence[int]:
+def candidates(job: FitRequest, layout: TrialLayout, asked: Sequence[int]) -> Sequence[int]:
     """The micro-batches that a search may choose from, ascending: those ``asked`` for, or if none are, all.
 
     With the batch of the spec kept, all are those that a replica's share is a number of, of which the schedule needs
@@ -131,7 +169,7 @@ def candidates(job: Job, layout: Layout, asked: Sequence[int]) -> Sequence[int]:
     return possible
 
 
-def _is_possible(job: Job, layout: Layout, size: int) -> bool:
+def _is_possible(job: FitRequest, layout: TrialLayout, size: int) -> bool:
     try:
         job.check(layout, size)
     except LayoutError:
@@ -143,8 +181,8 @@ def _is_possible(job: Job, layout: Layout, size: int) -> bool:
 class Task:
     """What the processes of one start are told."""
 
-    job: Job
-    layout: Layout
+    job: FitRequest
+    layout: TrialLayout
     sizes: tuple[int, ...]
     """Micro-batches to choose from, ascending; none: all numbers."""
     device: str
@@ -181,6 +219,6 @@ class Task:
     def read(cls, folder: Path) -> Task:
         """What :meth:`write` wrote."""
         values = json.loads((folder / FILE).read_text())
-        job, layout = values.pop("job"), Layout(**values.pop("layout"))
+        job, layout = values.pop("job"), TrialLayout(**values.pop("layout"))
         job |= {name: Path(job[name]) for name in ("spec", "ds_config")} | {"overrides": tuple(job["overrides"])}
-        return cls(job=Job(**job), layout=layout, **values | {"sizes": tuple(values["sizes"])})
+        return cls(job=FitRequest(**job), layout=layout, **values | {"sizes": tuple(values["sizes"])})

@@ -23,13 +23,12 @@ from pathlib import Path
 
 import psutil
 
-from ddpm_ds.command_line import free_port, set_environment
-from ddpm_ds.exit_record import recorded
-from ddpm_ds.fit.answer import Answer, Trial, TrialError, judge
+from ddpm_ds.command_line import gib
+from ddpm_ds.fit.answer import Answer, TrialError, TriedSize, judge
 from ddpm_ds.fit.child import STEPS, answer_trial
-from ddpm_ds.fit.search import largest_fitting
-from ddpm_ds.fit.task import Task
-from ddpm_ds.planner.units import gib
+from ddpm_ds.fit.task import Task, largest_fitting
+from ddpm_ds.processes.exit_record import recorded
+from ddpm_ds.processes.ranks import free_port, set_environment
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 3.0
@@ -51,7 +50,7 @@ class Trials:
         )
         self._library_bytes = getattr(psutil.Process().memory_info(), "shared", 0) if task.device == "cpu" else 0
         self._count = 0
-        self.done: list[Trial] = []
+        self.done: list[TriedSize] = []
 
     def fits(self, size: int) -> bool:
         """Whether a micro-batch fits; kept in ``done``.
@@ -65,7 +64,7 @@ class Trials:
             print(line(trial), flush=True)
         return trial.fits
 
-    def run(self, size: int, budget_bytes: int | None) -> Trial:
+    def run(self, size: int, budget_bytes: int | None) -> TriedSize:
         """One trial; every rank calls this."""
         self._count += 1
         folder = self._folder / f"trial-{self._count}"
@@ -165,7 +164,7 @@ def _wait_for(path: Path) -> Answer:
     return answer
 
 
-def line(trial: Trial) -> str:
+def line(trial: TriedSize) -> str:
     """A trial, as it is told when it is done."""
     size = f"  micro-batch {trial.micro_batch_images:<6}"
     if not trial.fits:

@@ -1,4 +1,13 @@
-"""DeepSpeed's flops profiler, per stage of a pipeline: the JSON's ``flops_profiler`` block.
+"""What DeepSpeed's flops profiler counts wrongly, put right while it counts.
+
+The profiler replaces functions such as ``F.conv2d`` by ones that add what a formula says to the module that is running,
+and then call the original. Convolutions, matrix products and attention come out right; around them it miscounts.
+``tests/observe/test_flops_counts.py`` holds both numbers of each function below, so that an upgrade of DeepSpeed fails
+there and says what moved.
+
+What a flops profile found, of all stages together: records, one table, JSON.
+
+DeepSpeed's flops profiler, per stage of a pipeline: the JSON's ``flops_profiler`` block.
 
 The stock pipeline engine crashes with the profiler's timers, profiles rank 0 alone, restarts it for every micro-batch
 and never prints it. Here the first replica of each stage profiles one forward of one step, so that recomputed
@@ -10,8 +19,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,24 +31,317 @@ import torch
 import torch.distributed as dist
 from deepspeed.profiling.flops_profiler import FlopsProfiler, profiler
 from deepspeed.runtime.pipe import schedule
-from torch import nn
+from torch import Tensor, nn
 
-from ddpm_ds.observe.flops_counts import corrected_counts
-from ddpm_ds.observe.flops_table import (
-    Circumstances,
-    Counts,
-    LayerProfile,
-    StageProfile,
-    agreement,
-    as_json,
-    notes,
-    table,
-    total,
-)
+from ddpm_ds.command_line import aligned
 from ddpm_ds.observe.observer import Observer, Report
+from ddpm_ds.pipeline.cuts import stages_of
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.partition import stages_of
 from ddpm_ds.unet.layers import Layer
+
+Formula = Callable[..., tuple[int, int]]
+"""Flops and multiply-accumulates of a call, from its arguments."""
+
+CORRECTED = (
+    "the operators + - * / between tensors, torch.sub and torch.div: left out; now one flop per element of the result",
+    "sums and products of whole numbers, such as those that draw a dropout mask: counted; now left out",
+    "the bias of a linear layer: left out, though that of a convolution is counted; now one flop per element",
+    "softmax of torch, of a tensor and inside attention: left out; now one flop per element, as F.softmax",
+    "einsum: no MACs; now half its flops. einops.einsum: counted twice, for what it calls is counted; now once",
+    "a tensor's baddbmm: left out; now counted as torch.baddbmm is",
+    "matrix products whose right side has more dimensions, or only one: as if it were one matrix; now by its shape",
+    "interpolate to a size: as if there were one image of one channel; now by the elements of the result",
+    "module_depth: without the innermost level, and a crash where it is deeper than the modules; now as documented",
+    "lines that end in `of model`: this stage's numbers, or 0; now the whole U-Net's",
+)
+"""Of DeepSpeed's counts, what is put right; one line each."""
+
+NOT_COUNTED = (
+    "the loss, the noising of images, the optimizer and the EMA, which are in no layer",
+    "sines and exponentials of the time embedding, and the drawing of dropout masks",
+    "copies: casts (fp16 on a CPU computes in fp32 between two), concatenations, padding, packing for the next stage",
+    "the backward pass: about twice the forward; what activation checkpointing computes again is no work of the model",
+    "what goes around torch.nn.functional: torch.conv2d, torch.ops, compiled extensions; addbmm, mv, dot, tensordot",
+    "attention counts its whole square of scores, whatever is masked; normalisation and SiLU are estimates",
+)
+"""What is in no count; one line each."""
+
+_EINSUM, _EINOPS_EINSUM = profiler._einsum_flops_compute, profiler._einops_einsum_flops_compute
+_ATTENTION, _UPSAMPLE = profiler._attn_flops_compute, profiler._upsample_flops_compute
+
+OPERATORS = tuple(
+    f"__{prefix}{operator}__" for operator in ("add", "sub", "mul", "truediv") for prefix in ("", "r", "i")
+)
+
+
+@contextlib.contextmanager
+def corrected_counts() -> Iterator[None]:
+    """Surround a FlopsProfiler's work from ``start_profile`` to ``stop_profile``.
+
+    Assumes that ``start_profile`` looks up ``wrapFunc`` and the formulas as globals of its module when it is called,
+    and that ``stop_profile`` puts a function back by the ``__str__`` of what replaced it.
+    """
+    with contextlib.ExitStack() as replaced:
+        for name, value in _REPLACED.items():
+            replaced.enter_context(_replace(profiler, name, value))
+        for owner, name, formula in _ADDED:
+            replaced.enter_context(_replace(owner, name, _counted(getattr(owner, name), formula)))
+        yield
+
+
+def _counted(function: Callable[..., Any], formula: Formula) -> Callable[..., Any]:
+    """As DeepSpeed's ``wrapFunc``, but what a counted function calls is not counted again."""
+    name = function.__str__
+    profiler.old_functions[name] = function
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        if not profiler.module_flop_count:
+            return function(*args, **kwargs)
+        flops, macs = formula(*args, **kwargs)
+        for counts, number in ((profiler.module_flop_count, flops), (profiler.module_mac_count, macs)):
+            counts[-1].append((name, number))
+            counts.append([])
+        try:
+            return function(*args, **kwargs)
+        finally:
+            profiler.module_flop_count.pop()
+            profiler.module_mac_count.pop()
+
+    counted.__str__ = name  # type: ignore[method-assign]
+    return counted
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[int, int]:
+    macs = input.numel() * weight.shape[0]
+    return 2 * macs + (0 if bias is None else macs // weight.shape[1]), macs
+
+
+def _matmul(input: Tensor, other: Tensor, **_: Any) -> tuple[int, int]:
+    rows = input.shape[-2] if input.ndim > 1 else 1
+    columns = other.shape[-1] if other.ndim > 1 else 1
+    macs = math.prod(torch.broadcast_shapes(input.shape[:-2], other.shape[:-2])) * rows * input.shape[-1] * columns
+    return 2 * macs, macs
+
+
+def _einsum(equation: str, *operands: Any) -> tuple[int, int]:
+    given = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
+    macs = _EINSUM(equation, *given)[0] // 2  # numpy's count of both has 4 digits, and 1 too many
+    return 2 * macs, macs
+
+
+def _einops_einsum(*operands: Any) -> tuple[int, int]:
+    macs = _EINOPS_EINSUM(*operands)[0] // 2
+    return 2 * macs, macs
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[int, int]:
+    flops, macs = _ATTENTION(query, key, value)
+    return flops + math.prod(query.shape[:-1]) * key.shape[-2], macs
+
+
+def _interpolate(input: Tensor, size: Any = None, *args: Any, **kwargs: Any) -> tuple[int, int]:
+    if size is None:
+        flops, macs = _UPSAMPLE(input, None, *args, **kwargs)
+        return flops, macs
+    sizes = size if isinstance(size, list | tuple) else [size] * (input.ndim - 2)
+    return math.prod((*input.shape[:2], *sizes)), 0
+
+
+def _softmax(input: Tensor, *_: Any, **__: Any) -> tuple[int, int]:
+    return input.numel(), 0
+
+
+def _elementwise(input: Any, other: Any, **_: Any) -> tuple[int, int]:
+    if not torch.result_type(input, other).is_floating_point:
+        return 0, 0
+    shapes = [operand.shape for operand in (input, other) if isinstance(operand, Tensor)]
+    return math.prod(torch.broadcast_shapes(*shapes)), 0
+
+
+_REPLACED: dict[str, Callable[..., Any]] = {
+    "wrapFunc": _counted,
+    "_linear_flops_compute": _linear,
+    "_matmul_flops_compute": _matmul,
+    "_einsum_flops_compute": _einsum,
+    "_einops_einsum_flops_compute": _einops_einsum,
+    "_attn_flops_compute": _attention,
+    "_upsample_flops_compute": _interpolate,
+    "_mul_flops_compute": _elementwise,
+    "_add_flops_compute": _elementwise,
+}
+"""In DeepSpeed's module of the profiler."""
+
+_ADDED: tuple[tuple[Any, str, Formula], ...] = (
+    *((Tensor, operator, _elementwise) for operator in OPERATORS),
+    *((owner, name, _elementwise) for owner in (torch, Tensor) for name in ("sub", "div")),
+    *((owner, "softmax", _softmax) for owner in (torch, Tensor)),
+    (Tensor, "baddbmm", profiler._tensor_addmm_flops_compute),
+)
+"""Functions that DeepSpeed does not know."""
+
+
+@contextlib.contextmanager
+def _replace(owner: Any, name: str, value: Any) -> Iterator[None]:
+    own, before = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, before)
+        else:  # inherited
+            delattr(owner, name)
+
+
+TOLERANCE = 0.02
+"""By which counted MACs may differ from those of the cost model."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of one forward of one micro-batch."""
+
+    parameters: int = 0
+    macs: int = 0
+    flops: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            self.parameters + other.parameters,
+            self.macs + other.macs,
+            self.flops + other.flops,
+            self.seconds + other.seconds,
+        )
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """One layer of the U-Net's list."""
+
+    index: int
+    name: str
+    kind: str
+    total: Counts
+    modelled_macs: int
+    """What the cost model says, by which stages are cut."""
+    parts: dict[str, Counts]
+    """The modules that it is made of; what it computes itself, such as attention's two products, is in no part."""
+
+
+@dataclass(frozen=True)
+class StageProfile:
+    """One stage, as the rank that holds it saw it."""
+
+    stage: int
+    rank: int
+    layers: tuple[LayerProfile, ...]
+    text: str
+    """As DeepSpeed prints it."""
+
+    @property
+    def total(self) -> Counts:
+        return total(layer.total for layer in self.layers)
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """Of the profile."""
+
+    step: int
+    micro_batch_images: int
+    dtype: str
+    schedule: str
+    deepspeed: str
+
+    def __str__(self) -> str:
+        return (
+            f"one forward of a micro-batch of {self.micro_batch_images} images in step {self.step}, {self.dtype}, "
+            f"schedule {self.schedule}; DeepSpeed {self.deepspeed}'s profiler"
+        )
+
+
+def total(counts: Iterable[Counts]) -> Counts:
+    """Their sum."""
+    return sum(counts, Counts())
+
+
+def table(profiles: Sequence[StageProfile], circumstances: Circumstances) -> str:
+    """Totals by stage, all layers, and what the numbers leave out."""
+    whole = total(profile.total for profile in profiles)
+    columns = ("parameters", "MACs (M)", "flops (M)", "flops share", "latency (ms)", "latency share", "GFLOP/s")
+    stages = [
+        *((str(profile.stage), str(profile.rank), *_cells(profile.total, whole)) for profile in profiles),
+        ("all", "", *_cells(whole, whole)),
+    ]
+    layers = [
+        (layer.name, str(profile.stage), *_cells(layer.total, whole))
+        for profile in profiles
+        for layer in profile.layers
+    ]
+    lines = [
+        str(circumstances),
+        "",
+        *aligned([("stage", "rank", *columns), *stages], left={0}),
+        "",
+        *aligned([("module", "stage", *columns), *layers], left={0}),
+        "",
+        agreement(profiles),
+        "Latency is of each layer alone, the device waited for before and after it; nothing between layers and no wait",
+        "for a message is in it. The profiled step is slower than others.",
+        "",
+        notes(),
+    ]
+    return "\n".join(lines)
+
+
+def agreement(profiles: Sequence[StageProfile]) -> str:
+    """How far the counted MACs are from those of the cost model, and in which layers by more than 2 %."""
+    differences = {
+        layer.name: layer.total.macs / layer.modelled_macs - 1 for profile in profiles for layer in profile.layers
+    }
+    far = [f"{name} ({difference:+.1%})" for name, difference in differences.items() if abs(difference) > TOLERANCE]
+    if far:
+        return f"MACs differ from those of the cost model by over {TOLERANCE:.0%} in {', '.join(far)}."
+    return f"MACs are within {max(map(abs, differences.values())):.2%} of those of the cost model in every layer."
+
+
+def notes() -> str:
+    """What DeepSpeed miscounts and is put right, and what is in no count."""
+    return "\n".join(
+        [
+            "Put right of DeepSpeed's counts:",
+            *(f"  - {line}" for line in CORRECTED),
+            "Not counted, or estimated:",
+            *(f"  - {line}" for line in NOT_COUNTED),
+        ]
+    )
+
+
+def as_json(profiles: Sequence[StageProfile], circumstances: Circumstances) -> dict[str, Any]:
+    """Everything of the table and the parts of each layer; latencies in seconds."""
+    return {
+        **asdict(circumstances),
+        "total": asdict(total(profile.total for profile in profiles)),
+        "stages": [
+            {"stage": profile.stage, "rank": profile.rank, "total": asdict(profile.total)} for profile in profiles
+        ],
+        "layers": [{"stage": profile.stage, **asdict(layer)} for profile in profiles for layer in profile.layers],
+        "corrected": list(CORRECTED),
+        "not_counted": list(NOT_COUNTED),
+    }
+
+
+def _cells(counts: Counts, whole: Counts) -> tuple[str, ...]:
+    return (
+        f"{counts.parameters:,}",
+        f"{counts.macs / 1e6:,.3f}",
+        f"{counts.flops / 1e6:,.3f}",
+        f"{counts.flops / max(whole.flops, 1):.1%}",
+        f"{counts.seconds * 1e3:,.3f}",
+        f"{counts.seconds / (whole.seconds or 1):.1%}",
+        f"{counts.flops / (counts.seconds or 1) / 1e9:,.1f}",
+    )
 
 
 class FlopsProfile(Observer):

@@ -67,7 +67,7 @@ _COPIES = re.compile(
 
 
 @dataclass(frozen=True)
-class Operation:
+class ProfiledOperation:
     """An event of a profile with the time that it took itself."""
 
     name: str
@@ -84,7 +84,7 @@ def _found(table: tuple[tuple[Group, re.Pattern[str]], ...], name: str) -> Group
     return next((group for group, pattern in table if pattern.match(name)), None)
 
 
-def group_of_each(operations: Sequence[Operation]) -> list[Group | None]:
+def group_of_each(operations: Sequence[ProfiledOperation]) -> list[Group | None]:
     """The group of every operation; None for what is left out."""
     groups: list[Group | None] = []
     strong: list[Group | None] = []
@@ -125,7 +125,7 @@ class Shares:
         return sum(self.seconds.values())
 
 
-def shares(operations: Sequence[Operation]) -> Shares:
+def shares(operations: Sequence[ProfiledOperation]) -> Shares:
     """Share out the self times of all operations."""
     seconds: dict[Group, float] = dict.fromkeys(GROUPS, 0.0)
     names: dict[Group, dict[str, float]] = {group: defaultdict(float) for group in GROUPS}
@@ -136,7 +136,7 @@ def shares(operations: Sequence[Operation]) -> Shares:
     return Shares(seconds, {group: dict(found) for group, found in names.items()})
 
 
-def operations_of(events: Iterable[Any], *, on_device: bool) -> list[Operation]:
+def operations_of(events: Iterable[Any], *, on_device: bool) -> list[ProfiledOperation]:
     """The operations of ``torch.profiler.profile.events()``.
 
     Without a device an operation's time is the host's. With one it is that of its kernels, each an operation within
@@ -148,7 +148,7 @@ def operations_of(events: Iterable[Any], *, on_device: bool) -> list[Operation]:
     positions = {id(event): position for position, event in enumerate(host)}
     forward_of = _forwards(host, positions)
     operations = [
-        Operation(
+        ProfiledOperation(
             event.name,
             event.self_cpu_time_total * 1e-6 if not on_device or _host_matters(event.name) else 0.0,
             None if event.cpu_parent is None else positions[id(event.cpu_parent)],
@@ -179,18 +179,18 @@ def _forwards(host: Sequence[Any], positions: dict[int, int]) -> Callable[[Any],
     return forward_of
 
 
-def _kernels(events: Iterable[Any], host: Sequence[Any]) -> list[Operation]:
+def _kernels(events: Iterable[Any], host: Sequence[Any]) -> list[ProfiledOperation]:
     """What ran on the device, each under the host's operation that launched it; the rest under none."""
     left: dict[str, float] = defaultdict(float)
     for event in events:
         if event.device_type.name != "CPU" and not event.is_user_annotation:
             left[event.name] += event.self_device_time_total * 1e-6
     linked = [
-        Operation(kernel.name, kernel.duration * 1e-6, position)
+        ProfiledOperation(kernel.name, kernel.duration * 1e-6, position)
         for position, event in enumerate(host)
         for kernel in event.kernels
         if kernel.name in left  # others are ranges, which have kernels of their own
     ]
     for kernel in linked:
         left[kernel.name] -= kernel.seconds
-    return linked + [Operation(name, seconds) for name, seconds in left.items() if seconds > 1e-9]
+    return linked + [ProfiledOperation(name, seconds) for name, seconds in left.items() if seconds > 1e-9]

@@ -1,9 +1,16 @@
-"""What watches a training run: told where a step begins, and what is done between steps."""
+"""What watches a training run: told where a step begins, and what is done between steps.
+
+How long checkpoints and inspections hold training up, over the whole run.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -59,3 +66,72 @@ class Observers(Observer):
     def finish(self) -> None:
         for observer in self._observers:
             observer.finish()
+
+
+FILE = Path("trace") / "pauses.json"
+"""In a run's folder."""
+
+
+@dataclass(frozen=True)
+class Pauses:
+    """Seconds from the first step's begin to the last step's end, and of them those in which no step was taken."""
+
+    seconds: float = 1.0
+    checkpoint_seconds: float = 0.0
+    inspection_seconds: float = 0.0
+
+    @property
+    def checkpoint_share(self) -> float:
+        return self.checkpoint_seconds / self.seconds
+
+    @property
+    def inspection_share(self) -> float:
+        return self.inspection_seconds / self.seconds
+
+
+class PauseClock(Observer):
+    """Adds pauses up, and writes :data:`FILE` at the end; on ranks other than 0 ``run_dir`` is None.
+
+    What comes after the last step is left out: every run is saved and inspected at its end, however rarely before.
+    """
+
+    def __init__(self, run_dir: Path | None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._run_dir, self._clock = run_dir, clock
+        self._begin: float | None = None
+        self._paused: Counter[str] = Counter()
+        self._since_step: Counter[str] = Counter()
+
+    def begin_step(self, step: int) -> None:
+        if self._begin is None:
+            self._begin = self._clock()
+        self._paused += self._since_step
+        self._since_step.clear()
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        begin = self._clock()
+        yield
+        self._since_step[name] += self._clock() - begin  # type: ignore[assignment]
+
+    def finish(self) -> None:
+        if self._run_dir is None or self._begin is None:
+            return
+        after = self._since_step["checkpoint"] + self._since_step["inspection"]
+        pauses = Pauses(
+            seconds=self._clock() - self._begin - after,
+            checkpoint_seconds=self._paused["checkpoint"],
+            inspection_seconds=self._paused["inspection"],
+        )
+        file = self._run_dir / FILE
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(asdict(pauses)) + "\n")
+
+
+def read_pauses(run_dir: Path) -> Pauses:
+    """Those of a run's folder; none where the file is missing, as after a run that was stopped.
+
+    Raises:
+        ValueError, TypeError: the file is damaged.
+    """
+    file = run_dir / FILE
+    return Pauses(**json.loads(file.read_text())) if file.is_file() else Pauses()

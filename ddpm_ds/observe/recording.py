@@ -1,4 +1,6 @@
-"""Times every instruction of some steps, at the one place where an instruction is executed.
+"""When something happened: on a device by its own events, on a CPU by the host's clock; one time for all ranks.
+
+Times every instruction of some steps, at the one place where an instruction is executed.
 
 While a recording is open, the entries of ``engine.execute`` and ``engine.receive`` are wrapped; closed, the engine is
 as it was. What an instruction waits for inside of it becomes an event of its own, and the instruction counts from
@@ -9,24 +11,103 @@ there on:
     BackwardPass     RecvGrad, likewise; then BackwardPass, with recomputation and with what ZeRO-2 reduces in it
 
 The instructions RecvActivation, RecvGrad, ReduceTiedGrads and CommitP2P do nothing in these engines and leave no event.
+
+The events of all ranks on one clock, and how long ranks waited for each other where all have to be there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule
 
-from ddpm_ds.observe.clocks import Clock, Meeting, clock_of, meet
-from ddpm_ds.pipeline.boundary import Channel
+from ddpm_ds.device import wait_for_device
+from ddpm_ds.pipeline.cuts import stages_of
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.partition import stages_of
-from ddpm_ds.pipeline.simulate import Event
+from ddpm_ds.pipeline.messages import Channel
+from ddpm_ds.pipeline.schedule import Event
+
+MEETINGS = 8
+"""How often the ranks meet to compare their clocks."""
+
+Meeting = tuple[float, float]
+"""When a rank came to a barrier and when it was let go, on the host's clock."""
+
+
+class Clock(Protocol):
+    """Takes marks while a step runs, and says afterwards when they were."""
+
+    def mark(self) -> Any:
+        """Now, in the order of what the device was given. Does not wait for the device."""
+
+    def seconds(self, marks: Sequence[Any]) -> list[float]:
+        """When each mark was, on the host's clock. Waits for the device."""
+
+
+class HostClock:
+    """Of work that is done when a call returns."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, marks: Sequence[float]) -> list[float]:
+        return list(marks)
+
+
+class DeviceClock:
+    """CUDA events on the stream that is current; made once per trace, which waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        wait_for_device(device)
+        self._zero = self.mark()
+        wait_for_device(device)
+        self._zero_seconds = time.perf_counter()
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, marks: Sequence[torch.cuda.Event]) -> list[float]:
+        wait_for_device(self._device)
+        return [self._zero_seconds + self._zero.elapsed_time(mark) / 1e3 for mark in marks]
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock of what this process gives ``device``."""
+    return DeviceClock(device) if device.type == "cuda" else HostClock()
+
+
+def meet() -> tuple[Meeting, ...]:
+    """Meet all ranks a few times; collective."""
+    meetings = []
+    for _ in range(MEETINGS):
+        came = time.perf_counter()
+        dist.barrier()
+        meetings.append((came, time.perf_counter()))
+    return tuple(meetings)
+
+
+def clock_offset(own: Sequence[Meeting], others: Sequence[Meeting]) -> tuple[float, float]:
+    """How far a rank's clock is before another's, and by how much that may be wrong; both in seconds.
+
+    Nobody is let go from a barrier before everybody has come, so each meeting bounds the difference from both sides.
+    Clocks that the bounds allow to be one are taken for one: so they are on one host, where processes share it.
+    """
+    pairs = list(zip(own, others, strict=True))
+    lowest = max(came - others_left for (came, _), (_, others_left) in pairs)
+    highest = min(left - others_came for (_, left), (others_came, _) in pairs)
+    offset = 0.0 if lowest <= 0.0 <= highest else (lowest + highest) / 2
+    return offset, max(highest - offset, offset - lowest)
+
 
 Value = TypeVar("Value")
 
@@ -206,3 +287,71 @@ def _message_bytes(engine: UnetPipelineEngine, phase: int) -> tuple[int, int]:
     wires = engine.wires(phase, engine.micro_batch_size)
     activations, gradients = wires.activations_out, wires.gradients_out
     return activations.message_bytes if activations else 0, gradients.message_bytes if gradients else 0
+
+
+WAIT_FOR_RANKS = "WaitForRanks"
+"""The event of waiting for other ranks that must agree on a step, or whose gradients are to be added."""
+
+
+def aligned(traces: Sequence[RankTrace]) -> tuple[tuple[RankTrace, ...], float]:
+    """The traces of all ranks on one clock, which begins with the first step, and by how much it may be wrong.
+
+    Ranks leave ReduceGrads, where they add gradients, and OptimizerStep, where all agree on overflow and norm, when the
+    last has come: what comes before becomes an event of its own, :data:`WAIT_FOR_RANKS`.
+    """
+    traces = sorted(traces, key=lambda trace: trace.rank)
+    offsets = [clock_offset(trace.meetings, traces[0].meetings) for trace in traces]
+    start = min(trace.steps[0].start - offset for trace, (offset, _) in zip(traces, offsets, strict=True))
+    moved = [
+        [_moved(step, offset + start) for step in trace.steps]
+        for trace, (offset, _) in zip(traces, offsets, strict=True)
+    ]
+    replicas = [
+        [rank for rank, trace in enumerate(traces) if trace.pipeline_rank == number]
+        for number in sorted({trace.pipeline_rank for trace in traces})
+    ]
+    meetings = [("ReduceGrads", members) for members in replicas] + [("OptimizerStep", list(range(len(traces))))]
+    for number in range(len(traces[0].steps)):
+        for name, members in meetings:
+            shared = _with_waits([moved[rank][number] for rank in members], name)
+            for rank, step in zip(members, shared, strict=True):
+                moved[rank][number] = step
+    return (
+        tuple(replace(trace, steps=tuple(steps)) for trace, steps in zip(traces, moved, strict=True)),
+        max(error for _, error in offsets[1:]) if len(offsets) > 1 else 0.0,
+    )
+
+
+def _moved(step: TracedStep, back: float) -> TracedStep:
+    return replace(
+        step,
+        start=step.start - back,
+        end=step.end - back,
+        events=tuple(event._replace(start=event.start - back, end=event.end - back) for event in step.events),
+    )
+
+
+def _with_waits(steps: Sequence[TracedStep], name: str) -> list[TracedStep]:
+    """The same step on several ranks, its instruction ``name`` beginning on each when the last rank has come to it.
+
+    Where a rank was through before the last one came, nobody has waited.
+    """
+    found = [event for step in steps for event in step.events if event.instruction == name]
+    latest = max((event.start for event in found), default=0.0)
+    if any(event.end < latest for event in found):
+        return list(steps)
+    return [
+        replace(
+            step,
+            events=tuple(
+                part
+                for event in step.events
+                for part in (
+                    (event._replace(instruction=WAIT_FOR_RANKS, end=latest), event._replace(start=latest))
+                    if event.instruction == name and event.start < latest
+                    else (event,)
+                )
+            ),
+        )
+        for step in steps
+    ]

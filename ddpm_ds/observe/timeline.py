@@ -17,11 +17,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ddpm_ds.checkpoint.consolidate import Dtype
-from ddpm_ds.observe.alignment import aligned
+from ddpm_ds.device import Dtype
+from ddpm_ds.observe.device_speed import peak_file, shared_peak
 from ddpm_ds.observe.observer import Observer, Report
-from ddpm_ds.observe.peak import peak_file, shared_peak
-from ddpm_ds.observe.recording import RankTrace, Recording
+from ddpm_ds.observe.recording import RankTrace, Recording, aligned
 from ddpm_ds.observe.trace_metrics import TracedJob, TraceSummary, summarise, timeline_metrics
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 
@@ -114,8 +113,10 @@ class Timeline(Observer):
         )
 
     def _write(self, ranks: Sequence[RankTrace], summary: TraceSummary) -> None:
-        from ddpm_ds.observe.step_picture import draw_median_step  # matplotlib, on rank 0 alone
-        from ddpm_ds.observe.trace_files import write_trace
+        from ddpm_ds.observe.pictures import (
+            draw_median_step,  # matplotlib, on rank 0 alone
+            write_trace,
+        )
 
         folder, job = self._folder, summary.job
         folder.mkdir(parents=True, exist_ok=True)

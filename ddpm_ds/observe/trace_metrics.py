@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ddpm_ds.observe.alignment import WAIT_FOR_RANKS
-from ddpm_ds.observe.recording import RankTrace
-from ddpm_ds.pipeline.partition import Schedule
+from ddpm_ds.observe.recording import WAIT_FOR_RANKS, RankTrace
+from ddpm_ds.pipeline.cuts import Schedule
 from ddpm_ds.unet.layers import PASSES_PER_STEP
 
 PAUSES = ("checkpoint", "inspection")

@@ -1,29 +1,95 @@
-"""From a list of layers and a filled DeepSpeed configuration to a running engine."""
+"""DeepSpeed's CPU accelerator, extended so that fp16 runs on any processor and nothing is compiled at run time.
+
+What all ranks must agree on.
+
+From a list of layers and a filled DeepSpeed configuration to a running engine.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import io
+import itertools
 import logging
+import pickle
 import warnings
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, cast
 
 import deepspeed
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 from ddpm_ds.command_line import cache_folder
-from ddpm_ds.ds_config import for_deepspeed
+from ddpm_ds.config.ds_config import for_deepspeed
+from ddpm_ds.errors import UserError
 from ddpm_ds.pipeline import deepspeed_insides as insides
-from ddpm_ds.pipeline.collectives import said_by_all
+from ddpm_ds.pipeline.cuts import Schedule
 from ddpm_ds.pipeline.engine import Objective, UnetPipelineEngine
 from ddpm_ds.pipeline.folded import FoldedEngine
 from ddpm_ds.pipeline.module import FoldedUnetModule, UnetPipelineModule
-from ddpm_ds.pipeline.partition import Schedule
-from ddpm_ds.unet.compiled import compile_layers
 from ddpm_ds.unet.kernel_choice import choose_kernels
 from ddpm_ds.unet.layers import Layer
+from ddpm_ds.unet.model import compile_layers
 from ddpm_ds.unet.operations import use_kernels
+
+
+class HostAccelerator(CPU_Accelerator):
+    """A CPU on which fp16 means fp16 storage with fp32 arithmetic inside each layer (see ``unet/blocks.py``).
+
+    DeepSpeed refuses fp16 on processors without native fp16 products, and it builds a shared-memory communication
+    extension at start-up, which takes a compiler and most of a minute. Neither is needed: a layer in fp32 between
+    two casts costs what fp32 costs, and gloo carries the messages.
+    """
+
+    def is_fp16_supported(self) -> bool:
+        return True
+
+    def create_op_builder(self, op_name: str) -> object | None:
+        if op_name == "ShareMemCommBuilder":
+            return None
+        return super().create_op_builder(op_name)
+
+
+def use_host_accelerator() -> None:
+    """Make DeepSpeed use it, where DeepSpeed runs on the CPU at all."""
+    if get_accelerator().device_name() == "cpu":
+        set_accelerator(HostAccelerator())
+
+
+Value = TypeVar("Value")
+_numbers = itertools.count()
+
+
+def decided_by_rank_0(decide: Callable[[], Value]) -> Value:
+    """What rank 0 decides, on every rank; collective.
+
+    Raises:
+        UserError: what keeps rank 0 from deciding; on every rank, since none may go on and wait for it.
+    """
+    decided: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            decided = [decide()]
+        except UserError as error:
+            decided = [error]
+    dist.broadcast_object_list(decided, src=0)
+    if isinstance(decided[0], UserError):
+        raise decided[0]
+    return cast(Value, decided[0])
+
+
+def said_by_all(value: Value) -> list[Value]:
+    """What every rank says, by rank; collective.
+
+    It goes through the store at which the ranks met: no device takes part, so a rank whose GPU is broken can say so.
+    """
+    assert dist.group.WORLD is not None
+    store = dist.PrefixStore(f"ddpm_ds/said/{next(_numbers)}", dist.group.WORLD.get_group_store())
+    store.set(str(dist.get_rank()), pickle.dumps(value))  # type: ignore[arg-type]  # its stub wants str
+    return [pickle.loads(said) for said in store.multi_get([str(rank) for rank in range(dist.get_world_size())])]
 
 
 def build_engine(
@@ -38,9 +104,9 @@ def build_engine(
 ) -> UnetPipelineEngine:
     """Build this process's share of the U-Net and its engine; collective over all processes.
 
-    ``config`` is a legal DeepSpeed configuration with every ``auto`` filled (:func:`ddpm_ds.ds_config.resolve`), and
-    says which axis of the layout is split over hosts; ``bounds`` come from
-    :func:`ddpm_ds.pipeline.partition.partition`. The process group must exist.
+    ``config`` is a legal DeepSpeed configuration with every ``auto`` filled
+    (:func:`ddpm_ds.config.ds_config.resolve`), and says which axis of the layout is split over hosts; ``bounds`` come
+    from :func:`ddpm_ds.pipeline.cuts.partition`. The process group must exist.
 
     Raises:
         DsConfigError: the fused kernels were asked for and fail, or have broken a GPU; on all ranks alike.

@@ -35,14 +35,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ddpm_ds.pipeline import deepspeed_insides as insides
-from ddpm_ds.pipeline.boundary import Channel
+from ddpm_ds.pipeline.cuts import sent_shapes
+from ddpm_ds.pipeline.messages import Channel, Wires, open_wires, runs_behind
 from ddpm_ds.pipeline.module import UnetPipelineModule, checkpoint_function
 from ddpm_ds.pipeline.order import Edge, Kind
-from ddpm_ds.pipeline.partition import sent_shapes
-from ddpm_ds.pipeline.streams import instruction_stream, most_in_flight
+from ddpm_ds.pipeline.schedule import instruction_stream, most_in_flight
 from ddpm_ds.pipeline.warm_up import forget_peaks, warm_up
-from ddpm_ds.pipeline.wires import Wires, open_wires, runs_behind
-from ddpm_ds.unet.carry import Carry, newest_skip_is_h, pack, unpack
+from ddpm_ds.unet.blocks import Carry, newest_skip_is_h, pack, unpack
 from ddpm_ds.unet.operations import Kernels, KeyedDropout, set_image_index
 
 

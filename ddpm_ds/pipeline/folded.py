@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.engine import UnetPipelineEngine, edge
 from ddpm_ds.pipeline.module import FoldedUnetModule
-from ddpm_ds.unet.carry import Carry
+from ddpm_ds.unet.blocks import Carry
 from ddpm_ds.unet.operations import set_image_index
 
 
@@ -185,4 +185,4 @@ class FoldedEngine(UnetPipelineEngine):
             del self._flights[number]
 
     def _exec_commit_p2p(self) -> None:
-        """Messages go as they are made; see :mod:`ddpm_ds.pipeline.boundary`."""
+        """Messages go as they are made; see :mod:`ddpm_ds.pipeline.messages`."""

@@ -20,12 +20,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ddpm_ds.pipeline.boundary import Channel
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.folded import FoldedEngine
+from ddpm_ds.pipeline.messages import Channel, runs_behind
 from ddpm_ds.pipeline.order import Edge
-from ddpm_ds.pipeline.wires import runs_behind
-from ddpm_ds.unet.carry import Carry
+from ddpm_ds.unet.blocks import Carry
 
 Give = Callable[[int], Carry]
 Take = Callable[[int, Tensor], None]

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ddpm_ds.pipeline import deepspeed_insides as insides
-from ddpm_ds.pipeline.partition import Schedule, segments
+from ddpm_ds.pipeline.cuts import Schedule, segments
 from ddpm_ds.pipeline.placement import AcrossHosts
-from ddpm_ds.unet.carry import Carry, newest_skip_is_h, pack, unpack
+from ddpm_ds.unet.blocks import Carry, newest_skip_is_h, pack, unpack
 from ddpm_ds.unet.layers import Layer
 from ddpm_ds.unet.model import build_layer
 
@@ -31,7 +31,7 @@ class UnetLayerSpec(LayerSpec):
 
 
 class UnetPipelineModule(PipelineModule):
-    """One rank's layers of the U-Net, cut at ``bounds`` (see :mod:`ddpm_ds.pipeline.partition`).
+    """One rank's layers of the U-Net, cut at ``bounds`` (see :mod:`ddpm_ds.pipeline.cuts`).
 
     Parameters are named ``{index in the list}.{name in the layer}``, whatever the cuts. Processes beyond one pipeline
     are data-parallel replicas; which process is which follows from ``across`` (:mod:`ddpm_ds.pipeline.placement`).

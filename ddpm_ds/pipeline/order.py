@@ -5,7 +5,7 @@ is complete when its receiver takes it. Whoever waits for a message therefore wa
 that communicator, here and at the other end. A rank that waits for its whole device waits for everything it has posted.
 
 :class:`Line` decides when an end of a directed edge posts and waits. The engines' channels are lines that really send
-(:mod:`ddpm_ds.pipeline.boundary`); lines of a :class:`Paper` write the same operations down, and :func:`execute` plays
+(:mod:`ddpm_ds.pipeline.messages`); lines of a :class:`Paper` write the same operations down, and :func:`execute` plays
 the ranks' papers against each other::
 
     rank 0   receive gradients 0 | send activations 0 | ... wait for gradients 0
@@ -23,8 +23,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
-from ddpm_ds.pipeline.simulate import program
-from ddpm_ds.pipeline.streams import Schedule, most_in_flight
+from ddpm_ds.pipeline.schedule import Schedule, most_in_flight, program
 
 Kind = Literal["activations", "gradients", "predictions"]
 Message = TypeVar("Message")

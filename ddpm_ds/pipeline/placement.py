@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from ddpm_ds.ds_config import ELEMENT_BYTES, ResolvedDsConfig
-from ddpm_ds.pipeline.partition import Schedule, segments, sent_shapes
+from ddpm_ds.config.ds_config import ELEMENT_BYTES, ResolvedDsConfig
+from ddpm_ds.pipeline.cuts import Schedule, segments, sent_shapes
 from ddpm_ds.unet.layers import Layer
 
 AcrossHosts = Literal["stages", "replicas"]

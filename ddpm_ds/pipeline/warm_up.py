@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ddpm_ds.unet.carry import newest_skip_is_h, unpack
+from ddpm_ds.unet.blocks import newest_skip_is_h, unpack
 from ddpm_ds.unet.layers import EmbedLayer, Layer, boundary_shapes
 from ddpm_ds.unet.operations import set_image_index
 

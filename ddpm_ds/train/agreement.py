@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 import ddpm_ds
+from ddpm_ds.command_line import gib
 from ddpm_ds.device import MESSAGE_ENVIRONMENT
 from ddpm_ds.errors import HostError
-from ddpm_ds.planner.units import gib
-from ddpm_ds.train.meeting import Meeting
-from ddpm_ds.train.plan import RunPlan
-from ddpm_ds.train.tracking import flatten
+from ddpm_ds.predict.plan import RunPlan
+from ddpm_ds.processes.rendezvous import Meeting
+from ddpm_ds.tracking.tracker import flatten
 
 PACKAGES = ("torch", "deepspeed", "numpy", "pydantic", "safetensors")
 """What has to be of one version on all hosts: messages, files and results depend on it."""

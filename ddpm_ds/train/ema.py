@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ddpm_ds.config.spec import EmaSpec
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.spec import EmaSpec
 
 
 def decay(spec: EmaSpec, images_seen: int, batch_images: int) -> float:

@@ -11,15 +11,14 @@ from typing import Any
 from ddpm_ds.errors import BadNumbersError, LauncherLostError, Preempted
 from ddpm_ds.observe.observer import Observer
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.predict.plan import RunPlan
+from ddpm_ds.processes.requests import Requests
+from ddpm_ds.processes.watchdog import Watchdog
+from ddpm_ds.tracking.recorder import Recorder
 from ddpm_ds.train.ema import Ema
-from ddpm_ds.train.exchange import gather
-from ddpm_ds.train.inspection import Inspection
-from ddpm_ds.train.meters import Interval, Meter, metrics
-from ddpm_ds.train.plan import RunPlan
-from ddpm_ds.train.recorder import Recorder
-from ddpm_ds.train.requests import Requests
+from ddpm_ds.train.meters import Interval, Meter, gather, metrics
 from ddpm_ds.train.saving import Saver
-from ddpm_ds.train.watchdog import Watchdog
+from ddpm_ds.train.validation import Inspection
 
 OVERFLOWS_AT_FLOOR = 8
 """Optimizer steps in a row that may overflow at the lowest loss scale before the numbers count as bad."""

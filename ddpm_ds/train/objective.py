@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.diffusion.process import Diffusion
-from ddpm_ds.spec import RunSpec
 
 
 class Noised(NamedTuple):

@@ -1,23 +1,85 @@
-"""Whether a run goes on from a checkpoint, from which one, and what may have changed since."""
+"""The weights that a run begins with, where `train.initial_weights` names a file of them.
+
+Whether a run goes on from a checkpoint, from which one, and what may have changed since.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+import torch
 from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from ddpm_ds.checkpoint.folder import write_file
 from ddpm_ds.checkpoint.groups import Gather, Groups, find_groups
-from ddpm_ds.checkpoint.union import Whole, newest, settle, whole
-from ddpm_ds.errors import CheckpointError, OutputError
-from ddpm_ds.spec import RunSpec
-from ddpm_ds.train.meeting import Meeting
-from ddpm_ds.train.run_folder import IDENTITY, checkpoints_of, claim_folder
-from ddpm_ds.train.tracking import flatten
+from ddpm_ds.checkpoint.union import CompleteCheckpoint, newest, settle, whole
+from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.errors import CheckpointError, OutputError, SpecError
+from ddpm_ds.processes.rendezvous import Meeting
+from ddpm_ds.tracking.run_folder import IDENTITY, checkpoints_of, claim_folder
+from ddpm_ds.tracking.tracker import flatten
+
+DTYPES = ("F64", "F32", "F16", "BF16")
+SOURCES = "`ddpm-ds import` and `ddpm-ds checkpoint consolidate` write such files"
+
+
+class InitialWeights:
+    """An open safetensors file of whole tensors, of any float dtype, by the global names of a U-Net's parameters.
+
+    ``shapes`` are the shapes of all parameters by global name; names and shapes are checked at once.
+
+    Raises:
+        SpecError: the file can't be read, or is of another U-Net; one line.
+    """
+
+    def __init__(self, path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.path, self._shapes = path, dict(shapes)
+        try:
+            with path.open("rb"):  # or else safetensors would say it in other words
+                self._file = safe_open(path, framework="pt")
+        except (OSError, SafetensorError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is no safetensors file"
+            raise SpecError(f"train.initial_weights = {path} can't be read ({reason}); {SOURCES}") from None
+        found = set(self._file.keys())
+        for wrong, what in ((self._shapes.keys() - found, "lacks"), (found - self._shapes.keys(), "also has")):
+            if wrong:
+                raise self._of_another_unet(f"it {what} {min(wrong)}")
+        for name, shape in self._shapes.items():
+            piece = self._file.get_slice(name)
+            if tuple(piece.get_shape()) != shape:
+                raise self._of_another_unet(f"{name} is {tuple(piece.get_shape())}, not {shape}")
+            if piece.get_dtype() not in DTYPES:
+                raise self._of_another_unet(f"{name} is {piece.get_dtype()}, no float")
+
+    def read(self, name: str, first: int = 0, length: int | None = None) -> Tensor:
+        """``length`` values (to the end when None) of flattened parameter ``name``, from ``first`` on.
+
+        (length,) fp32 in host memory, a copy; only the rows that hold them are read.
+        """
+        shape = self._shapes[name]
+        stop = math.prod(shape) if length is None else first + length
+        if not 0 <= first <= stop <= math.prod(shape):
+            raise ValueError(f"values {first} to {stop} of {name}, which has {math.prod(shape)}")
+        if first == stop:
+            return torch.empty(0)
+        row = math.prod(shape[1:])
+        low = first // row
+        rows = self._file.get_slice(name)[low : math.ceil(stop / row)]
+        return rows.flatten()[first - low * row : stop - low * row].to(torch.float32, copy=True)
+
+    def _of_another_unet(self, what: str) -> SpecError:
+        return SpecError(
+            f"train.initial_weights = {self.path} is of another U-Net than the section unet: {what}; use the spec "
+            f"that came with it, or null"
+        )
+
 
 MAY_CHANGE = (
     "name",
@@ -83,7 +145,7 @@ def claim_run(run_dir: Path, rank: int, hosts: Sequence[str], gather: Gather) ->
 
 def find_checkpoint(
     run_dir: Path, resume: str, groups: Groups, gather: Gather, say: Callable[[str], None]
-) -> Whole | None:
+) -> CompleteCheckpoint | None:
     """The checkpoint to go on from, its checksums verified; None starts from the beginning. Collective.
 
     ``resume`` is ``auto`` (the run folder's newest good one), ``never``, or the path of a checkpoint.
@@ -121,7 +183,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def check_resume(
-    checkpoint: Whole, spec: RunSpec, ds_config: Mapping[str, Any], data_sha256: Mapping[str, str]
+    checkpoint: CompleteCheckpoint, spec: RunSpec, ds_config: Mapping[str, Any], data_sha256: Mapping[str, str]
 ) -> list[str]:
     """What has changed since the checkpoint, all of it allowed.
 

@@ -1,4 +1,10 @@
-"""When the run is saved and how it goes back: the loop's side of checkpoints."""
+"""What a checkpoint holds of an engine, and how it is put back into an engine of any layout.
+
+Each rank gives the pieces that its optimizer owns, addressed by parameter name and offset, so a checkpoint knows
+nothing of stages, replicas, ZeRO stage or precision: a rank of another layout reads the pieces that it owns there.
+
+When the run is saved and how it goes back: the loop's side of checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +13,114 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from ddpm_ds.checkpoint.groups import Groups
+from ddpm_ds.checkpoint.delivery import Wanted, deliver
+from ddpm_ds.checkpoint.groups import Gather, Groups
 from ddpm_ds.checkpoint.manifest import Description
-from ddpm_ds.checkpoint.union import Whole, newest
-from ddpm_ds.checkpoint.writer import Writer
+from ddpm_ds.checkpoint.union import CompleteCheckpoint, newest
+from ddpm_ds.checkpoint.writer import Fragment, Writer
 from ddpm_ds.errors import BadNumbersError, NoCheckpointError
+from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.train import state
+from ddpm_ds.predict.plan import RunPlan
+from ddpm_ds.tracking.tracker import print_to_stderr
 from ddpm_ds.train.ema import Ema
-from ddpm_ds.train.plan import RunPlan
-from ddpm_ds.train.tracking import print_to_stderr
+from ddpm_ds.train.resume import InitialWeights
 from ddpm_ds.unet.model import parameter_shapes
+
+MASTER, EMA = "master", "ema"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def state_fragments(engine: UnetPipelineEngine, ema: Ema) -> list[Fragment]:
+    """This rank's share of a checkpoint; without ZeRO the first replica's is everything."""
+    if engine.grid.get_data_parallel_id() != 0 and not insides.is_partitioned(engine):
+        return []
+    states = engine.basic_optimizer.state
+    found = []
+    for piece in insides.owned_pieces(engine):
+        tensors = {MASTER: piece.master, EMA: ema.shadow_of(piece.master)}
+        tensors |= {moment: states[piece.master][moment] for moment in MOMENTS if piece.master in states}
+        found += [Fragment(kind, piece.name, piece.first, piece.of(tensor)) for kind, tensor in tensors.items()]
+    return found
+
+
+def state_scalars(engine: UnetPipelineEngine) -> dict[str, Any]:
+    """The numbers of a checkpoint: progress, counters, loss scaler, learning rate. The same on all ranks."""
+    insides.count_skips(engine)
+    optimizer = engine.basic_optimizer
+    steps = {int(state["step"]) for state in optimizer.state.values()}
+    return {
+        "images_seen": engine.images_seen,
+        "skipped_images": engine.skipped_images,
+        "steps": engine.global_steps,
+        "skipped_steps": engine.skipped_steps,
+        "optimizer_steps": max(steps, default=0),
+        "learning_rate": optimizer.param_groups[0]["lr"],
+        "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
+        "loss_scaler": insides.scaler_state(engine),
+    }
+
+
+@torch.no_grad()
+def load_state(
+    engine: UnetPipelineEngine, ema: Ema, whole: CompleteCheckpoint, gather: Gather, say: Callable[[str], None]
+) -> None:
+    """Put a checkpoint into the engine, whatever layout and hosts wrote it; collective.
+
+    What other hosts send is announced to ``say`` on rank 0.
+    """
+    state = whole.state
+    moments = [moment for moment in MOMENTS if moment in whole.manifest.kinds]
+    wanted: list[Wanted] = []
+    targets: list[Tensor] = []
+    for piece in insides.owned_pieces(engine):
+        tensors: dict[str, Tensor] = {MASTER: piece.master, EMA: ema.shadow_of(piece.master)}
+        if moments:
+            tensors |= _moments(engine, piece.master, state["optimizer_steps"])
+        wanted += [Wanted(kind, piece.name, piece.first, piece.first + piece.length) for kind in tensors]
+        targets += [piece.of(tensor) for tensor in tensors.values()]
+    for index, start, values in deliver(whole, wanted, gather=gather, device=engine.device, say=say):
+        at = start - wanted[index].start
+        targets[index][at : at + len(values)].copy_(values)
+    if not moments:
+        engine.basic_optimizer.state.clear()
+    insides.refresh_weights(engine)
+
+    engine.images_seen = state["images_seen"]
+    engine.skipped_images = state["skipped_images"]
+    engine.global_samples = state["images_seen"]
+    engine.global_steps = state["steps"]
+    engine.skipped_steps = state["skipped_steps"]
+    for group in engine.basic_optimizer.param_groups:
+        group["lr"] = state["learning_rate"]
+    if engine.lr_scheduler is not None and state["lr_scheduler"] is not None:
+        engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
+    insides.load_scaler_state(engine, state["loss_scaler"])
+    engine.consecutive_overflows_at_floor = 0
+
+
+@torch.no_grad()
+def begin_with(engine: UnetPipelineEngine, ema: Ema, weights: InitialWeights) -> None:
+    """Put given weights into a fresh engine, and into their average; a collective over the replicas under ZeRO."""
+    for piece in insides.owned_pieces(engine):
+        for tensor in (piece.master, ema.shadow_of(piece.master)):
+            piece.of(tensor).copy_(weights.read(piece.name, piece.first, piece.length))
+    insides.refresh_weights(engine)
+
+
+def _moments(engine: UnetPipelineEngine, master: Tensor, steps: int) -> dict[str, Tensor]:
+    """Adam's state of one of its tensors, made where the optimizer has not stepped yet."""
+    state = engine.basic_optimizer.state[master]
+    for moment in MOMENTS:
+        if moment not in state:
+            state[moment] = torch.zeros_like(master)
+    (fused,) = {bool(group.get("fused")) for group in engine.basic_optimizer.param_groups}
+    state["step"] = torch.tensor(float(steps), device=master.device if fused else "cpu")
+    return {moment: state[moment] for moment in MOMENTS}
 
 
 class Saver:
@@ -27,7 +128,7 @@ class Saver:
 
     ``data_sha256`` are the checksums of the prepared store, ``say`` shows a line on rank 0. ``groups`` are the ranks
     by the folder of that name that they see, all of them the same one where it is None; ``store``, of
-    :func:`ddpm_ds.train.heartbeat.make_store`, is needed where there are several.
+    :func:`ddpm_ds.processes.heartbeat.make_store`, is needed where there are several.
     """
 
     def __init__(
@@ -80,21 +181,21 @@ class Saver:
             parameters=self._shapes,
         )
         part = f"stage{engine.stage_id}-replica{engine.grid.get_data_parallel_id()}"
-        scalars = {**state.scalars(engine), "rewinds": self.rewinds}
-        self._writer.begin(part, state.fragments(engine, self._ema), description, scalars)
+        scalars = {**state_scalars(engine), "rewinds": self.rewinds}
+        self._writer.begin(part, state_fragments(engine, self._ema), description, scalars)
         return self._writer.seconds_blocked
 
     def wait(self) -> bool:
         """Wait until the last checkpoint is on the disk; whether it is, as rank 0 knows."""
         return self._writer.wait()
 
-    def load(self, checkpoint: Whole) -> None:
+    def load(self, checkpoint: CompleteCheckpoint) -> None:
         """Go on from a checkpoint of any layout, whose pieces are on any of this run's hosts.
 
         Raises:
             CheckpointError: it can't be read or is of another U-Net.
         """
-        state.load(self._engine, self._ema, checkpoint, gather_objects, self._say)
+        load_state(self._engine, self._ema, checkpoint, gather_objects, self._say)
         self.rewinds = checkpoint.state["rewinds"]
 
     def rewind(self, trouble: str) -> str:
@@ -117,7 +218,7 @@ class Saver:
         went_back = f"went back to {checkpoint.path.name} and left out the images since"
         return f"{trouble}; {went_back} (rewind {rewinds} of {limit})"
 
-    def _newest(self) -> Whole | None:
+    def _newest(self) -> CompleteCheckpoint | None:
         """The newest good checkpoint. Later ones than now are of a course that the run has left."""
         try:
             return newest(self._folder, self._groups, gather_objects, self._say, until=self._engine.images_seen)

@@ -12,51 +12,35 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpm_ds.checkpoint.consolidate import DTYPES
-from ddpm_ds.checkpoint.union import Whole
-from ddpm_ds.data.device import on_device
-from ddpm_ds.data.loader import micro_batches
-from ddpm_ds.data.order import Indices
+from ddpm_ds.checkpoint.union import CompleteCheckpoint
+from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.loader import Indices, micro_batches, on_device, split
 from ddpm_ds.data.prepare import prepare
-from ddpm_ds.data.split import split
-from ddpm_ds.data.store import Store
+from ddpm_ds.device import DTYPES
 from ddpm_ds.errors import SpecError
 from ddpm_ds.observe.observer import Observer
-from ddpm_ds.pipeline.build import build_engine
+from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
-from ddpm_ds.train import state
+from ddpm_ds.predict.plan import RunPlan, hosts_line, on_hosts
+from ddpm_ds.processes.process_group import KNOWN_TO_ALL_RANKS, group_timeout, process_group
+from ddpm_ds.processes.rendezvous import Meeting
+from ddpm_ds.processes.requests import Requests
+from ddpm_ds.processes.watchdog import Peers, Watchdog
+from ddpm_ds.tracking.node_metrics import node_metrics
+from ddpm_ds.tracking.progress import ProgressLine, summary
+from ddpm_ds.tracking.recorder import Recorder, Resumed, recorded
+from ddpm_ds.tracking.run_folder import checkpoints_of
 from ddpm_ds.train.agreement import check_alike, check_gpus, check_same_images
 from ddpm_ds.train.ema import Ema
-from ddpm_ds.train.held_out import HeldOutLoss
-from ddpm_ds.train.initial_weights import InitialWeights
-from ddpm_ds.train.inspection import Inspection
 from ddpm_ds.train.loop import Run, train
-from ddpm_ds.train.meeting import Meeting
-from ddpm_ds.train.node_metrics import node_metrics
 from ddpm_ds.train.objective import Denoising
-from ddpm_ds.train.peers import Peers
-from ddpm_ds.train.plan import RunPlan, hosts_line, on_hosts
-from ddpm_ds.train.process import (
-    KNOWN_TO_ALL_RANKS,
-    check_arithmetic,
-    cut_by_time,
-    fill_checkpointing,
-    group_timeout,
-    process_group,
-    share_threads,
-)
-from ddpm_ds.train.progress import ProgressLine, summary
-from ddpm_ds.train.recorder import Recorder
-from ddpm_ds.train.requests import Requests
-from ddpm_ds.train.resume import check_resume, claim_run, find_checkpoint, gather_in, share_record
-from ddpm_ds.train.run_folder import checkpoints_of
-from ddpm_ds.train.run_record import Resumed, recorded
-from ddpm_ds.train.saving import Saver, gather_objects
-from ddpm_ds.train.watchdog import Watchdog
+from ddpm_ds.train.resolve import check_arithmetic, cut_by_time, fill_checkpointing, share_threads
+from ddpm_ds.train.resume import InitialWeights, check_resume, claim_run, find_checkpoint, gather_in, share_record
+from ddpm_ds.train.saving import Saver, begin_with, gather_objects
+from ddpm_ds.train.validation import HeldOutLoss, Inspection
 from ddpm_ds.train.watching import judge, observe
-from ddpm_ds.unet.arithmetic import widening
 from ddpm_ds.unet.model import parameter_shapes
+from ddpm_ds.unet.operations import widening
 
 
 def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: argparse.Namespace) -> None:
@@ -135,7 +119,7 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
                     if whole is not None:
                         saver.load(whole)
                     elif initial is not None:
-                        state.begin_with(engine, ema, initial)
+                        begin_with(engine, ema, initial)
                     observer = observe(plan, config, engine, recorder, run_dir, options)
                 _train(plan, store, engine, ema, saver, observer, recorder, run_dir, peers)
         dist.barrier()
@@ -144,7 +128,7 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
 
 def _train(
     plan: RunPlan,
-    store: Store,
+    store: DatasetCache,
     engine: UnetPipelineEngine,
     ema: Ema,
     saver: Saver,
@@ -214,7 +198,7 @@ def _end_well(saver: Saver, watchdog: Watchdog, requests: Requests) -> None:
 
 
 def _check_resume(
-    whole: Whole, plan: RunPlan, config: dict[str, Any], store: Store, say: Callable[[str], None]
+    whole: CompleteCheckpoint, plan: RunPlan, config: dict[str, Any], store: DatasetCache, say: Callable[[str], None]
 ) -> Resumed:
     """The checkpoint to go on from, checked against this run."""
     changed = check_resume(whole, plan.spec, config, store.meta.sha256)
@@ -233,7 +217,7 @@ def _open_initial_weights(plan: RunPlan) -> InitialWeights | None:
     return None if path is None else InitialWeights(path, parameter_shapes(plan.layers))
 
 
-def _batches(plan: RunPlan, store: Store, among: Indices, engine: UnetPipelineEngine) -> Iterator[Any] | None:
+def _batches(plan: RunPlan, store: DatasetCache, among: Indices, engine: UnetPipelineEngine) -> Iterator[Any] | None:
     """This replica's micro-batches from the engine's progress on, on the stages that read data."""
     if not engine.reads_data:
         return None
@@ -253,7 +237,7 @@ def _batches(plan: RunPlan, store: Store, among: Indices, engine: UnetPipelineEn
     return on_device(batches, engine.device)
 
 
-def check_store(store: Store, plan: RunPlan) -> None:
+def check_store(store: DatasetCache, plan: RunPlan) -> None:
     """Refuse images that the spec's U-Net does not fit.
 
     Raises:

@@ -8,16 +8,15 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ddpm_ds.diagnose import verdict
+from ddpm_ds.diagnose.verdict import VERDICT, conclude
 from ddpm_ds.observe.flops import FlopsProfile
 from ddpm_ds.observe.kernels import KernelProfile
-from ddpm_ds.observe.observer import Observer, Observers
-from ddpm_ds.observe.pauses import PauseClock
+from ddpm_ds.observe.observer import Observer, Observers, PauseClock
 from ddpm_ds.observe.timeline import Timeline
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.train.plan import RunPlan
-from ddpm_ds.train.recorder import Recorder
-from ddpm_ds.verdict import verdict
-from ddpm_ds.verdict.conclude import VERDICT, conclude
+from ddpm_ds.predict.plan import RunPlan
+from ddpm_ds.tracking.recorder import Recorder
 
 
 def observe(

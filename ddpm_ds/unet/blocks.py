@@ -1,4 +1,9 @@
-"""The modules of the layers, each a function from carry to carry.
+"""The carry at a boundary between stages: each tensor is sent once.
+
+An encoder layer that pushes makes its output both h and the newest skip. Sent as two, it would cross the
+wire twice and its gradient come back in two halves; so the skip is left out and made again from h.
+
+The modules of the layers, each a function from carry to carry.
 
 :class:`CarryLayer` is the only place that knows the carry and the dtypes; a layer computes an h from an h
 and an emb.
@@ -7,14 +12,13 @@ and an emb.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from ddpm_ds.unet.arithmetic import arithmetic_dtype
-from ddpm_ds.unet.carry import Carry
 from ddpm_ds.unet.layers import (
     AttentionLayer,
     BlockLayer,
@@ -25,7 +29,33 @@ from ddpm_ds.unet.layers import (
     OutputLayer,
     UpsampleLayer,
 )
-from ddpm_ds.unet.operations import Convolution, GroupNorm, KeyedDropout, LabelEmbedding, Linear, norm_silu
+from ddpm_ds.unet.operations import (
+    Convolution,
+    GroupNorm,
+    KeyedDropout,
+    LabelEmbedding,
+    Linear,
+    arithmetic_dtype,
+    norm_silu,
+)
+
+Carry = tuple[Tensor, ...]
+"""``(h, emb, *skips)``: h (N, C, H, W), emb (N, E), skips newest last."""
+
+
+def newest_skip_is_h(layers: Sequence[Layer], cut: int) -> bool:
+    """Whether, before layer `cut`, the newest skip and h are one tensor."""
+    return layers[cut - 1].pushes
+
+
+def pack(carry: Carry, newest_skip_is_h: bool) -> Carry:
+    """The tensors to send of a carry, in the order of :func:`ddpm_ds.unet.layers.boundary_shapes`."""
+    return carry[:-1] if newest_skip_is_h else carry
+
+
+def unpack(tensors: Carry, newest_skip_is_h: bool) -> Carry:
+    """The carry again, from the tensors that were received."""
+    return (*tensors, tensors[0]) if newest_skip_is_h else tensors
 
 
 class CarryLayer(nn.Module):

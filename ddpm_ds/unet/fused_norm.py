@@ -1,4 +1,7 @@
-"""GroupNorm with SiLU and the embedding that is added before or modulates after: one operator on channels-last memory.
+"""How the kernels of GroupNorm + SiLU share a tensor out among their programs; a function of the shape alone, so that
+the order of summation is one too.
+
+GroupNorm with SiLU and the embedding that is added before or modulates after: one operator on channels-last memory.
 
 Statistics and arithmetic are in fp32 whatever the dtype; only x, mean and rstd are kept for the backward. The operator
 is opaque to ``torch.compile``, which does not break on it. Triton, which its kernels are written in, is imported at the
@@ -8,12 +11,89 @@ first call: PyTorch for CPUs comes without it.
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddpm_ds.unet.fused_norm_blocks import power_above, tiles, whole
+BLOCK_ELEMENTS = 4096
+"""Elements of a tile that are in registers at a time."""
+PROGRAMS = 1024
+"""Tiles that the pixels are cut into, if there are so many; about four for each multiprocessor of a large GPU."""
+COMBINED_ELEMENTS = 16384
+"""Sums of tiles that the program which combines them holds."""
+WHOLE_ELEMENTS = 8192
+"""The largest block of an image that is held whole; with more, one program would fill a multiprocessor and have nobody
+to compute while it loads."""
+ELEMENTS_A_WARP = 1024
+"""Of a block that is held whole: 32 a thread."""
+ROW_BYTES = (128, 64)
+"""Bytes of a pixel's channels which lie together that a program should read, and should at least."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the pixels of the images are cut into tiles, and channels into blocks."""
+
+    count: int
+    """Tiles of an image."""
+    pixels: int
+    """Pixels of a tile; the last one may have fewer."""
+    rows: int
+    """Pixels in registers at a time."""
+    columns: int
+    """Channels in registers at a time."""
+    channel_blocks: int
+
+
+@dataclass(frozen=True)
+class WholeImages:
+    """How an image is held in registers by groups."""
+
+    rows: int
+    """Places for pixels."""
+    groups: int
+    """Groups of a program."""
+    width: int
+    """Places for the channels of a group."""
+    programs: int
+    """Programs of an image."""
+    warps: int
+
+
+def power_above(number: int) -> int:
+    """The smallest power of two that is not below a positive number."""
+    return 1 << (number - 1).bit_length()
+
+
+@lru_cache
+def tiles(images: int, pixels: int, channels: int, groups: int) -> Tiles:
+    """The tiles for a shape."""
+    blocks = [size for size in (256, 128, 64) if size <= power_above(channels)] or [power_above(channels)]
+    columns = min(blocks, key=lambda size: (-(-channels // size) * size, -size))  # the least idle places
+    channel_blocks = -(-channels // columns)
+    rows = min(BLOCK_ELEMENTS // columns, power_above(pixels))
+    wanted = -(-PROGRAMS // (images * channel_blocks))
+    most = COMBINED_ELEMENTS // power_above(channels // groups)
+    count = max(1, min(wanted, -(-pixels // rows), most))
+    tile_pixels = -(-pixels // (count * rows)) * rows
+    return Tiles(-(-pixels // tile_pixels), tile_pixels, rows, columns, channel_blocks)
+
+
+@lru_cache
+def whole(pixels: int, channels: int, groups: int, element_bytes: int) -> WholeImages | None:
+    """How images of a shape are held whole; None where too few channels that lie together would fit."""
+    width, rows = power_above(channels // groups), power_above(pixels)
+    for row_bytes in ROW_BYTES:
+        wanted = -(-row_bytes // (channels // groups * element_bytes))
+        together = power_above(min(wanted, groups))
+        elements = rows * together * width
+        if elements <= WHOLE_ELEMENTS:
+            return WholeImages(rows, together, width, -(-groups // together), max(elements // ELEMENTS_A_WARP, 1))
+    return None
+
 
 GRADIENT_WARPS = 8
 """Of the kernels that hold a block of x and one of dy; the others take Triton's four."""
@@ -82,7 +162,8 @@ def _norm_silu(
     silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, and mean and rstd (N, G) in fp32."""
-    from ddpm_ds.unet import fused_norm_tiles, fused_norm_whole
+    from ddpm_ds.unet import fused_norm_kernels as fused_norm_tiles
+    from ddpm_ds.unet import fused_norm_kernels as fused_norm_whole
 
     if not _is_channels_last(x):
         raise ValueError(f"the fused normalisation needs channels-last memory, not strides {x.stride()}")
@@ -172,7 +253,9 @@ def _norm_silu_backward(
     silu: bool,
 ) -> tuple[Tensor, ...]:
     """Gradients of x, weight, bias, add, scale and shift; an empty tensor for what is not there."""
-    from ddpm_ds.unet import fused_norm_parts, fused_norm_tiles, fused_norm_whole
+    from ddpm_ds.unet import fused_norm_kernels as fused_norm_parts
+    from ddpm_ds.unet import fused_norm_kernels as fused_norm_tiles
+    from ddpm_ds.unet import fused_norm_kernels as fused_norm_whole
 
     dy = dy if _is_channels_last(dy) else dy.contiguous(memory_format=torch.channels_last)
     images, channels, height, width = x.shape

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ddpm_ds.device import wait_for_device
 from ddpm_ds.errors import DeviceLostError, DsConfigError
-from ddpm_ds.unet.fused_norm import available
-from ddpm_ds.unet.fused_norm_blocks import whole
+from ddpm_ds.unet.fused_norm import available, whole
 from ddpm_ds.unet.layers import BlockLayer, Layer, OutputLayer
 from ddpm_ds.unet.operations import GroupNorm, Kernels, KeyedDropout, norm_silu
 

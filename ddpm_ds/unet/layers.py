@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddpm_ds.spec import UnetSpec
+from ddpm_ds.config.spec import UnetSpec
 
 PASSES_PER_STEP = 3
 """What a training step costs in forward passes: the backward pass costs two. What activation checkpointing computes

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import torch
 
-from ddpm_ds.checkpoint.fragments import Fragment
 from ddpm_ds.checkpoint.manifest import read_manifest, verify
-from ddpm_ds.checkpoint.writer import Writer
+from ddpm_ds.checkpoint.writer import Fragment, Writer
 from tests.checkpoint.saving import KINDS, describe
 
 TENSORS, ELEMENTS = 328, 95_274

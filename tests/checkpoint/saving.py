@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.checkpoint.folder import checkpoint_name
-from ddpm_ds.checkpoint.fragments import Fragment
 from ddpm_ds.checkpoint.manifest import Description
 from ddpm_ds.checkpoint.reader import Reader
-from ddpm_ds.checkpoint.writer import Writer
+from ddpm_ds.checkpoint.writer import Fragment, Writer
 
 KINDS = ("ema", "exp_avg", "exp_avg_sq", "master")
 Shapes = Mapping[str, tuple[int, ...]]

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch.distributed import HashStore, Store
 
 from ddpm_ds.checkpoint.groups import Gather, Groups
-from ddpm_ds.checkpoint.union import Whole, newest, settle
+from ddpm_ds.checkpoint.union import CompleteCheckpoint, newest, settle
 from ddpm_ds.checkpoint.writer import Writer
 from ddpm_ds.errors import CheckpointError
 from tests.checkpoint.saving import describe, fragments_of, total
@@ -90,10 +90,10 @@ class Hosts:
             writer.begin(f"rank{rank}", fragments, describe(images), {"images": images})
         return [writer.wait() for writer in writers]
 
-    def newest(self, until: int | None = None) -> Whole | None:
+    def newest(self, until: int | None = None) -> CompleteCheckpoint | None:
         """As after a start: what is left over is settled, then the newest whole checkpoint is found."""
 
-        def look(rank: int, gather: Gather) -> Whole | None:
+        def look(rank: int, gather: Gather) -> CompleteCheckpoint | None:
             settle(self.folders[rank], self.groups(rank), gather)
             return newest(self.folders[rank], self.groups(rank), gather, self.said.append, until=until)
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ddpm_ds.checkpoint.consolidate import DTYPES, Dtype, consolidate
-from ddpm_ds.checkpoint.fragments import Fragment
-from ddpm_ds.checkpoint.writer import Writer
+from ddpm_ds.checkpoint.reader import consolidate
+from ddpm_ds.checkpoint.writer import Fragment, Writer
+from ddpm_ds.device import DTYPES, Dtype
 from ddpm_ds.errors import CheckpointError, OutputError
 from tests.checkpoint.saving import SHAPES, describe, save, values_of
 
@@ -51,7 +51,7 @@ def test_host_memory_is_a_few_tensors_not_the_checkpoint(tmp_path: Path) -> None
 MEASURED = """
 import sys
 from pathlib import Path
-from ddpm_ds.checkpoint.consolidate import consolidate
+from ddpm_ds.checkpoint.reader import consolidate
 from ddpm_ds.checkpoint.reader import Reader
 
 def anonymous_bytes():

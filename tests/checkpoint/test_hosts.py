@@ -18,13 +18,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpm_ds.checkpoint import delivery, leaders, writer
+from ddpm_ds.checkpoint import delivery, writer
+from ddpm_ds.checkpoint import manifest as leaders
 from ddpm_ds.checkpoint.delivery import Wanted, deliver
 from ddpm_ds.checkpoint.groups import Gather, Groups, find_groups
 from ddpm_ds.checkpoint.manifest import MANIFEST, STATE, read_manifest
 from ddpm_ds.checkpoint.reader import Reader
-from ddpm_ds.checkpoint.union import Whole, whole
-from ddpm_ds.cli import main
+from ddpm_ds.checkpoint.union import CompleteCheckpoint, whole
+from ddpm_ds.cli.main import main
 from tests.checkpoint.saving import KINDS, SHAPES, describe, fragments_of, total, values_of
 from tests.checkpoint.several_hosts import Hosts, files
 
@@ -46,7 +47,7 @@ def two(tmp_path: Path) -> Hosts:
     return hosts
 
 
-def check_values(checkpoint: Whole, hosts: Hosts, images: int) -> None:
+def check_values(checkpoint: CompleteCheckpoint, hosts: Hosts, images: int) -> None:
     """Every value is what was written, wherever it lies."""
     held = {}
     for rank in map(hosts.names.index, sorted(set(hosts.names))):
@@ -324,7 +325,7 @@ QUICK = {("a", True, True), ("b", False, True), ("b", True, False)}
 @pytest.mark.parametrize(
     ("host", "all_die", "again"),
     [
-        pytest.param(*case, marks=() if case in QUICK else pytest.mark.soak)
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.long)
         for case in itertools.product(("a", "b"), (True, False), (True, False))
     ],
 )

@@ -77,6 +77,6 @@ def test_killed_writers_leave_only_whole_checkpoints(tmp_path: Path) -> None:
     assert kill_and_look(tmp_path, 12, random.Random(0)) > 0
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_writers_killed_for_minutes_leave_only_whole_checkpoints(tmp_path: Path) -> None:
     assert kill_and_look(tmp_path, 400, random.Random(1)) > 0

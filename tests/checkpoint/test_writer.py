@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from ddpm_ds.checkpoint.folder import names
-from ddpm_ds.checkpoint.fragments import Fragment
 from ddpm_ds.checkpoint.reader import Reader
-from ddpm_ds.checkpoint.writer import Writer
+from ddpm_ds.checkpoint.writer import Fragment, Writer
 from tests.checkpoint.saving import KINDS, SHAPES, Shapes, check, describe, fragments_of, save, total, values_of
 
 cuts = st.lists(st.integers(0, total()), max_size=4)

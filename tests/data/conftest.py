@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ddpm_ds.config.spec import DataSpec
+from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.prepare import prepare
-from ddpm_ds.data.store import Store
-from ddpm_ds.spec import DataSpec
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def spec_of(tmp_path: Path) -> Callable[..., DataSpec]:
 
 
 @pytest.fixture(scope="session")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Store:
+def digits(tmp_path_factory: pytest.TempPathFactory) -> DatasetCache:
     """The prepared digits, 1797 images of 1x8x8."""
     root = tmp_path_factory.mktemp("stores")
     return prepare(DataSpec(source="digits", image_size=8, channels=1, store_root=root))

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddpm_ds.data.device import on_device
-from ddpm_ds.data.loader import MicroBatch, micro_batches
-from ddpm_ds.data.store import Store
+from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.loader import MicroBatch, micro_batches, on_device
 
 CUDA = torch.device("cuda", 0)
 
@@ -108,7 +107,7 @@ def test_nothing_is_read_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("workers", [0, 1])
-def test_micro_batches_on_cuda_are_those_of_the_cpu_and_nothing_waits(digits: Store, workers: int) -> None:
+def test_micro_batches_on_cuda_are_those_of_the_cpu_and_nothing_waits(digits: DatasetCache, workers: int) -> None:
     given: dict[str, Any] = {"seed": 3, "batch_images": 64, "micro_batch_images": 64, "replicas": 1, "replica": 0}
     expected = list(islice(micro_batches(digits, **given), 40))
     pinned = micro_batches(digits, **given, workers=workers, pin_memory=True)

@@ -17,9 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpm_ds.data import loader
-from ddpm_ds.data.loader import MicroBatch, _Reads, micro_batches
-from ddpm_ds.data.order import image_at
-from ddpm_ds.data.store import Store
+from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.loader import MicroBatch, _Reads, image_at, micro_batches
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +29,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def take(store: Store, count: int, **changes: Any) -> list[MicroBatch]:
+def take(store: DatasetCache, count: int, **changes: Any) -> list[MicroBatch]:
     given: dict[str, Any] = {"seed": 3, "batch_images": 16, "micro_batch_images": 4, "replicas": 2, "replica": 0}
     return list(islice(micro_batches(store, **(given | changes)), count))
 
@@ -41,7 +40,7 @@ def assert_same(one: list[MicroBatch], other: list[MicroBatch]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-def test_micro_batch_holds_the_images_that_the_order_says(digits: Store) -> None:
+def test_micro_batch_holds_the_images_that_the_order_says(digits: DatasetCache) -> None:
     for batch in take(digits, 3):
         stored = image_at(batch.index.numpy(), len(digits), 3)
         assert (batch.images.dtype, batch.labels.dtype, batch.index.dtype) == (torch.uint8, torch.int64, torch.int64)
@@ -50,7 +49,7 @@ def test_micro_batch_holds_the_images_that_the_order_says(digits: Store) -> None
         assert (batch.labels.numpy() == digits.labels[stored]).all()
 
 
-def test_replicas_take_turns_within_a_batch(digits: Store) -> None:
+def test_replicas_take_turns_within_a_batch(digits: DatasetCache) -> None:
     """The position rule, written out: start + (m R + r) n, with two micro-batches of 4 on each of two replicas."""
     positions = [[batch.index.tolist() for batch in take(digits, 3, replica=replica)] for replica in (0, 1)]
     assert positions == [
@@ -62,7 +61,7 @@ def test_replicas_take_turns_within_a_batch(digits: Store) -> None:
 @settings(max_examples=40, deadline=None)
 @given(replicas=st.integers(1, 4), micro=st.integers(1, 5), each=st.integers(1, 4), start=st.integers(0, 5000))
 def test_global_batch_is_the_same_images_in_every_layout(
-    digits: Store, replicas: int, micro: int, each: int, start: int
+    digits: DatasetCache, replicas: int, micro: int, each: int, start: int
 ) -> None:
     batch = replicas * micro * each
     layout = {"batch_images": batch, "micro_batch_images": micro, "replicas": replicas, "start_images": start}
@@ -78,7 +77,7 @@ def test_global_batch_is_the_same_images_in_every_layout(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_resumed_stream_is_the_uninterrupted_one(digits: Store, workers: int) -> None:
+def test_resumed_stream_is_the_uninterrupted_one(digits: DatasetCache, workers: int) -> None:
     """Over the end of an epoch (1797 images), with and without workers, on each replica."""
     for replica in (0, 1):
         whole = take(digits, 150, batch_images=32, replica=replica, start_images=1000)
@@ -86,7 +85,7 @@ def test_resumed_stream_is_the_uninterrupted_one(digits: Store, workers: int) ->
         assert_same(whole[100:], rest)
 
 
-def test_epoch_smaller_than_a_micro_batch_repeats_its_images(digits: Store) -> None:
+def test_epoch_smaller_than_a_micro_batch_repeats_its_images(digits: DatasetCache) -> None:
     few = replace(digits, meta=digits.meta.model_copy(update={"count": 3}))
     (batch,) = take(few, 1, batch_images=9, micro_batch_images=9, replicas=1)
     images = batch.images.numpy().reshape(3, 3, 64)
@@ -94,7 +93,7 @@ def test_epoch_smaller_than_a_micro_batch_repeats_its_images(digits: Store) -> N
         assert sorted(epoch.tolist()) == sorted(digits.images[:3].reshape(3, 64).tolist())
 
 
-def broken(store: Store, die: bool) -> Store:
+def broken(store: DatasetCache, die: bool) -> DatasetCache:
     """A store whose images raise an error, or end the process, when they are read."""
 
     class Images:
@@ -107,17 +106,17 @@ def broken(store: Store, die: bool) -> Store:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_error_while_reading_reaches_the_trainer(digits: Store, workers: int) -> None:
+def test_error_while_reading_reaches_the_trainer(digits: DatasetCache, workers: int) -> None:
     with pytest.raises(OSError, match="Input/output error"):
         take(broken(digits, die=False), 1, workers=workers)
 
 
-def test_death_of_a_worker_is_an_error_and_no_hang(digits: Store) -> None:
+def test_death_of_a_worker_is_an_error_and_no_hang(digits: DatasetCache) -> None:
     with pytest.raises(RuntimeError, match=r"DataLoader worker .*exited unexpectedly"):
         take(broken(digits, die=True), 1, workers=2)
 
 
-def test_what_a_spawned_worker_receives_reads_the_same_images(digits: Store) -> None:
+def test_what_a_spawned_worker_receives_reads_the_same_images(digits: DatasetCache) -> None:
     for store in (digits, digits.centre(6)):
         reads = _Reads(store, None, 3, 0, 8, 4, False)
         sent = pickle.dumps(reads)
@@ -129,7 +128,7 @@ def test_what_a_spawned_worker_receives_reads_the_same_images(digits: Store) -> 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("replica", [0, 1])
 def test_micro_batches_are_the_same_however_many_are_read_at_a_time(
-    digits: Store, monkeypatch: pytest.MonkeyPatch, replica: int, workers: int
+    digits: DatasetCache, monkeypatch: pytest.MonkeyPatch, replica: int, workers: int
 ) -> None:
     monkeypatch.setattr(loader, "READ_IMAGES", 1)
     alone = take(digits, 40, replica=replica, start_images=1760)
@@ -138,7 +137,7 @@ def test_micro_batches_are_the_same_however_many_are_read_at_a_time(
         assert_same(take(digits, 40, replica=replica, start_images=1760, workers=workers), alone)
 
 
-def test_a_read_is_bounded_in_images_and_in_bytes_and_a_micro_batch_at_least(digits: Store) -> None:
+def test_a_read_is_bounded_in_images_and_in_bytes_and_a_micro_batch_at_least(digits: DatasetCache) -> None:
     def reads(size: int, shape: tuple[int, int, int]) -> int:
         store = replace(digits, meta=digits.meta.model_copy(update={"shape": shape}))
         return _Reads(store, None, 3, 0, size, size, False).micro_batches
@@ -150,7 +149,7 @@ def test_a_read_is_bounded_in_images_and_in_bytes_and_a_micro_batch_at_least(dig
 
 
 def test_without_workers_a_thread_reads_while_a_micro_batch_is_used(
-    digits: Store, monkeypatch: pytest.MonkeyPatch
+    digits: DatasetCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads: queue.Queue[tuple[int, bool]] = queue.Queue()
     read = _Reads.__getitem__
@@ -168,7 +167,7 @@ def test_without_workers_a_thread_reads_while_a_micro_batch_is_used(
     assert reads.empty() and threading.active_count() == before - 1
 
 
-def test_images_are_copied_once(digits: Store) -> None:
+def test_images_are_copied_once(digits: DatasetCache) -> None:
     """From the mapped file into the tensor that is handed out: numpy may take a second one as a buffer."""
     large = replace(
         digits,
@@ -184,14 +183,14 @@ def test_images_are_copied_once(digits: Store) -> None:
     assert most < batch.images.numel() / 10
 
 
-def test_torch_random_state_is_left_alone(digits: Store) -> None:
+def test_torch_random_state_is_left_alone(digits: DatasetCache) -> None:
     before = torch.get_rng_state()
     take(digits, 2)
     take(digits, 2, workers=1)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_impossible_layout_is_refused_at_once(digits: Store) -> None:
+def test_impossible_layout_is_refused_at_once(digits: DatasetCache) -> None:
     with pytest.raises(ValueError, match="batch_images = 16 is no multiple of 3 x 4"):
         take(digits, 0, replicas=3)
     with pytest.raises(ValueError, match="replica = 2 is not one of 2"):

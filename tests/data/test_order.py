@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpm_ds.data.order import image_at
+from ddpm_ds.data.loader import image_at
 
 counts = st.integers(1, 50)
 seeds = st.integers(0, 2**31 - 1)

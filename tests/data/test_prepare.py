@@ -14,10 +14,10 @@ import pytest
 from PIL import Image
 
 import ddpm_ds
+from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data import sources
-from ddpm_ds.data.prepare import prepare, store_path
+from ddpm_ds.data.prepare import cache_path, prepare
 from ddpm_ds.errors import DataError
-from ddpm_ds.spec import DataSpec
 
 SpecOf = Callable[..., DataSpec]
 
@@ -25,7 +25,7 @@ SpecOf = Callable[..., DataSpec]
 SLOW_PREPARE = """
 import os, sys, time, fcntl
 from ddpm_ds.data import prepare, sources
-from ddpm_ds.spec import DataSpec
+from ddpm_ds.config.spec import DataSpec
 
 spec, reads, seconds, locks = DataSpec.model_validate_json(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4]
 prepare.READ_AHEAD = 1
@@ -83,7 +83,7 @@ def temporaries(spec: DataSpec) -> list[Path]:
 
 def test_store_path_says_source_size_channels_and_tells_folders_apart(spec_of: SpecOf, tmp_path: Path) -> None:
     def name(**changes: object) -> str:
-        return store_path(spec_of(**changes)).name
+        return cache_path(spec_of(**changes)).name
 
     assert name() == "digits-8px-1ch"
     assert name(source="cifar10", image_size=32, channels=3) == "cifar10-32px-3ch"
@@ -145,7 +145,7 @@ def test_share_of_unreadable_images_above_the_limit_fails_and_leaves_nothing(fol
     message = str(caught.value)
     assert "data.max_bad_fraction = 0.1 is passed: 2 of 12" in message and "first cats/2.png" in message
     assert "\n" not in message
-    assert not store_path(spec).exists() and not temporaries(spec)
+    assert not cache_path(spec).exists() and not temporaries(spec)
 
 
 @pytest.mark.parametrize("root", ["file", "file/inside"])
@@ -167,7 +167,7 @@ def test_full_disk_while_writing_is_one_line_and_leaves_nothing(
     monkeypatch.setattr(np, "save", full)
     with pytest.raises(DataError, match=r"data.store_root = .* can't be written .No space left on device"):
         prepare(spec_of())
-    assert not store_path(spec_of()).exists() and not temporaries(spec_of())
+    assert not cache_path(spec_of()).exists() and not temporaries(spec_of())
 
 
 def test_bar_is_on_stderr_and_only_where_asked_for(spec_of: SpecOf, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,7 +200,7 @@ def test_killed_prepare_leaves_no_store_and_the_next_one_cleans_up(
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL
-    assert not store_path(spec).exists() and len(temporaries(spec)) == 1
+    assert not cache_path(spec).exists() and len(temporaries(spec)) == 1
     assert len(prepare(spec)) == 12
     assert not temporaries(spec)
 
@@ -210,7 +210,7 @@ def test_temporary_folders_are_cleaned_only_under_a_lock(
 ) -> None:
     """Without locks a temporary folder may belong to a living process."""
     spec = spec_of(source="folder", path=folder)
-    living = spec.store_root / f".{store_path(spec).name}.preparing-other"
+    living = spec.store_root / f".{cache_path(spec).name}.preparing-other"
     living.mkdir(parents=True)
 
     def no_locks(*_: object) -> None:
@@ -224,7 +224,7 @@ def test_temporary_folders_are_cleaned_only_under_a_lock(
 def test_preparing_digits_does_not_import_torch(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from ddpm_ds.data.prepare import prepare; "
-        "from ddpm_ds.data import order; from ddpm_ds.spec import DataSpec; "
+        "from ddpm_ds.data import order; from ddpm_ds.config.spec import DataSpec; "
         "prepare(DataSpec(source='digits', image_size=8, channels=1, store_root=Path(sys.argv[1]))); "
         "sys.exit('torch' in sys.modules)"
     )

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data import sources
 from ddpm_ds.data.sources import UnreadableImage, fit, open_source
 from ddpm_ds.errors import DataError
-from ddpm_ds.spec import DataSpec
 
 SpecOf = Callable[..., DataSpec]
 

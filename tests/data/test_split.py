@@ -10,9 +10,8 @@ from typing import cast
 import numpy as np
 import pytest
 
-from ddpm_ds.data.loader import micro_batches
-from ddpm_ds.data.split import split
-from ddpm_ds.data.store import Store
+from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.loader import micro_batches, split
 from ddpm_ds.errors import SpecError
 
 
@@ -37,7 +36,7 @@ def test_holding_out_everything_is_refused_with_a_number_that_would_do() -> None
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_held_out_image_is_never_loaded_and_every_other_one_is_once_an_epoch(workers: int, tmp_path: Path) -> None:
     images = np.arange(20, dtype=np.uint8)[:, None, None, None] + np.zeros((1, 1, 2, 2), np.uint8)
-    store = cast(Store, FakeStore(images=images, labels=np.arange(20), meta=SimpleNamespace(shape=(1, 2, 2))))
+    store = cast(DatasetCache, FakeStore(images=images, labels=np.arange(20), meta=SimpleNamespace(shape=(1, 2, 2))))
     among, held_out = split(20, 4)
     batches = micro_batches(
         store, among=among, seed=1, batch_images=4, micro_batch_images=4, replicas=1, replica=0, workers=workers

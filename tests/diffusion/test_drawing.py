@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from ddpm_ds import keyed
+from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.diffusion import Diffusion
-from ddpm_ds.diffusion.drawing import Drawing
-from ddpm_ds.diffusion.samplers import Sampler, sample
+from ddpm_ds.diffusion.samplers import Drawing, Sampler, sample
 from ddpm_ds.keyed import Stream
-from ddpm_ds.spec import DiffusionSpec, SamplerSpec
 
 SHAPE = (3, 6, 5)
 NO_LABEL = 10

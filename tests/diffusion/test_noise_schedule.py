@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from ddpm_ds.diffusion.schedule import MAX_BETA, alpha_bars, betas, snr
+from ddpm_ds.config.spec import DiffusionSpec
+from ddpm_ds.diffusion.objective import MAX_BETA, alpha_bars, betas, snr
 from ddpm_ds.errors import SpecError
-from ddpm_ds.spec import DiffusionSpec
 
 SCHEDULES = ("linear", "cosine", "sigmoid")
 

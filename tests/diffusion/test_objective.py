@@ -7,19 +7,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ddpm_ds.config.spec import DiffusionSpec
 from ddpm_ds.diffusion.objective import (
     Loss,
     NoiseLevel,
     Objective,
     add_noise,
+    alpha_bars,
     distance,
     target,
     to_eps,
     to_x0,
     weights,
 )
-from ddpm_ds.diffusion.schedule import alpha_bars
-from ddpm_ds.spec import DiffusionSpec
 
 OBJECTIVES: tuple[Objective, ...] = ("eps", "x0", "v")
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from ddpm_ds import keyed
+from ddpm_ds.config.spec import DiffusionSpec
 from ddpm_ds.diffusion import Diffusion
-from ddpm_ds.diffusion.schedule import alpha_bars
+from ddpm_ds.diffusion.objective import alpha_bars
 from ddpm_ds.keyed import Stream
-from ddpm_ds.spec import DiffusionSpec
 
 
 def process(device: str = "cpu", seed: int = 0, **values: Any) -> Diffusion:

@@ -17,11 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ddpm_ds.diffusion.objective import NoiseLevel, to_eps
+from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
+from ddpm_ds.diffusion.objective import NoiseLevel, alpha_bars, betas, to_eps
 from ddpm_ds.diffusion.objective import target as target_of
 from ddpm_ds.diffusion.samplers import Coefficients, Sampler, ancestral, ddim, dpm_solver, sample, visited
-from ddpm_ds.diffusion.schedule import alpha_bars, betas
-from ddpm_ds.spec import DiffusionSpec, SamplerSpec
 
 KINDS = ("ddpm", "ddim", "dpm_solver")
 SPACINGS = ("trailing", "leading", "linspace")

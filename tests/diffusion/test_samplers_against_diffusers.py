@@ -17,9 +17,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
+from ddpm_ds.diffusion.objective import alpha_bars, betas
 from ddpm_ds.diffusion.samplers import Sampler, sample, visited
-from ddpm_ds.diffusion.schedule import alpha_bars, betas
-from ddpm_ds.spec import DiffusionSpec, SamplerSpec
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers, an optional extra, is not installed")
 

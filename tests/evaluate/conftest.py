@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from ddpm_ds.cli import main
+from ddpm_ds.cli.main import main
 from ddpm_ds.evaluate import sampling
 from ddpm_ds.evaluate.draw import draw
 from tests.evaluate.planted import FAST, plant

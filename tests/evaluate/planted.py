@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from ddpm_ds.checkpoint.fragments import Fragment
 from ddpm_ds.checkpoint.manifest import Description
-from ddpm_ds.checkpoint.writer import Writer
+from ddpm_ds.checkpoint.writer import Fragment, Writer
+from ddpm_ds.config.spec import RunSpec, SamplerSpec
 from ddpm_ds.evaluate.trained import Trained
-from ddpm_ds.spec import RunSpec, SamplerSpec
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
 from tests.launching import tiny_spec

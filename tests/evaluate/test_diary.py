@@ -14,9 +14,9 @@ from mlflow.entities import Run
 
 from ddpm_ds.evaluate.diary import Child
 from ddpm_ds.evaluate.trained import Trained
-from ddpm_ds.train.run_folder import RunFolder
-from ddpm_ds.train.tracking import UNSENT_FILE, Tracker
-from ddpm_ds.train.tracking_worker import START_TAG
+from ddpm_ds.tracking.run_folder import RunFolder
+from ddpm_ds.tracking.tracker import UNSENT_FILE, Tracker
+from ddpm_ds.tracking.worker import START_TAG
 
 PATIENCE_SECONDS = 60.0
 

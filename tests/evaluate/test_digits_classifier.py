@@ -7,9 +7,9 @@ from typing import Literal
 import numpy as np
 import pytest
 
+from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.sources import open_source
-from ddpm_ds.evaluate.digits_classifier import DigitsClassifier, Labels, Pixels, Reading
-from ddpm_ds.spec import DataSpec
+from ddpm_ds.evaluate.classifier import DigitsClassifier, Labels, Pixels, Reading
 
 
 def load(size: int = 8, channels: Literal[1, 3] = 1) -> tuple[Pixels, Labels]:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from ddpm_ds.config.spec import SamplerSpec
 from ddpm_ds.errors import SpecError
 from ddpm_ds.evaluate.draw import add_sampler_options, draw, sampler_from
 from ddpm_ds.evaluate.trained import Trained
-from ddpm_ds.spec import SamplerSpec
 from tests.evaluate.planted import trained_of
 from tests.launching import tiny_spec
 

@@ -19,17 +19,16 @@ from mlflow import MlflowClient
 from PIL import Image
 from torch import Tensor
 
-from ddpm_ds.cli import main
+from ddpm_ds.cli.main import main
+from ddpm_ds.config.spec import DataSpec
+from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.prepare import prepare
-from ddpm_ds.data.store import Store
 from ddpm_ds.evaluate import diary, inception, sampling, scores, trained
 from ddpm_ds.evaluate.inception import Unavailable
-from ddpm_ds.evaluate.reference import labels_like
-from ddpm_ds.evaluate.scores import cache_beside, short
-from ddpm_ds.spec import DataSpec
-from ddpm_ds.train.run_folder import RunFolder
-from ddpm_ds.train.tracking import RunLink
-from ddpm_ds.train.tracking_worker import START_TAG
+from ddpm_ds.evaluate.scores import cache_beside, labels_like, short
+from ddpm_ds.tracking.run_folder import RunFolder
+from ddpm_ds.tracking.tracker import RunLink
+from ddpm_ds.tracking.worker import START_TAG
 from tests.evaluate.inception_weights import write_weights
 from tests.evaluate.planted import plant, trained_of
 from tests.launching import REPOSITORY, tiny_spec
@@ -39,14 +38,14 @@ Draw = Callable[..., Tensor]
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+def store(tmp_path_factory: pytest.TempPathFactory) -> DatasetCache:
     """The real digits."""
     root = tmp_path_factory.mktemp("data")
     return prepare(DataSpec(source="digits", image_size=8, channels=1, store_root=root))
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path, store: Store) -> Path:
+def run_dir(tmp_path: Path, store: DatasetCache) -> Path:
     """The folder of a run, class-conditional, whose checkpoint learned these digits."""
     data = {"store_root": str(store.path.parent)}
     plant(tmp_path / "run", data_sha256=store.meta.sha256, data=data, sampler={"guidance": 2.0})
@@ -118,7 +117,7 @@ def by_name(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {score["name"]: score for score in content["scores"]}
 
 
-def real_digits(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def real_digits(store: DatasetCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw images of the store that have the asked-for labels, each another one."""
 
     def draw(_: Any, __: Any, index: Tensor, *, labels: Tensor, **___: Any) -> Tensor:
@@ -134,7 +133,7 @@ def no_drawing(*_: Any, **__: Any) -> Tensor:
 
 
 def test_the_scores_go_to_a_table_a_file_and_mlflow_as_a_child_of_the_run(
-    run_dir: Path, store: Store, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run_dir: Path, store: DatasetCache, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     client = MlflowClient(f"sqlite:///{run_dir.parent}/mlflow.db")
@@ -166,7 +165,7 @@ def test_the_scores_go_to_a_table_a_file_and_mlflow_as_a_child_of_the_run(
 
 
 def test_real_digits_score_as_real_ones_and_noise_does_not(
-    run_dir: Path, store: Store, evaluate: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    run_dir: Path, store: DatasetCache, evaluate: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     evaluate("--count", 600, "--seed", 1, "--out", run_dir / "noise", "--steps", 1)
     real_digits(store, monkeypatch)
@@ -225,7 +224,7 @@ def test_an_interrupted_evaluation_keeps_what_is_drawn_and_records_nothing(
 
 
 def test_labels_are_asked_for_in_the_proportions_of_the_store(
-    store: Store, evaluate: Callable[..., str], run_dir: Path
+    store: DatasetCache, evaluate: Callable[..., str], run_dir: Path
 ) -> None:
     few, all_labels = labels_like(store, 500), labels_like(store, 10_000)
     assert all_labels[:500] == few and len(all_labels) == len(store)
@@ -237,7 +236,7 @@ def test_labels_are_asked_for_in_the_proportions_of_the_store(
 
 
 def test_without_classes_no_label_is_asked_for(
-    tmp_path: Path, store: Store, evaluate: Callable[..., str], tracker: type[FakeTracker]
+    tmp_path: Path, store: DatasetCache, evaluate: Callable[..., str], tracker: type[FakeTracker]
 ) -> None:
     data = {"store_root": str(store.path.parent)}
     sections: dict[str, Any] = {"data": data, "unet": {"classes": None}, "train": {"label_drop": 0.0}}
@@ -251,7 +250,7 @@ def test_without_classes_no_label_is_asked_for(
 
 def test_inceptions_scores_by_name_count_and_tool(
     run_dir: Path,
-    store: Store,
+    store: DatasetCache,
     tmp_path: Path,
     evaluate: Callable[..., str],
     tracker: type[FakeTracker],
@@ -261,8 +260,8 @@ def test_inceptions_scores_by_name_count_and_tool(
     monkeypatch.setattr(inception, "LAYER", "64")
     weights = write_weights(tmp_path / "weights.pt", monkeypatch)
     meta = store.meta.model_copy(update={"count": 24})
-    small = Store(store.path, meta, store.images[:24], store.labels[:24])  # a view
-    monkeypatch.setattr("ddpm_ds.evaluate.reference.prepare", lambda *_: small)
+    small = DatasetCache(store.path, meta, store.images[:24], store.labels[:24])  # a view
+    monkeypatch.setattr("ddpm_ds.evaluate.scores.prepare", lambda *_: small)
     monkeypatch.setattr(scores, "cache_beside", lambda _: tmp_path / "cache")
     out = evaluate("--count", 20, "--metrics", "fid,kid,pr", "--inception-weights", weights)
     names = {"fid_20", "kid_20", "precision_20", "recall_20"}
@@ -282,7 +281,7 @@ def exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_export_is_compared_with_a_store_that_is_named_and_recorded_nowhere(
     tmp_path: Path,
-    store: Store,
+    store: DatasetCache,
     evaluate: Callable[..., str],
     tracker: type[FakeTracker],
     monkeypatch: pytest.MonkeyPatch,
@@ -295,7 +294,7 @@ def test_an_export_is_compared_with_a_store_that_is_named_and_recorded_nowhere(
 
 
 def test_a_store_that_has_moved_is_named(
-    tmp_path: Path, store: Store, evaluate: Callable[..., str], run_dir: Path
+    tmp_path: Path, store: DatasetCache, evaluate: Callable[..., str], run_dir: Path
 ) -> None:
     moved = prepare(DataSpec(source="digits", image_size=8, channels=1, store_root=tmp_path / "moved"))
     evaluate("--count", 20, "--metrics", "pixel", "--store", moved.path)
@@ -304,7 +303,7 @@ def test_a_store_that_has_moved_is_named(
 
 
 def test_reference_statistics_are_kept(
-    store: Store, evaluate: Callable[..., str], run_dir: Path, monkeypatch: pytest.MonkeyPatch
+    store: DatasetCache, evaluate: Callable[..., str], run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     evaluate("--count", 20, "--metrics", "pixel")
     before = by_name(report(run_dir / "evaluations"))
@@ -356,13 +355,13 @@ def test_a_store_that_does_not_fit_is_one_line(
     line: str,
     tmp_path: Path,
     run_dir: Path,
-    store: Store,
+    store: DatasetCache,
     evaluate: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if spec is None:
         other = replace(store, meta=store.meta.model_copy(update={"source": "folder"}))
-        monkeypatch.setattr("ddpm_ds.evaluate.reference.prepare", lambda *_: other)
+        monkeypatch.setattr("ddpm_ds.evaluate.scores.prepare", lambda *_: other)
         out = evaluate("--metrics", "digits", code=2)
     else:
         made = prepare(spec.model_copy(update={"store_root": tmp_path}))
@@ -386,7 +385,7 @@ def test_counts_in_names() -> None:
 
 def test_the_command_line_is_read_without_torch() -> None:
     program = (
-        "import sys, ddpm_ds.evaluate.evaluate_command\n"
+        "import sys, ddpm_ds.cli.evaluate\n"
         "sys.exit(str({'torch', 'numpy', 'mlflow', 'deepspeed', 'sklearn'} & set(sys.modules) or '') or 0)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY)

@@ -22,15 +22,15 @@ from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file
 
-from ddpm_ds.cli import main
+from ddpm_ds.cli.main import main
+from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.errors import CheckpointError, OutputError
 from ddpm_ds.evaluate import diary, export
 from ddpm_ds.evaluate.export import check_in_diffusers, rounded, without_labels, write_pipeline
 from ddpm_ds.evaluate.model_card import last_losses, model_card
 from ddpm_ds.evaluate.trained import Trained, load_trained
-from ddpm_ds.spec import RunSpec
-from ddpm_ds.spec_file import load_spec
-from ddpm_ds.train.initial_weights import InitialWeights
+from ddpm_ds.train.resume import InitialWeights
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
 from tests.evaluate.planted import plant, trained_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ddpm_ds.evaluate.frechet import Array, Gaussian, frechet_distance, pixel_gaussian
+from ddpm_ds.evaluate.inception import Array, Gaussian, frechet_distance, pixel_gaussian
 
 
 def generator() -> np.random.Generator:

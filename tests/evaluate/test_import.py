@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ddpm_ds.checkpoint.consolidate import consolidate
-from ddpm_ds.cli import main
+from ddpm_ds.checkpoint.reader import consolidate
+from ddpm_ds.cli.main import main
+from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.errors import SpecError
-from ddpm_ds.evaluate import import_weights as importing
+from ddpm_ds.evaluate import export as importing
 from ddpm_ds.evaluate.export import write_pipeline
-from ddpm_ds.spec_file import load_spec
-from ddpm_ds.train.initial_weights import InitialWeights
+from ddpm_ds.train.resume import InitialWeights
 from tests.diffusion.test_diffusers_schedule import DDPM_CIFAR10 as CIFAR10_SCHEDULER
 from tests.evaluate.planted import plant, trained_of, unet_of
 from tests.launching import REPOSITORY, tiny_spec, write_json

@@ -15,8 +15,7 @@ import torch
 
 from ddpm_ds.errors import EvaluationError
 from ddpm_ds.evaluate import inception
-from ddpm_ds.evaluate.frechet import Gaussian, frechet_distance
-from ddpm_ds.evaluate.inception import Pixels, Unavailable, find_inception, inception_scores
+from ddpm_ds.evaluate.inception import Gaussian, Pixels, Unavailable, find_inception, frechet_distance, inception_scores
 from tests.evaluate.inception_weights import write_weights
 
 torch_fidelity = pytest.importorskip("torch_fidelity")

@@ -9,7 +9,7 @@ import pytest
 
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.errors import DataError
-from ddpm_ds.evaluate.reference import open_reference
+from ddpm_ds.evaluate.scores import open_reference
 from tests.evaluate.planted import plant, trained_of
 from tests.launching import tiny_spec
 

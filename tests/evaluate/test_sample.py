@@ -18,8 +18,7 @@ from torch import Tensor
 
 from ddpm_ds.data.pictures import grid
 from ddpm_ds.evaluate import outputs, trained
-from ddpm_ds.evaluate.draw import draw
-from ddpm_ds.evaluate.recipe import Request
+from ddpm_ds.evaluate.draw import Request, draw
 from ddpm_ds.evaluate.trained import load_trained
 from tests.evaluate.planted import FAST_SAMPLER, trained_of
 from tests.launching import REPOSITORY, tiny_spec
@@ -198,7 +197,7 @@ def test_the_grid_is_logged_where_that_is_asked_for(
 def test_help_needs_no_torch() -> None:
     program = """
 import sys
-from ddpm_ds.cli import main
+from ddpm_ds.cli.main import main
 try:
     main(["sample", "--help"])
 except SystemExit:

@@ -50,7 +50,7 @@ def test_what_was_interrupted_goes_on_where_it_was(
 def test_a_killed_process_leaves_what_it_had(planted: Path, tmp_path: Path, sample: Callable[..., str]) -> None:
     out, partial = tmp_path / "x.npz", tmp_path / ".x.npz.partial"
     arguments = ["--count", "60", "--batch-images", "2", "--steps", "12", "--out"]
-    command = [sys.executable, "-m", "ddpm_ds.cli", "sample", str(planted), *FAST, *arguments, str(out)]
+    command = [sys.executable, "-m", "ddpm_ds.cli.main", "sample", str(planted), *FAST, *arguments, str(out)]
     process = subprocess.Popen(command, cwd=REPOSITORY)
     try:
         wait_until(lambda: len(list(partial.glob("*.npy"))) >= 3, process)

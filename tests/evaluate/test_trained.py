@@ -16,13 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ddpm_ds.checkpoint.fragments import Fragment
 from ddpm_ds.checkpoint.manifest import Description
-from ddpm_ds.checkpoint.writer import Writer
+from ddpm_ds.checkpoint.writer import Fragment, Writer
+from ddpm_ds.config.spec import RunSpec, SamplerSpec
 from ddpm_ds.errors import CheckpointError
 from ddpm_ds.evaluate.export import write_pipeline
 from ddpm_ds.evaluate.trained import Trained, find_trained, load_trained
-from ddpm_ds.spec import RunSpec, SamplerSpec
 from ddpm_ds.unet.model import UNet
 from tests.evaluate.planted import plant, trained_of, unet_of
 from tests.launching import tiny_spec

@@ -20,18 +20,16 @@ import torch.distributed as dist
 import yaml
 
 from ddpm_ds.data.loader import MicroBatch
-from ddpm_ds.observe.observer import Observers
-from ddpm_ds.observe.pauses import PauseClock
+from ddpm_ds.diagnose.verdict import conclude
+from ddpm_ds.observe.observer import Observers, PauseClock
 from ddpm_ds.observe.timeline import Timeline
-from ddpm_ds.pipeline.boundary import Channel
-from ddpm_ds.pipeline.build import build_engine
+from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
+from ddpm_ds.pipeline.messages import Channel
+from ddpm_ds.predict.plan import RunPlan, plan_run, stage_table
+from ddpm_ds.processes.process_group import process_group
+from ddpm_ds.tracking.recorder import Recorder
 from ddpm_ds.train.objective import Denoising
-from ddpm_ds.train.plan import RunPlan, plan_run, stage_table
-from ddpm_ds.train.process import process_group
-from ddpm_ds.train.recorder import Recorder
-from ddpm_ds.verdict.conclude import conclude
 
 STEPS = range(2, 4)
 """Traced; the first one warms up."""

@@ -11,7 +11,7 @@ from typing import Any
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
-from ddpm_ds.experiments.runs import Point, RecordedRun
+from ddpm_ds.tracking.runs import Point, RecordedRun
 
 BEGIN_MS = 1_790_000_000_000
 BATCH = 64

@@ -10,13 +10,22 @@ from typing import Any
 
 import pytest
 
+from ddpm_ds.cli.runs import add_compare
 from ddpm_ds.command_line import OneLineParser
 from ddpm_ds.errors import OutputError, UserError
-from ddpm_ds.experiments.compare import Compared, Comparison, ComparisonError, comparison
-from ddpm_ds.experiments.compare_command import add_compare
-from ddpm_ds.experiments.compare_measures import direction, judged, number, ratio, times
-from ddpm_ds.experiments.compare_text import markdown, terminal
-from ddpm_ds.experiments.runs import ExperimentError
+from ddpm_ds.experiments.compare import (
+    Compared,
+    Comparison,
+    ComparisonError,
+    comparison,
+    direction,
+    judged,
+    number,
+    ratio,
+    times,
+)
+from ddpm_ds.experiments.compare_pages import markdown, terminal
+from ddpm_ds.tracking.runs import ExperimentError
 from tests.experiments.planted_runs import PlantedStore, held, losses
 
 SLOW = {"train/loss": [0.9, 0.5, 0.4], "perf/images_per_second": [10.0, 100.0, 102.0, 98.0]}

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from ddpm_ds.experiments.compare import comparison
-from ddpm_ds.experiments.compare_curves import fewer
-from ddpm_ds.experiments.compare_html import MOST_PICTURE_BYTES, PNG, page
-from ddpm_ds.experiments.runs import Point
+from ddpm_ds.experiments.compare import comparison, fewer
+from ddpm_ds.experiments.compare_pages import MOST_PICTURE_BYTES, PNG, page
+from ddpm_ds.tracking.runs import Point
 from tests.experiments.planted_runs import HeldRun, held, losses
 
 CHROMIUM = "chromium|chromium-browser|google-chrome"

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import yaml
 
+from ddpm_ds.cli.runs import add_diagnose
+from ddpm_ds.diagnose.verdict import Verdict, verdict
 from ddpm_ds.errors import OutputError, UserError
-from ddpm_ds.experiments.diagnose import add_diagnose
-from ddpm_ds.experiments.runs import ExperimentError
-from ddpm_ds.pipeline.partition import segments
-from ddpm_ds.train.tracking_worker import START_TAG
-from ddpm_ds.verdict.facts import facts_of
-from ddpm_ds.verdict.verdict import Verdict, verdict
-from ddpm_ds.verdict.whatif import Model
+from ddpm_ds.observe.finished_run import facts_of
+from ddpm_ds.pipeline.cuts import segments
+from ddpm_ds.predict.whatif import Model
+from ddpm_ds.tracking.runs import ExperimentError
+from ddpm_ds.tracking.worker import START_TAG
+from tests.diagnose.planted_facts import Bench, write_run
 from tests.experiments.planted_runs import PlantedStore
 from tests.launching import run_ranks, tiny_spec, write_json
-from tests.verdict.planted_facts import Bench, write_run
 
 BATCH = 32
 BLOCK = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}

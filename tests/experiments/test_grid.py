@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from ddpm_ds.ds_config import read_ds_config
-from ddpm_ds.experiments.grid import DYNAMIC_FP16, Cell, cells, parse_variable, plan_cells
-from ddpm_ds.experiments.runs import ExperimentError
+from ddpm_ds.config.ds_config import read_ds_config
+from ddpm_ds.experiments.grid import DYNAMIC_FP16, Trial, cells, parse_variable, plan_cells
+from ddpm_ds.tracking.runs import ExperimentError
 from tests.launching import REPOSITORY
 
 SPEC = REPOSITORY / "launch" / "specs" / "digits.yaml"
 CONFIGS = REPOSITORY / "ds_configs"
 
 
-def grid(*items: str, config: str = "zero2_fp16.json", full: bool = False, processes: int = 1) -> list[Cell]:
+def grid(*items: str, config: str = "zero2_fp16.json", full: bool = False, processes: int = 1) -> list[Trial]:
     given = read_ds_config(CONFIGS / config)
     return cells([parse_variable(item) for item in items], given, ["train.seed=3"], processes, full=full)
 

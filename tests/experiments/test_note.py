@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from ddpm_ds.experiments.note import add_note
-from ddpm_ds.experiments.runs import NOTE_CHARACTERS, ExperimentError
-from ddpm_ds.train.labels import FOLDER_TAG, NOTE_TAG, labels, write_labels
+from ddpm_ds.cli.runs import add_note
+from ddpm_ds.tracking.run_folder import FOLDER_TAG, NOTE_TAG, labels, write_labels
+from ddpm_ds.tracking.runs import NOTE_CHARACTERS, ExperimentError
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Metric
 
-from ddpm_ds.experiments.runs import ExperimentError, Point, find_run, find_runs
-from ddpm_ds.train.tracking_worker import PARENT_TAG, START_TAG
+from ddpm_ds.tracking.runs import ExperimentError, Point, find_run, find_runs
+from ddpm_ds.tracking.worker import PARENT_TAG, START_TAG
 
 
 class Store:

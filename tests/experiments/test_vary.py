@@ -15,11 +15,11 @@ from typing import Any
 import psutil
 import pytest
 
-from ddpm_ds.cli import main
-from ddpm_ds.experiments.runs import find_run, find_runs
-from ddpm_ds.experiments.vary import Ending, run_command
+from ddpm_ds.cli.main import main
+from ddpm_ds.experiments.sweep import Ending, run_command
+from ddpm_ds.tracking.runs import find_run, find_runs
 from tests.launching import REPOSITORY
-from tests.test_supervisor import STAND_IN
+from tests.processes.test_supervisor import STAND_IN
 from tests.train.ranks import QUIET, TINY
 
 PATIENCE_SECONDS = 240.0
@@ -37,7 +37,7 @@ def command(root: Path, *words: str) -> list[str]:
 
 PLAYED = """
 import os, pathlib, signal, sys, time
-from ddpm_ds.exit_record import recorded
+from ddpm_ds.processes.exit_record import recorded
 
 def main():
     run_dir = pathlib.Path(sys.argv[sys.argv.index("--run-dir") + 1])
@@ -62,7 +62,7 @@ WITH_STAND_INS = """
 import pathlib, sys
 from ddpm_ds.experiments import vary
 vary.TRAIN = pathlib.Path(sys.argv.pop(1))
-from ddpm_ds.cli import main
+from ddpm_ds.cli.main import main
 sys.exit(main())
 """
 
@@ -139,7 +139,7 @@ def test_a_grid_is_stopped_and_gone_on_with_whatever_becomes_of_its_cells(tmp_pa
 def test_cells_are_child_runs_that_are_compared_failed_ones_too(tmp_path: Path) -> None:
     words = command(tmp_path, "--vary", "optimizer.learning_rate=1e-3,1e30", "--note", "how high?")
     done = subprocess.run(
-        [sys.executable, "-m", "ddpm_ds.cli", *words],
+        [sys.executable, "-m", "ddpm_ds.cli.main", *words],
         env={**os.environ, **QUIET},
         cwd=tmp_path,
         capture_output=True,

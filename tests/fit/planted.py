@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ddpm_ds.exit_record import recorded
 from ddpm_ds.fit import measure, trial
 from ddpm_ds.fit.answer import Answer
 from ddpm_ds.fit.task import Task
-from ddpm_ds.train.plan import RunPlan
+from ddpm_ds.predict.plan import RunPlan
+from ddpm_ds.processes.exit_record import recorded
 
 KILLED_FROM = 4
 measured, searched = measure.measure, trial.search

@@ -6,22 +6,23 @@ from pathlib import Path
 
 from PIL import Image
 
-from ddpm_ds.fit.answer import Trial
-from ddpm_ds.fit.drawing import draw
-from ddpm_ds.fit.report import Found, numbers, table, why, winner
-from ddpm_ds.fit.task import Layout
+from ddpm_ds.fit.answer import TriedSize
+from ddpm_ds.fit.report import Found, draw, numbers, table, why, winner
+from ddpm_ds.fit.task import TrialLayout
 
 GIB = 2**30
 
 
-def trial(size: int, speed: float, gibibytes: float = 0.0) -> Trial:
+def trial(size: int, speed: float, gibibytes: float = 0.0) -> TriedSize:
     """A trial that fits if it has a speed."""
     seconds, why = ([64 / speed], "") if speed else ([], "rank 0 ran out of memory")
-    return Trial(size, 64 // size, 64, bool(speed), why, seconds, [int(gibibytes * GIB), GIB // 8], 0)
+    return TriedSize(size, 64 // size, 64, bool(speed), why, seconds, [int(gibibytes * GIB), GIB // 8], 0)
 
 
-ONE = Found(Layout(1, 2), (trial(1, 50, 0.5), trial(2, 97, 1), trial(4, 100, 2), trial(8, 0)), is_limit=False)
-OTHER = Found(Layout(2, 1), (trial(1, 40, 0.25), trial(2, 60, 0.5), trial(4, 90, 1), trial(8, 50, 1.5)), is_limit=True)
+ONE = Found(TrialLayout(1, 2), (trial(1, 50, 0.5), trial(2, 97, 1), trial(4, 100, 2), trial(8, 0)), is_limit=False)
+OTHER = Found(
+    TrialLayout(2, 1), (trial(1, 40, 0.25), trial(2, 60, 0.5), trial(4, 90, 1), trial(8, 50, 1.5)), is_limit=True
+)
 
 
 def test_the_winner_is_the_layout_with_the_fastest_knee() -> None:

@@ -11,12 +11,12 @@ from typing import Any
 import psutil
 import pytest
 
-from ddpm_ds.ds_config import read_ds_config, resolve
+from ddpm_ds.config.ds_config import read_ds_config, resolve
+from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.fit import start
 from ddpm_ds.fit.task import Task
-from ddpm_ds.spec_file import load_spec
-from tests.fit.test_command import fit
+from tests.cli.test_fit import fit
 from tests.forking import Forked
 from tests.launching import REPOSITORY, write_json
 from tests.train.ranks import TINY
@@ -51,7 +51,7 @@ def searched(folder: Path, settings: Sequence[str], *options: str, config: Path)
 
 
 def without_launcher(command: Sequence[str], **options: Any) -> int:
-    """Stands for :func:`ddpm_ds.supervisor.supervise`: the launcher's own start takes longer than all trials."""
+    """Stands for ``supervise``: the launcher's own start takes longer than all trials."""
     count = int(command[command.index("--num_gpus") + 1])
     program, *words = command[command.index("--module") + 1 :]
     script, output = REPOSITORY / f"{program.replace('.', '/')}.py", Path(words[-1]) / "output"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from ddpm_ds.fit.search import knee, largest_fitting
+from ddpm_ds.fit.task import knee, largest_fitting
 
 DIVISORS_OF_360 = [size for size in range(1, 361) if 360 % size == 0]
 

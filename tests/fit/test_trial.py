@@ -19,7 +19,7 @@ import pytest
 
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.fit.answer import Answer, TrialError
-from ddpm_ds.fit.task import Layout
+from ddpm_ds.fit.task import TrialLayout
 from ddpm_ds.fit.trial import Trials, search
 from tests.fit.test_task import job, task
 
@@ -58,7 +58,7 @@ def test_what_holds_too_much_is_ended_and_the_limit_found(
 ) -> None:
     play(monkeypatch, filling)
     budget = held() + 5 * IMAGE + IMAGE // 2
-    result = search(task(job(accumulation=2), Layout(1, 1), budget_bytes=budget), tmp_path, 0)
+    result = search(task(job(accumulation=2), TrialLayout(1, 1), budget_bytes=budget), tmp_path, 0)
     trials: Any = result["trials"]
     assert [trial["micro_batch_images"] for trial in trials] == [1, 2, 4, 8, 6, 5]
     assert [trial["fits"] for trial in trials] == [True, True, True, False, False, True]
@@ -70,7 +70,7 @@ def test_what_holds_too_much_is_ended_and_the_limit_found(
 def test_when_nothing_fits_it_is_found_out_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch, filling)
     limits = {"budget_bytes": held() + IMAGE // 2, "most_bytes": held() + 8 * IMAGE}
-    result = search(task(job(accumulation=2), Layout(1, 1), **limits), tmp_path, 0)
+    result = search(task(job(accumulation=2), TrialLayout(1, 1), **limits), tmp_path, 0)
     needs: Any = result["needs_bytes"]
     assert needs == pytest.approx(held() + IMAGE, abs=IMAGE / 2)
 
@@ -83,7 +83,7 @@ def test_a_runaway_is_refused_memory_before_anyone_has_looked(tmp_path: Path, mo
         return Answer("done")
 
     play(monkeypatch, greedy)
-    trial = Trials(task(job(), Layout(1, 1)), tmp_path, 0).run(1, held() + 256 * MIB)
+    trial = Trials(task(job(), TrialLayout(1, 1)), tmp_path, 0).run(1, held() + 256 * MIB)
     assert not trial.fits and trial.why == "rank 0 ran out of memory"
 
 
@@ -99,14 +99,14 @@ def test_a_killed_child_does_not_fit_and_a_bug_is_shown(tmp_path: Path, monkeypa
         raise LayoutError("2 processes on 1 device")
 
     others = set(psutil.Process().children())  # of tests before
-    trials = Trials(task(job(), Layout(1, 1)), tmp_path, 0)
+    trials = Trials(task(job(), TrialLayout(1, 1)), tmp_path, 0)
     play(monkeypatch, killed)
     assert trials.run(1, 2**40).why == "rank 0 was killed (SIGKILL)"
     play(monkeypatch, wrong)
     with pytest.raises(TrialError, match=r"ZeroDivisionError: a bug"):
         trials.run(1, 2**40)
     play(monkeypatch, refused)
-    result = search(task(job(), Layout(1, 1), sizes=(1, 2), budget_bytes=2**40), tmp_path / "refused", 0)
+    result = search(task(job(), TrialLayout(1, 1), sizes=(1, 2), budget_bytes=2**40), tmp_path / "refused", 0)
     assert (result["failure"], result["refused"], result["trials"]) == ("2 processes on 1 device", True, [])
     assert set(psutil.Process().children()) <= others
 
@@ -122,7 +122,7 @@ def test_a_child_that_takes_no_step_is_ended_with_what_it_started(
         return Answer("done", seconds=[0.5] * steps)
 
     play(monkeypatch, stuck)
-    result = search(task(job(accumulation=2), Layout(1, 1), budget_bytes=2**40, hang_seconds=3.0), tmp_path, 0)
+    result = search(task(job(accumulation=2), TrialLayout(1, 1), budget_bytes=2**40, hang_seconds=3.0), tmp_path, 0)
     trials: Any = result["trials"]
     assert [(trial["micro_batch_images"], trial["fits"]) for trial in trials] == [
         *((1, True), (2, True), (4, False), (3, True))
@@ -144,7 +144,7 @@ def test_steps_that_go_on_are_no_hang_and_the_smallest_micro_batch_that_hangs_en
         time.sleep(600)
 
     play(monkeypatch, slow)
-    of = task(job(accumulation=2), Layout(1, 1), budget_bytes=2**40, most_bytes=2**41, hang_seconds=3.0)
+    of = task(job(accumulation=2), TrialLayout(1, 1), budget_bytes=2**40, most_bytes=2**41, hang_seconds=3.0)
     result = search(of, tmp_path, 0)
     assert (tmp_path / "steps").exists()
     assert (result["refused"], len(cast(Any, result["trials"]))) == (True, 1)
@@ -164,6 +164,6 @@ def test_a_child_whose_peer_has_run_out_of_memory_is_ended(tmp_path: Path, monke
     peer.mkdir(parents=True)
     Answer("memory", "ran out of memory").write(peer / "answer.json")
     begin = time.monotonic()
-    trial = Trials(task(job(), Layout(2, 1)), tmp_path, 0).run(4, None)
+    trial = Trials(task(job(), TrialLayout(2, 1)), tmp_path, 0).run(4, None)
     assert time.monotonic() - begin < 30
     assert not trial.fits and trial.why == "rank 1 ran out of memory"

@@ -16,6 +16,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "can_make_hosts" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.needs_programs(*PROGRAMS))
+            item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture(scope="session")

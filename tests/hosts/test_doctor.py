@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from ddpm_ds.hosts.environment import read_environment
+from ddpm_ds.processes.hosts import read_environment
 from tests.hosts.hosts import Hosts
 from tests.launching import REPOSITORY
 from tests.train.ranks import arguments
 
 pytestmark = pytest.mark.launch
 
-DOCTOR = [sys.executable, "-m", "ddpm_ds.cli", "doctor"]
+DOCTOR = [sys.executable, "-m", "ddpm_ds.cli.main", "doctor"]
 SPEC = REPOSITORY / "launch" / "specs" / "digits.yaml"
 
 

@@ -19,11 +19,10 @@ import torch
 import torch.distributed as dist
 
 from ddpm_ds.data.loader import MicroBatch
-from ddpm_ds.pipeline.build import build_engine
-from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
+from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.placement import launched_hosts
+from ddpm_ds.predict.plan import RunPlan, hosts_line, plan_run
 from ddpm_ds.train.objective import Denoising
-from ddpm_ds.train.plan import RunPlan, hosts_line, plan_run
 
 STEPS = 3
 

@@ -18,15 +18,14 @@ import torch
 import torch.distributed as dist
 
 from ddpm_ds.observe.flops import FlopsProfile
-from ddpm_ds.pipeline.build import build_engine
-from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
-from ddpm_ds.pipeline.partition import partition
+from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
+from ddpm_ds.pipeline.cuts import partition
+from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.train.objective import Denoising
-from ddpm_ds.train.process import process_group
 from ddpm_ds.unet.layers import unet_layers
 from tests.launching import tiny_spec, write_json
 from tests.pipeline.ladder_worker import Case
-from tests.planner.held_worker import micro_batches
+from tests.predict.held_worker import micro_batches
 
 STEPS = 3
 SETTINGS = {"enabled": True, "profile_step": 2, "module_depth": -1, "top_modules": 2, "detailed": True}

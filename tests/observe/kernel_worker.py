@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from ddpm_ds.observe.kernels import KernelProfile
 from ddpm_ds.pipeline.build import build_engine
+from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.partition import partition
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.unet.layers import unet_layers
 from tests.launching import tiny_spec

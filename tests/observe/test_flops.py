@@ -17,8 +17,7 @@ from deepspeed.runtime.pipe.schedule import ForwardPass
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from ddpm_ds.observe.flops import FlopsProfile, profile_layers
-from ddpm_ds.observe.flops_table import StageProfile, agreement, total
+from ddpm_ds.observe.flops import FlopsProfile, StageProfile, agreement, profile_layers, total
 from ddpm_ds.unet.layers import unet_layers
 from tests.launching import launch, tiny_spec, write_json
 from tests.observe.flops_worker import SETTINGS, STEPS, Told

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from deepspeed.profiling.flops_profiler import FlopsProfiler
 from torch import Tensor, nn
 
-from ddpm_ds.observe.flops_counts import corrected_counts
+from ddpm_ds.observe.flops import corrected_counts
 
 X = torch.ones(2, 3, 4)
 Y = torch.ones(2, 4, 5)

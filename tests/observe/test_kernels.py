@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
-from ddpm_ds.observe.kernel_groups import GROUPS, Operation, group_of_each, operations_of, shares
+from ddpm_ds.observe.kernel_groups import GROUPS, ProfiledOperation, group_of_each, operations_of, shares
 from ddpm_ds.observe.kernels import bounded
 from tests.launching import REPOSITORY, run_ranks, write_json
 from tests.pipeline.ladder_worker import Case
@@ -30,7 +30,7 @@ NODE = "autograd::engine::evaluate_function: "
 
 
 def groups_of(*names_and_parents: tuple[str, int | None]) -> list[str | None]:
-    return list(group_of_each([Operation(name, 1.0, parent) for name, parent in names_and_parents]))
+    return list(group_of_each([ProfiledOperation(name, 1.0, parent) for name, parent in names_and_parents]))
 
 
 @pytest.mark.parametrize(
@@ -120,13 +120,13 @@ def test_what_a_checkpoint_recomputes_within_a_node_of_the_backward_keeps_its_gr
 def test_the_backward_of_an_operator_of_attention_is_attention() -> None:
     groups = group_of_each(
         [
-            Operation("aten::scaled_dot_product_attention", 1.0),
-            Operation("aten::bmm", 1.0, parent=0),
-            Operation("aten::bmm", 1.0),
-            Operation(NODE + "BmmBackward0", 1.0, forward=1),
-            Operation("aten::bmm", 1.0, parent=3),
-            Operation(NODE + "BmmBackward0", 1.0, forward=2),
-            Operation("aten::bmm", 1.0, parent=5),
+            ProfiledOperation("aten::scaled_dot_product_attention", 1.0),
+            ProfiledOperation("aten::bmm", 1.0, parent=0),
+            ProfiledOperation("aten::bmm", 1.0),
+            ProfiledOperation(NODE + "BmmBackward0", 1.0, forward=1),
+            ProfiledOperation("aten::bmm", 1.0, parent=3),
+            ProfiledOperation(NODE + "BmmBackward0", 1.0, forward=2),
+            ProfiledOperation("aten::bmm", 1.0, parent=5),
         ]
     )
     assert groups == ["attention", "attention", "other", "attention", "attention", "other", "other"]
@@ -135,11 +135,11 @@ def test_the_backward_of_an_operator_of_attention_is_attention() -> None:
 def test_inspections_and_checkpoints_are_left_out_with_all_below_them() -> None:
     found = shares(
         [
-            Operation("ProfilerStep*", 0.5),
-            Operation("between steps: inspection", 1.0, parent=0),
-            Operation("aten::conv2d", 2.0, parent=1),
-            Operation("between steps: checkpoint", 4.0, parent=0),
-            Operation("aten::conv2d", 8.0, parent=0),
+            ProfiledOperation("ProfilerStep*", 0.5),
+            ProfiledOperation("between steps: inspection", 1.0, parent=0),
+            ProfiledOperation("aten::conv2d", 2.0, parent=1),
+            ProfiledOperation("between steps: checkpoint", 4.0, parent=0),
+            ProfiledOperation("aten::conv2d", 8.0, parent=0),
         ]
     )
     assert found.total == 8.5 and found.seconds["convolution_forward"] == 8.0 and found.seconds["other"] == 0.5

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpm_ds.checkpoint.consolidate import Dtype
-from ddpm_ds.observe import layer_times
-from ddpm_ds.observe.layer_times import measured_times, time_layer
+from ddpm_ds.device import Dtype
+from ddpm_ds.observe import device_speed as layer_times
+from ddpm_ds.observe.device_speed import measured_times, time_layer
 from ddpm_ds.unet.layers import Layer, unet_layers
 from tests.launching import tiny_spec
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpm_ds.observe import peak
-from ddpm_ds.observe.peak import matmul_peak, shared_peak
-from ddpm_ds.unet import arithmetic
+from ddpm_ds.observe import device_speed as peak
+from ddpm_ds.observe.device_speed import matmul_peak, shared_peak
+from ddpm_ds.unet import operations as arithmetic
 
 CPU = torch.device("cpu")
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from ddpm_ds.pipeline.partition import Schedule
-from ddpm_ds.pipeline.streams import instruction_stream
+from ddpm_ds.pipeline.cuts import Schedule
+from ddpm_ds.pipeline.schedule import instruction_stream
 from tests.launching import launch, write_json
 
 LOADER_SECONDS = 0.01

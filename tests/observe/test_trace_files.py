@@ -11,12 +11,10 @@ import pytest
 from PIL import Image
 
 from ddpm_ds.observe import timeline
-from ddpm_ds.observe.drawing import draw_step
+from ddpm_ds.observe.pictures import draw_median_step, draw_step, write_trace
 from ddpm_ds.observe.recording import RankTrace, TracedStep
-from ddpm_ds.observe.step_picture import draw_median_step
 from ddpm_ds.observe.timeline import Timeline
-from ddpm_ds.observe.trace_files import write_trace
-from ddpm_ds.pipeline.simulate import Event
+from ddpm_ds.pipeline.schedule import Event
 
 
 def step(number: int, start: float, seconds: float) -> TracedStep:

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from ddpm_ds.observe.alignment import aligned
-from ddpm_ds.observe.clocks import DeviceClock, Meeting, clock_offset
-from ddpm_ds.observe.recording import RankTrace, TracedStep
+from ddpm_ds.observe.recording import DeviceClock, Meeting, RankTrace, TracedStep, aligned, clock_offset
 from ddpm_ds.observe.trace_metrics import TracedJob, summarise, timeline_metrics
-from ddpm_ds.pipeline.simulate import Event
+from ddpm_ds.pipeline.schedule import Event
 
 JOB = TracedJob("1f1b", 1, 8, 2, 1, "cpu", 0)
 
@@ -143,7 +141,7 @@ def test_time_on_a_device_is_what_its_events_say(monkeypatch: pytest.MonkeyPatch
     waited: list[Any] = []
     monkeypatch.setattr(torch.cuda, "Event", Event_)
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    monkeypatch.setattr("ddpm_ds.observe.clocks.time.perf_counter", lambda: 7.0)
+    monkeypatch.setattr("ddpm_ds.observe.recording.time.perf_counter", lambda: 7.0)
     clock = DeviceClock(torch.device("cuda"))
     waited.clear()
     marks = [clock.mark()]

@@ -22,13 +22,12 @@ import torch.distributed as dist
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.observe.observer import Observer
 from ddpm_ds.observe.timeline import Timeline
-from ddpm_ds.pipeline.boundary import Channel
-from ddpm_ds.pipeline.build import build_engine
+from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
+from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
-from ddpm_ds.pipeline.partition import partition
+from ddpm_ds.pipeline.messages import Channel
+from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.train.objective import Denoising
-from ddpm_ds.train.process import process_group
 from ddpm_ds.unet.layers import unet_layers
 from tests.launching import tiny_spec
 from tests.pipeline.ladder_worker import Case

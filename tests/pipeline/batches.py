@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.spec import RunSpec
 
 
 def device() -> torch.device:

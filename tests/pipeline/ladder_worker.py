@@ -24,23 +24,23 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.pipe import schedule
+from rivals.traffic import SentBytes
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed import distributed_c10d
 
-from ddpm_ds.benchmark.traffic import Traffic
+from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline import module as pipeline_module
-from ddpm_ds.pipeline.build import build_engine
+from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
+from ddpm_ds.pipeline.cuts import Schedule, partition
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
-from ddpm_ds.pipeline.partition import Schedule, partition
 from ddpm_ds.pipeline.placement import AcrossHosts, exchange, sharing
-from ddpm_ds.spec import RunSpec
+from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.train.objective import Denoising
-from ddpm_ds.train.process import process_group
-from ddpm_ds.unet import compiled, model
+from ddpm_ds.unet import model
+from ddpm_ds.unet import model as compiled
 from ddpm_ds.unet.layers import Layer, unet_layers
 from tests.launching import tiny_spec
 from tests.pipeline.batches import device, global_batch, micro_batches
@@ -181,7 +181,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
-def watch_gradients(engine: UnetPipelineEngine, sent: Traffic) -> dict[str, Tensor]:
+def watch_gradients(engine: UnetPipelineEngine, sent: SentBytes) -> dict[str, Tensor]:
     """Fill the returned dictionary with this stage's gradients each time the optimizer is about to step.
 
     What is sent for that is not counted.
@@ -234,7 +234,7 @@ def run_case(case: Case) -> list[dict[str, Any]]:
     config = case.config(spec.train.batch_images)
     engine = build_engine(layers, bounds, config, objective, seed=spec.train.seed, schedule=case.schedule)
     engine._cautious_steps = 1  # messages of the second step go from device to device on GPUs as well
-    sent = Traffic()
+    sent = SentBytes()
     seen = watch_gradients(engine, sent)
     expected_sent = sent_by(case, layers, bounds, config, engine.stage_id)
     records = []

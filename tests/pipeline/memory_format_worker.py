@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ddpm_ds.pipeline.build import build_engine
-from ddpm_ds.pipeline.partition import partition
+from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.unet.layers import unet_layers
 from tests.launching import tiny_spec

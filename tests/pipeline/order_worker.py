@@ -14,12 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpm_ds.pipeline.boundary import Channel
-from ddpm_ds.pipeline.build import build_engine
-from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
-from ddpm_ds.pipeline.partition import partition
+from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
+from ddpm_ds.pipeline.cuts import partition
+from ddpm_ds.pipeline.messages import Channel
+from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.train.objective import Denoising
-from ddpm_ds.train.process import process_group
 from tests.pipeline import ladder_worker
 from tests.pipeline.batches import global_batch, micro_batches
 from tests.pipeline.ladder_worker import Case

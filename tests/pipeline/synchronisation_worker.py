@@ -24,15 +24,14 @@ from deepspeed.runtime import bf16_optimizer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.pipeline import deepspeed_insides as insides
-from ddpm_ds.pipeline.build import build_engine
+from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
+from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.engine import Objective, UnetPipelineEngine
-from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
-from ddpm_ds.pipeline.partition import partition
-from ddpm_ds.spec import RunSpec
+from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.objective import Denoising
-from ddpm_ds.train.process import process_group
 from ddpm_ds.unet.layers import unet_layers
 from tests.launching import tiny_spec
 from tests.pipeline.batches import device, global_batch, micro_batches

@@ -34,7 +34,7 @@ from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.engine import INSTRUCTIONS, UnetPipelineEngine
 from ddpm_ds.pipeline.folded import FoldedEngine
 from ddpm_ds.pipeline.placement import ACROSS_HOSTS, AcrossHosts, Grid
-from ddpm_ds.pipeline.streams import instruction_stream
+from ddpm_ds.pipeline.schedule import instruction_stream
 
 
 def source(thing: object) -> str:

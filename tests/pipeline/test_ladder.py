@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ddpm_ds.pipeline.partition import Schedule
+from ddpm_ds.pipeline.cuts import Schedule
 from ddpm_ds.pipeline.placement import Grid
 from tests.launching import launch, write_json
 from tests.pipeline.ladder_worker import Case, Precision

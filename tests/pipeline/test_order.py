@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from ddpm_ds.pipeline.cuts import Schedule
 from ddpm_ds.pipeline.forward import _Folded, _Straight
+from ddpm_ds.pipeline.messages import Wires
 from ddpm_ds.pipeline.order import (
     Edge,
     LockError,
@@ -24,9 +26,8 @@ from ddpm_ds.pipeline.order import (
     pipeline_edges,
     training_order,
 )
-from ddpm_ds.pipeline.partition import Schedule
-from ddpm_ds.pipeline.simulate import PhaseCosts, RankCosts, simulate
-from ddpm_ds.pipeline.wires import Wires
+from ddpm_ds.pipeline.schedule import PhaseCosts, RankCosts
+from ddpm_ds.predict.simulate import simulate
 from tests.launching import fork_ranks
 
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "folded")

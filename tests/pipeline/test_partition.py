@@ -8,8 +8,7 @@ import random
 import pytest
 
 from ddpm_ds.errors import LayoutError
-from ddpm_ds.pipeline.chain import Room
-from ddpm_ds.pipeline.partition import balanced, boundary_elements, describe, partition
+from ddpm_ds.pipeline.cuts import Room, balanced, boundary_elements, describe, partition
 from ddpm_ds.unet.layers import unet_layers
 from tests.launching import tiny_spec
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from deepspeed.runtime.pipe.schedule import SendActivation, SendGrad
 
-from ddpm_ds.ds_config import ResolvedDsConfig, resolve
-from ddpm_ds.pipeline.partition import Schedule, partition, segments, sent_shapes
+from ddpm_ds.config.ds_config import ResolvedDsConfig, resolve
+from ddpm_ds.pipeline.cuts import Schedule, partition, segments, sent_shapes
 from ddpm_ds.pipeline.placement import (
     ACROSS_HOSTS,
     AcrossHosts,
@@ -24,7 +24,7 @@ from ddpm_ds.pipeline.placement import (
     sharing,
     traffic,
 )
-from ddpm_ds.pipeline.streams import instruction_stream
+from ddpm_ds.pipeline.schedule import instruction_stream
 from ddpm_ds.unet.layers import unet_layers
 from tests.launching import tiny_spec
 

@@ -12,9 +12,9 @@ from deepspeed.runtime.pipe.schedule import (
     SendGrad,
 )
 
-from ddpm_ds.pipeline.memory import activation_bytes
-from ddpm_ds.pipeline.partition import Schedule, describe, partition, segments, stages_of
-from ddpm_ds.pipeline.streams import held_micro_batches, instruction_stream, most_in_flight
+from ddpm_ds.pipeline.cuts import Schedule, describe, partition, segments, stages_of
+from ddpm_ds.pipeline.schedule import held_micro_batches, instruction_stream, most_in_flight
+from ddpm_ds.predict.memory import activation_bytes
 from ddpm_ds.unet.layers import unet_layers
 from tests.launching import tiny_spec
 

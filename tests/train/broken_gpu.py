@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from ddpm_ds.cli import train as command
 from ddpm_ds.pipeline import build
-from ddpm_ds.train import command
 from ddpm_ds.unet import kernel_choice
 from ddpm_ds.unet.kernel_choice import Trial, choose_kernels
 

@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from ddpm_ds.checkpoint.reader import Reader
+from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.prepare import prepare
-from ddpm_ds.spec import RunSpec
 from tests.launching import REPOSITORY, run_ranks, tiny_spec, write_json
 from tests.train.resume_worker import HALFLIFE_IMAGES, RAMPUP_FRACTION, STEPS, Course
 

@@ -14,16 +14,18 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from ddpm_ds.checkpoint.union import Whole
-from ddpm_ds.exit_record import recorded
-from ddpm_ds.train import command, session, state
+from ddpm_ds.checkpoint.union import CompleteCheckpoint
+from ddpm_ds.cli import train as command
+from ddpm_ds.processes.exit_record import recorded
+from ddpm_ds.train import saving as state
+from ddpm_ds.train import session
 
 MICRO_BATCHES = 5
 """Read before the images are gone."""
 deliver, micro_batches = state.deliver, session.micro_batches
 
 
-def deliver_truncated(whole: Whole, *arguments: Any, **options: Any) -> Any:
+def deliver_truncated(whole: CompleteCheckpoint, *arguments: Any, **options: Any) -> Any:
     """Instead of :func:`ddpm_ds.checkpoint.delivery.deliver`."""
     damaged = whole.path.with_name(f".damaged-{whole.path.name}")
     shutil.copytree(whole.path, damaged)

@@ -17,23 +17,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpm_ds.data.split import split
-from ddpm_ds.data.store import Store
-from ddpm_ds.diffusion.drawing import Drawing
+from ddpm_ds.config.spec import EmaSpec, RunSpec
+from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.loader import split
 from ddpm_ds.diffusion.process import Diffusion
-from ddpm_ds.diffusion.samplers import Sampler
+from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.keyed import SAMPLE_SEED, Stream, normal
 from ddpm_ds.pipeline.build import build_engine
+from ddpm_ds.pipeline.cuts import Schedule, partition
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.forward import ForwardPipeline
-from ddpm_ds.pipeline.partition import Schedule, partition
 from ddpm_ds.pipeline.placement import AcrossHosts
-from ddpm_ds.spec import EmaSpec, RunSpec
+from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.train.ema import Ema
-from ddpm_ds.train.held_out import NOISE_SEED, HeldOutLoss
 from ddpm_ds.train.objective import Denoising
-from ddpm_ds.train.previews import draw_previews
-from ddpm_ds.train.watchdog import Watchdog
+from ddpm_ds.train.validation import NOISE_SEED, HeldOutLoss, draw_previews
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
 from tests.launching import tiny_spec
@@ -63,13 +61,13 @@ class Look:
         return tiny_spec(sampler=sampler, samples={"count": self.count}, data={"held_out_images": HELD_OUT})
 
 
-def store_of(spec: RunSpec) -> Store:
+def store_of(spec: RunSpec) -> DatasetCache:
     """Sixty images that any process makes alike."""
     draws = np.random.default_rng(5)
     images = draws.integers(0, 256, (60, 1, 8, 8), np.uint8)
     prepared = SimpleNamespace(images=images, labels=draws.integers(0, 10, 60))
     prepared.centre = lambda size: prepared
-    return cast(Store, prepared)
+    return cast(DatasetCache, prepared)
 
 
 def reference(spec: RunSpec) -> UNet:
@@ -116,7 +114,7 @@ def drawn_alone(spec: RunSpec, unet: UNet) -> Tensor:
     return drawing.images()
 
 
-def measured_alone(spec: RunSpec, unet: UNet, store: Store) -> dict[str, float]:
+def measured_alone(spec: RunSpec, unet: UNet, store: DatasetCache) -> dict[str, float]:
     """The held-out loss in one process, image by image."""
     _, positions = split(60, HELD_OUT)
     diffusion = Diffusion(spec.diffusion, 0, "cpu")

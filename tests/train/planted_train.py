@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import sys
 
-from ddpm_ds import command_line
+from ddpm_ds.cli import train as command
 from ddpm_ds.data.loader import MicroBatch
-from ddpm_ds.train import command
+from ddpm_ds.processes import ranks
 from ddpm_ds.train.objective import Denoising, Noised
 
 
@@ -26,7 +26,7 @@ def main() -> int:
         return prepared._replace(eps=eps)
 
     Denoising.prepare = planted  # type: ignore[method-assign]
-    command_line.OTHERS_WAIT_SECONDS = 0.0
+    ranks.OTHERS_WAIT_SECONDS = 0.0
     return command.main()
 
 

@@ -27,12 +27,11 @@ from ddpm_ds.checkpoint.union import whole
 from ddpm_ds.data.loader import MicroBatch, micro_batches
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.pipeline import deepspeed_insides as insides
-from ddpm_ds.pipeline.build import build_engine
+from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.host_accelerator import use_host_accelerator
+from ddpm_ds.predict.plan import RunPlan, plan_run
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.objective import Denoising, Noised
-from ddpm_ds.train.plan import RunPlan, plan_run
 from ddpm_ds.train.saving import Saver, gather_objects
 
 STEPS = 3

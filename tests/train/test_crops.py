@@ -11,16 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from ddpm_ds.checkpoint.union import Whole
-from ddpm_ds.data.loader import micro_batches
-from ddpm_ds.data.prepare import prepare, store_path
-from ddpm_ds.data.split import split
-from ddpm_ds.data.store import Store
+from ddpm_ds.checkpoint.union import CompleteCheckpoint
+from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.loader import micro_batches, split
+from ddpm_ds.data.prepare import cache_path, prepare
 from ddpm_ds.errors import CheckpointError
-from ddpm_ds.spec import RunSpec
-from ddpm_ds.train.held_out import HeldOutLoss
 from ddpm_ds.train.objective import Denoising, Noised
 from ddpm_ds.train.resume import check_resume
+from ddpm_ds.train.validation import HeldOutLoss
 from tests.launching import tiny_spec
 
 CPU = torch.device("cpu")
@@ -33,11 +32,11 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
 
 
 @pytest.fixture(scope="module")
-def store(spec: RunSpec) -> Store:
+def store(spec: RunSpec) -> DatasetCache:
     return prepare(spec.data)
 
 
-def noised(spec: RunSpec, store: Store, replicas: int, micro: int) -> Noised:
+def noised(spec: RunSpec, store: DatasetCache, replicas: int, micro: int) -> Noised:
     """The first 48 images as all replicas prepare them, in the order in which they are seen."""
     parts = []
     for replica in range(replicas):
@@ -51,14 +50,14 @@ def noised(spec: RunSpec, store: Store, replicas: int, micro: int) -> Noised:
     return Noised(*(torch.cat(cast(Any, tensors))[order] for tensors in fields))
 
 
-def test_store_is_of_the_larger_size_and_named_after_it(spec: RunSpec, store: Store) -> None:
-    assert store_path(spec.data).name == "digits-11px-1ch" and store.path == store_path(spec.data)
+def test_store_is_of_the_larger_size_and_named_after_it(spec: RunSpec, store: DatasetCache) -> None:
+    assert cache_path(spec.data).name == "digits-11px-1ch" and store.path == cache_path(spec.data)
     assert store.meta.shape == (1, 11, 11) and store.images.shape == (1797, 1, 11, 11)
     plain = spec.data.model_copy(update={"crop_from": None})
-    assert store_path(plain).name == "digits-8px-1ch"
+    assert cache_path(plain).name == "digits-8px-1ch"
 
 
-def test_every_stage_and_every_layout_cuts_and_mirrors_an_image_alike(spec: RunSpec, store: Store) -> None:
+def test_every_stage_and_every_layout_cuts_and_mirrors_an_image_alike(spec: RunSpec, store: DatasetCache) -> None:
     """First and last stage prepare a micro-batch each; so does every replica, whatever the size of micro-batches."""
     whole = noised(spec, store, replicas=1, micro=48)
     assert whole.x0.shape == (48, 1, 8, 8)
@@ -67,7 +66,7 @@ def test_every_stage_and_every_layout_cuts_and_mirrors_an_image_alike(spec: RunS
             assert one is not None and other is not None and torch.equal(one, other)
 
 
-def test_held_out_loss_is_of_centres(spec: RunSpec, store: Store) -> None:
+def test_held_out_loss_is_of_centres(spec: RunSpec, store: DatasetCache) -> None:
     _, positions = split(len(store), 20)
     engine = cast(Any, SimpleNamespace(device=CPU, micro_batch_size=16))
     held_out = HeldOutLoss(spec, engine, store, positions)
@@ -79,12 +78,12 @@ def test_held_out_loss_is_of_centres(spec: RunSpec, store: Store) -> None:
         assert tensor.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_a_checkpoint_from_before_the_key_goes_on_without_crops(spec: RunSpec, store: Store) -> None:
+def test_a_checkpoint_from_before_the_key_goes_on_without_crops(spec: RunSpec, store: DatasetCache) -> None:
     plain = spec.model_copy(update={"data": spec.data.model_copy(update={"crop_from": None})})
     older = plain.model_dump(mode="json")
     del older["data"]["crop_from"]
     manifest = SimpleNamespace(spec=older, data_sha256=store.meta.sha256, ds_config={})
-    checkpoint = cast(Whole, SimpleNamespace(path=Path("older"), manifest=manifest))
+    checkpoint = cast(CompleteCheckpoint, SimpleNamespace(path=Path("older"), manifest=manifest))
     assert check_resume(checkpoint, plain, {}, store.meta.sha256) == []
     with pytest.raises(CheckpointError, match=r"data\.crop_from: null -> 11"):
         check_resume(checkpoint, spec, {}, store.meta.sha256)

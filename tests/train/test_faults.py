@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from ddpm_ds.errors import EXIT_PEER_LOST
-from ddpm_ds.exit_record import EXIT_FILE_VARIABLE, ExitRecord, read_exits
+from ddpm_ds.processes.exit_record import EXIT_FILE_VARIABLE, ExitRecord, read_exits
 from tests.launching import REPOSITORY, free_port
 from tests.train.ranks import QUIET, TRAIN, Ranks, arguments, end_of, mlflow_run, points, the_same
 
@@ -42,7 +42,7 @@ class Supervised:
     ) -> None:
         self.run_dir, self.processes = run_dir, processes
         self._output = run_dir.with_name(f"{run_dir.name}.output")
-        command = [sys.executable, "-m", "ddpm_ds.cli", "run", "--max-restarts", str(restarts), "--"]
+        command = [sys.executable, "-m", "ddpm_ds.cli.main", "run", "--max-restarts", str(restarts), "--"]
         command += [
             "--num_gpus",
             str(processes),
@@ -178,7 +178,7 @@ def test_images_that_one_rank_can_not_read_any_more_end_all(tmp_path: Path) -> N
     assert read_exits(exits) == ExitRecord(EXIT_PEER_LOST, ("1",))
 
 
-@pytest.mark.soak
+@pytest.mark.long
 @pytest.mark.parametrize(("stages", "replicas"), [(2, 1), (1, 2), (2, 2)])
 def test_dozens_of_killed_ranks_change_nothing(stages: int, replicas: int, tmp_path: Path) -> None:
     kinds: list[Moment] = ["starting", "training", "writing"]

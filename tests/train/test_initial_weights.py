@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddpm_ds.checkpoint.consolidate import consolidate
+from ddpm_ds.checkpoint.reader import consolidate
 from tests.train.ranks import BATCH, Ranks, checkpoints, end_of
 
 pytestmark = pytest.mark.launch

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ddpm_ds.unet import fused_norm, fused_norm_blocks
+from ddpm_ds.unet import fused_norm
+from ddpm_ds.unet import fused_norm as fused_norm_blocks
 from ddpm_ds.unet.fused_norm import fused_norm_silu
 
 EPSILON = 1e-3

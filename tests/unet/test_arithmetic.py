@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddpm_ds.unet import arithmetic
-from ddpm_ds.unet.arithmetic import arithmetic_dtype, widening
+from ddpm_ds.unet import operations as arithmetic
+from ddpm_ds.unet.operations import arithmetic_dtype, widening
 
 BOTH = (torch.float16, torch.bfloat16)
 

@@ -12,14 +12,14 @@ import torch
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from ddpm_ds.errors import DsConfigError
-from ddpm_ds.unet.compiled import check_compiler, compile_layers
+from ddpm_ds.unet.model import check_compiler, compile_layers
 
 PROGRAM = """
 import sys
 from pathlib import Path
 import torch
 from torch._dynamo.utils import counters
-from ddpm_ds.unet.compiled import compile_layers
+from ddpm_ds.unet.model import compile_layers
 from ddpm_ds.unet.operations import set_image_index
 from tests.unet.variants import batch, layers_of, random_unet
 

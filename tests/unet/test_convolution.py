@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ddpm_ds.unet import convolution as module
-from ddpm_ds.unet.convolution import _by_products, _Convolution3x3
+from ddpm_ds.unet import operations as module
+from ddpm_ds.unet.operations import _by_products, _Convolution3x3
 
 
 def tensors(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:

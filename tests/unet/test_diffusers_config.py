@@ -11,10 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpm_ds.spec import UnetSpec
-from ddpm_ds.spec_file import load_spec
-from ddpm_ds.unet.diffusers_config import _UnetArguments, diffusers_config, unet_spec_from_diffusers
-from ddpm_ds.unet.diffusers_names import published_shape, tensor_names
+from ddpm_ds.config.spec import UnetSpec
+from ddpm_ds.config.spec_file import load_spec
+from ddpm_ds.unet.diffusers import (
+    _UnetArguments,
+    diffusers_config,
+    published_shape,
+    tensor_names,
+    unet_spec_from_diffusers,
+)
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
 from tests.launching import REPOSITORY

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddpm_ds.unet.diffusers_names import from_diffusers, to_diffusers
+from ddpm_ds.unet.diffusers import from_diffusers, to_diffusers
 from ddpm_ds.unet.model import UNet
 from tests.unet.variants import VARIANTS, layers_of, random_unet
 

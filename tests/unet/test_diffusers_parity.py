@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddpm_ds.spec import UnetSpec
-from ddpm_ds.unet.diffusers_config import diffusers_config
-from ddpm_ds.unet.diffusers_names import from_diffusers, to_diffusers
+from ddpm_ds.config.spec import UnetSpec
+from ddpm_ds.unet.diffusers import diffusers_config, from_diffusers, to_diffusers
 from ddpm_ds.unet.layers import unet_layers
 from tests.unet.variants import IMAGE, VARIANTS, batch, layers_of, random_unet
 

@@ -17,9 +17,10 @@ import pytest
 import torch
 
 import ddpm_ds.unet
+from ddpm_ds.config.spec import UnetSpec
 from ddpm_ds.errors import DeviceLostError, DsConfigError
-from ddpm_ds.spec import UnetSpec
-from ddpm_ds.unet import fused_norm, fused_norm_blocks, kernel_choice
+from ddpm_ds.unet import fused_norm, kernel_choice
+from ddpm_ds.unet import fused_norm as fused_norm_blocks
 from ddpm_ds.unet.fused_norm import fused_norm_silu
 from ddpm_ds.unet.kernel_choice import (
     Asked,

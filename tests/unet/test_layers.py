@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from ddpm_ds.spec import UnetSpec
+from ddpm_ds.config.spec import UnetSpec
 from ddpm_ds.unet.layers import boundary_shapes, unet_layers
 from tests.unet.variants import VARIANTS, batch, layers_of, random_unet
 

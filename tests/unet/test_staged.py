@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpm_ds.unet.carry import Carry, newest_skip_is_h, pack, unpack
+from ddpm_ds.unet.blocks import Carry, newest_skip_is_h, pack, unpack
 from ddpm_ds.unet.layers import boundary_shapes
 from tests.unet.variants import VARIANTS, batch, layers_of, random_unet
 

@@ -1,0 +1,145 @@
+"""``ddpm-ds checkpoint``: lists, verifies, describes and consolidates checkpoints, without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+from ddpm_ds.command_line import aligned
+from ddpm_ds.errors import CheckpointError
+
+EXAMPLES = """\
+examples
+  ddpm-ds checkpoint list runs/digits
+  ddpm-ds checkpoint verify runs/digits
+  ddpm-ds checkpoint describe runs/digits/checkpoints/images-000012800
+  ddpm-ds checkpoint consolidate runs/digits/checkpoints/images-000012800 digits.safetensors --dtype fp16
+"""
+
+KINDS = {"ema": "ema", "raw": "master"}
+
+
+def add_checkpoint(verbs: argparse._SubParsersAction[Any]) -> None:
+    """The verb and its verbs."""
+    parser = verbs.add_parser(
+        "checkpoint",
+        help="list, verify, describe or consolidate checkpoints",
+        description="What a run has saved: one folder per checkpoint in RUN_DIR/checkpoints. Nothing here needs a GPU\n"
+        "or changes a checkpoint.",
+        epilog=EXAMPLES,
+    )
+    inner = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+
+    one = inner.add_parser("list", help="the checkpoints of a run, oldest first")
+    one.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run")
+    one.set_defaults(run=_list)
+
+    one = inner.add_parser(
+        "verify",
+        help="read every byte and compare checksums",
+        description="Read every byte of a checkpoint, or of all checkpoints of a run, and compare checksums. Exit code "
+        "2 when any is damaged.",
+    )
+    one.add_argument("path", type=Path, metavar="CHECKPOINT|RUN_DIR", help="folder of a checkpoint or of a run")
+    one.set_defaults(run=_verify)
+
+    one = inner.add_parser("describe", help="when, how and from what a checkpoint was made")
+    one.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of a checkpoint")
+    one.set_defaults(run=_describe)
+
+    one = inner.add_parser(
+        "consolidate",
+        help="write the weights into one safetensors file",
+        description="Write the whole weights of a checkpoint into one safetensors file, under their global names. Host "
+        "memory is one tensor.",
+    )
+    one.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of a checkpoint")
+    one.add_argument("out", type=Path, metavar="OUT", help="file to write; must not exist")
+    one.add_argument("--weights", choices=KINDS, default="ema", help="averaged or as trained (default ema)")
+    one.add_argument("--dtype", choices=("fp32", "fp16", "bf16"), default="fp32", help="default fp32")
+    one.set_defaults(run=_consolidate)
+
+
+def _list(options: argparse.Namespace) -> None:
+    from ddpm_ds.checkpoint.manifest import files_here, read_manifest
+
+    header = ("checkpoint", "images", "steps", "written (UTC)", "MB", "holds")
+    rows = [header]
+    for checkpoint in _of_run(options.run_dir):
+        try:
+            manifest = read_manifest(checkpoint)
+        except CheckpointError as error:
+            rows.append((checkpoint.name, "-", "-", "-", "-", str(error)))
+            continue
+        written, size = f"{manifest.created:%Y-%m-%d %H:%M:%S}", f"{manifest.total_bytes / 1e6:,.1f}"
+        here, kinds = len(files_here(checkpoint, manifest)), ", ".join(manifest.kinds)
+        if here < len(manifest.files):
+            kinds += f"; {here} of {len(manifest.files)} files here"
+        rows.append((checkpoint.name, f"{manifest.images:,}", f"{manifest.step:,}", written, size, kinds))
+    print("\n".join(aligned(rows, left={0, len(header) - 1})))
+
+
+def _verify(options: argparse.Namespace) -> None:
+    from ddpm_ds.checkpoint.manifest import MANIFEST, read_manifest, verify
+
+    alone = (options.path / MANIFEST).exists() or not (options.path / "checkpoints").exists()
+    checkpoints = [options.path] if alone else _of_run(options.path)
+    damaged: list[CheckpointError] = []
+    for checkpoint in checkpoints:
+        try:
+            manifest = read_manifest(checkpoint)
+            verify(checkpoint, manifest, progress=True)
+        except CheckpointError as error:
+            damaged.append(error)
+        else:
+            print(f"{checkpoint.name}: good, {manifest.total_bytes:,} bytes in {len(manifest.files)} files")
+    if len(damaged) == 1:
+        raise damaged[0]
+    if damaged:
+        names = ", ".join(str(error).split()[1] for error in damaged)
+        raise CheckpointError(
+            f"{len(damaged)} of {len(checkpoints)} checkpoints are damaged or not whole here, verify each: {names}"
+        )
+
+
+def _describe(options: argparse.Namespace) -> None:
+    import yaml
+
+    from ddpm_ds.checkpoint.manifest import read_manifest
+
+    manifest = read_manifest(options.checkpoint)
+    elements = sum(math.prod(shape) for shape in manifest.parameters.values())
+    print(
+        f"checkpoint   {options.checkpoint.name}, format {manifest.format}, by ddpm_ds {manifest.version}\n"
+        f"written      {manifest.created:%Y-%m-%d %H:%M:%S} UTC\n"
+        f"progress     {manifest.images:,} images, {manifest.step:,} steps\n"
+        f"holds        {', '.join(manifest.kinds)} of {elements:,} parameters in {len(manifest.parameters)} tensors\n"
+        f"size         {manifest.total_bytes / 1e6:,.1f} MB in {len(manifest.files)} files\n"
+        f"layout       {', '.join(f'{key} {value}' for key, value in manifest.layout.items())}"
+    )
+    if manifest.places:
+        places = sorted({f"{place.host}:{place.folder}" for place in manifest.places.values()})
+        print(f"written on   {', '.join(places)}")
+    for title, values in (("spec", manifest.spec), ("ds_config", manifest.ds_config)):
+        print(f"\n{title}\n" + yaml.safe_dump(values, sort_keys=False), end="")
+
+
+def _consolidate(options: argparse.Namespace) -> None:
+    import torch
+
+    from ddpm_ds.checkpoint.reader import consolidate
+
+    torch.set_num_threads(1)  # it is the disk's work; threads that wait for each other on a busy host only slow it
+    consolidate(options.checkpoint, options.out, KINDS[options.weights], options.dtype, progress=True)
+    print(f"{options.out}: {options.weights} weights in {options.dtype}, {options.out.stat().st_size / 1e6:,.1f} MB")
+
+
+def _of_run(run_dir: Path) -> list[Path]:
+    from ddpm_ds.checkpoint.folder import names
+
+    folder = run_dir / "checkpoints"
+    if not (found := names(folder)):
+        raise CheckpointError(f"there are no checkpoints in {folder}; name the folder of a run that has saved")
+    return [folder / name for name in found]

@@ -1,0 +1,189 @@
+"""``ddpm-ds export`` and ``ddpm-ds import``: weights to and from diffusers."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddpm_ds.command_line import add_overrides, whole
+from ddpm_ds.errors import SpecError
+from ddpm_ds.processes.ranks import set_environment
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from ddpm_ds.evaluate.trained import Trained
+
+MOST_SAMPLES = 64
+DRAWN_AT_ONCE = 16
+
+EXPORT_DESCRIPTION = """\
+Write trained weights as a folder that diffusers' DDPMPipeline loads and samples from, with a model card and a grid of
+samples. diffusers is not needed; where it is installed, the folder is read back with it and compared before it is
+there. From a run's checkpoint the export is recorded in MLflow, as a child of the run.
+"""
+
+EXPORT_EXAMPLES = """\
+examples
+  ddpm-ds export runs/digits hub/digits
+  ddpm-ds export runs/digits/checkpoints/images-000128000 hub/digits --dtype fp16 --register digits
+  ddpm-ds export runs/faces hub/faces --label none
+      a class-conditional U-Net as an unconditional one, which DDPMPipeline can sample from
+
+docs/export.md says how to use the folder.
+"""
+
+IMPORT_DESCRIPTION = """\
+Take a UNet2DModel of diffusers as the start of a run: OUT/weights.safetensors, and OUT/spec.yaml, which is BASE with
+the model's U-Net and noise schedule, and train.initial_weights. What our U-Net can't express is refused by name.
+"""
+
+IMPORT_EXAMPLES = """\
+examples
+  ddpm-ds import downloads/ddpm-cifar10-32 --spec launch/specs/cifar10.yaml --out imported
+  deepspeed launch/train.py --deepspeed_config ds_configs/zero2_fp16.json --spec imported/spec.yaml
+
+  ddpm-ds import hub/digits --spec launch/specs/digits.yaml --set optimizer.learning_rate=1e-4 --out imported
+      an export of ours
+"""
+
+
+def add_export(verbs: argparse._SubParsersAction[Any]) -> None:
+    """The verb ``export``."""
+    parser = verbs.add_parser(
+        "export",
+        help="write trained weights as a pipeline of diffusers",
+        description=EXPORT_DESCRIPTION,
+        epilog=EXPORT_EXAMPLES,
+    )
+    parser.add_argument("path", type=Path, metavar="CHECKPOINT|RUN_DIR", help="folder of the weights; a run's newest")
+    parser.add_argument("out", type=Path, metavar="DIR", help="folder to write; must be empty or not there")
+    parser.add_argument("--weights", choices=("ema", "raw"), default="ema", help="averaged or as trained (default ema)")
+    parser.add_argument("--dtype", choices=("fp32", "fp16"), default="fp32", help="of the file (default fp32)")
+    parser.add_argument(
+        "--label", type=_label, metavar="none|K", help="fold this label into the weights of a class-conditional U-Net"
+    )
+    parser.add_argument(
+        "--samples",
+        type=_samples,
+        default=MOST_SAMPLES,
+        metavar="N",
+        help=f"images in samples.png, drawn by the run's sampler (default {MOST_SAMPLES}, 0 draws none)",
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="that draws (CUDA if any)")
+    parser.add_argument("--register", metavar="NAME", help="make the export a version of this model in MLflow")
+    parser.set_defaults(run=_export)
+
+
+def add_import(verbs: argparse._SubParsersAction[Any]) -> None:
+    """The verb ``import``."""
+    parser = verbs.add_parser(
+        "import",
+        help="take a model of diffusers as the start of a run",
+        description=IMPORT_DESCRIPTION,
+        epilog=IMPORT_EXAMPLES,
+    )
+    parser.add_argument("path", type=Path, metavar="DIR", help="folder of a pipeline, or of a UNet2DModel")
+    parser.add_argument("--spec", type=Path, required=True, metavar="BASE", help="spec of the run: data, length, batch")
+    add_overrides(parser)
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="OUT", help="folder to write; must not hold anything"
+    )
+    parser.set_defaults(run=_import)
+
+
+def _label(text: str) -> str:
+    if text != "none" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not none or a class, such as 3")
+    return text
+
+
+def _samples(text: str) -> int:
+    return whole(text, 0, MOST_SAMPLES, f"a number from 0 to {MOST_SAMPLES}")
+
+
+def _export(options: argparse.Namespace) -> None:
+    from ddpm_ds.evaluate.outputs import check_new_folder, new_folder
+
+    check_new_folder(options.out)
+    set_environment()
+    from ddpm_ds.data.pictures import grid, write_png
+    from ddpm_ds.device import choose_device
+    from ddpm_ds.evaluate.diary import Child
+    from ddpm_ds.evaluate.export import check_in_diffusers, rounded, unet_config, without_labels, write_pipeline
+    from ddpm_ds.evaluate.model_card import model_card
+    from ddpm_ds.evaluate.trained import load_trained
+
+    device = choose_device(options.device)
+    trained = load_trained(options.path, weights=options.weights)
+    if options.register and trained.run_dir is None:
+        raise SpecError(
+            f"--register {options.register}: {trained.origin} is not in the folder of a run, whose MLflow run would "
+            f"hold the model; leave it out"
+        )
+    if (row := _row(options.label, trained.unet_spec.classes)) is not None:
+        trained = without_labels(trained, row)
+    unet_config(trained)  # or say now that diffusers can't hold it
+    trained = rounded(trained, options.dtype)
+    with new_folder(options.out) as folder:
+        write_pipeline(trained, folder, options.dtype)
+        compared = check_in_diffusers(trained, folder)
+        picture = "samples.png" if options.samples else None
+        if picture:
+            write_png(grid(_draw(trained, options.samples, device)), folder / picture)
+        card = model_card(trained, precision=options.dtype, label=options.label, picture=picture)
+        (folder / "README.md").write_text(card)
+    size = sum(file.stat().st_size for file in options.out.rglob("*"))
+    print(f"{options.out}: {trained.weights} weights of {trained.origin} in {options.dtype}, {size / 1e6:,.1f} MB")
+    print(compared)
+    params = {"dtype": options.dtype, "label": options.label, "weights": trained.weights, "compared": compared}
+    with Child.begin(trained, "export", params) as child:
+        for item in sorted(options.out.iterdir()):
+            child.artifact(item, "export")
+        if options.register:
+            child.register(options.register, "export")
+
+
+def _row(label: str | None, classes: int | None) -> int | None:
+    """The row of the label embedding that --label asks for."""
+    if label is None:
+        return None
+    if classes is None:
+        raise SpecError(f"--label {label}: the U-Net has no classes (unet.classes is null); leave it out")
+    if label == "none":
+        return classes
+    if int(label) >= classes:
+        raise SpecError(f"--label {label} is out of range: the U-Net has {classes} classes, 0 to {classes - 1}")
+    return int(label)
+
+
+def _draw(trained: Trained, count: int, device: torch.device) -> Tensor:
+    """Images by the run's own sampler, uint8 (count, C, H, W); with classes, each in turn."""
+    import copy
+    from dataclasses import replace
+
+    import torch
+    from tqdm import tqdm
+
+    from ddpm_ds.evaluate.draw import draw
+
+    trained = replace(trained, unet=copy.deepcopy(trained.unet).to(device))
+    index, classes = torch.arange(count), trained.unet_spec.classes
+    labels = None if classes is None else index % classes
+    drawn = []
+    for part in tqdm(index.split(DRAWN_AT_ONCE), desc="drawing", unit="batch", disable=None):
+        part_labels = None if labels is None else labels[part]
+        drawn.append(draw(trained, trained.sampler, part, labels=part_labels, seed=0))
+    return torch.cat(drawn)
+
+
+def _import(options: argparse.Namespace) -> None:
+    from ddpm_ds.evaluate.export import SPEC_FILE, import_weights
+
+    for line in import_weights(options.path, options.spec, options.overrides, options.out):
+        print(line)
+    spec = shlex.quote(str(options.out / SPEC_FILE))
+    print(f"train it with\n  deepspeed launch/train.py --deepspeed_config ds_configs/zero2_fp16.json --spec {spec}")

@@ -1,0 +1,275 @@
+"""``ddpm-ds fit``: the largest micro-batch that fits this machine's devices, and the one to train with."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import tempfile
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ddpm_ds.command_line import add_overrides, check_writable, gib, memory_size, positive, seconds
+from ddpm_ds.config.spec_file import SPECS
+from ddpm_ds.errors import LayoutError, SpecError
+from ddpm_ds.fit.report import Found, numbers, table, why, winner
+from ddpm_ds.fit.start import search
+from ddpm_ds.fit.task import FitRequest, Task, TrialLayout, candidates, layouts_of
+from ddpm_ds.processes.ranks import HANG_SECONDS, set_environment
+
+DEFAULT_SPEC = SPECS / "digits.yaml"
+"""As of training."""
+USABLE = 0.9
+"""Share of a host's available memory that its processes may take together unless they are told."""
+EVERYTHING = 2**50
+"""Bytes; more than a device has."""
+
+DESCRIPTION = """\
+Find the largest micro-batch that fits, by trying: for each layout - stages x replicas of the processes - some real
+optimizer steps with micro-batches of 1, 2, 4, ... images, in processes that may die of memory, then with sizes between
+the last that fitted and the first that did not. Then say which layout and micro-batch to train with: the smallest
+within 5 % of the best images/s, the knee of the curve.
+
+The batch stays train.batch_images, so only micro-batches are tried that make a whole number of them, as many as the
+schedule needs or more. With --accumulation the number of micro-batches stays instead and the batch grows.
+"""
+
+EXAMPLES = """\
+examples
+  ddpm-ds fit --spec launch/specs/cifar10.yaml --deepspeed_config ds_configs/zero2_fp16.json --processes 8 \\
+      --out fit.json --plot fit.png
+      1x8, 2x4, 4x2 and 8x1 on eight GPUs; write the JSON to train with and draw the curves
+  ddpm-ds fit --deepspeed_config ds_configs/zero0_fp32.json --layouts 1x1,2x1 --memory-budget 1GiB
+      digits on a CPU, no process larger than 1 GiB
+  ddpm-ds fit --deepspeed_config ds_configs/zero2_bf16.json --processes 2 -p 2 --accumulation 8
+      the largest batch of 8 micro-batches
+
+exit codes
+  0 done   2 bad input, or not even the smallest micro-batch fits or takes a step   130 interrupted   1 a bug
+"""
+
+
+def layout_list(text: str) -> list[TrialLayout]:
+    """Layouts such as ``1x1,2x2``: stages x replicas.
+
+    Raises:
+        argparse.ArgumentTypeError: one is written otherwise.
+    """
+    found = []
+    for part in text.split(","):
+        numbers_ = part.strip().split("x")
+        if len(numbers_) != 2 or not all(number.isdecimal() and int(number) for number in numbers_):
+            raise argparse.ArgumentTypeError(f"{part!r} is no layout; write STAGESxREPLICAS, such as 2x1")
+        found.append(TrialLayout(*map(int, numbers_)))
+    return list(dict.fromkeys(found))
+
+
+def size_list(text: str) -> list[int]:
+    """Micro-batches such as ``4,8,12``, ascending.
+
+    Raises:
+        argparse.ArgumentTypeError: one is no positive number.
+    """
+    return sorted({positive(part.strip()) for part in text.split(",")})
+
+
+def add_fit(verbs: argparse._SubParsersAction[Any]) -> None:
+    """The verb ``fit``."""
+    parser = verbs.add_parser(
+        "fit",
+        help="find the largest micro-batch that fits the devices, and the one to train with",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+    )
+    parser.add_argument("--spec", type=Path, default=DEFAULT_SPEC, metavar="YAML", help="what to train")
+    add_overrides(parser)
+    parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="JSON", help="how to train")
+    parser.add_argument(
+        "--processes", type=positive, metavar="N", help="processes to lay out (default: one for each GPU, else 1)"
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("-p", "--pipeline-stages", type=positive, metavar="STAGES", help="try this layout alone")
+    which.add_argument(
+        "--layouts",
+        type=layout_list,
+        metavar="PxR,...",
+        help="try these layouts, stages x replicas (default: all of N processes)",
+    )
+    parser.add_argument(
+        "--micro-batch", type=size_list, default=[], metavar="N,...", help="try none but these (default: all)"
+    )
+    parser.add_argument(
+        "--accumulation", type=positive, metavar="M", help="keep M micro-batches a step, and let the batch grow"
+    )
+    parser.add_argument(
+        "--memory-budget",
+        type=memory_size,
+        metavar="SIZE",
+        help="what a process may hold, such as 4GiB (default: the GPU's memory; on a CPU its share of what is free)",
+    )
+    parser.add_argument("--steps", type=positive, default=3, metavar="N", help="timed steps of a trial (default 3)")
+    parser.add_argument(
+        "--hang-seconds",
+        type=seconds,
+        default=HANG_SECONDS,
+        metavar="S",
+        help=f"time without a step after which a trial has failed ({HANG_SECONDS:g})",
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the DeepSpeed JSON to train with")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw images/s and memory against micro-batch")
+    parser.set_defaults(run=_fit)
+
+
+def _fit(options: argparse.Namespace) -> int:
+    for name, path in (("--out", options.out), ("--json", options.json), ("--plot", options.plot)):
+        if path is not None:
+            check_writable(name, path)
+    if options.layouts and options.processes:
+        raise SpecError("--layouts has the processes of each layout; leave it or --processes out")
+    job = FitRequest(options.spec, tuple(options.overrides), options.deepspeed_config, options.accumulation)
+    set_environment()
+    given = os.environ.get("DS_ACCELERATOR", "auto") if options.device == "auto" else options.device
+    device, devices = _device(given)
+    os.environ["DS_ACCELERATOR"] = device  # read by DeepSpeed, here and in what is started
+    layouts = _layouts(options, devices)
+    with tempfile.TemporaryDirectory(prefix="ddpm-ds-fit-") as folder:
+        tasks, left_out = _tasks(options, job, layouts, device, Path(folder))
+        plan = tasks[0].plan(tasks[0].candidates[0], Path(folder))
+        _prepare(plan)
+        _introduce(tasks[0], plan.spec.name)
+        for layout, reason in left_out.items():
+            print(f"{layout} is left out: {reason}")
+        found, needs = search(tasks, Path(folder))
+    if not found:
+        raise _nothing(tasks, needs)
+    _say(options, job, found)
+    return 0
+
+
+def _device(wanted: str) -> tuple[str, int]:
+    """cpu or cuda, and how many there are. A trial looks at it more closely."""
+    import torch
+
+    count = torch.cuda.device_count() if wanted != "cpu" else 0  # which keeps no memory of the device
+    return ("cuda" if count or wanted == "cuda" else "cpu"), count or 1
+
+
+def _layouts(options: argparse.Namespace, devices: int) -> list[TrialLayout]:
+    if options.layouts:
+        return list(options.layouts)
+    processes, stages = options.processes or devices, options.pipeline_stages
+    layouts = layouts_of(processes)
+    if stages is None:
+        return layouts
+    chosen = [layout for layout in layouts if layout.stages == stages]
+    if not chosen:
+        fitting = " or ".join(str(layout.stages) for layout in layouts)
+        raise LayoutError(f"-p {stages} does not divide --processes {processes}; use -p {fitting}")
+    return chosen
+
+
+def _tasks(
+    options: argparse.Namespace, job: FitRequest, layouts: Sequence[TrialLayout], device: str, folder: Path
+) -> tuple[list[Task], dict[TrialLayout, LayoutError]]:
+    """What is searched, and why other layouts are left out.
+
+    Raises:
+        UserError: all are; with the first one's reason.
+    """
+    tasks: list[Task] = []
+    reasons: dict[TrialLayout, LayoutError] = {}
+    for layout in layouts:
+        try:
+            task = _task(options, job, layout, candidates(job, layout, options.micro_batch), device)
+            task.plan(task.candidates[0], folder)  # whether the U-Net can be cut so
+            tasks.append(task)
+        except LayoutError as error:
+            reasons[layout] = error
+    if not tasks:
+        raise next(iter(reasons.values()))
+    return tasks, reasons
+
+
+def _task(options: argparse.Namespace, job: FitRequest, layout: TrialLayout, sizes: Sequence[int], device: str) -> Task:
+    budget, most = options.memory_budget, EVERYTHING
+    if device == "cpu":
+        import psutil
+
+        most = int(USABLE * psutil.virtual_memory().available / layout.processes)
+        if budget is not None and budget > most:
+            raise LayoutError(
+                f"--memory-budget {gib(budget)} for each of {layout.processes} processes is more than the {gib(most)} "
+                f"that this host can give; use a smaller one or fewer processes"
+            )
+        budget = budget or most
+    return Task(
+        job=job,
+        layout=layout,
+        sizes=() if isinstance(sizes, range) else tuple(sizes),
+        device=device,
+        budget_bytes=budget,
+        most_bytes=None if budget in (None, most) else most,
+        steps=options.steps,
+        hang_seconds=options.hang_seconds,
+    )
+
+
+def _prepare(plan: Any) -> None:
+    """The images, before any process needs them; and whether the U-Net is one for them."""
+    from ddpm_ds.data.prepare import prepare
+    from ddpm_ds.train.session import check_store
+
+    check_store(prepare(plan.spec.data, progress=True), plan)
+
+
+def _introduce(task: Task, name: str) -> None:
+    budget = "the device's memory" if task.budget_bytes is None else f"{gib(task.budget_bytes)} a process"
+    batch = f"{task.job.accumulation} micro-batches a step" if task.job.accumulation else "the spec's batch"
+    print(f"{name} on {task.device}, {budget}, {batch}; {task.steps} timed steps a trial", flush=True)
+
+
+def _nothing(tasks: Sequence[Task], needs: dict[TrialLayout, int]) -> LayoutError:
+    """Not even the smallest micro-batch fits."""
+    task = next((task for task in tasks if task.layout in needs), tasks[0])
+    budget = "the device" if task.budget_bytes is None else gib(task.budget_bytes)
+    if not needs:
+        return LayoutError(
+            f"micro-batch {task.candidates[0]} does not fit {budget} in any layout; use more stages, "
+            f'"activation_checkpoint_interval": 1, a higher ZeRO stage or a smaller U-Net'
+        )
+    layout = min(needs, key=lambda one: needs[one])
+    return LayoutError(
+        f"--memory-budget {budget} is too little: micro-batch {task.candidates[0]} needs {gib(needs[layout])} "
+        f"in layout {layout}; use --memory-budget {-(-int(1.02 * needs[layout]) // 2**20)}MiB or more, or more stages"
+    )
+
+
+def _say(options: argparse.Namespace, job: FitRequest, found: Sequence[Found]) -> None:
+    best = winner(found)
+    chosen = best.knee
+    print(f"\n{table(found)}\n\n{textwrap.fill(why(found), 112, break_on_hyphens=False)}\n")
+    config = job.config(best.layout, chosen.micro_batch_images)
+    changes = job.changes(best.layout, chosen.micro_batch_images)
+    keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    print(json.dumps({key: config[key] for key in keys} | {"pipeline": {"stages": best.layout.stages}}, indent=2))
+    if options.out is not None:
+        options.out.write_text(json.dumps(config, indent=2) + "\n")
+    command = ["deepspeed", "--num_gpus", str(best.layout.processes), "launch/train.py"]
+    command += [] if job.spec == DEFAULT_SPEC else ["--spec", str(job.spec)]
+    command += ["--deepspeed_config", str(options.out or job.ds_config)]
+    command += [word for change in changes for word in ("--set", change)]
+    print(f"\n{'train with it' if options.out else 'with these in the JSON (--out writes it)'}: {shlex.join(command)}")
+    if options.json is not None:
+        about = {"command": shlex.join(["ddpm-ds", *sys.argv[1:]]), "spec": str(job.spec), "ds_config": config}
+        options.json.write_text(json.dumps(numbers(found, **about), indent=2) + "\n")
+    if options.plot is not None:
+        from ddpm_ds.fit.report import draw
+
+        draw(found, f"{job.spec.stem}: {options.deepspeed_config.name}", options.memory_budget, options.plot)
+        print(f"{options.plot}: images/s and memory against micro-batch")

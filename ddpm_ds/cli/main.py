@@ -1,0 +1,184 @@
+"""The ``ddpm-ds`` command: what is done around training. Training itself is started by DeepSpeed's launcher."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ddpm_ds.cli.bench_data import add_bench_data
+from ddpm_ds.cli.checkpoint import add_checkpoint
+from ddpm_ds.cli.doctor import add_doctor
+from ddpm_ds.cli.evaluate import add_evaluate
+from ddpm_ds.cli.export import add_export, add_import
+from ddpm_ds.cli.fit import add_fit
+from ddpm_ds.cli.plan import add_plan
+from ddpm_ds.cli.runs import add_compare, add_diagnose, add_note
+from ddpm_ds.cli.sample import add_sample
+from ddpm_ds.cli.sweep import add_vary
+from ddpm_ds.command_line import OneLineParser, add_overrides, natural
+from ddpm_ds.errors import UserError
+from ddpm_ds.processes.supervisor import supervise
+
+EPILOG = """\
+training
+  deepspeed launch/train.py --deepspeed_config ds_configs/zero2_fp16.json
+  ddpm-ds run -- launch/train.py --deepspeed_config ds_configs/zero2_fp16.json --run-dir runs/digits
+
+exit codes
+  0 done   2 bad input, nothing was done   130 interrupted   1 a bug; of run, see run --help
+"""
+
+RUN_DESCRIPTION = """\
+Start DeepSpeed's launcher and stay with it: SIGTERM, SIGINT, SIGUSR1 and SIGHUP make the ranks finish their step,
+save and stop, a second one ends them at once; when ranks are lost, the run is started again and resumes from the
+newest checkpoint of its --run-dir, which has to be given; and nothing is left running. On several hosts it is started
+on one of the hostfile, best the first, and each start reads the hostfile anew.
+"""
+
+RUN_EPILOG = """\
+examples
+  ddpm-ds run -- launch/train.py --deepspeed_config ds_configs/zero2_fp16.json --run-dir runs/digits
+  ddpm-ds run --max-restarts 3 -- --num_gpus 4 launch/train.py -p 2 \\
+      --deepspeed_config ds_configs/zero2_fp16.json --run-dir runs/digits
+  ddpm-ds run --max-restarts 3 -- --hostfile hostfile launch/train.py -p 2 \\
+      --deepspeed_config ds_configs/zero2_fp16.json --run-dir runs/digits
+
+exit codes (docs/exit_codes.md)
+  0 done   2 bad input   3 the numbers went bad   75 stopped and saved, start it again   76 ranks were lost
+  129 to 143 ended at once by a second signal   1 a bug
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb and return the exit code; what a user did wrong is one line on stderr and exit code 2."""
+    parser = OneLineParser(
+        prog="ddpm-ds",
+        description="Diffusion U-Nets on DeepSpeed pipelines: everything but the training run.",
+        epilog=EPILOG,
+    )
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    for add in (
+        _add_run,
+        add_doctor,
+        add_plan,
+        add_fit,
+        add_bench_data,
+        add_vary,
+        add_compare,
+        add_note,
+        add_diagnose,
+        _add_prepare,
+        _add_schema,
+        add_checkpoint,
+        add_sample,
+        add_evaluate,
+        add_export,
+        add_import,
+    ):
+        add(verbs)
+    try:
+        options = parser.parse_args(arguments)
+        return options.run(options) or 0
+    except UserError as error:
+        print(f"ddpm-ds: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def add_spec_options(parser: argparse.ArgumentParser) -> None:
+    """The options with which a verb takes a run spec."""
+    parser.add_argument("--spec", type=Path, required=True, metavar="YAML", help="run spec, see launch/specs")
+    add_overrides(parser)
+
+
+def _add_run(verbs: argparse._SubParsersAction[OneLineParser]) -> None:
+    parser = verbs.add_parser(
+        "run",
+        help="train under DeepSpeed's launcher, with restarts, orderly stops and exit codes that mean something",
+        description=RUN_DESCRIPTION,
+        epilog=RUN_EPILOG,
+    )
+    parser.add_argument(
+        "--max-restarts", type=natural, default=0, metavar="N", help="in a row without a new checkpoint (default 0)"
+    )
+    parser.add_argument(
+        "--grace-seconds",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="for the ranks to save and stop after a signal (default 300)",
+    )
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="-- ...", help="what would follow deepspeed: its options, script"
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    def say(line: str) -> None:
+        with contextlib.suppress(OSError):  # the terminal may have gone
+            print(f"ddpm-ds run: {line}", file=sys.stderr, flush=True)
+
+    return supervise(
+        options.command[options.command[:1] == ["--"] :],
+        max_restarts=options.max_restarts,
+        grace_seconds=options.grace_seconds,
+        say=say,
+    )
+
+
+def _add_prepare(verbs: argparse._SubParsersAction[OneLineParser]) -> None:
+    parser = verbs.add_parser(
+        "prepare",
+        help="write the images of a spec into their store",
+        description="Read a spec's images once and write the memory-mapped store that training reads. Training does\n"
+        "this by itself when the store is missing.",
+    )
+    add_spec_options(parser)
+    parser.set_defaults(run=_prepare)
+
+
+def _prepare(options: argparse.Namespace) -> None:
+    from ddpm_ds.config.spec_file import load_spec
+
+    data = load_spec(options.spec, options.overrides).data
+    from ddpm_ds.data.prepare import prepare  # after the spec is known to be good: this imports torch
+
+    store = prepare(data, progress=True)
+    skipped = f", {store.meta.skipped:,} unreadable ones left out (skipped.txt)" if store.meta.skipped else ""
+    print(f"{store.path}: {len(store):,} images{skipped}")
+
+
+def _add_schema(verbs: argparse._SubParsersAction[OneLineParser]) -> None:
+    parser = verbs.add_parser(
+        "schema",
+        help="print what a run spec or a DeepSpeed JSON may hold",
+        description="Print the JSON schema of run specs, for editors (launch/specs/run.schema.json), or the tables of\n"
+        "docs/spec.md and docs/ds_configs.md.",
+    )
+    parser.add_argument(
+        "--markdown", choices=("spec", "ds_config"), help="print the reference as Markdown instead of the schema"
+    )
+    parser.set_defaults(run=_schema)
+
+
+def _schema(options: argparse.Namespace) -> None:
+    from ddpm_ds.config.ds_keys import ds_config_markdown
+    from ddpm_ds.config.spec_file import spec_markdown, spec_schema
+
+    if options.markdown == "spec":
+        print(spec_markdown(), end="")
+    elif options.markdown == "ds_config":
+        print(ds_config_markdown(), end="")
+    else:
+        print(json.dumps(spec_schema(), indent=2))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

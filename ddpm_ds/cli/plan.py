@@ -1,0 +1,158 @@
+"""``ddpm-ds plan``: which layout trains a U-Net fastest on given devices."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddpm_ds.command_line import add_overrides, bandwidth, check_writable, memory_size, positive, teraflops
+from ddpm_ds.config.ds_config import read_ds_config
+from ddpm_ds.config.spec_file import load_spec
+from ddpm_ds.errors import LayoutError
+from ddpm_ds.predict.machine import KINDS, Machine, machine, this_machine
+from ddpm_ds.processes.ranks import set_environment
+
+if TYPE_CHECKING:
+    from ddpm_ds.observe.device_speed import LayerTimes
+    from ddpm_ds.predict.predictor import Prediction, Predictor
+    from ddpm_ds.predict.workload import Workload
+    from ddpm_ds.unet.layers import Layer
+
+DESCRIPTION = """\
+Predict memory, step time, bubble and bytes on the wire of every way to lay a run out on some devices - stages x
+replicas, schedule, micro-batch, activation checkpointing, ZeRO stage, offload - and print the fastest that fit. Nothing
+is trained; step times come from a simulator that executes the instruction streams of the engines.
+"""
+
+EXAMPLES = """\
+examples
+  ddpm-ds plan --spec launch/specs/cifar10.yaml --deepspeed_config ds_configs/zero2_bf16.json --devices 8
+      8 devices like those of this machine, else one core each
+  ddpm-ds plan --spec launch/specs/folder.yaml --set data.path=photos --deepspeed_config ds_configs/zero2_bf16.json \\
+      --devices 16 --nodes 2 --device-kind a100-40 --inter-node 12.5GB/s --out plan.json --timeline plan.png
+      two nodes of A100s that are not here; write the JSON to train with and draw the step
+  ddpm-ds plan --spec launch/specs/cifar10.yaml --deepspeed_config ds_configs/zero0_fp32.json --devices 2 --measure
+      time each layer on this machine instead of computing its cost
+
+docs/planner.md says what is predicted from what.
+"""
+
+
+def add_plan(verbs: argparse._SubParsersAction[Any]) -> None:
+    """The verb ``plan``."""
+    parser = verbs.add_parser(
+        "plan",
+        help="predict the fastest layout on given devices",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+    )
+    parser.add_argument("--spec", type=Path, required=True, metavar="YAML", help="run spec, see launch/specs")
+    add_overrides(parser)
+    parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="JSON", help="what the plan fills in")
+    parser.add_argument("--devices", type=positive, required=True, metavar="N", help="processes to train with")
+    parser.add_argument("--nodes", type=positive, default=1, metavar="N", help="hosts that share them (default 1)")
+    parser.add_argument("--device-kind", choices=tuple(KINDS), help="default: this machine's GPU, else cpu")
+    parser.add_argument("--device-memory", type=memory_size, metavar="SIZE", help="of one device, such as 80GiB")
+    parser.add_argument(
+        "--tflops", type=teraflops, metavar="X", help="TFLOP/s that a device reaches in large convolutions"
+    )
+    parser.add_argument(
+        "--bandwidth", type=bandwidth, metavar="Y", help="from device to device in a node, such as 300GB/s"
+    )
+    parser.add_argument(
+        "--inter-node", type=bandwidth, metavar="Z", help="from a device to another node, such as 200Gbit/s"
+    )
+    parser.add_argument("--measure", action="store_true", help="time the layers on this machine; times are remembered")
+    parser.add_argument("--top", type=positive, default=10, metavar="N", help="layouts to print (default 10)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the DeepSpeed JSON of the first one")
+    parser.add_argument("--timeline", type=Path, metavar="PNG", help="draw the step of the first one")
+    parser.set_defaults(run=_plan)
+
+
+def _plan(options: argparse.Namespace) -> None:
+    for name, path in (("--out", options.out), ("--timeline", options.timeline)):
+        if path is not None:
+            check_writable(name, path)
+    spec = load_spec(options.spec, options.overrides)
+    config = read_ds_config(options.deepspeed_config)
+    if options.measure and options.tflops:
+        raise LayoutError("--tflops says nothing of layers that are timed; leave it or --measure out")
+    set_environment()
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing is trained: DeepSpeed need not look for devices
+    from ddpm_ds.predict.costs import analytic_times
+    from ddpm_ds.predict.predictor import Predictor
+    from ddpm_ds.predict.report import report
+    from ddpm_ds.predict.search import candidates, search, sort_out
+    from ddpm_ds.predict.workload import job as job_of  # deepspeed, now that everything cheap is checked
+
+    job = job_of(spec, config, options.deepspeed_config)
+    devices = _machine(options, job)
+    predictor = Predictor(job, devices, analytic_times(job, devices))
+    among = candidates(predictor)
+    if options.measure and (fitting := sort_out(predictor, among)[0]):  # nothing is timed for what does not fit
+        among, predictor = fitting, Predictor(job, devices, _measured(job, devices))
+    plan = search(predictor, options.top, among)
+    parameters = sum(layer.parameters for layer in job.layers)
+    print(f"U-Net    {spec.name}: {parameters:,} parameters, {job.precision}, {spec.train.batch_images} images a step")
+    print(f"devices  {devices.words()}")
+    print(f"layers   {'timed on this machine' if options.measure else 'computed, not timed (--measure times them)'}\n")
+    print(report(plan, devices))
+    _write(options, predictor, plan.best[0])
+
+
+def _machine(options: argparse.Namespace, job: Workload) -> Machine:
+    kind, memory = options.device_kind, options.device_memory
+    if kind is None:
+        kind, here = this_machine(options.devices // options.nodes or 1)
+        if kind is None:
+            raise LayoutError(
+                f"this machine's GPU is not in the planner's table; use --device-kind {' or '.join(KINDS)}"
+            )
+        memory = memory or here
+    return machine(
+        kind,
+        half=job.precision != "fp32",
+        devices=options.devices,
+        nodes=options.nodes,
+        memory_bytes=memory,
+        flops=options.tflops,
+        link_bandwidth=options.bandwidth,
+        network_bandwidth=options.inter_node,
+    )
+
+
+def _measured(job: Workload, devices: Machine) -> LayerTimes:
+    import torch
+    from tqdm import tqdm
+
+    from ddpm_ds.device import choose_device
+    from ddpm_ds.observe.device_speed import cache_file, measured_times
+
+    device = choose_device("cpu" if devices.is_cpu else "cuda")
+    if devices.is_cpu and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() // devices.devices_per_node))
+    bar = tqdm(desc="timing layers", unit="layer", disable=None)
+
+    def progress(layer: Layer, images: int) -> None:
+        bar.set_postfix_str(f"{layer.name}, {images} images", refresh=False)
+        bar.update()
+
+    return measured_times(job.layers, device, job.precision, cache_file(), progress)
+
+
+def _write(options: argparse.Namespace, predictor: Predictor, first: Prediction) -> None:
+    from ddpm_ds.predict.layouts import ds_config
+
+    if options.out is not None:
+        config = ds_config(predictor.job, first.layout, predictor.bounds(first.layout))
+        options.out.write_text(json.dumps(config, indent=2) + "\n")
+        print(f"\n{options.out}: the DeepSpeed JSON of 1; train with {options.devices} processes")
+    if options.timeline is not None:
+        from ddpm_ds.predict.report import draw_timeline
+
+        simulation = predictor.simulate(first.layout)
+        draw_timeline(simulation, f"{predictor.job.spec.name}: {first.layout.words()}", options.timeline)
+        print(f"{options.timeline}: its step")

@@ -1,0 +1,207 @@
+"""The command line of ``launch/train.py``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ddpm_ds.command_line import OneLineParser, add_overrides, seconds, step_range
+from ddpm_ds.config.spec_file import SPECS
+from ddpm_ds.errors import BadNumbersError, DeviceLostError, PeerLostError, Preempted, SpecError, UserError
+from ddpm_ds.pipeline.placement import launched_hosts
+from ddpm_ds.predict.plan import describe_plan, plan_run
+from ddpm_ds.processes.exit_record import record_exit
+from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS, say_once, set_environment
+from ddpm_ds.tracking.run_folder import OUTPUT_ROOT, check_output, new_run_dir
+
+TRACED_STEPS = range(20, 23)
+"""The optimizer steps that are traced unless the command line says otherwise."""
+DESCRIPTION = """\
+Train a diffusion U-Net on DeepSpeed's pipeline engine.
+
+The run spec (YAML) says what is trained, the DeepSpeed JSON how. Processes are stages x replicas:
+-p sets the stages, the launcher's --num_gpus the processes.
+"""
+
+EXAMPLES = """\
+examples
+  deepspeed launch/train.py --deepspeed_config ds_configs/zero2_fp16.json
+      handwritten digits on this machine, fp16 and ZeRO-2
+  deepspeed --num_gpus 4 launch/train.py --deepspeed_config ds_configs/zero2_fp16.json -p 2
+      2 stages x 2 replicas
+  deepspeed launch/train.py --deepspeed_config ds_configs/zero2_bf16.json \\
+      --spec launch/specs/folder.yaml --set data.path=photos --set train.images=2000000
+      your own images
+  deepspeed --num_gpus 8 launch/train.py --deepspeed_config ds_configs/zero2_fp16.json \\
+      --spec launch/specs/cifar10.yaml -p 4 --dry-run
+      what would run, with the table of stages
+
+exit codes
+  0 done   2 bad input, nothing was started   3 the numbers went bad (NaN, loss scale at its floor)
+  75 stopped by a signal or RUN_DIR/save_and_stop, and saved: start it again with the same --run-dir
+  76 another rank died or hangs: the same   1 a bug
+"""
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """The options of every program that a launcher starts: what, how and where to train."""
+    parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="JSON", help="how to train")
+    parser.add_argument("--spec", type=Path, default=SPECS / "digits.yaml", metavar="YAML", help="what to train")
+    add_overrides(parser)
+    parser.add_argument(
+        "-p",
+        "--pipeline-stages",
+        type=int,
+        default=None,
+        metavar="STAGES",
+        help="number of stages, instead of the JSON's pipeline.stages",
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
+    parser.add_argument("--verbose", action="store_true", help="show DeepSpeed's own log")
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # of launchers
+    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # of DeepSpeed's convention
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of a training run.
+
+    Raises:
+        SpecError: an option is unknown or has a wrong value.
+    """
+    parser = OneLineParser(
+        prog="deepspeed [launcher options] launch/train.py",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+    )
+    add_run_options(parser)
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="folder of this run; one that holds a run is gone on with; MLflow's store is in its parent "
+        f"(default {OUTPUT_ROOT}/DATE-NAME)",
+    )
+    parser.add_argument(
+        "--resume",
+        default="auto",
+        metavar="auto|never|CHECKPOINT",
+        help="auto: from the newest good checkpoint of --run-dir, if any (default); or from a checkpoint of any run",
+    )
+    parser.add_argument(
+        "--start-seconds",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="how long the first ranks wait for the last one to be started (300)",
+    )
+    parser.add_argument(
+        "--dead-seconds",
+        type=seconds,
+        default=DEAD_SECONDS,
+        metavar="S",
+        help=f"silence after which a rank is given up ({DEAD_SECONDS:g})",
+    )
+    parser.add_argument(
+        "--hang-seconds",
+        type=seconds,
+        default=HANG_SECONDS,
+        metavar="S",
+        help=f"time without a step after which all leave ({HANG_SECONDS:g})",
+    )
+    parser.add_argument(
+        "--trace-steps",
+        type=step_range,
+        default=None,
+        metavar="FIRST-LAST",
+        help="optimizer steps whose instructions are timed on every rank, for the timeline and the verdict; none: no "
+        f"step (default {TRACED_STEPS[0]}-{TRACED_STEPS[-1]} where the run is that long)",
+    )
+    parser.add_argument(
+        "--profile-kernels",
+        type=step_range,
+        default=range(0),
+        metavar="FIRST-LAST",
+        help="optimizer steps of which PyTorch's profiler records every kernel, on every rank (default none)",
+    )
+    parser.add_argument("--note", default=None, metavar="TEXT", help="why this run is made; kept with it in MLflow")
+    parser.add_argument("--parent-run", default=None, metavar="IDENTITY", help=argparse.SUPPRESS)  # of ddpm-ds vary
+    parser.add_argument("--dry-run", action="store_true", help="print what would run, and exit")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    try:
+        set_environment()
+        with _told_to_other_hosts():
+            options = parse(arguments)
+            plan = plan_run(
+                options.spec,
+                options.overrides,
+                options.deepspeed_config,
+                world_size=int(os.environ["WORLD_SIZE"]),
+                stages=options.pipeline_stages,
+                device=options.device,
+                hosts=launched_hosts(int(os.environ["WORLD_SIZE"])),
+            )
+            options.trace_steps = _traced(options.trace_steps, plan.steps)
+            _check_steps("--profile-kernels", options.profile_kernels, plan.steps)
+            run_dir = options.run_dir or new_run_dir(plan.spec.name)
+            if int(os.environ["RANK"]) == 0:
+                check_output(run_dir, options.resume)
+                print(describe_plan(plan, run_dir), flush=True)
+            if options.dry_run:
+                return 0
+            from ddpm_ds.device import choose_device  # torch, now that everything cheap is checked
+
+            device = choose_device(options.device, plan.ds.layout.stages)
+        from ddpm_ds.train.session import run_training  # deepspeed, which asks for its device when it is imported
+
+        run_training(plan, run_dir, device, options)
+    except PeerLostError as error:  # nothing that waits for the others, not even leaving their group, may follow
+        print(f"ddpm_ds: error: {error}", file=sys.stderr, flush=True)
+        os._exit(record_exit(error.exit_code))
+    except DeviceLostError as error:  # nor anything that waits for the device
+        say_once(f"ddpm_ds: error: {error}")
+        os._exit(record_exit(error.exit_code))
+    except (UserError, BadNumbersError, Preempted) as error:
+        say_once(f"ddpm_ds: {'' if isinstance(error, Preempted) else 'error: '}{error}")
+        return error.exit_code
+    except Exception:  # as PeerLostError: what waits for the others includes the end of this interpreter
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            raise
+        traceback.print_exc()
+        os._exit(1)
+    return 0
+
+
+@contextlib.contextmanager
+def _told_to_other_hosts() -> Iterator[None]:
+    """Let the other hosts' ranks know of an error that ends this one, and that they may not have."""
+    try:
+        yield
+    except UserError as error:
+        from ddpm_ds.processes.rendezvous import refuse_alone
+
+        refuse_alone(error)
+        raise
+
+
+def _traced(asked: range | None, steps: int) -> range:
+    """The steps to trace of a run of so many."""
+    if asked is None:
+        return TRACED_STEPS if TRACED_STEPS[-1] <= steps else range(0)
+    _check_steps("--trace-steps", asked, steps)
+    return asked
+
+
+def _check_steps(option: str, asked: range, steps: int) -> None:
+    """Refuse steps that the run never takes."""
+    if asked and asked[-1] > steps:
+        raise SpecError(f"{option} {asked[0]}-{asked[-1]}, but the run has {steps} steps; use steps up to {steps}")

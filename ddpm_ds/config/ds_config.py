@@ -1,0 +1,418 @@
+"""What is wrong with a DeepSpeed JSON before any spec is known: key by key, then keys together.
+
+The DeepSpeed JSON: read, checked key by key, and every "auto" filled from the run spec and the world size.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ddpm_ds.config.ds_keys import BLOCK, KEYS, OFF, Effect, Key, children, same
+from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.errors import DsConfigError, LayoutError
+
+_WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "last_batch_iteration")
+SCHEDULER_PARAMS: dict[str, tuple[str, ...]] = {
+    "WarmupLR": _WARMUP,
+    "WarmupDecayLR": (*_WARMUP, "total_num_steps"),
+    "WarmupCosineLR": ("warmup_min_ratio", *_WARMUP[2:], "total_num_steps", "cos_min_ratio"),
+}
+
+
+def check_ds_config(config: dict[str, Any], path: Path | str) -> None:
+    """Refuse what is unknown, misspelt, wrongly typed, ignored or broken under a pipeline (docs/ds_configs.md).
+
+    Raises :class:`DsConfigError`, one line naming file, key, value and fix.
+    """
+    try:
+        _check_block(config, "")
+        _check_together(config)
+    except DsConfigError as error:
+        raise DsConfigError(f"{path}: {error}") from None
+
+
+def enabled(config: dict[str, Any], block: str) -> bool:
+    """Whether a block of a checked config is switched on."""
+    return bool(config.get(block, {}).get("enabled", False))
+
+
+def zero_stage(config: dict[str, Any]) -> int:
+    """ZeRO stage of a checked config; 0 is off."""
+    return int(config.get("zero_optimization", {}).get("stage", 0))
+
+
+def shown(value: Any) -> str:
+    """A JSON value, shortened to fit a line."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _check_block(block: dict[str, Any], prefix: str) -> None:
+    for name, value in block.items():
+        dotted = f"{prefix}{name}"
+        key = KEYS.get(dotted)
+        if key is None:
+            raise DsConfigError(_unknown(name, prefix))
+        if key.effect is Effect.REFUSED:
+            if not _is_inert(value, key):
+                raise DsConfigError(f"{dotted} = {shown(value)} is refused: {key.note}")
+        elif value == "auto":
+            if not key.auto:
+                raise DsConfigError(f'{dotted} = "auto" should be {key.kind.words}; nothing fills it')
+        elif not key.kind.accepts(value):
+            why = f"; {key.why}" if key.why else ""
+            auto = ' or "auto"' if key.auto else ""
+            raise DsConfigError(f"{dotted} = {shown(value)} should be {key.kind.words}{auto}{why}")
+        elif key.kind is BLOCK:
+            _check_block(value, f"{dotted}.")
+
+
+def _is_inert(value: object, key: Key) -> bool:
+    off = OFF in key.inert and isinstance(value, dict) and value.get("enabled") is False
+    return off or any(same(value, inert) for inert in key.inert)
+
+
+def _unknown(name: str, prefix: str) -> str:
+    known = children(prefix.removesuffix("."))
+    near = difflib.get_close_matches(name, known, n=1)
+    elsewhere = [dotted for dotted in KEYS if dotted.rpartition(".")[2] == name]
+    if near or elsewhere:
+        return f"{prefix}{name} is unknown; did you mean {prefix + near[0] if near else elsewhere[0]}?"
+    return f"{prefix}{name} is unknown to DeepSpeed and to this project; remove it"
+
+
+def _check_together(config: dict[str, Any]) -> None:
+    """What no key alone can know."""
+    if enabled(config, "fp16") and enabled(config, "bf16"):
+        raise DsConfigError("fp16.enabled and bf16.enabled are both true; switch one off")
+    stage = zero_stage(config)
+    half = enabled(config, "fp16") or enabled(config, "bf16")
+    if stage == 0:
+        for dotted, value in _given_keys(config):
+            if KEYS[dotted].zero_only and value != "auto":
+                raise DsConfigError(
+                    f"{dotted} = {shown(value)} has no effect without ZeRO; remove it or set zero_optimization.stage "
+                    f"to 1 or 2"
+                )
+        if enabled(config, "fp16") and config["fp16"].get("hysteresis", 1) != 1:
+            raise DsConfigError(
+                f"fp16.hysteresis = {config['fp16']['hysteresis']} is ignored without ZeRO; write 1 or set "
+                f"zero_optimization.stage to 1 or 2"
+            )
+    if "grad_accum_dtype" in config.get("data_types", {}) and not half:
+        raise DsConfigError("data_types.grad_accum_dtype has no effect in fp32; remove it")
+    if "type" not in config.get("optimizer", {}):
+        raise DsConfigError('optimizer.type is missing; write "optimizer": {"type": "AdamW", "params": {...}}')
+    params = config["optimizer"].get("params", {})
+    for variant in ("fused", "foreach"):
+        if params.get(variant) and not params.get("torch_adam"):
+            raise DsConfigError(f"optimizer.params.{variant} is PyTorch's; it needs torch_adam = true, or remove it")
+    if params.get("fused") and params.get("foreach"):
+        raise DsConfigError("optimizer.params.fused and foreach are both true; keep one")
+    if "scheduler" in config:
+        kind = config["scheduler"].get("type")
+        if kind is None:
+            raise DsConfigError('scheduler.type is missing; write "type": "WarmupLR" or remove the scheduler')
+        for name in config["scheduler"].get("params", {}):
+            if name not in SCHEDULER_PARAMS[kind]:
+                raise DsConfigError(f"scheduler.params.{name} is not a setting of {kind}; remove it")
+
+
+def _given_keys(block: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in block.items():
+        yield f"{prefix}{name}", value
+        if isinstance(value, dict) and KEYS[f"{prefix}{name}"].kind is BLOCK:
+            yield from _given_keys(value, f"{prefix}{name}.")
+
+
+BUCKET_ELEMENTS = 2**23
+"""What "auto" means for ZeRO's buckets: large enough for a network, small enough for a CPU's memory."""
+ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+"""Of a weight, of an element between stages and of a gradient, by precision."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who works on what: processes = stages x replicas, batch = replicas x micro-batches x micro-batch.
+
+    In a fold ``stages`` are the ranks of a pipeline, each with two stages of the U-Net.
+    """
+
+    world_size: int
+    stages: int
+    replicas: int
+    batch_images: int
+    micro_batch_images: int
+    micro_batches: int
+
+
+@dataclass(frozen=True)
+class ResolvedDsConfig:
+    """A DeepSpeed JSON without "auto", and what this project reads from it."""
+
+    config: dict[str, Any]
+    """Every key as it counts; DeepSpeed is given :func:`for_deepspeed` of it.
+
+    Its activation_checkpoint_interval is 0 while `checkpoint_interval` is "auto", its across_hosts "stages" while
+    `across_hosts` is, and its kernels "reference" while `kernels` is.
+    """
+    layout: Layout
+    precision: Literal["fp32", "fp16", "bf16"]
+    zero_stage: int
+    partition: Literal["flops", "measured", "parameters", "uniform"] | list[int]
+    schedule: Literal["1f1b", "folded"]
+    checkpoint_interval: int | Literal["auto"]
+    across_hosts: Literal["stages", "replicas", "auto"]
+    kernels: Literal["fused", "masks", "reference", "auto"]
+
+    @property
+    def planned_partition(self) -> Literal["flops", "parameters", "uniform"] | list[int]:
+        """How the U-Net is cut until its layers are timed."""
+        return "flops" if self.partition == "measured" else self.partition
+
+
+def read_ds_config(path: Path | str) -> dict[str, Any]:
+    """Read a DeepSpeed JSON; duplicated keys are refused. Raises :class:`DsConfigError`."""
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
+    except FileNotFoundError:
+        raise DsConfigError(f"{path}: no such DeepSpeed config; examples are in ds_configs") from None
+    except json.JSONDecodeError as error:
+        raise DsConfigError(f"{path}: not JSON in line {error.lineno}: {error.msg}") from None
+    except (OSError, ValueError) as error:
+        raise DsConfigError(f"{path}: can't be read as a DeepSpeed config: {error}") from None
+    if not isinstance(config, dict):
+        raise DsConfigError(f"{path}: holds {json.dumps(config)} instead of a block {{...}}; see ds_configs")
+    return config
+
+
+def resolve(
+    config: dict[str, Any], spec: RunSpec, *, world_size: int, stages: int | None, path: Path | str
+) -> ResolvedDsConfig:
+    """Check a DeepSpeed JSON and fill every "auto" for this spec and world size.
+
+    `stages` is the command line's and wins over the JSON's. Raises :class:`DsConfigError` where the JSON contradicts
+    the spec, :class:`LayoutError` where the processes or the batch can't be shared out.
+    """
+    check_ds_config(config, path)
+    filled = copy.deepcopy(config)
+    try:
+        layout = _layout(filled, spec, world_size, stages)
+        filled |= {
+            "train_batch_size": _agreed(filled, "train_batch_size", layout.batch_images, "train.batch_images"),
+            "train_micro_batch_size_per_gpu": layout.micro_batch_images,
+            "gradient_accumulation_steps": layout.micro_batches,
+        }
+        _fill_optimizer(filled, spec)
+        _fill_scheduler(filled, spec)
+        _fill_rest(filled, spec)
+    except DsConfigError as error:
+        raise DsConfigError(f"{path}: {error}") from None
+    kernels = filled.get("kernels", "auto")
+    filled |= {"compile": filled.get("compile", False), "kernels": "reference" if kernels == "auto" else kernels}
+    pipeline = filled.setdefault("pipeline", {})
+    interval, across = (pipeline.get(name, "auto") for name in ("activation_checkpoint_interval", "across_hosts"))
+    pipeline |= {
+        "stages": layout.stages,
+        "partition": _given(pipeline, "partition", "flops"),
+        "schedule": _given(pipeline, "schedule", "1f1b"),
+        "across_hosts": "stages" if across == "auto" else across,
+        "activation_checkpoint_interval": 0 if interval == "auto" else interval,
+        "use_reentrant": pipeline.get("use_reentrant", False),
+    }
+    return ResolvedDsConfig(
+        config=filled,
+        layout=layout,
+        precision="fp16" if enabled(filled, "fp16") else "bf16" if enabled(filled, "bf16") else "fp32",
+        zero_stage=zero_stage(filled),
+        partition=pipeline["partition"],
+        schedule=pipeline["schedule"],
+        checkpoint_interval=interval,
+        across_hosts=across,
+        kernels=kernels,
+    )
+
+
+def for_deepspeed(config: dict[str, Any]) -> dict[str, Any]:
+    """Of a filled configuration what DeepSpeed is given: not this project's keys, nor the flops profiler, whose timers
+    would crash a pipeline (see :mod:`ddpm_ds.observe.flops`)."""
+    return {name: value for name, value in config.items() if name not in ("compile", "kernels", "flops_profiler")}
+
+
+def leaves_stages_open(config: dict[str, Any], world_size: int) -> bool:
+    """Whether a checked DeepSpeed JSON leaves the number of stages to the planner."""
+    pipeline = config.get("pipeline", {})
+    return (
+        world_size > 1 and _given(pipeline, "stages", None) is None and not isinstance(pipeline.get("partition"), list)
+    )
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name} is given twice in one block")
+    return dict(pairs)
+
+
+def _layout(config: dict[str, Any], spec: RunSpec, world_size: int, asked_stages: int | None) -> Layout:
+    schedule = _given(config.get("pipeline", {}), "schedule", "1f1b")
+    stages = _stages(config, schedule, world_size, asked_stages)
+    replicas, batch = world_size // stages, spec.train.batch_images
+    if batch % replicas:
+        raise LayoutError(
+            f"train.batch_images = {batch} can't be shared by {replicas} replicas ({world_size} processes in {stages} "
+            f"stages); use --set train.batch_images={-(-batch // replicas) * replicas} or another -p"
+        )
+    share = batch // replicas
+    micro, micro_batches = _micro_batches(config, spec, share, stages)
+    if micro * micro_batches != share:
+        raise LayoutError(
+            f"train.batch_images = {batch} gives each of {replicas} replicas {share} images, which are not "
+            f'{micro_batches} micro-batches of {micro}; write "auto" for train_micro_batch_size_per_gpu and '
+            f"gradient_accumulation_steps, or change train.batch_images or train.accumulation"
+        )
+    if schedule == "folded":
+        _check_fold(stages, micro_batches, share)
+    return Layout(world_size, stages, replicas, batch, micro, micro_batches)
+
+
+def _check_fold(ranks: int, micro_batches: int, share: int) -> None:
+    if ranks == 1:
+        raise LayoutError(
+            'pipeline.schedule = "folded" has nothing to fold on one stage; use "1f1b", or start 2 processes and -p 2'
+        )
+    if micro_batches < 2 * ranks:
+        raise LayoutError(
+            f'pipeline.schedule = "folded" with {ranks} stages needs {2 * ranks} micro-batches or more, but a '
+            f"replica's {share} images make {micro_batches}; use a smaller train_micro_batch_size_per_gpu, a larger "
+            f'train.batch_images or "1f1b"'
+        )
+
+
+def _stages(config: dict[str, Any], schedule: str, world_size: int, asked: int | None) -> int:
+    pipeline = config.get("pipeline", {})
+    stages, partition = _given(pipeline, "stages", None), pipeline.get("partition")
+    per_rank = 2 if schedule == "folded" else 1
+    if asked is not None:
+        name, stages = f"-p {asked}", asked
+    elif stages is not None:
+        name = f"pipeline.stages = {stages}"
+    elif isinstance(partition, list):
+        name, stages = f"pipeline.partition = {partition}", (len(partition) + 1) // per_rank
+    elif world_size == 1:
+        name, stages = "one process", 1
+    else:
+        raise LayoutError(f"pipeline.stages is auto for {world_size} processes; say how many stages with -p")
+    if stages < 1 or world_size % stages:
+        fitting = [str(count) for count in range(1, world_size + 1) if world_size % count == 0]
+        raise LayoutError(
+            f"{name} makes {stages} stages, which don't divide {world_size} processes; use {' or '.join(fitting)} "
+            f"stages or another number of processes"
+        )
+    cuts = per_rank * stages - 1
+    if isinstance(partition, list) and len(partition) != cuts:
+        raise LayoutError(f"{name} needs {cuts} cuts, but pipeline.partition = {partition}; change one of them")
+    return int(stages)
+
+
+def _micro_batches(config: dict[str, Any], spec: RunSpec, share: int, stages: int) -> tuple[int, int]:
+    """Images and number of the micro-batches that a replica's share is asked to be; at least 1 each."""
+    micro = _given(config, "train_micro_batch_size_per_gpu", None)
+    count = _given(config, "gradient_accumulation_steps", None)
+    wanted = spec.train.accumulation
+    if wanted != "auto":
+        if count not in (None, wanted):
+            raise _contradiction("gradient_accumulation_steps", count, "train.accumulation", wanted)
+        count = wanted
+    if count is None:
+        count = _accumulation(share, stages) if micro is None else max(share // micro, 1)
+    if micro is None:
+        micro = max(share // count, 1)
+    return int(micro), int(count)
+
+
+def _accumulation(share: int, stages: int) -> int:
+    """Micro-batches of a replica's share: a pipeline wants several per stage, for a small bubble."""
+    if stages == 1:
+        return 1
+    return next((count for count in range(4 * stages, share) if share % count == 0), share)
+
+
+def _fill_optimizer(config: dict[str, Any], spec: RunSpec) -> None:
+    params = config["optimizer"].setdefault("params", {})
+    optimizer = spec.optimizer
+    for name, value, key in (
+        ("lr", optimizer.learning_rate, "optimizer.learning_rate"),
+        ("betas", list(optimizer.betas), "optimizer.betas"),
+        ("eps", optimizer.epsilon, "optimizer.epsilon"),
+        ("weight_decay", optimizer.weight_decay, "optimizer.weight_decay"),
+    ):
+        params[name] = _agreed(params, name, value, key, "optimizer.params.")
+
+
+def _fill_scheduler(config: dict[str, Any], spec: RunSpec) -> None:
+    warmup, batch = spec.optimizer.warmup_images, spec.train.batch_images
+    if "scheduler" not in config:
+        if warmup:
+            raise DsConfigError(
+                f"scheduler is missing, but optimizer.warmup_images = {warmup}; add "
+                f'"scheduler": {{"type": "WarmupLR"}} or --set optimizer.warmup_images=0'
+            )
+        return
+    kind = config["scheduler"]["type"]
+    if not warmup:
+        if kind != "WarmupLR":
+            raise DsConfigError(f"scheduler.type = {kind} needs a warm-up; use --set optimizer.warmup_images={batch}")
+        del config["scheduler"]
+        return
+    values: dict[str, tuple[Any, str]] = {
+        "warmup_min_lr": (0.0, "the start of every warm-up"),
+        "warmup_max_lr": (spec.optimizer.learning_rate, "optimizer.learning_rate"),
+        "warmup_min_ratio": (0.0, "the start of every warm-up"),
+        "warmup_num_steps": (-(-warmup // batch), "optimizer.warmup_images / train.batch_images"),
+        "warmup_type": ("linear", "the form of every warm-up"),
+        "total_num_steps": (-(-spec.train.images // batch), "train.images / train.batch_images"),
+    }
+    params = config["scheduler"].setdefault("params", {})
+    for name in SCHEDULER_PARAMS[kind]:
+        if name in values:
+            params[name] = _agreed(params, name, *values[name], "scheduler.params.")
+
+
+def _fill_rest(config: dict[str, Any], spec: RunSpec) -> None:
+    zero = config.get("zero_optimization", {})
+    for name in ("reduce_bucket_size", "allgather_bucket_size"):
+        if zero_stage(config) == 0:
+            zero.pop(name, None)
+        elif zero.setdefault(name, "auto") == "auto":
+            zero[name] = BUCKET_ELEMENTS
+    timed = config.get("wall_clock_breakdown", False)
+    if config.get("steps_per_print", "auto" if timed else None) == "auto":
+        config["steps_per_print"] = -(-spec.logging.log_every_images // spec.train.batch_images)
+
+
+def _agreed(block: dict[str, Any], name: str, value: Any, spec_key: str, prefix: str = "") -> Any:
+    """The spec's value, unless the JSON has another one."""
+    given = _given(block, name, value)
+    if given != value:
+        raise _contradiction(f"{prefix}{name}", given, spec_key, value)
+    return value
+
+
+def _contradiction(name: str, given: Any, spec_key: str, value: Any) -> DsConfigError:
+    fix = f" or --set {spec_key}={shown(given)}" if spec_key.count(".") == 1 and " " not in spec_key else ""
+    return DsConfigError(
+        f'{name} = {shown(given)} contradicts the spec: {spec_key} is {shown(value)}; write "auto"{fix}'
+    )
+
+
+def _given(block: dict[str, Any], name: str, otherwise: Any) -> Any:
+    value = block.get(name, "auto")
+    return otherwise if value == "auto" else value

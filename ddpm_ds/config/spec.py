@@ -1,0 +1,351 @@
+"""The run spec: what is trained, as frozen pydantic models read from YAML.
+
+How it is trained (precision, ZeRO, pipeline, micro-batch) is the DeepSpeed JSON's business
+(:mod:`ddpm_ds.config.ds_config`); no value lives in both. The docstring under a field is its documentation: it
+appears in ``docs/spec.md`` and in the JSON schema that editors read.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+PositiveInt = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0.0)]
+
+
+class Section(BaseModel):
+    """A frozen part of the spec in which an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class DataSpec(Section):
+    """Which images are learned."""
+
+    source: Literal["digits", "cifar10", "folder"]
+    """Where images come from: scikit-learn's 8x8 digits, torchvision's CIFAR-10, or a folder of image files."""
+    path: Path | None = None
+    """The image folder of source `folder`; subfolders are classes. Not used by the other sources."""
+    image_size: PositiveInt
+    """Height and width in pixels of what is learned; images are scaled, up or down, and centre-cropped."""
+    crop_from: PositiveInt | None = None
+    """Height and width of the prepared images, from which `image_size` pixels are cropped at a place chosen anew each
+    time an image is seen, in the centre to evaluate; null prepares `image_size`."""
+    channels: Literal[1, 3]
+    """Colour channels after preparation: 1 grey, 3 RGB."""
+    horizontal_flips: bool = False
+    """Mirror half of the images, chosen anew each time an image is seen."""
+    held_out_images: Annotated[int, Field(ge=0)] = 0
+    """Images that are never trained on, for the held-out loss; which ones follows from their number alone."""
+    max_bad_fraction: Fraction = 0.01
+    """Share of unreadable images above which preparation fails; below it they are skipped and reported."""
+    store_root: Path = Path("data")
+    """Folder of prepared stores; the store's own folder name follows from source, size and channels."""
+    workers: Annotated[int, Field(ge=0)] = 0
+    """Loader processes per rank that loads data. 0 reads in the training process, which is fastest for small images."""
+
+    @property
+    def stored_size(self) -> int:
+        """Height and width in pixels of the prepared images."""
+        return self.crop_from or self.image_size
+
+
+class UnetSpec(Section):
+    """The U-Net: DDPM/ADM residual blocks around an encoder, a middle and a decoder."""
+
+    channels: PositiveInt
+    """The width that `multipliers` multiply."""
+    multipliers: Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
+    """Width of each level as a multiple of `channels`; every level after the first halves the image."""
+    blocks_per_level: PositiveInt = 2
+    """Residual blocks per encoder level; a decoder level has one more."""
+    attention_resolutions: tuple[PositiveInt, ...] = ()
+    """Image sizes (pixels) at which every residual block is followed by self-attention."""
+    middle_attention: bool = True
+    """Self-attention between the two middle blocks."""
+    head_channels: PositiveInt | None = None
+    """Channels per attention head; null means one head of full width."""
+    norm_groups: PositiveInt = 32
+    """Groups of every group normalisation."""
+    norm_epsilon: PositiveFloat = 1e-6
+    """Epsilon of every group normalisation."""
+    dropout: Fraction = 0.0
+    """Dropout before the second convolution of each residual block."""
+    embedding_channels: PositiveInt | None = None
+    """Width of the time embedding; null means 4 x the first level's width."""
+    time_conditioning: Literal["add", "scale_shift"] = "add"
+    """How a block takes the embedding: added after the first convolution (DDPM), or as scale and shift of the
+    second normalisation (ADM)."""
+    sinusoid_order: Literal["sin_cos", "cos_sin"] = "sin_cos"
+    """Order of the halves of the sinusoidal embedding (diffusers: `flip_sin_to_cos` true is cos_sin)."""
+    sinusoid_shift: Literal[0, 1] = 1
+    """Subtracted from the half width in the frequency exponent (diffusers: `freq_shift`)."""
+    downsample_padding: Literal["symmetric", "asymmetric"] = "asymmetric"
+    """Zero padding of the strided convolution: all sides (diffusers 1), or right and bottom only as in DDPM (0)."""
+    classes: PositiveInt | None = None
+    """Number of classes of a class-conditional U-Net; null trains without labels."""
+
+
+class DiffusionSpec(Section):
+    """The forward process and what the U-Net predicts."""
+
+    schedule: Literal["linear", "cosine", "sigmoid"] = "linear"
+    """Noise schedule: linear betas (DDPM), cosine (Improved DDPM) or sigmoid (Jabri et al.)."""
+    timesteps: PositiveInt = 1000
+    """Number of noise levels T."""
+    beta_start: PositiveFloat = 1e-4
+    """First beta of the linear schedule."""
+    beta_end: PositiveFloat = 0.02
+    """Last beta of the linear schedule."""
+    objective: Literal["eps", "x0", "v"] = "eps"
+    """What the U-Net predicts: the noise, the clean image, or v (Salimans and Ho)."""
+    loss: Literal["l1", "l2", "huber"] = "l2"
+    """Distance between prediction and target, averaged over pixels, in fp32."""
+    huber_delta: PositiveFloat = 0.1
+    """Where the Huber loss turns from squared to linear."""
+    weighting: Literal["uniform", "min_snr"] = "uniform"
+    """Weight of a timestep's loss: equal, or min-SNR-gamma (Hang et al.)."""
+    min_snr_gamma: PositiveFloat = 5.0
+    """Gamma of min-SNR weighting."""
+
+
+class OptimizerSpec(Section):
+    """AdamW and its warm-up; the values that `auto` in the DeepSpeed JSON stands for."""
+
+    learning_rate: PositiveFloat
+    """Learning rate after warm-up."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """Decay rates of the first and second moment."""
+    epsilon: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    """Decoupled weight decay."""
+    warmup_images: Annotated[int, Field(ge=0)] = 0
+    """Images over which the learning rate rises linearly from 0."""
+
+
+class TrainSpec(Section):
+    """How long, in which batches, from which seed."""
+
+    images: PositiveInt
+    """Length of training in images seen (not steps, not epochs)."""
+    batch_images: PositiveInt
+    """Images per optimizer step over all replicas and micro-batches."""
+    accumulation: PositiveInt | Literal["auto"] = "auto"
+    """Micro-batches per replica and step; auto takes 1 without a pipeline and at least 4 per stage with one."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Seed of everything random: weights, order, timesteps, noise, flips, dropout."""
+    label_drop: Fraction = 0.0
+    """Share of labels replaced by "no label" in a class-conditional run, for classifier-free guidance."""
+    initial_weights: Path | None = None
+    """Safetensors file of weights to begin with, from `ddpm-ds import` or `ddpm-ds checkpoint consolidate`; null draws
+    them at random."""
+
+
+class EmaSpec(Section):
+    """The averaged weights, which samples and evaluation use."""
+
+    halflife_images: PositiveInt = 500_000
+    """Images after which a weight's share in the average has halved."""
+    rampup_fraction: Fraction = 0.05
+    """The half-life is at most this share of the images seen, so that early weights are forgotten; 0 is no ramp."""
+
+
+class CheckpointSpec(Section):
+    """When the run is saved, and what is kept; it is always saved at its end and when it is asked to stop."""
+
+    every_images: PositiveInt | None = None
+    """Images between two checkpoints; null saves by time alone."""
+    every_minutes: PositiveFloat | None = 20.0
+    """Minutes between two checkpoints; null saves by images alone."""
+    keep_last: PositiveInt = 3
+    """How many of the newest checkpoints are kept."""
+    keep_every_images: PositiveInt | None = None
+    """Checkpoints at multiples of this many images are kept for good."""
+
+
+class BadNumbersSpec(Section):
+    """What happens when a loss is not finite, jumps, or the fp16 loss scale is at its floor."""
+
+    policy: Literal["stop", "rewind"] = "stop"
+    """End the run, or go back to the newest checkpoint and skip the images since."""
+    spike_factor: Annotated[float, Field(gt=1.0)] | None = None
+    """A loss above this many times the mean of the last ten points counts as bad; null lets it jump."""
+    max_rewinds: PositiveInt = 3
+    """Rewinds after which the run is ended all the same."""
+
+
+class SamplerSpec(Section):
+    """How images are drawn, while training and by `ddpm-ds sample`."""
+
+    kind: Literal["ddpm", "ddim", "dpm_solver"] = "dpm_solver"
+    """Ancestral (DDPM), DDIM, or the fast deterministic DPM-Solver++ (2M)."""
+    steps: PositiveInt | None = None
+    """Evaluations of the U-Net per image; null means 20 for dpm_solver, 50 for ddim, all timesteps for ddpm."""
+    spacing: Literal["trailing", "leading", "linspace"] = "trailing"
+    """Which timesteps are visited (names of diffusers): trailing starts at the last one, as training does."""
+    eta: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Noise that ddim adds: 0 none, 1 as much as ddpm."""
+    variance: Literal["small", "large"] = "large"
+    """Variance of ddpm's steps: that of the posterior, or beta as in DDPM on CIFAR-10."""
+    clip: Literal["none", "static", "dynamic"] = "static"
+    """Keep each predicted clean image in [-1, 1]: not at all, by clipping, or by a quantile (Imagen)."""
+    dynamic_quantile: Annotated[float, Field(gt=0.0, le=1.0)] = 0.995
+    """Quantile of the magnitudes by which dynamic clipping scales an image down."""
+    guidance: Annotated[float, Field(ge=0.0)] = 1.0
+    """Classifier-free guidance of a class-conditional U-Net: 1 is none, 0 leaves out the class."""
+
+    @property
+    def guides(self) -> bool:
+        """Whether each step evaluates the U-Net twice, with the class and without it."""
+        return self.guidance not in (0.0, 1.0)
+
+    def steps_of(self, timesteps: int) -> int:
+        """Evaluations of the U-Net per image, with a null filled in."""
+        defaults = {"dpm_solver": min(20, timesteps), "ddim": min(50, timesteps), "ddpm": timesteps}
+        return self.steps or defaults[self.kind]
+
+
+class SamplesSpec(Section):
+    """Pictures drawn while training, from the averaged weights and the same noise each time."""
+
+    every_images: PositiveInt | None = 50_000
+    """Images between two pictures; null draws none."""
+    count: PositiveInt = 64
+    """Images in a picture."""
+
+
+HELD_OUT_QUANTILES = tuple(range(10, 100, 10))
+"""Timesteps at which the held-out loss is measured, in per cent of all."""
+
+
+class EvaluationSpec(Section):
+    """The loss of the averaged weights on `data.held_out_images`, with the same noise each time."""
+
+    every_images: PositiveInt | None = 100_000
+    """Images between two evaluations; null makes none."""
+
+
+class LoggingSpec(Section):
+    """What is written down while training."""
+
+    log_every_images: PositiveInt
+    """Images between two points of the loss curve; each point is the mean over them."""
+    experiment: str = "ddpm_ds"
+    """Name of the MLflow experiment."""
+
+
+class RunSpec(Section):
+    """Everything that says what one training run is."""
+
+    name: Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$")]
+    """Short name of the run, used in folder names and in MLflow."""
+    data: DataSpec
+    """The images."""
+    unet: UnetSpec
+    """The network."""
+    diffusion: DiffusionSpec = DiffusionSpec()
+    """The diffusion process and the loss."""
+    optimizer: OptimizerSpec
+    """The optimizer."""
+    train: TrainSpec
+    """Length, batch and seed."""
+    ema: EmaSpec = EmaSpec()
+    """Averaged weights."""
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    """Checkpoints."""
+    bad_numbers: BadNumbersSpec = BadNumbersSpec()
+    """Losses that are not finite or jump."""
+    sampler: SamplerSpec = SamplerSpec()
+    """How images are drawn."""
+    samples: SamplesSpec = SamplesSpec()
+    """Pictures while training."""
+    evaluation: EvaluationSpec = EvaluationSpec()
+    """Held-out loss."""
+    logging: LoggingSpec
+    """Logging."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunSpec:
+        """What no single field can know; a message names the key, the value and the fix, in one line."""
+        _check_data(self)
+        _check_unet(self)
+        _check_training(self)
+        check_sampler(self.sampler, timesteps=self.diffusion.timesteps, classes=self.unet.classes)
+        return self
+
+
+def _check_data(spec: RunSpec) -> None:
+    data = spec.data
+    if data.source == "folder" and data.path is None:
+        raise ValueError("data.path is missing; source folder needs it: --set data.path=FOLDER")
+    if data.source != "folder" and data.path is not None:
+        raise ValueError(f"data.path = {data.path} is not read by source {data.source}; remove it or use source folder")
+    if data.crop_from is not None and data.crop_from < data.image_size:
+        raise ValueError(
+            f"data.crop_from = {data.crop_from} is below data.image_size = {data.image_size}, the size of the crops; "
+            f"use {data.image_size} or more, or null for no crops"
+        )
+
+
+def _check_unet(spec: RunSpec) -> None:
+    unet, size, levels = spec.unet, spec.data.image_size, len(spec.unet.multipliers)
+    if size % 2 ** (levels - 1):
+        raise ValueError(
+            f"data.image_size = {size} can't be halved {levels - 1} times, as the {levels} levels of unet.multipliers "
+            f"ask; use a multiple of {2 ** (levels - 1)} or fewer levels"
+        )
+    sizes = [size >> level for level in range(levels)]
+    for resolution in unet.attention_resolutions:
+        if resolution not in sizes:
+            raise ValueError(
+                f"unet.attention_resolutions has {resolution}, but the levels are {sizes} pixels; use some of those"
+            )
+    if unet.channels % 2:
+        raise ValueError(f"unet.channels = {unet.channels} is odd; the sinusoidal embedding needs an even width")
+    widths = [unet.channels * multiplier for multiplier in unet.multipliers]
+    for width in widths:
+        if width % unet.norm_groups:
+            raise ValueError(f"unet.norm_groups = {unet.norm_groups} does not divide {width} channels; use a divisor")
+    attended = [width for width, pixels in zip(widths, sizes, strict=True) if pixels in unet.attention_resolutions]
+    for width in attended + widths[-1:] * unet.middle_attention:
+        if unet.head_channels and width % unet.head_channels:
+            raise ValueError(
+                f"unet.head_channels = {unet.head_channels} does not divide the {width} channels that are attended; "
+                f"use a divisor"
+            )
+
+
+def _check_training(spec: RunSpec) -> None:
+    diffusion, train = spec.diffusion, spec.train
+    if diffusion.schedule == "linear" and not diffusion.beta_start < diffusion.beta_end < 1:
+        raise ValueError(
+            f"diffusion.beta_start = {diffusion.beta_start} and beta_end = {diffusion.beta_end} must rise and stay "
+            f"below 1, as DDPM's 0.0001 and 0.02 do"
+        )
+    if isinstance(train.accumulation, int) and train.batch_images % train.accumulation:
+        raise ValueError(
+            f"train.batch_images = {train.batch_images} can't be split into train.accumulation = {train.accumulation} "
+            f"micro-batches; use a divisor or auto"
+        )
+    if train.label_drop and spec.unet.classes is None:
+        raise ValueError(
+            f"train.label_drop = {train.label_drop} needs labels; set unet.classes to their number or label_drop to 0"
+        )
+
+
+def check_sampler(sampler: SamplerSpec, *, timesteps: int, classes: int | None) -> None:
+    """What the sampler asks of the diffusion process and the U-Net; raises ValueError with one line."""
+    if sampler.steps is not None and sampler.steps > timesteps:
+        raise ValueError(f"sampler.steps = {sampler.steps} is above the {timesteps} timesteps; use fewer")
+    if sampler.eta and sampler.kind != "ddim":
+        raise ValueError(f"sampler.eta = {sampler.eta:g} is of ddim, not of {sampler.kind}; use kind ddim or eta 0")
+    if sampler.guidance != 1.0 and classes is None:
+        raise ValueError(
+            f"sampler.guidance = {sampler.guidance:g} needs a class-conditional U-Net; leave it at 1, or train one "
+            "with unet.classes and train.label_drop"
+        )

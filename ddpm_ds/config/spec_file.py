@@ -1,0 +1,238 @@
+"""Run specs on disk: YAML and ``--set`` into a checked ``RunSpec``; JSON schema and Markdown out of it."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from ddpm_ds.config.spec import RunSpec, Section
+from ddpm_ds.errors import SpecError
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which a duplicated key is an error, 1e-4 is a number and a date is text."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        merge = "tag:yaml.org,2002:merge"
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != merge]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"{key} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+# PyYAML reads numbers as YAML 1.1 does, where an exponent needs a dot and a sign: 1e-4 would be text.
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def load_spec(path: Path | str, overrides: Sequence[str] = ()) -> RunSpec:
+    """Read a YAML run spec and apply ``section.key=value`` overrides, whose values are YAML as well.
+
+    Raises :class:`SpecError`, one line, when the file can't be read or a key or value is wrong.
+    """
+    path = Path(path)
+    values = _read(path)
+    origins: dict[str, str] = {}
+    for item in overrides:
+        origins[_override(values, item)] = f"--set {item}"
+    try:
+        # Strict, but by JSON's rules: a list is a tuple and text is a path, yet "64" is no number and true is not 1.
+        return RunSpec.model_validate_json(json.dumps(values, default=str), strict=True)
+    except ValidationError as error:
+        key, message = _first_problem(error, values)
+        everything = " ".join([str(path), *origins.values()])
+        raise SpecError(f"{origins.get(key, str(path) if key else everything)}: {message}") from None
+
+
+def spec_schema() -> dict[str, Any]:
+    """JSON schema of the run spec, for editors that complete and check YAML."""
+    schema = RunSpec.model_json_schema()
+    _collapse_descriptions(schema)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def spec_markdown() -> str:
+    """Every section, field, type, default and docstring as Markdown."""
+    schema = spec_schema()
+    lines: list[str] = []
+    for name, section in [("", schema), *_sections(schema)]:
+        lines += [f"## `{name}`" if name else "## Top level", "", section["description"], ""]
+        lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+        for key, field in section["properties"].items():
+            if "$ref" in field:
+                kind, default = f"section [`{key}`](#{key})", "" if key in section["required"] else "all defaults"
+            else:
+                kind = _expected(field)
+                default = "**required**" if key in section.get("required", ()) else f"`{json.dumps(field['default'])}`"
+            lines.append(f"| `{key}` | {kind} | {default} | {field.get('description', '')} |".replace("  ", " "))
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        near = _nearest(path.name, [other.name for other in path.parent.glob("*.yaml")])
+        raise SpecError(f"{path}: no such run spec{near or '; examples are in launch/specs'}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: can't be read as a run spec: {error}; give a YAML file") from None
+    values = _parse(text, str(path))
+    if not isinstance(values, dict):
+        raise SpecError(f"{path}: holds {_shown(values)} instead of sections (data, unet, ...); see launch/specs")
+    return values
+
+
+def _parse(text: str, origin: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise SpecError(f"{origin}: not YAML{line}: {error.problem}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise SpecError(f"{origin}: not YAML: {' '.join(str(error).split())}") from None
+
+
+def _override(values: dict[str, Any], item: str) -> str:
+    """Put one ``section.key=value`` into the values; returns its dotted key."""
+    key, equals, text = item.partition("=")
+    key = key.strip()
+    if not (equals and key):
+        raise SpecError(f"--set {item}: write section.key=value, such as unet.dropout=0.1")
+    *sections, name = key.split(".")
+    if _section_at((*sections, name)):
+        raise SpecError(f"--set {item}: {key} is a section; set one of its keys, such as {key}.{_fields(key)[0]}")
+    place = values
+    for depth, section in enumerate(sections, start=1):
+        if not _section_at(sections[:depth]):
+            raise SpecError(f"--set {item}: {_unknown(sections[:depth])}")
+        place = place.setdefault(section, {})
+        if not isinstance(place, dict):
+            raise SpecError(f"--set {item}: {'.'.join(sections[:depth])} is {_shown(place)} in the file, not a section")
+    place[name] = _parse(text, f"--set {item}")
+    return key
+
+
+def _first_problem(error: ValidationError, values: Mapping[str, Any]) -> tuple[str, str]:
+    """Dotted key and message of the problem that explains most: a misspelt key, else the first one."""
+    problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+    problem = problems[0]
+    location = _field_location(problem["loc"])
+    key = ".".join(location)
+    if problem["type"] == "value_error":  # From RunSpec's own check of the whole: already one line.
+        return key, problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "extra_forbidden":
+        return key, _unknown(location)
+    if problem["type"] == "missing" and location == problem["loc"]:
+        return key, f"{key} is missing; it takes {_expected_at(location)}"
+    value: Any = values
+    for name in location:
+        value = value[name]
+    return key, f"{key} = {_shown(value)} should be {_expected_at(location)}"
+
+
+def _field_location(location: Sequence[int | str]) -> tuple[str, ...]:
+    """The part of pydantic's location that names a field; the rest points into list items and union members."""
+    names = [str(part) for part in location]
+    for depth in range(1, len(names)):
+        if not _section_at(names[:depth]):
+            return tuple(names[:depth])
+    return tuple(names)
+
+
+def _section_at(location: Sequence[str]) -> type[Section] | None:
+    model: Any = RunSpec
+    for name in location:
+        field = model.model_fields.get(name)
+        model = field.annotation if field else None
+        if not (isinstance(model, type) and issubclass(model, Section)):
+            return None
+    return model
+
+
+def _fields(key: str) -> list[str]:
+    section = _section_at(key.split(".") if key else ())
+    return list(section.model_fields) if section else []
+
+
+def _unknown(location: Sequence[str]) -> str:
+    *sections, name = location
+    prefix = "".join(f"{section}." for section in sections)
+    known = _fields(".".join(sections))
+    elsewhere = [f"{other}.{name}" for other in _fields("") if name in _fields(other)]
+    hint = _nearest(name, known, prefix) or (f"; did you mean {elsewhere[0]}?" if elsewhere else "")
+    return f"{prefix}{name} is unknown{hint or '; known here: ' + ', '.join(known)}"
+
+
+def _nearest(name: str, known: Sequence[str], prefix: str = "") -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {prefix}{near[0]}?" if near else ""
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _expected_at(location: Sequence[str]) -> str:
+    if _section_at(location):
+        return f"a section with {', '.join(_fields('.'.join(location)))}"
+    *sections, name = location
+    section = _section_at(sections)
+    assert section is not None
+    return _expected(section.model_json_schema()["properties"][name])
+
+
+def _expected(schema: Mapping[str, Any]) -> str:
+    """A JSON schema of a field in words."""
+    if "anyOf" in schema:
+        return " or ".join(_expected(option) for option in schema["anyOf"])
+    if "enum" in schema or "const" in schema:
+        return " or ".join(json.dumps(choice) for choice in schema.get("enum", [schema.get("const")]))
+    match schema["type"]:
+        case "integer" | "number" as kind:
+            signs = (("exclusiveMinimum", ">"), ("minimum", ">="), ("exclusiveMaximum", "<"), ("maximum", "<="))
+            limits = [f"{sign} {schema[limit]:.15g}" for limit, sign in signs if limit in schema]
+            return " ".join(["a whole number" if kind == "integer" else "a number", " and ".join(limits)]).strip()
+        case "array" if "prefixItems" in schema:
+            return f"[{', '.join(_expected(item) for item in schema['prefixItems'])}]"
+        case "array":
+            return f"a list, each {_expected(schema['items'])}"
+        case "boolean":
+            return "true or false"
+        case "string":
+            text = "a path" if schema.get("format") == "path" else "text"
+            return f"{text} like {schema['pattern'].strip('^$')}" if "pattern" in schema else text
+        case kind:
+            return str(kind)
+
+
+def _sections(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for name, field in schema["properties"].items():
+        if "$ref" in field:
+            yield name, schema["$defs"][field["$ref"].rsplit("/", 1)[-1]]
+
+
+def _collapse_descriptions(schema: Any) -> None:
+    """A docstring's line breaks mean nothing in a description."""
+    if isinstance(schema, dict):
+        if isinstance(schema.get("description"), str):
+            schema["description"] = " ".join(schema["description"].split())
+        for value in schema.values():
+            _collapse_descriptions(value)
+
+
+SPECS = Path(__file__).resolve().parents[2] / "launch" / "specs"

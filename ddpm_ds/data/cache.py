@@ -1,0 +1,157 @@
+"""A prepared store: all images of a source, in their final size, in one memory-mapped array.
+
+::
+
+    <store_root>/<source>-<size>px-<channels>ch[-<hash of folder>]/
+        images.npy    uint8 (N, C, H, W)
+        labels.npy    int64 (N,)
+        meta.json     CacheMeta
+        skipped.txt   unreadable images, one per line, where there were any
+
+Which images of a store are trained on, and which are held out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict
+from tqdm import tqdm
+
+from ddpm_ds.errors import DataError
+
+FORMAT = 1
+IMAGES, LABELS, META, SKIPPED = "images.npy", "labels.npy", "meta.json", "skipped.txt"
+BAR_BYTES = 10**9
+"""Checking fewer bytes than this takes about a second and shows no bar."""
+CHUNK_BYTES = 2**20
+
+
+class CacheMeta(BaseModel):
+    """What ``meta.json`` says about a store."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    format: int
+    source: str
+    folder: str | None
+    count: int
+    shape: tuple[int, int, int]  # (C, H, W)
+    classes: tuple[str, ...]
+    skipped: int
+    sha256: dict[str, str]
+
+
+@dataclass(frozen=True)
+class DatasetCache:
+    """An open store. Sent to another process, it is opened there anew: the images don't travel."""
+
+    path: Path
+    meta: CacheMeta
+    images: npt.NDArray[np.uint8] = field(repr=False)  # (N, C, H, W), mapped from the file
+    labels: npt.NDArray[np.int64] = field(repr=False)  # (N,)
+    cropped: int | None = None
+    """Size of the crops that :meth:`centre` gives; None where images are as they were prepared."""
+
+    @classmethod
+    def open(cls, path: Path, verify: bool = True, progress: bool = False) -> DatasetCache:
+        """Opens the store at ``path``; ``verify`` reads every byte and compares checksums.
+
+        One process per node should verify, the others needn't. Raises DataError: missing, damaged, foreign format.
+        """
+        if not path.is_dir():
+            raise DataError(f"there is no prepared store at {path}; make it with: ddpm-ds prepare")
+        try:
+            meta = _read_meta(path)
+            if verify:
+                _verify(path, meta, progress)
+            images = np.load(path / IMAGES, mmap_mode="r")
+            labels = np.load(path / LABELS)
+        except OSError as error:
+            raise _damaged(path, f"{error.filename or path} can't be read ({error.strerror or error})") from error
+        except (ValueError, EOFError) as error:  # what numpy raises on a broken header or too few bytes
+            raise _damaged(path, "images.npy or labels.npy is cut short or no numpy file") from error
+        if images.dtype != np.uint8 or images.shape != (meta.count, *meta.shape):
+            raise _damaged(path, f"images.npy is {images.dtype} {images.shape}, meta.json says otherwise")
+        if labels.dtype != np.int64 or labels.shape != (meta.count,):
+            raise _damaged(path, f"labels.npy is {labels.dtype} {labels.shape} for {meta.count} images")
+        return cls(path, meta, images, labels)
+
+    def __len__(self) -> int:
+        return self.meta.count
+
+    def __reduce__(self) -> tuple[Callable[[Path, int | None], DatasetCache], tuple[Path, int | None]]:
+        return _reopen, (self.path, self.cropped)
+
+    def centre(self, size: int) -> DatasetCache:
+        """This store with the centres of its images, (C, ``size``, ``size``) in images and meta; nothing is copied.
+
+        What evaluates reads these, where training reads crops from other places too.
+        """
+        channels, height, width = self.meta.shape
+        if (height, width) == (size, size):
+            return self
+        top, left = (height - size) // 2, (width - size) // 2
+        images = self.images[:, :, top : top + size, left : left + size]
+        meta = self.meta.model_copy(update={"shape": (channels, size, size)})
+        return replace(self, meta=meta, images=images, cropped=size)
+
+    @property
+    def key(self) -> str:
+        """What no other images have: the checksum of theirs in hexadecimal, hashed with the size of crops."""
+        checksum = self.meta.sha256[IMAGES]
+        if self.cropped is None:
+            return checksum
+        return hashlib.sha256(f"{checksum} {self.cropped}".encode()).hexdigest()
+
+
+def _reopen(path: Path, cropped: int | None) -> DatasetCache:
+    store = DatasetCache.open(path, verify=False)
+    return store if cropped is None else store.centre(cropped)
+
+
+def sha256_of(path: Path, bar: tqdm[Any]) -> str:
+    """Hexadecimal SHA-256 of a file, read in pieces; advances ``bar`` by its bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            bar.update(len(chunk))
+    return digest.hexdigest()
+
+
+def checksums(folder: Path, progress: bool) -> dict[str, str]:
+    """SHA-256 of the arrays in ``folder``, by file name; a bar on stderr when they are big."""
+    total = sum((folder / name).stat().st_size for name in (IMAGES, LABELS))
+    hidden = not progress or total < BAR_BYTES
+    with tqdm(total=total, desc=f"checking {folder.name}", unit="B", unit_scale=True, disable=hidden) as bar:
+        return {name: sha256_of(folder / name, bar) for name in (IMAGES, LABELS)}
+
+
+def _verify(path: Path, meta: CacheMeta, progress: bool) -> None:
+    found = checksums(path, progress)
+    for name, checksum in found.items():
+        if meta.sha256.get(name) != checksum:
+            raise _damaged(path, f"{name} has another checksum than meta.json says")
+
+
+def _read_meta(path: Path) -> CacheMeta:
+    text = (path / META).read_text(encoding="utf-8")
+    try:
+        found = json.loads(text)["format"]
+        if found == FORMAT:
+            return CacheMeta.model_validate_json(text)
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(path, f"{META} is not a store's") from error
+    raise _damaged(path, f"its format is {found}, this version reads format {FORMAT}")
+
+
+def _damaged(path: Path, what: str) -> DataError:
+    return DataError(f"prepared store is unusable: {what}; delete {path} and prepare again")

@@ -1,0 +1,147 @@
+"""The arguments of a class of diffusers, as a JSON configuration holds them, read with care for types and ranges.
+
+The configuration of the ``DDPMScheduler`` that equals a diffusion process of ours, and back. No diffusers needed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ddpm_ds.config.spec import DiffusionSpec, PositiveInt, SamplerSpec
+from ddpm_ds.diffusion.objective import betas
+
+LONGEST_VALUE = 80
+
+
+class Arguments(BaseModel):
+    """Arguments with diffusers' defaults; the types of a subclass are what we can express.
+
+    Keys that begin with an underscore are diffusers' own notes and are not arguments.
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
+
+    class_names: ClassVar[tuple[str, ...]]
+    """Classes whose arguments these are."""
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Self:
+        """The arguments in a configuration.
+
+        Raises:
+            ValueError: with the key, its value and what can be expressed, in one line.
+        """
+        name = config.get("_class_name", cls.class_names[0])
+        if name not in cls.class_names:
+            raise refused("_class_name", name, f"only {' or '.join(cls.class_names)} can be read")
+        arguments = {key: value for key, value in config.items() if not key.startswith("_")}
+        try:
+            # By JSON's rules a list is a tuple, yet "64" is no number.
+            return cls.model_validate_json(json.dumps(arguments))
+        except ValidationError as error:
+            problem = error.errors()[0]
+            key = str(problem["loc"][0])
+            raise refused(key, config[key], problem["msg"].replace("Input should be", "it should be")) from None
+
+
+def refused(key: str, value: Any, why: str) -> ValueError:
+    """The error of a key whose value can't be expressed."""
+    text = json.dumps(value)
+    return ValueError(f"{key} = {text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + '...'}: {why}")
+
+
+Beta = Annotated[float, Field(gt=0.0, lt=1.0)]
+
+PREDICTIONS = {"eps": "epsilon", "x0": "sample", "v": "v_prediction"}
+"""diffusers' names of what a U-Net predicts."""
+UNLIMITED = 1e6
+"""diffusers bounds the range of dynamic clipping; ours is not bounded."""
+
+
+def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec) -> dict[str, Any]:
+    """Arguments of the ``DDPMScheduler`` that adds noise as a run did, and samples with its clipping and variance."""
+    dynamic = sampler.clip == "dynamic"
+    return {
+        "num_train_timesteps": diffusion.timesteps,
+        "beta_start": diffusion.beta_start,
+        "beta_end": diffusion.beta_end,
+        "beta_schedule": "squaredcos_cap_v2" if diffusion.schedule == "cosine" else "linear",
+        # diffusers' "sigmoid" is another schedule: sigmoid in the betas, not in alpha_bar.
+        "trained_betas": betas(diffusion).tolist() if diffusion.schedule == "sigmoid" else None,
+        "prediction_type": PREDICTIONS[diffusion.objective],
+        "variance_type": f"fixed_{sampler.variance}",
+        "clip_sample": sampler.clip == "static",
+        "clip_sample_range": 1.0,
+        "thresholding": dynamic,
+        "dynamic_thresholding_ratio": sampler.dynamic_quantile,
+        "sample_max_value": UNLIMITED if dynamic else 1.0,
+        "timestep_spacing": sampler.spacing,
+        "steps_offset": 0,
+        "rescale_betas_zero_snr": False,
+    }
+
+
+class _SchedulerArguments(Arguments):
+    """What says how noise is added, with its defaults; the other arguments say how images are drawn."""
+
+    class_names: ClassVar[tuple[str, ...]] = (
+        "DDPMScheduler",
+        "DDIMScheduler",
+        "PNDMScheduler",
+        "DPMSolverMultistepScheduler",
+    )
+
+    num_train_timesteps: PositiveInt = 1000
+    beta_start: Beta = 0.0001
+    beta_end: Beta = 0.02
+    beta_schedule: str = "linear"
+    trained_betas: tuple[Beta, ...] | None = None
+    prediction_type: Literal["epsilon", "sample", "v_prediction"] = "epsilon"
+    rescale_betas_zero_snr: Literal[False] = False
+
+
+def diffusion_from_scheduler(config: Mapping[str, Any], base: DiffusionSpec | None = None) -> DiffusionSpec:
+    """The diffusion process of a scheduler; the loss and its weighting, which no scheduler has, are those of ``base``.
+
+    Missing keys take the defaults of ``DDPMScheduler``.
+
+    Raises:
+        ValueError: ours can't express it; the key, its value and what we can, in one line.
+    """
+    found = _SchedulerArguments.read(config)
+    changes: dict[str, Any] = {
+        "timesteps": found.num_train_timesteps,
+        "objective": {theirs: ours for ours, theirs in PREDICTIONS.items()}[found.prediction_type],
+        **_schedule(found),
+    }
+    return (base or DiffusionSpec()).model_copy(update=changes)
+
+
+def _schedule(found: _SchedulerArguments) -> dict[str, Any]:
+    """Our name of the schedule, and its range where it has one."""
+    trained = found.trained_betas
+    if trained is not None:
+        return _schedule_of(trained, found.num_train_timesteps)
+    if found.beta_schedule == "linear":
+        return {"schedule": "linear", "beta_start": found.beta_start, "beta_end": found.beta_end}
+    if found.beta_schedule == "squaredcos_cap_v2":
+        return {"schedule": "cosine"}
+    why = "ours are linear and squaredcos_cap_v2, and a sigmoid in alpha_bar given as trained_betas"
+    raise refused("beta_schedule", found.beta_schedule, why)
+
+
+def _schedule_of(trained: tuple[float, ...], timesteps: int) -> dict[str, Any]:
+    """The schedule whose betas these are, up to the rounding of fp32."""
+    if len(trained) != timesteps:
+        raise refused("trained_betas", trained, f"{len(trained)} betas for num_train_timesteps = {timesteps}")
+    linear = {"schedule": "linear", "beta_start": trained[0], "beta_end": trained[-1]}
+    for candidate in (linear, {"schedule": "cosine"}, {"schedule": "sigmoid"}):
+        ours = betas(DiffusionSpec.model_validate({"timesteps": timesteps, **candidate}))
+        if torch.allclose(torch.tensor(trained, dtype=torch.float64), ours, rtol=1e-4, atol=2e-7):
+            return candidate
+    raise refused("trained_betas", trained, "they are not those of our schedules linear, cosine and sigmoid")

@@ -1,7 +1,0 @@
-"""What ``ddpm-ds evaluate`` may be asked for. No torch."""
-
-OF_INCEPTION = ("fid", "kid", "pr")
-"""Scores from features of Inception v3."""
-METRICS = (*OF_INCEPTION, "pixel", "digits")
-FEWEST_IMAGES = 10
-"""Of fewer, no score means anything, and some can't be computed."""

@@ -1,0 +1,197 @@
+"""How many images a second the loader gives, how many the U-Net takes, and how long a step would wait for them."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.loader import MicroBatch, micro_batches, on_device
+from ddpm_ds.device import DTYPES, Dtype, wait_for_device
+from ddpm_ds.train.objective import Denoising
+from ddpm_ds.unet.layers import unet_layers
+from ddpm_ds.unet.model import UNet
+
+WARM_UP = 0.1
+"""Share of a round that goes first and does not count: what was read ahead between two rounds."""
+FEW_IMAGES, LONG_STEP_SECONDS = 8, 2.0
+"""How many images a step of the U-Net has where one of the whole micro-batch would take so long, as on a CPU, where
+images/s hardly grow with more."""
+FEWEST_STEPS = 3
+"""Steps of the U-Net that are timed, after some that are not."""
+WAITS, WAITS_SECONDS = range(16, 200), 2.0
+"""Fewest and most micro-batches whose waits are timed, and the time after which the fewest are enough."""
+LONGEST_PAUSE_SECONDS = 0.02
+"""Between two of them, where the U-Net takes longer and reading less than a quarter of it."""
+
+Advance = Callable[[str], None]
+"""Called with what is measured next."""
+
+
+@dataclass(frozen=True)
+class Loading:
+    """What the loader was seen to do with some number of workers."""
+
+    workers: int
+    images_per_second: Spread
+    wait_share: float | None
+    """Share of a step in which micro-batches are waited for that the U-Net asks for; None where its pace is unknown."""
+
+
+@dataclass(frozen=True)
+class UnetPace:
+    """What the U-Net takes."""
+
+    images_per_second: float
+    words: str
+    """How that is known."""
+
+
+@dataclass(frozen=True)
+class Feed:
+    """The micro-batches of one replica, as training reads them."""
+
+    store: DatasetCache
+    micro_batch_images: int
+    device: torch.device
+
+    def batches(self, workers: int) -> Iterator[MicroBatch]:
+        """The endless micro-batches on the device."""
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # more workers than cores: we measure that
+            batches = micro_batches(
+                self.store,
+                seed=0,
+                batch_images=self.micro_batch_images,
+                micro_batch_images=self.micro_batch_images,
+                replicas=1,
+                replica=0,
+                workers=workers,
+                pin_memory=self.device.type == "cuda",
+            )
+        return on_device(batches, self.device)
+
+
+def measure_loading(
+    feed: Feed,
+    workers: Sequence[int],
+    *,
+    seconds: float,
+    rounds: int,
+    needs: float | None,
+    advance: Advance = lambda what: None,
+) -> list[Loading]:
+    """The loader by number of workers: ``rounds`` turns of each, ``seconds`` in all for each number.
+
+    The numbers take turns, so that what else the machine does touches all. ``needs`` is the U-Net's images/s, where it
+    is known. ``advance`` is called ``rounds`` + 1 times for each number of workers.
+    """
+    batches = {count: feed.batches(count) for count in workers}
+    rates: dict[int, list[float]] = {count: [] for count in workers}
+    for _, count in itertools.product(range(rounds), workers):
+        advance(f"{count} workers")
+        _rate(feed, batches[count], WARM_UP * seconds / rounds)
+        rates[count].append(_rate(feed, batches[count], seconds / rounds))
+    found = []
+    for count in workers:
+        advance(f"{count} workers at the U-Net's pace")
+        speed = Spread.of(rates[count])
+        _rate(feed, batches[count], WARM_UP * seconds / rounds)
+        share = None if needs is None else _wait_share(feed, batches[count], needs, speed.median)
+        found.append(Loading(count, speed, share))
+    return found
+
+
+def _rate(feed: Feed, batches: Iterator[MicroBatch], seconds: float) -> float:
+    """Images a second, taken as fast as they come."""
+    images, begin = 0, time.perf_counter()
+    while time.perf_counter() - begin < seconds:
+        next(batches)
+        images += feed.micro_batch_images
+    wait_for_device(feed.device)
+    return images / (time.perf_counter() - begin)
+
+
+def _wait_share(feed: Feed, batches: Iterator[MicroBatch], needs: float, speed: float) -> float:
+    """Mean time until the next micro-batch is there, with a pause as long as the U-Net's work before each."""
+    working, reading = feed.micro_batch_images / needs, feed.micro_batch_images / speed
+    pause = min(working, max(LONGEST_PAUSE_SECONDS, 4 * reading))
+    waits: list[float] = []
+    end = time.perf_counter() + WAITS_SECONDS
+    while len(waits) < WAITS.start or (len(waits) < WAITS.stop and time.perf_counter() < end):
+        time.sleep(pause)
+        begin = time.perf_counter()
+        next(batches)
+        waits.append(time.perf_counter() - begin)
+    wait = statistics.mean(waits)
+    return wait / (wait + working)
+
+
+def unet_need(
+    spec: RunSpec, feed: Feed, precision: Dtype, seconds: float, advance: Advance = lambda what: None
+) -> UnetPace:
+    """Images/s of the U-Net's forward and backward, the median of some steps; no optimizer, one device.
+
+    A step is of a micro-batch, or of its first images where that would take long. ``advance`` is called once for each
+    step.
+    """
+    device, batch = feed.device, next(feed.batches(0))
+    batch = batch._replace(labels=torch.zeros_like(batch.labels))  # a class that every U-Net with classes has
+    layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
+    unet = UNet(layers, seed=0).to(device=device, dtype=DTYPES[precision][1]).train()
+    objective = Denoising(spec, device)
+
+    def step(batch: MicroBatch) -> float:
+        advance("U-Net")
+        begin = time.perf_counter()
+        prepared = objective.prepare(batch)
+        x_t, *conditions = objective.inputs(prepared)
+        prediction = unet(x_t.to(DTYPES[precision][1]), *conditions, images=batch.index.to(device))
+        objective.loss(prediction, prepared).backward()
+        unet.zero_grad()
+        wait_for_device(device)
+        return time.perf_counter() - begin
+
+    few = MicroBatch(*(tensor[:FEW_IMAGES] for tensor in batch))
+    step(few)
+    if step(few) * len(batch.images) / len(few.images) > LONG_STEP_SECONDS:
+        batch = few
+    step(batch)
+    times: list[float] = []
+    while len(times) < FEWEST_STEPS or sum(times) < seconds:
+        times.append(step(batch))
+    images = len(batch.images)
+    return UnetPace(images / statistics.median(times), f"{spec.name}, forward and backward of {images} in {precision}")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles of a quantity over the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Of at least one value."""
+        one = len(values) == 1
+        low, median, high = [values[0]] * 3 if one else statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high)
+
+    def as_ratio(self) -> str:
+        """The median, with the quartiles in brackets."""
+        return f"{self.median:.3f} ({self.low:.3f}-{self.high:.3f})"
+
+    def as_milliseconds(self) -> str:
+        """The same of seconds."""
+        median, low, high = (
+            f"{1e3 * value:.4g}" if value < 10 else f"{1e3 * value:.0f}" for value in (self.median, self.low, self.high)
+        )
+        return f"{median} ({low}-{high})"

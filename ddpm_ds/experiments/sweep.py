@@ -1,0 +1,238 @@
+"""A grid of runs, cell after cell: each trained under ``ddpm-ds run``, and its end written down, to go on from there.
+
+::
+
+    RUNS/vary-digits-1a2b3c4d/                    the grid: a run of its own in MLflow, the parent of its cells
+        grid.json                                 how each cell ended
+        comparison.md, comparison.html            the cells side by side
+    RUNS/vary-digits-1a2b3c4d.baseline/           a cell: the folder of a run like any other, and
+        asked_ds_config.json                      the JSON it is started with
+        output.log                                what all its processes have printed
+    RUNS/vary-digits-1a2b3c4d.precision-fp16/
+
+A grid in MLflow: the run that its cells are children of, with the comparison of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import yaml
+
+from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.config.spec_file import SPECS
+from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PREEMPTED, UserError
+from ddpm_ds.experiments.compare_pages import ARTIFACT_FOLDER
+from ddpm_ds.experiments.grid import BASELINE, Trial
+from ddpm_ds.processes.ranks import free_port
+from ddpm_ds.processes.supervisor import MEANINGS, STOP_SIGNALS
+from ddpm_ds.tracking.run_folder import METRICS, RunFolder, identity_of, labels, write_labels
+from ddpm_ds.tracking.runs import GRID, KIND_TAG, find_run
+from ddpm_ds.tracking.tracker import Tracker
+
+TRAIN = SPECS.with_name("train.py")
+GRID_FILE, ASKED_CONFIG, LOG = "grid.json", "asked_ds_config.json", "output.log"
+POLL_SECONDS = 0.2
+DIGEST_CHARACTERS = 8
+LAST_LINES = 8
+WHAT_CODES_MEAN = {
+    **MEANINGS,
+    EXIT_BAD_INPUT: "bad input",
+    EXIT_BAD_NUMBERS: "the numbers went bad",
+    EXIT_PREEMPTED: "stopped and saved",
+}
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the last start of a cell ended."""
+
+    exit_code: int
+    seconds: float
+    said: tuple[str, ...] = ()
+    """The errors of the program, else the end of what was printed; nothing where it is done."""
+
+    @property
+    def finished(self) -> bool:
+        return self.exit_code == 0
+
+    @property
+    def stopped(self) -> bool:
+        """It was asked to end, and goes on where the grid is started again."""
+        return self.exit_code == EXIT_PREEMPTED or self.exit_code < 0 or self.exit_code > 128
+
+    def words(self) -> str:
+        if self.finished:
+            return "done"
+        meaning = "ended at once by a signal" if self.stopped else "of the launcher"
+        return f"exit code {self.exit_code} ({WHAT_CODES_MEAN.get(self.exit_code, meaning)})"
+
+
+def digest(*content: Any) -> str:
+    """The same few characters for the same content."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:DIGEST_CHARACTERS]
+
+
+class Sweep:
+    """The folder of a grid, and those of its cells beside it."""
+
+    def __init__(self, folder: Path, cells: Sequence[Trial]) -> None:
+        self.folder, self.cells = folder, tuple(cells)
+
+    def run_dir(self, cell: Trial) -> Path:
+        """The folder of a cell's run: beside the grid's, since MLflow's store is in the folder above a run's."""
+        return self.folder.with_name(f"{self.folder.name}.{cell.name}")
+
+    def log(self, cell: Trial) -> Path:
+        """What a cell has printed, at every start."""
+        return self.run_dir(cell) / LOG
+
+    def endings(self) -> dict[str, Ending]:
+        """How the cells ended that have been started, by name."""
+        file = self.folder / GRID_FILE
+        if not file.exists():
+            return {}
+        known = json.loads(file.read_text())
+        return {name: Ending(each["exit_code"], each["seconds"], tuple(each["said"])) for name, each in known.items()}
+
+    def remember(self, cell: Trial, ending: Ending) -> None:
+        """Write down how a cell ended; whole or not at all."""
+        endings = self.endings() | {cell.name: ending}
+        file = self.folder / GRID_FILE
+        written = file.with_suffix(".new")
+        written.write_text(json.dumps({name: asdict(each) for name, each in endings.items()}, indent=2) + "\n")
+        written.replace(file)
+
+    def prepare(self, cell: Trial, spec: RunSpec) -> None:
+        """Make a cell's folder, with what it is started from."""
+        run_dir = self.run_dir(cell)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "spec.yaml").write_text(yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False))
+        (run_dir / ASKED_CONFIG).write_text(json.dumps(cell.config, indent=2) + "\n")
+        write_labels(run_dir, {"vary.name": self.folder.name, "vary.changed": cell.changed or BASELINE})
+
+    def command(self, cell: Trial, parent: str, grace_seconds: float, options: Sequence[str]) -> list[str]:
+        """What starts a cell as a child of the run with the identity ``parent``."""
+        run_dir = self.run_dir(cell)
+        supervisor = [sys.executable, "-m", "ddpm_ds.cli.main", "run", "--grace-seconds", f"{grace_seconds:g}", "--"]
+        launcher = ["--num_gpus", str(cell.processes), "--master_port", str(free_port()), "--master_addr", "127.0.0.1"]
+        what = ["--spec", str(run_dir / "spec.yaml"), "--deepspeed_config", str(run_dir / ASKED_CONFIG)]
+        where = ["--run-dir", str(run_dir), "--parent-run", parent]
+        return [*supervisor, *launcher, str(TRAIN), *what, *where, *options]
+
+    def progress(self, cell: Trial) -> int:
+        """Images that a cell has seen at its last log point."""
+        with contextlib.suppress(OSError, IndexError, ValueError, KeyError):  # none yet, or being written
+            last = (self.run_dir(cell) / METRICS).read_text().splitlines()[-1]
+            return int(json.loads(last)["progress/images"])
+        return 0
+
+
+@contextlib.contextmanager
+def heard_signals() -> Iterator[list[signal.Signals]]:
+    """The signals that ask for an end, as they come in; what our parent has set to be ignored stays so."""
+    heard: list[signal.Signals] = []
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        heard.append(signal.Signals(number))
+
+    numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, hear) for number in numbers}
+    try:
+        yield heard
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_command(command: Sequence[str], log: Path, heard: Sequence[signal.Signals], tick: Callable[[], None]) -> Ending:
+    """Run a cell's command to its end, every signal in ``heard`` passed on; ``tick`` is called while it runs.
+
+    It has a session of its own, so that a terminal's Ctrl-C reaches it once: from here.
+    """
+    started, passed = time.monotonic(), 0
+    with log.open("ab") as output:
+        begin = output.tell()
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            while process.poll() is None:
+                for number in heard[passed:]:
+                    process.send_signal(number)
+                passed = len(heard)
+                tick()
+                time.sleep(POLL_SECONDS)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+    said = () if process.returncode == 0 else _what_was_said(log, begin)
+    return Ending(process.returncode, round(time.monotonic() - started, 1), said)
+
+
+def _what_was_said(log: Path, begin: int) -> tuple[str, ...]:
+    """The lines, from byte ``begin`` on, that explain a failure; those of the launcher explain none."""
+    with log.open("rb") as file:
+        file.seek(begin)
+        lines = [line.rstrip() for line in file.read().decode(errors="replace").splitlines()]
+    errors = [line for line in lines if line.startswith("ddpm_ds: error: ")]
+    return tuple(errors or [line for line in lines if line and not line.startswith("[20")][-LAST_LINES:])
+
+
+def begin_parent(
+    grid: Sweep, experiment: str, params: Mapping[str, object], note: str | None, say: Callable[[str], None]
+) -> tuple[Tracker, str]:
+    """The run of a grid, begun or gone on with, and its identity."""
+    tags = labels(grid.folder, note, say)
+    identity = RunFolder(grid.folder).identity()
+    tracker = Tracker.start(
+        experiment,
+        grid.folder.name,
+        output_root=grid.folder.parent,
+        run_dir=grid.folder,
+        params=params,
+        tags=tags | {KIND_TAG: GRID, "vary.name": grid.folder.name, "mlflow.source.name": "ddpm-ds vary"},
+        identity=identity,
+        system_metrics=False,
+        say=say,
+    )
+    return tracker, identity
+
+
+def compare_cells(
+    grid: Sweep, metrics: Sequence[str] | None, tracker: Tracker, say: Callable[[str], None]
+) -> str | None:
+    """The cells that have got as far as MLflow side by side, as wide as the terminal.
+
+    The comparison is kept in the grid's folder and among its run's artifacts. Where there is none, it is said why.
+    """
+    from ddpm_ds.experiments.compare import comparison
+    from ddpm_ds.experiments.compare_pages import markdown, page, terminal
+
+    begun = [cell for cell in grid.cells if identity_of(grid.run_dir(cell))]
+    try:
+        runs = {cell.name: find_run(str(grid.run_dir(cell))) for cell in begun}
+        if not runs:
+            return None
+        compared = comparison(list(runs.values()), runs.get(BASELINE), metrics)
+        contents = {"comparison.md": markdown(compared), "comparison.html": page(compared)}
+    except UserError as error:
+        say(f"no comparison: {error}")
+        return None
+    for name, text in contents.items():
+        (grid.folder / name).write_text(text)
+        tracker.artifact(grid.folder / name, ARTIFACT_FOLDER)
+    return terminal(compared, shutil.get_terminal_size((120, 24)).columns)

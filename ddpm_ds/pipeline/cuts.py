@@ -1,0 +1,375 @@
+"""The lightest path through the possible cuts, which is what a partition is, and memory as its constraint.
+
+Cuts of a U-Net into mirrored pairs, so that what an encoder layer gives a decoder layer stays on one rank.
+
+The number of live skips rises along the encoder and falls along the decoder. A cut of the encoder and a cut of the
+decoder are mirrored where that number is the same: between them the skips of the layers between are made and used::
+
+    live skips   1    2    3         3    2    1
+    layers     0 ─┬── ─┬── ─┬── turn ─┬── ─┬── ─┬─ n
+                  └────────── rank 0 ───────────┘        outside of the outer pair
+                       └───── rank 1 ──────┘             between the pairs
+                            └ rank 2 ─┘                  inside of the inner pair
+
+Where the list of layers is cut into stages.
+
+A partition is written as its bounds ``(0, b1, ..., n)``: stage ``s`` owns layers ``bounds[s]`` to
+``bounds[s + 1] - 1``. Under ``1f1b`` rank r holds stage r. Under ``folded`` P ranks hold 2P stages, rank r the stages r
+and 2P - 1 - r, cut so that every skip is made and used on one rank (:mod:`ddpm_ds.pipeline.cuts`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+import itertools
+from typing import Literal
+
+from ddpm_ds.errors import LayoutError
+from ddpm_ds.unet.layers import Layer, boundary_shapes
+
+
+@dataclass(frozen=True)
+class Room:
+    """What ranks may hold."""
+
+    limit: float
+    """Bytes of one rank."""
+    layer_bytes: Callable[[int, int], Sequence[float]]
+    """By rank and phase: bytes that each layer takes if it is there, with its weights and all that is kept of them."""
+
+
+def running_sum(values: Sequence[float]) -> npt.NDArray[np.float64]:
+    """Sums of the first 0, 1, ... values."""
+    import numpy as np  # only now: command lines are read without it
+
+    return np.concatenate([[0.0], np.cumsum(values)])
+
+
+def lightest_chain(weights: Sequence[npt.NDArray[np.float64]], prices: Sequence[float]) -> list[int] | None:
+    """The nodes of a path from the first node to the last, with an edge of each of ``weights``, heaviest edge lightest.
+
+    Among those the one whose nodes have the least sum of ``prices``. ``weights[n][a, b]`` is that of edge number n from
+    a to b, infinite where there is none. Exact dynamic programming, O(edges x nodes^2). None where there is no path.
+    """
+    import numpy as np
+
+    nodes = len(prices)
+    lightest = np.full(nodes, math.inf)
+    lightest[0] = 0.0
+    for edge in weights:
+        lightest = np.maximum(lightest[:, None], edge).min(0)
+    limit = lightest[-1]
+    if not math.isfinite(limit):
+        return None
+    price = np.full(nodes, math.inf)
+    price[0] = 0.0
+    choices = []
+    for edge in weights:
+        options = price[:, None] + np.where(edge <= limit, np.asarray(prices)[None, :], math.inf)
+        choices.append(options.argmin(0))
+        price = options.min(0)
+    chain = [nodes - 1]
+    for choice in reversed(choices):
+        chain.append(int(choice[chain[-1]]))
+    return chain[::-1]
+
+
+def mirrored_cuts(
+    layers: Sequence[Layer],
+    weights: Sequence[float],
+    ranks: int,
+    crossing: float = 0.0,
+    room: Room | None = None,
+) -> tuple[int, ...]:
+    """Mirrored bounds of ``2 * ranks`` stages: the heaviest rank is lightest, and then the least crosses. Exact.
+
+    An element that crosses a pair weighs ``crossing`` on both sides of it. The turn, which only divides the last rank's
+    layers, is where its two stages are most alike.
+
+    Raises:
+        LayoutError: there are not so many mirrored pairs, or none leaves every rank in the ``room``.
+    """
+    import numpy as np  # only now: command lines are read without it
+
+    live, turns = live_skips(layers), _turns(layers)
+    pairs = [
+        (cut, mirror)
+        for cut in range(1, turns[-1])
+        for mirror in range(turns[0] + 1, len(layers))
+        if live[cut] == live[mirror] and any(cut < turn < mirror for turn in turns)
+    ]
+    nodes = [(0, len(layers)), *pairs]
+    prices = [0.0, *(_crossing(layers, *pair) for pair in pairs), 0.0]
+    before = running_sum(weights)
+    lefts, rights = (np.array(side) for side in zip(*nodes, strict=True))
+    parts = np.full((len(prices), len(prices)), math.inf)  # [outer pair, inner pair]; the last is the middle
+    nested = (lefts[:, None] < lefts[None, :]) & (rights[:, None] > rights[None, :])
+    inside = before[rights] - before[lefts]
+    parts[:-1, :-1] = np.where(nested, inside[:, None] - inside[None, :], math.inf)
+    parts[:-1, -1] = inside
+    parts += crossing * np.add.outer(prices, prices)
+    if lightest_chain([parts] * ranks, prices) is None:
+        most = next(count for count in range(ranks - 1, 0, -1) if lightest_chain([parts] * count, prices))
+        raise LayoutError(
+            f'pipeline.stages = {ranks}, but with pipeline.schedule = "folded" this U-Net has mirrored cuts for {most} '
+            f"at most; use fewer stages"
+        )
+    edges, middles = [parts] * ranks, {node: [turn for turn in turns if node[0] < turn < node[1]] for node in nodes}
+    if room is not None:
+        down, up = ([running_sum(room.layer_bytes(rank, phase)) for rank in range(ranks)] for phase in (0, 1))
+        middles = {
+            (left, right): [
+                turn for turn in within if down[-1][turn] - down[-1][left] + up[-1][right] - up[-1][turn] <= room.limit
+            ]
+            for (left, right), within in middles.items()
+        }
+        edges = [_in_room(parts, lefts, rights, *sums, room.limit) for sums in zip(down, up, strict=True)]
+        edges[-1][:-1, -1] = np.where([bool(middles[node]) for node in nodes], parts[:-1, -1], math.inf)
+    chain = lightest_chain(edges, prices)
+    if chain is None:
+        raise LayoutError(f"the layers can't be folded onto {ranks} ranks that hold no more than their memory")
+    chosen = [nodes[number] for number in chain[1:-1]]
+    first, last = chosen[-1] if chosen else nodes[0]
+    turn = min(middles[first, last], key=lambda turn: abs(2 * before[turn] - before[first] - before[last]))
+    return (0, *(cut for cut, _ in chosen), turn, *(mirror for _, mirror in reversed(chosen)), len(layers))
+
+
+def _in_room(
+    parts: npt.NDArray[np.float64],
+    lefts: npt.NDArray[np.int64],
+    rights: npt.NDArray[np.int64],
+    down: npt.NDArray[np.float64],
+    up: npt.NDArray[np.float64],
+    limit: float,
+) -> npt.NDArray[np.float64]:
+    """``parts`` without those whose layers, of which ``down`` and ``up`` are running sums of bytes, take too much."""
+    import numpy as np
+
+    held = (down[lefts][None, :] - down[lefts][:, None]) + (up[rights][:, None] - up[rights][None, :])
+    allowed = parts.copy()
+    allowed[:-1, :-1] = np.where(held <= limit, parts[:-1, :-1], math.inf)
+    return allowed
+
+
+def check_mirrored(layers: Sequence[Layer], bounds: Sequence[int]) -> None:
+    """Refuse bounds of an even number of stages between which a skip would leave its rank.
+
+    Raises:
+        LayoutError: with the cuts that would be mirrored.
+    """
+    live, turns, ranks = live_skips(layers), _turns(layers), len(bounds) // 2
+    if bounds[ranks] not in turns:
+        raise LayoutError(
+            f"pipeline.partition turns at {bounds[ranks]}, its middle cut; a fold turns between the last layer that "
+            f"makes a skip and the first that uses one: at {' or '.join(map(str, turns))}"
+        )
+    for cut, mirror in zip(bounds[1:ranks], reversed(bounds[ranks + 1 : -1]), strict=True):
+        if live[cut] != live[mirror]:
+            fitting = [str(other) for other in range(turns[0], len(layers)) if live[other] == live[cut]]
+            raise LayoutError(
+                f"pipeline.partition: the cuts {cut} and {mirror} are not mirrored: {live[cut]} skips are alive at one "
+                f"and {live[mirror]} at the other; with {cut} goes {' or '.join(fitting)}"
+            )
+
+
+def live_skips(layers: Sequence[Layer]) -> list[int]:
+    """How many skips have been made and not used before each layer, and at the end."""
+    changes = (layer.pushes - (layer.skip_channels > 0) for layer in layers)
+    return list(itertools.accumulate(changes, initial=0))
+
+
+def _turns(layers: Sequence[Layer]) -> range:
+    """The cuts after the last layer that makes a skip and before or at the first that uses one."""
+    last_push = max(index for index, layer in enumerate(layers) if layer.pushes)
+    first_pop = min(index for index, layer in enumerate(layers) if layer.skip_channels)
+    return range(last_push + 1, first_pop + 1)
+
+
+def folded_sent_shapes(layers: Sequence[Layer], cut: int, phase: int) -> tuple[tuple[int, ...], ...]:
+    """Per-image shapes that cross before layer ``cut``, in each direction: (h, emb) going down, h alone coming up."""
+    h, emb, *_ = boundary_shapes(layers, cut)
+    return (h,) if phase else (h, emb)
+
+
+def _crossing(layers: Sequence[Layer], cut: int, mirror: int) -> int:
+    """Elements per image that cross a mirrored pair in each direction."""
+    return sum(
+        map(math.prod, (*folded_sent_shapes(layers, cut, phase=0), *folded_sent_shapes(layers, mirror, phase=1)))
+    )
+
+
+PartitionMethod = Literal["flops", "parameters", "uniform"]
+Schedule = Literal["1f1b", "folded"]
+
+CROSSING_MACS = 65
+"""What an element that crosses a cut costs a rank on either side, there and back, in multiply-accumulates of a forward.
+
+A processor's core computes so many in the time in which it copies the element. An H100 computes 800 while its NVLink
+carries it, but its copy engines do that beside other micro-batches."""
+
+
+def partition(
+    layers: Sequence[Layer], stages: int, method: PartitionMethod | Sequence[int], schedule: Schedule = "1f1b"
+) -> tuple[int, ...]:
+    """Bounds for a pipeline of ``stages`` ranks.
+
+    ``flops`` minimises the slowest rank's layers and transfers exactly, ``parameters`` and ``uniform`` the most
+    parameters and layers of a rank; among such partitions the fewest elements cross. A sequence gives the first layer
+    of every stage but the first.
+
+    Raises:
+        LayoutError: the list can't be cut into so many, or given cuts are not increasing positions inside the list or
+            not mirrored, which the fold needs.
+    """
+    if not isinstance(method, str):
+        return _given(layers, stages, method, schedule)
+    weights = {
+        "flops": [layer.macs for layer in layers],
+        "parameters": [layer.parameters for layer in layers],
+        "uniform": [1 for _ in layers],
+    }[method]
+    return weighted(layers, weights, stages, schedule, crossing=CROSSING_MACS if method == "flops" else 0.0)
+
+
+def weighted(
+    layers: Sequence[Layer],
+    weights: Sequence[float],
+    stages: int,
+    schedule: Schedule,
+    *,
+    crossing: float = 0.0,
+    room: Room | None = None,
+) -> tuple[int, ...]:
+    """Bounds that minimise the heaviest rank's sum of ``weights``, one for each layer, as :func:`partition` does.
+
+    ``crossing`` is the weight that each element which crosses a cut, per image, adds to the ranks on both sides; ranks
+    hold no more than ``room``.
+
+    Raises:
+        LayoutError: the list can't be cut into so many, or not so that they hold what they have to.
+    """
+    if schedule == "folded":
+        return mirrored_cuts(layers, weights, stages, crossing, room)
+    if stages > len(layers):
+        raise LayoutError(
+            f"pipeline.stages = {stages}, but the U-Net has {len(layers)} layers; use at most {len(layers)} stages"
+        )
+    return balanced(weights, stages, [boundary_elements(layers, cut) for cut in range(1, len(layers))], crossing, room)
+
+
+def _given(layers: Sequence[Layer], stages: int, cuts: Sequence[int], schedule: Schedule) -> tuple[int, ...]:
+    count = 2 * stages if schedule == "folded" else stages
+    bounds = (0, *(int(cut) for cut in cuts), len(layers))
+    if len(bounds) != count + 1 or any(left >= right for left, right in itertools.pairwise(bounds)):
+        raise LayoutError(
+            f"pipeline.partition = {list(cuts)} does not cut {len(layers)} layers into {count} stages; "
+            f"give {count - 1} increasing positions between 1 and {len(layers) - 1}"
+        )
+    if schedule == "folded":
+        check_mirrored(layers, bounds)
+    return bounds
+
+
+def balanced(
+    weights: Sequence[float],
+    stages: int,
+    elements: Sequence[float],
+    crossing: float = 0.0,
+    room: Room | None = None,
+) -> tuple[int, ...]:
+    """Contiguous partition whose heaviest part is lightest, and among those the one with the fewest elements crossing.
+
+    ``elements[i]`` cross a cut before item ``i + 1``, and weigh ``crossing`` each in the parts on both sides. Exact.
+
+    Raises:
+        LayoutError: no partition leaves every part in the ``room``.
+    """
+    import numpy as np  # only now: command lines are read without it
+
+    before, cut = running_sum(weights), np.array([0.0, *elements, 0.0])
+    parts = before[None, :] - before[:, None] + crossing * (cut[None, :] + cut[:, None])  # [start, stop]
+    parts[np.tril_indices(len(before))] = math.inf
+    edges = [parts] * stages
+    if room is not None:
+        sums = [running_sum(room.layer_bytes(rank, 0)) for rank in range(stages)]
+        edges = [np.where(held[None, :] - held[:, None] <= room.limit, parts, math.inf) for held in sums]
+    chain = lightest_chain(edges, cut.tolist())
+    if chain is None:
+        raise LayoutError(f"the layers can't be cut into {stages} stages that hold no more than their memory")
+    return tuple(chain)
+
+
+def boundary_elements(layers: Sequence[Layer], cut: int) -> int:
+    """Elements per image that cross before layer ``cut`` under 1f1b, in each direction."""
+    return sum(math.prod(shape) for shape in boundary_shapes(layers, cut))
+
+
+def stages_of(rank: int, ranks: int, schedule: Schedule) -> tuple[int, ...]:
+    """The stages that a rank holds, in the order in which a micro-batch meets them."""
+    return (rank, 2 * ranks - 1 - rank) if schedule == "folded" else (rank,)
+
+
+def segments(bounds: Sequence[int], schedule: Schedule, rank: int) -> tuple[tuple[int, int], ...]:
+    """The layers [start, stop) that a rank owns: one range, or for the fold those of phase 0 and of phase 1."""
+    stages = len(bounds) - 1
+    ranks = stages // 2 if schedule == "folded" else stages
+    return tuple((bounds[stage], bounds[stage + 1]) for stage in stages_of(rank, ranks, schedule))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one stage holds and sends; one row of the table that ``--dry-run`` prints."""
+
+    index: int
+    rank: int
+    """Rank in the pipeline that holds it."""
+    first_layer: str
+    last_layer: str
+    layers: int
+    parameters: int
+    forward_flops: int
+    """Per image; a multiply and an add count as two."""
+    activation_elements: int
+    """Per image, kept from forward to backward without checkpointing."""
+    sent_elements: int
+    """Per image, to another rank in forward; its gradient comes back in backward."""
+
+
+def describe(layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule = "1f1b") -> tuple[Stage, ...]:
+    """The stages of a partition, in the order of the layers."""
+    count = len(bounds) - 1
+    ranks = count // 2 if schedule == "folded" else count
+    stages = []
+    for index, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        own = layers[start:stop]
+        stages.append(
+            Stage(
+                index=index,
+                rank=min(index, count - 1 - index) if schedule == "folded" else index,
+                first_layer=own[0].name,
+                last_layer=own[-1].name,
+                layers=len(own),
+                parameters=sum(layer.parameters for layer in own),
+                forward_flops=2 * sum(layer.macs for layer in own),
+                activation_elements=sum(layer.activation_elements for layer in own),
+                sent_elements=sum(map(math.prod, sent_shapes(layers, stop, phase=index // ranks, schedule=schedule)))
+                if stop < len(layers) and not (schedule == "folded" and index == ranks - 1)
+                else 0,
+            )
+        )
+    return tuple(stages)
+
+
+def sent_shapes(layers: Sequence[Layer], cut: int, *, phase: int, schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+    """Per-image shapes of the tensors that cross before layer ``cut``, in each direction.
+
+    The fold keeps skips, and for its phase 1 the embedding, on their rank: (h, emb) goes down, h alone comes up.
+    """
+    return boundary_shapes(layers, cut) if schedule == "1f1b" else folded_sent_shapes(layers, cut, phase)

@@ -1,0 +1,218 @@
+"""What crosses a cut between two stages: one contiguous message per micro-batch and direction.
+
+    stage s                          stage s + 1
+       activations.send      ──▶     receive     [ h | emb | skip | skip | ... ]
+       gradients.receive     ◀──     send        [ the same shapes, same order ]
+
+Both sides compute the shapes from the list of layers, so nothing is negotiated at run time. Images are channels-last
+and travel as they lie in memory. When a message is posted and waited for is said in :mod:`ddpm_ds.pipeline.order`, over
+which communicators it goes in :mod:`ddpm_ds.pipeline.messages`.
+
+The communicators of a pipeline: two ranks each, one for each directed edge, phase and kind of message.
+
+NCCL executes what one communicator is given in the order in which it is given, whoever the messages are for, and does
+not look at tags. With a communicator for each edge no message waits for one of another edge
+(:mod:`ddpm_ds.pipeline.order` has the model). Each is made by its two ranks alone, so that the time this takes does not
+grow with stages or replicas::
+
+    1f1b, a rank in the middle      activations in, activations out, gradients in, gradients out            4
+    1f1b, the first and the last    two of these, and predictions, the way back of samples                  3
+    folded                          as 1f1b without predictions, once for each phase                        4 or 8
+
+A receive that is posted on a GPU is a kernel that spins until its message comes. Whatever waits for the whole device
+waits for it: an allocator that is short of memory, a profiler, code that is compiled, tuned or loaded when it is first
+used. Steps in which that may happen send their messages from host to host instead, over gloo.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddpm_ds.pipeline.order import Edge, Line, Work, pipeline_edges
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How one end of an edge reaches the other."""
+
+    edge: Edge
+    peer: int
+    """Global rank of the other end."""
+    group: dist.ProcessGroup
+    """The edge's own two ranks, connected from device to device."""
+    host_group: dist.ProcessGroup | None
+    """The same two ranks, connected from host to host by gloo; None where ``group`` is that."""
+    tag: int
+    """Tells the edges apart that share ``host_group``; gloo matches messages by it, NCCL can't."""
+
+
+class Channel(Line[Tensor]):
+    """One end of an edge with the shapes of its messages, micro-batch included.
+
+    A message that is sent is kept until it is known to be delivered, of which gloo says nothing before it is waited
+    for. A message that is expected has its memory from when its receive is posted.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
+        wire: Wire,
+        most_in_flight: int,
+    ) -> None:
+        super().__init__(most_in_flight)
+        self._shapes = tuple(shapes)
+        self._sizes = [math.prod(shape) for shape in self._shapes]
+        self._dtype, self._device, self.wire = dtype, device, wire
+        self.by_host = False
+        """Whether messages go from host to host, where nothing that waits for the device can wait for them."""
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of one message."""
+        return sum(self._sizes) * self._dtype.itemsize
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        """Send ``tensors`` (of the channel's shapes, in order) as one message."""
+        parts = [as_in_memory(tensor.detach()).reshape(-1) for tensor in tensors]
+        message = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if message.numel() != sum(self._sizes) or message.dtype != self._dtype:
+            raise RuntimeError(
+                f"boundary expected {sum(self._sizes)} x {self._dtype}, got {message.numel()} x {message.dtype}"
+            )
+        self.put(message)
+
+    def receive(self) -> tuple[Tensor, ...]:
+        """Wait for the next expected message; views of one buffer."""
+        message = self.take().to(self._device)
+        return tuple(_view(part, shape) for part, shape in zip(message.split(self._sizes), self._shapes, strict=True))
+
+    def post_send(self, message: Tensor) -> Work:
+        if self.by_host:
+            message = message.cpu()
+        return _Sent(dist.isend(message, dst=self.wire.peer, **self._way()), message)
+
+    def post_receive(self) -> tuple[Work, Tensor]:
+        message = torch.empty(sum(self._sizes), dtype=self._dtype, device="cpu" if self.by_host else self._device)
+        work = dist.irecv(message, src=self.wire.peer, **self._way())
+        assert work is not None
+        return work, message
+
+    def _way(self) -> dict[str, Any]:
+        if self.by_host and self.wire.host_group is not None:
+            return {"group": self.wire.host_group, "tag": self.wire.tag}
+        return {"group": self.wire.group}
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A posted send, which keeps its message alive."""
+
+    work: dist.Work | None
+    message: Tensor
+
+    def wait(self) -> None:
+        assert self.work is not None
+        self.work.wait()
+
+
+def as_in_memory(tensor: Tensor) -> Tensor:
+    """A view with dimensions in the order of memory: (N, H, W, C) of images, which are channels-last."""
+    return tensor.permute(0, 2, 3, 1) if tensor.ndim == 4 else tensor
+
+
+def _view(part: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A tensor of a shape from its values in the order of :func:`as_in_memory`; nothing is copied."""
+    if len(shape) != 4:
+        return part.view(shape)
+    images, channels, height, width = shape
+    return part.view(images, height, width, channels).permute(0, 3, 1, 2)
+
+
+MOST_BLOCKS = 8
+"""Thread blocks of NCCL's kernel for a message, each of which holds a multiprocessor while it waits (docs/gpu.md)."""
+
+
+@dataclass(frozen=True)
+class Wires:
+    """The channels of one stage; None where it has no neighbour on another rank."""
+
+    activations_in: Channel | None
+    activations_out: Channel | None
+    gradients_in: Channel | None
+    gradients_out: Channel | None
+
+    def begin(self, micro_batches: int, *, by_host: bool, gradients: bool = True) -> None:
+        """Begin forward passes of so many micro-batches, and backward passes where there are ``gradients``.
+
+        All ranks send ``by_host`` or none does.
+        """
+        for channel in (self.activations_in, self.activations_out, self.gradients_in, self.gradients_out):
+            if channel is not None:
+                channel.by_host = by_host
+        for channel in (self.activations_in, self.gradients_in if gradients else None):
+            if channel is not None:
+                channel.expect(micro_batches)
+
+    def drain(self) -> None:
+        """Wait until everything sent has been delivered."""
+        for channel in (self.activations_out, self.gradients_out):
+            if channel is not None:
+                channel.drain()
+
+
+def runs_behind(device: torch.device) -> bool:
+    """Whether a device executes later what it is given, so that a posted receive can hold up all that follows."""
+    return device.type == "cuda"
+
+
+def open_wires(pipelines: Sequence[Sequence[int]], phases: int, device: torch.device) -> dict[Edge, Wire]:
+    """Connect this rank's edges of its pipeline; all ranks call this, with the global ranks of all ``pipelines``.
+
+    All ranks make the groups in one order, since PyTorch names a group by their count; a rank that is in a group meets
+    the other one there, for all others it is a count and no communication, as long as the default group is not bound to
+    a device. NCCL connects two ranks at their first message and holds both until they have met: each edge carries a
+    token now, so that they need not meet in the middle of a schedule.
+    """
+    if dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
+        raise RuntimeError("the default process group is bound to a device; make it with ddpm_ds.train.resolve")
+    own = dist.get_rank()
+    host_groups: dict[frozenset[int], Any] = {}
+    wires = {}
+    for tag, edge in enumerate(pipeline_edges(len(pipelines[0]), phases)):
+        for pipeline in pipelines:
+            source, target = pair = pipeline[edge.source], pipeline[edge.target]
+            if runs_behind(device) and frozenset(pair) not in host_groups:
+                host_groups[frozenset(pair)] = dist.new_group(pair, backend="gloo")
+            group = _group(pair, device)
+            if own not in pair:
+                continue
+            peer = target if own == source else source
+            wires[edge] = Wire(edge, peer, group, host_groups.get(frozenset(pair)), tag)
+            token = torch.zeros(1, device=device)
+            if own == source:
+                dist.send(token, dst=peer, group=group)
+            else:
+                dist.recv(token, src=peer, group=group)
+    return wires
+
+
+def _group(ranks: Sequence[int], device: torch.device) -> Any:
+    """A group of two ranks for messages between their devices; on other ranks a word for no group.
+
+    NCCL's is connected at once, and has no more thread blocks than messages need: one as large as those for collectives
+    takes ten times the memory.
+    """
+    if device.type != "cuda":
+        return dist.new_group(ranks)
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = MOST_BLOCKS
+    return dist.new_group(ranks, pg_options=options, device_id=device)

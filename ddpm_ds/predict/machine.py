@@ -1,0 +1,169 @@
+"""The devices to plan for: what they compute, hold and send. Numbers of kinds are data sheets', discounted."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from ddpm_ds.command_line import GIB
+from ddpm_ds.errors import LayoutError
+
+REACHED_FLOPS = 0.4
+"""Share of the data sheet's dense flops that large convolutions reach in training."""
+REACHED_MEMORY = 0.8
+"""Share of the data sheet's memory bandwidth that normalisations and activations reach."""
+REACHED_LINK = 0.7
+"""Share of a link's nominal bandwidth that long messages reach."""
+USABLE_MEMORY = 0.94
+"""Share of a GPU's memory for tensors; the rest is the driver's and the allocator's gaps."""
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """A data sheet: nominal rates of one device, in one direction for links."""
+
+    half_teraflops: float
+    single_teraflops: float
+    """TF32 where convolutions use it by default."""
+    memory_gib: float
+    memory_gigabytes_per_second: float
+    link_gigabytes_per_second: float
+    """Between devices of a node."""
+    network_gigabytes_per_second: float
+    """Between nodes, a device's share."""
+
+
+KINDS = {
+    "b200": DeviceKind(2250, 1125, 180, 8000, 900, 50),
+    "h200": DeviceKind(989, 494, 141, 4800, 450, 50),
+    "h100": DeviceKind(989, 494, 80, 3350, 450, 50),
+    "a100-80": DeviceKind(312, 156, 80, 2039, 300, 25),
+    "a100-40": DeviceKind(312, 156, 40, 1555, 300, 25),
+    "l40s": DeviceKind(362, 183, 48, 864, 32, 12.5),
+    "a10": DeviceKind(125, 62, 24, 600, 32, 12.5),
+    "l4": DeviceKind(121, 60, 24, 300, 32, 12.5),
+    "v100": DeviceKind(125, 15.7, 32, 900, 150, 12.5),
+    "t4": DeviceKind(65, 8.1, 16, 320, 16, 6.25),
+    "rtx4090": DeviceKind(165, 82, 24, 1008, 32, 12.5),
+    "rtx3090": DeviceKind(71, 36, 24, 936, 32, 12.5),
+    "cpu": DeviceKind(0.1, 0.1, 8, 10, 2.5, 1.25),
+}
+"""By the name that ``--device-kind`` takes. ``cpu`` is one core, which computes half precision in single."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Devices in equal nodes, with the rates that they reach."""
+
+    kind: str
+    devices: int
+    nodes: int
+    memory_bytes: int
+    """What one device may hold."""
+    flops: float
+    """Per second, of one device, in large convolutions."""
+    memory_bandwidth: float
+    """Bytes per second that one device reads or writes."""
+    link_bandwidth: float
+    """Bytes per second from one device to another of its node."""
+    network_bandwidth: float
+    """Bytes per second from one device to another node."""
+    host_bandwidth: float
+    """Bytes per second between a device and its share of the host's memory."""
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.kind == "cpu"
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory of a device for what is planned."""
+        return self.memory_bytes if self.is_cpu else int(USABLE_MEMORY * self.memory_bytes)
+
+    @property
+    def devices_per_node(self) -> int:
+        """Global ranks fill one node after the other."""
+        return self.devices // self.nodes
+
+    @property
+    def layer_seconds(self) -> float:
+        """What a layer's forward takes before it has computed anything: launches, Python."""
+        return 2e-4 if self.is_cpu else 1e-4
+
+    @property
+    def latency_seconds(self) -> float:
+        """From posting a message to its first byte."""
+        return 1e-4 if self.is_cpu else 2e-5
+
+    def words(self) -> str:
+        """What was assumed, for the output."""
+        between = f", {self.network_bandwidth / 1e9:.3g} GB/s to other nodes" if self.nodes > 1 else ""
+        nodes = f" in {self.nodes} nodes" if self.nodes > 1 else ""
+        return (
+            f"{self.devices} x {self.kind}{nodes}: {self.flops / 1e12:.3g} TFLOP/s reached, "
+            f"{self.memory_bytes / GIB:.4g} GiB each, {self.link_bandwidth / 1e9:.3g} GB/s between devices{between}"
+        )
+
+
+def machine(
+    kind: str,
+    *,
+    half: bool,
+    devices: int,
+    nodes: int,
+    memory_bytes: int | None = None,
+    flops: float | None = None,
+    link_bandwidth: float | None = None,
+    network_bandwidth: float | None = None,
+) -> Machine:
+    """Devices of a kind of :data:`KINDS`; what is given replaces what the data sheet says. ``half``: fp16 or bf16.
+
+    Raises:
+        LayoutError: the nodes don't share the devices evenly.
+    """
+    if devices % nodes:
+        more = -(-devices // nodes) * nodes
+        raise LayoutError(
+            f"--devices {devices} can't be shared evenly by --nodes {nodes}; use --devices {more} or a number of nodes "
+            f"that divides {devices}"
+        )
+    sheet = KINDS[kind]
+    teraflops = sheet.half_teraflops if half else sheet.single_teraflops
+    return Machine(
+        kind=kind,
+        devices=devices,
+        nodes=nodes,
+        memory_bytes=int(sheet.memory_gib * GIB) if memory_bytes is None else memory_bytes,
+        flops=flops or REACHED_FLOPS * teraflops * 1e12,
+        memory_bandwidth=REACHED_MEMORY * sheet.memory_gigabytes_per_second * 1e9,
+        link_bandwidth=link_bandwidth or REACHED_LINK * sheet.link_gigabytes_per_second * 1e9,
+        network_bandwidth=network_bandwidth or REACHED_LINK * sheet.network_gigabytes_per_second * 1e9,
+        host_bandwidth=8e9,
+    )
+
+
+def kind_of(name: str) -> str | None:
+    """The kind of a CUDA device by its name, such as ``NVIDIA A100-SXM4-80GB``; None if it is not in the table."""
+    plain = name.lower().replace(" ", "").replace("geforce", "")
+    if "a100" in plain:
+        return "a100-80" if "80gb" in plain else "a100-40"
+    return next((kind for kind in KINDS if kind != "cpu" and kind in plain), None)
+
+
+def this_machine(sharing: int) -> tuple[str | None, int]:
+    """Kind of this machine's GPU, None for one that is not in the table, or ``cpu``; and its memory in bytes.
+
+    Of a host's memory it is the share that each of ``sharing`` processes gets.
+    """
+    import psutil
+    import torch
+
+    if os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available():
+        return "cpu", int(psutil.virtual_memory().total // sharing)
+    return kind_of(torch.cuda.get_device_name()), int(torch.cuda.get_device_properties(0).total_memory)
+
+
+def most_alike(memory_bytes: int) -> str:
+    """The GPU of the table that stands for an unknown one: that of the most similar memory."""
+    gpus = (kind for kind in KINDS if kind != "cpu")
+    return min(gpus, key=lambda kind: abs(KINDS[kind].memory_gib * GIB - memory_bytes))

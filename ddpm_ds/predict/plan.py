@@ -1,0 +1,244 @@
+"""The whole run on paper, before anything is started: spec, configuration, layers, stages."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ddpm_ds.command_line import aligned
+from ddpm_ds.config.ds_config import (
+    ELEMENT_BYTES,
+    ResolvedDsConfig,
+    check_ds_config,
+    leaves_stages_open,
+    read_ds_config,
+    resolve,
+)
+from ddpm_ds.config.spec import HELD_OUT_QUANTILES, RunSpec
+from ddpm_ds.config.spec_file import load_spec
+from ddpm_ds.pipeline.cuts import Stage, describe, partition
+from ddpm_ds.pipeline.placement import AcrossHosts, Exchange, Grid, Traffic, across_hosts, run_exchange, traffic
+from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer, unet_layers
+
+MOST_HOSTS = 3
+"""That a cell of the table of stages names."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run that is consistent in itself and with the number of processes."""
+
+    spec: RunSpec
+    spec_path: Path
+    ds: ResolvedDsConfig
+    ds_path: Path
+    layers: tuple[Layer, ...]
+    bounds: tuple[int, ...]
+    stages: tuple[Stage, ...]
+    hosts: tuple[str, ...]
+    """Of each global rank; empty while it is not known who is where, since hosts differ in their number of ranks."""
+    across: AcrossHosts
+    """What is split over hosts."""
+    chosen: str | None = None
+    """Why the planner has chosen this number of stages, where it was asked."""
+
+    @property
+    def parameters(self) -> int:
+        """Trainable parameters of the whole U-Net."""
+        return sum(layer.parameters for layer in self.layers)
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates of one image's forward."""
+        return sum(layer.macs for layer in self.layers)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps; the last batch is whole even where ``train.images`` is not a multiple of it."""
+        return -(-self.spec.train.images // self.ds.layout.batch_images)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The DeepSpeed JSON as it counts, but for kernels that are chosen by time when the engine is built."""
+        pipeline = {**self.ds.config["pipeline"], "across_hosts": self.across}
+        return {**self.ds.config, "pipeline": pipeline, "kernels": self.ds.kernels}
+
+    @property
+    def several_hosts(self) -> bool:
+        """Whether processes are known to be on more than one host."""
+        return len(set(self.hosts)) > 1
+
+    def grid(self, across: AcrossHosts | None = None) -> Grid:
+        """Which process is which, as planned or with another axis across hosts."""
+        return Grid(self.ds.layout.stages, self.ds.layout.replicas, across or self.across, self.hosts)
+
+    @property
+    def exchange(self) -> Exchange:
+        """What a step sends."""
+        return run_exchange(self.ds, self.layers, self.bounds)
+
+    def sent_bytes(self, stage: Stage) -> int:
+        """Bytes that ``stage`` sends to the next one in one step; as many come back as gradients."""
+        return stage.sent_elements * self.images_per_replica * ELEMENT_BYTES[self.ds.precision]
+
+    @property
+    def images_per_replica(self) -> int:
+        """Images of one step that one pipeline works on."""
+        return self.ds.layout.batch_images // self.ds.layout.replicas
+
+
+def plan_run(
+    spec_path: Path,
+    overrides: Sequence[str],
+    ds_path: Path,
+    *,
+    world_size: int,
+    stages: int | None,
+    device: str = "auto",
+    hosts: Sequence[str] | None = None,
+) -> RunPlan:
+    """Read and check everything that can be checked before anything is started.
+
+    Where neither ``stages`` nor the JSON says how many stages there are, the planner does, for ``device`` as the
+    command line's ``--device`` has it; only then PyTorch and DeepSpeed are imported. ``hosts`` are those of each rank,
+    by :func:`ddpm_ds.pipeline.placement.launched_hosts`; without them there is one.
+
+    Raises:
+        SpecError, DsConfigError, LayoutError: one line each, before anything is started.
+    """
+    spec = load_spec(spec_path, overrides)
+    config, chosen = read_ds_config(ds_path), None
+    check_ds_config(config, ds_path)
+    if stages is None and leaves_stages_open(config, world_size):
+        from ddpm_ds.predict.auto import choose_stages
+
+        choice = choose_stages(spec, config, ds_path, world_size=world_size, device=device)
+        stages, chosen = choice.stages, choice.why
+    ds = resolve(config, spec, world_size=world_size, stages=stages, path=ds_path)
+    layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
+    bounds = partition(layers, ds.layout.stages, ds.planned_partition, ds.schedule)
+    plan = RunPlan(
+        spec,
+        spec_path,
+        ds,
+        ds_path,
+        layers,
+        bounds,
+        describe(layers, bounds, ds.schedule),
+        hosts=("0",) * world_size if hosts is None else tuple(hosts),
+        across="stages",
+        chosen=chosen,
+    )
+    return on_hosts(plan, plan.hosts)
+
+
+def on_hosts(plan: RunPlan, names: Sequence[str]) -> RunPlan:
+    """The plan now that the ranks have met, and ``names`` are those of their hosts: what is split over them is decided.
+
+    Hosts that share a name keep their numbers.
+    """
+    if len(set(names)) >= len(set(plan.hosts)):
+        plan = replace(plan, hosts=tuple(names))
+    return replace(plan, across=across_hosts(plan.ds, plan.layers, plan.bounds, plan.hosts))
+
+
+def stage_table(plan: RunPlan) -> str:
+    """The stages as a table: layers, parameters, forward flops, bytes sent per step."""
+    header = ("stage", "layers", "first", "last", "parameters", "forward GFLOP/image", "share", "sent MB/step")
+    grid = plan.grid() if plan.several_hosts else None
+    rows = [(*header, *(["host"] if grid else []))]
+    total = max(2 * plan.macs, 1)
+    for stage in plan.stages:
+        rows.append(
+            (
+                f"{stage.index} on rank {stage.rank}" if plan.ds.schedule == "folded" else str(stage.index),
+                str(stage.layers),
+                stage.first_layer,
+                stage.last_layer,
+                f"{stage.parameters:,}",
+                f"{stage.forward_flops / 1e9:.4f}",
+                f"{stage.forward_flops / total:.1%}",
+                f"{plan.sent_bytes(stage) / 1e6:.2f}",
+                *([_named(grid.hosts_of(stage.rank))] if grid else []),
+            )
+        )
+    return "\n".join(aligned(rows, left={2, 3, len(header)}))
+
+
+def _named(hosts: Sequence[object]) -> str:
+    """The hosts of a stage, or how many they are."""
+    names = list(dict.fromkeys(map(str, hosts)))
+    return ", ".join(names) if len(names) <= MOST_HOSTS else f"{names[0]} ... {names[-1]} ({len(names)})"
+
+
+def hosts_line(plan: RunPlan) -> str | None:
+    """What crosses hosts in a step, and what would if the other axis of the layout did; None for one host."""
+    if not plan.hosts:
+        return "hosts        of different sizes: who is where, and what crosses, is known when the ranks have met"
+    if not plan.several_hosts:
+        return None
+    layout, sizes = plan.ds.layout, list(Counter(plan.hosts).values())
+    each = (
+        f"{len(sizes)} x {sizes[0]} processes" if len(set(sizes)) == 1 else f"{' + '.join(map(str, sizes))} processes"
+    )
+    said = f"hosts        {each}, {plan.across} across hosts: {_crossing(traffic(plan.grid(), plan.exchange))}"
+    if layout.stages == 1 or layout.replicas == 1:
+        return said
+    other: AcrossHosts = "replicas" if plan.across == "stages" else "stages"
+    return f"{said}; {other} across would be {_megabytes(traffic(plan.grid(other), plan.exchange).between_hosts)}"
+
+
+def _crossing(wires: Traffic) -> str:
+    parts = (("activations", wires.activations), ("gradients", wires.gradients), ("weights", wires.weights))
+    named = [f"{_megabytes(size)} of {name}" for name, size in parts if size]
+    whole = f"{_megabytes(wires.between_hosts)} a step, {' and '.join(named)}," if named[1:] else f"{named[0]} a step"
+    most = f"{'each' if len(set(wires.sent.values())) == 1 else 'the busiest'} sends {_megabytes(wires.busiest)}"
+    return f"{whole} between them, {most}"
+
+
+def _megabytes(size: float) -> str:
+    return f"{size / 1e6:,.4g} MB"
+
+
+def describe_plan(plan: RunPlan, run_dir: Path) -> str:
+    """What every run prints first, and ``--dry-run`` prints alone."""
+    spec, layout, ds = plan.spec, plan.ds.layout, plan.ds
+    recompute = {"auto": "where memory asks for it", 0: "off"}.get(
+        ds.checkpoint_interval, f"every {ds.checkpoint_interval} layers"
+    )
+    steps = spec.sampler.steps_of(spec.diffusion.timesteps)
+    cropped = f", cropped from {spec.data.crop_from}x{spec.data.crop_from}" if spec.data.crop_from else ""
+    lines = [
+        f"run          {spec.name}: {plan.spec_path} with {plan.ds_path}",
+        f"data         {spec.data.source}, {spec.data.image_size}x{spec.data.image_size}x{spec.data.channels}{cropped}",
+        f"U-Net        {plan.parameters:,} parameters in {len(plan.layers)} layers, "
+        f"{2 * plan.macs / 1e9:.4f} GFLOP forward per image",
+        f"precision    {ds.precision}, ZeRO-{ds.zero_stage}, activation checkpointing {recompute}",
+        f"layout       {layout.world_size} processes = {layout.stages} stages x {layout.replicas} replicas, "
+        f"schedule {ds.schedule}",
+        *([f"stages       {plan.chosen}"] if plan.chosen else []),
+        *([line] if (line := hosts_line(plan)) else []),
+        f"batch        {layout.batch_images} images = {layout.micro_batch_images} per micro-batch x "
+        f"{layout.micro_batches} micro-batches x {layout.replicas} replicas",
+        f"length       {spec.train.images:,} images = {plan.steps:,} steps, "
+        f"logged every {spec.logging.log_every_images:,} images",
+        f"samples      {spec.samples.count} images by {spec.sampler.kind} in {steps} steps"
+        f"{_cadence(spec.samples.every_images, spec.samples.count * steps * (1 + spec.sampler.guides))}",
+        f"held out     {spec.data.held_out_images:,} images, their loss at {len(HELD_OUT_QUANTILES)} noise levels"
+        f"{_cadence(spec.evaluation.every_images, spec.data.held_out_images * len(HELD_OUT_QUANTILES))}",
+        f"outputs      {run_dir}; MLflow in {os.environ.get('MLFLOW_TRACKING_URI') or run_dir.parent}",
+        "",
+        stage_table(plan),
+    ]
+    return "\n".join(lines)
+
+
+def _cadence(every_images: int | None, forwards: int) -> str:
+    """How often something is done, and the computing that its forward passes take beside those of training."""
+    if not (every_images and forwards):
+        return ": never"
+    return f" every {every_images:,} images, {forwards / (PASSES_PER_STEP * every_images):.1%} of the computing"

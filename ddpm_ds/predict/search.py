@@ -1,0 +1,183 @@
+"""The fastest layouts that fit. Memory first, then only those simulated that could be among the fastest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ddpm_ds.command_line import GIB, gib
+from ddpm_ds.errors import LayoutError, UserError
+from ddpm_ds.predict.layouts import Candidate, layouts, resolved
+from ddpm_ds.predict.memory import Memory
+from ddpm_ds.predict.predictor import Prediction, Predictor
+from ddpm_ds.predict.workload import Workload
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """A layout that needs more memory than there is."""
+
+    layout: Candidate
+    rank: int
+    """The fullest."""
+    memory: Memory
+    """Of that rank."""
+    excess: int
+    """Bytes."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a search found."""
+
+    best: tuple[Prediction, ...]
+    """The fastest first, each with another number of stages, schedule or micro-batch than those before it."""
+    fitting: int
+    misfits: int
+    tempting: tuple[Misfit, float] | None
+    """Of those that don't fit the fastest, and its step's seconds, where it would beat the best."""
+    turned: Prediction | None = None
+    """The best with its other axis across nodes, where there are several."""
+
+
+def search(predictor: Predictor, top: int, among: Sequence[Candidate] | None = None) -> Plan:
+    """The ``top`` fastest layouts, of all or of ``among``, that fit.
+
+    Of layouts that differ only in ZeRO, offload or checkpointing, the best stands for all.
+
+    Raises:
+        LayoutError: no layout shares devices, layers and batch, or none fits; with the nearest.
+    """
+    fitting, misfits = sort_out(predictor, candidates(predictor) if among is None else among)
+    if not fitting:
+        raise _nothing(predictor, misfits)
+    best = _fastest(predictor, fitting, top)
+    tempting = _tempting(predictor, misfits, best[0].step_seconds)
+    return Plan(best, len(fitting), len(misfits), tempting, _turned(predictor, best[0].layout))
+
+
+def candidates(predictor: Predictor) -> list[Candidate]:
+    """Layouts that training accepts; of the intervals between kept activations the one that needs least memory."""
+    chosen: list[Candidate] = []
+    recomputing: dict[Candidate, tuple[int, Candidate]] = {}
+    accepted: dict[tuple[str, int, bool, int], bool] = {}
+    machine = predictor.machine
+    for layout in layouts(predictor.job, machine.devices, offload=not machine.is_cpu, nodes=machine.nodes):
+        if not predictor.can_cut(layout):
+            continue
+        kind = (layout.schedule, layout.zero_stage, layout.offload, layout.checkpoint_interval)
+        if kind not in accepted:
+            accepted[kind] = _is_accepted(predictor, layout)
+        if not accepted[kind]:
+            continue
+        if not layout.checkpoint_interval:
+            chosen.append(layout)
+            continue
+        like, needs = replace(layout, checkpoint_interval=1), _most(predictor, layout)[1].total
+        if like not in recomputing or needs < recomputing[like][0]:
+            recomputing[like] = needs, layout
+    return chosen + [layout for _, layout in recomputing.values()]
+
+
+def sort_out(predictor: Predictor, considered: Sequence[Candidate]) -> tuple[list[Candidate], list[Misfit]]:
+    """Those that fit the devices' memory, and those that don't."""
+    fitting: list[Candidate] = []
+    misfits: list[Misfit] = []
+    for layout in considered:
+        if predictor.fits(layout):
+            fitting.append(layout)
+        else:
+            rank, memory = _most(predictor, layout)
+            misfits.append(Misfit(layout, rank, memory, memory.total - predictor.machine.usable_bytes))
+    return fitting, misfits
+
+
+def _most(predictor: Predictor, layout: Candidate) -> tuple[int, Memory]:
+    """The fullest rank, and what it holds."""
+    return max(enumerate(predictor.memory(layout)), key=lambda item: item[1].total)
+
+
+def _fastest(predictor: Predictor, fitting: Sequence[Candidate], top: int) -> tuple[Prediction, ...]:
+    """Predict in the order of lower bounds until no other can be among the fastest."""
+    best: dict[tuple[int, str, int], Prediction] = {}
+    limit = float("inf")
+    for bound, layout in sorted(((predictor.lower_bound(one), one) for one in fitting), key=lambda pair: pair[0]):
+        if bound > limit:
+            break
+        prediction = predictor.predict(layout)
+        key = (layout.stages, layout.schedule, layout.micro_batch_images)
+        if key not in best or _order(prediction) < _order(best[key]):
+            best[key] = prediction
+        if len(best) >= top:
+            limit = sorted(one.step_seconds for one in best.values())[top - 1]
+    return tuple(sorted(best.values(), key=_order)[:top])
+
+
+def _turned(predictor: Predictor, layout: Candidate) -> Prediction | None:
+    if layout.across == "auto":
+        return None
+    return predictor.predict(replace(layout, across="replicas" if layout.across == "stages" else "stages"))
+
+
+def _order(prediction: Prediction) -> tuple[float, int]:
+    """The fastest first, and of equally fast ones the one that needs least memory."""
+    return prediction.step_seconds, prediction.peak.total
+
+
+def _tempting(predictor: Predictor, misfits: Sequence[Misfit], limit: float) -> tuple[Misfit, float] | None:
+    """Among micro-batches whose layers have been timed: to time others would take long and tell little."""
+    bounds = sorted(
+        (predictor.lower_bound(misfit.layout), place)
+        for place, misfit in enumerate(misfits)
+        if predictor.knows_times(misfit.layout)
+    )
+    best: tuple[Misfit, float] | None = None
+    for bound, place in bounds:
+        if bound >= limit:
+            break
+        seconds = predictor.predict(misfits[place].layout).step_seconds
+        if seconds < limit:
+            best, limit = (misfits[place], seconds), seconds
+    return best
+
+
+def _is_accepted(predictor: Predictor, layout: Candidate) -> bool:
+    try:
+        resolved(predictor.job, layout, predictor.bounds(layout))
+    except UserError:
+        return False
+    return True
+
+
+def _nothing(predictor: Predictor, misfits: Sequence[Misfit]) -> LayoutError:
+    """Why there is no layout."""
+    job, machine = predictor.job, predictor.machine
+    if not misfits:
+        return _unshared(job, machine.devices)
+    nearest = min(misfits, key=lambda misfit: misfit.excess)
+    needed = machine.memory_bytes * nearest.memory.total / machine.usable_bytes
+    return LayoutError(
+        f"nothing fits {machine.devices} devices of {gib(machine.memory_bytes)} ({gib(machine.usable_bytes)} of it "
+        f"usable); the nearest, {nearest.layout.words()}, is {gib(nearest.excess)} over on rank {nearest.rank}; use "
+        f"more devices, devices of {_rounded_up(needed)} or a smaller train.batch_images"
+    )
+
+
+def _unshared(job: Workload, devices: int) -> LayoutError:
+    """Devices, layers and batch have no common layout, whatever the memory."""
+    batch, wanted = job.spec.train.batch_images, job.spec.train.accumulation
+    if wanted != "auto":
+        return LayoutError(
+            f"train.accumulation = {json.dumps(wanted)} and train.batch_images = {batch} leave no layout on "
+            f"{devices} devices; use --set train.accumulation=auto or another batch"
+        )
+    return LayoutError(
+        f"--devices {devices} can't share train.batch_images = {batch} and the U-Net's {len(job.layers)} layers; use "
+        f"--set train.batch_images={-(-batch // devices) * devices} or another number of devices"
+    )
+
+
+def _rounded_up(size: float) -> str:
+    """A size as ``--device-memory`` takes it, not smaller."""
+    return f"{-(-int(size) * 10 // GIB) / 10}GiB" if size >= GIB else f"{int(size) // 2**20 + 1}MiB"

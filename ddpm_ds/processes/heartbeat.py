@@ -1,0 +1,238 @@
+"""What the ranks tell each other about themselves beside the collectives: alive, how far, and where in the code.
+
+A thread in every rank talks to a key-value store on rank 0, twice a second. It judges nothing; see ``watchdog.py``.
+
+When a run hangs, one rank does not feed the others, and each of those waits. It is told from them by what its main
+thread and its device do:
+
+    main thread in a call of torch.distributed, or where a message is waited for   waits for another rank
+    its device has unfinished work                                                 waits: under NCCL the message is in
+                                                                                   that work, and the main thread stands
+                                                                                   wherever it needs the device
+    neither                                                                        has to go on by itself, and does not
+
+Nothing that a rank has given its device before it hung depends on what it would have given it after, or the program
+would lock without any fault. So the device of the one that hangs finishes what it has and is idle, while all others
+wait, for it or for each other. A device that hangs in a computation can't be told from one that waits: then all ranks
+wait, and none is blamed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from ddpm_ds.errors import EXIT_PEER_LOST
+
+BEAT_SECONDS = 0.5
+LAST_WORDS_SECONDS = 3.0
+"""How long rank 0 keeps the store up at its end, for the others to read that it leaves, and why."""
+
+COMMUNICATION = ("torch.distributed", "deepspeed.comm")
+"""A main thread inside these modules waits for another rank."""
+ANSWER_SECONDS = 0.2
+"""Time in which a device says whether it has unfinished work."""
+
+VERDICT = "verdict"
+
+
+def make_store(rank: int, world_size: int, *, timeout_seconds: float = 60.0) -> dist.TCPStore | None:
+    """A key-value store beside the process group's, served by rank 0 on a free port; None for a single rank.
+
+    A collective over all ranks, whose process group must exist.
+    """
+    if world_size == 1:
+        return None
+    host, timeout = os.environ["MASTER_ADDR"], datetime.timedelta(seconds=timeout_seconds)
+    port: list[int | None] = [None]
+    if rank == 0:
+        store = dist.TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
+        for peer in range(world_size):
+            store.set(_key(peer), Peer().text)  # reading a key that is missing would block
+        store.set(VERDICT, "")
+        port = [store.port]
+    dist.broadcast_object_list(port, src=0)
+    if rank != 0:
+        assert port[0] is not None
+        store = dist.TCPStore(host, port[0], is_master=False, timeout=timeout, wait_for_workers=False)
+    return store
+
+
+@dataclass
+class Peer:
+    """What a rank has last written, and when that changed, on the reader's clock."""
+
+    text: str = "0 0 running -"
+    """Beats, steps, state (running, waiting, paused or left) and the place in the code."""
+    beat_at: float = 0.0
+    step_at: float = 0.0
+    """A pause counts as one step after another."""
+
+    def read(self, text: str, now: float) -> None:
+        """Take what was just read from the store."""
+        if text != self.text:
+            self.beat_at = now
+            if text.split()[1] != self.text.split()[1] or self.state == "paused":
+                self.step_at = now
+            self.text = text
+
+    @property
+    def state(self) -> str:
+        return self.text.split()[2]
+
+    @property
+    def place(self) -> str:
+        return self.text.split(maxsplit=3)[3]
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Why the run can't go on; the first that is written to the store counts for all ranks."""
+
+    ranks: tuple[int, ...]
+    reason: str
+    code: int = EXIT_PEER_LOST
+    """The exit code of all ranks."""
+
+    def encode(self) -> str:
+        return f"{self.code} {','.join(map(str, self.ranks))} {self.reason}"
+
+    @classmethod
+    def decode(cls, text: str) -> Judgement:
+        code, ranks, reason = text.split(maxsplit=2)
+        return cls(tuple(map(int, ranks.split(","))), reason, int(code))
+
+
+class DeviceWork:
+    """Whether a device has unfinished work, asked by ``is_done`` in a thread of its own.
+
+    A driver that is busy or full may keep who asks waiting, and the heartbeat must not wait: no answer is a yes.
+    """
+
+    def __init__(self, is_done: Callable[[], bool]) -> None:
+        self._is_done = is_done
+        self._done = False
+        self._asking: threading.Thread | None = None
+
+    @classmethod
+    def of(cls, device: torch.device) -> DeviceWork | None:
+        """What the current stream of a CUDA device has been given; None for a CPU, which is the main thread itself."""
+        return cls(torch.cuda.current_stream(device).query) if device.type == "cuda" else None
+
+    def is_unfinished(self) -> bool:
+        if self._asking is None or not self._asking.is_alive():
+            self._asking = threading.Thread(target=self._ask, name="device", daemon=True)
+            self._asking.start()
+        self._asking.join(ANSWER_SECONDS)
+        return self._asking.is_alive() or not self._done
+
+    def _ask(self) -> None:
+        try:
+            self._done = self._is_done()
+        except RuntimeError:  # the device has failed and does nothing more
+            self._done = True
+
+
+class Heartbeat(threading.Thread):
+    """The thread that talks to the store. ``clock`` is what the times in ``peers`` and ``answer_at`` are read from."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: dist.Store | None,
+        clock: Callable[[], float],
+        work: DeviceWork | None = None,
+    ) -> None:
+        super().__init__(name="heartbeat", daemon=True)
+        self._rank, self._store, self._clock, self._work = rank, store, clock, work
+        self._leaving = threading.Event()
+        self.steps = self.pauses = 0
+        """Of this rank; set by its main thread."""
+        self.peers = [Peer() for _ in range(world_size)]
+        self.answer_at = 0.0
+        """When the store last answered."""
+        self.closed = False
+        """The store has gone although rank 0 had not said that it leaves."""
+        self.proposal: Judgement | None = None
+        """This rank's own."""
+        self.verdict: Judgement | None = None
+        """That of all ranks."""
+
+    def leave(self) -> None:
+        """Tell the others that this rank leaves, and end the thread."""
+        self._leaving.set()
+        if self.is_alive():
+            self.join(timeout=LAST_WORDS_SECONDS + BEAT_SECONDS)
+
+    def run(self) -> None:
+        steps_before = -1
+        while not self._leaving.is_set():
+            stuck, steps_before = self.steps == steps_before, self.steps
+            if not self._exchange(*(("paused", "-") if self.pauses else self._look(stuck))):
+                return
+            self._leaving.wait(BEAT_SECONDS)
+        until = time.monotonic() + LAST_WORDS_SECONDS
+        while self._exchange("left", "-") and self._rank == 0 and time.monotonic() < until:
+            if all(peer.state == "left" for peer in self.peers):
+                return
+            time.sleep(BEAT_SECONDS / 2)
+
+    def _look(self, stuck: bool) -> tuple[str, str]:
+        """Whether this rank goes on by itself or waits, and the place of its main thread when it is stuck."""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0) if stuck else None
+        if frame is None:
+            return "running", "-"
+        place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"
+        waits = waits_for_a_rank(frame) or (self._work is not None and self._work.is_unfinished())
+        return "waiting" if waits else "running", place
+
+    def _exchange(self, state: str, place: str) -> bool:
+        """Write about this rank, read about all; False when there is no store any more."""
+        assert self._store is not None
+        beats = int(self.peers[self._rank].text.split()[0]) + 1
+        try:
+            self._store.set(_key(self._rank), f"{beats} {self.steps} {state} {place}")
+            if self.proposal:
+                self._store.compare_set(VERDICT, "", self.proposal.encode())
+            values = self._store.multi_get([*map(_key, range(len(self.peers))), VERDICT])
+        except Exception:  # whatever a store raises when its server has gone
+            self.closed = self.peers[0].state != "left"
+            return False
+        *texts, verdict = (value.decode() for value in values)
+        now = self.answer_at = self._clock()
+        for peer, text in zip(self.peers, texts, strict=True):
+            peer.read(text, now)
+        if verdict:
+            self.verdict = Judgement.decode(verdict)
+        return True
+
+
+def _key(rank: int) -> str:
+    return f"alive/{rank}"
+
+
+def waits_for_a_rank(frame: FrameType) -> bool:
+    """Whether a thread whose innermost Python frame this is waits in a collective, or for a message to arrive.
+
+    The ``wait`` of a message is no Python, so its caller is the innermost frame; threads and processes are waited for
+    in Python functions.
+    """
+    if "wait" in frame.f_code.co_names:
+        return True
+    outer: FrameType | None = frame
+    while outer:
+        if outer.f_globals.get("__name__", "").startswith(COMMUNICATION):
+            return True
+        outer = outer.f_back
+    return False

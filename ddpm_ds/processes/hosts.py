@@ -1,0 +1,261 @@
+r"""The ssh of DeepSpeed's pdsh launcher, for one host: the same options, and never a question on the terminal.
+
+DeepSpeed's hostfile: one line ``HOST slots=N`` for each machine, in the order of their ranks.
+
+The environment that has to travel to other hosts: DeepSpeed's ``.deepspeed_env``, read tolerantly.
+
+DeepSpeed's own reader stops at a blank line or a comment, and pastes what follows ``=`` into a line of the remote
+shell, inside double quotes where it holds more than letters. So that is what a value means here: as between double
+quotes of a shell, with ``\``, ``"``, ``$`` and the backquote behind a backslash.
+
+The network interface that leads to an address.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import re
+import shlex
+import socket
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from ddpm_ds.errors import SpecError
+
+PDSH_ARGUMENTS = "PDSH_SSH_ARGS"
+"""Variable with pdsh's own options of ssh, instead of its usual ones."""
+PDSH_MORE_ARGUMENTS = "PDSH_SSH_ARGS_APPEND"
+"""Variable with options of ssh that pdsh puts before those."""
+USUAL_ARGUMENTS = "-a -x"
+"""No forwarding of agent and X11."""
+
+
+def ssh(host: str, words: Sequence[str], *, connect_seconds: int = 10) -> list[str]:
+    """The command line that runs ``words`` on ``host``; each arrives there as it is, whatever it holds.
+
+    ``host`` is a name of ssh's configuration, an address, or USER@ and one of these.
+
+    Raises:
+        SpecError: ssh would take ``host`` for an option, or the environment's options can't be read.
+    """
+    program, *to_host = ssh_to(host)
+    asks_nothing = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={connect_seconds}"]
+    return [program, *asks_nothing, *to_host, shlex.join(words)]
+
+
+def ssh_to(host: str) -> list[str]:
+    """The command line up to what runs there: ssh, the options that pdsh gives to it, and the host.
+
+    Raises:
+        SpecError: see :func:`ssh`.
+    """
+    if host.startswith("-"):
+        raise SpecError(f"host {host!r} would be an option of ssh; correct the hostfile")
+    user, _, name = host.rpartition("@")
+    options = [word for variable in (PDSH_MORE_ARGUMENTS, PDSH_ARGUMENTS) for word in _words_of(variable)]
+    named = any("%h" in option for option in options)
+    for sign, value in (("%h", name), ("%u", user or getpass.getuser())):
+        options = [option.replace(sign, value) for option in options]
+    as_user = ["-l", user] if user else []
+    return ["ssh", *as_user, *options, *([] if named else [name])]
+
+
+def ssh_settings(host: str) -> dict[str, str]:
+    """The settings of pdsh's ssh to a host, by their names in small letters; nothing is connected.
+
+    Empty where ssh does not tell them.
+
+    Raises:
+        SpecError: see :func:`ssh`.
+    """
+    program, *to_host = ssh_to(host)
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        told = subprocess.run([program, "-G", *to_host], capture_output=True, text=True, check=True, timeout=10).stdout
+        return dict(line.partition(" ")[::2] for line in told.splitlines())
+    return {}
+
+
+def _words_of(variable: str) -> list[str]:
+    text = os.environ.get(variable, USUAL_ARGUMENTS if variable == PDSH_ARGUMENTS else "")
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise SpecError(f"{variable}={text!r} can't be read ({error}); close its quotes") from None
+
+
+DEFAULT_HOSTFILE = Path("/job/hostfile")
+"""Where DeepSpeed's launcher looks when it is given none."""
+_ENTRY = re.compile(r"(\S+)\s+slots=(\d+)(?!\S)")
+
+
+def read_hostfile(path: Path) -> dict[str, int]:
+    """Hosts and their slots, in order. Blank lines and lines that begin with # mean nothing.
+
+    Raises:
+        SpecError: the file can't be read, has no host or one twice, or a line is something else.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"hostfile {path} can't be read ({error}); give --hostfile a file that can") from None
+    hosts: dict[str, int] = {}
+    for number, line in enumerate(map(str.strip, lines), start=1):
+        if not line or line.startswith("#"):
+            continue
+        where = f"hostfile {path}, line {number}: {line!r}"
+        entry = _ENTRY.match(line)
+        if entry is None:
+            raise SpecError(f"{where} is not HOST slots=N; write it as: worker-1 slots=4")
+        host, slots = entry[1], int(entry[2])
+        if host in hosts:
+            raise SpecError(f"{where} names {host} a second time; keep one line for each host")
+        if slots == 0:
+            raise SpecError(f"{where} gives no process to {host}; delete the line, or give it slots=1 or more")
+        hosts[host] = slots
+    if not hosts:
+        raise SpecError(f"hostfile {path} names no host; add a line such as: worker-1 slots=4")
+    return hosts
+
+
+def this_host(names: Iterable[str]) -> str | None:
+    """The first of ``names`` that means this machine: its host name, its address, or ssh's alias of one of these.
+
+    ``user@`` before a name is passed over.
+
+    Raises:
+        SpecError: ssh would take a name for an option.
+    """
+    named = {name: name.rpartition("@")[2] for name in names}
+    own = socket.gethostname()
+    for wanted in (own, own.partition(".")[0]):
+        for name, host in named.items():
+            if host == wanted:
+                return name
+    of_ssh = (ssh_settings(name).get("hostname", host) for name, host in named.items())
+    return next((name for name, host in zip(named, of_ssh, strict=True) if _is_address_of_this_host(host)), None)
+
+
+def _is_address_of_this_host(host: str) -> bool:
+    """Whether a socket can be bound to an address of ``host``, as only its own machine can."""
+    with contextlib.suppress(OSError, UnicodeError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                return True
+    return False
+
+
+ENVIRONMENT_FILE = ".deepspeed_env"
+ENVIRONMENT_FILE_VARIABLE = "DS_ENV_FILE"
+"""Names another file than ``ENVIRONMENT_FILE``, here as for DeepSpeed."""
+
+_LINE = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_]\w*)\s*=\s*(?P<value>.*)", re.ASCII)
+_VALUE = re.compile(
+    r"""'(?P<literal>[^']*)'(?:\s*;)?(?:\s+\#.*)?
+    |"(?P<quoted>(?:[^"\\]|\\.)*)"(?:\s*;)?(?:\s+\#.*)?
+    |(?P<bare>(?!['"\#])(?:(?!\s+\#).)*?)(?:\s+\#.*)?
+    |(?:\#.*)?""",
+    re.VERBOSE,
+)
+_ESCAPED = re.compile(r'\\([\\"$`])')
+
+
+def read_environment(path: Path) -> dict[str, str]:
+    """The variables of a file; blank lines, comments, ``export``, quotes and spaces around ``=`` are understood.
+
+    Raises:
+        SpecError: the file can't be read, or a line is no KEY=VALUE, or its value depends on the shell that reads it.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path} can't be read ({error}); mend or delete it") from None
+    values = {}
+    for number, line in enumerate(map(str.strip, lines), start=1):
+        if line and not line.startswith("#"):
+            name, value = _assignment(line, f"{path}, line {number}")
+            values[name] = value
+    return values
+
+
+def find_environment() -> dict[str, str]:
+    """The variables of the user's file, and over them those of the file in the working folder, as DeepSpeed reads them.
+
+    Raises:
+        SpecError: see :func:`read_environment`.
+    """
+    name = os.environ.get(ENVIRONMENT_FILE_VARIABLE, ENVIRONMENT_FILE)
+    values: dict[str, str] = {}
+    for path in (Path.home() / name, Path(name)):
+        if path.is_file():
+            values |= read_environment(path)
+    return values
+
+
+def write_environment(path: Path, values: Mapping[str, str]) -> None:
+    """Write what DeepSpeed's reader accepts, a line for each variable; it knows no comments.
+
+    Raises:
+        SpecError: a name is none of a shell, or a value can't be written so that both readers have it back.
+    """
+    lines = []
+    for name, value in values.items():
+        line = f"{name}={re.sub(_NEEDS_ESCAPE, _BACKSLASH, value)}"
+        if line.splitlines() != [line] or _assignment(line.strip(), str(path)) != (name, value):
+            raise SpecError(f"{name}={value!r} can't be kept in {path}; leave out its quotes, ' #' and outer spaces")
+        lines.append(f"{line}\n")
+    path.write_text("".join(lines))
+
+
+_NEEDS_ESCAPE, _BACKSLASH = re.compile(r'[\\"$`]'), r"\\\g<0>"
+
+
+def _assignment(line: str, where: str) -> tuple[str, str]:
+    found = _LINE.fullmatch(line)
+    if found is None:
+        raise SpecError(f"{where}: {line!r} is not KEY=VALUE; write it as: GLOO_SOCKET_IFNAME=eth0")
+    value = _VALUE.fullmatch(found["value"])
+    if value is None:
+        raise SpecError(f"{where}: the quotes of {line!r} don't close; close them, or put a backslash before each")
+    if value["literal"] is not None:
+        return found["name"], value["literal"]
+    text = value["quoted"] or value["bare"] or ""
+    if re.search(r"[$`]", _ESCAPED.sub("", text)):
+        raise SpecError(
+            f"{where}: {line!r} would be another value in each shell; write it out, or \\$ where the sign is meant"
+        )
+    return found["name"], _ESCAPED.sub(r"\1", text)
+
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Variable that names the interface on which gloo listens. Without it gloo takes the one of the host's own name, which
+on many systems is loopback, and fails after minutes."""
+
+
+def interface_towards(address: str) -> str | None:
+    """The local interface by which packets to a host (name or address) leave; the host's own where that is this one.
+
+    None where the name is unknown or no route leads there.
+    """
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # of a datagram socket: chooses a route, sends nothing
+            own = probe.getsockname()[0].partition("%")[0]
+    except OSError:
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(found.address.partition("%")[0] == own for found in addresses):
+            return name
+    return None
+
+
+def use_interface_towards(address: str) -> None:
+    """Let gloo listen where ``address`` is reached, unless the environment has chosen an interface."""
+    if GLOO_INTERFACE not in os.environ and (name := interface_towards(address)) is not None:
+        os.environ[GLOO_INTERFACE] = name

@@ -1,0 +1,146 @@
+"""What DeepSpeed's launcher is told about hosts, and what it needs from its environment to reach them.
+
+Facts about DeepSpeed 0.19.8 (deepspeed/launcher/runner.py), each held by a test: its options, which hosts of a hostfile
+take part, and when they are reached from this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from ddpm_ds.errors import SpecError
+from ddpm_ds.processes.hosts import DEFAULT_HOSTFILE, read_hostfile, this_host
+
+DEFAULT_PORT = 29500
+SSH_ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"
+"""After 15 to 20 s without an answer ssh gives a host up; without these it may wait for hours."""
+
+WITH_VALUE = (
+    ("-H", "--hostfile"),
+    ("-i", "--include"),
+    ("-e", "--exclude"),
+    ("--num_gpus", "--num_accelerators"),
+    ("--master_addr",),
+    ("--node_rank",),
+    ("--launcher",),
+    ("--launcher_args",),
+    ("--enable_each_rank_log",),
+    ("--autotuning",),
+    ("--bind_core_list",),
+    ("--ssh_port",),
+    ("--venv_script",),
+    ("--log_level",),
+)
+NUMBERS = (("--num_nodes",), ("--master_port",))
+FLAGS = (
+    ("--module",),
+    ("--no_python",),
+    ("--no_local_rank",),
+    ("--no_ssh",),
+    ("--no_ssh_check",),
+    ("--force_multi",),
+    ("--save_pid",),
+    ("--bind_cores_to_rank",),
+    ("-q", "--quiet"),
+)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One command line of the launcher, with the hostfile as it is now."""
+
+    options: tuple[str, ...]
+    script: tuple[str, ...]
+    """The training script and its arguments."""
+    hosts: tuple[str, ...]
+    """Those that take part, in the order of their ranks; none where there is no hostfile."""
+    remote: bool
+    """Whether this launcher starts ranks on other hosts than its own."""
+    port: int
+
+    def command(self, port: int) -> list[str]:
+        """The command line, with another port for the ranks to meet at."""
+        own = [] if port == self.port else ["--master_port", str(port)]
+        return [*self.options, *own, *self.script]
+
+
+def read_launch(command: Sequence[str]) -> Launch:
+    """Understand the launcher's command line, and refuse what could not start or would not be seen to end.
+
+    Raises:
+        SpecError: an option is wrong, the hostfile can't be read, has not the hosts that are asked for, or not this
+            one: the ranks here are the witnesses of how the run ends.
+    """
+    options = _parser().parse_args(command)
+    path = Path(options.hostfile or DEFAULT_HOSTFILE)
+    missing = options.hostfile is not None and not path.exists()
+    hosts = _taking_part(path, options) if path.is_file() or missing else ()  # /dev/null is no file: this host alone
+    remote = not options.no_ssh and (len(hosts) > 1 or (options.force_multi and bool(hosts)))
+    if remote and this_host(hosts) is None:
+        raise SpecError(
+            f"none of {', '.join(hosts)} of hostfile {path} is this host; start it on one of them, best on the first, "
+            "whose ranks can be seen to end; or on each of them with --no_ssh --node_rank"
+        )
+    if remote and (options.launcher or "pdsh").lower() == "pdsh" and shutil.which("pdsh") is None:
+        raise SpecError("pdsh is not installed; install it, or start on each host with --no_ssh --node_rank")
+    script = ([options.user_script] if options.user_script is not None else []) + options.user_args
+    return Launch(
+        tuple(command[: len(command) - len(script)]), tuple(script), hosts, remote, options.master_port or DEFAULT_PORT
+    )
+
+
+def ssh_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """What pdsh needs for its ssh to notice a host that has gone, unless ``environment`` has that already."""
+    given = environment.get("PDSH_SSH_ARGS_APPEND", "")
+    if "ServerAlive" in given + environment.get("PDSH_SSH_ARGS", ""):
+        return {}
+    return {"PDSH_SSH_ARGS_APPEND": f"{given} {SSH_ALIVE}".strip()}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise SpecError(f"{message} (an option for DeepSpeed's launcher; deepspeed --help explains)")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(add_help=False)
+    for names in WITH_VALUE:
+        parser.add_argument(*names)
+    for names in NUMBERS:
+        parser.add_argument(*names, type=int)
+    for names in FLAGS:
+        parser.add_argument(*names, action="store_true")
+    parser.add_argument("user_script", nargs="?")
+    parser.add_argument("user_args", nargs=argparse.REMAINDER)
+    return parser
+
+
+def _taking_part(path: Path, options: argparse.Namespace) -> tuple[str, ...]:
+    """The hosts of a hostfile that --include, --exclude and --num_nodes leave."""
+    slots = read_hostfile(path)
+    for option in ("include", "exclude"):
+        for host in _filter(getattr(options, option)):
+            if host not in slots:
+                raise SpecError(f"--{option} names {host}, which hostfile {path} does not; use {', '.join(slots)}")
+    included, excluded = _filter(options.include), _filter(options.exclude)
+    hosts = [
+        host
+        for host, count in slots.items()
+        if (not included or host in included) and (host not in excluded or 0 < len(excluded[host]) < count)
+    ]
+    number = options.num_nodes or -1
+    return tuple(hosts[:number] if number > 0 else hosts)
+
+
+def _filter(text: str | None) -> dict[str, set[str]]:
+    """Hosts of ``worker-0@worker-1:0,2`` and the slots that are named of each; none means all."""
+    found: dict[str, set[str]] = {}
+    for part in text.split("@") if text else []:
+        host, _, named = part.partition(":")
+        found.setdefault(host, set()).update(named.split(",") if named else ())
+    return found

@@ -1,0 +1,90 @@
+"""TODO"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+
+import deepspeed
+import torch.distributed as dist
+
+from ddpm_ds.errors import BadNumbersError, DeviceLostError, HostError, Preempted, UserError
+from ddpm_ds.pipeline import deepspeed_insides as insides
+from ddpm_ds.processes.hosts import GLOO_INTERFACE, use_interface_towards
+from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS, host_name, on_several_hosts
+from ddpm_ds.processes.rendezvous import port_taken
+
+KNOWN_TO_ALL_RANKS = (BadNumbersError, Preempted)
+"""Raised on every rank at the same step, so that all can still act together."""
+PAUSE_SECONDS = 1800.0
+"""What ranks may wait for one that checkpoints, inspects or compiles, before their process groups end them."""
+LONGEST_TIMEOUT = timedelta(days=365)
+"""For ever; what is much longer overflows clocks that count nanoseconds."""
+
+
+def group_timeout(hang_seconds: float = HANG_SECONDS, dead_seconds: float = DEAD_SECONDS) -> timedelta:
+    """How long a process group waits before it aborts its process: well after the watchdog has judged, named and left.
+
+    What waits for the longest was begun earlier than the last step that counts as progress, and a pause may come
+    between.
+    """
+    return timedelta(seconds=min(2 * max(hang_seconds, dead_seconds) + PAUSE_SECONDS, LONGEST_TIMEOUT.total_seconds()))
+
+
+@contextlib.contextmanager
+def process_group(timeout: timedelta | None = None) -> Iterator[None]:
+    """The process group that DeepSpeed uses; destroyed at the end, since gloo aborts a process that leaves with one.
+
+    It and all groups that are made within wait for ``timeout`` at most, by default that of :func:`group_timeout`. A
+    UserError that leaves the block is taken to be known to all ranks.
+
+    Raises:
+        LayoutError: another job on this host has the port.
+        HostError: the hosts' ranks can't connect to each other.
+    """
+    timeout = timeout or group_timeout()
+    if os.environ["WORLD_SIZE"] == "1":
+        os.environ["MASTER_PORT"] = "0"  # any free one: two runs on one host don't meet
+    if on_several_hosts():
+        use_interface_towards(os.environ["MASTER_ADDR"])
+    # The device is the current one, as it has to be, and NCCL is not bound to it: a bound group is connected eagerly.
+    warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
+    os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", f"{timeout.total_seconds():.0f}")  # else 8 minutes
+    with insides.group_timeout(timeout):
+        _join()
+        try:
+            yield
+        except DeviceLostError:  # nothing that needs the device works any more
+            raise
+        except (UserError, *KNOWN_TO_ALL_RANKS):  # leave together
+            dist.barrier()
+            dist.destroy_process_group()
+            raise
+        dist.destroy_process_group()
+
+
+def _join() -> None:
+    """Make the default group, and let DeepSpeed take it."""
+    try:
+        dist.init_process_group(deepspeed.accelerator.get_accelerator().communication_backend_name())
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise port_taken() from None
+    except dist.DistBackendError as error:
+        if not on_several_hosts():
+            raise
+        raise _not_connected(error) from error
+    deepspeed.init_distributed(verbose=False)
+
+
+def _not_connected(error: Exception) -> HostError:
+    """Why the ranks of different hosts have no process group, as far as the collectives' library tells."""
+    return HostError(
+        f"rank {os.environ['RANK']} (host {host_name()}) can't connect to the ranks of other hosts over interface "
+        f"{os.environ.get(GLOO_INTERFACE, 'unknown')} ({str(error).splitlines()[0]}); ddpm-ds doctor --hostfile FILE "
+        f"tests every pair of hosts, and {GLOO_INTERFACE} or NCCL_SOCKET_IFNAME chooses another interface"
+    )

@@ -1,0 +1,207 @@
+"""All ranks of a run meet before they have a process group: what differs between hosts is said, not waited for.
+
+Building a process group takes every rank, and a rank that has left, or that trains something else, would make the
+others wait for minutes or for ever. A key-value store on rank 0 asks less: each rank writes what it is about to do, and
+reads what the others wrote. Then all leave for the same reason, or all go on.
+
+    rank 0   store at MASTER_ADDR:MASTER_PORT; agree("start", facts) ─▶ agree("data", ...) ─▶ process group, same port
+    rank 2   agree("start", facts): refused by rank 3 (host b): data.path = photos is no folder ...  ─▶ exit code 2
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ddpm_ds.errors import HostError, LayoutError, PeerLostError, UserError
+from ddpm_ds.processes.ranks import host_name, on_several_hosts
+
+BEAT_SECONDS = 2.0
+SILENCE_SECONDS = 60.0
+"""Silence after which a rank that had come is given up; importing libraries can keep a process busy for long."""
+POLL_SECONDS = 0.05
+TELL_SECONDS = 10.0
+"""How long a rank that can't take part tries to tell the others."""
+REFUSAL = "refusal"
+
+
+class Meeting:
+    """The ranks of one start of a run. A single rank meets nobody and waits for nothing.
+
+    Raises:
+        LayoutError: on rank 0, another job on this host has the port.
+        PeerLostError: rank 0 can't be reached.
+    """
+
+    def __init__(self, start_seconds: float) -> None:
+        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.hosts: tuple[str, ...] = (host_name(),) * self.world_size
+        """The host's name of every rank; those of others are known once they have agreed on anything."""
+        self._start_seconds = start_seconds
+        self._store = _store(self.rank, start_seconds) if self.world_size > 1 else None
+        self._closed = threading.Event()
+        if self._store is not None:
+            threading.Thread(target=self._beat, name="meeting", daemon=True).start()
+
+    @property
+    def several_hosts(self) -> bool:
+        """Whether the ranks are on more than one host."""
+        return len(set(self.hosts)) > 1
+
+    def name(self, rank: int, stage: int | None = None) -> str:
+        """A rank as a user knows it: ``rank 2 (stage 1, host b)``; the host where there is more than one."""
+        facts = [f"stage {stage}"] if stage is not None else []
+        facts += [f"host {self.hosts[rank]}"] if self.several_hosts else []
+        return f"rank {rank} ({', '.join(facts)})" if facts else f"rank {rank}"
+
+    def host_of(self, rank: int) -> str:
+        """A rank's host as a subject: ``host b (rank 2)``."""
+        return f"host {self.hosts[rank]} (rank {rank})"
+
+    def agree(self, topic: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
+        """Say ``facts`` (what JSON can hold) about a topic; what every rank has said, by rank. Once for each topic.
+
+        Raises:
+            HostError: another rank can't take part.
+            PeerLostError: a rank did not come, or is gone.
+        """
+        if self._store is None:
+            return [facts]
+        keys = [f"{topic}/{rank}" for rank in range(self.world_size)]
+        try:
+            self._store.set(keys[self.rank], json.dumps({"host": host_name(), "facts": facts}))
+            self._wait(self._store, keys)
+            said = [json.loads(text) for text in self._store.multi_get(keys)]
+        except dist.DistError as error:
+            raise PeerLostError(f"{self.name(0)} has gone while the run was starting") from error
+        self.hosts = tuple(one["host"] for one in said)
+        return [one["facts"] for one in said]
+
+    def refuse(self, error: UserError) -> None:
+        """Tell the others why this rank can't take part, and on rank 0 give them the time to hear it."""
+        if self._store is None:
+            return
+        with contextlib.suppress(dist.DistError):
+            self._store.compare_set(
+                REFUSAL, "", json.dumps({"rank": self.rank, "host": host_name(), "why": str(error)})
+            )
+            self._store.set(f"left/{self.rank}", "")
+            others = [f"left/{rank}" for rank in range(self.world_size)]
+            until = time.monotonic() + TELL_SECONDS
+            while self.rank == 0 and not self._store.check(others) and time.monotonic() < until:
+                time.sleep(POLL_SECONDS)
+
+    def close(self) -> None:
+        """The process group exists: from now on the watchdog looks after the ranks."""
+        self._closed.set()
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Tell the others of what a user did wrong, where it ends this rank."""
+        try:
+            yield
+        except UserError as error:
+            if not self._closed.is_set():
+                self.refuse(error)
+            raise
+
+    def _wait(self, store: dist.Store, keys: list[str]) -> None:
+        """Until all ranks have said something. The ranks are asked for one by one no more often than they beat."""
+        started, beats = time.monotonic(), _Beats(self.world_size)
+        looked_at = started
+        while not store.check(keys):
+            if store.check([REFUSAL]):
+                refusal = json.loads(store.get(REFUSAL))
+                raise HostError(f"rank {refusal['rank']} (host {refusal['host']}): {refusal['why']}")
+            time.sleep(POLL_SECONDS)
+            if time.monotonic() - looked_at < BEAT_SECONDS:
+                continue
+            looked_at = time.monotonic()
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            absent = [rank for rank in missing if not store.check([f"beat/{rank}"])]
+            if absent and time.monotonic() - started > self._start_seconds:
+                raise PeerLostError(
+                    f"{_ranks(absent)} did not come within {self._start_seconds:g} s: not started, or unable to reach "
+                    f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}; ddpm-ds doctor --hostfile FILE looks why"
+                )
+            silent = beats.silent(store, [rank for rank in missing if rank not in absent])
+            if silent:
+                raise PeerLostError(f"{_ranks(silent)} {'has' if len(silent) == 1 else 'have'} gone while starting")
+
+    def _beat(self) -> None:
+        assert self._store is not None
+        count = 0
+        with contextlib.suppress(dist.DistError):  # rank 0 has gone
+            while True:
+                self._store.set(f"beat/{self.rank}", str(count := count + 1))
+                if self._closed.wait(BEAT_SECONDS):
+                    return
+
+
+class _Beats:
+    """When each rank was last heard."""
+
+    def __init__(self, world_size: int) -> None:
+        self._texts = [b""] * world_size
+        self._at = [0.0] * world_size
+
+    def silent(self, store: dist.Store, ranks: list[int]) -> list[int]:
+        """Those of ``ranks``, which have all come, that were not heard for long."""
+        now = time.monotonic()
+        for rank, text in zip(ranks, store.multi_get([f"beat/{rank}" for rank in ranks]) if ranks else [], strict=True):
+            if text != self._texts[rank]:
+                self._texts[rank], self._at[rank] = text, now
+        return [rank for rank in ranks if now - self._at[rank] > SILENCE_SECONDS]
+
+
+def refuse_alone(error: UserError) -> None:
+    """Tell the other hosts' ranks, which wait in their meeting or will, of an error before this rank's own meeting.
+
+    On one host nobody needs to be told: its launcher ends the others.
+    """
+    if on_several_hosts():
+        with contextlib.suppress(UserError, PeerLostError):
+            Meeting(TELL_SECONDS).refuse(error)
+
+
+def _store(rank: int, seconds: float) -> dist.Store:
+    """The store at the master's port, which the process group will use as well; served by rank 0, or by torchrun."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    served = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = dist.TCPStore(
+            host,
+            port,
+            is_master=served,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except dist.DistError as error:
+        if "EADDRINUSE" in str(error):
+            raise port_taken() from None
+        raise PeerLostError(
+            f"rank {rank} (host {host_name()}) can't reach rank 0 at {host}:{port} within {seconds:g} s; is that host "
+            "up, and the port open? ddpm-ds doctor --hostfile FILE looks"
+        ) from None
+    return dist.PrefixStore(f"ddpm_ds/meeting/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def port_taken() -> LayoutError:
+    """The error of a run whose port is another's."""
+    return LayoutError(
+        f"port {os.environ['MASTER_PORT']} is taken, by another run perhaps; give this one its own: "
+        "deepspeed --master_port PORT launch/train.py ..."
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {', '.join(map(str, ranks))}"

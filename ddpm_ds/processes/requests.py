@@ -1,0 +1,162 @@
+"""Whether what has started this rank is still there.
+
+A launcher that is killed leaves its ranks running, and so does an ssh that drops: on that host nobody would end them.
+Both are seen from inside: the parent of the process changes, or nobody reads its output any more.
+
+What is asked of a run from outside while it trains: to save, or to save and stop.
+
+    SIGTERM, SIGUSR1, SIGINT to any rank     finish the step, save, leave; a second signal leaves at once
+    RUN_DIR/save, RUN_DIR/save_and_stop      files that a person touches
+    checkpoint.every_minutes                 rank 0's clock
+    a launcher that is gone                  save, leave: nobody would end this rank any more, or hear what it says
+
+All ranks must do the same at the same step, so what each has heard is combined once a step; the answer is read one
+step later, when it has long arrived.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import stat
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddpm_ds.processes.exit_record import record_exit
+
+LAUNCHED = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")
+"""Variables that DeepSpeed's and PyTorch's launchers set. The parent of a process without them may be a shell, which
+may leave."""
+
+
+class Launcher:
+    """What has started this process: its parent, where that is a launcher, and the readers of its output pipes."""
+
+    def __init__(self) -> None:
+        self._parent = os.getppid() if any(name in os.environ for name in LAUNCHED) else None
+        self._closed = False
+        self._outputs = select.poll()
+        for descriptor in (1, 2):
+            if _is_pipe(descriptor):
+                self._outputs.register(descriptor, 0)
+
+    def is_gone(self) -> bool:
+        """Whether it has gone; from then on this process writes to nowhere, where it would fail."""
+        for descriptor, _ in self._outputs.poll(0):
+            self._outputs.unregister(descriptor)
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
+            self._closed = True
+        return self._closed or (self._parent is not None and os.getppid() != self._parent)
+
+
+def _is_pipe(descriptor: int) -> bool:
+    try:
+        mode = os.fstat(descriptor).st_mode
+    except OSError:  # closed
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SAME_SIGNAL_SECONDS = 1.0
+"""A terminal or a scheduler signals a launcher and its ranks, and the launcher its ranks again: what comes so soon is
+not a second signal."""
+FILES = ("save", "save_and_stop")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What all ranks agree on."""
+
+    save: bool = False
+    stop: bool = False
+    abandoned: str | None = None
+    """Name of a rank whose launcher is gone."""
+
+
+class Requests:
+    """Listens from its construction to :meth:`close`; collective over all ranks."""
+
+    def __init__(self, run_dir: Path, every_minutes: float | None, names: Sequence[str]) -> None:
+        self._run_dir, self._names = run_dir, names
+        self._launcher = Launcher()
+        self._seconds = 60 * every_minutes if every_minutes else None
+        self._saved_at = time.monotonic()
+        self._files: tuple[str, ...] = ()
+        self._signalled = False
+        self._group: Any = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+        self._under_way: tuple[dist.Work, torch.Tensor] | None = None
+        self._listen_to_signals()
+
+    def _listen_to_signals(self) -> None:
+        """In a thread, to which Python writes as a signal comes: the main thread may wait in a collective for ever."""
+        self._heard, wakeup = socket.socketpair()
+        wakeup.setblocking(False)
+        self._wakeup, self._wakeup_before = wakeup, signal.set_wakeup_fd(wakeup.fileno())
+        self._handlers = {number: signal.signal(number, lambda number, frame: None) for number in SIGNALS}
+        threading.Thread(target=self._hear, name="signals", daemon=True).start()
+
+    def _hear(self) -> None:
+        heard_at = time.monotonic()
+        with self._heard:
+            while numbers := self._heard.recv(1):
+                if numbers[0] not in SIGNALS:
+                    continue
+                if self._signalled and time.monotonic() - heard_at > SAME_SIGNAL_SECONDS:
+                    os._exit(record_exit(128 + numbers[0]))
+                self._signalled, heard_at = True, time.monotonic()
+
+    def poll(self) -> Asked:
+        """Once a step, on every rank: what was asked, agreed by all."""
+        if dist.get_rank() == 0:
+            self._files = tuple(name for name in FILES if (self._run_dir / name).exists())
+        late = self._seconds is not None and time.monotonic() - self._saved_at >= self._seconds
+        save = dist.get_rank() == 0 and (late or "save" in self._files)
+        stop = self._signalled or "save_and_stop" in self._files
+        abandoned = 1 + dist.get_rank() if self._launcher.is_gone() else 0
+        mine = torch.tensor([save, stop, abandoned], dtype=torch.int32)
+        if self._group is None:
+            return self._asked(mine)
+        answer = Asked()
+        if self._under_way is not None:
+            work, wishes = self._under_way
+            work.wait()
+            answer = self._asked(wishes)
+        reduction = dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        assert reduction is not None
+        self._under_way = (reduction, mine)
+        return answer
+
+    def saved(self) -> None:
+        """The run has been saved: forget what asked for it."""
+        self._saved_at = time.monotonic()
+        for name in self._files:
+            (self._run_dir / name).unlink(missing_ok=True)
+        if self._under_way is not None:  # where the same files and clock asked once more
+            work, wishes = self._under_way
+            work.wait()
+            wishes[0] = False
+
+    def close(self) -> None:
+        """Listen no more."""
+        if self._under_way is not None:
+            self._under_way[0].wait()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        self._wakeup.close()
+
+    def _asked(self, wishes: torch.Tensor) -> Asked:
+        save, stop, abandoned = wishes.tolist()
+        return Asked(bool(save), bool(stop or abandoned), self._names[abandoned - 1] if abandoned else None)

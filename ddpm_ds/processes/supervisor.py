@@ -1,0 +1,268 @@
+"""Start DeepSpeed's launcher, and see to what it leaves open: signals, exit codes, leftovers and restarts.
+
+The launcher alone answers SIGTERM by ending the ranks, with SIGKILL after 30 s; it exits with 0 and leaves ranks
+running when a part of it was killed; and it knows no restart. Here the ranks themselves are signalled, so that they
+finish their step and save, and the launcher ends when they have.
+
+On several hosts the ranks of this one are signalled and watched: what one rank is asked, all do, and what ends one ends
+all. Ranks elsewhere see to their own end when they have lost the others or their launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PEER_LOST, EXIT_PREEMPTED, SpecError
+from ddpm_ds.processes.exit_record import EXIT_FILE_VARIABLE, ExitRecord, read_exits
+from ddpm_ds.processes.hosts import ENVIRONMENT_FILE_VARIABLE, find_environment, write_environment
+from ddpm_ds.processes.launcher import Launch, read_launch, ssh_environment
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+SAME_SIGNAL_SECONDS = 1.0
+"""Some senders signal a process and then its group: what comes so soon is not a second signal."""
+
+FINAL = (0, EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PREEMPTED)
+"""Exit codes after which another start would be wrong, or is the scheduler's to make."""
+MEANINGS = {1: "an error of the program, see its traceback", EXIT_PEER_LOST: "a process was lost or hung"}
+
+RANK_VARIABLES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+
+POLL_SECONDS = 0.2
+SETTLE_SECONDS = 3.0
+"""How long the ranks' helper processes may outlive the launcher."""
+LOSING_SECONDS = 45.0
+"""How long the launcher may go on after a rank of this host has lost others: it gives its ranks 30 s to end, and ssh
+gives up a host that has gone after 20 s."""
+KILL_SECONDS = 10.0
+LONGEST_PAUSE_SECONDS = 60.0
+
+
+def supervise(
+    command: Sequence[str],
+    *,
+    max_restarts: int,
+    grace_seconds: float,
+    pause_seconds: float = 1.0,
+    say: Callable[[str], None],
+) -> int:
+    """Run DeepSpeed's launcher with the arguments ``command``, again where it helps; returns the exit code of the last.
+
+    A start that wrote a checkpoint gives the restarts used so far back. Each start reads the hostfile anew; after one
+    on several hosts the next uses another port, where no straggler of the last one can join in. Must run in the main
+    thread.
+
+    Raises:
+        SpecError: ``command`` has no --run-dir; see also :func:`read_launch` and :func:`find_environment`.
+    """
+    latest = _run_dir(command) / "checkpoints" / "latest"
+    restarts = ports = 0
+    with _Signals() as signals:
+        while True:
+            before = _content(latest)
+            launch = read_launch(command)
+            code = _Start(launch, launch.port + ports, signals, grace_seconds, say).run()
+            ports += launch.remote
+            if code in FINAL or signals.count:
+                return code
+            restarts = 1 if _content(latest) != before else restarts + 1
+            why = f"exit code {code} ({MEANINGS.get(code, 'of the script')})"
+            if restarts > max_restarts:
+                say(f"{why}; no restart of {max_restarts} is left" if max_restarts else why)
+                return code
+            pause = min(pause_seconds * 2 ** (restarts - 1), LONGEST_PAUSE_SECONDS)
+            say(f"{why}; restart {restarts} of {max_restarts} in {pause:g} s")
+            until = time.monotonic() + pause
+            while time.monotonic() < until:
+                if signals.count:
+                    return EXIT_PREEMPTED
+                time.sleep(POLL_SECONDS)
+
+
+def exit_code(launcher: int, record: ExitRecord, *, stopping: bool, orphaned: bool, witnessed: bool = True) -> int:
+    """The exit code of a start: what the ranks meant, or else what the launcher's code says.
+
+    ``launcher`` is its return code, negative for a signal; ``stopping``: the ranks were asked to stop;
+    ``orphaned``: ranks were alive when it had ended; ``witnessed``: ranks of this host, as far as there should have
+    been some, said that they started. Without that a launcher's 0 means nothing: that of DeepSpeed ends so when its
+    pdsh was killed.
+    """
+    if orphaned and not stopping:
+        return EXIT_PEER_LOST
+    if record.failure in FINAL:
+        return record.failure
+    if launcher == 0 and record.failure is None and not record.unfinished and witnessed:
+        return 0
+    if 0 < launcher < 128:  # of the rank that failed first, while what others record is that they lost it
+        return launcher
+    return EXIT_PREEMPTED if stopping else EXIT_PEER_LOST
+
+
+def _run_dir(command: Sequence[str]) -> Path:
+    """The training script's --run-dir. Without it each start would make up a new folder, and none would resume."""
+    for word, following in itertools.zip_longest(command, command[1:]):
+        if word == "--run-dir" and following:
+            return Path(following)
+        if word.startswith("--run-dir="):
+            return Path(word.removeprefix("--run-dir="))
+    raise SpecError("no --run-dir for the training script, so that no start could resume another; add --run-dir DIR")
+
+
+def _content(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+class _Signals:
+    """Counts the signals that ask for an end. What our own parent has set to be ignored, as nohup does, stays so."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.last = signal.SIGTERM
+        self._heard_at = float("-inf")
+
+    def __enter__(self) -> _Signals:
+        numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        self._handlers = {number: signal.signal(number, self._hear) for number in numbers}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if now - self._heard_at > SAME_SIGNAL_SECONDS:
+            self.count += 1
+        self.last, self._heard_at = signal.Signals(number), now
+
+
+class _Start:
+    """One start of the launcher, in a session of its own, so that a terminal's Ctrl-C does not reach the ranks."""
+
+    def __init__(
+        self, launch: Launch, port: int, signals: _Signals, grace_seconds: float, say: Callable[[str], None]
+    ) -> None:
+        self._launch, self._port, self._signals = launch, port, signals
+        self._grace_seconds, self._say = grace_seconds, say
+
+    def run(self) -> int:
+        """Start, wait, and leave nothing running."""
+        with tempfile.TemporaryDirectory(prefix="ddpm-ds-") as folder:
+            self._exit_file = Path(folder) / "exits"
+            self._exit_file.touch()
+            self._launcher = subprocess.Popen(
+                [sys.executable, "-m", "deepspeed.launcher.runner", *self._launch.command(self._port)],
+                env=self._environment(Path(folder)),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            try:
+                code = self._wait()
+            finally:
+                self._kill()
+        if self._signals.count > 1:
+            self._say(f"{self._signals.last.name}: ended everything at once")
+            return 128 + self._signals.last
+        return code
+
+    def _environment(self, folder: Path) -> dict[str, str]:
+        """Ours, and what travels: DeepSpeed takes a file to every host, this one included, which ssh comes back to.
+        The name of the exit file means nothing elsewhere."""
+        travels = folder / "environment"
+        write_environment(travels, find_environment() | {EXIT_FILE_VARIABLE: str(self._exit_file)})
+        ours = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}  # see _rank
+        ours |= {EXIT_FILE_VARIABLE: str(self._exit_file), ENVIRONMENT_FILE_VARIABLE: str(travels)}
+        return ours | ssh_environment(ours)
+
+    def _wait(self) -> int:
+        stop_until = lost_until = float("inf")
+        while (code := self._launcher.poll()) is None and self._signals.count < 2:
+            if self._signals.count and stop_until == float("inf"):
+                stop_until = time.monotonic() + self._grace_seconds
+                if not self._ask_to_stop(self._signals.last.name):
+                    self._say(f"{self._signals.last.name}: stopped before a rank was there")
+                    if self._launch.remote:  # it would end every launcher of this user, whatever its job, on all hosts
+                        self._launcher.kill()
+                    _send(signal.SIGTERM, self._processes())
+                    self._wait_until_gone(SETTLE_SECONDS)
+                    return EXIT_PREEMPTED
+            if time.monotonic() > stop_until:
+                self._say(f"not saved within {self._grace_seconds:g} s: ending everything; what was saved before stays")
+                return EXIT_PREEMPTED
+            if lost_until == float("inf") and read_exits(self._exit_file).failure == EXIT_PEER_LOST:
+                lost_until = time.monotonic() + LOSING_SECONDS
+            if time.monotonic() > lost_until:
+                self._say(f"ranks were lost {LOSING_SECONDS:g} s ago and the launcher has not ended: ending it")
+                return EXIT_PEER_LOST
+            time.sleep(POLL_SECONDS)
+        if code is None:
+            return 128 + self._signals.last
+
+        self._wait_until_gone(SETTLE_SECONDS)
+        orphaned = self._ask_to_stop(f"the launcher has ended (exit code {code}), not so its ranks")
+        if orphaned:
+            self._wait_until_gone(self._grace_seconds)
+        record = read_exits(self._exit_file)
+        witnessed = not self._launch.remote or self._exit_file.stat().st_size > 0
+        return exit_code(code, record, stopping=self._signals.count > 0, orphaned=orphaned, witnessed=witnessed)
+
+    def _ask_to_stop(self, why: str) -> bool:
+        """Signal the ranks, if there are any. Their children are theirs to end."""
+        ranks = [process for process in self._processes() if _rank(process) not in (None, _rank(process.parent()))]
+        if ranks:
+            self._say(f"{why}: asking {len(ranks)} ranks to save and stop; a second signal ends them at once")
+            _send(signal.SIGTERM, ranks)
+        return bool(ranks)
+
+    def _wait_until_gone(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while self._signals.count < 2 and time.monotonic() < until and self._processes():
+            time.sleep(POLL_SECONDS)
+
+    def _processes(self) -> list[psutil.Process]:
+        """What runs of this start: whoever is in its session, or has left it and still has its environment."""
+
+        def ours(process: psutil.Process) -> bool:
+            with contextlib.suppress(psutil.Error, OSError):
+                return process.status() != psutil.STATUS_ZOMBIE and (
+                    os.getsid(process.pid) == self._launcher.pid
+                    or process.environ().get(EXIT_FILE_VARIABLE) == str(self._exit_file)
+                )
+            return False
+
+        return [process for process in psutil.process_iter() if ours(process)]
+
+    def _kill(self) -> None:
+        until = time.monotonic() + KILL_SECONDS
+        while (processes := self._processes()) and time.monotonic() < until:
+            _send(signal.SIGKILL, processes)
+            psutil.wait_procs(processes, timeout=1.0)
+        self._launcher.wait()
+
+
+def _rank(process: psutil.Process | None) -> str | None:
+    """What the launcher or mpirun has set for a rank, and the rank's children inherit."""
+    with contextlib.suppress(psutil.Error):
+        environment = process.environ() if process else {}
+        return next((environment[name] for name in RANK_VARIABLES if name in environment), None)
+    return None
+
+
+def _send(number: int, processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(number)

@@ -1,0 +1,252 @@
+"""Notice that another rank has died or hangs, say which, and end this one: a collective would wait for ever.
+
+Every rank has two threads beside its main one. The heartbeat talks to a key-value store on rank 0. The judge goes
+by its own clock and never touches the store, since a store on a lost host may not answer at all.
+
+    rank 1   main        step, step, step, all_reduce ... (waits for rank 2)
+             heartbeat   beat 41, step 7 ─▶ store on rank 0 ◀─ beat 33, step 7   rank 2, then killed
+             judge       "rank 2 (stage 1) has not answered for 15 s" ─▶ exit code 76
+
+The other ranks of a run, from the process group to the end: their names, a store beside the collectives, a watch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from ddpm_ds.errors import EXIT_PEER_LOST, PeerLostError, UserError
+from ddpm_ds.processes.exit_record import record_exit
+from ddpm_ds.processes.heartbeat import BEAT_SECONDS, LAST_WORDS_SECONDS, DeviceWork, Heartbeat, Judgement, make_store
+from ddpm_ds.processes.process_group import KNOWN_TO_ALL_RANKS
+from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS
+
+JUDGE_SECONDS = 0.2
+TOGETHER_BEATS = 3
+"""Ranks that are lost in one moment were last heard so far apart at most: a beat of theirs, one of ours, and delays."""
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+class Watchdog:
+    """Watches all other ranks from construction to ``stop``. Does nothing for a single rank.
+
+    Args:
+        names: of all ranks, as a user knows them, such as "rank 2 (stage 1)".
+        store: of ``make_store``.
+        dead_seconds: a rank that was silent for so long is dead.
+        hang_seconds: when no rank has called ``progress`` for so long, the run hangs.
+        work: of this rank's device; None for a CPU.
+        say: is given one line before the end; may block.
+        leave: is given the exit code. Ends the process at once, since a thread that waits in a collective can't be
+            interrupted.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        names: Sequence[str],
+        store: dist.Store | None,
+        *,
+        dead_seconds: float = DEAD_SECONDS,
+        hang_seconds: float = HANG_SECONDS,
+        work: DeviceWork | None = None,
+        say: Callable[[str], None] = _print,
+        leave: Callable[[int], object] = os._exit,
+    ) -> None:
+        self._rank, self._names = rank, names
+        self._dead_seconds, self._hang_seconds = dead_seconds, hang_seconds
+        self._say, self._leave = say, leave
+        self._now = 0.0
+        self._asked = False
+        self._stopped = threading.Event()
+        self._heartbeat = Heartbeat(rank, world_size, store, clock=lambda: self._now, work=work)
+        if world_size > 1:
+            self._heartbeat.start()
+            threading.Thread(target=self._judge, name="judge", daemon=True).start()
+
+    def progress(self) -> None:
+        """Say that the main thread goes on; once a step, and around whatever takes long."""
+        self._heartbeat.steps += 1
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Surround what takes an unknown time on this rank: until it is over nobody is said to hang."""
+        self._heartbeat.pauses += 1
+        try:
+            yield
+        finally:
+            self.progress()
+            self._heartbeat.pauses -= 1
+
+    def who_is_missing(self, wait_seconds: float) -> list[int]:
+        """The ranks to blame for a collective that raised, found within ``wait_seconds``; empty if all are alive.
+
+        From this call on it is the caller who ends this rank. The other ranks hear what was found and end as well.
+        """
+        self._asked = True
+        until = time.monotonic() + wait_seconds
+        while (finding := self._lost()) is None and time.monotonic() < until:
+            time.sleep(JUDGE_SECONDS)
+        finding = finding or self._silent(max(wait_seconds / 2, 4 * BEAT_SECONDS))
+        self._heartbeat.proposal = finding
+        return list(finding.ranks) if finding else []
+
+    def fail(self, line: str, code: int) -> None:
+        """End all ranks with a ``code`` because of what may be known to this one alone; it says the ``line``.
+
+        Where several ranks fail at once, what one of them has found counts for all. Returns only where nobody is
+        watched.
+        """
+        heartbeat, self._asked = self._heartbeat, True
+        if not heartbeat.is_alive():
+            return
+        found = heartbeat.proposal = Judgement((self._rank,), line, code)
+        until = time.monotonic() + LAST_WORDS_SECONDS
+        while heartbeat.verdict is None and heartbeat.is_alive() and time.monotonic() < until:
+            time.sleep(JUDGE_SECONDS)
+        self._end(heartbeat.verdict or found)
+
+    def stop(self, failure: str | None = None) -> None:
+        """End the watch and tell the others that this rank leaves: as intended, which is no reason for them to
+        leave, or because of a ``failure`` that they don't know of, which is."""
+        if failure:
+            self._heartbeat.proposal = Judgement((self._rank,), f"{self._names[self._rank]} has failed ({failure})")
+        self._stopped.set()
+        self._heartbeat.leave()
+
+    def _judge(self) -> None:
+        """The clock stands still while this process is stopped or starved: its own absence is not that of others."""
+        last = time.monotonic()
+        while not self._stopped.wait(JUDGE_SECONDS):
+            now = time.monotonic()
+            self._now, last = self._now + min(now - last, 2 * BEAT_SECONDS), now
+            if not self._asked and (finding := self._lost() or self._hung()):
+                self._end(finding)
+                return
+
+    def _lost(self) -> Judgement | None:
+        heartbeat = self._heartbeat
+        if heartbeat.verdict:
+            return heartbeat.verdict
+        if heartbeat.closed:
+            return Judgement((0,), f"{self._names[0]} has gone")
+        if not heartbeat.is_alive():  # a single rank, or rank 0 has left as intended
+            return None
+        if self._now - heartbeat.answer_at > self._dead_seconds:
+            return Judgement((0,), f"{self._names[0]} has not answered for {self._dead_seconds:g} s")
+        return self._silent(self._dead_seconds, together_seconds=TOGETHER_BEATS * BEAT_SECONDS)
+
+    def _silent(self, seconds: float, *, together_seconds: float = 0.0) -> Judgement | None:
+        """Judged at the last answer of the store, without which nobody is heard. Who was last heard within
+        ``together_seconds`` of the first is waited for, to be heard again or named with it."""
+        silences = {
+            rank: self._heartbeat.answer_at - peer.beat_at
+            for rank, peer in enumerate(self._heartbeat.peers)
+            if peer.state != "left"
+        }
+        ranks = [rank for rank, silence in silences.items() if silence > seconds]
+        awaited_from = max(silences.values(), default=0.0) - together_seconds
+        if not ranks or any(awaited_from < silence <= seconds for silence in silences.values()):
+            return None
+        who = ", ".join(self._names[rank] for rank in ranks)
+        return Judgement(tuple(ranks), f"{who} {'has' if len(ranks) == 1 else 'have'} not answered for {seconds:g} s")
+
+    def _hung(self) -> Judgement | None:
+        """A rank that hangs soon stops all others, so the run hangs when no rank goes on. To blame are those that
+        don't wait; see ``heartbeat.py``."""
+        at_work = {rank: peer for rank, peer in enumerate(self._heartbeat.peers) if peer.state != "left"}
+        last_step_at = max((peer.step_at for peer in at_work.values()), default=self._now)
+        if self._now - last_step_at <= self._hang_seconds or not self._heartbeat.is_alive():
+            return None
+        blamed = {rank: peer for rank, peer in at_work.items() if peer.state != "waiting"}
+        who = ", ".join(f"{self._names[rank]} hangs in {peer.place}" for rank, peer in blamed.items())
+        if not blamed:
+            who = ", ".join(f"{self._names[rank]} waits in {peer.place}" for rank, peer in at_work.items())
+        return Judgement(tuple(blamed or at_work), f"no step for {self._hang_seconds:g} s, {who}")
+
+    def _end(self, finding: Judgement) -> None:
+        self._heartbeat.proposal = finding
+        line = finding.reason
+        if finding.code == EXIT_PEER_LOST:
+            line = f"{finding.reason}: ending {self._names[self._rank]}; the run can be resumed"
+        if finding.code == EXIT_PEER_LOST or finding.ranks == (self._rank,):
+            saying = threading.Thread(target=self._say, args=(line,), daemon=True)  # a lock it needs may be lost too
+            saying.start()
+            saying.join(timeout=LAST_WORDS_SECONDS)
+        record_exit(finding.code)
+        self.stop()
+        self._leave(finding.code)
+
+
+WAIT_FOR_CULPRIT_SECONDS = 5.0
+"""How long a rank whose collective failed looks for the rank that is gone."""
+
+
+class Peers:
+    """All ranks, watched for as long as the ``with`` block lasts; collective.
+
+    A UserError that leaves the block ends all ranks with its line, said once, and its exit code: a file that goes bad
+    while it is read is known to the rank that reads it, and the others would wait for that one.
+
+    Args:
+        names: of all ranks, as a user knows them.
+        device: of this rank.
+        options: of the command line; its ``dead_seconds`` and ``hang_seconds``.
+    """
+
+    def __init__(self, names: Sequence[str], device: torch.device, options: argparse.Namespace) -> None:
+        self.names = names
+        self.store = make_store(dist.get_rank(), dist.get_world_size())
+        """A key-value store on rank 0, None for a single rank."""
+        self.watchdog = Watchdog(
+            dist.get_rank(),
+            dist.get_world_size(),
+            names,
+            self.store,
+            dead_seconds=options.dead_seconds,
+            hang_seconds=options.hang_seconds,
+            work=DeviceWork.of(device),
+        )
+
+    def __enter__(self) -> Peers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, UserError):
+            self.watchdog.fail(f"ddpm_ds: error: {error}", error.exit_code)
+        known = error is None or isinstance(error, KNOWN_TO_ALL_RANKS)
+        self.watchdog.stop(failure=None if known else type(error).__name__)
+
+    @contextlib.contextmanager
+    def blamed(self) -> Iterator[None]:
+        """Where what all ranks do together fails: tell the others, and find the rank that is gone.
+
+        Raises:
+            PeerLostError: instead of the error of a collective, where a rank is gone.
+        """
+        try:
+            yield
+        except (UserError, *KNOWN_TO_ALL_RANKS):
+            raise
+        except BaseException as error:
+            missing = self.watchdog.who_is_missing(WAIT_FOR_CULPRIT_SECONDS) if isinstance(error, RuntimeError) else []
+            self.watchdog.stop(failure=type(error).__name__)
+            if not missing:
+                raise
+            gone = ", ".join(self.names[rank] for rank in missing)
+            raise PeerLostError(f"{gone} is gone ({str(error).splitlines()[0]}); the run can be resumed") from error

@@ -1,0 +1,221 @@
+"""What is shown and written down about a run, on rank 0; on other ranks nothing happens.
+
+A run's folder and its MLflow run: opened with what the run is, ended with how it ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import platform
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import yaml
+from torch import Tensor
+
+import ddpm_ds
+from ddpm_ds.data.pictures import grid, write_png
+from ddpm_ds.errors import Preempted
+from ddpm_ds.predict.plan import RunPlan, stage_table
+from ddpm_ds.tracking.progress import ProgressLine
+from ddpm_ds.tracking.run_folder import EVALUATIONS, METRICS, OBSERVATIONS, RunFolder, labels
+from ddpm_ds.tracking.tracker import RunLink, Tracker
+
+SAMPLES_KEY = "samples_ema"
+"""Under which MLflow keeps the pictures, with a slider over steps."""
+
+
+class Recorder:
+    """The progress line, MLflow and the run's folder, fed together; ``None`` in each on ranks other than 0.
+
+    A resumed run repeats steps: what an earlier process has written into the folder is not logged again.
+    """
+
+    def __init__(
+        self, line: ProgressLine | None = None, tracker: Tracker | None = None, folder: RunFolder | None = None
+    ) -> None:
+        self.line, self.tracker, self.folder = line, tracker, folder
+        self._logged = {
+            name: folder.logged_step(name) if folder else 0 for name in (METRICS, EVALUATIONS, OBSERVATIONS)
+        }
+
+    def step(self, images_seen: int) -> None:
+        """A step has ended."""
+        if self.line is not None:
+            self.line.step(images_seen)
+
+    def say(self, line: str) -> None:
+        """Show a line of its own."""
+        if self.line is not None:
+            self.line.say(line)
+
+    def point(self, values: Mapping[str, float], step: int, *, fp16: bool) -> None:
+        """A log point, by the names of :func:`ddpm_ds.train.meters.metrics`."""
+        if self.line is not None:
+            self.line.log_point(
+                int(values["progress/images"]),
+                loss=values["train/loss"],
+                images_per_second=values["perf/images_per_second"],
+                loss_scale=values["train/loss_scale"] if fp16 else None,
+            )
+        self._write(METRICS, values, step)
+
+    def checkpoint(self, seconds: float, step: int) -> None:
+        """A checkpoint was begun, and held training up for ``seconds``."""
+        if self.tracker is not None and step > self._logged[METRICS]:
+            self.tracker.metrics({"perf/checkpoint_seconds": seconds}, step)
+
+    def samples(self, images: Tensor | None, seconds: float, images_seen: int, step: int) -> None:
+        """A picture was drawn, which took ``seconds``; one that is there was logged before the run was resumed."""
+        if self.tracker is None or self.folder is None or images is None:
+            return
+        path = self.folder.samples(images_seen)
+        if path.exists():
+            return
+        try:
+            path.parent.mkdir(exist_ok=True)
+            write_png(grid(images), path)
+        except OSError as error:
+            self.say(f"{path} can't be written ({error.strerror}); training goes on")
+            return
+        self.tracker.image(path, SAMPLES_KEY, step)
+        self.tracker.metrics({"perf/samples_seconds": seconds}, step)
+
+    def evaluation(self, values: Mapping[str, float], step: int) -> None:
+        """The held-out loss, by the names of :meth:`ddpm_ds.train.validation.HeldOutLoss.measure`."""
+        if "eval/loss" in values:
+            self.say(f"held-out loss {values['eval/loss']:.4f}")
+        self._write(EVALUATIONS, values, step)
+
+    def observed(self, values: Mapping[str, float], step: int) -> None:
+        """What an observer of steps has measured."""
+        self._write(OBSERVATIONS, values, step)
+
+    def artifact(self, path: Path, folder: str = "") -> None:
+        """A file or folder to be kept with the run, in ``folder``."""
+        if self.tracker is not None:
+            self.tracker.artifact(path, folder)
+
+    def tags(self, values: Mapping[str, str]) -> None:
+        """What the run is found by in MLflow."""
+        if self.tracker is not None:
+            self.tracker.tags(values)
+
+    def rewound(self, what: str, times: int, images_seen: int, step: int) -> None:
+        """The run went back to ``step``; the points from there on are of a new course, and are logged again."""
+        self.say(what)
+        self._logged = {name: min(last, step) for name, last in self._logged.items()}
+        if self.folder is not None:
+            self.folder.forget_samples(images_seen)
+        if self.tracker is not None:
+            self.tracker.text(what + "\n", f"rewinds/{times}.txt")
+            self.tracker.metrics({"train/rewinds": float(times)}, step)
+
+    def finish(self, status: Literal["FINISHED", "FAILED", "KILLED"]) -> RunLink | None:
+        """End the line and the MLflow run; where the run is, on rank 0."""
+        if self.line is None or self.tracker is None:
+            return None
+        self.line.close()
+        return self.tracker.finish(status)
+
+    def _write(self, name: str, values: Mapping[str, float], step: int) -> None:
+        if self.tracker is None or self.folder is None or step <= self._logged[name]:
+            return
+        try:
+            self.folder.append(name, values, step)  # first: a process that dies now won't log the point again
+        except OSError as error:
+            self.say(f"{name} can't be written ({error.strerror}); training goes on")
+        self.tracker.metrics(values, step)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run goes on from."""
+
+    checkpoint: Path
+    changed: tuple[str, ...]
+    """What has changed since, by dotted key."""
+
+
+@contextlib.contextmanager
+def recorded(
+    plan: RunPlan,
+    config: dict[str, Any],
+    run_dir: Path,
+    device: torch.device,
+    line: ProgressLine | None,
+    resumed: Resumed | None,
+    *,
+    note: str | None = None,
+    parent: str | None = None,
+) -> Iterator[Recorder]:
+    """The run's folder and its MLflow run, on rank 0; ended as FAILED or KILLED when the body raises.
+
+    ``note`` is why a run that begins is made; ``parent`` the identity of the run that it is a child of.
+    """
+    if line is None:
+        yield Recorder()
+        return
+    run_dir.mkdir(parents=True, exist_ok=True)
+    folder = RunFolder(run_dir)
+    spec_file, config_file = run_dir / "spec.yaml", run_dir / "ds_config.json"
+    spec_file.write_text(yaml.safe_dump(plan.spec.model_dump(mode="json"), sort_keys=False))
+    config_file.write_text(json.dumps(config, indent=2) + "\n")
+    (run_dir / "stages.txt").write_text(stage_table(plan) + "\n")
+    tags = _tags(plan) | labels(run_dir, note, line.say)
+    if resumed is not None:
+        tags["resume_count"] = str(folder.add_resume(resumed.checkpoint, resumed.changed))
+    tracker = Tracker.start(
+        plan.spec.logging.experiment,
+        run_dir.name,
+        output_root=run_dir.parent,
+        run_dir=run_dir,
+        params={**plan.spec.model_dump(mode="json"), "ds_config": config, "derived": _derived(plan, device)},
+        tags=tags,
+        artifacts=[spec_file, config_file, run_dir / "stages.txt"],
+        identity=folder.identity(),
+        parent=parent,
+        say=line.say,
+    )
+    recorder = Recorder(line, tracker, folder)
+    try:
+        yield recorder
+    except BaseException as error:
+        recorder.finish("KILLED" if isinstance(error, KeyboardInterrupt | Preempted) else "FAILED")
+        raise
+
+
+def _derived(plan: RunPlan, device: torch.device) -> dict[str, object]:
+    return {
+        **asdict(plan.ds.layout),
+        "parameters": plan.parameters,
+        "forward_gflops_per_image": 2 * plan.macs / 1e9,
+        "steps": plan.steps,
+        "precision": plan.ds.precision,
+        "zero_stage": plan.ds.zero_stage,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+    }
+
+
+def _tags(plan: RunPlan) -> dict[str, str]:
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(ddpm_ds.__file__).parent), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else "unknown"
+
+    return {
+        "git_commit": git("rev-parse", "HEAD"),
+        "git_dirty": str(bool(git("status", "--porcelain", "--untracked-files=no"))).lower(),
+        "host": platform.node(),
+        "mlflow.source.name": "launch/train.py",
+        "world_size": str(plan.ds.layout.world_size),
+        "stage_cuts": json.dumps(plan.bounds[1:-1]),
+        **{f"version.{name}": version(name) for name in ("torch", "deepspeed", "mlflow-skinny")},
+        "version.ddpm_ds": ddpm_ds.__version__,
+    }

@@ -1,0 +1,176 @@
+"""The small files of a run's folder. No torch.
+
+Tags by which people and tools find a run in MLflow again, beside those that say how it was made. No torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import tempfile
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, BinaryIO
+
+from ddpm_ds.checkpoint.folder import write_file
+from ddpm_ds.errors import OutputError
+
+METRICS, EVALUATIONS, OBSERVATIONS = "metrics.jsonl", "evaluations.jsonl", "observations.jsonl"
+"""Files of a run's folder: the log points, the held-out losses, and what observers of steps have measured."""
+IDENTITY = "identity"
+"""File with what finds the folder's MLflow run again."""
+
+
+def checkpoints_of(run_dir: Path) -> Path:
+    """The folder of a run's checkpoints."""
+    return run_dir / "checkpoints"
+
+
+def claim_folder(run_dir: Path) -> IO[str]:
+    """Make the run's folder and lock it for as long as the returned file is open.
+
+    Raises:
+        OutputError: another process trains into it.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    lock = (run_dir / LOCK).open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise OutputError(
+            f"--run-dir {run_dir} is in use by a run that is still going; stop it or name another"
+        ) from None
+    except OSError:  # a file system without locks
+        pass
+    return lock
+
+
+def identity_of(run_dir: Path) -> str | None:
+    """What finds the folder's MLflow run again; None where nothing was trained in it. Changes nothing."""
+    file = run_dir / IDENTITY
+    return file.read_text().strip() if file.is_file() else None
+
+
+@dataclass
+class RunFolder:
+    """The small files of a run's folder that outlive a process; used on rank 0."""
+
+    path: Path
+
+    def identity(self) -> str:
+        """What finds the folder's MLflow run again: made once."""
+        file = self.path / IDENTITY
+        if not file.exists():
+            write_file(file, f"{uuid.uuid4().hex}\n".encode())
+        return file.read_text().strip()
+
+    def logged_step(self, name: str) -> int:
+        """The step of the last point in one of these files, 0 where there is none.
+
+        A resumed run repeats steps, and logs none of them twice. After a rewind the last step is not the highest.
+        """
+        file = self.path / name
+        for line in reversed(file.read_text().splitlines() if file.exists() else []):
+            try:
+                return int(json.loads(line)["step"])
+            except ValueError:  # cut off when the disk was full
+                continue
+        return 0
+
+    def append(self, name: str, values: Mapping[str, float], step: int) -> None:
+        """Add a point to one of these files, on a line of its own."""
+        with (self.path / name).open("ab+") as file:
+            if file.tell() and not _ends_a_line(file):
+                file.write(b"\n")
+            file.write(json.dumps({"step": step, **values}).encode() + b"\n")
+
+    def samples(self, images_seen: int) -> Path:
+        """The picture drawn after so many images."""
+        return self.path / "samples" / f"images-{images_seen:09}.png"
+
+    def forget_samples(self, images_seen: int) -> None:
+        """Remove the pictures drawn after more than ``images_seen``: they are of a course that the run has left."""
+        for path in (self.path / "samples").glob("images-*.png"):
+            if path.name > self.samples(images_seen).name:
+                path.unlink(missing_ok=True)
+
+    def add_resume(self, checkpoint: Path, changed: Sequence[str]) -> int:
+        """Note in ``resumes.jsonl`` that the run goes on, and with what changes; returns how often it has."""
+        file = self.path / "resumes.jsonl"
+        with file.open("a") as stream:
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            stream.write(json.dumps({"at": now, "from": checkpoint.name, "changed": list(changed)}) + "\n")
+        return len(file.read_text().splitlines())
+
+
+def _ends_a_line(file: BinaryIO) -> bool:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"
+
+
+NOTE_TAG = "mlflow.note.content"
+"""What MLflow shows as the description of a run."""
+FOLDER_TAG = "run_dir"
+LABELS, NOTE = "tags.json", "note.txt"
+"""Files of a run's folder: tags given by what has started it, and the note that it began with."""
+
+
+def write_labels(run_dir: Path, tags: dict[str, str]) -> None:
+    """Give a run that is about to start in ``run_dir`` tags of its own."""
+    (run_dir / LABELS).write_text(json.dumps(tags, indent=2) + "\n")
+
+
+def labels(run_dir: Path, note: str | None, say: Callable[[str], None]) -> dict[str, str]:
+    """The tags of the folder's run. Call it before the folder has an identity: a note is for a run that begins.
+
+    A run that goes on may have been written about since, in MLflow, so its note is left as it is.
+    """
+    given, first = run_dir / LABELS, run_dir / NOTE
+    tags: dict[str, str] = json.loads(given.read_text()) if given.exists() else {}
+    tags[FOLDER_TAG] = str(run_dir.resolve())
+    if note is None:
+        return tags
+    if identity_of(run_dir) is None:
+        first.write_text(note)
+        tags[NOTE_TAG] = note
+    elif not first.exists() or first.read_text() != note:
+        say(f'--note is for a run that begins, and this one goes on; add to its note: ddpm-ds note {run_dir} "..."')
+    return tags
+
+
+OUTPUT_ROOT = Path("runs")
+"""Where runs go that are given no folder."""
+LOCK = ".lock"
+"""File in a run's folder that its process holds locked."""
+
+
+def new_run_dir(name: str) -> Path:
+    """A folder for a run that is given none: the time, to the second, and the spec's name."""
+    return OUTPUT_ROOT / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
+
+
+def check_output(run_dir: Path, resume: str) -> None:
+    """Refuse a folder that can't be written, or that holds something else than the run to go on with.
+
+    Leaves nothing behind.
+
+    Raises:
+        OutputError: with the folder that is in the way.
+    """
+    if run_dir.exists() and (not run_dir.is_dir() or any(path.name != LOCK for path in run_dir.iterdir())):
+        if not (run_dir / "spec.yaml").exists():
+            raise OutputError(f"--run-dir {run_dir} is neither empty nor the folder of a run; name a new one")
+        if resume == "never":
+            raise OutputError(f"--run-dir {run_dir} holds a run and --resume is never; name a new one")
+    existing = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise OutputError(
+            f"--run-dir {run_dir} can't be written ({error.strerror}: {existing}); name a folder that can"
+        ) from None

@@ -1,0 +1,310 @@
+"""Runs read back from MLflow, and found by what people call them: folder, id or name. No torch; MLflow when asked."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import functools
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ddpm_ds.errors import UserError
+from ddpm_ds.tracking.run_folder import FOLDER_TAG, NOTE_TAG, OUTPUT_ROOT, identity_of
+from ddpm_ds.tracking.tracker import MLFLOW, resolve_uri, without_password
+from ddpm_ds.tracking.worker import PARENT_TAG, START_TAG, reason
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+
+KIND_TAG = "kind"
+"""Tag of every run that is no training: evaluate, sample, export, benchmark, vary."""
+GRID = "vary"
+"""Kind of the run whose children are the cells of a grid."""
+SQLITE = "sqlite:///"
+NOTE_CHARACTERS = 8000
+"""MLflow's limit for the value of a tag."""
+SHORTEST_ID = 6
+"""Hexadecimal digits with which the beginning of an id is taken for one."""
+NEAR_NAMES = 3
+NO_PROGRESS_BAR = {"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}
+
+
+class ExperimentError(UserError):
+    """A run or an experiment that was named can't be found, read or made."""
+
+
+class Point(NamedTuple):
+    """One value of a metric; ``step`` counts optimizer steps, ``time_ms`` milliseconds since 1970."""
+
+    step: int
+    time_ms: int
+    value: float
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A run as MLflow has it."""
+
+    id: str
+    name: str
+    experiment: str
+    status: str
+    """RUNNING, FINISHED, FAILED or KILLED."""
+    start_ms: int
+    end_ms: int | None
+    params: dict[str, str]
+    metrics: dict[str, float]
+    """The last value of each."""
+    tags: dict[str, str]
+    folder: Path | None
+    """The run's folder, where it is on this machine."""
+    parent: str | None
+    """The id of the run that this one is a child of."""
+    tracking_uri: str
+    """The store it was read from."""
+
+    @property
+    def note(self) -> str:
+        """Why it was made and what was learned; empty where nobody has said."""
+        return self.tags.get(NOTE_TAG, "")
+
+    def history(self, name: str) -> list[Point]:
+        """All values of a metric in the order of their steps; of a step taken again after a rewind, the last."""
+        with _speaking_to(self.tracking_uri) as client:
+            logged = client.get_metric_history(self.id, name)
+        of_step = {
+            point.step: Point(point.step, point.timestamp, point.value)
+            for point in sorted(logged, key=lambda point: point.timestamp)
+        }
+        return [of_step[step] for step in sorted(of_step)]
+
+    def artifacts(self, folder: str = "") -> list[str]:
+        """Paths of the files and folders in a folder of the run's artifacts."""
+        with _speaking_to(self.tracking_uri) as client:
+            return sorted(file.path for file in client.list_artifacts(self.id, folder or None))
+
+    def read_artifact(self, path: str) -> bytes | None:
+        """The content of an artifact file; None where the run has none of that path."""
+        if path not in self.artifacts(path.rpartition("/")[0]):
+            return None
+        with _speaking_to(self.tracking_uri) as client, tempfile.TemporaryDirectory(prefix="ddpm-ds-") as folder:
+            return Path(client.download_artifacts(self.id, path, folder)).read_bytes()
+
+    def set_note(self, note: str) -> None:
+        """Replace the note.
+
+        Raises:
+            ExperimentError: it is longer than MLflow takes, which would cut it, or MLflow does not answer.
+        """
+        if len(note) > NOTE_CHARACTERS:
+            raise ExperimentError(
+                f"the note of {self.name} would have {len(note):,} characters, and MLflow keeps {NOTE_CHARACTERS:,}; "
+                "write less, or shorten it in MLflow's UI"
+            )
+        with _speaking_to(self.tracking_uri) as client:
+            client.set_tag(self.id, NOTE_TAG, note)
+
+
+def keep_with(
+    run_id: str, tracking_uri: str, files: Mapping[str, str], tags: Mapping[str, str] | None = None
+) -> str | None:
+    """Log texts, by path among the artifacts, and tags to a run; None, or why that is not possible."""
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client = MlflowClient(tracking_uri)
+        for path, text in files.items():
+            client.log_text(run_id, text, path)
+        for name, value in (tags or {}).items():
+            client.set_tag(run_id, name, value)
+    except (MlflowException, OSError) as error:
+        return reason(error)
+    return None
+
+
+def add_runs_option(parser: argparse.ArgumentParser) -> None:
+    """``--runs``, of every verb that names runs: where to look for those not named by their folder."""
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        default=OUTPUT_ROOT,
+        metavar="DIR",
+        help=f"folder of the runs, with MLflow's store, unless MLFLOW_TRACKING_URI names one (default {OUTPUT_ROOT})",
+    )
+
+
+def store_of(root: Path, tracking_uri: str | None = None) -> str:
+    """URI of the store of the runs in ``root``: the one asked for, else ``MLFLOW_TRACKING_URI``, else in ``root``."""
+    return resolve_uri({"tracking_uri": tracking_uri, "output_root": str(root.resolve())})
+
+
+def find_run(text: str, tracking_uri: str | None = None, root: Path = OUTPUT_ROOT) -> RecordedRun:
+    """The run with this folder, id, beginning of an id, or name.
+
+    The store is that of the folder's parent, else of ``root``; see :func:`store_of`.
+
+    Raises:
+        ExperimentError: there is none, there are several, or MLflow does not answer.
+    """
+    found, uri = _search(text, tracking_uri, root)
+    if len(found) > 1:
+        ids = ", ".join(run.id for run in found[:NEAR_NAMES])
+        raise ExperimentError(f"{len(found)} runs are called {text} in {without_password(uri)}: {ids}; name one by id")
+    if not found:
+        raise _unknown("run", text, uri)
+    return found[0]
+
+
+def find_runs(text: str, tracking_uri: str | None = None, root: Path = OUTPUT_ROOT) -> list[RecordedRun]:
+    """Training runs, in the order of their start: the cells of a grid's run, the one run, or all of an experiment.
+
+    ``text`` is a run as in :func:`find_run`, or the name of an experiment.
+
+    Raises:
+        ExperimentError: there are none, or MLflow does not answer.
+    """
+    found, uri = _search(text, tracking_uri, root)
+    if len(found) == 1:
+        run = found[0]
+        return children(run) if run.tags.get(KIND_TAG) == GRID else found
+    with _speaking_to(uri) as client:
+        experiment = client.get_experiment_by_name(text)
+    if experiment is None:
+        if found:
+            return [find_run(text, tracking_uri, root)]
+        raise _unknown("run and no experiment", text, uri)
+    runs = [run for run in _runs(uri, "", [experiment.experiment_id]) if KIND_TAG not in run.tags]
+    if not runs:
+        raise ExperimentError(f"experiment {text} in {without_password(uri)} has no training runs; name another")
+    return runs
+
+
+def children(run: RecordedRun) -> list[RecordedRun]:
+    """The training runs that are children of a run, in the order of their start.
+
+    Raises:
+        ExperimentError: it has none, or MLflow does not answer.
+    """
+    found = _runs(run.tracking_uri, f"tags.`{PARENT_TAG}` = '{run.id}'")
+    cells = [child for child in found if KIND_TAG not in child.tags]
+    if not cells:
+        raise ExperimentError(f"run {run.name} in {without_password(run.tracking_uri)} has no cells yet; start it")
+    return cells
+
+
+def _search(text: str, tracking_uri: str | None, root: Path) -> tuple[list[RecordedRun], str]:
+    """All runs that ``text`` may mean, and the store that was searched."""
+    folder = Path(text)
+    if identity := identity_of(folder):
+        uri = store_of(folder.resolve().parent, tracking_uri)
+        found = _runs(uri, f"tags.`{START_TAG}` = '{identity}'")
+        if not found:
+            raise ExperimentError(
+                f"run {text} is not in {without_password(uri)}; set MLFLOW_TRACKING_URI to the store it was logged to"
+            )
+        return found, uri
+    uri = store_of(root, tracking_uri)
+    if re.fullmatch(rf"[0-9a-f]{{{SHORTEST_ID},32}}", text) and (found := _runs(uri, f"run_id LIKE '{text}%'")):
+        return found, uri
+    quote = '"' if "'" in text else "'"
+    return _runs(uri, f"run_name = {quote}{text}{quote}"), uri
+
+
+def _unknown(what: str, text: str, uri: str) -> ExperimentError:
+    with _speaking_to(uri) as client:
+        experiments = [experiment.name for experiment in _pages(client.search_experiments)]
+    runs = [run.name for run in _runs(uri, "")]
+    near = difflib.get_close_matches(text, list(dict.fromkeys([*runs, *experiments])), n=NEAR_NAMES, cutoff=0.5)
+    latest = list(dict.fromkeys(reversed(runs)))[:NEAR_NAMES]
+    hint = f"did you mean {' or '.join(near)}?" if near else f"the latest are {', '.join(latest) or 'none'}"
+    return ExperimentError(f"{text} is no {what} of {without_password(uri)}; {hint}")
+
+
+def _runs(uri: str, filter_string: str, experiment_ids: Sequence[str] | None = None) -> list[RecordedRun]:
+    """The runs of a store for which a filter holds, in the order of their start."""
+    with _speaking_to(uri) as client:
+        names = {experiment.experiment_id: experiment.name for experiment in _pages(client.search_experiments)}
+        among = list(names) if experiment_ids is None else list(experiment_ids)
+        found = _pages(
+            lambda page_token: client.search_runs(
+                among, filter_string, order_by=["attributes.start_time ASC"], page_token=page_token
+            )
+        )
+        return [_read(run, names[run.info.experiment_id], uri) for run in found]
+
+
+def _pages(search: Callable[..., Any]) -> Iterator[Any]:
+    page = search(page_token=None)
+    yield from page
+    while page.token:
+        page = search(page_token=page.token)
+        yield from page
+
+
+def _read(run: Run, experiment: str, uri: str) -> RecordedRun:
+    info, data = run.info, run.data
+    return RecordedRun(
+        id=info.run_id,
+        name=info.run_name,
+        experiment=experiment,
+        status=info.status,
+        start_ms=info.start_time,
+        end_ms=info.end_time,
+        params=dict(data.params),
+        metrics=dict(data.metrics),
+        tags=dict(data.tags),
+        folder=_folder(data.tags, info.run_name, uri),
+        parent=data.tags.get(PARENT_TAG),
+        tracking_uri=uri,
+    )
+
+
+def _folder(tags: dict[str, str], name: str, uri: str) -> Path | None:
+    """The folder that says it is the run's: where it was trained, or beside the store, which may have been moved."""
+    places = [Path(tags[FOLDER_TAG])] if FOLDER_TAG in tags else []
+    if uri.startswith(SQLITE):
+        places.append(Path(uri.removeprefix(SQLITE)).parent / name)
+    for place in places:
+        with contextlib.suppress(OSError):
+            if tags.get(START_TAG) == identity_of(place) is not None:
+                return place
+    return None
+
+
+@contextlib.contextmanager
+def _speaking_to(uri: str) -> Iterator[MlflowClient]:
+    """MLflow's client; what goes wrong with it is one line.
+
+    Raises:
+        ExperimentError: there is no such store, or it does not answer.
+    """
+    if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).is_file():
+        raise ExperimentError(f"there is no MLflow store {uri}; name its folder by --runs or set MLFLOW_TRACKING_URI")
+    for name, value in (MLFLOW | NO_PROGRESS_BAR).items():
+        os.environ.setdefault(name, value)
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield _client(uri)
+    except (MlflowException, OSError) as error:
+        raise ExperimentError(
+            f"MLflow at {without_password(uri)} fails ({reason(error)}); nothing is lost, try again when it answers"
+        ) from None
+
+
+@functools.cache
+def _client(uri: str) -> MlflowClient:
+    from mlflow import MlflowClient
+
+    for talkative in ("mlflow", "alembic"):
+        logging.getLogger(talkative).setLevel(logging.ERROR)
+    return MlflowClient(uri)

@@ -1,0 +1,77 @@
+"""A process of a run: its group and threads, and what only a process with a device can decide."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from ddpm_ds.device import DTYPES
+from ddpm_ds.observe.device_speed import cache_file, measured_times
+from ddpm_ds.pipeline.build import decided_by_rank_0
+from ddpm_ds.pipeline.cuts import describe
+from ddpm_ds.predict.auto import measured_cuts
+from ddpm_ds.predict.memory import checkpoint_interval
+from ddpm_ds.predict.plan import RunPlan, stage_table
+from ddpm_ds.unet.kernel_choice import check_kernels
+from ddpm_ds.unet.model import check_compiler
+from ddpm_ds.unet.operations import arithmetic_dtype
+
+
+def check_arithmetic(config: dict[str, Any], device: torch.device) -> None:
+    """Whether what the JSON says of kernels and compilation can work on a device.
+
+    Raises:
+        DsConfigError: it can't.
+    """
+    check_kernels(config["kernels"], device)
+    if config["compile"]:
+        check_compiler(device)
+
+
+def share_threads(device: torch.device) -> None:
+    """Give each process on this host its share of the cores, unless the environment has said how many."""
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["LOCAL_WORLD_SIZE"])))
+
+
+def cut_by_time(plan: RunPlan, device: torch.device) -> RunPlan:
+    """The plan with cuts by the layers' seconds on rank 0's device, where the JSON asks for that."""
+    if plan.ds.partition != "measured" or plan.ds.layout.stages == 1:
+        return plan
+    bounds = decided_by_rank_0(
+        lambda: measured_cuts(
+            plan.spec,
+            plan.ds,
+            plan.ds_path,
+            lambda job: measured_times(job.layers, device, job.precision, cache_file()),
+        )
+    )
+    plan = replace(plan, bounds=bounds, stages=describe(plan.layers, bounds, plan.ds.schedule))
+    if dist.get_rank() == 0:
+        print(f"\ncut by the layers' times on this device\n{stage_table(plan)}", flush=True)
+    return plan
+
+
+def fill_checkpointing(plan: RunPlan, device: torch.device) -> dict[str, Any]:
+    """The DeepSpeed configuration, with activation checkpointing decided by this device's memory where it is auto."""
+    config, layout = plan.config, plan.ds.layout
+    if plan.ds.checkpoint_interval == "auto":
+        if device.type == "cuda":
+            memory = torch.cuda.get_device_properties(device).total_memory
+        else:
+            memory = psutil.virtual_memory().total // int(os.environ["LOCAL_WORLD_SIZE"])
+        interval = checkpoint_interval(
+            plan.stages,
+            plan.ds.schedule,
+            micro_batch_images=layout.micro_batch_images,
+            micro_batches=layout.micro_batches,
+            element_bytes=arithmetic_dtype(device.type, DTYPES[plan.ds.precision][1]).itemsize,
+            device_bytes=memory,
+        )
+        config["pipeline"] = {**config["pipeline"], "activation_checkpoint_interval": interval}
+    return config

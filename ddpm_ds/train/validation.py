@@ -1,0 +1,179 @@
+"""The loss on images that are never trained on, at nine noise levels, through the pipeline.
+
+Samples while training, drawn through the pipeline: replicas share the images, stages share the U-Net.
+
+Looking at what is being learned, every so many images: pictures and the held-out loss, of the averaged weights.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddpm_ds import keyed
+from ddpm_ds.config.spec import HELD_OUT_QUANTILES, RunSpec
+from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.loader import Indices
+from ddpm_ds.diffusion.process import Diffusion
+from ddpm_ds.diffusion.samplers import Drawing, Sampler
+from ddpm_ds.keyed import SAMPLE_SEED, Stream
+from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.pipeline.forward import ForwardPipeline
+from ddpm_ds.processes.watchdog import Watchdog
+from ddpm_ds.tracking.recorder import Recorder
+from ddpm_ds.train.ema import Ema
+from ddpm_ds.unet.blocks import Carry
+
+NOISE_SEED = 0
+"""Not the run's seed: runs are compared on the same noise."""
+
+
+class HeldOutLoss:
+    """Measures an engine on the ``positions`` of a store, on centres where crops are trained on; only first stages
+    read images."""
+
+    def __init__(self, spec: RunSpec, engine: UnetPipelineEngine, store: DatasetCache, positions: Indices) -> None:
+        self._engine, self._classes = engine, spec.unet.classes
+        self._store, self._positions = store.centre(spec.data.image_size), positions
+        self._diffusion = Diffusion(spec.diffusion, NOISE_SEED, engine.device)
+        self._timesteps = [
+            max(round(spec.diffusion.timesteps * quantile / 100) - 1, 0) for quantile in HELD_OUT_QUANTILES
+        ]
+        self._images = min(engine.micro_batch_size, len(positions))
+        self._noised: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+
+    def measure(self, watchdog: Watchdog) -> dict[str, float]:
+        """``eval/loss_t10`` to ``eval/loss_t90`` and their mean ``eval/loss``: the loss of training, no flips.
+
+        (quantile, part of the images) are shared out to the replicas. Collective over all ranks; all first stages
+        get the numbers.
+        """
+        engine, replicas = self._engine, self._engine.dp_world_size
+        parts = math.ceil(len(self._positions) / self._images)
+        mine = range(engine.grid.get_data_parallel_id(), len(HELD_OUT_QUANTILES) * parts, replicas)
+        sums = torch.zeros(len(HELD_OUT_QUANTILES), dtype=torch.float64, device=engine.device)
+
+        def give(number: int) -> Carry:
+            quantile, part = divmod(mine[number], parts)
+            return self._inputs(number, self._timesteps[quantile], part)
+
+        def take(number: int, prediction: Tensor) -> None:
+            x0, eps, t, counts = self._noised.pop(number)
+            sums[mine[number] // parts] += (self._diffusion.losses(prediction, x0, eps, t) * counts).sum()
+
+        pipeline = ForwardPipeline(engine, self._images)
+        pipeline.run(len(mine), give, take, depth=len(mine), progress=watchdog.progress)
+        if not engine.is_first_stage():
+            return {}
+        dist.all_reduce(sums, group=engine.grid.get_data_parallel_group())
+        losses = (sums / len(self._positions)).tolist()
+        values = {f"eval/loss_t{quantile}": loss for quantile, loss in zip(HELD_OUT_QUANTILES, losses, strict=True)}
+        return {"eval/loss": sum(losses) / len(losses), **values}
+
+    def _inputs(self, number: int, timestep: int, part: int) -> Carry:
+        """x_t, t and labels of one part; the last one is filled up with images that don't count."""
+        device, size = self._engine.device, self._images
+        index = torch.arange(part * size, (part + 1) * size)
+        counts = (index < len(self._positions)).double().to(device)
+        index = index.clamp(max=len(self._positions) - 1)
+        stored = self._positions[index.numpy()]
+        index = index.to(device)
+        x0 = self._diffusion.prepare(torch.from_numpy(self._store.images[stored]).to(device), index, flips=False)
+        t = torch.full_like(index, timestep)
+        eps = keyed.normal(NOISE_SEED, Stream.HELD_OUT + timestep, index, x0[0].numel()).view_as(x0)
+        eps = eps.contiguous(memory_format=torch.channels_last)
+        self._noised[number] = x0, eps, t, counts
+        x_t = self._diffusion.noised(x0, t, eps)
+        if self._classes is None:
+            return x_t, t
+        return x_t, t, torch.from_numpy(self._store.labels[stored]).to(device)
+
+
+def draw_previews(spec: RunSpec, engine: UnetPipelineEngine, watchdog: Watchdog) -> Tensor | None:
+    """The first ``samples.count`` images of the sampler, uint8 (count, C, H, W) on rank 0's CPU; None elsewhere.
+
+    They are those of ``ddpm-ds sample`` with its own seed. Collective over all ranks.
+    """
+    sampler, count, replicas = Sampler(spec.sampler, spec.diffusion), spec.samples.count, engine.dp_world_size
+    # as many micro-batches as keep all stages at work, each no larger than those of training
+    images = max(1, min(engine.micro_batch_size, math.ceil(count / (replicas * engine.num_stages))))
+    rounds = math.ceil(count / (replicas * images))
+    replica = engine.grid.get_data_parallel_id()
+    drawings = []
+    if engine.is_first_stage():
+        firsts = [(number * replicas + replica) * images for number in range(rounds)]
+        drawings = [_drawing(spec, sampler, first, images, engine.device) for first in firsts]
+    ForwardPipeline(engine, images * (2 if spec.sampler.guides else 1)).run(
+        rounds * len(sampler.timesteps),
+        lambda number: drawings[number % rounds].inputs(),
+        lambda number, prediction: drawings[number % rounds].take(prediction),
+        depth=rounds,
+        progress=watchdog.progress,
+    )
+    if not engine.is_first_stage():
+        return None
+    mine = torch.stack([drawing.images() for drawing in drawings])  # (rounds, images, C, H, W)
+    everyone = [torch.empty_like(mine) for _ in range(replicas)]
+    dist.all_gather(everyone, mine, group=engine.grid.get_data_parallel_group())
+    drawn = torch.stack(everyone, dim=1).flatten(0, 2)[:count].cpu()  # in the order of their index
+    return drawn if dist.get_rank() == 0 else None
+
+
+def _drawing(spec: RunSpec, sampler: Sampler, first: int, images: int, device: torch.device) -> Drawing:
+    index = torch.arange(first, first + images, device=device)
+    classes = spec.unet.classes
+    return Drawing(
+        sampler,
+        seed=SAMPLE_SEED,
+        index=index,
+        shape=(spec.data.channels, spec.data.image_size, spec.data.image_size),
+        labels=None if classes is None else index % classes,
+        guidance=spec.sampler.guidance,
+        no_label=classes,
+    )
+
+
+class Inspection:
+    """Draws and measures when it is due; all methods are collective over all ranks.
+
+    ``held_out`` is None where no images are held out.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        engine: UnetPipelineEngine,
+        ema: Ema,
+        held_out: HeldOutLoss | None,
+        watchdog: Watchdog,
+        recorder: Recorder,
+    ) -> None:
+        self._spec, self._engine, self._ema = spec, engine, ema
+        self._held_out, self._watchdog, self._recorder = held_out, watchdog, recorder
+        self.seconds = 0.0
+        """Time it has taken so far."""
+
+    def after_step(self, before: int, done: bool) -> None:
+        """Look if a step from ``before`` images seen on passed a point of either cadence, or was the last one."""
+        samples = self._due(self._spec.samples.every_images, before, done)
+        measure = self._held_out is not None and self._due(self._spec.evaluation.every_images, before, done)
+        if not (samples or measure):
+            return
+        engine, begin = self._engine, time.perf_counter()
+        with self._ema.applied():
+            if samples:
+                images, seconds = draw_previews(self._spec, engine, self._watchdog), time.perf_counter() - begin
+                self._recorder.samples(images, seconds, engine.images_seen, engine.global_steps)
+            if measure and self._held_out is not None:
+                begin_measuring = time.perf_counter()
+                values = self._held_out.measure(self._watchdog)
+                values["perf/evaluation_seconds"] = time.perf_counter() - begin_measuring
+                self._recorder.evaluation(values, engine.global_steps)
+        self.seconds += time.perf_counter() - begin
+
+    def _due(self, every: int | None, before: int, done: bool) -> bool:
+        return every is not None and (done or self._engine.images_seen // every > before // every)

@@ -1,0 +1,568 @@
+"""What the kernels of ``fused_norm_tiles`` and ``fused_norm_whole`` share; imported only where Triton is.
+
+Memory is (N, P, C): P pixels of C channels that lie together. All arithmetic is in fp32. With z = x + add, mean and
+rstd = 1 / sqrt(variance + epsilon) those of z's group, v and u are what the embedding modulates and what SiLU takes::
+
+    h = (z - mean) rstd        v = h weight + bias        u = v (1 + scale) + shift        y = u sigmoid(u)
+    du = dy silu'(u)           dv = du (1 + scale)        dh = dv weight
+    dz = rstd (dh - mean of dh over the group - h (mean of dh h over the group))
+
+Everything but dz is made of the sums over the pixels of an image of du, du h and h, for each channel. Integers that are
+given as 1 become constants in Triton, which have no methods: hence ``tl.cast``.
+
+The kernels in tiles: a pass that leaves sums per tile and channel, a small one that combines them to groups, and one
+that writes. A tile is some pixels of an image and a block of channels. See ``fused_norm_parts`` for the formulas.
+
+Forward reads x twice and writes y, backward reads x and dy twice and writes dx.
+
+The kernels that hold all pixels of an image and some of its groups in registers: everything is read once, in one
+launch. For small images. See ``fused_norm_parts`` for the formulas.
+
+A block of ROWS pixels and GROUPS x WIDTH places, of which a group uses its first C / G.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def vector(pointer: tl.tensor, image: tl.tensor, stride: tl.tensor, channel: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """Row `image` of an optional (N, C) tensor as fp32; zeros where there is none."""
+    values = tl.zeros(channel.shape, tl.float32)
+    if pointer is not None:
+        values = tl.load(pointer + image * stride + channel, mask=mask, other=0.0).to(tl.float32)
+    return values
+
+
+@triton.jit
+def activation(u: tl.tensor, SILU: tl.constexpr) -> tl.tensor:
+    """SiLU, or u."""
+    value = u
+    if SILU:
+        value = u * tl.sigmoid(u)
+    return value
+
+
+@triton.jit
+def activation_slope(u: tl.tensor, SILU: tl.constexpr) -> tl.tensor:
+    """Derivative of :func:`activation`."""
+    slope = tl.full(u.shape, 1.0, tl.float32)
+    if SILU:
+        sigmoid = tl.sigmoid(u)
+        slope = sigmoid * (1.0 + u * (1.0 - sigmoid))
+    return slope
+
+
+@triton.jit
+def place(program: tl.tensor, tiles: tl.tensor, channel_blocks: tl.tensor) -> tl.tensor:
+    """Image, tile and block of channels of a program; neighbours read neighbouring memory."""
+    block = program % channel_blocks
+    tile = (program // channel_blocks) % tiles
+    return tl.cast(program // (channel_blocks * tiles), tl.int64), tile, block
+
+
+@triton.jit
+def affine(
+    weight: tl.tensor,
+    bias: tl.tensor,
+    scale: tl.tensor,
+    scale_stride: tl.tensor,
+    shift: tl.tensor,
+    shift_stride: tl.tensor,
+    image: tl.tensor,
+    channel: tl.tensor,
+    mask: tl.tensor,
+) -> tl.tensor:
+    """Per channel: the two of u = h factor + offset."""
+    modulation = 1.0 + vector(scale, image, scale_stride, channel, mask)
+    factor = vector(weight, 0, 0, channel, mask) * modulation
+    offset = vector(bias, 0, 0, channel, mask) * modulation + vector(shift, image, shift_stride, channel, mask)
+    return factor, offset
+
+
+@triton.jit
+def store_gradients(
+    sum_du: tl.tensor,
+    sum_du_h: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    scale: tl.tensor,
+    scale_stride: tl.tensor,
+    per_image: tl.tensor,
+    kind: tl.tensor,
+    dscale: tl.tensor,
+    dshift: tl.tensor,
+    image: tl.tensor,
+    channel: tl.tensor,
+    mask: tl.tensor,
+    C: tl.constexpr,
+) -> None:
+    """Per channel of an image: dscale, dshift, and its parts of dweight and dbias in (2, N, C) `per_image`, whose first
+    stride is `kind`."""
+    modulation = 1.0 + vector(scale, image, scale_stride, channel, mask)
+    at = image * C + channel
+    tl.store(per_image + at, sum_du_h * modulation, mask=mask)
+    tl.store(per_image + kind + at, sum_du * modulation, mask=mask)
+    if dscale is not None:
+        change = sum_du_h * vector(weight, 0, 0, channel, mask) + sum_du * vector(bias, 0, 0, channel, mask)
+        tl.store(dscale + at, change.to(dscale.dtype.element_ty), mask=mask)
+    if dshift is not None:
+        tl.store(dshift + at, sum_du.to(dshift.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def sum_over_images(
+    per_image: tl.tensor,
+    kind: tl.tensor,
+    dweight: tl.tensor,
+    dbias: tl.tensor,
+    images: tl.tensor,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """dweight and dbias (C,) of what :func:`store_gradients` left."""
+    channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = channel < C
+    row = tl.arange(0, ROWS)
+    sum_weight = tl.zeros((ROWS, COLUMNS), tl.float32)
+    sum_bias = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, images, ROWS):
+        image = first + row
+        mask = (image < images)[:, None] & inside[None, :]
+        at = image[:, None] * C + channel[None, :]
+        sum_weight += tl.load(per_image + at, mask=mask, other=0.0)
+        sum_bias += tl.load(per_image + kind + at, mask=mask, other=0.0)
+    tl.store(dweight + channel, tl.sum(sum_weight, axis=0).to(dweight.dtype.element_ty), mask=inside)
+    tl.store(dbias + channel, tl.sum(sum_bias, axis=0).to(dbias.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def tile_statistics(
+    x: tl.tensor,
+    means: tl.tensor,
+    squares: tl.tensor,
+    pixels: tl.tensor,
+    tiles: tl.tensor,
+    tile_pixels: tl.tensor,
+    channel_blocks: tl.tensor,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Mean and sum of squared deviations of each channel of x over a tile: (N, tiles, C) each.
+
+    Each place of the block runs Welford's recurrence; rows are merged as in Chan, Golub and LeVeque 1983.
+    """
+    image, tile, block = place(tl.program_id(0), tiles, channel_blocks)
+    channel = block * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.arange(0, ROWS)
+    first = tile * tile_pixels
+    stop = tl.minimum(first + tile_pixels, pixels)
+    x += image * pixels * C
+    mean = tl.zeros((ROWS, COLUMNS), tl.float32)
+    square = tl.zeros((ROWS, COLUMNS), tl.float32)
+    seen = 0.0
+    for start in range(first, stop, ROWS):
+        pixel = start + row
+        mask = (pixel < stop)[:, None] & (channel < C)[None, :]
+        value = tl.load(x + pixel[:, None] * C + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+        seen += 1.0
+        difference = tl.where(mask, value - mean, 0.0)
+        mean += difference / seen
+        square += difference * (value - mean)
+    count = tl.maximum((stop - first - row + ROWS - 1) // ROWS, 0).to(tl.float32)[:, None]
+    merged = tl.sum(mean * count, axis=0) / (stop - first)
+    apart = mean - merged[None, :]
+    place_of_sums = (image * tiles + tile) * C + channel
+    tl.store(means + place_of_sums, merged, mask=channel < C)
+    tl.store(squares + place_of_sums, tl.sum(square + apart * apart * count, axis=0), mask=channel < C)
+
+
+@triton.jit
+def combine_statistics(
+    means: tl.tensor,
+    squares: tl.tensor,
+    add: tl.tensor,
+    add_stride: tl.tensor,
+    mean: tl.tensor,
+    rstd: tl.tensor,
+    epsilon: tl.tensor,
+    pixels: tl.tensor,
+    tiles: tl.tensor,
+    tile_pixels: tl.tensor,
+    C: tl.constexpr,
+    G: tl.constexpr,
+    TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """Mean and rstd of a group of x + add, (N, G) each, from what :func:`tile_statistics` left."""
+    image, group = tl.cast(tl.program_id(0) // G, tl.int64), tl.program_id(0) % G
+    width: tl.constexpr = C // G
+    tile, member = tl.arange(0, TILES), tl.arange(0, WIDTH)
+    channel = group * width + member
+    inside = member < width
+    mask = (tile < tiles)[:, None] & inside[None, :]
+    at = (image * tiles + tile)[:, None] * C + channel[None, :]
+    count = tl.where(mask, tl.minimum(pixels - tile * tile_pixels, tile_pixels)[:, None], 0).to(tl.float32)
+    part = tl.load(means + at, mask=mask, other=0.0) + vector(add, image, add_stride, channel, inside)[None, :]
+    square = tl.load(squares + at, mask=mask, other=0.0)
+    merged = tl.sum(tl.sum(part * count, axis=0), axis=0) / (pixels * width)
+    apart = part - merged
+    variance = tl.sum(tl.sum(square + apart * apart * count, axis=0), axis=0) / (pixels * width)
+    tl.store(mean + image * G + group, merged)
+    tl.store(rstd + image * G + group, 1.0 / tl.sqrt(variance + epsilon))
+
+
+@triton.jit
+def normalise_tile(
+    x: tl.tensor,
+    y: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    add: tl.tensor,
+    add_stride: tl.tensor,
+    scale: tl.tensor,
+    scale_stride: tl.tensor,
+    shift: tl.tensor,
+    shift_stride: tl.tensor,
+    mean: tl.tensor,
+    rstd: tl.tensor,
+    pixels: tl.tensor,
+    tiles: tl.tensor,
+    tile_pixels: tl.tensor,
+    channel_blocks: tl.tensor,
+    C: tl.constexpr,
+    G: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SILU: tl.constexpr,
+) -> None:
+    """Write y of a tile. Tiles go backwards: what the statistics have read last may still be in the cache."""
+    image, tile, block = place(tl.num_programs(0) - 1 - tl.program_id(0), tiles, channel_blocks)
+    channel = block * COLUMNS + tl.arange(0, COLUMNS)
+    inside = channel < C
+    row = tl.arange(0, ROWS)
+    group = image * G + channel // (C // G)
+    centre = tl.load(mean + group, mask=inside, other=0.0) - vector(add, image, add_stride, channel, inside)
+    factor, offset = affine(weight, bias, scale, scale_stride, shift, shift_stride, image, channel, inside)
+    factor *= tl.load(rstd + group, mask=inside, other=0.0)
+    first = tile * tile_pixels
+    stop = tl.minimum(first + tile_pixels, pixels)
+    x += image * pixels * C
+    y += image * pixels * C
+    for start in range(first, stop, ROWS):
+        pixel = start + row
+        mask = (pixel < stop)[:, None] & inside[None, :]
+        at = pixel[:, None] * C + channel[None, :]
+        value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+        u = (value - centre[None, :]) * factor[None, :] + offset[None, :]
+        tl.store(y + at, activation(u, SILU).to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def tile_gradient_sums(
+    x: tl.tensor,
+    dy: tl.tensor,
+    sums: tl.tensor,
+    kind: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    add: tl.tensor,
+    add_stride: tl.tensor,
+    scale: tl.tensor,
+    scale_stride: tl.tensor,
+    shift: tl.tensor,
+    shift_stride: tl.tensor,
+    mean: tl.tensor,
+    rstd: tl.tensor,
+    pixels: tl.tensor,
+    tiles: tl.tensor,
+    tile_pixels: tl.tensor,
+    channel_blocks: tl.tensor,
+    C: tl.constexpr,
+    G: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SILU: tl.constexpr,
+) -> None:
+    """Sums over a tile of du, du h and, for dadd, h of each channel: (2 or 3, N, tiles, C), first stride `kind`."""
+    image, tile, block = place(tl.program_id(0), tiles, channel_blocks)
+    channel = block * COLUMNS + tl.arange(0, COLUMNS)
+    inside = channel < C
+    row = tl.arange(0, ROWS)
+    group = image * G + channel // (C // G)
+    centre = tl.load(mean + group, mask=inside, other=0.0) - vector(add, image, add_stride, channel, inside)
+    deviation = tl.load(rstd + group, mask=inside, other=0.0)
+    factor, offset = affine(weight, bias, scale, scale_stride, shift, shift_stride, image, channel, inside)
+    first = tile * tile_pixels
+    stop = tl.minimum(first + tile_pixels, pixels)
+    x += image * pixels * C
+    dy += image * pixels * C
+    sum_du = tl.zeros((ROWS, COLUMNS), tl.float32)
+    sum_du_h = tl.zeros((ROWS, COLUMNS), tl.float32)
+    sum_h = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(first, stop, ROWS):
+        pixel = start + row
+        mask = (pixel < stop)[:, None] & inside[None, :]
+        at = pixel[:, None] * C + channel[None, :]
+        value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+        h = tl.where(mask, (value - centre[None, :]) * deviation[None, :], 0.0)
+        du = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
+        du *= activation_slope(h * factor[None, :] + offset[None, :], SILU)
+        sum_du += du
+        sum_du_h += du * h
+        if add is not None:
+            sum_h += h
+    place_of_sums = (image * tiles + tile) * C + channel
+    tl.store(sums + place_of_sums, tl.sum(sum_du, axis=0), mask=inside)
+    tl.store(sums + kind + place_of_sums, tl.sum(sum_du_h, axis=0), mask=inside)
+    if add is not None:
+        tl.store(sums + 2 * kind + place_of_sums, tl.sum(sum_h, axis=0), mask=inside)
+
+
+@triton.jit
+def combine_gradient_sums(
+    sums: tl.tensor,
+    kind: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    scale: tl.tensor,
+    scale_stride: tl.tensor,
+    rstd: tl.tensor,
+    mean_dh: tl.tensor,
+    mean_dh_h: tl.tensor,
+    per_image: tl.tensor,
+    per_image_kind: tl.tensor,
+    dadd: tl.tensor,
+    dscale: tl.tensor,
+    dshift: tl.tensor,
+    pixels: tl.tensor,
+    tiles: tl.tensor,
+    C: tl.constexpr,
+    G: tl.constexpr,
+    TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """Means of dh and dh h over a group, (N, G) each, and all gradients but that of x, of what
+    :func:`tile_gradient_sums` left."""
+    image, group = tl.cast(tl.program_id(0) // G, tl.int64), tl.program_id(0) % G
+    width: tl.constexpr = C // G
+    tile, member = tl.arange(0, TILES), tl.arange(0, WIDTH)
+    channel = group * width + member
+    inside = member < width
+    mask = (tile < tiles)[:, None] & inside[None, :]
+    sums += (image * tiles + tile)[:, None] * C + channel[None, :]
+    sum_du = tl.sum(tl.load(sums, mask=mask, other=0.0), axis=0)
+    sum_du_h = tl.sum(tl.load(sums + kind, mask=mask, other=0.0), axis=0)
+    factor = vector(weight, 0, 0, channel, inside) * (1.0 + vector(scale, image, scale_stride, channel, inside))
+    of_dh = tl.sum(sum_du * factor, axis=0) / (pixels * width)
+    of_dh_h = tl.sum(sum_du_h * factor, axis=0) / (pixels * width)
+    tl.store(mean_dh + image * G + group, of_dh)
+    tl.store(mean_dh_h + image * G + group, of_dh_h)
+    store_gradients(
+        sum_du,
+        sum_du_h,
+        weight,
+        bias,
+        scale,
+        scale_stride,
+        per_image,
+        per_image_kind,
+        dscale,
+        dshift,
+        image,
+        channel,
+        inside,
+        C,
+    )
+    if dadd is not None:
+        sum_h = tl.sum(tl.load(sums + 2 * kind, mask=mask, other=0.0), axis=0)
+        change = tl.load(rstd + image * G + group) * (sum_du * factor - pixels * of_dh - of_dh_h * sum_h)
+        tl.store(dadd + image * C + channel, change.to(dadd.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def write_gradient_tile(
+    x: tl.tensor,
+    dy: tl.tensor,
+    dx: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    add: tl.tensor,
+    add_stride: tl.tensor,
+    scale: tl.tensor,
+    scale_stride: tl.tensor,
+    shift: tl.tensor,
+    shift_stride: tl.tensor,
+    mean: tl.tensor,
+    rstd: tl.tensor,
+    mean_dh: tl.tensor,
+    mean_dh_h: tl.tensor,
+    pixels: tl.tensor,
+    tiles: tl.tensor,
+    tile_pixels: tl.tensor,
+    channel_blocks: tl.tensor,
+    C: tl.constexpr,
+    G: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SILU: tl.constexpr,
+) -> None:
+    """Write dx of a tile; backwards, as :func:`normalise_tile`."""
+    image, tile, block = place(tl.num_programs(0) - 1 - tl.program_id(0), tiles, channel_blocks)
+    channel = block * COLUMNS + tl.arange(0, COLUMNS)
+    inside = channel < C
+    row = tl.arange(0, ROWS)
+    group = image * G + channel // (C // G)
+    centre = tl.load(mean + group, mask=inside, other=0.0) - vector(add, image, add_stride, channel, inside)
+    deviation = tl.load(rstd + group, mask=inside, other=0.0)
+    factor, offset = affine(weight, bias, scale, scale_stride, shift, shift_stride, image, channel, inside)
+    of_dh = tl.load(mean_dh + group, mask=inside, other=0.0)[None, :]
+    of_dh_h = tl.load(mean_dh_h + group, mask=inside, other=0.0)[None, :]
+    first = tile * tile_pixels
+    stop = tl.minimum(first + tile_pixels, pixels)
+    x += image * pixels * C
+    dy += image * pixels * C
+    dx += image * pixels * C
+    for start in range(first, stop, ROWS):
+        pixel = start + row
+        mask = (pixel < stop)[:, None] & inside[None, :]
+        at = pixel[:, None] * C + channel[None, :]
+        value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+        h = (value - centre[None, :]) * deviation[None, :]
+        dh = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
+        dh *= activation_slope(h * factor[None, :] + offset[None, :], SILU) * factor[None, :]
+        change = deviation[None, :] * (dh - of_dh - h * of_dh_h)
+        tl.store(dx + at, change.to(dx.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def channels_of(G: tl.constexpr, C: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
+    """This program's image, its channels by place (GROUPS * WIDTH,), whether there is one, and its group."""
+    blocks: tl.constexpr = (G + GROUPS - 1) // GROUPS
+    places = tl.arange(0, GROUPS * WIDTH)
+    group = (tl.program_id(0) % blocks) * GROUPS + places // WIDTH
+    inside = (places % WIDTH < C // G) & (group < G)
+    return tl.cast(tl.program_id(0) // blocks, tl.int64), group * (C // G) + places % WIDTH, inside, group
+
+
+@triton.jit
+def mean_of_groups(per_channel: tl.tensor, count: tl.tensor, GROUPS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
+    """Sums by place (GROUPS * WIDTH,) to the means of their groups, by place again."""
+    total = tl.sum(tl.reshape(per_channel, (GROUPS, WIDTH)), axis=1) / count
+    return tl.reshape(tl.broadcast_to(total[:, None], (GROUPS, WIDTH)), (GROUPS * WIDTH,))
+
+
+@triton.jit
+def normalise_whole(
+    x: tl.tensor,
+    y: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    add: tl.tensor,
+    add_stride: tl.tensor,
+    scale: tl.tensor,
+    scale_stride: tl.tensor,
+    shift: tl.tensor,
+    shift_stride: tl.tensor,
+    mean: tl.tensor,
+    rstd: tl.tensor,
+    epsilon: tl.tensor,
+    pixels: tl.tensor,
+    C: tl.constexpr,
+    G: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SILU: tl.constexpr,
+) -> None:
+    """y, and mean and rstd (N, G), of some groups of an image."""
+    image, channel, inside, group = channels_of(G, C, GROUPS, WIDTH)
+    row = tl.arange(0, ROWS)
+    mask = (row < pixels)[:, None] & inside[None, :]
+    at = image * pixels * C + row[:, None] * C + channel[None, :]
+    count = pixels * (C // G)
+    z = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    z += vector(add, image, add_stride, channel, inside)[None, :]
+    centre = mean_of_groups(tl.sum(tl.where(mask, z, 0.0), axis=0), count, GROUPS, WIDTH)
+    apart = tl.where(mask, z - centre[None, :], 0.0)
+    variance = mean_of_groups(tl.sum(apart * apart, axis=0), count, GROUPS, WIDTH)
+    deviation = 1.0 / tl.sqrt(variance + epsilon)
+    factor, offset = affine(weight, bias, scale, scale_stride, shift, shift_stride, image, channel, inside)
+    u = apart * (deviation * factor)[None, :] + offset[None, :]
+    tl.store(y + at, activation(u, SILU).to(y.dtype.element_ty), mask=mask)
+    first_of_group = inside & (tl.arange(0, GROUPS * WIDTH) % WIDTH == 0)
+    tl.store(mean + image * G + group, centre, mask=first_of_group)
+    tl.store(rstd + image * G + group, deviation, mask=first_of_group)
+
+
+@triton.jit
+def gradients_whole(
+    x: tl.tensor,
+    dy: tl.tensor,
+    dx: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    add: tl.tensor,
+    add_stride: tl.tensor,
+    scale: tl.tensor,
+    scale_stride: tl.tensor,
+    shift: tl.tensor,
+    shift_stride: tl.tensor,
+    mean: tl.tensor,
+    rstd: tl.tensor,
+    per_image: tl.tensor,
+    per_image_kind: tl.tensor,
+    dadd: tl.tensor,
+    dscale: tl.tensor,
+    dshift: tl.tensor,
+    pixels: tl.tensor,
+    C: tl.constexpr,
+    G: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SILU: tl.constexpr,
+) -> None:
+    """dx and, per image, all other gradients of some groups of an image."""
+    image, channel, inside, group = channels_of(G, C, GROUPS, WIDTH)
+    row = tl.arange(0, ROWS)
+    mask = (row < pixels)[:, None] & inside[None, :]
+    at = image * pixels * C + row[:, None] * C + channel[None, :]
+    count = pixels * (C // G)
+    centre = tl.load(mean + image * G + group, mask=inside, other=0.0)
+    centre -= vector(add, image, add_stride, channel, inside)
+    deviation = tl.load(rstd + image * G + group, mask=inside, other=0.0)
+    factor, offset = affine(weight, bias, scale, scale_stride, shift, shift_stride, image, channel, inside)
+    value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    h = tl.where(mask, (value - centre[None, :]) * deviation[None, :], 0.0)
+    du = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
+    du *= activation_slope(h * factor[None, :] + offset[None, :], SILU)
+    sum_du = tl.sum(du, axis=0)
+    sum_du_h = tl.sum(du * h, axis=0)
+    of_dh = mean_of_groups(sum_du * factor, count, GROUPS, WIDTH)
+    of_dh_h = mean_of_groups(sum_du_h * factor, count, GROUPS, WIDTH)
+    change = deviation[None, :] * (du * factor[None, :] - of_dh[None, :] - h * of_dh_h[None, :])
+    tl.store(dx + at, change.to(dx.dtype.element_ty), mask=mask)
+    store_gradients(
+        sum_du,
+        sum_du_h,
+        weight,
+        bias,
+        scale,
+        scale_stride,
+        per_image,
+        per_image_kind,
+        dscale,
+        dshift,
+        image,
+        channel,
+        inside,
+        C,
+    )
+    if dadd is not None:
+        change_of_add = tl.sum(tl.where(mask, change, 0.0), axis=0)
+        tl.store(dadd + image * C + channel, change_of_add.to(dadd.dtype.element_ty), mask=inside)

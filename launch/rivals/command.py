@@ -1,0 +1,250 @@
+"""The command line of ``launch/bench.py``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ddpm_ds.cli.train import add_run_options
+from ddpm_ds.command_line import OneLineParser, check_writable, positive
+from ddpm_ds.errors import BadNumbersError, DeviceLostError, LayoutError, SpecError, UserError
+from ddpm_ds.predict.plan import RunPlan, plan_run
+from ddpm_ds.processes.ranks import say_once, set_environment
+from ddpm_ds.tracking.run_folder import OUTPUT_ROOT
+from rivals.choice import ROWS, why_not
+from rivals.one_device_choice import CPU_IMAGES, LEAST_ROUNDS, MOST_STEPS, ONE_DEVICE_ROWS, ROUNDS
+
+DESCRIPTION = """\
+Ways of training one U-Net side by side: the same images, noise, batch, micro-batches and learning rates on the
+processes that were started, under this project's engines, DeepSpeed's own, PyTorch's own, and without a pipeline.
+
+First all rows take a few steps and their losses are compared; rows that do not train the same are not timed. Then they
+take turns, round after round, so that what else the machine does touches all. A ratio of 1.1 says that a row's step
+takes 1.1 times the first row's, as the median over the rounds, with quartiles in brackets. At last each row takes a
+step in which what it sends is counted, and some in which its processes' idle time is.
+
+With --one-device one process trains a U-Net on one device under diffusers, under a plain loop of ours with one switch
+on at a time, and under the engine. Predictions and gradients of one batch are compared, without dropout and from
+weights none of which is zero; then the rows take turns. A speed of 1.5 says: 1.5 times the first row's images/s.
+"""
+
+EXAMPLES = """\
+examples
+  deepspeed --num_gpus 1 launch/bench.py --deepspeed_config ds_configs/zero2_fp16.json --rows plain,1f1b
+      what the engine costs beside a plain loop: the main job's U-Net, about a minute on two cores
+  OMP_NUM_THREADS=1 deepspeed --num_gpus 4 launch/bench.py -p 4 --deepspeed_config ds_configs/zero1_fp32.json \\
+      --spec launch/specs/cifar10.yaml --set data.source=digits --set data.workers=0 \\
+      --set train.batch_images=32 --set train.accumulation=16 --rounds 5 --steps-per-round 2 --compared-steps 3
+      the U-Net of DDPM in 4 stages, on digits made larger, so that nothing is downloaded
+  ... --rows 1f1b,folded --memory --mlflow --json folded.json
+      two rows, with their peak memory; in MLflow, and every number in a file
+  python launch/bench.py --one-device --deepspeed_config ds_configs/zero1_fp32.json --spec launch/specs/cifar10.yaml \\
+      --set data.source=digits --set data.workers=0
+      CIFAR-10's U-Net under diffusers and under ours, one switch at a time; some minutes on two cores
+  python launch/bench.py --one-device --deepspeed_config ds_configs/zero2_fp16.json --spec launch/specs/cifar10.yaml \\
+      --rows diffusers,diffusers-compiled,all,bare,engine
+      on a GPU with the spec's batch of 128: how much faster than diffusers, and what the engine costs
+
+on a shared machine
+  OMP_NUM_THREADS=1 deepspeed ... keeps a neighbour from stalling all threads; wide quartiles say: measure again
+
+exit codes
+  0 done   2 bad input, nothing was started   3 the losses differ   1 a bug
+"""
+
+
+def row_names(text: str) -> list[str]:
+    """Names of rows as they are given."""
+    return [name.strip() for name in text.split(",")]
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of a benchmark.
+
+    Raises:
+        SpecError: an option is unknown or has a wrong value.
+    """
+    parser = OneLineParser(
+        prog="deepspeed [launcher options] launch/bench.py",
+        description=DESCRIPTION,
+        epilog=f"rows\n{_meanings(ROWS)}\nrows of --one-device\n{_meanings(ONE_DEVICE_ROWS)}\n{EXAMPLES}",
+    )
+    add_run_options(parser)
+    parser.add_argument(
+        "--one-device", action="store_true", help="compare with diffusers in one process, one switch at a time"
+    )
+    parser.add_argument(
+        "--images",
+        type=positive,
+        default=None,
+        metavar="N",
+        help=f"with --one-device: images of a step (default: the spec's batch on a GPU, {CPU_IMAGES} on a CPU)",
+    )
+    parser.add_argument(
+        "--rows",
+        type=row_names,
+        default=None,
+        metavar="ROW,ROW,...",
+        help="which rows, see below (default: all that can run; with --one-device on a CPU none that is compiled)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=positive,
+        default=None,
+        metavar="N",
+        help=f"turns of each row (default 15; with --one-device {ROUNDS}, or {LEAST_ROUNDS} where steps are long)",
+    )
+    parser.add_argument(
+        "--steps-per-round",
+        type=positive,
+        default=None,
+        metavar="N",
+        help=f"steps of each row in a round (default 20; with --one-device what fits two minutes, or {MOST_STEPS})",
+    )
+    parser.add_argument(
+        "--compared-steps", type=positive, default=50, metavar="N", help="first steps, losses compared (default 50)"
+    )
+    parser.add_argument(
+        "--memory", action="store_true", help="measure the peak memory of each row, in processes that train it alone"
+    )
+    parser.add_argument("--memory-of", default=None, help=argparse.SUPPRESS)  # of --memory
+    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write every number here")
+    parser.add_argument(
+        "--mlflow",
+        action="store_true",
+        help=f"log a run with the table and one for each row (store: MLFLOW_TRACKING_URI, else in {OUTPUT_ROOT})",
+    )
+    options = parser.parse_args(arguments)
+    if options.rows is None and not options.one_device:
+        options.rows = list(ROWS)
+    options.rows = _in_order(options.rows, ONE_DEVICE_ROWS if options.one_device else ROWS)
+    if options.images is not None and not options.one_device:
+        raise SpecError("--images is of --one-device; write --set train.batch_images=N")
+    return options
+
+
+def _in_order(asked: Sequence[str] | None, rows: Mapping[str, str]) -> list[str] | None:
+    """The rows that were asked for, in the table's order; None where what can run is to be found out.
+
+    Raises:
+        SpecError: a row has another name.
+    """
+    for name in asked or ():
+        if name not in rows:
+            raise SpecError(f"argument --rows: {name!r} is no row; rows are {', '.join(rows)}")
+    return None if asked is None else [name for name in rows if name in asked]
+
+
+def _meanings(rows: Mapping[str, str]) -> str:
+    return "".join(f"  {name:20}{meaning}\n" for name, meaning in rows.items())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    try:
+        set_environment()
+        options = parse(arguments)
+        if options.json is not None:
+            check_writable("--json", options.json)
+        if options.one_device:
+            _one_device(options)
+        else:
+            _benchmark(options)
+    except DeviceLostError as error:  # nothing that waits for the device may follow
+        say_once(f"ddpm_ds: error: {error}")
+        os._exit(error.exit_code)
+    except (UserError, BadNumbersError) as error:
+        say_once(f"ddpm_ds: error: {error}")
+        return error.exit_code
+    return 0
+
+
+def _benchmark(options: argparse.Namespace) -> None:
+    """Ways of training one U-Net on all processes."""
+    plan = _plan(options, options.overrides)
+    names, not_run = _choose(options.rows, plan)
+    from ddpm_ds.device import choose_device  # torch, now that everything cheap is checked
+
+    device = choose_device(options.device, plan.ds.layout.stages)
+    from rivals import session  # deepspeed, which asks for its device then
+
+    if options.memory_of is not None:
+        session.measure_memory(plan, device, options.memory_of, verbose=options.verbose)
+        return
+    session.run_benchmark(
+        plan,
+        device,
+        names,
+        not_run,
+        session.Effort(options.rounds or 15, options.steps_per_round or 20, options.compared_steps, options.memory),
+        session.Outputs(_command(), options.overrides, options.json, options.mlflow),
+        verbose=options.verbose,
+    )
+
+
+def _one_device(options: argparse.Namespace) -> None:
+    """One U-Net in one process.
+
+    Raises:
+        LayoutError: several processes were started.
+    """
+    if (processes := os.environ["WORLD_SIZE"]) != "1":
+        raise LayoutError(f"--one-device has one process, and {processes} were started; deepspeed --num_gpus 1")
+    _plan(options, options.overrides)  # what is wrong is said before torch is loaded
+    from ddpm_ds.device import choose_device
+
+    device = choose_device(options.device)
+    images = options.images or (CPU_IMAGES if device.type == "cpu" else None)
+    batch = [] if images is None else [f"train.batch_images={images}"]
+    overrides = [*options.overrides, *batch, "train.accumulation=1"]
+    plan = _plan(options, overrides)
+    from rivals import one_device
+    from rivals.session import Outputs
+
+    if options.memory_of is not None:
+        one_device.measure_one_device_memory(plan, device, options.memory_of, options.rows, verbose=options.verbose)
+        return
+    one_device.run_one_device(
+        plan,
+        device,
+        options.rows,
+        one_device.OneDeviceEffort(options.rounds, options.steps_per_round, options.memory),
+        Outputs(_command(), overrides, options.json, options.mlflow),
+        verbose=options.verbose,
+    )
+
+
+def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> RunPlan:
+    return plan_run(
+        options.spec,
+        overrides,
+        options.deepspeed_config,
+        world_size=int(os.environ["WORLD_SIZE"]),
+        stages=options.pipeline_stages,
+        device=options.device,
+    )
+
+
+def _choose(asked: Sequence[str], plan: RunPlan) -> tuple[list[str], dict[str, str]]:
+    """The rows that run, and those that can't with the reasons.
+
+    Raises:
+        LayoutError: none can.
+    """
+    reasons = {name: why_not(name, plan) for name in asked}
+    names = [name for name, reason in reasons.items() if reason is None]
+    not_run = {name: reason for name, reason in reasons.items() if reason is not None}
+    if not names:
+        said = "; ".join(f"{name} {reason}" for name, reason in not_run.items())
+        raise LayoutError(f"--rows {','.join(asked)} leaves nothing to run: {said}")
+    return names, not_run
+
+
+def _command() -> str:
+    """What was typed, as far as a process can know it."""
+    words = [word for word in sys.argv if not word.startswith("--local_rank")]
+    return shlex.join(["deepspeed", "--num_gpus", os.environ["LOCAL_WORLD_SIZE"], *words])

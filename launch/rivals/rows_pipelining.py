@@ -1,0 +1,128 @@
+"""PyTorch's own pipeline, ``torch.distributed.pipelining``, over the same stages."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpm_ds.train.objective import Noised
+from ddpm_ds.train.setting import Setting
+from ddpm_ds.unet.blocks import newest_skip_is_h, pack, unpack
+from ddpm_ds.unet.layers import Layer, boundary_shapes
+from ddpm_ds.unet.model import build_layer
+from ddpm_ds.unet.operations import KeyedDropout, set_image_index
+from rivals.choice import bounds_of
+from rivals.rows_pytorch import AdamW
+
+
+class StageModule(nn.Module):
+    """Layers ``first`` to ``stop - 1``: from what crosses the cut before them to what crosses the one after them.
+
+    A tensor that is h and the newest skip crosses once, as in this project's engine. Tensors are contiguous, since
+    gloo refuses others.
+    """
+
+    def __init__(self, layers: Sequence[Layer], first: int, stop: int, seed: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(build_layer(layers[index], index, seed) for index in range(first, stop))
+        self._dropouts = [part for part in self.layers.modules() if isinstance(part, KeyedDropout)]
+        self._skip_is_h_in = first > 0 and newest_skip_is_h(layers, first)
+        self._skip_is_h_out = newest_skip_is_h(layers, stop)
+
+    def forward(self, *received: Tensor, images: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """``images`` (N,) int64 is the images' index."""
+        set_image_index(self._dropouts, images)
+        carry = unpack(received, self._skip_is_h_in)
+        for layer in self.layers:
+            carry = layer(carry)
+        if isinstance(carry, Tensor):  # the prediction
+            return carry
+        return tuple(tensor.contiguous() for tensor in pack(carry, self._skip_is_h_out))
+
+
+class TorchPipeline:
+    """``Schedule1F1B``; replicas, where there are any, are averaged by DistributedDataParallel around a stage."""
+
+    is_pipeline = True
+    name = "torch.distributed.pipelining 1F1B, our cuts, fp32"
+
+    def __init__(self, setting: Setting) -> None:
+        plan = setting.plan
+        layout, bounds = plan.ds.layout, bounds_of(plan, "1f1b")
+        mesh = init_device_mesh(
+            setting.device.type, (layout.stages, layout.replicas), mesh_dim_names=("stage", "replica")
+        )
+        stage, replica = mesh.get_local_rank("stage"), mesh.get_local_rank("replica")
+        self.note = setting.unchecked()
+        self._stage_group = mesh.get_group("stage")
+        self._objective = setting.objective()
+        self._batches = setting.batches(layout.replicas, replica)
+        self._first, self._last = stage == 0, stage == layout.stages - 1
+        self._micro_batches, self._replicas, self._device = layout.micro_batches, layout.replicas, setting.device
+        module: nn.Module = StageModule(plan.layers, bounds[stage], bounds[stage + 1], plan.spec.train.seed)
+        module.to(setting.device)
+        if layout.replicas > 1:
+            module = DistributedDataParallel(module, process_group=mesh.get_group("replica"))
+        self._schedule = Schedule1F1B(
+            PipelineStage(
+                module,
+                stage,
+                layout.stages,
+                setting.device,
+                input_args=_like_crossing(setting, bounds[stage]),
+                output_args=_like_crossing(setting, bounds[stage + 1]),
+                group=self._stage_group,
+            ),
+            n_microbatches=layout.micro_batches,
+            loss_fn=self._loss,
+            scale_grads=False,
+        )
+        self._optimizer = AdamW(setting, module.parameters())
+        self._prepared: list[Noised] = []
+        """Of this step, on the first and on the last stage."""
+
+    def step(self) -> Tensor:
+        self._optimizer.zero_grad()
+        micro_batches = list(itertools.islice(self._batches, self._micro_batches))
+        if self._first or self._last:
+            self._prepared = [self._objective.prepare(micro_batch) for micro_batch in micro_batches]
+        losses: list[Tensor] = []
+        self._schedule.step(
+            arg_mbs=[self._objective.inputs(noised) for noised in self._prepared] if self._first else None,
+            kwarg_mbs=[{"images": micro_batch.index.to(self._device)} for micro_batch in micro_batches],
+            target_mbs=[torch.tensor(number) for number in range(self._micro_batches)] if self._last else None,
+            losses=losses if self._last else None,
+            return_outputs=False,
+        )
+        self._optimizer.step(norm_group=self._stage_group)
+        if not self._last:
+            return torch.zeros((), device=self._device)
+        return torch.stack(losses).detach().sum() / self._replicas
+
+    def _loss(self, prediction: Tensor, number: Tensor) -> Tensor:
+        """A micro-batch's part of the replica's mean loss; a target has to be one tensor, so it is a number."""
+        return self._objective.loss(prediction, self._prepared[int(number)]) / self._micro_batches
+
+
+def _like_crossing(setting: Setting, cut: int) -> tuple[Tensor, ...]:
+    """Tensors on no device like those of a micro-batch that cross before layer ``cut``, at the ends the U-Net's own.
+
+    Given these, a stage does not have to find out by running, and expects contiguous gradients, which gloo needs.
+    """
+    plan = setting.plan
+    layers, images = plan.layers, plan.ds.layout.micro_batch_images
+    with torch.device("meta"):
+        if 0 < cut < len(layers):
+            shapes = boundary_shapes(layers, cut)
+            return tuple(torch.empty(images, *shape, requires_grad=True) for shape in shapes)
+        picture = torch.empty(images, *layers[0].output_shape, requires_grad=cut > 0)
+        if cut > 0:
+            return (picture,)
+        number = torch.empty(images, dtype=torch.int64)
+        return (picture, number) if plan.spec.unet.classes is None else (picture, number, number)

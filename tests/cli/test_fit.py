@@ -1,0 +1,69 @@
+"""``ddpm-ds fit``: what it refuses before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ddpm_ds.cli.fit import add_fit
+from ddpm_ds.command_line import OneLineParser
+from ddpm_ds.errors import UserError
+from tests.launching import REPOSITORY
+
+ZERO = REPOSITORY / "ds_configs" / "zero0_fp32.json"
+
+
+def fit(*options: str, config: Path = ZERO) -> int:
+    """Run the verb."""
+    parser = OneLineParser(prog="ddpm-ds")
+    add_fit(parser.add_subparsers())
+    chosen = parser.parse_args(["fit", "--deepspeed_config", str(config), "--device", "cpu", *options])
+    return int(chosen.run(chosen))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--processes 0", "argument --processes: '0' is not a positive number"),
+        ("--processes 4 -p 3", "-p 3 does not divide --processes 4; use -p 1 or 2 or 4"),
+        ("--layouts 2", "argument --layouts: '2' is no layout; write STAGESxREPLICAS, such as 2x1"),
+        ("--layouts 2x0", "argument --layouts: '2x0' is no layout"),
+        ("--layouts 2x1 -p 2", "argument -p/--pipeline-stages: not allowed with argument --layouts"),
+        ("--layouts 2x1 --processes 2", "--layouts has the processes of each layout; leave it or --processes out"),
+        ("--memory-budget 4gb", "argument --memory-budget: '4gb' has unknown unit 'gb'; write 4GB"),
+        ("--hang-seconds 0", "argument --hang-seconds: '0' is no time; write seconds, such as 30, or inf"),
+        ("--hang-seconds nan", "argument --hang-seconds: 'nan' is no time"),
+        ("--memory-budget 4096TiB", "more than the"),
+        ("--micro-batch 4,5", "--micro-batch 5 does not divide the 64 images of a replica"),
+        ("--micro-batch 4,", "argument --micro-batch: '' is not a positive number"),
+        ("--layouts 1x3 --set train.batch_images=64", "train.batch_images = 64 can't be shared by 3 replicas"),
+        ("--layouts 40x1", "stages"),
+        ("--set unet.chanels=8", "did you mean unet.channels?"),
+        ("--out nowhere/fit.json", "--out nowhere/fit.json can't be written"),
+        ("--plot .", "--plot . can't be written"),
+    ],
+)
+def test_what_is_wrong_is_one_line_before_anything_is_started(
+    options: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddpm_ds.fit.start.supervise", lambda *command, **options: pytest.fail("was started"))
+    with pytest.raises(UserError) as raised:
+        fit(*options.split())
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_wrong_json_is_refused_as_training_refuses_it(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text('{"optimizer": {"type": "AdamW", "params": {"torch_adam": true}}, "gradient_cliping": 1.0}')
+    with pytest.raises(UserError, match=r"wrong\.json: gradient_cliping is unknown; did you mean gradient_clipping"):
+        fit(config=wrong)
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        fit("--help")
+    assert left.value.code == 0
+    said = capsys.readouterr().out
+    assert "doubl" in said or "1, 2, 4" in said
+    assert "exit codes" in said and "--memory-budget 1GiB" in said

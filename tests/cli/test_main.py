@@ -1,0 +1,76 @@
+"""The ddpm-ds command: verbs, one-line errors, exit codes, and nothing heavy before it is needed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddpm_ds.cli.main import main
+from ddpm_ds.config.ds_keys import ds_config_markdown
+from ddpm_ds.config.spec_file import spec_markdown, spec_schema
+
+DIGITS = Path(__file__).resolve().parents[2] / "launch" / "specs" / "digits.yaml"
+
+
+def test_schema_prints_the_json_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == spec_schema()
+
+
+def test_schema_prints_the_references(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema", "--markdown", "spec"]) == main(["schema", "--markdown", "ds_config"]) == 0
+    assert capsys.readouterr().out == spec_markdown() + ds_config_markdown()
+
+
+def test_prepare_writes_a_store_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["prepare", "--spec", str(DIGITS), "--set", f"data.store_root={tmp_path}"]
+    assert main(arguments) == main(arguments) == 0
+    (store,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    assert capsys.readouterr().out == f"{store}: 1,797 images\n" * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["VERB", "ddpm-ds --help"]),
+        (["prepaer"], ["prepaer", "prepare"]),
+        (["prepare"], ["--spec", "ddpm-ds prepare --help"]),
+        (["prepare", "--spec", "missing.yaml"], ["missing.yaml: no such run spec"]),
+        (["prepare", "--spec", str(DIGITS), "--set", "data.sorce=x"], ["did you mean data.source?"]),
+        (["prepare", "--spec", str(DIGITS), "--unknown"], ["--unknown"]),
+        (["schema", "--markdown", "mlflow"], ["mlflow", "ds_config"]),
+    ],
+)
+def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("ddpm-ds: error: ") and said.err.count("\n") == 1
+    for word in words:
+        assert word in said.err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["prepare", "--help"], ["schema", "--help"]])
+def test_help_is_exit_code_0(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 0
+    assert "usage: ddpm-ds" in capsys.readouterr().out
+
+
+def test_schema_and_errors_come_without_torch() -> None:
+    program = """
+import sys
+from ddpm_ds.cli.main import main
+codes = main(["schema"]), main(["prepare", "--spec", "missing.yaml"])
+heavy = {"torch", "deepspeed", "mlflow"} & set(sys.modules)
+sys.exit(f"{codes} {heavy}" if codes != (0, 2) or heavy else 0)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=DIGITS.parents[2])
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,86 @@
+"""``ddpm-ds plan``: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from PIL import Image
+
+from ddpm_ds.cli.plan import add_plan
+from ddpm_ds.command_line import OneLineParser
+from ddpm_ds.config.ds_config import read_ds_config, resolve
+from ddpm_ds.errors import UserError
+from tests.launching import tiny_spec, write_json
+from tests.predict.small import ADAMW
+
+SPEC = tiny_spec()
+
+
+def plan(folder: Path, *options: str, config: dict[str, Any] | None = None) -> None:
+    """Run the verb on the tiny spec."""
+    spec = folder / "spec.yaml"
+    spec.write_text(yaml.safe_dump(json.loads(SPEC.model_dump_json(exclude_defaults=True))))
+    path = write_json(folder / "ds.json", config or {"optimizer": ADAMW, "zero_optimization": {"stage": 2}})
+    parser = OneLineParser(prog="ddpm-ds")
+    add_plan(parser.add_subparsers())
+    chosen = parser.parse_args(["plan", "--spec", str(spec), "--deepspeed_config", str(path), *options])
+    chosen.run(chosen)
+
+
+def test_prints_the_best_and_writes_json_and_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    rates = ["--tflops", "1", "--bandwidth", "1MB/s", "--inter-node", "8Mbit/s", "--device-memory", "4GiB"]
+    files = ["--out", str(out), "--timeline", str(picture)]
+    plan(tmp_path, "--devices", "4", "--nodes", "2", "--device-kind", "l4", *rates, *files, "--top", "3")
+    printed = capsys.readouterr().out
+    assert "4 x l4 in 2 nodes: 1 TFLOP/s reached, 4 GiB each, 0.001 GB/s between devices, 0.001" in printed
+    assert "across nodes" in printed and "across nodes: " in printed and "\n3 " in printed and "\n4 " not in printed
+    assert "1 is the fastest of" in printed
+    read = resolve(read_ds_config(out), SPEC, world_size=4, stages=None, path=out)
+    best = next(line.split() for line in printed.splitlines() if line.startswith("1 "))
+    assert best[1:3] == [str(read.layout.stages), str(read.layout.replicas)]
+    with Image.open(picture) as image:
+        assert image.format == "PNG" and image.width > 800
+        colours = image.convert("RGB").getcolors(2**20)
+    assert colours is not None and {(59, 125, 216), (224, 123, 57)} <= {colour for _, colour in colours}
+
+
+def test_timed_layers_are_planned_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("ddpm_ds.observe.device_speed.ENOUGH_SECONDS", 0.0)
+    plan(tmp_path, "--devices", "2", "--device-kind", "cpu", "--measure", "--top", "1")
+    assert "layers   timed on this machine" in capsys.readouterr().out
+    assert (tmp_path / "ddpm_ds" / "layer_times.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--devices 0", "argument --devices: '0' is not a positive number"),
+        ("--devices 8 --device-memory 80gb", "has unknown unit 'gb'; write 80GB"),
+        ("--devices 8 --bandwidth 10GB", "argument --bandwidth: '10GB' has unknown unit 'GB'; give a speed such as"),
+        ("--devices 8 --nodes 3 --device-kind l4", "--devices 8 can't be shared evenly by --nodes 3"),
+        ("--devices 8 --device-kind z80", "argument --device-kind: invalid choice: 'z80'"),
+        ("--devices 2 --device-kind l4 --device-memory 200KiB", "nothing fits 2 devices of 0.2 MiB"),
+        ("--devices 512 --device-kind l4", "--devices 512 can't share train.batch_images = 16"),
+        ("--devices 2 --measure --tflops 3", "--tflops says nothing of layers that are timed"),
+        ("--devices 2 --out nowhere/plan.json", "--out nowhere/plan.json can't be written"),
+        ("--devices 2 --timeline .", "--timeline . can't be written"),
+    ],
+)
+def test_what_is_wrong_is_one_line(tmp_path: Path, options: str, message: str) -> None:
+    with pytest.raises(UserError) as raised:
+        plan(tmp_path, *options.split())
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_wrong_json_is_refused_as_training_refuses_it(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"zero_optimization.stage = 3 should be 0 or 1 or 2"):
+        plan(tmp_path, "--devices", "2", config={"optimizer": ADAMW, "zero_optimization": {"stage": 3}})

@@ -1,0 +1,217 @@
+"""Bad input: one line with the fix, exit code 2, before any process group, and no run left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from ddpm_ds.cli import train as command
+from ddpm_ds.config.spec_file import load_spec
+from ddpm_ds.data.prepare import cache_path, prepare
+from ddpm_ds.device import choose_device
+from tests.launching import REPOSITORY
+
+DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
+MAIN = REPOSITORY / "ds_configs" / "zero2_fp16.json"
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.get(name, "0"))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+
+
+def edited(path: Path, **changes: Any) -> Path:
+    """A copy of the main DeepSpeed JSON with some keys changed."""
+    target = path / "edited.json"
+    target.write_text(json.dumps({**json.loads(MAIN.read_text()), **changes}))
+    return target
+
+
+def run(*arguments: object, config: Path = MAIN) -> int:
+    return command.main(["--deepspeed_config", str(config), *map(str, arguments)])
+
+
+def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: object, config: Path = MAIN) -> str:
+    """The one line of a refusal."""
+    assert run(*arguments, config=config) == 2
+    err = capsys.readouterr().err.strip().splitlines()[-1]
+    assert err.startswith("ddpm_ds: error: "), err
+    assert not (tmp_path / "runs").exists(), "a refused run left something behind"
+    return err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--set", "unet.chanels=64"], "did you mean unet.channels?"),
+        (["--set", "unet.channels=many"], "unet.channels"),
+        (["--set", "train.batch_images"], "section.key=value"),
+        (["--set", "data.source=imagenet"], "data.source"),
+        (["--set", "data.image_size=9"], "can't be halved"),
+        (["--set", "train.batch_images=63", "--set", "train.accumulation=2"], "63"),
+        (["--spec", "nowhere.yaml"], "no such run spec"),
+        (["-p", "2"], "don't divide 1 processes"),
+        (["--sett", "x=1"], "unrecognized arguments"),
+        (["-p", "two"], "invalid int value"),
+    ],
+)
+def test_bad_options_are_refused(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert said in refused(capsys, tmp_path, *arguments)
+
+
+def test_a_misspelt_spec_key_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    values = yaml.safe_load(DIGITS.read_text())
+    values["train"]["batch_image"] = 32
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
+    assert "did you mean train.batch_images?" in refused(capsys, tmp_path, "--spec", tmp_path / "mine.yaml")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"gradient_cliping": 1.0}, "did you mean gradient_clipping?"),
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage"),
+        ({"zero_optimization": {"stage": 2, "overlap_com": True}}, "zero_optimization.overlap_com"),
+        ({"gradient_clipping": "strong"}, "gradient_clipping"),
+        ({"train_batch_size": 60}, "train_batch_size = 60 contradicts the spec"),
+        ({"train_micro_batch_size_per_gpu": 48}, "48"),
+    ],
+)
+def test_a_bad_json_is_refused(
+    changes: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert said in refused(capsys, tmp_path, config=edited(tmp_path, **changes))
+
+
+def test_more_stages_than_layers_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "32")
+    assert "use at most 17 stages" in refused(capsys, tmp_path, "-p", "32")
+
+
+def test_a_missing_folder_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    spec = REPOSITORY / "launch" / "specs" / "folder.yaml"
+    said = refused(capsys, tmp_path, "--spec", spec, "--set", "data.path=nowhere", "--set", "data.store_root=s")
+    assert "nowhere" in said
+
+
+def test_a_folder_without_images_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    spec = REPOSITORY / "launch" / "specs" / "folder.yaml"
+    said = refused(capsys, tmp_path, "--spec", spec, "--set", "data.path=empty", "--set", "data.store_root=s")
+    assert "empty" in said
+
+
+def test_more_classes_than_the_images_have_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name in ("cats", "dogs"):
+        (tmp_path / "pets" / name).mkdir(parents=True)
+        Image.new("L", (8, 8)).save(tmp_path / "pets" / name / "one.png")
+    overrides = ["data.source=folder", "data.path=pets", "data.store_root=s", "unet.classes=3"]
+    overrides.append("data.held_out_images=0")
+    said = refused(capsys, tmp_path, *(part for override in overrides for part in ("--set", override)))
+    assert "unet.classes = 3, but the images have 2 classes" in said
+
+
+def test_a_damaged_store_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    spec = load_spec(DIGITS, ["data.store_root=s"])
+    prepare(spec.data)
+    images = cache_path(spec.data) / "images.npy"
+    content = bytearray(images.read_bytes())
+    content[-1] ^= 1
+    images.write_bytes(content)
+    assert "images.npy" in refused(capsys, tmp_path, "--set", "data.store_root=s")
+
+
+def test_an_output_folder_that_cannot_be_written_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    said = refused(capsys, tmp_path, "--run-dir", "file/run", "--set", "data.store_root=s")
+    assert "--run-dir file/run can't be written" in said
+
+
+@pytest.mark.parametrize(
+    ("file", "resume", "said"),
+    [
+        ("spec.yaml", "never", "--run-dir old holds a run and --resume is never"),
+        ("holiday.jpg", "auto", "--run-dir old is neither empty nor the folder of a run"),
+    ],
+)
+def test_a_run_folder_that_is_taken_is_refused(
+    file: str, resume: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / file).write_text("")
+    assert said in refused(capsys, tmp_path, "--run-dir", "old", "--resume", resume)
+
+
+@pytest.mark.parametrize("way", ["option", "environment"])
+def test_cuda_asked_for_and_absent_is_refused(
+    way: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("ddpm_ds.device._gpus", lambda: 0)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if way == "environment":
+        monkeypatch.setenv("DS_ACCELERATOR", "cuda")
+        said = refused(capsys, tmp_path)
+    else:
+        said = refused(capsys, tmp_path, "--device", "cuda")
+    assert "finds no CUDA device; use --device cpu" in said
+
+
+def test_on_cuda_cudnn_times_its_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
+    monkeypatch.setattr("torch.backends.cudnn.benchmark", False)
+    assert choose_device("cpu").type == "cpu" and not torch.backends.cudnn.benchmark
+    assert choose_device("cuda").type == "cuda" and torch.backends.cudnn.benchmark
+
+
+def test_more_processes_than_cuda_devices_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    assert "2 processes were started on a host with 1 CUDA devices" in refused(capsys, tmp_path, "--device", "cuda")
+
+
+def test_dry_run_prints_batch_layout_and_stages_and_starts_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert run("-p", "2", "--run-dir", "out/mine", "--dry-run") == 0
+    out = capsys.readouterr().out
+    for expected in (
+        "4 processes = 2 stages x 2 replicas",
+        "64 images = 4 per micro-batch x 8 micro-batches x 2 replicas",
+        "701,345 parameters in 17 layers",
+        "128,000 images = 2,000 steps",
+        "out/mine",
+        "sent MB/step",
+    ):
+        assert expected in out
+    assert os.listdir(tmp_path) == []
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        command.parse(["--help"])
+    assert left.value.code == 0
+    out = capsys.readouterr().out
+    assert "exit codes" in out and "--num_gpus 4 launch/train.py" in out

@@ -1,0 +1,118 @@
+"""RemoteStart and ask processes on hosts, behind an ssh that stays on this machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddpm_ds.cluster.facts import Question
+from ddpm_ds.cluster.survey import Conversation, Ended, Failure, RemoteStart, Silent, Survey, survey
+from ddpm_ds.errors import SpecError
+from ddpm_ds.processes.hosts import ssh, ssh_to
+from tests.launching import REPOSITORY, free_port
+
+SSH = """#!/bin/sh
+# Runs the last word as the shell of another host would; hosts named no-* can't be reached.
+for word; do host=$before before=$word; done
+case $host in
+no-*) echo "login banner"; echo "ssh: Could not resolve hostname $host: Name or service not known" >&2; exit 255 ;;
+deaf) exec sleep 60 ;;
+esac
+echo "Welcome to $host"
+exec env -i HOME="$HOME" PATH=/usr/bin:/bin sh -c "$word"
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    program = tmp_path / "bin" / "ssh"
+    program.parent.mkdir()
+    program.write_text(SSH)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    for name in ("PDSH_SSH_ARGS", "PDSH_SSH_ARGS_APPEND"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+
+
+def start(folder: Path = REPOSITORY, python: str = sys.executable, **environment: str) -> RemoteStart:
+    return RemoteStart(python, str(folder), {"PYTHONPATH": str(REPOSITORY), **environment}, connect_seconds=1)
+
+
+def ask(tmp_path: Path, hosts: list[str], start: RemoteStart, port: int | None = None) -> Survey:
+    spec = REPOSITORY / "launch" / "specs" / "digits.yaml"
+    return survey(
+        dict.fromkeys(hosts, 2),
+        start,
+        Question(str(spec), ("train.seed=7",), None, str(tmp_path / "runs")),
+        local=False,
+        master_address="127.0.0.1",
+        master_port=port or free_port(),
+        seconds=60,
+        say=lambda line: None,
+    )
+
+
+def test_hosts_say_what_they_are_and_an_unreachable_one_does_not_hold_them_up(tmp_path: Path) -> None:
+    odd = "two words; \"quotes\" 'and' $HOME `pwd` \\"
+    began = time.monotonic()
+    seen = ask(tmp_path, ["one", "no-host", "deaf", "two"], start(OMP_NUM_THREADS=odd))
+    assert time.monotonic() - began < 30
+    assert seen.hosts["no-host"].failure == Failure(
+        "ssh", "Could not resolve hostname no-host: Name or service not known"
+    )
+    assert seen.hosts["deaf"].failure == Failure("ssh", "no answer in 3 s")
+    assert list(seen.answering) == ["one", "two"] and seen.master == "one"
+    facts = seen.answering["two"]
+    assert facts.environment["OMP_NUM_THREADS"] == odd
+    assert facts.spec.values["train.seed"] == "7"
+    assert facts.sources["ddpm_ds/cluster/facts.py"] and facts.versions["torch"]
+    two = seen.hosts["two"]
+    assert abs(two.clock_ahead_seconds) < 0.5
+    assert two.run_dir_shared and two.interface == "lo" and not two.port_error
+    assert list(tmp_path.iterdir()) == [tmp_path / "bin"]  # the shared folder is left as it was
+
+
+def test_a_host_without_the_folder_or_the_interpreter_says_so(tmp_path: Path) -> None:
+    (failed,) = ask(tmp_path, ["one"], start(folder=tmp_path / "none")).hosts.values()
+    assert failed.failure is not None and failed.failure.at == "folder" and "none" in failed.failure.why
+    (failed,) = ask(tmp_path, ["one"], start(python="/none/python")).hosts.values()
+    assert failed.failure is not None and failed.failure.at == "python"
+    (failed,) = ask(tmp_path, ["one"], start(python="/bin/false")).hosts.values()
+    assert failed.failure == Failure("ddpm_ds", "exit code 1")
+
+
+def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        seen = ask(tmp_path, ["one", "two"], start(), taken.getsockname()[1])
+    assert seen.hosts["one"].port_error == "Address already in use" and not seen.hosts["two"].port_error
+
+
+def test_a_process_that_leaves_or_is_silent_is_an_error() -> None:
+    with Conversation(["sh", "-c", "echo noise; echo 'ddpm-ds-doctor 1'; echo why >&2; exit 3"]) as talk:
+        assert talk.next(5) == 1
+        for _ in range(2):
+            with pytest.raises(Ended) as ended:
+                talk.next(5)
+            assert (ended.value.code, ended.value.last_line) == (3, "why")
+    with Conversation(["cat"]) as talk, pytest.raises(Silent, match=r"no answer in 0\.1 s"):
+        talk.ask("anything", 0.1)
+
+
+def test_ssh_is_called_as_pdsh_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    *words, remote = ssh("me@worker-1", ["echo", "a b", "$HOME"])
+    assert " ".join(words) == "ssh -o BatchMode=yes -o ConnectTimeout=10 -l me -a -x worker-1"
+    assert remote == "echo 'a b' '$HOME'"
+    monkeypatch.setenv("PDSH_SSH_ARGS", "-F 'my config' -l%u %h")
+    monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-p 2222")
+    assert ssh_to("you@worker-1") == ["ssh", "-l", "you", "-p", "2222", "-F", "my config", "-lyou", "worker-1"]
+    with pytest.raises(SpecError, match="would be an option of ssh"):
+        ssh_to("-oProxyCommand=reboot")

@@ -1,0 +1,164 @@
+"""Hosts that differ, or lack something: which cell is marked, what its line says, and that it says a fix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ddpm_ds.cluster.checks import CheckResult, check
+from ddpm_ds.cluster.facts import PACKAGES, Disk, Document
+from ddpm_ds.cluster.report import findings
+from tests.cluster.hosts import FACTS, GIB, NEED, failure, survey
+
+
+def lines(**changes: dict[str, Any]) -> list[str]:
+    return [finding.line() for finding in findings(check(survey(**changes), NEED), None)]
+
+
+def versions(**changed: str) -> dict[str, dict[str, str]]:
+    return {"versions": {**FACTS.versions, **changed}}
+
+
+GPU, OLD_GPU = "NVIDIA H200 141 GiB", "NVIDIA A100 80 GiB"
+CASES: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
+    "package": (
+        {"b": versions(pydantic="2.11.0")},
+        "! b, pydantic: 2.11.0, a has 2.13.1; pip install pydantic==2.13.1 on b",
+    ),
+    "the first host is the odd one": (
+        {"a": versions(torch="2.10.0")},
+        "! a, torch: 2.10.0, b has 2.13.1; pip install torch==2.13.1 on a",
+    ),
+    "package missing": (
+        {"c": {"versions": {name: text for name, text in FACTS.versions.items() if name != "mlflow"}}},
+        "! c, mlflow: missing, a has 2.13.1; pip install mlflow==2.13.1 on c",
+    ),
+    "python": ({"b": {"python": "3.12.1"}}, "! b, python: 3.12.1, a has 3.11.7; make the environment on b with Python"),
+    "patch release": ({"b": {"python": "3.11.9"}}, "? b, python: 3.11.9, a has 3.11.7; "),
+    "sources": (
+        {"b": {"sources": {"ddpm_ds/cli/main.py": "cc", "ddpm_ds/errors.py": "bb"}}},
+        "! b, source: not the sources of a: ddpm_ds/cli/main.py; git checkout the same commit on b, "
+        "or there: rsync -a a:",
+    ),
+    "commit": ({"b": {"commit": "ffff"}}, "? b, commit: ffff, a has 0123456789; git checkout 0123456789 on b"),
+    "spec": (
+        {"b": {"spec": Document({"train.batch_images": "64", "name": '"digits"'})}},
+        "! b, spec: train.batch_images is 64 (a: 128); copy digits.yaml to b from a",
+    ),
+    "no spec": (
+        {"b": {"spec": Document(error="digits.yaml: no such run spec")}},
+        "! b, spec: digits.yaml: no such run spec; copy digits.yaml to b from a",
+    ),
+    "JSON": (
+        {"c": {"ds_config": Document({})}},
+        "! c, JSON: zero_optimization.stage is missing (a: 2); copy zero2.json to c from a",
+    ),
+    "images": ({"b": {"images_missing": "photos"}}, "! b, images: there is no folder photos; copy or mount the images"),
+    "clock": ({"b": {"clock_ahead_seconds": -3.2}}, "! b, clock: 3.2 s behind this machine: logs and dates of"),
+    "run disk": (
+        {"b": {"disks": {"run": Disk(3 * GIB, True, False)}}},
+        "! b, free for runs: 3.00 GiB free, the checkpoints that are kept ask for 4.00 GiB; make room on b, or choose "
+        "another folder with --run-dir",
+    ),
+    "data disk": (
+        {"b": {"disks": {"data": Disk(GIB // 2, True, False)}}},
+        "! b, free for data: 0.50 GiB free, prepared images ask for 1.00 GiB; make room on b, or choose another folder "
+        "with --set data.store_root=FOLDER",
+    ),
+    "read-only": ({"b": {"disks": {"run": Disk(9 * GIB, False, True)}}}, "! b, free for runs: the folder can't be wr"),
+    "half shared": ({"b": {"run_dir_shared": False}}, "? b, run folder: does not see the folder that the other hosts"),
+    "slots": ({"b": {"slots": 9}}, "? b, devices: slots=9 on 8 CPU cores; write b slots=8 into the hostfile"),
+    "environment": (
+        {"b": {"environment": {}}},
+        "? b, environment: set here and not, or otherwise, there: OMP_NUM_THREADS; let them travel: ddpm-ds doctor",
+    ),
+    "interface": (
+        {"b": {"environment": {"OMP_NUM_THREADS": "4", "GLOO_SOCKET_IFNAME": "ens3"}}},
+        "! b, interface: GLOO_SOCKET_IFNAME=ens3, but what leads to other hosts is eth0; leave it out of the env",
+    ),
+    "route": (
+        {"b": {"route_error": "Network is unreachable"}},
+        "! b, interface: no route to a at 10.0.0.1: Network is unreachable; name an address of a that all reach",
+    ),
+    "loopback": ({"b": {"address": "127.0.0.1"}}, "! b, interface: 10.0.0.1 is a loopback address, which other hosts"),
+    "port taken": (
+        {"a": {"port_error": "Address already in use"}},
+        "! a, master port: port 29500 can't be had: Address already in use; end what has it (ss -tlnp on a), or",
+    ),
+    "port closed": (
+        {"c": {"port_error": "no answer in 4 s"}},
+        "! c, master port: a at 10.0.0.1:29500: no answer in 4 s; open TCP between the hosts in a's firewall, or",
+    ),
+    "keepalive": ({"b": {"keepalive_seconds": 0}}, "? b, ssh keepalive: ssh asks for no sign of life, and waits for a"),
+    "GPUs": (
+        {"a": {"devices": (GPU, GPU)}, "b": {"devices": (GPU,)}, "c": {"devices": (GPU, GPU)}},
+        "! b, devices: 1 CUDA devices for slots=2; write slots=1 into the hostfile, or mend its driver",
+    ),
+    "no GPU on one": (
+        {"a": {"devices": (GPU, GPU)}, "b": {}, "c": {"devices": (GPU, GPU)}},
+        "! b, devices: 0 CUDA devices for slots=2; leave b out of the hostfile, or mend its driver",
+    ),
+    "other GPUs": (
+        {"a": {"devices": (GPU, GPU)}, "b": {"devices": (GPU, OLD_GPU)}, "c": {"devices": (GPU, GPU)}},
+        f"? b, devices: {OLD_GPU}, {GPU}; a has {GPU}: the slowest sets the pace; put equal devices into one hostfile",
+    ),
+    "no ssh": (
+        {"b": failure("ssh", "connect to host b port 22: Connection refused")},
+        "! b, ssh: connect to host b port 22: Connection refused; start sshd on b, or name its port in ~/.ssh/config",
+    ),
+    "unknown host": (
+        {"b": failure("ssh", "Could not resolve hostname b: ?")},
+        "! b, ssh: Could not resolve hostname b",
+    ),
+    "no key": ({"b": failure("ssh", "me@b: Permission denied (publickey).")}, "! b, ssh: me@b: Permission denied"),
+    "silence": ({"b": failure("ssh", "no answer in 12 s")}, "! b, ssh: no answer in 12 s; is b up, its address right"),
+    "no folder": (
+        {"b": failure("folder", "sh: cd: can't cd to /project")},
+        "! b, folder: sh: cd: can't cd to /project; put the project there: a shared file system, or rsync -a /project/",
+    ),
+    "no python": (
+        {"b": failure("python", "missing")},
+        "! b, python: missing; make the environment on b at the same pa",
+    ),
+    "no package": (
+        {"b": failure("ddpm_ds", "No module named ddpm_ds.cluster")},
+        "! b, ddpm_ds: No module named ddpm_ds.cluster; install this version there: /venv/bin/python -m pip install -e",
+    ),
+}
+
+
+def test_equal_hosts_are_all_good() -> None:
+    assert lines() == []
+    assert {row.name for row in check(survey(), NEED)} >= {"ssh", "clock", "spec", "JSON", "master port", *PACKAGES}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_line_names_host_value_and_fix(case: str) -> None:
+    changes, expected = CASES[case]
+    found = lines(**changes)
+    assert len(found) == 1 and found[0].startswith(expected), found
+
+
+def test_a_mark_without_a_fix_can_not_be_made() -> None:
+    with pytest.raises(ValueError, match="no fix"):
+        CheckResult("2.11.0", "bad", why="another version")
+
+
+def test_what_most_hosts_have_is_right_and_hosts_with_the_same_fault_share_a_line() -> None:
+    found = lines(b={"keepalive_seconds": 0}, c={"keepalive_seconds": 0})
+    assert [line[: line.index(":")] for line in found] == ["? b, c, ssh keepalive"]
+
+
+def test_folders_of_their_own_share_the_checkpoints() -> None:
+    own = {"run_dir_shared": False, "disks": {"run": Disk(2 * GIB, True, False)}}
+    room = {"disks": {"run": Disk(2 * GIB, True, False)}}
+    assert lines(a=room, b=own, c=own) == []  # 4 GiB on three file systems
+    shared = lines(a=room)
+    assert len(shared) == 1 and "ask for 4.00 GiB" in shared[0]
+
+
+def test_cells_of_a_host_that_can_not_be_asked_are_empty() -> None:
+    rows = {row.name: row for row in check(survey(b=failure("python", "missing")), NEED)}
+    assert [rows[name].cells["b"].text for name in ("ssh", "folder", "python")] == ["yes", "yes", "no"]
+    assert all("b" not in rows[name].cells for name in ("ddpm_ds", "torch", "clock", "master port"))

@@ -1,0 +1,82 @@
+"""Which variables travel, and what becomes of the file that takes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ddpm_ds.cluster.facts import chosen_by_hosts, exported, secrets, travelling, write_merged
+from ddpm_ds.processes.hosts import read_environment
+
+HERE = {
+    "DS_ACCELERATOR": "cpu",
+    "GLOO_SOCKET_IFNAME": "eth0",
+    "HOME": "/root",
+    "MLFLOW_RUN_ID": "abc",
+    "MLFLOW_EXPERIMENT_NAME": "my digits",
+    "MLFLOW_TRACKING_PASSWORD": "hush",
+    "MLFLOW_TRACKING_TOKEN": "hush",
+    "MLFLOW_TRACKING_URI": "https://me:hush@server/",
+    "AWS_SECRET_ACCESS_KEY": "hush",
+    "NCCL_DEBUG": "INFO",
+    "OMP_NUM_THREADS": "4",
+    "PYTHONPATH": "/more",
+    "PYTHONDEVMODE": "1",
+}
+
+
+def test_what_matters_travels_and_secrets_do_not() -> None:
+    assert sorted(travelling(HERE)) == [
+        "DS_ACCELERATOR",
+        "GLOO_SOCKET_IFNAME",
+        "MLFLOW_EXPERIMENT_NAME",
+        "NCCL_DEBUG",
+        "OMP_NUM_THREADS",
+    ]
+    assert secrets(HERE) == [
+        "AWS_SECRET_ACCESS_KEY",
+        "MLFLOW_TRACKING_PASSWORD",
+        "MLFLOW_TRACKING_TOKEN",
+        "MLFLOW_TRACKING_URI",
+    ]
+
+
+def test_hosts_are_asked_in_the_environment_that_deepspeed_gives_them() -> None:
+    assert exported(HERE, {"OMP_NUM_THREADS": "2", "GLOO_SOCKET_IFNAME": "ens3"}, "/project") == {
+        "GLOO_SOCKET_IFNAME": "ens3",
+        "MLFLOW_EXPERIMENT_NAME": "my digits",
+        "MLFLOW_RUN_ID": "abc",
+        "NCCL_DEBUG": "INFO",
+        "OMP_NUM_THREADS": "2",
+        "PYTHONDEVMODE": "1",
+        "PYTHONPATH": "/project:/more",
+    }
+
+
+def test_hosts_choose_what_they_agree_on() -> None:
+    assert chosen_by_hosts(False, ["eth0", "eth0"]) == {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "eth0"}
+    assert chosen_by_hosts(True, ["eth0", "ens3"]) == {}
+    assert chosen_by_hosts(True, [""]) == {}
+
+
+def test_writing_keeps_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / ".deepspeed_env"
+    path.write_text("# mine\n\nUCX_TLS=tcp\nexport OMP_NUM_THREADS=1\n")
+    before = path.read_text()
+    written = write_merged(path, travelling(HERE), {"DS_ACCELERATOR": "cuda", "GLOO_SOCKET_IFNAME": "lo"})
+    assert read_environment(path) == {
+        "DS_ACCELERATOR": "cpu",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "UCX_TLS": "tcp",
+        "OMP_NUM_THREADS": "4",
+        "MLFLOW_EXPERIMENT_NAME": "my digits",
+        "NCCL_DEBUG": "INFO",
+    }
+    assert written.values == read_environment(path)
+    assert written.changed == {"OMP_NUM_THREADS": "1"}
+    assert written.backup is not None and written.backup.read_text() == before
+    assert all("=" in line for line in path.read_text().splitlines())  # all that DeepSpeed's reader can stand
+    assert write_merged(path, travelling(HERE), {}).backup is None  # nothing changes
+    path.write_text("NCCL_DEBUG=WARN\n")
+    second = write_merged(path, {}, {"NCCL_DEBUG": "INFO", "DS_ACCELERATOR": "cpu"})
+    assert second.changed == {} and read_environment(path)["NCCL_DEBUG"] == "WARN"  # a default changes nothing
+    assert second.backup not in (None, written.backup)

@@ -1,0 +1,552 @@
+"""The DeepSpeed JSON: every key known, refused or filled, and the batch shared out exactly."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddpm_ds.config.ds_config import BUCKET_ELEMENTS, check_ds_config, for_deepspeed, read_ds_config, resolve
+from ddpm_ds.config.ds_keys import BLOCK, KEYS, TABLE, Effect, children, ds_config_markdown
+from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.config.spec_file import load_spec
+from ddpm_ds.errors import DsConfigError, LayoutError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CONFIGS = sorted((REPOSITORY / "ds_configs").glob("*.json"))
+MAIN = REPOSITORY / "ds_configs" / "zero2_fp16.json"
+DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"  # 64 images a step, warm-up of 6400 images, 128000 images
+
+
+REMOVED = object()
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    """The main JSON with changes given as block__key=value, where REMOVED takes the key away."""
+    values: dict[str, Any] = copy.deepcopy(read_ds_config(MAIN))
+    for key, value in changes.items():
+        *blocks, name = key.split("__")
+        place = values
+        for block in blocks:
+            place = place.setdefault(block, {})
+        place[name] = value
+        if value is REMOVED:
+            del place[name]
+    return values
+
+
+def spec(*overrides: str) -> RunSpec:
+    return load_spec(DIGITS, overrides)
+
+
+def filled(config: dict[str, Any], *overrides: str, world_size: int = 1, stages: int | None = None) -> Any:
+    return resolve(config, spec(*overrides), world_size=world_size, stages=stages, path=Path("x.json"))
+
+
+def refusal(config: dict[str, Any], *overrides: str, **layout: Any) -> str:
+    with pytest.raises((DsConfigError, LayoutError)) as caught:
+        filled(config, *overrides, **layout)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def values_of(block: object) -> Iterator[object]:
+    yield block
+    for value in block.values() if isinstance(block, dict) else block if isinstance(block, list) else ():
+        yield from values_of(value)
+
+
+# -------------------------------------------------------------------------------- what is in the table
+
+
+def test_every_key_that_the_installed_deepspeed_reads_is_in_the_table() -> None:
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
+    from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
+
+    asked: set[str] = set()
+
+    class Keys(list[str]):
+        def __contains__(self, key: object) -> bool:
+            asked.add(str(key))
+            return super().__contains__(key)
+
+    class Recorder(dict[str, Any]):
+        """A config that remembers what it was asked for."""
+
+        def __getitem__(self, key: str) -> Any:
+            asked.add(key)
+            return super().__getitem__(key)
+
+        def __contains__(self, key: object) -> bool:
+            asked.add(str(key))
+            return super().__contains__(key)
+
+        def get(self, key: str, default: Any = None) -> Any:
+            asked.add(key)
+            return super().get(key, default)
+
+        def keys(self) -> Keys:  # type: ignore[override]
+            return Keys(super().keys())
+
+    DeepSpeedConfig(Recorder(train_batch_size=4))
+    assert "pipeline" in asked and "torch_autocast" in asked  # by get() and by keys()
+    assert asked - set(children("")) == set()
+    for block, model in {
+        "zero_optimization": DeepSpeedZeroConfig,
+        "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
+        "fp16": DeepSpeedFP16Config,
+        "bf16": DeepSpeedBF16Config,
+        "comms_logger": CommsLoggerConfig,
+        "timers.throughput": DeepSpeedThroughputTimerConfig,
+    }.items():
+        names = {name for field, about in model.model_fields.items() for name in (field, about.alias) if name}
+        assert names - set(children(block)) == set(), block
+
+
+def test_no_key_is_in_the_table_twice_and_every_key_is_in_a_block_of_the_table() -> None:
+    names = [name for key in TABLE for name in key.names.split()]
+    assert len(names) == len(set(names))
+    for name in names:
+        block = name.rpartition(".")[0]
+        assert not block or KEYS[block].kind is BLOCK
+
+
+def test_every_refusal_says_why() -> None:
+    assert [key.names for key in TABLE if key.effect is Effect.REFUSED and len(key.note) < 12] == []
+
+
+def test_the_committed_table_is_current() -> None:
+    committed = (REPOSITORY / "docs" / "ds_configs.md").read_text()
+    assert committed.endswith(ds_config_markdown()), (
+        "replace the table by what `ddpm-ds schema --markdown ds_config` prints"
+    )
+
+
+# -------------------------------------------------------------------------------- what DeepSpeed is given
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("name", ["digits", "cifar10", "cifar10_dim64"])
+def test_every_config_in_the_repository_fits_every_spec_and_deepspeed_takes_it(path: Path, name: str) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    folded = path.stem.startswith("folded")  # which wants several ranks, and micro-batches for them
+    run = load_spec(REPOSITORY / "launch" / "specs" / f"{name}.yaml", ["train.accumulation=auto"] if folded else [])
+    for world_size in (2, 4) if folded else (1, 2, 4):
+        resolved = resolve(read_ds_config(path), run, world_size=world_size, stages=world_size, path=path)
+        assert "auto" not in list(values_of(resolved.config))
+        assert resolved.precision in path.stem and f"zero{resolved.zero_stage}" in path.stem
+        taken = DeepSpeedConfig(copy.deepcopy(for_deepspeed(resolved.config)))
+        assert taken.zero_optimization_stage == resolved.zero_stage
+        assert taken.train_micro_batch_size_per_gpu == resolved.layout.micro_batch_images
+        assert taken.gradient_accumulation_steps == resolved.layout.micro_batches
+
+
+def test_deepspeed_takes_every_refused_key_at_the_value_that_is_let_through() -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    for key in TABLE:
+        for name in key.names.split():
+            for value in key.inert:
+                changed = config(**{name.replace(".", "__"): copy.deepcopy(value)})
+                DeepSpeedConfig(for_deepspeed(filled(changed).config))
+
+
+def test_the_config_that_was_read_is_left_alone() -> None:
+    values = read_ds_config(MAIN)
+    filled(values)
+    assert values == read_ds_config(MAIN)
+
+
+def test_auto_takes_its_values_from_the_spec() -> None:
+    resolved = filled(
+        config(), "optimizer.betas=[0.8,0.9]", "optimizer.weight_decay=0.1", "optimizer.warmup_images=6401"
+    ).config
+    assert resolved["train_batch_size"] == 64
+    assert resolved["optimizer"]["params"] == {
+        "lr": 1e-3,
+        "betas": [0.8, 0.9],
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "torch_adam": True,
+        "fused": True,
+    }
+    assert resolved["scheduler"]["params"] == {
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": 1e-3,
+        "warmup_num_steps": 101,
+        "warmup_type": "linear",
+    }
+    assert resolved["zero_optimization"]["reduce_bucket_size"] == BUCKET_ELEMENTS
+
+
+def test_keys_that_are_left_out_are_filled_like_auto() -> None:
+    short = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}}
+    resolved = filled(short, world_size=2, stages=2)
+    assert resolved.config["optimizer"]["params"]["lr"] == 1e-3
+    assert resolved.config["scheduler"]["params"]["warmup_type"] == "linear"  # DeepSpeed's own default is log
+    assert (resolved.layout.stages, resolved.partition, resolved.schedule) == (2, "flops", "1f1b")
+    assert (resolved.precision, resolved.zero_stage, resolved.checkpoint_interval) == ("fp32", 0, "auto")
+    assert resolved.config["pipeline"]["use_reentrant"] is False
+
+
+@pytest.mark.parametrize(("interval", "given_to_deepspeed"), [("auto", 0), (0, 0), (3, 3)])
+def test_the_checkpoint_interval_stays_auto_until_memory_is_known(interval: Any, given_to_deepspeed: int) -> None:
+    resolved = filled(config(pipeline__activation_checkpoint_interval=interval))
+    assert resolved.checkpoint_interval == interval
+    assert resolved.config["pipeline"]["activation_checkpoint_interval"] == given_to_deepspeed
+
+
+@pytest.mark.parametrize(("across", "given_to_deepspeed"), [("auto", "stages"), ("replicas", "replicas")])
+def test_what_is_split_over_hosts_stays_auto_until_they_are_known(across: Any, given_to_deepspeed: str) -> None:
+    resolved = filled(config(pipeline__across_hosts=across))
+    assert resolved.across_hosts == across
+    assert resolved.config["pipeline"]["across_hosts"] == given_to_deepspeed
+    message = refusal(config(pipeline__across_hosts="pipelines"))
+    assert message == 'x.json: pipeline.across_hosts = "pipelines" should be "stages" or "replicas" or "auto"'
+
+
+def test_without_a_warm_up_there_is_no_scheduler() -> None:
+    assert "scheduler" not in filled(config(), "optimizer.warmup_images=0").config
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        (
+            "WarmupDecayLR",
+            {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 100, "total_num_steps": 2000},
+        ),
+        ("WarmupCosineLR", {"warmup_min_ratio": 0, "warmup_num_steps": 100, "total_num_steps": 2000}),
+    ],
+)
+def test_a_decay_ends_with_the_run(kind: str, params: dict[str, float]) -> None:
+    resolved = filled(config(scheduler={"type": kind}))
+    assert resolved.config["scheduler"]["params"] == {**params, "warmup_type": "linear"}
+
+
+def test_deepspeed_has_a_printing_interval_where_it_times() -> None:
+    assert "steps_per_print" not in filled(config()).config
+    assert filled(config(wall_clock_breakdown=True)).config["steps_per_print"] == 50
+
+
+# -------------------------------------------------------------------------------- layout
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stages", "expected"),  # stages, replicas, micro-batch, micro-batches
+    [
+        (1, None, (1, 1, 64, 1)),
+        (2, 2, (2, 1, 8, 8)),
+        (3, 3, (3, 1, 4, 16)),
+        (4, 2, (2, 2, 4, 8)),
+        (4, 1, (1, 4, 16, 1)),
+        (4, 4, (4, 1, 4, 16)),
+        (32, 32, (32, 1, 1, 64)),  # 4 x 32 micro-batches don't exist: as many as there are images
+    ],
+)
+def test_auto_layout(world_size: int, stages: int | None, expected: tuple[int, ...]) -> None:
+    layout = filled(config(), world_size=world_size, stages=stages).layout
+    assert (layout.stages, layout.replicas, layout.micro_batch_images, layout.micro_batches) == expected
+
+
+def test_the_spec_asks_for_an_accumulation_with_and_without_a_pipeline() -> None:
+    assert filled(config(), "train.accumulation=2").layout.micro_batch_images == 32
+    assert filled(config(), "train.accumulation=2", world_size=2, stages=2).layout.micro_batches == 2
+
+
+def test_the_json_may_ask_for_a_micro_batch_or_an_accumulation() -> None:
+    assert filled(config(train_micro_batch_size_per_gpu=16)).layout.micro_batches == 4
+    assert filled(config(gradient_accumulation_steps=4)).layout.micro_batch_images == 16
+
+
+def test_a_list_of_cuts_makes_its_number_of_stages() -> None:
+    resolved = filled(config(pipeline__partition=[3, 7, 9]), world_size=8)
+    assert (resolved.layout.stages, resolved.partition) == (4, [3, 7, 9])
+
+
+def test_a_fold_has_two_stages_of_the_unet_on_each_rank() -> None:
+    resolved = filled(config(pipeline__schedule="folded", pipeline__partition=[2, 9, 12]), world_size=4)
+    assert (resolved.schedule, resolved.layout.stages, resolved.layout.replicas) == ("folded", 2, 2)
+    assert filled(config(pipeline__schedule="folded"), world_size=4, stages=4).layout.micro_batches >= 8
+
+
+def test_the_command_line_wins_over_the_json() -> None:
+    assert filled(config(pipeline__stages=2), world_size=4, stages=4).layout.stages == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "layout", "words"),
+    [
+        ({}, [], {"world_size": 4, "stages": 3}, ["-p 3", "4 processes", "use 1 or 2 or 4 stages"]),
+        ({}, [], {"world_size": 4, "stages": 0}, ["-p 0", "use 1 or 2 or 4 stages"]),
+        ({"pipeline__stages": 8}, [], {"world_size": 4}, ["pipeline.stages = 8", "4 processes"]),
+        ({"pipeline__partition": [2, 5]}, [], {"world_size": 4}, ["pipeline.partition = [2, 5]", "3 stages"]),
+        ({"pipeline__partition": [2, 5]}, [], {"world_size": 4, "stages": 2}, ["-p 2 needs 1 cuts"]),
+        ({}, [], {"world_size": 3, "stages": 1}, ["train.batch_images = 64", "3 replicas", "batch_images=66"]),
+        (
+            {"pipeline__schedule": "folded", "pipeline__partition": [2, 9]},
+            [],
+            {"world_size": 4, "stages": 2},
+            ["-p 2 needs 3 cuts"],
+        ),
+        ({"pipeline__schedule": "folded"}, [], {"world_size": 1}, ["nothing to fold on one stage", "-p 2"]),
+        (
+            {"pipeline__schedule": "folded", "gradient_accumulation_steps": 4},
+            [],
+            {"world_size": 4, "stages": 4},
+            ["needs 8 micro-batches or more", "64 images make 4", '"1f1b"'],
+        ),
+        (
+            {},
+            ["train.accumulation=32"],
+            {"world_size": 4, "stages": 1},
+            ["train.batch_images = 64", "32 micro-batches"],
+        ),
+        ({"train_micro_batch_size_per_gpu": 48}, [], {"world_size": 1}, ["train.batch_images = 64", "of 48"]),
+        ({"train_micro_batch_size_per_gpu": 128}, [], {"world_size": 1}, ["train.batch_images = 64", "of 128"]),
+        (
+            {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4},
+            [],
+            {"world_size": 1},
+            ["64 images", "4 micro-batches of 8"],
+        ),
+    ],
+)
+def test_what_can_not_be_shared_out_is_named_with_its_fix(
+    changes: dict[str, Any], overrides: list[str], layout: dict[str, int], words: list[str]
+) -> None:
+    message = refusal(config(**changes), *overrides, **layout)
+    for word in words:
+        assert word in message
+
+
+@given(
+    batch=st.integers(1, 96),
+    stages=st.integers(1, 6),
+    replicas=st.integers(1, 6),
+    micro=st.none() | st.integers(1, 16),
+    accumulation=st.none() | st.integers(1, 16),
+)
+def test_a_layout_is_exact_or_refused(
+    batch: int, stages: int, replicas: int, micro: int | None, accumulation: int | None
+) -> None:
+    given_config = config(
+        train_micro_batch_size_per_gpu=micro or "auto", gradient_accumulation_steps=accumulation or "auto"
+    )
+    try:
+        layout = filled(given_config, f"train.batch_images={batch}", world_size=stages * replicas, stages=stages).layout
+    except LayoutError:
+        assert batch % replicas or micro or accumulation
+        return
+    assert layout.replicas * layout.micro_batches * layout.micro_batch_images == batch == layout.batch_images
+    assert layout.stages * layout.replicas == layout.world_size
+    assert micro in (None, layout.micro_batch_images) and accumulation in (None, layout.micro_batches)
+
+
+# -------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "message"),
+    [
+        (
+            {"train_batch_size": 32},
+            [],
+            'train_batch_size = 32 contradicts the spec: train.batch_images is 64; write "auto" or --set '
+            "train.batch_images=32",
+        ),
+        (
+            {"optimizer__params__lr": 0.01},
+            [],
+            'optimizer.params.lr = 0.01 contradicts the spec: optimizer.learning_rate is 0.001; write "auto" or --set '
+            "optimizer.learning_rate=0.01",
+        ),
+        (
+            {"optimizer__params__betas": [0.9, 0.95]},
+            [],
+            'optimizer.params.betas = [0.9, 0.95] contradicts the spec: optimizer.betas is [0.9, 0.999]; write "auto" '
+            "or --set optimizer.betas=[0.9, 0.95]",
+        ),
+        (
+            {"gradient_accumulation_steps": 4},
+            ["train.accumulation=2"],
+            'gradient_accumulation_steps = 4 contradicts the spec: train.accumulation is 2; write "auto" or --set '
+            "train.accumulation=4",
+        ),
+        (
+            {"scheduler__params__warmup_num_steps": 10},
+            [],
+            "scheduler.params.warmup_num_steps = 10 contradicts the spec: optimizer.warmup_images / train.batch_images "
+            'is 100; write "auto"',
+        ),
+        (
+            {"scheduler__params__warmup_type": "log"},
+            [],
+            'scheduler.params.warmup_type = "log" contradicts the spec: the form of every warm-up is "linear"; write '
+            '"auto"',
+        ),
+        (
+            {"scheduler": REMOVED},
+            [],
+            'scheduler is missing, but optimizer.warmup_images = 6400; add "scheduler": {"type": "WarmupLR"} or --set '
+            "optimizer.warmup_images=0",
+        ),
+        (
+            {"scheduler": {"type": "WarmupDecayLR"}},
+            ["optimizer.warmup_images=0"],
+            "scheduler.type = WarmupDecayLR needs a warm-up; use --set optimizer.warmup_images=64",
+        ),
+    ],
+)
+def test_what_contradicts_the_spec_is_named_with_both_values(
+    changes: dict[str, Any], overrides: list[str], message: str
+) -> None:
+    assert refusal(config(**changes), *overrides) == f"x.json: {message}"
+
+
+def test_numbers_that_agree_with_the_spec_are_taken() -> None:
+    agreeing = config(train_batch_size=64, optimizer__params__lr=0.001, scheduler__params__warmup_num_steps=100)
+    assert filled(agreeing).config == filled(config()).config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"zero_optimisation": {}}, "zero_optimisation is unknown; did you mean zero_optimization?"),
+        (
+            {"zero_optimization__reduce_bucket": 1},
+            "zero_optimization.reduce_bucket is unknown; did you mean zero_optimization.reduce_bucket_size?",
+        ),
+        ({"fp16__enable": True}, "fp16.enable is unknown; did you mean fp16.enabled?"),
+        ({"lr": 1e-3}, "lr is unknown; did you mean optimizer.params.lr?"),
+        ({"quux": 1}, "quux is unknown to DeepSpeed and to this project; remove it"),
+        (
+            {"zero_optimization__stage": 3},
+            "zero_optimization.stage = 3 should be 0 or 1 or 2; ZeRO-3 would gather a stage's weights anew for every "
+            "micro-batch; use 2",
+        ),
+        ({"fp16__enabled": "true"}, 'fp16.enabled = "true" should be true or false'),
+        ({"fp16__enabled": "auto"}, 'fp16.enabled = "auto" should be true or false; nothing fills it'),
+        ({"fp16": True}, "fp16 = true should be a block {...}"),
+        ({"fp16": "auto"}, 'fp16 = "auto" should be a block {...}; nothing fills it'),
+        ({"fp16__loss_scale_window": 0}, "fp16.loss_scale_window = 0 should be a whole number > 0"),
+        ({"gradient_clipping": float("nan")}, "gradient_clipping = NaN should be a number >= 0"),
+        ({"pipeline__stages": 1.5}, 'pipeline.stages = 1.5 should be a whole number > 0 or "auto"'),
+        (
+            {"pipeline__partition": [3, 3]},
+            'pipeline.partition = [3, 3] should be "flops", "measured", "parameters", "uniform" or a rising list of '
+            'whole numbers > 0 or "auto"',
+        ),
+        ({"pipeline__schedule": "gpipe"}, 'pipeline.schedule = "gpipe" should be "1f1b" or "folded" or "auto"'),
+        (
+            {"optimizer__type": "Lamb"},
+            'optimizer.type = "Lamb" should be "AdamW" or "Adam"; the spec\'s optimizer section describes AdamW',
+        ),
+        (
+            {"zero_optimization__offload_optimizer": {"device": "nvme"}},
+            'zero_optimization.offload_optimizer.device = "nvme" should be "none" or "cpu"; NVMe is not tested here',
+        ),
+        (
+            {"zero_optimization__overlap_comm": True},
+            "zero_optimization.overlap_comm = true is refused: DeepSpeed turns it off under a pipeline; write false",
+        ),
+        (
+            {"activation_checkpointing__cpu_checkpointing": True},
+            "activation_checkpointing.cpu_checkpointing = true is refused: it empties tensors in place that a U-Net "
+            "hands on as skips",
+        ),
+        ({"tensorboard": {"enabled": True}}, "this engine does not write to it; runs are tracked in MLflow"),
+        ({"amp": {"enabled": True}}, "DeepSpeed removed it"),
+        ({"bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled are both true; switch one off"),
+        ({"optimizer": REMOVED}, "optimizer.type is missing"),
+        ({"scheduler__type": REMOVED}, "scheduler.type is missing"),
+        ({"scheduler__type": "OneCycle"}, "OneCycle and LRRangeTest bring learning rates of their own"),
+        (
+            {"scheduler__params__total_num_steps": 5},
+            "scheduler.params.total_num_steps is not a setting of WarmupLR; remove it",
+        ),
+        (
+            {"optimizer__params__torch_adam": False, "optimizer__params__fused": True},
+            "optimizer.params.fused is PyTorch's; it needs torch_adam = true, or remove it",
+        ),
+        (
+            {"optimizer__params__foreach": True, "optimizer__params__fused": True},
+            "optimizer.params.fused and foreach are both true; keep one",
+        ),
+        (
+            {"zero_optimization": {"stage": 0}},
+            "fp16.hysteresis = 2 is ignored without ZeRO; write 1 or set zero_optimization.stage to 1 or 2",
+        ),
+        (
+            {"zero_optimization": {"stage": 0, "reduce_bucket_size": 1000}},
+            "zero_optimization.reduce_bucket_size = 1000 has no effect without ZeRO",
+        ),
+        ({"fp16": REMOVED, "data_types": {"grad_accum_dtype": "fp32"}}, "has no effect in fp32; remove it"),
+    ],
+)
+def test_what_deepspeed_would_not_know_ignore_or_break_is_refused_with_the_fix(
+    changes: dict[str, Any], message: str
+) -> None:
+    refused = refusal(config(**changes))
+    assert refused.startswith("x.json: ")
+    assert message in refused
+
+
+def test_every_key_misspelt_is_refused() -> None:
+    for name in KEYS:
+        with pytest.raises(DsConfigError, match=r"is unknown; did you mean|is refused|should be a block"):
+            check_ds_config(config(**{f"{name}x".replace(".", "__"): 1}), "x.json")
+
+
+def test_every_refused_key_is_refused() -> None:
+    for key in TABLE:
+        if key.effect is Effect.REFUSED:
+            for name in key.names.split():
+                with pytest.raises(DsConfigError, match=f"{name} = 12345 is refused: "):
+                    check_ds_config(config(**{name.replace(".", "__"): 12345}), "x.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", ["not JSON in line 1"]),
+        ('{"a": 1,\n "a": 2}', ["a is given twice in one block"]),
+        ("[]", ["holds [] instead of a block"]),
+        ('{"fp16": {"enabled": true}} // comment', ["not JSON in line 1"]),
+    ],
+)
+def test_a_bad_file_is_one_line(tmp_path: Path, text: str, words: list[str]) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    with pytest.raises(DsConfigError) as caught:
+        read_ds_config(path)
+    assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(DsConfigError, match="no such DeepSpeed config; examples are in ds_configs"):
+        read_ds_config(tmp_path / "missing.json")
+    with pytest.raises(DsConfigError, match="can't be read as a DeepSpeed config"):
+        read_ds_config(tmp_path)
+
+
+def test_the_main_config_trains_as_the_readme_says() -> None:
+    main = json.loads(MAIN.read_text())
+    assert main["zero_optimization"]["stage"] == 2
+    assert main["fp16"]["enabled"] is True and main["fp16"]["loss_scale"] == 0
+    assert main["gradient_clipping"] == 1.0
+    assert main["optimizer"]["params"]["torch_adam"] is True  # needs no compiler

@@ -1,0 +1,99 @@
+"""The run spec's own rules: frozen, no unknown keys, and what no single field can know."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from ddpm_ds.config.spec import RunSpec, Section
+
+VALUES: dict[str, Any] = {
+    "name": "tiny",
+    "data": {"source": "digits", "image_size": 8, "channels": 1},
+    "unet": {"channels": 16, "multipliers": [1, 2], "attention_resolutions": [4], "norm_groups": 8},
+    "diffusion": {},
+    "optimizer": {"learning_rate": 1e-3},
+    "train": {"images": 640, "batch_images": 64},
+    "logging": {"log_every_images": 64},
+}
+
+
+def spec(**changes: Any) -> RunSpec:
+    """A small spec with changes given as section__key=value."""
+    values = copy.deepcopy(VALUES)
+    for key, value in changes.items():
+        section, name = key.split("__")
+        values[section][name] = value
+    return RunSpec.model_validate(values)
+
+
+def sections() -> list[type[Section]]:
+    found: list[type[Section]] = [RunSpec]
+    for field in RunSpec.model_fields.values():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            found.append(field.annotation)
+    return found
+
+
+def test_a_spec_can_not_be_changed() -> None:
+    with pytest.raises(ValidationError):
+        spec().train.seed = 1
+
+
+@pytest.mark.parametrize("section", sections())
+def test_every_field_is_documented(section: type[Section]) -> None:
+    assert section.__doc__
+    assert [name for name, field in section.model_fields.items() if not field.description] == []
+
+
+@pytest.mark.parametrize("section", [name for name in VALUES if name != "name"])
+def test_an_unknown_key_is_an_error_in_every_section(section: str) -> None:
+    with pytest.raises(ValidationError, match="extra_forbidden"):
+        spec(**{f"{section}__unknown": 1})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data__image_size": 9}, ["data.image_size = 9", "multiple of 2"]),
+        ({"unet__multipliers": [1, 1, 1, 1, 1]}, ["data.image_size = 8", "multiple of 16"]),
+        ({"unet__attention_resolutions": [16]}, ["unet.attention_resolutions has 16", "[8, 4]"]),
+        ({"unet__norm_groups": 5}, ["unet.norm_groups = 5", "16 channels"]),
+        ({"unet__channels": 9, "unet__norm_groups": 9}, ["unet.channels = 9", "even"]),
+        ({"unet__head_channels": 12}, ["unet.head_channels = 12", "32 channels"]),
+        ({"data__source": "folder"}, ["data.path is missing", "--set data.path=FOLDER"]),
+        ({"data__path": "photos"}, ["data.path = photos", "digits"]),
+        ({"data__crop_from": 7}, ["data.crop_from = 7", "data.image_size = 8", "8 or more", "null"]),
+        ({"diffusion__beta_end": 1e-5}, ["diffusion.beta_start = 0.0001", "beta_end = 1e-05"]),
+        ({"diffusion__beta_end": 1.5}, ["beta_end = 1.5", "below 1"]),
+        ({"train__accumulation": 3}, ["train.batch_images = 64", "train.accumulation = 3"]),
+        ({"train__label_drop": 0.1}, ["train.label_drop = 0.1", "unet.classes"]),
+    ],
+)
+def test_what_does_not_fit_together_is_named_with_its_fix(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        spec(**changes)
+    (problem,) = caught.value.errors()
+    assert "\n" not in problem["msg"]
+    for word in words:
+        assert word in problem["msg"]
+
+
+def test_heads_only_have_to_divide_the_widths_that_are_attended() -> None:
+    wide_heads = {"unet__head_channels": 32, "unet__attention_resolutions": [4]}
+    assert spec(**wide_heads).unet.head_channels == 32  # 32 channels at 4 pixels and in the middle, 16 at 8 pixels
+    with pytest.raises(ValidationError, match="16 channels"):
+        spec(**wide_heads | {"unet__attention_resolutions": [8]})
+
+
+def test_betas_only_matter_to_the_schedule_that_has_them() -> None:
+    assert spec(diffusion__schedule="cosine", diffusion__beta_end=1e-5).diffusion.beta_end == 1e-5
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_infinity_is_no_learning_rate(value: float) -> None:
+    with pytest.raises(ValidationError):
+        spec(optimizer__learning_rate=value)

@@ -1,0 +1,178 @@
+"""Run specs on disk: YAML, --set, one-line errors, and the committed schema and reference."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ddpm_ds.config.spec import RunSpec, Section
+from ddpm_ds.config.spec_file import load_spec, spec_markdown, spec_schema
+from ddpm_ds.errors import SpecError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SPECS = REPOSITORY / "launch" / "specs"
+DIGITS = SPECS / "digits.yaml"
+
+
+def error_of(*overrides: str, path: Path = DIGITS) -> str:
+    with pytest.raises(SpecError) as caught:
+        load_spec(path, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("path", sorted(SPECS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_spec_in_the_repository_loads_and_names_its_schema(path: Path) -> None:
+    spec = load_spec(path, ["data.path=photos"] if path.stem == "folder" else [])
+    assert spec.train.images % spec.train.batch_images == 0
+    assert path.read_text().startswith("# yaml-language-server: $schema=run.schema.json\n")
+
+
+def test_cifar10_has_the_hyper_parameters_of_the_paper() -> None:
+    spec = load_spec(SPECS / "cifar10.yaml")
+    steps = 1 / spec.train.batch_images
+    assert (spec.train.batch_images, spec.train.images * steps, spec.optimizer.warmup_images * steps) == (
+        128,
+        800_000,
+        5_000,
+    )
+    assert (spec.unet.channels, spec.unet.multipliers, spec.unet.attention_resolutions) == (128, (1, 2, 2, 2), (16,))
+    assert (spec.unet.dropout, spec.data.horizontal_flips) == (0.1, True)
+    assert (spec.diffusion.schedule, spec.diffusion.timesteps) == ("linear", 1000)
+    assert (spec.diffusion.beta_start, spec.diffusion.beta_end) == (1e-4, 0.02)
+    assert (spec.optimizer.learning_rate, spec.optimizer.betas, spec.optimizer.weight_decay) == (2e-4, (0.9, 0.999), 0)
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("optimizer.learning_rate=1e-4", 1e-4),  # YAML 1.1 would read text
+        ("optimizer.learning_rate=1", 1.0),
+        ("optimizer.betas=[0.9, 0.95]", (0.9, 0.95)),
+        ("unet.multipliers=[1,2,2]", (1, 2, 2)),
+        ("train.accumulation=auto", "auto"),
+        ("train.accumulation=4", 4),
+        ("unet.head_channels=null", None),
+        ("data.store_root=/tmp/stores", Path("/tmp/stores")),
+        ("logging.experiment=2024-01-31T10:20:30Z", "2024-01-31T10:20:30Z"),  # YAML 1.1 would read a date
+        ("name=first", "first"),
+        ("diffusion.schedule=cosine", "cosine"),
+    ],
+)
+def test_an_override_has_the_type_of_its_field(override: str, value: object) -> None:
+    place: object = load_spec(DIGITS, [override])
+    for name in override.partition("=")[0].split("."):
+        place = getattr(place, name)
+    assert place == value
+    assert type(place) is type(value) or isinstance(place, Path)
+
+
+def test_the_last_override_wins_and_sections_may_be_absent_from_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "short.yaml"
+    path.write_text(DIGITS.read_text().replace("diffusion:\n  schedule: linear\n  objective: eps\n  loss: l2\n", ""))
+    spec = load_spec(path, ["train.seed=1", "train.seed=2", "diffusion.loss=l1"])
+    assert (spec.train.seed, spec.diffusion.loss) == (2, "l1")
+
+
+def test_a_misspelt_key_is_answered_with_the_nearest_one() -> None:
+    for section_name, section in RunSpec.model_fields.items():
+        if not (isinstance(section.annotation, type) and issubclass(section.annotation, Section)):
+            continue
+        for field in section.annotation.model_fields:
+            message = error_of(f"{section_name}.{field}x=1")
+            assert message.endswith(f"{section_name}.{field}x is unknown; did you mean {section_name}.{field}?")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("unt.channels=3", "unt is unknown; did you mean unet?"),
+        ("dropout=0.1", "dropout is unknown; did you mean unet.dropout?"),
+        ("unet.learning_rate=1", "unet.learning_rate is unknown; did you mean optimizer.learning_rate?"),
+        ("unet.channels=many", 'unet.channels = "many" should be a whole number > 0'),
+        ("unet.channels='64'", 'unet.channels = "64" should be a whole number > 0'),
+        ("unet.channels=true", "unet.channels = true should be a whole number > 0"),
+        ("unet.dropout=1.5", "unet.dropout = 1.5 should be a number >= 0 and < 1"),
+        ("unet.multipliers=1,2", 'unet.multipliers = "1,2" should be a list, each a whole number > 0'),
+        ("unet.multipliers=[1, x]", 'unet.multipliers = [1, "x"] should be a list, each a whole number > 0'),
+        ("optimizer.betas=[0.9]", "optimizer.betas = [0.9] should be [a number >= 0 and < 1, a number >= 0 and < 1]"),
+        ("train.accumulation=some", 'train.accumulation = "some" should be a whole number > 0 or "auto"'),
+        ("data.source=mnist", 'data.source = "mnist" should be "digits" or "cifar10" or "folder"'),
+        ("data.channels=2", "data.channels = 2 should be 1 or 3"),
+        ("name=a b", 'name = "a b" should be text like [A-Za-z0-9._-]+'),
+        ("unet=3", "unet is a section; set one of its keys, such as unet.channels"),
+        ("unet.channels", "write section.key=value, such as unet.dropout=0.1"),
+        ("train.images=[", "not YAML in line 1: expected the node content, but found '<stream end>'"),
+    ],
+)
+def test_a_wrong_override_is_one_line_with_key_value_and_fix(override: str, message: str) -> None:
+    assert error_of(override) == f"--set {override}: {message}"
+
+
+def test_overrides_that_contradict_the_file_are_shown_beside_it() -> None:
+    assert error_of("train.accumulation=3").startswith(f"{DIGITS} --set train.accumulation=3: train.batch_images = 64")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ["null", "sections"]),
+        ("- 1", ["[1]", "sections"]),
+        ("name: [1", ["not YAML in line 1"]),
+        ("name: a\nname: b", ["not YAML in line 1", "name is given twice"]),
+        ("name: a\ndata:\n  channels: 1\n  channels: 3", ["channels is given twice"]),
+        ("name: a\ndata: 3", ["data = 3 should be a section with source"]),
+        ("name: a\nuent: {}", ["uent is unknown; did you mean unet?"]),
+        ("name: a\ndata: {source: digits, channels: 1}", ["data.image_size is missing; it takes a whole number > 0"]),
+        ("nmae: a", ["nmae is unknown; did you mean name?"]),
+    ],
+)
+def test_a_bad_file_is_one_line_with_the_path_and_the_fix(tmp_path: Path, text: str, words: list[str]) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    message = error_of(path=path)
+    assert message.startswith(f"{path}: ")
+    for word in words:
+        assert word in message
+
+
+def test_merge_keys_are_not_duplicates(tmp_path: Path) -> None:
+    path = tmp_path / "merged.yaml"
+    text = DIGITS.read_text().replace("train:\n", "train:\n  <<: {seed: 7, images: 64}\n")
+    path.write_text(text)
+    spec = load_spec(path)
+    assert (spec.train.seed, spec.train.images) == (7, 128000)
+
+
+def test_a_missing_file_is_answered_with_the_nearest_one() -> None:
+    assert error_of(path=SPECS / "digit.yaml").endswith("no such run spec; did you mean digits.yaml?")
+    assert "no such run spec" in error_of(path=Path("/nowhere/x.yaml"))
+    assert "can't be read as a run spec" in error_of(path=SPECS)
+
+
+def test_the_committed_schema_is_current() -> None:
+    committed = json.loads((SPECS / "run.schema.json").read_text())
+    assert committed == spec_schema(), "run: ddpm-ds schema > launch/specs/run.schema.json"
+
+
+def test_the_committed_reference_is_current() -> None:
+    committed = (REPOSITORY / "docs" / "spec.md").read_text()
+    assert committed.endswith(spec_markdown()), "replace the reference by what `ddpm-ds schema --markdown spec` prints"
+
+
+def test_the_reference_has_every_field_with_its_default() -> None:
+    text = spec_markdown()
+    for section in RunSpec.model_fields.values():
+        if isinstance(section.annotation, type) and issubclass(section.annotation, Section):
+            for name, field in section.annotation.model_fields.items():
+                (row,) = [
+                    line
+                    for line in text.splitlines()
+                    if line.startswith(f"| `{name}` | ")
+                    and field.description
+                    and " ".join(field.description.split()) in line
+                ]
+                assert ("**required**" in row) == field.is_required()

@@ -1,0 +1,259 @@
+"""The verdict names what was planted, and predicts what the change it names would save."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ddpm_ds.config.ds_config import resolve
+from ddpm_ds.config.spec_file import load_spec
+from ddpm_ds.diagnose.changes import Change
+from ddpm_ds.diagnose.verdict import USEFUL, shares, tags, text, verdict
+from ddpm_ds.observe.device_speed import Device
+from ddpm_ds.observe.finished_run import FinishedRun, Overflows
+from ddpm_ds.observe.observer import Pauses
+from ddpm_ds.predict.whatif import Model
+from tests.diagnose.planted_facts import BATCH, Bench
+
+FAULTS = {
+    "data wait": Bench(read_seconds=5e-4),
+    "imbalance": Bench(cuts=(3,)),
+    "bubble": Bench(micro_batches=2),
+    "communication": Bench(bytes_per_second=5e6),
+    "low utilisation": Bench(start_seconds=3e-4),
+    "recomputation": Bench(interval=1),
+    "optimizer": Bench(update_seconds=1e-6, replicas=2, micro_batches=8),
+}
+"""By the loss that it causes, one fault each."""
+FOLDED = {
+    "data wait": replace(FAULTS["data wait"], schedule="folded"),
+    "imbalance": Bench(schedule="folded", cuts=(2, 8, 15)),
+    "bubble": Bench(schedule="folded", micro_batches=4),
+    "communication": Bench(schedule="folded", bytes_per_second=2e6),
+    "low utilisation": Bench(schedule="folded", start_seconds=3e-4),
+    "recomputation": Bench(schedule="folded", interval=1),
+}
+PLANTED = [*FAULTS.items(), *FOLDED.items()]
+NAMES = [*FAULTS, *(f"{name}-folded" for name in FOLDED)]
+
+
+@pytest.mark.parametrize(("fault", "bench"), PLANTED, ids=NAMES)
+def test_the_planted_fault_is_named(fault: str, bench: Bench) -> None:
+    found = verdict(bench.traced())
+    assert found.top == fault
+    assert not found.healthy
+    assert sum(found.shares.values()) == pytest.approx(1.0)
+    assert min(found.shares.values()) >= 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "edit"),
+    [
+        ("data wait", "--set data.workers=1"),
+        ("imbalance", '"pipeline": {"partition": "measured"}'),
+        ("bubble", '"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 32'),
+        ("communication", '"pipeline": {"schedule": "folded"}'),
+        ("low utilisation", '"train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 2'),
+        ("recomputation", '"pipeline": {"activation_checkpoint_interval": 0}'),
+        ("optimizer", '"zero_optimization": {"stage": 1}'),
+    ],
+)
+def test_the_change_to_try_is_written_as_it_is_typed(fault: str, edit: str) -> None:
+    change = verdict(FAULTS[fault].traced()).change
+    assert change is not None
+    assert change.edit == edit
+
+
+@pytest.mark.parametrize(("fault", "bench"), PLANTED, ids=NAMES)
+def test_the_predicted_gain_is_what_the_change_saves(fault: str, bench: Bench) -> None:
+    """The same machine, simulated with the change, takes so much less."""
+    before = bench.traced()
+    found = verdict(before)
+    assert found.change is not None
+    assert (found.change_for == fault) == ((fault, bench.schedule) != ("communication", "folded"))
+    after = changed(bench, found.change).traced()
+    saved = 1 - after.step_seconds / before.step_seconds
+    assert found.expected_gain == pytest.approx(saved, abs=0.02)
+    assert saved > 0.02
+
+
+@pytest.mark.parametrize(("fault", "bench"), PLANTED, ids=NAMES)
+def test_the_change_is_one_that_training_accepts(fault: str, bench: Bench, tmp_path: Path) -> None:
+    facts = bench.traced()
+    change = verdict(facts).change
+    assert change is not None
+    config: dict[str, Any] = {
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+        "train_micro_batch_size_per_gpu": facts.micro_batch_images,
+        "gradient_accumulation_steps": facts.micro_batches,
+        "pipeline": {
+            "stages": facts.stages,
+            "schedule": facts.schedule,
+            "partition": "measured" if isinstance(facts.partition, str) else list(facts.partition),
+            "activation_checkpoint_interval": facts.checkpoint_interval,
+        },
+    }
+    for key, value in change.config.items():
+        config[key] = config.get(key, {}) | value if isinstance(value, dict) else value
+    options = " ".join(change.options).split()
+    overrides = [options[place + 1] for place, option in enumerate(options) if option == "--set"]
+    stages = int(options[options.index("-p") + 1]) if "-p" in options else None
+    file = tmp_path / "spec.yaml"
+    file.write_text(yaml.safe_dump(facts.spec.model_dump(mode="json")))
+    world = facts.stages * facts.replicas
+    resolve(config, load_spec(file, overrides), world_size=world, stages=stages, path="changed.json")
+
+
+def changed(bench: Bench, change: Change) -> Bench:
+    """The machine with a change made."""
+    pipeline = change.config.get("pipeline", {})
+    values: dict[str, Any] = {"cuts": None} if "partition" in pipeline else {}
+    values |= {"schedule": pipeline["schedule"]} if "schedule" in pipeline else {}
+    values |= {"interval": 0} if "activation_checkpoint_interval" in pipeline else {}
+    values |= (
+        {"zero_stage": change.config["zero_optimization"]["stage"]} if "zero_optimization" in change.config else {}
+    )
+    if "gradient_accumulation_steps" in change.config:
+        values["micro_batches"] = change.config["gradient_accumulation_steps"]
+    for option in change.options:
+        name, _, value = option.replace("--set ", "").replace("-p ", "-p=").partition("=")
+        if name == "-p":
+            values |= {"ranks": int(value), "replicas": bench.ranks * bench.replicas // int(value)}
+        else:
+            assert name == "data.workers"
+            values["workers"] = int(value)
+    return replace(bench, **values)
+
+
+def test_a_run_in_which_little_is_lost_is_healthy() -> None:
+    found = verdict(Bench(schedule="folded", micro_batches=32).traced())
+    assert found.healthy
+    assert found.shares[USEFUL] > 0.9
+    assert "Healthy: no loss takes 5% of the time" in text(found)
+    assert tags(found)["verdict.top"] == "healthy"
+
+
+def test_the_text_is_a_table_and_sentences_with_numbers() -> None:
+    facts = FAULTS["data wait"].traced()
+    said = text(verdict(facts))
+    assert (
+        "\n  useful work         68.1%  ###########################\n  data wait           23.1%  #########\n" in said
+    )
+    assert "The largest loss is data wait, 23.1% of the time: rank 0 waits 16 ms of a 73.5 ms step" in said
+    assert "Try next: --set data.workers=1\n" in said
+    assert "23% less time per image, 1.30 times the images per second" in " ".join(said.split())
+    assert all(len(line) <= 112 for line in said.splitlines())
+
+
+def test_tags_are_what_mlflow_shows() -> None:
+    assert tags(verdict(FAULTS["data wait"].traced())) == {
+        "verdict.top": "data wait",
+        "verdict.share": "23.1%",
+        "verdict.try": "--set data.workers=1",
+    }
+
+
+def test_as_many_loaders_as_keep_up() -> None:
+    """Reading an image takes 3 ms and computing it 2: one loader would still be waited for."""
+    facts = Bench(read_seconds=5e-3).traced()
+    change = verdict(facts).change
+    assert change is not None
+    assert change.edit == "--set data.workers=3"
+    spec = facts.spec.model_copy(update={"data": facts.spec.data.model_copy(update={"workers": 3})})
+    more = verdict(replace(facts, spec=spec)).change
+    assert more is not None
+    assert more.edit == "--set data.workers=12"
+
+
+def test_activations_that_do_not_fit_are_not_kept() -> None:
+    facts = FAULTS["recomputation"].traced()
+    needed = Model(facts).activation_bytes(Model(facts).now)
+    scarce = replace(facts, device=Device(2 * needed - 2, facts.device.startup))
+    found = verdict(scarce)
+    assert found.top == "recomputation"
+    assert found.change is None or "activation_checkpoint_interval" not in found.change.edit
+    enough = verdict(replace(facts, device=Device(2 * needed, facts.device.startup))).change
+    assert enough is not None and "activation_checkpoint_interval" in enough.edit
+
+
+def test_micro_batches_that_do_not_fit_are_not_named() -> None:
+    facts = FAULTS["low utilisation"].traced()
+    found = verdict(replace(facts, device=replace(facts.device, memory_bytes=None))).change
+    assert found is None or "micro_batch" not in found.edit
+
+
+def test_skipped_steps_are_a_loss_with_a_loss_scale_to_begin_with() -> None:
+    facts = Bench().traced(precision="fp16", overflows=Overflows(8, 32, 2.0**16, 2.0**8))
+    found = verdict(facts)
+    assert found.top == "overflow steps"
+    assert found.shares["overflow steps"] == pytest.approx(0.25)
+    assert found.change is not None
+    assert (found.change.edit, found.expected_gain) == ('"fp16": {"initial_scale_power": 8}', pytest.approx(0.25))
+
+
+def test_overflows_at_a_scale_that_comes_back_ask_for_bf16() -> None:
+    found = verdict(Bench().traced(precision="fp16", overflows=Overflows(8, 32, 2.0**16, 2.0**16)))
+    assert found.change is not None
+    assert found.change.edit == '"fp16": {"enabled": false}, "bf16": {"enabled": true}'
+
+
+@pytest.mark.parametrize(
+    ("pauses", "evaluation_seconds", "top", "edit"),
+    [
+        (Pauses(100.0, 20.0, 0.0), 0.0, "checkpoint pauses", "--set checkpoint.every_minutes=400"),
+        (Pauses(100.0, 0.0, 20.0), 2.0, "sampling pauses", "--set samples.every_images=900000"),
+        (Pauses(100.0, 0.0, 20.0), 18.0, "sampling pauses", "--set evaluation.every_images=1800000"),
+    ],
+)
+def test_pauses_are_a_share_of_the_run(pauses: Pauses, evaluation_seconds: float, top: str, edit: str) -> None:
+    found = verdict(Bench().traced(pauses=pauses, evaluation_seconds=evaluation_seconds))
+    assert found.top == top
+    assert found.shares[top] == pytest.approx(0.2)
+    assert sum(found.shares.values()) == pytest.approx(1.0)
+    assert found.change is not None
+    assert found.change.edit == edit
+    assert found.expected_gain == pytest.approx(0.2, abs=0.04)
+
+
+def test_without_a_better_setting_nothing_is_named() -> None:
+    facts = Bench(ranks=1, micro_batches=1).traced()
+    (rank,) = facts.ranks
+    busy = replace(facts, ranks=(replace(rank, load=facts.step_seconds),), step_seconds=2 * facts.step_seconds)
+    found = verdict(busy)
+    assert (found.top, found.change) == ("transfers", None)
+    assert found.shares["transfers"] == pytest.approx(0.5, abs=0.01)
+    assert "Try next: nothing" in text(found)
+
+
+def test_a_change_against_another_loss_says_so() -> None:
+    """A fold sends as little as there is to send; what can be gained is a smaller bubble."""
+    found = verdict(FOLDED["communication"].traced())
+    assert (found.top, found.change_for) == ("communication", "bubble")
+    assert "Nothing is predicted to lower that. Against bubble:\nTry next: " in text(found)
+
+
+def test_the_model_of_a_step_takes_as_long_as_the_step() -> None:
+    for bench in (*FAULTS.values(), *FOLDED.values()):
+        facts = bench.traced()
+        model = Model(facts)
+        assert model.step_seconds(model.now) == pytest.approx(facts.step_seconds, rel=0.01)
+
+
+def test_waiting_is_never_explained_twice() -> None:
+    """A trace in which ranks waited less than a simulation says is shared out as it was."""
+    facts: FinishedRun = Bench(micro_batches=2).traced()
+    ranks = tuple(replace(rank, wait=rank.wait / 2) for rank in facts.ranks)
+    found = shares(replace(facts, ranks=ranks), Model(facts))
+    waited = sum(rank.wait for rank in ranks)
+    busy = sum(2 * (phase.forward_seconds + phase.backward_seconds) for rank in ranks for phase in rank.phases)
+    assert found["bubble"] + found["imbalance"] == pytest.approx(waited / (waited + busy), rel=0.01)
+    assert found["communication"] == 0
+
+
+def test_a_batch_is_made_of_equal_micro_batches() -> None:
+    for bench in (*FAULTS.values(), *FOLDED.values()):
+        assert bench.images * bench.micro_batches * bench.replicas == BATCH

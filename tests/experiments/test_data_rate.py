@@ -1,0 +1,165 @@
+"""``ddpm-ds bench-data``: planted loaders and U-Nets, and one real run of the smallest kind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddpm_ds.cli.bench_data import add_bench_data, conclusion, table
+from ddpm_ds.command_line import OneLineParser
+from ddpm_ds.data.loader import MicroBatch
+from ddpm_ds.data.prepare import prepare
+from ddpm_ds.errors import SpecError, UserError
+from ddpm_ds.experiments import data_rate as data_bench
+from ddpm_ds.experiments.data_rate import Feed, Loading, Spread, UnetPace, measure_loading, unet_need
+from tests.launching import tiny_spec
+
+CPU = torch.device("cpu")
+BATCH = MicroBatch(torch.zeros(10, 1, 8, 8, dtype=torch.uint8), torch.zeros(10).long(), torch.arange(10))
+
+
+class Clock:
+    """Time that passes only where something takes it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(time, "sleep", self.take)
+
+    def take(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def feed_of(monkeypatch: pytest.MonkeyPatch, clock: Clock, seconds_of: dict[int, float]) -> Feed:
+    """Micro-batches of 10 images: read on demand without workers, else one after the other and 4 of them ahead."""
+
+    def batches(feed: Feed, workers: int) -> Iterator[MicroBatch]:
+        ready = clock.now
+        while True:
+            ahead = 4 * seconds_of[workers] if workers else 0.0
+            ready = max(ready, clock.now - ahead) + seconds_of[workers]
+            clock.now = max(clock.now, ready)
+            yield BATCH
+
+    monkeypatch.setattr(Feed, "batches", batches)
+    return Feed(store=None, micro_batch_images=10, device=CPU)  # type: ignore[arg-type]
+
+
+def test_rates_and_waits_are_those_that_were_planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0 workers take 1 ms of each 100 ms step; one takes 50 ms beside it; another 400 ms, so 300 are waited."""
+    clock = Clock(monkeypatch)
+    feed = feed_of(monkeypatch, clock, {0: 0.001, 1: 0.05, 2: 0.4})
+    said: list[str] = []
+    found = measure_loading(feed, [0, 1, 2], seconds=20.0, rounds=4, needs=100.0, advance=said.append)
+    assert [loading.workers for loading in found] == [0, 1, 2]
+    rates = [loading.images_per_second.median for loading in found]
+    assert rates == pytest.approx([10_000, 200, 25], rel=1e-6)
+    shares = [loading.wait_share for loading in found]
+    assert shares == pytest.approx([0.001 / 0.101, 0.0, 0.3 / 0.4], abs=0.02)
+    assert said[:4] == ["0 workers", "1 workers", "2 workers", "0 workers"] and len(said) == 4 * 3 + 3
+
+
+def test_without_a_need_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    (loading,) = measure_loading(
+        feed_of(monkeypatch, clock, {0: 0.01}), [0], seconds=1.0, rounds=1, needs=None, advance=lambda what: None
+    )
+    assert loading.wait_share is None and loading.images_per_second.median == pytest.approx(1000)
+
+
+def loading(workers: int, rate: float, share: float) -> Loading:
+    return Loading(workers, Spread(rate, 0.9 * rate, 1.1 * rate), share)
+
+
+NEED = UnetPace(2_000.0, "as --needs says")
+
+
+def test_table_says_how_many_times_faster_the_loader_is() -> None:
+    lines = table([loading(0, 500_000.0, 0.0041), loading(2, 1_000.0, 0.5)], 3072, NEED)
+    assert lines == [
+        "workers  images/s          (quartiles)   MB/s  x needed  data wait",
+        "      0   500,000  (450,000 - 550,000)  1,536       250      0.41%",
+        "      2     1,000        (900 - 1,100)      3       0.5     50.00%",
+    ]
+    assert table([loading(0, 500_000.0, 0.0)], 3072, None)[0].split() == ["workers", "images/s", "(quartiles)", "MB/s"]
+
+
+@pytest.mark.parametrize(
+    ("loadings", "line"),
+    [
+        ([loading(0, 9000.0, 0.002), loading(1, 9000.0, 0.001)], "data.workers=0 suffices: less than 1% of a step"),
+        ([loading(0, 9000.0, 0.2), loading(1, 9000.0, 0.001)], "data.workers=1 suffices"),
+        ([loading(0, 9000.0, 0.2), loading(1, 1900.0, 0.009)], "none suffices; with data.workers=1 0.9% of a step"),
+        ([loading(0, 9000.0, 0.2), loading(4, 1900.0, 0.3)], "none suffices; with data.workers=0 20.0% of a step"),
+    ],
+)
+def test_conclusion_names_the_fewest_workers_that_suffice(loadings: list[Loading], line: str) -> None:
+    assert conclusion(loadings, NEED).startswith(line)
+
+
+def bench(*arguments: object) -> None:
+    parser = OneLineParser(prog="ddpm-ds")
+    add_bench_data(parser.add_subparsers(required=True))
+    options = parser.parse_args(["bench-data", *map(str, arguments)])
+    options.run(options)
+
+
+def test_digits_are_measured_as_they_are_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr(data_bench, "WAITS", range(2, 4))
+    numbers = tmp_path / "numbers.json"
+    small = [f"--set=data.store_root={tmp_path}", "--set=unet.channels=8", "--set=data.crop_from=12"]
+    bench(*small, "--workers=1,0", "--seconds=0.2", "--rounds=2", "--micro-batch=16", "--device=cpu", "--json", numbers)
+    out = capsys.readouterr().out
+    assert "digits-12px-1ch: 1,797 of 1x12x12, uint8" in out and "micro-batches of 16 for one replica on cpu" in out
+    assert "digits, forward and backward of 16 in fp32" in out
+    found = json.loads(numbers.read_text())
+    assert [line["workers"] for line in found["workers"]] == [0, 1]
+    for line in found["workers"]:
+        assert line["images_per_second"]["median"] > 1000 and 0.0 <= line["wait_share"] < 1.0
+    assert found["needs"]["images_per_second"] > 10 and found["shape"] == [1, 12, 12]
+
+
+def test_a_step_that_would_take_long_is_of_few_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = tiny_spec(data={"store_root": str(tmp_path)})
+    feed = Feed(prepare(spec.data), 64, CPU)
+    assert "of 64 in fp32" in unet_need(spec, feed, "fp32", 0.01).words
+    monkeypatch.setattr(data_bench, "LONG_STEP_SECONDS", 1e-9)
+    assert "of 8 in fp32" in unet_need(spec, feed, "fp32", 0.01).words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--workers=0,some"], "argument --workers: 'some' is not 0 or a positive number; ddpm-ds bench-data --help"),
+        (["--seconds=0"], "argument --seconds: '0' is not seconds above 0"),
+        (["--needs=many"], "argument --needs: 'many' is not a number of images a second above 0"),
+        (["--needs=5", "--no-model"], "argument --no-model: not allowed with argument --needs"),
+    ],
+)
+def test_wrong_options_are_one_line(arguments: list[str], line: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        bench(*arguments)
+    assert str(caught.value).startswith(line)
+
+
+def test_a_file_that_could_not_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--json .*missing.* can't be written"):
+        bench("--json", tmp_path / "missing" / "numbers.json")
+
+
+def test_the_command_line_is_read_without_torch() -> None:
+    program = (
+        "import sys, ddpm_ds.cli.bench_data\n"
+        "sys.exit(str({'torch', 'numpy', 'mlflow', 'deepspeed'} & set(sys.modules) or '') or 0)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,0 +1,136 @@
+"""What is read from a run's folder, and what is said of a folder that can't be read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddpm_ds.diagnose.verdict import conclude
+from ddpm_ds.errors import OutputError
+from ddpm_ds.observe.device_speed import Device, measure_device
+from ddpm_ds.observe.finished_run import Overflows, facts_of
+from ddpm_ds.observe.observer import PauseClock, Pauses, read_pauses
+from ddpm_ds.unet.layers import unet_layers
+from tests.diagnose.planted_facts import Bench, write_run
+from tests.launching import tiny_spec
+
+BENCHES = [
+    Bench(micro_batches=4, zero_stage=1, replicas=2, cuts=(5,)),
+    Bench(schedule="folded", micro_batches=8, interval=1),
+]
+
+
+@pytest.mark.parametrize("bench", BENCHES, ids=["1f1b", "folded"])
+def test_facts_are_what_the_folder_says(bench: Bench, tmp_path: Path) -> None:
+    facts = bench.traced()
+    found = facts_of(write_run(tmp_path / "run", facts))
+    assert replace(found, ranks=(), spec=facts.spec) == replace(facts, ranks=())
+    assert found.spec.unet == facts.spec.unet
+    for read, written in zip(found.ranks, facts.ranks, strict=True):
+        assert read.phases == written.phases
+        assert (read.wait, read.data_wait) == pytest.approx((written.wait, written.data_wait))
+        assert read.optimizer == written.optimizer
+
+
+def test_the_replicas_of_a_rank_are_averaged(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", BENCHES[0].traced())
+    file = run_dir / "trace" / "summary.json"
+    summary = json.loads(file.read_text())
+    summary["ranks"][1]["optimizer_seconds"] = 3.0
+    summary["ranks"][0]["optimizer_seconds"] = 1.0
+    file.write_text(json.dumps(summary))
+    assert facts_of(run_dir).ranks[0].optimizer == 2.0
+
+
+def test_the_loss_curve_and_the_pauses_are_read(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", Bench().traced())
+    config = json.loads((run_dir / "ds_config.json").read_text())
+    config["fp16"] = {"enabled": True, "initial_scale_power": 12}
+    (run_dir / "ds_config.json").write_text(json.dumps(config))
+    points = [
+        {"step": 10, "train/skipped_steps": 3.0, "train/loss_scale": 256.0},
+        {"step": 20, "train/skipped_steps": 4.0, "train/loss_scale": 128.0},
+    ]
+    lines = [json.dumps(point) for point in points]
+    (run_dir / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 3']))
+    (run_dir / "evaluations.jsonl").write_text('{"step": 20, "perf/evaluation_seconds": 1.5}\n' * 3)
+    (run_dir / "trace" / "pauses.json").write_text(json.dumps(vars(Pauses(50.0, 2.0, 4.0))))
+    facts = facts_of(run_dir)
+    assert facts.precision == "fp16"
+    assert facts.overflows == Overflows(4, 20, 4096.0, 128.0)
+    assert facts.pauses == Pauses(50.0, 2.0, 4.0)
+    assert facts.evaluation_seconds == 3.0  # the last one is of the run's end
+
+
+def test_a_folder_without_a_run_or_a_trace_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="is not the folder of a run"):
+        facts_of(tmp_path)
+    run_dir = write_run(tmp_path / "run", Bench().traced())
+    (run_dir / "trace" / "summary.json").unlink()
+    with pytest.raises(OutputError, match="no step was traced; train with --trace-steps"):
+        facts_of(run_dir)
+    said: list[str] = []
+    assert conclude(run_dir, said.append) is None
+    assert "no step was traced; train with --trace-steps" in said[0]
+
+
+@pytest.mark.parametrize("key", ["micro_batches", "micro_batch_images", "schedule"])
+def test_a_trace_of_another_layout_is_not_judged(key: str, tmp_path: Path) -> None:
+    facts = Bench().traced()
+    run_dir = write_run(tmp_path / "run", facts, **{key: "folded" if key == "schedule" else 1})
+    with pytest.raises(OutputError, match="was traced before it was resumed on another layout"):
+        facts_of(run_dir)
+
+
+@pytest.mark.parametrize("name", ["trace/summary.json", "stages.txt", "ds_config.json", "trace/device.json"])
+@pytest.mark.parametrize("content", ["", "[]", '{"a": 1}', "\0"])
+def test_a_damaged_file_is_one_line(name: str, content: str, tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", Bench().traced())
+    (run_dir / name).write_text(content)
+    with pytest.raises(OutputError, match=r"^[^\n]*its files are damaged[^\n]*$"):
+        facts_of(run_dir)
+
+
+def test_a_run_is_concluded_with_its_device_and_its_verdict(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", Bench(cuts=(3,), macs_per_second=1e7).traced())
+    (run_dir / "trace" / "device.json").unlink()
+    found = conclude(run_dir, print)
+    assert found is not None
+    assert found.top == "imbalance"
+    assert "The largest loss is imbalance" in (run_dir / "verdict.txt").read_text()
+    device = facts_of(run_dir).device
+    assert device.memory_bytes is not None and device.memory_bytes > 2**28
+    assert 0 < device.startup["BlockLayer"].forward < 0.1
+
+
+def test_start_up_is_of_the_kinds_of_layers() -> None:
+    spec = tiny_spec()
+    layers = unet_layers(spec.unet, image_channels=1, image_size=8)
+    device = measure_device(layers, torch.device("cpu"), "fp32")
+    assert set(device.startup) == {type(layer).__name__ for layer in layers}
+    blocks = [layer for layer in layers if type(layer).__name__ == "BlockLayer"]
+    assert device.startup_of(blocks).forward == pytest.approx(len(blocks) * device.startup["BlockLayer"].forward)
+    assert Device().startup_of(blocks).backward == 0
+
+
+def test_pauses_are_those_between_steps_and_not_those_at_the_end(tmp_path: Path) -> None:
+    now = 0.0
+    clock = PauseClock(tmp_path, lambda: now)
+    for step, pause in ((1, "EMA"), (2, "checkpoint"), (3, "inspection"), (4, "checkpoint")):
+        clock.begin_step(step)
+        now += 10
+        with clock.span(pause):
+            now += step
+    clock.finish()
+    assert read_pauses(tmp_path) == Pauses(seconds=46.0, checkpoint_seconds=2.0, inspection_seconds=3.0)
+
+
+def test_other_ranks_write_no_pauses(tmp_path: Path) -> None:
+    clock = PauseClock(None)
+    clock.begin_step(1)
+    clock.finish()
+    assert read_pauses(tmp_path) == Pauses()

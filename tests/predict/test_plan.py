@@ -1,0 +1,83 @@
+"""What a plan says of hosts, before and after the ranks have met."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpm_ds.config.ds_config import read_ds_config
+from ddpm_ds.predict.plan import RunPlan, describe_plan, hosts_line, on_hosts, plan_run, stage_table
+from tests.launching import REPOSITORY, write_json
+
+DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
+CONFIG = REPOSITORY / "ds_configs" / "zero2_fp16.json"
+TWO_BY_TWO = ("0", "0", "1", "1")
+
+
+def plan(hosts: tuple[str, ...] | None, config: Path = CONFIG, stages: int = 2, world_size: int = 4) -> RunPlan:
+    return plan_run(DIGITS, [], config, world_size=world_size, stages=stages, hosts=hosts)
+
+
+def asked(folder: Path, **pipeline: Any) -> Path:
+    config = read_ds_config(CONFIG)
+    config["pipeline"] |= pipeline
+    return write_json(folder / "ds.json", config)
+
+
+def test_one_host_has_no_word_of_hosts(tmp_path: Path) -> None:
+    one = plan(None, asked(tmp_path, across_hosts="replicas"))
+    assert one.across == one.config["pipeline"]["across_hosts"] == "stages"
+    assert "host" not in stage_table(one) and "\nhosts " not in describe_plan(one, Path("runs/x"))
+
+
+def test_several_hosts_are_told_what_crosses_them_and_what_else_could() -> None:
+    """ZeRO-2 would reduce the gradients of 701,345 weights after each of 8 micro-batches: 8 x 2 x 2 x 1/2 bytes each
+    over 2 edges, and 2 x 1/2 to gather them."""
+    two = plan(TWO_BY_TWO)
+    gradients = 701_345 * (8 * 2 + 1) * 2 * 0.5 * 2
+    line = hosts_line(two)
+    assert line is not None and line in describe_plan(two, Path("runs/x")).splitlines()
+    assert line.startswith(
+        "hosts        2 x 2 processes, stages across hosts: 1.475 MB of activations a step between them,"
+    )
+    assert line.endswith(f"each sends 0.7373 MB; replicas across would be {gradients / 1e6:.4g} MB")
+    assert [row.split()[-1] for row in stage_table(two).splitlines()] == ["host", "0", "1"]
+    assert two.config["pipeline"]["across_hosts"] == "stages"
+    assert two.config["pipeline"] | {"across_hosts": "stages"} == two.ds.config["pipeline"]
+
+
+def test_the_json_decides_otherwise(tmp_path: Path) -> None:
+    turned = plan(TWO_BY_TWO, asked(tmp_path, across_hosts="replicas"))
+    assert turned.across == turned.config["pipeline"]["across_hosts"] == "replicas"
+    line = hosts_line(turned)
+    assert line is not None and "replicas across hosts: 23.85 MB a step, 22.44 MB of gradients and 1.403 MB of" in line
+    assert "stages across would be 1.475 MB" in line
+    assert [row.split("  ")[-1] for row in stage_table(turned).splitlines()][1:] == ["0, 1", "0, 1"]
+
+
+def test_hosts_get_their_names_when_the_ranks_have_met() -> None:
+    met = on_hosts(plan(TWO_BY_TWO), ["worker-1", "worker-1", "worker-2", "worker-2"])
+    assert [row.split()[-1] for row in stage_table(met).splitlines()] == ["host", "worker-1", "worker-2"]
+    assert hosts_line(met) == hosts_line(plan(TWO_BY_TWO))
+    assert on_hosts(plan(TWO_BY_TWO), ["same"] * 4).hosts == TWO_BY_TWO
+
+
+def test_hosts_of_different_sizes_are_known_when_the_ranks_have_met() -> None:
+    before = plan(())
+    line = hosts_line(before)
+    assert line is not None and "known when the ranks have met" in line and before.across == "stages"
+    after = hosts_line(on_hosts(before, ["a", "a", "a", "b"]))
+    assert after is not None and after.startswith("hosts        3 + 1 processes, stages across hosts: ")
+
+
+@pytest.mark.parametrize(("stages", "apart"), [(1, "replicas"), (4, "stages")])
+def test_what_can_not_be_turned_is_not_compared(stages: int, apart: str) -> None:
+    line = hosts_line(plan(TWO_BY_TWO, stages=stages))
+    assert line is not None and f" {apart} across hosts: " in line and "would be" not in line
+
+
+def test_many_hosts_of_a_stage_are_counted() -> None:
+    many = plan(tuple(str(rank) for rank in range(8)), stages=2, world_size=8)
+    assert [row.split("  ")[-1] for row in stage_table(many).splitlines()][1:] == ["0 ... 3 (4)", "4 ... 7 (4)"]

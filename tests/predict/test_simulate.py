@@ -1,0 +1,190 @@
+"""The simulator against the schedules' formulas, hand-computed steps, and streams that can't end."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from deepspeed.runtime.pipe import schedule as instructions
+from deepspeed.runtime.pipe.schedule import PipeSchedule
+
+from ddpm_ds.pipeline.cuts import Schedule
+from ddpm_ds.pipeline.schedule import PhaseCosts, RankCosts, held_micro_batches, program
+from ddpm_ds.predict import simulate as simulator
+from ddpm_ds.predict.simulate import Link, simulate
+
+ONE_PHASE = RankCosts((PhaseCosts(1.0, 2.0),))
+TWO_PHASES = RankCosts((PhaseCosts(0.5, 1.0), PhaseCosts(0.5, 1.0)))
+
+
+def rank(forward: float, backward: float, down: int = 0, up: int = 0) -> RankCosts:
+    """A rank of 1F1B: seconds, and bytes of its messages to the next rank and to the one before."""
+    return RankCosts((PhaseCosts(forward, backward, activation_bytes=down, gradient_bytes=up),))
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 1), (1, 4), (2, 1), (2, 8), (3, 2), (4, 16), (8, 32)])
+def test_the_bubble_of_1f1b_is_its_formula(ranks: int, micro_batches: int) -> None:
+    found = simulate("1f1b", micro_batches, [ONE_PHASE] * ranks)
+    assert found.bubble == pytest.approx((ranks - 1) / (micro_batches + ranks - 1))
+    assert found.step_seconds == pytest.approx(3 * (micro_batches + ranks - 1))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "micro_batches", "straight", "folded"),
+    [(2, 8, 0.111, 0.077), (4, 16, 0.158, 0.127), (8, 32, 0.179, 0.150)],
+)
+def test_the_fold_has_the_smaller_bubble(ranks: int, micro_batches: int, straight: float, folded: float) -> None:
+    assert simulate("1f1b", micro_batches, [ONE_PHASE] * ranks).bubble == pytest.approx(straight, abs=5e-4)
+    assert simulate("folded", micro_batches, [TWO_PHASES] * ranks).bubble == pytest.approx(folded, abs=5e-4)
+
+
+def test_one_micro_batch_over_a_slow_link() -> None:
+    """1 forward, 4 bytes and 0.5 latency, 2 forward, 4 backward, 2 bytes and 0.5 latency, 3 backward."""
+    found = simulate("1f1b", 1, [rank(1, 3, down=4), rank(2, 4, up=2)], lambda source, target: Link(1.0, 0.5))
+    assert found.step_seconds == pytest.approx(1 + 4.5 + 2 + 4 + 2.5 + 3)
+    assert [(event.instruction, event.start, event.end) for event in found.events[1]] == [
+        ("ForwardPass", 5.5, 7.5),
+        ("BackwardPass", 7.5, 11.5),
+    ]
+    assert found.busy_seconds == (4, 6) and found.wait_seconds == (13, 11)
+    assert found.sent_bytes == {(0, 1): 4, (1, 0): 2}
+
+
+def test_messages_of_a_direction_queue_and_those_of_the_other_do_not() -> None:
+    """The second activation waits for the first to leave; the first gradient crosses the second activation."""
+    found = simulate("1f1b", 2, [rank(1, 1, down=4), rank(1, 1, up=2)], lambda source, target: Link(1.0))
+    first, second = found.events
+    assert [(event.instruction, event.micro_batch, event.start) for event in second] == [
+        ("ForwardPass", 0, 5),  # 1 forward, 4 on the wire
+        ("BackwardPass", 0, 6),
+        ("ForwardPass", 1, 9),  # posted at 2, left from 5 to 9
+        ("BackwardPass", 1, 10),
+    ]
+    assert [(event.instruction, event.micro_batch, event.start) for event in first] == [
+        ("ForwardPass", 0, 0),
+        ("ForwardPass", 1, 1),
+        ("BackwardPass", 0, 9),  # made at 7, on the wire from 7 to 9 while the activation is
+        ("BackwardPass", 1, 13),
+    ]
+
+
+def test_a_fast_and_a_slow_link_are_told_apart() -> None:
+    slow_in_the_middle = lambda source, target: Link(1.0 if {source, target} == {1, 2} else 100.0)  # noqa: E731
+    found = simulate("1f1b", 1, [rank(1, 1, 100, 100)] * 4, slow_in_the_middle)
+    assert found.step_seconds == pytest.approx(8 + 2 * (1 + 100 + 1))
+
+
+def test_the_turn_of_the_fold_sends_nothing_and_both_phases_share_a_link() -> None:
+    phases = (PhaseCosts(1, 2, activation_bytes=10, gradient_bytes=20), PhaseCosts(1, 2, 3, 5))
+    found = simulate("folded", 4, [RankCosts(phases)] * 2)
+    assert found.sent_bytes == {(0, 1): 4 * (10 + 5), (1, 0): 4 * (3 + 20)}
+
+
+def test_the_optimizer_waits_for_the_slowest_rank() -> None:
+    costs = [RankCosts((PhaseCosts(1, 1),), 5.0, 1.0), RankCosts((PhaseCosts(1, 1),), 0.0, 2.0)]
+    found = simulate("1f1b", 1, costs)
+    assert [events[-1].start for events in found.events] == [9, 9]  # 4 passes, then 5 of reduction on rank 0
+    assert found.step_seconds == 11
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_step_lies_between_its_bounds_and_better_links_never_slow_it(seed: int) -> None:
+    rng = random.Random(seed)
+    schedule: Schedule = rng.choice(["1f1b", "folded"])
+    ranks = rng.randint(2, 4)
+    micro_batches = rng.randint(2 * ranks, 4 * ranks)
+    costs = [
+        RankCosts(
+            tuple(
+                PhaseCosts(rng.random(), rng.random(), rng.randint(0, 9), rng.randint(0, 9))
+                for _ in range(2 if schedule == "folded" else 1)
+            ),
+            rng.random(),
+            rng.random(),
+        )
+        for _ in range(ranks)
+    ]
+    free, fast, slow = (
+        simulate(schedule, micro_batches, costs, lambda source, target, bandwidth=bandwidth: Link(bandwidth))  # type: ignore[misc]
+        for bandwidth in (float("inf"), 100.0, 10.0)
+    )
+    assert max(free.busy_seconds) <= free.step_seconds <= sum(free.busy_seconds) + 1e-9
+    assert free.step_seconds <= fast.step_seconds <= slow.step_seconds
+    for events in slow.events:
+        assert all(before.end <= after.start + 1e-12 for before, after in itertools.pairwise(events))
+    assert simulate(schedule, micro_batches, costs, keep_events=False).step_seconds == free.step_seconds
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "folded"])
+def test_what_is_held_is_what_the_streams_hold(schedule: Schedule) -> None:
+    costs = ONE_PHASE if schedule == "1f1b" else TWO_PHASES
+    found = simulate(schedule, 8, [costs] * 3)
+    for number, held in enumerate(found.peak_held):
+        moments = held_micro_batches(schedule, micro_batches=8, ranks=3, rank=number)
+        assert held == tuple(map(max, zip(*moments, strict=True)))
+
+
+def test_too_few_micro_batches_for_the_fold_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least 2 \\* 2"):
+        simulate("folded", 3, [TWO_PHASES] * 2)
+
+
+class Written(PipeSchedule):
+    """A stream that a test writes down."""
+
+    def __init__(self, *commands: Any) -> None:
+        super().__init__(micro_batches=1, stages=2, stage_id=0)
+        self.commands = commands
+
+    def steps(self) -> Iterator[list[Any]]:
+        yield list(self.commands)
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Written]]:
+    """Streams of the ranks of one pipeline, instead of DeepSpeed's."""
+    written: list[Written] = []
+    monkeypatch.setattr(simulator, "instruction_stream", lambda schedule, *, rank, **_: written[rank])
+    program.cache_clear()
+    yield written
+    program.cache_clear()
+
+
+def test_streams_that_wait_for_each_other_are_a_deadlock(streams: list[Written]) -> None:
+    wants_gradient_first = Written(
+        instructions.RecvGrad(0),
+        instructions.BackwardPass(0),
+        instructions.ForwardPass(0),
+        instructions.SendActivation(0),
+    )
+    wants_activation_first = Written(
+        instructions.RecvActivation(0),
+        instructions.ForwardPass(0),
+        instructions.BackwardPass(0),
+        instructions.SendGrad(0),
+    )
+    streams += [wants_gradient_first, wants_activation_first]
+    with pytest.raises(RuntimeError, match="deadlocks: rank 0 in BackwardPass 0 of phase 0; rank 1 in ForwardPass 0"):
+        simulate("1f1b", 1, [ONE_PHASE] * 2)
+
+
+@pytest.mark.parametrize(
+    ("commands", "message"),
+    [
+        ((instructions.RecvActivation(0),), "1 messages for 0 times ForwardPass"),
+        (
+            (instructions.RecvActivation(0), instructions.ForwardPass(0), instructions.ForwardPass(0)),
+            "ForwardPass 1 has nothing to work on",
+        ),
+        ((instructions.ReduceGrads(), instructions.ForwardPass(0)), "comes after the gradients are reduced"),
+    ],
+)
+def test_streams_that_make_no_sense_are_refused(
+    streams: list[Written], commands: tuple[Any, ...], message: str
+) -> None:
+    streams.append(Written(*commands))
+    with pytest.raises(RuntimeError, match=message):
+        simulate("1f1b", 1, [ONE_PHASE])

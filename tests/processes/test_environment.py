@@ -1,0 +1,114 @@
+""".deepspeed_env: read tolerantly, found where DeepSpeed finds it, written so that DeepSpeed's reader has it back."""
+
+from __future__ import annotations
+
+import subprocess
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from deepspeed.launcher.multinode_runner import PDSHRunner
+
+from ddpm_ds.errors import SpecError
+from ddpm_ds.processes.hosts import ENVIRONMENT_FILE, find_environment, read_environment, write_environment
+
+
+def test_what_people_write_is_understood(tmp_path: Path) -> None:
+    file = tmp_path / ENVIRONMENT_FILE
+    file.write_text(
+        "\ufeff# the network\r\n\r\nGLOO_SOCKET_IFNAME=eth0\r\n"
+        "export DS_ACCELERATOR=cpu\n"
+        "  OMP_NUM_THREADS = 4   # half of them\n"
+        "MLFLOW_TRACKING_URI='http://tracker:5000/?a=b&c=$d'  # and why\n"
+        'NCCL_SOCKET_IFNAME="eth0, eth1";\n'
+        "EMPTY=\n"
+        "EMPTY_TOO= # nothing\n"
+        "WORDS=a b\n"
+        'PLAIN=say \\"hi\\" for \\$5 \\\\ C:\\dir\n'
+        'QUOTED="it\'s \\`this\\`"\n'
+    )
+    assert read_environment(file) == {
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "4",
+        "MLFLOW_TRACKING_URI": "http://tracker:5000/?a=b&c=$d",
+        "NCCL_SOCKET_IFNAME": "eth0, eth1",
+        "EMPTY": "",
+        "EMPTY_TOO": "",
+        "WORDS": "a b",
+        "PLAIN": 'say "hi" for $5 \\ C:\\dir',
+        "QUOTED": "it's `this`",
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("NCCL_DEBUG", "line 2: 'NCCL_DEBUG' is not KEY=VALUE; write it as"),
+        ("2ND=a", "is not KEY=VALUE"),
+        ("my key=a", "is not KEY=VALUE"),
+        ("A='b", "the quotes of \"A='b\" don't close"),
+        ('A="b" c', "don't close"),
+        ("PATH=$HOME/bin", "would be another value in each shell; write it out"),
+        ("A=`hostname`", "would be another value in each shell"),
+    ],
+)
+def test_what_is_no_assignment_is_said_with_its_line(line: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / ENVIRONMENT_FILE
+    file.write_text(f"A=1\n{line}\n")
+    with pytest.raises(SpecError) as error:
+        read_environment(file)
+    assert said in str(error.value) and f"{file}, line 2" in str(error.value)
+
+
+def test_files_are_found_where_deepspeed_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, here, elsewhere = tmp_path / "home", tmp_path / "here", tmp_path / "elsewhere"
+    for folder in (home, here):
+        folder.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("DS_ENV_FILE", raising=False)
+    monkeypatch.chdir(here)
+    assert find_environment() == {}
+    (home / ENVIRONMENT_FILE).write_text("A=home\nB=home\n")
+    (here / ENVIRONMENT_FILE).write_text("A=here\n")
+    assert find_environment() == {"A": "here", "B": "home"}
+    elsewhere.write_text("A=elsewhere\n")
+    monkeypatch.setenv("DS_ENV_FILE", str(elsewhere))
+    assert find_environment() == {"A": "elsewhere"}
+
+
+VALUES = {
+    "PLAIN": "eth0",
+    "EMPTY": "",
+    "SPACES": "a  b",
+    "HARD": 'it\'s "so" $HOME `id` \\ \\" ; & | < > ( ) * ? ! ~ %h {a,b} \'',
+    "EQUAL": "a=b",
+}
+
+
+def test_what_is_written_reaches_both_readers_unchanged(tmp_path: Path) -> None:
+    file = tmp_path / ENVIRONMENT_FILE
+    write_environment(file, VALUES)
+    assert read_environment(file) == VALUES
+
+    runner = PDSHRunner(Namespace(user_script="", user_args=[]), "")
+    for line in file.read_text().splitlines(keepends=True):  # as in deepspeed/launcher/runner.py
+        key, value = line.split("=", maxsplit=1)
+        runner.add_export(key, value)
+    exports = "".join(f"export {key}={value}; " for key, value in runner.exports.items())  # as PDSHRunner.get_cmd
+    names = " ".join(f'"${name}"' for name in VALUES)
+    shell = subprocess.run(
+        ["sh", "-c", f"{exports} printf '%s\\n' {names}"], capture_output=True, text=True, check=True
+    )
+    assert shell.stdout.splitlines() == list(VALUES.values())
+
+
+@pytest.mark.parametrize(
+    "value", ["two\nlines", "end\n", " outside", "outside ", "'quoted'", "a # comment", "# comment"]
+)
+def test_a_value_that_would_not_come_back_is_refused(value: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"A=.* can't be kept in"):
+        write_environment(tmp_path / ENVIRONMENT_FILE, {"A": value})
+    with pytest.raises(SpecError, match="is not KEY=VALUE"):
+        write_environment(tmp_path / ENVIRONMENT_FILE, {"my key": "a"})
+    assert not (tmp_path / ENVIRONMENT_FILE).exists()

@@ -1,0 +1,107 @@
+"""What DeepSpeed's launcher is told about hosts is understood as its own parser and filters understand it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import socket
+from pathlib import Path
+
+import pytest
+from deepspeed.launcher import runner
+
+from ddpm_ds.errors import SpecError
+from ddpm_ds.processes import launcher
+from ddpm_ds.processes.launcher import SSH_ALIVE, read_launch, ssh_environment
+
+OWN = socket.gethostname()
+SCRIPT = "launch/train.py --run-dir runs/a -p 2 --hostfile of-the-script"
+
+
+@pytest.fixture
+def hostfile(tmp_path: Path) -> Path:
+    """This host and two others."""
+    file = tmp_path / "hostfile"
+    file.write_text(f"{OWN} slots=2\nworker-2 slots=2\nworker-3 slots=2\n")
+    return file
+
+
+def test_every_option_of_deepspeeds_launcher_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", lambda parser, args=None: parser)
+    options = [action for action in runner.parse_args()._actions if action.option_strings and action.dest != "help"]
+    flags = {tuple(action.option_strings) for action in options if action.nargs == 0}
+    assert flags == set(launcher.FLAGS)
+    assert {tuple(action.option_strings) for action in options} - flags == {*launcher.WITH_VALUE, *launcher.NUMBERS}
+
+
+@pytest.fixture
+def pdsh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pdsh on the path, which nobody calls."""
+    (tmp_path / "pdsh").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+
+@pytest.mark.usefixtures("pdsh")
+@pytest.mark.parametrize(
+    ("options", "hosts", "remote"),
+    [
+        ("-H {file}", (OWN, "worker-2", "worker-3"), True),
+        ("--hostfile={file} --ssh_port 22 --launcher_args '-R ssh'", (OWN, "worker-2", "worker-3"), True),
+        ("--hostf {file} --num_nodes 2", (OWN, "worker-2"), True),
+        ("-H {file} --num_nodes 1", (OWN,), False),
+        ("-H {file} --num_nodes 1 --force_multi", (OWN,), True),
+        (f"-H {{file}} --include worker-3@{OWN}:1", (OWN, "worker-3"), True),
+        ("-H {file} -e worker-2@worker-3:0", (OWN, "worker-3"), True),
+        ("-H {file} -e worker-2@worker-3:0,1", (OWN,), False),
+        ("-H {file} --no_ssh --node_rank 1 --master_addr worker-2", (OWN, "worker-2", "worker-3"), False),
+        ("--num_gpus 2 --no_local_rank -q", (), False),
+        ("--hostfile /dev/null --num_gpus 2", (), False),
+    ],
+)
+def test_the_hosts_that_take_part_are_deepspeeds(
+    options: str, hosts: tuple[str, ...], remote: bool, hostfile: Path
+) -> None:
+    command = shlex.split(f"{options.format(file=hostfile)} --master_port 29511 {SCRIPT}")
+    launch = read_launch(command)
+    assert (launch.hosts, launch.remote, launch.port) == (hosts, remote, 29511)
+
+    theirs = runner.parse_args(command)
+    assert [theirs.user_script, *theirs.user_args] == list(launch.script) == SCRIPT.split()
+    if pool := runner.fetch_hostfile(theirs.hostfile):
+        active = runner.parse_inclusion_exclusion(pool, theirs.include, theirs.exclude)
+        assert tuple(runner.apply_num_nodes_and_gpus(active, theirs.num_nodes, theirs.num_gpus)) == hosts
+
+    assert launch.command(29511) == command
+    assert runner.parse_args(launch.command(29512)).master_port == 29512
+    assert launch.command(29512)[-len(SCRIPT.split()) :] == SCRIPT.split()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("-H nowhere", "hostfile nowhere can't be read"),
+        ("-H {file} -i worker-9", f"--include names worker-9, which hostfile {{file}} does not; use {OWN}, worker-2"),
+        ("-H {file} -e {own}", "none of worker-2, worker-3 of hostfile {file} is this host; start it on one of them"),
+        ("-H {file} --num_nodes two", "argument --num_nodes: invalid int value: 'two'"),
+        ("--no_such_option 1", "unrecognized arguments: --no_such_option (an option for DeepSpeed's launcher"),
+    ],
+)
+def test_what_could_not_start_is_said_in_one_line(options: str, said: str, hostfile: Path) -> None:
+    with pytest.raises(SpecError) as error:
+        read_launch(shlex.split(f"{options.format(file=hostfile, own=OWN)} {SCRIPT}"))
+    assert said.format(file=hostfile) in str(error.value)
+
+
+def test_without_pdsh_the_other_way_is_named(hostfile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SpecError, match="pdsh is not installed; install it, or start on each host with --no_ssh"):
+        read_launch(["-H", str(hostfile), "launch/train.py"])
+    assert read_launch(["-H", str(hostfile), "--launcher", "OpenMPI", "launch/train.py"]).remote
+
+
+def test_ssh_notices_a_host_that_has_gone_unless_the_user_has_said_how() -> None:
+    assert ssh_environment({}) == {"PDSH_SSH_ARGS_APPEND": SSH_ALIVE}
+    assert ssh_environment({"PDSH_SSH_ARGS_APPEND": "-p 23"}) == {"PDSH_SSH_ARGS_APPEND": f"-p 23 {SSH_ALIVE}"}
+    for name in ("PDSH_SSH_ARGS", "PDSH_SSH_ARGS_APPEND"):
+        assert ssh_environment({name: "-o ServerAliveInterval=60"}) == {}

@@ -1,0 +1,84 @@
+"""The process group of a program: who waits for how long, and what is said where it can't be made."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator, set_accelerator
+
+from ddpm_ds.errors import DsConfigError, LayoutError
+from ddpm_ds.pipeline.build import decided_by_rank_0, use_host_accelerator
+from ddpm_ds.processes.process_group import group_timeout, process_group
+from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS
+
+
+@pytest.fixture(autouse=True)
+def rank_0(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a rank finds when it starts; DeepSpeed forgets it afterwards."""
+    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in (world | {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": ""}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(deepspeed.comm.comm, "cdb", None)
+    before = get_accelerator()
+    use_host_accelerator()
+    yield
+    set_accelerator(before)
+
+
+@pytest.mark.parametrize("hang_seconds", [0.5, HANG_SECONDS, 86400.0])
+@pytest.mark.parametrize("dead_seconds", [DEAD_SECONDS, 7200.0])
+def test_groups_wait_for_much_longer_than_the_watchdog(hang_seconds: float, dead_seconds: float) -> None:
+    assert group_timeout(hang_seconds, dead_seconds).total_seconds() > 2 * max(hang_seconds, dead_seconds)
+
+
+@pytest.mark.parametrize("seconds", [1e12, 1e300, float("inf")])
+def test_a_watchdog_that_never_speaks_overflows_no_clock(seconds: float) -> None:
+    with process_group(group_timeout(seconds)):
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        dist.new_group([0])
+
+
+def test_every_group_of_a_program_has_its_timeout_and_nccls_watchdog_is_no_quicker() -> None:
+    with process_group(timedelta(seconds=4321)):
+        groups: list[Any] = [dist.group.WORLD, dist.new_group([0]), deepspeed.comm.new_group([0])]
+        for group in groups:
+            options = group._get_backend(torch.device("cpu")).options
+            assert options._timeout == timedelta(seconds=4321)
+        assert os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "4321"
+    assert not dist.is_initialized()
+
+
+def test_a_port_that_is_taken_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("MASTER_PORT", str(other.getsockname()[1]))
+        with pytest.raises(LayoutError, match=r"port \d+ is taken"), process_group():
+            pass
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_keeps_rank_0_from_deciding_is_raised_by_all(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def decide() -> int:
+        raise DsConfigError("kernels = fused needs Triton")
+
+    def broadcast(values: list[object], src: int) -> None:
+        if rank != src:
+            values[0] = DsConfigError("kernels = fused needs Triton")
+
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
+    with pytest.raises(DsConfigError, match="needs Triton"):
+        decided_by_rank_0(decide)

@@ -1,0 +1,114 @@
+"""What every program does before it reads its command line."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ddpm_ds.errors import SpecError
+from ddpm_ds.processes.ranks import set_environment
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+DEEPSPEED = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+SRUN = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),3",
+    "MASTER_ADDR": "node-1",
+}
+BATCH_SCRIPT = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}
+SALLOC = {**SRUN, "SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0"}
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "MASTER_ADDR": "node-1",
+}
+
+
+@pytest.fixture(autouse=True)
+def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that no launcher has started, in a folder and a home without files; restored afterwards."""
+    for name in (*NAMES, *(name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "DS_ENV")))):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, ("0", "1", "0", "1")),
+        (DEEPSPEED, ("5", "8", "1", "4")),
+        (TORCHRUN, ("5", "8", "1", "4")),
+        (SRUN, ("5", "7", "1", "2")),
+        ({**SRUN, "SLURM_NODEID": "2"}, ("5", "7", "1", "3")),
+        (BATCH_SCRIPT, ("0", "1", "0", "1")),
+        (SALLOC, ("0", "1", "0", "1")),
+        (MPIRUN, ("3", "4", "1", "2")),
+        ({**SRUN, **MPIRUN}, ("3", "4", "1", "2")),
+        ({**SRUN, **DEEPSPEED}, ("5", "8", "1", "4")),
+    ],
+    ids=[
+        "alone",
+        "deepspeed",
+        "torchrun",
+        "srun",
+        "srun on the last node",
+        "in a batch script",
+        "in the shell of salloc",
+        "mpirun",
+        "mpirun under Slurm",
+        "deepspeed in a step of srun",
+    ],
+)
+def test_every_launcher_makes_the_same_world(
+    given: dict[str, str], expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    set_environment()
+    assert tuple(os.environ[name] for name in NAMES[:4]) == expected
+
+
+def test_ranks_on_several_hosts_have_to_know_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in MPIRUN.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_ADDR")
+    with pytest.raises(SpecError, match="4 ranks were started on several hosts, and MASTER_ADDR"):
+        set_environment()
+    (tmp_path / ".deepspeed_env").write_text("MASTER_ADDR=node-1\n")
+    set_environment()
+    assert os.environ["MASTER_ADDR"] == "node-1"
+
+
+def test_ranks_on_one_host_need_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_ADDR")
+    set_environment()
+    assert os.environ["MASTER_ADDR"] == "127.0.0.1"
+
+
+def test_the_file_gives_what_the_environment_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("UCX_TLS", "")
+    monkeypatch.delenv("UCX_TLS")
+    (tmp_path / ".deepspeed_env").write_text("\n# threads\nexport UCX_TLS=tcp\nGLOO_SOCKET_IFNAME=eth0\n")
+    set_environment()
+    assert (os.environ["UCX_TLS"], os.environ["GLOO_SOCKET_IFNAME"]) == ("tcp", "lo")
+
+
+def test_a_file_that_says_nothing_is_refused_by_its_line(tmp_path: Path) -> None:
+    (tmp_path / ".deepspeed_env").write_text("UCX_TLS\n")
+    with pytest.raises(SpecError, match="line 1: 'UCX_TLS' is not KEY=VALUE"):
+        set_environment()
+    assert os.environ["RANK"] == "0"  # say_once asks for it

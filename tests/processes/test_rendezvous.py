@@ -1,0 +1,225 @@
+"""Ranks meet before they have a process group: threads stand for ranks, processes for those that leave."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ddpm_ds.errors import HostError, LayoutError, PeerLostError, SpecError
+from ddpm_ds.predict.plan import RunPlan, plan_run
+from ddpm_ds.processes import rendezvous as meeting
+from ddpm_ds.processes.rendezvous import Meeting, refuse_alone
+from ddpm_ds.tracking import node_metrics
+from ddpm_ds.train import agreement
+from tests.launching import REPOSITORY, free_port
+
+Part = Callable[[Meeting], object]
+
+
+class Rank(threading.Thread):
+    """A rank that meets the others on a host of its own name."""
+
+    def __init__(self, rank: int, part: Part, seconds: float) -> None:
+        super().__init__(daemon=True)
+        self._rank, self._part, self._seconds = rank, part, seconds
+        self.ended: object = None
+
+    def run(self) -> None:
+        try:
+            together = _joined(self._rank, self._seconds)
+            with together.telling():
+                self.ended = self._part(together)
+        except Exception as error:
+            self.ended = error
+
+
+_environment = threading.Lock()
+_names = threading.local()
+
+
+def _joined(rank: int, seconds: float) -> Meeting:
+    _names.host = f"worker-{rank // 2 + 1}"
+    with _environment:
+        os.environ["RANK"] = str(rank)
+        return Meeting(seconds)
+
+
+@pytest.fixture(autouse=True)
+def world(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("WORLD_SIZE", "3"), ("LOCAL_WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.setattr(meeting, "host_name", lambda: _names.host)
+    monkeypatch.setattr(node_metrics, "host_name", lambda: _names.host)
+
+
+def meet(*parts: Part, seconds: float = 30.0) -> list[Any]:
+    """What each rank's part returns or raises, when all have ended."""
+    ranks = [Rank(rank, part, seconds) for rank, part in enumerate(parts)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(timeout=60)
+        assert not rank.is_alive()
+    return [rank.ended for rank in ranks]
+
+
+def test_all_hear_what_each_has_said_and_on_which_host() -> None:
+    def says(together: Meeting) -> object:
+        return together.agree("start", {"rank": together.rank}), together.hosts, together.name(2, 1)
+
+    for facts, hosts, name in meet(says, says, says):
+        assert facts == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+        assert hosts == ("worker-1", "worker-1", "worker-2")
+        assert name == "rank 2 (stage 1, host worker-2)"
+
+
+def test_what_one_rank_can_not_do_ends_all_with_its_words() -> None:
+    def fails(together: Meeting) -> object:
+        raise SpecError("data.path = photos is no folder")
+
+    ended = meet(lambda m: m.agree("start", {}), lambda m: m.agree("start", {}), fails)
+    assert [type(error) for error in ended] == [HostError, HostError, SpecError]
+    assert str(ended[0]) == str(ended[1]) == "rank 2 (host worker-2): data.path = photos is no folder"
+
+
+def test_an_error_before_a_rank_has_met_the_others_is_told_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = [Rank(0, lambda m: m.agree("start", {}), 30.0), Rank(1, lambda m: m.agree("start", {}), 30.0)]
+    for rank in waiting:
+        rank.start()
+    _names.host = "worker-2"
+    with _environment:
+        monkeypatch.setenv("RANK", "2")
+        refuse_alone(SpecError("no such file"))
+    for rank in waiting:
+        rank.join(timeout=30)
+        assert str(rank.ended) == "rank 2 (host worker-2): no such file"
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    ended = meet(lambda m: m.agree("start", {}), lambda m: m.agree("start", {}), seconds=0.5)
+    assert all(isinstance(error, PeerLostError) for error in ended)
+    assert any("rank 2 did not come within 0.5 s" in str(error) for error in ended)
+
+
+def test_a_rank_that_falls_silent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(meeting, "BEAT_SECONDS", 0.1)
+
+    def dies(together: Meeting) -> object:
+        together.agree("start", {})
+        together.close()  # its beats end
+        return None
+
+    def goes_on(together: Meeting) -> object:
+        together.agree("start", {})
+        return together.agree("images", {})
+
+    ended = meet(goes_on, goes_on, dies)
+    assert any("rank 2 has gone while starting" in str(error) for error in ended[:2])
+
+
+def test_nobody_at_the_master_address() -> None:
+    _names.host = "worker-2"
+    os.environ["RANK"] = "2"
+    with pytest.raises(
+        PeerLostError, match=r"rank 2 \(host worker-2\) can't reach rank 0 at 127.0.0.1:\d+ within 0.3 s"
+    ):
+        Meeting(0.3)
+
+
+def test_a_port_of_another_job_is_named() -> None:
+    _names.host = "worker-1"
+    with socket.socket() as other:
+        other.bind(("", int(os.environ["MASTER_PORT"])))
+        other.listen()
+        with pytest.raises(LayoutError, match="is taken, by another run"):
+            Meeting(5.0)
+
+
+def _plan(*changes: str) -> RunPlan:
+    spec = REPOSITORY / "launch" / "specs" / "digits.yaml"
+    return plan_run(spec, changes, REPOSITORY / "ds_configs" / "zero2_fp16.json", world_size=3, stages=3)
+
+
+def test_what_differs_is_named_with_both_values() -> None:
+    plans = [_plan(), _plan(), _plan("train.seed=7")]
+    ended = meet(*[partial(agreement.check_alike, plan=plan, device="cpu") for plan in plans])
+    for error in ended:
+        assert isinstance(error, HostError)
+        assert "host worker-2 (rank 2) differs from host worker-1 (rank 0)" in str(error)
+        assert f"train.seed is 7, not {plans[0].spec.train.seed}; give all hosts the same file" in str(error)
+
+
+H100 = {"id": "GPU-a", "model": "H100 80.00 GiB", "settings": {"NCCL_MAX_P2P_NCHANNELS": "8"}}
+
+
+def gpus_of(others: Sequence[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> str | None:
+    """What rank 0, on an H100, concludes from what the ``others`` say of their GPUs, each on a host of its own."""
+    _names.host = "worker-0"
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("NCCL_MAX_P2P_NCHANNELS", "8")
+    properties = SimpleNamespace(uuid="GPU-a", name="H100", total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    together = Meeting(1.0)
+    together.hosts = tuple(f"worker-{rank}" for rank in range(1 + len(others)))
+    monkeypatch.setattr(together, "agree", lambda topic, facts: [facts, *others])
+    return agreement.check_gpus(together, torch.device("cuda", 0))
+
+
+def test_two_ranks_on_one_gpu_are_named_unless_nccl_is_told_to_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(agreement.SHARED_GPU, raising=False)
+    others = [{**H100, "id": "GPU-b"}, {**H100, "id": "GPU-a"}]
+    said = r"host worker-0 \(rank 0\) and host worker-2 \(rank 2\) have one GPU between them \(H100 80.00 GiB, GPU-a\)"
+    with pytest.raises(HostError, match=said):
+        gpus_of(others, monkeypatch)
+    monkeypatch.setenv(agreement.SHARED_GPU, "1")
+    assert gpus_of(others, monkeypatch) is None
+
+
+def test_gpus_of_several_models_are_a_remark_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = [{**H100, "id": "GPU-b"}, {**H100, "id": "GPU-c"}]
+    assert gpus_of(others, monkeypatch) is None
+    others[1]["model"] = "A100 40.00 GiB"
+    said = gpus_of(others, monkeypatch)
+    assert said is not None and said.startswith("GPUs of several models (2 x H100 80.00 GiB, 1 x A100 40.00 GiB): ")
+
+
+def test_ranks_that_would_divide_messages_differently_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = {**H100, "id": "GPU-b", "settings": {"NCCL_MAX_P2P_NCHANNELS": "16"}}
+    said = (
+        r"worker-1 \(rank 1\) differs from host worker-0 \(rank 0\): NCCL_MAX_P2P_NCHANNELS is 16, not 8; set it alike"
+    )
+    with pytest.raises(HostError, match=said):
+        gpus_of([other], monkeypatch)
+
+
+def test_on_a_cpu_nobody_asks_for_gpus() -> None:
+    _names.host = "worker-0"
+    os.environ["WORLD_SIZE"] = "1"
+    assert agreement.check_gpus(Meeting(1.0), torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"torch": "2.11.0"}, "version of torch is 2.11.0, not 2.14.1; install the same"),
+        ({}, "version of torch is unset, not 2.14.1; install the same"),
+    ],
+)
+def test_a_version_that_differs(said: dict[str, str], expected: str) -> None:
+    _names.host = "worker-1"
+    os.environ["WORLD_SIZE"] = "1"
+    alone = Meeting(1.0)
+    alone.hosts = ("worker-1", "worker-2")
+    with pytest.raises(HostError, match=expected):
+        agreement._check(alone, "version of ", [{"torch": "2.14.1"}, said], "install the same versions")

@@ -1,0 +1,128 @@
+"""What a run hears from outside; how several ranks agree is seen in whole runs, in ``test_preemption.py``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from ddpm_ds.processes.requests import SAME_SIGNAL_SECONDS, Asked, Requests
+from tests.launching import REPOSITORY
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def listen(tmp_path: Path) -> Iterator[Callable[[float | None], Requests]]:
+    """Makes requests of a run in ``tmp_path`` and closes them at the end."""
+    made: list[Requests] = []
+
+    def make(every_minutes: float | None = None) -> Requests:
+        made.append(Requests(tmp_path, every_minutes, ["rank 0"]))
+        return made[-1]
+
+    yield make
+    for requests in made:
+        requests.close()
+
+
+def poll_until_asked(requests: Requests) -> Asked:
+    """A signal is heard by a thread, so it may take a moment."""
+    deadline = time.monotonic() + 5
+    while (asked := requests.poll()) == Asked() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return asked
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_asks_to_stop(number: int, listen: Callable[..., Requests]) -> None:
+    requests = listen()
+    assert requests.poll() == Asked()
+    os.kill(os.getpid(), number)
+    assert poll_until_asked(requests) == Asked(stop=True)
+
+
+def test_the_same_signal_twice_at_once_is_one(listen: Callable[..., Requests]) -> None:
+    requests = listen()
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal to its process group, and a launcher to its ranks
+        os.kill(os.getpid(), number)
+    assert poll_until_asked(requests) == Asked(stop=True)
+
+
+def test_what_handled_signals_before_does_so_again(tmp_path: Path) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    requests = Requests(tmp_path, None, ["rank 0"])
+    assert signal.getsignal(signal.SIGTERM) != before[0]
+    requests.close()
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
+
+
+@pytest.mark.parametrize(("name", "wish"), [("save", Asked(save=True)), ("save_and_stop", Asked(stop=True))])
+def test_a_file_asks_until_the_run_is_saved(
+    name: str, wish: Asked, listen: Callable[..., Requests], tmp_path: Path
+) -> None:
+    requests = listen()
+    assert requests.poll() == Asked()
+    (tmp_path / name).touch()
+    assert requests.poll() == wish
+    requests.saved()
+    assert requests.poll() == Asked() and not (tmp_path / name).exists()
+
+
+def test_a_file_that_came_after_the_last_look_is_not_lost(listen: Callable[..., Requests], tmp_path: Path) -> None:
+    requests = listen()
+    requests.poll()
+    (tmp_path / "save_and_stop").touch()
+    requests.saved()  # on its cadence
+    assert requests.poll() == Asked(stop=True)
+
+
+def test_the_clock_asks_and_begins_anew_when_the_run_is_saved(
+    listen: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    requests = listen(2.0)
+    for minutes, wish in ((1.9, Asked()), (0.2, Asked(save=True))):
+        now += 60 * minutes
+        assert requests.poll() == wish
+    requests.saved()
+    assert requests.poll() == Asked()
+
+
+STUCK = """
+import hashlib, sys
+from pathlib import Path
+import torch.distributed as dist
+from ddpm_ds.processes.requests import Requests
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+requests = Requests(Path("."), None, ["rank 0"])
+print("listening", flush=True)
+hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # minutes in which Python does not handle a signal
+"""
+
+
+def test_a_second_signal_ends_at_once_even_where_the_first_was_not_handled() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen([sys.executable, "-c", STUCK], env=environment, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"listening\n"
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(SAME_SIGNAL_SECONDS + 0.2)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(5) == 128 + signal.SIGTERM
+        finally:
+            process.kill()

@@ -1,0 +1,349 @@
+"""ddpm-ds run: what becomes of signals, exit codes, leftovers and restarts, with DeepSpeed's real launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ddpm_ds.cli.main import main
+from ddpm_ds.processes.exit_record import EXIT_FILE_VARIABLE, ExitRecord, read_exits, record_exit, recorded
+from ddpm_ds.processes.supervisor import exit_code
+from tests.launching import REPOSITORY, free_port
+
+SCRIPT = REPOSITORY / "tests" / "fake_training.py"
+PATIENCE_SECONDS = 180.0
+
+
+STAND_IN = """
+import json, os, subprocess, sys, time
+count = int(sys.argv[sys.argv.index("--num_gpus") + 1])
+script = next(index for index, word in enumerate(sys.argv) if index and word.endswith(".py"))
+with open(os.environ.get("STAND_IN_LOG", os.devnull), "a") as log:
+    log.write(json.dumps([sys.argv[1:script], dict(os.environ), open(os.environ["DS_ENV_FILE"]).read()]) + chr(10))
+ranks = [
+    subprocess.Popen(
+        [sys.executable, *sys.argv[script:]], env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    )
+    for rank in range(count)
+]
+code = max(rank.wait() % 256 for rank in ranks)
+time.sleep(float(os.environ.get("STAND_IN_SLEEPS", "0")))
+sys.exit(code)
+"""
+"""A launcher that starts in no time, for what does not depend on the insides of DeepSpeed's."""
+
+RUN = """
+import signal, sys; from ddpm_ds import cli, supervisor
+signal.signal(signal.SIGINT, signal.default_int_handler)
+{}sys.exit(cli.main(sys.argv[1:]))
+"""
+"""A shell that started the tests in the background has them ignore Ctrl-C, as nohup has them ignore a hang-up."""
+
+
+def start(
+    run_dir: Path,
+    *parts: str,
+    ranks: int = 2,
+    options: Sequence[str] = (),
+    real: bool = True,
+    launcher: Sequence[str] = (),
+    before: str = "",
+    **environment: str,
+) -> subprocess.Popen[str]:
+    """``ddpm-ds run`` with a script that plays one of ``parts`` at each start, in the folder of ``run_dir``.
+
+    Args:
+        real: with DeepSpeed's launcher, not with one that starts ranks at once.
+        launcher: further options of the launcher.
+        before: a statement for the supervisor's process to begin with.
+    """
+    search = [str(REPOSITORY)]
+    if not real:
+        package = run_dir.parent / "stand_in" / "deepspeed" / "launcher"
+        package.mkdir(parents=True, exist_ok=True)
+        (package / "runner.py").write_text(STAND_IN)
+        search.insert(0, str(package.parents[1]))
+        for folder in (package, package.parent):
+            (folder / "__init__.py").touch()
+    launcher = [*launcher, "--num_gpus", str(ranks), "--master_addr", "127.0.0.1"]
+    if "--master_port" not in launcher:
+        launcher += ["--master_port", str(free_port())]
+    script = [str(SCRIPT), "--run-dir", str(run_dir), *parts]
+    variables = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(search)}
+    variables |= {"STAND_IN_LOG": str(run_dir.parent / "starts"), "HOME": str(run_dir.parent)}
+    return subprocess.Popen(
+        [sys.executable, "-c", RUN.format(before), "run", *options, "--", *launcher, *script],
+        env={**os.environ, **variables, **environment},
+        cwd=run_dir.parent,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def starts(run_dir: Path) -> list[tuple[list[str], dict[str, str], str]]:
+    """Of each start of the stand-in: the launcher's options, its environment, and the file of what travels."""
+    return [tuple(json.loads(line)) for line in (run_dir.parent / "starts").read_text().splitlines()]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    return folder
+
+
+def finish(run: subprocess.Popen[str]) -> tuple[int, list[str]]:
+    """The exit code, and what the supervisor itself said."""
+    _, said = run.communicate(timeout=PATIENCE_SECONDS)
+    return run.returncode, re.findall(r"ddpm-ds run: (.*)", said)
+
+
+def wait_for(happened: Callable[[], Any]) -> None:
+    until = time.monotonic() + PATIENCE_SECONDS
+    while not happened():
+        assert time.monotonic() < until, "did not happen in time"
+        time.sleep(0.05)
+
+
+def ready(run_dir: Path, ranks: int = 2) -> Callable[[], bool]:
+    """All ranks of the first start have said their process ids."""
+    return lambda: sum(path.read_text() != "" for path in run_dir.glob("start-0-*")) == ranks
+
+
+def left_running(run_dir: Path) -> list[str]:
+    """Command lines of what runs with ``run_dir`` among its arguments, and helpers of ranks."""
+    helpers = {int(path.read_text()) for path in run_dir.glob("helper-*")}
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and (
+                str(run_dir) in process.cmdline() or process.pid in helpers
+            ):
+                found.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            pass
+    return found
+
+
+@pytest.mark.launch
+def test_a_signal_lets_every_rank_save_and_ends_with_75(run_dir: Path) -> None:
+    run = start(run_dir, "train", options=["--max-restarts", "3"])
+    wait_for(ready(run_dir))
+    run.send_signal(signal.SIGUSR1)
+    run.send_signal(signal.SIGTERM)  # so soon after the first, this is no second signal
+    code, said = finish(run)
+    assert code == 75
+    assert len(said) == 1 and "asking 2 ranks to save and stop" in said[0]
+    assert {path.name for path in run_dir.glob("saved-*")} == {"saved-0-rank-0", "saved-0-rank-1"}
+    assert left_running(run_dir) == []
+
+
+@pytest.mark.launch
+def test_a_killed_launcher_is_noticed_and_leaves_nothing_behind(run_dir: Path) -> None:
+    parts = ["kill_launcher", "kill_launcher_and_self", "0"]
+    code, said = finish(start(run_dir, *parts, ranks=1, options=["--max-restarts", "2"]))
+    assert code == 0
+    lost = "exit code 76 (a process was lost or hung); restart"
+    assert said == [
+        "the launcher has ended (exit code 0), not so its ranks: asking 1 ranks to save and stop; "
+        "a second signal ends them at once",
+        f"{lost} 1 of 2 in 1 s",
+        f"{lost} 2 of 2 in 2 s",
+    ]
+    assert (run_dir / "saved-0-rank-0").exists()
+    assert left_running(run_dir) == []
+
+
+def test_ranks_that_do_not_stop_are_ended_after_the_grace_with_their_helpers(run_dir: Path) -> None:
+    run = start(run_dir, "deaf", options=["--grace-seconds", "0.5"], real=False)
+    wait_for(ready(run_dir))
+    assert len(left_running(run_dir)) > 4
+    run.send_signal(signal.SIGTERM)
+    code, said = finish(run)
+    assert code == 75
+    assert "not saved within 0.5 s" in said[-1]
+    assert left_running(run_dir) == []
+
+
+def test_a_second_signal_ends_everything_at_once(run_dir: Path) -> None:
+    run = start(run_dir, "deaf", options=["--max-restarts", "3"], real=False)
+    wait_for(ready(run_dir))
+    run.send_signal(signal.SIGTERM)
+    assert run.stderr is not None and "asking 2 ranks" in run.stderr.readline()  # heard, if the machine is busy later
+    time.sleep(1.5)
+    run.send_signal(signal.SIGINT)
+    sent = time.monotonic()
+    code, said = finish(run)
+    assert code == 128 + signal.SIGINT
+    assert time.monotonic() - sent < 3
+    assert said[-1] == "SIGINT: ended everything at once"
+    assert left_running(run_dir) == []
+
+
+@pytest.mark.launch
+def test_a_signal_before_there_are_ranks_ends_with_75(run_dir: Path) -> None:
+    run = start(run_dir, "train")
+    wait_for(lambda: psutil.Process(run.pid).children())
+    run.send_signal(signal.SIGTERM)
+    code, said = finish(run)
+    assert (code, said) == (75, ["SIGTERM: stopped before a rank was there"])
+    assert left_running(run_dir) == []
+
+
+def test_a_new_checkpoint_gives_the_restarts_back(run_dir: Path) -> None:
+    parts = ["raise", "checkpoint_and_die", "checkpoint_and_die", "raise"]
+    code, said = finish(start(run_dir, *parts, ranks=1, options=["--max-restarts", "1"], real=False))
+    assert code == 1
+    bug, lost = "exit code 1 (an error of the program, see its traceback)", "exit code 76 (a process was lost or hung)"
+    once = "restart 1 of 1 in 1 s"
+    assert said == [f"{bug}; {once}", f"{lost}; {once}", f"{lost}; {once}", f"{bug}; no restart of 1 is left"]
+
+
+@pytest.mark.parametrize("code", [0, 2, 3, 75])
+def test_an_end_that_is_meant_is_not_started_again(run_dir: Path, code: int) -> None:
+    run = start(run_dir, str(code), options=["--max-restarts", "1"], real=False)
+    assert finish(run) == (code, [])
+
+
+def test_a_signal_between_two_starts_ends_with_75(run_dir: Path) -> None:
+    run = start(run_dir, "1", "0", ranks=1, options=["--max-restarts", "1"], real=False)
+    assert run.stderr is not None and "restart 1 of 1" in run.stderr.readline()
+    run.send_signal(signal.SIGTERM)
+    assert finish(run)[0] == 75
+
+
+@pytest.mark.parametrize(
+    ("launcher", "failure", "unfinished", "stopping", "orphaned", "expected"),
+    [
+        (0, None, (), False, False, 0),
+        (0, None, (), True, False, 0),  # done before it could stop
+        (0, None, ("1",), False, False, 76),  # part of the launcher was killed, and the ranks as well
+        (0, 75, (), False, True, 76),  # asked to save because the launcher was lost
+        (1, 2, ("1",), False, False, 2),
+        (241, 75, (), True, False, 75),
+        (1, 76, ("1",), False, False, 1),  # rank 1 raised, and the others lost it
+        (247, 76, ("1",), False, False, 76),  # rank 1 was killed
+        (247, None, ("0",), False, False, 76),
+        (-9, None, ("0",), False, False, 76),
+        (241, None, ("0",), True, False, 75),  # the signal came before the rank could handle it
+        (1, None, ("0",), True, False, 1),  # saving failed
+        (4, 4, (), False, False, 4),
+    ],
+)
+def test_exit_code(
+    launcher: int, failure: int | None, unfinished: tuple[str, ...], stopping: bool, orphaned: bool, expected: int
+) -> None:
+    assert exit_code(launcher, ExitRecord(failure, unfinished), stopping=stopping, orphaned=orphaned) == expected
+
+
+@pytest.mark.parametrize("launcher", [0, 255])
+def test_only_ranks_that_were_seen_to_start_can_be_done(launcher: int) -> None:
+    for ended in (False, True):
+        code = exit_code(launcher, ExitRecord(None, ()), stopping=False, orphaned=False, witnessed=ended)
+        assert code == (0 if ended and launcher == 0 else 76)
+
+
+def hostfile_of(run_dir: Path, *names: str) -> Path:
+    file = run_dir.parent / "hostfile"
+    file.write_text("".join(f"{name} slots=2\n" for name in names))
+    return file
+
+
+def test_each_start_on_several_hosts_reads_the_hostfile_anew_and_meets_at_another_port(run_dir: Path) -> None:
+    hostfile = hostfile_of(run_dir, socket.gethostname(), "worker-2")
+    (run_dir.parent / ".deepspeed_env").write_text("# the network\n\nexport GLOO_SOCKET_IFNAME = eth0\n")
+    run = start(
+        run_dir,
+        "76",
+        "76",
+        ranks=1,
+        options=["--max-restarts", "3"],
+        real=False,
+        launcher=["--hostfile", str(hostfile), "--launcher", "openmpi", "--master_port", "29511"],
+    )
+    assert run.stderr is not None
+    assert "restart 1 of 3" in run.stderr.readline()
+    assert "restart 2 of 3" in run.stderr.readline()
+    hostfile_of(run_dir, "worker-2", "worker-3")
+    code, said = run.wait(PATIENCE_SECONDS), run.stderr.read()
+    assert code == 2 and "error: none of worker-2, worker-3 of hostfile" in said and said.count("\n") == 1
+
+    (first, environment, travels), (second, _, _) = starts(run_dir)
+    assert first[first.index("--master_port") + 1 :][:1] == ["29511"]
+    assert second == [*first, "--master_port", "29512"]
+    assert "ServerAliveInterval" in environment["PDSH_SSH_ARGS_APPEND"]
+    exit_file = environment[EXIT_FILE_VARIABLE]
+    assert travels == f"GLOO_SOCKET_IFNAME=eth0\n{EXIT_FILE_VARIABLE}={exit_file}\n"
+    assert left_running(run_dir) == []
+
+
+def test_a_launcher_that_waits_for_a_lost_host_for_ever_is_ended(run_dir: Path) -> None:
+    run = start(run_dir, "76", real=False, before="supervisor.LOSING_SECONDS = 0.5; ", STAND_IN_SLEEPS="600")
+    code, said = finish(run)
+    assert code == 76
+    assert said[:1] == ["ranks were lost 0.5 s ago and the launcher has not ended: ending it"]
+    assert left_running(run_dir) == []
+
+
+@pytest.mark.parametrize(
+    ("hostfile", "environment", "said"),
+    [
+        ("worker-2 slots=2\nworker-3 slots=2\n", "", "none of worker-2, worker-3 of hostfile"),
+        ("worker-2\n", "", "line 1: 'worker-2' is not HOST slots=N"),
+        ("{own} slots=2\n", "GLOO_SOCKET_IFNAME\n", "line 1: 'GLOO_SOCKET_IFNAME' is not KEY=VALUE"),
+    ],
+)
+def test_what_could_not_start_on_several_hosts_is_refused_before_anything_starts(
+    hostfile: str,
+    environment: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("hostfile").write_text(hostfile.format(own=socket.gethostname()))
+    Path(".deepspeed_env").write_text(environment)
+    assert main(["run", "--", "-H", "hostfile", str(SCRIPT), "--run-dir", "run", "0"]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize("command", [[], ["launch/train.py"], ["launch/train.py", "--run-dir"]])
+def test_a_run_without_a_folder_is_refused(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--", *command]) == 2
+    assert "add --run-dir DIR" in capsys.readouterr().err
+
+
+def test_ranks_record_how_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = tmp_path / "exits"
+    monkeypatch.setenv(EXIT_FILE_VARIABLE, str(record))
+    assert recorded(lambda: 5) == 5  # no file: nothing is written, nothing fails
+    assert not record.exists()
+    record.touch()
+    monkeypatch.setenv("RANK", "1")
+    assert recorded(lambda: 0) == 0
+    assert read_exits(record) == ExitRecord(None, ())
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ZeroDivisionError):
+        recorded(lambda: 1 // 0)
+    assert read_exits(record) == ExitRecord(None, ("0",))
+    monkeypatch.setenv("RANK", "2")
+    assert record_exit(76) == 76
+    with pytest.raises(SystemExit):
+        recorded(lambda: sys.exit(2))
+    assert read_exits(record) == ExitRecord(76, ("0",))

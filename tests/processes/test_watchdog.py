@@ -1,0 +1,367 @@
+"""A rank that dies or hangs is named by the others, which end; one that is busy, frozen with us, or done is not."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock, call
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddpm_ds.errors import EXIT_PEER_LOST, CheckpointError, Preempted
+from ddpm_ds.processes import heartbeat, watchdog
+from ddpm_ds.processes.exit_record import EXIT_FILE_VARIABLE, ExitRecord, read_exits
+from ddpm_ds.processes.heartbeat import DeviceWork, Peer, make_store, waits_for_a_rank
+from ddpm_ds.processes.watchdog import Peers, Watchdog
+from tests.launching import REPOSITORY, launch, run_ranks
+
+NAMES = [f"rank {rank} (stage {rank // 2})" for rank in range(4)]
+PATIENCE_SECONDS = 30.0
+
+Watched = Callable[..., Watchdog]
+Events = queue.SimpleQueue[tuple[int, object]]
+
+
+@pytest.fixture
+def events() -> Events:
+    """What the watchdogs of a test said, and then their exit codes, by rank."""
+    return queue.SimpleQueue()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (heartbeat, watchdog):
+        monkeypatch.setattr(module, "BEAT_SECONDS", 0.2)
+        monkeypatch.setattr(module, "LAST_WORDS_SECONDS", 1.0)
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch, events: Events) -> Iterator[Watched]:
+    """Makes the watchdogs of several ranks, in this process; rank 0 first."""
+    port: list[Any] = []
+
+    def broadcast(value: list[Any], src: int) -> None:
+        if value[0] is None:
+            value[:] = port
+        else:
+            port[:] = value
+
+    monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    made: list[Watchdog] = []
+
+    def make(rank: int, size: int, **options: Any) -> Watchdog:
+        made.append(watchdog_of(rank, size, make_store(rank, size), events, **options))
+        return made[-1]
+
+    yield make
+    for each in reversed(made):  # rank 0 serves the others' store
+        each.stop()
+
+
+def watchdog_of(rank: int, size: int, store: dist.Store | None, events: Events, **options: Any) -> Watchdog:
+    """One that tells ``events`` instead of ending this process."""
+
+    def put(value: object) -> None:
+        events.put((rank, value))
+
+    return Watchdog(rank, size, NAMES, store, **{"say": put, "leave": put, **options})
+
+
+def take(events: Events, count: int) -> set[tuple[int, object]]:
+    return {events.get(timeout=PATIENCE_SECONDS) for _ in range(count)}
+
+
+def test_every_rank_names_one_that_fell_silent_and_leaves(watch: Watched, events: Events) -> None:
+    started = time.monotonic()
+    watch(0, 3, dead_seconds=1.5)
+    watch(1, 3, dead_seconds=1.5)
+    why = f"{NAMES[2]} has not answered for 1.5 s: ending"
+    first = take(events, 1)
+    assert 1.5 < time.monotonic() - started < 4
+    assert first | take(events, 3) == {
+        (0, f"{why} {NAMES[0]}; the run can be resumed"),
+        (1, f"{why} {NAMES[1]}; the run can be resumed"),
+        (0, EXIT_PEER_LOST),
+        (1, EXIT_PEER_LOST),
+    }
+
+
+@pytest.mark.parametrize(
+    ("silences", "named"),
+    [
+        ((0.0, 0.2, 6.1, 5.7), []),
+        ((0.0, 0.2, 6.5, 6.1), [2, 3]),
+        ((0.0, 0.2, 6.5, 0.1), [2]),
+        ((0.0, 0.2, 6.1, 5.4), [2]),
+        ((0.0, 0.2, 5.9, 5.9), []),
+    ],
+)
+def test_ranks_that_fell_silent_together_are_named_together(
+    silences: tuple[float, ...], named: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watchdog = Watchdog(0, 1, NAMES, None, dead_seconds=6)
+    monkeypatch.setattr(watchdog._heartbeat, "is_alive", lambda: True)
+    watchdog._now = watchdog._heartbeat.answer_at = 100.0
+    watchdog._heartbeat.peers = [Peer(beat_at=100.0 - silence) for silence in silences]
+    finding = watchdog._lost()
+    assert (list(finding.ranks) if finding else []) == named
+    assert not named or str(finding and finding.reason).startswith(", ".join(NAMES[rank] for rank in named) + " ha")
+
+
+@pytest.mark.parametrize(
+    ("states", "named", "words"),
+    [
+        ("waiting running waiting", [1], "no step for 9 s, rank 1 (stage 0) hangs in a.py:1 (f)"),
+        ("left waiting running", [2], "no step for 9 s, rank 2 (stage 1) hangs in a.py:2 (f)"),
+        (
+            "left waiting waiting",
+            [1, 2],
+            "no step for 9 s, rank 1 (stage 0) waits in a.py:1 (f), rank 2 (stage 1) waits",
+        ),
+    ],
+)
+def test_who_goes_on_by_itself_is_to_blame_for_a_hang_and_who_waits_is_not(
+    states: str, named: list[int], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watchdog = Watchdog(0, 1, NAMES, None, hang_seconds=9)
+    monkeypatch.setattr(watchdog._heartbeat, "is_alive", lambda: True)
+    watchdog._now = 100.0
+    watchdog._heartbeat.peers = [
+        Peer(f"7 3 {state} a.py:{rank} (f)", step_at=90.0) for rank, state in enumerate(states.split())
+    ]
+    finding = watchdog._hung()
+    assert finding is not None and list(finding.ranks) == named and finding.reason.startswith(words)
+
+
+def test_a_device_has_unfinished_work_unless_it_says_that_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered, asked = threading.Event(), []
+
+    def blocked() -> bool:
+        asked.append(True)
+        return answered.wait()
+
+    def failed() -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    assert not DeviceWork(lambda: True).is_unfinished() and DeviceWork(lambda: False).is_unfinished()
+    assert not DeviceWork(failed).is_unfinished()
+    assert DeviceWork.of(torch.device("cpu")) is None
+    monkeypatch.setattr(heartbeat, "ANSWER_SECONDS", 0.01)
+    work = DeviceWork(blocked)
+    assert work.is_unfinished() and work.is_unfinished() and len(asked) == 1
+    answered.set()
+    monkeypatch.setattr(heartbeat, "ANSWER_SECONDS", PATIENCE_SECONDS)
+    assert not work.is_unfinished()
+
+
+def test_whoever_waits_for_a_message_waits_for_a_rank_and_whoever_waits_for_a_thread_does_not() -> None:
+    store, end = dist.HashStore(), threading.Event()
+    groups: dict[int, Any] = {}
+
+    def join(rank: int) -> None:
+        groups[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=PATIENCE_SECONDS))
+
+    joining = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+    for thread in joining:
+        thread.start()
+    for thread in joining:
+        thread.join()
+    message = groups[0].recv([torch.empty(1)], 1, 0)
+
+    def receive() -> None:
+        message.wait()
+
+    def read() -> None:
+        end.wait()
+
+    threads = {function: threading.Thread(target=function, daemon=True) for function in (receive, read)}
+    for thread in threads.values():
+        thread.start()
+
+    def waits(function: Callable[[], None]) -> bool:
+        return waits_for_a_rank(sys._current_frames()[threads[function].ident or 0])
+
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not waits(receive) and time.monotonic() < deadline:  # until it has come there
+        time.sleep(0.01)
+    assert waits(receive) and not waits(read)
+    end.set()
+    groups[1].send([torch.ones(1)], 0, 0).wait()
+    for thread in threads.values():
+        thread.join()
+
+
+def test_what_one_rank_finds_ends_all_with_its_line_and_code(
+    watch: Watched, events: Events, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(EXIT_FILE_VARIABLE, str(tmp_path / "exits"))
+    (tmp_path / "exits").touch()
+    _, second, _ = (watch(rank, 3) for rank in range(3))
+    second.fail("ddpm_ds: error: a file is damaged", 2)
+    assert take(events, 4) == {(1, "ddpm_ds: error: a file is damaged"), (0, 2), (1, 2), (2, 2)}
+    assert read_exits(tmp_path / "exits").failure == 2
+
+
+def test_what_several_ranks_find_is_said_by_one(watch: Watched, events: Events) -> None:
+    both = [watch(rank, 2) for rank in range(2)]
+    threads = [threading.Thread(target=each.fail, args=("ddpm_ds: error: no such kernel", 2)) for each in both]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    said = take(events, 3)
+    assert events.empty() and {(0, 2), (1, 2)} < said
+    (line,) = (word for _, word in said if word != 2)
+    assert line == "ddpm_ds: error: no such kernel"
+
+
+@pytest.mark.parametrize(
+    ("error", "first"),
+    [
+        (None, call.stop(failure=None)),
+        (Preempted("asked to stop"), call.stop(failure=None)),
+        (OSError("disk full"), call.stop(failure="OSError")),
+        (CheckpointError("is damaged"), call.fail("ddpm_ds: error: is damaged", 2)),
+    ],
+)
+def test_who_leaves_with_an_error_that_others_do_not_know_tells_them(error: Exception | None, first: Any) -> None:
+    peers = object.__new__(Peers)
+    peers.watchdog = told = Mock()
+    with contextlib.suppress(OSError, Preempted, CheckpointError), peers:
+        if error is not None:
+            raise error
+    assert told.mock_calls[0] == first
+
+
+def test_who_left_as_intended_is_not_missed(watch: Watched, events: Events) -> None:
+    watchdogs = [watch(rank, 3, dead_seconds=1.0) for rank in range(3)]
+    watchdogs[2].stop()
+    watchdogs[0].stop()
+    watchdogs[0]._heartbeat._store = None  # the store goes with the process that serves it
+    time.sleep(1.8)
+    assert events.empty()
+
+
+def test_who_leaves_because_of_a_failure_is_named_at_once(watch: Watched, events: Events) -> None:
+    first, _ = watch(0, 2), watch(1, 2)
+    first.stop(failure="ValueError")
+    line = f"{NAMES[0]} has failed (ValueError): ending {NAMES[1]}; the run can be resumed"
+    assert take(events, 2) == {(1, line), (1, EXIT_PEER_LOST)}
+
+
+def test_no_step_for_long_is_a_hang_unless_a_rank_says_that_it_takes_long(watch: Watched, events: Events) -> None:
+    first, _ = watch(0, 2, hang_seconds=1.0), watch(1, 2, hang_seconds=1.0)
+    with first.pause():
+        time.sleep(1.6)
+    for _ in range(6):  # one that goes on is enough: the other waits for it
+        first.progress()
+        time.sleep(0.3)
+    assert events.empty()
+    said = {word for _, word in take(events, 4)}
+    assert EXIT_PEER_LOST in said
+    assert any("no step for 1 s, rank 0 (stage 0) hangs in" in str(word) for word in said)
+
+
+def test_a_collective_that_raised_is_explained_by_who_is_missing(watch: Watched, events: Events) -> None:
+    first, _ = watch(0, 3), watch(1, 3)
+    assert first.who_is_missing(2) == [2]
+    assert take(events, 2) == {  # the other rank hears of it long before its own 15 s are over
+        (1, f"{NAMES[2]} has not answered for 1 s: ending {NAMES[1]}; the run can be resumed"),
+        (1, EXIT_PEER_LOST),
+    }
+
+
+def test_nobody_is_missing_where_all_are_alive(watch: Watched, events: Events) -> None:
+    first, _ = watch(0, 2), watch(1, 2)
+    assert first.who_is_missing(1.5) == []
+    assert events.empty()
+
+
+def test_a_line_that_can_not_be_said_does_not_keep_a_rank(watch: Watched, events: Events) -> None:
+    watch(0, 2, dead_seconds=1.0, say=lambda line: time.sleep(PATIENCE_SECONDS))
+    assert take(events, 1) == {(0, EXIT_PEER_LOST)}
+
+
+def test_a_single_rank_watches_nobody() -> None:
+    alone = Watchdog(0, 1, NAMES, make_store(0, 1), dead_seconds=0, hang_seconds=0)
+    alone.progress()
+    assert alone.who_is_missing(0.1) == []
+    alone.fail("is raised by the one rank", 2)
+    alone.stop()
+
+
+RANK_0 = """
+import os, sys, time
+import torch.distributed as dist
+from ddpm_ds.processes.heartbeat import make_store
+from ddpm_ds.processes.watchdog import Watchdog
+dist.broadcast_object_list = lambda port, src: print(port[0], flush=True)
+os.environ["MASTER_ADDR"] = "127.0.0.1"
+watchdog = Watchdog(0, 3, ["rank 0", "rank 1", "rank 2"], make_store(0, 3), dead_seconds=2.0)
+time.sleep(60)
+"""
+
+
+def test_rank_0_is_missed_when_it_is_frozen_and_when_it_is_gone(
+    tmp_path: Path, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(EXIT_FILE_VARIABLE, str(tmp_path / "exits"))
+    (tmp_path / "exits").touch()
+    server = subprocess.Popen([sys.executable, "-c", RANK_0], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    try:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        stores = [dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=60)) for _ in range(2)]
+        first, _ = (watchdog_of(rank + 1, 3, store, events, dead_seconds=60) for rank, store in enumerate(stores))
+        server.send_signal(signal.SIGSTOP)
+        time.sleep(3)
+        server.send_signal(signal.SIGCONT)
+        time.sleep(1.5)
+        assert server.poll() is None and events.empty()  # its own absence is nobody's fault
+
+        first._dead_seconds = 1.5
+        server.send_signal(signal.SIGSTOP)
+        line = f"{NAMES[0]} has not answered for 1.5 s: ending {NAMES[1]}; the run can be resumed"
+        assert take(events, 2) == {(1, line), (1, EXIT_PEER_LOST)}
+
+        server.kill()
+        line = f"{NAMES[0]} has gone: ending {NAMES[2]}; the run can be resumed"
+        assert take(events, 2) == {(2, line), (2, EXIT_PEER_LOST)}
+        assert read_exits(tmp_path / "exits") == ExitRecord(EXIT_PEER_LOST, ())
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("part", "ranks", "words", "start"),
+    [
+        ("die", 3, "rank 2 (stage 2) misses [1]", launch),
+        ("hang", 2, "no step for 2 s, rank 1 (stage 1) hangs in watched_rank.py:", run_ranks),
+        ("starve messages", 3, "no step for 2 s, rank 1 (stage 1) hangs in watched_rank.py:", run_ranks),
+        ("starve devices", 3, "no step for 2 s, rank 1 (stage 1) hangs in watched_rank.py:", run_ranks),
+    ],
+)
+def test_real_ranks_end_naming_the_one_that_was_lost(
+    part: str, ranks: int, words: str, start: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "exits").touch()
+    environment = {EXIT_FILE_VARIABLE: str(tmp_path / "exits")}
+    done = start(ranks, Path(__file__).with_name("watched_rank.py"), part, timeout=120, **environment)
+    assert done.returncode != 0
+    assert words in done.stderr, done.stderr
+    assert done.stderr.count(" hangs in ") == done.stderr.count(words) * (part != "die"), done.stderr
+    assert read_exits(tmp_path / "exits").failure == EXIT_PEER_LOST

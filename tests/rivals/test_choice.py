@@ -1,0 +1,80 @@
+"""Which rows can run in which layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rivals.choice import ROWS, bounds_of, replica_micro_batches, why_not
+from rivals.rows_stock import stock_zero_stage
+
+from ddpm_ds.predict.plan import RunPlan, plan_run
+from tests.launching import REPOSITORY
+
+CONFIGS = REPOSITORY / "ds_configs"
+DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
+
+
+def plan_of(
+    processes: int, stages: int, *, batch: int = 32, micro: int = 8, config: str = "zero1_fp32.json"
+) -> RunPlan:
+    """Of the digits, with ``micro`` micro-batches."""
+    changes = [f"train.batch_images={batch}", f"train.accumulation={micro}"]
+    return plan_run(DIGITS, changes, CONFIGS / config, world_size=processes, stages=stages)
+
+
+@pytest.mark.parametrize(
+    ("layout", "reasons"),
+    [
+        ({"processes": 2, "stages": 2}, {"plain": "has one process, and 2 were started"}),
+        (
+            {"processes": 4, "stages": 2, "micro": 2},
+            {"plain": "has one process, and 4", "folded": "needs 4 micro-batches, and the batch has 2"},
+        ),
+        (
+            {"processes": 4, "stages": 2, "batch": 24, "micro": 3},
+            {"plain": "has one", "folded": "needs 4", "ddp": "24 images don't", "zero2": "micro-batches of 4 on 4"},
+        ),
+        (
+            {"processes": 1, "stages": 1},
+            {"folded": "needs 2 stages", "stock-default": "needs 2", "torch": "needs 2", "ddp": "needs 2 processes"},
+        ),
+    ],
+)
+def test_a_row_that_cannot_run_says_why(layout: dict[str, Any], reasons: dict[str, str]) -> None:
+    plan = plan_of(**layout)
+    found = {row: reason for row in ROWS if (reason := why_not(row, plan)) is not None}
+    assert set(found) == set(reasons)
+    for row, said in reasons.items():
+        assert said in found[row]
+
+
+def test_a_fold_that_the_unet_has_no_cuts_for_is_left_out() -> None:
+    assert "mirrored cuts" in (why_not("folded", plan_of(16, 16, batch=64, micro=32)) or "")
+
+
+def test_replicas_without_a_pipeline_share_the_same_micro_batches() -> None:
+    plan = plan_of(4, 2)
+    assert plan.ds.layout.micro_batches * plan.ds.layout.replicas == 4 * replica_micro_batches(plan)
+
+
+def test_the_plans_own_cuts_are_used_and_others_made_for_the_other_schedule() -> None:
+    plan = plan_of(2, 2)
+    assert bounds_of(plan, "1f1b") == plan.bounds and len(bounds_of(plan, "folded")) == 5
+
+
+@pytest.mark.parametrize(
+    ("config", "stages", "zero_stage", "why"),
+    [
+        ("zero2_fp16.json", 2, 1, "refuses ZeRO-2"),
+        ("zero1_fp32.json", 2, 1, ""),
+        ("zero0_fp32.json", 2, 1, "first stage's norm alone"),
+        ("zero0_fp32.json", 1, 0, ""),
+    ],
+)
+def test_the_stock_engine_gets_a_zero_stage_under_which_it_trains_right(
+    config: str, stages: int, zero_stage: int, why: str
+) -> None:
+    plan = plan_of(stages, stages, config=config)
+    found, said = stock_zero_stage(plan, plan.ds.config)
+    assert found == zero_stage and why in said and bool(why) == bool(said)

@@ -1,0 +1,192 @@
+"""The benchmark as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rivals import command
+from rivals.choice import ROWS, bounds_of
+
+from ddpm_ds.predict.plan import RunPlan, plan_run
+from ddpm_ds.unet.layers import boundary_shapes
+from tests.launching import REPOSITORY, launch, run_ranks
+
+BENCH = REPOSITORY / "launch" / "bench.py"
+PLANTED = Path(__file__).with_name("planted.py")
+DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
+MAIN = REPOSITORY / "ds_configs" / "zero2_fp16.json"
+IMAGES = 16
+TINY = [
+    "unet.channels=8",
+    "unet.norm_groups=4",
+    "unet.dropout=0.1",
+    "unet.classes=10",
+    "train.label_drop=0.2",
+    f"train.batch_images={IMAGES}",
+    "train.accumulation=4",
+    "data.workers=0",
+    "optimizer.learning_rate=0.03",
+    "optimizer.warmup_images=64",
+    "optimizer.epsilon=0.01",  # with gradients too small to be clipped: Adam would hide a wrong scale of them
+    "diffusion.loss=huber",
+]
+STEPS = 8
+PIPELINES = {"1f1b", "folded", "traced", "stock", "stock-default", "torch"}
+
+
+def arguments(config: str, folder: Path, *others: str) -> list[str]:
+    """Two rounds of a step of every row of a tiny U-Net."""
+    return [
+        *("--deepspeed_config", str(REPOSITORY / "ds_configs" / config)),
+        *("--rounds", "2", "--steps-per-round", "1", "--compared-steps", str(STEPS)),
+        *(part for setting in (*TINY, f"data.store_root={folder / 'data'}") for part in ("--set", setting)),
+        *others,
+    ]
+
+
+def results(done: subprocess.CompletedProcess[str], file: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The report in ``file``, and its rows by name."""
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    report = json.loads(file.read_text())
+    return report, {row["row"]: row for row in report["rows"]}
+
+
+def elements(layers: Any, cut: int, tensors: int | None = None) -> int:
+    """Elements per image of the first ``tensors`` tensors that cross a cut."""
+    return sum(math.prod(shape) for shape in boundary_shapes(layers, cut)[:tensors])
+
+
+def sent_1f1b(plan: RunPlan) -> list[int]:
+    """Elements per image that each rank sends: the carry onwards, and as much back as gradients."""
+    bounds, last = bounds_of(plan, "1f1b"), plan.ds.layout.stages - 1
+    cuts = [0 if cut in (0, len(plan.layers)) else elements(plan.layers, cut) for cut in bounds]
+    return [cuts[rank] + cuts[rank + 1] for rank in range(last + 1)]
+
+
+def sent_folded(plan: RunPlan) -> list[int]:
+    """The same for the fold: (h, emb) down and h up on the wire between each two ranks, in both directions."""
+    bounds, ranks = bounds_of(plan, "folded"), plan.ds.layout.stages
+    wires = [
+        (elements(plan.layers, bounds[rank], 2), elements(plan.layers, bounds[2 * ranks - rank], 1))
+        for rank in range(1, ranks)
+    ]
+    down, up = [0, *(pair[0] for pair in wires), 0], [0, *(pair[1] for pair in wires), 0]
+    return [down[rank] + down[rank + 1] + up[rank] + up[rank + 1] for rank in range(ranks)]
+
+
+@pytest.mark.launch
+def test_in_one_process_all_is_compared_to_the_plain_loop(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    options = arguments("zero0_fp32.json", tmp_path, "--rows", "1f1b,plain,folded", "--memory", "--json", str(file))
+    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, str(BENCH), *options],
+        env={**alone, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    report, found = results(done, file)
+    assert list(found) == ["plain", "1f1b"]
+    plain, engine = found["plain"], found["1f1b"]
+    assert plain["first_losses"][-1] != plain["first_losses"][3]  # weights moved
+    assert engine["first_losses"] == pytest.approx(plain["first_losses"], rel=1e-6)
+    for row in (plain, engine):
+        assert len(row["round_step_seconds"]) == 2 and len(row["first_losses"]) == STEPS
+        assert row["images_per_second"] == pytest.approx(IMAGES / row["step_seconds"]["median"])
+        assert row["name"] in done.stdout and row["bubble"] is None
+        assert row["rank_peak_bytes"][0] > 4 * 4 * report["parameters"]  # weights, gradients, two moments
+    assert plain["ratio"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+    assert f"{engine['ratio']['median']:.3f}" in done.stdout
+    assert f"{IMAGES} images = 4 x 4 micro-batches" in done.stdout
+    assert report["command"].startswith("deepspeed --num_gpus 1 ")
+    assert report["not_run"] == [{"row": "folded", "reason": "needs 2 stages"}]
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("processes", "config", "element_bytes", "rounding"),
+    [(2, "zero2_fp16.json", 2, 1e-2), (4, "zero1_fp32.json", 4, 1e-5)],
+)
+def test_every_row_trains_the_same_on_two_stages_and_what_it_sends_is_counted(
+    processes: int, config: str, element_bytes: int, rounding: float, tmp_path: Path
+) -> None:
+    file = tmp_path / "result.json"
+    start = launch if processes == 2 else run_ranks
+    done = start(processes, BENCH, *arguments(config, tmp_path, "-p", "2", "--json", str(file)))
+    report, found = results(done, file)
+    assert list(found) == [name for name in ROWS if name != "plain"]
+    reference = found["1f1b"]["first_losses"]
+    assert reference[-1] != reference[3]
+    for name, row in found.items():
+        assert row["first_losses"] == pytest.approx(reference, rel=rounding), name
+        assert (row["bubble"] is not None) == (name in PIPELINES)
+        assert row["name"] in done.stdout
+        if row["bubble"] is not None:
+            assert 0 < row["bubble"] < 1
+    plan = plan_run(DIGITS, TINY, REPOSITORY / "ds_configs" / config, world_size=processes, stages=2)
+    images, replicas = plan.images_per_replica, plan.ds.layout.replicas
+    line = sent_1f1b(plan)
+    for name, sent in (("1f1b", line), ("folded", sent_folded(plan)), ("traced", line), ("torch", line)):
+        size = 4 if name == "torch" else element_bytes
+        assert found[name]["rank_message_bytes"] == [size * images * count for count in sent for _ in range(replicas)]
+    ring = 2 * (processes - 1) / processes
+    assert found["ddp"]["rank_collective_bytes"] == [round(ring * 4 * report["parameters"])] * processes
+    assert found["ddp"]["rank_message_bytes"] == [0] * processes
+    assert f"plain did not run: has one process, and {processes} were started" in done.stdout
+    assert ("stock: ZeRO-1, since it refuses ZeRO-2" in done.stdout) == (config == "zero2_fp16.json")
+
+
+@pytest.mark.launch
+def test_a_row_that_trains_something_else_is_refused(tmp_path: Path) -> None:
+    done = launch(2, PLANTED, *arguments("zero1_fp32.json", tmp_path, "--rows", "1f1b,ddp"))
+    assert done.returncode == 3, done.stdout[-2000:] + done.stderr[-4000:]
+    (line,) = [line for line in done.stderr.splitlines() if "ddpm_ds: error" in line]
+    assert "of PyTorch DDP, fp32, where ddpm_ds 1F1B" in line
+    assert "nothing is timed" in line and "step ms" not in done.stdout
+
+
+@pytest.fixture
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1" if "WORLD_SIZE" in name else "0")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--rounds", "0"], "'0' is not a positive number"),
+        (["--steps-per-round", "few"], "'few' is not a positive number"),
+        (["--json", "nowhere/result.json"], "--json nowhere/result.json can't be written"),
+        (["--set", "unet.chanels=8"], "did you mean unet.channels?"),
+        (["--rows", "1f1b,fold"], "'fold' is no row; rows are plain, 1f1b, folded"),
+        (["--rows", "torch,ddp"], "leaves nothing to run: torch needs 2 stages; ddp needs 2 processes"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(wrong: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--deepspeed_config", str(MAIN), *wrong]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and said in lines[0]
+
+
+def test_rows_are_taken_in_the_order_of_the_table() -> None:
+    assert command.parse(["--deepspeed_config", "x", "--rows", "ddp, 1f1b"]).rows == ["1f1b", "ddp"]
+    assert command.parse(["--deepspeed_config", "x"]).rows == list(ROWS)
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        command.parse(["--help"])
+    assert left.value.code == 0
+    out = capsys.readouterr().out
+    assert "take turns" in out and "exit codes" in out and "--num_gpus 4 launch/bench.py" in out
+    assert all(f"  {name} " in out for name in ROWS)

@@ -1,0 +1,228 @@
+"""What a run keeps in its folder between two processes, however the first one ended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddpm_ds.checkpoint.folder import checkpoint_name
+from ddpm_ds.checkpoint.groups import Groups
+from ddpm_ds.checkpoint.manifest import read_manifest
+from ddpm_ds.checkpoint.writer import Writer
+from ddpm_ds.errors import CheckpointError, OutputError
+from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.tracking.progress import ProgressLine
+from ddpm_ds.tracking.recorder import Recorder
+from ddpm_ds.tracking.run_folder import LOCK, METRICS, RunFolder, check_output, checkpoints_of, claim_folder
+from ddpm_ds.tracking.tracker import Tracker
+from ddpm_ds.train.resume import claim_run, find_checkpoint
+from ddpm_ds.train.saving import Saver
+from tests.checkpoint.saving import describe, fragments_of
+
+SHAPES: dict[str, tuple[int, ...]] = {"0.weight": (3, 2)}
+
+
+def save(run_dir: Path, images: int) -> Path:
+    """A checkpoint of a run of one rank."""
+    writer = Writer(checkpoints_of(run_dir), 0, 1, say=pytest.fail)
+    writer.begin("rank0", fragments_of(images, 0, 6, SHAPES), describe(images, SHAPES), {"images": images})
+    assert writer.wait()
+    return checkpoints_of(run_dir) / checkpoint_name(images)
+
+
+def found(run_dir: Path, resume: str, say: Callable[[str], None] = pytest.fail) -> Path | None:
+    """What a run of one rank goes on from."""
+
+    def gather(value: Any) -> list[Any]:
+        return [value]
+
+    claim = claim_run(run_dir, 0, ["a"], gather)
+    checkpoint = find_checkpoint(run_dir, resume, claim.groups, gather, say)
+    return checkpoint.path if checkpoint else None
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint_unless_told_otherwise(tmp_path: Path) -> None:
+    assert found(tmp_path, "auto") is None
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK], "looking leaves nothing that makes it a run's folder"
+    old, new = save(tmp_path, 8), save(tmp_path, 16)
+    assert found(tmp_path, "auto") == new
+    assert found(tmp_path, "never") is None
+    assert found(tmp_path / "elsewhere", str(old)) == old
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_word_and_refused_when_asked_for(tmp_path: Path) -> None:
+    old, new = save(tmp_path, 8), save(tmp_path, 16)
+    (new / "state.json").write_text("{}")
+    said: list[str] = []
+    assert found(tmp_path, "auto", said.append) == old
+    assert len(said) == 1 and new.name in said[0]
+    with pytest.raises(CheckpointError, match=new.name):
+        found(tmp_path, str(new))
+    with pytest.raises(CheckpointError, match=r"none\.here is unusable: manifest.json can't be read"):
+        found(tmp_path, str(tmp_path / "none.here"))
+
+
+def test_a_checkpoint_whose_replacement_was_interrupted_is_found(tmp_path: Path) -> None:
+    """Else a run with one checkpoint would begin anew."""
+    only = save(tmp_path, 8)
+    only.rename(only.with_name(f".replaced-{only.name}"))
+    assert found(tmp_path, "auto") == only
+    assert read_manifest(only).images == 8
+
+
+def test_a_rewind_goes_to_the_newest_good_checkpoint_of_its_own_past(tmp_path: Path) -> None:
+    """After a resume from an older one, later checkpoints lie in the folder until the next is saved."""
+    good, damaged, _later = save(tmp_path, 8), save(tmp_path, 16), save(tmp_path, 32)
+    (damaged / "state.json").write_text("{}")
+    saver = object.__new__(Saver)
+    saver._folder, saver._engine = checkpoints_of(tmp_path), cast(UnetPipelineEngine, SimpleNamespace(images_seen=24))
+    saver._groups, said = Groups.one_folder(0, 1), list[str]()
+    saver._say = said.append
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        checkpoint = saver._newest()
+        assert checkpoint is not None and checkpoint.path == good
+        assert len(said) == 1 and damaged.name in said[0]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_identity_of_a_run_is_made_once(tmp_path: Path) -> None:
+    identity = RunFolder(tmp_path).identity()
+    assert identity and RunFolder(tmp_path).identity() == identity
+
+
+def test_the_last_logged_step_is_that_of_the_last_point_even_after_a_rewind(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert folder.logged_step(METRICS) == 0
+    for step in (10, 20, 30, 20):
+        folder.append(METRICS, {"train/loss": 0.5}, step)
+    assert folder.logged_step(METRICS) == 20
+
+
+def test_a_point_cut_off_by_a_full_disk_costs_no_other(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.append(METRICS, {"train/loss": 0.5}, 10)
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(file.read_bytes() + b'{"step": 20, "train/l')
+    assert folder.logged_step(METRICS) == 10
+    folder.append(METRICS, {"train/loss": 0.25}, 20)
+    assert folder.logged_step(METRICS) == 20
+    assert json.loads(file.read_text().splitlines()[-1]) == {"step": 20, "train/loss": 0.25}
+
+
+class Line:
+    """Stands for the progress line."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.said.append(line)
+
+    def log_point(self, images: int, **values: object) -> None:
+        pass
+
+
+class Tracking:
+    """Stands for the tracker."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.pictures: list[tuple[str, int]] = []
+
+    def image(self, path: Path, key: str, step: int) -> None:
+        self.pictures.append((path.name, step))
+
+    def metrics(self, values: dict[str, float], step: int) -> None:
+        if step == 30:
+            raise KeyboardInterrupt  # stands for the end of the process
+        self.steps.append(step)
+
+    def text(self, text: str, name: str) -> None:
+        pass
+
+
+POINT = {"progress/images": 8.0, "train/loss": 0.5, "perf/images_per_second": 1.0}
+
+
+def recorder(folder: RunFolder) -> tuple[Recorder, Line, Tracking]:
+    """What records a run that was resumed in ``folder``."""
+    line, tracking = Line(), Tracking()
+    made = Recorder(cast(ProgressLine, line), cast(Tracker, tracking), folder)
+    return made, line, tracking
+
+
+def test_a_step_that_is_repeated_is_not_logged_again(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    first, _, tracking = recorder(folder)
+    for step in (10, 20):
+        first.point(POINT, step, fp16=False)
+        first.checkpoint(0.1, step)
+    assert tracking.steps == [10, 10, 20, 20]
+    with pytest.raises(KeyboardInterrupt):
+        first.point(POINT, 30, fp16=False)
+    second, _, tracking = recorder(folder)
+    for step in (20, 40):  # the process before may have sent 30, so it is left out
+        second.point(POINT, step, fp16=False)
+        second.checkpoint(0.1, step)
+    assert tracking.steps == [40, 40]
+
+
+def test_after_a_rewind_the_new_course_is_logged(tmp_path: Path) -> None:
+    made, line, tracking = recorder(RunFolder(tmp_path))
+    for step in (10, 20):
+        made.point(POINT, step, fp16=False)
+    made.rewound("went back", 1, 80, 10)
+    made.point(POINT, 20, fp16=False)
+    assert line.said == ["went back"] and tracking.steps == [10, 20, 10, 20]
+
+
+def test_a_picture_is_drawn_and_logged_once_for_each_step_of_a_course(tmp_path: Path) -> None:
+    images = torch.zeros(2, 1, 8, 8, dtype=torch.uint8)
+    folder = RunFolder(tmp_path)
+    for _ in range(2):  # the second process resumes from before the first one's last picture
+        made, _, tracking = recorder(folder)
+        made.samples(images, 0.1, 80, 10)
+        made.samples(images, 0.1, 160, 20)
+    assert tracking.pictures == []
+    made.rewound("went back", 1, 80, 10)
+    made.samples(images, 0.1, 160, 20)
+    assert tracking.pictures == [("images-000000160.png", 20)]
+    assert folder.samples(80).exists() and folder.samples(160).exists()
+
+
+def test_a_held_out_loss_is_logged_although_the_point_of_its_step_was(tmp_path: Path) -> None:
+    """The process may die between the two."""
+    first, _, _ = recorder(RunFolder(tmp_path))
+    first.point(POINT, 10, fp16=False)
+    for expected in ([10], []):
+        made, line, tracking = recorder(RunFolder(tmp_path))
+        made.evaluation({"eval/loss": 0.25}, 10)
+        assert tracking.steps == expected and line.said == ["held-out loss 0.2500"]
+
+
+def test_a_full_disk_does_not_stop_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: RunFolder, name: str, values: object, step: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RunFolder, "append", full)
+    made, line, tracking = recorder(RunFolder(tmp_path))
+    made.point(POINT, 10, fp16=False)
+    assert tracking.steps == [10] and "No space left on device" in line.said[0]
+
+
+def test_a_folder_is_claimed_by_one_process_at_a_time(tmp_path: Path) -> None:
+    claim = claim_folder(tmp_path / "run")
+    with pytest.raises(OutputError, match="is in use by a run that is still going"):
+        claim_folder(tmp_path / "run")
+    claim.close()
+    claim_folder(tmp_path / "run").close()
+    check_output(tmp_path / "run", "auto")  # what a claim leaves is no reason to refuse the folder

@@ -1,0 +1,369 @@
+"""Tracking: what a run holds in MLflow, and that nothing that happens to the tracker happens to training."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+from mlflow.entities import Run
+
+from ddpm_ds.tracking.tracker import UNSENT_FILE, RunLink, Tracker, flatten, keep_unsent, without_password
+
+PATIENCE_SECONDS = 60.0
+
+
+@pytest.fixture
+def root(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An output root with an empty store and a run folder `run`."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", "false")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    (tmp_path / "run").mkdir()
+    return tmp_path
+
+
+def start(root: Path, **changes: Any) -> Tracker:
+    options: dict[str, Any] = {"params": {}, "tags": {}, "output_root": root, "run_dir": root / "run"} | changes
+    return Tracker.start("experiment", "name", **options)
+
+
+def read_run(root: Path) -> Run:
+    """The only run of the store."""
+    client = MlflowClient(f"sqlite:///{root}/mlflow.db")
+    experiment = client.get_experiment_by_name("experiment")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    return run
+
+
+def history(root: Path, name: str) -> list[tuple[int, float]]:
+    client = MlflowClient(f"sqlite:///{root}/mlflow.db")
+    return [(point.step, point.value) for point in client.get_metric_history(read_run(root).info.run_id, name)]
+
+
+def wait_for(happened: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not (result := happened()):
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.05)
+    return result
+
+
+def unsent(root: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (root / "run" / UNSENT_FILE).read_text().splitlines()]
+
+
+class FakeTracker:
+    """As much of MLflow's REST interface as a run needs, on a port of loopback known before it answers."""
+
+    def __init__(self) -> None:
+        self.metrics: list[tuple[str, float, int]] = []
+        self.status = ""
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.uri = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self._server: ThreadingHTTPServer | None = None
+
+    def refuse_connections(self) -> None:
+        self._socket.close()
+
+    def answer(self) -> None:
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                path = self.path.rsplit("mlflow/", 1)[-1]
+                run = {"info": {"run_id": "r", "experiment_id": "7", "status": "RUNNING", "start_time": 1}, "data": {}}
+                replies: dict[str, dict[str, Any]] = {"experiments/create": {"experiment_id": "7"}}
+                replies["runs/create"] = {"run": run}
+                fake.metrics += [(m["key"], m["value"], int(m["step"])) for m in body.get("metrics", [])]
+                fake.status = body["status"] if path == "runs/update" else fake.status
+                self.reply(200, replies.get(path, {}))
+
+            def do_GET(self) -> None:
+                if "get-by-name" in self.path:
+                    self.reply(404, {"error_code": "RESOURCE_DOES_NOT_EXIST", "message": "no such experiment"})
+                else:
+                    self.reply(200, {"run": {"info": {"run_id": "r", "experiment_id": "7"}, "data": {}}})
+
+            def reply(self, code: int, content: dict[str, Any]) -> None:
+                body = json.dumps(content).encode()
+                self.send_response(code)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        port = int(self.uri.rsplit(":", 1)[1])
+        self._socket.close()
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._socket.close()
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+
+
+@pytest.fixture
+def fake_tracker() -> Iterator[FakeTracker]:
+    fake = FakeTracker()
+    yield fake
+    fake.close()
+
+
+def test_a_run_holds_params_tags_metrics_artifacts_and_system_metrics(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / "mlflow.db").unlink()  # also from nothing
+    monkeypatch.setenv("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", "true")
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.1")
+    (root / "run" / "spec.yaml").write_text("name: digits\n")
+    many = {f"derived.{i}": i for i in range(120)}
+    tracker = start(
+        root,
+        params={"unet": {"channels": 32, "multipliers": (1, 2), "classes": None}, "long": "x" * 7000, **many},
+        tags={"git.commit": "abc"},
+        artifacts=[root / "run" / "spec.yaml"],
+    )
+    before_ms = time.time() * 1000
+    for step in range(600):
+        tracker.metrics({"train/loss": 1.0 / (step + 1), "train/grad_norm": float("nan")}, step)
+    after_ms = time.time() * 1000
+    tracker.text("the verdict", "verdict.txt")
+    wait_for(lambda: tracker.run_id)
+    time.sleep(0.5)
+    link = tracker.finish("FINISHED", PATIENCE_SECONDS)
+
+    run = read_run(root)
+    assert (run.info.status, run.info.run_id, run.info.run_name) == ("FINISHED", link.run_id, "name")
+    assert run.data.params["unet.channels"] == "32" and run.data.params["unet.multipliers"] == "[1, 2]"
+    assert run.data.params["derived.119"] == "119" and len(run.data.params["long"]) == 6000
+    assert run.data.tags["git.commit"] == "abc"
+    assert history(root, "train/loss") == [(step, 1.0 / (step + 1)) for step in range(600)]
+    assert run.data.metrics["system/cpu_utilization_percentage"] >= 0
+    client = MlflowClient(link.tracking_uri)
+    times = [point.timestamp for point in client.get_metric_history(run.info.run_id, "train/loss")]
+    assert before_ms - 1 <= min(times) and max(times) <= after_ms, "the time is that of the call, not of the sending"
+    assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["spec.yaml", "verdict.txt"]
+    assert run.info.artifact_uri.startswith((root / "mlartifacts").as_uri())
+    assert link.open_with == f"mlflow ui --backend-store-uri sqlite:///{root}/mlflow.db"
+    assert not (root / "run" / UNSENT_FILE).exists()
+
+
+def test_going_on_with_a_run_appends_and_leaves_its_params(root: Path) -> None:
+    first = start(root, params={"images": 100})
+    first.metrics({"train/loss": 2.0}, 1)
+    run_id = first.finish("KILLED", PATIENCE_SECONDS).run_id
+
+    second = start(root, params={"images": 200}, tags={"resume_count": "1"}, run_id=run_id)
+    second.metrics({"train/loss": 1.0}, 2)
+    wait_for(lambda: second.run_id)
+    assert read_run(root).info.status == "RUNNING"
+    assert second.finish("FINISHED", PATIENCE_SECONDS).run_id == run_id
+
+    run = read_run(root)
+    assert history(root, "train/loss") == [(1, 2.0), (2, 1.0)]
+    assert (run.data.params["images"], run.data.tags["resume_count"]) == ("100", "1")
+    assert run.info.status == "FINISHED" and not (root / "run" / UNSENT_FILE).exists()
+
+
+def test_going_on_with_a_run_that_is_gone_starts_a_new_one(root: Path) -> None:
+    said: list[str] = []
+    tracker = start(root, params={"images": 1}, run_id="0" * 32, say=said.append)
+    assert tracker.finish("FINISHED", PATIENCE_SECONDS).run_id == read_run(root).info.run_id
+    assert read_run(root).data.params == {"images": "1"}
+    assert len(said) == 1 and f"no run {'0' * 32}" in said[0]
+
+
+def test_a_tracker_that_is_down_is_named_once_and_caught_up_with(
+    root: Path, fake_tracker: FakeTracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_tracker.refuse_connections()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", fake_tracker.uri.replace("//", "//user:secret@"))
+    said: list[str] = []
+    tracker = start(root, params={"a": 1}, say=said.append)
+    for step in range(50):
+        tracker.metrics({"train/loss": float(step)}, step)
+    wait_for(lambda: said)
+    time.sleep(1.5)  # at least one more attempt
+    assert len(said) == 1 and "Connection refused" in said[0] and fake_tracker.uri in said[0]
+
+    fake_tracker.answer()
+    wait_for(lambda: len(said) == 2)
+    assert "answers again" in said[1]
+    link = tracker.finish("FINISHED", PATIENCE_SECONDS)
+    assert fake_tracker.metrics == [("train/loss", float(step), step) for step in range(50)]
+    assert fake_tracker.status == "FINISHED" and len(said) == 2
+    assert link == RunLink("r", "7", fake_tracker.uri, f"{fake_tracker.uri}/#/experiments/7/runs/r")
+    assert "secret" not in repr((link, said)) and not (root / "run" / UNSENT_FILE).exists()
+
+
+def test_a_tracker_that_hangs_holds_up_nothing_and_what_is_unsent_can_be_sent_later(
+    root: Path, fake_tracker: FakeTracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", fake_tracker.uri)
+    said: list[str] = []
+    begin = time.perf_counter()
+    tracker = start(root, params={"a": 1}, say=said.append)
+    tracker._process.send_signal(signal.SIGSTOP)  # nobody reads the pipe
+    wake = threading.Timer(5.0, tracker._process.send_signal, [signal.SIGCONT])
+    wake.start()
+    tracker.text("x" * 1_000_000, "longer_than_a_pipe.txt")
+    for step in range(1000):
+        tracker.metrics({"train/loss": float(step), "train/lr": 0.1}, step)
+    assert time.perf_counter() - begin < 0.5, "far less than the import of mlflow alone"
+    wake.cancel()
+    tracker._process.send_signal(signal.SIGCONT)
+
+    begin = time.perf_counter()
+    link = tracker.finish("FINISHED", timeout_seconds=0.5)
+    assert time.perf_counter() - begin < 3.0
+    assert link.run_id is None and link.open_with == fake_tracker.uri
+    assert len(unsent(root)) == 1 + 1 + 1000 + 1
+    assert "1002 records could not be sent" in said[-1] and fake_tracker.uri in said[-1]
+
+    command = said[-1].split("to send them: python ")[1].split(" < ")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")  # the file does not hold the environment's tracker, nor its password
+    with (root / "run" / UNSENT_FILE).open() as file:
+        subprocess.run([sys.executable, *command[0].split()], stdin=file, check=True, timeout=PATIENCE_SECONDS)
+    assert history(root, "train/loss") == [(step, float(step)) for step in range(1000)]
+    assert read_run(root).info.status == "FINISHED" and read_run(root).data.params == {"a": "1"}
+
+
+TRAINER = """
+import os, sys, time
+from pathlib import Path
+from ddpm_ds.tracking.tracker import Tracker
+
+root = Path(sys.argv[1])
+tracker = Tracker.start("experiment", "name", output_root=root, run_dir=root / "run", params={}, tags={})
+for step in range(100):
+    tracker.metrics({"train/loss": float(step)}, step)
+loader = os.fork()  # holds every pipe open, as a loader process does
+if loader:
+    print(loader, flush=True)
+    while not tracker.run_id:
+        time.sleep(0.01)
+    assert "mlflow" not in sys.modules
+    print("started", flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("how", ["kill the trainer", "signal the group"])
+def test_a_trainer_that_dies_leaves_a_failed_run_with_everything_it_said(root: Path, how: str) -> None:
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", TRAINER, str(root)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    assert trainer.stdout is not None
+    try:
+        assert trainer.stdout.readline().strip().isdigit() and trainer.stdout.readline() == "started\n"
+        if how == "kill the trainer":
+            trainer.kill()
+        else:
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                os.killpg(trainer.pid, number)
+        trainer.wait(PATIENCE_SECONDS)
+        wait_for(lambda: read_run(root).info.status == "FAILED")
+        assert history(root, "train/loss") == [(step, float(step)) for step in range(100)]
+    finally:
+        os.killpg(trainer.pid, signal.SIGKILL)
+        trainer.stdout.close()
+
+
+def test_after_the_trainer_the_worker_lives_no_longer_than_its_flush(root: Path, fake_tracker: FakeTracker) -> None:
+    options = {"id": "x", "time": 0, "experiment": "e", "run_name": "n", "run_id": None, "params": {}, "tags": {}}
+    paths = {"tracking_uri": fake_tracker.uri, "output_root": str(root), "run_dir": str(root / "run")}
+    records = [{"start": options | paths}, {"metrics": {"train/loss": 1.0}, "step": 1, "time": 1}]
+    program = "import ddpm_ds.tracking.worker as w; w.FLUSH_SECONDS = 3.0; w.main()"
+    worker = subprocess.run(
+        [sys.executable, "-c", program, str(os.getpid())],
+        input="".join(json.dumps(record) + "\n" for record in records),
+        text=True,
+        capture_output=True,
+        timeout=PATIENCE_SECONDS,
+    )
+    assert worker.returncode == 1 and "2 records could not be sent" in worker.stdout
+    assert [next(iter(record)) for record in unsent(root)] == ["start", "metrics", "finish"]
+    assert unsent(root)[-1]["finish"] == "FAILED"
+
+
+def test_a_worker_that_dies_is_replaced_once_and_training_goes_on(root: Path) -> None:
+    said: list[str] = []
+    tracker = start(root, params={"a": 1}, say=said.append)
+    for step in range(300):
+        if step in (100, 200):
+            wait_for(lambda: tracker.run_id)
+            tracker._process.kill()
+            tracker._process.wait()
+        if step == 101:
+            wait_for(lambda: said)
+        tracker.metrics({"train/loss": float(step)}, step)
+        if step == 150:
+            wait_for(lambda: len(tracker._unsent) == 0)
+    link = tracker.finish("FINISHED", PATIENCE_SECONDS)
+
+    assert link.run_id == read_run(root).info.run_id, "the second worker goes on with the run of the first"
+    sent = history(root, "train/loss")
+    left = [record["step"] for record in unsent(root) if "metrics" in record]
+    assert [step for step, _ in sent][:151] == list(range(151)) and len(sent) == len({step for step, _ in sent})
+    assert {step for step, _ in sent} | set(left) == set(range(300)), "sent or in the file, never lost"
+    assert len(said) == 2 and "died" in said[0] and UNSENT_FILE in said[1]
+
+
+def test_two_runs_can_make_the_store_at_the_same_time(root: Path) -> None:
+    (root / "mlflow.db").unlink()
+    said: list[str] = []
+    trackers = [start(root, say=said.append) for _ in range(2)]
+    links = [tracker.finish("FINISHED", PATIENCE_SECONDS) for tracker in trackers]
+    assert said == [] and links[0].experiment_id == links[1].experiment_id and links[0].run_id != links[1].run_id
+
+
+def test_a_record_that_is_refused_is_set_aside_and_the_rest_is_sent(root: Path) -> None:
+    said: list[str] = []
+    tracker = start(root, artifacts=[root / "missing.txt"], say=said.append)
+    tracker.metrics({"train/loss": 1.0}, 1)
+    tracker.finish("FINISHED", PATIENCE_SECONDS)
+    assert read_run(root).info.status == "FINISHED" and history(root, "train/loss") == [(1, 1.0)]
+    assert [next(iter(record)) for record in unsent(root)] == ["start", "artifact"]
+    assert len(said) == 2 and "missing.txt" in said[0] and UNSENT_FILE in said[1]
+
+
+def test_params_are_flat_text() -> None:
+    nested = {"a": {"b": {"c": 1e-4}, "empty": {}}, "list": [1, {"x": True}], "path": Path("p"), "text": "as it is"}
+    flat = {"a.b.c": "0.0001", "a.empty": "{}", "list": '[1, {"x": true}]', "path": '"p"', "text": "as it is"}
+    assert flatten(nested) == flat
+
+
+def test_passwords_in_uris_are_not_shown() -> None:
+    assert without_password("failed at https://me:pw@host:5000/x, retry") == "failed at https://host:5000/x, retry"
+    assert without_password("sqlite:////a/b@c/mlflow.db") == "sqlite:////a/b@c/mlflow.db"
+
+
+def test_a_full_or_missing_run_folder_is_said_in_one_line(tmp_path: Path) -> None:
+    options = {"run_dir": str(tmp_path / "gone"), "tracking_uri": "http://127.0.0.1:1", "output_root": str(tmp_path)}
+    line = keep_unsent(options, [{"finish": "FAILED", "time": 1}])
+    assert "1 record could not be sent" in line and "No such file" in line and "\n" not in line
