@@ -1,3 +1,3 @@
 """Train pixel-space diffusion U-Nets on DeepSpeed's pipeline engine, from a laptop CPU to many nodes."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
