@@ -1,6 +1,7 @@
-"""Errors that a user can cause and mend: one line each, naming the key, the value and the fix.
+"""Errors that a user can cause and mend, and the exit codes of every program.
 
-Exit codes are a contract with launchers and schedulers; ``docs/exit_codes.md`` says what to do with each.
+A message is one line that names the key, the value and the fix. Exit codes are a contract with launchers and
+schedulers; ``docs/exit_codes.md`` says what to do with each.
 """
 
 EXIT_BAD_INPUT = 2
@@ -12,13 +13,13 @@ EXIT_PEER_LOST = 76
 
 
 class UserError(Exception):
-    """Something that was given is wrong. Shown as one line, without a traceback; exit code 2."""
+    """Wrong input. Shown as one line, without a traceback; exit code 2."""
 
     exit_code = EXIT_BAD_INPUT
 
 
 class SpecError(UserError):
-    """The run spec (YAML or ``--set``) can't be read or describes nothing that can be trained."""
+    """The run spec (YAML or ``--set``) or an option can't be read, or describes nothing that can be trained."""
 
 
 class DsConfigError(UserError):
@@ -30,7 +31,7 @@ class DeviceLostError(DsConfigError):
 
 
 class DataError(UserError):
-    """A data source or a prepared store is missing, damaged or empty."""
+    """A data source or a data-set cache is missing, damaged or empty."""
 
 
 class LayoutError(UserError):
@@ -54,11 +55,11 @@ class NoCheckpointError(CheckpointError):
 
 
 class EvaluationError(UserError):
-    """A score that was asked for can't be had here, or not from so few images."""
+    """A score that was asked for can't be computed here, or not from so few images."""
 
 
 class BadNumbersError(Exception):
-    """Training can't go on: the loss is not finite or the loss scale is at its floor; exit code 3."""
+    """The loss is not finite, or the loss scale is at its floor, so training can't go on; exit code 3."""
 
     exit_code = EXIT_BAD_NUMBERS
 
@@ -79,3 +80,7 @@ class PeerLostError(Exception):
     """Another rank died or hangs, so nothing that needs all ranks can go on; exit code 76."""
 
     exit_code = EXIT_PEER_LOST
+
+
+KNOWN_TO_ALL_RANKS = (BadNumbersError, Preempted)
+"""Errors that every rank raises at the same step, so that all can still leave together."""

@@ -6,7 +6,7 @@ deepspeed --num_gpus 2 launch/sample.py runs/cifar10 --count 50000 --out cifar10
 import sys
 
 from ddpm_ds.cli.sample import main
-from ddpm_ds.processes.exit_record import recorded
+from ddpm_ds.processes.ranks import recorded
 
 if __name__ == "__main__":
     sys.exit(recorded(main))

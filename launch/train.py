@@ -7,7 +7,7 @@ deepspeed --num_gpus 4 launch/train.py --deepspeed_config ds_configs/zero2_fp16.
 import sys
 
 from ddpm_ds.cli.train import main
-from ddpm_ds.processes.exit_record import recorded
+from ddpm_ds.processes.ranks import recorded
 
 if __name__ == "__main__":
     sys.exit(recorded(main))

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from ddpm_ds.processes.exit_record import recorded
+from ddpm_ds.processes.ranks import recorded
 
 
 def main() -> int:

@@ -48,7 +48,6 @@ NOT_IN = {
     "keyed": {"deepspeed", "mlflow"},
     "device": {"numpy", "deepspeed", "mlflow"},
     "processes": {"mlflow", "numpy"},
-    "processes.exit_record": HEAVY,
     "processes.hosts": HEAVY,
     "processes.launcher": HEAVY,
     "processes.ranks": HEAVY,

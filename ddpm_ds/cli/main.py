@@ -121,7 +121,7 @@ def _add_run(verbs: argparse._SubParsersAction[OneLineParser]) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    def say(line: str) -> None:
+    def log(line: str) -> None:
         with contextlib.suppress(OSError):  # the terminal may have gone
             print(f"ddpm-ds run: {line}", file=sys.stderr, flush=True)
 
@@ -129,7 +129,7 @@ def _run(options: argparse.Namespace) -> int:
         options.command[options.command[:1] == ["--"] :],
         max_restarts=options.max_restarts,
         grace_seconds=options.grace_seconds,
-        say=say,
+        log=log,
     )
 
 

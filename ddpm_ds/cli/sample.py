@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ddpm_ds.command_line import OneLineParser, natural, positive, seed
 from ddpm_ds.errors import PeerLostError, SpecError, UserError
 from ddpm_ds.evaluate.draw import add_sampler_options, sampler_from
-from ddpm_ds.processes.exit_record import record_exit
-from ddpm_ds.processes.ranks import say_once, set_environment
+from ddpm_ds.processes.ranks import print_once, record_exit, set_environment
 
 if TYPE_CHECKING:
     from ddpm_ds.evaluate.draw import Request, SavedRequest
@@ -71,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ddpm_ds: error: {error}", file=sys.stderr, flush=True)
         os._exit(record_exit(error.exit_code))
     except UserError as error:
-        say_once(f"ddpm_ds: error: {error}")
+        print_once(f"ddpm_ds: error: {error}")
         return error.exit_code
 
 

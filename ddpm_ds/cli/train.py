@@ -15,8 +15,7 @@ from ddpm_ds.config.spec_file import SPECS
 from ddpm_ds.errors import BadNumbersError, DeviceLostError, PeerLostError, Preempted, SpecError, UserError
 from ddpm_ds.pipeline.placement import launched_hosts
 from ddpm_ds.predict.plan import describe_plan, plan_run
-from ddpm_ds.processes.exit_record import record_exit
-from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS, say_once, set_environment
+from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS, print_once, record_exit, set_environment
 from ddpm_ds.tracking.run_folder import OUTPUT_ROOT, check_output, new_run_dir
 
 TRACED_STEPS = range(20, 23)
@@ -168,10 +167,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ddpm_ds: error: {error}", file=sys.stderr, flush=True)
         os._exit(record_exit(error.exit_code))
     except DeviceLostError as error:  # nor anything that waits for the device
-        say_once(f"ddpm_ds: error: {error}")
+        print_once(f"ddpm_ds: error: {error}")
         os._exit(record_exit(error.exit_code))
     except (UserError, BadNumbersError, Preempted) as error:
-        say_once(f"ddpm_ds: {'' if isinstance(error, Preempted) else 'error: '}{error}")
+        print_once(f"ddpm_ds: {'' if isinstance(error, Preempted) else 'error: '}{error}")
         return error.exit_code
     except Exception:  # as PeerLostError: what waits for the others includes the end of this interpreter
         if os.environ.get("WORLD_SIZE", "1") == "1":

@@ -52,7 +52,7 @@ def start(task: Task, folder: Path) -> dict[str, Any]:
     options = ["--quiet", "--hostfile", os.devnull, "--num_gpus", str(task.layout.processes)]
     options += ["--master_port", str(free_port()), "--module", PROGRAM, "--run-dir", str(folder)]
     sys.stdout.flush()
-    code = supervise(options, max_restarts=0, grace_seconds=GRACE_SECONDS, say=lambda line: None)
+    code = supervise(options, max_restarts=0, grace_seconds=GRACE_SECONDS, log=lambda line: None)
     if code == EXIT_PREEMPTED or code > 128:
         raise KeyboardInterrupt
     if code or not (folder / RESULT).exists():

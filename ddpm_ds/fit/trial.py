@@ -27,8 +27,7 @@ from ddpm_ds.command_line import gib
 from ddpm_ds.fit.answer import Answer, TrialError, TriedSize, judge
 from ddpm_ds.fit.child import STEPS, answer_trial
 from ddpm_ds.fit.task import Task, largest_fitting
-from ddpm_ds.processes.exit_record import recorded
-from ddpm_ds.processes.ranks import free_port, set_environment
+from ddpm_ds.processes.ranks import free_port, recorded, set_environment
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 3.0

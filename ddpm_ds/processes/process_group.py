@@ -1,4 +1,4 @@
-"""TODO"""
+"""The process group of a program: how long its ranks wait for each other, and what is said where it can't be made."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from datetime import timedelta
 import deepspeed
 import torch.distributed as dist
 
-from ddpm_ds.errors import BadNumbersError, DeviceLostError, HostError, Preempted, UserError
+from ddpm_ds.errors import KNOWN_TO_ALL_RANKS, DeviceLostError, HostError, UserError
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.processes.hosts import GLOO_INTERFACE, use_interface_towards
 from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS, host_name, on_several_hosts
 from ddpm_ds.processes.rendezvous import port_taken
 
-KNOWN_TO_ALL_RANKS = (BadNumbersError, Preempted)
-"""Raised on every rank at the same step, so that all can still act together."""
 PAUSE_SECONDS = 1800.0
 """What ranks may wait for one that checkpoints, inspects or compiles, before their process groups end them."""
 LONGEST_TIMEOUT = timedelta(days=365)

@@ -1,13 +1,23 @@
-"""TODO"""
+"""Every program's beginning and end as one of several ranks. No torch.
+
+At its start a process takes its place among the ranks, whichever launcher started it, and the environment that has not
+travelled to its host. At its end it records its exit code for ``ddpm-ds run``: DeepSpeed's launcher ends the other
+ranks when one has left, reports the code of whichever it looked at first, and exits with 0 when a part of it was
+killed.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
 import socket
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 from ddpm_ds.errors import SpecError
 from ddpm_ds.processes.hosts import find_environment
@@ -15,21 +25,32 @@ from ddpm_ds.processes.hosts import find_environment
 DEAD_SECONDS, HANG_SECONDS = 15.0, 600.0
 """Silence after which a rank is given up, and time without a step after which a run hangs, unless options say so."""
 OTHERS_WAIT_SECONDS = 5.0
-"""How long ranks other than 0 hold back an error, so that rank 0 is the one to say it."""
-FIRST_OWN_STEP_OF_SLURM = 0xFFFFFFF0
-"""Step numbers from here on are not of srun's tasks: batch script, interactive shell, external processes."""
+"""How long ranks other than 0 hold an error back, so that rank 0 is the one to print it."""
+NODE_ID = "MLFLOW_SYSTEM_METRICS_NODE_ID"
+EXIT_FILE_VARIABLE = "DDPM_DS_EXIT_FILE"
+"""Names the file of exit codes in the environment of every process of a run; without it nothing is recorded."""
+STARTED = "started"
+
 SLURM_TASK = {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"}
+FIRST_OWN_STEP_OF_SLURM = 0xFFFFFFF0
+"""First of the step numbers that are not of srun's tasks: batch script, interactive shell, external processes."""
+OPENMPI = {
+    "RANK": "OMPI_COMM_WORLD_RANK",
+    "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
+    "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
+    "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
+}
 
 
 def set_environment() -> None:
-    """What every process does first: take its place among the ranks, and the environment that has not travelled.
+    """Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and what ``.deepspeed_env`` adds.
 
-    DeepSpeed's launcher and torchrun say the rank. Of a task that srun or OpenMPI's mpirun has started, theirs counts;
-    a process that nobody else has started is a world of its own. DeepSpeed's launcher takes ``.deepspeed_env`` along to
-    other hosts only by pdsh and MPI, so it is read here as well; what the environment already has stays.
+    What the environment already has stays. DeepSpeed's launcher and torchrun say the rank; without them that of a task
+    of OpenMPI's mpirun or Slurm's srun counts, and a process that nobody else has started is a world of its own.
+    DeepSpeed takes ``.deepspeed_env`` to other hosts only by pdsh and MPI, so each process reads it as well.
 
-    GNU OpenMP's threads spin for long before they sleep, which takes a core from whoever shares it: on two cores with
-    a neighbour a step was ten times slower, and on two idle ones a tenth. It is read when PyTorch is imported.
+    GNU OpenMP's threads, which read their setting when PyTorch is imported, spin for long before they sleep. That takes
+    a core from whoever shares it: on two cores with a neighbour a step was ten times slower, on two idle ones a tenth.
 
     Raises:
         SpecError: a line of ``.deepspeed_env`` can't be understood, or the ranks are on several hosts and the first is
@@ -53,28 +74,15 @@ def set_environment() -> None:
     os.environ.setdefault("MASTER_PORT", "29500")
 
 
-def on_several_hosts() -> bool:
-    """Whether there are ranks of this run on other hosts."""
-    world_size = os.environ["WORLD_SIZE"]
-    return world_size != os.environ.get("LOCAL_WORLD_SIZE", world_size)
-
-
 def _of_openmpi() -> dict[str, str]:
-    """The place of a process that mpirun has started. Under Slurm its parent is a task of srun, so this is asked
-    first."""
-    names = {
-        "RANK": "OMPI_COMM_WORLD_RANK",
-        "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
-        "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
-        "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
-    }
-    found = {ours: os.environ[theirs] for ours, theirs in names.items() if theirs in os.environ}
-    return found if len(found) == len(names) else {}
+    """The place of a task of mpirun, whose parent may itself be a task of srun."""
+    found = {ours: os.environ[theirs] for ours, theirs in OPENMPI.items() if theirs in os.environ}
+    return found if len(found) == len(OPENMPI) else {}
 
 
 def _of_slurm() -> dict[str, str]:
-    """The place of a task of srun. A batch script and the shell of salloc have a task's number as well, but stand for
-    the whole job: they have no step, or one of Slurm's own numbers (docs/launchers.md)."""
+    """The place of a task of srun. A batch script and the shell of salloc stand for the whole job, though they have a
+    task's number as well: they have no step, or one of Slurm's own numbers."""
     step = os.environ.get("SLURM_STEP_ID", "")
     if not step.isdecimal() or int(step) >= FIRST_OWN_STEP_OF_SLURM or not os.environ.keys() >= SLURM_TASK:
         return {}
@@ -90,6 +98,17 @@ def _of_slurm() -> dict[str, str]:
     }
 
 
+def on_several_hosts() -> bool:
+    """Whether this run has ranks on other hosts."""
+    world_size = os.environ["WORLD_SIZE"]
+    return world_size != os.environ.get("LOCAL_WORLD_SIZE", world_size)
+
+
+def host_name() -> str:
+    """This host's name in metrics and messages: MLflow's node id where that is set, else its own name."""
+    return re.sub(r"[^\w.-]", "_", os.environ.get(NODE_ID) or platform.node())
+
+
 def free_port() -> int:
     """A port of this host that nobody listens on."""
     with socket.socket() as listener:
@@ -97,16 +116,53 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def say_once(line: str) -> None:
-    """Say what every rank has found, once. A launcher ends the other ranks as soon as rank 0 has left."""
+def print_once(line: str) -> None:
+    """Print what every rank has found, once: a launcher ends the other ranks as soon as rank 0 has left."""
     if int(os.environ["RANK"]) != 0:
         time.sleep(OTHERS_WAIT_SECONDS)
     print(line, file=sys.stderr, flush=True)
 
 
-def host_name() -> str:
-    """What this host is called in names of metrics: as the environment says, else its own name."""
-    return re.sub(r"[^\w.-]", "_", os.environ.get(NODE_ID) or platform.node())
+def record_exit(code: int) -> int:
+    """Record that this rank leaves, as intended, with ``code``; returns the code. Never fails."""
+    _record(str(code))
+    return code
 
 
-NODE_ID = "MLFLOW_SYSTEM_METRICS_NODE_ID"
+def recorded(main: Callable[[], int]) -> int:
+    """Run a rank's ``main`` and record that it started and the code it ends with; exceptions record nothing."""
+    _record(STARTED)
+    try:
+        return record_exit(main())
+    except SystemExit as leaving:  # argparse leaves like this after --help
+        if leaving.code is None or isinstance(leaving.code, int):
+            record_exit(leaving.code or 0)
+        raise
+
+
+def _record(word: str) -> None:
+    if path := os.environ.get(EXIT_FILE_VARIABLE):
+        with contextlib.suppress(OSError):  # the file is gone with its supervisor, or its disk is full
+            file = os.open(path, os.O_WRONLY | os.O_APPEND)  # one write, so that lines of several ranks don't mix
+            try:
+                os.write(file, f"{os.environ.get('RANK', '0')} {word}\n".encode())
+            finally:
+                os.close(file)
+
+
+class ExitRecord(NamedTuple):
+    """What the ranks of one start have recorded."""
+
+    failure: int | None
+    """The first code other than 0."""
+    unfinished: tuple[str, ...]
+    """Ranks that started and have not recorded how they ended."""
+
+
+def read_exits(path: Path) -> ExitRecord:
+    """Read what the ranks have recorded in ``path``."""
+    lines = [line.split() for line in path.read_text().splitlines()]
+    ended = [(rank, int(word)) for rank, word in lines if word != STARTED]
+    unfinished = {rank for rank, word in lines if word == STARTED} - {rank for rank, _ in ended}
+    failure = next((code for _, code in ended if code != 0), None)
+    return ExitRecord(failure, tuple(sorted(unfinished, key=int)))

@@ -33,7 +33,7 @@ TELL_SECONDS = 10.0
 REFUSAL = "refusal"
 
 
-class Meeting:
+class Rendezvous:
     """The ranks of one start of a run. A single rank meets nobody and waits for nothing.
 
     Raises:
@@ -49,7 +49,7 @@ class Meeting:
         self._store = _store(self.rank, start_seconds) if self.world_size > 1 else None
         self._closed = threading.Event()
         if self._store is not None:
-            threading.Thread(target=self._beat, name="meeting", daemon=True).start()
+            threading.Thread(target=self._beat, name="rendezvous", daemon=True).start()
 
     @property
     def several_hosts(self) -> bool:
@@ -163,13 +163,13 @@ class _Beats:
 
 
 def refuse_alone(error: UserError) -> None:
-    """Tell the other hosts' ranks, which wait in their meeting or will, of an error before this rank's own meeting.
+    """Tell the other hosts' ranks, which wait at the rendezvous or will, of an error before this rank came there.
 
     On one host nobody needs to be told: its launcher ends the others.
     """
     if on_several_hosts():
         with contextlib.suppress(UserError, PeerLostError):
-            Meeting(TELL_SECONDS).refuse(error)
+            Rendezvous(TELL_SECONDS).refuse(error)
 
 
 def _store(rank: int, seconds: float) -> dist.Store:
@@ -192,7 +192,7 @@ def _store(rank: int, seconds: float) -> dist.Store:
             f"rank {rank} (host {host_name()}) can't reach rank 0 at {host}:{port} within {seconds:g} s; is that host "
             "up, and the port open? ddpm-ds doctor --hostfile FILE looks"
         ) from None
-    return dist.PrefixStore(f"ddpm_ds/meeting/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return dist.PrefixStore(f"ddpm_ds/rendezvous/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def port_taken() -> LayoutError:

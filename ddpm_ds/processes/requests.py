@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpm_ds.processes.exit_record import record_exit
+from ddpm_ds.processes.ranks import record_exit
 
 LAUNCHED = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")
 """Variables that DeepSpeed's and PyTorch's launchers set. The parent of a process without them may be a shell, which

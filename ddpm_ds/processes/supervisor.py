@@ -25,9 +25,9 @@ from types import FrameType
 import psutil
 
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PEER_LOST, EXIT_PREEMPTED, SpecError
-from ddpm_ds.processes.exit_record import EXIT_FILE_VARIABLE, ExitRecord, read_exits
 from ddpm_ds.processes.hosts import ENVIRONMENT_FILE_VARIABLE, find_environment, write_environment
 from ddpm_ds.processes.launcher import Launch, read_launch, ssh_environment
+from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitRecord, read_exits
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 SAME_SIGNAL_SECONDS = 1.0
@@ -55,7 +55,7 @@ def supervise(
     max_restarts: int,
     grace_seconds: float,
     pause_seconds: float = 1.0,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> int:
     """Run DeepSpeed's launcher with the arguments ``command``, again where it helps; returns the exit code of the last.
 
@@ -72,17 +72,17 @@ def supervise(
         while True:
             before = _content(latest)
             launch = read_launch(command)
-            code = _Start(launch, launch.port + ports, signals, grace_seconds, say).run()
+            code = _Start(launch, launch.port + ports, signals, grace_seconds, log).run()
             ports += launch.remote
             if code in FINAL or signals.count:
                 return code
             restarts = 1 if _content(latest) != before else restarts + 1
             why = f"exit code {code} ({MEANINGS.get(code, 'of the script')})"
             if restarts > max_restarts:
-                say(f"{why}; no restart of {max_restarts} is left" if max_restarts else why)
+                log(f"{why}; no restart of {max_restarts} is left" if max_restarts else why)
                 return code
             pause = min(pause_seconds * 2 ** (restarts - 1), LONGEST_PAUSE_SECONDS)
-            say(f"{why}; restart {restarts} of {max_restarts} in {pause:g} s")
+            log(f"{why}; restart {restarts} of {max_restarts} in {pause:g} s")
             until = time.monotonic() + pause
             while time.monotonic() < until:
                 if signals.count:
@@ -154,10 +154,10 @@ class _Start:
     """One start of the launcher, in a session of its own, so that a terminal's Ctrl-C does not reach the ranks."""
 
     def __init__(
-        self, launch: Launch, port: int, signals: _Signals, grace_seconds: float, say: Callable[[str], None]
+        self, launch: Launch, port: int, signals: _Signals, grace_seconds: float, log: Callable[[str], None]
     ) -> None:
         self._launch, self._port, self._signals = launch, port, signals
-        self._grace_seconds, self._say = grace_seconds, say
+        self._grace_seconds, self._log = grace_seconds, log
 
     def run(self) -> int:
         """Start, wait, and leave nothing running."""
@@ -175,7 +175,7 @@ class _Start:
             finally:
                 self._kill()
         if self._signals.count > 1:
-            self._say(f"{self._signals.last.name}: ended everything at once")
+            self._log(f"{self._signals.last.name}: ended everything at once")
             return 128 + self._signals.last
         return code
 
@@ -194,19 +194,19 @@ class _Start:
             if self._signals.count and stop_until == float("inf"):
                 stop_until = time.monotonic() + self._grace_seconds
                 if not self._ask_to_stop(self._signals.last.name):
-                    self._say(f"{self._signals.last.name}: stopped before a rank was there")
+                    self._log(f"{self._signals.last.name}: stopped before a rank was there")
                     if self._launch.remote:  # it would end every launcher of this user, whatever its job, on all hosts
                         self._launcher.kill()
                     _send(signal.SIGTERM, self._processes())
                     self._wait_until_gone(SETTLE_SECONDS)
                     return EXIT_PREEMPTED
             if time.monotonic() > stop_until:
-                self._say(f"not saved within {self._grace_seconds:g} s: ending everything; what was saved before stays")
+                self._log(f"not saved within {self._grace_seconds:g} s: ending everything; what was saved before stays")
                 return EXIT_PREEMPTED
             if lost_until == float("inf") and read_exits(self._exit_file).failure == EXIT_PEER_LOST:
                 lost_until = time.monotonic() + LOSING_SECONDS
             if time.monotonic() > lost_until:
-                self._say(f"ranks were lost {LOSING_SECONDS:g} s ago and the launcher has not ended: ending it")
+                self._log(f"ranks were lost {LOSING_SECONDS:g} s ago and the launcher has not ended: ending it")
                 return EXIT_PEER_LOST
             time.sleep(POLL_SECONDS)
         if code is None:
@@ -224,7 +224,7 @@ class _Start:
         """Signal the ranks, if there are any. Their children are theirs to end."""
         ranks = [process for process in self._processes() if _rank(process) not in (None, _rank(process.parent()))]
         if ranks:
-            self._say(f"{why}: asking {len(ranks)} ranks to save and stop; a second signal ends them at once")
+            self._log(f"{why}: asking {len(ranks)} ranks to save and stop; a second signal ends them at once")
             _send(signal.SIGTERM, ranks)
         return bool(ranks)
 

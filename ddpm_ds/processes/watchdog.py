@@ -24,11 +24,9 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from ddpm_ds.errors import EXIT_PEER_LOST, PeerLostError, UserError
-from ddpm_ds.processes.exit_record import record_exit
+from ddpm_ds.errors import EXIT_PEER_LOST, KNOWN_TO_ALL_RANKS, PeerLostError, UserError
 from ddpm_ds.processes.heartbeat import BEAT_SECONDS, LAST_WORDS_SECONDS, DeviceWork, Heartbeat, Judgement, make_store
-from ddpm_ds.processes.process_group import KNOWN_TO_ALL_RANKS
-from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS
+from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS, record_exit
 
 JUDGE_SECONDS = 0.2
 TOGETHER_BEATS = 3
@@ -48,7 +46,7 @@ class Watchdog:
         dead_seconds: a rank that was silent for so long is dead.
         hang_seconds: when no rank has called ``progress`` for so long, the run hangs.
         work: of this rank's device; None for a CPU.
-        say: is given one line before the end; may block.
+        log: is given one line before the end; may block.
         leave: is given the exit code. Ends the process at once, since a thread that waits in a collective can't be
             interrupted.
     """
@@ -63,12 +61,12 @@ class Watchdog:
         dead_seconds: float = DEAD_SECONDS,
         hang_seconds: float = HANG_SECONDS,
         work: DeviceWork | None = None,
-        say: Callable[[str], None] = _print,
+        log: Callable[[str], None] = _print,
         leave: Callable[[int], object] = os._exit,
     ) -> None:
         self._rank, self._names = rank, names
         self._dead_seconds, self._hang_seconds = dead_seconds, hang_seconds
-        self._say, self._leave = say, leave
+        self._log, self._leave = log, leave
         self._now = 0.0
         self._asked = False
         self._stopped = threading.Event()
@@ -183,7 +181,7 @@ class Watchdog:
         if finding.code == EXIT_PEER_LOST:
             line = f"{finding.reason}: ending {self._names[self._rank]}; the run can be resumed"
         if finding.code == EXIT_PEER_LOST or finding.ranks == (self._rank,):
-            saying = threading.Thread(target=self._say, args=(line,), daemon=True)  # a lock it needs may be lost too
+            saying = threading.Thread(target=self._log, args=(line,), daemon=True)  # a lock it needs may be lost too
             saying.start()
             saying.join(timeout=LAST_WORDS_SECONDS)
         record_exit(finding.code)

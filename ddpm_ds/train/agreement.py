@@ -18,7 +18,7 @@ from ddpm_ds.command_line import gib
 from ddpm_ds.device import MESSAGE_ENVIRONMENT
 from ddpm_ds.errors import HostError
 from ddpm_ds.predict.plan import RunPlan
-from ddpm_ds.processes.rendezvous import Meeting
+from ddpm_ds.processes.rendezvous import Rendezvous
 from ddpm_ds.tracking.tracker import flatten
 
 PACKAGES = ("torch", "deepspeed", "numpy", "pydantic", "safetensors")
@@ -37,7 +37,7 @@ def source_checksum() -> str:
     return digest.hexdigest()
 
 
-def check_alike(meeting: Meeting, plan: RunPlan, device: str) -> None:
+def check_alike(rendezvous: Rendezvous, plan: RunPlan, device: str) -> None:
     """Meet, and refuse to start where a rank would run something else; ``device`` is the type of this rank's.
 
     Raises:
@@ -54,12 +54,12 @@ def check_alike(meeting: Meeting, plan: RunPlan, device: str) -> None:
             "give -p and --device, so that no host has to choose",
         ),
     }
-    said = meeting.agree("start", {title: values for title, (values, _) in about.items()})
+    said = rendezvous.agree("start", {title: values for title, (values, _) in about.items()})
     for title, (_, remedy) in about.items():
-        _check(meeting, title, [one.get(title, {}) for one in said], remedy)
+        _check(rendezvous, title, [one.get(title, {}) for one in said], remedy)
 
 
-def check_gpus(meeting: Meeting, device: torch.device) -> str | None:
+def check_gpus(rendezvous: Rendezvous, device: torch.device) -> str | None:
     """Meet, and refuse to start where two ranks have one GPU; nothing to do on a CPU.
 
     Returns:
@@ -73,16 +73,17 @@ def check_gpus(meeting: Meeting, device: torch.device) -> str | None:
         return None
     gpu = torch.cuda.get_device_properties(device)
     settings = {name: os.environ.get(name) for name in MESSAGE_ENVIRONMENT if name.startswith("NCCL_")}
-    said = meeting.agree(
+    said = rendezvous.agree(
         "gpus", {"id": str(gpu.uuid), "model": f"{gpu.name} {gib(gpu.total_memory)}", "settings": settings}
     )
-    _check(meeting, "", [one["settings"] for one in said], "set it alike everywhere, in .deepspeed_env for example")
+    _check(rendezvous, "", [one["settings"] for one in said], "set it alike everywhere, in .deepspeed_env for example")
     owners: dict[str, int] = {}
     for rank, one in enumerate(said):
         if (owner := owners.setdefault(one["id"], rank)) != rank and os.environ.get(SHARED_GPU, "0") == "0":
             raise HostError(
-                f"{meeting.host_of(owner)} and {meeting.host_of(rank)} have one GPU between them ({one['model']}, "
-                f"{one['id']}), and NCCL needs one for each rank; start a host once, with as many processes as GPUs"
+                f"{rendezvous.host_of(owner)} and {rendezvous.host_of(rank)} have one GPU between them "
+                f"({one['model']}, {one['id']}), and NCCL needs one for each rank; start a host once, with as many "
+                "processes as GPUs"
             )
     models = Counter(one["model"] for one in said)
     if len(models) == 1:
@@ -91,7 +92,7 @@ def check_gpus(meeting: Meeting, device: torch.device) -> str | None:
     return f"GPUs of several models ({named}): each step waits for the slowest, and the smallest has to hold its stage"
 
 
-def check_same_images(meeting: Meeting, sha256: Mapping[str, str]) -> None:
+def check_same_images(rendezvous: Rendezvous, sha256: Mapping[str, str]) -> None:
     """Refuse to train where the hosts have prepared different images.
 
     Raises:
@@ -99,14 +100,14 @@ def check_same_images(meeting: Meeting, sha256: Mapping[str, str]) -> None:
         PeerLostError: a rank is gone.
     """
     remedy = "give all hosts the same images, or a data.store_root that all of them see"
-    _check(meeting, "prepared images: ", meeting.agree("images", dict(sha256)), remedy)
+    _check(rendezvous, "prepared images: ", rendezvous.agree("images", dict(sha256)), remedy)
 
 
 def _versions() -> dict[str, str]:
     return {"python": ".".join(map(str, sys.version_info[:2])), **{name: version(name) for name in PACKAGES}}
 
 
-def _check(meeting: Meeting, title: str, said: Sequence[Mapping[str, Any]], remedy: str) -> None:
+def _check(rendezvous: Rendezvous, title: str, said: Sequence[Mapping[str, Any]], remedy: str) -> None:
     first = flatten(said[0])
     for rank, other in enumerate(map(flatten, said)):
         differing = [key for key in {**first, **other} if first.get(key) != other.get(key)]
@@ -116,7 +117,7 @@ def _check(meeting: Meeting, title: str, said: Sequence[Mapping[str, Any]], reme
                 for key in differing[:MOST_NAMED]
             )
             more = f" and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
-            raise HostError(f"{meeting.host_of(rank)} differs from {meeting.host_of(0)}: {named}{more}; {remedy}")
+            raise HostError(f"{rendezvous.host_of(rank)} differs from {rendezvous.host_of(0)}: {named}{more}; {remedy}")
 
 
 def _short(value: str | None) -> str:

@@ -22,7 +22,7 @@ from ddpm_ds.checkpoint.groups import Gather, Groups, find_groups
 from ddpm_ds.checkpoint.union import CompleteCheckpoint, newest, settle, whole
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
-from ddpm_ds.processes.rendezvous import Meeting
+from ddpm_ds.processes.rendezvous import Rendezvous
 from ddpm_ds.tracking.run_folder import IDENTITY, checkpoints_of, claim_folder
 from ddpm_ds.tracking.tracker import flatten
 
@@ -112,10 +112,10 @@ class Claim(NamedTuple):
     """On the leader of each group."""
 
 
-def gather_in(meeting: Meeting) -> Gather:
+def gather_in(rendezvous: Rendezvous) -> Gather:
     """A collective before there is a process group."""
     topics = itertools.count()
-    return lambda value: [said["value"] for said in meeting.agree(f"checkpoints/{next(topics)}", {"value": value})]
+    return lambda value: [said["value"] for said in rendezvous.agree(f"checkpoints/{next(topics)}", {"value": value})]
 
 
 def claim_run(run_dir: Path, rank: int, hosts: Sequence[str], gather: Gather) -> Claim:

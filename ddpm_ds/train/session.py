@@ -17,13 +17,13 @@ from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.loader import Indices, micro_batches, on_device, split
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.device import DTYPES
-from ddpm_ds.errors import SpecError
+from ddpm_ds.errors import KNOWN_TO_ALL_RANKS, SpecError
 from ddpm_ds.observe.observer import Observer
 from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.predict.plan import RunPlan, hosts_line, on_hosts
-from ddpm_ds.processes.process_group import KNOWN_TO_ALL_RANKS, group_timeout, process_group
-from ddpm_ds.processes.rendezvous import Meeting
+from ddpm_ds.processes.process_group import group_timeout, process_group
+from ddpm_ds.processes.rendezvous import Rendezvous
 from ddpm_ds.processes.requests import Requests
 from ddpm_ds.processes.watchdog import Peers, Watchdog
 from ddpm_ds.tracking.node_metrics import node_metrics
@@ -55,25 +55,25 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     use_host_accelerator()
     share_threads(device)
-    meeting = Meeting(options.start_seconds)
-    with meeting.telling():
-        check_alike(meeting, plan, device.type)
-        line_of_gpus = check_gpus(meeting, device)
+    rendezvous = Rendezvous(options.start_seconds)
+    with rendezvous.telling():
+        check_alike(rendezvous, plan, device.type)
+        line_of_gpus = check_gpus(rendezvous, device)
         check_arithmetic(plan.config, device)
-        plan = on_hosts(planned := plan, meeting.hosts)
+        plan = on_hosts(planned := plan, rendezvous.hosts)
         objective = Denoising(plan.spec, device)
         store = prepare(plan.spec.data, progress=local_rank == 0)
         check_store(store, plan)
-        check_same_images(meeting, store.meta.sha256)
+        check_same_images(rendezvous, store.meta.sha256)
         config = fill_checkpointing(plan, device)
         line = ProgressLine(plan.spec.train.images) if rank == 0 else None
-        gather = gather_in(meeting)
-        claim = claim_run(run_dir, rank, meeting.hosts, gather)  # before anything in it is read
+        gather = gather_in(rendezvous)
+        claim = claim_run(run_dir, rank, rendezvous.hosts, gather)  # before anything in it is read
         run_dir, say = claim.run_dir, line.say if line is not None else _ignore
         whole = find_checkpoint(run_dir, options.resume, claim.groups, gather, say)
         resumed = _check_resume(whole, plan, config, store, say) if whole is not None else None
         initial = _open_initial_weights(plan) if whole is None else None
-        meeting.agree("ready", {})
+        rendezvous.agree("ready", {})
     if rank == 0 and (line_of_hosts := hosts_line(plan)) not in (None, hosts_line(planned)):
         print(line_of_hosts, flush=True)
     if rank == 0 and line_of_gpus is not None:
@@ -82,9 +82,9 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
         print(line_of_precision, flush=True)
 
     with process_group(group_timeout(options.hang_seconds, options.dead_seconds)):
-        meeting.close()
+        rendezvous.close()
         places = plan.grid()
-        names = [meeting.name(rank, places.coordinates(rank)[0]) for rank in range(dist.get_world_size())]
+        names = [rendezvous.name(rank, places.coordinates(rank)[0]) for rank in range(dist.get_world_size())]
         with Peers(names, device, options) as peers:
             with peers.blamed(), peers.watchdog.pause():
                 plan = cut_by_time(plan, device)

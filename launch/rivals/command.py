@@ -13,7 +13,7 @@ from ddpm_ds.cli.train import add_run_options
 from ddpm_ds.command_line import OneLineParser, check_writable, positive
 from ddpm_ds.errors import BadNumbersError, DeviceLostError, LayoutError, SpecError, UserError
 from ddpm_ds.predict.plan import RunPlan, plan_run
-from ddpm_ds.processes.ranks import say_once, set_environment
+from ddpm_ds.processes.ranks import print_once, set_environment
 from ddpm_ds.tracking.run_folder import OUTPUT_ROOT
 from rivals.choice import ROWS, why_not
 from rivals.one_device_choice import CPU_IMAGES, LEAST_ROUNDS, MOST_STEPS, ONE_DEVICE_ROWS, ROUNDS
@@ -155,10 +155,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             _benchmark(options)
     except DeviceLostError as error:  # nothing that waits for the device may follow
-        say_once(f"ddpm_ds: error: {error}")
+        print_once(f"ddpm_ds: error: {error}")
         os._exit(error.exit_code)
     except (UserError, BadNumbersError) as error:
-        say_once(f"ddpm_ds: error: {error}")
+        print_once(f"ddpm_ds: error: {error}")
         return error.exit_code
     return 0
 

@@ -37,7 +37,7 @@ def command(root: Path, *words: str) -> list[str]:
 
 PLAYED = """
 import os, pathlib, signal, sys, time
-from ddpm_ds.processes.exit_record import recorded
+from ddpm_ds.processes.ranks import recorded
 
 def main():
     run_dir = pathlib.Path(sys.argv[sys.argv.index("--run-dir") + 1])

@@ -17,7 +17,7 @@ from ddpm_ds.fit import measure, trial
 from ddpm_ds.fit.answer import Answer
 from ddpm_ds.fit.task import Task
 from ddpm_ds.predict.plan import RunPlan
-from ddpm_ds.processes.exit_record import recorded
+from ddpm_ds.processes.ranks import recorded
 
 KILLED_FROM = 4
 measured, searched = measure.measure, trial.search

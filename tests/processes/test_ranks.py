@@ -111,4 +111,4 @@ def test_a_file_that_says_nothing_is_refused_by_its_line(tmp_path: Path) -> None
     (tmp_path / ".deepspeed_env").write_text("UCX_TLS\n")
     with pytest.raises(SpecError, match="line 1: 'UCX_TLS' is not KEY=VALUE"):
         set_environment()
-    assert os.environ["RANK"] == "0"  # say_once asks for it
+    assert os.environ["RANK"] == "0"  # print_once asks for it

@@ -15,13 +15,13 @@ import torch
 
 from ddpm_ds.errors import HostError, LayoutError, PeerLostError, SpecError
 from ddpm_ds.predict.plan import RunPlan, plan_run
-from ddpm_ds.processes import rendezvous as meeting
-from ddpm_ds.processes.rendezvous import Meeting, refuse_alone
+from ddpm_ds.processes import rendezvous
+from ddpm_ds.processes.rendezvous import Rendezvous, refuse_alone
 from ddpm_ds.tracking import node_metrics
 from ddpm_ds.train import agreement
 from tests.launching import REPOSITORY, free_port
 
-Part = Callable[[Meeting], object]
+Part = Callable[[Rendezvous], object]
 
 
 class Rank(threading.Thread):
@@ -45,11 +45,11 @@ _environment = threading.Lock()
 _names = threading.local()
 
 
-def _joined(rank: int, seconds: float) -> Meeting:
+def _joined(rank: int, seconds: float) -> Rendezvous:
     _names.host = f"worker-{rank // 2 + 1}"
     with _environment:
         os.environ["RANK"] = str(rank)
-        return Meeting(seconds)
+        return Rendezvous(seconds)
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    monkeypatch.setattr(meeting, "host_name", lambda: _names.host)
+    monkeypatch.setattr(rendezvous, "host_name", lambda: _names.host)
     monkeypatch.setattr(node_metrics, "host_name", lambda: _names.host)
 
 
@@ -74,7 +74,7 @@ def meet(*parts: Part, seconds: float = 30.0) -> list[Any]:
 
 
 def test_all_hear_what_each_has_said_and_on_which_host() -> None:
-    def says(together: Meeting) -> object:
+    def says(together: Rendezvous) -> object:
         return together.agree("start", {"rank": together.rank}), together.hosts, together.name(2, 1)
 
     for facts, hosts, name in meet(says, says, says):
@@ -84,7 +84,7 @@ def test_all_hear_what_each_has_said_and_on_which_host() -> None:
 
 
 def test_what_one_rank_can_not_do_ends_all_with_its_words() -> None:
-    def fails(together: Meeting) -> object:
+    def fails(together: Rendezvous) -> object:
         raise SpecError("data.path = photos is no folder")
 
     ended = meet(lambda m: m.agree("start", {}), lambda m: m.agree("start", {}), fails)
@@ -112,15 +112,15 @@ def test_a_rank_that_never_comes_is_named() -> None:
 
 
 def test_a_rank_that_falls_silent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "SILENCE_SECONDS", 0.5)
-    monkeypatch.setattr(meeting, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(rendezvous, "BEAT_SECONDS", 0.1)
 
-    def dies(together: Meeting) -> object:
+    def dies(together: Rendezvous) -> object:
         together.agree("start", {})
         together.close()  # its beats end
         return None
 
-    def goes_on(together: Meeting) -> object:
+    def goes_on(together: Rendezvous) -> object:
         together.agree("start", {})
         return together.agree("images", {})
 
@@ -134,7 +134,7 @@ def test_nobody_at_the_master_address() -> None:
     with pytest.raises(
         PeerLostError, match=r"rank 2 \(host worker-2\) can't reach rank 0 at 127.0.0.1:\d+ within 0.3 s"
     ):
-        Meeting(0.3)
+        Rendezvous(0.3)
 
 
 def test_a_port_of_another_job_is_named() -> None:
@@ -143,7 +143,7 @@ def test_a_port_of_another_job_is_named() -> None:
         other.bind(("", int(os.environ["MASTER_PORT"])))
         other.listen()
         with pytest.raises(LayoutError, match="is taken, by another run"):
-            Meeting(5.0)
+            Rendezvous(5.0)
 
 
 def _plan(*changes: str) -> RunPlan:
@@ -170,7 +170,7 @@ def gpus_of(others: Sequence[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("NCCL_MAX_P2P_NCHANNELS", "8")
     properties = SimpleNamespace(uuid="GPU-a", name="H100", total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    together = Meeting(1.0)
+    together = Rendezvous(1.0)
     together.hosts = tuple(f"worker-{rank}" for rank in range(1 + len(others)))
     monkeypatch.setattr(together, "agree", lambda topic, facts: [facts, *others])
     return agreement.check_gpus(together, torch.device("cuda", 0))
@@ -206,7 +206,7 @@ def test_ranks_that_would_divide_messages_differently_are_refused(monkeypatch: p
 def test_on_a_cpu_nobody_asks_for_gpus() -> None:
     _names.host = "worker-0"
     os.environ["WORLD_SIZE"] = "1"
-    assert agreement.check_gpus(Meeting(1.0), torch.device("cpu")) is None
+    assert agreement.check_gpus(Rendezvous(1.0), torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_on_a_cpu_nobody_asks_for_gpus() -> None:
 def test_a_version_that_differs(said: dict[str, str], expected: str) -> None:
     _names.host = "worker-1"
     os.environ["WORLD_SIZE"] = "1"
-    alone = Meeting(1.0)
+    alone = Rendezvous(1.0)
     alone.hosts = ("worker-1", "worker-2")
     with pytest.raises(HostError, match=expected):
         agreement._check(alone, "version of ", [{"torch": "2.14.1"}, said], "install the same versions")

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from ddpm_ds.cli.main import main
-from ddpm_ds.processes.exit_record import EXIT_FILE_VARIABLE, ExitRecord, read_exits, record_exit, recorded
+from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitRecord, read_exits, record_exit, recorded
 from ddpm_ds.processes.supervisor import exit_code
 from tests.launching import REPOSITORY, free_port
 
@@ -45,9 +45,9 @@ sys.exit(code)
 """A launcher that starts in no time, for what does not depend on the insides of DeepSpeed's."""
 
 RUN = """
-import signal, sys; from ddpm_ds import cli, supervisor
+import signal, sys; from ddpm_ds.cli.main import main; from ddpm_ds.processes import supervisor
 signal.signal(signal.SIGINT, signal.default_int_handler)
-{}sys.exit(cli.main(sys.argv[1:]))
+{}sys.exit(main(sys.argv[1:]))
 """
 """A shell that started the tests in the background has them ignore Ctrl-C, as nohup has them ignore a hang-up."""
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from ddpm_ds.errors import EXIT_PEER_LOST, CheckpointError, Preempted
 from ddpm_ds.processes import heartbeat, watchdog
-from ddpm_ds.processes.exit_record import EXIT_FILE_VARIABLE, ExitRecord, read_exits
 from ddpm_ds.processes.heartbeat import DeviceWork, Peer, make_store, waits_for_a_rank
+from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitRecord, read_exits
 from ddpm_ds.processes.watchdog import Peers, Watchdog
 from tests.launching import REPOSITORY, launch, run_ranks
 
@@ -76,7 +76,7 @@ def watchdog_of(rank: int, size: int, store: dist.Store | None, events: Events, 
     def put(value: object) -> None:
         events.put((rank, value))
 
-    return Watchdog(rank, size, NAMES, store, **{"say": put, "leave": put, **options})
+    return Watchdog(rank, size, NAMES, store, **{"log": put, "leave": put, **options})
 
 
 def take(events: Events, count: int) -> set[tuple[int, object]]:
@@ -290,7 +290,7 @@ def test_nobody_is_missing_where_all_are_alive(watch: Watched, events: Events) -
 
 
 def test_a_line_that_can_not_be_said_does_not_keep_a_rank(watch: Watched, events: Events) -> None:
-    watch(0, 2, dead_seconds=1.0, say=lambda line: time.sleep(PATIENCE_SECONDS))
+    watch(0, 2, dead_seconds=1.0, log=lambda line: time.sleep(PATIENCE_SECONDS))
     assert take(events, 1) == {(0, EXIT_PEER_LOST)}
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ddpm_ds.errors import EXIT_PEER_LOST
-from ddpm_ds.processes.exit_record import record_exit, recorded
 from ddpm_ds.processes.heartbeat import DeviceWork, make_store
+from ddpm_ds.processes.ranks import record_exit, recorded
 from ddpm_ds.processes.watchdog import Watchdog
 
 CULPRIT = 1

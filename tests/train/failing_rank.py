@@ -16,7 +16,7 @@ from typing import Any
 
 from ddpm_ds.checkpoint.union import CompleteCheckpoint
 from ddpm_ds.cli import train as command
-from ddpm_ds.processes.exit_record import recorded
+from ddpm_ds.processes.ranks import recorded
 from ddpm_ds.train import saving as state
 from ddpm_ds.train import session
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from ddpm_ds.errors import EXIT_PEER_LOST
-from ddpm_ds.processes.exit_record import EXIT_FILE_VARIABLE, ExitRecord, read_exits
+from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitRecord, read_exits
 from tests.launching import REPOSITORY, free_port
 from tests.train.ranks import QUIET, TRAIN, Ranks, arguments, end_of, mlflow_run, points, the_same
 
