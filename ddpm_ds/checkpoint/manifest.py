@@ -34,15 +34,17 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
-from torch.distributed import Store
 from tqdm import tqdm
 
 import ddpm_ds
 from ddpm_ds.checkpoint.groups import Groups
 from ddpm_ds.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 FORMAT = 2
 MANIFEST, STATE = "manifest.json", "state.json"

@@ -1,11 +1,9 @@
-"""How the kernels of GroupNorm + SiLU share a tensor out among their programs; a function of the shape alone, so that
-the order of summation is one too.
-
-GroupNorm with SiLU and the embedding that is added before or modulates after: one operator on channels-last memory.
+"""GroupNorm with SiLU and the embedding around it as one operator on channels-last memory, made of Triton kernels.
 
 Statistics and arithmetic are in fp32 whatever the dtype; only x, mean and rstd are kept for the backward. The operator
-is opaque to ``torch.compile``, which does not break on it. Triton, which its kernels are written in, is imported at the
-first call: PyTorch for CPUs comes without it.
+is opaque to ``torch.compile``, which does not break on it. How the kernels share a tensor out among their programs is a
+function of its shape alone, so the order of summation is one too. Triton is imported at the first call: PyTorch for
+CPUs comes without it.
 """
 
 from __future__ import annotations
@@ -21,16 +19,18 @@ from torch import Tensor
 BLOCK_ELEMENTS = 4096
 """Elements of a tile that are in registers at a time."""
 PROGRAMS = 1024
-"""Tiles that the pixels are cut into, if there are so many; about four for each multiprocessor of a large GPU."""
+"""Number of tiles to cut the pixels into where there are enough; about four for each multiprocessor of a large GPU."""
 COMBINED_ELEMENTS = 16384
-"""Sums of tiles that the program which combines them holds."""
+"""Largest number of tile sums that one program combines."""
 WHOLE_ELEMENTS = 8192
 """The largest block of an image that is held whole; with more, one program would fill a multiprocessor and have nobody
 to compute while it loads."""
 ELEMENTS_A_WARP = 1024
-"""Of a block that is held whole: 32 a thread."""
+"""Elements per warp of a block that is held whole: 32 a thread."""
 ROW_BYTES = (128, 64)
-"""Bytes of a pixel's channels which lie together that a program should read, and should at least."""
+"""Bytes of a pixel's neighbouring channels that a program should read, and should read at least."""
+GRADIENT_WARPS = 8
+"""Warps of the kernels that hold a block of x and one of dy; the others take Triton's four."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def tiles(images: int, pixels: int, channels: int, groups: int) -> Tiles:
 
 @lru_cache
 def whole(pixels: int, channels: int, groups: int, element_bytes: int) -> WholeImages | None:
-    """How images of a shape are held whole; None where too few channels that lie together would fit."""
+    """How images of a shape are held whole; None where too few neighbouring channels would fit."""
     width, rows = power_above(channels // groups), power_above(pixels)
     for row_bytes in ROW_BYTES:
         wanted = -(-row_bytes // (channels // groups * element_bytes))
@@ -95,8 +95,9 @@ def whole(pixels: int, channels: int, groups: int, element_bytes: int) -> WholeI
     return None
 
 
-GRADIENT_WARPS = 8
-"""Of the kernels that hold a block of x and one of dy; the others take Triton's four."""
+def available(device: torch.device) -> bool:
+    """Whether the kernels can run on a device: CUDA, with Triton installed."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def fused_norm_silu(
@@ -113,21 +114,16 @@ def fused_norm_silu(
 ) -> Tensor:
     """SiLU(GroupNorm(x + add) * (1 + scale) + shift), of x's dtype and channels-last as x must be: (N, C, H, W).
 
-    Without ``silu`` what SiLU would be of.
+    With ``silu`` false SiLU is not applied.
 
     x fp32, fp16 or bf16; weight and bias (C,) of x's dtype or fp32; add, scale and shift (N, C) of x's dtype. x must be
-    on the current CUDA device. Gradients are deterministic; a second derivative is not there.
+    on the current CUDA device. Gradients are deterministic; there is no second derivative.
 
     Raises:
         ValueError: x is not channels-last, which would have to be copied.
     """
     y, _, _ = _norm_silu(x, weight, bias, add, scale, shift, groups, epsilon, silu)
     return y
-
-
-def available(device: torch.device) -> bool:
-    """Whether the kernels can run on a device: CUDA, with Triton installed."""
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def _is_channels_last(x: Tensor) -> bool:
@@ -140,6 +136,12 @@ def _row_stride(vectors: Tensor | None) -> tuple[Tensor | None, int]:
         return None, 0
     vectors = vectors if vectors.stride(1) == 1 else vectors.contiguous()
     return vectors, vectors.stride(0)
+
+
+def _empty_outputs(x: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for y, and for mean and rstd (N, G) in fp32."""
+    mean, rstd = (x.new_empty((len(x), groups), dtype=torch.float32) for _ in range(2))
+    return torch.empty_like(x), mean, rstd
 
 
 @torch.library.custom_op(
@@ -162,74 +164,45 @@ def _norm_silu(
     silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, and mean and rstd (N, G) in fp32."""
-    from ddpm_ds.unet import fused_norm_kernels as fused_norm_tiles
-    from ddpm_ds.unet import fused_norm_kernels as fused_norm_whole
+    from ddpm_ds.unet import fused_norm_kernels as kernels
 
     if not _is_channels_last(x):
         raise ValueError(f"the fused normalisation needs channels-last memory, not strides {x.stride()}")
     images, channels, height, width = x.shape
     pixels = height * width
-    y = torch.empty_like(x)
-    mean, rstd = (x.new_empty((images, groups), dtype=torch.float32) for _ in range(2))
+    y, mean, rstd = _empty_outputs(x, groups)
     vectors = (weight, bias, *_row_stride(add), *_row_stride(scale), *_row_stride(shift))
+    sizes: dict[str, Any] = {"C": channels, "G": groups}
     held = whole(pixels, channels, groups, x.element_size())
     if held is not None:
-        fused_norm_whole.normalise_whole[(images * held.programs,)](
-            x,
-            y,
-            *vectors,
-            mean,
-            rstd,
-            epsilon,
-            pixels,
-            C=channels,
-            G=groups,
-            ROWS=held.rows,
-            GROUPS=held.groups,
-            WIDTH=held.width,
-            SILU=silu,
-            num_warps=held.warps,
-        )
+        sizes |= {"ROWS": held.rows, "GROUPS": held.groups, "WIDTH": held.width, "SILU": silu}
+        launch = kernels.normalise_whole[(images * held.programs,)]
+        launch(x, y, *vectors, mean, rstd, epsilon, pixels, **sizes, num_warps=held.warps)
         return y, mean, rstd
     cut = tiles(images, pixels, channels, groups)
     means, squares = (x.new_empty((images, cut.count, channels), dtype=torch.float32) for _ in range(2))
     where = (pixels, cut.count, cut.pixels)
-    blocks: dict[str, Any] = {"C": channels, "ROWS": cut.rows, "COLUMNS": cut.columns}
+    block = {"ROWS": cut.rows, "COLUMNS": cut.columns}
+    combined = {"TILES": power_above(cut.count), "WIDTH": power_above(channels // groups)}
     grid = (images * cut.count * cut.channel_blocks,)
-    fused_norm_tiles.tile_statistics[grid](x, means, squares, *where, cut.channel_blocks, **blocks)
-    fused_norm_tiles.combine_statistics[(images * groups,)](
-        means,
-        squares,
-        *_row_stride(add),
-        mean,
-        rstd,
-        epsilon,
-        *where,
-        C=channels,
-        G=groups,
-        TILES=power_above(cut.count),
-        WIDTH=power_above(channels // groups),
+    kernels.tile_statistics[grid](x, means, squares, *where, cut.channel_blocks, C=channels, **block)
+    kernels.combine_statistics[(images * groups,)](
+        means, squares, *_row_stride(add), mean, rstd, epsilon, *where, **sizes, **combined
     )
-    fused_norm_tiles.normalise_tile[grid](
-        x, y, *vectors, mean, rstd, *where, cut.channel_blocks, G=groups, SILU=silu, **blocks
-    )
+    kernels.normalise_tile[grid](x, y, *vectors, mean, rstd, *where, cut.channel_blocks, **sizes, **block, SILU=silu)
     return y, mean, rstd
 
 
 @_norm_silu.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    add: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    groups: int,
-    epsilon: float,
-    silu: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    mean, rstd = (x.new_empty((x.shape[0], groups), dtype=torch.float32) for _ in range(2))
-    return torch.empty_like(x), mean, rstd
+def _(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    groups, _, _ = arguments[-3:]
+    return _empty_outputs(x, groups)
+
+
+def _empty_gradients(x: Tensor, weight: Tensor, bias: Tensor, *vectors: Tensor | None) -> tuple[Tensor, ...]:
+    """Memory for the gradients of x, weight, bias, add, scale and shift; an empty tensor for what is None."""
+    given = [x.new_empty(0) if vector is None else vector.new_empty(vector.shape) for vector in vectors]
+    return (torch.empty_like(x), torch.empty_like(weight), torch.empty_like(bias), *given)
 
 
 @torch.library.custom_op(
@@ -253,97 +226,50 @@ def _norm_silu_backward(
     silu: bool,
 ) -> tuple[Tensor, ...]:
     """Gradients of x, weight, bias, add, scale and shift; an empty tensor for what is not there."""
-    from ddpm_ds.unet import fused_norm_kernels as fused_norm_parts
-    from ddpm_ds.unet import fused_norm_kernels as fused_norm_tiles
-    from ddpm_ds.unet import fused_norm_kernels as fused_norm_whole
+    from ddpm_ds.unet import fused_norm_kernels as kernels
 
     dy = dy if _is_channels_last(dy) else dy.contiguous(memory_format=torch.channels_last)
     images, channels, height, width = x.shape
     pixels, groups = height * width, mean.shape[1]
     gradients = _empty_gradients(x, weight, bias, add, scale, shift)
-    dx, dweight, dbias, *dvectors = gradients
+    dx, dweight, dbias, *_ = gradients
+    given = zip(gradients[3:], (add, scale, shift), strict=True)
+    dvectors = [gradient if vector is not None else None for gradient, vector in given]
     per_image = x.new_empty((2, images, channels), dtype=torch.float32)
     kind = images * channels
-    left = [
-        gradient if given is not None else None for gradient, given in zip(dvectors, (add, scale, shift), strict=True)
-    ]
-    modulation = (weight, bias, *_row_stride(scale))
     vectors = (weight, bias, *_row_stride(add), *_row_stride(scale), *_row_stride(shift), mean, rstd)
+    sizes: dict[str, Any] = {"C": channels, "G": groups}
     held = whole(pixels, channels, groups, x.element_size())
     if held is not None:
-        fused_norm_whole.gradients_whole[(images * held.programs,)](
-            x,
-            dy,
-            dx,
-            *vectors,
-            per_image,
-            kind,
-            *left,
-            pixels,
-            C=channels,
-            G=groups,
-            ROWS=held.rows,
-            GROUPS=held.groups,
-            WIDTH=held.width,
-            SILU=silu,
-            num_warps=held.warps,
-        )
+        sizes |= {"ROWS": held.rows, "GROUPS": held.groups, "WIDTH": held.width, "SILU": silu}
+        launch = kernels.gradients_whole[(images * held.programs,)]
+        launch(x, dy, dx, *vectors, per_image, kind, *dvectors, pixels, **sizes, num_warps=held.warps)
     else:
         cut = tiles(images, pixels, channels, groups)
         sums = x.new_empty((2 + (add is not None), images, cut.count, channels), dtype=torch.float32)
         mean_dh, mean_dh_h = (torch.empty_like(mean) for _ in range(2))
         where = (pixels, cut.count, cut.pixels, cut.channel_blocks)
-        blocks: dict[str, Any] = {"C": channels, "G": groups, "ROWS": cut.rows, "COLUMNS": cut.columns}
+        block = {"ROWS": cut.rows, "COLUMNS": cut.columns, "SILU": silu, "num_warps": GRADIENT_WARPS}
+        combined = {"TILES": power_above(cut.count), "WIDTH": power_above(channels // groups)}
+        modulation = (weight, bias, *_row_stride(scale), rstd)
         grid = (images * cut.count * cut.channel_blocks,)
-        fused_norm_tiles.tile_gradient_sums[grid](
-            x, dy, sums, sums.stride(0), *vectors, *where, **blocks, SILU=silu, num_warps=GRADIENT_WARPS
+        kernels.tile_gradient_sums[grid](x, dy, sums, sums.stride(0), *vectors, *where, **sizes, **block)
+        kernels.combine_gradient_sums[(images * groups,)](
+            *(sums, sums.stride(0), *modulation, mean_dh, mean_dh_h, per_image, kind, *dvectors, pixels, cut.count),
+            **sizes,
+            **combined,
         )
-        fused_norm_tiles.combine_gradient_sums[(images * groups,)](
-            sums,
-            sums.stride(0),
-            *modulation,
-            rstd,
-            mean_dh,
-            mean_dh_h,
-            per_image,
-            kind,
-            *left,
-            pixels,
-            cut.count,
-            C=channels,
-            G=groups,
-            TILES=power_above(cut.count),
-            WIDTH=power_above(channels // groups),
-        )
-        fused_norm_tiles.write_gradient_tile[grid](
-            x, dy, dx, *vectors, mean_dh, mean_dh_h, *where, **blocks, SILU=silu, num_warps=GRADIENT_WARPS
-        )
+        kernels.write_gradient_tile[grid](x, dy, dx, *vectors, mean_dh, mean_dh_h, *where, **sizes, **block)
     columns = min(32, power_above(channels))
-    fused_norm_parts.sum_over_images[(-(-channels // columns),)](
+    kernels.sum_over_images[(-(-channels // columns),)](
         per_image, kind, dweight, dbias, images, C=channels, ROWS=min(64, power_above(images)), COLUMNS=columns
     )
     return gradients
 
 
-def _empty_gradients(x: Tensor, weight: Tensor, bias: Tensor, *vectors: Tensor | None) -> tuple[Tensor, ...]:
-    given = [x.new_empty(0) if vector is None else vector.new_empty(vector.shape) for vector in vectors]
-    return (torch.empty_like(x), torch.empty_like(weight), torch.empty_like(bias), *given)
-
-
 @_norm_silu_backward.register_fake
-def _(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    add: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    silu: bool,
-) -> tuple[Tensor, ...]:
-    return _empty_gradients(x, weight, bias, add, scale, shift)
+def _(dy: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    return _empty_gradients(*arguments[:6])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

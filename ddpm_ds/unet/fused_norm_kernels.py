@@ -1,25 +1,25 @@
-"""What the kernels of ``fused_norm_tiles`` and ``fused_norm_whole`` share; imported only where Triton is.
+"""Triton kernels of GroupNorm + SiLU, forward and backward; imported only where Triton is installed.
 
-Memory is (N, P, C): P pixels of C channels that lie together. All arithmetic is in fp32. With z = x + add, mean and
-rstd = 1 / sqrt(variance + epsilon) those of z's group, v and u are what the embedding modulates and what SiLU takes::
+Memory is (N, P, C): P pixels of C channels that lie together. All arithmetic is in fp32. With z = x + add, and mean and
+rstd = 1 / sqrt(variance + epsilon) those of z's group, the formulas are::
 
     h = (z - mean) rstd        v = h weight + bias        u = v (1 + scale) + shift        y = u sigmoid(u)
     du = dy silu'(u)           dv = du (1 + scale)        dh = dv weight
     dz = rstd (dh - mean of dh over the group - h (mean of dh h over the group))
 
-Everything but dz is made of the sums over the pixels of an image of du, du h and h, for each channel. Integers that are
-given as 1 become constants in Triton, which have no methods: hence ``tl.cast``.
+All gradients but dz are made of the sums of du, du h and h over the pixels of an image, for each channel.
 
-The kernels in tiles: a pass that leaves sums per tile and channel, a small one that combines them to groups, and one
-that writes. A tile is some pixels of an image and a block of channels. See ``fused_norm_parts`` for the formulas.
+Large images are computed in tiles, some pixels of an image and a block of channels each: one pass leaves sums per tile
+and channel, a small kernel combines them to groups, a last pass writes. Forward reads x twice and writes y; backward
+reads x and dy twice and writes dx. For small images the ``*_whole`` kernels hold all pixels of an image and some of its
+groups in registers, so that everything is read once, in one launch: ROWS pixels by GROUPS x WIDTH places, of which a
+group uses its first C / G.
 
-Forward reads x twice and writes y, backward reads x and dy twice and writes dx.
-
-The kernels that hold all pixels of an image and some of its groups in registers: everything is read once, in one
-launch. For small images. See ``fused_norm_parts`` for the formulas.
-
-A block of ROWS pixels and GROUPS x WIDTH places, of which a group uses its first C / G.
+Arguments that are 1 become constants in Triton, which have no methods: hence ``tl.cast``. Parameters of kernels are
+pointers and numbers, which annotations would not tell apart.
 """
+
+# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ import triton.language as tl
 
 
 @triton.jit
-def vector(pointer: tl.tensor, image: tl.tensor, stride: tl.tensor, channel: tl.tensor, mask: tl.tensor) -> tl.tensor:
+def vector(pointer, image, stride, channel, mask):
     """Row `image` of an optional (N, C) tensor as fp32; zeros where there is none."""
     values = tl.zeros(channel.shape, tl.float32)
     if pointer is not None:
@@ -37,8 +37,8 @@ def vector(pointer: tl.tensor, image: tl.tensor, stride: tl.tensor, channel: tl.
 
 
 @triton.jit
-def activation(u: tl.tensor, SILU: tl.constexpr) -> tl.tensor:
-    """SiLU, or u."""
+def activation(u, SILU: tl.constexpr):
+    """SiLU of u, or u itself."""
     value = u
     if SILU:
         value = u * tl.sigmoid(u)
@@ -46,7 +46,7 @@ def activation(u: tl.tensor, SILU: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def activation_slope(u: tl.tensor, SILU: tl.constexpr) -> tl.tensor:
+def activation_slope(u, SILU: tl.constexpr):
     """Derivative of :func:`activation`."""
     slope = tl.full(u.shape, 1.0, tl.float32)
     if SILU:
@@ -56,7 +56,7 @@ def activation_slope(u: tl.tensor, SILU: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def place(program: tl.tensor, tiles: tl.tensor, channel_blocks: tl.tensor) -> tl.tensor:
+def place(program, tiles, channel_blocks):
     """Image, tile and block of channels of a program; neighbours read neighbouring memory."""
     block = program % channel_blocks
     tile = (program // channel_blocks) % tiles
@@ -64,18 +64,8 @@ def place(program: tl.tensor, tiles: tl.tensor, channel_blocks: tl.tensor) -> tl
 
 
 @triton.jit
-def affine(
-    weight: tl.tensor,
-    bias: tl.tensor,
-    scale: tl.tensor,
-    scale_stride: tl.tensor,
-    shift: tl.tensor,
-    shift_stride: tl.tensor,
-    image: tl.tensor,
-    channel: tl.tensor,
-    mask: tl.tensor,
-) -> tl.tensor:
-    """Per channel: the two of u = h factor + offset."""
+def affine(weight, bias, scale, scale_stride, shift, shift_stride, image, channel, mask):
+    """Factor and offset of each channel in u = h factor + offset."""
     modulation = 1.0 + vector(scale, image, scale_stride, channel, mask)
     factor = vector(weight, 0, 0, channel, mask) * modulation
     offset = vector(bias, 0, 0, channel, mask) * modulation + vector(shift, image, shift_stride, channel, mask)
@@ -84,23 +74,11 @@ def affine(
 
 @triton.jit
 def store_gradients(
-    sum_du: tl.tensor,
-    sum_du_h: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    scale: tl.tensor,
-    scale_stride: tl.tensor,
-    per_image: tl.tensor,
-    kind: tl.tensor,
-    dscale: tl.tensor,
-    dshift: tl.tensor,
-    image: tl.tensor,
-    channel: tl.tensor,
-    mask: tl.tensor,
+    sum_du, sum_du_h, weight, bias, scale, scale_stride, per_image, kind, dscale, dshift, image, channel, mask,
     C: tl.constexpr,
-) -> None:
-    """Per channel of an image: dscale, dshift, and its parts of dweight and dbias in (2, N, C) `per_image`, whose first
-    stride is `kind`."""
+):  # fmt: skip
+    """Store an image's dscale and dshift, and its parts of dweight and dbias in `per_image`, (2, N, C) with the first
+    stride `kind`."""
     modulation = 1.0 + vector(scale, image, scale_stride, channel, mask)
     at = image * C + channel
     tl.store(per_image + at, sum_du_h * modulation, mask=mask)
@@ -114,16 +92,10 @@ def store_gradients(
 
 @triton.jit
 def sum_over_images(
-    per_image: tl.tensor,
-    kind: tl.tensor,
-    dweight: tl.tensor,
-    dbias: tl.tensor,
-    images: tl.tensor,
-    C: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
-    """dweight and dbias (C,) of what :func:`store_gradients` left."""
+    per_image, kind, dweight, dbias, images,
+    C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """dweight and dbias (C,): the sums over images of what :func:`store_gradients` left."""
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = channel < C
     row = tl.arange(0, ROWS)
@@ -141,17 +113,10 @@ def sum_over_images(
 
 @triton.jit
 def tile_statistics(
-    x: tl.tensor,
-    means: tl.tensor,
-    squares: tl.tensor,
-    pixels: tl.tensor,
-    tiles: tl.tensor,
-    tile_pixels: tl.tensor,
-    channel_blocks: tl.tensor,
-    C: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
+    x, means, squares,
+    pixels, tiles, tile_pixels, channel_blocks,
+    C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Mean and sum of squared deviations of each channel of x over a tile: (N, tiles, C) each.
 
     Each place of the block runs Welford's recurrence; rows are merged as in Chan, Golub and LeVeque 1983.
@@ -183,22 +148,11 @@ def tile_statistics(
 
 @triton.jit
 def combine_statistics(
-    means: tl.tensor,
-    squares: tl.tensor,
-    add: tl.tensor,
-    add_stride: tl.tensor,
-    mean: tl.tensor,
-    rstd: tl.tensor,
-    epsilon: tl.tensor,
-    pixels: tl.tensor,
-    tiles: tl.tensor,
-    tile_pixels: tl.tensor,
-    C: tl.constexpr,
-    G: tl.constexpr,
-    TILES: tl.constexpr,
-    WIDTH: tl.constexpr,
-) -> None:
-    """Mean and rstd of a group of x + add, (N, G) each, from what :func:`tile_statistics` left."""
+    means, squares, add, add_stride, mean, rstd, epsilon,
+    pixels, tiles, tile_pixels,
+    C: tl.constexpr, G: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Mean and rstd of a group of x + add, (N, G) each, from the sums of :func:`tile_statistics`."""
     image, group = tl.cast(tl.program_id(0) // G, tl.int64), tl.program_id(0) % G
     width: tl.constexpr = C // G
     tile, member = tl.arange(0, TILES), tl.arange(0, WIDTH)
@@ -218,28 +172,10 @@ def combine_statistics(
 
 @triton.jit
 def normalise_tile(
-    x: tl.tensor,
-    y: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    add: tl.tensor,
-    add_stride: tl.tensor,
-    scale: tl.tensor,
-    scale_stride: tl.tensor,
-    shift: tl.tensor,
-    shift_stride: tl.tensor,
-    mean: tl.tensor,
-    rstd: tl.tensor,
-    pixels: tl.tensor,
-    tiles: tl.tensor,
-    tile_pixels: tl.tensor,
-    channel_blocks: tl.tensor,
-    C: tl.constexpr,
-    G: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SILU: tl.constexpr,
-) -> None:
+    x, y, weight, bias, add, add_stride, scale, scale_stride, shift, shift_stride, mean, rstd,
+    pixels, tiles, tile_pixels, channel_blocks,
+    C: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
     """Write y of a tile. Tiles go backwards: what the statistics have read last may still be in the cache."""
     image, tile, block = place(tl.num_programs(0) - 1 - tl.program_id(0), tiles, channel_blocks)
     channel = block * COLUMNS + tl.arange(0, COLUMNS)
@@ -264,30 +200,10 @@ def normalise_tile(
 
 @triton.jit
 def tile_gradient_sums(
-    x: tl.tensor,
-    dy: tl.tensor,
-    sums: tl.tensor,
-    kind: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    add: tl.tensor,
-    add_stride: tl.tensor,
-    scale: tl.tensor,
-    scale_stride: tl.tensor,
-    shift: tl.tensor,
-    shift_stride: tl.tensor,
-    mean: tl.tensor,
-    rstd: tl.tensor,
-    pixels: tl.tensor,
-    tiles: tl.tensor,
-    tile_pixels: tl.tensor,
-    channel_blocks: tl.tensor,
-    C: tl.constexpr,
-    G: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SILU: tl.constexpr,
-) -> None:
+    x, dy, sums, kind, weight, bias, add, add_stride, scale, scale_stride, shift, shift_stride, mean, rstd,
+    pixels, tiles, tile_pixels, channel_blocks,
+    C: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
     """Sums over a tile of du, du h and, for dadd, h of each channel: (2 or 3, N, tiles, C), first stride `kind`."""
     image, tile, block = place(tl.program_id(0), tiles, channel_blocks)
     channel = block * COLUMNS + tl.arange(0, COLUMNS)
@@ -325,29 +241,13 @@ def tile_gradient_sums(
 
 @triton.jit
 def combine_gradient_sums(
-    sums: tl.tensor,
-    kind: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    scale: tl.tensor,
-    scale_stride: tl.tensor,
-    rstd: tl.tensor,
-    mean_dh: tl.tensor,
-    mean_dh_h: tl.tensor,
-    per_image: tl.tensor,
-    per_image_kind: tl.tensor,
-    dadd: tl.tensor,
-    dscale: tl.tensor,
-    dshift: tl.tensor,
-    pixels: tl.tensor,
-    tiles: tl.tensor,
-    C: tl.constexpr,
-    G: tl.constexpr,
-    TILES: tl.constexpr,
-    WIDTH: tl.constexpr,
-) -> None:
-    """Means of dh and dh h over a group, (N, G) each, and all gradients but that of x, of what
-    :func:`tile_gradient_sums` left."""
+    sums, kind, weight, bias, scale, scale_stride, rstd,
+    mean_dh, mean_dh_h, per_image, per_image_kind, dadd, dscale, dshift,
+    pixels, tiles,
+    C: tl.constexpr, G: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Means of dh and dh h over a group, (N, G) each, and all gradients but that of x, from the sums of
+    :func:`tile_gradient_sums`."""
     image, group = tl.cast(tl.program_id(0) // G, tl.int64), tl.program_id(0) % G
     width: tl.constexpr = C // G
     tile, member = tl.arange(0, TILES), tl.arange(0, WIDTH)
@@ -363,21 +263,9 @@ def combine_gradient_sums(
     tl.store(mean_dh + image * G + group, of_dh)
     tl.store(mean_dh_h + image * G + group, of_dh_h)
     store_gradients(
-        sum_du,
-        sum_du_h,
-        weight,
-        bias,
-        scale,
-        scale_stride,
-        per_image,
-        per_image_kind,
-        dscale,
-        dshift,
-        image,
-        channel,
-        inside,
-        C,
-    )
+        sum_du, sum_du_h, weight, bias, scale, scale_stride, per_image, per_image_kind, dscale, dshift, image,
+        channel, inside, C,
+    )  # fmt: skip
     if dadd is not None:
         sum_h = tl.sum(tl.load(sums + 2 * kind, mask=mask, other=0.0), axis=0)
         change = tl.load(rstd + image * G + group) * (sum_du * factor - pixels * of_dh - of_dh_h * sum_h)
@@ -386,32 +274,11 @@ def combine_gradient_sums(
 
 @triton.jit
 def write_gradient_tile(
-    x: tl.tensor,
-    dy: tl.tensor,
-    dx: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    add: tl.tensor,
-    add_stride: tl.tensor,
-    scale: tl.tensor,
-    scale_stride: tl.tensor,
-    shift: tl.tensor,
-    shift_stride: tl.tensor,
-    mean: tl.tensor,
-    rstd: tl.tensor,
-    mean_dh: tl.tensor,
-    mean_dh_h: tl.tensor,
-    pixels: tl.tensor,
-    tiles: tl.tensor,
-    tile_pixels: tl.tensor,
-    channel_blocks: tl.tensor,
-    C: tl.constexpr,
-    G: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SILU: tl.constexpr,
-) -> None:
-    """Write dx of a tile; backwards, as :func:`normalise_tile`."""
+    x, dy, dx, weight, bias, add, add_stride, scale, scale_stride, shift, shift_stride, mean, rstd, mean_dh, mean_dh_h,
+    pixels, tiles, tile_pixels, channel_blocks,
+    C: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """Write dx of a tile. Tiles go backwards, as in :func:`normalise_tile`."""
     image, tile, block = place(tl.num_programs(0) - 1 - tl.program_id(0), tiles, channel_blocks)
     channel = block * COLUMNS + tl.arange(0, COLUMNS)
     inside = channel < C
@@ -440,8 +307,8 @@ def write_gradient_tile(
 
 
 @triton.jit
-def channels_of(G: tl.constexpr, C: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
-    """This program's image, its channels by place (GROUPS * WIDTH,), whether there is one, and its group."""
+def channels_of(G: tl.constexpr, C: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return this program's image and, by place (GROUPS * WIDTH,), the channel, whether there is one, and its group."""
     blocks: tl.constexpr = (G + GROUPS - 1) // GROUPS
     places = tl.arange(0, GROUPS * WIDTH)
     group = (tl.program_id(0) % blocks) * GROUPS + places // WIDTH
@@ -450,36 +317,20 @@ def channels_of(G: tl.constexpr, C: tl.constexpr, GROUPS: tl.constexpr, WIDTH: t
 
 
 @triton.jit
-def mean_of_groups(per_channel: tl.tensor, count: tl.tensor, GROUPS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
-    """Sums by place (GROUPS * WIDTH,) to the means of their groups, by place again."""
+def mean_of_groups(per_channel, count, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
+    """Means of groups, by place, from sums by place (GROUPS * WIDTH,)."""
     total = tl.sum(tl.reshape(per_channel, (GROUPS, WIDTH)), axis=1) / count
     return tl.reshape(tl.broadcast_to(total[:, None], (GROUPS, WIDTH)), (GROUPS * WIDTH,))
 
 
 @triton.jit
 def normalise_whole(
-    x: tl.tensor,
-    y: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    add: tl.tensor,
-    add_stride: tl.tensor,
-    scale: tl.tensor,
-    scale_stride: tl.tensor,
-    shift: tl.tensor,
-    shift_stride: tl.tensor,
-    mean: tl.tensor,
-    rstd: tl.tensor,
-    epsilon: tl.tensor,
-    pixels: tl.tensor,
-    C: tl.constexpr,
-    G: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    x, y, weight, bias, add, add_stride, scale, scale_stride, shift, shift_stride, mean, rstd, epsilon,
+    pixels,
+    C: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
     SILU: tl.constexpr,
-) -> None:
-    """y, and mean and rstd (N, G), of some groups of an image."""
+):  # fmt: skip
+    """Write y, and mean and rstd (N, G), of some groups of an image."""
     image, channel, inside, group = channels_of(G, C, GROUPS, WIDTH)
     row = tl.arange(0, ROWS)
     mask = (row < pixels)[:, None] & inside[None, :]
@@ -501,33 +352,13 @@ def normalise_whole(
 
 @triton.jit
 def gradients_whole(
-    x: tl.tensor,
-    dy: tl.tensor,
-    dx: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    add: tl.tensor,
-    add_stride: tl.tensor,
-    scale: tl.tensor,
-    scale_stride: tl.tensor,
-    shift: tl.tensor,
-    shift_stride: tl.tensor,
-    mean: tl.tensor,
-    rstd: tl.tensor,
-    per_image: tl.tensor,
-    per_image_kind: tl.tensor,
-    dadd: tl.tensor,
-    dscale: tl.tensor,
-    dshift: tl.tensor,
-    pixels: tl.tensor,
-    C: tl.constexpr,
-    G: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    x, dy, dx, weight, bias, add, add_stride, scale, scale_stride, shift, shift_stride, mean, rstd, per_image,
+    per_image_kind, dadd, dscale, dshift,
+    pixels,
+    C: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
     SILU: tl.constexpr,
-) -> None:
-    """dx and, per image, all other gradients of some groups of an image."""
+):  # fmt: skip
+    """Write dx and, per image, all other gradients of some groups of an image."""
     image, channel, inside, group = channels_of(G, C, GROUPS, WIDTH)
     row = tl.arange(0, ROWS)
     mask = (row < pixels)[:, None] & inside[None, :]
@@ -548,21 +379,9 @@ def gradients_whole(
     change = deviation[None, :] * (du * factor[None, :] - of_dh[None, :] - h * of_dh_h[None, :])
     tl.store(dx + at, change.to(dx.dtype.element_ty), mask=mask)
     store_gradients(
-        sum_du,
-        sum_du_h,
-        weight,
-        bias,
-        scale,
-        scale_stride,
-        per_image,
-        per_image_kind,
-        dscale,
-        dshift,
-        image,
-        channel,
-        inside,
-        C,
-    )
+        sum_du, sum_du_h, weight, bias, scale, scale_stride, per_image, per_image_kind, dscale, dshift, image,
+        channel, inside, C,
+    )  # fmt: skip
     if dadd is not None:
         change_of_add = tl.sum(tl.where(mask, change, 0.0), axis=0)
         tl.store(dadd + image * C + channel, change_of_add.to(dadd.dtype.element_ty), mask=inside)

@@ -224,7 +224,7 @@ def test_temporary_folders_are_cleaned_only_under_a_lock(
 def test_preparing_digits_does_not_import_torch(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from ddpm_ds.data.prepare import prepare; "
-        "from ddpm_ds.data import order; from ddpm_ds.config.spec import DataSpec; "
+        "from ddpm_ds.config.spec import DataSpec; "
         "prepare(DataSpec(source='digits', image_size=8, channels=1, store_root=Path(sys.argv[1]))); "
         "sys.exit('torch' in sys.modules)"
     )

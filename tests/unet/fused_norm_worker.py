@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ddpm_ds.unet import fused_norm
-from ddpm_ds.unet import fused_norm as fused_norm_blocks
 from ddpm_ds.unet.fused_norm import fused_norm_silu
 
 EPSILON = 1e-3
@@ -104,8 +103,8 @@ def compared(case: Case, device: str, norm: Norm = fused_norm_silu) -> dict[str,
 
 
 def report(case: Case) -> dict[str, Any]:
-    fused_norm_blocks.BLOCK_ELEMENTS, fused_norm_blocks.PROGRAMS = case.block, case.programs
-    fused_norm_blocks.tiles.cache_clear()
+    fused_norm.BLOCK_ELEMENTS, fused_norm.PROGRAMS = case.block, case.programs
+    fused_norm.tiles.cache_clear()
     whole = fused_norm.whole
     if case.tiles:
         fused_norm.whole = lambda *_: None  # type: ignore[assignment]
