@@ -25,7 +25,6 @@ from ddpm_ds.checkpoint.union import CompleteCheckpoint
 
 SENT_ELEMENTS = 2**24
 """Values that are sent at once."""
-ELEMENT_BYTES = 4
 
 
 class Wanted(NamedTuple):
@@ -36,13 +35,17 @@ class Wanted(NamedTuple):
     start: int
     stop: int
 
+    @property
+    def bytes(self) -> int:
+        return 4 * (self.stop - self.start)
+
 
 class _Transfer(NamedTuple):
     source: int
     target: int
     number: int
-    """Of ``wanted`` among what the target wants."""
-    wanted: Wanted
+    """Index of the values among those that the target wants."""
+    values: Wanted
 
 
 def deliver(
@@ -74,34 +77,36 @@ def deliver(
     transfers = [] if groups.shared else _transfers(whole, reader, needs, gather)
     if not transfers:
         return
-    receiving = min(transfer.target for transfer in transfers)
     if groups.rank == 0:
-        say(_announcement(whole, transfers))
-    mine = sum(_bytes(transfer) for transfer in transfers if transfer.target == groups.rank)
-    hidden = groups.rank != receiving or mine < BAR_BYTES
+        sources, targets = (
+            ", ".join(sorted({groups.hosts[rank] for rank in ranks}))
+            for ranks in ({one.source for one in transfers}, {one.target for one in transfers})
+        )
+        megabytes = sum(one.values.bytes for one in transfers) / 1e6
+        say(f"{whole.path.name}: {megabytes:,.1f} MB of it go from host {sources} to host {targets}")
+    mine = sum(one.values.bytes for one in transfers if one.target == groups.rank)
+    hidden = groups.rank != min(one.target for one in transfers) or mine < BAR_BYTES
     with tqdm(total=mine, desc=f"fetching {whole.path.name}", unit="B", unit_scale=True, disable=hidden) as bar:
-        for transfer in transfers:  # in one order on all ranks, so that no two wait for each other
-            if transfer.source == groups.rank:
-                dist.send(_read(reader, transfer.wanted).to(device), transfer.target)
-            elif transfer.target == groups.rank:
-                values = torch.empty(transfer.wanted.stop - transfer.wanted.start, device=device)
-                dist.recv(values, transfer.source)
-                bar.update(_bytes(transfer))
-                yield transfer.number, transfer.wanted.start, values
+        for source, target, number, piece in transfers:  # in one order on all ranks, so that no two wait for each other
+            if source == groups.rank:
+                dist.send(_read(reader, piece).to(device), target)
+            elif target == groups.rank:
+                values = torch.empty(piece.stop - piece.start, device=device)
+                dist.recv(values, source)
+                bar.update(piece.bytes)
+                yield number, piece.start, values
 
 
 def _transfers(
     whole: CompleteCheckpoint, reader: Reader | None, needs: Sequence[tuple[int, Wanted]], gather: Gather
 ) -> list[_Transfer]:
     """Who sends what to whom; the same list on all ranks. Of several that have a value the lowest leader sends it."""
-    groups = whole.groups
     asked = [
         (target, index, Wanted(*want)) for target, theirs in enumerate(gather(list(needs))) for index, want in theirs
     ]
     if not asked:
         return []
-    own = [_covered(reader, want) if groups.leads else [] for _, _, want in asked]
-    offers = gather(own)
+    offers = gather([_covered(reader, want) if whole.groups.leads else [] for _, _, want in asked])
     transfers = []
     for number, (target, index, want) in enumerate(asked):
         at = want.start
@@ -121,21 +126,9 @@ def _transfers(
 
 
 def _covered(reader: Reader | None, want: Wanted) -> list[tuple[int, int]]:
-    return reader.covered(want.kind, want.name, want.start, want.stop - want.start) if reader else []
+    return reader.covered(*want) if reader else []
 
 
 def _read(reader: Reader | None, want: Wanted) -> Tensor:
     assert reader is not None
     return reader.read(want.kind, want.name, want.start, want.stop - want.start)
-
-
-def _bytes(transfer: _Transfer) -> int:
-    return ELEMENT_BYTES * (transfer.wanted.stop - transfer.wanted.start)
-
-
-def _announcement(whole: CompleteCheckpoint, transfers: Sequence[_Transfer]) -> str:
-    hosts = whole.groups.hosts
-    sources = ", ".join(sorted({hosts[transfer.source] for transfer in transfers}))
-    targets = ", ".join(sorted({hosts[transfer.target] for transfer in transfers}))
-    megabytes = sum(map(_bytes, transfers)) / 1e6
-    return f"{whole.path.name}: {megabytes:,.1f} MB of it go from host {sources} to host {targets}"

@@ -29,8 +29,9 @@ from ddpm_ds.checkpoint.manifest import read_manifest, verify
 from ddpm_ds.errors import CheckpointError
 
 LATEST = "latest"
+WRITING, REPLACED = ".writing-", ".replaced-"
+_DELETING, _ABANDONED = ".deleting-", "abandoned-"
 _NAME = re.compile(r"images-(\d+)")
-_WRITING, _DELETING, _REPLACED, _ABANDONED = ".writing-", ".deleting-", ".replaced-", "abandoned-"
 
 
 def checkpoint_name(images: int) -> str:
@@ -72,7 +73,7 @@ def newest_good(folder: Path, say: Callable[[str], None], progress: bool = False
 
 
 def to_delete(names: Sequence[str], keep_last: int | None, keep_every_images: int | None) -> list[str]:
-    """Which of the checkpoints ``names``, oldest first, are not kept.
+    """The checkpoints of ``names``, oldest first, that are not kept.
 
     Kept are the last ``keep_last`` (None keeps all) and, for every multiple of ``keep_every_images``, the first
     checkpoint at or after it. Deleting what is named and asking again names nothing more.
@@ -89,17 +90,11 @@ def to_delete(names: Sequence[str], keep_last: int | None, keep_every_images: in
     return [name for name in names if name not in kept]
 
 
-def written_out(folder: Path) -> dict[tuple[str, str], Path]:
-    """Checkpoints that only need to be put in place, by name and checksum of the manifest."""
-    return _with_manifest(folder, _WRITING)
+def unfinished(folder: Path, prefix: str) -> dict[tuple[str, str], Path]:
+    """Checkpoints with a manifest whose folders begin with ``prefix``, by name and checksum of the manifest.
 
-
-def replaced(folder: Path) -> dict[tuple[str, str], Path]:
-    """Checkpoints whose name another one has taken, until :func:`tidy` or :func:`clean` removes them."""
-    return _with_manifest(folder, _REPLACED)
-
-
-def _with_manifest(folder: Path, prefix: str) -> dict[tuple[str, str], Path]:
+    With the prefix ``WRITING`` they only need to be put in place; with ``REPLACED`` another one has taken their name.
+    """
     found = {}
     for path in folder.glob(f"{prefix}*"):
         with contextlib.suppress(CheckpointError):
@@ -114,8 +109,8 @@ def restore(folder: Path) -> None:
     Raises:
         OSError: the file system refuses.
     """
-    for path in folder.glob(f"{_REPLACED}*"):
-        if not (original := folder / path.name.removeprefix(_REPLACED)).exists():
+    for path in folder.glob(f"{REPLACED}*"):
+        if not (original := folder / path.name.removeprefix(REPLACED)).exists():
             path.rename(original)
 
 
@@ -128,19 +123,19 @@ def clean(folder: Path) -> None:
     restore(folder)
     for probe in folder.glob(f"{PROBE}*"):
         probe.unlink(missing_ok=True)
-    for pattern in (_WRITING, _DELETING, _REPLACED):
-        for leftover in folder.glob(f"{pattern}*"):
+    for prefix in (WRITING, _DELETING, REPLACED):
+        for leftover in folder.glob(f"{prefix}*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
 
 def scratch(folder: Path, name: str, attempt: int) -> Path:
     """Where the ranks write checkpoint ``name`` before it is complete; the same path for all of them."""
-    return folder / f"{_WRITING}{name}.{attempt}"
+    return folder / f"{WRITING}{name}.{attempt}"
 
 
 def remove_scratch_before(folder: Path, attempt: int) -> None:
     """Remove what earlier attempts of this process left, such as the parts of ranks that were slower to fail."""
-    for path in folder.glob(f"{_WRITING}*"):
+    for path in folder.glob(f"{WRITING}*"):
         if path.suffix[1:].isdigit() and int(path.suffix[1:]) < attempt:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -151,7 +146,7 @@ def put_in_place(written: Path, target: Path) -> None:
     Raises:
         OSError: the file system refuses.
     """
-    before = target.with_name(_REPLACED + target.name)
+    before = target.with_name(REPLACED + target.name)
     if target.exists():
         shutil.rmtree(before, ignore_errors=True)
         target.rename(before)
@@ -172,9 +167,8 @@ def take_back(target: Path) -> None:
     Raises:
         OSError: the file system refuses.
     """
-    deleting, before = target.with_name(_DELETING + target.name), target.with_name(_REPLACED + target.name)
-    shutil.rmtree(deleting, ignore_errors=True)
-    target.rename(deleting)
+    before = target.with_name(REPLACED + target.name)
+    deleting = _hide(target)
     if before.exists():
         before.rename(target)
     sync(target.parent)
@@ -182,7 +176,7 @@ def take_back(target: Path) -> None:
 
 
 def tidy(folder: Path, newest: str, keep_last: int | None, keep_every_images: int | None) -> list[str]:
-    """What follows a checkpoint that was written: ``latest``, the keep rules, and what the run has left behind.
+    """Replace ``latest`` after a checkpoint was written, apply the keep rules, set aside what the run has left behind.
 
     Later checkpoints than ``newest`` are damaged, or of a course that the run left when it resumed from an older
     one. They would be resumed from next time, so they are renamed; returns their new names.
@@ -191,20 +185,23 @@ def tidy(folder: Path, newest: str, keep_last: int | None, keep_every_images: in
         OSError: the file system refuses.
     """
     write_file(folder / LATEST, f"{newest}\n".encode())
-    shutil.rmtree(folder / f"{_REPLACED}{newest}", ignore_errors=True)
+    shutil.rmtree(folder / f"{REPLACED}{newest}", ignore_errors=True)
     found = names(folder)
     position = found.index(newest) + 1
-    abandoned = []
-    for name in found[position:]:
-        shutil.rmtree(folder / f"{_ABANDONED}{name}", ignore_errors=True)
-        (folder / name).rename(folder / f"{_ABANDONED}{name}")
-        abandoned.append(f"{_ABANDONED}{name}")
+    abandoned = [f"{_ABANDONED}{name}" for name in found[position:]]
+    for name in abandoned:
+        shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / name.removeprefix(_ABANDONED)).rename(folder / name)
     for name in to_delete(found[:position], keep_last, keep_every_images):
-        deleting = folder / f"{_DELETING}{name}"
-        shutil.rmtree(deleting, ignore_errors=True)
-        (folder / name).rename(deleting)  # or a kill half-way would leave a checkpoint with files missing
-        shutil.rmtree(deleting)
+        shutil.rmtree(_hide(folder / name))
     return abandoned
+
+
+def _hide(checkpoint: Path) -> Path:
+    """Rename a checkpoint before it is deleted, or a kill half-way would leave one with files missing."""
+    deleting = checkpoint.with_name(_DELETING + checkpoint.name)
+    shutil.rmtree(deleting, ignore_errors=True)
+    return checkpoint.rename(deleting)
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -214,8 +211,10 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a small file so that it holds either all of ``content`` or what it held before. Once it is there, nothing
-    can fail any more."""
+    """Write a small file so that it holds either all of ``content`` or what it held before.
+
+    Once it is there, nothing can fail any more.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as file:
         file.write(content)
@@ -225,7 +224,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Make a folder's entries survive a power cut."""
+    """Make a folder's entries, or a file, survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

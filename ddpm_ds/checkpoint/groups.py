@@ -1,4 +1,4 @@
-"""Which ranks of a run see the same folder, such as that of its checkpoints. No torch.
+"""Ranks of a run by the folder of checkpoints that they see, and how the leaders of several folders act together.
 
 ::
 
@@ -7,21 +7,38 @@
     host b   rank 2 ┐ RUN_DIR/checkpoints      another folder of the same name: a group, led by rank 2
              rank 3 ┘
 
-On a shared file system all ranks are one group.
+On a shared file system all ranks are one group. Where there are several, their leaders complete a checkpoint through a
+key-value store, and rank 0 decides::
+
+    rank 0                                        leader of another folder
+    all parts: covered once?   ◀────── parts      its ranks' files are on the disk
+    manifest, state            ──────▶            writes them beside its files, and flushes
+    all ready?                 ◀────── ready
+    ready                      ──────▶            renames the folder
+    all placed?                ◀────── placed
+    placed                     ──────▶            older checkpoints may go
+
+Until all are ready no name has changed anywhere, and once one has, nothing is left to do that can run out of space.
+Nothing waits inside the store, whose client the watchdog uses as well. This module does not import torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 PROBE = ".probe-"
+POLL_SECONDS = 0.05
 Gather = Callable[[Any], list[Any]]
-"""Collective: takes what this rank says (what JSON can hold) and gives what every rank has said, by rank."""
+"""Collective: takes this rank's value, which JSON can hold, and returns the values of all ranks, by rank."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +58,7 @@ class Groups:
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """Of all groups; rank 0 is always the first."""
+        """Leaders of all groups; rank 0 is always the first."""
         return tuple(sorted(set(self.leader_of)))
 
     @property
@@ -65,7 +82,7 @@ class Groups:
 
 
 def find_groups(folder: Path, rank: int, hosts: Sequence[str], gather: Gather) -> Groups:
-    """Which ranks see the same ``folder``; collective. Ranks of one host that can't write there count as a group.
+    """Find which ranks see the same ``folder``; collective. Ranks of one host that can't write there are one group.
 
     Every rank leaves an empty file and looks for those of the others by their names, which are new each time: a network
     file system may answer from its memory of a folder's list, or of a name that it was asked for before.
@@ -77,12 +94,10 @@ def find_groups(folder: Path, rank: int, hosts: Sequence[str], gather: Gather) -
     with contextlib.suppress(OSError):
         probes[rank].touch()
     gather(None)
-    marks: list[int | str | None] = gather(
-        next((other for other, probe in enumerate(probes) if _is_there(probe)), None)
-    )
+    seen = next((other for other, probe in enumerate(probes) if _is_there(probe)), None)
+    marks = [host if mark is None else mark for mark, host in zip(gather(seen), hosts, strict=True)]
     with contextlib.suppress(OSError):
         probes[rank].unlink()
-    marks = [host if mark is None else mark for mark, host in zip(marks, hosts, strict=True)]
     return Groups(rank, tuple(hosts), tuple(map(marks.index, marks)))
 
 
@@ -92,3 +107,108 @@ def _is_there(file: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+class NotSaved(Exception):
+    """There is no checkpoint; the reason is shown to people."""
+
+
+class CalledOff(NotSaved):
+    """Rank 0 has decided that there is no checkpoint."""
+
+
+class Leaders:
+    """This leader's side of completing checkpoints. With one folder nothing is exchanged, and ``store`` may be None.
+
+    ``seconds`` is what a group is given for its own part: rank 0 waits half as long again, the others for rank 0 to
+    have waited for everybody.
+    """
+
+    def __init__(self, groups: Groups, store: Store | None, seconds: float) -> None:
+        self._groups, self._store = groups, store
+        self._seconds = 1.5 * seconds if groups.rank == 0 else 4 * seconds
+        self.attempt = 0
+        """Number of the checkpoint that everything is about, the same on all ranks."""
+
+    def collect(self, topic: str, text: str) -> list[str]:
+        """Give ``text`` to rank 0. Returns there what all leaders have given, elsewhere nothing.
+
+        Raises:
+            CalledOff: on rank 0: another leader has a problem, or nothing came from it.
+        """
+        if self._groups.rank:
+            self._set(topic, text, self._groups.rank)
+            return []
+        return [text, *(self._receive(topic, rank) for rank in self._groups.leaders[1:])]
+
+    def publish(self, topic: str, text: str = "") -> str:
+        """Give every leader the ``text`` of rank 0.
+
+        Raises:
+            CalledOff: on the others: rank 0 has called the checkpoint off.
+            NotSaved: on the others: nothing came from rank 0.
+        """
+        if self._groups.shared:
+            return text
+        if self._groups.rank == 0:
+            self._set(topic, text)
+            return text
+        if not self._wait(topic, 0, "called off"):
+            raise NotSaved(f"rank 0 has not answered for {self._seconds:g} s")
+        if not self._has(topic):
+            raise CalledOff(self._get("called off"))
+        return self._get(topic)
+
+    def all_are(self, topic: str) -> None:
+        """Go on when every leader has come here. Raises as :meth:`collect` and :meth:`publish` do."""
+        self.collect(topic, "")
+        self.publish(topic)
+
+    def forget(self, topic: str) -> None:
+        """Delete what rank 0 published, on rank 0, once all have read it."""
+        if self._groups.rank == 0 and not self._groups.shared:
+            self._delete(topic)
+
+    def fail(self, reason: str) -> None:
+        """Tell rank 0 of a problem; on rank 0, call the checkpoint off."""
+        if not self._groups.shared:
+            with contextlib.suppress(Exception):  # whatever a store raises when rank 0 has gone
+                self._set("problem" if self._groups.rank else "called off", reason)
+
+    def _receive(self, topic: str, rank: int) -> str:
+        if not self._wait(topic, rank, "problem"):
+            raise CalledOff(f"{self._groups.name(rank)} has not answered for {self._seconds:g} s")
+        if self._has("problem"):
+            raise CalledOff(self._get("problem"))
+        text = self._get(topic, rank)
+        self._delete(topic, rank)
+        return text
+
+    def _wait(self, topic: str, rank: int, otherwise: str) -> bool:
+        """Wait for a key, or for the one that tells of trouble; whether either came in time."""
+        deadline = time.monotonic() + self._seconds
+        while not (self._has(topic, rank) or self._has(otherwise)):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_SECONDS)
+        return True
+
+    def _key(self, topic: str, rank: int) -> str:
+        return f"checkpoint/{self.attempt}/{topic}/{rank}"
+
+    def _has(self, topic: str, rank: int = 0) -> bool:
+        assert self._store is not None
+        return bool(self._store.check([self._key(topic, rank)]))
+
+    def _get(self, topic: str, rank: int = 0) -> str:
+        """The text of a key that is there; of another one the store would wait."""
+        assert self._store is not None
+        return self._store.get(self._key(topic, rank)).decode()
+
+    def _set(self, topic: str, text: str, rank: int = 0) -> None:
+        assert self._store is not None
+        self._store.set(self._key(topic, rank), text)
+
+    def _delete(self, topic: str, rank: int = 0) -> None:
+        assert self._store is not None
+        self._store.delete_key(self._key(topic, rank))

@@ -1,7 +1,4 @@
-"""Reads any piece of a checkpoint, whatever fragments it was written in.
-
-One file of whole tensors from a checkpoint's fragments, a tensor at a time.
-"""
+"""Reads any piece of a checkpoint, whatever fragments it was written in, and consolidates one into a single file."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +22,6 @@ from ddpm_ds.checkpoint.manifest import (
     check_all_here,
     check_bytes,
     check_size,
-    header,
     read_bytes,
     read_manifest,
     unusable,
@@ -33,6 +29,8 @@ from ddpm_ds.checkpoint.manifest import (
 )
 from ddpm_ds.device import DTYPES, Dtype
 from ddpm_ds.errors import CheckpointError, OutputError
+
+ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
 class _Span(NamedTuple):
@@ -107,11 +105,11 @@ class Reader:
             raise unusable(self.path, f"values {at} and following of {kind} of {name} are in none of its files")
         return values
 
-    def covered(self, kind: str, name: str, start: int, length: int) -> list[tuple[int, int]]:
-        """Which of these values its files hold: (start, stop) of every run of them, in order, apart from each other."""
+    def covered(self, kind: str, name: str, start: int, stop: int) -> list[tuple[int, int]]:
+        """Runs of these values that its files hold: (start, stop) each, in order, apart from each other."""
         runs: list[tuple[int, int]] = []
         for span in self._spans_of(kind, name):
-            low, high = max(start, span.start), min(start + length, span.stop)
+            low, high = max(start, span.start), min(stop, span.stop)
             if low >= high:
                 continue
             if runs and runs[-1][1] >= low:
@@ -123,7 +121,6 @@ class Reader:
         if name not in self._verified:
             if name not in self.manifest.files:
                 raise unusable(self.path, f"its manifest does not list {name}")
-            check_size(self.path, name, self.manifest)
             check_bytes(self.path, name, self.manifest)
             self._verified.add(name)
 
@@ -153,6 +150,23 @@ class Reader:
         except (OSError, SafetensorError, ValueError):
             raise unusable(self.path, f"{file} is damaged") from None
         return found
+
+
+def header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> bytes:
+    """The header of a safetensors file, written by hand so that the tensors after it can be streamed.
+
+    Eight bytes little-endian length, then JSON; the raw tensors follow without gaps. ``tensors`` are (key, dtype,
+    shape, elements) in the order of their bytes.
+    """
+    entries: dict[str, object] = {"__metadata__": dict(metadata)}
+    at = 0
+    for key, dtype, shape, elements in tensors:
+        end = at + elements * ELEMENT_BYTES[dtype]
+        entries[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # readers that map the file want aligned tensors
+    return len(text).to_bytes(8, "little") + text
 
 
 def consolidate(path: Path, out: Path, kind: str = "ema", dtype: Dtype = "fp32", *, progress: bool = False) -> None:

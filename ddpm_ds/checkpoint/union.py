@@ -14,21 +14,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
-
 from ddpm_ds.checkpoint.folder import (
+    REPLACED,
+    WRITING,
     clean,
     images_of,
     names,
     put_in_place,
-    replaced,
     restore,
     take_back,
-    written_out,
+    unfinished,
 )
 from ddpm_ds.checkpoint.groups import Gather, Groups
 from ddpm_ds.checkpoint.manifest import (
@@ -59,19 +57,7 @@ class CompleteCheckpoint:
     here: tuple[str, ...]
     """Its files on this rank's host."""
     groups: Groups
-    """Of the ranks by the folder of it that they see."""
-
-
-class _Look(BaseModel):
-    """What a group's folder has of a checkpoint."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    sha256: str | None = None
-    """Of the manifest, which is the same on all hosts; None where it is damaged."""
-    created: datetime = datetime.min
-    here: tuple[str, ...] = ()
-    damage: str | None = None
+    """The ranks by the folder of it that they see."""
 
 
 class _Problems(NamedTuple):
@@ -92,30 +78,27 @@ def settle(folder: Path, groups: Groups, gather: Gather) -> None:
         CheckpointError: a folder can't be changed.
     """
 
+    def in_place_anywhere(asked: Sequence[Sequence[Sequence[str]]]) -> set[tuple[str, str]]:
+        """The checkpoints (name, checksum of the manifest) that a group asks for and that are in place in any."""
+        pairs = sorted({(name, sha256) for theirs in asked for name, sha256 in theirs})
+        if not pairs:
+            return set()
+        here = [pair for pair in pairs if groups.leads and _digest(folder / pair[0]) == pair[1]]
+        return {(name, sha256) for theirs in gather(here) for name, sha256 in theirs}
+
     try:
         if groups.leads:
             restore(folder)
-        pending, old = (written_out(folder), replaced(folder)) if groups.leads else ({}, {})
+        pending, old = (unfinished(folder, prefix) if groups.leads else {} for prefix in (WRITING, REPLACED))
         said = gather([list(pending), list(old)])
-        for pair in _in_place(folder, [pairs for pairs, _ in said], groups, gather) & pending.keys():
+        for pair in in_place_anywhere([pairs for pairs, _ in said]) & pending.keys():
             put_in_place(pending[pair], folder / pair[0])
-        for pair in _in_place(folder, [pairs for _, pairs in said], groups, gather) & old.keys():
+        for pair in in_place_anywhere([pairs for _, pairs in said]) & old.keys():
             take_back(folder / pair[0])
         if groups.leads:
             clean(folder)
     except OSError as error:
         raise CheckpointError(f"{folder} can't be changed ({error.strerror}); make it writable") from None
-
-
-def _in_place(
-    folder: Path, asked: Sequence[Sequence[Sequence[str]]], groups: Groups, gather: Gather
-) -> set[tuple[str, str]]:
-    """Which of the checkpoints (name, checksum of the manifest) that any group asks for are in place in any."""
-    pairs = sorted({(name, sha256) for theirs in asked for name, sha256 in theirs})
-    if not pairs:
-        return set()
-    here = [pair for pair in pairs if groups.leads and _digest(folder / pair[0]) == pair[1]]
-    return {(name, sha256) for theirs in gather(here) for name, sha256 in theirs}
 
 
 def newest(
@@ -164,19 +147,17 @@ def whole(path: Path, groups: Groups, gather: Gather, *, progress: bool = False)
     outcome = _examine(path, groups, gather, progress)
     if isinstance(outcome, CompleteCheckpoint):
         return outcome
-    remedy = [BRING_BACK] if outcome.elsewhere else []
-    raise CheckpointError("; ".join([*outcome.lines, *remedy]))
+    raise CheckpointError("; ".join([*outcome.lines, *[BRING_BACK][: outcome.elsewhere]]))
 
 
 def _examine(path: Path, groups: Groups, gather: Gather, progress: bool) -> CompleteCheckpoint | _Problems:
     """The checkpoint at ``path``, or why it can't be used."""
-    said = gather(_look(path).model_dump(mode="json") if groups.leads and path.exists() else None)
-    looks = {rank: _Look.model_validate(one) for rank, one in enumerate(said) if one is not None}
-    lines = [_of_host(groups, rank, look.damage) for rank, look in looks.items() if look.damage]
-    created = {look.sha256: look.created for look in looks.values() if look.sha256}
+    looks = {rank: look for rank, look in enumerate(gather(_look(path, groups))) if look is not None}
+    lines = [_on_host(groups, rank, look["damage"]) for rank, look in looks.items() if "damage" in look]
+    created = {look["sha256"]: look["created"] for look in looks.values() if "sha256" in look}
     elsewhere = False
     for sha256 in sorted(created, key=created.__getitem__, reverse=True):
-        holders = {rank: look.here for rank, look in looks.items() if look.sha256 == sha256}
+        holders = {rank: look["here"] for rank, look in looks.items() if look.get("sha256") == sha256}
         outcome = _assemble(path, holders, groups, gather, progress)
         if isinstance(outcome, CompleteCheckpoint):
             return outcome
@@ -185,32 +166,35 @@ def _examine(path: Path, groups: Groups, gather: Gather, progress: bool) -> Comp
     return _Problems(lines or [str(unusable(path, f"{MANIFEST} can't be read (No such file or directory)"))], elsewhere)
 
 
-def _look(path: Path) -> _Look:
+def _look(path: Path, groups: Groups) -> dict[str, Any] | None:
+    """What this group's folder has of a checkpoint, from its leader: its manifest's checksum, its age and its files,
+    or what is wrong with the manifest."""
+    if not groups.leads or not path.exists():
+        return None
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
-        return _Look(damage=str(error))
-    here = tuple(files_here(path, manifest))
-    return _Look(sha256=manifest.sha256, created=manifest.created.replace(tzinfo=None), here=here)
+        return {"damage": str(error)}
+    created = manifest.created.timestamp()
+    return {"sha256": manifest.sha256, "created": created, "here": files_here(path, manifest)}
 
 
 def _assemble(
-    path: Path, holders: dict[int, tuple[str, ...]], groups: Groups, gather: Gather, progress: bool
+    path: Path, holders: dict[int, list[str]], groups: Groups, gather: Gather, progress: bool
 ) -> CompleteCheckpoint | _Problems:
     """The checkpoint of one manifest, from the files that the ``holders``, leaders by rank, have of it."""
     manifest = Manifest.model_validate_json(_read(path, MANIFEST, min(holders), groups, gather))
     if gone := _in_none(manifest, holders):
         return _Problems([_lacks(path, manifest, gone, holders, groups)], any(name in manifest.places for name in gone))
-    own = holders.get(groups.rank, ())
-    found = gather([(damage.file, str(damage)) for damage in damages(path, manifest, own, progress)])
+    found = gather(list(damages(path, manifest, holders.get(groups.rank, ()), progress)))
     for rank, here in holders.items():
-        holders[rank] = tuple(name for name in here if name not in dict(found[rank]))
+        holders[rank] = [name for name in here if name not in dict(found[rank])]
     if _in_none(manifest, holders):
-        lines = [_of_host(groups, rank, text) for rank, damaged in enumerate(found) for _, text in damaged]
+        lines = [_on_host(groups, rank, text) for rank, damaged in enumerate(found) for _, text in damaged]
         return _Problems(lines, elsewhere=False)
     source = min(rank for rank, here in holders.items() if STATE in here)
     state = json.loads(_read(path, STATE, source, groups, gather))
-    return CompleteCheckpoint(path, manifest, state, holders.get(groups.leader_of[groups.rank], ()), groups)
+    return CompleteCheckpoint(path, manifest, state, tuple(holders.get(groups.leader_of[groups.rank], ())), groups)
 
 
 def _in_none(manifest: Manifest, holders: Mapping[int, Sequence[str]]) -> list[str]:
@@ -242,12 +226,12 @@ def _read(path: Path, name: str, source: int, groups: Groups, gather: Gather) ->
     return text.encode()
 
 
-def _of_host(groups: Groups, rank: int, text: str) -> str:
+def _on_host(groups: Groups, rank: int, text: str) -> str:
     return text if groups.shared else f"host {groups.hosts[rank]}: {text}"
 
 
 def _digest(checkpoint: Path) -> str | None:
-    """Of the manifest of a checkpoint that is in place."""
+    """Checksum of the manifest of a checkpoint that is in place; None where there is none to read."""
     try:
         return read_manifest(checkpoint).sha256
     except CheckpointError:

@@ -1,6 +1,4 @@
-"""What a rank owns of the parameters, and its copy in host memory.
-
-Writes checkpoints beside training: the tensors are copied at once, the files are written by a thread.
+"""Writes checkpoints beside training: the tensors are copied at once, the files are written by a thread.
 
 ::
 
@@ -9,8 +7,8 @@ Writes checkpoints beside training: the tensors are copied at once, the files ar
                                                                      └─▶ rank 0: all parts of all? covered once?
                                                      leader: manifest, state, fsync, rename, latest ◀─┘
 
-Ranks that see one folder meet in it. The leaders of several folders meet in a key-value store (``leaders.py``). No
-thread runs a collective.
+Ranks that see one folder meet in it; the leaders of several folders in a key-value store (:class:`Leaders`). No thread
+runs a collective.
 """
 
 from __future__ import annotations
@@ -44,28 +42,30 @@ from ddpm_ds.checkpoint.folder import (
     tidy,
     write_file,
 )
-from ddpm_ds.checkpoint.groups import Groups
+from ddpm_ds.checkpoint.groups import CalledOff, Groups, Leaders, NotSaved
 from ddpm_ds.checkpoint.manifest import (
     MANIFEST,
     STATE,
-    CalledOff,
     Description,
     FileEntry,
     GroupParts,
-    Leaders,
-    NotSaved,
     Part,
     Place,
-    header,
     manifest_of,
 )
+from ddpm_ds.checkpoint.reader import header
 
 WRITE_BYTES = 2**24
+POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """A piece of one parameter, or of what is kept of it, that this rank alone owns."""
+    """A piece of one parameter, or of what is kept of it, that this rank alone owns.
+
+    Raises:
+        TypeError: the values are not flat and fp32.
+    """
 
     kind: str
     """``master``, ``exp_avg``, ``exp_avg_sq``, ``ema``, ...: no slash."""
@@ -113,9 +113,6 @@ class HostCopy:
         step = WRITE_BYTES // raw.itemsize
         for at in range(0, self._used, step):
             yield raw[at : at + step].cast("B")
-
-
-SECONDS_BETWEEN_LOOKS = 0.02
 
 
 @dataclass(frozen=True)
@@ -203,18 +200,18 @@ class Writer:
         self.seconds_blocked = time.monotonic() - started
 
     def wait(self) -> bool:
-        """Wait until the last checkpoint is written; whether it is complete, on ranks that don't lead, their part."""
+        """Wait for the last checkpoint; whether it is complete, on ranks that don't lead whether their part is."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         return self._saved
 
     def _write(self, work: _Work) -> None:
-        """The life of the thread."""
+        """Write a checkpoint; the whole life of the thread."""
         self._saved = False
         try:
             if self._groups.leads:
-                self._leaders.begin(self._attempt)
+                self._leaders.attempt = self._attempt
                 remove_scratch_before(self._folder, self._attempt)
             self._write_part(work)
             if self._groups.leads:
@@ -227,7 +224,7 @@ class Writer:
             self._tidy(work.name)
 
     def _write_part(self, work: _Work) -> None:
-        """This rank's file, then its record."""
+        """Write this rank's file, then its record."""
         work.scratch.mkdir(parents=True, exist_ok=True)
         keys = [(f"{kind}/{name}@{start}", "F32", (n,), n) for kind, name, start, n in work.fragments]
         digest, size = hashlib.sha256(), 0
@@ -245,7 +242,7 @@ class Writer:
         replace_file(work.scratch / _record(self._rank), record.model_dump_json().encode())  # the leader syncs
 
     def _complete(self, work: _Work) -> None:
-        """On a leader: wait for all parts, have rank 0 check them, and put the checkpoint in place."""
+        """Wait on a leader for all parts, have rank 0 check them, and put the checkpoint in place."""
         parts = self._parts(work.scratch)
         place = Place(host=self._groups.hosts[self._rank], folder=str(self._folder.absolute()))
         groups = self._leaders.collect("parts", GroupParts(place=place, parts=parts).model_dump_json())
@@ -283,7 +280,7 @@ class Writer:
                 ranks = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
                 where = "" if self._groups.shared else f" on host {self._groups.hosts[self._rank]}"
                 raise NotSaved(f"rank {ranks}{where} had not written its part after {self._time_limit_seconds:g} s")
-            time.sleep(SECONDS_BETWEEN_LOOKS)
+            time.sleep(POLL_SECONDS)
         return [Part.model_validate_json((folder / _record(rank)).read_bytes()) for rank in self._groups.members]
 
     def _give_up(self, work: _Work, error: Exception) -> None:

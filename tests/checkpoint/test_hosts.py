@@ -18,8 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpm_ds.checkpoint import delivery, writer
-from ddpm_ds.checkpoint import manifest as leaders
+from ddpm_ds.checkpoint import delivery, groups, writer
 from ddpm_ds.checkpoint.delivery import Wanted, deliver
 from ddpm_ds.checkpoint.groups import Gather, Groups, find_groups
 from ddpm_ds.checkpoint.manifest import MANIFEST, STATE, read_manifest
@@ -34,8 +33,8 @@ ONE, TWO = "images-000000001", "images-000000002"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leaders, "POLL_SECONDS", 0.002)
-    monkeypatch.setattr(writer, "SECONDS_BETWEEN_LOOKS", 0.002)
+    monkeypatch.setattr(groups, "POLL_SECONDS", 0.002)
+    monkeypatch.setattr(writer, "POLL_SECONDS", 0.002)
 
 
 @pytest.fixture
