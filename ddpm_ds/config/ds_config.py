@@ -1,15 +1,12 @@
-"""What is wrong with a DeepSpeed JSON before any spec is known: key by key, then keys together.
-
-The DeepSpeed JSON: read, checked key by key, and every "auto" filled from the run spec and the world size.
-"""
+"""The DeepSpeed JSON: read, checked key by key, and resolved for a run spec and a number of processes."""
 
 from __future__ import annotations
 
 import copy
 import difflib
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,12 +34,12 @@ def check_ds_config(config: dict[str, Any], path: Path | str) -> None:
         raise DsConfigError(f"{path}: {error}") from None
 
 
-def enabled(config: dict[str, Any], block: str) -> bool:
+def enabled(config: Mapping[str, Any], block: str) -> bool:
     """Whether a block of a checked config is switched on."""
     return bool(config.get(block, {}).get("enabled", False))
 
 
-def zero_stage(config: dict[str, Any]) -> int:
+def zero_stage(config: Mapping[str, Any]) -> int:
     """ZeRO stage of a checked config; 0 is off."""
     return int(config.get("zero_optimization", {}).get("stage", 0))
 
@@ -154,27 +151,77 @@ class Layout:
 
 @dataclass(frozen=True)
 class ResolvedDsConfig:
-    """A DeepSpeed JSON without "auto", and what this project reads from it."""
+    """How a run is trained: a DeepSpeed JSON, checked and filled for a spec and a number of processes.
 
-    config: dict[str, Any]
-    """Every key as it counts; DeepSpeed is given :func:`for_deepspeed` of it.
-
-    Its activation_checkpoint_interval is 0 while `checkpoint_interval` is "auto", its across_hosts "stages" while
-    `across_hosts` is, and its kernels "reference" while `kernels` is.
+    This is all that crosses into the engine. A field that is still "auto" is decided by a process that has its device
+    (:func:`ddpm_ds.train.resolve.decide`), kernels when the engine is built.
     """
+
     layout: Layout
-    precision: Literal["fp32", "fp16", "bf16"]
-    zero_stage: int
     partition: Literal["flops", "measured", "parameters", "uniform"] | list[int]
     schedule: Literal["1f1b", "folded"]
     checkpoint_interval: int | Literal["auto"]
+    """Layers between kept activations; 0 keeps all."""
+    use_reentrant: bool
     across_hosts: Literal["stages", "replicas", "auto"]
+    """What is split over several hosts."""
     kernels: Literal["fused", "masks", "reference", "auto"]
+    compile: bool
+    blocks: Mapping[str, Any]
+    """The keys that DeepSpeed reads: optimizer, scheduler, precision, ZeRO, logging; in ``pipeline`` only its own."""
+
+    @property
+    def precision(self) -> Literal["fp32", "fp16", "bf16"]:
+        """Type of weights, activations and messages."""
+        return "fp16" if enabled(self.blocks, "fp16") else "bf16" if enabled(self.blocks, "bf16") else "fp32"
+
+    @property
+    def zero_stage(self) -> int:
+        """ZeRO stage; 0 is off."""
+        return zero_stage(self.blocks)
 
     @property
     def planned_partition(self) -> Literal["flops", "parameters", "uniform"] | list[int]:
         """How the U-Net is cut until its layers are timed."""
         return "flops" if self.partition == "measured" else self.partition
+
+    def as_json(self) -> dict[str, Any]:
+        """The configuration as one JSON, which runs and checkpoints keep."""
+        pipeline = {
+            **self.blocks.get("pipeline", {}),
+            "stages": self.layout.stages,
+            "partition": self.partition,
+            "schedule": self.schedule,
+            "across_hosts": self.across_hosts,
+            "activation_checkpoint_interval": self.checkpoint_interval,
+            "use_reentrant": self.use_reentrant,
+        }
+        return {
+            "train_batch_size": self.layout.batch_images,
+            "train_micro_batch_size_per_gpu": self.layout.micro_batch_images,
+            "gradient_accumulation_steps": self.layout.micro_batches,
+            **self.blocks,
+            "pipeline": pipeline,
+            "compile": self.compile,
+            "kernels": self.kernels,
+        }
+
+    def for_deepspeed(self) -> dict[str, Any]:
+        """The JSON that ``deepspeed.initialize`` is given.
+
+        This project's own keys are left out, and so is the flops profiler, whose timers would crash a pipeline
+        (:mod:`ddpm_ds.observe.flops`). Activations are kept while nobody has decided otherwise.
+        """
+        ours = ("compile", "kernels", "flops_profiler")
+        undecided = {"activation_checkpoint_interval": 0, "across_hosts": "stages"}
+        config = {name: copy.deepcopy(value) for name, value in self.as_json().items() if name not in ours}
+        config["pipeline"] |= {name: value for name, value in undecided.items() if config["pipeline"][name] == "auto"}
+        return config
+
+    def without_reports(self) -> ResolvedDsConfig:
+        """The configuration without what times, counts or prints, for steps that are timed from outside."""
+        reports = ("flops_profiler", "wall_clock_breakdown", "steps_per_print")
+        return replace(self, blocks={name: block for name, block in self.blocks.items() if name not in reports})
 
 
 def read_ds_config(path: Path | str) -> dict[str, Any]:
@@ -201,48 +248,30 @@ def resolve(
     the spec, :class:`LayoutError` where the processes or the batch can't be shared out.
     """
     check_ds_config(config, path)
-    filled = copy.deepcopy(config)
+    blocks = copy.deepcopy(config)
     try:
-        layout = _layout(filled, spec, world_size, stages)
-        filled |= {
-            "train_batch_size": _agreed(filled, "train_batch_size", layout.batch_images, "train.batch_images"),
-            "train_micro_batch_size_per_gpu": layout.micro_batch_images,
-            "gradient_accumulation_steps": layout.micro_batches,
-        }
-        _fill_optimizer(filled, spec)
-        _fill_scheduler(filled, spec)
-        _fill_rest(filled, spec)
+        layout = _layout(blocks, spec, world_size, stages)
+        _agreed(blocks, "train_batch_size", layout.batch_images, "train.batch_images")
+        _fill_optimizer(blocks, spec)
+        _fill_scheduler(blocks, spec)
+        _fill_rest(blocks, spec)
     except DsConfigError as error:
         raise DsConfigError(f"{path}: {error}") from None
-    kernels = filled.get("kernels", "auto")
-    filled |= {"compile": filled.get("compile", False), "kernels": "reference" if kernels == "auto" else kernels}
-    pipeline = filled.setdefault("pipeline", {})
-    interval, across = (pipeline.get(name, "auto") for name in ("activation_checkpoint_interval", "across_hosts"))
-    pipeline |= {
-        "stages": layout.stages,
-        "partition": _given(pipeline, "partition", "flops"),
-        "schedule": _given(pipeline, "schedule", "1f1b"),
-        "across_hosts": "stages" if across == "auto" else across,
-        "activation_checkpoint_interval": 0 if interval == "auto" else interval,
-        "use_reentrant": pipeline.get("use_reentrant", False),
-    }
+    for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        blocks.pop(name, None)
+    pipeline = blocks.pop("pipeline", {})
+    own = {name: value for name, value in pipeline.items() if name in ("pipe_partitioned", "grad_partitioned")}
     return ResolvedDsConfig(
-        config=filled,
         layout=layout,
-        precision="fp16" if enabled(filled, "fp16") else "bf16" if enabled(filled, "bf16") else "fp32",
-        zero_stage=zero_stage(filled),
-        partition=pipeline["partition"],
-        schedule=pipeline["schedule"],
-        checkpoint_interval=interval,
-        across_hosts=across,
-        kernels=kernels,
+        partition=_given(pipeline, "partition", "flops"),
+        schedule=_given(pipeline, "schedule", "1f1b"),
+        checkpoint_interval=pipeline.get("activation_checkpoint_interval", "auto"),
+        use_reentrant=pipeline.get("use_reentrant", False),
+        across_hosts=pipeline.get("across_hosts", "auto"),
+        kernels=blocks.pop("kernels", "auto"),
+        compile=blocks.pop("compile", False),
+        blocks={**blocks, "pipeline": own} if own else blocks,
     )
-
-
-def for_deepspeed(config: dict[str, Any]) -> dict[str, Any]:
-    """Of a filled configuration what DeepSpeed is given: not this project's keys, nor the flops profiler, whose timers
-    would crash a pipeline (see :mod:`ddpm_ds.observe.flops`)."""
-    return {name: value for name, value in config.items() if name not in ("compile", "kernels", "flops_profiler")}
 
 
 def leaves_stages_open(config: dict[str, Any], world_size: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,8 @@ from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.processes.process_group import group_timeout, process_group
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.meters import peak_memory_bytes, peak_reserved_bytes
-from ddpm_ds.train.resolve import cut_by_time, fill_checkpointing, share_threads
-from ddpm_ds.train.setting import Setting, deepspeed_options
+from ddpm_ds.train.resolve import cut_by_time, decide, share_threads
+from ddpm_ds.train.setting import Setting
 
 MOST_WARM_UP_STEPS = 40
 """Steps in which fp16 may find a loss scale that does not overflow: what overflows is not a whole step."""
@@ -55,12 +56,13 @@ def measure(
     use_host_accelerator()
     share_threads(own)
     store = DatasetCache.open(cache_path(plan.spec.data), verify=False)
-    config = fill_checkpointing(plan, own)
+    plan = decide(replace(plan, ds=plan.ds.without_reports()), own)
     with process_group(group_timeout(hang_seconds)):
-        seconds = _train(Setting(cut_by_time(plan, own), config, store, own, verbose=False), steps, progress)
+        seconds = _train(Setting(cut_by_time(plan, own), store, own, verbose=False), steps, progress)
         peak = peak_reserved_bytes(own) or peak_memory_bytes(own)
         dist.barrier()  # none leaves, and is thought to have failed, before all are done
-    interval = config["pipeline"]["activation_checkpoint_interval"]
+    interval = plan.ds.checkpoint_interval
+    assert interval != "auto"
     return Answer("done", seconds=seconds, peak_bytes=peak, checkpoint_interval=interval)
 
 
@@ -76,10 +78,9 @@ def _train(setting: Setting, steps: int, progress: Callable[[], object]) -> list
     engine = build_engine(
         plan.layers,
         plan.bounds,
-        deepspeed_options(setting.config),
+        plan.ds,
         setting.objective(),
         seed=plan.spec.train.seed,
-        schedule=plan.ds.schedule,
     )
     ema = Ema(engine, plan.spec.ema)
     batches = None

@@ -23,13 +23,13 @@ from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 from ddpm_ds.command_line import cache_folder
-from ddpm_ds.config.ds_config import for_deepspeed
+from ddpm_ds.config.ds_config import ResolvedDsConfig
 from ddpm_ds.errors import UserError
 from ddpm_ds.pipeline import deepspeed_insides as insides
-from ddpm_ds.pipeline.cuts import Schedule
 from ddpm_ds.pipeline.engine import Objective, UnetPipelineEngine
 from ddpm_ds.pipeline.folded import FoldedEngine
 from ddpm_ds.pipeline.module import FoldedUnetModule, UnetPipelineModule
+from ddpm_ds.pipeline.placement import AcrossHosts
 from ddpm_ds.unet.kernel_choice import choose_kernels
 from ddpm_ds.unet.layers import Layer
 from ddpm_ds.unet.model import compile_layers
@@ -95,38 +95,35 @@ def said_by_all(value: Value) -> list[Value]:
 def build_engine(
     layers: Sequence[Layer],
     bounds: Sequence[int],
-    config: dict[str, Any],
+    resolved: ResolvedDsConfig,
     objective: Objective,
     *,
     seed: int,
-    schedule: Schedule = "1f1b",
     verbose: bool = False,
 ) -> UnetPipelineEngine:
     """Build this process's share of the U-Net and its engine; collective over all processes.
 
-    ``config`` is a legal DeepSpeed configuration with every ``auto`` filled
-    (:func:`ddpm_ds.config.ds_config.resolve`), and says which axis of the layout is split over hosts; ``bounds`` come
-    from :func:`ddpm_ds.pipeline.cuts.partition`. The process group must exist.
+    ``bounds`` come from :func:`ddpm_ds.pipeline.cuts.partition`. The process group must exist.
 
     Raises:
         DsConfigError: the fused kernels were asked for and fail, or have broken a GPU; on all ranks alike.
     """
     gc.collect()  # an engine of before waits for the device when it is collected, be it in the middle of a step
     with quiet_deepspeed(verbose):
-        folded = schedule == "folded"
-        across = config["pipeline"].get("across_hosts", "stages")
+        folded = resolved.schedule == "folded"
+        across: AcrossHosts = "replicas" if resolved.across_hosts == "replicas" else "stages"
         module = (FoldedUnetModule if folded else UnetPipelineModule)(layers, bounds, seed, across)
         with insides.pipeline_engine(FoldedEngine if folded else UnetPipelineEngine):
-            engine, *_ = deepspeed.initialize(model=module, config=for_deepspeed(config))
+            engine, *_ = deepspeed.initialize(model=module, config=resolved.for_deepspeed())
     assert isinstance(engine, UnetPipelineEngine)
     engine.objective = objective
-    asked, dtype = config.get("kernels", "reference"), next(engine.module.parameters()).dtype
+    dtype = next(engine.module.parameters()).dtype
     engine.kernels, engine.why_kernels = choose_kernels(
-        asked, layers, engine.device, dtype, engine.micro_batch_size, said_by_all
+        resolved.kernels, layers, engine.device, dtype, engine.micro_batch_size, said_by_all
     )
     modules = list(engine.own_layers().values())
     use_kernels(modules, engine.kernels)
-    if config.get("compile", False):
+    if resolved.compile:
         engine.compiled = True
         compile_layers(modules, cache_folder() / "compiled")
     return engine

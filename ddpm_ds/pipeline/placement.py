@@ -175,7 +175,7 @@ def run_exchange(ds: ResolvedDsConfig, layers: Sequence[Layer], bounds: Sequence
         replicas=layout.replicas,
         images=layout.batch_images // layout.replicas,
         precision=ds.precision,
-        shared=sharing(ds.config, precision=ds.precision, zero_stage=ds.zero_stage, micro_batches=layout.micro_batches),
+        shared=sharing(ds.blocks, precision=ds.precision, zero_stage=ds.zero_stage, micro_batches=layout.micro_batches),
     )
 
 

@@ -90,7 +90,7 @@ def measured_cuts(
     from ddpm_ds.predict.predictor import Predictor
     from ddpm_ds.predict.workload import job as job_of
 
-    job = job_of(spec, ds.config, path)
+    job = job_of(spec, ds.as_json(), path)
     predictor = Predictor(job, _devices(job, ds.layout.world_size), times(job))
     layouts = _layouts(ds, predictor)
     if not layouts:
@@ -128,7 +128,7 @@ def _layouts(ds: ResolvedDsConfig, predictor: Predictor) -> list[Candidate]:
             micro_batches=ds.layout.micro_batches,
             checkpoint_interval=interval,
             zero_stage=ds.zero_stage,
-            offload="offload_optimizer" in ds.config.get("zero_optimization", {}),
+            offload="offload_optimizer" in ds.blocks.get("zero_optimization", {}),
         )
         for interval in ((0, 1) if ds.checkpoint_interval == "auto" else (ds.checkpoint_interval,))
     ]

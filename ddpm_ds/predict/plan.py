@@ -6,8 +6,8 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from ddpm_ds.command_line import aligned
 from ddpm_ds.config.ds_config import (
@@ -41,8 +41,6 @@ class RunPlan:
     stages: tuple[Stage, ...]
     hosts: tuple[str, ...]
     """Of each global rank; empty while it is not known who is where, since hosts differ in their number of ranks."""
-    across: AcrossHosts
-    """What is split over hosts."""
     chosen: str | None = None
     """Why the planner has chosen this number of stages, where it was asked."""
 
@@ -61,11 +59,10 @@ class RunPlan:
         """Optimizer steps; the last batch is whole even where ``train.images`` is not a multiple of it."""
         return -(-self.spec.train.images // self.ds.layout.batch_images)
 
-    @property
-    def config(self) -> dict[str, Any]:
-        """The DeepSpeed JSON as it counts, but for kernels that are chosen by time when the engine is built."""
-        pipeline = {**self.ds.config["pipeline"], "across_hosts": self.across}
-        return {**self.ds.config, "pipeline": pipeline, "kernels": self.ds.kernels}
+    @cached_property
+    def across(self) -> AcrossHosts:
+        """What is split over hosts."""
+        return across_hosts(self.ds, self.layers, self.bounds, self.hosts)
 
     @property
     def several_hosts(self) -> bool:
@@ -121,7 +118,7 @@ def plan_run(
     ds = resolve(config, spec, world_size=world_size, stages=stages, path=ds_path)
     layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
     bounds = partition(layers, ds.layout.stages, ds.planned_partition, ds.schedule)
-    plan = RunPlan(
+    return RunPlan(
         spec,
         spec_path,
         ds,
@@ -130,20 +127,13 @@ def plan_run(
         bounds,
         describe(layers, bounds, ds.schedule),
         hosts=("0",) * world_size if hosts is None else tuple(hosts),
-        across="stages",
         chosen=chosen,
     )
-    return on_hosts(plan, plan.hosts)
 
 
 def on_hosts(plan: RunPlan, names: Sequence[str]) -> RunPlan:
-    """The plan now that the ranks have met, and ``names`` are those of their hosts: what is split over them is decided.
-
-    Hosts that share a name keep their numbers.
-    """
-    if len(set(names)) >= len(set(plan.hosts)):
-        plan = replace(plan, hosts=tuple(names))
-    return replace(plan, across=across_hosts(plan.ds, plan.layers, plan.bounds, plan.hosts))
+    """The plan once the ranks have met and know their hosts by name; hosts that share a name keep their numbers."""
+    return replace(plan, hosts=tuple(names)) if len(set(names)) >= len(set(plan.hosts)) else plan
 
 
 def stage_table(plan: RunPlan) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import yaml
@@ -146,7 +146,6 @@ class Resumed:
 @contextlib.contextmanager
 def recorded(
     plan: RunPlan,
-    config: dict[str, Any],
     run_dir: Path,
     device: torch.device,
     line: ProgressLine | None,
@@ -163,7 +162,7 @@ def recorded(
         yield Recorder()
         return
     run_dir.mkdir(parents=True, exist_ok=True)
-    folder = RunFolder(run_dir)
+    config, folder = plan.ds.as_json(), RunFolder(run_dir)
     spec_file, config_file = run_dir / "spec.yaml", run_dir / "ds_config.json"
     spec_file.write_text(yaml.safe_dump(plan.spec.model_dump(mode="json"), sort_keys=False))
     config_file.write_text(json.dumps(config, indent=2) + "\n")

@@ -48,7 +48,7 @@ def check_alike(rendezvous: Rendezvous, plan: RunPlan, device: str) -> None:
         "version of ": (_versions(), "install the same versions on all hosts"),
         "": ({"ddpm_ds/*.py": source_checksum()}, "bring all hosts to one commit, with the same changes"),
         f"{plan.spec_path}: ": (plan.spec.model_dump(mode="json"), "give all hosts the same file and --set"),
-        f"{plan.ds_path}: ": (plan.ds.config, "give all hosts the same file and -p"),
+        f"{plan.ds_path}: ": (plan.ds.as_json(), "give all hosts the same file and -p"),
         "chosen ": (
             {"cuts": list(plan.bounds[1:-1]), "device": device},
             "give -p and --device, so that no host has to choose",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 
+from ddpm_ds.config.ds_config import ResolvedDsConfig
 from ddpm_ds.device import DTYPES
 from ddpm_ds.observe.device_speed import cache_file, measured_times
 from ddpm_ds.pipeline.build import decided_by_rank_0
@@ -22,21 +22,21 @@ from ddpm_ds.unet.model import check_compiler
 from ddpm_ds.unet.operations import arithmetic_dtype
 
 
-def check_arithmetic(config: dict[str, Any], device: torch.device) -> None:
+def check_arithmetic(ds: ResolvedDsConfig, device: torch.device) -> None:
     """Whether what the JSON says of kernels and compilation can work on a device.
 
     Raises:
         DsConfigError: it can't.
     """
-    check_kernels(config["kernels"], device)
-    if config["compile"]:
+    check_kernels(ds.kernels, device)
+    if ds.compile:
         check_compiler(device)
 
 
 def share_threads(device: torch.device) -> None:
     """Give each process on this host its share of the cores, unless the environment has said how many."""
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["LOCAL_WORLD_SIZE"])))
+        torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
 def cut_by_time(plan: RunPlan, device: torch.device) -> RunPlan:
@@ -57,14 +57,14 @@ def cut_by_time(plan: RunPlan, device: torch.device) -> RunPlan:
     return plan
 
 
-def fill_checkpointing(plan: RunPlan, device: torch.device) -> dict[str, Any]:
-    """The DeepSpeed configuration, with activation checkpointing decided by this device's memory where it is auto."""
-    config, layout = plan.config, plan.ds.layout
-    if plan.ds.checkpoint_interval == "auto":
+def decide(plan: RunPlan, device: torch.device) -> RunPlan:
+    """The plan with what hosts and this device's memory decide: what is split over hosts, activation checkpointing."""
+    layout, interval = plan.ds.layout, plan.ds.checkpoint_interval
+    if interval == "auto":
         if device.type == "cuda":
             memory = torch.cuda.get_device_properties(device).total_memory
         else:
-            memory = psutil.virtual_memory().total // int(os.environ["LOCAL_WORLD_SIZE"])
+            memory = psutil.virtual_memory().total // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         interval = checkpoint_interval(
             plan.stages,
             plan.ds.schedule,
@@ -73,5 +73,4 @@ def fill_checkpointing(plan: RunPlan, device: torch.device) -> dict[str, Any]:
             element_bytes=arithmetic_dtype(device.type, DTYPES[plan.ds.precision][1]).itemsize,
             device_bytes=memory,
         )
-        config["pipeline"] = {**config["pipeline"], "activation_checkpoint_interval": interval}
-    return config
+    return replace(plan, ds=replace(plan.ds, checkpoint_interval=interval, across_hosts=plan.across))

@@ -134,7 +134,6 @@ class Saver:
     def __init__(
         self,
         plan: RunPlan,
-        config: dict[str, Any],
         engine: UnetPipelineEngine,
         ema: Ema,
         folder: Path,
@@ -145,7 +144,7 @@ class Saver:
         store: dist.Store | None = None,
     ) -> None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        self._plan, self._config, self._engine, self._ema = plan, config, engine, ema
+        self._plan, self._engine, self._ema = plan, engine, ema
         self._folder, self._data_sha256, self._say = folder, data_sha256, say
         self._groups = groups or Groups.one_folder(rank, world_size)
         spec = plan.spec.checkpoint
@@ -175,7 +174,7 @@ class Saver:
             images=engine.images_seen,
             step=engine.global_steps,
             spec=plan.spec.model_dump(mode="json"),
-            ds_config=self._config,
+            ds_config=plan.ds.as_json(),
             layout=asdict(plan.ds.layout),
             data_sha256=self._data_sha256,
             parameters=self._shapes,

@@ -6,6 +6,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from ddpm_ds.train.agreement import check_alike, check_gpus, check_same_images
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.loop import Run, train
 from ddpm_ds.train.objective import Denoising
-from ddpm_ds.train.resolve import check_arithmetic, cut_by_time, fill_checkpointing, share_threads
+from ddpm_ds.train.resolve import check_arithmetic, cut_by_time, decide, share_threads
 from ddpm_ds.train.resume import InitialWeights, check_resume, claim_run, find_checkpoint, gather_in, share_record
 from ddpm_ds.train.saving import Saver, begin_with, gather_objects
 from ddpm_ds.train.validation import HeldOutLoss, Inspection
@@ -59,19 +60,19 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
     with rendezvous.telling():
         check_alike(rendezvous, plan, device.type)
         line_of_gpus = check_gpus(rendezvous, device)
-        check_arithmetic(plan.config, device)
+        check_arithmetic(plan.ds, device)
         plan = on_hosts(planned := plan, rendezvous.hosts)
         objective = Denoising(plan.spec, device)
         store = prepare(plan.spec.data, progress=local_rank == 0)
         check_store(store, plan)
         check_same_images(rendezvous, store.meta.sha256)
-        config = fill_checkpointing(plan, device)
+        plan = decide(plan, device)
         line = ProgressLine(plan.spec.train.images) if rank == 0 else None
         gather = gather_in(rendezvous)
         claim = claim_run(run_dir, rank, rendezvous.hosts, gather)  # before anything in it is read
         run_dir, say = claim.run_dir, line.say if line is not None else _ignore
         whole = find_checkpoint(run_dir, options.resume, claim.groups, gather, say)
-        resumed = _check_resume(whole, plan, config, store, say) if whole is not None else None
+        resumed = _check_resume(whole, plan, store, say) if whole is not None else None
         initial = _open_initial_weights(plan) if whole is None else None
         rendezvous.agree("ready", {})
     if rank == 0 and (line_of_hosts := hosts_line(plan)) not in (None, hosts_line(planned)):
@@ -91,23 +92,21 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
                 engine = build_engine(
                     plan.layers,
                     plan.bounds,
-                    config,
+                    plan.ds,
                     objective,
                     seed=plan.spec.train.seed,
-                    schedule=plan.ds.schedule,
                     verbose=options.verbose,
                 )
                 ema = Ema(engine, plan.spec.ema)
             labels = {"note": options.note, "parent": options.parent_run}
-            chosen = {**config, "kernels": engine.kernels}
-            with recorded(plan, chosen, run_dir, device, line, resumed, **labels) as recorder:
-                if plan.config["kernels"] == "auto" and device.type == "cuda":
+            chosen = replace(plan, ds=replace(plan.ds, kernels=engine.kernels))
+            with recorded(chosen, run_dir, device, line, resumed, **labels) as recorder:
+                if plan.ds.kernels == "auto" and device.type == "cuda":
                     recorder.say(engine.why_kernels)
                 with peers.blamed(), peers.watchdog.pause():
                     share_record(run_dir, claim.groups, gather_objects)
                     saver = Saver(
                         plan,
-                        config,
                         engine,
                         ema,
                         checkpoints_of(run_dir),
@@ -120,7 +119,7 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
                         saver.load(whole)
                     elif initial is not None:
                         begin_with(engine, ema, initial)
-                    observer = observe(plan, config, engine, recorder, run_dir, options)
+                    observer = observe(plan, engine, recorder, run_dir, options)
                 _train(plan, store, engine, ema, saver, observer, recorder, run_dir, peers)
         dist.barrier()
     del claim
@@ -197,11 +196,9 @@ def _end_well(saver: Saver, watchdog: Watchdog, requests: Requests) -> None:
     requests.close()
 
 
-def _check_resume(
-    whole: CompleteCheckpoint, plan: RunPlan, config: dict[str, Any], store: DatasetCache, say: Callable[[str], None]
-) -> Resumed:
+def _check_resume(whole: CompleteCheckpoint, plan: RunPlan, store: DatasetCache, say: Callable[[str], None]) -> Resumed:
     """The checkpoint to go on from, checked against this run."""
-    changed = check_resume(whole, plan.spec, config, store.meta.sha256)
+    changed = check_resume(whole, plan.spec, plan.ds.as_json(), store.meta.sha256)
     say(f"going on from {whole.path}")
     for change in changed:
         say(f"  changed since: {change}")

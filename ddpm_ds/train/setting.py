@@ -1,10 +1,9 @@
-"""TODO"""
+"""A planned run with its images and device, for those who time some of its steps: fit and the rivals' benchmark."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -16,11 +15,10 @@ from ddpm_ds.train.objective import Denoising
 
 @dataclass(frozen=True)
 class Setting:
-    """What all rows share."""
+    """A planned run, its images and a device."""
 
     plan: RunPlan
-    config: dict[str, Any]
-    """The DeepSpeed JSON, filled, without what only reports."""
+    """Decided for the device, without what only reports."""
     store: DatasetCache
     device: torch.device
     verbose: bool
@@ -45,15 +43,8 @@ class Setting:
 
     def checkpoints(self) -> bool:
         """Whether the configuration asks for activation checkpointing."""
-        return bool(self.config["pipeline"]["activation_checkpoint_interval"])
+        return bool(self.plan.ds.checkpoint_interval)
 
     def unchecked(self) -> str:
         """The note of a row that recomputes nothing, where the configuration asks for it."""
         return "no activation checkpointing" if self.checkpoints() else ""
-
-
-def deepspeed_options(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration without what times, counts or prints: each row is timed from outside, and the stock engine's
-    timers crash it."""
-    reports = ("flops_profiler", "wall_clock_breakdown", "steps_per_print")
-    return {name: block for name, block in config.items() if name not in reports}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -21,14 +20,13 @@ from ddpm_ds.tracking.recorder import Recorder
 
 def observe(
     plan: RunPlan,
-    config: dict[str, Any],
     engine: UnetPipelineEngine,
     recorder: Recorder,
     run_dir: Path,
     options: argparse.Namespace,
 ) -> Observer:
     """What watches the steps that the JSON and the command line name."""
-    flops, precision, macs = config.get("flops_profiler", {}), plan.ds.precision, plan.macs
+    flops, precision, macs = plan.ds.blocks.get("flops_profiler", {}), plan.ds.precision, plan.macs
     return Observers(
         [
             FlopsProfile(engine, plan.layers, flops, run_dir / "flops", recorder, steps=plan.steps),

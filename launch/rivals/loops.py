@@ -41,7 +41,7 @@ class Update:
         self._gradients = [torch.empty_like(master) for master in self._masters]
         for master, gradient in zip(self._masters, self._gradients, strict=True):
             master.grad = gradient
-        fp16 = setting.config.get("fp16", {}) if setting.plan.ds.precision == "fp16" else None
+        fp16 = setting.plan.ds.blocks.get("fp16", {}) if setting.plan.ds.precision == "fp16" else None
         fixed = float(fp16.get("loss_scale", 0)) if fp16 else 0.0
         self._scaler = torch.amp.GradScaler(
             setting.device.type,

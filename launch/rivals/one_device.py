@@ -102,7 +102,7 @@ def run_one_device(
         precision=plan.ds.precision,
         images=plan.ds.layout.micro_batch_images,
         dropout=plan.spec.unet.dropout,
-        activation_checkpoint_interval=setting.config["pipeline"]["activation_checkpoint_interval"],
+        activation_checkpoint_interval=int(setting.plan.ds.checkpoint_interval),
         peak_flops=peak,
         arithmetic=str(arithmetic).removeprefix("torch."),
         tolerance=allowed,

@@ -68,7 +68,7 @@ def _record(
     identity = uuid.uuid4().hex
     shared = {
         "spec": plan.spec.model_dump(mode="json"),
-        "ds_config": plan.ds.config,
+        "ds_config": plan.ds.as_json(),
         "layout": asdict(plan.ds.layout),
         "machine": report.machine,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import deepspeed
@@ -13,11 +14,10 @@ import torch.distributed as dist
 from deepspeed.utils import groups
 from torch import Tensor
 
-from ddpm_ds.config.ds_config import for_deepspeed
 from ddpm_ds.observe.recording import Recording
 from ddpm_ds.pipeline.build import build_engine, quiet_deepspeed
 from ddpm_ds.pipeline.cuts import Schedule
-from ddpm_ds.train.setting import Setting, deepspeed_options
+from ddpm_ds.train.setting import Setting
 from ddpm_ds.unet.model import UNet
 from rivals.choice import bounds_of, replica_micro_batches
 from rivals.rows import with_zero_stage
@@ -51,10 +51,9 @@ class OurPipeline:
             self._engine = build_engine(
                 plan.layers,
                 bounds_of(plan, schedule),
-                deepspeed_options(setting.config),
+                replace(plan.ds, schedule=schedule),
                 setting.objective(),
                 seed=plan.spec.train.seed,
-                schedule=schedule,
                 verbose=setting.verbose,
             )
         self._batches = None
@@ -93,8 +92,8 @@ class ZeroWithoutPipeline:
         self._replicas = dist.get_world_size()
         self._micro_batches = replica_micro_batches(plan)
         self._batches = setting.batches(self._replicas, dist.get_rank())
-        options = with_zero_stage(deepspeed_options(setting.config), 2)
-        config = {name: block for name, block in for_deepspeed(options).items() if name != "pipeline"}
+        options = with_zero_stage(plan.ds.for_deepspeed(), 2)
+        config = {name: block for name, block in options.items() if name != "pipeline"}
         config["gradient_accumulation_steps"] = self._micro_batches
         with layout_of(None), quiet_deepspeed(setting.verbose):
             unet = UNet(plan.layers, plan.spec.train.seed)

@@ -101,13 +101,13 @@ class OneStageEngine(OurPipeline):
 
 def engine_switches(setting: Setting) -> Switches:
     """What the engine switches on under this configuration, on this device."""
-    plan, config = setting.plan, setting.config
+    plan, ds = setting.plan, setting.plan.ds
     dtype, images = DTYPES[plan.ds.precision][1], plan.ds.layout.micro_batch_images
-    kernels, _ = choose_kernels(config["kernels"], plan.layers, setting.device, dtype, images)
+    kernels, _ = choose_kernels(ds.kernels, plan.layers, setting.device, dtype, images)
     return Switches(
         channels_last=True,
         fused_kernels=kernels == "fused",
         fused_masks=kernels == "masks",
-        compiled=config["compile"],
-        fused_adamw=bool(config["optimizer"]["params"].get("fused")),
+        compiled=ds.compile,
+        fused_adamw=bool(ds.blocks["optimizer"]["params"].get("fused")),
     )

@@ -29,7 +29,7 @@ class AdamW:
         fused: bool = False,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        optimizer, config = setting.plan.spec.optimizer, setting.config
+        optimizer, config = setting.plan.spec.optimizer, setting.plan.ds.blocks
         self.parameters = list(parameters)
         self.clip_norm = float(config.get("gradient_clipping", 1.0))  # 1.0 is DeepSpeed's default too
         self._optimizer = torch.optim.AdamW(

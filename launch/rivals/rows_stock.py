@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import deepspeed
@@ -10,11 +11,10 @@ import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import Tensor, nn
 
-from ddpm_ds.config.ds_config import for_deepspeed
 from ddpm_ds.pipeline.build import quiet_deepspeed
 from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.train.objective import Noised
-from ddpm_ds.train.setting import Setting, deepspeed_options
+from ddpm_ds.train.setting import Setting
 from ddpm_ds.unet.layers import Layer
 from ddpm_ds.unet.model import build_layer
 from ddpm_ds.unet.operations import KeyedDropout, set_image_index
@@ -76,13 +76,12 @@ class StockPipeline:
 
     def __init__(self, setting: Setting, *, default_cuts: bool) -> None:
         plan = setting.plan
-        zero_stage, why = stock_zero_stage(plan, setting.config)
+        zero_stage, why = stock_zero_stage(plan)
         crash = "no activation checkpointing, whose default crashes it on several outputs"
         self.note = "; ".join(part for part in (why, crash if setting.checkpoints() else "") if part)
         self.is_pipeline = plan.ds.layout.stages > 1
         self._objective = setting.objective()
-        options = with_zero_stage(deepspeed_options(setting.config), zero_stage)
-        options["pipeline"] = {**options["pipeline"], "activation_checkpoint_interval": 0}
+        options = with_zero_stage(replace(plan.ds, checkpoint_interval=0).for_deepspeed(), zero_stage)
         with layout_of(None), quiet_deepspeed(setting.verbose):
             module = CutModule(
                 None if default_cuts else bounds_of(plan, "1f1b"),
@@ -90,7 +89,7 @@ class StockPipeline:
                 num_stages=plan.ds.layout.stages,
                 loss_fn=self._loss,
             )
-            self._engine, *_ = deepspeed.initialize(model=module, config=for_deepspeed(options))
+            self._engine, *_ = deepspeed.initialize(model=module, config=options)
         cuts = list(map(int, module.parts[1:-1]))
         self.name = f"DeepSpeed PipelineEngine, {'its' if default_cuts else 'our'} cuts {cuts}, {plan.ds.precision}, "
         self.name += f"ZeRO-{zero_stage}"
@@ -115,13 +114,13 @@ class StockPipeline:
             yield (micro_batch.index, *inputs), (prepared.x0, prepared.t, prepared.eps)
 
 
-def stock_zero_stage(plan: RunPlan, config: dict[str, Any]) -> tuple[int, str]:
+def stock_zero_stage(plan: RunPlan) -> tuple[int, str]:
     """The ZeRO stage that the stock engine runs under where the JSON asks for another one, and why."""
     asked = plan.ds.zero_stage
     if asked == 2:
         return 1, "ZeRO-1, since it refuses ZeRO-2"
     if asked == 0 and plan.ds.precision == "fp16":
         return 1, "ZeRO-1, since without ZeRO it forgets the loss scale"
-    if asked == 0 and plan.ds.layout.stages > 1 and config.get("gradient_clipping", 1.0):
+    if asked == 0 and plan.ds.layout.stages > 1 and plan.ds.blocks.get("gradient_clipping", 1.0):
         return 1, "ZeRO-1, since without ZeRO it clips by the first stage's norm alone"
     return asked, ""

@@ -6,7 +6,7 @@ import gc
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from ddpm_ds.pipeline.build import use_host_accelerator
 from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.tracking.run_folder import OUTPUT_ROOT
-from ddpm_ds.train.resolve import fill_checkpointing, share_threads
+from ddpm_ds.train.resolve import decide, share_threads
 from ddpm_ds.train.session import check_store
 from ddpm_ds.train.setting import Setting
 from rivals.build import build_row
@@ -113,7 +113,7 @@ def run_benchmark(
         parameters=plan.parameters,
         layout=layout_line(plan),
         batch=batch_line(plan),
-        activation_checkpoint_interval=setting.config["pipeline"]["activation_checkpoint_interval"],
+        activation_checkpoint_interval=int(setting.plan.ds.checkpoint_interval),
         rounds=effort.rounds,
         steps_per_round=effort.steps_per_round,
         rows=[
@@ -148,7 +148,7 @@ def prepare_setting(plan: RunPlan, device: torch.device, verbose: bool) -> Setti
     share_threads(device)
     store = prepare(plan.spec.data, progress=int(os.environ["LOCAL_RANK"]) == 0)
     check_store(store, plan)
-    return Setting(plan, fill_checkpointing(plan, device), store, device, verbose)
+    return Setting(decide(replace(plan, ds=plan.ds.without_reports()), device), store, device, verbose)
 
 
 def _measure(setting: Setting, names: Sequence[str], effort: Effort) -> list[Measured]:

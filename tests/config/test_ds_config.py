@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpm_ds.config.ds_config import BUCKET_ELEMENTS, check_ds_config, for_deepspeed, read_ds_config, resolve
+from ddpm_ds.config.ds_config import BUCKET_ELEMENTS, check_ds_config, read_ds_config, resolve
 from ddpm_ds.config.ds_keys import BLOCK, KEYS, TABLE, Effect, children, ds_config_markdown
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
@@ -145,9 +145,9 @@ def test_every_config_in_the_repository_fits_every_spec_and_deepspeed_takes_it(p
     run = load_spec(REPOSITORY / "launch" / "specs" / f"{name}.yaml", ["train.accumulation=auto"] if folded else [])
     for world_size in (2, 4) if folded else (1, 2, 4):
         resolved = resolve(read_ds_config(path), run, world_size=world_size, stages=world_size, path=path)
-        assert "auto" not in list(values_of(resolved.config))
+        assert "auto" not in list(values_of(resolved.for_deepspeed()))
         assert resolved.precision in path.stem and f"zero{resolved.zero_stage}" in path.stem
-        taken = DeepSpeedConfig(copy.deepcopy(for_deepspeed(resolved.config)))
+        taken = DeepSpeedConfig(resolved.for_deepspeed())
         assert taken.zero_optimization_stage == resolved.zero_stage
         assert taken.train_micro_batch_size_per_gpu == resolved.layout.micro_batch_images
         assert taken.gradient_accumulation_steps == resolved.layout.micro_batches
@@ -160,7 +160,7 @@ def test_deepspeed_takes_every_refused_key_at_the_value_that_is_let_through() ->
         for name in key.names.split():
             for value in key.inert:
                 changed = config(**{name.replace(".", "__"): copy.deepcopy(value)})
-                DeepSpeedConfig(for_deepspeed(filled(changed).config))
+                DeepSpeedConfig(filled(changed).for_deepspeed())
 
 
 def test_the_config_that_was_read_is_left_alone() -> None:
@@ -172,7 +172,7 @@ def test_the_config_that_was_read_is_left_alone() -> None:
 def test_auto_takes_its_values_from_the_spec() -> None:
     resolved = filled(
         config(), "optimizer.betas=[0.8,0.9]", "optimizer.weight_decay=0.1", "optimizer.warmup_images=6401"
-    ).config
+    ).as_json()
     assert resolved["train_batch_size"] == 64
     assert resolved["optimizer"]["params"] == {
         "lr": 1e-3,
@@ -194,31 +194,30 @@ def test_auto_takes_its_values_from_the_spec() -> None:
 def test_keys_that_are_left_out_are_filled_like_auto() -> None:
     short = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}}
     resolved = filled(short, world_size=2, stages=2)
-    assert resolved.config["optimizer"]["params"]["lr"] == 1e-3
-    assert resolved.config["scheduler"]["params"]["warmup_type"] == "linear"  # DeepSpeed's own default is log
+    assert resolved.blocks["optimizer"]["params"]["lr"] == 1e-3
+    assert resolved.blocks["scheduler"]["params"]["warmup_type"] == "linear"  # DeepSpeed's own default is log
     assert (resolved.layout.stages, resolved.partition, resolved.schedule) == (2, "flops", "1f1b")
     assert (resolved.precision, resolved.zero_stage, resolved.checkpoint_interval) == ("fp32", 0, "auto")
-    assert resolved.config["pipeline"]["use_reentrant"] is False
+    assert resolved.as_json()["pipeline"]["use_reentrant"] is False
 
 
 @pytest.mark.parametrize(("interval", "given_to_deepspeed"), [("auto", 0), (0, 0), (3, 3)])
 def test_the_checkpoint_interval_stays_auto_until_memory_is_known(interval: Any, given_to_deepspeed: int) -> None:
     resolved = filled(config(pipeline__activation_checkpoint_interval=interval))
     assert resolved.checkpoint_interval == interval
-    assert resolved.config["pipeline"]["activation_checkpoint_interval"] == given_to_deepspeed
+    assert resolved.for_deepspeed()["pipeline"]["activation_checkpoint_interval"] == given_to_deepspeed
 
 
-@pytest.mark.parametrize(("across", "given_to_deepspeed"), [("auto", "stages"), ("replicas", "replicas")])
-def test_what_is_split_over_hosts_stays_auto_until_they_are_known(across: Any, given_to_deepspeed: str) -> None:
+@pytest.mark.parametrize("across", ["auto", "replicas"])
+def test_what_is_split_over_hosts_stays_auto_until_they_are_known(across: Any) -> None:
     resolved = filled(config(pipeline__across_hosts=across))
-    assert resolved.across_hosts == across
-    assert resolved.config["pipeline"]["across_hosts"] == given_to_deepspeed
+    assert resolved.across_hosts == resolved.as_json()["pipeline"]["across_hosts"] == across
     message = refusal(config(pipeline__across_hosts="pipelines"))
     assert message == 'x.json: pipeline.across_hosts = "pipelines" should be "stages" or "replicas" or "auto"'
 
 
 def test_without_a_warm_up_there_is_no_scheduler() -> None:
-    assert "scheduler" not in filled(config(), "optimizer.warmup_images=0").config
+    assert "scheduler" not in filled(config(), "optimizer.warmup_images=0").blocks
 
 
 @pytest.mark.parametrize(
@@ -233,12 +232,12 @@ def test_without_a_warm_up_there_is_no_scheduler() -> None:
 )
 def test_a_decay_ends_with_the_run(kind: str, params: dict[str, float]) -> None:
     resolved = filled(config(scheduler={"type": kind}))
-    assert resolved.config["scheduler"]["params"] == {**params, "warmup_type": "linear"}
+    assert resolved.blocks["scheduler"]["params"] == {**params, "warmup_type": "linear"}
 
 
 def test_deepspeed_has_a_printing_interval_where_it_times() -> None:
-    assert "steps_per_print" not in filled(config()).config
-    assert filled(config(wall_clock_breakdown=True)).config["steps_per_print"] == 50
+    assert "steps_per_print" not in filled(config()).blocks
+    assert filled(config(wall_clock_breakdown=True)).blocks["steps_per_print"] == 50
 
 
 # -------------------------------------------------------------------------------- layout
@@ -418,7 +417,7 @@ def test_what_contradicts_the_spec_is_named_with_both_values(
 
 def test_numbers_that_agree_with_the_spec_are_taken() -> None:
     agreeing = config(train_batch_size=64, optimizer__params__lr=0.001, scheduler__params__warmup_num_steps=100)
-    assert filled(agreeing).config == filled(config()).config
+    assert filled(agreeing).blocks == filled(config()).blocks
 
 
 @pytest.mark.parametrize(

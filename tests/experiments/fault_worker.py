@@ -65,11 +65,8 @@ def loader(engine: UnetPipelineEngine, plan: RunPlan, seconds: float) -> Iterato
 
 def run_case(case: dict[str, Any], folder: Path) -> None:
     plan, run_dir = plan_of(case, folder), folder / case["name"]
-    config = plan.ds.config
     objective = Denoising(plan.spec, torch.device("cpu"))
-    engine = build_engine(
-        plan.layers, plan.bounds, config, objective, seed=plan.spec.train.seed, schedule=plan.ds.schedule
-    )
+    engine = build_engine(plan.layers, plan.bounds, plan.ds, objective, seed=plan.spec.train.seed)
     if seconds := case.get("link_seconds"):
         receive = engine.receive
 
@@ -80,7 +77,7 @@ def run_case(case: dict[str, Any], folder: Path) -> None:
         engine.receive = slow
     rank_0 = dist.get_rank() == 0
     if rank_0:
-        write_run(plan, config, run_dir)
+        write_run(plan, plan.ds.as_json(), run_dir)
     timeline = Timeline(
         engine, STEPS, run_dir / "trace", Recorder(), precision=plan.ds.precision, macs_per_image=plan.macs
     )

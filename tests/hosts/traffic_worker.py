@@ -23,6 +23,7 @@ from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.placement import launched_hosts
 from ddpm_ds.predict.plan import RunPlan, hosts_line, plan_run
 from ddpm_ds.train.objective import Denoising
+from ddpm_ds.train.resolve import decide
 
 STEPS = 3
 
@@ -49,7 +50,7 @@ def train(case: dict[str, Any], folder: Path, number: int) -> None:
     )
     objective = Denoising(plan.spec, torch.device("cpu"))
     engine = build_engine(
-        plan.layers, plan.bounds, plan.config, objective, seed=plan.spec.train.seed, schedule=plan.ds.schedule
+        plan.layers, plan.bounds, decide(plan, torch.device("cpu")).ds, objective, seed=plan.spec.train.seed
     )
     engine.train_batch(iter(micro_batches(plan)))
     dist.barrier()

@@ -14,14 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ddpm_ds.observe.flops import FlopsProfile
-from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
-from ddpm_ds.pipeline.cuts import partition
+from ddpm_ds.pipeline.build import use_host_accelerator
 from ddpm_ds.processes.process_group import process_group
-from ddpm_ds.train.objective import Denoising
 from ddpm_ds.unet.layers import unet_layers
 from tests.launching import tiny_spec, write_json
 from tests.pipeline.ladder_worker import Case
@@ -52,14 +49,7 @@ class Told:
 def profile(case: Case, folder: Path) -> None:
     spec = tiny_spec()
     layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
-    engine = build_engine(
-        layers,
-        partition(layers, case.stages, "flops", case.schedule),
-        case.config(spec.train.batch_images),
-        Denoising(spec, torch.device("cpu")),
-        seed=0,
-        schedule=case.schedule,
-    )
+    engine = case.engine(spec)
     report = Told()
     observer = FlopsProfile(engine, layers, SETTINGS, folder, report, steps=STEPS)
     batches: Any = micro_batches(spec, engine.micro_batch_size) if engine.reads_data else None

@@ -15,11 +15,6 @@ import torch
 import torch.distributed as dist
 
 from ddpm_ds.observe.kernels import KernelProfile
-from ddpm_ds.pipeline.build import build_engine
-from ddpm_ds.pipeline.cuts import partition
-from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.train.objective import Denoising
-from ddpm_ds.unet.layers import unet_layers
 from tests.launching import tiny_spec
 from tests.pipeline.batches import global_batch, micro_batches
 from tests.pipeline.ladder_worker import Case, report_cases
@@ -47,20 +42,13 @@ SPEC = tiny_spec(unet={"dropout": 0.0})
 """Keyed dropout is most of a tiny U-Net's operators."""
 
 
-def engine_of(case: Case) -> UnetPipelineEngine:
-    layers = unet_layers(SPEC.unet, image_channels=SPEC.data.channels, image_size=SPEC.data.image_size)
-    bounds = partition(layers, case.stages, "flops", case.schedule)
-    config = case.config(SPEC.train.batch_images)
-    return build_engine(layers, bounds, config, Denoising(SPEC, torch.device("cpu")), seed=1, schedule=case.schedule)
-
-
 def run(entry: dict[str, Any]) -> dict[str, Any]:
     """Train the entry's steps in their order, as a loop does that is rewound; what was reported, and seconds.
 
     An entry that does not finish is a run that ends amid its steps.
     """
     case = Case(**entry["case"])
-    engine, kept, wait = engine_of(case), Kept(), dist.Work.wait
+    engine, kept, wait = case.engine(SPEC), Kept(), dist.Work.wait
     executes = dict(engine.execute)
     first, last = entry["profile"]
     profile = KernelProfile(engine, range(first, last + 1), Path(sys.argv[-1]) / entry["name"], kept)

@@ -22,12 +22,10 @@ import torch.distributed as dist
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.observe.observer import Observer
 from ddpm_ds.observe.timeline import Timeline
-from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
-from ddpm_ds.pipeline.cuts import partition
+from ddpm_ds.pipeline.build import use_host_accelerator
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.messages import Channel
 from ddpm_ds.processes.process_group import process_group
-from ddpm_ds.train.objective import Denoising
 from ddpm_ds.unet.layers import unet_layers
 from tests.launching import tiny_spec
 from tests.pipeline.ladder_worker import Case
@@ -57,10 +55,7 @@ class Told:
 
 def build(case: Case) -> UnetPipelineEngine:
     """A new engine, the same each time."""
-    bounds = partition(LAYERS, case.stages, "flops", case.schedule)
-    objective = Denoising(SPEC, torch.device("cpu"))
-    config = case.config(SPEC.train.batch_images)
-    return build_engine(LAYERS, bounds, config, objective, seed=SPEC.train.seed, schedule=case.schedule)
+    return case.engine(SPEC)
 
 
 def loader(images: int, seconds: float) -> Iterator[MicroBatch]:

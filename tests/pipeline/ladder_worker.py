@@ -15,7 +15,7 @@ import os
 import sys
 import unittest.mock
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed import distributed_c10d
 
+from ddpm_ds.config.ds_config import Layout, ResolvedDsConfig
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.pipeline import deepspeed_insides as insides
@@ -36,7 +37,7 @@ from ddpm_ds.pipeline import module as pipeline_module
 from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.cuts import Schedule, partition
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.placement import AcrossHosts, exchange, sharing
+from ddpm_ds.pipeline.placement import AcrossHosts, run_exchange
 from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.unet import model
@@ -71,42 +72,48 @@ class Case:
     fused: bool = False
     kernels: Literal["reference", "fused"] = "reference"
 
-    def config(self, batch: int) -> dict[str, Any]:
-        """The DeepSpeed configuration, without ours."""
-        config: dict[str, Any] = {
-            "train_batch_size": batch,
-            "train_micro_batch_size_per_gpu": batch // (self.micro_batches * self.replicas),
-            "gradient_accumulation_steps": self.micro_batches,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.0, "torch_adam": True}},
+    def resolved(self, batch: int) -> ResolvedDsConfig:
+        """The configuration that crosses into the engine, for so many images a step."""
+        zero = {"stage": self.zero, "reduce_bucket_size": 4096, "allgather_bucket_size": 4096}
+        adamw = {"lr": 1e-3, "weight_decay": 0.0, "torch_adam": True, **({"fused": True} if self.fused else {})}
+        blocks: dict[str, Any] = {
+            "optimizer": {"type": "AdamW", "params": adamw},
             "gradient_clipping": 1.0,
-            "zero_optimization": {
-                "stage": self.zero,
-                "reduce_bucket_size": 4096,
-                "allgather_bucket_size": 4096,
-            },
+            "zero_optimization": {**zero, **({"offload_optimizer": {"device": "cpu"}} if self.offload else {})},
             "zero_force_ds_cpu_optimizer": False,
-            "pipeline": {
-                "activation_checkpoint_interval": self.checkpoint,
-                "use_reentrant": self.reentrant,
-                "across_hosts": self.across,
-            },
-            "compile": self.compile,
-            "kernels": self.kernels,
             "steps_per_print": 1 if self.wall_clock else None,
             "wall_clock_breakdown": self.wall_clock,
         }
-        if self.fused:
-            config["optimizer"]["params"]["fused"] = True
         if self.precision == "fp16":
             window = 1 if self.growing_scale else 1000
-            config["fp16"] = {"enabled": True, "initial_scale_power": 10, "loss_scale_window": window}
+            blocks["fp16"] = {"enabled": True, "initial_scale_power": 10, "loss_scale_window": window}
         if self.precision == "bf16":
-            config["bf16"] = {"enabled": True}
+            blocks["bf16"] = {"enabled": True}
         if self.fp32_accumulation:
-            config["data_types"] = {"grad_accum_dtype": "fp32"}
-        if self.offload:
-            config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-        return config
+            blocks["data_types"] = {"grad_accum_dtype": "fp32"}
+        micro = batch // (self.micro_batches * self.replicas)
+        return ResolvedDsConfig(
+            layout=Layout(self.stages * self.replicas, self.stages, self.replicas, batch, micro, self.micro_batches),
+            partition="flops",
+            schedule=self.schedule,
+            checkpoint_interval=self.checkpoint,
+            use_reentrant=self.reentrant,
+            across_hosts=self.across,
+            kernels=self.kernels,
+            compile=self.compile,
+            blocks=blocks,
+        )
+
+    def engine(self, spec: RunSpec, **blocks: Any) -> UnetPipelineEngine:
+        """This rank's engine for the U-Net of a spec, cut by flops; ``blocks`` replace some of the configuration."""
+        resolved = self.resolved(spec.train.batch_images)
+        return build_engine(
+            layers_of(spec),
+            partition(layers_of(spec), self.stages, "flops", self.schedule),
+            replace(resolved, blocks={**resolved.blocks, **blocks}),
+            Denoising(spec, device()),
+            seed=spec.train.seed,
+        )
 
 
 def build_awake_layer(layer: Layer, index: int, seed: int) -> nn.Module:
@@ -199,20 +206,11 @@ def watch_gradients(engine: UnetPipelineEngine, sent: SentBytes) -> dict[str, Te
     return seen
 
 
-def sent_by(
-    case: Case, layers: tuple[Layer, ...], bounds: tuple[int, ...], config: dict[str, Any], stage: int
-) -> list[float]:
+def sent_by(case: Case, spec: RunSpec, stage: int) -> list[float]:
     """Bytes of messages and of collectives that a rank of the pipeline sends in a step, as the planner counts them."""
-    shared = sharing(config, precision=case.precision, zero_stage=case.zero, micro_batches=case.micro_batches)
-    sent = exchange(
-        layers,
-        bounds,
-        case.schedule,
-        replicas=case.replicas,
-        images=config["train_batch_size"] // case.replicas,
-        precision=case.precision,
-        shared=shared,
-    )
+    layers = layers_of(spec)
+    bounds = partition(layers, case.stages, "flops", case.schedule)
+    sent = run_exchange(case.resolved(spec.train.batch_images), layers, bounds)
     return [float(sum(sent.messages[max(stage - 1, 0) : stage + 1])), sent.gradients[stage] + sent.weights[stage]]
 
 
@@ -228,15 +226,11 @@ def layers_of(spec: RunSpec) -> tuple[Layer, ...]:
 def run_case(case: Case) -> list[dict[str, Any]]:
     """Train the case next to its reference; one record a step."""
     spec = spec_of(case.compile)
-    layers = layers_of(spec)
-    bounds = partition(layers, case.stages, "flops", case.schedule)
-    objective = Denoising(spec, device())
-    config = case.config(spec.train.batch_images)
-    engine = build_engine(layers, bounds, config, objective, seed=spec.train.seed, schedule=case.schedule)
+    engine = case.engine(spec)
     engine._cautious_steps = 1  # messages of the second step go from device to device on GPUs as well
     sent = SentBytes()
     seen = watch_gradients(engine, sent)
-    expected_sent = sent_by(case, layers, bounds, config, engine.stage_id)
+    expected_sent = sent_by(case, spec, engine.stage_id)
     records = []
     for step, expected in enumerate(expected_steps(case.precision, case.compile)):
         counted = step == 0 and not case.compile  # what is compiled runs as it is written where operators are watched

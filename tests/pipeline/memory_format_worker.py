@@ -15,12 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ddpm_ds.pipeline.build import build_engine
-from ddpm_ds.pipeline.cuts import partition
-from ddpm_ds.train.objective import Denoising
-from ddpm_ds.unet.layers import unet_layers
 from tests.launching import tiny_spec
-from tests.pipeline.batches import device, global_batch, micro_batches
+from tests.pipeline.batches import global_batch, micro_batches
 from tests.pipeline.ladder_worker import Case, report_cases
 
 COPIES = ("aten::clone", "aten::copy_", "aten::_to_copy", "aten::contiguous")
@@ -70,11 +66,7 @@ def order(tensor: Tensor) -> list[int]:
 def run_case(case: Case) -> dict[str, Any]:
     """Formats of the case's second step."""
     spec = tiny_spec(unet={"channels": WIDTH, "dropout": 0.1})
-    layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
-    bounds = partition(layers, case.stages, "flops", case.schedule)
-    config = case.config(spec.train.batch_images)
-    objective = Denoising(spec, device())
-    engine = build_engine(layers, bounds, config, objective, seed=1, schedule=case.schedule)
+    engine = case.engine(spec)
     formats = Formats()
     engine.train_batch(micro_batches(engine, global_batch(spec, 0)))
     with formats:

@@ -14,11 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
-from ddpm_ds.pipeline.cuts import partition
+from ddpm_ds.pipeline.build import use_host_accelerator
 from ddpm_ds.pipeline.messages import Channel
 from ddpm_ds.processes.process_group import process_group
-from ddpm_ds.train.objective import Denoising
 from tests.pipeline import ladder_worker
 from tests.pipeline.batches import global_batch, micro_batches
 from tests.pipeline.ladder_worker import Case
@@ -64,12 +62,7 @@ def main() -> None:
     with process_group():
         case = Case(4, 1, 0, "fp32", 0, micro_batches=count, schedule=schedule)  # type: ignore[arg-type]
         spec = ladder_worker.spec_of(compiled=False)
-        layers = ladder_worker.layers_of(spec)
-        bounds = partition(layers, 4, "flops", case.schedule)
-        objective = Denoising(spec, torch.device("cpu"))
-        engine = build_engine(
-            layers, bounds, case.config(spec.train.batch_images), objective, seed=1, schedule=case.schedule
-        )
+        engine = case.engine(spec)
         engine.train_batch(micro_batches(engine, global_batch(spec, 0)))
         (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(seen))
 

@@ -26,13 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.pipeline import deepspeed_insides as insides
-from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
-from ddpm_ds.pipeline.cuts import partition
+from ddpm_ds.pipeline.build import use_host_accelerator
 from ddpm_ds.pipeline.engine import Objective, UnetPipelineEngine
 from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.train.ema import Ema
-from ddpm_ds.train.objective import Denoising
-from ddpm_ds.unet.layers import unet_layers
 from tests.launching import tiny_spec
 from tests.pipeline.batches import device, global_batch, micro_batches
 from tests.pipeline.ladder_worker import Case
@@ -114,13 +111,10 @@ def built(case: Case, optimizer: dict[str, Any], clipping: float = 1.0) -> tuple
     spec = tiny_spec(
         unet={"channels": 4, "multipliers": [1], "attention_resolutions": []}, train={"batch_images": BATCH}
     )
-    layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
-    config = case.config(spec.train.batch_images)
-    config["optimizer"]["params"] |= optimizer
-    config["gradient_clipping"] = clipping
-    objective = Denoising(spec, device())
+    block = case.resolved(BATCH).blocks["optimizer"]
+    block = {**block, "params": {**block["params"], **optimizer}}
     with unittest.mock.patch.object(bf16_optimizer, "see_memory_usage"):  # collects garbage, for seconds
-        return build_engine(layers, partition(layers, 1, "flops"), config, objective, seed=spec.train.seed), spec
+        return case.engine(spec, optimizer=block, gradient_clipping=clipping), spec
 
 
 def places_of_waits(case: Case, optimizer: dict[str, Any]) -> list[str]:

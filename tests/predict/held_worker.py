@@ -53,7 +53,7 @@ def peak_bytes(spec: RunSpec, config: dict[str, object]) -> int:
     bounds = partition(layers, ds.layout.stages, ds.partition, ds.schedule)
     others = living_bytes()
     objective = Denoising(spec, torch.device("cpu"))
-    engine = build_engine(layers, bounds, ds.config, objective, seed=0, schedule=ds.schedule)
+    engine = build_engine(layers, bounds, ds, objective, seed=0)
     ema, batches = Ema(engine, spec.ema), micro_batches(spec, ds.layout.micro_batch_images)
     engine.train_batch(batches)
     ema.update()

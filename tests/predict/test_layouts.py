@@ -53,7 +53,7 @@ def test_every_candidate_is_shared_without_remainder_and_accepted(seed: int) -> 
         assert read.partition != "measured"
         assert partition(task.layers, read.layout.stages, read.partition, read.schedule) == bounds
         assert read.checkpoint_interval == layout.checkpoint_interval
-        assert ("offload_optimizer" in read.config["zero_optimization"]) == layout.offload
+        assert ("offload_optimizer" in read.blocks["zero_optimization"]) == layout.offload
     assert len({layout.stages for layout in found}) > 1
 
 

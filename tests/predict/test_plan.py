@@ -28,7 +28,7 @@ def asked(folder: Path, **pipeline: Any) -> Path:
 
 def test_one_host_has_no_word_of_hosts(tmp_path: Path) -> None:
     one = plan(None, asked(tmp_path, across_hosts="replicas"))
-    assert one.across == one.config["pipeline"]["across_hosts"] == "stages"
+    assert one.across == "stages"
     assert "host" not in stage_table(one) and "\nhosts " not in describe_plan(one, Path("runs/x"))
 
 
@@ -44,13 +44,12 @@ def test_several_hosts_are_told_what_crosses_them_and_what_else_could() -> None:
     )
     assert line.endswith(f"each sends 0.7373 MB; replicas across would be {gradients / 1e6:.4g} MB")
     assert [row.split()[-1] for row in stage_table(two).splitlines()] == ["host", "0", "1"]
-    assert two.config["pipeline"]["across_hosts"] == "stages"
-    assert two.config["pipeline"] | {"across_hosts": "stages"} == two.ds.config["pipeline"]
+    assert two.across == "stages"
 
 
 def test_the_json_decides_otherwise(tmp_path: Path) -> None:
     turned = plan(TWO_BY_TWO, asked(tmp_path, across_hosts="replicas"))
-    assert turned.across == turned.config["pipeline"]["across_hosts"] == "replicas"
+    assert turned.across == "replicas"
     line = hosts_line(turned)
     assert line is not None and "replicas across hosts: 23.85 MB a step, 22.44 MB of gradients and 1.403 MB of" in line
     assert "stages across would be 1.475 MB" in line

@@ -26,6 +26,7 @@ from rivals.rows_other_unets import DiffusersLoop, dim64
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.errors import BadNumbersError, LayoutError
 from ddpm_ds.predict.plan import plan_run
+from ddpm_ds.train.resolve import decide
 from ddpm_ds.train.setting import Setting
 from ddpm_ds.unet.operations import KeyedDropout
 from tests.launching import REPOSITORY
@@ -54,7 +55,7 @@ def setting(store_root: Path, config: str = "zero1_fp32.json", *overrides: str, 
     path = REPOSITORY / "ds_configs" / config
     root = f"data.store_root={store_root}"
     plan = plan_run(SPECS / spec, [*TINY, root, *overrides], path, world_size=1, stages=None, device="cpu")
-    return Setting(plan, plan.config, prepare(plan.spec.data), CPU, verbose=False)
+    return Setting(decide(plan, CPU), prepare(plan.spec.data), CPU, verbose=False)
 
 
 def planned(config: str = "zero1_fp32.json", *overrides: str, spec: str = "digits.yaml") -> Setting:
@@ -62,7 +63,7 @@ def planned(config: str = "zero1_fp32.json", *overrides: str, spec: str = "digit
     path = REPOSITORY / "ds_configs" / config
     plan = plan_run(SPECS / spec, overrides, path, world_size=1, stages=None, device="cpu")
     nothing: Any = None
-    return Setting(plan, plan.config, nothing, CPU, verbose=False)
+    return Setting(decide(plan, CPU), nothing, CPU, verbose=False)
 
 
 def losses(row: OurLoop | DiffusersLoop, steps: int) -> list[float]:

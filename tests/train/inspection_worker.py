@@ -23,14 +23,12 @@ from ddpm_ds.data.loader import split
 from ddpm_ds.diffusion.process import Diffusion
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.keyed import SAMPLE_SEED, Stream, normal
-from ddpm_ds.pipeline.build import build_engine
-from ddpm_ds.pipeline.cuts import Schedule, partition
+from ddpm_ds.pipeline.cuts import Schedule
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.forward import ForwardPipeline
 from ddpm_ds.pipeline.placement import AcrossHosts
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.train.ema import Ema
-from ddpm_ds.train.objective import Denoising
 from ddpm_ds.train.validation import NOISE_SEED, HeldOutLoss, draw_previews
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
@@ -143,14 +141,18 @@ def micro_batches(engine: UnetPipelineEngine, spec: RunSpec) -> Any:
 
 def run_case(look: Look) -> dict[str, Any]:
     spec = look.spec()
-    layers = unet_layers(spec.unet, image_channels=1, image_size=8)
     deep = look.schedule == "folded" and look.stages > 2
     case = Case(
-        look.stages, look.replicas, look.zero, look.precision, 0, micro_batches=8 if deep else 4, across=look.across
+        look.stages,
+        look.replicas,
+        look.zero,
+        look.precision,
+        0,
+        micro_batches=8 if deep else 4,
+        across=look.across,
+        schedule=look.schedule,
     )
-    bounds = partition(layers, look.stages, "flops", look.schedule)
-    objective = Denoising(spec, torch.device("cpu"))
-    engine = build_engine(layers, bounds, case.config(16), objective, seed=spec.train.seed, schedule=look.schedule)
+    engine = case.engine(spec)
     unet, store = reference(spec), store_of(spec)
     record: dict[str, Any] = {"prediction": max(farthest(engine, unet, depth) for depth in (1, 2, 7))}
 
@@ -187,7 +189,7 @@ def run_case(look: Look) -> dict[str, Any]:
 
     loss = engine.train_batch(micro_batches(engine, spec))
     record["training"] = engine.module.training
-    fresh = build_engine(layers, bounds, case.config(16), objective, seed=spec.train.seed, schedule=look.schedule)
+    fresh = case.engine(spec)
     record["undisturbed"] = torch.equal(loss, fresh.train_batch(micro_batches(fresh, spec))) and all(
         torch.equal(*pair) for pair in zip(weights(engine), weights(fresh), strict=True)
     )

@@ -148,10 +148,9 @@ def run_course(course: Course, folder: Path) -> None:
     engine = build_engine(
         plan.layers,
         plan.bounds,
-        plan.ds.config,
+        plan.ds,
         objective,
         seed=plan.spec.train.seed,
-        schedule=plan.ds.schedule,
     )
     ema = Ema(engine, plan.spec.ema)
     for name, source in (course.sources or {"whole": ""}).items():
@@ -162,9 +161,7 @@ def run_course(course: Course, folder: Path) -> None:
             "stage_elements": sum(parameter.numel() for parameter in engine.module.parameters()),
             "shadow_elements": sum(shadow.numel() for shadow in ema.shadows),
         }
-        saver = Saver(
-            plan, plan.ds.config, engine, ema, there, data_sha256={}, say=lambda line: print(line, flush=True)
-        )
+        saver = Saver(plan, engine, ema, there, data_sha256={}, say=lambda line: print(line, flush=True))
         if source:
             groups = Groups.one_folder(dist.get_rank(), dist.get_world_size())
             saver.load(whole(Path(source), groups, gather_objects))
