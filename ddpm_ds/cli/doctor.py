@@ -6,7 +6,7 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +25,12 @@ from ddpm_ds.processes.hosts import (
 from ddpm_ds.tracking.run_folder import OUTPUT_ROOT
 
 if TYPE_CHECKING:
-    from ddpm_ds.cluster.pairs import Network
-    from ddpm_ds.cluster.survey import RemoteStart, Survey
-    from ddpm_ds.config.spec import RunSpec
+    from ddpm_ds.cluster.network import Network
+    from ddpm_ds.cluster.survey import PlannedRun, Survey
 
 CONNECT_SECONDS = 10
 CHECKPOINT_BYTES = 16
-"""Of a parameter: fp32 weights, two moments of Adam and averaged weights."""
+"""Bytes of a checkpoint per parameter: fp32 weight, two Adam moments and averaged weight."""
 DESCRIPTION = """\
 Ask every host of a hostfile what a training run will ask of it, compare the answers side by side, and say how to mend
 each that is not good: ssh, working folder, Python, package versions, sources, spec and DeepSpeed JSON, clock, disks,
@@ -105,103 +104,93 @@ def add_doctor(verbs: argparse._SubParsersAction[Any]) -> None:
 
 def _doctor(options: argparse.Namespace) -> int:
     from ddpm_ds.config.ds_config import read_ds_config
-    from ddpm_ds.config.spec_file import load_spec
 
     if options.write_env is not None:
         check_writable("--write-env", options.write_env)
-    hosts = _hosts(options.hostfile)
-    spec = load_spec(options.spec, options.overrides)
+    hosts: Mapping[str, int | None] = {"localhost": None}
+    if options.hostfile is not None or DEFAULT_HOSTFILE.exists():
+        hosts = read_hostfile(options.hostfile or DEFAULT_HOSTFILE)
+    local = len(hosts) == 1 and this_host(hosts) is not None
     if options.deepspeed_config is not None:
         read_ds_config(options.deepspeed_config)
-    from ddpm_ds.cluster.checks import Requirements, check
-    from ddpm_ds.cluster.facts import Question, travelling
-    from ddpm_ds.cluster.pairs import network_row
+    run = _planned_run(options, local)
+    from ddpm_ds.cluster.checks import check, network_row
     from ddpm_ds.cluster.report import findings, report
     from ddpm_ds.cluster.survey import survey
 
-    travels = travelling(os.environ)
-    start, local = _start(options, travels), len(hosts) == 1 and this_host(hosts) is not None
-    ds_config = None if options.deepspeed_config is None else str(options.deepspeed_config)
     seen = survey(
         hosts,
-        start,
-        Question(str(options.spec), tuple(options.overrides), ds_config, str(options.run_dir)),
+        run,
         local=local,
         master_address=options.master_addr,
         master_port=options.master_port,
         seconds=options.timeout_seconds,
-        say=_say,
+        log=_log,
     )
-    need = Requirements(
-        start.folder, start.python, str(options.spec), ds_config, _checkpoint_bytes(spec), {} if local else travels
-    )
-    rows, notes, network = check(seen, need), _notes(seen, local), None
-    ready = [] if options.no_network else _ready(seen)
-    if len(ready) > 1:
-        network = _network(seen, ready, start, options.timeout_seconds)
-        rows.append(network_row(network))
-        notes += _about(network)
-    elif len(hosts) > 1 and not options.no_network:
-        notes.append("The network was not tried: fewer than two hosts can meet.")
+    rows, notes, network = check(seen, run), _notes(seen, local), None
+    if not options.no_network and len(hosts) > 1:
+        network = _network(seen, run, options.timeout_seconds)
+        if network is None:
+            notes.append("The network was not tried: fewer than two hosts can meet.")
+        else:
+            rows.append(network_row(network))
+            notes += _about(network)
     found = findings(rows, network)
     print(report(list(hosts), rows, network, found, notes, sys.stdout.isatty()))
     if options.write_env is not None:
-        print(f"\n{_write(options.write_env, seen, travels)}")
+        print(f"\n{_write(options.write_env, seen)}")
     return EXIT_BAD_INPUT if any(one.level == "bad" for one in found) else 0
 
 
-def _hosts(path: Path | None) -> Mapping[str, int | None]:
-    if path is None and not DEFAULT_HOSTFILE.exists():
-        return {"localhost": None}
-    return read_hostfile(path or DEFAULT_HOSTFILE)
+def _planned_run(options: argparse.Namespace, local: bool) -> PlannedRun:
+    """The run as DeepSpeed would start it on every host; an environment file that is to be written counts already."""
+    from ddpm_ds.cluster.survey import PlannedRun
+    from ddpm_ds.cluster.travel import exported, travelling
+    from ddpm_ds.config.spec_file import load_spec
+    from ddpm_ds.unet.layers import unet_layers
 
-
-def _start(options: argparse.Namespace, travels: Mapping[str, str]) -> RemoteStart:
-    """What DeepSpeed would start every host with; of a file that is to be written also what it will have."""
-    from ddpm_ds.cluster.facts import exported
-    from ddpm_ds.cluster.survey import RemoteStart
-
-    file = find_environment()
+    spec = load_spec(options.spec, options.overrides)
+    layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
+    travels, file, folder = travelling(os.environ), find_environment(), str(Path.cwd())
     if options.write_env is not None:
         written = read_environment(options.write_env) if options.write_env.exists() else {}
         file = {**file, **written, **travels}
-    folder = str(Path.cwd())
-    connect = min(CONNECT_SECONDS, options.timeout_seconds)
-    return RemoteStart(sys.executable, folder, exported(os.environ, file, folder), connect)
+    return PlannedRun(
+        python=sys.executable,
+        folder=folder,
+        environment=exported(os.environ, file, folder),
+        travels={} if local else travels,
+        spec=str(options.spec),
+        overrides=tuple(options.overrides),
+        ds_config=None if options.deepspeed_config is None else str(options.deepspeed_config),
+        run_dir=str(options.run_dir),
+        checkpoint_bytes=CHECKPOINT_BYTES * sum(layer.parameters for layer in layers) * (spec.checkpoint.keep_last + 1),
+        connect_seconds=min(CONNECT_SECONDS, options.timeout_seconds),
+    )
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(f"ddpm-ds doctor: {line}", file=sys.stderr, flush=True)
 
 
-def _checkpoint_bytes(spec: RunSpec) -> int:
-    from ddpm_ds.unet.layers import unet_layers
+def _network(seen: Survey, run: PlannedRun, seconds: int) -> Network | None:
+    """The network test between the hosts that can connect to the first one's port, if there are two."""
+    from ddpm_ds.cluster.checks import on_cuda
+    from ddpm_ds.cluster.network import network_test
 
-    layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
-    return CHECKPOINT_BYTES * sum(layer.parameters for layer in layers) * (spec.checkpoint.keep_last + 1)
-
-
-def _ready(seen: Survey) -> list[str]:
-    """The hosts that can meet on the first one's port, it among them, or none."""
     able = [
         host
-        for host, facts in seen.answering.items()
+        for host, facts in seen.facts.items()
         if not (seen.hosts[host].port_error or seen.hosts[host].route_error) and "torch" in facts.versions
     ]
-    return able if seen.master in able else []
-
-
-def _network(seen: Survey, ready: Sequence[str], start: RemoteStart, seconds: float) -> Network:
-    from ddpm_ds.cluster.checks import on_cuda
-    from ddpm_ds.cluster.pairs import measure
-
-    facts = seen.answering
-    backend = "nccl" if on_cuda(facts) and all(facts[host].devices for host in ready) else "gloo"
-    return measure(ready, start, seen.master_address, seen.master_port, backend=backend, seconds=seconds, say=_say)
+    if seen.master not in able or len(able) < 2:
+        return None
+    backend = "nccl" if on_cuda(seen.facts) and all(seen.facts[host].devices for host in able) else "gloo"
+    return network_test(able, run, seen.master_address, seen.master_port, backend=backend, seconds=seconds, log=_log)
 
 
 def _notes(seen: Survey, local: bool) -> list[str]:
-    """What is nobody's cell."""
+    """Remarks that belong to no single host."""
     notes = []
     if len(seen.hosts) > 1 and shutil.which("pdsh") is None:
         notes.append(
@@ -214,11 +203,12 @@ def _notes(seen: Survey, local: bool) -> list[str]:
 
 
 def _about(network: Network) -> list[str]:
+    """Remarks on the pairs of hosts."""
     from ddpm_ds.cluster.network import ALL_PAIRS_HOSTS
 
     notes = []
     if len(network.hosts) > ALL_PAIRS_HOSTS:
-        notes.append(f"Of more than {ALL_PAIRS_HOSTS} hosts only neighbours in the hostfile are measured.")
+        notes.append(f"With more than {ALL_PAIRS_HOSTS} hosts only neighbours in the hostfile are measured.")
     if network.ways:
         slowest = min(way.bytes_per_second for way in network.ways)
         notes.append(
@@ -228,20 +218,16 @@ def _about(network: Network) -> list[str]:
     return notes
 
 
-def _write(path: Path, seen: Survey, travels: Mapping[str, str]) -> str:
-    """Write the file of what has to travel, and say what is in it and what not."""
+def _write(path: Path, seen: Survey) -> str:
+    """Write the environment file, and describe what is in it and what not."""
     from ddpm_ds.cluster.checks import on_cuda
-    from ddpm_ds.cluster.facts import chosen_by_hosts, secrets, write_merged
+    from ddpm_ds.cluster.travel import chosen_by_hosts, merge_into, secrets, travelling
 
     chosen = {}
-    if len(seen.answering) == len(seen.hosts):
+    if len(seen.facts) == len(seen.hosts):
         interfaces = [report.interface for report in seen.hosts.values() if len(seen.hosts) > 1]
-        chosen = chosen_by_hosts(on_cuda(seen.answering), interfaces)
-    written = write_merged(path, travels, chosen)
-    lines = [f"{path}: {', '.join(written.values) or 'nothing has to travel'}"]
-    lines += [f"  {name} was {value}" for name, value in written.changed.items()]
-    if written.backup is not None:
-        lines.append(f"  the file as it was: {written.backup}")
+        chosen = chosen_by_hosts(on_cuda(seen.facts), interfaces)
+    lines = merge_into(path, travelling(os.environ), chosen)
     if left_out := secrets(os.environ):
         lines.append(
             f"  left out, for they are secrets: {', '.join(left_out)}; only rank 0 talks to MLflow: set them there"

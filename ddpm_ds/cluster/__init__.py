@@ -1,1 +1,1 @@
-"""Whether several hosts can train together: asked of each host as DeepSpeed's launcher would start it, and compared."""
+"""The preflight check: can several hosts train together? Each is asked as DeepSpeed's launcher would start it."""

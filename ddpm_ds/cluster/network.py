@@ -1,9 +1,10 @@
-"""Runs on each host at the same time: a small all-reduce, then latency and bandwidth of each pair of hosts.
+"""The network test: on all hosts at the same time a small all-reduce, then latency and bandwidth of each pair of hosts.
 
-    python -m ddpm_ds.cluster.network --rank I --world N --master-addr A --master-port P [--backend nccl]
+    python -m ddpm_ds.cluster.network --rank I --world N --master-addr A --master-port P --seconds S [--backend nccl]
 
-As in training, gloo listens where the first host is reached, and NCCL where its own variables say. A transfer doubles
-in size until it takes ``LONG_ENOUGH_SECONDS`` or has ``LARGEST_BYTES``: a second and 256 MiB for a pair, or less.
+:func:`network_test` starts this program on each host and collects what it tells. As in training, gloo listens where the
+first host is reached, and NCCL where its own variables say. A transfer doubles in size until it takes
+``LONG_ENOUGH_SECONDS`` or has ``LARGEST_BYTES``: a second and 256 MiB for a pair, or less.
 """
 
 from __future__ import annotations
@@ -16,24 +17,31 @@ import statistics
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from ddpm_ds.cluster.probe import say
+from ddpm_ds.cluster.probe import tell
+from ddpm_ds.cluster.survey import NO_SSH, Conversation, Ended, PlannedRun, Silent
 from ddpm_ds.processes.hosts import use_interface_towards
 
 if TYPE_CHECKING:
     import torch
 
 ALL_PAIRS_HOSTS = 8
-"""Of more hosts only neighbours are measured, as a ring."""
-PINGS = 50
-WARM_UP_PINGS = 3
-PING_SECONDS = 0.2
+"""With more hosts only neighbours are measured, as a ring."""
+PINGS, WARM_UP_PINGS, PING_SECONDS = 50, 3, 0.2
 SMALLEST_BYTES, LARGEST_BYTES = 2**16, 2**26
 LONG_ENOUGH_SECONDS = 0.1
 END = -1
 """Header after which no transfer follows."""
+POLL_SECONDS = 0.2
+OTHERS_SECONDS = 3.0
+"""For the other hosts to say what they have met once one has failed."""
+ERROR_CHARACTERS = 240
 
 
 def pairs(world: int) -> list[tuple[int, int]]:
@@ -41,6 +49,102 @@ def pairs(world: int) -> list[tuple[int, int]]:
     if world <= ALL_PAIRS_HOSTS:
         return list(itertools.combinations(range(world), 2))
     return [(rank, (rank + 1) % world) for rank in range(world)]
+
+
+@dataclass(frozen=True)
+class Route:
+    """The measured way from one host to another."""
+
+    sender: str
+    receiver: str
+    latency_seconds: float
+    bytes_per_second: float
+
+
+@dataclass
+class Network:
+    """The results of the test, while it runs and afterwards."""
+
+    hosts: Sequence[str]
+    backend: str
+    all_reduce_seconds: dict[str, float] = field(default_factory=dict)
+    ways: list[Route] = field(default_factory=list)
+    errors: dict[str, str] = field(default_factory=dict)
+    """Errors by host; where some have met none, they may have waited for one that has."""
+    heard_at: float = field(default_factory=time.monotonic)
+    failed_at: float | None = None
+
+    def fail(self, rank: int, error: str) -> None:
+        """Note what has gone wrong on a host."""
+        self.errors[self.hosts[rank]] = error if len(error) <= ERROR_CHARACTERS else f"{error[:ERROR_CHARACTERS]}..."
+        self.failed_at = self.failed_at or time.monotonic()
+
+
+def network_test(
+    hosts: Sequence[str],
+    run: PlannedRun,
+    address: str,
+    port: int,
+    *,
+    backend: str,
+    seconds: int,
+    log: Callable[[str], None],
+) -> Network:
+    """Run the test between hosts, of which the first has ``address``; given up when none has said anything for
+    ``seconds``. ``backend`` is gloo or nccl."""
+    network, lock = Network(hosts, backend), threading.Lock()
+    log(f"{backend} over {address}:{port} between {', '.join(hosts)}")
+    options = {"world": len(hosts), "master-addr": address, "master-port": port, "seconds": seconds, "backend": backend}
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+    def listen(rank: int, talk: Conversation) -> None:
+        step = "starting"
+        while step != "done":
+            try:
+                said = talk.next(POLL_SECONDS)
+            except Silent:
+                now = time.monotonic()
+                if network.failed_at is None and now - network.heard_at > seconds:
+                    said = {"error": f"nothing heard for {seconds} s, last: {step}"}
+                elif network.failed_at is not None and now - network.failed_at > OTHERS_SECONDS:
+                    return
+                else:
+                    continue
+            except Ended as ended:
+                lost = "ssh was lost: " if ended.code == NO_SSH else ""
+                said = {"error": lost + (ended.last_line or f"exit code {ended.code}, last: {step}")}
+            with lock:
+                network.heard_at = time.monotonic()
+                if "error" in said:
+                    network.fail(rank, said["error"])
+                    return
+                if "all_reduce_seconds" in said:
+                    network.all_reduce_seconds[hosts[rank]] = said["all_reduce_seconds"]
+                if "to" in said:
+                    way = Route(hosts[rank], hosts[said["to"]], said["latency_seconds"], said["bytes_per_second"])
+                    network.ways.append(way)
+                    latency, bandwidth = f"{way.latency_seconds * 1e3:.3f} ms", speed(way.bytes_per_second)
+                    log(f"{way.sender} to {way.receiver}: {latency}, {bandwidth}")
+            step = said.get("step", step)
+
+    with ExitStack() as stack, ThreadPoolExecutor(len(hosts)) as pool:
+        talks = [
+            stack.enter_context(Conversation(run.command(host, __name__, "--rank", str(rank), *words)))
+            for rank, host in enumerate(hosts)
+        ]
+        try:
+            list(pool.map(listen, range(len(hosts)), talks))
+        except BaseException:  # Ctrl-C: the threads need not wait any longer
+            network.failed_at = float("-inf")
+            raise
+    return network
+
+
+def speed(bytes_per_second: float) -> str:
+    """Bandwidth for a reader."""
+    if bytes_per_second >= 1e9:
+        return f"{bytes_per_second / 1e9:.2f} GB/s"
+    return f"{bytes_per_second / 1e6:.1f} MB/s"
 
 
 class PairLink:
@@ -54,15 +158,16 @@ class PairLink:
 
     def lead(self, peer: int) -> tuple[float, float]:
         """Measure the way to ``peer``, which follows: latency in seconds and bandwidth in bytes per second."""
-        latency = self._latency(peer)
-        size = SMALLEST_BYTES
-        while True:
-            seconds = max(self._transfer(peer, size) - 2 * latency, 1e-9)
-            if seconds > LONG_ENOUGH_SECONDS or size == LARGEST_BYTES:
-                break
+        for _ in range(WARM_UP_PINGS):
+            self._transfer(peer, 0)
+        times, until = [self._transfer(peer, 0)], time.monotonic() + PING_SECONDS
+        while len(times) < PINGS and time.monotonic() < until:
+            times.append(self._transfer(peer, 0))
+        latency, size = statistics.median(times) / 2, SMALLEST_BYTES
+        while (seconds := self._transfer(peer, size) - 2 * latency) <= LONG_ENOUGH_SECONDS and size < LARGEST_BYTES:
             size *= 2
         self._send_number(END, peer)
-        return latency, size / seconds
+        return latency, size / max(seconds, 1e-9)
 
     def follow(self, peer: int) -> None:
         """Answer what ``peer`` sends until it ends."""
@@ -73,17 +178,8 @@ class PairLink:
                 dist.recv(self._bytes[:size], peer)
             self._send_number(0, peer)
 
-    def _latency(self, peer: int) -> float:
-        """Half of the median round trip of 8 bytes."""
-        for _ in range(WARM_UP_PINGS):
-            self._transfer(peer, 0)
-        times, until = [self._transfer(peer, 0)], time.monotonic() + PING_SECONDS
-        while len(times) < PINGS and time.monotonic() < until:
-            times.append(self._transfer(peer, 0))
-        return statistics.median(times) / 2
-
     def _transfer(self, peer: int, size: int) -> float:
-        """Seconds until the peer has answered."""
+        """Send so many bytes; returns the seconds until the peer has answered."""
         import torch.distributed as dist
 
         began = time.perf_counter()
@@ -96,8 +192,7 @@ class PairLink:
     def _send_number(self, number: int, peer: int) -> None:
         import torch.distributed as dist
 
-        self._number.fill_(number)
-        dist.send(self._number, peer)
+        dist.send(self._number.fill_(number), peer)
 
     def _receive_number(self, peer: int) -> int:
         import torch.distributed as dist
@@ -107,7 +202,7 @@ class PairLink:
 
 
 def measure(rank: int, world: int, backend: str) -> None:
-    """All measurements, told as they are made; the process group exists."""
+    """Make all measurements and tell each as it is made; the process group exists."""
     import torch
     import torch.distributed as dist
 
@@ -120,14 +215,14 @@ def measure(rank: int, world: int, backend: str) -> None:
         seconds = time.perf_counter() - began
         if found != world * (world + 1) / 2:
             raise ArithmeticError(f"an all-reduce on {device} gave {found:g} instead of {world * (world + 1) // 2}")
-    say({"all_reduce_seconds": seconds})
+    tell({"all_reduce_seconds": seconds})
     link = PairLink(devices[-1])
     turn = torch.zeros(1)
     for one, other in pairs(world):
         for sender, receiver in ((one, other), (other, one)):
             if rank == sender:
                 latency, bandwidth = link.lead(receiver)
-                say({"from": sender, "to": receiver, "latency_seconds": latency, "bytes_per_second": bandwidth})
+                tell({"to": receiver, "latency_seconds": latency, "bytes_per_second": bandwidth})
             elif rank == receiver:
                 link.follow(sender)
         dist.all_reduce(turn)  # nobody disturbs a pair
@@ -148,29 +243,25 @@ def main() -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    say({"step": "meeting"})
+    tell({"step": "rendezvous"})
+    address = f"[{options.master_addr}]" if ":" in options.master_addr else options.master_addr
     try:
         if options.backend == "nccl":
             torch.cuda.set_device(0)
         dist.init_process_group(
             "gloo" if options.backend == "gloo" else "cpu:gloo,cuda:nccl",
-            init_method=f"tcp://{_in_url(options.master_addr)}:{options.master_port}",
+            init_method=f"tcp://{address}:{options.master_port}",
             rank=options.rank,
             world_size=options.world,
             timeout=timedelta(seconds=options.seconds),
         )
-        say({"step": "connected"})
+        tell({"step": "connected"})
         measure(options.rank, options.world, options.backend)
         dist.destroy_process_group()
     except (RuntimeError, ArithmeticError) as error:
-        say({"error": " ".join(str(error).split())})
-        sys.stdout.flush()
+        tell({"error": " ".join(str(error).split())})
         os._exit(1)  # a group that is broken can hang when it is destroyed
-    say({"step": "done"})
-
-
-def _in_url(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
+    tell({"step": "done"})
 
 
 def _leave_with_the_asking_side() -> None:

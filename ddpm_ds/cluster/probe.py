@@ -1,115 +1,280 @@
-"""Runs on each host: answers questions, one JSON line each, until its input ends.
+"""The program that answers for a host: one JSON line for each question on standard input, until that ends.
 
     python -m ddpm_ds.cluster.probe
 
-Questions are objects with ``ask``, the name of a method of :class:`Probe`, and its arguments; answers are lines that
-begin with ``MARK``, because a login shell may print lines of its own.
+A question is an object with ``ask``, the name of a method of :class:`Probe`, and its arguments. Answers are lines that
+begin with ``MARK``, because a login shell may print lines of its own. Only the standard library is taken for granted: a
+host lacks what is to be found out.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import importlib.metadata
 import json
 import os
+import platform
+import shutil
 import socket
+import subprocess
 import sys
 import time
 import uuid
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddpm_ds.cluster.facts import Question, existing, gather, travelling
+import ddpm_ds
+from ddpm_ds.cluster.travel import travelling
+from ddpm_ds.processes.hosts import interface_towards
 
 MARK = "ddpm-ds-doctor "
+PACKAGES = ("torch", "deepspeed", "mlflow", "pydantic", "numpy", "safetensors", "einops")
+CHECKSUM_DIGITS = 12
+COMMIT_DIGITS = 10
 
 
-def say(value: Any) -> None:
-    """Tell the asking side."""
+@dataclass(frozen=True)
+class Document:
+    """A run spec or a DeepSpeed JSON as a host reads it."""
+
+    values: dict[str, str] = field(default_factory=dict)
+    """Values by dotted key, as JSON."""
+    error: str = ""
+    """Why it can't be read there."""
+
+
+@dataclass(frozen=True)
+class Disk:
+    """The file system that a folder is on, or will be once it is made."""
+
+    free_bytes: int
+    writable: bool
+    exists: bool
+    """Whether the folder is already there."""
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """A host as a process that was started there sees it."""
+
+    python: str
+    versions: dict[str, str]
+    """Version of ddpm_ds and of each of ``PACKAGES``; a missing one is left out."""
+    commit: str
+    """The start of the commit, with + where files are changed; empty where the project is no clone."""
+    sources: dict[str, str]
+    """Checksum of each file of the package, by its path."""
+    spec: Document
+    ds_config: Document | None
+    disks: dict[str, Disk]
+    """For runs ("run") and prepared images ("data")."""
+    images_missing: str
+    """The spec's image folder, where it is not there."""
+    cores: int
+    devices: tuple[str, ...]
+    """Kind and memory of each CUDA device."""
+    environment: dict[str, str]
+    """The variables that every rank needs."""
+    interfaces: tuple[str, ...]
+    addresses: tuple[str, ...]
+    """Addresses as ``hostname -I`` prints them."""
+
+
+def tell(value: Any) -> None:
+    """Send something that JSON can hold to the asking side."""
     print(MARK + json.dumps(value), flush=True)
 
 
 class Probe:
-    """The answers. Each method takes and returns what JSON can hold."""
+    """The answers to all questions. Each method takes and returns what JSON can hold."""
 
     def __init__(self) -> None:
         self._listener: socket.socket | None = None
         self._tokens: list[Path] = []
 
-    def facts(self, **question: Any) -> dict[str, Any]:
-        """Everything about this host that needs no other."""
-        return asdict(gather(Question(**question), travelling(os.environ)))
+    def facts(self, spec: str, overrides: Sequence[str], ds_config: str | None, run_dir: str) -> dict[str, Any]:
+        """Everything about this host that needs no other; paths are relative to the working folder."""
+        document, data_folder, images = _read_spec(spec, overrides)
+        disks = {"run": disk(Path(run_dir))}
+        if data_folder is not None:
+            disks["data"] = disk(data_folder)
+        found = HostFacts(
+            python=platform.python_version(),
+            versions=_versions(),
+            commit=_commit(),
+            sources=checksums(Path(ddpm_ds.__file__).parent),
+            spec=document,
+            ds_config=None if ds_config is None else _read_json(ds_config),
+            disks=disks,
+            images_missing="" if images is None or images.is_dir() else str(images),
+            cores=len(os.sched_getaffinity(0)),
+            devices=_devices(),
+            environment=travelling(os.environ),
+            interfaces=tuple(name for _, name in socket.if_nameindex()),
+            addresses=tuple(_output("hostname", "-I").split()),
+        )
+        return asdict(found)
 
     def time(self) -> float:
         """Seconds since 1970 by this host's clock."""
         return time.time()
 
-    def make_token(self, run_dir: str) -> str:
-        """Put a file where the run's folder is or will be; returns its path, or nothing where that can't be done."""
+    def open(self, address: str, port: int, run_dir: str) -> dict[str, str]:
+        """Let the other hosts try this one, the first: take its port, and put a file where the run's folder is or will
+        be. Both are undone at the end. Returns fields of ``HostReport``, and the file as ``token``."""
+        found = _route(address) | {"token": ""}
+        self._listener = socket.socket(_family(address))
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._listener.bind(("", port))
+            self._listener.listen(1024)
+        except OSError as error:
+            found["port_error"] = error.strerror or str(error)
         token = existing(Path(run_dir)) / f".ddpm-ds-doctor-{uuid.uuid4().hex}"
-        try:
+        with contextlib.suppress(OSError):
             token.touch()
-        except OSError:
-            return ""
-        self._tokens.append(token)
-        return str(token)
+            self._tokens.append(token)
+            found["token"] = str(token)
+        return found
 
-    def see_token(self, token: str, seconds: float = 3.0) -> bool:
-        """Whether another host's file is seen here; file systems on a network may take some time."""
-        until = time.monotonic() + seconds
-        while not Path(token).exists():
-            if time.monotonic() > until:
-                return False
-            time.sleep(0.2)
-            with contextlib.suppress(OSError):
-                os.listdir(Path(token).parent)  # makes NFS ask its server again
-        return True
-
-    def route(self, address: str) -> dict[str, str]:
-        """The interface that leads to an address, and this host's own address on it."""
-        from ddpm_ds.processes.hosts import interface_towards
-
-        with socket.socket(_family(address), socket.SOCK_DGRAM) as way:
+    def reach(self, address: str, port: int | None, token: str, seconds: float) -> dict[str, Any]:
+        """Try the way to the first host: route, port (None: it has none) and the file in the run's folder. Returns
+        fields of ``HostReport``."""
+        found: dict[str, Any] = dict(_route(address))
+        if token:
+            found["run_dir_shared"] = _appears(Path(token))
+        if address and port is not None:
             try:
-                way.connect((address, 9))  # sends nothing
+                socket.create_connection((address, port), timeout=seconds).close()
+            except TimeoutError:
+                found["port_error"] = f"no answer in {seconds:g} s"
             except OSError as error:
-                return {"error": error.strerror or str(error)}
-            return {"interface": interface_towards(address) or "", "address": way.getsockname()[0]}
-
-    def listen(self, address: str, port: int) -> str:
-        """Take the port of an address of this host until ``release``; returns why that can't be done."""
-        listener = socket.socket(_family(address))
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("", port))
-            listener.listen(1024)
-        except OSError as error:
-            listener.close()
-            return error.strerror or str(error)
-        self._listener = listener
-        return ""
-
-    def connect(self, address: str, port: int, seconds: float) -> str:
-        """Connect to another host's port; returns why that can't be done."""
-        try:
-            socket.create_connection((address, port), timeout=seconds).close()
-        except TimeoutError:
-            return f"no answer in {seconds:g} s"
-        except OSError as error:
-            return error.strerror or str(error)
-        return ""
+                found["port_error"] = error.strerror or str(error)
+        return found
 
     def release(self) -> None:
-        """Free the port and remove the token."""
+        """Free the port and remove the file."""
         if self._listener is not None:
             self._listener.close()
-            self._listener = None
-        while self._tokens:
-            self._tokens.pop().unlink(missing_ok=True)
+        for token in self._tokens:
+            token.unlink(missing_ok=True)
+
+
+def _route(address: str) -> dict[str, str]:
+    """The interface that leads to an address, and this host's own address on it."""
+    if not address:
+        return {"route_error": "the first host's address is unknown"}
+    with socket.socket(_family(address), socket.SOCK_DGRAM) as way:
+        try:
+            way.connect((address, 9))  # sends nothing
+        except OSError as error:
+            return {"route_error": error.strerror or str(error)}
+        return {"interface": interface_towards(address) or "", "address": way.getsockname()[0]}
 
 
 def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _appears(path: Path, seconds: float = 3.0) -> bool:
+    """Whether another host's file is seen here; file systems on a network may take some time."""
+    until = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.2)
+        with contextlib.suppress(OSError):
+            os.listdir(path.parent)  # makes NFS ask its server again
+    return True
+
+
+def flat(values: Any, prefix: str = "") -> dict[str, str]:
+    """Nested mappings as one level of dotted keys; values as JSON."""
+    if isinstance(values, dict) and values:
+        pairs = (flat(value, f"{prefix}.{key}" if prefix else str(key)) for key, value in values.items())
+        return {key: text for part in pairs for key, text in part.items()}
+    return {prefix: json.dumps(values, sort_keys=True)}
+
+
+def checksums(package: Path) -> dict[str, str]:
+    """The start of the SHA-256 of every source file of a package, by its path from the folder that holds it."""
+    return {
+        str(path.relative_to(package.parent)): hashlib.sha256(path.read_bytes()).hexdigest()[:CHECKSUM_DIGITS]
+        for path in sorted(package.rglob("*"))
+        if path.is_file() and path.suffix != ".pyc"
+    }
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest one above that is there, as an absolute path."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+
+
+def disk(folder: Path) -> Disk:
+    """The room and the rights of a folder, or of the one that it will be made in."""
+    found = existing(folder)
+    return Disk(shutil.disk_usage(found).free, os.access(found, os.W_OK), folder.is_dir())
+
+
+def _read_spec(path: str, overrides: Sequence[str]) -> tuple[Document, Path | None, Path | None]:
+    """The spec, the folder of its prepared images and that of its images."""
+    try:
+        from ddpm_ds.config.spec_file import load_spec
+
+        spec = load_spec(path, overrides)
+    except Exception as error:  # of ours, or of a pydantic that is missing, too old or broken
+        return Document(error=str(error) or type(error).__name__), None, None
+    return Document(flat(spec.model_dump(mode="json"))), spec.data.store_root, spec.data.path
+
+
+def _read_json(path: str) -> Document:
+    try:
+        return Document(flat(json.loads(Path(path).read_text(encoding="utf-8"))))
+    except OSError as error:
+        return Document(error=f"{path}: {error.strerror}")
+    except ValueError as error:
+        return Document(error=f"{path}: not JSON: {error}")
+
+
+def _versions() -> dict[str, str]:
+    versions = {"ddpm_ds": ddpm_ds.__version__}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
+
+
+def _commit() -> str:
+    git = ("git", "--no-optional-locks", "-C", str(Path(ddpm_ds.__file__).parent))
+    commit = _output(*git, "rev-parse", "HEAD").strip()
+    changed = _output(*git, "status", "--porcelain", "--untracked-files=no") if commit else ""
+    return commit[:COMMIT_DIGITS] + ("+" if changed else "")
+
+
+def _devices() -> tuple[str, ...]:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return tuple(
+            f"{pynvml.nvmlDeviceGetName(handle)} {pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30:.0f} GiB"
+            for handle in handles
+        )
+    except Exception:  # no driver, or no binding of it: no device that PyTorch could use either
+        return ()
+
+
+def _output(*command: str) -> str:
+    """The output of a command; nothing where it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout
 
 
 def main() -> None:
@@ -118,7 +283,7 @@ def main() -> None:
     try:
         for line in sys.stdin:
             question = json.loads(line)
-            say(getattr(probe, question.pop("ask"))(**question))
+            tell(getattr(probe, question.pop("ask"))(**question))
     finally:
         probe.release()
 

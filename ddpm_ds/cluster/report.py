@@ -1,17 +1,19 @@
-"""The doctor's tables and, beneath, the reason and the fix of everything that is not good. Pure."""
+"""The printed report: tables side by side and, beneath, the reason and the fix of everything that is not good. Pure."""
 
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddpm_ds.cluster.checks import CheckRow, Level
-from ddpm_ds.cluster.network import pairs
-from ddpm_ds.cluster.pairs import Network, slow_ways, speed
+from ddpm_ds.cluster.network import Network, pairs, speed
 from ddpm_ds.command_line import aligned
 
 HOSTS_ABREAST = 8
+SLOW = 0.5
+"""Share of the median bandwidth below which a way is noted."""
 MARKS: dict[Level, str] = {"good": " ", "warning": "?", "bad": "!"}
 COLOURS = {"!": "\033[31m", "?": "\033[33m"}
 PLAIN = "\033[0m"
@@ -35,18 +37,21 @@ class Finding:
 
 
 def findings(rows: Sequence[CheckRow], network: Network | None) -> list[Finding]:
-    """What is not good, bad before warnings; hosts with the same in one line."""
+    """Everything that is not good, bad before warnings; hosts with the same finding share a line."""
     found: dict[tuple[Level, str, str, str], list[str]] = {}
     for row in rows:
         for host, cell in row.cells.items():
             if cell.level != "good":
                 found.setdefault((cell.level, row.name, cell.why, cell.fix), []).append(host)
     lines = [Finding(level, ", ".join(who), what, why, fix) for (level, what, why, fix), who in found.items()]
-    for way, why in slow_ways(network).items() if network else ():
-        who = f"{way.sender} to {way.receiver}"
-        lines.append(
-            Finding("warning", who, "bandwidth", why, "look at its cable, link speed (ethtool) and other traffic")
-        )
+    if network is not None and len(network.ways) > 2:
+        median = statistics.median(way.bytes_per_second for way in network.ways)
+        for way in network.ways:
+            if way.bytes_per_second < SLOW * median:
+                who = f"{way.sender} to {way.receiver}"
+                why = f"{speed(way.bytes_per_second)}, the median is {speed(median)}"
+                fix = "look at its cable, link speed (ethtool) and other traffic"
+                lines.append(Finding("warning", who, "bandwidth", why, fix))
     return sorted(lines, key=lambda one: one.level != "bad")
 
 
@@ -59,17 +64,24 @@ def report(
     colour: bool,
 ) -> str:
     """Everything that is printed: tables, findings, notes, and the verdict in the last line."""
+
+    def painted(text: str) -> str:
+        return f"{COLOURS[text[0]]}{text}{PLAIN}" if colour else text
+
+    bad = sum(one.level == "bad" for one in found)
+    verdict = [f"{bad} to mend" if bad else "good"]
+    verdict += [f"{len(found) - bad} to know"] if len(found) > bad else []
     parts = [
-        _host_tables(hosts, rows, colour),
+        MARKED.sub(lambda cell: painted(cell[0]), _host_tables(hosts, rows)),
         _pair_table(network) if network and network.ways else "",
-        "\n".join(_painted(one.line(), colour) for one in found),
+        "\n".join(painted(one.line()) for one in found),
         "\n".join(notes),
-        _verdict(found, len(hosts)),
+        f"{len(hosts)} host{'s' if len(hosts) != 1 else ''}: {', '.join(verdict)}",
     ]
     return "\n\n".join(part for part in parts if part)
 
 
-def _host_tables(hosts: Sequence[str], rows: Sequence[CheckRow], colour: bool) -> str:
+def _host_tables(hosts: Sequence[str], rows: Sequence[CheckRow]) -> str:
     """A row for each check, a column for each host; many hosts in several tables."""
     tables = []
     for first in range(0, len(hosts), HOSTS_ABREAST):
@@ -79,8 +91,7 @@ def _host_tables(hosts: Sequence[str], rows: Sequence[CheckRow], colour: bool) -
             cells = [row.cells.get(host) for host in abreast]
             lines.append([row.name, *(f"{MARKS[cell.level]} {cell.text}" if cell else "  -" for cell in cells)])
         tables.append("\n".join(aligned(lines, left=range(len(abreast) + 1))))
-    text = "\n\n".join(tables)
-    return MARKED.sub(lambda cell: _painted(cell[0], colour), text)
+    return "\n\n".join(tables)
 
 
 def _pair_table(network: Network) -> str:
@@ -89,25 +100,8 @@ def _pair_table(network: Network) -> str:
     rows: list[tuple[str, ...]] = [("pair", "latency", "there", "back")]
     for one, other in pairs(len(network.hosts)):
         sender, receiver = network.hosts[one], network.hosts[other]
-        there, back = ways.get((sender, receiver)), ways.get((receiver, sender))
-        latency = max((way.latency_seconds for way in (there, back) if way), default=None)
-        rows.append(
-            (
-                f"{sender} - {receiver}",
-                "-" if latency is None else f"{latency * 1e3:.3f} ms",
-                *(speed(way.bytes_per_second) if way else "-" for way in (there, back)),
-            )
-        )
+        both = ways.get((sender, receiver)), ways.get((receiver, sender))
+        latency = max((way.latency_seconds for way in both if way), default=None)
+        cells = [speed(way.bytes_per_second) if way else "-" for way in both]
+        rows.append((f"{sender} - {receiver}", "-" if latency is None else f"{latency * 1e3:.3f} ms", *cells))
     return "\n".join(aligned(rows, left={0}))
-
-
-def _verdict(found: Sequence[Finding], hosts: int) -> str:
-    bad = sum(one.level == "bad" for one in found)
-    warnings = len(found) - bad
-    said = [f"{bad} to mend"] if bad else ["good"]
-    said += [f"{warnings} to know"] if warnings else []
-    return f"{hosts} host{'s' if hosts != 1 else ''}: {', '.join(said)}"
-
-
-def _painted(text: str, colour: bool) -> str:
-    return f"{COLOURS[text[0]]}{text}{PLAIN}" if colour else text

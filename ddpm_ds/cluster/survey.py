@@ -1,11 +1,7 @@
-"""A process on a host that is asked, and answers, in lines of JSON.
+"""Ask every host everything that needs no process group, all hosts at the same time.
 
-RemoteStart a module of this package on a host as DeepSpeed's pdsh launcher starts training there.
-
-Ask every host everything that needs no process group, all hosts at the same time.
-
-launching side   facts? ─▶ time? ─▶ token seen? route? ─▶ port listens? ─▶ port reached? ─▶ release
-each host        one process (probe.py), started as DeepSpeed's launcher would
+here        facts? ─▶ time? ─▶ token seen? route? ─▶ port listens? ─▶ port reached? ─▶ release
+each host   one process (probe.py), started as DeepSpeed's pdsh launcher starts training there
 """
 
 from __future__ import annotations
@@ -17,57 +13,67 @@ import queue
 import shlex
 import signal
 import subprocess
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
-from typing import IO, Any
+from dataclasses import dataclass
+from typing import Any
 
-from ddpm_ds.cluster.facts import HostFacts, Question
-from ddpm_ds.cluster.probe import MARK
+from ddpm_ds.cluster.probe import MARK, HostFacts
 from ddpm_ds.processes.hosts import ssh, ssh_settings
 
+PROBE = "ddpm_ds.cluster.probe"
+REACHED = {"step": "reached"}
+"""The first answer of a host that ssh has reached, before anything is looked for there."""
+NO_FOLDER, NO_PYTHON, NO_SSH = 71, 72, 255
+"""Exit codes: the working folder or the interpreter is not on the host; ssh's own."""
 LEAVE_SECONDS = 5.0
-LINES_KEPT = 50
+LOGIN_SECONDS = 2.0
+"""For ssh to look a name up, which its own limit does not count."""
+CONNECT_SECONDS = 4.0
+"""For a TCP connection within a cluster."""
+CLOCK_QUESTIONS = 5
 
 
 class Ended(Exception):
-    """The process has left; ``code`` is its exit code, where it has one, and ``last_line`` its last complaint."""
+    """The process has left, with its exit code, where it has one, and its last line on stderr."""
 
     def __init__(self, code: int | None, last_line: str) -> None:
         super().__init__(last_line)
-        self.code = code
-        self.last_line = last_line
+        self.code, self.last_line = code, last_line
 
 
 class Silent(Ended):
-    """The process is there and says nothing."""
+    """The process is there and does not answer."""
 
 
 class Conversation:
-    """A context: a process of its own group, whose input is closed and which is ended on leaving."""
+    """A process that answers questions in lines of JSON, in a process group of its own; a context that ends it."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._stderr,
             text=True,
             errors="replace",
-            env=None if environment is None else dict(environment),
+            env=environment,
             start_new_session=True,  # Ctrl-C is for the doctor alone, which then ends them all
         )
-        self._said: queue.Queue[Any] = queue.Queue()
-        self._complaints: list[str] = []
-        assert self._process.stdout is not None and self._process.stderr is not None
-        self._readers = [
-            threading.Thread(target=self._listen, args=(self._process.stdout,), daemon=True),
-            threading.Thread(target=self._hear_complaints, args=(self._process.stderr,), daemon=True),
-        ]
-        for reader in self._readers:
-            reader.start()
+        self._answers: queue.Queue[Any] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                self._answers.put(json.loads(line.removeprefix(MARK)))
+        self._answers.put(_NO_MORE)
 
     def __enter__(self) -> Conversation:
         return self
@@ -76,37 +82,35 @@ class Conversation:
         self.close()
 
     def ask(self, ask: str, seconds: float, /, **arguments: Any) -> Any:
-        """The answer to a question.
-
-        Raises:
-            Silent: there was none within ``seconds``.
-            Ended: there will be none.
-        """
+        """Ask a question and return the answer; raises what :meth:`next` does."""
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has left, which is said below
+        with contextlib.suppress(OSError):  # it has left, which is noticed below
             self._process.stdin.write(json.dumps({"ask": ask, **arguments}) + "\n")
             self._process.stdin.flush()
         return self.next(seconds)
 
     def next(self, seconds: float) -> Any:
-        """The next thing that is said.
+        """The next answer.
 
         Raises:
-            Silent: nothing was said within ``seconds``.
-            Ended: nothing more will be.
+            Silent: there was none within ``seconds``.
+            Ended: there will be no more.
         """
         try:
-            said = self._said.get(timeout=seconds)
+            answer = self._answers.get(timeout=seconds)
         except queue.Empty:
             raise Silent(None, f"no answer in {seconds:g} s") from None
-        if said is _NOTHING_MORE:
-            self._said.put(said)
-            self._readers[1].join(LEAVE_SECONDS)
-            raise Ended(self._exit_code(), self._complaints[-1] if self._complaints else "")
-        return said
+        if answer is _NO_MORE:
+            self._answers.put(_NO_MORE)
+            code = None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(LEAVE_SECONDS)
+            self._stderr.seek(0)
+            raise Ended(code, next((line.strip() for line in reversed(self._stderr.readlines()) if line.strip()), ""))
+        return answer
 
     def close(self) -> None:
-        """Close its input, at which it leaves, and end it where it does not."""
+        """Close its input, at which it leaves, and kill it where it does not."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -114,77 +118,53 @@ class Conversation:
             self._process.wait(LEAVE_SECONDS)
         except subprocess.TimeoutExpired:
             self.kill()
-        for reader in self._readers:
-            reader.join(LEAVE_SECONDS)
+        self._reader.join(LEAVE_SECONDS)
+        self._stderr.close()
 
     def kill(self) -> None:
-        """End it at once, with what it has started."""
+        """Kill it at once, with what it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def _exit_code(self) -> int | None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.wait(LEAVE_SECONDS)
-        return None
 
-    def _listen(self, stream: IO[str]) -> None:
-        for line in stream:
-            if line.startswith(MARK):
-                self._said.put(json.loads(line.removeprefix(MARK)))
-        self._said.put(_NOTHING_MORE)
-
-    def _hear_complaints(self, stream: IO[str]) -> None:
-        for line in stream:
-            if line.strip():
-                self._complaints = [*self._complaints, line.strip()][-LINES_KEPT:]
-
-
-_NOTHING_MORE = object()
-
-REACHED = {"step": "reached"}
-"""What a host that ssh has reached says first, before anything is looked for there."""
-NO_FOLDER, NO_PYTHON, NO_SSH = 71, 72, 255
-"""Exit codes: the working folder or the interpreter is not on the host; ssh's own."""
+_NO_MORE = object()
 
 
 @dataclass(frozen=True)
-class RemoteStart:
-    """The same on every host: interpreter, working folder and environment."""
+class PlannedRun:
+    """The run that hosts are checked for, which would start the same way on each."""
 
     python: str
     folder: str
+    """The working folder."""
     environment: Mapping[str, str]
-    connect_seconds: int
+    """The variables that DeepSpeed gives to every process."""
+    travels: Mapping[str, str]
+    """The variables of this machine that every rank needs."""
+    spec: str
+    overrides: tuple[str, ...]
+    ds_config: str | None
+    run_dir: str
+    checkpoint_bytes: int
+    """Size of all checkpoints that are kept and the one that is written meanwhile, on all hosts together."""
 
-    def command(self, host: str | None, module: str, *arguments: str) -> list[str]:
-        """The command line that runs ``python -m module`` on ``host``; without ssh where that is None: here.
+    connect_seconds: int = 10
+    """For ssh to reach a host."""
+
+    def command(self, host: str, module: str, *arguments: str) -> list[str]:
+        """The command line that runs ``python -m module`` on ``host``.
 
         Raises:
-            SpecError: the host is none of ssh.
+            SpecError: ssh would take ``host`` for an option.
         """
-        words = [self.python, "-u", "-m", module, *arguments]
-        if host is None:
-            return words
         variables = [f"{name}={value}" for name, value in self.environment.items()]
-        reached = shlex.quote(MARK + json.dumps(REACHED))
+        words = shlex.join(["env", *variables, self.python, "-u", "-m", module, *arguments])
         script = (
-            f"echo {reached}; cd {shlex.quote(self.folder)} || exit {NO_FOLDER}; "
-            f"test -x {shlex.quote(self.python)} || exit {NO_PYTHON}; "
-            f"exec {shlex.join(['env', *variables, *words])}"
+            f"echo {shlex.quote(MARK + json.dumps(REACHED))}; cd {shlex.quote(self.folder)} || exit {NO_FOLDER}; "
+            f"test -x {shlex.quote(self.python)} || exit {NO_PYTHON}; exec {words}"
         )
         return ssh(host, ["sh", "-c", script], connect_seconds=self.connect_seconds)
-
-    def local_environment(self) -> dict[str, str]:
-        """The environment of what runs here without ssh: this one, as DeepSpeed gives it on a single host."""
-        return {**os.environ, "PYTHONPATH": self.environment["PYTHONPATH"]}
-
-
-PROBE = "ddpm_ds.cluster.probe"
-CLOCK_QUESTIONS = 5
-LOGIN_SECONDS = 2.0
-CONNECT_SECONDS = 4.0
-"""For a TCP connection within a cluster."""
 
 
 @dataclass(frozen=True)
@@ -196,17 +176,16 @@ class Failure:
     why: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class HostReport:
-    """What was found out about a host; of one that can't be asked only why."""
+    """What was found out about a host; for one that can't be asked only why."""
 
     slots: int | None
     """Processes that the hostfile gives to it; None where there is no hostfile."""
     failure: Failure | None = None
     facts: HostFacts | None = None
     clock_ahead_seconds: float = 0.0
-    """Of this machine's clock."""
-    round_trip_seconds: float = 0.0
+    """By how much its clock is ahead of this machine's."""
     run_dir_shared: bool | None = None
     """Whether the folder of runs is the first host's; None where that was not tried."""
     interface: str = ""
@@ -217,6 +196,11 @@ class HostReport:
     """On the first host why the port can't be taken, on others why it can't be reached."""
     keepalive_seconds: int | None = None
     """ssh's ServerAliveInterval towards this host; None where ssh is not used."""
+
+    def learn(self, found: Mapping[str, Any]) -> None:
+        """Set the fields that an answer gives."""
+        for name, value in found.items():
+            setattr(self, name, value)
 
 
 @dataclass(frozen=True)
@@ -230,97 +214,88 @@ class Survey:
     master_port: int
 
     @property
-    def answering(self) -> dict[str, HostFacts]:
-        """What the hosts say that can be asked."""
+    def facts(self) -> dict[str, HostFacts]:
+        """The facts of the hosts that answer."""
         return {host: report.facts for host, report in self.hosts.items() if report.facts is not None}
-
-
-@dataclass
-class _Host:
-    """A host while it is asked."""
-
-    name: str
-    talk: Conversation | None = None
-    found: dict[str, Any] = field(default_factory=dict)
 
 
 def survey(
     hosts: Mapping[str, int | None],
-    start: RemoteStart,
-    question: Question,
+    run: PlannedRun,
     *,
     local: bool,
     master_address: str | None,
     master_port: int,
-    seconds: float,
-    say: Callable[[str], None],
+    seconds: int,
+    log: Callable[[str], None],
 ) -> Survey:
     """Ask the hosts, by ssh unless ``local``; one that does not answer for ``seconds`` is given up.
 
     Args:
         hosts: slots by host.
         master_address: of the first host; None asks it, as DeepSpeed does.
-        say: shows what is going on.
+        log: is given lines that say what is going on.
     """
-    everyone = [_Host(name) for name in hosts]
-    with ThreadPoolExecutor(len(everyone)) as pool, _conversations(everyone, start, local, pool, seconds):
+    reports = {host: HostReport(slots) for host, slots in hosts.items()}
+    talks: dict[str, Conversation] = {}
 
-        def each(of: list[_Host], step: Callable[[_Host], None]) -> None:
-            list(pool.map(lambda host: _guarded(host, step), of))
+    def each(names: Iterable[str], step: Callable[[Conversation, HostReport], None]) -> list[str]:
+        """Take a step with hosts at the same time; returns those that are still there."""
 
-        say(f"asking {', '.join(hosts)}")
-        if not local:
-            each(everyone, lambda host: _reach(host, start.connect_seconds))
-        reached = [host for host in everyone if "failure" not in host.found]
-        each(reached, lambda host: _ask_facts(host, question, seconds))
-        answering = [host for host in everyone if "failure" not in host.found]
-        master, address = None, master_address or ""
-        if answering:
-            first = answering[0]
-            address = address or ("127.0.0.1" if local else next(iter(first.found["facts"].addresses), ""))
-            say(
-                f"clocks, folders, and the way to port {master_port} of {first.name} at {address or 'no known address'}"
-            )
-            each([first], lambda host: _open(host, question.run_dir, address, master_port, seconds))
-            if "failure" not in first.found:
-                master, token = first, first.found.pop("token")
-                each(answering, lambda host: _ask_about_first(host, first, address, master_port, token, seconds))
-        if not local:
-            each(everyone, lambda host: host.found.update(keepalive_seconds=_keepalive(host.name)))
-    reports = {host.name: HostReport(slots=hosts[host.name], **host.found) for host in everyone}
-    return Survey(reports, master.name if master else "", address, master_port)
+        def take(host: str) -> None:
+            try:
+                step(talks[host], reports[host])
+            except Ended as ended:
+                talks[host].kill()
+                reports[host] = HostReport(hosts[host], failure=_failure(ended))
 
+        list(pool.map(take, names))
+        return [host for host, report in reports.items() if report.failure is None]
 
-@contextlib.contextmanager
-def _conversations(
-    everyone: list[_Host], start: RemoteStart, local: bool, pool: ThreadPoolExecutor, seconds: float
-) -> Iterator[None]:
-    """A probe on each host, until the end of the body."""
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        try:
+            log(f"asking {', '.join(hosts)}")
+            for host in hosts:
+                if local:  # as DeepSpeed starts training on a single host
+                    here = {**os.environ, "PYTHONPATH": run.environment["PYTHONPATH"]}
+                    talks[host] = Conversation([run.python, "-u", "-m", PROBE], here)
+                else:
+                    talks[host] = Conversation(run.command(host, PROBE))
+            ready = list(hosts)
+            if not local:
+                ready = each(ready, lambda talk, _: talk.next(run.connect_seconds + LOGIN_SECONDS))
+            ready = each(ready, lambda talk, report: _ask_facts(talk, report, run, seconds))
+            master, address = "", master_address or ""
+            if ready:
+                first, facts = ready[0], reports[ready[0]].facts
+                assert facts is not None
+                address = address or ("127.0.0.1" if local else next(iter(facts.addresses), ""))
+                where = address or "no known address"
+                log(f"clocks, folders, and the way to port {master_port} of {first} at {where}")
+                way: dict[str, Any] = {"address": address, "port": master_port}
 
-    def begin(host: _Host) -> None:
-        command = start.command(None if local else host.name, PROBE)
-        host.talk = Conversation(command, start.local_environment() if local else None)
+                def open_first(talk: Conversation, report: HostReport) -> None:
+                    found = talk.ask("open", seconds, **way, run_dir=run.run_dir)
+                    way.update(token=found.pop("token"), port=None if "port_error" in found else master_port)
+                    report.learn(found)
 
-    try:
-        list(pool.map(begin, everyone))
-        yield
-    except BaseException:  # Ctrl-C: nobody may wait for answers any longer
-        for host in everyone:
-            if host.talk:
-                host.talk.kill()
-        raise
-    finally:
-        list(pool.map(lambda host: host.talk.close() if host.talk else None, everyone))
+                def reach_first(talk: Conversation, report: HostReport) -> None:
+                    report.learn(talk.ask("reach", seconds + CONNECT_SECONDS, **way, seconds=CONNECT_SECONDS))
 
-
-def _guarded(host: _Host, step: Callable[[_Host], None]) -> None:
-    """Take a step with a host; one that leaves meanwhile has failed."""
-    assert host.talk is not None
-    try:
-        step(host)
-    except Ended as ended:
-        host.talk.kill()
-        host.found = {"failure": _failure(ended)}
+                if first in each([first], open_first):
+                    master = first
+                    each(ready[1:], reach_first)
+            if not local:
+                keepalives = pool.map(lambda host: ssh_settings(host).get("serveraliveinterval", ""), hosts)
+                for report, interval in zip(reports.values(), keepalives, strict=True):
+                    report.keepalive_seconds = int(interval) if interval.isdecimal() else None
+        except BaseException:  # Ctrl-C: nobody may wait for answers any longer
+            for talk in talks.values():
+                talk.kill()
+            raise
+        finally:
+            list(pool.map(Conversation.close, talks.values()))
+    return Survey(reports, master, address, master_port)
 
 
 def _failure(ended: Ended) -> Failure:
@@ -330,57 +305,20 @@ def _failure(ended: Ended) -> Failure:
     return Failure(at, ended.last_line.removeprefix("ssh: ") or f"exit code {ended.code}")
 
 
-def _reach(host: _Host, connect_seconds: int) -> None:
-    """Wait until ssh has reached a host; looking up its name takes time that ssh's own limit does not count."""
-    assert host.talk is not None
-    host.talk.next(connect_seconds + LOGIN_SECONDS)
+def _ask_facts(talk: Conversation, report: HostReport, run: PlannedRun, seconds: float) -> None:
+    """Ask for the facts of a host, and for its time, of which the quickest answer counts."""
+    from pydantic import TypeAdapter, ValidationError
 
-
-def _ask_facts(host: _Host, question: Question, seconds: float) -> None:
-    assert host.talk is not None
+    about = {"spec": run.spec, "overrides": run.overrides, "ds_config": run.ds_config, "run_dir": run.run_dir}
     try:
-        host.found["facts"] = HostFacts.read(host.talk.ask("facts", seconds, **asdict(question)))
-    except (TypeError, KeyError):
-        host.found["failure"] = Failure("ddpm_ds", "another version of ddpm_ds answers")
+        report.facts = TypeAdapter(HostFacts).validate_python(talk.ask("facts", seconds, **about))
+    except ValidationError:
+        report.failure = Failure("ddpm_ds", "another version of ddpm_ds answers")
         return
     best = float("inf")
     for _ in range(CLOCK_QUESTIONS):
         asked = time.time()
-        told = host.talk.ask("time", seconds)
+        told = talk.ask("time", seconds)
         round_trip = time.time() - asked
         if round_trip < best:
-            best = round_trip
-            host.found["clock_ahead_seconds"] = told - (asked + round_trip / 2)
-    host.found["round_trip_seconds"] = best
-
-
-def _open(host: _Host, run_dir: str, address: str, port: int, seconds: float) -> None:
-    """On the first host: take the port, and leave a file for the others to see."""
-    assert host.talk is not None
-    host.found["port_error"] = host.talk.ask("listen", seconds, address=address, port=port)
-    host.found["token"] = host.talk.ask("make_token", seconds, run_dir=run_dir)
-
-
-def _ask_about_first(host: _Host, master: _Host, address: str, port: int, token: str, seconds: float) -> None:
-    """The way from a host to the first one: route, port and the shared folder."""
-    assert host.talk is not None
-    if address:
-        route = host.talk.ask("route", seconds, address=address)
-        host.found["route_error"] = route.pop("error", "")
-        host.found |= route
-    else:
-        host.found["route_error"] = "the first host's address is unknown"
-    if host is master:
-        return
-    if token:
-        host.found["run_dir_shared"] = host.talk.ask("see_token", seconds, token=token)
-    if address and not master.found.get("port_error"):
-        host.found["port_error"] = host.talk.ask(
-            "connect", seconds + CONNECT_SECONDS, address=address, port=port, seconds=CONNECT_SECONDS
-        )
-
-
-def _keepalive(host: str) -> int | None:
-    """ssh's ServerAliveInterval towards a host; None where ssh does not tell."""
-    seconds = ssh_settings(host).get("serveraliveinterval", "")
-    return int(seconds) if seconds.isdecimal() else None
+            best, report.clock_ahead_seconds = round_trip, told - (asked + round_trip / 2)

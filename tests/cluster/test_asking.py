@@ -1,18 +1,19 @@
-"""RemoteStart and ask processes on hosts, behind an ssh that stays on this machine."""
+"""Start and ask processes on hosts, behind an ssh that stays on this machine."""
 
 from __future__ import annotations
 
 import os
 import socket
 import sys
-import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ddpm_ds.cluster.facts import Question
-from ddpm_ds.cluster.survey import Conversation, Ended, Failure, RemoteStart, Silent, Survey, survey
+from ddpm_ds.cluster.network import network_test
+from ddpm_ds.cluster.survey import Conversation, Ended, Failure, PlannedRun, Silent, Survey, survey
 from ddpm_ds.errors import SpecError
 from ddpm_ds.processes.hosts import ssh, ssh_to
 from tests.launching import REPOSITORY, free_port
@@ -41,38 +42,48 @@ def own_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def start(folder: Path = REPOSITORY, python: str = sys.executable, **environment: str) -> RemoteStart:
-    return RemoteStart(python, str(folder), {"PYTHONPATH": str(REPOSITORY), **environment}, connect_seconds=1)
+def planned(tmp_path: Path, **changes: Any) -> PlannedRun:
+    run = PlannedRun(
+        python=sys.executable,
+        folder=str(REPOSITORY),
+        environment={"PYTHONPATH": str(REPOSITORY)},
+        travels={},
+        spec=str(REPOSITORY / "launch" / "specs" / "digits.yaml"),
+        overrides=("train.seed=7",),
+        ds_config=None,
+        run_dir=str(tmp_path / "runs"),
+        checkpoint_bytes=0,
+        connect_seconds=1,
+    )
+    return replace(run, **changes)
 
 
-def ask(tmp_path: Path, hosts: list[str], start: RemoteStart, port: int | None = None) -> Survey:
-    spec = REPOSITORY / "launch" / "specs" / "digits.yaml"
+def ask(tmp_path: Path, hosts: list[str], port: int | None = None, **changes: Any) -> Survey:
+    slots: dict[str, int | None] = dict.fromkeys(hosts, 2)
     return survey(
-        dict.fromkeys(hosts, 2),
-        start,
-        Question(str(spec), ("train.seed=7",), None, str(tmp_path / "runs")),
+        slots,
+        planned(tmp_path, **changes),
         local=False,
         master_address="127.0.0.1",
         master_port=port or free_port(),
         seconds=60,
-        say=lambda line: None,
+        log=lambda line: None,
     )
 
 
 def test_hosts_say_what_they_are_and_an_unreachable_one_does_not_hold_them_up(tmp_path: Path) -> None:
     odd = "two words; \"quotes\" 'and' $HOME `pwd` \\"
-    began = time.monotonic()
-    seen = ask(tmp_path, ["one", "no-host", "deaf", "two"], start(OMP_NUM_THREADS=odd))
-    assert time.monotonic() - began < 30
+    environment = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": odd}
+    seen = ask(tmp_path, ["one", "no-host", "deaf", "two"], environment=environment)
     assert seen.hosts["no-host"].failure == Failure(
         "ssh", "Could not resolve hostname no-host: Name or service not known"
     )
     assert seen.hosts["deaf"].failure == Failure("ssh", "no answer in 3 s")
-    assert list(seen.answering) == ["one", "two"] and seen.master == "one"
-    facts = seen.answering["two"]
+    assert list(seen.facts) == ["one", "two"] and seen.master == "one"
+    facts = seen.facts["two"]
     assert facts.environment["OMP_NUM_THREADS"] == odd
     assert facts.spec.values["train.seed"] == "7"
-    assert facts.sources["ddpm_ds/cluster/facts.py"] and facts.versions["torch"]
+    assert facts.sources["ddpm_ds/cluster/probe.py"] and facts.versions["torch"]
     two = seen.hosts["two"]
     assert abs(two.clock_ahead_seconds) < 0.5
     assert two.run_dir_shared and two.interface == "lo" and not two.port_error
@@ -80,11 +91,11 @@ def test_hosts_say_what_they_are_and_an_unreachable_one_does_not_hold_them_up(tm
 
 
 def test_a_host_without_the_folder_or_the_interpreter_says_so(tmp_path: Path) -> None:
-    (failed,) = ask(tmp_path, ["one"], start(folder=tmp_path / "none")).hosts.values()
+    (failed,) = ask(tmp_path, ["one"], folder=str(tmp_path / "none")).hosts.values()
     assert failed.failure is not None and failed.failure.at == "folder" and "none" in failed.failure.why
-    (failed,) = ask(tmp_path, ["one"], start(python="/none/python")).hosts.values()
+    (failed,) = ask(tmp_path, ["one"], python="/none/python").hosts.values()
     assert failed.failure is not None and failed.failure.at == "python"
-    (failed,) = ask(tmp_path, ["one"], start(python="/bin/false")).hosts.values()
+    (failed,) = ask(tmp_path, ["one"], python="/bin/false").hosts.values()
     assert failed.failure == Failure("ddpm_ds", "exit code 1")
 
 
@@ -92,8 +103,19 @@ def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
-        seen = ask(tmp_path, ["one", "two"], start(), taken.getsockname()[1])
+        seen = ask(tmp_path, ["one", "two"], port=taken.getsockname()[1])
     assert seen.hosts["one"].port_error == "Address already in use" and not seen.hosts["two"].port_error
+
+
+def test_the_network_of_hosts_is_measured_and_one_that_leaves_is_named(tmp_path: Path) -> None:
+    for hosts, expected in ((["one", "two"], {}), (["one", "no-host"], {"no-host"})):
+        network = network_test(
+            hosts, planned(tmp_path), "127.0.0.1", free_port(), backend="gloo", seconds=60, log=lambda line: None
+        )
+        assert set(network.errors) == set(expected)
+        ways = [(way.sender, way.receiver) for way in network.ways if way.bytes_per_second > 0]
+        assert ways == ([] if expected else [("one", "two"), ("two", "one")])
+    assert "ssh was lost" in network.errors["no-host"]
 
 
 def test_a_process_that_leaves_or_is_silent_is_an_error() -> None:

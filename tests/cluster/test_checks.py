@@ -2,18 +2,63 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from ddpm_ds.cluster.checks import CheckResult, check
-from ddpm_ds.cluster.facts import PACKAGES, Disk, Document
+from ddpm_ds.cluster.probe import PACKAGES, Disk, Document, HostFacts
 from ddpm_ds.cluster.report import findings
-from tests.cluster.hosts import FACTS, GIB, NEED, failure, survey
+from ddpm_ds.cluster.survey import Failure, HostReport, PlannedRun, Survey
+
+GIB = 2**30
+OMP = {"OMP_NUM_THREADS": "4"}
+RUN = PlannedRun("/venv/bin/python", "/project", {}, OMP, "digits.yaml", (), "zero2.json", "runs", 4 * GIB)
+FACTS = HostFacts(
+    python="3.11.7",
+    versions={**dict.fromkeys(PACKAGES, "2.13.1"), "ddpm_ds": "0.1.0"},
+    commit="0123456789",
+    sources={"ddpm_ds/cli/main.py": "aa", "ddpm_ds/errors.py": "bb"},
+    spec=Document({"train.batch_images": "128", "name": '"digits"'}),
+    ds_config=Document({"zero_optimization.stage": "2"}),
+    disks={"run": Disk(100 * GIB, True, False), "data": Disk(100 * GIB, True, False)},
+    images_missing="",
+    cores=8,
+    devices=(),
+    environment=OMP,
+    interfaces=("lo", "eth0"),
+    addresses=("10.0.0.1",),
+)
+
+
+def survey(**changes: dict[str, Any]) -> Survey:
+    """Hosts a, b and c that are alike but for changes by host: of facts, of the report, or ``failure`` alone."""
+    hosts = {}
+    for index, name in enumerate("abc"):
+        change = changes.get(name, {})
+        if "failure" in change:
+            hosts[name] = HostReport(slots=2, failure=change["failure"], keepalive_seconds=15)
+            continue
+        of_facts = {key: value for key, value in change.items() if key in HostFacts.__dataclass_fields__}
+        hosts[name] = HostReport(
+            slots=2,
+            facts=replace(FACTS, **of_facts),
+            run_dir_shared=None if name == "a" else True,
+            interface="eth0",
+            address=f"10.0.0.{index + 1}",
+            keepalive_seconds=15,
+        )
+        hosts[name].learn({key: value for key, value in change.items() if key not in of_facts})
+    return Survey(hosts, "a", "10.0.0.1", 29500)
+
+
+def failure(at: str, why: str) -> dict[str, Any]:
+    return {"failure": Failure(at, why)}
 
 
 def lines(**changes: dict[str, Any]) -> list[str]:
-    return [finding.line() for finding in findings(check(survey(**changes), NEED), None)]
+    return [finding.line() for finding in findings(check(survey(**changes), RUN), None)]
 
 
 def versions(**changed: str) -> dict[str, dict[str, str]]:
@@ -41,7 +86,10 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
         "! b, source: not the sources of a: ddpm_ds/cli/main.py; git checkout the same commit on b, "
         "or there: rsync -a a:",
     ),
-    "commit": ({"b": {"commit": "ffff"}}, "? b, commit: ffff, a has 0123456789; git checkout 0123456789 on b"),
+    "commit": (
+        {"a": {"commit": "0123+"}, "b": {"commit": "ffff"}, "c": {"commit": "0123+"}},
+        "? b, commit: ffff, a has 0123+; git checkout 0123 on b",
+    ),
     "spec": (
         {"b": {"spec": Document({"train.batch_images": "64", "name": '"digits"'})}},
         "! b, spec: train.batch_images is 64 (a: 128); copy digits.yaml to b from a",
@@ -62,7 +110,7 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
         "another folder with --run-dir",
     ),
     "data disk": (
-        {"b": {"disks": {"data": Disk(GIB // 2, True, False)}}},
+        {"b": {"disks": {**FACTS.disks, "data": Disk(GIB // 2, True, False)}}},
         "! b, free for data: 0.50 GiB free, prepared images ask for 1.00 GiB; make room on b, or choose another folder "
         "with --set data.store_root=FOLDER",
     ),
@@ -75,7 +123,7 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     ),
     "interface": (
         {"b": {"environment": {"OMP_NUM_THREADS": "4", "GLOO_SOCKET_IFNAME": "ens3"}}},
-        "! b, interface: GLOO_SOCKET_IFNAME=ens3, but what leads to other hosts is eth0; leave it out of the env",
+        "! b, interface: GLOO_SOCKET_IFNAME=ens3, but the interfaces to other hosts are eth0; leave it",
     ),
     "route": (
         {"b": {"route_error": "Network is unreachable"}},
@@ -130,7 +178,7 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
 
 def test_equal_hosts_are_all_good() -> None:
     assert lines() == []
-    assert {row.name for row in check(survey(), NEED)} >= {"ssh", "clock", "spec", "JSON", "master port", *PACKAGES}
+    assert {row.name for row in check(survey(), RUN)} >= {"ssh", "clock", "spec", "JSON", "master port", *PACKAGES}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -145,7 +193,7 @@ def test_a_mark_without_a_fix_can_not_be_made() -> None:
         CheckResult("2.11.0", "bad", why="another version")
 
 
-def test_what_most_hosts_have_is_right_and_hosts_with_the_same_fault_share_a_line() -> None:
+def test_hosts_with_the_same_fault_share_a_line() -> None:
     found = lines(b={"keepalive_seconds": 0}, c={"keepalive_seconds": 0})
     assert [line[: line.index(":")] for line in found] == ["? b, c, ssh keepalive"]
 
@@ -159,6 +207,6 @@ def test_folders_of_their_own_share_the_checkpoints() -> None:
 
 
 def test_cells_of_a_host_that_can_not_be_asked_are_empty() -> None:
-    rows = {row.name: row for row in check(survey(b=failure("python", "missing")), NEED)}
+    rows = {row.name: row for row in check(survey(b=failure("python", "missing")), RUN)}
     assert [rows[name].cells["b"].text for name in ("ssh", "folder", "python")] == ["yes", "yes", "no"]
     assert all("b" not in rows[name].cells for name in ("ddpm_ds", "torch", "clock", "master port"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ddpm_ds.cluster.facts import chosen_by_hosts, exported, secrets, travelling, write_merged
+from ddpm_ds.cluster.travel import chosen_by_hosts, exported, merge_into, secrets, travelling
 from ddpm_ds.processes.hosts import read_environment
 
 HERE = {
@@ -59,24 +59,16 @@ def test_hosts_choose_what_they_agree_on() -> None:
 
 
 def test_writing_keeps_what_was_there(tmp_path: Path) -> None:
-    path = tmp_path / ".deepspeed_env"
-    path.write_text("# mine\n\nUCX_TLS=tcp\nexport OMP_NUM_THREADS=1\n")
-    before = path.read_text()
-    written = write_merged(path, travelling(HERE), {"DS_ACCELERATOR": "cuda", "GLOO_SOCKET_IFNAME": "lo"})
-    assert read_environment(path) == {
-        "DS_ACCELERATOR": "cpu",
-        "GLOO_SOCKET_IFNAME": "eth0",
-        "UCX_TLS": "tcp",
-        "OMP_NUM_THREADS": "4",
-        "MLFLOW_EXPERIMENT_NAME": "my digits",
-        "NCCL_DEBUG": "INFO",
-    }
-    assert written.values == read_environment(path)
-    assert written.changed == {"OMP_NUM_THREADS": "1"}
-    assert written.backup is not None and written.backup.read_text() == before
+    path, backup = tmp_path / ".deepspeed_env", tmp_path / ".deepspeed_env.bak"
+    before = "# mine\n\nUCX_TLS=tcp\nexport OMP_NUM_THREADS=1\n"
+    path.write_text(before)
+    lines = merge_into(path, travelling(HERE), {"DS_ACCELERATOR": "cuda", "GLOO_SOCKET_IFNAME": "lo"})
+    assert read_environment(path) == {**travelling(HERE), "UCX_TLS": "tcp"}
+    assert set(lines[0].removeprefix(f"{path}: ").split(", ")) == set(read_environment(path))
+    assert lines[1:] == ["  OMP_NUM_THREADS was 1", f"  the file as it was: {backup}"] and backup.read_text() == before
     assert all("=" in line for line in path.read_text().splitlines())  # all that DeepSpeed's reader can stand
-    assert write_merged(path, travelling(HERE), {}).backup is None  # nothing changes
+    assert len(merge_into(path, travelling(HERE), {})) == 1, "nothing changes"
     path.write_text("NCCL_DEBUG=WARN\n")
-    second = write_merged(path, {}, {"NCCL_DEBUG": "INFO", "DS_ACCELERATOR": "cpu"})
-    assert second.changed == {} and read_environment(path)["NCCL_DEBUG"] == "WARN"  # a default changes nothing
-    assert second.backup not in (None, written.backup)
+    lines = merge_into(path, {}, {"NCCL_DEBUG": "INFO", "DS_ACCELERATOR": "cpu"})
+    assert read_environment(path)["NCCL_DEBUG"] == "WARN", "a default changes nothing"
+    assert lines[1:] == [f"  the file as it was: {backup}1"]

@@ -1,0 +1,84 @@
+"""The variables that have to be the same on every host, and the ``.deepspeed_env`` that takes them there."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from ddpm_ds.processes.hosts import read_environment, write_environment
+
+TRAVELS = re.compile(
+    r"DS_ACCELERATOR|CUDA_DEVICE_MAX_CONNECTIONS|(OMP|GOMP|MKL|OPENBLAS)_\w+|(NCCL|GLOO|MLFLOW|TORCH|UCX)_\w+"
+)
+OF_ONE_PROCESS = re.compile(r"MLFLOW_RUN_ID|TORCHELASTIC_\w+|TORCH_HOME")
+"""Variables of a single run or host."""
+SECRET = re.compile(r"\w*(PASSWORD|TOKEN|SECRET|CREDENTIAL|API_KEY|ACCESS_KEY)\w*|AWS_\w+")
+SIGNED_ADDRESS = re.compile(r"\w+://[^/@\s]*:[^/@\s]*@")
+"""An address with a password in it."""
+NEEDED_SECRET = re.compile(r"(MLFLOW|AWS)_\w+")
+OF_DEEPSPEED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
+"""Beginnings of the variables that DeepSpeed's launcher takes along by itself; NCCL with its CUDA accelerator."""
+
+
+def _is_secret(name: str, value: str) -> bool:
+    return bool(SECRET.fullmatch(name) or SIGNED_ADDRESS.match(value))
+
+
+def travelling(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that every rank needs, without secrets."""
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if TRAVELS.fullmatch(name) and not OF_ONE_PROCESS.fullmatch(name) and not _is_secret(name, value)
+    }
+
+
+def secrets(environment: Mapping[str, str]) -> list[str]:
+    """Names of variables that training may need and that must not be written into a file."""
+    return sorted(
+        name for name, value in environment.items() if NEEDED_SECRET.fullmatch(name) and _is_secret(name, value)
+    )
+
+
+def exported(environment: Mapping[str, str], file: Mapping[str, str], folder: str) -> dict[str, str]:
+    """The environment that DeepSpeed's pdsh launcher gives to the processes on every host.
+
+    It is the file's variables over those that DeepSpeed takes along, with the working folder first in ``PYTHONPATH``.
+    Secrets are left out, since nothing that is asked of hosts needs them.
+    """
+    taken = {name: value for name, value in environment.items() if name.startswith(OF_DEEPSPEED)}
+    python_path = ":".join([folder, *filter(None, [environment.get("PYTHONPATH")])])
+    everything = taken | {"PYTHONPATH": python_path} | dict(file)
+    return {name: value for name, value in everything.items() if not _is_secret(name, value)}
+
+
+def chosen_by_hosts(on_cuda: bool, interfaces: Iterable[str]) -> dict[str, str]:
+    """The variables that follow from the hosts: the CPU accelerator where none has a CUDA device, and gloo's interface
+    where all use one name for it."""
+    values = {} if on_cuda else {"DS_ACCELERATOR": "cpu"}
+    names = set(interfaces)
+    return values | ({"GLOO_SOCKET_IFNAME": names.pop()} if len(names) == 1 and "" not in names else {})
+
+
+def merge_into(path: Path, values: Mapping[str, str], defaults: Mapping[str, str]) -> list[str]:
+    """Write ``values`` over those of an environment file, and these over ``defaults``; a file that changes is kept
+    beside itself as it was. Returns lines that describe what was done.
+
+    Raises:
+        SpecError: the file can't be understood, or a value can't be written into it.
+        OSError: it can't be written.
+    """
+    before = read_environment(path) if path.exists() else {}
+    after = dict(defaults) | before | dict(values)
+    old = path.read_bytes() if path.exists() else None
+    write_environment(path, after)
+    lines = [f"{path}: {', '.join(after) or 'nothing has to travel'}"]
+    lines += [f"  {name} was {value}" for name, value in before.items() if after[name] != value]
+    if old is not None and old != path.read_bytes():
+        names = (path.with_name(f"{path.name}.bak{number or ''}") for number in itertools.count())
+        backup = next(name for name in names if not name.exists())
+        backup.write_bytes(old)
+        lines.append(f"  the file as it was: {backup}")
+    return lines
