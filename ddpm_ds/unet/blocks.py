@@ -1,12 +1,7 @@
-"""The carry at a boundary between stages: each tensor is sent once.
+"""The modules of the layers, each a function from carry to carry.
 
-An encoder layer that pushes makes its output both h and the newest skip. Sent as two, it would cross the
-wire twice and its gradient come back in two halves; so the skip is left out and made again from h.
-
-The modules of the layers, each a function from carry to carry.
-
-:class:`CarryLayer` is the only place that knows the carry and the dtypes; a layer computes an h from an h
-and an emb.
+:class:`CarryLayer` is the only place that knows the carry and the data types; a layer computes an h from an h
+and an emb. :func:`pack` and :func:`unpack` turn a carry into what crosses a boundary between stages, and back.
 """
 
 from __future__ import annotations
@@ -49,7 +44,11 @@ def newest_skip_is_h(layers: Sequence[Layer], cut: int) -> bool:
 
 
 def pack(carry: Carry, newest_skip_is_h: bool) -> Carry:
-    """The tensors to send of a carry, in the order of :func:`ddpm_ds.unet.layers.boundary_shapes`."""
+    """The tensors to send of a carry, in the order of :func:`ddpm_ds.unet.layers.boundary_shapes`.
+
+    An encoder layer that pushes makes its output both h and the newest skip. Sent as two, it would travel twice and
+    its gradient come back in two halves; so the skip is left out and made again from h.
+    """
     return carry[:-1] if newest_skip_is_h else carry
 
 
@@ -75,11 +74,11 @@ class CarryLayer(nn.Module):
         return (h, emb, *skips, h) if self.pushes else (h, emb, *skips)
 
     def draw(self, h: Tensor) -> Tensor | None:
-        """What is random in :meth:`compute`."""
+        """Draw what is random in :meth:`compute`."""
         return None
 
     def compute(self, h: Tensor, emb: Tensor, drawn: Tensor | None) -> Tensor:
-        """The new h, in the dtype of h; emb comes as stored. A function of these and the parameters alone."""
+        """Compute the new h, in the dtype of h; emb comes as stored. A function of these and the parameters alone."""
         raise NotImplementedError
 
 
@@ -120,7 +119,7 @@ class Embed(nn.Module):
         return x_t, self.compute(t, label, arithmetic_dtype(x_t.device.type, x_t.dtype)).to(x_t.dtype)
 
     def compute(self, t: Tensor, label: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The embedding (N, E) of timesteps and labels, (N,) each, in ``dtype``."""
+        """Compute the embedding (N, E) of timesteps and labels, (N,) each, in ``dtype``."""
         layer = self.layer
         waves = sinusoid(t, layer.sinusoid_channels, sine_first=layer.sine_first, shift=layer.sinusoid_shift)
         emb: Tensor = self.linear2(F.silu(self.linear1(waves.to(dtype))))

@@ -1,12 +1,8 @@
-"""The configuration of the ``UNet2DModel`` that equals a U-Net of ours, and back. diffusers itself is not needed here.
+"""Configuration and tensors of the diffusers ``UNet2DModel`` that equals a U-Net of ours, and back; without diffusers.
 
-What the two can't both hold is refused by name: a configuration that is read has no meaning that is lost.
-
-Our names and tensors beside those of diffusers' ``UNet2DModel``.
-
-The two hold the same numbers; diffusers keeps q, k and v apart, counts decoder levels from the deepest, and has
-convolutions' weights as (out, in, k, k), which are (out, k, k, in) here.
-diffusers itself is not needed here.
+What the two can't both hold is refused by name: a configuration that is read has no meaning that is lost. The tensors
+hold the same numbers; diffusers keeps q, k and v apart, counts decoder levels from the deepest, and has convolutions'
+weights as (out, in, k, k), which are (out, k, k, in) here.
 """
 
 from __future__ import annotations
@@ -104,7 +100,7 @@ class _UnetArguments(Arguments):
 def unet_spec_from_diffusers(config: Mapping[str, Any]) -> tuple[UnetSpec, int, int]:
     """The U-Net that equals a ``UNet2DModel``, its image channels and its image size. Missing keys take its defaults.
 
-    Of ``num_class_embeds`` the last is read as "no label", as :func:`diffusers_config` writes it.
+    The last row of ``num_class_embeds`` is read as "no label", as :func:`diffusers_config` writes it.
 
     Raises:
         ValueError: our U-Net can't express it; the key, its value and what we can, in one line.
@@ -215,7 +211,7 @@ def from_diffusers(state: Mapping[str, Tensor], layers: Sequence[Layer]) -> dict
 
 
 def to_published(tensor: Tensor) -> Tensor:
-    """A parameter of ours in the shape that PyTorch's layers have: a view."""
+    """View of a parameter of ours in the shape that PyTorch's layers have."""
     return tensor.permute(0, 3, 1, 2) if tensor.ndim == 4 else tensor
 
 
@@ -230,7 +226,7 @@ def published_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def stored_names(names: Iterable[str], layers: Sequence[Layer]) -> dict[str, str]:
-    """Which of the ``names`` in a file is each tensor of diffusers: its present name, or its older one.
+    """Names in a file (``names``) of diffusers' tensors by their present names; a file may have older ones.
 
     Raises ValueError where they are not those of a `UNet2DModel` of these layers, each once.
     """
@@ -246,7 +242,7 @@ def stored_names(names: Iterable[str], layers: Sequence[Layer]) -> dict[str, str
 
 
 def _present_name(name: str) -> str:
-    """diffusers' name of today for a tensor: attention was once `query`, `key`, `value` and `proj_attn`."""
+    """Present name of a tensor of diffusers, whose attention was once `query`, `key`, `value` and `proj_attn`."""
     old = _OLD_ATTENTION.fullmatch(name)
     return f"{old[1]}.{_NEW_ATTENTION[old[2]]}.{old[3]}" if old else name
 
@@ -287,7 +283,7 @@ def _module_names(layer: Layer, levels: int) -> Iterator[tuple[str, tuple[str, .
 
 
 def _place(name: str, levels: int) -> str:
-    """diffusers' module for a layer's name, such as ``up_blocks.0.resnets.2`` for ``up.3.block.2`` of 4 levels."""
+    """Module of diffusers for a layer's name, such as ``up_blocks.0.resnets.2`` for ``up.3.block.2`` of 4 levels."""
     side, *place = name.split(".")
     blocks = "mid_block"
     if side != "middle":

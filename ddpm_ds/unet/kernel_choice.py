@@ -1,4 +1,4 @@
-"""Which kernels the normalisations and dropouts of a U-Net use: ours or PyTorch's, as measured at start."""
+"""Choice of the kernels for the normalisations and dropouts of a U-Net: ours or PyTorch's, as measured at start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ddpm_ds.unet.operations import GroupNorm, Kernels, KeyedDropout, norm_silu
 
 Asked = Literal["auto", "fused", "masks", "reference"]
 WARM_UP, RUNS = 3, 10
-"""Runs that compile and choose, and runs of which the fastest counts."""
+"""Number of runs that compile and choose, and of runs of which the fastest counts."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def check_kernels(asked: Asked, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Trial:
-    """How the kernels did on the device of one rank; seconds are 0 where nothing was timed."""
+    """Times of the kernels on the device of one rank; seconds are 0 where nothing was timed."""
 
     reference_seconds: float = 0.0
     fused_seconds: float = 0.0
@@ -101,16 +101,18 @@ def choose_kernels(
         check_kernels(asked, device)
         return "reference", "kernels: reference (the fused ones need CUDA and Triton)"
     trials = gather(try_kernels(asked, layers, device, dtype, images))
-    failed = [f"rank {rank}: {trial.failure}" for rank, trial in enumerate(trials) if trial.failure]
-    lost = [f"rank {rank}: {trial.failure}" for rank, trial in enumerate(trials) if trial.device_lost]
-    if lost:
-        raise DeviceLostError(
-            f'kernels = "{asked}": the fused kernels have broken the GPU of {lost[0]}; set "kernels" to "reference"'
-        )
-    if failed and asked != "auto":
-        raise DsConfigError(f'kernels = "{asked}" fails on {failed[0]}; use "auto" or "reference"')
+    failed = [(rank, trial) for rank, trial in enumerate(trials) if trial.failure]
+    for rank, trial in failed:
+        if trial.device_lost:
+            raise DeviceLostError(
+                f'kernels = "{asked}": the fused kernels have broken the GPU of rank {rank}: {trial.failure}; set '
+                '"kernels" to "reference"'
+            )
     if failed:
-        return "reference", f"kernels: reference (the fused ones fail on {failed[0]})"
+        where = f"rank {failed[0][0]}: {failed[0][1].failure}"
+        if asked != "auto":
+            raise DsConfigError(f'kernels = "{asked}" fails on {where}; use "auto" or "reference"')
+        return "reference", f"kernels: reference (the fused ones fail on {where})"
     if asked != "auto":
         return asked, f"kernels: {asked} (as asked)"
     fused, reference = (sum(getattr(trial, f"{kind}_seconds") for trial in trials) for kind in ("fused", "reference"))
@@ -155,8 +157,7 @@ def answers(probe: Tensor) -> bool:
 def norm_seconds(
     shapes: Counter[NormShape], device: torch.device, dtype: torch.dtype, images: int, kernels: Kernels
 ) -> float:
-    """Seconds of forward and backward of all the normalisations of a U-Net, each measured alone and counted as often
-    as it is there."""
+    """Seconds of forward and backward of all the normalisations of a U-Net, each of which is measured alone."""
     return sum(one_norm_seconds(shape, device, dtype, images, kernels) * count for shape, count in shapes.items())
 
 
@@ -176,14 +177,14 @@ def one_norm_seconds(
 
 
 def mask_seconds(sizes: Counter[int], device: torch.device, images: int, kernels: Kernels) -> float:
-    """Seconds of all the dropout masks of a U-Net, each measured alone and counted as often as it is there."""
+    """Seconds of all the dropout masks of a U-Net, each of which is measured alone."""
     dropout = KeyedDropout(0.5, 0, 0)
     dropout.kernels, dropout.images = kernels, torch.arange(images, device=device)
     return sum(seconds(partial(dropout.draw, (size, 1, 1)), device) * count for size, count in sizes.items())
 
 
 def copy_bandwidth_share(shape: NormShape, device: torch.device, dtype: torch.dtype, images: int) -> float:
-    """The fused kernels' share of the device's copy bandwidth in forward and backward together.
+    """Share of the device's copy bandwidth that the fused kernels reach in forward and backward together.
 
     Counted are the bytes that must move, in the time that a plain copy of x takes to move its own: where an image is
     held whole, forward reads x and writes y and backward reads x and dy and writes dx; elsewhere all is read twice.
@@ -196,7 +197,7 @@ def copy_bandwidth_share(shape: NormShape, device: torch.device, dtype: torch.dt
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds that some work takes on a CUDA device, the fastest of some runs; what the host takes counts."""
+    """Seconds that some work takes on a CUDA device, host time included; the fastest of some runs."""
     for _ in range(WARM_UP):
         work()
     marks = []

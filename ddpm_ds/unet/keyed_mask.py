@@ -1,5 +1,6 @@
-"""Dropout's masks in one Triton kernel instead of the dozen passes over memory of :func:`ddpm_ds.keyed.keep_mask`, bit
-for bit the same. Imported only where Triton is: PyTorch for CPUs comes without it.
+"""Dropout masks in one Triton kernel instead of the dozen passes over memory of :func:`ddpm_ds.keyed.keep_mask`.
+
+The bits are the same. Imported only where Triton is: PyTorch for CPUs comes without it.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from torch import Tensor
 from ddpm_ds.keyed import HASH_MULTIPLIERS, check_key, drop_threshold
 
 WORDS = 1024
-"""Hashes of a program; each decides on two neighbouring elements."""
+"""Number of hashes per program; each decides on two neighbouring elements."""
 
 
 def fused_keep_mask(seed: int, stream: int, images: Tensor, count: int, drop: float) -> Tensor:
-    """Which of `count` elements dropout keeps, (N, count) bool, as :func:`ddpm_ds.keyed.keep_mask` says.
+    """Elements of `count` that dropout keeps, (N, count) bool, the same as :func:`ddpm_ds.keyed.keep_mask`.
 
     `images` must be on the current CUDA device.
 

@@ -20,8 +20,8 @@ from typing import Any
 from ddpm_ds.config.spec import UnetSpec
 
 PASSES_PER_STEP = 3
-"""What a training step costs in forward passes: the backward pass costs two. What activation checkpointing computes
-again is not the model's work and is not counted."""
+"""Cost of a training step in forward passes: the backward pass costs two. What activation checkpointing computes again
+is not the model's work and is not counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedLayer(Layer):
-    """Makes emb from the timestep (and label) and leaves the image as it is: ``(x_t, t[, label])`` to a carry."""
+    """Embedding of the timestep (and label): ``(x_t, t[, label])`` to a carry, whose h is the image as it is."""
 
     sinusoid_channels: int
     sine_first: bool
@@ -116,7 +116,7 @@ class InputLayer(ConvolutionLayer):
 
 @dataclass(frozen=True, kw_only=True)
 class DownsampleLayer(ConvolutionLayer):
-    """Halves the image by a convolution of stride 2."""
+    """Convolution of stride 2 that halves the image."""
 
     asymmetric: bool
 
@@ -128,7 +128,7 @@ class DownsampleLayer(ConvolutionLayer):
 
 @dataclass(frozen=True, kw_only=True)
 class UpsampleLayer(ConvolutionLayer):
-    """Doubles the image by repeating pixels, then convolves."""
+    """Doubling of the image by repeated pixels, and a convolution."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +168,7 @@ class BlockLayer(Layer):
 
     @property
     def time_channels(self) -> int:
-        """Channels of what the block makes of the embedding."""
+        """Channels that the embedding is projected to."""
         return 2 * self.out_channels if self.scale_shift else self.out_channels
 
     @property

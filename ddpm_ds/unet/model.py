@@ -1,16 +1,10 @@
-"""``torch.compile`` of each layer's arithmetic, once per shape.
-
-What is compiled is :meth:`compute`: a function of tensors and parameters alone, without the carry, whose length differs
-from layer to layer, and without the drawing of masks, whose keys do. So layers of one shape share their code.
-
-Modules for the list of layers, and the plain U-Net that walks it in one process.
-"""
+"""Modules for the list of layers, the plain U-Net that walks it in one process, and ``torch.compile`` of the layers."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,39 +26,15 @@ from ddpm_ds.unet.layers import (
 )
 from ddpm_ds.unet.operations import draw_weights, set_image_index
 
-CODES_PER_LAYER = 4
-"""Versions that a layer may have: with and without gradients, and for the micro-batches of training and of sampling."""
-
-
-def check_compiler(device: torch.device) -> None:
-    """Whether ``compile`` can work on a device.
-
-    Raises:
-        DsConfigError: there is no compiler.
-    """
-    wanted = ("g++", "clang++") if device.type == "cpu" else ("gcc", "cc", "clang")
-    named = os.environ.get("CXX" if device.type == "cpu" else "CC")
-    if not any(shutil.which(program) for program in (named, *wanted) if program):
-        raise DsConfigError(
-            f'compile = true needs {wanted[0]} on the path, which this host lacks; install it or write "compile": false'
-        )
-
-
-def compile_layers(modules: Sequence[nn.Module], cache: Path) -> None:
-    """Compile the layers in place when they are first called; code is kept in ``cache`` between runs.
-
-    A ``TORCHINDUCTOR_CACHE_DIR`` in the environment wins. A layer is compiled anew for each shape of its input, so that
-    a step after the first one of its kind compiles nothing.
-    """
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # takes a second, which others need not wait
-
-    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", "") in ("", default_cache_dir()):  # PyTorch writes its default there
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
-    limit = max(torch._dynamo.config.recompile_limit, CODES_PER_LAYER * len(modules))
-    torch._dynamo.config.recompile_limit = limit
-    layer: Any
-    for layer in modules:
-        layer.compute = torch.compile(layer.compute, dynamic=False)
+MODULES: dict[type[Layer], Callable[[Any], nn.Module]] = {
+    EmbedLayer: Embed,
+    InputLayer: Input,
+    AttentionLayer: Attention,
+    DownsampleLayer: Downsample,
+    UpsampleLayer: Upsample,
+    OutputLayer: Output,
+}
+"""Module of every kind of layer but the residual block, whose dropout needs its index and the seed."""
 
 
 def build_layer(layer: Layer, index: int, seed: int) -> nn.Module:
@@ -93,22 +63,9 @@ def parameter_shapes(layers: Sequence[Layer]) -> dict[str, tuple[int, ...]]:
 
 
 def _module(layer: Layer, index: int, seed: int) -> nn.Module:
-    match layer:
-        case EmbedLayer():
-            return Embed(layer)
-        case InputLayer():
-            return Input(layer)
-        case BlockLayer():
-            return ResidualBlock(layer, index, seed)
-        case AttentionLayer():
-            return Attention(layer)
-        case DownsampleLayer():
-            return Downsample(layer)
-        case UpsampleLayer():
-            return Upsample(layer)
-        case OutputLayer():
-            return Output(layer)
-    raise TypeError(f"no module for layer {layer.name} of type {type(layer).__name__}")
+    if isinstance(layer, BlockLayer):
+        return ResidualBlock(layer, index, seed)
+    return MODULES[type(layer)](layer)
 
 
 class UNet(nn.Module):
@@ -133,3 +90,36 @@ class UNet(nn.Module):
         for layer in layers:
             carry = layer(carry)
         return last(carry)
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raise DsConfigError where there is no compiler for ``compile`` on a device."""
+    wanted = ("g++", "clang++") if device.type == "cpu" else ("gcc", "cc", "clang")
+    named = os.environ.get("CXX" if device.type == "cpu" else "CC")
+    if not any(shutil.which(program) for program in (named, *wanted) if program):
+        raise DsConfigError(
+            f'compile = true needs {wanted[0]} on the path, which this host lacks; install it or write "compile": false'
+        )
+
+
+CODES_PER_LAYER = 4
+"""Versions that a layer may have: with and without gradients, and for the micro-batches of training and of sampling."""
+
+
+def compile_layers(modules: Sequence[nn.Module], cache: Path) -> None:
+    """Compile the layers in place when they are first called; code is kept in ``cache`` between runs.
+
+    What is compiled is :meth:`compute`: a function of tensors and parameters alone, without the carry, whose length
+    differs from layer to layer, and without the drawing of masks, whose keys do. So layers of one shape share code.
+    A ``TORCHINDUCTOR_CACHE_DIR`` in the environment wins. A layer is compiled anew for each shape of its input, so that
+    a step after the first one of its kind compiles nothing.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # takes a second, which others need not wait
+
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", "") in ("", default_cache_dir()):  # PyTorch writes its default there
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+    limit = max(torch._dynamo.config.recompile_limit, CODES_PER_LAYER * len(modules))
+    torch._dynamo.config.recompile_limit = limit
+    layer: Any
+    for layer in modules:
+        layer.compute = torch.compile(layer.compute, dynamic=False)

@@ -1,11 +1,4 @@
-"""In which dtype a layer computes; numbers may be stored in a narrower one.
-
-The convolution, and on processors with AVX2 but not AVX-512 its weights' gradient by matrix products.
-
-There oneDNN takes up to twice as long for the weights' gradient of a channels-last 3x3 convolution as nine products of
-the output's gradient with the shifted input do: docs/performance.md.
-
-The operations that layers are made of: convolution, linear, normalisation, keyed dropout.
+"""The operations that layers are made of: convolution, linear, normalisation, keyed dropout.
 
 Weights follow the dtype of the input, so the layer that holds them decides in which dtype it computes. They
 are not drawn on construction: :func:`draw_weights` does that, from a generator of its own.
@@ -13,8 +6,8 @@ are not drawn on construction: :func:`draw_weights` does that, from a generator 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -29,11 +22,28 @@ WIDENED_ON_CPU = (
     if torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     else (torch.float16, torch.bfloat16)
 )
-"""CPUs without 16-bit arithmetic run convolutions in it 30 to 70 times slower than fp32 ones."""
+"""Data types that are stored as they are and computed in fp32: CPUs without 16-bit arithmetic run convolutions in it 30
+to 70 times slower than fp32 ones."""
+BY_PRODUCTS = torch.backends.cpu.get_cpu_capability() == "AVX2"
+"""Whether the weights' gradient of a channels-last 3x3 convolution is made of matrix products. On processors with AVX2
+but not AVX-512 oneDNN takes up to twice as long for it as nine products of the output's gradient with the shifted input
+do: docs/performance.md."""
+FEWEST_CHANNELS = 16
+"""With fewer channels a product is too narrow to pay."""
+
+Kind = TypeVar("Kind", bound=nn.Module)
+Kernels = Literal["fused", "masks", "reference"]
+"""What computes a normalisation with what surrounds it, and a dropout's mask: kernels of ours, kernels of ours for the
+masks alone, or PyTorch's operations."""
+MemoryFormat = Literal["channels_last", "contiguous"]
+MEMORY_FORMATS: dict[MemoryFormat, torch.memory_format] = {
+    "channels_last": torch.channels_last,
+    "contiguous": torch.contiguous_format,
+}
 
 
 def arithmetic_dtype(device_type: str, stored: torch.dtype) -> torch.dtype:
-    """That of the carry, but on a CPU fp32 for fp16, and for bf16 below AVX-512.
+    """Data type that a layer computes in: that of the carry, but on a CPU fp32 for fp16, and for bf16 below AVX-512.
 
     A layer that widens its input once and narrows its output once costs about what fp32 costs.
     """
@@ -41,20 +51,15 @@ def arithmetic_dtype(device_type: str, stored: torch.dtype) -> torch.dtype:
 
 
 def widening(device_type: str, stored: torch.dtype) -> str | None:
-    """What to tell the user of 16-bit numbers that are widened; None where nothing is."""
+    """The line that tells a user that 16-bit numbers are computed in fp32; None where they are not."""
     if arithmetic_dtype(device_type, stored) is stored:
         return None
     precision = "fp16" if stored is torch.float16 else "bf16"
     return f"{precision} on a CPU: stored in {precision}, computed in fp32"
 
 
-BY_PRODUCTS = torch.backends.cpu.get_cpu_capability() == "AVX2"
-FEWEST_CHANNELS = 16
-"""Below, a product is too narrow to pay."""
-
-
 def convolution(x: Tensor, weight: Tensor, bias: Tensor, stride: int, padding: int) -> Tensor:
-    """x (N, C, H, W) with weight (O, C, k, k): (N, O, H', W') in the memory format that both have."""
+    """Convolve x (N, C, H, W) with weight (O, C, k, k): (N, O, H', W') in the memory format that both have."""
     if _by_products(x, weight, stride, padding):
         return _Convolution3x3.apply(x, weight, bias)
     return F.conv2d(x, weight, bias, stride, padding)
@@ -76,7 +81,7 @@ def _by_products(x: Tensor, weight: Tensor, stride: int, padding: int) -> bool:
 
 
 class _Convolution3x3(torch.autograd.Function):
-    """At stride 1, keeping the size of the image, all tensors channels-last."""
+    """A 3x3 convolution of stride 1 that keeps the size of the image; all tensors are channels-last."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -112,16 +117,6 @@ def _(gradient: Tensor, x: Tensor) -> Tensor:
     return x.new_empty(gradient.shape[1], 3, 3, x.shape[1])
 
 
-Kernels = Literal["fused", "masks", "reference"]
-"""What computes a normalisation with what surrounds it, and a dropout's mask: kernels of ours, PyTorch's operations, or
-ours for the masks alone."""
-MemoryFormat = Literal["channels_last", "contiguous"]
-MEMORY_FORMATS: dict[MemoryFormat, torch.memory_format] = {
-    "channels_last": torch.channels_last,
-    "contiguous": torch.contiguous_format,
-}
-
-
 class Convolution(nn.Module):
     """A convolution with bias; at stride 1 it keeps the size of the image.
 
@@ -146,7 +141,7 @@ class Convolution(nn.Module):
         self.padding = kernel // 2 if padding is None else padding
         self.starts_at_zero = starts_at_zero
         self.memory_format = torch.channels_last
-        """Of images and weights in the arithmetic; what has another one is copied."""
+        """Memory format of images and weights in the arithmetic; what has another one is copied."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.to(x.dtype).permute(0, 3, 1, 2)  # (out, in, k, k)
@@ -182,7 +177,7 @@ class Linear(nn.Linear):
 
 
 class LabelEmbedding(nn.Embedding):
-    """A row per class, and a last row for "no label"."""
+    """An embedding with a row per class, and a last row for "no label"."""
 
     def __init__(self, classes: int, channels: int) -> None:
         super().__init__(classes + 1, channels)
@@ -216,7 +211,7 @@ def norm_silu(
 ) -> Tensor:
     """SiLU of normalised ``x + add``, (N, C, H, W), first modulated as ``y * (1 + scale) + shift``.
 
-    What an embedding gives, add or both scale and shift, is (N, C).
+    An embedding gives add, or both scale and shift: (N, C) each.
     """
     if norm.kernels == "fused":
         return fused_norm_silu(x, norm.weight, norm.bias, norm.num_groups, norm.eps, add=add, scale=scale, shift=shift)
@@ -243,7 +238,7 @@ class KeyedDropout(nn.Module):
         self.kernels: Kernels = "reference"
 
     def draw(self, shape: tuple[int, int, int]) -> Tensor | None:
-        """Which elements of activations (N, C, H, W), of (C, H, W) `shape`, stay; channels_last. None: all."""
+        """Draw which elements of activations stay: (N, *shape) for a (C, H, W) `shape`, channels-last. None: all."""
         if self.rate == 0.0 or not self.training:
             return None
         if self.images is None:
@@ -261,26 +256,25 @@ class KeyedDropout(nn.Module):
 
 def set_image_index(modules: Iterable[nn.Module], images: Tensor) -> None:
     """Tell every dropout in `modules` which images come next: `images` (N,) int64."""
-    for root in modules:
-        for module in root.modules():
-            if isinstance(module, KeyedDropout):
-                module.images = images
+    for module in _all_of(modules, KeyedDropout):
+        module.images = images
 
 
 def use_kernels(modules: Iterable[nn.Module], kernels: Kernels) -> None:
     """Let everything in `modules` that has a fused kernel use it, or not."""
-    for root in modules:
-        for module in root.modules():
-            if isinstance(module, GroupNorm | KeyedDropout):
-                module.kernels = kernels
+    for module in _all_of(modules, nn.Module):
+        if isinstance(module, GroupNorm | KeyedDropout):
+            module.kernels = kernels
 
 
 def use_memory_format(modules: Iterable[nn.Module], memory_format: MemoryFormat) -> None:
     """Let every convolution in `modules` take and give images in a memory format; weights stay channels-last."""
-    for root in modules:
-        for module in root.modules():
-            if isinstance(module, Convolution):
-                module.memory_format = MEMORY_FORMATS[memory_format]
+    for module in _all_of(modules, Convolution):
+        module.memory_format = MEMORY_FORMATS[memory_format]
+
+
+def _all_of(roots: Iterable[nn.Module], kind: type[Kind]) -> Iterator[Kind]:
+    return (module for root in roots for module in root.modules() if isinstance(module, kind))
 
 
 def draw_weights(module: nn.Module, generator: torch.Generator) -> None:
