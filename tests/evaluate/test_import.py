@@ -21,7 +21,7 @@ from ddpm_ds.train.resume import InitialWeights
 from tests.diffusion.test_diffusers_schedule import DDPM_CIFAR10 as CIFAR10_SCHEDULER
 from tests.evaluate.planted import plant, trained_of, unet_of
 from tests.launching import REPOSITORY, tiny_spec, write_json
-from tests.unet.test_diffusers_config import DDPM_CIFAR10 as CIFAR10_MODEL
+from tests.unet.test_diffusers import DDPM_CIFAR10 as CIFAR10_MODEL
 
 SPECS = REPOSITORY / "launch" / "specs"
 

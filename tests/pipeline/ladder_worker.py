@@ -267,7 +267,7 @@ def run_case(case: Case) -> list[dict[str, Any]]:
 
 def compile_without_code() -> None:
     """Let ``torch.compile`` trace and differentiate, which is where layers and engines meet it, and leave out the
-    building of code, which takes a minute a U-Net: ``tests/unet/test_compiled.py`` does it."""
+    building of code, which takes a minute a U-Net: ``tests/unet/test_model.py`` does it."""
     compiled.torch.compile = functools.partial(torch.compile, backend="aot_eager")
 
 

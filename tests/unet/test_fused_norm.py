@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,7 +101,9 @@ def test_compiled_and_recomputed_it_gives_the_same_bits(interpreted: dict[str, A
 
 
 @pytest.mark.parametrize("side", [2, 64])
-def test_kernels_are_given_the_very_memory_of_x_and_of_the_gradient(monkeypatch: pytest.MonkeyPatch, side: int) -> None:
+def test_kernels_get_the_very_memory_of_x_and_of_the_gradient_which_must_be_channels_last(
+    monkeypatch: pytest.MonkeyPatch, side: int
+) -> None:
     """No kernel runs: what they were given is looked at."""
     given: list[int] = []
 
@@ -124,12 +125,8 @@ def test_kernels_are_given_the_very_memory_of_x_and_of_the_gradient(monkeypatch:
     large = fused_norm.whole(side**2, 32, 8, 4) is None
     assert large is (side == 64)
     assert {tensor.data_ptr() for tensor in (*leaves, y, dx, dy)} <= set(given)
-
-
-def test_images_in_another_memory_format_are_refused_and_not_copied() -> None:
-    tensors, _ = Case().tensors("cpu")
     with pytest.raises(ValueError, match="channels-last"):
-        fused_norm_silu(tensors[0].contiguous(), tensors[1], tensors[2], 3, 1e-5)
+        fused_norm_silu(x.contiguous(), weight, bias, 8, 1e-5)
 
 
 @pytest.mark.parametrize("channels, groups", [(128, 32), (192, 32), (384, 32), (12, 3), (100, 25), (1024, 1)])
@@ -144,46 +141,37 @@ def test_tiles_cover_every_pixel_and_channel_once(images: int, pixels: int, chan
         assert held.rows >= pixels and held.width >= channels // groups and held.programs * held.groups >= groups
 
 
-UNET = UnetSpec(channels=32, multipliers=(1, 2))
+LAYERS, LAYERS_WITH_DROPOUT = (
+    unet_layers(UnetSpec(channels=32, multipliers=(1, 2), dropout=dropout), image_channels=3, image_size=16)
+    for dropout in (0.0, 0.1)
+)
 
 
-@pytest.fixture
-def layers() -> Iterator[Any]:
-    yield unet_layers(UNET, image_channels=3, image_size=16)
+def test_a_unet_has_two_normalisations_with_silu_and_perhaps_a_mask_in_each_block_and_one_at_its_end() -> None:
+    blocks = sum("block" in layer.name for layer in LAYERS)
+    assert norm_shapes(LAYERS).total() == 2 * blocks + 1
+    sizes = mask_sizes(LAYERS_WITH_DROPOUT)
+    assert sizes.total() == blocks and sizes.keys() == {32 * 16 * 16, 64 * 8 * 8} and not mask_sizes(LAYERS)
 
 
-@pytest.fixture
-def layers_with_dropout() -> Any:
-    return unet_layers(UNET.model_copy(update={"dropout": 0.1}), image_channels=3, image_size=16)
-
-
-def test_a_unet_has_two_normalisations_with_silu_in_each_block_and_one_at_its_end(layers: Any) -> None:
-    shapes = norm_shapes(layers)
-    assert shapes.total() == 2 * sum("block" in layer.name for layer in layers) + 1
-
-
-def test_a_unet_with_dropout_has_a_mask_in_each_block(layers: Any, layers_with_dropout: Any) -> None:
-    sizes = mask_sizes(layers_with_dropout)
-    assert sizes.total() == sum("block" in layer.name for layer in layers)
-    assert sizes.keys() == {32 * 16 * 16, 64 * 8 * 8}
-    assert not mask_sizes(layers)
-
-
-def test_on_a_cpu_the_reference_is_chosen_and_the_fused_kernels_are_refused(layers: Any) -> None:
+def test_on_a_cpu_the_reference_is_chosen_and_the_fused_kernels_are_refused() -> None:
     cpu = torch.device("cpu")
-    choice, why = choose_kernels("auto", layers, cpu, torch.float32, 1)
+    choice, why = choose_kernels("auto", LAYERS, cpu, torch.float32, 1)
     assert choice == "reference" and why == "kernels: reference (the fused ones need CUDA and Triton)"
-    assert choose_kernels("reference", layers, cpu, torch.float32, 1)[0] == "reference"
+    assert choose_kernels("reference", LAYERS, cpu, torch.float32, 1)[0] == "reference"
     check_kernels("auto", cpu)
     with pytest.raises(DsConfigError, match=r'kernels = "fused" needs CUDA.*use "auto" or "reference"'):
         check_kernels("fused", cpu)
+    assert try_kernels("auto", LAYERS, cpu, torch.float32, 8) == Trial(failure="Triton is not installed")
 
 
-def chosen(asked: Asked, *others: Trial) -> tuple[str, str]:
-    """What is chosen where the first rank's kernels run at the same speed, and others had these trials."""
-    cuda, mine = torch.device("cuda"), Trial(1.0, 1.0)
+ALIKE = Trial(1.0, 1.0)
+
+
+def chosen(asked: Asked, *others: Trial, mine: Trial = ALIKE, layers: Any = ()) -> tuple[str, str]:
+    """The choice where the first rank's trial is ``mine``, and others had these trials."""
     with patch.object(kernel_choice, "try_kernels", lambda *_: mine):
-        return choose_kernels(asked, (), cuda, torch.float16, 8, lambda trial: [trial, *others])
+        return choose_kernels(asked, layers, torch.device("cuda"), torch.float16, 8, lambda trial: [trial, *others])
 
 
 def test_the_speed_on_all_ranks_decides() -> None:
@@ -194,36 +182,27 @@ def test_the_speed_on_all_ranks_decides() -> None:
     assert chosen("auto", Trial(1.0, 3.0))[0] == "reference"
     assert chosen("fused", Trial(1.0, 3.0)) == ("fused", "kernels: fused (as asked)")
     assert chosen("reference", Trial(failure="no compiler"))[0] == "reference"
-
-
-def test_masks_have_their_kernel_where_normalisations_have_none(layers_with_dropout: Any) -> None:
-    """PyTorch's normalisations may be faster; a dozen passes over memory for a mask are not."""
-    slower, failed = Trial(1.0, 2.0), Trial(failure="no compiler")
-    for trial, expected in ((slower, "masks"), (failed, "reference")):
-        with patch.object(kernel_choice, "try_kernels", lambda *_, trial=trial: trial):
-            choice, why = choose_kernels("auto", layers_with_dropout, torch.device("cuda"), torch.float16, 8)
+    # PyTorch's normalisations may be faster; a dozen passes over memory for a mask are not.
+    for trial, expected in ((Trial(1.0, 2.0), "masks"), (Trial(failure="no compiler"), "reference")):
+        choice, why = chosen("auto", mine=trial, layers=LAYERS_WITH_DROPOUT)
         assert choice == expected and why.startswith(f"kernels: {expected}")
     modules = [GroupNorm(2, 4, 1e-5), KeyedDropout(0.5, 0, 0)]
     use_kernels(modules, "masks")
     assert [module.kernels for module in modules] == ["masks", "masks"]
 
 
-def test_kernels_that_fail_on_one_rank_are_used_on_none() -> None:
-    fails = Trial(failure="no compiler")
+def test_kernels_that_fail_on_one_rank_are_used_on_none_and_those_that_break_a_gpu_end_the_run() -> None:
+    fails, broken = Trial(failure="no compiler"), Trial(failure="an illegal memory access", device_lost=True)
     assert chosen("auto", Trial(3.0, 1.0), fails) == (
         "reference",
         "kernels: reference (the fused ones fail on rank 2: no compiler)",
     )
     with pytest.raises(DsConfigError, match='kernels = "fused" fails on rank 1: no compiler; use "auto" or "refer'):
         chosen("fused", fails, fails)
-
-
-@pytest.mark.parametrize("asked", ["auto", "fused"])
-def test_kernels_that_break_a_gpu_end_the_run_on_all_ranks(asked: Asked) -> None:
-    trials = (Trial(failure="no compiler"), Trial(failure="an illegal memory access", device_lost=True))
     said = 'the fused kernels have broken the GPU of rank 2: an illegal memory access; set "kernels" to "reference"'
-    with pytest.raises(DeviceLostError, match=said):
-        chosen(asked, *trials)
+    for asked in ("auto", "fused"):
+        with pytest.raises(DeviceLostError, match=said):
+            chosen(asked, fails, broken)
 
 
 @pytest.mark.parametrize(
@@ -238,9 +217,9 @@ def test_kernels_that_break_a_gpu_end_the_run_on_all_ranks(asked: Asked) -> None
     ids=str,
 )
 def test_a_failed_kernel_is_told_from_a_broken_gpu(
-    layers: Any, monkeypatch: pytest.MonkeyPatch, error: Exception | None, broken: bool, trial: Trial | None
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None, broken: bool, trial: Trial | None
 ) -> None:
-    """On a CPU, with stand-ins for what would fail on a GPU: a kernel, and the wait for the device after it."""
+    """Stand-ins fail on a CPU for what would fail on a GPU: a kernel, and the wait for the device after it."""
 
     def seconds(work: Any, device: torch.device, dtype: torch.dtype, images: int, kernels: str) -> float:
         if kernels == "fused" and error is not None:
@@ -255,12 +234,7 @@ def test_a_failed_kernel_is_told_from_a_broken_gpu(
     monkeypatch.setattr(kernel_choice, "norm_seconds", seconds)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     expected = trial or Trial(failure=" ".join(str(error).split()), device_lost=broken)
-    assert try_kernels("auto", layers, torch.device("cpu"), torch.float16, 8) == expected
-
-
-def test_a_rank_without_triton_fails_and_measures_nothing(layers: Any) -> None:
-    cpu = torch.device("cpu")
-    assert try_kernels("auto", layers, cpu, torch.float32, 8) == Trial(failure="Triton is not installed")
+    assert try_kernels("auto", LAYERS, torch.device("cpu"), torch.float16, 8) == expected
 
 
 def test_the_module_is_imported_without_triton() -> None:
@@ -286,10 +260,10 @@ def test_on_a_gpu_it_equals_float64_at_the_sizes_of_a_unet_compiled(dtype: str) 
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_choice_is_measured(layers_with_dropout: Any) -> None:
-    device, shapes = torch.device("cuda"), norm_shapes(layers_with_dropout)
-    choice, why = choose_kernels("auto", layers_with_dropout, device, torch.float16, 8)
+def test_on_a_gpu_a_choice_is_measured() -> None:
+    device, shapes = torch.device("cuda"), norm_shapes(LAYERS_WITH_DROPOUT)
+    choice, why = choose_kernels("auto", LAYERS_WITH_DROPOUT, device, torch.float16, 8)
     assert choice in why and "measured" in why
     assert norm_seconds(shapes, device, torch.float16, 8, "fused") > 0
-    assert mask_seconds(mask_sizes(layers_with_dropout), device, 8, "fused") > 0
+    assert mask_seconds(mask_sizes(LAYERS_WITH_DROPOUT), device, 8, "fused") > 0
     assert copy_bandwidth_share(next(iter(shapes)), device, torch.float16, 8) > 0

@@ -1,4 +1,4 @@
-"""The fused normalisation's kernels are built for an H100 without one: the interpreter runs more than the compiler."""
+"""Compilation of the fused normalisation's kernels for an H100 on any machine: the interpreter accepts more."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from ddpm_ds.unet.operations import KeyedDropout, use_kernels
 
 REPOSITORY = Path(__file__).parents[2]
 BLOCK = 2048
-"""Elements of a program."""
+"""Number of elements per program of the kernel."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def differing(device: str) -> list[str]:
 
 
 def drawn_alike(device: str) -> dict[str, bool]:
-    """Whether a dropout draws the same mask with both kernels, in the same layout of memory, eager and compiled."""
+    """Compare the masks that a dropout draws with both kernels: bits, memory format, eager and compiled."""
     shape, dropouts = (6, 5, 3), [KeyedDropout(0.4, 7, 2) for _ in range(2)]
     use_kernels(dropouts[1:], "fused")
     for dropout in dropouts:
@@ -72,7 +72,7 @@ def drawn_alike(device: str) -> dict[str, bool]:
 
 
 def interpret(out: str) -> None:
-    """Leave in a file what the interpreter made of it."""
+    """Write to a file what the interpreter made of the cases."""
     torch.set_num_threads(1)
     Path(out).write_text(json.dumps({"differing": differing("cpu"), "drawn": drawn_alike("cpu")}))
 
@@ -96,16 +96,10 @@ def build() -> None:
 
 
 def run_alone(call: str, **environment: str) -> None:
-    """A call of this file's in a process of its own: whether Triton interprets is decided before it is imported."""
+    """Call a function of this file in a process of its own: Triton decides on import whether it interprets."""
     pytest.importorskip("triton")
-    program = f"import tests.unet.test_keyed_mask as masks; masks.{call}"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=REPOSITORY,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-c", f"import tests.unet.test_keyed_mask as masks; masks.{call}"]
+    done = subprocess.run(command, cwd=REPOSITORY, env={**os.environ, **environment}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -115,6 +109,7 @@ def test_interpreted_every_mask_is_the_reference_bit_for_bit(tmp_path: Path) -> 
     assert report == {"differing": [], "drawn": {"bits": True, "channels-last": True, "compiled": True}}
 
 
+@pytest.mark.long
 def test_the_kernel_is_built_for_an_h100(tmp_path: Path) -> None:
     run_alone("build()", TRITON_CACHE_DIR=str(tmp_path))
 

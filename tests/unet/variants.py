@@ -34,6 +34,16 @@ def layers_of(name: str) -> tuple[Layer, ...]:
     return unet_layers(VARIANTS[name], image_channels=3, image_size=16)
 
 
+def rounding(layers: tuple[Layer, ...]) -> float:
+    """Relative error that two fp32 walks through the layers may differ by for the order of their sums.
+
+    An output of a layer is a sum of up to 9 products per channel, in two convolutions; each addition rounds by half a
+    unit of the last place at most, to either side. Four standard deviations of that random walk.
+    """
+    additions = sum(2 * 9 * (layer.in_channels + layer.skip_channels) for layer in layers)
+    return 4 * additions**0.5 * 2.0**-24
+
+
 def random_unet(layers: tuple[Layer, ...], seed: int = 0) -> UNet:
     """A U-Net without zeros in its weights, which would hide most of it, told that images 7 and 8 come next."""
     unet = UNet(layers, seed)
