@@ -60,8 +60,7 @@ class Child:
                 "version.ddpm_ds": ddpm_ds.__version__,
             },
             parent=parent,
-            system_metrics=False,
-            say=say,
+            log=say,
         )
         return cls(tracker, trained.images_seen or 0)
 

@@ -206,8 +206,7 @@ def begin_parent(
         params=params,
         tags=tags | {KIND_TAG: GRID, "vary.name": grid.folder.name, "mlflow.source.name": "ddpm-ds vary"},
         identity=identity,
-        system_metrics=False,
-        say=say,
+        log=say,
     )
     return tracker, identity
 

@@ -1,4 +1,4 @@
-"""What a run shows while it trains, and its last words."""
+"""What a run prints: the progress line while it trains, and the summary at its end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def duration(seconds: float) -> str:
 
 
 class ProgressLine:
-    """One line about a run that goes on: rewritten in place on a terminal, printed anew at each log point elsewhere."""
+    """One line about a run: rewritten in place on a terminal, printed at each log point elsewhere."""
 
     def __init__(
         self, total_images: int, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
@@ -54,7 +54,7 @@ class ProgressLine:
         self._scale = [] if loss_scale is None else [f"loss scale {loss_scale:g}"]
         self._show(images_seen)
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Print a line above the progress line. May be called from any thread."""
         with self._lock:
             self._write(f"\r\x1b[K{line}\n{self._shown}" if self._shown else f"{line}\n")
@@ -83,7 +83,7 @@ class ProgressLine:
         return "  ".join(parts + self._scale)
 
     def _write(self, text: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # who has read it is gone, which ends the run in order
+        with contextlib.suppress(BrokenPipeError):  # nobody reads it any more; the run ends in order all the same
             self._stream.write(text)
             self._stream.flush()
 
@@ -101,16 +101,16 @@ def summary(
 ) -> str:
     """The end of a run in a few lines.
 
-    ``loss`` is the mean over the last log interval; ``looking_seconds`` of all ``seconds`` went into samples and the
-    held-out loss.
+    ``loss`` is the mean over the last log interval; ``looking_seconds`` of all ``seconds`` went into sampling and
+    validation.
     """
     rows = {
         "final loss": f"{loss:.4f}",
         "trained": f"{images:,} images in {duration(seconds)}, {images / seconds:,.4g} images/s",
-        "looked at it": f"{duration(looking_seconds)}, {looking_seconds / seconds:.1%} of the time",
+        "sampling and validation": f"{duration(looking_seconds)} ({looking_seconds / seconds:.1%} of the time)",
         "skipped steps": f"{skipped_steps:,} of {steps:,}",
         "run folder": str(run_dir),
         "MLflow run": link.run_id or f"not reached at {link.tracking_uri}",
         "open it with": link.open_with,
     }
-    return "\n".join(f"{name:<15}{value}" for name, value in rows.items())
+    return "\n".join(f"{name:<26}{value}" for name, value in rows.items())

@@ -1,7 +1,4 @@
-"""What is shown and written down about a run, on rank 0; on other ranks nothing happens.
-
-A run's folder and its MLflow run: opened with what the run is, ended with how it ended.
-"""
+"""Where a run is recorded by rank 0: the progress line, the run's folder and its MLflow run, fed together."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ SAMPLES_KEY = "samples_ema"
 
 
 class Recorder:
-    """The progress line, MLflow and the run's folder, fed together; ``None`` in each on ranks other than 0.
+    """Records a run on rank 0; on other ranks it is made without arguments, and nothing happens.
 
     A resumed run repeats steps: what an earlier process has written into the folder is not logged again.
     """
@@ -41,19 +38,20 @@ class Recorder:
         self, line: ProgressLine | None = None, tracker: Tracker | None = None, folder: RunFolder | None = None
     ) -> None:
         self.line, self.tracker, self.folder = line, tracker, folder
-        self._logged = {
-            name: folder.logged_step(name) if folder else 0 for name in (METRICS, EVALUATIONS, OBSERVATIONS)
-        }
+        names = (METRICS, EVALUATIONS, OBSERVATIONS)
+        self._logged = {name: folder.logged_step(name) if folder else 0 for name in names}
 
     def step(self, images_seen: int) -> None:
         """A step has ended."""
         if self.line is not None:
             self.line.step(images_seen)
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Show a line of its own."""
         if self.line is not None:
-            self.line.say(line)
+            self.line.log(line)
+
+    say = log  # as observers of steps call it
 
     def point(self, values: Mapping[str, float], step: int, *, fp16: bool) -> None:
         """A log point, by the names of :func:`ddpm_ds.train.meters.metrics`."""
@@ -82,7 +80,7 @@ class Recorder:
             path.parent.mkdir(exist_ok=True)
             write_png(grid(images), path)
         except OSError as error:
-            self.say(f"{path} can't be written ({error.strerror}); training goes on")
+            self.log(f"{path} can't be written ({error.strerror}); training goes on")
             return
         self.tracker.image(path, SAMPLES_KEY, step)
         self.tracker.metrics({"perf/samples_seconds": seconds}, step)
@@ -90,7 +88,7 @@ class Recorder:
     def evaluation(self, values: Mapping[str, float], step: int) -> None:
         """The held-out loss, by the names of :meth:`ddpm_ds.train.validation.HeldOutLoss.measure`."""
         if "eval/loss" in values:
-            self.say(f"held-out loss {values['eval/loss']:.4f}")
+            self.log(f"held-out loss {values['eval/loss']:.4f}")
         self._write(EVALUATIONS, values, step)
 
     def observed(self, values: Mapping[str, float], step: int) -> None:
@@ -103,17 +101,16 @@ class Recorder:
             self.tracker.artifact(path, folder)
 
     def tags(self, values: Mapping[str, str]) -> None:
-        """What the run is found by in MLflow."""
+        """Tags by which the run is found in MLflow."""
         if self.tracker is not None:
             self.tracker.tags(values)
 
     def rewound(self, what: str, times: int, images_seen: int, step: int) -> None:
-        """The run went back to ``step``; the points from there on are of a new course, and are logged again."""
-        self.say(what)
+        """The run was rolled back to ``step``; the points from there on are of a new course, and are logged again."""
+        self.log(what)
         self._logged = {name: min(last, step) for name, last in self._logged.items()}
-        if self.folder is not None:
+        if self.tracker is not None and self.folder is not None:
             self.folder.forget_samples(images_seen)
-        if self.tracker is not None:
             self.tracker.text(what + "\n", f"rewinds/{times}.txt")
             self.tracker.metrics({"train/rewinds": float(times)}, step)
 
@@ -130,7 +127,7 @@ class Recorder:
         try:
             self.folder.append(name, values, step)  # first: a process that dies now won't log the point again
         except OSError as error:
-            self.say(f"{name} can't be written ({error.strerror}); training goes on")
+            self.log(f"{name} can't be written ({error.strerror}); training goes on")
         self.tracker.metrics(values, step)
 
 
@@ -156,18 +153,28 @@ def recorded(
 ) -> Iterator[Recorder]:
     """The run's folder and its MLflow run, on rank 0; ended as FAILED or KILLED when the body raises.
 
-    ``note`` is why a run that begins is made; ``parent`` the identity of the run that it is a child of.
+    Args:
+        plan: the run.
+        run_dir: its folder.
+        device: of this process.
+        line: None on ranks other than 0.
+        resumed: None for a run that begins.
+        note: why a run that begins is made.
+        parent: identity of the run that it is a child of.
     """
     if line is None:
         yield Recorder()
         return
     run_dir.mkdir(parents=True, exist_ok=True)
-    config, folder = plan.ds.as_json(), RunFolder(run_dir)
-    spec_file, config_file = run_dir / "spec.yaml", run_dir / "ds_config.json"
-    spec_file.write_text(yaml.safe_dump(plan.spec.model_dump(mode="json"), sort_keys=False))
-    config_file.write_text(json.dumps(config, indent=2) + "\n")
-    (run_dir / "stages.txt").write_text(stage_table(plan) + "\n")
-    tags = _tags(plan) | labels(run_dir, note, line.say)
+    folder, config, spec = RunFolder(run_dir), plan.ds.as_json(), plan.spec.model_dump(mode="json")
+    contents = {
+        "spec.yaml": yaml.safe_dump(spec, sort_keys=False),
+        "ds_config.json": json.dumps(config, indent=2) + "\n",
+        "stages.txt": stage_table(plan) + "\n",
+    }
+    for name, text in contents.items():
+        (run_dir / name).write_text(text)
+    tags = _tags(plan) | labels(run_dir, note, line.log)
     if resumed is not None:
         tags["resume_count"] = str(folder.add_resume(resumed.checkpoint, resumed.changed))
     tracker = Tracker.start(
@@ -175,12 +182,12 @@ def recorded(
         run_dir.name,
         output_root=run_dir.parent,
         run_dir=run_dir,
-        params={**plan.spec.model_dump(mode="json"), "ds_config": config, "derived": _derived(plan, device)},
+        params={**spec, "ds_config": config, "derived": _derived(plan, device)},
         tags=tags,
-        artifacts=[spec_file, config_file, run_dir / "stages.txt"],
+        artifacts=[run_dir / name for name in contents],
         identity=folder.identity(),
         parent=parent,
-        say=line.say,
+        log=line.log,
     )
     recorder = Recorder(line, tracker, folder)
     try:
@@ -191,6 +198,7 @@ def recorded(
 
 
 def _derived(plan: RunPlan, device: torch.device) -> dict[str, object]:
+    """Params that follow from spec, JSON and machine."""
     return {
         **asdict(plan.ds.layout),
         "parameters": plan.parameters,
@@ -203,6 +211,8 @@ def _derived(plan: RunPlan, device: torch.device) -> dict[str, object]:
 
 
 def _tags(plan: RunPlan) -> dict[str, str]:
+    """Where the run comes from: code, host, versions."""
+
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(ddpm_ds.__file__).parent), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,7 +1,4 @@
-"""The small files of a run's folder. No torch.
-
-Tags by which people and tools find a run in MLflow again, beside those that say how it was made. No torch.
-"""
+"""The small files of a run's folder: what a run keeps between two processes, and how it is found in MLflow again."""
 
 from __future__ import annotations
 
@@ -14,20 +11,57 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO
 
 from ddpm_ds.checkpoint.folder import write_file
 from ddpm_ds.errors import OutputError
 
+OUTPUT_ROOT = Path("runs")
+"""Where runs go that are given no folder."""
 METRICS, EVALUATIONS, OBSERVATIONS = "metrics.jsonl", "evaluations.jsonl", "observations.jsonl"
-"""Files of a run's folder: the log points, the held-out losses, and what observers of steps have measured."""
+"""Files of log points, of held-out losses, and of what observers of steps have measured."""
 IDENTITY = "identity"
 """File with what finds the folder's MLflow run again."""
+LOCK = ".lock"
+"""File that the run's process holds locked."""
+LABELS, NOTE = "tags.json", "note.txt"
+"""Files with the tags given by what has started the run, and with the note that it began with."""
+FOLDER_TAG = "run_dir"
+NOTE_TAG = "mlflow.note.content"
+"""Tag that MLflow shows as the description of a run."""
+
+
+def new_run_dir(name: str) -> Path:
+    """A folder for a run that is given none: the time, to the second, and the spec's name."""
+    return OUTPUT_ROOT / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
 
 
 def checkpoints_of(run_dir: Path) -> Path:
     """The folder of a run's checkpoints."""
     return run_dir / "checkpoints"
+
+
+def check_output(run_dir: Path, resume: str) -> None:
+    """Refuse a folder that can't be written, or that holds something else than the run to go on with.
+
+    Leaves nothing behind.
+
+    Raises:
+        OutputError: with the folder that is in the way.
+    """
+    if run_dir.exists() and (not run_dir.is_dir() or any(path.name != LOCK for path in run_dir.iterdir())):
+        if not (run_dir / "spec.yaml").exists():
+            raise OutputError(f"--run-dir {run_dir} is neither empty nor the folder of a run; name a new one")
+        if resume == "never":
+            raise OutputError(f"--run-dir {run_dir} holds a run and --resume is never; name a new one")
+    existing = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise OutputError(
+            f"--run-dir {run_dir} can't be written ({error.strerror}: {existing}); name a folder that can"
+        ) from None
 
 
 def claim_folder(run_dir: Path) -> IO[str]:
@@ -55,23 +89,43 @@ def identity_of(run_dir: Path) -> str | None:
     return file.read_text().strip() if file.is_file() else None
 
 
+def write_labels(run_dir: Path, tags: dict[str, str]) -> None:
+    """Give a run that is about to start in ``run_dir`` tags of its own."""
+    (run_dir / LABELS).write_text(json.dumps(tags, indent=2) + "\n")
+
+
+def labels(run_dir: Path, note: str | None, log: Callable[[str], None]) -> dict[str, str]:
+    """The tags of the folder's run. Call it before the folder has an identity: a note is for a run that begins.
+
+    A run that goes on may have been written about since, in MLflow, so its note is left as it is.
+    """
+    given, first = run_dir / LABELS, run_dir / NOTE
+    tags: dict[str, str] = json.loads(given.read_text()) if given.exists() else {}
+    tags[FOLDER_TAG] = str(run_dir.resolve())
+    if note is not None and identity_of(run_dir) is None:
+        first.write_text(note)
+        tags[NOTE_TAG] = note
+    elif note is not None and not (first.exists() and first.read_text() == note):
+        log(f'--note is for a run that begins, and this one goes on; add to its note: ddpm-ds note {run_dir} "..."')
+    return tags
+
+
 @dataclass
 class RunFolder:
-    """The small files of a run's folder that outlive a process; used on rank 0."""
+    """The files that outlive a process; used on rank 0."""
 
     path: Path
 
     def identity(self) -> str:
         """What finds the folder's MLflow run again: made once."""
-        file = self.path / IDENTITY
-        if not file.exists():
-            write_file(file, f"{uuid.uuid4().hex}\n".encode())
-        return file.read_text().strip()
+        if identity_of(self.path) is None:
+            write_file(self.path / IDENTITY, f"{uuid.uuid4().hex}\n".encode())
+        return (self.path / IDENTITY).read_text().strip()
 
     def logged_step(self, name: str) -> int:
         """The step of the last point in one of these files, 0 where there is none.
 
-        A resumed run repeats steps, and logs none of them twice. After a rewind the last step is not the highest.
+        A resumed run repeats steps, and logs none of them twice. After a rollback the last step is not the highest.
         """
         file = self.path / name
         for line in reversed(file.read_text().splitlines() if file.exists() else []):
@@ -84,7 +138,7 @@ class RunFolder:
     def append(self, name: str, values: Mapping[str, float], step: int) -> None:
         """Add a point to one of these files, on a line of its own."""
         with (self.path / name).open("ab+") as file:
-            if file.tell() and not _ends_a_line(file):
+            if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":  # the last point was cut off
                 file.write(b"\n")
             file.write(json.dumps({"step": step, **values}).encode() + b"\n")
 
@@ -105,72 +159,3 @@ class RunFolder:
             now = datetime.now(UTC).isoformat(timespec="seconds")
             stream.write(json.dumps({"at": now, "from": checkpoint.name, "changed": list(changed)}) + "\n")
         return len(file.read_text().splitlines())
-
-
-def _ends_a_line(file: BinaryIO) -> bool:
-    file.seek(-1, os.SEEK_END)
-    return file.read(1) == b"\n"
-
-
-NOTE_TAG = "mlflow.note.content"
-"""What MLflow shows as the description of a run."""
-FOLDER_TAG = "run_dir"
-LABELS, NOTE = "tags.json", "note.txt"
-"""Files of a run's folder: tags given by what has started it, and the note that it began with."""
-
-
-def write_labels(run_dir: Path, tags: dict[str, str]) -> None:
-    """Give a run that is about to start in ``run_dir`` tags of its own."""
-    (run_dir / LABELS).write_text(json.dumps(tags, indent=2) + "\n")
-
-
-def labels(run_dir: Path, note: str | None, say: Callable[[str], None]) -> dict[str, str]:
-    """The tags of the folder's run. Call it before the folder has an identity: a note is for a run that begins.
-
-    A run that goes on may have been written about since, in MLflow, so its note is left as it is.
-    """
-    given, first = run_dir / LABELS, run_dir / NOTE
-    tags: dict[str, str] = json.loads(given.read_text()) if given.exists() else {}
-    tags[FOLDER_TAG] = str(run_dir.resolve())
-    if note is None:
-        return tags
-    if identity_of(run_dir) is None:
-        first.write_text(note)
-        tags[NOTE_TAG] = note
-    elif not first.exists() or first.read_text() != note:
-        say(f'--note is for a run that begins, and this one goes on; add to its note: ddpm-ds note {run_dir} "..."')
-    return tags
-
-
-OUTPUT_ROOT = Path("runs")
-"""Where runs go that are given no folder."""
-LOCK = ".lock"
-"""File in a run's folder that its process holds locked."""
-
-
-def new_run_dir(name: str) -> Path:
-    """A folder for a run that is given none: the time, to the second, and the spec's name."""
-    return OUTPUT_ROOT / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
-
-
-def check_output(run_dir: Path, resume: str) -> None:
-    """Refuse a folder that can't be written, or that holds something else than the run to go on with.
-
-    Leaves nothing behind.
-
-    Raises:
-        OutputError: with the folder that is in the way.
-    """
-    if run_dir.exists() and (not run_dir.is_dir() or any(path.name != LOCK for path in run_dir.iterdir())):
-        if not (run_dir / "spec.yaml").exists():
-            raise OutputError(f"--run-dir {run_dir} is neither empty nor the folder of a run; name a new one")
-        if resume == "never":
-            raise OutputError(f"--run-dir {run_dir} holds a run and --resume is never; name a new one")
-    existing = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
-    try:
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as error:
-        raise OutputError(
-            f"--run-dir {run_dir} can't be written ({error.strerror}: {existing}); name a folder that can"
-        ) from None

@@ -1,80 +1,172 @@
-"""MLflow's system metrics of the host that this process runs on: CPU, memory, disk, network and GPUs.
+"""System metrics of every host of a run - CPU, memory, disk, network, GPUs - in its MLflow run, by MLflow's names.
 
-Read in processes beside training, which may import MLflow: on rank 0's host in that of the tracker, on every other one
-in a process of its own, started by :mod:`ddpm_ds.tracking.node_metrics` with the trainer's id. That writes one JSON
-object per line, {"metrics": {name: value}} or {"say": line}, and ends when the trainer has.
+    host b   thread of its first rank ──▶ queue in the store on rank 0
+    host a   thread of rank 0 ◀── the queue;  ──▶ the tracker, as system/b/...
+
+Only rank 0 talks to MLflow. So the other hosts need no way to the tracking server and no password of it, and the SQLite
+file, which must not be written from several hosts, will do as well. Nothing here is waited for by training. MLflow's
+own monitor needs the server on every host and stops at the first question that it does not answer, so that only its
+names, numbers and environment variables are taken over.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
 import json
-import logging
 import os
-import sys
+import statistics
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
-from ddpm_ds.tracking.tracker import settle_side_process
+import psutil
+import torch.distributed as dist
+
+from ddpm_ds.processes.ranks import NODE_ID, host_name
+from ddpm_ds.tracking.tracker import Tracker, print_to_stderr
 
 SWITCH = "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING"
-PACE = ("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "MLFLOW_SYSTEM_METRICS_SAMPLES_BEFORE_LOGGING")
+INTERVAL, SAMPLES = "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "MLFLOW_SYSTEM_METRICS_SAMPLES_BEFORE_LOGGING"
+SETTINGS, QUEUE = "system_metrics/settings", "system_metrics"  # in the store
+POLL_SECONDS = 1.0
+LEAVE_SECONDS = 1.0
+"""How long the end of training waits for each thread, which may wait for the store."""
 
-NOWHERE = "http://localhost"
-"""MLflow's monitor wants a tracker, which is never called: it is asked for values, not to log them."""
-
-
-def switched_on() -> bool:
-    """Whether the environment leaves system metrics on, as they are unless it says otherwise."""
-    return os.environ.get(SWITCH, "true").lower() not in ("false", "0")
+Log = Callable[[str], None]
 
 
-def samples(ending: threading.Event, say: Callable[[str], None]) -> Iterator[dict[str, float]]:
-    """Until ``ending``: values by MLflow's names, such as ``cpu_utilization_percentage``, means over an interval.
+class SystemMetrics:
+    """Reads the metrics of this host. ``log`` is told when training uses GPUs that can't be read."""
 
-    The environment sets the interval (``MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL``, 10 s). ``say`` is told when
-    training uses GPUs that can't be read.
+    def __init__(self, log: Log) -> None:
+        psutil.cpu_percent()  # the first call only starts the counter
+        self._network = psutil.net_io_counters()
+        self._gpus: list[object] = []
+        try:
+            import pynvml as nvml
+
+            nvml.nvmlInit()
+            self._nvml, self._gpus = (
+                nvml,
+                [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())],
+            )
+        except Exception as error:  # no module, no driver, a driver of another version
+            if os.environ.get("DS_ACCELERATOR") == "cuda":
+                fix = "pip install nvidia-ml-py" if isinstance(error, ImportError) else "nvidia-smi says more"
+                log(f"system metrics are without the GPUs ({error}); {fix}")
+
+    def read(self) -> dict[str, float]:
+        """The values of now; utilisation of the CPU since the last call, traffic since the first."""
+        memory, disk, network = psutil.virtual_memory(), psutil.disk_usage(os.sep), psutil.net_io_counters()
+        values = {
+            "cpu_utilization_percentage": psutil.cpu_percent(),
+            "system_memory_usage_megabytes": memory.used / 1e6,
+            "system_memory_usage_percentage": memory.used / memory.total * 100,
+            "disk_usage_percentage": disk.percent,
+            "disk_usage_megabytes": disk.used / 1e6,
+            "disk_available_megabytes": disk.free / 1e6,
+            "network_receive_megabytes": (network.bytes_recv - self._network.bytes_recv) / 1e6,
+            "network_transmit_megabytes": (network.bytes_sent - self._network.bytes_sent) / 1e6,
+        }
+        for index, gpu in enumerate(self._gpus):
+            name, nvml = f"gpu_{index}", self._nvml
+            with contextlib.suppress(nvml.NVMLError):
+                held = nvml.nvmlDeviceGetMemoryInfo(gpu)
+                values[f"{name}_memory_usage_percentage"] = held.used / held.total * 100
+                values[f"{name}_memory_usage_megabytes"] = held.used / 1e6
+            with contextlib.suppress(nvml.NVMLError):
+                values[f"{name}_utilization_percentage"] = nvml.nvmlDeviceGetUtilizationRates(gpu).gpu
+            with contextlib.suppress(nvml.NVMLError):
+                milliwatts = nvml.nvmlDeviceGetPowerUsage(gpu)
+                values[f"{name}_power_usage_watts"] = milliwatts / 1000
+                values[f"{name}_power_usage_percentage"] = 100 * milliwatts / nvml.nvmlDeviceGetEnforcedPowerLimit(gpu)
+        return values
+
+
+@contextlib.contextmanager
+def system_metrics(store: dist.Store | None, tracker: Tracker | None, log: Log = print_to_stderr) -> Iterator[None]:
+    """Around training, on every rank: read the system metrics of this host and have rank 0 log them.
+
+    Does nothing on a rank that is not the first of its host. The environment of rank 0 says for all hosts whether
+    metrics are read and how often.
+
+    Args:
+        store: that of the ranks; None for a single rank.
+        tracker: on rank 0.
+        log: shows one line to the user; called from another thread.
     """
-    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+    rank, host, ending = int(os.environ["RANK"]), host_name(), threading.Event()
+    jobs: list[Callable[[], None]] = []
+    if tracker is not None:
+        settings = {name: os.environ[name] for name in (SWITCH, INTERVAL, SAMPLES) if name in os.environ}
+        node = host if os.environ.get(NODE_ID) else None
+        jobs.append(lambda: _read(settings, ending, lambda values: tracker.system_metrics(values, node), log))
+        if store is not None:
+            jobs.append(lambda: _collect(store, settings, tracker, ending))
+    elif store is not None and rank != 0 and os.environ["LOCAL_RANK"] == "0":
+        jobs.append(lambda: _pass_on(store, host, rank, ending, log))
 
-    monitor = SystemMetricsMonitor("", tracking_uri=NOWHERE)
-    first = monitor.collect_metrics()  # only starts the counters
-    if os.environ.get("DS_ACCELERATOR") == "cuda" and not any(name.startswith("gpu_") for name in first):
-        installed = importlib.util.find_spec("pynvml") is not None
-        why = "NVML does not answer" if installed else "nvidia-ml-py is missing (pip install nvidia-ml-py)"
-        say(f"system metrics are without the GPUs: {why}")
-    while True:
-        for source in monitor.monitors:
-            source.clear_metrics()
-        for _ in range(monitor.samples_before_logging):
-            if ending.wait(monitor.sampling_interval):
-                return
-            monitor.collect_metrics()
-        yield monitor.aggregate_metrics()
+    def run(job: Callable[[], None]) -> None:
+        try:
+            job()
+        except dist.DistError:  # rank 0 has gone, with the store
+            pass
+        except Exception as error:  # whatever it is, training must not see it
+            log(f"system metrics of {host} are no longer read ({error}); training goes on")
 
-
-def _end_with(trainer: int) -> None:
-    while os.getppid() == trainer:
-        time.sleep(1.0)
-    os._exit(0)
-
-
-def main() -> None:
-    """Serve the process whose id is the first argument."""
-    logging.disable(logging.CRITICAL)
-    to_trainer = settle_side_process()
-    threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
-
-    def write(name: str, value: object) -> None:
-        to_trainer.write(json.dumps({name: value}) + "\n")
-
+    threads = [threading.Thread(target=run, args=(job,), name="system metrics", daemon=True) for job in jobs]
+    for thread in threads:
+        thread.start()
     try:
-        for values in samples(threading.Event(), lambda line: write("say", line)):
-            write("metrics", values)
-    except Exception as error:
-        write("say", f"system metrics are no longer read ({error}); training goes on")
+        yield
+    finally:
+        ending.set()
+        for thread in threads:
+            thread.join(LEAVE_SECONDS)
 
 
-if __name__ == "__main__":
-    main()
+def _read(
+    settings: Mapping[str, str], ending: threading.Event, take: Callable[[dict[str, float]], None], log: Log
+) -> None:
+    """Hand over the means of so many readings, so many seconds apart, until training ends."""
+    if settings.get(SWITCH, "true").lower() in ("false", "0"):
+        return
+    interval, samples = float(settings.get(INTERVAL, 10)), int(settings.get(SAMPLES, 1))
+    source = SystemMetrics(log)
+    while True:
+        readings = []
+        for _ in range(samples):
+            if ending.wait(interval):
+                return
+            readings.append(source.read())
+        last = readings[-1]
+        means = {name: statistics.fmean(each.get(name, last[name]) for each in readings) for name in last}
+        traffic = {name: value for name, value in last.items() if name.startswith("network_")}
+        take({name: round(mean, 1) for name, mean in means.items()} | traffic)
+
+
+def _pass_on(store: dist.Store, host: str, rank: int, ending: threading.Event, log: Log) -> None:
+    """On another host than rank 0's: put what is read into the queue."""
+    while not store.check([SETTINGS]):
+        if ending.wait(POLL_SECONDS):
+            return
+    origin = {"host": host, "rank": rank}
+    _read(
+        json.loads(store.get(SETTINGS)),
+        ending,
+        lambda values: store.queue_push(QUEUE, json.dumps({**origin, "metrics": values})),
+        lambda line: log(f"{host}: {line}"),
+    )
+
+
+def _collect(store: dist.Store, settings: Mapping[str, str], tracker: Tracker, ending: threading.Event) -> None:
+    """On rank 0: log what is in the queue. Of several hosts with one name the second gets its rank appended."""
+    store.set(SETTINGS, json.dumps(settings))
+    ranks: dict[str, int] = {}
+    ended = False
+    while not ended:
+        ended = ending.wait(POLL_SECONDS)
+        for _ in range(store.queue_len(QUEUE)):
+            read = json.loads(store.queue_pop(QUEUE, block=False))
+            host, rank = read["host"], read["rank"]
+            node = host if ranks.setdefault(host, rank) == rank else f"{host}-rank{rank}"
+            tracker.system_metrics(read["metrics"], node)

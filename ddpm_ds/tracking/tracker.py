@@ -1,14 +1,16 @@
 """Experiment tracking that training never waits for.
 
-    training ── metrics() ──▶ queue ──▶ writer thread ──▶ pipe ──▶ worker process ──▶ MLflow
-                                │                                        │
-                              unsent ◀── reader thread ◀── replies ──────┘
+    training ── records ──▶ journal ──▶ worker process ──▶ MLflow
+                                              │
+       log lines ◀── supervising thread ◀── replies
 
-MLflow lives in a child process (:mod:`ddpm_ds.tracking.worker`): its import, the making of its database, its
-network and its crashes stay outside of the training process. What the worker has not yet reported as sent is kept
-here, for a second worker if the first one dies, and for a file in the run folder if nothing helps.
+MLflow lives in a child process (:mod:`ddpm_ds.tracking.worker`): its import, the making of its database, its network
+and its crashes stay outside of the training process. The journal is a nameless file, so a record is written down at
+once, whatever MLflow does; a second worker goes on where the first one died, and what MLflow has not taken by the end
+of the run is kept in the run folder, to be sent later. (MLflow's own asynchronous logging drops what a server does not
+take at once, and runs in threads of the training process.)
 
-Both processes speak in records, one JSON object per line:
+The journal has one JSON object per line:
 
     {"start": {...}}                                                  which run: see ``Tracker.start``
     {"metrics": {name: value}, "step": int, "time": milliseconds}    without a step: seconds since the run began
@@ -19,9 +21,7 @@ Both processes speak in records, one JSON object per line:
     {"register": model name, "folder": of the run's artifacts}
     {"finish": "FINISHED" | "FAILED" | "KILLED", "time": milliseconds}
 
-and the worker replies {"run": ids}, {"sent": count}, {"refused": count} (start not counted) or {"say": line}.
-
-Processes beside training, which may import MLflow: started to find our modules and to keep out of the way.
+and the worker replies {"run": ids}, {"sent": bytes of the journal that MLflow has} or {"log": line}.
 """
 
 from __future__ import annotations
@@ -30,18 +30,16 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import IO, Any, Literal
 
 Record = dict[str, Any]
@@ -50,6 +48,12 @@ WORKER = "ddpm_ds.tracking.worker"
 WORKERS = 2  # the first, and one more if it dies
 UNSENT_FILE = "mlflow_unsent.jsonl"
 PARAM_CHARACTERS = 6000  # MLflow's limit for the value of a param
+MLFLOW = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the worker retries by itself, and can be woken while it waits
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+"""Environment of MLflow's client where nobody has set it otherwise: a server that is down is noticed soon."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ def resolve_uri(start: Record) -> str:
 
 
 def keep_unsent(start: Record, records: Iterable[Record]) -> str:
-    """Append what could not be sent to the run folder's file; returns the line that says so and how to send it."""
+    """Append what could not be sent to a file in the run folder; returns a line that says so and how to send it."""
     lines = [json.dumps(record) for record in records]
     path, uri = Path(start["run_dir"]) / UNSENT_FILE, without_password(resolve_uri(start))
     what = f"{len(lines)} {'record' if len(lines) == 1 else 'records'} could not be sent to MLflow at {uri}"
@@ -123,62 +127,69 @@ class Tracker:
         tags: Mapping[str, str],
         artifacts: Iterable[Path] = (),
         tracking_uri: str | None = None,
-        run_id: str | None = None,
         identity: str | None = None,
         parent: str | None = None,
-        system_metrics: bool = True,
-        say: Callable[[str], None] = print_to_stderr,
+        log: Callable[[str], None] = print_to_stderr,
     ) -> Tracker:
-        """Begin a run, or go on with ``run_id``, whose params are left as they are.
+        """Begin a run, or go on with the one of this ``identity``, whose params are left as they are.
 
-        The tracker is ``tracking_uri``, else the environment's ``MLFLOW_TRACKING_URI``, else
-        ``sqlite:///<output_root>/mlflow.db`` with artifacts in ``<output_root>/mlartifacts``. ``params`` may be
-        nested. ``identity`` finds the run again; ``parent`` is the identity of the run that this one is a child of.
-        ``say`` shows one line to the user; it is called from another thread.
+        Args:
+            experiment: name of the experiment.
+            run_name: name of the run.
+            output_root: folder of ``mlflow.db`` and ``mlartifacts``, which are the tracker unless ``tracking_uri`` or
+                the environment's ``MLFLOW_TRACKING_URI`` names one.
+            run_dir: where what can't be sent is kept.
+            params: may be nested.
+            tags: set at every start.
+            artifacts: files to log first.
+            tracking_uri: the tracker, if it is another than those.
+            identity: finds the run again.
+            parent: the identity of the run that this one is a child of.
+            log: shows one line to the user; called from another thread.
         """
         start = {
             "id": identity or uuid.uuid4().hex,
             "time": now_ms(),
             "experiment": experiment,
             "run_name": run_name,
-            "run_id": run_id,
             "tracking_uri": tracking_uri,
             "output_root": str(output_root.resolve()),
             "run_dir": str(run_dir.resolve()),
             "params": flatten(params),
             "tags": dict(tags),
             "parent": parent,
-            "system_metrics": system_metrics,
         }
-        tracker = cls(start, say)
+        tracker = cls(start, log)
         for path in artifacts:
             tracker.artifact(path)
         return tracker
 
-    def __init__(self, start: Record, say: Callable[[str], None]) -> None:
-        self._start, self._say = start, say
+    def __init__(self, start: Record, log: Callable[[str], None]) -> None:
+        self._start, self._log = start, log
         self._lock = threading.Lock()
-        self._unsent: deque[Record] = deque()  # not yet reported as sent, oldest first
-        self._refused: list[Record] = []
+        self._journal = _new_journal(start)
+        self._unwritten = b""  # what the disk had no room for
+        self._closed = False
+        self._sent = os.fstat(self._journal).st_size  # every worker reads the start besides
         self._run: dict[str, str] = {}
         self._link: RunLink | None = None
-        self._closed = False
-        self._spawn()
+        self._process = self._start_worker()
         self._supervisor = threading.Thread(target=self._supervise, name="tracker", daemon=True)
         self._supervisor.start()
 
     @property
     def run_id(self) -> str | None:
-        """The run's id, to go on with later; None until the tracker has answered."""
+        """The run's id; None until MLflow has answered."""
         return self._run.get("run_id")
 
     def metrics(self, values: Mapping[str, float], step: int) -> None:
         """Log values at an optimizer step, with the time of this call."""
         self._put({"metrics": {name: float(value) for name, value in values.items()}, "step": step, "time": now_ms()})
 
-    def system_metrics(self, values: Mapping[str, float], node: str) -> None:
-        """Log system metrics of another host than this one as ``system/<node>/...``, with the time of this call."""
-        self._put({"metrics": {f"system/{node}/{name}": value for name, value in values.items()}, "time": now_ms()})
+    def system_metrics(self, values: Mapping[str, float], node: str | None = None) -> None:
+        """Log values as ``system/...``, or ``system/<node>/...``, with the time of this call."""
+        prefix = f"system/{node}/" if node else "system/"
+        self._put({"metrics": {prefix + name: value for name, value in values.items()}, "time": now_ms()})
 
     def artifact(self, path: Path, folder: str = "") -> None:
         """Log a file or folder, as it is when its turn comes."""
@@ -210,65 +221,61 @@ class Tracker:
                 self._closed = True
                 self._process.kill()
             self._supervisor.join(5.0)
-            if left := [*self._refused, *self._unsent]:
-                self._say(keep_unsent(self._start, left))
+            unsent = os.pread(self._journal, os.fstat(self._journal).st_size - self._sent, self._sent)
+            if lines := (unsent + self._unwritten).splitlines():
+                self._log(keep_unsent(self._start, map(json.loads, lines)))
+            os.close(self._journal)
             self._link = self._make_link()
         return self._link
 
     def _put(self, record: Record) -> None:
-        with self._lock:
-            self._unsent.append(record)
-            self._queue.put(record)
+        with self._lock, suppress(OSError):  # a full disk: tried again with the next record
+            self._unwritten += json.dumps(record).encode() + b"\n"
+            while self._unwritten and not self._closed:
+                self._unwritten = self._unwritten[os.write(self._journal, self._unwritten) :]
 
-    def _spawn(self) -> None:
-        """Start a worker, to be fed the start and everything unsent."""
-        self._queue: SimpleQueue[Record | None] = SimpleQueue()
-        for record in ({"start": self._start}, *self._unsent):
-            self._queue.put(record)
-        self._process = start_side_process(WORKER)
-        threading.Thread(target=self._feed, args=(self._process.stdin, self._queue), daemon=True).start()
-
-    @staticmethod
-    def _feed(pipe: IO[bytes], queue: SimpleQueue[Record | None]) -> None:
-        with suppress(OSError), pipe:  # of a broken pipe the supervisor hears too
-            while (record := queue.get()) is not None:
-                pipe.write(json.dumps(record).encode() + b"\n")
-                pipe.flush()
+    def _start_worker(self) -> subprocess.Popen[bytes]:
+        variables = {
+            **MLFLOW,
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(folder or os.getcwd() for folder in sys.path),  # finds the modules we found
+            "PYTHONSAFEPATH": "1",  # and none in the working folder besides
+            "PYTHONWARNINGS": "ignore",
+        }
+        arguments = [str(number) for number in (os.getpid(), self._journal, self._sent)]
+        return subprocess.Popen(
+            [sys.executable, "-m", WORKER, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            pass_fds=[self._journal],
+            env=variables,
+        )
 
     def _supervise(self) -> None:
+        """Hear what the worker says, and replace it once if it dies."""
         for worker in range(1, WORKERS + 1):
-            process, queue = self._process, self._queue
-            assert process.stdout is not None
-            with process.stdout:
-                for line in process.stdout:
+            replies: IO[bytes] | None = self._process.stdout
+            assert replies is not None
+            with replies:
+                for line in replies:
                     with suppress(ValueError):  # cut off by the worker's death
                         self._hear(json.loads(line))
-            queue.put(None)
-            if process.wait() == 0:
-                return
+            code = self._process.wait()
             with self._lock:
-                if self._closed or worker == WORKERS:
+                if code == 0 or self._closed or worker == WORKERS:
                     return
-                self._spawn()
-            self._say(f"the MLflow process died (exit code {process.returncode}) and is restarted; training goes on")
+                self._process = self._start_worker()
+            self._log(f"the MLflow process died (exit code {code}) and is restarted; training goes on")
 
     def _hear(self, reply: Record) -> None:
-        if "say" in reply:
-            self._say(reply["say"])
-        if "run" in reply:
-            self._run = reply["run"]
-        with self._lock:
-            for _ in range(reply.get("sent", 0)):
-                self._unsent.popleft()
-            for _ in range(reply.get("refused", 0)):
-                self._refused.append(self._unsent.popleft())
+        if "log" in reply:
+            self._log(reply["log"])
+        self._run = reply.get("run", self._run)
+        self._sent = reply.get("sent", self._sent)
 
     def _make_link(self) -> RunLink:
-        uri, run_id, experiment_id = (
-            without_password(resolve_uri(self._start)),
-            self.run_id,
-            self._run.get("experiment_id"),
-        )
+        uri, run_id, experiment_id = resolve_uri(self._start), self.run_id, self._run.get("experiment_id")
+        uri = without_password(uri)
         if not uri.startswith(("http://", "https://")):
             open_with = f"mlflow ui --backend-store-uri {shlex.quote(uri)}"  # listens on loopback only
         else:
@@ -276,40 +283,15 @@ class Tracker:
         return RunLink(run_id, experiment_id, uri, open_with)
 
 
-MLFLOW = {
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # who sends retries by itself and can be woken while it waits
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-}
-"""Environment of MLflow's client where nobody has said otherwise: it answers soon, or says that it can't."""
-
-
-def start_side_process(module: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-    """Run ``module`` beside this process, whose id is its argument, with pipes to its standard input and output.
-
-    ``environment`` goes before that of this process.
-    """
-    variables = {
-        **MLFLOW,
-        **os.environ,
-        **(environment or {}),
-        "PYTHONPATH": os.pathsep.join(folder or os.getcwd() for folder in sys.path),  # finds the modules we found
-        "PYTHONSAFEPATH": "1",  # and none in the working folder besides
-        "PYTHONWARNINGS": "ignore",
-    }
-    command = [sys.executable, "-m", module, str(os.getpid())]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables)
-
-
-def settle_side_process() -> IO[str]:
-    """Called first in such a process: leave signals to the trainer and let it go first.
-
-    Returns what to write lines for the trainer to; standard output is silenced, since MLflow may print.
-    """
-    # Launchers and terminals signal the whole process group; this process ends when the trainer has.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-    os.nice(5)
-    to_trainer = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    return to_trainer
+def _new_journal(start: Record) -> int:
+    """A file without a name in the run folder, or in memory where that can't be written."""
+    line = json.dumps({"start": start}).encode() + b"\n"
+    try:
+        with tempfile.TemporaryFile(dir=start["run_dir"]) as file:
+            file.write(line)
+            file.flush()
+            return os.dup(file.fileno())
+    except OSError:
+        journal = os.memfd_create("mlflow")
+        os.write(journal, line)
+        return journal

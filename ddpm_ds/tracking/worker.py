@@ -1,28 +1,21 @@
-"""MLflow's registry of models: a version is a folder of a run's artifacts.
+"""The process in which MLflow lives: reads records from a journal and sends them, in order, until they are accepted.
 
-The process in which MLflow lives: takes records as JSON lines and sends them, in order, until they are accepted.
+Rank 0's :class:`~ddpm_ds.tracking.tracker.Tracker`, which documents the records, starts it with three numbers: the
+trainer's process id, the journal's file descriptor, and the bytes of the journal that were sent before. When the
+trainer dies, the run ends as FAILED after everything that was recorded, and this process ends soon after.
 
-Rank 0's :class:`~ddpm_ds.tracking.tracker.Tracker` (which documents the records) starts it with its own process id.
-When that process dies, the run ends as FAILED after everything that was said, and this process ends soon after.
-
-Without a process id it sends what a run had to leave behind:
+Without arguments it sends what a run had to leave behind:
 
     python -m ddpm_ds.tracking.worker < RUN_DIR/mlflow_unsent.jsonl
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from ddpm_ds.tracking.tracker import Record
-
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
 import fcntl
 import json
 import logging
 import os
-import select
+import signal
 import sys
 import threading
 import time
@@ -33,39 +26,13 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from ddpm_ds.processes.ranks import NODE_ID
-from ddpm_ds.tracking.system_metrics import samples, switched_on
-from ddpm_ds.tracking.tracker import (
-    keep_unsent,
-    now_ms,
-    print_to_stderr,
-    resolve_uri,
-    settle_side_process,
-    without_password,
-)
+from ddpm_ds.tracking.tracker import Record, keep_unsent, now_ms, print_to_stderr, resolve_uri, without_password
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
 
-
-def register(client: MlflowClient, run_id: str, record: Record) -> str:
-    """Make the folder of a register record a new version; returns a line that says which. Safe to repeat."""
-    from mlflow.exceptions import MlflowException
-
-    name = record["register"]
-    source = f"{client.get_run(run_id).info.artifact_uri}/{record['folder']}".rstrip("/")
-    try:
-        client.create_registered_model(name)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_ALREADY_EXISTS":
-            raise
-    known = client.search_model_versions(f"run_id = '{run_id}'")
-    same = [version for version in known if (version.name, version.source) == (name, source)]
-    version = same[0] if same else client.create_model_version(name, source, run_id, await_creation_for=0)
-    return f"MLflow has version {version.version} of the model {name}: models:/{name}/{version.version}"
-
-
+POLL_SECONDS = 0.1
 FLUSH_SECONDS = 20.0  # after the trainer died; DeepSpeed's launcher kills what is left of a rank after 30
 LONGEST_PAUSE_SECONDS = 30.0
 METRICS_PER_REQUEST, PARAMS_PER_REQUEST = 1000, 100  # MLflow's limits; that for params holds for tags too
@@ -82,243 +49,207 @@ def reason(error: BaseException) -> str:
     return without_password(" ".join(str(error).split())[:200]) or type(error).__name__
 
 
-@contextmanager
-def one_at_a_time(folder: Path) -> Iterator[None]:
-    """Hold back other workers of the same output root: two that make one database at once spoil it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".mlflow.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def find_run(client: MlflowClient, start: Record, uri: str) -> Run:
-    """The run of a start record: gone on with, found, or made with its params and tags. Safe to repeat."""
-    from mlflow.entities import Param, RunTag
-    from mlflow.exceptions import MlflowException
-
-    run, params = None, []
-    if start["run_id"]:
-        try:
-            client.update_run(start["run_id"], status="RUNNING")
-            run = client.get_run(start["run_id"])
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
-    if run is None:
-        params = [Param(name, value) for name, value in start["params"].items()]
-        if experiment := client.get_experiment_by_name(start["experiment"]):
-            experiment_id = experiment.experiment_id
-        else:
-            # A server knows where artifacts go; a bare database would have them in the working folder.
-            bare = uri.split(":")[0].split("+")[0] in DATABASES
-            location = (Path(start["output_root"]) / "mlartifacts").as_uri() if bare else None
-            experiment_id = client.create_experiment(start["experiment"], location)
-        found = client.search_runs([experiment_id], f"tags.`{START_TAG}` = '{start['id']}'", max_results=1)
-        tags = {START_TAG: start["id"]}
-        if found:
-            run = found[0]
-            client.update_run(run.info.run_id, status="RUNNING")
-            params = [] if run.data.params else params
-        else:
-            run = client.create_run(experiment_id, start["time"], tags, start["run_name"])
-    tags = start["tags"] | parent_tag(client, run.info.experiment_id, start.get("parent"))
-    run_tags = [RunTag(name, value) for name, value in tags.items()]
-    for begin in range(0, max(len(params), len(run_tags)), PARAMS_PER_REQUEST):
-        part = slice(begin, begin + PARAMS_PER_REQUEST)
-        client.log_batch(run.info.run_id, params=params[part], tags=run_tags[part], synchronous=True)
-    return run
-
-
-def parent_tag(client: MlflowClient, experiment_id: str, parent: str | None) -> dict[str, str]:
-    """The tag of a child of the run with the identity ``parent``; empty where there is no such run."""
-    if parent is None:
-        return {}
-    found = client.search_runs([experiment_id], f"tags.`{START_TAG}` = '{parent}'", max_results=1)
-    return {PARENT_TAG: found[0].info.run_id} if found else {}
-
-
 class Worker:
-    """Reads records in one thread and sends them in another.
+    """Sends the records of a journal.
 
-    ``parent`` is the process id of the trainer that they come from and that hears ``replies``, if any.
+    Args:
+        journal: file descriptor.
+        sent: bytes of the journal whose records MLflow has; the start, which comes first, is needed all the same.
+        trainer: id of the process that goes on writing the journal, if any.
+        replies: where the trainer listens.
     """
 
-    def __init__(self, parent: int | None, replies: IO[str] | None) -> None:
-        self._parent, self._replies = parent, replies
-        self._records: deque[Record] = deque()  # not accepted yet, oldest first
-        self._refused: list[Record] = []
-        self._changed = threading.Condition()
-        self._ending = threading.Event()  # the trainer will say nothing more
-        self._unfinished = False  # a start was read and its finish was not
+    def __init__(self, journal: int, sent: int = 0, trainer: int | None = None, replies: IO[str] | None = None) -> None:
+        self._journal, self._sent, self._trainer, self._replies = journal, sent, trainer, replies
+        self._lock = threading.Lock()
+        self._records: deque[tuple[Record, int]] = deque()  # read but not accepted yet, and where each ends
+        self._read_to, self._tail = sent, b""
+        self._start: Record = {}
+        if sent:
+            first = json.loads(os.pread(journal, sent, 0).split(b"\n", 1)[0])
+            self._start = first["start"]
+            self._records.append((first, sent))
+        self._ended = not sent  # the last run that was started is finished, so that nothing more will come
         self._said: set[str] = set()
         self._down = False
-        self._start: Record = {}
         self._client: MlflowClient
         self._run: Run
 
-    def read(self) -> None:
-        """Take in records until the trainer is gone. Never waits for MLflow, so that nothing said is lost with it."""
-        tail = b""
-        try:
-            while True:
-                if select.select([0], [], [], 1.0)[0]:
-                    if not (chunk := os.read(0, 1 << 16)):
-                        break
-                    *lines, tail = (tail + chunk).split(b"\n")
-                    for line in lines:
-                        self._take(json.loads(line))
-                elif self._parent is not None and os.getppid() != self._parent:
-                    break  # a loader process forked from the trainer may still hold the pipe open
-        finally:
-            if self._parent is not None:
-                threading.Timer(FLUSH_SECONDS, self._give_up).start()
-            if self._unfinished:
-                self._take({"finish": "FAILED", "time": now_ms()})
-            self._end()
-
-    def _take(self, record: Record) -> None:
-        with self._changed:
-            self._unfinished = "start" in record or (self._unfinished and "finish" not in record)
-            self._records.append(record)
-            self._changed.notify()
-        if "finish" in record and self._parent is not None:
-            self._end()
-
-    def _end(self) -> None:
-        with self._changed:
-            self._ending.set()
-            self._changed.notify()
-
-    def _give_up(self) -> None:
-        with self._changed:
-            left = [record for record in (*self._refused, *self._records) if "start" not in record]
-        if self._start:
-            self._say("unsent", keep_unsent(self._start, left))
-        os._exit(1)
-
     def work(self) -> None:
         """Send every record; returns when there are no more to come."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._records or self._ending.is_set())
-                if not self._records:
-                    return
-                batch = self._next_batch()
-            answer = self._until_answered(batch)
-            with self._changed:
-                for _ in batch:
+        if self._trainer is not None:
+            threading.Thread(target=self._survive_trainer, daemon=True).start()
+        while self._wait_for_records():
+            batch = self._next_batch()
+            self._deliver([record for record, _ in batch])
+            with self._lock:
+                for _, self._sent in batch:
                     self._records.popleft()
-                all_sent = not self._records
-            self._reply({answer: sum("start" not in record and "system" not in record for record in batch)})
-            if self._down and all_sent:
+            self._reply({"sent": self._sent})
+            if self._down and not self._records:
                 self._down = False
-                self._say("up", f"MLflow at {self._uri} answers again; everything has been sent")
+                self._log("up", f"MLflow at {self._uri} answers again; everything has been sent")
 
-    def _next_batch(self) -> list[Record]:
+    def _wait_for_records(self) -> bool:
+        """Whether there is a record to send; False when all are sent and no more will come."""
+        while True:
+            self._read()
+            if self._records or self._ended:
+                return bool(self._records)
+            time.sleep(POLL_SECONDS)
+
+    def _read(self) -> None:
+        """Take in what the journal has got since."""
+        alone = self._trainer is None or os.getppid() != self._trainer  # asked first: what it wrote before is read
+        with self._lock:
+            while chunk := os.pread(self._journal, 1 << 20, self._read_to):
+                self._read_to += len(chunk)
+                *lines, self._tail = (self._tail + chunk).split(b"\n")
+                end = self._read_to - len(self._tail) - sum(len(line) + 1 for line in lines)
+                for line in lines:
+                    end += len(line) + 1
+                    record = json.loads(line)
+                    self._records.append((record, end))
+                    self._ended = "finish" in record or (self._ended and "start" not in record)
+            if alone and not self._ended:
+                self._records.append(({"finish": "FAILED", "time": now_ms()}, self._read_to))
+                self._ended = True
+
+    def _survive_trainer(self) -> None:
+        """Bound the time that this process outlives the trainer: the rest is kept in the run folder then."""
+        while os.getppid() == self._trainer:
+            time.sleep(1.0)
+        time.sleep(FLUSH_SECONDS)
+        self._read()
+        with self._lock:
+            left = [record for record, _ in self._records if "start" not in record]
+        if self._start and left:
+            self._log("unsent", keep_unsent(self._start, left))
+        os._exit(1)
+
+    def _next_batch(self) -> list[tuple[Record, int]]:
         """As many metrics records as one request takes, or the one record of another kind that is next."""
-        batch: list[Record] = []
+        batch: list[tuple[Record, int]] = []
         room = METRICS_PER_REQUEST
-        for record in islice(self._records, METRICS_PER_REQUEST):
+        with self._lock:
+            first = list(islice(self._records, METRICS_PER_REQUEST))
+        for record, end in first:
             room -= len(record.get("metrics", ()))
             if batch and (room < 0 or "metrics" not in record):
                 break
-            batch.append(record)
+            batch.append((record, end))
             if "metrics" not in record:
                 break
         return batch
 
-    def _until_answered(self, batch: list[Record]) -> str:
-        """Try until the records are taken ("sent"), or MLflow says that they never will be ("refused")."""
+    def _deliver(self, batch: list[Record]) -> None:
+        """Try until the records are taken, or MLflow says that they never will be; those are kept in the run folder."""
         pause = 1.0
         while True:
             try:
-                self._send(batch)
-                return "sent"
+                return self._send(batch)
             except Exception as error:  # whatever it is, the trainer must not see it
                 refused = isinstance(error, FileNotFoundError) or getattr(error, "error_code", "") in REFUSALS
                 if refused and "start" not in batch[0]:
-                    self._refused.extend(batch)
-                    self._say("refused", f"MLflow at {self._uri} refused a record ({reason(error)})")
-                    return "refused"
+                    kept = keep_unsent(self._start, batch)
+                    return self._log("refused", f"MLflow refused a record ({reason(error)}): {kept}")
                 self._down = True
-                self._say("down", f"MLflow at {self._uri} fails ({reason(error)}); training goes on, it is tried again")
-            if self._ending.wait(pause):
-                time.sleep(1.0)  # the time left is bounded now, so waste none of it
+                self._log("down", f"MLflow at {self._uri} fails ({reason(error)}); training goes on, it is tried again")
+            until = time.monotonic() + pause
+            while time.monotonic() < until and not self._ended:
+                time.sleep(POLL_SECONDS)
+                self._read()
+            if self._ended:  # the time left is bounded now, so waste none of it
+                time.sleep(1.0)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def _send(self, batch: list[Record]) -> None:
-        record = batch[0]
-        if "start" in record:
-            self._start = record["start"]
-            self._open()
-        elif "metrics" in record:
-            from mlflow.entities import Metric
+        if "start" in batch[0]:
+            self._start = batch[0]["start"]
+            return self._open()
+        from mlflow.entities import Metric, RunTag
 
-            metrics = [
-                Metric(name, value, point["time"], self._step(point))
-                for point in batch
-                for name, value in point["metrics"].items()
-            ]
-            self._client.log_batch(self._run.info.run_id, metrics=metrics, synchronous=True)
-        elif "artifact" in record:
-            self._client.log_artifact(self._run.info.run_id, record["artifact"], record["folder"] or None)
-        elif "image" in record:
-            from PIL import Image
+        client, run = self._client, self._run.info.run_id
+        match batch[0]:
+            case {"metrics": _}:
+                points = [(point, item) for point in batch for item in point["metrics"].items()]
+                metrics = [Metric(name, value, point["time"], self._step(point)) for point, (name, value) in points]
+                client.log_batch(run, metrics=metrics, synchronous=True)
+            case {"artifact": path, "folder": folder}:
+                client.log_artifact(run, path, folder or None)
+            case {"image": path, "key": key, "step": step, "time": at}:
+                from PIL import Image
 
-            with Image.open(record["image"]) as image:
-                self._client.log_image(
-                    self._run.info.run_id,
-                    image,
-                    key=record["key"],
-                    step=record["step"],
-                    timestamp=record["time"],
-                    synchronous=True,
-                )
-        elif "text" in record:
-            self._client.log_text(self._run.info.run_id, record["text"], record["name"])
-        elif "tags" in record:
-            from mlflow.entities import RunTag
-
-            tags = [RunTag(name, value) for name, value in record["tags"].items()]
-            self._client.log_batch(self._run.info.run_id, tags=tags, synchronous=True)
-        elif "register" in record:
-            self._say(f"registered {record['register']}", register(self._client, self._run.info.run_id, record))
-        elif "finish" in record:
-            self._client.set_terminated(self._run.info.run_id, record["finish"], record["time"])
+                with Image.open(path) as image:
+                    client.log_image(run, image, key=key, step=step, timestamp=at, synchronous=True)
+            case {"text": text, "name": name}:
+                client.log_text(run, text, name)
+            case {"tags": tags}:
+                client.log_batch(run, tags=[RunTag(*tag) for tag in tags.items()], synchronous=True)
+            case {"register": name, "folder": folder}:
+                self._register(name, folder)
+            case {"finish": status, "time": at}:
+                client.set_terminated(run, status, at)
 
     def _step(self, point: Record) -> int:
-        """That of the record; without one the seconds since the run began, which go on rising when it is resumed."""
+        """The record's step; else the seconds since the run began, which go on rising when it is resumed."""
         return int(point["step"] if "step" in point else (point["time"] - self._run.info.start_time) // 1000)
 
     def _open(self) -> None:
+        """Find or make the run of the start record. Safe to repeat."""
         import mlflow
+        from mlflow.entities import Param, RunTag
 
-        uri = resolve_uri(self._start)
+        start, uri = self._start, resolve_uri(self._start)
         mlflow.set_tracking_uri(uri)
-        with one_at_a_time(Path(self._start["output_root"])) if uri.startswith("sqlite") else nullcontext():
-            self._client = mlflow.MlflowClient(uri)
-            self._run = find_run(self._client, self._start, uri)
-        run_id, asked_for = self._run.info.run_id, self._start["run_id"]
-        if asked_for not in (None, run_id):
-            self._say("new", f"MLflow at {self._uri} has no run {asked_for}; {run_id} is a new run")
-        self._reply({"run": {"run_id": run_id, "experiment_id": self._run.info.experiment_id}})
-        if self._start.get("parent") and PARENT_TAG not in self._client.get_run(run_id).data.tags:
-            self._say(
-                "orphan",
-                f"MLflow at {self._uri} does not have the run of {self._start['run_dir']}; {run_id} stands alone",
+        with _one_at_a_time(Path(start["output_root"])) if uri.startswith("sqlite") else nullcontext():
+            self._client = client = mlflow.MlflowClient(uri)
+            if experiment := client.get_experiment_by_name(start["experiment"]):
+                experiment_id = experiment.experiment_id
+            else:
+                # A server knows where artifacts go; a bare database would have them in the working folder.
+                bare = uri.split(":")[0].split("+")[0] in DATABASES
+                location = (Path(start["output_root"]) / "mlartifacts").as_uri() if bare else None
+                experiment_id = client.create_experiment(start["experiment"], location)
+            if found := self._find(experiment_id, start["id"]):
+                client.update_run(found.info.run_id, status="RUNNING")
+            else:
+                tags = {START_TAG: start["id"]}
+                found = client.create_run(experiment_id, start["time"], tags, start["run_name"])
+            self._run, run_id = found, found.info.run_id
+            new = {} if found.data.params else start["params"]
+            parent = self._find(experiment_id, start["parent"]) if start.get("parent") else None
+            tags = start["tags"] | ({PARENT_TAG: parent.info.run_id} if parent else {})
+            params, run_tags = [Param(*param) for param in new.items()], [RunTag(*tag) for tag in tags.items()]
+            for begin in range(0, max(len(params), len(run_tags)), PARAMS_PER_REQUEST):
+                part = slice(begin, begin + PARAMS_PER_REQUEST)
+                client.log_batch(run_id, params=params[part], tags=run_tags[part], synchronous=True)
+        self._reply({"run": {"run_id": run_id, "experiment_id": experiment_id}})
+        if start.get("parent") and parent is None and PARENT_TAG not in found.data.tags:
+            self._log(
+                "orphan", f"MLflow at {self._uri} does not have the run of {start['run_dir']}; {run_id} stands alone"
             )
-        if self._parent is not None and self._start.get("system_metrics", True) and switched_on():
-            threading.Thread(target=self._sample_system, daemon=True).start()
 
-    def _sample_system(self) -> None:
-        """System metrics of this host; queued like other metrics, so that an outage costs no samples."""
-        prefix = f"system/{node}/" if (node := os.environ.get(NODE_ID)) else "system/"
+    def _find(self, experiment_id: str, identity: str) -> Run | None:
+        found = self._client.search_runs([experiment_id], f"tags.`{START_TAG}` = '{identity}'", max_results=1)
+        return found[0] if found else None
+
+    def _register(self, name: str, folder: str) -> None:
+        """Make a folder of the run's artifacts a new version of a model. Safe to repeat."""
+        from mlflow.exceptions import MlflowException
+
+        client, run_id = self._client, self._run.info.run_id
+        source = f"{client.get_run(run_id).info.artifact_uri}/{folder}".rstrip("/")
         try:
-            for sample in samples(self._ending, lambda line: self._say("gpus", line)):
-                values = {prefix + name: value for name, value in sample.items()}
-                self._take({"metrics": values, "time": now_ms(), "system": True})
-        except Exception as error:
-            self._say("system", f"system metrics are no longer read ({reason(error)}); training goes on")
+            client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        known = client.search_model_versions(f"run_id = '{run_id}'")
+        same = [version for version in known if (version.name, version.source) == (name, source)]
+        version = same[0] if same else client.create_model_version(name, source, run_id, await_creation_for=0)
+        line = f"MLflow has version {version.version} of the model {name}: models:/{name}/{version.version}"
+        self._log(f"registered {name}", line)
 
     @property
     def _uri(self) -> str:
@@ -329,24 +260,40 @@ class Worker:
             with suppress(OSError):  # the trainer is gone
                 self._replies.write(json.dumps(reply) + "\n")
 
-    def _say(self, topic: str, line: str) -> None:
-        """Once for each topic; through the trainer while it lives, so that its progress line stays whole."""
+    def _log(self, topic: str, line: str) -> None:
+        """Show a line, once for each topic; through the trainer while it lives, so its progress line stays whole."""
         if topic not in self._said:
             self._said.add(topic)
-            if self._parent is not None and os.getppid() == self._parent:
-                self._reply({"say": line})
+            if self._trainer is not None and os.getppid() == self._trainer:
+                self._reply({"log": line})
             else:
                 with suppress(OSError):
                     print_to_stderr(line)
 
 
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Hold back other workers of the same output root: two that make one database at once spoil it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".mlflow.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def main() -> None:
-    """Serve the process whose id is the first argument, or send the records in standard input."""
-    parent = int(sys.argv[1]) if len(sys.argv) > 1 else None
+    """Serve the trainer that the arguments name, or send the records in standard input."""
     logging.disable(logging.CRITICAL)
-    worker = Worker(parent, None if parent is None else settle_side_process())
-    threading.Thread(target=worker.read, daemon=True).start()
-    worker.work()
+    if len(sys.argv) > 1:
+        # Launchers and terminals signal the whole process group; this process ends when the trainer has.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)
+        os.nice(5)
+        replies = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # MLflow may print
+        trainer, journal, sent = map(int, sys.argv[1:])
+        Worker(journal, sent, trainer, replies).work()
+    else:
+        Worker(0).work()
     os._exit(0)  # without waiting for threads of MLflow's
 
 

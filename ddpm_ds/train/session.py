@@ -27,10 +27,10 @@ from ddpm_ds.processes.process_group import group_timeout, process_group
 from ddpm_ds.processes.rendezvous import Rendezvous
 from ddpm_ds.processes.requests import Requests
 from ddpm_ds.processes.watchdog import Peers, Watchdog
-from ddpm_ds.tracking.node_metrics import node_metrics
 from ddpm_ds.tracking.progress import ProgressLine, summary
 from ddpm_ds.tracking.recorder import Recorder, Resumed, recorded
 from ddpm_ds.tracking.run_folder import checkpoints_of
+from ddpm_ds.tracking.system_metrics import system_metrics
 from ddpm_ds.train.agreement import check_alike, check_gpus, check_same_images
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.loop import Run, train
@@ -70,7 +70,7 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
         line = ProgressLine(plan.spec.train.images) if rank == 0 else None
         gather = gather_in(rendezvous)
         claim = claim_run(run_dir, rank, rendezvous.hosts, gather)  # before anything in it is read
-        run_dir, say = claim.run_dir, line.say if line is not None else _ignore
+        run_dir, say = claim.run_dir, line.log if line is not None else _ignore
         whole = find_checkpoint(run_dir, options.resume, claim.groups, gather, say)
         resumed = _check_resume(whole, plan, store, say) if whole is not None else None
         initial = _open_initial_weights(plan) if whole is None else None
@@ -102,7 +102,7 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
             chosen = replace(plan, ds=replace(plan.ds, kernels=engine.kernels))
             with recorded(chosen, run_dir, device, line, resumed, **labels) as recorder:
                 if plan.ds.kernels == "auto" and device.type == "cuda":
-                    recorder.say(engine.why_kernels)
+                    recorder.log(engine.why_kernels)
                 with peers.blamed(), peers.watchdog.pause():
                     share_record(run_dir, claim.groups, gather_objects)
                     saver = Saver(
@@ -111,7 +111,7 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
                         ema,
                         checkpoints_of(run_dir),
                         data_sha256=store.meta.sha256,
-                        say=recorder.say,
+                        say=recorder.log,
                         groups=claim.groups,
                         store=peers.store,
                     )
@@ -139,7 +139,7 @@ def _train(
     """The loop, what watches it, and the summary."""
     started, first = time.monotonic(), engine.images_seen
     if first >= plan.spec.train.images:
-        recorder.say(f"the run has seen its {first:,} images before; raise train.images to go on")
+        recorder.log(f"the run has seen its {first:,} images before; raise train.images to go on")
         recorder.finish("FINISHED")
         return
     requests, watchdog = Requests(run_dir, plan.spec.checkpoint.every_minutes, peers.names), peers.watchdog
@@ -159,7 +159,7 @@ def _train(
         recorder,
     )
     try:
-        with peers.blamed(), node_metrics(peers.store, recorder.tracker):
+        with peers.blamed(), system_metrics(peers.store, recorder.tracker):
             last = train(run)
         seconds = time.monotonic() - started
     except KNOWN_TO_ALL_RANKS:

@@ -41,7 +41,7 @@ def observe(
 
 def judge(run_dir: Path, recorder: Recorder) -> str | None:
     """Where the run's time went, and what to try next: kept with the run, and returned as text."""
-    found = conclude(run_dir, recorder.say)
+    found = conclude(run_dir, recorder.log)
     if found is None:
         return None
     recorder.artifact(run_dir / VERDICT)

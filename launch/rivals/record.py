@@ -82,7 +82,6 @@ def _record(
         params={**shared, "command": report.command},
         tags=tags,
         identity=identity,
-        system_metrics=False,
     )
     for row in rows:
         parent.metrics({f"{row.row}.{metric}": value for metric, value in row.metrics.items()}, 0)
@@ -98,7 +97,6 @@ def _record(
             params={**shared, "row": row.row, "name": row.name, "note": row.note},
             tags=tags,
             parent=identity,
-            system_metrics=False,
         )
         for row in rows
     ]

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.launch
 PATIENCE_SECONDS = 180.0
 GONE_SECONDS = 30.0
 """Within which nothing may be left of a start, on any host: --dead-seconds, ssh's alarm, and the launcher's leave."""
-OF_A_RUN = r"train\.py|deepspeed\.launcher|pdsh|tracking_worker|system_metrics"
+OF_A_RUN = r"train\.py|deepspeed\.launcher|pdsh|tracking\.worker"
 CHANGES = ("checkpoint.every_images=48", "samples.every_images=null", "evaluation.every_images=null")
 ENVIRONMENT = {
     "PDSH_SSH_ARGS_APPEND": "-o ServerAliveInterval=1 -o ServerAliveCountMax=3",

@@ -17,7 +17,6 @@ from ddpm_ds.errors import HostError, LayoutError, PeerLostError, SpecError
 from ddpm_ds.predict.plan import RunPlan, plan_run
 from ddpm_ds.processes import rendezvous
 from ddpm_ds.processes.rendezvous import Rendezvous, refuse_alone
-from ddpm_ds.tracking import node_metrics
 from ddpm_ds.train import agreement
 from tests.launching import REPOSITORY, free_port
 
@@ -59,7 +58,6 @@ def world(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.setattr(rendezvous, "host_name", lambda: _names.host)
-    monkeypatch.setattr(node_metrics, "host_name", lambda: _names.host)
 
 
 def meet(*parts: Part, seconds: float = 30.0) -> list[Any]:

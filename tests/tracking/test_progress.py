@@ -34,7 +34,7 @@ def test_a_log_file_gets_one_plain_line_per_log_point() -> None:
         line.step(images)
     line.log_point(12_800, loss=0.21341, images_per_second=1536.2, loss_scale=65536.0)
     line.log_point(96_000, loss=0.1, images_per_second=1536.2)
-    line.say("something else")
+    line.log("something else")
     line.close()
     assert stream.getvalue().splitlines() == [
         "12,800/96,000 images (13%)  loss 0.2134  1,536 images/s  0:54 left  loss scale 65536",
@@ -60,9 +60,9 @@ def test_a_terminal_gets_one_line_that_is_rewritten_and_ended() -> None:
 def test_what_others_say_stands_above_the_line_of_a_terminal() -> None:
     stream = Terminal()
     line = ProgressLine(1000, stream=stream)
-    line.say("early")
+    line.log("early")
     line.log_point(100, loss=0.5, images_per_second=10.0)
-    line.say("MLflow fails")
+    line.log("MLflow fails")
     assert stream.screen() == ["early", "MLflow fails", "100/1,000 images (10%)  loss 0.5000  10 images/s  1:30 left"]
 
 
@@ -104,13 +104,13 @@ def test_the_summary_says_what_came_out_and_where_it_is() -> None:
         )
 
     assert text(link).splitlines() == [
-        "final loss     0.1147",
-        "trained        128,000 images in 1:40, 1,280 images/s",
-        "looked at it   0:02, 1.5% of the time",
-        "skipped steps  3 of 2,000",
-        "run folder     runs/digits",
-        "MLflow run     abc",
-        "open it with   mlflow ui --backend-store-uri sqlite:////runs/mlflow.db",
+        "final loss                0.1147",
+        "trained                   128,000 images in 1:40, 1,280 images/s",
+        "sampling and validation   0:02 (1.5% of the time)",
+        "skipped steps             3 of 2,000",
+        "run folder                runs/digits",
+        "MLflow run                abc",
+        "open it with              mlflow ui --backend-store-uri sqlite:////runs/mlflow.db",
     ]
     unreached = RunLink(None, None, "http://127.0.0.1:5000", "http://127.0.0.1:5000")
     assert "not reached at http://127.0.0.1:5000" in text(unreached)

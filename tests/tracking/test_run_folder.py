@@ -124,7 +124,7 @@ class Line:
     def __init__(self) -> None:
         self.said: list[str] = []
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         self.said.append(line)
 
     def log_point(self, images: int, **values: object) -> None:

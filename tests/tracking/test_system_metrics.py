@@ -1,0 +1,213 @@
+"""System metrics of every host in one MLflow run, by MLflow's names, and training that is never held up by them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch.distributed as dist
+
+from ddpm_ds.processes.ranks import NODE_ID
+from ddpm_ds.tracking import system_metrics as module
+from ddpm_ds.tracking.system_metrics import INTERVAL, SAMPLES, SWITCH, SystemMetrics, system_metrics
+from ddpm_ds.tracking.tracker import Tracker
+
+PATIENCE_SECONDS = 60.0
+
+
+class Tracked:
+    """Stands in for the tracker."""
+
+    def __init__(self) -> None:
+        self.values: list[tuple[str | None, dict[str, float]]] = []
+
+    def system_metrics(self, values: Mapping[str, float], node: str | None = None) -> None:
+        self.values.append((node, dict(values)))
+
+    @property
+    def nodes(self) -> set[str | None]:
+        return {node for node, _ in self.values}
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.02)
+    for name in (SWITCH, SAMPLES, NODE_ID):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(INTERVAL, "0.02")
+
+
+@pytest.fixture
+def stores() -> Iterator[list[dist.TCPStore]]:
+    """The store of three ranks, that of rank 0 first."""
+    options: dict[str, Any] = {"wait_for_workers": False, "timeout": timedelta(seconds=PATIENCE_SECONDS)}
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, **options)]
+    stores += [dist.TCPStore("127.0.0.1", stores[0].port, **options) for _ in range(2)]
+    yield stores
+
+
+@pytest.fixture
+def on_rank(
+    monkeypatch: pytest.MonkeyPatch, stores: list[dist.TCPStore]
+) -> Callable[..., AbstractContextManager[None]]:
+    """What training is wrapped in on a rank."""
+
+    def wrapped(
+        rank: int,
+        host: str,
+        tracked: Tracked | None = None,
+        said: list[str] | None = None,
+        local_rank: int = 0,
+        alone: bool = False,
+    ) -> AbstractContextManager[None]:
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        monkeypatch.setattr(module, "host_name", lambda: host)
+        context = system_metrics(
+            None if alone else stores[rank], cast(Tracker | None, tracked), (said if said is not None else []).append
+        )
+        context.__enter__()  # the environment is read here
+        return cast(AbstractContextManager[None], SimpleNamespace(end=lambda: context.__exit__(None, None, None)))
+
+    return wrapped
+
+
+def wait_for(happened: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not happened():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.01)
+
+
+def test_all_hosts_are_in_the_run_of_rank_0_as_often_as_its_environment_says(
+    on_rank: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracked, threads = Tracked(), threading.active_count()
+    first = on_rank(0, "a", tracked)
+    monkeypatch.setenv(INTERVAL, "1000")  # of another host, which counts for nothing
+    others = [on_rank(1, "b"), on_rank(2, "b")]
+    nothing = on_rank(1, "b", local_rank=1)
+    wait_for(lambda: tracked.nodes in ({None, "b", "b-rank1"}, {None, "b", "b-rank2"}))
+    for context in (*others, nothing, first):
+        context.end()
+    wait_for(lambda: threading.active_count() == threads)
+    for _, values in tracked.values:
+        assert values["cpu_utilization_percentage"] >= 0 and values["system_memory_usage_megabytes"] > 0
+        assert 0 < values["disk_usage_percentage"] <= 100 and values["network_receive_megabytes"] >= 0
+
+
+def test_names_are_those_of_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml())
+    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+    monitor = SystemMetricsMonitor("", tracking_uri="http://localhost")
+    monitor.collect_metrics()
+    theirs = monitor.aggregate_metrics()
+    ours = SystemMetrics(pytest.fail).read()
+    assert {name for name in theirs if not name.startswith("gpu_")} == {n for n in ours if not n.startswith("gpu_")}
+    assert {name: value for name, value in ours.items() if name.startswith("gpu_")} == {
+        "gpu_0_memory_usage_percentage": 25.0,
+        "gpu_0_memory_usage_megabytes": 1000.0,
+        "gpu_0_utilization_percentage": 70,
+        "gpu_0_power_usage_watts": 300.0,
+        "gpu_0_power_usage_percentage": 75.0,
+    }
+
+
+class Nvml:
+    """A driver with one GPU."""
+
+    NVMLError = RuntimeError
+
+    def nvmlInit(self) -> None:
+        pass
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 1
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetMemoryInfo(self, gpu: int) -> SimpleNamespace:
+        return SimpleNamespace(used=1e9, total=4e9)
+
+    def nvmlDeviceGetUtilizationRates(self, gpu: int) -> SimpleNamespace:
+        return SimpleNamespace(gpu=70)
+
+    def nvmlDeviceGetPowerUsage(self, gpu: int) -> int:
+        return 300_000
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, gpu: int) -> int:
+        return 400_000
+
+
+@pytest.mark.parametrize(("device", "lines"), [("cuda", 1), ("cpu", 0)])
+def test_gpus_that_training_uses_and_nobody_can_read_are_said(
+    device: str, lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", device)
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # as if it were not installed
+    said: list[str] = []
+    assert SystemMetrics(said.append).read()["cpu_utilization_percentage"] >= 0
+    assert len(said) == lines and all(
+        "without the GPUs" in line and "pip install nvidia-ml-py" in line for line in said
+    )
+
+
+def test_readings_are_averaged_and_traffic_is_not(on_rank: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = iter(range(1, 1000))
+    monkeypatch.setenv(SAMPLES, "3")
+    monkeypatch.setenv(NODE_ID, "a")
+
+    def read(self: SystemMetrics) -> dict[str, float]:
+        number = float(next(readings))
+        return {"cpu": number, "network_receive_megabytes": number}
+
+    monkeypatch.setattr(SystemMetrics, "read", read)
+    tracked = Tracked()
+    alone = on_rank(0, "a", tracked, alone=True)
+    wait_for(lambda: len(tracked.values) >= 2)
+    alone.end()
+    assert tracked.values[:2] == [
+        ("a", {"cpu": 2.0, "network_receive_megabytes": 3.0}),
+        ("a", {"cpu": 5.0, "network_receive_megabytes": 6.0}),
+    ]
+
+
+def test_a_reading_that_fails_is_said_once_and_a_store_that_has_gone_is_not(
+    on_rank: Callable[..., Any], stores: list[dist.TCPStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, tracked, threads = list[str](), Tracked(), threading.active_count()
+    first = on_rank(0, "a", tracked, said)
+    with monkeypatch.context() as broken:
+        broken.setattr(SystemMetrics, "read", lambda self: 1 / 0)
+        second = on_rank(1, "b", said=said)
+        wait_for(lambda: any("of b" in line for line in said))
+    assert "system metrics of b are no longer read (division by zero); training goes on" in said
+    third, before = on_rank(2, "c", said=said), len(said)
+    wait_for(lambda: "c" in tracked.nodes)
+    first.end()
+    del stores[0], first  # the server ends with it
+    wait_for(lambda: threading.active_count() == threads)
+    assert len(said) == before
+    second.end()
+    third.end()
+
+
+def test_nothing_is_read_where_it_is_switched_off(on_rank: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "false")
+    tracked, threads = Tracked(), threading.active_count()
+    first = on_rank(0, "a", tracked)
+    monkeypatch.delenv(SWITCH)
+    second = on_rank(1, "b")
+    wait_for(lambda: threading.active_count() == threads + 1)  # the one that hears other hosts
+    second.end()
+    first.end()
+    assert tracked.values == []
