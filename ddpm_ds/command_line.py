@@ -1,10 +1,5 @@
-"""What the command lines of this project share. No torch.
-
-Types of command-line options: one line says what is wrong with a number. No torch.
-
-Tables for terminals and text files. No torch.
-
-Sizes and speeds as people write them: 80GiB, 300GB/s, 400Gbit/s.
+"""Parts that command lines share: a parser with one-line errors, option types, sizes and speeds (80GiB, 400Gbit/s),
+tables. No torch.
 """
 
 from __future__ import annotations
@@ -21,9 +16,9 @@ from ddpm_ds.errors import OutputError, SpecError
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Raises a SpecError where argparse would print its usage and leave; descriptions are shown as they are written.
+    """A parser, with its verbs' parsers, that raises a SpecError where argparse would print its usage and leave.
 
-    The parsers of its verbs are of this class too.
+    Descriptions are shown as they are written.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -35,7 +30,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """``--set``, of every program and verb that takes a run spec."""
+    """Add ``--set``, which every program and verb has that takes a run spec."""
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -47,7 +42,7 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def cache_folder() -> Path:
-    """What is remembered between runs lies here, in the user's cache folder (``XDG_CACHE_HOME``); may not exist yet."""
+    """The folder of what is remembered between runs, in the user's cache (``XDG_CACHE_HOME``); may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddpm_ds"
 
 
@@ -63,10 +58,10 @@ def check_writable(option: str, path: Path) -> None:
 
 
 def whole(text: str, lowest: int, highest: int, what: str) -> int:
-    """A whole number of a range that ``what`` describes.
+    """A whole number from ``lowest`` to ``highest``, a range that ``what`` describes.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: ``text`` is something else.
     """
     if not (text.isdecimal() and lowest <= int(text) <= highest):
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
@@ -74,25 +69,25 @@ def whole(text: str, lowest: int, highest: int, what: str) -> int:
 
 
 def positive(text: str) -> int:
-    """1, 2, ..."""
+    """A whole number from 1 on."""
     return whole(text, 1, 2**40, "a positive number")
 
 
 def natural(text: str) -> int:
-    """0, 1, 2, ..."""
+    """A whole number from 0 on."""
     return whole(text, 0, 2**62, "0 or a positive number")
 
 
 def seed(text: str) -> int:
-    """The key of a random generator, 32 bits."""
+    """A 32-bit key of a random generator."""
     return whole(text, 0, 2**32 - 1, "a number from 0 to 2^32 - 1")
 
 
 def seconds(text: str) -> float:
-    """Some time, such as ``0.5``; ``inf`` is for ever.
+    """A time in seconds, such as ``0.5``; ``inf`` is for ever.
 
     Raises:
-        argparse.ArgumentTypeError: it is no time.
+        argparse.ArgumentTypeError: ``text`` is no time.
     """
     try:
         found = float(text)
@@ -104,7 +99,7 @@ def seconds(text: str) -> float:
 
 
 def step_range(text: str) -> range:
-    """``20-22`` or ``20``: optimizer steps, counted from 1; ``none`` is no step at all."""
+    """A range of optimizer steps, counted from 1: ``20-22``, ``20``, or ``none`` for no step at all."""
     if text == "none":
         return range(0)
     first, _, last = text.partition("-")
@@ -115,7 +110,7 @@ def step_range(text: str) -> range:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[str]:
-    """A line for each row, columns as wide as their widest cell: those in ``left`` to the left, others to the right."""
+    """Lines of a table whose columns are as wide as their widest cell; those in ``left`` are aligned to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -133,7 +128,7 @@ GIB = 2**30
 
 
 def memory_size(text: str) -> int:
-    """Bytes of such as ``80GiB`` or ``24GB``.
+    """Bytes of a size such as ``80GiB`` or ``24GB``.
 
     Raises:
         argparse.ArgumentTypeError: not a positive number, or a unit other than B with a prefix.
@@ -143,7 +138,7 @@ def memory_size(text: str) -> int:
 
 
 def bandwidth(text: str) -> float:
-    """Bytes per second of such as ``300GB/s`` or ``400Gbit/s``.
+    """Bytes per second of a speed such as ``300GB/s`` or ``400Gbit/s``.
 
     Raises:
         argparse.ArgumentTypeError: not a positive number, or a unit other than B/s or bit/s with a prefix.
@@ -175,5 +170,5 @@ def _quantity(text: str, units: dict[str, float] | dict[str, int], what: str) ->
 
 
 def gib(size: float) -> str:
-    """Bytes for a reader, in GiB or, below a tenth of one, in MiB."""
+    """A size for a reader, in GiB or, below a tenth of one, in MiB."""
     return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"

@@ -40,7 +40,7 @@ END = -1
 """Header after which no transfer follows."""
 POLL_SECONDS = 0.2
 OTHERS_SECONDS = 3.0
-"""For the other hosts to say what they have met once one has failed."""
+"""Time for the other hosts to tell their errors once one has failed."""
 ERROR_CHARACTERS = 240
 
 

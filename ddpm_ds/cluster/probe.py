@@ -43,7 +43,7 @@ class Document:
     values: dict[str, str] = field(default_factory=dict)
     """Values by dotted key, as JSON."""
     error: str = ""
-    """Why it can't be read there."""
+    """The reason why it can't be read there."""
 
 
 @dataclass(frozen=True)

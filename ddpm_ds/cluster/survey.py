@@ -31,9 +31,9 @@ NO_FOLDER, NO_PYTHON, NO_SSH = 71, 72, 255
 """Exit codes: the working folder or the interpreter is not on the host; ssh's own."""
 LEAVE_SECONDS = 5.0
 LOGIN_SECONDS = 2.0
-"""For ssh to look a name up, which its own limit does not count."""
+"""Time for ssh to look a name up, which its own limit does not count."""
 CONNECT_SECONDS = 4.0
-"""For a TCP connection within a cluster."""
+"""Time for a TCP connection within a cluster."""
 CLOCK_QUESTIONS = 5
 
 
@@ -150,7 +150,7 @@ class PlannedRun:
     """Size of all checkpoints that are kept and the one that is written meanwhile, on all hosts together."""
 
     connect_seconds: int = 10
-    """For ssh to reach a host."""
+    """Time for ssh to reach a host."""
 
     def command(self, host: str, module: str, *arguments: str) -> list[str]:
         """The command line that runs ``python -m module`` on ``host``.
@@ -169,23 +169,23 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why nothing is known of a host."""
+    """A reason why nothing is known of a host."""
 
     at: str
-    """How far it came: ssh, folder, python or ddpm_ds."""
+    """The step that failed: ssh, folder, python or ddpm_ds."""
     why: str
 
 
 @dataclass
 class HostReport:
-    """What was found out about a host; for one that can't be asked only why."""
+    """The findings about a host; for one that can't be asked only the reason."""
 
     slots: int | None
     """Processes that the hostfile gives to it; None where there is no hostfile."""
     failure: Failure | None = None
     facts: HostFacts | None = None
     clock_ahead_seconds: float = 0.0
-    """By how much its clock is ahead of this machine's."""
+    """Lead of its clock over this machine's."""
     run_dir_shared: bool | None = None
     """Whether the folder of runs is the first host's; None where that was not tried."""
     interface: str = ""
@@ -193,7 +193,7 @@ class HostReport:
     """The interface towards the first host, and this host's address there."""
     route_error: str = ""
     port_error: str = ""
-    """On the first host why the port can't be taken, on others why it can't be reached."""
+    """Reason why the port can't be taken (on the first host) or reached (on others)."""
     keepalive_seconds: int | None = None
     """ssh's ServerAliveInterval towards this host; None where ssh is not used."""
 

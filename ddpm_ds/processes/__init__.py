@@ -1,1 +1,1 @@
-"""Several machines: which they are, how they are reached, and the environment that travels to them."""
+"""Being many: hosts, launchers, ranks, their rendezvous and watchdog, requests to stop, the supervisor of a run."""

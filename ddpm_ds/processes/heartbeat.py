@@ -1,4 +1,4 @@
-"""What the ranks tell each other about themselves beside the collectives: alive, how far, and where in the code.
+"""The heartbeat of each rank: it tells the others, beside the collectives, how far it is and where in the code.
 
 A thread in every rank talks to a key-value store on rank 0, twice a second. It judges nothing; see ``watchdog.py``.
 
@@ -70,7 +70,7 @@ def make_store(rank: int, world_size: int, *, timeout_seconds: float = 60.0) -> 
 
 @dataclass
 class Peer:
-    """What a rank has last written, and when that changed, on the reader's clock."""
+    """The newest message of a rank, and when that changed, on the reader's clock."""
 
     text: str = "0 0 running -"
     """Beats, steps, state (running, waiting, paused or left) and the place in the code."""
@@ -97,7 +97,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Why the run can't go on; the first that is written to the store counts for all ranks."""
+    """A reason why the run can't go on; the first that is written to the store counts for all ranks."""
 
     ranks: tuple[int, ...]
     reason: str
@@ -126,7 +126,7 @@ class DeviceWork:
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceWork | None:
-        """What the current stream of a CUDA device has been given; None for a CPU, which is the main thread itself."""
+        """The work of a CUDA device's current stream; None for a CPU, whose work is the main thread's."""
         return cls(torch.cuda.current_stream(device).query) if device.type == "cuda" else None
 
     def is_unfinished(self) -> bool:
@@ -158,16 +158,16 @@ class Heartbeat(threading.Thread):
         self._rank, self._store, self._clock, self._work = rank, store, clock, work
         self._leaving = threading.Event()
         self.steps = self.pauses = 0
-        """Of this rank; set by its main thread."""
+        """Counted by this rank's main thread."""
         self.peers = [Peer() for _ in range(world_size)]
         self.answer_at = 0.0
-        """When the store last answered."""
+        """Time at which the store last answered."""
         self.closed = False
         """The store has gone although rank 0 had not said that it leaves."""
         self.proposal: Judgement | None = None
-        """This rank's own."""
+        """This rank's own judgement."""
         self.verdict: Judgement | None = None
-        """That of all ranks."""
+        """The one that counts for all ranks."""
 
     def leave(self) -> None:
         """Tell the others that this rank leaves, and end the thread."""

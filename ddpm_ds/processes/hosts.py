@@ -1,14 +1,9 @@
-r"""The ssh of DeepSpeed's pdsh launcher, for one host: the same options, and never a question on the terminal.
+r"""The hosts of a run: DeepSpeed's hostfile, the way to them by ssh, and the environment that travels to them.
 
-DeepSpeed's hostfile: one line ``HOST slots=N`` for each machine, in the order of their ranks.
-
-The environment that has to travel to other hosts: DeepSpeed's ``.deepspeed_env``, read tolerantly.
-
-DeepSpeed's own reader stops at a blank line or a comment, and pastes what follows ``=`` into a line of the remote
-shell, inside double quotes where it holds more than letters. So that is what a value means here: as between double
-quotes of a shell, with ``\``, ``"``, ``$`` and the backquote behind a backslash.
-
-The network interface that leads to an address.
+DeepSpeed's own reader of ``.deepspeed_env`` stops at a blank line or a comment, and pastes what follows ``=`` into a
+line of the remote shell, inside double quotes where it holds more than letters. So that is what a value means here: as
+between double quotes of a shell, with ``\``, ``"``, ``$`` and the backquote behind a backslash. Blank lines, comments,
+``export`` and quotes are understood as well.
 """
 
 from __future__ import annotations
@@ -27,12 +22,29 @@ import psutil
 
 from ddpm_ds.errors import SpecError
 
-PDSH_ARGUMENTS = "PDSH_SSH_ARGS"
-"""Variable with pdsh's own options of ssh, instead of its usual ones."""
-PDSH_MORE_ARGUMENTS = "PDSH_SSH_ARGS_APPEND"
-"""Variable with options of ssh that pdsh puts before those."""
+PDSH_ARGUMENTS, PDSH_MORE_ARGUMENTS = "PDSH_SSH_ARGS", "PDSH_SSH_ARGS_APPEND"
+"""Variables with pdsh's options of ssh: those that replace its usual ones, and those that it puts before them."""
 USUAL_ARGUMENTS = "-a -x"
-"""No forwarding of agent and X11."""
+"""Options that forward neither agent nor X11."""
+DEFAULT_HOSTFILE = Path("/job/hostfile")
+"""Where DeepSpeed's launcher looks when it is given none."""
+ENVIRONMENT_FILE, ENVIRONMENT_FILE_VARIABLE = ".deepspeed_env", "DS_ENV_FILE"
+"""The file with variables that travel, and the variable that names another one, here as for DeepSpeed."""
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Variable that names the interface on which gloo listens. Without it gloo takes the one of the host's own name, which
+on many systems is loopback, and fails after minutes."""
+
+_ENTRY = re.compile(r"(\S+)\s+slots=(\d+)(?!\S)")
+_LINE = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_]\w*)\s*=\s*(?P<value>.*)", re.ASCII)
+_VALUE = re.compile(
+    r"""'(?P<literal>[^']*)'(?:\s*;)?(?:\s+\#.*)?
+    |"(?P<quoted>(?:[^"\\]|\\.)*)"(?:\s*;)?(?:\s+\#.*)?
+    |(?P<bare>(?!['"\#])(?:(?!\s+\#).)*?)(?:\s+\#.*)?
+    |(?:\#.*)?""",
+    re.VERBOSE,
+)
+_ESCAPED = re.compile(r'\\([\\"$`])')
+_NEEDS_ESCAPE = re.compile(r'[\\"$`]')
 
 
 def ssh(host: str, words: Sequence[str], *, connect_seconds: int = 10) -> list[str]:
@@ -49,7 +61,7 @@ def ssh(host: str, words: Sequence[str], *, connect_seconds: int = 10) -> list[s
 
 
 def ssh_to(host: str) -> list[str]:
-    """The command line up to what runs there: ssh, the options that pdsh gives to it, and the host.
+    """The beginning of that command line: ssh, the options that pdsh gives to it, and the host.
 
     Raises:
         SpecError: see :func:`ssh`.
@@ -86,11 +98,6 @@ def _words_of(variable: str) -> list[str]:
         return shlex.split(text)
     except ValueError as error:
         raise SpecError(f"{variable}={text!r} can't be read ({error}); close its quotes") from None
-
-
-DEFAULT_HOSTFILE = Path("/job/hostfile")
-"""Where DeepSpeed's launcher looks when it is given none."""
-_ENTRY = re.compile(r"(\S+)\s+slots=(\d+)(?!\S)")
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
@@ -150,21 +157,6 @@ def _is_address_of_this_host(host: str) -> bool:
     return False
 
 
-ENVIRONMENT_FILE = ".deepspeed_env"
-ENVIRONMENT_FILE_VARIABLE = "DS_ENV_FILE"
-"""Names another file than ``ENVIRONMENT_FILE``, here as for DeepSpeed."""
-
-_LINE = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_]\w*)\s*=\s*(?P<value>.*)", re.ASCII)
-_VALUE = re.compile(
-    r"""'(?P<literal>[^']*)'(?:\s*;)?(?:\s+\#.*)?
-    |"(?P<quoted>(?:[^"\\]|\\.)*)"(?:\s*;)?(?:\s+\#.*)?
-    |(?P<bare>(?!['"\#])(?:(?!\s+\#).)*?)(?:\s+\#.*)?
-    |(?:\#.*)?""",
-    re.VERBOSE,
-)
-_ESCAPED = re.compile(r'\\([\\"$`])')
-
-
 def read_environment(path: Path) -> dict[str, str]:
     """The variables of a file; blank lines, comments, ``export``, quotes and spaces around ``=`` are understood.
 
@@ -205,14 +197,12 @@ def write_environment(path: Path, values: Mapping[str, str]) -> None:
     """
     lines = []
     for name, value in values.items():
-        line = f"{name}={re.sub(_NEEDS_ESCAPE, _BACKSLASH, value)}"
+        escaped = _NEEDS_ESCAPE.sub(r"\\\g<0>", value)
+        line = f"{name}={escaped}"
         if line.splitlines() != [line] or _assignment(line.strip(), str(path)) != (name, value):
             raise SpecError(f"{name}={value!r} can't be kept in {path}; leave out its quotes, ' #' and outer spaces")
         lines.append(f"{line}\n")
     path.write_text("".join(lines))
-
-
-_NEEDS_ESCAPE, _BACKSLASH = re.compile(r'[\\"$`]'), r"\\\g<0>"
 
 
 def _assignment(line: str, where: str) -> tuple[str, str]:
@@ -230,11 +220,6 @@ def _assignment(line: str, where: str) -> tuple[str, str]:
             f"{where}: {line!r} would be another value in each shell; write it out, or \\$ where the sign is meant"
         )
     return found["name"], _ESCAPED.sub(r"\1", text)
-
-
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Variable that names the interface on which gloo listens. Without it gloo takes the one of the host's own name, which
-on many systems is loopback, and fails after minutes."""
 
 
 def interface_towards(address: str) -> str | None:

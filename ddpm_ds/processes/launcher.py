@@ -1,7 +1,7 @@
-"""What DeepSpeed's launcher is told about hosts, and what it needs from its environment to reach them.
+"""The command line of DeepSpeed's launcher, understood before it is started, and the ssh options that it needs.
 
-Facts about DeepSpeed 0.19.8 (deepspeed/launcher/runner.py), each held by a test: its options, which hosts of a hostfile
-take part, and when they are reached from this one.
+These facts about DeepSpeed 0.19.8 (deepspeed/launcher/runner.py) are each held by a test: its options, which hosts of a
+hostfile take part, and when they are reached from this one.
 """
 
 from __future__ import annotations
@@ -11,42 +11,23 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
+from ddpm_ds.command_line import OneLineParser
 from ddpm_ds.errors import SpecError
-from ddpm_ds.processes.hosts import DEFAULT_HOSTFILE, read_hostfile, this_host
+from ddpm_ds.processes.hosts import DEFAULT_HOSTFILE, PDSH_ARGUMENTS, PDSH_MORE_ARGUMENTS, read_hostfile, this_host
 
 DEFAULT_PORT = 29500
 SSH_ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"
 """After 15 to 20 s without an answer ssh gives a host up; without these it may wait for hours."""
 
 WITH_VALUE = (
-    ("-H", "--hostfile"),
-    ("-i", "--include"),
-    ("-e", "--exclude"),
-    ("--num_gpus", "--num_accelerators"),
-    ("--master_addr",),
-    ("--node_rank",),
-    ("--launcher",),
-    ("--launcher_args",),
-    ("--enable_each_rank_log",),
-    ("--autotuning",),
-    ("--bind_core_list",),
-    ("--ssh_port",),
-    ("--venv_script",),
-    ("--log_level",),
+    "-H,--hostfile -i,--include -e,--exclude --num_gpus,--num_accelerators --master_addr --node_rank --launcher "
+    "--launcher_args --enable_each_rank_log --autotuning --bind_core_list --ssh_port --venv_script --log_level"
 )
-NUMBERS = (("--num_nodes",), ("--master_port",))
+NUMBERS = "--num_nodes --master_port"
 FLAGS = (
-    ("--module",),
-    ("--no_python",),
-    ("--no_local_rank",),
-    ("--no_ssh",),
-    ("--no_ssh_check",),
-    ("--force_multi",),
-    ("--save_pid",),
-    ("--bind_cores_to_rank",),
-    ("-q", "--quiet"),
+    "--module --no_python --no_local_rank --no_ssh --no_ssh_check --force_multi --save_pid --bind_cores_to_rank "
+    "-q,--quiet"
 )
 
 
@@ -58,13 +39,13 @@ class Launch:
     script: tuple[str, ...]
     """The training script and its arguments."""
     hosts: tuple[str, ...]
-    """Those that take part, in the order of their ranks; none where there is no hostfile."""
+    """The hosts that take part, in the order of their ranks; none where there is no hostfile."""
     remote: bool
     """Whether this launcher starts ranks on other hosts than its own."""
     port: int
 
     def command(self, port: int) -> list[str]:
-        """The command line, with another port for the ranks to meet at."""
+        """The command line, with another port for the ranks' rendezvous."""
         own = [] if port == self.port else ["--master_port", str(port)]
         return [*self.options, *own, *self.script]
 
@@ -89,32 +70,26 @@ def read_launch(command: Sequence[str]) -> Launch:
     if remote and (options.launcher or "pdsh").lower() == "pdsh" and shutil.which("pdsh") is None:
         raise SpecError("pdsh is not installed; install it, or start on each host with --no_ssh --node_rank")
     script = ([options.user_script] if options.user_script is not None else []) + options.user_args
-    return Launch(
-        tuple(command[: len(command) - len(script)]), tuple(script), hosts, remote, options.master_port or DEFAULT_PORT
-    )
+    own, port = command[: len(command) - len(script)], options.master_port or DEFAULT_PORT
+    return Launch(tuple(own), tuple(script), hosts, remote, port)
 
 
 def ssh_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What pdsh needs for its ssh to notice a host that has gone, unless ``environment`` has that already."""
-    given = environment.get("PDSH_SSH_ARGS_APPEND", "")
-    if "ServerAlive" in given + environment.get("PDSH_SSH_ARGS", ""):
+    """The variable that makes pdsh's ssh notice a host that has gone, unless ``environment`` already does."""
+    given = environment.get(PDSH_MORE_ARGUMENTS, "")
+    if "ServerAlive" in given + environment.get(PDSH_ARGUMENTS, ""):
         return {}
-    return {"PDSH_SSH_ARGS_APPEND": f"{given} {SSH_ALIVE}".strip()}
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise SpecError(f"{message} (an option for DeepSpeed's launcher; deepspeed --help explains)")
+    return {PDSH_MORE_ARGUMENTS: f"{given} {SSH_ALIVE}".strip()}
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(add_help=False)
-    for names in WITH_VALUE:
-        parser.add_argument(*names)
-    for names in NUMBERS:
-        parser.add_argument(*names, type=int)
-    for names in FLAGS:
-        parser.add_argument(*names, action="store_true")
+    parser = OneLineParser(prog="deepspeed", add_help=False, allow_abbrev=True)
+    for names in WITH_VALUE.split():
+        parser.add_argument(*names.split(","))
+    for name in NUMBERS.split():
+        parser.add_argument(name, type=int)
+    for names in FLAGS.split():
+        parser.add_argument(*names.split(","), action="store_true")
     parser.add_argument("user_script", nargs="?")
     parser.add_argument("user_args", nargs=argparse.REMAINDER)
     return parser
@@ -123,11 +98,10 @@ def _parser() -> argparse.ArgumentParser:
 def _taking_part(path: Path, options: argparse.Namespace) -> tuple[str, ...]:
     """The hosts of a hostfile that --include, --exclude and --num_nodes leave."""
     slots = read_hostfile(path)
-    for option in ("include", "exclude"):
-        for host in _filter(getattr(options, option)):
-            if host not in slots:
-                raise SpecError(f"--{option} names {host}, which hostfile {path} does not; use {', '.join(slots)}")
     included, excluded = _filter(options.include), _filter(options.exclude)
+    for option, named in (("include", included), ("exclude", excluded)):
+        for host in named.keys() - slots.keys():
+            raise SpecError(f"--{option} names {host}, which hostfile {path} does not; use {', '.join(slots)}")
     hosts = [
         host
         for host, count in slots.items()

@@ -18,15 +18,15 @@ from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS, host_name, on_se
 from ddpm_ds.processes.rendezvous import port_taken
 
 PAUSE_SECONDS = 1800.0
-"""What ranks may wait for one that checkpoints, inspects or compiles, before their process groups end them."""
+"""Time that ranks may wait for one that checkpoints, validates or compiles, before their process groups end them."""
 LONGEST_TIMEOUT = timedelta(days=365)
-"""For ever; what is much longer overflows clocks that count nanoseconds."""
+"""As good as for ever; much longer times overflow clocks that count nanoseconds."""
 
 
 def group_timeout(hang_seconds: float = HANG_SECONDS, dead_seconds: float = DEAD_SECONDS) -> timedelta:
-    """How long a process group waits before it aborts its process: well after the watchdog has judged, named and left.
+    """Time after which a process group aborts its process: well after the watchdog has judged, named and left.
 
-    What waits for the longest was begun earlier than the last step that counts as progress, and a pause may come
+    The collective that waits longest was begun before the last step that counts as progress, and a pause may come
     between.
     """
     return timedelta(seconds=min(2 * max(hang_seconds, dead_seconds) + PAUSE_SECONDS, LONGEST_TIMEOUT.total_seconds()))
@@ -80,7 +80,7 @@ def _join() -> None:
 
 
 def _not_connected(error: Exception) -> HostError:
-    """Why the ranks of different hosts have no process group, as far as the collectives' library tells."""
+    """The error of ranks on several hosts that can't connect, with what the collectives' library tells."""
     return HostError(
         f"rank {os.environ['RANK']} (host {host_name()}) can't connect to the ranks of other hosts over interface "
         f"{os.environ.get(GLOO_INTERFACE, 'unknown')} ({str(error).splitlines()[0]}); ddpm-ds doctor --hostfile FILE "

@@ -1,4 +1,4 @@
-"""All ranks of a run meet before they have a process group: what differs between hosts is said, not waited for.
+"""The rendezvous of all ranks before they have a process group, where they find out that they can train together.
 
 Building a process group takes every rank, and a rank that has left, or that trains something else, would make the
 others wait for minutes or for ever. A key-value store on rank 0 asks less: each rank writes what it is about to do, and
@@ -34,7 +34,7 @@ REFUSAL = "refusal"
 
 
 class Rendezvous:
-    """The ranks of one start of a run. A single rank meets nobody and waits for nothing.
+    """The ranks of one start of a run, from now until their process group exists. A single rank waits for nobody.
 
     Raises:
         LayoutError: on rank 0, another job on this host has the port.
@@ -44,7 +44,7 @@ class Rendezvous:
     def __init__(self, start_seconds: float) -> None:
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.hosts: tuple[str, ...] = (host_name(),) * self.world_size
-        """The host's name of every rank; those of others are known once they have agreed on anything."""
+        """Host name of every rank; those of others are known once they have agreed on anything."""
         self._start_seconds = start_seconds
         self._store = _store(self.rank, start_seconds) if self.world_size > 1 else None
         self._closed = threading.Event()
@@ -67,7 +67,7 @@ class Rendezvous:
         return f"host {self.hosts[rank]} (rank {rank})"
 
     def agree(self, topic: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
-        """Say ``facts`` (what JSON can hold) about a topic; what every rank has said, by rank. Once for each topic.
+        """Tell all ranks ``facts`` (what JSON can hold) about a topic, once, and return what each has told, by rank.
 
         Raises:
             HostError: another rank can't take part.
@@ -114,9 +114,9 @@ class Rendezvous:
             raise
 
     def _wait(self, store: dist.Store, keys: list[str]) -> None:
-        """Until all ranks have said something. The ranks are asked for one by one no more often than they beat."""
-        started, beats = time.monotonic(), _Beats(self.world_size)
-        looked_at = started
+        """Wait for the keys of all ranks. Which of them are missing is looked up no more often than they beat."""
+        started = looked_at = time.monotonic()
+        heard: dict[int, tuple[bytes, float]] = {}  # each rank's newest beat, and when it was first seen
         while not store.check(keys):
             if store.check([REFUSAL]):
                 refusal = json.loads(store.get(REFUSAL))
@@ -132,7 +132,10 @@ class Rendezvous:
                     f"{_ranks(absent)} did not come within {self._start_seconds:g} s: not started, or unable to reach "
                     f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}; ddpm-ds doctor --hostfile FILE looks why"
                 )
-            silent = beats.silent(store, [rank for rank in missing if rank not in absent])
+            for rank in set(missing) - set(absent):
+                if (beat := store.get(f"beat/{rank}")) != heard.get(rank, (b"",))[0]:
+                    heard[rank] = beat, looked_at
+            silent = [rank for rank in missing if rank in heard and looked_at - heard[rank][1] > SILENCE_SECONDS]
             if silent:
                 raise PeerLostError(f"{_ranks(silent)} {'has' if len(silent) == 1 else 'have'} gone while starting")
 
@@ -144,22 +147,6 @@ class Rendezvous:
                 self._store.set(f"beat/{self.rank}", str(count := count + 1))
                 if self._closed.wait(BEAT_SECONDS):
                     return
-
-
-class _Beats:
-    """When each rank was last heard."""
-
-    def __init__(self, world_size: int) -> None:
-        self._texts = [b""] * world_size
-        self._at = [0.0] * world_size
-
-    def silent(self, store: dist.Store, ranks: list[int]) -> list[int]:
-        """Those of ``ranks``, which have all come, that were not heard for long."""
-        now = time.monotonic()
-        for rank, text in zip(ranks, store.multi_get([f"beat/{rank}" for rank in ranks]) if ranks else [], strict=True):
-            if text != self._texts[rank]:
-                self._texts[rank], self._at[rank] = text, now
-        return [rank for rank in ranks if now - self._at[rank] > SILENCE_SECONDS]
 
 
 def refuse_alone(error: UserError) -> None:

@@ -1,9 +1,4 @@
-"""Whether what has started this rank is still there.
-
-A launcher that is killed leaves its ranks running, and so does an ssh that drops: on that host nobody would end them.
-Both are seen from inside: the parent of the process changes, or nobody reads its output any more.
-
-What is asked of a run from outside while it trains: to save, or to save and stop.
+"""Requests to a run from outside while it trains: to save, or to save and stop.
 
     SIGTERM, SIGUSR1, SIGINT to any rank     finish the step, save, leave; a second signal leaves at once
     RUN_DIR/save, RUN_DIR/save_and_stop      files that a person touches
@@ -12,6 +7,9 @@ What is asked of a run from outside while it trains: to save, or to save and sto
 
 All ranks must do the same at the same step, so what each has heard is combined once a step; the answer is read one
 step later, when it has long arrived.
+
+A launcher that is killed leaves its ranks running, and so does an ssh that drops. Both are seen from inside: the parent
+of the process changes, or nobody reads its output any more.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ may leave."""
 
 
 class Launcher:
-    """What has started this process: its parent, where that is a launcher, and the readers of its output pipes."""
+    """The launcher of this process: its parent, where that is one, and the readers of its output pipes."""
 
     def __init__(self) -> None:
         self._parent = os.getppid() if any(name in os.environ for name in LAUNCHED) else None
@@ -50,7 +48,7 @@ class Launcher:
                 self._outputs.register(descriptor, 0)
 
     def is_gone(self) -> bool:
-        """Whether it has gone; from then on this process writes to nowhere, where it would fail."""
+        """Whether it has gone; from then on what this process prints goes nowhere, where it would fail."""
         for descriptor, _ in self._outputs.poll(0):
             self._outputs.unregister(descriptor)
             nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -77,7 +75,7 @@ FILES = ("save", "save_and_stop")
 
 @dataclass(frozen=True)
 class Asked:
-    """What all ranks agree on."""
+    """The requests that all ranks agree on."""
 
     save: bool = False
     stop: bool = False
@@ -86,7 +84,7 @@ class Asked:
 
 
 class Requests:
-    """Listens from its construction to :meth:`close`; collective over all ranks."""
+    """The requests of a run, listened to from construction to :meth:`close`; collective over all ranks."""
 
     def __init__(self, run_dir: Path, every_minutes: float | None, names: Sequence[str]) -> None:
         self._run_dir, self._names = run_dir, names
@@ -100,7 +98,7 @@ class Requests:
         self._listen_to_signals()
 
     def _listen_to_signals(self) -> None:
-        """In a thread, to which Python writes as a signal comes: the main thread may wait in a collective for ever."""
+        """Handle signals in a thread, to which Python writes as one comes: the main thread may wait in a collective."""
         self._heard, wakeup = socket.socketpair()
         wakeup.setblocking(False)
         self._wakeup, self._wakeup_before = wakeup, signal.set_wakeup_fd(wakeup.fileno())
@@ -118,7 +116,7 @@ class Requests:
                 self._signalled, heard_at = True, time.monotonic()
 
     def poll(self) -> Asked:
-        """Once a step, on every rank: what was asked, agreed by all."""
+        """Return what was asked, agreed by all; to be called once a step on every rank."""
         if dist.get_rank() == 0:
             self._files = tuple(name for name in FILES if (self._run_dir / name).exists())
         late = self._seconds is not None and time.monotonic() - self._saved_at >= self._seconds

@@ -91,12 +91,14 @@ def supervise(
 
 
 def exit_code(launcher: int, record: ExitRecord, *, stopping: bool, orphaned: bool, witnessed: bool = True) -> int:
-    """The exit code of a start: what the ranks meant, or else what the launcher's code says.
+    """The exit code of a start: that of the ranks, or else what the launcher's code means.
 
-    ``launcher`` is its return code, negative for a signal; ``stopping``: the ranks were asked to stop;
-    ``orphaned``: ranks were alive when it had ended; ``witnessed``: ranks of this host, as far as there should have
-    been some, said that they started. Without that a launcher's 0 means nothing: that of DeepSpeed ends so when its
-    pdsh was killed.
+    Args:
+        launcher: its return code, negative for a signal.
+        stopping: whether the ranks were asked to stop.
+        orphaned: whether ranks were alive when it had ended.
+        witnessed: whether ranks of this host, where there should have been some, recorded that they started. Without
+            that a launcher's 0 means nothing: DeepSpeed's ends so when its pdsh was killed.
     """
     if orphaned and not stopping:
         return EXIT_PEER_LOST
@@ -180,8 +182,10 @@ class _Start:
         return code
 
     def _environment(self, folder: Path) -> dict[str, str]:
-        """Ours, and what travels: DeepSpeed takes a file to every host, this one included, which ssh comes back to.
-        The name of the exit file means nothing elsewhere."""
+        """Our environment, and the file of what travels, which DeepSpeed takes to every host, this one included.
+
+        The name of the exit file means nothing elsewhere.
+        """
         travels = folder / "environment"
         write_environment(travels, find_environment() | {EXIT_FILE_VARIABLE: str(self._exit_file)})
         ours = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}  # see _rank
@@ -234,7 +238,7 @@ class _Start:
             time.sleep(POLL_SECONDS)
 
     def _processes(self) -> list[psutil.Process]:
-        """What runs of this start: whoever is in its session, or has left it and still has its environment."""
+        """The processes of this start: those in its session, and those that have left it with its environment."""
 
         def ours(process: psutil.Process) -> bool:
             with contextlib.suppress(psutil.Error, OSError):
@@ -255,7 +259,7 @@ class _Start:
 
 
 def _rank(process: psutil.Process | None) -> str | None:
-    """What the launcher or mpirun has set for a rank, and the rank's children inherit."""
+    """The rank that the launcher or mpirun has set for a process, which its children inherit."""
     with contextlib.suppress(psutil.Error):
         environment = process.environ() if process else {}
         return next((environment[name] for name in RANK_VARIABLES if name in environment), None)

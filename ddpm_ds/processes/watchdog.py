@@ -7,7 +7,7 @@ by its own clock and never touches the store, since a store on a lost host may n
              heartbeat   beat 41, step 7 ─▶ store on rank 0 ◀─ beat 33, step 7   rank 2, then killed
              judge       "rank 2 (stage 1) has not answered for 15 s" ─▶ exit code 76
 
-The other ranks of a run, from the process group to the end: their names, a store beside the collectives, a watch.
+``Peers`` is that watch for a whole run, from the process group to the end.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Watchdog:
     """Watches all other ranks from construction to ``stop``. Does nothing for a single rank.
 
     Args:
-        names: of all ranks, as a user knows them, such as "rank 2 (stage 1)".
-        store: of ``make_store``.
-        dead_seconds: a rank that was silent for so long is dead.
-        hang_seconds: when no rank has called ``progress`` for so long, the run hangs.
-        work: of this rank's device; None for a CPU.
+        names: all ranks' names as a user knows them, such as "rank 2 (stage 1)".
+        store: made by ``make_store``.
+        dead_seconds: silence after which a rank is taken to be dead.
+        hang_seconds: time without ``progress`` of any rank after which the run hangs.
+        work: work of this rank's device; None for a CPU.
         log: is given one line before the end; may block.
-        leave: is given the exit code. Ends the process at once, since a thread that waits in a collective can't be
+        leave: ends the process at once with an exit code, since a thread that waits in a collective can't be
             interrupted.
     """
 
@@ -200,9 +200,9 @@ class Peers:
     while it is read is known to the rank that reads it, and the others would wait for that one.
 
     Args:
-        names: of all ranks, as a user knows them.
-        device: of this rank.
-        options: of the command line; its ``dead_seconds`` and ``hang_seconds``.
+        names: all ranks' names as a user knows them.
+        device: this rank's device.
+        options: the command line's, with ``dead_seconds`` and ``hang_seconds``.
     """
 
     def __init__(self, names: Sequence[str], device: torch.device, options: argparse.Namespace) -> None:
@@ -232,7 +232,7 @@ class Peers:
 
     @contextlib.contextmanager
     def blamed(self) -> Iterator[None]:
-        """Where what all ranks do together fails: tell the others, and find the rank that is gone.
+        """Surround what all ranks do together: where that fails, tell the others and find the rank that is gone.
 
         Raises:
             PeerLostError: instead of the error of a collective, where a rank is gone.
