@@ -1,4 +1,5 @@
-"""What all tests share. One thread a process: many start several, and idle threads that spin slow each other down."""
+"""What all tests share. One thread a process unless OMP_NUM_THREADS says otherwise: many tests start several
+processes, and idle threads that spin slow each other down."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 PROGRAM_PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 """Where a test's programs are looked for: those of system administrators are on root's own path alone."""

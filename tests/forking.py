@@ -23,7 +23,11 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PYTHON_PATH = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
-ONE_THREAD = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHON_PATH}
+ONE_THREAD = {
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    "PYTHONPATH": PYTHON_PATH,
+}
 DIE_WITH_PARENT = 1
 
 

@@ -32,7 +32,7 @@ def deepspeed_command(processes: int, script: Path, *arguments: str) -> list[str
 
 
 def launch(
-    processes: int, script: Path, *arguments: str, timeout: float = 300.0, **environment: str
+    processes: int, script: Path, *arguments: str, timeout: float = 900.0, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run ``script`` on ``processes`` CPU ranks with one thread each and return what it printed."""
     return subprocess.run(
@@ -60,7 +60,7 @@ def fork_ranks(
 
 
 def run_ranks(
-    processes: int, script: Path, *arguments: str, timeout: float = 300.0, **environment: str
+    processes: int, script: Path, *arguments: str, timeout: float = 900.0, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """What :func:`launch` does, without the launcher and without importing everything once for each rank.
 
