@@ -20,8 +20,8 @@ from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.processes.process_group import group_timeout, process_group
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.meters import peak_memory_bytes, peak_reserved_bytes
+from ddpm_ds.train.objective import Denoising, replica_batches
 from ddpm_ds.train.resolve import cut_by_time, decide, share_threads
-from ddpm_ds.train.setting import Setting
 
 MOST_WARM_UP_STEPS = 40
 """Steps in which fp16 may find a loss scale that does not overflow: what overflows is not a whole step."""
@@ -58,7 +58,7 @@ def measure(
     store = DatasetCache.open(cache_path(plan.spec.data), verify=False)
     plan = decide(replace(plan, ds=plan.ds.without_reports()), own)
     with process_group(group_timeout(hang_seconds)):
-        seconds = _train(Setting(cut_by_time(plan, own), store, own, verbose=False), steps, progress)
+        seconds = _train(cut_by_time(plan, own), store, own, steps, progress)
         peak = peak_reserved_bytes(own) or peak_memory_bytes(own)
         dist.barrier()  # none leaves, and is thought to have failed, before all are done
     interval = plan.ds.checkpoint_interval
@@ -73,19 +73,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (RuntimeError, OSError)) and any(words in str(error) for words in OUT_OF_MEMORY)
 
 
-def _train(setting: Setting, steps: int, progress: Callable[[], object]) -> list[float]:
-    plan, device = setting.plan, setting.device
-    engine = build_engine(
-        plan.layers,
-        plan.bounds,
-        plan.ds,
-        setting.objective(),
-        seed=plan.spec.train.seed,
-    )
+def _train(
+    plan: RunPlan, store: DatasetCache, device: torch.device, steps: int, progress: Callable[[], object]
+) -> list[float]:
+    """Seconds of each timed step."""
+    engine = build_engine(plan.layers, plan.bounds, plan.ds, Denoising(plan.spec, device), seed=plan.spec.train.seed)
     ema = Ema(engine, plan.spec.ema)
     batches = None
     if engine.reads_data:
-        batches = setting.batches(plan.ds.layout.replicas, engine.grid.get_data_parallel_id())
+        replicas, replica = plan.ds.layout.replicas, engine.grid.get_data_parallel_id()
+        batches = replica_batches(plan, store, device, replicas=replicas, replica=replica)
 
     def step() -> float:
         """Seconds of a step of all processes."""

@@ -1,15 +1,19 @@
-"""What the engine trains: denoising, drawn from the image index so that first and last stage agree."""
+"""What the engine trains on: a replica's micro-batches, and denoising, drawn from the image index so that first and
+last stage agree."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.data.loader import MicroBatch
+from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.loader import Indices, MicroBatch, micro_batches, on_device
 from ddpm_ds.diffusion.process import Diffusion
+from ddpm_ds.predict.plan import RunPlan
 
 
 class Noised(NamedTuple):
@@ -52,3 +56,31 @@ class Denoising:
     def loss(self, prediction: Tensor, prepared: Noised) -> Tensor:
         """Mean loss of the micro-batch, fp32 scalar."""
         return self._diffusion.loss(prediction, prepared.x0, prepared.eps, prepared.t)
+
+
+def replica_batches(
+    plan: RunPlan,
+    store: DatasetCache,
+    device: torch.device,
+    *,
+    replicas: int,
+    replica: int,
+    among: Indices | None = None,
+    start_images: int = 0,
+) -> Iterator[MicroBatch]:
+    """The endless micro-batches of one of ``replicas`` as planned, on the device; see
+    :func:`ddpm_ds.data.loader.micro_batches`."""
+    layout = plan.ds.layout
+    batches = micro_batches(
+        store,
+        among=among,
+        seed=plan.spec.train.seed,
+        batch_images=layout.batch_images,
+        micro_batch_images=layout.micro_batch_images,
+        replicas=replicas,
+        replica=replica,
+        start_images=start_images,
+        workers=plan.spec.data.workers,
+        pin_memory=device.type == "cuda",
+    )
+    return on_device(batches, device)

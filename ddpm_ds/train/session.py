@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ddpm_ds.checkpoint.union import CompleteCheckpoint
 from ddpm_ds.data.cache import DatasetCache
-from ddpm_ds.data.loader import Indices, micro_batches, on_device, split
+from ddpm_ds.data.loader import Indices, split
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.device import DTYPES
 from ddpm_ds.errors import KNOWN_TO_ALL_RANKS, SpecError
@@ -34,7 +34,7 @@ from ddpm_ds.tracking.system_metrics import system_metrics
 from ddpm_ds.train.agreement import check_alike, check_gpus, check_same_images
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.loop import Run, train
-from ddpm_ds.train.objective import Denoising
+from ddpm_ds.train.objective import Denoising, replica_batches
 from ddpm_ds.train.resolve import check_arithmetic, cut_by_time, decide, share_threads
 from ddpm_ds.train.resume import InitialWeights, check_resume, claim_run, find_checkpoint, gather_in, share_record
 from ddpm_ds.train.saving import Saver, begin_with, gather_objects
@@ -218,20 +218,11 @@ def _batches(plan: RunPlan, store: DatasetCache, among: Indices, engine: UnetPip
     """This replica's micro-batches from the engine's progress on, on the stages that read data."""
     if not engine.reads_data:
         return None
-    layout = plan.ds.layout
-    batches = micro_batches(
-        store,
-        among=among,
-        seed=plan.spec.train.seed,
-        batch_images=layout.batch_images,
-        micro_batch_images=layout.micro_batch_images,
-        replicas=layout.replicas,
-        replica=engine.grid.get_data_parallel_id(),
-        start_images=engine.next_index,
-        workers=plan.spec.data.workers,
-        pin_memory=engine.device.type == "cuda",
+    replicas, replica = plan.ds.layout.replicas, engine.grid.get_data_parallel_id()
+    first = engine.next_index
+    return replica_batches(
+        plan, store, engine.device, replicas=replicas, replica=replica, among=among, start_images=first
     )
-    return on_device(batches, engine.device)
 
 
 def check_store(store: DatasetCache, plan: RunPlan) -> None:

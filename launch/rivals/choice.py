@@ -1,6 +1,8 @@
-"""Which rows a benchmark has, and why one can't run here. No torch."""
+"""Which rows a benchmark has, why one can't run in a layout, and how much is timed. No torch."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.pipeline.cuts import PartitionMethod, Schedule, partition
@@ -18,10 +20,52 @@ ROWS = {
     "zero2": "DeepSpeed's ZeRO-2 over all processes, without a pipeline",
 }
 """Names and meanings, in the table's order: the first that runs is what the others are compared to."""
+ONE_DEVICE_ROWS = {
+    "diffusers": "diffusers' UNet2DModel in a plain PyTorch loop, autocast, AdamW",
+    "diffusers-compiled": "the same under torch.compile",
+    "plain": "ours in a plain loop with nothing switched on: contiguous, PyTorch's kernels, eager, AdamW not fused",
+    "channels-last": "ours with channels-last alone",
+    "fused-kernels": "ours with fused normalisation, and channels-last, which its kernels need",
+    "compile": "ours with each layer compiled alone",
+    "fused-adamw": "ours with PyTorch's fused AdamW alone",
+    "all": "ours with every switch that this device has",
+    "bare": "ours in a plain loop with what the engine switches on under this JSON",
+    "engine": "this project's pipeline engine with one stage, under this JSON",
+    "lucidrains": "denoising-diffusion-pytorch's Unet, dim 64, multipliers 1-2-4, of 2023, autocast, AdamW",
+    "ours-dim64": "ours of launch/specs/cifar10_dim64.yaml, with every switch but compile",
+}
+"""Names and meanings of the rows of ``--one-device``, in the table's order."""
+OTHER_UNETS = ("lucidrains", "ours-dim64")
+"""Rows whose U-Net is another one; they are compared with each other only."""
+COMPILED = ("diffusers-compiled", "compile")
+CPU_IMAGES = 8
+"""Images of a step of ``--one-device`` on a CPU, unless ``--images`` says otherwise."""
+LEAST_ROUNDS, ROUNDS, MOST_STEPS = 3, 5, 20
+"""Fewest and most rounds, and most steps of a round, of ``--one-device`` where they are not given."""
+TIMED_SECONDS = 120.0
+"""Time that all rounds together may take where their number, or that of their steps, is not given."""
 
 
-def why_not(row: str, plan: RunPlan) -> str | None:
-    """Why ``row`` can't run in this layout; None where it can."""
+def reference_of(row: str, names: Sequence[str]) -> str:
+    """The row of ``--one-device`` that ``row`` is compared to: the first one with the same U-Net."""
+    return next(name for name in names if (name in OTHER_UNETS) == (row in OTHER_UNETS))
+
+
+def choose(asked: Sequence[str], why_not: Callable[[str], str | None]) -> tuple[list[str], dict[str, str]]:
+    """The rows that run, and those that can't with the reasons.
+
+    Raises:
+        LayoutError: none can.
+    """
+    reasons = {name: reason for name in asked if (reason := why_not(name)) is not None}
+    if len(reasons) == len(asked):
+        said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise LayoutError(f"--rows {','.join(asked)} leaves nothing to run: {said}")
+    return [name for name in asked if name not in reasons], reasons
+
+
+def why_not_in_layout(row: str, plan: RunPlan) -> str | None:
+    """Why a row of :data:`ROWS` can't run in this layout; None where it can."""
     layout = plan.ds.layout
     processes, stages = layout.world_size, layout.stages
     if row == "plain" and processes > 1:
@@ -29,7 +73,12 @@ def why_not(row: str, plan: RunPlan) -> str | None:
     if row in ("folded", "stock-default", "torch") and stages == 1:
         return "needs 2 stages"
     if row == "folded":
-        return _why_not_folded(plan)
+        if layout.micro_batches < 2 * stages:
+            return f"needs {2 * stages} micro-batches, and the batch has {layout.micro_batches}"
+        try:
+            bounds_of(plan, "folded")
+        except LayoutError as error:
+            return str(error)
     if row == "ddp" and processes == 1:
         return "needs 2 processes"
     if row in ("ddp", "zero2") and layout.batch_images % (processes * layout.micro_batch_images):
@@ -41,7 +90,7 @@ def why_not(row: str, plan: RunPlan) -> str | None:
 
 
 def bounds_of(plan: RunPlan, schedule: Schedule) -> tuple[int, ...]:
-    """The cuts of this project's engine under ``schedule``: the plan's, or such as the plan would have under it.
+    """The cuts of this project's engine under ``schedule``: the plan's, or those that it would have under it.
 
     Raises:
         LayoutError: the U-Net has no such cuts.
@@ -53,17 +102,16 @@ def bounds_of(plan: RunPlan, schedule: Schedule) -> tuple[int, ...]:
 
 
 def replica_micro_batches(plan: RunPlan) -> int:
-    """Micro-batches of a step where every process is a replica, of as many images as in the pipeline."""
+    """Micro-batches of a step where every process is a replica; each has as many images as in the pipeline."""
     layout = plan.ds.layout
     return layout.batch_images // (layout.world_size * layout.micro_batch_images)
 
 
-def _why_not_folded(plan: RunPlan) -> str | None:
-    layout = plan.ds.layout
-    if layout.micro_batches < 2 * layout.stages:
-        return f"needs {2 * layout.stages} micro-batches, and the batch has {layout.micro_batches}"
-    try:
-        bounds_of(plan, "folded")
-    except LayoutError as error:
-        return str(error)
-    return None
+def rounds_and_steps(rounds: int | None, steps: int | None, seconds: float) -> tuple[int, int]:
+    """Rounds, and steps of each row in a round, as asked or as time allows; one step of all rows takes ``seconds``."""
+    affordable = TIMED_SECONDS / seconds
+    if rounds is None:
+        rounds = max(LEAST_ROUNDS, min(ROUNDS, int(affordable / (steps or 1))))
+    if steps is None:
+        steps = max(1, min(MOST_STEPS, int(affordable / rounds)))
+    return rounds, steps

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,8 +13,16 @@ from ddpm_ds.errors import BadNumbersError, DeviceLostError, LayoutError, SpecEr
 from ddpm_ds.predict.plan import RunPlan, plan_run
 from ddpm_ds.processes.ranks import print_once, set_environment
 from ddpm_ds.tracking.run_folder import OUTPUT_ROOT
-from rivals.choice import ROWS, why_not
-from rivals.one_device_choice import CPU_IMAGES, LEAST_ROUNDS, MOST_STEPS, ONE_DEVICE_ROWS, ROUNDS
+from rivals.choice import (
+    CPU_IMAGES,
+    LEAST_ROUNDS,
+    MOST_STEPS,
+    ONE_DEVICE_ROWS,
+    ROUNDS,
+    ROWS,
+    choose,
+    why_not_in_layout,
+)
 
 DESCRIPTION = """\
 Ways of training one U-Net side by side: the same images, noise, batch, micro-batches and learning rates on the
@@ -57,11 +63,6 @@ exit codes
 """
 
 
-def row_names(text: str) -> list[str]:
-    """Names of rows as they are given."""
-    return [name.strip() for name in text.split(",")]
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of a benchmark.
 
@@ -86,10 +87,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--rows",
-        type=row_names,
+        type=lambda text: [name.strip() for name in text.split(",")],
         default=None,
         metavar="ROW,ROW,...",
-        help="which rows, see below (default: all that can run; with --one-device on a CPU none that is compiled)",
+        help="which rows, see below (default: all that can run; with --one-device on a CPU none that takes minutes)",
     )
     parser.add_argument(
         "--rounds",
@@ -106,12 +107,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help=f"steps of each row in a round (default 20; with --one-device what fits two minutes, or {MOST_STEPS})",
     )
     parser.add_argument(
-        "--compared-steps", type=positive, default=50, metavar="N", help="first steps, losses compared (default 50)"
+        "--compared-steps",
+        type=positive,
+        default=50,
+        metavar="N",
+        help="first steps, whose losses are compared (default 50)",
     )
     parser.add_argument(
         "--memory", action="store_true", help="measure the peak memory of each row, in processes that train it alone"
     )
-    parser.add_argument("--memory-of", default=None, help=argparse.SUPPRESS)  # of --memory
+    parser.add_argument("--memory-of", default=None, help=argparse.SUPPRESS)  # a child of --memory
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write every number here")
     parser.add_argument(
         "--mlflow",
@@ -119,24 +124,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help=f"log a run with the table and one for each row (store: MLFLOW_TRACKING_URI, else in {OUTPUT_ROOT})",
     )
     options = parser.parse_args(arguments)
-    if options.rows is None and not options.one_device:
-        options.rows = list(ROWS)
-    options.rows = _in_order(options.rows, ONE_DEVICE_ROWS if options.one_device else ROWS)
-    if options.images is not None and not options.one_device:
-        raise SpecError("--images is of --one-device; write --set train.batch_images=N")
-    return options
-
-
-def _in_order(asked: Sequence[str] | None, rows: Mapping[str, str]) -> list[str] | None:
-    """The rows that were asked for, in the table's order; None where what can run is to be found out.
-
-    Raises:
-        SpecError: a row has another name.
-    """
-    for name in asked or ():
+    rows = ONE_DEVICE_ROWS if options.one_device else ROWS
+    for name in options.rows or ():
         if name not in rows:
             raise SpecError(f"argument --rows: {name!r} is no row; rows are {', '.join(rows)}")
-    return None if asked is None else [name for name in rows if name in asked]
+    if options.rows is not None:
+        options.rows = [name for name in rows if name in options.rows]  # in the table's order
+    if options.images is not None and not options.one_device:
+        raise SpecError("--images belongs to --one-device; write --set train.batch_images=N")
+    return options
 
 
 def _meanings(rows: Mapping[str, str]) -> str:
@@ -166,24 +162,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _benchmark(options: argparse.Namespace) -> None:
     """Ways of training one U-Net on all processes."""
     plan = _plan(options, options.overrides)
-    names, not_run = _choose(options.rows, plan)
+    names, not_run = choose(options.rows or list(ROWS), lambda row: why_not_in_layout(row, plan))
     from ddpm_ds.device import choose_device  # torch, now that everything cheap is checked
 
     device = choose_device(options.device, plan.ds.layout.stages)
-    from rivals import session  # deepspeed, which asks for its device then
+    from rivals.layout import run_layout  # deepspeed, which asks for its device then
 
-    if options.memory_of is not None:
-        session.measure_memory(plan, device, options.memory_of, verbose=options.verbose)
-        return
-    session.run_benchmark(
-        plan,
-        device,
-        names,
-        not_run,
-        session.Effort(options.rounds or 15, options.steps_per_round or 20, options.compared_steps, options.memory),
-        session.Outputs(_command(), options.overrides, options.json, options.mlflow),
-        verbose=options.verbose,
-    )
+    run_layout(plan, device, names, not_run, options)
 
 
 def _one_device(options: argparse.Namespace) -> None:
@@ -202,20 +187,9 @@ def _one_device(options: argparse.Namespace) -> None:
     batch = [] if images is None else [f"train.batch_images={images}"]
     overrides = [*options.overrides, *batch, "train.accumulation=1"]
     plan = _plan(options, overrides)
-    from rivals import one_device
-    from rivals.session import Outputs
+    from rivals.one_device import run_one_device
 
-    if options.memory_of is not None:
-        one_device.measure_one_device_memory(plan, device, options.memory_of, options.rows, verbose=options.verbose)
-        return
-    one_device.run_one_device(
-        plan,
-        device,
-        options.rows,
-        one_device.OneDeviceEffort(options.rounds, options.steps_per_round, options.memory),
-        Outputs(_command(), overrides, options.json, options.mlflow),
-        verbose=options.verbose,
-    )
+    run_one_device(plan, device, overrides, options)
 
 
 def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> RunPlan:
@@ -227,24 +201,3 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> RunPlan:
         stages=options.pipeline_stages,
         device=options.device,
     )
-
-
-def _choose(asked: Sequence[str], plan: RunPlan) -> tuple[list[str], dict[str, str]]:
-    """The rows that run, and those that can't with the reasons.
-
-    Raises:
-        LayoutError: none can.
-    """
-    reasons = {name: why_not(name, plan) for name in asked}
-    names = [name for name, reason in reasons.items() if reason is None]
-    not_run = {name: reason for name, reason in reasons.items() if reason is not None}
-    if not names:
-        said = "; ".join(f"{name} {reason}" for name, reason in not_run.items())
-        raise LayoutError(f"--rows {','.join(asked)} leaves nothing to run: {said}")
-    return names, not_run
-
-
-def _command() -> str:
-    """What was typed, as far as a process can know it."""
-    words = [word for word in sys.argv if not word.startswith("--local_rank")]
-    return shlex.join(["deepspeed", "--num_gpus", os.environ["LOCAL_WORLD_SIZE"], *words])

@@ -1,26 +1,32 @@
-"""A plain training loop on one device, for any U-Net: draw, forward, backward, clip, AdamW."""
+"""Plain PyTorch training loops: draw, forward, backward, clip, AdamW; one U-Net a process, whoever wrote it."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+from deepspeed.runtime import lr_schedules
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ddpm_ds.data.loader import MicroBatch
-from ddpm_ds.train.setting import Setting
+from ddpm_ds.pipeline.build import quiet_deepspeed
+from ddpm_ds.unet.model import UNet
 from ddpm_ds.unet.operations import KeyedDropout
-from rivals.rows_pytorch import AdamW
+from rivals.choice import replica_micro_batches
+from rivals.rows import Setting
 
 SCALES = 32
 """How many loss scales are tried, each half of the one before, before gradients count as not finite."""
 
 
 @dataclass(frozen=True)
-class UnetProbe:
+class Probe:
     """What a row makes of one micro-batch with dropout switched off."""
 
     prediction: Tensor
@@ -30,124 +36,185 @@ class UnetProbe:
     """Over all parameters, before clipping."""
 
 
-class Update:
+class Optimizer:
     """From gradients to weights: loss scale, fp32 masters of 16-bit weights, clipping, AdamW, learning rate."""
 
-    def __init__(self, setting: Setting, parameters: Sequence[nn.Parameter], *, fused: bool) -> None:
+    def __init__(
+        self, setting: Setting, parameters: Iterable[nn.Parameter], *, fused: bool = False, scaled: bool = False
+    ) -> None:
+        spec, config = setting.plan.spec.optimizer, setting.plan.ds.blocks
         self._parameters = list(parameters)
-        self._masters: list[nn.Parameter] = []
-        if self._parameters[0].dtype is not torch.float32:
-            self._masters = [nn.Parameter(parameter.detach().float()) for parameter in self._parameters]
-        self._gradients = [torch.empty_like(master) for master in self._masters]
-        for master, gradient in zip(self._masters, self._gradients, strict=True):
-            master.grad = gradient
-        fp16 = setting.plan.ds.blocks.get("fp16", {}) if setting.plan.ds.precision == "fp16" else None
-        fixed = float(fp16.get("loss_scale", 0)) if fp16 else 0.0
-        self._scaler = torch.amp.GradScaler(
-            setting.device.type,
-            init_scale=fixed or 2.0 ** (fp16 or {}).get("initial_scale_power", 16),
-            growth_interval=2**31 - 1 if fixed else (fp16 or {}).get("loss_scale_window", 1000),
-            enabled=fp16 is not None,
+        narrow = self._parameters[0].dtype is not torch.float32
+        self.masters = [nn.Parameter(one.detach().float()) for one in self._parameters] if narrow else []
+        for master in self.masters:
+            master.grad = torch.empty_like(master)
+        self._trained = self.masters or self._parameters
+        self._clip_norm = float(config.get("gradient_clipping", 1.0))  # 1.0 is DeepSpeed's default too
+        self._adamw = torch.optim.AdamW(
+            self._trained,
+            lr=spec.learning_rate,
+            betas=spec.betas,
+            eps=spec.epsilon,
+            weight_decay=spec.weight_decay,
+            fused=True if fused else None,  # False would keep PyTorch from choosing foreach
         )
-        self._optimizer = AdamW(setting, self._masters or self._parameters, fused=fused, scaler=self._scaler)
+        self._scheduler = None
+        if scheduler := config.get("scheduler"):
+            with quiet_deepspeed(verbose=False):  # DeepSpeed's own learning rates
+                self._scheduler = getattr(lr_schedules, scheduler["type"])(self._adamw, **scheduler["params"])
+        fp16 = config.get("fp16", {}) if scaled else {}
+        fixed = float(fp16.get("loss_scale", 0))
+        self.scaler = torch.amp.GradScaler(
+            setting.device.type,
+            init_scale=fixed or 2.0 ** fp16.get("initial_scale_power", 16),
+            growth_interval=2**31 - 1 if fixed else fp16.get("loss_scale_window", 1000),
+            enabled=scaled,
+        )
 
     def backward(self, loss: Tensor) -> None:
-        self._scaler.scale(loss).backward()
+        self.scaler.scale(loss).backward()
 
     @torch.no_grad()
-    def step(self) -> None:
-        """One step; the gradients of the weights are gone afterwards."""
-        if self._masters:
-            narrow = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-            torch._foreach_copy_(self._gradients, narrow)
-        self._optimizer.step()
-        if self._masters:
-            torch._foreach_copy_(tuple(self._parameters), tuple(self._masters))
+    def step(self, norm_group: dist.ProcessGroup | None = None) -> None:
+        """Unscale, clip by the global norm and step; the gradients of the weights are gone afterwards.
+
+        Processes of ``norm_group`` share one model's parameters.
+        """
+        if self.masters:
+            narrow = [one.grad for one in self._parameters if one.grad is not None]
+            torch._foreach_copy_([one.grad for one in self.masters if one.grad is not None], narrow)
+        self.scaler.unscale_(self._adamw)
+        if self._clip_norm:
+            norm = torch.nn.utils.get_total_norm([one.grad for one in self._trained if one.grad is not None])
+            if norm_group is not None:
+                squared = norm.square()
+                dist.all_reduce(squared, group=norm_group)
+                norm = squared.sqrt()
+            torch.nn.utils.clip_grads_with_norm_(self._trained, self._clip_norm, norm)
+        self.scaler.step(self._adamw)
+        self.scaler.update()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        if self.masters:
+            torch._foreach_copy_(tuple(self._parameters), tuple(self.masters))
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def first_scales(self) -> list[float]:
-        """The loss scale, and smaller ones to try where it overflows; 1 outside of fp16."""
-        first = self._scaler.get_scale()
-        return [first / 2**halved for halved in range(SCALES if self._scaler.is_enabled() else 1)]
-
     def gradient_norm(self, loss: Tensor, scale: float) -> float:
-        """Of ``loss``, without changing anything; not finite where ``scale`` makes it overflow."""
+        """The norm of ``loss``'s gradient, without changing anything; not finite where ``scale`` makes it overflow."""
         (loss * scale).backward()
-        gradients = [parameter.grad.float() for parameter in self._parameters if parameter.grad is not None]
+        gradients = [one.grad.float() for one in self._parameters if one.grad is not None]
         self.drop_gradients()
         return float(torch.nn.utils.get_total_norm(gradients)) / scale
 
 
 class Loop:
-    """A row: a U-Net in a loop of its own. What is special to a U-Net is :meth:`predict`."""
+    """A row: a U-Net in a loop of its own, over the micro-batches of this process's replica."""
 
     is_pipeline = False
 
-    def __init__(self, setting: Setting, model: nn.Module, name: str, note: str, *, fused_adamw: bool = False) -> None:
-        self.name, self.note = name, note
+    def __init__(
+        self,
+        setting: Setting,
+        model: nn.Module,
+        name: str,
+        note: str = "",
+        *,
+        fused_adamw: bool = False,
+        scaled: bool = False,
+    ) -> None:
+        self.name, self.note, self.model = name, note, model
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.macs = setting.plan.macs
         """Multiply-accumulates of one image's forward."""
-        self.model = model
-        self._objective = setting.objective()
-        self._batches = setting.batches(1, 0)
-        self._update = Update(setting, list(model.parameters()), fused=fused_adamw)
+        self.optimizer = Optimizer(setting, model.parameters(), fused=fused_adamw, scaled=scaled)
+        self._replicas, self._micro_batches = setting.plan.ds.layout.world_size, replica_micro_batches(setting.plan)
+        self._batches = setting.batches(self._replicas, dist.get_rank() if self._replicas > 1 else 0)
+        self._device, self._objective = setting.device, setting.objective()
 
     def predict(self, inputs: Sequence[Tensor], images: Tensor) -> Tensor:
         """(N, C, H, W) of (x_t, t) or (x_t, t, labels); ``images`` (N,) are positions, as loaded."""
-        raise NotImplementedError
+        prediction: Tensor = self.model(*inputs, images=images.to(self._device, non_blocking=True))
+        return prediction
 
     def step(self) -> Tensor:
-        """One optimizer step on the next batch, without waiting for the device; its loss, a scalar."""
         loss = self._backward()
-        self._update.step()
+        self.optimizer.step()
         return loss
 
     def forward_backward(self) -> Tensor:
-        """The same without the optimizer."""
+        """A step without the optimizer."""
         loss = self._backward()
-        self._update.drop_gradients()
+        self.optimizer.drop_gradients()
         return loss
 
-    def probe(self, micro_batch: MicroBatch) -> UnetProbe:
+    def probe(self, micro_batch: MicroBatch) -> Probe:
         """What the weights, which stay as they are, make of ``micro_batch``."""
+        scaler = self.optimizer.scaler
         with without_dropout(self.model):
-            for scale in self._update.first_scales():
+            for halved in range(SCALES if scaler.is_enabled() else 1):
                 prediction, loss = self._forward(micro_batch)
-                norm = self._update.gradient_norm(loss, scale)
+                norm = self.optimizer.gradient_norm(loss, scaler.get_scale() / 2**halved)
                 if math.isfinite(norm):
                     break
-        return UnetProbe(prediction.detach().float().cpu(), float(loss.detach()), norm)
+        return Probe(prediction.detach().float().cpu(), float(loss.detach()), norm)
 
     def _backward(self) -> Tensor:
-        _, loss = self._forward(next(self._batches))
-        self._update.backward(loss)
-        return loss.detach()
+        losses = []
+        for number, micro_batch in enumerate(itertools.islice(self._batches, self._micro_batches), 1):
+            with self._accumulation(last=number == self._micro_batches):
+                _, loss = self._forward(micro_batch)
+                self.optimizer.backward(loss / self._micro_batches)
+            losses.append(loss.detach())
+        return sum(losses, torch.zeros((), device=self._device)) / (self._micro_batches * self._replicas)
 
     def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         prepared = self._objective.prepare(micro_batch)
         prediction = self.predict(self._objective.inputs(prepared), micro_batch.index)
         return prediction, self._objective.loss(prediction, prepared)
 
+    def _accumulation(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
+        """A context around a micro-batch's forward and backward."""
+        return contextlib.nullcontext()
+
+
+class PlainLoop(Loop):
+    """Our U-Net in fp32, as it is, in one process."""
+
+    def __init__(self, setting: Setting) -> None:
+        unet = UNet(setting.plan.layers, setting.plan.spec.train.seed).to(setting.device)
+        super().__init__(setting, unet, "plain PyTorch loop, fp32", setting.unchecked())
+
+
+class DataParallel(Loop):
+    """The same on every process; DistributedDataParallel averages gradients in the last backward of a step."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._parallel = DistributedDataParallel(
+            UNet(setting.plan.layers, setting.plan.spec.train.seed).to(setting.device)
+        )
+        super().__init__(setting, self._parallel, "PyTorch DDP, fp32", setting.unchecked())
+
+    def _accumulation(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if last else self._parallel.no_sync()
+
 
 @contextlib.contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
     """Switch dropout off, ours and PyTorch's: no two U-Nets draw the same masks."""
-    ours = [part for part in model.modules() if isinstance(part, KeyedDropout)]
-    theirs = [part for part in model.modules() if isinstance(part, nn.Dropout)]
-    rates, shares = [part.rate for part in ours], [part.p for part in theirs]
-    for part in ours:
-        part.rate = 0.0
-    for other in theirs:
-        other.p = 0.0
+    found = [
+        (part, "p" if isinstance(part, nn.Dropout) else "rate")
+        for part in model.modules()
+        if isinstance(part, (KeyedDropout, nn.Dropout))
+    ]
+    rates = [getattr(part, name) for part, name in found]
+    for part, name in found:
+        setattr(part, name, 0.0)
     try:
         yield
     finally:
-        for part, rate in zip(ours, rates, strict=True):
-            part.rate = rate
-        for other, share in zip(theirs, shares, strict=True):
-            other.p = share
+        for (part, name), rate in zip(found, rates, strict=True):
+            setattr(part, name, rate)

@@ -1,114 +1,92 @@
-"""Losses held equal, then times taken in turn.
-
-A machine's speed drifts: other work, heat, frequency. So the rows take turns within each round, a ratio is of two
-neighbours in one round, and what is reported is the median over the rounds with its quartiles. What would disturb a
-clock, counting bytes and busy time, is done in steps of its own.
-"""
+"""How rows are compared: first that they compute the same, then their times, in turn."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 
-from ddpm_ds.device import wait_for_device, wait_for_stream
 from ddpm_ds.errors import BadNumbersError
-from rivals.busy import busy_time
-from rivals.rows import Row
-from rivals.traffic import SentBytes
-
-Value = TypeVar("Value")
+from rivals.loops import Probe
 
 LOSS_TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}
 """Relative difference from the first row's loss that rounding explains in the first steps, by precision. Over 50 steps
 of the digits, rounding was seen to make 1e-7, 3e-4 and 1e-3."""
+TF32_TOLERANCE = 1e-2
+"""Relative, for fp32 on a GPU whose convolutions round their factors to TF32's 10 bits."""
 
 
-@dataclass(frozen=True)
-class Observation:
-    """What one process was seen to do in a step of one row."""
-
-    message_bytes: int
-    """Sent in messages to one other process."""
-    collective_bytes: int
-    """Sent as a part of collectives, see :data:`rivals.traffic.RING_SHARE`."""
-    idle: float
-    """Share of the step's time outside of forward and backward."""
-
-
-def sum_over_processes(values: list[float]) -> list[float]:
-    """Element by element; every process calls this and gets the same."""
-    return [sum(parts) for parts in zip(*of_all_processes(values), strict=True)]
-
-
-def of_all_processes(value: Value) -> list[Value]:
-    """The values of all processes, by rank; every process calls this."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def first_losses(
-    rows: Sequence[Row], steps: int, total: Callable[[list[float]], list[float]] = sum_over_processes
-) -> list[list[float]]:
-    """Each row's losses over its first ``steps`` steps, which also warm it up; ``total`` of all processes' parts."""
-    return [total([float(row.step()) for _ in range(steps)]) for row in rows]
-
-
-def check_losses(rows: Sequence[Row], losses: Sequence[Sequence[float]], tolerance: float) -> list[float]:
-    """Each row's largest relative difference from the first row's loss.
+def check_losses(names: Sequence[str], losses: Sequence[Sequence[float]], tolerance: float) -> list[float]:
+    """Each row's largest relative difference from the first row's loss; ``losses`` are by row and step.
 
     Raises:
         BadNumbersError: a row does not train the same; its time would mean nothing.
     """
     largest = []
-    for row, own in zip(rows, losses, strict=True):
+    for name, own in zip(names, losses, strict=True):
         differences = [abs(loss - other) / abs(other) for loss, other in zip(own, losses[0], strict=True)]
         for step, difference in enumerate(differences):
             if not difference <= tolerance:  # NaN differs too
                 raise BadNumbersError(
-                    f"loss {own[step]:.6g} in step {step} of {row.name}, where {rows[0].name} has "
-                    f"{losses[0][step]:.6g}: they don't train the same, so nothing is timed; where fp16 skipped a "
-                    f"step, try a lower fp16.initial_scale_power"
+                    f"loss {own[step]:.6g} in step {step} of {name}, where {names[0]} has {losses[0][step]:.6g}: they "
+                    f"don't train the same, so nothing is timed; where fp16 skipped a step, try a lower "
+                    f"fp16.initial_scale_power"
                 )
         largest.append(max(differences))
     return largest
 
 
-class Stepping(Protocol):
-    """Whatever takes steps."""
+def tolerance(precision: str, device: torch.device) -> float:
+    """Relative difference that rounding explains: what losses are allowed, and TF32's where fp32 is rounded to it."""
+    rounded = precision == "fp32" and device.type == "cuda" and torch.backends.cudnn.allow_tf32
+    return TF32_TOLERANCE if rounded else LOSS_TOLERANCE[precision]
 
-    @property
-    def step(self) -> Callable[[], object]: ...
+
+def check_probe(name: str, probe: Probe, first: str, reference: Probe, allowed: float) -> dict[str, float]:
+    """Relative differences of row ``name`` from row ``first``, which has seen the same micro-batch.
+
+    "prediction" is the norm of the difference over the norm; the others are "loss" and "gradients' norm".
+
+    Raises:
+        BadNumbersError: the row does not compute the same; its time would mean nothing.
+    """
+    differences = {
+        "prediction": float((probe.prediction - reference.prediction).norm() / reference.prediction.norm()),
+        "loss": abs(probe.loss - reference.loss) / abs(reference.loss),
+        "gradients' norm": abs(probe.gradient_norm - reference.gradient_norm) / abs(reference.gradient_norm),
+    }
+    for what, value in differences.items():
+        if not value <= allowed:  # NaN differs too
+            raise BadNumbersError(
+                f"{what} of {name} differs from that of {first} by {value:.2g} (relative; rounding explains "
+                f"{allowed:g}): they don't compute the same, so nothing is timed"
+            )
+    return differences
 
 
 def time_rounds(
-    rows: Sequence[Stepping],
-    *,
+    steps: Sequence[Callable[[], object]],
     rounds: int,
-    steps: int,
+    steps_per_round: int,
     synchronize: Callable[[], object],
     after_round: Callable[[], object],
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[list[float]]:
-    """Seconds per step of each row in each round: ``[row][round]``. Each round begins with another row.
+    """Seconds of each kind of step in each round: ``[step][round]``. Each round begins with another one.
 
     ``synchronize`` waits until this process's device and all other processes have done what they were given.
     """
-    seconds: list[list[float]] = [[] for _ in rows]
+    seconds: list[list[float]] = [[] for _ in steps]
     for number in range(rounds):
-        for turn in range(len(rows)):
-            which = (number + turn) % len(rows)
+        for turn in range(len(steps)):
+            which = (number + turn) % len(steps)
             synchronize()
             begin = clock()
-            for _ in range(steps):
-                rows[which].step()
+            for _ in range(steps_per_round):
+                steps[which]()
             synchronize()
-            seconds[which].append((clock() - begin) / steps)
+            seconds[which].append((clock() - begin) / steps_per_round)
         after_round()
     return seconds
 
@@ -116,22 +94,3 @@ def time_rounds(
 def ratios(seconds: Sequence[float], reference: Sequence[float]) -> list[float]:
     """Seconds of one row over those of another, round by round."""
     return [own / other for own, other in zip(seconds, reference, strict=True)]
-
-
-def observe(row: Row, steps: int, device: torch.device) -> Observation:
-    """Count what one step of ``row`` sends, then watch ``steps`` steps; every process calls this.
-
-    The steps end when the last process is done with them.
-    """
-    with SentBytes() as traffic:
-        row.step()
-    wait_for_device(device)
-    dist.barrier()
-    begin = time.perf_counter()
-    with busy_time(lambda: wait_for_stream(device)) as busy:
-        for _ in range(steps):
-            row.step()
-    wait_for_device(device)
-    dist.barrier()
-    seconds = time.perf_counter() - begin
-    return Observation(traffic.message_bytes, round(traffic.collective_bytes), 1 - busy.seconds / seconds)

@@ -2,190 +2,239 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
-import json
-import os
-from collections.abc import Callable, Mapping, Sequence
+import math
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from ddpm_ds.device import DTYPES, wait_for_device
+from ddpm_ds.errors import BadNumbersError, LayoutError
 from ddpm_ds.experiments.data_rate import Spread
 from ddpm_ds.observe.device_speed import matmul_peak
+from ddpm_ds.pipeline.warm_up import forget_peaks
 from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.processes.process_group import process_group
-from ddpm_ds.tracking.run_folder import OUTPUT_ROOT
+from ddpm_ds.train.meters import peak_memory_bytes
 from ddpm_ds.unet.operations import arithmetic_dtype
-from rivals.abilities import versions_of
-from rivals.measure import ratios, time_rounds
-from rivals.memory import PeakMemory, say_peak
-from rivals.one_device_build import Built, build_all, build_one_device_row, choose
-from rivals.one_device_choice import groups, rounds_and_steps
-from rivals.one_device_report import OneDeviceReport, OneDeviceResult, one_device_table
-from rivals.probes import tolerance
-from rivals.record import record_one_device
-from rivals.report import NotRun, machine, versions
-from rivals.rows_one_device import Start
-from rivals.session import Outputs, prepare_setting
+from rivals.choice import ONE_DEVICE_ROWS, OTHER_UNETS, choose, reference_of, rounds_and_steps
+from rivals.deepspeed_rows import OneStageEngine
+from rivals.loops import Loop, Probe
+from rivals.measure import check_probe, ratios, time_rounds, tolerance
+from rivals.observation import peak_in_child, print_peak
+from rivals.report import Report, Result, about, common_lines, milliseconds, versions
+from rivals.rows import Setting
+from rivals.unets import (
+    PACKAGES,
+    DiffusersLoop,
+    LucidrainsLoop,
+    OurLoop,
+    dim64,
+    missing_switches,
+    switches_of,
+    why_not_here,
+)
+
+WARM_STEPS = 2
+"""Steps before the first that is timed: one may compile, and the optimizer's state is there from the second on."""
+
+
+def build_row(name: str, setting: Setting, missing: dict[str, str]) -> Loop | OneStageEngine:
+    """The row with a name of :data:`rivals.choice.ONE_DEVICE_ROWS`."""
+    match name:
+        case "diffusers" | "diffusers-compiled":
+            return DiffusersLoop(setting, compiled=name == "diffusers-compiled")
+        case "engine":
+            return OneStageEngine(setting)
+        case "lucidrains":
+            return LucidrainsLoop(setting)
+    copied = "its convolutions' weights are kept channels-last and copied in every forward" if name == "plain" else ""
+    own = dim64(setting) if name == "ours-dim64" else setting
+    return OurLoop(own, switches_of(name, own, missing), copied)
 
 
 @dataclass(frozen=True)
-class OneDeviceEffort:
-    """How much is measured."""
+class Warm:
+    """A row that has been compared and has taken some steps."""
 
-    rounds: int | None
-    steps_per_round: int | None
-    """None: what fits two minutes, of both."""
-    memory: bool
-    """Whether each row is trained once more in a child; on a GPU the peak is known without one."""
-
-
-@dataclass(frozen=True)
-class _Steps:
-    """What :func:`time_rounds` calls: a row's step, whole or without the optimizer."""
-
-    step: Callable[[], Tensor]
+    row: Loop | OneStageEngine
+    probe: Probe
+    differences: dict[str, float]
+    """From the first row of the same U-Net, see :func:`rivals.measure.check_probe`; none for a U-Net of its own."""
+    seconds: float
+    """Time of the last warm step."""
+    peak_bytes: int | None
+    """On a GPU what this row added at most; on a CPU of a process that trains it alone, None where not asked for."""
 
 
-@dataclass(frozen=True)
-class _Seconds:
-    """Per step, by row and round."""
+def run_one_device(plan: RunPlan, device: torch.device, overrides: Sequence[str], options: argparse.Namespace) -> None:
+    """Compare what rows compute, time them in turn, and publish what was found.
 
-    rounds: int
-    steps: int
-    whole: dict[str, list[float]]
-    forward_backward: dict[str, list[float]]
-
-
-def run_one_device(
-    plan: RunPlan,
-    device: torch.device,
-    names: Sequence[str] | None,
-    effort: OneDeviceEffort,
-    outputs: Outputs,
-    *,
-    verbose: bool,
-) -> None:
-    """Compare outputs, time the rows in turn, print the table, write the JSON and the MLflow runs.
-
-    ``names`` None asks for all rows that can run, except on a CPU for those that are compiled.
+    Rows that were not named are all that can run, except on a CPU those that would take minutes.
 
     Raises:
         UserError: something given is wrong.
         BadNumbersError: the outputs of two rows of the same U-Net differ by more than rounding.
     """
-    load_before = os.getloadavg()[0]
-    setting = prepare_setting(plan, device, verbose)
-    able, names, not_run = choose(names, setting)
-    allowed = tolerance(plan.ds.precision, device)
+    setting = Setting.prepare(plan, device, verbose=options.verbose)
+    missing = missing_switches(setting, options.rows)
+    names, not_run = choose(options.rows or list(ONE_DEVICE_ROWS), lambda name: why_not_here(name, setting, missing))
     arithmetic = arithmetic_dtype(device.type, DTYPES[plan.ds.precision][1])
+    allowed, images = tolerance(plan.ds.precision, device), plan.ds.layout.micro_batch_images
     with process_group():
+        if options.memory_of is not None:
+            print_peak(lambda: build_row(options.memory_of, setting, missing), device)
+            return
         peak = matmul_peak(device, arithmetic)
-        with tqdm(total=len(names), desc="comparing", unit="row") as bar:
-            built = build_all(names, setting, able, allowed, memory=effort.memory, after_row=bar.update)
-        seconds = _time(built, device, effort)
+        warm = warm_rows(names, setting, missing, allowed, memory=options.memory)
+        gc.collect()
+        parts = {name: part for name, one in warm.items() if (part := one.row.forward_backward) is not None}
+        once = sum(one.seconds * (1 + (name in parts)) for name, one in warm.items())
+        rounds, steps = rounds_and_steps(options.rounds, options.steps_per_round, once)
+        timed = [*(one.row.step for one in warm.values()), *parts.values()]
+        with tqdm(total=rounds, desc="measuring", unit="round") as bar:
+            seconds = time_rounds(timed, rounds, steps, lambda: wait_for_device(device), bar.update)
         peak = max(peak, matmul_peak(device, arithmetic))  # a neighbour may have been there at first
-    report = OneDeviceReport(
-        name=plan.spec.name,
-        command=outputs.command,
-        date=datetime.now().astimezone().isoformat(timespec="seconds"),
-        machine=machine(device),
-        load_before=load_before,
-        versions=versions() | versions_of(names),
-        spec=str(plan.spec_path),
-        overrides=list(outputs.overrides),
-        deepspeed_config=str(plan.ds_path),
-        precision=plan.ds.precision,
-        images=plan.ds.layout.micro_batch_images,
-        dropout=plan.spec.unet.dropout,
-        activation_checkpoint_interval=int(setting.plan.ds.checkpoint_interval),
+    whole = dict(zip(warm, seconds, strict=False))
+    without_optimizer = dict(zip(parts, seconds[len(warm) :], strict=True))
+    over = Spread.of(ratios(whole["engine"], whole["bare"])) if {"engine", "bare"} <= whole.keys() else None
+    precision, dropout, dtype = plan.ds.precision, plan.spec.unet.dropout, str(arithmetic).removeprefix("torch.")
+    facts = about(
+        setting,
+        overrides,
+        not_run,
+        versions=versions(sorted({PACKAGES[name] for name in names if name in PACKAGES})),
+        layout="one device",
+        precision=precision,
+        images=images,
+        dropout=dropout,
         peak_flops=peak,
-        arithmetic=str(arithmetic).removeprefix("torch."),
+        arithmetic=dtype,
         tolerance=allowed,
-        rounds=seconds.rounds,
-        steps_per_round=seconds.steps,
-        rows=_results(built, seconds, plan.ds.layout.micro_batch_images, peak),
-        not_run=[NotRun(row, reason) for row, reason in not_run.items()],
-        engine_over_bare=_engine_over_bare(seconds.whole),
+        rounds=rounds,
+        steps_per_round=steps,
+        engine_over_bare=None if over is None else asdict(over),
     )
-    print(one_device_table(report), flush=True)
-    if outputs.json_path is not None:
-        outputs.json_path.write_text(json.dumps(asdict(report), indent=2) + "\n")
-    if outputs.mlflow:
-        print(f"MLflow: {record_one_device(report, plan, OUTPUT_ROOT).open_with}", flush=True)
+    head = [
+        f"U-Net        {plan.spec.name} with {plan.ds_path}, {precision}, dropout {dropout:g}",
+        f"batch        {images} images; the engine's {setting.recomputing()}",
+        *common_lines(facts),
+        f"peak         {peak / 1e12:.4g} TFLOP/s: square matrix products in {dtype}, this run",
+        f"prediction   and gradient: relative difference, seen before all was timed; allowed {allowed:g}",
+        "speed        images/s over those of the first row of the same table",
+        "fwd+bwd      a step without its optimizer",
+        "MFU          6 flops per multiply-accumulate of a forward, over step time and peak",
+    ]
+    rows = [one_device_result(name, warm[name], whole, without_optimizer.get(name, []), images, peak) for name in warm]
+    remarks = [] if over is None else [f"engine over bare: {over.as_ratio()} of its step time"]
+    Report(facts, head, rows, remarks).publish(plan, options)
 
 
-def measure_one_device_memory(
-    plan: RunPlan, device: torch.device, name: str, names: Sequence[str] | None, *, verbose: bool
-) -> None:
-    """What a child does that :func:`rivals.memory.peak_in_child` starts for row ``name`` of ``names``."""
-    setting = prepare_setting(plan, device, verbose)
-    able, _, _ = choose(names, setting)
-    with process_group():
-        start = Start.of(setting)
-        memory = PeakMemory(device)
-        say_peak(build_one_device_row(name, start, able), memory)
+def warm_rows(
+    names: Sequence[str], setting: Setting, missing: dict[str, str], allowed: float, *, memory: bool
+) -> dict[str, Warm]:
+    """All rows, compared with each other and warm; they live side by side.
+
+    ``memory`` asks for peaks on a CPU, each measured in a child; on a GPU they are known without one.
+
+    Raises:
+        BadNumbersError: two rows of the same U-Net differ by more than ``allowed``, or an output is not finite.
+        LayoutError: they don't fit the device together.
+    """
+    device, on_gpu = setting.device, setting.device.type == "cuda"
+    micro_batch = next(setting.batches(1, 0))
+    warm: dict[str, Warm] = {}
+    for name in tqdm(names, desc="comparing", unit="row"):
+        peak = peak_in_child(name) if memory and not on_gpu else None
+        before = torch.cuda.memory_allocated(device) if on_gpu else 0
+        try:
+            row = build_row(name, setting, missing)
+            probe = row.probe(micro_batch)
+            for _ in range(WARM_STEPS):
+                forget_peaks(device)  # the first step tries algorithms
+                begin = time.perf_counter()
+                row.step()
+                wait_for_device(device)
+                seconds = time.perf_counter() - begin
+        except torch.OutOfMemoryError:
+            raise LayoutError(
+                f"row {name} no longer fits the device beside {', '.join(warm) or 'nothing'}; name fewer rows in "
+                f"--rows, or take less than --images {setting.plan.ds.layout.micro_batch_images}"
+            ) from None
+        first, differences = reference_of(name, names), dict[str, float]()
+        if name not in OTHER_UNETS:
+            differences = check_probe(name, probe, first, warm[first].probe if first in warm else probe, allowed)
+        elif not math.isfinite(probe.loss + probe.gradient_norm):
+            raise BadNumbersError(f"{name} has loss {probe.loss} and gradients of norm {probe.gradient_norm}")
+        warm[name] = Warm(row, probe, differences, seconds, peak_memory_bytes(device) - before if on_gpu else peak)
+    return warm
 
 
-def _time(built: Mapping[str, Built], device: torch.device, effort: OneDeviceEffort) -> _Seconds:
-    gc.collect()
-    whole = {name: _Steps(one.row.step) for name, one in built.items()}
-    parts = {name: _Steps(part) for name, one in built.items() if (part := one.row.forward_backward) is not None}
-    once = sum(built[name].warm_seconds for rows in (whole, parts) for name in rows)
-    rounds, steps = rounds_and_steps(effort.rounds, effort.steps_per_round, once)
-    with tqdm(total=rounds, desc="measuring", unit="round") as bar:
-        seconds = time_rounds(
-            [*whole.values(), *parts.values()],
-            rounds=rounds,
-            steps=steps,
-            synchronize=lambda: wait_for_device(device),
-            after_round=bar.update,
-        )
-    return _Seconds(
-        rounds,
-        steps,
-        dict(zip(whole, seconds[: len(whole)], strict=True)),
-        dict(zip(parts, seconds[len(whole) :], strict=True)),
+def one_device_result(
+    name: str, one: Warm, whole: Mapping[str, list[float]], part: list[float], images: int, peak: float
+) -> Result:
+    """What is reported of a row.
+
+    ``whole`` are the seconds of a step by row and round, ``part`` those of the same without its optimizer; ``images``
+    are those of a step, ``peak`` is in flops per second of matrix products.
+    """
+    row, probe, reference = one.row, one.probe, reference_of(name, list(whole))
+    first, other = name == reference, not one.differences
+    step, part_step = Spread.of(whole[name]), Spread.of(part) if part else None
+    speed, rate = Spread.of(ratios(whole[reference], whole[name])), images / step.median
+    mfu, memory = 6 * row.macs * rate / peak, None if one.peak_bytes is None else one.peak_bytes / 1e6
+    prediction, gradient = one.differences.get("prediction"), one.differences.get("gradients' norm")
+    return Result(
+        {
+            "row": name,
+            "name": row.name,
+            "note": row.note,
+            "reference": reference,
+            "parameters": row.parameters,
+            "macs": row.macs,
+            "images_per_second": rate,
+            "step_seconds": asdict(step),
+            "forward_backward_seconds": None if part_step is None else asdict(part_step),
+            "speed": asdict(speed),
+            "mfu": mfu,
+            "peak_bytes": one.peak_bytes,
+            "loss": probe.loss,
+            "gradient_norm": probe.gradient_norm,
+            "prediction_difference": prediction,
+            "gradient_norm_difference": gradient,
+            "round_step_seconds": whole[name],
+            "round_forward_backward_seconds": part,
+        },
+        {
+            "row": name,
+            "step ms": step.as_milliseconds(),
+            "fwd+bwd ms": "-" if part_step is None else part_step.as_milliseconds(),
+            "images/s": f"{rate:,.4g}",
+            "speed": "1" if first else speed.as_ratio(),
+            "MFU": f"{mfu:.1%}",
+            "peak MB": "" if memory is None else f"{memory:,.0f}",
+            "prediction": "" if first or prediction is None else f"{prediction:.1e}",
+            "gradient": "" if first or gradient is None else f"{gradient:.1e}",
+            "parameters": f"{row.parameters:,}" if first or other else "",
+            "MACs/image": f"{row.macs / 1e9:.4g} G" if first or other else "",
+            "what": row.name,
+        },
+        {
+            "step_ms": 1e3 * step.median,
+            "images_per_second": rate,
+            "speed": speed.median,
+            "speed_low": speed.low,
+            "speed_high": speed.high,
+            "mfu": mfu,
+            "forward_backward_ms": None if part_step is None else 1e3 * part_step.median,
+            "peak_mb": memory,
+            "prediction_difference": prediction,
+            "gradient_norm_difference": gradient,
+        },
+        {"round_step_ms": milliseconds(whole[name]), "round_forward_backward_ms": milliseconds(part)},
+        block=int(other),
     )
-
-
-def _engine_over_bare(seconds: Mapping[str, Sequence[float]]) -> Spread | None:
-    if not {"engine", "bare"} <= seconds.keys():
-        return None
-    return Spread.of(ratios(seconds["engine"], seconds["bare"]))
-
-
-def _results(built: Mapping[str, Built], seconds: _Seconds, images: int, peak: float) -> list[OneDeviceResult]:
-    """A result for each row; ``images`` of a step, ``peak`` flops per second of matrix products."""
-    reference = {name: group[0] for group in groups(list(built)) for name in group}
-    results = []
-    for name, one in built.items():
-        whole, part = seconds.whole[name], seconds.forward_backward.get(name, [])
-        median = Spread.of(whole).median
-        results.append(
-            OneDeviceResult(
-                row=name,
-                name=one.row.name,
-                note=one.row.note,
-                reference=reference[name],
-                parameters=one.row.parameters,
-                macs=one.row.macs,
-                images_per_second=images / median,
-                step_seconds=Spread.of(whole),
-                forward_backward_seconds=Spread.of(part) if part else None,
-                speed=Spread.of(ratios(seconds.whole[reference[name]], whole)),
-                mfu=6 * one.row.macs * images / median / peak,
-                peak_bytes=one.peak_bytes,
-                loss=one.probe.loss,
-                gradient_norm=one.probe.gradient_norm,
-                prediction_difference=one.difference.prediction if one.difference is not None else None,
-                gradient_norm_difference=one.difference.gradient_norm if one.difference is not None else None,
-                round_step_seconds=whole,
-                round_forward_backward_seconds=part,
-            )
-        )
-    return results

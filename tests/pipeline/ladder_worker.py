@@ -24,7 +24,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.pipe import schedule
-from rivals.traffic import SentBytes
+from rivals.observation import SentBytes
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed import distributed_c10d

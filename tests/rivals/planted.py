@@ -1,23 +1,30 @@
-"""The benchmark with a wrong row: DDP begins with other weights. Started as ``launch/bench.py`` is."""
+"""``launch/bench.py`` twice in a process: with the rows of WRONG, the last of which begins with other weights; and as
+it was asked."""
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
+from typing import Any
 
-from rivals import command, session
-from rivals.rows import Row
+from rivals import command, layout, one_device
+from rivals.rows import Setting
 
-from ddpm_ds.train.setting import Setting
+module: Any = one_device if "--one-device" in sys.argv else layout
+build_row = module.build_row
 
 
-def with_a_wrong_row(name: str, setting: Setting) -> Row:
+def with_a_wrong_row(name: str, setting: Setting, *others: Any) -> Any:
     plan = setting.plan
-    if name == "ddp":
+    if name == os.environ["WRONG"].split(",")[-1]:
         other = plan.spec.model_copy(update={"train": plan.spec.train.model_copy(update={"seed": 99})})
         setting = replace(setting, plan=replace(plan, spec=other))
-    return build_row(name, setting)
+    return build_row(name, setting, *others)
 
 
-build_row, session.build_row = session.build_row, with_a_wrong_row
+module.build_row = with_a_wrong_row
+code = command.main([*sys.argv[1:], "--rows", os.environ["WRONG"]])
+assert code == 3, code
+module.build_row = build_row
 sys.exit(command.main())

@@ -1,13 +1,22 @@
-"""Which rows can run in which layout."""
+"""Which rows can run in which layout, and how much is timed."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from rivals.choice import ROWS, bounds_of, replica_micro_batches, why_not
-from rivals.rows_stock import stock_zero_stage
+from rivals.choice import (
+    ROWS,
+    bounds_of,
+    choose,
+    reference_of,
+    replica_micro_batches,
+    rounds_and_steps,
+    why_not_in_layout,
+)
+from rivals.deepspeed_rows import stock_zero_stage
 
+from ddpm_ds.errors import LayoutError
 from ddpm_ds.predict.plan import RunPlan, plan_run
 from tests.launching import REPOSITORY
 
@@ -18,7 +27,7 @@ DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
 def plan_of(
     processes: int, stages: int, *, batch: int = 32, micro: int = 8, config: str = "zero1_fp32.json"
 ) -> RunPlan:
-    """Of the digits, with ``micro`` micro-batches."""
+    """A plan of the digits with ``micro`` micro-batches."""
     changes = [f"train.batch_images={batch}", f"train.accumulation={micro}"]
     return plan_run(DIGITS, changes, CONFIGS / config, world_size=processes, stages=stages)
 
@@ -43,14 +52,14 @@ def plan_of(
 )
 def test_a_row_that_cannot_run_says_why(layout: dict[str, Any], reasons: dict[str, str]) -> None:
     plan = plan_of(**layout)
-    found = {row: reason for row in ROWS if (reason := why_not(row, plan)) is not None}
+    found = {row: reason for row in ROWS if (reason := why_not_in_layout(row, plan)) is not None}
     assert set(found) == set(reasons)
     for row, said in reasons.items():
         assert said in found[row]
 
 
 def test_a_fold_that_the_unet_has_no_cuts_for_is_left_out() -> None:
-    assert "mirrored cuts" in (why_not("folded", plan_of(16, 16, batch=64, micro=32)) or "")
+    assert "mirrored cuts" in (why_not_in_layout("folded", plan_of(16, 16, batch=64, micro=32)) or "")
 
 
 def test_replicas_without_a_pipeline_share_the_same_micro_batches() -> None:
@@ -78,3 +87,22 @@ def test_the_stock_engine_gets_a_zero_stage_under_which_it_trains_right(
     plan = plan_of(stages, stages, config=config)
     found, said = stock_zero_stage(plan)
     assert found == zero_stage and why in said and bool(why) == bool(said)
+
+
+def test_rows_that_can_not_run_are_left_out_and_all_of_them_are_refused() -> None:
+    reasons = {"torch": "needs 2 stages", "ddp": "needs 2 processes"}
+    assert choose(["1f1b", "torch"], reasons.get) == (["1f1b"], {"torch": "needs 2 stages"})
+    with pytest.raises(LayoutError, match="leaves nothing to run: torch: needs 2 stages; ddp: needs 2 processes"):
+        choose(["torch", "ddp"], reasons.get)
+
+
+def test_a_unet_of_its_own_is_compared_with_such_alone() -> None:
+    names = ["all", "diffusers", "lucidrains", "ours-dim64"]
+    assert [reference_of(name, names) for name in names] == ["all", "all", "lucidrains", "lucidrains"]
+
+
+def test_time_that_is_left_open_is_used_up_to_a_limit() -> None:
+    assert rounds_and_steps(None, None, 1e-3) == (5, 20)
+    assert rounds_and_steps(None, None, 12.0) == (5, 2)
+    assert rounds_and_steps(None, None, 100.0) == (3, 1)
+    assert rounds_and_steps(7, 3, 1e3) == (7, 3)

@@ -1,69 +1,50 @@
-"""How rows are compared: same losses first, then times in turn."""
+"""How rows are compared and observed: same outputs first, times in turn, computing, sending."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
 import pytest
 import torch
-from rivals.measure import check_losses, first_losses, ratios, time_rounds
-from torch import Tensor
+import torch.distributed as dist
+from rivals.loops import Probe
+from rivals.measure import check_losses, check_probe, ratios, time_rounds, tolerance
+from rivals.observation import RING_SHARE, BusyTime, SentBytes
+from torch import Tensor, nn
 
 from ddpm_ds.errors import BadNumbersError
 from ddpm_ds.experiments.data_rate import Spread
 
 
-class FakeRow:
-    """A row whose steps take a known time on a fake clock."""
+class Clock:
+    """A clock that the work itself sets."""
 
     now = 0.0
-    note = ""
-    is_pipeline = False
 
-    def __init__(self, name: str, seconds: float, losses: list[float], taken: list[str]) -> None:
-        self.name, self._seconds, self._losses, self._taken = name, seconds, iter(losses), taken
+    def __call__(self) -> float:
+        return self.now
 
-    def step(self) -> Tensor:
-        FakeRow.now += self._seconds
-        self._taken.append(self.name)
-        return torch.tensor(next(self._losses), dtype=torch.float64)
+    def take(self, seconds: float) -> None:
+        self.now += seconds
 
 
-def alone(parts: list[float]) -> list[float]:
-    """The total of one process."""
-    return parts
+def test_rounds_take_rows_in_turn_and_time_is_taken_when_the_device_has_caught_up() -> None:
+    clock, taken, ended = Clock(), list[str](), list[int]()
 
+    def step(name: str, seconds: float) -> Callable[[], None]:
+        def taking() -> None:
+            taken.append(name)
+            clock.take(seconds)
 
-def rows(losses: list[float]) -> tuple[list[FakeRow], list[str]]:
-    """A plain row of loss 1 and another one."""
-    taken: list[str] = []
-    return [FakeRow("plain", 2.0, [1.0] * 99, taken), FakeRow("other", 3.0, losses, taken)], taken
+        return taking
 
-
-def test_rounds_take_rows_in_turn_and_begin_with_another_one_each_time() -> None:
-    pair, taken = rows([1.0] * 99)
-    ended: list[int] = []
-    seconds = time_rounds(
-        pair,
-        rounds=2,
-        steps=3,
-        synchronize=lambda: None,
-        after_round=lambda: ended.append(len(taken)),
-        clock=lambda: FakeRow.now,
-    )
-    assert taken == ["plain"] * 3 + ["other"] * 3 + ["other"] * 3 + ["plain"] * 3
-    assert seconds == [[2.0, 2.0], [3.0, 3.0]] and ended == [6, 12]
-    assert ratios(seconds[1], seconds[0]) == [1.5, 1.5]
-
-
-def test_time_is_taken_when_the_device_has_caught_up() -> None:
-    pair, _ = rows([1.0] * 99)
-
-    def catch_up() -> None:
-        FakeRow.now += 0.5
-
-    seconds = time_rounds(
-        pair[:1], rounds=1, steps=1, synchronize=catch_up, after_round=list, clock=lambda: FakeRow.now
-    )
-    assert seconds == [[2.5]]
+    steps = [step("plain", 2.0), step("other", 3.0)]
+    found = time_rounds(steps, 2, 4, lambda: clock.take(0.5), lambda: ended.append(len(taken)), clock)
+    assert taken == ["plain"] * 4 + ["other"] * 8 + ["plain"] * 4 and ended == [8, 16]
+    assert found == [[2.125, 2.125], [3.125, 3.125]]  # the wait after four steps
+    assert ratios([3.0, 6.0], [2.0, 4.0]) == [1.5, 1.5]
 
 
 def test_median_and_quartiles() -> None:
@@ -72,13 +53,116 @@ def test_median_and_quartiles() -> None:
 
 
 def test_losses_within_rounding_pass_and_the_largest_difference_is_kept() -> None:
-    pair, _ = rows([1.0, 1.001, 1.0005])
-    losses = first_losses(pair, 3, alone)
-    assert check_losses(pair, losses, tolerance=1e-2) == pytest.approx([0.0, 1e-3])
+    losses = [[1.0, 1.0, 1.0], [1.0, 1.001, 1.0005]]
+    assert check_losses(["plain", "other"], losses, 1e-2) == pytest.approx([0.0, 1e-3])
 
 
 @pytest.mark.parametrize("loss", [1.02, 0.98, float("nan"), float("inf")])
 def test_a_row_that_trains_something_else_is_named_with_its_step_and_loss(loss: float) -> None:
-    pair, _ = rows([1.0, loss, 1.0])
     with pytest.raises(BadNumbersError, match="in step 1 of other, where plain has 1: they don't train the same"):
-        check_losses(pair, first_losses(pair, 3, alone), tolerance=1e-2)
+        check_losses(["plain", "other"], [[1.0, 1.0], [1.0, loss]], 1e-2)
+
+
+PROBE = Probe(torch.tensor([[3.0, 4.0]]), 1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        (replace(PROBE, prediction=torch.tensor([[3.0, 4.1]])), "prediction of all"),
+        (replace(PROBE, loss=1.1), "loss of all"),
+        (replace(PROBE, gradient_norm=2.1), "gradients' norm of all"),
+        (replace(PROBE, gradient_norm=math.nan), "gradients' norm of all"),
+    ],
+)
+def test_a_row_that_computes_something_else_is_refused(other: Probe, what: str) -> None:
+    with pytest.raises(BadNumbersError, match=f"{what} differs from that of plain by .*nothing is timed"):
+        check_probe("all", other, "plain", PROBE, 1e-2)
+    assert check_probe("all", replace(PROBE, loss=1.001), "plain", PROBE, 1e-2)["loss"] == pytest.approx(1e-3)
+
+
+def test_what_rounding_explains_depends_on_precision_and_on_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert tolerance("fp32", cpu) < tolerance("fp16", cpu) < tolerance("bf16", cpu)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    assert tolerance("fp32", cuda) == 1e-2
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    assert tolerance("fp32", cuda) == tolerance("fp32", cpu)
+
+
+class Work(nn.Module):
+    """Takes a second forward and two backward."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.clock.take(1)
+        y = 2 * x
+        y.register_hook(lambda gradient: self.clock.take(2))
+        return y
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [lambda y: torch.autograd.backward([y], [torch.ones(1)]), lambda y: y.backward()],
+    ids=["as an engine calls it", "as a user calls it"],
+)
+def test_busy_is_forward_and_backward_however_deep_they_are_nested(backward: Callable[[Tensor], None]) -> None:
+    clock, before = Clock(), torch.autograd.backward
+    model = nn.Sequential(Work(clock), nn.Sequential(Work(clock)))
+    with BusyTime(clock=clock) as busy:
+        clock.take(10)
+        backward(model(torch.ones(1, requires_grad=True)))
+        clock.take(10)
+    assert busy.seconds == 2 * (1 + 2)
+    backward(model(torch.ones(1, requires_grad=True)))
+    assert busy.seconds == 6 and torch.autograd.backward is before
+
+
+def test_busy_is_also_what_a_device_still_computes_when_a_call_returns() -> None:
+    clock = Clock()
+    with BusyTime(lambda: clock.take(5), clock) as busy:
+        Work(clock)(torch.ones(1, requires_grad=True))
+    assert busy.seconds == 1 + 5  # the one afterwards; the one before is not its own
+
+
+def test_busy_ends_with_a_forward_that_raises() -> None:
+    class Broken(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            clock.take(3)
+            raise ValueError
+
+    clock = Clock()
+    with BusyTime(clock=clock) as busy:
+        with pytest.raises(ValueError):
+            Broken()(torch.ones(1))
+        clock.take(100)
+        Work(clock)(torch.ones(1, requires_grad=True))
+    assert busy.seconds == 3 + 1
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_rank_of_a_ring_of_four_sends() -> None:
+    assert RING_SHARE["allreduce_"](400, 0, 4) == 600  # three quarters to reduce, as many to gather
+    assert RING_SHARE["_allgather_base_"](400, 100, 4) == 300  # each of the three other parts passes
+    assert RING_SHARE["_reduce_scatter_base_"](100, 400, 4) == 300
+    assert RING_SHARE["broadcast_"](400, 0, 4) == 300
+
+
+@pytest.mark.usefixtures("group")
+def test_a_process_alone_sends_nothing_and_what_is_not_known_is_not_counted_as_nothing() -> None:
+    with SentBytes() as traffic:
+        dist.all_reduce(torch.ones(3))
+        dist.all_gather([torch.ones(3)], torch.ones(3))
+        dist.barrier()
+    assert traffic.message_bytes == traffic.collective_bytes == 0
+    with SentBytes(), pytest.raises(NotImplementedError, match="alltoall_base_ sends is not known here"):
+        dist.all_to_all_single(torch.ones(2), torch.ones(2))

@@ -1,80 +1,90 @@
-"""The table, and the same in MLflow."""
+"""The tables of both kinds of benchmarks, and the same in MLflow."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-from rivals.record import record
-from rivals.report import BenchmarkReport, NotRun, RowResult, table
+import torch
+from rivals.layout import layout_result
+from rivals.loops import Probe
+from rivals.observation import Observation
+from rivals.one_device import Warm, one_device_result
+from rivals.report import Report, record
 
-from ddpm_ds.experiments.data_rate import Spread
 from ddpm_ds.predict.plan import plan_run
 from tests.launching import REPOSITORY
 
 CONFIG = REPOSITORY / "ds_configs" / "zero1_fp32.json"
-OURS = RowResult(
-    row="1f1b",
-    name="ddpm_ds 1F1B, fp32, ZeRO-1",
-    note="",
-    images_per_second=64.0,
-    step_seconds=Spread(0.5, 0.4, 0.6),
-    ratio=Spread(1.0, 1.0, 1.0),
-    round_step_seconds=[0.4, 0.5, 0.6],
-    first_losses=[1.0, 0.9],
-    largest_loss_difference=0.0,
-    rank_message_bytes=[1_000_000, 3_000_000],
-    rank_collective_bytes=[500_000, 0],
-    bubble=0.125,
-    rank_peak_bytes=None,
-)
-DDP = replace(
-    OURS,
-    row="ddp",
-    name="PyTorch DDP, fp32",
-    note="no activation checkpointing",
-    ratio=Spread(1.5, 1.4, 1.6),
-    bubble=None,
-)
-REPORT = BenchmarkReport(
-    name="digits",
-    command="deepspeed --num_gpus 2 launch/bench.py",
-    date="2026-11-21T18:00:00+00:00",
-    machine="one",
-    load_before=0.1,
-    versions={"torch": "2.14.1"},
-    spec="digits.yaml",
-    overrides=[],
-    deepspeed_config="zero1.json",
-    parameters=1234,
-    layout="2 processes = 2 stages x 1 replicas",
-    batch="32 images",
-    activation_checkpoint_interval=0,
-    rounds=3,
-    steps_per_round=1,
-    rows=[OURS, DDP],
-    not_run=[NotRun("plain", "has one process, and 2 were started")],
-)
+ABOUT: dict[str, Any] = {
+    "name": "digits",
+    "layout": "2 processes = 2 stages x 1 replicas",
+    "command": "deepspeed --num_gpus 2 launch/bench.py",
+    "machine": "one",
+    "versions": {"torch": "2.14.1"},
+    "not_run": [{"row": "plain", "reason": "has one process, and 2 were started"}],
+}
+
+
+def row(**values: Any) -> Any:
+    """What a row says of itself."""
+    return SimpleNamespace(**{"note": "", "is_pipeline": False, "parameters": 35_746_307, "macs": 6.222e9, **values})
+
+
+def layout_report(peaks: list[int] | None = None) -> Report:
+    """A pipeline of two ranks and DDP, which takes 1.5 times as long."""
+    seen = [Observation(1_000_000, 500_000, 0.0), Observation(3_000_000, 0, 0.25)]
+    seconds, slower = [0.4, 0.5, 0.6], [0.6, 0.75, 0.9]
+    ours, ddp = row(name="ddpm_ds 1F1B", is_pipeline=True), row(name="PyTorch DDP", note="no checkpointing")
+    rows = [
+        layout_result("1f1b", ours, 32, seconds, seconds, seen, [1.0, 0.9], 0.0, peaks),
+        layout_result("ddp", ddp, 32, slower, seconds, seen, [1.0, 0.9], 2e-7, peaks),
+    ]
+    return Report(ABOUT, ["machine      one"], rows)
+
+
+def one_device_report(peak_bytes: int | None = None) -> Report:
+    """Diffusers, an engine that is 1.5 times as fast, and another U-Net."""
+    probe = Probe(torch.zeros(1), 1.0, 2.0)
+    same = {"prediction": 2e-6, "loss": 0.0, "gradients' norm": 3e-7}
+    whole = {"diffusers": [0.9, 1.0, 12.5], "engine": [0.6, 0.5, 12.5], "lucidrains": [0.9, 1.0, 12.5]}
+    warm = {
+        "diffusers": Warm(row(name="diffusers UNet2DModel"), probe, dict.fromkeys(same, 0.0), 1.0, peak_bytes),
+        "engine": Warm(row(name="ddpm_ds 1F1B", note="kernels: reference"), probe, same, 1.0, peak_bytes),
+        "lucidrains": Warm(row(name="theirs", parameters=35_719_555), probe, {}, 1.0, peak_bytes),
+    }
+    parts = {"diffusers": [0.7, 0.75, 0.8]}
+    rows = [one_device_result(name, warm[name], whole, parts.get(name, []), 8, 1e12) for name in warm]
+    return Report({**ABOUT, "layout": "one device"}, ["machine      one"], rows, ["engine over bare: 1.040"])
 
 
 def test_the_table_has_a_line_for_each_row_and_the_notes_below() -> None:
-    lines = table(REPORT).splitlines()
-    header, ours, ddp = (line.split() for line in lines[-6:-3])
-    assert "peak" not in header and "bubble" in header
-    assert ours[:6] == ["1f1b", "500", "(400-600)", "64", "1", "3.00"] and "12.5%" in ours
-    assert ddp[4:6] == ["1.500", "(1.400-1.600)"] and "-" in ddp
-    assert lines[-2:] == [
-        "ddp: no activation checkpointing",
-        "plain did not run: has one process, and 2 were started",
-    ]
+    head, lines, below = (block.splitlines() for block in layout_report().table().split("\n\n"))
+    header, ours, ddp = (line.split() for line in lines)
+    assert head == ["machine      one"] and "peak" not in header and "bubble" in header
+    assert ours[:6] == ["1f1b", "500", "(450-550)", "64", "1", "3.00"] and "12.5%" in ours
+    assert ddp[4:6] == ["1.500", "(1.500-1.500)"] and "-" in ddp and "2.0e-07" in ddp
+    assert below == ["ddp: no checkpointing", "plain did not run: has one process, and 2 were started"]
+
+
+def test_the_table_keeps_unets_of_their_own_apart() -> None:
+    _, same, other, below = (block.splitlines() for block in one_device_report().table().split("\n\n"))
+    header, first, second = (line.split() for line in same)
+    assert "peak" not in header and "prediction" in header
+    assert first[:4] == ["diffusers", "1000", "(950-6750)", "750"] and "35,746,307" in first and "29.9%" in first
+    assert second[:4] == ["engine", "600", "(550-6550)", "-"] and second[5:7] == ["1.500", "(1.250-1.750)"]
+    assert "2.0e-06" in second and "3.0e-07" in second and "35,746,307" not in second
+    assert "prediction" not in other[0] and "35,719,555" in other[1] and "6.222 G" in other[1]
+    assert below[:2] == ["engine: kernels: reference", "engine over bare: 1.040"]
 
 
 def test_memory_has_a_column_where_it_was_measured() -> None:
-    rows = [replace(row, rank_peak_bytes=[7_000_000, 9_000_000]) for row in REPORT.rows]
-    lines = table(replace(REPORT, rows=rows)).splitlines()
-    assert any("peak MB" in line for line in lines) and sum(" 9  " in line for line in lines) == 2
+    table = layout_report(peaks=[7_000_000, 9_000_000]).table()
+    assert "peak MB" in table and table.count(" 9  ") == 2
+    assert one_device_report(1_234_000_000).table().count(" 1,234 ") == 3
 
 
 class FakeTracker:
@@ -82,26 +92,21 @@ class FakeTracker:
 
     started: ClassVar[list[FakeTracker]] = []
 
+    def __init__(self, run_name: str, options: dict[str, Any]) -> None:
+        self.run_name, self.options, self.ended = run_name, options, False
+        self.numbers: dict[str, float] = {}
+        self.series: dict[str, list[float]] = {}
+        self.texts: dict[str, str] = {}
+        # a child looks for its parent when it starts
+        self.parent_ended = bool(self.started) and self.started[0].ended
+
     @classmethod
     def start(cls, experiment: str, run_name: str, **options: Any) -> FakeTracker:
-        tracker = cls()
-        tracker.run_name, tracker.options, tracker.said = run_name, options, {}
-        tracker.series, tracker.texts, tracker.ended = {}, {}, False
-        # a child looks for its parent when it starts
-        tracker.parent_ended = bool(cls.started) and cls.started[0].ended
-        cls.started.append(tracker)
-        return tracker
-
-    run_name: str
-    options: dict[str, Any]
-    said: dict[str, float]
-    series: dict[str, list[float]]
-    texts: dict[str, str]
-    ended: bool
-    parent_ended: bool
+        cls.started.append(cls(run_name, options))
+        return cls.started[-1]
 
     def metrics(self, values: dict[str, float], step: int) -> None:
-        self.said |= values
+        self.numbers |= values
         for name, value in values.items():
             assert len(self.series.setdefault(name, [])) == step
             self.series[name].append(value)
@@ -114,19 +119,22 @@ class FakeTracker:
         return "link"
 
 
+@pytest.mark.parametrize("report", [layout_report(), one_device_report()], ids=["layout", "one device"])
 def test_mlflow_gets_a_run_with_the_table_and_one_for_each_row_under_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeTracker, "started", [])
-    monkeypatch.setattr("rivals.record.Tracker", FakeTracker)
+    monkeypatch.setattr("rivals.report.Tracker", FakeTracker)
     plan = plan_run(REPOSITORY / "launch" / "specs" / "digits.yaml", [], CONFIG, world_size=2, stages=2)
-    assert record(REPORT, plan, tmp_path) == "link"
+    assert record(report, plan, tmp_path) == "link"
     parent, *children = FakeTracker.started
-    assert parent.said["ddp.time_ratio"] == 1.5 and parent.options["params"]["layout"]["stages"] == 2
-    assert parent.texts["table.txt"] == table(REPORT) + "\n" and "rank_message_bytes" in parent.texts["report.json"]
-    assert [child.run_name for child in children] == ["1f1b", "ddp"]
-    for child in children:
-        assert child.parent_ended and child.ended
-        assert child.options["parent"] == parent.options["identity"]
-        assert child.series["round_step_ms"] == [400, 500, 600] and child.series["first_loss"] == [1.0, 0.9]
-    assert children[0].said["bubble"] == 0.125 and "bubble" not in children[1].said
+    assert parent.run_name == f"digits {report.about['layout']}" and parent.options["params"]["layout"]["stages"] == 2
+    assert parent.texts["table.txt"] == report.table() + "\n"
+    assert [one["row"] for one in json.loads(parent.texts["report.json"])["rows"]] == [one.run_name for one in children]
+    for child, result in zip(children, report.rows, strict=True):
+        assert child.parent_ended and child.ended and child.options["parent"] == parent.options["identity"]
+        assert child.series["round_step_ms"] == [1e3 * value for value in result.numbers["round_step_seconds"]]
+        assert all(parent.numbers[f"{child.run_name}.{name}"] == value for name, value in result.measured.items())
+        assert None not in child.numbers.values()
+    missing = "bubble" if "bubble" in children[0].numbers else "forward_backward_ms"
+    assert missing in children[0].numbers and missing not in children[1].numbers

@@ -17,12 +17,12 @@ from typing import Any
 from ddpm_ds.checkpoint.union import CompleteCheckpoint
 from ddpm_ds.cli import train as command
 from ddpm_ds.processes.ranks import recorded
+from ddpm_ds.train import objective
 from ddpm_ds.train import saving as state
-from ddpm_ds.train import session
 
 MICRO_BATCHES = 5
 """Read before the images are gone."""
-deliver, micro_batches = state.deliver, session.micro_batches
+deliver, micro_batches = state.deliver, objective.micro_batches
 
 
 def deliver_truncated(whole: CompleteCheckpoint, *arguments: Any, **options: Any) -> Any:
@@ -45,5 +45,5 @@ if __name__ == "__main__":
         if os.environ["FAULT"] == "checkpoint":
             state.deliver = deliver_truncated
         else:
-            session.micro_batches = micro_batches_until_lost
+            objective.micro_batches = micro_batches_until_lost
     sys.exit(recorded(command.main))

@@ -1,4 +1,4 @@
-"""PyTorch's own pipeline, ``torch.distributed.pipelining``, over the same stages."""
+"""The row of PyTorch's own pipeline, ``torch.distributed.pipelining``, over the same stages."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpm_ds.train.objective import Noised
-from ddpm_ds.train.setting import Setting
 from ddpm_ds.unet.blocks import newest_skip_is_h, pack, unpack
 from ddpm_ds.unet.layers import Layer, boundary_shapes
 from ddpm_ds.unet.model import build_layer
 from ddpm_ds.unet.operations import KeyedDropout, set_image_index
 from rivals.choice import bounds_of
-from rivals.rows_pytorch import AdamW
+from rivals.loops import Optimizer
+from rivals.rows import Setting
 
 
 class StageModule(nn.Module):
@@ -83,12 +83,11 @@ class TorchPipeline:
             loss_fn=self._loss,
             scale_grads=False,
         )
-        self._optimizer = AdamW(setting, module.parameters())
+        self._optimizer = Optimizer(setting, module.parameters())
         self._prepared: list[Noised] = []
-        """Of this step, on the first and on the last stage."""
+        """The micro-batches of this step, on the first and on the last stage."""
 
     def step(self) -> Tensor:
-        self._optimizer.zero_grad()
         micro_batches = list(itertools.islice(self._batches, self._micro_batches))
         if self._first or self._last:
             self._prepared = [self._objective.prepare(micro_batch) for micro_batch in micro_batches]

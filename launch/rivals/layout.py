@@ -1,0 +1,176 @@
+"""A benchmark of ways of training on all processes, from the plan to the table."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from ddpm_ds.device import wait_for_device
+from ddpm_ds.experiments.data_rate import Spread
+from ddpm_ds.predict.plan import RunPlan
+from ddpm_ds.processes.process_group import process_group
+from ddpm_ds.train.saving import gather_objects
+from rivals.deepspeed_rows import OurPipeline, StockPipeline, TracedPipeline, ZeroWithoutPipeline
+from rivals.loops import DataParallel, PlainLoop
+from rivals.measure import LOSS_TOLERANCE, check_losses, ratios, time_rounds
+from rivals.observation import Observation, observe, peak_in_child, print_peak
+from rivals.pipelining import TorchPipeline
+from rivals.report import Report, Result, about, common_lines, milliseconds, versions
+from rivals.rows import Row, Setting
+
+
+def build_row(name: str, setting: Setting) -> Row:
+    """The row with a name of :data:`rivals.choice.ROWS`; every process calls this."""
+    rows: dict[str, Callable[[], Row]] = {
+        "plain": lambda: PlainLoop(setting),
+        "1f1b": lambda: OurPipeline(setting, "1f1b"),
+        "folded": lambda: OurPipeline(setting, "folded"),
+        "traced": lambda: TracedPipeline(setting),
+        "stock": lambda: StockPipeline(setting, default_cuts=False),
+        "stock-default": lambda: StockPipeline(setting, default_cuts=True),
+        "torch": lambda: TorchPipeline(setting),
+        "ddp": lambda: DataParallel(setting),
+        "zero2": lambda: ZeroWithoutPipeline(setting),
+    }
+    return rows[name]()
+
+
+def run_layout(
+    plan: RunPlan, device: torch.device, names: Sequence[str], not_run: Mapping[str, str], options: argparse.Namespace
+) -> None:
+    """Compare the losses of all rows, time them in turn, and publish what was found.
+
+    Every process calls this. ``not_run`` are the rows left out and why.
+
+    Raises:
+        UserError: something given is wrong; raised before any process group exists.
+        BadNumbersError: the rows' losses differ by more than rounding.
+    """
+    setting = Setting.prepare(plan, device, verbose=options.verbose)
+    rounds, steps, layout = options.rounds or 15, options.steps_per_round or 20, plan.ds.layout
+    with process_group():
+        if options.memory_of is not None:
+            print_peak(lambda: build_row(options.memory_of, setting), device)
+        else:
+            results = _measure(setting, names, rounds, steps, options)
+        dist.barrier()
+    if options.memory_of is not None or int(os.environ["RANK"]) != 0:
+        return
+    replicas = f" x {layout.replicas} replicas" if layout.replicas > 1 else ""
+    split = f"{layout.micro_batch_images} x {layout.micro_batches} micro-batches{replicas}"
+    facts = about(
+        setting,
+        options.overrides,
+        not_run,
+        versions=versions(),
+        parameters=plan.parameters,
+        layout=f"{layout.world_size} processes = {layout.stages} stages x {layout.replicas} replicas",
+        batch=f"{layout.batch_images} images = {split}",
+        rounds=rounds,
+        steps_per_round=steps,
+    )
+    head = [
+        f"U-Net        {plan.parameters:,} parameters: {plan.spec.name} with {plan.ds_path}",
+        f"layout       {facts['layout']}",
+        f"batch        {facts['batch']}; {setting.recomputing()}",
+        *common_lines(facts),
+        f"losses       largest relative difference in the first {options.compared_steps} steps",
+        "sent         in one step by the rank that sends most; of collectives what a ring of processes sends",
+        "bubble       share of a step that a rank spends outside of forward and backward, mean over ranks",
+        *(["peak         memory of the fullest rank, in processes that train one row each"] * options.memory),
+    ]
+    Report(facts, head, results).publish(plan, options)
+
+
+def _measure(
+    setting: Setting, names: Sequence[str], rounds: int, steps: int, options: argparse.Namespace
+) -> list[Result]:
+    device, silent = setting.device, None if dist.get_rank() == 0 else True
+    peaks = [gather_objects(peak_in_child(name)) if options.memory else None for name in names]
+    rows = [build_row(name, setting) for name in names]
+    parts = [[float(row.step()) for _ in range(options.compared_steps)] for row in rows]  # which warms them up, too
+    losses = [[sum(of_ranks) for of_ranks in zip(*gather_objects(part), strict=True)] for part in parts]
+    differences = check_losses([row.name for row in rows], losses, LOSS_TOLERANCE[setting.plan.ds.precision])
+    gc.collect()
+
+    def synchronize() -> None:
+        wait_for_device(device)
+        dist.barrier()
+
+    with tqdm(total=rounds, desc="measuring", unit="round", disable=silent) as bar:
+        seconds = time_rounds([row.step for row in rows], rounds, steps, synchronize, bar.update)
+    images = setting.plan.ds.layout.batch_images
+    return [
+        layout_result(name, row, images, own, seconds[0], gather_objects(observe(row, steps, device)), *others)
+        for name, row, own, *others in zip(names, rows, seconds, losses, differences, peaks, strict=True)
+    ]
+
+
+def layout_result(
+    name: str,
+    row: Row,
+    images: int,
+    seconds: list[float],
+    reference: list[float],
+    observed: Sequence[Observation],
+    losses: list[float],
+    loss_difference: float,
+    peaks: list[int] | None,
+) -> Result:
+    """What is reported of a row.
+
+    ``images`` are those of a batch; ``seconds`` of a step and those of the first row, the ``reference``, are by round;
+    ``observed`` and peak bytes are by rank.
+    """
+    step, ratio = Spread.of(seconds), Spread.of(ratios(seconds, reference))
+    speed = images / step.median
+    sent = max(seen.message_bytes + seen.collective_bytes for seen in observed) / 1e6
+    bubble = sum(seen.idle for seen in observed) / len(observed) if row.is_pipeline else None
+    peak, first = None if peaks is None else max(peaks) / 1e6, seconds is reference
+    return Result(
+        {
+            "row": name,
+            "name": row.name,
+            "note": row.note,
+            "images_per_second": speed,
+            "step_seconds": asdict(step),
+            "ratio": asdict(ratio),
+            "round_step_seconds": seconds,
+            "first_losses": losses,
+            "largest_loss_difference": loss_difference,
+            "rank_message_bytes": [seen.message_bytes for seen in observed],
+            "rank_collective_bytes": [seen.collective_bytes for seen in observed],
+            "bubble": bubble,
+            "rank_peak_bytes": peaks,
+        },
+        {
+            "row": name,
+            "step ms": step.as_milliseconds(),
+            "images/s": f"{speed:,.4g}",
+            "time ratio": "1" if first else ratio.as_ratio(),
+            "sent MB": f"{sent:.2f}",
+            "bubble": "-" if bubble is None else f"{bubble:.1%}",
+            "peak MB": "" if peak is None else f"{peak:.0f}",
+            "loss difference": "" if first else f"{loss_difference:.1e}",
+            "what": row.name,
+        },
+        {
+            "step_ms": 1e3 * step.median,
+            "images_per_second": speed,
+            "time_ratio": ratio.median,
+            "time_ratio_low": ratio.low,
+            "time_ratio_high": ratio.high,
+            "sent_mb": sent,
+            "loss_difference": loss_difference,
+            "bubble": bubble,
+            "peak_mb": peak,
+        },
+        {"round_step_ms": milliseconds(seconds), "first_loss": losses},
+    )

@@ -1,0 +1,221 @@
+"""Rows of ``--one-device`` in a plain loop: our U-Net with some switches on, and other people's U-Nets."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from ddpm_ds.command_line import cache_folder
+from ddpm_ds.config.spec import UnetSpec
+from ddpm_ds.config.spec_file import SPECS, load_spec
+from ddpm_ds.device import DTYPES
+from ddpm_ds.errors import DsConfigError
+from ddpm_ds.unet.diffusers import diffusers_config, to_diffusers
+from ddpm_ds.unet.kernel_choice import check_kernels, choose_kernels
+from ddpm_ds.unet.layers import unet_layers
+from ddpm_ds.unet.model import UNet, check_compiler, compile_layers
+from ddpm_ds.unet.operations import Kernels, arithmetic_dtype, use_kernels, use_memory_format
+from rivals.choice import COMPILED, OTHER_UNETS
+from rivals.loops import Loop
+from rivals.rows import Setting
+
+PACKAGES = {
+    "diffusers": "diffusers",
+    "diffusers-compiled": "diffusers",
+    "lucidrains": "denoising_diffusion_pytorch",
+}
+"""The package that a row imports."""
+DIM64_IMAGES = (3, 32)
+"""Channels and size of the images of launch/specs/cifar10_dim64.yaml."""
+
+
+def comparable_unet(setting: Setting) -> UNet:
+    """Our U-Net in fp32 on the CPU, with the weights that training begins with but none of them zero: a U-Net that ends
+    with zeros predicts zero, whatever happens before."""
+    unet = UNet(setting.plan.layers, setting.plan.spec.train.seed)
+    generator = torch.Generator().manual_seed(setting.plan.spec.train.seed)
+    for parameter in unet.parameters():
+        if not parameter.any():
+            inputs = parameter[0].numel() if parameter.ndim > 1 else 100
+            nn.init.normal_(parameter, std=inputs**-0.5, generator=generator)
+    return unet
+
+
+@dataclass(frozen=True)
+class Switches:
+    """What can be switched on in our U-Net and its optimizer."""
+
+    channels_last: bool = False
+    kernels: Kernels = "reference"
+    """"fused" needs channels-last."""
+    compiled: bool = False
+    fused_adamw: bool = False
+
+    def __str__(self) -> str:
+        names = {
+            "channels-last": self.channels_last,
+            f"fused {'masks' if self.kernels == 'masks' else 'kernels'}": self.kernels != "reference",
+            "compiled": self.compiled,
+            "fused AdamW": self.fused_adamw,
+        }
+        return ", ".join(name for name, on in names.items() if on) or "nothing switched on"
+
+
+def switches_of(row: str, setting: Setting, missing: dict[str, str]) -> Switches:
+    """What is switched on in a row of ours; ``missing`` is what :func:`missing_switches` found."""
+    fused: Kernels = "reference" if "fused-kernels" in missing else "fused"
+    match row:
+        case "plain":
+            return Switches()
+        case "channels-last":
+            return Switches(channels_last=True)
+        case "fused-kernels":
+            return Switches(channels_last=True, kernels="fused")
+        case "compile":
+            return Switches(compiled=True)
+        case "fused-adamw":
+            return Switches(fused_adamw=True)
+        case "all":
+            return Switches(True, fused, compiled="compile" not in missing, fused_adamw=True)
+        case "ours-dim64":
+            return Switches(True, fused, fused_adamw=True)
+        case "bare":
+            plan, ds = setting.plan, setting.plan.ds
+            dtype, images = DTYPES[ds.precision][1], ds.layout.micro_batch_images
+            kernels, _ = choose_kernels(ds.kernels, plan.layers, setting.device, dtype, images)
+            return Switches(True, kernels, ds.compile, bool(ds.blocks["optimizer"]["params"].get("fused")))
+    raise ValueError(f"no row of ours is named {row}")
+
+
+class OurLoop(Loop):
+    """Our U-Net with its weights in the run's precision, as the engine holds them, and fp32 masters."""
+
+    def __init__(self, setting: Setting, switches: Switches, note: str = "") -> None:
+        precision = setting.plan.ds.precision
+        unet = comparable_unet(setting).to(setting.device, DTYPES[precision][1])
+        use_memory_format(unet.layers, "channels_last" if switches.channels_last else "contiguous")
+        use_kernels(unet.layers, switches.kernels)
+        if switches.compiled:
+            compile_layers(list(unet.layers), cache_folder() / "compiled")
+        name = f"ours, {precision}, {switches}"
+        super().__init__(setting, unet, name, note, fused_adamw=switches.fused_adamw, scaled=precision == "fp16")
+
+
+class AutocastLoop(Loop):
+    """A U-Net trained as its users do: fp32 weights, the forward under ``torch.autocast`` of the run's precision."""
+
+    def __init__(self, setting: Setting, model: nn.Module, name: str) -> None:
+        precision = setting.plan.ds.precision
+        self._autocast = torch.autocast(setting.device.type, DTYPES[precision][1], enabled=precision != "fp32")
+        how = "fp32" if precision == "fp32" else f"autocast {precision}"
+        super().__init__(setting, model.to(setting.device), f"{name}, {how}, AdamW", scaled=precision == "fp16")
+
+    def predict(self, inputs: Sequence[Tensor], images: Tensor) -> Tensor:
+        with self._autocast:
+            return self._predict(*inputs)
+
+    def _predict(self, *inputs: Tensor) -> Tensor:
+        prediction: Tensor = self.model(*inputs)
+        return prediction
+
+
+class DiffusersLoop(AutocastLoop):
+    """``UNet2DModel`` of our configuration, with our weights."""
+
+    def __init__(self, setting: Setting, *, compiled: bool) -> None:
+        from diffusers import UNet2DModel
+
+        plan = setting.plan
+        data, unet = plan.spec.data, plan.spec.unet
+        model: Any = UNet2DModel(**diffusers_config(unet, image_channels=data.channels, image_size=data.image_size))
+        model.load_state_dict(to_diffusers(comparable_unet(setting).layers.state_dict(), plan.layers))
+        super().__init__(setting, model, f"diffusers UNet2DModel{', compiled' if compiled else ''}")
+        self._call = torch.compile(self.model) if compiled else self.model
+
+    def _predict(self, *inputs: Tensor) -> Tensor:
+        x_t, t, *labels = inputs
+        prediction: Tensor = self._call(x_t, t, class_labels=labels[0] if labels else None, return_dict=False)[0]
+        return prediction
+
+
+class LucidrainsLoop(AutocastLoop):
+    """``Unet`` of denoising-diffusion-pytorch at its setting of 2023, the widths of launch/specs/cifar10_dim64.yaml."""
+
+    def __init__(self, setting: Setting) -> None:
+        with warnings.catch_warnings():  # it decorates with an autocast that PyTorch has renamed
+            warnings.simplefilter("ignore", FutureWarning)
+            from denoising_diffusion_pytorch import Unet
+
+        data, widths = setting.plan.spec.data, dim64_unet()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(setting.plan.spec.train.seed)
+            model = Unet(dim=widths.channels, dim_mults=widths.multipliers, channels=data.channels)
+        images = torch.zeros(1, data.channels, data.image_size, data.image_size)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(images, torch.zeros(1, dtype=torch.int64))
+        super().__init__(setting, model, "denoising-diffusion-pytorch Unet")
+        self.macs = counter.get_total_flops() // 2
+
+
+def dim64_unet() -> UnetSpec:
+    """The U-Net of launch/specs/cifar10_dim64.yaml."""
+    return load_spec(SPECS / "cifar10_dim64.yaml", []).unet
+
+
+def dim64(setting: Setting) -> Setting:
+    """The same images, objective and optimizer with the U-Net of launch/specs/cifar10_dim64.yaml."""
+    plan, unet = setting.plan, dim64_unet()
+    spec = plan.spec.model_copy(update={"unet": unet})
+    layers = unet_layers(unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
+    return replace(setting, plan=replace(plan, spec=spec, layers=layers))
+
+
+def missing_switches(setting: Setting, names: Sequence[str] | None) -> dict[str, str]:
+    """Why this device can't do something, or takes minutes: "compile", "fused-kernels", "autocast".
+
+    ``names`` are the rows that were named, if any: what takes minutes is done for those.
+    """
+    device, precision, named = setting.device, setting.plan.ds.precision, set(names or ())
+    missing = {}
+    if device.type == "cpu" and named.isdisjoint(COMPILED):
+        missing["compile"] = "compiling takes minutes on a CPU; name the row in --rows"
+    else:
+        try:
+            check_compiler(device)
+        except DsConfigError as error:
+            missing["compile"] = str(error)
+    try:
+        check_kernels("fused", device)
+    except DsConfigError as error:
+        missing["fused-kernels"] = str(error)
+    dtype = DTYPES[precision][1]
+    if arithmetic_dtype(device.type, dtype) is not dtype and named.isdisjoint(PACKAGES):
+        missing["autocast"] = (
+            f"autocast computes in {precision}, in which convolutions on this CPU "
+            f"({torch.backends.cpu.get_cpu_capability()}) can be many times slower; name the row in --rows"
+        )
+    return missing
+
+
+def why_not_here(row: str, setting: Setting, missing: dict[str, str]) -> str | None:
+    """Why a row of ``--one-device`` can't run here, or was not named; None where it runs."""
+    package = PACKAGES.get(row)
+    if package is not None and find_spec(package) is None:
+        return f"{package} is not installed; pip install 'ddpm_ds[bench]'"
+    data = setting.plan.spec.data
+    if row in OTHER_UNETS and (data.channels, data.image_size) != DIM64_IMAGES:
+        return "its images are 32x32x3; use --spec launch/specs/cifar10.yaml"
+    if package == "diffusers":
+        try:
+            diffusers_config(setting.plan.spec.unet, image_channels=data.channels, image_size=data.image_size)
+        except ValueError as error:
+            return str(error)
+    needs = ["compile" if row in COMPILED else row] + ["autocast"] * (package is not None)
+    return next((missing[need] for need in needs if need in missing), None)
