@@ -129,7 +129,7 @@ def _measured(job: Workload, devices: Machine) -> LayerTimes:
     from tqdm import tqdm
 
     from ddpm_ds.device import choose_device
-    from ddpm_ds.observe.device_speed import cache_file, measured_times
+    from ddpm_ds.observe.device_speed import measured_times
 
     device = choose_device("cpu" if devices.is_cpu else "cuda")
     if devices.is_cpu and "OMP_NUM_THREADS" not in os.environ:
@@ -140,7 +140,7 @@ def _measured(job: Workload, devices: Machine) -> LayerTimes:
         bar.set_postfix_str(f"{layer.name}, {images} images", refresh=False)
         bar.update()
 
-    return measured_times(job.layers, device, job.precision, cache_file(), progress)
+    return measured_times(job.layers, device, job.precision, progress)
 
 
 def _write(options: argparse.Namespace, predictor: Predictor, first: Prediction) -> None:

@@ -1,8 +1,6 @@
-"""How long each layer's forward and backward take on this machine, timed once and remembered.
+"""The speed of this machine: seconds of each layer, the peak of matrix products, and what a layer costs at least.
 
-How many flops a device does per second at most: square matrix products, timed once and remembered.
-
-What a verdict has to know of the device that trained: its memory, and what a layer takes before it computes.
+The first two are measured once and remembered in the user's cache folder; the last is kept with each run.
 """
 
 from __future__ import annotations
@@ -30,10 +28,62 @@ from ddpm_ds.unet.layers import DownsampleLayer, EmbedLayer, Layer, UpsampleLaye
 from ddpm_ds.unet.model import build_layer
 from ddpm_ds.unet.operations import arithmetic_dtype, set_image_index
 
+ENOUGH_SECONDS = 0.2
+"""A layer is timed until that much time has gone into it, but at least once."""
+MOST_TIMES = 20
+SIZES = {"cpu": (512, 1024), "cuda": (4096, 8192)}
+"""Rows of square matrices; a device reaches its peak on large ones, if they fit its caches."""
+PEAK_SECONDS = 0.15
+"""That much time goes into the products of each size."""
+
+
+class Remembered:
+    """Measurements of this machine, in a file of the user's cache folder: positive numbers by what they depend on.
+
+    A file that can't be read is written anew; a folder that can't be written costs the measurement in the next run.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._file = cache_folder() / name
+        self._known: dict[str, list[float]] = {}
+        try:
+            for key, values in json.loads(self._file.read_text()).items():
+                if min(values) > 0:
+                    self._known[key] = list(map(float, values))
+        except (OSError, ValueError, TypeError, AttributeError):
+            self._known = {}
+
+    def get(self, facts: Sequence[Any]) -> list[float] | None:
+        return self._known.get(_key(facts))
+
+    def set(self, facts: Sequence[Any], values: list[float]) -> None:
+        self._known[_key(facts)] = values
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            written = self._file.with_name(f"{self._file.name}.{os.getpid()}")
+            written.write_text(json.dumps(self._known))
+            os.replace(written, self._file)
+        except OSError:
+            pass
+
+
+def _key(facts: Sequence[Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _name(device: torch.device) -> str:
+    """The GPU's name, or the processor's with the threads that PyTorch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.processor() or platform.machine()} x {torch.get_num_threads()}"
+
+
+# ------------------------------------------------------------------ seconds of each layer
+
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Of one micro-batch, on one device."""
+    """Seconds of one micro-batch on one device."""
 
     forward: float
     backward: float
@@ -42,40 +92,33 @@ class LayerSeconds:
 LayerTimes = Callable[[int], Sequence[LayerSeconds]]
 """Seconds of every layer, given the images of a micro-batch."""
 
-ENOUGH_SECONDS = 0.2
-"""A layer is timed until that much time has gone into it, but at least once."""
-MOST_TIMES = 20
-
-
-def cache_file() -> Path:
-    """Where times are remembered."""
-    return cache_folder() / "layer_times.json"
-
 
 def measured_times(
     layers: Sequence[Layer],
     device: torch.device,
     precision: Dtype,
-    cache: Path,
     progress: Callable[[Layer, int], None] = lambda layer, images: None,
 ) -> LayerTimes:
     """Times by measuring: each shape of layer once for each micro-batch, on ``device`` in ``precision``.
 
-    Times are kept in ``cache`` under device, threads, layer, micro-batch, precision and PyTorch's version; a file that
-    can't be read is written anew. ``progress`` is called before a layer is timed.
+    They are remembered by device, threads, layer, micro-batch, precision and PyTorch's version. ``progress`` is called
+    before a layer is timed.
     """
-    known = _read(cache)
+    known = Remembered("layer_times.json")
 
     def times(images: int) -> list[LayerSeconds]:
         found = []
         for layer in layers:
-            key = _key(layer, images, device, precision)
-            if key not in known:
+            shape = {name: value for name, value in asdict(layer).items() if name != "name"}
+            kind = type(layer).__name__
+            facts = [_name(device), kind, shape, images, precision, "channels_last", torch.__version__]
+            seconds = known.get(facts)
+            if seconds is None:
                 progress(layer, images)
-                seconds = time_layer(layer, images, device, DTYPES[precision][1])
-                known[key] = [seconds.forward, seconds.backward]
-                _write(cache, known)
-            found.append(LayerSeconds(*known[key]))
+                measured = time_layer(layer, images, device, DTYPES[precision][1])
+                seconds = [measured.forward, measured.backward]
+                known.set(facts, seconds)
+            found.append(LayerSeconds(*seconds))
         return found
 
     return times
@@ -121,65 +164,27 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _key(layer: Layer, images: int, device: torch.device, precision: str) -> str:
-    where = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"{platform.processor() or platform.machine()} x {torch.get_num_threads()}"
-    )
-    shape: dict[str, Any] = {name: value for name, value in asdict(layer).items() if name != "name"}
-    facts = [where, type(layer).__name__, shape, images, precision, "channels_last", torch.__version__]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+# ------------------------------------------------------------------ the peak of matrix products
 
 
-def _read(cache: Path) -> dict[str, list[float]]:
-    """What is remembered; nothing where the file is missing or damaged."""
-    try:
-        values = json.loads(cache.read_text())
-        return {
-            str(key): [float(forward), float(backward)]
-            for key, (forward, backward) in values.items()
-            if forward > 0 and backward > 0
-        }
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}
-
-
-def _write(cache: Path, known: dict[str, list[float]]) -> None:
-    cache.parent.mkdir(parents=True, exist_ok=True)
-    written = cache.with_name(f"{cache.name}.{os.getpid()}")
-    written.write_text(json.dumps(known))
-    os.replace(written, cache)
-
-
-SIZES = {"cpu": (512, 1024), "cuda": (4096, 8192)}
-"""Rows of the matrices; a device reaches its peak on large ones, if they fit its caches."""
-PEAK_SECONDS = 0.15
-"""That much time goes into each size."""
-
-
-def peak_file() -> Path:
-    """Where peaks are remembered, beside the layers' times."""
-    return cache_file().with_name("matmul_peak.json")
-
-
-def shared_peak(device: torch.device, precision: Dtype, cache: Path) -> float:
+def shared_peak(device: torch.device, precision: Dtype) -> float:
     """Flops per second of one device, the mean over all ranks'; collective, each rank gets the same.
 
-    Rank 0 looks into ``cache``. What is not there is measured on all ranks at once, so that processes on one CPU share
-    it as they do in training.
+    Rank 0 remembers it by device, threads, processes of the host, dtype and PyTorch's version. An unknown one is
+    measured on all ranks at once, so that processes on one CPU share it as they do in training.
     """
     dtype = arithmetic_dtype(device.type, DTYPES[precision][1])
-    key = _peak_key(device, dtype)
-    known = decided_by_rank_0(lambda: _read_peak(cache).get(key))
+    where = _name(device) if device.type == "cuda" else f"{_name(device)} x {os.environ.get('LOCAL_WORLD_SIZE', '1')}"
+    facts = [where, str(dtype), torch.__version__]
+    known = decided_by_rank_0(lambda: Remembered("matmul_peak.json").get(facts))
     if known is not None:
-        return known
+        return known[0]
     peaks: list[float] = [0.0] * dist.get_world_size()
     dist.barrier()
     dist.all_gather_object(peaks, matmul_peak(device, dtype))
-    peak = sum(peaks) / len(peaks)
+    peak = statistics.fmean(peaks)
     if dist.get_rank() == 0:
-        _write_peak(cache, key, peak)
+        Remembered("matmul_peak.json").set(facts, [peak])
     return peak
 
 
@@ -198,66 +203,32 @@ def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
 def _rate(size: int, device: torch.device, dtype: torch.dtype) -> float:
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.mm(a, b)  # the first one chooses a kernel
-    fastest = float("inf")
-    end = time.perf_counter() + PEAK_SECONDS
-    while True:
-        wait_for_device(device)
-        begin = time.perf_counter()
+    fastest, end = float("inf"), time.perf_counter() + PEAK_SECONDS
+    while time.perf_counter() < end or fastest == float("inf"):
+        begin = _now(device)
         torch.mm(a, b, out=out)
-        wait_for_device(device)
-        now = time.perf_counter()
-        fastest = min(fastest, now - begin)
-        if now > end:
-            return 2 * size**3 / fastest
+        fastest = min(fastest, _now(device) - begin)
+    return 2 * size**3 / fastest
 
 
-def _peak_key(device: torch.device, dtype: torch.dtype) -> str:
-    """Device, or processor with threads and processes of this host, what is computed in, and PyTorch's version."""
-    where = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"{platform.processor() or platform.machine()} x {torch.get_num_threads()} "
-        f"x {os.environ.get('LOCAL_WORLD_SIZE', '1')}"
-    )
-    facts = [where, str(dtype), torch.__version__]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
-
-
-def _read_peak(cache: Path) -> dict[str, float]:
-    """What is remembered; nothing where the file is missing or damaged."""
-    try:
-        return {str(key): float(peak) for key, peak in json.loads(cache.read_text()).items() if peak > 0}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}
-
-
-def _write_peak(cache: Path, key: str, peak: float) -> None:
-    """Remember; a folder that can't be written costs a third of a second in the next run."""
-    try:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        written = cache.with_name(f"{cache.name}.{os.getpid()}")
-        written.write_text(json.dumps(_read_peak(cache) | {key: peak}))
-        os.replace(written, cache)
-    except OSError:
-        pass
-
+# ------------------------------------------------------------------ what a layer costs at least
 
 FILE = Path("trace") / "device.json"
-"""In a run's folder."""
+"""Where a run's folder has it."""
 FEW_PIXELS = 2
 """Height and width of an image on which a layer has next to nothing to compute."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """Of one rank; None and empty are unknown."""
+    """The device of one rank; None and empty are unknown."""
 
     memory_bytes: int | None = None
     startup: dict[str, LayerSeconds] = field(default_factory=dict)
-    """By kind of layer: what a pass takes however few the images, for launches, Python and the weights' way."""
+    """By kind of layer: seconds of a pass however few the images, for kernel starts, Python and reading the weights."""
 
     def startup_of(self, layers: Sequence[Layer]) -> LayerSeconds:
-        """What one micro-batch's passes through ``layers`` take however few its images."""
+        """Seconds of one micro-batch's passes through ``layers`` however few its images."""
         own = [self.startup.get(type(layer).__name__, LayerSeconds(0.0, 0.0)) for layer in layers]
         return LayerSeconds(sum(one.forward for one in own), sum(one.backward for one in own))
 
@@ -267,17 +238,13 @@ def measure_device(layers: Sequence[Layer], device: torch.device, precision: Dty
     smallest: dict[str, Layer] = {}
     for layer in sorted(layers, key=lambda layer: layer.parameters):
         smallest.setdefault(type(layer).__name__, layer)
-    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
-        memory = psutil.virtual_memory().total // sharing
-    return Device(
-        memory_bytes=memory,
-        startup={
-            kind: time_layer(_on_few_pixels(layer), 1, device, DTYPES[precision][1]) for kind, layer in smallest.items()
-        },
-    )
+        memory = psutil.virtual_memory().total // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    dtype = DTYPES[precision][1]
+    startup = {kind: time_layer(_on_few_pixels(layer), 1, device, dtype) for kind, layer in smallest.items()}
+    return Device(memory, startup)
 
 
 def _on_few_pixels(layer: Layer) -> Layer:
@@ -294,7 +261,7 @@ def write_device(run_dir: Path, device: Device) -> None:
 
 
 def read_device(run_dir: Path) -> Device:
-    """That of a run's folder, nothing known where the file is missing.
+    """Read the device of a run; nothing is known where the file is missing.
 
     Raises:
         ValueError, KeyError, TypeError: the file is damaged.

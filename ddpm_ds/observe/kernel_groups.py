@@ -1,7 +1,7 @@
-"""To which kind of work each operator and kernel of a profile belongs: ten groups that share out all of its time.
+"""The kinds of work in a profile: ten groups to which its operators and kernels belong, and which sum to its time.
 
-Only self times are shared out, what an event took less what its children took, so that nothing counts twice and the
-groups sum to the whole. An event belongs to the first of these that is found:
+Only self times count, an event's time less that of its children, so that nothing counts twice. An event belongs to the
+first of these groups:
 
 1. a group by its own name alone: launches, synchronisation;
 2. the group of its nearest ancestor, itself included, that is a convolution, attention, a normalisation, a message, or
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, get_args
@@ -37,8 +37,8 @@ Group = Literal[
 GROUPS: tuple[Group, ...] = get_args(Group)
 
 INSTRUCTION, SPAN, WAIT = "instruction ", "between steps: ", "wait for other ranks"
-"""How ranges of our own are named in a profile: an instruction of the pipeline's schedule, what is done between two
-steps, and a wait of the host for a message or a collective."""
+"""Names of our own ranges in a profile: an instruction of the pipeline's schedule, what is done between two steps, a
+wait of the host for a message or a collective."""
 
 LEFT_OUT = (SPAN + "inspection", SPAN + "checkpoint")
 """Ranges that are no part of training; with all below them they belong to no group."""
@@ -76,7 +76,7 @@ class ProfiledOperation:
     parent: int | None = None
     """Position of the event that it ran within, which comes earlier."""
     forward: int | None = None
-    """Of a node of autograd's backward: position of the operator that it is the backward of."""
+    """Position of the operator whose backward it is, for a node of autograd's graph."""
 
 
 @cache
@@ -86,54 +86,38 @@ def _found(table: tuple[tuple[Group, re.Pattern[str]], ...], name: str) -> Group
 
 def group_of_each(operations: Sequence[ProfiledOperation]) -> list[Group | None]:
     """The group of every operation; None for what is left out."""
-    groups: list[Group | None] = []
-    strong: list[Group | None] = []
-    copies: list[bool] = []
-    out: list[bool] = []
-    forwards: list[int | None] = []
+    inherited: list[tuple[bool, Group | None, bool, int | None]] = []  # by an operation's children as well
     for operation in operations:
         name, above = operation.name, operation.parent
-        out.append(name in LEFT_OUT or (above is not None and out[above]))
-        strong.append(_found(_WITH_DESCENDANTS, name) or (strong[above] if above is not None else None))
-        copies.append(bool(_COPIES.match(name)) or (above is not None and copies[above]))
-        forwards.append(operation.forward if operation.forward is not None or above is None else forwards[above])
-    for position, operation in enumerate(operations):
-        forward = forwards[position]
-        backward: Group | None = "attention" if forward is not None and strong[forward] == "attention" else None
-        group = (
-            _found(_BY_NAME_ALONE, operation.name)
-            or strong[position]
-            or backward
-            or ("copies" if copies[position] else "other")
+        out, strong, copies, forward = (False, None, False, None) if above is None else inherited[above]
+        inherited.append(
+            (
+                out or name in LEFT_OUT,
+                _found(_WITH_DESCENDANTS, name) or strong,
+                copies or bool(_COPIES.match(name)),
+                forward if operation.forward is None else operation.forward,
+            )
         )
-        groups.append(None if out[position] else group)
+    groups: list[Group | None] = []
+    for operation, (out, strong, copies, forward) in zip(operations, inherited, strict=True):
+        group = _found(_BY_NAME_ALONE, operation.name) or strong
+        if group is None and forward is not None and inherited[forward][1] == "attention":
+            group = "attention"
+        groups.append(None if out else group or ("copies" if copies else "other"))
     return groups
 
 
-@dataclass(frozen=True)
-class Shares:
-    """The self times of one rank's profile by group."""
-
-    seconds: dict[Group, float]
-    """Every group has an entry."""
-    names: dict[Group, dict[str, float]]
-    """Seconds of each name in a group."""
-
-    @property
-    def total(self) -> float:
-        """Seconds of all groups, which are those of all operations but what is left out."""
-        return sum(self.seconds.values())
+Shares = dict[Group, dict[str, float]]
+"""Seconds of each name in each group; every group has an entry."""
 
 
 def shares(operations: Sequence[ProfiledOperation]) -> Shares:
     """Share out the self times of all operations."""
-    seconds: dict[Group, float] = dict.fromkeys(GROUPS, 0.0)
-    names: dict[Group, dict[str, float]] = {group: defaultdict(float) for group in GROUPS}
+    names: Shares = {group: defaultdict(float) for group in GROUPS}
     for operation, group in zip(operations, group_of_each(operations), strict=True):
         if group is not None:
-            seconds[group] += operation.seconds
             names[group][operation.name] += operation.seconds
-    return Shares(seconds, {group: dict(found) for group, found in names.items()})
+    return {group: dict(found) for group, found in names.items()}
 
 
 def operations_of(events: Iterable[Any], *, on_device: bool) -> list[ProfiledOperation]:
@@ -146,37 +130,19 @@ def operations_of(events: Iterable[Any], *, on_device: bool) -> list[ProfiledOpe
     host = [event for event in events if event.device_type.name == "CPU" and not event.is_async]
     host.sort(key=lambda event: (event.time_range.start, -event.time_range.end))
     positions = {id(event): position for position, event in enumerate(host)}
-    forward_of = _forwards(host, positions)
+    # Operators that make no node of the backward carry the number of the next one that does; the one that takes it
+    # comes last. Events of the backward, and no others, know the thread of their forward.
+    made = {(event.sequence_nr, event.thread): positions[id(event)] for event in host if not event.fwd_thread}
     operations = [
         ProfiledOperation(
             event.name,
-            event.self_cpu_time_total * 1e-6 if not on_device or _host_matters(event.name) else 0.0,
+            event.self_cpu_time_total * 1e-6 if not on_device or _found(_BY_NAME_ALONE, event.name) else 0.0,
             None if event.cpu_parent is None else positions[id(event.cpu_parent)],
-            forward_of(event),
+            made.get((event.sequence_nr, event.fwd_thread)) if event.fwd_thread and event.sequence_nr >= 0 else None,
         )
         for event in host
     ]
     return operations + _kernels(events, host) if on_device else operations
-
-
-def _host_matters(name: str) -> bool:
-    return _found(_BY_NAME_ALONE, name) is not None
-
-
-def _forwards(host: Sequence[Any], positions: dict[int, int]) -> Callable[[Any], int | None]:
-    """Finds the forward operator of a node of the backward: the last one that began with its sequence number.
-
-    Operators that make no node carry the number of the next one that does; the one that takes it comes last. Events of
-    the backward, and no others, know the thread of their forward.
-    """
-    made = {(event.sequence_nr, event.thread): positions[id(event)] for event in host if not event.fwd_thread}
-
-    def forward_of(event: Any) -> int | None:
-        if not event.fwd_thread or event.sequence_nr < 0:
-            return None
-        return made.get((event.sequence_nr, event.fwd_thread))
-
-    return forward_of
 
 
 def _kernels(events: Iterable[Any], host: Sequence[Any]) -> list[ProfiledOperation]:

@@ -1,12 +1,10 @@
-"""What a kernel profile is written down as: the metrics of a run, tables for people, and the ranks' traces.
+"""The kernel profile: PyTorch's profiler over some optimizer steps, and which operators and kernels the time went to.
 
-PyTorch's profiler over some optimizer steps, on every rank: which operators and kernels the time went to.
-
-    kernels/rank{r}.txt            a rank's groups, and PyTorch's own table of its operators
     kernels/groups.txt             the groups and the operators of all ranks together
+    kernels/rank{r}.txt            a rank's groups, and PyTorch's own table of its operators
     kernels/rank{r}.trace.json.gz  every event, for https://ui.perfetto.dev
 
-Rank 0 writes them all; what the others have seen is gathered, since other nodes share no folder with it.
+Rank 0 gathers and writes them all, since other hosts may share no folder with it.
 """
 
 from __future__ import annotations
@@ -16,134 +14,59 @@ import contextlib
 import gzip
 import json
 import os
-import re
 import tempfile
-import warnings
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from deepspeed.runtime.pipe import schedule
-from torch.profiler import ProfilerActivity, profile, record_function
-from torch.profiler import schedule as profiler_schedule
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
 
+from ddpm_ds.command_line import aligned
 from ddpm_ds.device import wait_for_device
 from ddpm_ds.observe.kernel_groups import GROUPS, INSTRUCTION, SPAN, WAIT, Shares, operations_of, shares
-from ddpm_ds.observe.observer import Observer, Report
+from ddpm_ds.observe.observer import Observer, Report, gathered, instructions_wrapped, keep
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 
 TABLE_ROWS = 100
 WIDEST_NAME = 60
-
-
-@dataclass(frozen=True)
-class OperatorRow:
-    """An operator or kernel in the table of a profile, summed over its calls."""
-
-    calls: int
-    self_cpu_seconds: float
-    cpu_seconds: float
-    self_device_seconds: float
-    memory_bytes: int
-    """Allocated, less what was freed, by itself; on the device where there is one."""
+SILENT = "6"
+"""Level at which the profiler's library neither announces itself nor misses a GPU."""
+MOST_TRACE_BYTES = 2**25
+"""Largest compressed trace of one rank."""
+MOST_TRACES_BYTES = 2**29
+"""Largest sum of all ranks' traces."""
+COLUMNS = ("self CPU ms", "CPU ms", "self device ms", "calls", "memory MB")
 
 
 @dataclass(frozen=True)
 class RankProfile:
-    """What one rank hands over."""
+    """The profile of one rank."""
 
     steps: int
-    """That were recorded."""
+    """Number of recorded steps."""
     shares: Shares
-    rows: dict[str, OperatorRow]
+    rows: dict[str, list[float]]
+    """Values of :data:`COLUMNS` for each operator and kernel, summed over its calls; memory is what it allocated itself
+    less what it freed, on the device where there is one."""
     table: str
-    """PyTorch's own."""
+    """PyTorch's own table."""
     trace: bytes
-    """Compressed."""
+    """The compressed trace."""
     kept: float
     """Share of the trace's events that are left in it."""
 
-
-def metrics(ranks: Sequence[RankProfile]) -> dict[str, float]:
-    """Seconds per step, mean over the ranks."""
-    steps = ranks[0].steps * len(ranks)
-    values = {f"kernels/{group}_seconds": sum(rank.shares.seconds[group] for rank in ranks) / steps for group in GROUPS}
-    return {**values, "kernels/total_seconds": sum(rank.shares.total for rank in ranks) / steps}
-
-
-def write(ranks: Sequence[RankProfile], folder: Path, last_step: int, *, on_device: bool) -> list[Path]:
-    """Write every file; returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    steps = ranks[0].steps
-    recorded = f"{steps} optimizer {'step' if steps == 1 else 'steps'} up to number {last_step}"
-    groups = folder / "groups.txt"
-    groups.write_text(
-        f"{recorded}, all ranks\n\n{group_table(ranks)}\n\n{operator_table(ranks, on_device=on_device)}\n"
-    )
-    paths = [groups]
-    for number, rank in enumerate(ranks):
-        text, trace = folder / f"rank{number}.txt", folder / f"rank{number}.trace.json.gz"
-        text.write_text(f"{recorded}, rank {number}\n\n{group_table([rank])}\n\n{rank.table}")
-        trace.write_bytes(rank.trace)
-        paths += [text, trace]
-    return paths
-
-
-def group_table(ranks: Sequence[RankProfile]) -> str:
-    """Seconds per step of every group: mean over the ranks, least, most, and what most of it went to."""
-    means = metrics(ranks)
-    total = means["kernels/total_seconds"]
-    lines = [f"{'self time, seconds per step':30}{'mean':>10}{'share':>8}{'least':>10}{'most':>10}  largest"]
-    for group in sorted(GROUPS, key=lambda group: -means[f"kernels/{group}_seconds"]):
-        own = [rank.shares.seconds[group] / rank.steps for rank in ranks]
-        mean = means[f"kernels/{group}_seconds"]
-        names: dict[str, float] = defaultdict(float)
-        for rank in ranks:
-            for name, seconds in rank.shares.names[group].items():
-                names[name] += seconds
-        largest = sorted(names.items(), key=lambda item: -item[1])[:3]
-        lines.append(
-            f"{group.replace('_', ' '):30}{mean:10.4f}{mean / total if total else 0.0:8.1%}{min(own):10.4f}"
-            f"{max(own):10.4f}  {', '.join(f'{name[:WIDEST_NAME]}' for name, seconds in largest if seconds > 0)}"
-        )
-    totals = [rank.shares.total / rank.steps for rank in ranks]
-    return "\n".join([*lines, f"{'total':30}{total:10.4f}{'':8}{min(totals):10.4f}{max(totals):10.4f}"])
-
-
-def operator_table(ranks: Sequence[RankProfile], *, on_device: bool) -> str:
-    """The operators of all ranks summed, per step, those with most self time first."""
-    rows: dict[str, list[float]] = {}
-    for rank in ranks:
-        for name, row in rank.rows.items():
-            summed = (row.calls, row.self_cpu_seconds, row.cpu_seconds, row.self_device_seconds, row.memory_bytes)
-            rows[name] = [one + other for one, other in zip(rows.get(name, [0.0] * 5), summed, strict=True)]
-    order = sorted(rows.items(), key=lambda item: -item[1][3 if on_device else 1])
-    lines = [
-        f"{'per step, all ranks summed':{WIDEST_NAME}}{'self CPU ms':>13}{'CPU ms':>11}{'self device ms':>16}"
-        f"{'calls':>9}{'memory MB':>11}"
-    ]
-    for name, values in order[:TABLE_ROWS]:
-        calls, self_cpu, cpu, device, memory = (value / ranks[0].steps for value in values)
-        lines.append(
-            f"{name[: WIDEST_NAME - 1]:{WIDEST_NAME}}{self_cpu * 1e3:13.3f}{cpu * 1e3:11.3f}{device * 1e3:16.3f}"
-            f"{calls:9.1f}{memory / 1e6:11.2f}"
-        )
-    return "\n".join(lines)
-
-
-SILENT = "6"
-"""Level at which the profiler's library neither announces itself nor misses a GPU."""
-MOST_TRACE_BYTES = 2**25
-"""Of one rank's compressed trace."""
-MOST_TRACES_BYTES = 2**29
-"""Of all ranks' together."""
+    def seconds(self, group: str) -> float:
+        """Seconds per step of a group, or of all where ``group`` is ``total``."""
+        names = [self.shares[one] for one in GROUPS if group in (one, "total")]
+        return sum(sum(seconds.values()) for seconds in names) / self.steps
 
 
 class KernelProfile(Observer):
-    """Profiles the steps once, even if a rewound run takes them again.
+    """Profiles the steps once, even if a rollback repeats them.
 
     The step before them, if this process takes it, warms the profiler up: its first step is slower than others. A
     process that leaves amid the steps stops the profiler, which would crash it otherwise, and writes nothing.
@@ -152,13 +75,12 @@ class KernelProfile(Observer):
     def __init__(self, engine: UnetPipelineEngine, steps: range, folder: Path, report: Report) -> None:
         self._engine, self._steps, self._folder, self._report = engine, steps, folder, report
         self._profiler: profile | None = None
-        self._recorded = self._most = 0
-        self._last = 0
+        self._recorded = self._last = 0
         self._labels = contextlib.ExitStack()
 
     def begin_step(self, step: int) -> None:
         if self._profiler is not None:
-            if step in self._steps and self._recorded < self._most:
+            if step in self._steps and step == self._profiler.step_num + 1:
                 self._profiler.step()
                 self._count(step)
                 return
@@ -166,10 +88,8 @@ class KernelProfile(Observer):
         if not self._recorded and (step in self._steps or step + 1 == self._steps.start):
             self._start(step)
 
-    @contextlib.contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        with record_function(SPAN + name) if self._profiler is not None else contextlib.nullcontext():
-            yield
+    def span(self, name: str) -> AbstractContextManager[Any]:
+        return record_function(SPAN + name) if self._profiler is not None else contextlib.nullcontext()
 
     def finish(self) -> None:
         if self._profiler is not None:
@@ -180,30 +100,32 @@ class KernelProfile(Observer):
                 "was started or resumed"
             )
 
+    @property
+    def _on_device(self) -> bool:
+        return self._engine.device.type == "cuda"
+
     def _start(self, step: int) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
-        warmup = int(step not in self._steps)
-        self._most = self._steps.stop - step - warmup
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is no warm-up, where the steps begin with the process
-            stages = profiler_schedule(wait=0, warmup=warmup, active=self._most, repeat=1)
-        on_device = self._engine.device.type == "cuda"
         self._profiler = profile(
-            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])],
-            schedule=stages,
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_device else [])],
+            schedule=self._action,
             profile_memory=True,
         )
-        self._labels.enter_context(labelled_instructions(self._engine))
+        self._profiler.step_num = step  # by which steps are named in the trace
+        self._profiler.current_action = self._action(step)  # type: ignore[assignment]
+        self._labels.enter_context(instructions_wrapped(self._engine, _labelled))
         self._labels.enter_context(labelled_waits())
         self._labels.enter_context(self._engine.watched())
         self._profiler.start()
         atexit.register(self._profiler.stop)
-        if not warmup:
-            self._count(step)
+        self._count(step)
+
+    def _action(self, step: int) -> ProfilerAction:
+        return ProfilerAction.RECORD if step in self._steps else ProfilerAction.WARMUP
 
     def _count(self, step: int) -> None:
-        self._recorded += 1
-        self._last = step
+        if step in self._steps:
+            self._recorded, self._last = self._recorded + 1, step
 
     def _stop(self) -> None:
         assert self._profiler is not None
@@ -212,78 +134,46 @@ class KernelProfile(Observer):
         profiler.stop()
         atexit.unregister(profiler.stop)
         self._labels.close()
-        if self._recorded:
-            self._hand_over(self._read(profiler))
+        if not self._recorded:
+            return
+        ranks = gathered(self._read(profiler))
+        if ranks is None:
+            return
+        for number, rank in enumerate(ranks):
+            if rank.kept < 1.0:
+                self._report.say(
+                    f"the kernel trace of rank {number} was cut to the first {rank.kept:.0%} of its events, "
+                    f"{len(rank.trace) / 2**20:.0f} MiB; profile fewer steps to see all of them"
+                )
+        keep(self._report, "kernels", lambda: write(ranks, self._folder, self._last, on_device=self._on_device))
+        self._report.observed(metrics(ranks), self._last)
 
     def _read(self, profiler: profile) -> RankProfile:
-        on_device = self._engine.device.type == "cuda"
         events = profiler.events()
         assert events is not None
         averages = profiler.key_averages()
-        trace, kept = bounded(
-            _exported(profiler, self._last - self._recorded + 1),
-            min(MOST_TRACE_BYTES, MOST_TRACES_BYTES // dist.get_world_size()),
+        table = averages.table(
+            sort_by="self_device_time_total" if self._on_device else "self_cpu_time_total",
+            row_limit=TABLE_ROWS,
+            max_name_column_width=WIDEST_NAME,
         )
-        return RankProfile(
-            self._recorded,
-            shares(operations_of(events, on_device=on_device)),
-            _rows(averages, on_device),
-            averages.table(
-                sort_by="self_device_time_total" if on_device else "self_cpu_time_total",
-                row_limit=TABLE_ROWS,
-                max_name_column_width=WIDEST_NAME,
-            ),
-            trace,
-            kept,
-        )
-
-    def _hand_over(self, own: RankProfile) -> None:
-        """Gather the ranks' profiles on rank 0, and write and log them there."""
-        rank = dist.get_rank()
-        ranks: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
-        dist.gather_object(own, ranks, dst=0)
-        if ranks is None:
-            return
-        for number, found in enumerate(ranks):
-            if found.kept < 1.0:
-                self._report.say(
-                    f"the kernel trace of rank {number} was cut to the first {found.kept:.0%} of its events, "
-                    f"{len(found.trace) / 2**20:.0f} MiB; profile fewer steps to see all of them"
-                )
-        try:
-            for path in write(ranks, self._folder, self._last, on_device=self._engine.device.type == "cuda"):
-                self._report.artifact(path, "kernels")
-        except OSError as error:
-            self._report.say(f"{self._folder} can't be written ({error.strerror}); training goes on")
-        self._report.observed(metrics(ranks), self._last)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            profiler.export_chrome_trace(str(path))
+            trace, kept = bounded(path.read_bytes(), min(MOST_TRACE_BYTES, MOST_TRACES_BYTES // dist.get_world_size()))
+        own = shares(operations_of(events, on_device=self._on_device))
+        return RankProfile(self._recorded, own, _rows(averages, self._on_device), table, trace, kept)
 
 
-@contextlib.contextmanager
-def labelled_instructions(engine: UnetPipelineEngine) -> Iterator[None]:
-    """Within, every instruction of the schedule is a range of the profile."""
-
-    def labelled(name: str, execute: Callable[..., None]) -> Callable[..., None]:
-        def run(**arguments: Any) -> None:
-            with record_function(INSTRUCTION + name):
-                execute(**arguments)
-
-        return run
-
-    wrapped: dict[type[schedule.PipeInstruction], tuple[Callable[..., None], Callable[..., None]]] = {
-        kind: (execute, labelled(kind.__name__, execute)) for kind, execute in engine.execute.items()
-    }
-    engine.execute.update({kind: run for kind, (_, run) in wrapped.items()})
-    try:
-        yield
-    finally:
-        for kind, (before, run) in wrapped.items():
-            if engine.execute[kind] is run:  # what somebody else has wrapped since then stays
-                engine.execute[kind] = before
+def _labelled(name: str, phase: int, execute: Callable[[], None]) -> None:
+    """Execute an instruction as a range of the profile."""
+    with record_function(INSTRUCTION + name):
+        execute()
 
 
 @contextlib.contextmanager
 def labelled_waits() -> Iterator[None]:
-    """Within, every wait for a message or a collective is a range of the profile, which has no event of its own."""
+    """Make every wait for a message or a collective a range of the profile, which has no event of its own."""
     wait = dist.Work.wait
 
     def labelled(work: dist.Work, *arguments: Any, **options: Any) -> Any:
@@ -297,42 +187,83 @@ def labelled_waits() -> Iterator[None]:
         dist.Work.wait = wait  # type: ignore[method-assign]
 
 
-def _rows(averages: Any, on_device: bool) -> dict[str, OperatorRow]:
-    found: dict[str, OperatorRow] = {}
-    for average in averages:
-        before = found.get(average.key, OperatorRow(0, 0.0, 0.0, 0.0, 0))
-        memory = average.self_device_memory_usage if on_device else average.self_cpu_memory_usage
-        found[average.key] = OperatorRow(
-            before.calls + average.count,
-            before.self_cpu_seconds + average.self_cpu_time_total * 1e-6,
-            before.cpu_seconds + average.cpu_time_total * 1e-6,
-            before.self_device_seconds + average.self_device_time_total * 1e-6,
-            before.memory_bytes + memory,
-        )
+def _rows(averages: Any, on_device: bool) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for one in averages:
+        times = (one.self_cpu_time_total * 1e-3, one.cpu_time_total * 1e-3, one.self_device_time_total * 1e-3)
+        memory = (one.self_device_memory_usage if on_device else one.self_cpu_memory_usage) * 1e-6
+        _add(found, one.key, [*times, one.count, memory])
     return found
 
 
-def _exported(profiler: profile, first_step: int) -> bytes:
-    """The trace as JSON, its steps numbered as those of the run; the profiler counts its own from 0."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        text = path.read_bytes()
-    numbers = [int(number) for number in re.findall(rb"ProfilerStep#(\d+)", text)]
-    shift = first_step - min(numbers, default=0)
-    return re.sub(rb"ProfilerStep#(\d+)", lambda found: b"ProfilerStep#%d" % (int(found[1]) + shift), text)
+def _add(rows: dict[str, list[float]], name: str, values: Sequence[float]) -> None:
+    rows[name] = [one + other for one, other in zip(rows.get(name, [0.0] * len(COLUMNS)), values, strict=True)]
 
 
 def bounded(trace: bytes, most_bytes: int) -> tuple[bytes, float]:
     """A Chrome trace compressed to at most so many bytes, and the share of its events kept: the earliest ones."""
-    compressed = gzip.compress(trace, 6, mtime=0)
+    compressed, kept = gzip.compress(trace, 6, mtime=0), 1.0
     if len(compressed) <= most_bytes:
-        return compressed, 1.0
+        return compressed, kept
     whole = json.loads(trace)
     events = sorted(whole["traceEvents"], key=lambda event: (event["ph"] != "M", event.get("ts", 0.0)))
-    kept = 1.0
     while len(compressed) > most_bytes and kept > 0.001:
         kept *= min(0.9, 0.95 * most_bytes / len(compressed))
         whole["traceEvents"] = events[: int(kept * len(events))]
         compressed = gzip.compress(json.dumps(whole).encode(), 6, mtime=0)
     return compressed, kept
+
+
+def metrics(ranks: Sequence[RankProfile]) -> dict[str, float]:
+    """Seconds per step of each group and in total, mean over the ranks."""
+    return {
+        f"kernels/{group}_seconds": sum(rank.seconds(group) for rank in ranks) / len(ranks)
+        for group in (*GROUPS, "total")
+    }
+
+
+def write(ranks: Sequence[RankProfile], folder: Path, last_step: int, *, on_device: bool) -> list[Path]:
+    """Write every file; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    steps = ranks[0].steps
+    recorded = f"{steps} optimizer {'step' if steps == 1 else 'steps'} up to number {last_step}"
+    groups = folder / "groups.txt"
+    operators = operator_table(ranks, on_device=on_device)
+    groups.write_text(f"{recorded}, all ranks\n\n{group_table(ranks)}\n\n{operators}\n")
+    paths = [groups]
+    for number, rank in enumerate(ranks):
+        text, trace = folder / f"rank{number}.txt", folder / f"rank{number}.trace.json.gz"
+        text.write_text(f"{recorded}, rank {number}\n\n{group_table([rank])}\n\n{rank.table}")
+        trace.write_bytes(rank.trace)
+        paths += [text, trace]
+    return paths
+
+
+def group_table(ranks: Sequence[RankProfile]) -> str:
+    """Seconds per step of every group: mean over the ranks, least, most, and its largest operators."""
+    means = metrics(ranks)
+    rows = [("self time, seconds per step", "mean", "share", "least", "most", "largest")]
+    for group in (*sorted(GROUPS, key=lambda group: -means[f"kernels/{group}_seconds"]), "total"):
+        own, mean = [rank.seconds(group) for rank in ranks], means[f"kernels/{group}_seconds"]
+        names: Counter[str] = Counter()
+        for rank in ranks:
+            names.update(dict(rank.shares).get(group, {}))  # type: ignore[arg-type]
+        largest = ", ".join(name[:WIDEST_NAME] for name, seconds in names.most_common(3) if seconds > 0)
+        share = "" if group == "total" else f"{mean / (means['kernels/total_seconds'] or 1):.1%}"
+        rows.append((group.replace("_", " "), f"{mean:.4f}", share, f"{min(own):.4f}", f"{max(own):.4f}", largest))
+    return "\n".join(aligned(rows, left={0, 5}))
+
+
+def operator_table(ranks: Sequence[RankProfile], *, on_device: bool) -> str:
+    """The operators of all ranks summed, per step, those with most self time first."""
+    rows: dict[str, list[float]] = {}
+    for rank in ranks:
+        for name, values in rank.rows.items():
+            _add(rows, name, [value / rank.steps for value in values])
+    order = sorted(rows.items(), key=lambda row: -row[1][2 if on_device else 0])[:TABLE_ROWS]
+    digits = (3, 3, 3, 1, 2)
+    cells = [
+        (name[: WIDEST_NAME - 1], *(f"{value:.{places}f}" for value, places in zip(values, digits, strict=True)))
+        for name, values in order
+    ]
+    return "\n".join(aligned([("per step, all ranks summed", *COLUMNS), *cells], left={0}))

@@ -1,22 +1,29 @@
-"""What watches a training run: told where a step begins, and what is done between steps.
+"""What may watch a training run: the interface of observers, what they share, and the clock of pauses.
 
-How long checkpoints and inspections hold training up, over the whole run.
+An observer is told where each optimizer step begins and what is done between two steps. In the steps that it watches
+it may wrap the engine's instructions; in all others nothing is there to cost anything.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+
+Value = TypeVar("Value")
 
 
 class Report(Protocol):
-    """Where what was seen goes; on ranks other than 0 it goes nowhere."""
+    """Where findings go; on ranks other than 0 they go nowhere."""
 
     def say(self, line: str) -> None:
         """Show a line to the user."""
@@ -32,18 +39,17 @@ class Observer:
     """Watches some of a run's optimizer steps. All ranks have the same observers and call them at the same steps."""
 
     def begin_step(self, step: int) -> None:
-        """The optimizer step of that number begins, counted from 1 over the whole run; a rewound run repeats some.
+        """The optimizer step of that number begins, counted from 1 over the whole run; a rollback repeats some.
 
-        What was seen of the steps before may be exchanged between the ranks and reported here.
+        Findings of the steps before may be gathered from the ranks and reported here.
         """
 
-    @contextlib.contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """Something between two steps' schedules takes place: ``EMA``, ``checkpoint`` or ``inspection``."""
-        yield
+    def span(self, name: str) -> AbstractContextManager[Any]:
+        """Surround what is done between two steps: ``EMA``, ``checkpoint`` or ``inspection``."""
+        return contextlib.nullcontext()
 
     def finish(self) -> None:
-        """No further step comes; as :meth:`begin_step`, on all ranks."""
+        """No further step comes; like :meth:`begin_step`, called on all ranks."""
 
 
 class Observers(Observer):
@@ -68,13 +74,60 @@ class Observers(Observer):
             observer.finish()
 
 
+@contextlib.contextmanager
+def instructions_wrapped(engine: Any, around: Callable[[str, int, Callable[[], None]], None]) -> Iterator[None]:
+    """Call ``around(name, phase, execute)`` for every instruction of the engine's schedule, instead of ``execute()``.
+
+    Afterwards the engine is as before. Where another observer has wrapped the same instruction meanwhile, its wrapper
+    stays and this one passes the instruction through.
+    """
+    active = True
+
+    def wrapped(name: str, execute: Callable[..., None]) -> Callable[..., None]:
+        def run(**arguments: Any) -> None:
+            if active:
+                around(name, arguments.get("phase", 0), functools.partial(execute, **arguments))
+            else:
+                execute(**arguments)
+
+        return run
+
+    before = dict(engine.execute)
+    ours = {kind: wrapped(kind.__name__, execute) for kind, execute in before.items()}
+    engine.execute.update(ours)
+    try:
+        yield
+    finally:
+        active = False
+        engine.execute.update({kind: before[kind] for kind in before if engine.execute[kind] is ours[kind]})
+
+
+def gathered(own: Value) -> list[Value] | None:
+    """Gather a value from every rank on rank 0; None on the others. Collective."""
+    values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(own, values, dst=0)
+    return values
+
+
+def keep(report: Report, folder: str, write: Callable[[], Sequence[Path]]) -> bool:
+    """Write files and keep them with the run in ``folder``; where the disk refuses, say so, and training goes on."""
+    try:
+        paths = write()
+    except OSError as error:
+        report.say(f"{error.filename} can't be written ({error.strerror}); training goes on")
+        return False
+    for path in paths:
+        report.artifact(path, folder)
+    return True
+
+
 FILE = Path("trace") / "pauses.json"
-"""In a run's folder."""
+"""Where a run's folder has its pauses."""
 
 
 @dataclass(frozen=True)
 class Pauses:
-    """Seconds from the first step's begin to the last step's end, and of them those in which no step was taken."""
+    """Seconds from the beginning of a run's first step to the end of its last, and the pauses among them."""
 
     seconds: float = 1.0
     checkpoint_seconds: float = 0.0
@@ -90,9 +143,9 @@ class Pauses:
 
 
 class PauseClock(Observer):
-    """Adds pauses up, and writes :data:`FILE` at the end; on ranks other than 0 ``run_dir`` is None.
+    """Adds up the pauses of a run and writes :data:`FILE` at the end; ``run_dir`` is None on ranks other than 0.
 
-    What comes after the last step is left out: every run is saved and inspected at its end, however rarely before.
+    Pauses after the last step do not count: every run is saved and sampled at its end, however rarely before.
     """
 
     def __init__(self, run_dir: Path | None, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -128,7 +181,7 @@ class PauseClock(Observer):
 
 
 def read_pauses(run_dir: Path) -> Pauses:
-    """Those of a run's folder; none where the file is missing, as after a run that was stopped.
+    """Read the pauses of a run; none where the file is missing, as after a run that was stopped.
 
     Raises:
         ValueError, TypeError: the file is damaged.

@@ -1,39 +1,42 @@
-"""Traces chosen steps of a run on every rank, and writes what was seen when they are over.
+"""The timeline: traces chosen steps of a run on every rank, and writes them on rank 0 when they are over.
 
-    RUN_DIR/trace/steps-20-22.json   for ui.perfetto.dev: a row for each rank, a slice for each instruction
-    RUN_DIR/trace/steps-20-22.png    one of them: the step of median length
-    RUN_DIR/trace/summary.json       seconds of each kind, see :mod:`ddpm_ds.observe.trace_metrics`
-
-Steps that are not traced run as if there were no observer. The first traced step begins when all ranks have come to it.
+RUN_DIR/trace/steps-20-22.json   for ui.perfetto.dev: a row for each rank, a slice for each instruction
+RUN_DIR/trace/steps-20-22.png    one of them: the step of median length
+RUN_DIR/trace/summary.json       seconds of each kind, see :mod:`ddpm_ds.observe.trace_metrics`
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from ddpm_ds.device import Dtype
-from ddpm_ds.observe.device_speed import peak_file, shared_peak
-from ddpm_ds.observe.observer import Observer, Report
+from ddpm_ds.observe.device_speed import shared_peak
+from ddpm_ds.observe.observer import Observer, Report, gathered, keep
 from ddpm_ds.observe.recording import RankTrace, Recording, aligned
 from ddpm_ds.observe.trace_metrics import TracedJob, TraceSummary, summarise, timeline_metrics
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 
 MOST_EVENTS = 400_000
-"""Of all ranks in one trace: a file of 60 MB, which a browser still opens."""
+"""Events of all ranks in one trace: a file of 60 MB, which a browser still opens."""
 EVENTS_PER_PASS = 4
-"""At most, of a micro-batch in one direction of one phase: the pass, its wait, and sending or loading."""
+"""At most so many for a micro-batch in one direction of one phase: the pass, its wait, and sending or loading."""
 EVENTS_PER_STEP = 8
-"""At most, besides: gradients, optimizer, EMA, pauses, and waiting for other ranks."""
+"""At most so many besides: gradients, optimizer, EMA, pauses, and waiting for other ranks."""
 
 
 class Timeline(Observer):
-    """Every rank makes one. A run that goes back while it is traced is traced when it comes by again."""
+    """Traces some steps once; where a rollback comes while they are traced, they are traced when they come again.
+
+    The first traced step begins when all ranks have come to it. All other steps run as if there were no observer.
+    """
 
     def __init__(
         self,
@@ -63,21 +66,19 @@ class Timeline(Observer):
         self._done = not steps
 
     def begin_step(self, step: int) -> None:
-        recording = self._recording
-        if recording is not None and step != recording.step + 1:
-            recording.abandon()
-            self._recording = recording = None
-        if recording is not None and step not in self._steps:
+        if self._recording is not None and step != self._recording.step + 1:
+            self._recording.abandon()
+            self._recording = None
+        if self._recording is None:
+            if step in self._steps and not self._done:
+                self._recording = Recording(self._engine, step)
+        elif step in self._steps:
+            self._recording.begin_step(step)
+        else:
             self.finish()
-        elif recording is not None:
-            recording.begin_step(step)
-        elif step in self._steps and not self._done:
-            self._recording = Recording(self._engine, step)
 
-    @contextlib.contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        with self._recording.span(name) if self._recording is not None else contextlib.nullcontext():
-            yield
+    def span(self, name: str) -> AbstractContextManager[Any]:
+        return self._recording.span(name) if self._recording is not None else contextlib.nullcontext()
 
     def finish(self) -> None:
         """Write the trace, if one is being recorded; collective."""
@@ -85,20 +86,16 @@ class Timeline(Observer):
             return
         own = self._recording.close()
         self._recording, self._done = None, True
-        peak = shared_peak(self._engine.device, self._precision, peak_file())
-        traces: list[RankTrace | None] = [None] * dist.get_world_size()
-        dist.gather_object(own, traces if dist.get_rank() == 0 else None, dst=0)
-        if dist.get_rank() == 0:
-            self._tell([trace for trace in traces if trace is not None], peak)
-
-    def _tell(self, traces: Sequence[RankTrace], peak: float) -> None:
+        peak = shared_peak(self._engine.device, self._precision)
+        traces = gathered(own)
+        if traces is None:
+            return
         ranks, error = aligned(traces)
         summary = summarise(self._job(), ranks, peak_flops_per_second=peak, clock_error_seconds=error)
         self._report.observed(timeline_metrics(summary, self._macs), summary.last_step)
-        try:
-            self._write(ranks, summary)
-        except OSError as problem:
-            self._report.say(f"{self._folder} can't be written ({problem.strerror}); training goes on")
+        if keep(self._report, "trace", lambda: self._write(ranks, summary)):
+            name = f"steps {summary.first_step}-{summary.last_step}"
+            self._report.say(f"traced {name}: {self._folder / name.replace(' ', '-')}.png and .json")
 
     def _job(self) -> TracedJob:
         engine = self._engine
@@ -112,27 +109,22 @@ class Timeline(Observer):
             zero_stage=engine.zero_optimization_stage(),
         )
 
-    def _write(self, ranks: Sequence[RankTrace], summary: TraceSummary) -> None:
-        from ddpm_ds.observe.pictures import (
-            draw_median_step,  # matplotlib, on rank 0 alone
-            write_trace,
-        )
+    def _write(self, ranks: Sequence[RankTrace], summary: TraceSummary) -> list[Path]:
+        from ddpm_ds.observe.pictures import draw_median_step, write_trace  # matplotlib, on rank 0 alone
 
-        folder, job = self._folder, summary.job
-        folder.mkdir(parents=True, exist_ok=True)
-        name = f"steps-{summary.first_step}-{summary.last_step}"
+        job = summary.job
         layout = f"{job.pipeline_ranks} ranks" + (f" x {job.replicas} replicas" if job.replicas > 1 else "")
         title = f"{job.schedule}, {layout}, {job.micro_batches} micro-batches of {job.micro_batch_images}"
-        kept = [self._cut(trace) for trace in ranks]
-        write_trace(kept, title, folder / f"{name}.json")
-        draw_median_step(ranks, title, folder / f"{name}.png")
-        (folder / "summary.json").write_text(json.dumps(summary.as_json(), indent=2) + "\n")
-        for file in (f"{name}.json", f"{name}.png", "summary.json"):
-            self._report.artifact(folder / file, "trace")
-        self._report.say(f"traced steps {summary.first_step}-{summary.last_step}: {folder / name}.png and .json")
+        name = f"steps-{summary.first_step}-{summary.last_step}"
+        files = [self._folder / file for file in (f"{name}.json", f"{name}.png", "summary.json")]
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write_trace([self._cut(trace) for trace in ranks], title, files[0])
+        draw_median_step(ranks, title, files[1])
+        files[2].write_text(json.dumps(summary.as_json(), indent=2) + "\n")
+        return files
 
     def _cut(self, trace: RankTrace) -> RankTrace:
-        """No more events of the trace than a file may have; only a single step can have more."""
+        """Leave out what exceeds the events that a file may have; only a single step can have more."""
         events = trace.steps[0].events
         if len(trace.steps) > 1 or len(events) <= self._most:
             return trace

@@ -8,7 +8,7 @@ wait, load, reduce, optimizer, agreement wait, EMA and other. Checkpoints and in
 from __future__ import annotations
 
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -25,11 +25,11 @@ NOTICEABLE = 0.001
 
 @dataclass(frozen=True)
 class TracedJob:
-    """What was trained how."""
+    """The circumstances of a trace."""
 
     schedule: Schedule
     micro_batches: int
-    """Per replica and step."""
+    """Micro-batches of a replica's step."""
     micro_batch_images: int
     pipeline_ranks: int
     replicas: int
@@ -39,7 +39,7 @@ class TracedJob:
 
 @dataclass(frozen=True)
 class PhaseSeconds:
-    """Of one stage on one rank."""
+    """Seconds of one stage on one rank."""
 
     stage: int
     forward_seconds: float
@@ -47,17 +47,17 @@ class PhaseSeconds:
     forward_seconds_per_micro_batch: float
     backward_seconds_per_micro_batch: float
     wait_seconds: float
-    """For messages."""
+    """Waiting for messages."""
     send_seconds: float
     activation_bytes: int
-    """Of one message to the next stage; 0 where there is none."""
+    """Size of a message to the next stage; 0 where there is none."""
     gradient_bytes: int
-    """Of one message to the stage before, likewise."""
+    """Size of a message to the stage before, likewise."""
 
 
 @dataclass(frozen=True)
 class RankSeconds:
-    """Of one process."""
+    """Seconds of one process."""
 
     rank: int
     pipeline_rank: int
@@ -68,28 +68,13 @@ class RankSeconds:
     reduce_seconds: float
     optimizer_seconds: float
     agreement_wait_seconds: float
-    """For other ranks in ReduceGrads and OptimizerStep."""
+    """Waiting for other ranks in ReduceGrads and OptimizerStep."""
     ema_seconds: float
     checkpoint_seconds: float
     inspection_seconds: float
     other_seconds: float
-    """In no event: logging, Python between instructions, waiting until what was sent is delivered."""
+    """Time in no event: logging, Python between instructions, waiting until what was sent is delivered."""
     phases: tuple[PhaseSeconds, ...]
-
-    @property
-    def waiting(self) -> float:
-        """For messages and for other ranks."""
-        return self.agreement_wait_seconds + sum(phase.wait_seconds for phase in self.phases)
-
-    @property
-    def computing(self) -> float:
-        """Forward and backward."""
-        return sum(phase.forward_seconds + phase.backward_seconds for phase in self.phases)
-
-    @property
-    def whole_seconds(self) -> float:
-        """With checkpoint and inspection."""
-        return self.step_seconds + self.checkpoint_seconds + self.inspection_seconds
 
 
 @dataclass(frozen=True)
@@ -101,13 +86,13 @@ class TraceSummary:
     job: TracedJob
     step_seconds: float
     peak_flops_per_second: float
-    """Of one device."""
+    """Peak of one device."""
     clock_error_seconds: float
-    """By which the clocks of two ranks may differ at most."""
+    """By how much the clocks of two ranks may differ at most."""
     ranks: tuple[RankSeconds, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """As in summary.json: the job's facts stand beside the others."""
+        """The content of summary.json: the job's facts stand beside the others."""
         values = asdict(self)
         return {**values.pop("job"), "world_size": len(self.ranks), **values}
 
@@ -115,7 +100,7 @@ class TraceSummary:
 def summarise(
     job: TracedJob, traces: Sequence[RankTrace], *, peak_flops_per_second: float, clock_error_seconds: float
 ) -> TraceSummary:
-    """Of aligned traces."""
+    """Sum up aligned traces."""
     ranks = tuple(_rank_seconds(trace) for trace in traces)
     steps = traces[0].steps
     return TraceSummary(
@@ -131,17 +116,15 @@ def summarise(
 
 def _rank_seconds(trace: RankTrace) -> RankSeconds:
     steps = len(trace.steps)
-    seconds: defaultdict[tuple[str, int], float] = defaultdict(float)
-    counts: Counter[tuple[str, int]] = Counter()
+    taken: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for event in (event for step in trace.steps for event in step.events):
-        seconds[event.instruction, event.phase] += event.end - event.start
-        counts[event.instruction, event.phase] += 1
+        taken[event.instruction, event.phase].append(event.end - event.start)
 
     def each_step(*names: str, phase: int = 0) -> float:
-        return sum(seconds[name, phase] for name in names) / steps
+        return sum(sum(taken[name, phase]) for name in names) / steps
 
     def each(name: str, phase: int) -> float:
-        return seconds[name, phase] / max(counts[name, phase], 1)
+        return sum(taken[name, phase]) / max(len(taken[name, phase]), 1)
 
     whole = sum(step.end - step.start for step in trace.steps) / steps
     return RankSeconds(
@@ -157,7 +140,7 @@ def _rank_seconds(trace: RankTrace) -> RankSeconds:
         ema_seconds=each_step("EMA"),
         checkpoint_seconds=each_step("checkpoint"),
         inspection_seconds=each_step("inspection"),
-        other_seconds=whole - sum(seconds.values()) / steps,
+        other_seconds=whole - sum(map(sum, taken.values())) / steps,
         phases=tuple(
             PhaseSeconds(
                 stage=stage,
@@ -178,41 +161,41 @@ def _rank_seconds(trace: RankTrace) -> RankSeconds:
 
 
 def timeline_metrics(summary: TraceSummary, macs_per_image: int) -> dict[str, float]:
-    """By the names that dashboards and comparisons read.
+    """The metrics of a trace, by the names that dashboards and comparisons read.
 
-    ``macs_per_image`` are the multiply-accumulates of one image's forward pass through the whole U-Net. What a rank has
-    of its own stands under the stage that it holds in phase 0, waiting for other ranks included.
+    ``macs_per_image`` are the multiply-accumulates of one image's forward pass through the whole U-Net. What belongs to
+    a rank as a whole stands under the stage that it holds in phase 0, waiting for other ranks included.
     """
     ranks, job = summary.ranks, summary.job
     mean = statistics.fmean
     values: dict[str, float] = {}
     for number in range(job.pipeline_ranks):
         replicas = [rank for rank in ranks if rank.pipeline_rank == number]
-        for phase in range(len(replicas[0].phases)):
-            held = [rank.phases[phase] for rank in replicas]
-            stage = f"stage{held[0].stage}"
-            values[f"{stage}/forward_seconds"] = mean(part.forward_seconds for part in held)
-            values[f"{stage}/backward_seconds"] = mean(part.backward_seconds for part in held)
-            values[f"{stage}/wait_seconds"] = mean(part.wait_seconds for part in held)
-            values[f"{stage}/send_seconds"] = mean(part.send_seconds for part in held)
+        for phases in zip(*(rank.phases for rank in replicas), strict=True):
+            for part in ("forward", "backward", "wait", "send"):
+                name = f"stage{phases[0].stage}/{part}_seconds"
+                values[name] = mean(getattr(phase, f"{part}_seconds") for phase in phases)
         own = f"stage{replicas[0].phases[0].stage}"
         values[f"{own}/wait_seconds"] += mean(rank.agreement_wait_seconds for rank in replicas)
         values[f"{own}/load_seconds"] = mean(rank.data_wait_seconds + rank.load_seconds for rank in replicas)
-        values[f"{own}/reduce_seconds"] = mean(rank.reduce_seconds for rank in replicas)
-        values[f"{own}/optimizer_seconds"] = mean(rank.optimizer_seconds for rank in replicas)
-        values[f"{own}/ema_seconds"] = mean(rank.ema_seconds for rank in replicas)
-    computing = [rank.computing for rank in ranks]
+        for part in ("reduce", "optimizer", "ema"):
+            values[f"{own}/{part}_seconds"] = mean(getattr(rank, f"{part}_seconds") for rank in replicas)
+    computing = [sum(phase.forward_seconds + phase.backward_seconds for phase in rank.phases) for rank in ranks]
+    waiting = [rank.agreement_wait_seconds + sum(phase.wait_seconds for phase in rank.phases) for rank in ranks]
     images = job.micro_batches * job.micro_batch_images * job.replicas
     flops = 2 * macs_per_image * PASSES_PER_STEP * images
     values |= {
         "perf/traced_step_seconds": summary.step_seconds,
-        "perf/bubble_fraction": mean(rank.waiting / rank.step_seconds for rank in ranks),
+        "perf/bubble_fraction": mean(wait / rank.step_seconds for wait, rank in zip(waiting, ranks, strict=True)),
         "perf/imbalance": max(computing) / mean(computing) - 1,
         "perf/mfu": flops / summary.step_seconds / (summary.peak_flops_per_second * len(ranks)),
         "perf/data_wait_fraction": max(rank.data_wait_seconds / rank.step_seconds for rank in ranks),
     }
     for pause in PAUSES:
-        share = mean(getattr(rank, f"{pause}_seconds") / rank.whole_seconds for rank in ranks)
+        share = mean(
+            getattr(rank, f"{pause}_seconds") / (rank.step_seconds + rank.checkpoint_seconds + rank.inspection_seconds)
+            for rank in ranks
+        )
         if share > NOTICEABLE:
             values[f"perf/{pause}_fraction"] = share
     return values

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ddpm_ds.config.ds_config import ResolvedDsConfig
 from ddpm_ds.device import DTYPES
-from ddpm_ds.observe.device_speed import cache_file, measured_times
+from ddpm_ds.observe.device_speed import measured_times
 from ddpm_ds.pipeline.build import decided_by_rank_0
 from ddpm_ds.pipeline.cuts import describe
 from ddpm_ds.predict.auto import measured_cuts
@@ -48,7 +48,7 @@ def cut_by_time(plan: RunPlan, device: torch.device) -> RunPlan:
             plan.spec,
             plan.ds,
             plan.ds_path,
-            lambda job: measured_times(job.layers, device, job.precision, cache_file()),
+            lambda job: measured_times(job.layers, device, job.precision),
         )
     )
     plan = replace(plan, bounds=bounds, stages=describe(plan.layers, bounds, plan.ds.schedule))

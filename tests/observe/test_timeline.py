@@ -1,26 +1,25 @@
-"""Real ranks whose steps are traced: the events are the schedule, and nothing that is trained changes."""
+"""The timeline of real ranks, its files, and its limits: events are the schedule, and training stays as it is."""
 
 from __future__ import annotations
 
 import json
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from PIL import Image
 
+from ddpm_ds.observe import timeline
+from ddpm_ds.observe.pictures import draw_median_step, draw_step, write_trace
+from ddpm_ds.observe.recording import RankTrace, TracedStep
+from ddpm_ds.observe.timeline import Timeline
 from ddpm_ds.pipeline.cuts import Schedule
-from ddpm_ds.pipeline.schedule import instruction_stream
-from tests.launching import launch, write_json
+from ddpm_ds.pipeline.schedule import Event, instruction_stream
+from tests.observe.conftest import CASES, LOADER_SECONDS, Observed
+from tests.observe.told import Told
 
-LOADER_SECONDS = 0.01
-MICRO_BATCHES = 4
-CASES = [
-    {"stages": 2, "schedule": "1f1b", "zero": 1, "precision": "fp32", "course": [1, 2, 3, 4], "loader_seconds": 0.0},
-    {"stages": 2, "schedule": "folded", "zero": 2, "precision": "fp16", "course": [1, 2, 2, 3, 2, 3, 4]},
-    {"stages": 1, "schedule": "1f1b", "zero": 2, "precision": "fp32", "course": [1, 2, 3]},
-]
 WAITS = {"LoadMicroBatch": "DataWait", "ForwardPass": "RecvActivation", "BackwardPass": "RecvGrad"}
 SHORT = {
     "DataWait": "w",
@@ -37,39 +36,18 @@ SHORT = {
 }
 OWN_METRICS = {"load_seconds", "reduce_seconds", "optimizer_seconds", "ema_seconds"}
 STAGE_METRICS = {"forward_seconds", "backward_seconds", "wait_seconds", "send_seconds"}
-RUN_METRICS = {
-    "perf/traced_step_seconds",
-    "perf/bubble_fraction",
-    "perf/imbalance",
-    "perf/mfu",
-    "perf/data_wait_fraction",
-}
+RUN_METRICS = {"traced_step_seconds", "bubble_fraction", "imbalance", "mfu", "data_wait_fraction"}
+TRACED = ("linear", "folded", "replicas")
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[dict[str, Any]]]]:
-    """A folder with the traces, and [rank][case] what was told."""
-    folder = tmp_path_factory.mktemp("timeline")
-    cases = [{"steps": [2, 3], "loader_seconds": LOADER_SECONDS, **case} for case in CASES]
-    file = write_json(folder / "cases.json", cases)
-    worker = Path(__file__).with_name("timeline_worker.py")
-    done = launch(2, worker, str(file), str(folder), XDG_CACHE_HOME=str(folder))
-    assert done.returncode == 0, done.stderr[-4000:]
-    return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
-
-
-Reports = tuple[Path, list[list[dict[str, Any]]]]
-
-
-def slices(folder: Path, case: int, rank: int, step: int) -> list[dict[str, Any]]:
+def slices(folder: Path, rank: int, step: int) -> list[dict[str, Any]]:
     """The slices of a rank's step in its trace, by time."""
-    records = json.loads((folder / str(case) / "steps-2-3.json").read_text())["traceEvents"]
-    rows = {
-        record["args"]["name"]: record["tid"]
+    records = json.loads((folder / "trace" / "steps-2-3.json").read_text())["traceEvents"]
+    (row,) = (
+        record["tid"]
         for record in records
-        if record["ph"] == "M" and record["name"] == "thread_name"
-    }
-    row = next(tid for name, tid in rows.items() if name.startswith(f"rank {rank}: "))
+        if record["name"] == "thread_name" and record["args"]["name"].startswith(f"rank {rank}: ")
+    )
     own = [record for record in records if record["ph"] == "X" and record["tid"] == row]
     return sorted((record for record in own if record["args"]["step"] == step), key=lambda record: record["ts"])
 
@@ -78,7 +56,7 @@ def executed(schedule: Schedule, rank: int) -> list[tuple[str, int]]:
     """What a rank of two does in a step, in order, with phases: the stream, its waits where they take place."""
     received: dict[tuple[str, int], int] = {}
     done = []
-    for commands in instruction_stream(schedule, micro_batches=MICRO_BATCHES, ranks=2, rank=rank).steps():
+    for commands in instruction_stream(schedule, micro_batches=4, ranks=2, rank=rank).steps():
         for command in commands:
             name, phase = command.name, command.kwargs.get("phase", 0)
             if name in ("RecvActivation", "RecvGrad"):
@@ -94,29 +72,24 @@ def executed(schedule: Schedule, rank: int) -> list[tuple[str, int]]:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("case", [0, 1])
-def test_events_of_a_step_are_the_instructions_of_the_schedule(reports: Reports, case: int) -> None:
-    folder, _ = reports
-    schedule: Schedule = "folded" if CASES[case]["schedule"] == "folded" else "1f1b"
-    for rank in range(2):
-        stages = (rank, 3 - rank) if schedule == "folded" else (rank,)
-        for step in (2, 3):
-            found = [
-                (event["cat"], stages.index(event["args"]["stage"]))
-                for event in slices(folder, case, rank, step)
-                if event["cat"] != "WaitForRanks"
-            ]
-            assert found == executed(schedule, rank)
-
-
-@pytest.mark.launch
-def test_a_step_of_1f1b_written_out(reports: Reports) -> None:
-    folder, _ = reports
+def test_events_of_a_step_are_the_instructions_of_the_schedule(observed: Observed) -> None:
+    schedules: tuple[tuple[str, Schedule], ...] = (("linear", "1f1b"), ("folded", "folded"))
+    for name, schedule in schedules:
+        for rank in range(2):
+            stages = (rank, 3 - rank) if schedule == "folded" else (rank,)
+            for step in (2, 3):
+                events = slices(observed.folder / name, rank, step)
+                found = [
+                    (event["cat"], stages.index(event["args"]["stage"]))
+                    for event in events
+                    if event["cat"] != "WaitForRanks"
+                ]
+                assert found == executed(schedule, rank)
 
     def grid(rank: int) -> str:
         return " ".join(
             SHORT[event["cat"]] + str(event["args"].get("micro-batch", ""))
-            for event in slices(folder, 0, rank, 2)
+            for event in slices(observed.folder / "linear", rank, 2)
             if event["cat"] in SHORT
         )
 
@@ -125,74 +98,121 @@ def test_a_step_of_1f1b_written_out(reports: Reports) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("case", range(len(CASES)))
-def test_nothing_overlaps_within_a_rank_and_all_is_within_the_step(reports: Reports, case: int) -> None:
-    folder, _ = reports
-    records = json.loads((folder / str(case) / "steps-2-3.json").read_text())["traceEvents"]
-    summary = json.loads((folder / str(case) / "summary.json").read_text())
-    assert {"ph", "name", "cat", "pid", "tid", "ts", "dur"} <= {
-        key for record in records if record["ph"] == "X" for key in record
-    }
+@pytest.mark.parametrize("name", TRACED)
+def test_nothing_overlaps_within_a_rank_and_all_is_within_the_step(observed: Observed, name: str) -> None:
+    summary = json.loads((observed.folder / name / "trace" / "summary.json").read_text())
     for rank in range(2):
         for step in (2, 3):
-            events = slices(folder, case, rank, step)
+            events = slices(observed.folder / name, rank, step)
             assert all(first["ts"] + first["dur"] <= second["ts"] + 0.002 for first, second in pairwise(events))
             assert all(event["dur"] >= 0 for event in events)
         own = summary["ranks"][rank]
-        parts = [value for name, value in own.items() if name.endswith("_seconds") and name != "step_seconds"]
-        parts += [
-            phase[f"{name}_seconds"] for phase in own["phases"] for name in ("forward", "backward", "wait", "send")
-        ]
-        assert sum(parts) == pytest.approx(own["step_seconds"], abs=1e-4)  # with an inspection that is none
-        assert all(part >= 0 for part in parts)
+        parts = [own[f"{part}_seconds"] for part in ("data_wait", "load", "reduce", "optimizer", "agreement_wait")]
+        parts += [own["ema_seconds"], own["other_seconds"]]
+        for phase in own["phases"]:
+            parts += [phase[f"{part}_seconds"] for part in ("forward", "backward", "wait", "send")]
+        assert sum(parts) == pytest.approx(own["step_seconds"], rel=1e-9) and min(parts) >= -1e-9
+        assert own["inspection_seconds"] > 0
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("case", range(len(CASES)))
-def test_tracing_changes_no_loss_and_leaves_the_engine_as_it_was(reports: Reports, case: int) -> None:
-    _, ranks = reports
-    for rank in ranks:
-        plain, traced = rank[case]["plain"], rank[case]["traced"]
-        assert traced["losses"] == plain["losses"]
-        assert not any(plain["wrapped"])
-        assert not traced["wrapped_afterwards"]
-    assert any(any(loss for loss in rank[case]["traced"]["losses"]) for rank in ranks)
+def test_observers_change_no_loss_and_leave_the_engine_as_it_was(observed: Observed) -> None:
+    for rank in observed.ranks:
+        for name in ("linear", "folded"):
+            assert rank[name]["losses"] == rank[name]["expected"]["losses"], name
+            assert not any(rank[name]["expected"]["wrapped"])
+        # The flops profile wraps step 1, the timeline 2 and 3, the kernel profile 5 and 6, with 4 to warm up.
+        assert rank["linear"]["wrapped"] == [True, True, True, True, True]
+        folded = dict.fromkeys(range(12), True) | dict.fromkeys([4, 10, 11], False)  # step 1 again, 5 and 6 again
+        assert rank["folded"]["wrapped"] == list(folded.values())
+        assert all(rank[name]["restored"] for name in TRACED)
+    assert any(any(rank["linear"]["losses"]) for rank in observed.ranks)
 
 
 @pytest.mark.launch
-def test_only_the_chosen_steps_are_traced_and_after_a_rewind_once(reports: Reports) -> None:
-    _, ranks = reports
-    for rank in ranks:
-        assert [one["traced"]["wrapped"] for one in rank] == [
-            [False, True, True, False],
-            [False, True, True, True, True, True, False],
-            [False, True, True],
-        ]
-    assert [[step for step, _ in case["values"]] for case in ranks[0]] == [[3], [3], [3]]
-    assert all(not case["values"] and not case["lines"] for case in ranks[1])
-
-
-@pytest.mark.launch
-def test_what_is_reported(reports: Reports) -> None:
-    folder, ((linear, folded, alone), _) = reports
-    for told, own, stages in ((linear, 2, 2), (folded, 2, 4), (alone, 1, 1)):
-        ((_, values),) = told["values"]
-        names = {f"stage{stage}/{name}" for stage in range(stages) for name in STAGE_METRICS}
-        assert (
-            set(values)
-            == names | {f"stage{stage}/{name}" for stage in range(own) for name in OWN_METRICS} | RUN_METRICS
-        )
+def test_metrics_files_and_the_wait_for_the_loader_are_reported(observed: Observed) -> None:
+    for name, own, stages in (("linear", 2, 2), ("folded", 2, 4), ("replicas", 1, 1)):
+        told = observed.ranks[0][name]
+        ((step, values),) = [(step, values) for step, values in told["metrics"] if "perf/mfu" in values]
+        names = {f"stage{stage}/{metric}" for stage in range(stages) for metric in STAGE_METRICS}
+        names |= {f"stage{stage}/{metric}" for stage in range(own) for metric in OWN_METRICS}
+        assert step == 3 and set(values) - {"perf/inspection_fraction"} == names | {
+            f"perf/{metric}" for metric in RUN_METRICS
+        }
         assert 0 < values["perf/bubble_fraction"] < 1 and values["perf/imbalance"] >= 0 and values["perf/mfu"] > 0
-        assert values["stage0/ema_seconds"] >= 0.001
-        assert told["artifacts"] == [[name, "trace"] for name in ("steps-2-3.json", "steps-2-3.png", "summary.json")]
-        assert "traced steps 2-3" in told["lines"][-1]
-    for number in range(len(CASES)):
-        with Image.open(folder / str(number) / "steps-2-3.png") as picture:
+        files = ["trace/steps-2-3.json", "trace/steps-2-3.png", "trace/summary.json"]
+        assert [file for file in told["artifacts"] if file.startswith("trace")] == files
+        assert sum("traced steps 2-3" in line for line in told["said"]) == 1
+        with Image.open(observed.folder / name / "trace" / "steps-2-3.png") as picture:
             colours = picture.convert("RGB").getcolors(2**20)
         assert colours is not None and {(59, 125, 216), (224, 123, 57)} <= {colour for _, colour in colours}
-    ((_, values),) = folded["values"]
-    waited = MICRO_BATCHES * LOADER_SECONDS
-    assert waited <= values["stage0/load_seconds"]
-    assert values["perf/data_wait_fraction"] * values["perf/traced_step_seconds"] > 0.9 * waited
-    ((_, values),) = linear["values"]
-    assert values["perf/data_wait_fraction"] < 0.5
+        if name == "folded":
+            assert values["stage0/load_seconds"] >= 4 * LOADER_SECONDS
+            assert values["perf/data_wait_fraction"] * values["perf/traced_step_seconds"] > 0.9 * 4 * LOADER_SECONDS
+    assert all(not observed.ranks[1][name][told] for name in CASES for told in ("said", "metrics", "artifacts"))
+
+
+def step(number: int, start: float, seconds: float) -> TracedStep:
+    """A forward of micro-batch 3 that takes the first half."""
+    forward = Event("ForwardPass", 1, 3, start, start + seconds / 2)
+    wait = Event("RecvGrad", 1, 3, start + seconds / 2, start + seconds)
+    return TracedStep(number, start, start + seconds, (forward, wait))
+
+
+def ranks_of(*steps: TracedStep) -> list[RankTrace]:
+    return [RankTrace(rank, 0, rank, (0, 1), ((8, 0), (8, 0)), (), steps) for rank in range(2)]
+
+
+def test_trace_is_what_perfetto_reads(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    write_trace(ranks_of(step(20, 0.0, 0.5), step(21, 0.5, 0.25)), "digits", path)
+    records = json.loads(path.read_text())["traceEvents"]
+    names = {record["tid"]: record["args"]["name"] for record in records if record["name"] == "thread_name"}
+    assert names == {1: "steps", 2: "rank 0: stages 0 and 1, replica 0", 3: "rank 1: stages 0 and 1, replica 1"}
+    assert {record["ph"] for record in records} == {"M", "X"}
+    boxes = [record for record in records if record["ph"] == "X"]
+    assert [record["name"] for record in boxes if record["tid"] == 1] == ["step 20", "step 21"]
+    assert boxes[2] == {
+        "ph": "X",
+        "name": "forward 3",
+        "cat": "ForwardPass",
+        "pid": 1,
+        "tid": 2,
+        "ts": 0.0,
+        "dur": 250_000.0,
+        "args": {"step": 20, "stage": 1, "micro-batch": 3},
+    }
+    assert [record["ts"] for record in boxes if record["tid"] == 3] == [0.0, 250_000.0, 500_000.0, 625_000.0]
+
+
+def test_picture_is_of_the_median_step_and_leaves_waiting_empty(tmp_path: Path) -> None:
+    path, alone = tmp_path / "steps.png", tmp_path / "alone.png"
+    draw_median_step(ranks_of(step(20, 0.0, 0.9), step(21, 0.9, 0.2), step(22, 1.1, 0.5)), "digits", path)
+    rows = [[Event("ForwardPass", 1, 3, 0.0, 0.25), Event("RecvGrad", 1, 3, 0.25, 0.5)]] * 2
+    names = [f"rank {rank}: stages 0 and 1, replica {rank}" for rank in range(2)]
+    draw_step(rows, 0.5, names, "step 22: digits\n500 ms, bubble 50.0%", alone)
+    assert path.read_bytes() == alone.read_bytes()
+    with Image.open(path) as picture:
+        colours = picture.convert("RGB").getcolors(2**20)
+        assert colours is not None
+        painted = sum(count for count, colour in colours if colour == (143, 188, 240))
+        assert 0.12 < painted / (picture.width * picture.height) < 0.2  # half of the rows
+
+
+def test_a_trace_too_large_is_cut_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Any = SimpleNamespace(phases=2, micro_batches=10)
+    told = Told()
+
+    def make(steps: range, most: int) -> Timeline:
+        monkeypatch.setattr(timeline, "MOST_EVENTS", most)
+        return Timeline(engine, steps, tmp_path, told, precision="fp32", macs_per_image=1)
+
+    monkeypatch.setattr(timeline.dist, "get_world_size", lambda: 2)
+    whole, _ = ranks_of(step(20, 0.0, 1.0))
+    assert make(range(20, 40), 1000)._cut(whole) == whole
+    assert len(make(range(20, 21), 2)._cut(whole).steps[0].events) == 1
+    assert told.said == [
+        "--trace-steps 20-39: only steps 20-21 are traced; a trace has at most 1,000 events, "
+        "and a step may have 168 on each rank",
+        "step 20: 1 of 2 events of rank 0 are left out of the trace, which has at most 2",
+    ]

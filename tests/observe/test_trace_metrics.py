@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from ddpm_ds.observe.recording import DeviceClock, Meeting, RankTrace, TracedStep, aligned, clock_offset
+from ddpm_ds.observe.recording import Barrier, DeviceClock, RankTrace, TracedStep, aligned, clock_offset
 from ddpm_ds.observe.trace_metrics import TracedJob, summarise, timeline_metrics
 from ddpm_ds.pipeline.schedule import Event
 
 JOB = TracedJob("1f1b", 1, 8, 2, 1, "cpu", 0)
 
 
-def trace(rank: int, events: Sequence[Event], meetings: Sequence[Meeting] = ((0, 1),), ahead: float = 0.0) -> RankTrace:
+def trace(rank: int, events: Sequence[Event], barriers: Any = ((0, 1),), ahead: float = 0.0) -> RankTrace:
     """One step of ten seconds on a rank whose clock is ``ahead``."""
     moved = tuple(event._replace(start=event.start + ahead, end=event.end + ahead) for event in events)
     return RankTrace(
@@ -24,7 +24,7 @@ def trace(rank: int, events: Sequence[Event], meetings: Sequence[Meeting] = ((0,
         replica=0,
         stages=(rank,),
         message_bytes=((64, 0), (0, 64))[rank : rank + 1],
-        meetings=tuple((came + ahead, left + ahead) for came, left in meetings),
+        barriers=tuple(Barrier(came + ahead, left + ahead) for came, left in barriers),
         steps=(TracedStep(20, ahead, 10.0 + ahead, moved),),
     )
 
@@ -112,14 +112,14 @@ def test_replicas_wait_for_each_other_where_gradients_are_added() -> None:
 
 
 def test_clocks_of_two_hosts_become_one() -> None:
-    meetings = [(0.0, 1.02), (2.0, 2.01), (3.0, 3.5)]
-    later = [(0.99, 1.01), (1.99, 2.015), (3.2, 3.5)]
-    ranks, error = aligned([trace(0, FIRST, meetings), trace(1, SECOND, later, ahead=5000.0)])
+    barriers = [Barrier(0.0, 1.02), Barrier(2.0, 2.01), Barrier(3.0, 3.5)]
+    later = [Barrier(0.99, 1.01), Barrier(1.99, 2.015), Barrier(3.2, 3.5)]
+    ranks, error = aligned([trace(0, FIRST, barriers), trace(1, SECOND, later, ahead=5000.0)])
     moved = ranks[1].steps[0]
     assert error < 0.02
     assert moved.start == pytest.approx(0.0, abs=error)
     assert moved.events[-1].end == pytest.approx(9.25, abs=error)
-    assert clock_offset(later, meetings)[0] == 0.0  # nothing says that these two are not one clock
+    assert clock_offset(later, barriers)[0] == 0.0  # nothing says that these two are not one clock
 
 
 class Event_:

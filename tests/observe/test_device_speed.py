@@ -1,0 +1,96 @@
+"""Layers' times and the peak of a device: measured once, remembered, and measured again where a cache is damaged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddpm_ds.device import Dtype
+from ddpm_ds.observe import device_speed
+from ddpm_ds.observe.device_speed import matmul_peak, measured_times, shared_peak, time_layer
+from ddpm_ds.unet import operations
+from ddpm_ds.unet.layers import Layer, unet_layers
+from tests.launching import tiny_spec
+
+CPU = torch.device("cpu")
+LAYERS = unet_layers(tiny_spec().unet, image_channels=1, image_size=8)
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The cache folder; what is measured is measured in a hurry."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(device_speed, "ENOUGH_SECONDS", 0.0)
+    monkeypatch.setattr(device_speed, "SIZES", {"cpu": (32, 256)})
+    monkeypatch.setattr(device_speed, "PEAK_SECONDS", 0.02)
+    return tmp_path / "ddpm_ds"
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def times_with(images: int, precision: Dtype = "fp32") -> tuple[list[float], list[str]]:
+    """Forward seconds of all layers, and the names of those that were timed for them."""
+    timed: list[str] = []
+    times = measured_times(LAYERS, CPU, precision, lambda layer, count: timed.append(layer.name))
+    return [layer.forward for layer in times(images)], timed
+
+
+def test_each_shape_is_timed_once_and_remembered() -> None:
+    first, timed = times_with(2)
+    assert len(first) == len(LAYERS) and min(first) > 0
+    assert 0 < len(timed) < len(LAYERS)  # equal layers are timed once
+    assert times_with(2) == (first, [])
+    assert times_with(3)[1] == timed
+    assert times_with(2, "bf16")[1] == timed
+    assert times_with(2) == (first, [])
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("damage", ["", "{", "[1, 2]", '{"a": 3}', '{"a": [1, "x"]}', '{"a": null}', "\x00\xff"])
+def test_a_damaged_cache_is_measured_again(cache: Path, damage: str) -> None:
+    cache.mkdir()
+    for name in ("layer_times.json", "matmul_peak.json"):
+        (cache / name).write_text(damage, encoding="latin-1")
+    values, timed = times_with(1)
+    assert timed and times_with(1) == (values, [])
+    peak = shared_peak(CPU, "fp32")
+    assert list(json.loads((cache / "matmul_peak.json").read_text()).values()) == [[peak]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_every_layer_can_be_timed(dtype: torch.dtype) -> None:
+    kinds: dict[str, Layer] = {type(layer).__name__: layer for layer in LAYERS}
+    for layer in kinds.values():
+        seconds = time_layer(layer, 2, CPU, dtype)
+        assert seconds.forward > 0 and seconds.backward > 0, layer.name
+
+
+@pytest.mark.usefixtures("alone")
+def test_peak_is_measured_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert matmul_peak(CPU, torch.float32) > 1e8
+    first = shared_peak(CPU, "fp32")
+    monkeypatch.setattr(device_speed, "matmul_peak", lambda device, dtype: 1.0)
+    monkeypatch.setattr(operations, "WIDENED_ON_CPU", (torch.float16,))
+    assert shared_peak(CPU, "fp32") == first
+    assert shared_peak(CPU, "fp16") == first  # computed in fp32 here
+    assert shared_peak(CPU, "bf16") == 1.0
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert shared_peak(CPU, "fp32") == 1.0
+    assert len(json.loads((cache / "matmul_peak.json").read_text())) == 3
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_folder_that_cannot_be_written_costs_nothing(cache: Path) -> None:
+    cache.write_text("")
+    assert shared_peak(CPU, "fp32") > 0 and times_with(1)[1]

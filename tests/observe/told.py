@@ -1,0 +1,22 @@
+"""A report that remembers what observers told it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+
+class Told:
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.metrics: list[tuple[int, dict[str, float]]] = []
+        self.artifacts: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.said.append(line)
+
+    def observed(self, values: Mapping[str, float], step: int) -> None:
+        self.metrics.append((step, dict(values)))
+
+    def artifact(self, path: Path, folder: str = "") -> None:
+        self.artifacts.append(f"{folder}/{path.name}")
