@@ -1,7 +1,5 @@
-"""The arguments of a class of diffusers, as a JSON configuration holds them, read with care for types and ranges.
-
-The configuration of the ``DDPMScheduler`` that equals a diffusion process of ours, and back. No diffusers needed.
-"""
+"""Configurations of diffusers: their arguments, read with care for types and ranges, and the ``DDPMScheduler`` that
+equals a diffusion process of ours, there and back. diffusers itself is not needed."""
 
 from __future__ import annotations
 
@@ -58,9 +56,9 @@ def refused(key: str, value: Any, why: str) -> ValueError:
 Beta = Annotated[float, Field(gt=0.0, lt=1.0)]
 
 PREDICTIONS = {"eps": "epsilon", "x0": "sample", "v": "v_prediction"}
-"""diffusers' names of what a U-Net predicts."""
+"""Names in diffusers of what a U-Net predicts, by ours."""
 UNLIMITED = 1e6
-"""diffusers bounds the range of dynamic clipping; ours is not bounded."""
+"""Bound of the range of dynamic clipping for diffusers, which wants one; ours is not bounded."""
 
 
 def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec) -> dict[str, Any]:
@@ -124,9 +122,8 @@ def diffusion_from_scheduler(config: Mapping[str, Any], base: DiffusionSpec | No
 
 def _schedule(found: _SchedulerArguments) -> dict[str, Any]:
     """Our name of the schedule, and its range where it has one."""
-    trained = found.trained_betas
-    if trained is not None:
-        return _schedule_of(trained, found.num_train_timesteps)
+    if found.trained_betas is not None:
+        return _schedule_of(found.trained_betas, found.num_train_timesteps)
     if found.beta_schedule == "linear":
         return {"schedule": "linear", "beta_start": found.beta_start, "beta_end": found.beta_end}
     if found.beta_schedule == "squaredcos_cap_v2":

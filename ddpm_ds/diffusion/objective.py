@@ -1,12 +1,8 @@
-"""Noise schedules: how much of the image is left at each timestep.
+"""Noise schedules, and what the U-Net predicts and how far off it is: pure functions of tensors.
 
-Everything here is float64 on the CPU, because betas of 1e-4 and signals of 1e-9 meet in 1 - alpha_bar. Index 0 is
-the paper's t = 1: the least noise, never none.
-
-What the U-Net predicts and how far off it is: pure functions of tensors.
-
-A noise level is given as the pair (signal, noise) = (sqrt(alpha_bar), sqrt(1 - alpha_bar)) rather than as
-alpha_bar, because in float32 1 - alpha_bar has lost three digits at the first timesteps.
+Schedules are float64 on the CPU, because betas of 1e-4 and signals of 1e-9 meet in 1 - alpha_bar. Index 0 is the
+paper's t = 1: the least noise, never none. A noise level is given as the pair (signal, noise) = (sqrt(alpha_bar),
+sqrt(1 - alpha_bar)) rather than as alpha_bar: in float32 1 - alpha_bar has lost three digits at the first timesteps.
 """
 
 from __future__ import annotations
@@ -21,20 +17,35 @@ from torch import Tensor
 from ddpm_ds.config.spec import DiffusionSpec
 from ddpm_ds.errors import SpecError
 
-# Nichol and Dhariwal 2021, section 3.2: keeps the last step from being a singularity.
 MAX_BETA = 0.999
+"""Largest beta, which keeps the last step from being a singularity (Nichol and Dhariwal 2021, section 3.2)."""
+Objective = Literal["eps", "x0", "v"]
+Loss = Literal["l1", "l2", "huber"]
 
 
 def betas(spec: DiffusionSpec) -> Tensor:
     """Variance of the noise that each step adds, (T,) float64.
 
+    linear: betas on a line (DDPM, Ho et al. 2020, section 4). cosine: Improved DDPM (Nichol and Dhariwal 2021), eq. 17,
+    s = 0.008. sigmoid: Jabri et al. 2022; Chen 2023, algorithm 1, from -3 to 3 with tau = 1.
+
     Raises:
         SpecError: a beta of the linear schedule is not below 1.
     """
     if spec.schedule == "linear":
-        return _linear(spec)
+        for key in ("beta_start", "beta_end"):
+            if getattr(spec, key) >= 1.0:
+                raise SpecError(f"diffusion.{key} = {getattr(spec, key)} is not below 1; DDPM uses 1e-4 to 0.02")
+        return torch.linspace(spec.beta_start, spec.beta_end, spec.timesteps, dtype=torch.float64)
     progress = torch.linspace(0.0, 1.0, spec.timesteps + 1, dtype=torch.float64)  # t / T, (T + 1,)
-    remaining = _cosine(progress) if spec.schedule == "cosine" else _sigmoid(progress)
+    if spec.schedule == "cosine":
+        offset = 0.008
+        f = torch.cos((progress + offset) / (1.0 + offset) * math.pi / 2.0) ** 2
+        remaining = f / f[0]
+    else:
+        start, end, tau = -3.0, 3.0, 1.0
+        curve = torch.sigmoid((start + (end - start) * progress) / tau)
+        remaining = (curve[-1] - curve) / (curve[-1] - curve[0])
     return (1.0 - remaining[1:] / remaining[:-1]).clamp(max=MAX_BETA)
 
 
@@ -47,39 +58,8 @@ def alpha_bars(spec: DiffusionSpec) -> Tensor:
     return torch.cumprod(1.0 - betas(spec), dim=0)
 
 
-def snr(alpha_bar: Tensor) -> Tensor:
-    """Signal-to-noise ratio alpha_bar / (1 - alpha_bar). Source: Kingma et al. 2021, section 3.1."""
-    return alpha_bar / (1.0 - alpha_bar)
-
-
-def _linear(spec: DiffusionSpec) -> Tensor:
-    """Betas on a line, (T,). Source: DDPM (Ho et al. 2020), section 4."""
-    for key in ("beta_start", "beta_end"):
-        if getattr(spec, key) >= 1.0:
-            raise SpecError(f"diffusion.{key} = {getattr(spec, key)} is not below 1; DDPM uses 1e-4 to 0.02")
-    return torch.linspace(spec.beta_start, spec.beta_end, spec.timesteps, dtype=torch.float64)
-
-
-def _cosine(progress: Tensor) -> Tensor:
-    """alpha_bar over t / T. Source: Improved DDPM (Nichol and Dhariwal 2021), eq. 17, s = 0.008."""
-    offset = 0.008
-    f = torch.cos((progress + offset) / (1.0 + offset) * math.pi / 2.0) ** 2
-    return f / f[0]
-
-
-def _sigmoid(progress: Tensor) -> Tensor:
-    """alpha_bar over t / T, from 1 to 0. Source: Jabri et al. 2022; Chen 2023, algorithm 1: -3 to 3, tau = 1."""
-    start, end, tau = -3.0, 3.0, 1.0
-    curve = torch.sigmoid((start + (end - start) * progress) / tau)
-    return (curve[-1] - curve) / (curve[-1] - curve[0])
-
-
-Objective = Literal["eps", "x0", "v"]
-Loss = Literal["l1", "l2", "huber"]
-
-
 class NoiseLevel(NamedTuple):
-    """How much of the image and of the noise x_t holds; each broadcasts over (N, C, H, W)."""
+    """Shares of the image and of the noise in x_t; each broadcasts over (N, C, H, W)."""
 
     signal: Tensor
     """sqrt(alpha_bar)"""
@@ -98,7 +78,7 @@ def add_noise(x0: Tensor, eps: Tensor, level: NoiseLevel) -> Tensor:
 
 
 def target(objective: Objective, x0: Tensor, eps: Tensor, level: NoiseLevel) -> Tensor:
-    """What the U-Net should return, (N, C, H, W). Source: DDPM, eq. 14 (eps); Salimans and Ho 2022, section 4 (v)."""
+    """Target of the prediction, (N, C, H, W). Source: DDPM, eq. 14 (eps); Salimans and Ho 2022, section 4 (v)."""
     if objective == "eps":
         return eps
     if objective == "x0":
@@ -119,19 +99,6 @@ def to_x0(objective: Objective, prediction: Tensor, x_t: Tensor, level: NoiseLev
     return level.signal * x_t - level.noise * prediction
 
 
-def to_eps(objective: Objective, prediction: Tensor, x_t: Tensor, level: NoiseLevel) -> Tensor:
-    """The noise that a prediction stands for, (N, C, H, W).
-
-    From x0, an error in the prediction grows by signal / noise: a hundredfold at the first timesteps.
-    Source: DDPM, eq. 4 solved for eps (x0); Salimans and Ho 2022, appendix D (v).
-    """
-    if objective == "eps":
-        return prediction
-    if objective == "x0":
-        return (x_t - level.signal * prediction) / level.noise
-    return level.noise * x_t + level.signal * prediction
-
-
 def weights(spec: DiffusionSpec, alpha_bar: Tensor) -> Tensor:
     """Weight of each timestep's loss, in the shape and dtype of alpha_bar (float64).
 
@@ -140,7 +107,7 @@ def weights(spec: DiffusionSpec, alpha_bar: Tensor) -> Tensor:
     """
     if spec.weighting == "uniform":
         return torch.ones_like(alpha_bar)
-    ratio, gamma = snr(alpha_bar), spec.min_snr_gamma
+    ratio, gamma = alpha_bar / (1.0 - alpha_bar), spec.min_snr_gamma
     if spec.objective == "eps":
         return (gamma / ratio).clamp(max=1.0)  # min(snr, gamma) / snr, without 0 / 0
     if spec.objective == "x0":

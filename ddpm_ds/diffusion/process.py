@@ -10,7 +10,6 @@ from torch import Tensor
 from ddpm_ds import keyed
 from ddpm_ds.config.spec import DiffusionSpec
 from ddpm_ds.diffusion import objective
-from ddpm_ds.diffusion import objective as schedule
 from ddpm_ds.diffusion.objective import NoiseLevel
 from ddpm_ds.keyed import Stream
 
@@ -26,14 +25,14 @@ class Diffusion:
     """
 
     def __init__(self, spec: DiffusionSpec, seed: int, device: torch.device | str) -> None:
-        alpha_bar = schedule.alpha_bars(spec)  # (T,) float64: round once, at the end
+        alpha_bar = objective.alpha_bars(spec)  # (T,) float64: round once, at the end
         self.spec = spec
         self.seed = seed
         self._levels = NoiseLevel(*(table.float().to(device) for table in NoiseLevel.of(alpha_bar)))
         self._weights = objective.weights(spec, alpha_bar).float().to(device)
 
     def prepare(self, images: Tensor, index: Tensor, flips: bool, size: int | None = None) -> Tensor:
-        """uint8 (N, C, H, W) to float32 in [-1, 1], with half of the images mirrored where `flips`.
+        """Turn uint8 (N, C, H, W) into float32 in [-1, 1], with half of the images mirrored where `flips`.
 
         Images that are larger than `size` are cropped to (N, C, size, size), each at a place of its own. Source: DDPM
         (Ho et al. 2020), section 3.3.
@@ -48,7 +47,7 @@ class Diffusion:
         return pixels.div_(127.5).sub_(1.0)  # (N, C, H, W)
 
     def _crop(self, images: Tensor, index: Tensor, size: int) -> Tensor:
-        """(N, C, size, size) pixels of square images from one of the places where they fit, all as probable."""
+        """Pixels (N, C, size, size) of square images from one of the places where they fit, all as probable."""
         places = images.shape[-1] - size + 1
         place = keyed.integers(self.seed, Stream.CROP, index, places**2)  # (N,)
         top, left = place // places, place % places
@@ -83,7 +82,7 @@ class Diffusion:
         return self._weights[t] * distance  # (N,)
 
     def drop_labels(self, labels: Tensor, index: Tensor, share: float, none_label: int) -> Tensor:
-        """(N,) labels, of which `share` are replaced by `none_label`. Source: Ho and Salimans 2022, algorithm 1."""
+        """Labels (N,), of which `share` are replaced by `none_label`. Source: Ho and Salimans 2022, algorithm 1."""
         if share == 0.0:
             return labels
         dropped = keyed.uniform(self.seed, Stream.LABEL_DROP, index, 1)[:, 0] < share  # (N,)

@@ -1,15 +1,13 @@
-"""Samplers: from noise to images, one evaluation of the U-Net per step, as pure functions of tensors.
+"""Samplers: from noise to images, one evaluation of the U-Net per step.
 
 Every sampler's step mixes x_t, the predicted clean image x0, the x0 of the step before and fresh noise. They differ in
 the four coefficients, which :func:`ancestral`, :func:`ddim` and :func:`dpm_solver` compute in float64 from alpha_bar.
-
-Images being drawn, as a state that any denoiser can drive: the U-Net in one process, or a pipeline of stages.
+A :class:`Drawing` is the state of some images on their way; any denoiser can drive it, such as a pipeline of stages.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -23,7 +21,7 @@ from ddpm_ds.keyed import Stream
 
 
 class Coefficients(NamedTuple):
-    """How much of each part a step takes."""
+    """Factors of the parts that a step adds up."""
 
     x_t: float
     x0: float
@@ -32,7 +30,7 @@ class Coefficients(NamedTuple):
 
 
 class SamplerStep(NamedTuple):
-    """What a step gives, (N, C, H, W) float32 each."""
+    """Result of a step, (N, C, H, W) float32 each."""
 
     x: Tensor
     """x at the next timestep; after the last step the image."""
@@ -57,18 +55,18 @@ class Sampler:
         self._coefficients = _coefficients(sampler, [float(alpha_bar[t]) for t in self.timesteps])
 
     def needs_noise(self, number: int) -> bool:
-        """Whether step `number` adds noise; the last one never does."""
+        """Tell whether step `number` adds noise; the last one never does."""
         return number < len(self._coefficients) and self._coefficients[number].noise > 0.0
 
     def step(
         self, number: int, x_t: Tensor, prediction: Tensor, *, noise: Tensor | None, previous_x0: Tensor | None
     ) -> SamplerStep:
-        """From x_t at ``timesteps[number]`` to the next timestep, or to the image after the last one.
+        """Go from x_t at ``timesteps[number]`` to the next timestep, or to the image after the last one.
 
         Args:
             number: which step, from 0.
             x_t: (N, C, H, W) float32.
-            prediction: what the U-Net made of x_t, (N, C, H, W) of any float dtype.
+            prediction: of the U-Net for x_t, (N, C, H, W) of any float dtype.
             noise: standard normal, (N, C, H, W) float32; not used unless :meth:`needs_noise`.
             previous_x0: :attr:`SamplerStep.x0` of the step before; None at the first.
         """
@@ -99,23 +97,8 @@ class Sampler:
         return x0.clamp(-bound, bound) / bound
 
 
-def sample(
-    sampler: Sampler, denoise: Callable[[Tensor, int], Tensor], x: Tensor, noise: Callable[[int], Tensor]
-) -> Tensor:
-    """The image (N, C, H, W) float32 that begins as the noise `x` (N, C, H, W).
-
-    ``denoise(x_t, t)`` is the U-Net's prediction; ``noise(t)`` is the standard normal noise (N, C, H, W) that is added
-    on leaving timestep t, asked for where it is needed.
-    """
-    previous_x0 = None
-    for number, t in enumerate(sampler.timesteps):
-        added = noise(t) if sampler.needs_noise(number) else None
-        x, previous_x0 = sampler.step(number, x, denoise(x, t), noise=added, previous_x0=previous_x0)
-    return x
-
-
 def visited(sampler: SamplerSpec, timesteps: int) -> tuple[int, ...]:
-    """The timesteps of [0, T) that are visited, strictly falling, `steps` of them.
+    """Timesteps of [0, T) that are visited, strictly falling, `steps` of them.
 
     They are those of the diffusers scheduler of the same kind (DDPMScheduler, DDIMScheduler,
     DPMSolverMultistepScheduler) and spacing, with S steps:
@@ -149,7 +132,7 @@ def visited(sampler: SamplerSpec, timesteps: int) -> tuple[int, ...]:
 
 
 def ancestral(here: float, there: float, *, large: bool) -> Coefficients:
-    """A step of DDPM from alpha_bar `here` to `there`, with the variance of the posterior, or beta where `large`.
+    """DDPM step from alpha_bar `here` to `there`, with the variance of the posterior, or beta where `large`.
 
     Source: DDPM (Ho et al. 2020), eq. 6 and 7, and 3.2 for the variances; over more than one timestep alpha is
     here / there, Improved DDPM (Nichol and Dhariwal 2021), section 4.
@@ -163,7 +146,7 @@ def ancestral(here: float, there: float, *, large: bool) -> Coefficients:
 
 
 def ddim(here: float, there: float, *, eta: float) -> Coefficients:
-    """A step of DDIM from alpha_bar `here` to `there`; eps is what x_t holds besides x0, so clipping x0 changes it.
+    """DDIM step from alpha_bar `here` to `there`; eps is what x_t holds besides x0, so clipping x0 changes it.
 
     Source: DDIM (Song et al. 2021), eq. 12 and 16.
     """
@@ -174,7 +157,7 @@ def ddim(here: float, there: float, *, eta: float) -> Coefficients:
 
 
 def dpm_solver(here: float, there: float, before: float | None) -> Coefficients:
-    """A step of DPM-Solver++ (2M, midpoint) from alpha_bar `here` to `there`, having come from `before`.
+    """DPM-Solver++ step (2M, midpoint) from alpha_bar `here` to `there`, having come from `before`.
 
     The first-order step is DDIM's; the second order leans x0 away from the x0 of the step before, by half the ratio of
     the two steps in log(signal / noise). Source: Lu et al. 2022, "DPM-Solver++", algorithm 2.
@@ -208,7 +191,7 @@ def _log_snr(alpha_bar: float) -> float:
 
 
 class Drawing:
-    """Some images being drawn: :meth:`inputs` to the U-Net, its prediction to :meth:`take`, `calls` times.
+    """Images on their way from noise: :meth:`inputs` go to the U-Net, its prediction to :meth:`take`, `calls` times.
 
     All noise is a function of (seed, image index), so an image doesn't depend on the batch it is drawn in. Everything
     stays on the device of `index`, and nothing waits for it. Images are drawn without gradients: ask the U-Net under
@@ -254,7 +237,7 @@ class Drawing:
         self._taken = 0
 
     def inputs(self) -> tuple[Tensor, ...]:
-        """What the U-Net is asked next: x_t (M, C, H, W) float32, t (M,) int64 and, with labels, labels (M,) int64.
+        """Next inputs of the U-Net: x_t (M, C, H, W) float32, t (M,) int64 and, with labels, labels (M,) int64.
 
         M is N, or 2 N under guidance: all images with their labels, then all without.
         """

@@ -11,8 +11,9 @@ from torch import Tensor
 from ddpm_ds import keyed
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.diffusion import Diffusion
-from ddpm_ds.diffusion.samplers import Drawing, Sampler, sample
+from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.keyed import Stream
+from tests.diffusion.sampling import sample
 
 SHAPE = (3, 6, 5)
 NO_LABEL = 10
@@ -57,11 +58,6 @@ def test_an_image_is_the_same_in_any_batch(kind: str, guidance: float) -> None:
         assert torch.equal(part, whole[some])
 
 
-def test_another_seed_draws_other_images() -> None:
-    sampler, index = sampler_of(steps=4), torch.arange(3)
-    assert not torch.equal(drawn(drawing_of(sampler, index)), drawn(drawing_of(sampler, index, seed=6)))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_drawing_is_the_sampler_with_keyed_noise(kind: str) -> None:
     sampler, index = sampler_of(**KINDS[kind]), torch.tensor([4, 8])
@@ -72,33 +68,20 @@ def test_a_drawing_is_the_sampler_with_keyed_noise(kind: str) -> None:
     expected = sample(
         sampler, lambda x_t, t: unet(x_t, torch.tensor([t, t])), noise(Stream.SAMPLE), lambda t: noise(2**21 + 1 + t)
     )
-    found = drawn(drawing_of(sampler, index))
-    assert torch.equal(found, ((expected + 1) * 127.5).round().clamp(0, 255).to(torch.uint8))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_inputs_are_the_noise_first_and_then_what_the_sampler_made_of_it(kind: str) -> None:
-    sampler, index = sampler_of(**KINDS[kind]), torch.tensor([4, 8])
     drawing = drawing_of(sampler, index)
     assert drawing.calls == len(sampler.timesteps) == 6
     for t in sampler.timesteps:
+        with pytest.raises(AssertionError, match="of 6 predictions are still to take"):
+            drawing.images()
         x_t, asked = drawing.inputs()
-        assert x_t.shape == (2, *SHAPE) and x_t.dtype == torch.float32
-        assert asked.dtype == torch.int64 and asked.tolist() == [t, t]
-        if t == sampler.timesteps[0]:
-            assert torch.equal(x_t.flatten(1), keyed.normal(5, Stream.SAMPLE, index, 90))
+        assert x_t.dtype == torch.float32 and asked.dtype == torch.int64 and asked.tolist() == [t, t]
         drawing.take(unet(x_t, asked))
+    found = drawing.images()
+    assert not torch.equal(found, drawn(drawing_of(sampler, index, seed=6)))
+    assert torch.equal(found, ((expected + 1) * 127.5).round().clamp(0, 255).to(torch.uint8))
 
 
 # Labels and guidance
-
-
-def test_without_labels_none_are_given_whatever_the_guidance() -> None:
-    index = torch.arange(2)
-    for guidance in (0.0, 1.0, 3.0):
-        inputs = drawing_of(sampler_of(), index, guidance=guidance).inputs()
-        assert [len(part) for part in inputs] == [2, 2]
-    assert len(drawing_of(sampler_of(), index, no_label=None).inputs()) == 2
 
 
 @pytest.mark.parametrize(
@@ -109,6 +92,7 @@ def test_guidance_asks_with_and_without_labels_only_where_it_needs_both(guidance
     x_t, t, labels = drawing.inputs()
     assert labels.tolist() == expected and len(x_t) == len(t) == len(expected)
     assert torch.equal(x_t[:2], x_t[-2:])
+    assert [len(part) for part in drawing_of(sampler_of(), torch.arange(2), guidance=guidance).inputs()] == [2, 2]
 
 
 @pytest.mark.parametrize("objective", ["eps", "x0", "v"])
@@ -145,13 +129,10 @@ def finished(x0: Tensor, dtype: torch.dtype = torch.float32, clip: Any = "none")
     return drawing.images()
 
 
-def test_images_undo_what_training_does_to_bytes() -> None:
+def test_pixels_undo_what_training_does_to_bytes_are_rounded_and_kept_in_range() -> None:
     pixels = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16)
     x0 = Diffusion(DiffusionSpec(), 0, "cpu").prepare(pixels, torch.tensor([0]), flips=False)
     assert torch.equal(finished(x0), pixels)
-
-
-def test_pixels_are_rounded_and_kept_in_range() -> None:
     values = [-7.0, -1.0, -1.0 + 0.6 / 127.5, 0.1, 1.0 - 0.6 / 127.5, 1.0, float("inf"), float("nan")]
     assert finished(torch.tensor(values).reshape(1, 1, 2, 4)).flatten().tolist() == [0, 0, 1, 140, 254, 255, 255, 0]
 
@@ -166,13 +147,6 @@ def test_predictions_of_half_precision_are_taken_in_fp32(dtype: torch.dtype) -> 
         half.take(prediction)
         full.take(prediction.float())
     assert torch.equal(half.images(), full.images())
-
-
-def test_images_before_the_end_are_refused() -> None:
-    drawing = drawing_of(sampler_of(steps=2), torch.arange(1))
-    drawing.take(unet(*drawing.inputs()))
-    with pytest.raises(AssertionError, match="1 of 2 predictions are still to take"):
-        drawing.images()
 
 
 @pytest.mark.parametrize("kind", KINDS)

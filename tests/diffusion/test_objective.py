@@ -1,6 +1,10 @@
-"""Targets, conversions, weights and distances agree with one another and with numbers worked out by hand."""
+"""Noise schedules are those of the papers; targets, conversions, weights and distances agree with one another and with
+numbers worked out by hand."""
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import pytest
 import torch
@@ -9,19 +13,67 @@ from torch import Tensor
 
 from ddpm_ds.config.spec import DiffusionSpec
 from ddpm_ds.diffusion.objective import (
+    MAX_BETA,
     Loss,
     NoiseLevel,
     Objective,
     add_noise,
     alpha_bars,
+    betas,
     distance,
     target,
-    to_eps,
     to_x0,
     weights,
 )
+from ddpm_ds.errors import SpecError
 
+SCHEDULES: tuple[Any, ...] = ("linear", "cosine", "sigmoid")
 OBJECTIVES: tuple[Objective, ...] = ("eps", "x0", "v")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("timesteps", [1, 2, 10, 1000, 4000])
+def test_alpha_bar_falls_strictly_between_1_and_0(schedule: Any, timesteps: int) -> None:
+    alpha_bar = alpha_bars(DiffusionSpec(schedule=schedule, timesteps=timesteps))
+    assert alpha_bar.shape == (timesteps,) and alpha_bar.dtype == torch.float64
+    assert alpha_bar[0] < 1.0 and alpha_bar[-1] > 0.0
+    assert (alpha_bar.diff() < 0.0).all()
+
+
+def test_linear_is_that_of_ddpm() -> None:
+    beta = betas(DiffusionSpec(schedule="linear"))
+    assert beta[0].item() == 1e-4 and beta[-1].item() == pytest.approx(0.02)
+    assert beta.diff().std() < 1e-15
+    expected = math.prod(1 - (1e-4 + (0.02 - 1e-4) * t / 999) for t in range(1000))
+    assert alpha_bars(DiffusionSpec(schedule="linear"))[-1].item() == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("timesteps", [100, 1000])
+def test_cosine_and_sigmoid_are_their_closed_forms(timesteps: int) -> None:
+    def cosine(t: int) -> float:
+        return math.cos((t / timesteps + 0.008) / 1.008 * math.pi / 2) ** 2
+
+    def sigmoid(t: int) -> float:
+        return 1 / (1 + math.exp(-3)) - 1 / (1 + math.exp(3 - 6 * t / timesteps))
+
+    kinds: dict[Any, Any] = {"cosine": cosine, "sigmoid": sigmoid}
+    for schedule, left in kinds.items():
+        alpha_bar = alpha_bars(DiffusionSpec(schedule=schedule, timesteps=timesteps))
+        expected = [left(t) / left(0) for t in range(1, timesteps)]  # the last step is clipped
+        torch.testing.assert_close(alpha_bar[:-1], torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=0.0)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "sigmoid"])
+def test_the_last_beta_is_clipped_so_that_some_signal_is_left(schedule: Any) -> None:
+    beta = betas(DiffusionSpec(schedule=schedule))
+    assert beta[-1].item() == MAX_BETA == 0.999
+    assert beta[:-1].max() < MAX_BETA
+
+
+@pytest.mark.parametrize(("key", "value"), [("beta_start", 1.0), ("beta_end", 2.0)])
+def test_a_beta_of_1_is_refused_by_name(key: str, value: float) -> None:
+    with pytest.raises(SpecError, match=rf"diffusion\.{key} = {value} is not below 1"):
+        alpha_bars(DiffusionSpec.model_validate({key: value}))
 
 
 def sample(count: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -31,23 +83,25 @@ def sample(count: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tens
     return x0.to(dtype), eps.to(dtype)
 
 
+def eps_of(x0: Tensor, x_t: Tensor, level: NoiseLevel) -> Tensor:
+    return (x_t - level.signal * x0) / level.noise
+
+
 def level_of(alpha_bar: Tensor, dtype: torch.dtype = torch.float64) -> NoiseLevel:
     return NoiseLevel(*(part.to(dtype)[:, None, None, None] for part in NoiseLevel.of(alpha_bar)))
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "sigmoid"])
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_the_exact_prediction_gives_back_image_and_noise(objective: Objective, schedule: str) -> None:
+def test_the_exact_prediction_gives_back_the_image(objective: Objective, schedule: str) -> None:
     alpha_bar = alpha_bars(DiffusionSpec(schedule=schedule))  # type: ignore[arg-type]
     x0, eps = sample(len(alpha_bar), torch.float32)
     level = level_of(alpha_bar, torch.float32)
     x_t = add_noise(x0, eps, level)
     prediction = target(objective, x0, eps, level)
-    # Rounding of x_t, a few 1e-7, is divided by the signal or the noise, whichever the objective leaves out.
+    # Rounding of x_t, a few 1e-7, is divided by the signal where the objective leaves it out.
     x0_error = (to_x0(objective, prediction, x_t, level) - x0).abs()
-    eps_error = (to_eps(objective, prediction, x_t, level) - eps).abs()
     assert (x0_error * (level.signal if objective == "eps" else 1.0)).max() < 1e-6
-    assert (eps_error * (level.noise if objective == "x0" else 1.0)).max() < 1e-6
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -59,8 +113,8 @@ def test_ddim_steps_with_the_exact_prediction_stay_on_the_path(objective: Object
     for here, there in zip(levels[:0:-1], levels[-2::-1], strict=True):  # noisiest to cleanest
         prediction = target(objective, x0, eps, here)
         # DDIM (Song et al. 2021), eq. 12 with sigma = 0
-        clean, noise = to_x0(objective, prediction, x_t, here), to_eps(objective, prediction, x_t, here)
-        x_t = add_noise(clean, noise, there)
+        clean = to_x0(objective, prediction, x_t, here)
+        x_t = add_noise(clean, eps_of(clean, x_t, here), there)
         torch.testing.assert_close(x_t, add_noise(x0, eps, there), rtol=0.0, atol=1e-9)
 
 
@@ -75,27 +129,16 @@ def test_targets_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("objective", "expected"),
-    [  # alpha_bar 1/4, 1/2, 5/6, 9/10, so snr 1/3, 1, 5, 9, with gamma 5
-        ("eps", [1.0, 1.0, 1.0, 5 / 9]),
-        ("x0", [1 / 3, 1.0, 5.0, 5.0]),
-        ("v", [1 / 4, 1 / 2, 5 / 6, 1 / 2]),
+    [  # alpha_bar 0, 1/4, 1/2, 5/6, 9/10, 1, so snr 0, 1/3, 1, 5, 9, inf, with gamma 5
+        ("eps", [1.0, 1.0, 1.0, 1.0, 5 / 9, 0.0]),
+        ("x0", [0.0, 1 / 3, 1.0, 5.0, 5.0, 5.0]),
+        ("v", [0.0, 1 / 4, 1 / 2, 5 / 6, 1 / 2, 0.0]),
     ],
 )
 def test_min_snr_weights_by_hand(objective: Objective, expected: list[float]) -> None:
     spec = DiffusionSpec(objective=objective, weighting="min_snr", min_snr_gamma=5.0)
-    alpha_bar = torch.tensor([1 / 4, 1 / 2, 5 / 6, 9 / 10], dtype=torch.float64)
+    alpha_bar = torch.tensor([0.0, 1 / 4, 1 / 2, 5 / 6, 9 / 10, 1.0], dtype=torch.float64)
     torch.testing.assert_close(weights(spec, alpha_bar), torch.tensor(expected, dtype=torch.float64))
-
-
-@pytest.mark.parametrize(("objective", "expected"), [("eps", [1.0, 0.0]), ("x0", [0.0, 5.0]), ("v", [0.0, 0.0])])
-def test_min_snr_weights_have_their_limits_at_no_signal_and_no_noise(
-    objective: Objective, expected: list[float]
-) -> None:
-    spec = DiffusionSpec(objective=objective, weighting="min_snr")
-    assert weights(spec, torch.tensor([0.0, 1.0], dtype=torch.float64)).tolist() == expected
-
-
-def test_uniform_weights_are_ones() -> None:
     assert weights(DiffusionSpec(), torch.tensor([0.1, 0.9])).tolist() == [1.0, 1.0]
 
 
@@ -105,7 +148,7 @@ def test_min_snr_weighs_the_same_error_alike_for_every_objective() -> None:
     x0, eps = sample(20)
     x_t = add_noise(x0, eps, level)
     guess = x0 + 0.1 * sample(20)[1]
-    guessed_eps = to_eps("x0", guess, x_t, level)
+    guessed_eps = eps_of(guess, x_t, level)
     losses = []
     for objective in OBJECTIVES:
         spec = DiffusionSpec(objective=objective, weighting="min_snr")
@@ -115,21 +158,14 @@ def test_min_snr_weighs_the_same_error_alike_for_every_objective() -> None:
     torch.testing.assert_close(losses[0], losses[2])
 
 
-@pytest.mark.parametrize("loss", ["l1", "l2", "huber"])
-def test_distance_is_the_mean_over_pixels_of_each_image(loss: Loss) -> None:
+@pytest.mark.parametrize(("loss", "by_hand"), [("l1", 1.0), ("l2", 1.25), ("huber", (0.125 + 1.0) / 2)])
+def test_distance_is_the_mean_over_pixels_of_each_image_in_fp32(loss: Loss, by_hand: float) -> None:
     prediction, wanted = sample(4, torch.float32)
     functional = {"l1": F.l1_loss, "l2": F.mse_loss, "huber": lambda a, b: F.huber_loss(a, b, delta=0.3)}[loss]
     expected = torch.stack([functional(a, b) for a, b in zip(prediction, wanted, strict=True)])
     torch.testing.assert_close(distance(loss, prediction, wanted, 0.3), expected)
-
-
-@pytest.mark.parametrize(("loss", "expected"), [("l1", 1.0), ("l2", 1.25), ("huber", (0.125 + 1.0) / 2)])
-def test_distance_by_hand(loss: Loss, expected: float) -> None:
     difference = torch.tensor([[[[0.5, -1.5]], [[-0.5, 1.5]]]])  # delta 1 lies between
-    assert distance(loss, difference, torch.zeros_like(difference), 1.0).item() == pytest.approx(expected)
-
-
-def test_distance_of_fp16_is_taken_in_fp32() -> None:
-    prediction = torch.full((1, 1, 2, 2), 300.0, dtype=torch.float16)  # its square overflows fp16
-    value = distance("l2", prediction, torch.zeros(1, 1, 2, 2), 1.0)
-    assert value.dtype == torch.float32 and value.item() == 90_000.0
+    assert distance(loss, difference, torch.zeros_like(difference), 1.0).item() == pytest.approx(by_hand)
+    large = torch.full((1, 1, 2, 2), 300.0, dtype=torch.float16)  # its square overflows fp16
+    value = distance(loss, large, torch.zeros(1, 1, 2, 2), 1.0)
+    assert value.dtype == torch.float32 and value.item() == {"l1": 300.0, "l2": 90_000.0, "huber": 299.5}[loss]

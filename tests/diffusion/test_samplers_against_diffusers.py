@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.diffusion.objective import alpha_bars, betas
-from ddpm_ds.diffusion.samplers import Sampler, sample, visited
+from ddpm_ds.diffusion.samplers import Sampler, visited
+from tests.diffusion.sampling import sample
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers, an optional extra, is not installed")
 
@@ -145,7 +146,7 @@ def test_steps_of_every_process_and_clipping(kind: str, schedule: str, objective
         COMPARE[kind](Sampler(spec, diffusion), scheduler_of(kind, diffusion, spec))
 
 
-@pytest.mark.parametrize("spacing, steps", [("trailing", 1), *product(SPACINGS, (2, 10, 23))])
+@pytest.mark.parametrize("spacing, steps", [("trailing", 1), *product(SPACINGS, (2, 23))])
 @pytest.mark.parametrize("kind", COMPARE)
 def test_steps_of_every_length_and_choice(kind: str, spacing: str, steps: int) -> None:
     for choice in CHOICES[kind]:

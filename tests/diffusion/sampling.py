@@ -1,0 +1,24 @@
+"""A whole drawing with a sampler, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ddpm_ds.diffusion.samplers import Sampler
+
+
+def sample(
+    sampler: Sampler, denoise: Callable[[Tensor, int], Tensor], x: Tensor, noise: Callable[[int], Tensor]
+) -> Tensor:
+    """The image (N, C, H, W) float32 that begins as the noise `x` (N, C, H, W).
+
+    ``denoise(x_t, t)`` is the U-Net's prediction; ``noise(t)`` is the standard normal noise (N, C, H, W) that is added
+    on leaving timestep t, asked for where it is needed.
+    """
+    previous_x0 = None
+    for number, t in enumerate(sampler.timesteps):
+        added = noise(t) if sampler.needs_noise(number) else None
+        x, previous_x0 = sampler.step(number, x, denoise(x, t), noise=added, previous_x0=previous_x0)
+    return x
