@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +54,7 @@ examples
 
 
 def add_export(verbs: argparse._SubParsersAction[Any]) -> None:
-    """The verb ``export``."""
+    """Add the verb ``export``."""
     parser = verbs.add_parser(
         "export",
         help="write trained weights as a pipeline of diffusers",
@@ -79,7 +81,7 @@ def add_export(verbs: argparse._SubParsersAction[Any]) -> None:
 
 
 def add_import(verbs: argparse._SubParsersAction[Any]) -> None:
-    """The verb ``import``."""
+    """Add the verb ``import``."""
     parser = verbs.add_parser(
         "import",
         help="take a model of diffusers as the start of a run",
@@ -106,29 +108,25 @@ def _samples(text: str) -> int:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from ddpm_ds.evaluate.outputs import check_new_folder, new_folder
-
-    check_new_folder(options.out)
     set_environment()
     from ddpm_ds.data.pictures import grid, write_png
     from ddpm_ds.device import choose_device
-    from ddpm_ds.evaluate.diary import Child
-    from ddpm_ds.evaluate.export import check_in_diffusers, rounded, unet_config, without_labels, write_pipeline
+    from ddpm_ds.evaluate.export import check_in_diffusers, new_folder, rounded, without_labels, write_pipeline
+    from ddpm_ds.evaluate.mlflow_child import record_child
     from ddpm_ds.evaluate.model_card import model_card
     from ddpm_ds.evaluate.trained import load_trained
 
     device = choose_device(options.device)
-    trained = load_trained(options.path, weights=options.weights)
-    if options.register and trained.run_dir is None:
-        raise SpecError(
-            f"--register {options.register}: {trained.origin} is not in the folder of a run, whose MLflow run would "
-            f"hold the model; leave it out"
-        )
-    if (row := _row(options.label, trained.unet_spec.classes)) is not None:
-        trained = without_labels(trained, row)
-    unet_config(trained)  # or say now that diffusers can't hold it
-    trained = rounded(trained, options.dtype)
     with new_folder(options.out) as folder:
+        trained = load_trained(options.path, weights=options.weights)
+        if options.register and trained.run_dir is None:
+            raise SpecError(
+                f"--register {options.register}: {trained.origin} is not in the folder of a run, whose MLflow run "
+                f"would hold the model; leave it out"
+            )
+        if (row := _row(options.label, trained.unet_spec.classes)) is not None:
+            trained = without_labels(trained, row)
+        trained = rounded(trained, options.dtype)
         write_pipeline(trained, folder, options.dtype)
         compared = check_in_diffusers(trained, folder)
         picture = "samples.png" if options.samples else None
@@ -139,12 +137,13 @@ def _export(options: argparse.Namespace) -> None:
     size = sum(file.stat().st_size for file in options.out.rglob("*"))
     print(f"{options.out}: {trained.weights} weights of {trained.origin} in {options.dtype}, {size / 1e6:,.1f} MB")
     print(compared)
-    params = {"dtype": options.dtype, "label": options.label, "weights": trained.weights, "compared": compared}
-    with Child.begin(trained, "export", params) as child:
-        for item in sorted(options.out.iterdir()):
-            child.artifact(item, "export")
-        if options.register:
-            child.register(options.register, "export")
+    record_child(
+        trained,
+        "export",
+        {"dtype": options.dtype, "label": options.label, "weights": trained.weights, "compared": compared},
+        artifacts=dict.fromkeys(sorted(options.out.iterdir()), "export"),
+        model_name=options.register,
+    )
 
 
 def _row(label: str | None, classes: int | None) -> int | None:
@@ -162,21 +161,16 @@ def _row(label: str | None, classes: int | None) -> int | None:
 
 def _draw(trained: Trained, count: int, device: torch.device) -> Tensor:
     """Images by the run's own sampler, uint8 (count, C, H, W); with classes, each in turn."""
-    import copy
-    from dataclasses import replace
-
     import torch
     from tqdm import tqdm
 
-    from ddpm_ds.evaluate.draw import draw
+    from ddpm_ds.evaluate.sampling import draw
 
     trained = replace(trained, unet=copy.deepcopy(trained.unet).to(device))
-    index, classes = torch.arange(count), trained.unet_spec.classes
-    labels = None if classes is None else index % classes
-    drawn = []
-    for part in tqdm(index.split(DRAWN_AT_ONCE), desc="drawing", unit="batch", disable=None):
-        part_labels = None if labels is None else labels[part]
-        drawn.append(draw(trained, trained.sampler, part, labels=part_labels, seed=0))
+    classes, drawn = trained.unet_spec.classes, []
+    for index in tqdm(torch.arange(count).split(DRAWN_AT_ONCE), desc="drawing", unit="batch", disable=None):
+        labels = None if classes is None else index % classes
+        drawn.append(draw(trained, trained.sampler, index, labels=labels, seed=0))
     return torch.cat(drawn)
 
 

@@ -1,4 +1,7 @@
-"""``ddpm-ds sample`` and ``launch/sample.py``: images from trained weights, by one process or several."""
+"""``ddpm-ds sample`` and ``launch/sample.py``: images from trained weights, by one process or several.
+
+The options that say which weights draw, and how, are those of ``ddpm-ds evaluate`` too.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,17 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
+
+from pydantic import ValidationError
 
 from ddpm_ds.command_line import OneLineParser, natural, positive, seed
+from ddpm_ds.config.spec import SamplerSpec, check_sampler
 from ddpm_ds.errors import PeerLostError, SpecError, UserError
-from ddpm_ds.evaluate.draw import add_sampler_options, sampler_from
 from ddpm_ds.processes.ranks import print_once, record_exit, set_environment
 
 if TYPE_CHECKING:
-    from ddpm_ds.evaluate.draw import Request, SavedRequest
-    from ddpm_ds.evaluate.sampling import Keeper, Share
+    from ddpm_ds.evaluate.sampling import Request
     from ddpm_ds.evaluate.trained import Trained
 
 DESCRIPTION = """\
@@ -40,10 +44,12 @@ exit codes
 """
 
 SUFFIXES = {"grid": ".png", "npz": ".npz", "folder": ""}
+FLAGS = ("steps", "eta", "spacing", "variance", "clip", "guidance")
+"""Fields of the sampler that have an option of their name; `kind` has --sampler."""
 
 
 def add_sample(verbs: argparse._SubParsersAction[Any]) -> None:
-    """The verb."""
+    """Add the verb."""
     parser = verbs.add_parser(
         "sample",
         help="draw images from a checkpoint or an export",
@@ -55,14 +61,14 @@ def add_sample(verbs: argparse._SubParsersAction[Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command of ``launch/sample.py``, of each process: run it and return its exit code."""
+    """Run the command of ``launch/sample.py`` in one of its processes and return the exit code."""
     parser = OneLineParser(
         prog="deepspeed [launcher options] launch/sample.py",
         description=DESCRIPTION,
         epilog=EXAMPLES,
     )
     _add_options(parser)
-    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # of launchers
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # given by launchers
     try:
         set_environment()
         return _sample(parser.parse_args(arguments))
@@ -75,8 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=Path, metavar="CHECKPOINT|RUN_DIR|EXPORT", help="folder of the weights")
     parser.add_argument("--count", type=positive, default=64, metavar="N", help="images (default 64)")
+    parser.add_argument("--first", type=natural, default=0, metavar="I", help="number of the first image (default 0)")
     parser.add_argument(
         "--out",
         type=Path,
@@ -90,43 +96,115 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="one PNG, a folder of PNGs or a numpy archive (default by --out: .png, no suffix, .npz; else grid)",
     )
     parser.add_argument(
-        "--batch-images", type=positive, default=64, metavar="N", help="images drawn at once by a process (default 64)"
-    )
-    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of all noise (default 0)")
-    parser.add_argument("--first", type=natural, default=0, metavar="I", help="number of the first image (default 0)")
-    parser.add_argument(
         "--labels",
         metavar="all|none|3|0,1,2",
         help="classes of a class-conditional U-Net, which images take in turn (default all)",
     )
-    parser.add_argument("--weights", choices=("ema", "raw"), help="averaged or as trained (default ema)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
-    parser.add_argument("--precision", choices=("fp32", "fp16", "bf16"), default="fp32", help="default fp32")
     parser.add_argument(
         "--mlflow", action="store_true", help="log the grid too, in a child of the MLflow run that made the checkpoint"
     )
-    add_sampler_options(parser)
+    add_drawing_options(parser)
 
 
-def labels_from(text: str | None, classes: int | None) -> tuple[int, ...] | None:
+def add_drawing_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which weights draw images, and how."""
+    parser.add_argument("path", type=Path, metavar="CHECKPOINT|RUN_DIR|EXPORT", help="folder of the weights")
+    parser.add_argument("--weights", choices=("ema", "raw"), default="ema", help="averaged or as trained (default ema)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
+    parser.add_argument("--precision", choices=("fp32", "fp16", "bf16"), default="fp32", help="default fp32")
+    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="seed of all noise (default 0)")
+    parser.add_argument(
+        "--batch-images", type=positive, default=64, metavar="N", help="images drawn at once by a process (default 64)"
+    )
+    group = parser.add_argument_group("sampler", "what is not given is as the section `sampler` of the run has it")
+    group.add_argument(
+        "--sampler",
+        choices=_choices("kind"),
+        help="ddpm adds noise in every step, ddim may (--eta), dpm_solver needs the fewest steps",
+    )
+    group.add_argument(
+        "--steps", type=int, metavar="N", help="evaluations of the U-Net per image (20 dpm_solver, 50 ddim, all ddpm)"
+    )
+    group.add_argument("--eta", type=float, metavar="X", help="noise that ddim adds: 0 none, 1 as much as ddpm")
+    group.add_argument("--spacing", choices=_choices("spacing"), help="which timesteps are visited")
+    group.add_argument("--variance", choices=_choices("variance"), help="variance of ddpm's steps")
+    group.add_argument("--clip", choices=_choices("clip"), help="how predicted clean images are kept in range")
+    group.add_argument(
+        "--guidance", type=float, metavar="W", help="classifier-free guidance: 1 is none, 0 leaves out the class"
+    )
+
+
+def _choices(field: str) -> tuple[str, ...]:
+    """The values of a Literal of the sampler's section of the spec."""
+    return get_args(SamplerSpec.model_fields[field].annotation)
+
+
+def load(options: argparse.Namespace) -> tuple[Trained, SamplerSpec]:
+    """Load the weights and make the sampler that the options ask for.
+
+    Raises:
+        CheckpointError: there are no such weights.
+        SpecError: an option asks for what the weights or the sampler don't have.
+    """
+    from ddpm_ds.device import DTYPES, choose_device
+    from ddpm_ds.evaluate.trained import load_trained
+
+    device, (_, dtype) = choose_device(options.device), DTYPES[options.precision]
+    trained = load_trained(options.path, weights=options.weights, device=device, dtype=dtype)
+    timesteps, classes = trained.diffusion.timesteps, trained.unet_spec.classes
+    return trained, sampler_from(options, trained.sampler, timesteps=timesteps, classes=classes)
+
+
+def sampler_from(
+    options: argparse.Namespace, sampler: SamplerSpec, *, timesteps: int, classes: int | None
+) -> SamplerSpec:
+    """The sampler that the options make of the run's own one.
+
+    Another kind than the run's begins with its own number of steps and without added noise.
+
+    Raises:
+        SpecError: an option is out of range, or asks for what the sampler, the process or the U-Net does not have.
+    """
+    changes = {name: value for name in FLAGS if (value := getattr(options, name)) is not None}
+    if options.sampler not in (None, sampler.kind):
+        changes = {"kind": options.sampler, "steps": None, "eta": 0.0, **changes}
+    try:
+        changed = SamplerSpec.model_validate({**sampler.model_dump(), **changes})
+    except ValidationError as error:
+        fault = error.errors()[0]
+        message = fault["msg"][:1].lower() + fault["msg"][1:]
+        raise SpecError(f"--{fault['loc'][0]} {fault['input']}: {message}") from None
+    if options.variance is not None and changed.kind != "ddpm":
+        raise SpecError(f"--variance is of ddpm, not of {changed.kind}; leave it out or use --sampler ddpm")
+    try:
+        check_sampler(changed, timesteps=timesteps, classes=classes)
+    except ValueError as error:
+        raise SpecError(str(error).replace("sampler.", "--").replace("use kind ddim", "use --sampler ddim")) from None
+    return changed
+
+
+def _labels(options: argparse.Namespace, classes: int | None) -> tuple[int, ...] | None:
     """The labels that images take in turn, from --labels; None for images without labels.
 
     Raises:
         SpecError: there are no classes, or not these.
     """
+    text = options.labels
     if text == "none" or (text is None and classes is None):
+        if options.guidance not in (None, 1.0):
+            raise SpecError(f"--guidance {options.guidance:g} needs classes to guide to; leave out --labels none")
         return None
     if classes is None:
         raise SpecError(f"--labels {text}: the U-Net has no classes (unet.classes is null); leave it out")
     if text in (None, "all"):
         return tuple(range(classes))
-    words = str(text).split(",")
+    words = text.split(",")
     if not all(word.isdecimal() for word in words):
         raise SpecError(f"--labels {text} is none of all, none, a class such as 3, or classes such as 0,1,2")
-    for label in (int(word) for word in words):
-        if label >= classes:
-            raise SpecError(f"--labels {label} is out of range: the U-Net has {classes} classes, 0 to {classes - 1}")
-    return tuple(int(word) for word in words)
+    labels = tuple(int(word) for word in words)
+    if max(labels) >= classes:
+        raise SpecError(f"--labels {max(labels)} is out of range: the U-Net has {classes} classes, 0 to {classes - 1}")
+    return labels
 
 
 def _out_and_format(options: argparse.Namespace, trained: Trained) -> tuple[Path, str]:
@@ -149,97 +227,50 @@ def _out_and_format(options: argparse.Namespace, trained: Trained) -> tuple[Path
 def _sample(options: argparse.Namespace) -> int:
     """Run the verb, or this process's share of it."""
     set_environment()
-    from ddpm_ds.evaluate.draw import Request
-    from ddpm_ds.evaluate.outputs import WRITERS, PngFolder, check_file
-    from ddpm_ds.evaluate.sampling import DrawnImages, share_of_launcher
+    from ddpm_ds.evaluate.mlflow_child import record_child
+    from ddpm_ds.evaluate.outputs import WRITERS, BatchFolder, PngFolder, check_file
+    from ddpm_ds.evaluate.sampling import Request, draw_missing
     from ddpm_ds.unet.operations import widening
 
-    share = share_of_launcher()
-    say = print if share.rank == 0 else _say_nothing
-    trained = _load(options)
-    job = _job(options, trained)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    trained, sampler = load(options)
+    numbers = {name: getattr(options, name) for name in ("seed", "first", "count", "batch_images")}
+    request = Request.of(trained, sampler, _labels(options, trained.unet_spec.classes), **numbers)
     out, kind = _out_and_format(options, trained)
     if options.mlflow and kind != "grid":
         raise SpecError(f"--mlflow logs a grid, and --out {out} is a {kind}; leave one of them out")
-    request = job.only(Request)
     partial = out.with_name(f".{out.name}.partial")
-    keeper = PngFolder(out, job) if kind == "folder" else DrawnImages(partial, job, trained.image_shape)
-    there = kind != "folder" and check_file(out, request)
-    if not there:
-        keeper.check()
-    if there or (kind == "folder" and keeper.done() == job.count):
-        say(f"{out}: already there, {_summary(job)}")
+    folder = PngFolder(out, request) if kind == "folder" else BatchFolder(partial, request)
+    say = print if rank == 0 else _say_nothing
+    done = kind != "folder" and check_file(out, request)
+    if not done:
+        folder.check()
+    if done or (kind == "folder" and len(folder.there()) == request.count):
+        say(f"{out}: already there, {_summary(request)}")
         return 0
     stored = next(trained.unet.parameters())
-    if (line := widening(stored.device.type, stored.dtype)) is not None:
+    if line := widening(stored.device.type, stored.dtype):
         say(line)
     try:
-        _draw(trained, job, keeper, share)
-        if share.rank == 0 and isinstance(keeper, DrawnImages):
-            WRITERS[kind](out, keeper.images(), request)
+        draw_missing(trained, request, folder, rank, world_size)
+        if rank == 0 and isinstance(folder, BatchFolder):
+            WRITERS[kind](out, folder.images(), request)
             shutil.rmtree(partial, ignore_errors=True)
     except KeyboardInterrupt:
-        say(f"interrupted: {keeper.done():,} of {job.count:,} images are kept; the same command goes on from there")
+        kept = len(folder.there())
+        say(f"interrupted: {kept:,} of {request.count:,} images are kept; the same command goes on from there")
         return 128 + signal.SIGINT
-    say(f"{out}: {_summary(job)}")
-    if options.mlflow and share.rank == 0:
-        _log(out, request, trained)
+    say(f"{out}: {_summary(request)}")
+    if options.mlflow and rank == 0:
+        record_child(trained, "sample", request.model_dump(exclude={"batch_images"}), artifacts={out: ""})
     return 0
 
 
-def _load(options: argparse.Namespace) -> Trained:
-    from ddpm_ds.device import DTYPES, choose_device
-    from ddpm_ds.evaluate.trained import load_trained
-
-    device, (_, dtype) = choose_device(options.device), DTYPES[options.precision]
-    trained = load_trained(options.path, weights=options.weights or "ema", device=device, dtype=dtype)
-    if options.weights and trained.weights == "export":
-        raise SpecError(f"--weights {options.weights}: an export has only one set of weights; leave it out")
-    return trained
-
-
-def _job(options: argparse.Namespace, trained: Trained) -> SavedRequest:
-    """What is to be drawn, checked."""
-    from ddpm_ds.evaluate.draw import SavedRequest
-
-    classes = trained.unet_spec.classes
-    sampler = sampler_from(options, trained.sampler, timesteps=trained.diffusion.timesteps, classes=classes)
-    labels = labels_from(options.labels, classes)
-    if labels is None and options.guidance not in (None, 1.0):
-        raise SpecError(f"--guidance {options.guidance:g} needs classes to guide to; leave out --labels none")
-    where = {"first": options.first, "count": options.count, "batch_images": options.batch_images}
-    return SavedRequest.of(trained, sampler, options.seed, labels, **where)
-
-
-def _draw(trained: Trained, job: SavedRequest, keeper: Keeper, share: Share) -> None:
-    """This process's share; returns when all shares are drawn."""
-    from ddpm_ds.evaluate.sampling import draw_share, together
-
-    leads = share.rank == 0
-    if leads:
-        keeper.claim()
-        if done := keeper.done():
-            print(f"{done:,} of {job.count:,} images are there from before", flush=True)
-    with together(share) as wait_for_all:
-        draw_share(trained, job, keeper, share, progress=leads)
-        wait_for_all()
-
-
-def _log(grid: Path, request: Request, trained: Trained) -> None:
-    """Make the grid an artifact in MLflow."""
-    from ddpm_ds.evaluate.diary import Child
-
-    child = Child.begin(trained, "sample", request.model_dump())
-    child.artifact(grid)
-    if link := child.finish():
-        print(f"MLflow run {link.run_id or f'not reached at {link.tracking_uri}'}")
-
-
 def _say_nothing(line: str) -> None:
-    """Of other ranks than 0."""
+    """Stand in for print on other ranks than 0."""
 
 
-def _summary(job: SavedRequest) -> str:
-    trained = "" if job.images_seen is None else f" after {job.images_seen:,} images"
-    sampler = f"{job.sampler.kind} in {job.sampler.steps} steps"
-    return f"{job.count:,} images by {sampler}, seed {job.seed}, {job.weights} weights{trained}"
+def _summary(request: Request) -> str:
+    trained = "" if request.images_seen is None else f" after {request.images_seen:,} images"
+    sampler = f"{request.sampler.kind} in {request.sampler.steps} steps"
+    return f"{request.count:,} images by {sampler}, seed {request.seed}, {request.weights} weights{trained}"

@@ -305,9 +305,12 @@ def _check_unet(spec: RunSpec) -> None:
             raise ValueError(
                 f"unet.attention_resolutions has {resolution}, but the levels are {sizes} pixels; use some of those"
             )
-    if unet.channels % 2:
-        raise ValueError(f"unet.channels = {unet.channels} is odd; the sinusoidal embedding needs an even width")
     widths = [unet.channels * multiplier for multiplier in unet.multipliers]
+    if widths[0] % 2:
+        raise ValueError(
+            f"unet.channels = {unet.channels} makes a first level of {widths[0]} channels (diffusers: the first of "
+            "block_out_channels), which is odd; the sinusoidal embedding needs an even width"
+        )
     for width in widths:
         if width % unet.norm_groups:
             raise ValueError(f"unet.norm_groups = {unet.norm_groups} does not divide {width} channels; use a divisor")

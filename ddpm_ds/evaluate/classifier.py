@@ -24,7 +24,7 @@ HELD_OUT_FRACTION = 0.25
 
 @dataclass(frozen=True)
 class Reading:
-    """What the classifier makes of some images."""
+    """The classes that the classifier reads in some images."""
 
     labels: Labels
     """The most probable class of each."""
@@ -57,22 +57,22 @@ class DigitsClassifier:
         known, held_out = train_test_split(
             np.arange(len(labels)), test_size=HELD_OUT_FRACTION, stratify=labels, random_state=0
         )
-        self._classes = int(labels.max()) + 1
         self._model = make_pipeline(
             Nystroem(gamma=GAMMA, n_components=min(BASES, len(known)), random_state=0),
             LogisticRegression(C=INVERSE_PENALTY, max_iter=1000),
         )
         self._model.fit(_features(images[known]), labels[known])
-        self.real = self.read(images[held_out])
-        """What it makes of the real digits that it was not trained on."""
-        self.real_accuracy = self.real.accuracy(labels[held_out])
         self.trained_on = len(known)
+        self.real = self.read(images[held_out])
+        """The reading of the real digits that it was not trained on."""
+        self.real_accuracy = self.real.accuracy(labels[held_out])
 
     def read(self, images: Pixels) -> Reading:
         """The classes of uint8 images (N, C, H, W)."""
         probabilities = self._model.predict_proba(_features(images))  # (N, classes)
-        labels = self._model.classes_[probabilities.argmax(1)]
-        shares = np.bincount(labels, minlength=self._classes) / len(labels)
+        classes = self._model.classes_
+        labels = classes[probabilities.argmax(1)]
+        shares = np.bincount(labels, minlength=classes[-1] + 1) / len(labels)
         return Reading(labels, float(probabilities.max(1).mean()), tuple(shares.tolist()))
 
 

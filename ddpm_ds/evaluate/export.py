@@ -10,18 +10,22 @@
         unet/config.json
         unet/diffusion_pytorch_model.safetensors
 
-A model of diffusers as the start of a run: its weights under our names, and a spec with its U-Net and process.
+The way back is a model of diffusers as the start of a run: its weights under our names, and a spec with its U-Net and
+diffusion process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import json
-from collections.abc import Sequence
+import os
+import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import yaml
@@ -29,33 +33,52 @@ from pydantic import ValidationError
 from safetensors.torch import save
 from torch import Tensor
 
-from ddpm_ds.config.spec import DiffusionSpec, RunSpec
+from ddpm_ds.checkpoint.folder import sync
+from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.device import DTYPES
 from ddpm_ds.diffusion.diffusers_config import scheduler_config
 from ddpm_ds.diffusion.objective import alpha_bars
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
-from ddpm_ds.evaluate.outputs import check_new_folder, new_folder
 from ddpm_ds.evaluate.trained import CONFIG, SCHEDULER_CONFIG, WEIGHTS, DiffusersFolder, Trained
 from ddpm_ds.unet.diffusers import diffusers_config, to_diffusers
-from ddpm_ds.unet.layers import Layer, unet_layers
-from ddpm_ds.unet.model import UNet, parameter_shapes
+from ddpm_ds.unet.model import UNet
 
 Precision = Literal["fp32", "fp16"]
 DIFFUSERS_VERSION = "0.42.1"
-"""Whose configurations these are."""
+"""The version of diffusers whose configurations these are."""
 PREDICTION_TOLERANCE = 1e-5
 """Largest difference between our prediction and diffusers', as a share of the largest value."""
 COMPARED_TIMESTEPS = 32
-"""The first ones: both compute the angles t x frequency in fp32, whose rounding alone makes 1e-5 at t = 1000."""
+"""The first timesteps are compared. Both compute t x frequency in fp32, whose rounding makes 1e-5 at t = 1000."""
 ALPHA_BAR_TOLERANCE = 1e-5
 """diffusers adds up its schedule in fp32."""
 
 
-def layers_of(trained: Trained) -> tuple[Layer, ...]:
-    """The list of layers of a trained U-Net."""
-    channels, size, _ = trained.image_shape
-    return unet_layers(trained.unet_spec, image_channels=channels, image_size=size)
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A temporary folder that becomes ``path`` when the body ends, and is removed when it raises.
+
+    Raises:
+        OutputError: ``path`` holds something, or the file system refuses.
+    """
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise OutputError(f"{path} exists and is {'not empty' if path.is_dir() else 'no folder'}; name a new folder")
+    path = path.absolute()
+    existing = next(folder for folder in path.parents if folder.exists())
+    temporary = existing / f".{path.name}.writing-{os.getpid()}"
+    try:
+        temporary.mkdir()
+        yield temporary
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.replace(path)  # an empty folder of that name gives way
+        sync(path.parent)
+    except OSError as error:
+        if error.strerror is None:
+            raise
+        raise OutputError(f"{path} can't be written ({error.strerror}); name one that can") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @torch.no_grad()
@@ -66,7 +89,7 @@ def without_labels(trained: Trained, row: int) -> Trained:
     """
     spec = trained.unet_spec.model_copy(update={"classes": None})
     folded = replace(trained, unet_spec=spec, sampler=trained.sampler.model_copy(update={"guidance": 1.0}))
-    unet = UNet(layers_of(folded), 0).eval().requires_grad_(False)
+    unet = UNet(folded.layers, 0).eval().requires_grad_(False)
     state = trained.unet.layers.state_dict()
     state["0.linear2.bias"] = state["0.linear2.bias"] + state.pop("0.label_embedding.weight")[row]
     unet.layers.load_state_dict(state)
@@ -87,24 +110,20 @@ def rounded(trained: Trained, precision: Precision) -> Trained:
     return trained
 
 
-def unet_config(trained: Trained) -> dict[str, Any]:
-    """Arguments of the ``UNet2DModel`` that equals a trained U-Net.
+def write_pipeline(trained: Trained, folder: Path, precision: Precision) -> None:
+    """Write the configurations and the weights of a ``DDPMPipeline`` into ``folder``.
 
     Raises:
         CheckpointError: diffusers has no such U-Net.
     """
     channels, size, _ = trained.image_shape
     try:
-        return diffusers_config(trained.unet_spec, image_channels=channels, image_size=size)
+        unet = diffusers_config(trained.unet_spec, image_channels=channels, image_size=size)
     except ValueError as error:
         raise CheckpointError(f"{trained.origin} can't be exported: {error}") from None
-
-
-def write_pipeline(trained: Trained, folder: Path, precision: Precision) -> None:
-    """Write the configurations and the weights of a ``DDPMPipeline`` into ``folder``."""
     classes = {"unet": "UNet2DModel", "scheduler": "DDPMScheduler"}
     configs = {
-        "unet/" + CONFIG: ("UNet2DModel", unet_config(trained)),
+        "unet/" + CONFIG: ("UNet2DModel", unet),
         "scheduler/" + SCHEDULER_CONFIG: ("DDPMScheduler", scheduler_config(trained.diffusion, trained.sampler)),
         "model_index.json": ("DDPMPipeline", {part: ["diffusers", name] for part, name in classes.items()}),
     }
@@ -112,7 +131,7 @@ def write_pipeline(trained: Trained, folder: Path, precision: Precision) -> None
         (folder / name).parent.mkdir(exist_ok=True)
         content = {"_class_name": class_name, "_diffusers_version": DIFFUSERS_VERSION, **values}
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
-    tensors = to_diffusers(trained.unet.layers.state_dict(), layers_of(trained))
+    tensors = to_diffusers(trained.unet.layers.state_dict(), trained.layers)
     dtype = DTYPES[precision][1]
     # Copies, because q, k and v are views of one tensor, and convolutions' weights have their dimensions permuted.
     copies = {
@@ -124,7 +143,7 @@ def write_pipeline(trained: Trained, folder: Path, precision: Precision) -> None
 
 @torch.no_grad()
 def check_in_diffusers(trained: Trained, folder: Path) -> str:
-    """Read a written pipeline back with diffusers and compare it with the U-Net on the CPU it was made from, in fp64.
+    """Read a written pipeline back with diffusers and compare it with the U-Net it was made from, in fp64 on the CPU.
 
     Returns what was compared in one line, or that diffusers is not installed.
 
@@ -172,7 +191,7 @@ ANY_UNET = ("channels=2", "multipliers=[1]", "attention_resolutions=[]", "head_c
 def import_weights(path: Path, base: Path, overrides: Sequence[str], out: Path) -> list[str]:
     """Write ``out``: the weights of the diffusers folder ``path`` and ``base`` as a spec that begins with them.
 
-    Of the spec's sections `unet` and `diffusion` the model decides everything but dropout, loss and weighting, which
+    The model decides everything in the spec's sections `unet` and `diffusion` but dropout, loss and weighting, which
     the weights don't depend on. Returns what was done, in lines.
 
     Raises:
@@ -180,58 +199,50 @@ def import_weights(path: Path, base: Path, overrides: Sequence[str], out: Path) 
         SpecError: ``base`` is wrong, or is of other images than the model.
         OutputError: ``out`` is there, or can't be written.
     """
-    check_new_folder(out)
-    spec_of_run = load_spec(base, [*overrides, *(f"unet.{item}" for item in ANY_UNET)])
-    if not DiffusersFolder.at(path):
-        raise CheckpointError(f"{path} is no folder of diffusers: it should hold unet/config.json or config.json")
-    folder = DiffusersFolder(path)
-    _check_images(folder, spec_of_run, base)
-    diffusion = folder.diffusion(spec_of_run.diffusion) if folder.has_schedule else spec_of_run.diffusion
-    spec = _merged(spec_of_run, folder, diffusion, base, out / WEIGHTS_FILE)
-    layers = unet_layers(folder.unet, image_channels=folder.image_channels, image_size=folder.image_size)
     with new_folder(out) as temporary:
-        parameters = _write_weights(folder, layers, temporary / WEIGHTS_FILE)
-        text = yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False)
-        (temporary / SPEC_FILE).write_text(text)
+        before = load_spec(base, [*overrides, *(f"unet.{item}" for item in ANY_UNET)])
+        if not DiffusersFolder.at(path):
+            raise CheckpointError(f"{path} is no folder of diffusers: it should hold unet/config.json or config.json")
+        folder = DiffusersFolder(path)
+        spec = _spec_with_model(before, folder, base, out / WEIGHTS_FILE)
+        tensors = dict(folder.tensors())
+        for name, tensor in tensors.items():
+            if not tensor.isfinite().all():
+                raise CheckpointError(f"{folder.weights} has values in {name} that are not finite; get it again")
+        (temporary / WEIGHTS_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
+        (temporary / SPEC_FILE).write_text(yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False))
+    parameters = sum(tensor.numel() for tensor in tensors.values())
     lines = [f"{out / WEIGHTS_FILE}: {parameters:,} parameters of {folder.weights}, in fp32"]
     if folder.class_rows is not None:
         lines.append(f"its {folder.class_rows} labels are read as {folder.unet.classes} classes and, last, no label")
-    kept = "its unet and diffusion" if folder.has_schedule else "its unet (it has no scheduler_config.json)"
+    kept = "its unet and diffusion" if folder.has_schedule else f"its unet (it has no {SCHEDULER_CONFIG})"
     return [*lines, f"{out / SPEC_FILE}: {base} with {kept}"]
 
 
-def _check_images(folder: DiffusersFolder, spec: RunSpec, base: Path) -> None:
-    """The images of the base spec are those that the model is for, and so are its classes."""
-    wanted: dict[str, Any] = {"data.channels": folder.image_channels, "data.image_size": folder.image_size}
-    there: dict[str, Any] = {"data.channels": spec.data.channels, "data.image_size": spec.data.image_size}
-    if spec.unet.classes is not None and folder.unet.classes is not None:
-        wanted["unet.classes"], there["unet.classes"] = folder.unet.classes, spec.unet.classes
-    for key, value in there.items():
-        if value != wanted[key]:
-            what = f"the model of {folder.path} has {wanted[key]}"
-            if key == "unet.classes":
-                what += f" (its last label of {folder.class_rows} is read as no label)"
-            raise SpecError(f"{base}: {key} = {value}, but {what}; --set {key}={wanted[key]}")
+def _spec_with_model(before: RunSpec, folder: DiffusersFolder, base: Path, weights: Path) -> RunSpec:
+    """The spec ``before`` of the file ``base`` with the model's U-Net and diffusion process.
 
-
-def _merged(base: RunSpec, folder: DiffusersFolder, diffusion: DiffusionSpec, origin: Path, weights: Path) -> RunSpec:
-    """The spec of a run that begins with the model's weights."""
-    values = base.model_dump(mode="json")
-    values["unet"] = {**folder.unet.model_dump(mode="json"), "dropout": base.unet.dropout}
-    values["diffusion"] = diffusion.model_dump(mode="json")
+    Raises:
+        SpecError: it is of other images or classes than the model, or does not fit it otherwise.
+    """
+    pairs = {
+        "data.channels": (before.data.channels, folder.image_channels),
+        "data.image_size": (before.data.image_size, folder.image_size),
+    }
+    if before.unet.classes is not None and folder.unet.classes is not None:
+        pairs["unet.classes"] = before.unet.classes, folder.unet.classes
+    for key, (value, wanted) in pairs.items():
+        if value != wanted:
+            last = f" (its last label of {folder.class_rows} is read as no label)" if key == "unet.classes" else ""
+            what = f"the model of {folder.path} has {wanted}{last}"
+            raise SpecError(f"{base}: {key} = {value}, but {what}; --set {key}={wanted}")
+    values = before.model_dump(mode="json")
+    values["unet"] = {**folder.unet.model_dump(mode="json"), "dropout": before.unet.dropout}
+    if folder.has_schedule:
+        values["diffusion"] = folder.diffusion(before.diffusion).model_dump(mode="json")
     values["train"]["initial_weights"] = str(weights)
     try:
         return RunSpec.model_validate_json(json.dumps(values))
     except ValidationError as error:
         message = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise SpecError(f"{origin} with the unet and diffusion of {folder.path}: {message}") from None
-
-
-def _write_weights(folder: DiffusersFolder, layers: Sequence[Layer], path: Path) -> int:
-    """Write all tensors under our names; returns the number of values."""
-    tensors = dict(folder.tensors(layers, parameter_shapes(layers)))
-    for name, tensor in tensors.items():
-        if not tensor.isfinite().all():
-            raise CheckpointError(f"{folder.weights} has values in {name} that are not finite; get it again")
-    path.write_bytes(save(tensors, metadata={"format": "pt"}))
-    return sum(tensor.numel() for tensor in tensors.values())
+        raise SpecError(f"{base} with the unet and diffusion of {folder.path}: {message}") from None

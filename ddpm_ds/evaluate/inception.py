@@ -1,12 +1,8 @@
-"""Fréchet distance between Gaussians, and with it a distance between two sets of images by their raw pixels.
-
-It sees brightness, colours and which pixels vary together. It knows nothing of what is pictured, and no number of it
-compares with an FID.
-
-FID, KID, precision and recall, computed by torch-fidelity (extra ``fid``) from features of Inception v3.
+"""Fréchet distances of raw pixels, and scores of Inception v3's features by torch-fidelity (extra ``fid``).
 
 FID: Heusel et al. 2017; KID: Binkowski et al. 2018; precision and recall: Kynkaanniemi et al. 2019, whose features are
-those of VGG-16: on Inception's, as here and in ADM, the numbers are others.
+those of VGG-16: on Inception's, as here and in ADM, the numbers are others. A Fréchet distance of pixels sees
+brightness, colours and which pixels vary together; it does not compare with any FID.
 """
 
 from __future__ import annotations
@@ -16,9 +12,7 @@ import hashlib
 import importlib.util
 import pickle
 import socket
-import threading
-import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -36,9 +30,24 @@ from tqdm import tqdm
 from ddpm_ds.errors import EvaluationError
 
 Array = npt.NDArray[np.float64]
+Pixels = npt.NDArray[np.uint8]
+
 LARGEST_SIDE_PIXELS = 32
 """Larger images are averaged down to this size: a covariance of more pixels needs more images than there are."""
 CHUNK_IMAGES = 4096
+EXTRACTOR = "inception-v3-compat"
+"""torch-fidelity's name of the port of the TensorFlow network by which FIDs are published."""
+LAYER = "2048"
+"""The pooled features before the classifier."""
+KID_SUBSETS, KID_SUBSET_IMAGES = 100, 1000
+NEIGHBOUR = 3
+"""A sample's ball reaches to its third nearest neighbour, for precision and recall."""
+DISTANCES_AT_ONCE = 2048
+"""Rows of the matrices of distances behind precision and recall, which are not held whole."""
+ANSWER_SECONDS = 10.0
+"""Time for each answer of the host of the weights; without a limit a download could hang for ever."""
+SAFE_TO_UNPICKLE: list[Any] = [np.empty(0).__reduce__()[0], np.ndarray, np.dtype, *(type(np.dtype(t)) for t in "fd")]
+"""Classes in torch-fidelity's cached statistics besides tensors."""
 
 
 @dataclass(frozen=True)
@@ -73,46 +82,23 @@ def _root(covariance: Array) -> Array:
     return vectors[:, kept] * np.sqrt(values[kept])
 
 
-def pixel_gaussian(images: npt.NDArray[np.uint8]) -> Gaussian:
+def pixel_gaussian(images: Pixels) -> Gaussian:
     """The Gaussian of uint8 images (N, C, H, W), N > 1, as vectors of pixels in [-1, 1].
 
     D = C x 32 x 32, or less where the images are smaller.
     """
     total: Array = np.zeros(())
     products: Array = np.zeros(())
-    for pixels in _vectors(images):
+    for first in range(0, len(images), CHUNK_IMAGES):
+        chunk = torch.from_numpy(np.array(images[first : first + CHUNK_IMAGES])).double()  # (n, C, H, W)
+        if max(chunk.shape[2:]) > LARGEST_SIDE_PIXELS:
+            chunk = F.adaptive_avg_pool2d(chunk, LARGEST_SIDE_PIXELS)
+        pixels = (chunk / 127.5 - 1).flatten(1).numpy()  # (n, D)
         total = total + pixels.sum(0)
         products = products + pixels.T @ pixels
     mean = total / len(images)
     # Sums of products lose the digits that mean and spread share; pixels in [-1, 1] have few of those to lose.
     return Gaussian(mean, (products - len(images) * np.outer(mean, mean)) / (len(images) - 1))
-
-
-def _vectors(images: npt.NDArray[np.uint8]) -> Iterator[Array]:
-    """Pixels (n, D) of some images at a time."""
-    for first in range(0, len(images), CHUNK_IMAGES):
-        chunk = torch.from_numpy(np.array(images[first : first + CHUNK_IMAGES])).double()  # (n, C, H, W)
-        if max(chunk.shape[2:]) > LARGEST_SIDE_PIXELS:
-            chunk = F.adaptive_avg_pool2d(chunk, LARGEST_SIDE_PIXELS)
-        yield (chunk / 127.5 - 1).flatten(1).numpy()
-
-
-Pixels = npt.NDArray[np.uint8]
-
-EXTRACTOR = "inception-v3-compat"
-"""torch-fidelity's name of the port of the TensorFlow network by which FIDs are published."""
-LAYER = "2048"
-"""The pooled features before the classifier."""
-KID_SUBSETS, KID_SUBSET_IMAGES = 100, 1000
-NEIGHBOUR = 3
-"""Precision and recall: a sample's ball reaches to its third nearest neighbour."""
-DISTANCES_AT_ONCE = 2048
-"""Rows of the matrices of distances behind precision and recall, which are not held whole."""
-ANSWER_SECONDS = 8.0
-"""For the host of the weights to answer; a network that swallows packets would hold an evaluation up for minutes."""
-READ_SECONDS = 20.0
-SAFE_TO_UNPICKLE: list[Any] = [np.empty(0).__reduce__()[0], np.ndarray, np.dtype, *(type(np.dtype(t)) for t in "fd")]
-"""What torch-fidelity's cached statistics are made of besides tensors."""
 
 
 class Unavailable(Exception):
@@ -121,7 +107,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Inception:
-    """The network that there is."""
+    """The network's weights on this machine."""
 
     weights: Path
     digest: str
@@ -129,7 +115,7 @@ class Inception:
 
     @property
     def tool(self) -> str:
-        """What computes the scores."""
+        """Name and version of the program and the weights that compute the scores."""
         return f"torch-fidelity {version('torch-fidelity')}, {EXTRACTOR} {self.digest[:8]}"
 
 
@@ -168,9 +154,8 @@ def _downloaded() -> Path:
     if path.exists():
         return path
     try:
-        _wait_for_answer(url)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _read_timeout():
+        with _answers_in(ANSWER_SECONDS):
             torch.hub.download_url_to_file(url, str(path), hash_prefix=path.stem.rsplit("-", 1)[1])
     except (OSError, RuntimeError) as error:
         reason = error.reason if isinstance(error, URLError) else error
@@ -181,30 +166,11 @@ def _downloaded() -> Path:
     return path
 
 
-def _wait_for_answer(url: str) -> None:
-    """Raises OSError unless ``url`` answers in time; a look-up of its name can't be given a limit by other means."""
-    failure: list[OSError] = [TimeoutError(f"no answer in {ANSWER_SECONDS:g} s")]
-
-    def ask() -> None:
-        try:
-            with urllib.request.urlopen(url, timeout=ANSWER_SECONDS):
-                failure.clear()
-        except OSError as error:
-            if not isinstance(getattr(error, "reason", error), TimeoutError):
-                failure[0] = error
-
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(ANSWER_SECONDS)
-    for error in tuple(failure):
-        raise error
-
-
 @contextlib.contextmanager
-def _read_timeout() -> Iterator[None]:
-    """A limit for every read of the network; the function that downloads has none of its own."""
+def _answers_in(seconds: float) -> Iterator[None]:
+    """Limit every wait for the network; the function that downloads has no limit of its own."""
     before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(READ_SECONDS)
+    socket.setdefaulttimeout(seconds)
     try:
         yield
     finally:
@@ -218,9 +184,8 @@ def inception_scores(
     *,
     reference_sha256: str,
     cache: Path,
-    wanted: Sequence[str],
+    wanted: Collection[str],
     device: torch.device,
-    progress: bool,
 ) -> dict[str, float]:
     """``fid``, ``kid`` and ``kid_std``, ``precision`` and ``recall`` of uint8 images (N, C, H, W) against others.
 
@@ -231,10 +196,10 @@ def inception_scores(
 
     kept = f"{reference_sha256[:16]}-{version('torch-fidelity')}-{inception.digest[:16]}"
     _drop_damaged(cache, kept)
-    with _Bar(images, "features of samples", progress) as samples, _Bar(reference, "reference", progress) as real:
+    with _bar(images, "features of samples") as samples_bar, _bar(reference, "features of reference") as reference_bar:
         found = calculate_metrics(
-            input1=samples,
-            input2=real,
+            input1=_Rgb(images, samples_bar),
+            input2=_Rgb(reference, reference_bar),
             input2_cache_name=kept,
             cache_root=str(cache),
             fid="fid" in wanted,
@@ -269,7 +234,7 @@ def kid_subset_images(samples: int, reference: int) -> int:
 
 
 def _drop_damaged(cache: Path, kept: str) -> None:
-    """Remove what torch-fidelity would choke on, or execute: it unpickles its cache."""
+    """Remove files that torch-fidelity would choke on, or execute: it unpickles its cache."""
     for path in cache.glob(f"{kept}-*.pt"):
         try:
             with torch.serialization.safe_globals(SAFE_TO_UNPICKLE):
@@ -278,23 +243,19 @@ def _drop_damaged(cache: Path, kept: str) -> None:
             path.unlink()
 
 
-class _Bar(Dataset[Tensor]):
-    """Images as torch-fidelity takes them, uint8 RGB (3, H, W); a bar on stderr follows their first reading."""
+def _bar(images: Pixels, title: str) -> tqdm[Any]:
+    return tqdm(total=len(images), desc=title, unit=" images", leave=False)
 
-    def __init__(self, images: Pixels, title: str, shown: bool) -> None:
-        self._images = images
-        self._bar = tqdm(total=len(images), desc=title, unit=" images", leave=False, disable=not shown)
+
+class _Rgb(Dataset[Tensor]):
+    """Images as torch-fidelity takes them, uint8 RGB (3, H, W); a bar follows their first reading."""
+
+    def __init__(self, images: Pixels, bar: tqdm[Any]) -> None:
+        self._images, self._bar = images, bar
 
     def __len__(self) -> int:
         return len(self._images)
 
     def __getitem__(self, i: int) -> Tensor:
         self._bar.update(max(0, i + 1 - self._bar.n))
-        image = torch.from_numpy(np.array(self._images[i]))
-        return image.expand(3, -1, -1)  # grey three times
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
+        return torch.from_numpy(np.array(self._images[i])).expand(3, -1, -1)  # grey three times

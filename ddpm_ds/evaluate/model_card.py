@@ -11,6 +11,30 @@ from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.tracking.run_folder import EVALUATIONS, METRICS
 
 WEIGHTS = {"ema": "averaged over training (EMA)", "raw": "as trained, not averaged", "export": "of an export"}
+CARD = """\
+---
+{front}---
+
+# {title}
+
+A diffusion U-Net for images of {shape}, trained with ddpm_ds.
+{picture}
+| | |
+|---|---|
+{rows}
+
+## Use
+
+{usage}
+Without diffusers, with ddpm_ds, which wrote this folder:
+
+    ddpm-ds sample . --count 64 --out samples.png
+
+`ddpm-ds sample --sampler ddim` derives the noise again from the clipped image. In diffusers that is
+`DDIMScheduler.step(..., use_clipped_model_output=True)`; its default does not, and gives other images.
+
+ddpm_ds, the software that made this model, is licensed under Apache-2.0.
+"""
 UNCONDITIONAL = """\
 In this folder, in Python:
 
@@ -27,12 +51,12 @@ or, with fewer evaluations of the U-Net:
 from diffusers import DDPMPipeline, DPMSolverMultistepScheduler
 
 pipeline = DDPMPipeline.from_pretrained(".")
-pipeline.scheduler = DPMSolverMultistepScheduler.from_config(pipeline.scheduler.config{fast_options})
+pipeline.scheduler = DPMSolverMultistepScheduler.from_config(pipeline.scheduler.config{options})
 images = pipeline(batch_size=16, num_inference_steps={fast_steps}).images
 ```
 """
 CONDITIONAL = """\
-The U-Net takes labels 0 to {last_class}, and {no_label} for no label. `DDPMPipeline` gives it none, so the loop is
+The U-Net takes labels 0 to {last_class}, and {classes} for no label. `DDPMPipeline` gives it none, so the loop is
 written out; in this folder, in Python:
 
 ```python
@@ -53,11 +77,6 @@ images = pipeline.numpy_to_pil((x / 2 + 0.5).clamp(0, 1).float().permute(0, 2, 3
 
 `ddpm-ds export --label none` (or a class) writes a U-Net that needs no labels.
 """
-OURS = """\
-Without diffusers, with ddpm_ds, which wrote this folder:
-
-    ddpm-ds sample . --count 64 --out samples.png
-"""
 
 
 def model_card(trained: Trained, *, precision: str, label: str | None, picture: str | None) -> str:
@@ -65,49 +84,34 @@ def model_card(trained: Trained, *, precision: str, label: str | None, picture: 
 
     ``label`` says which label was folded into the weights, if any; ``picture`` names the grid of samples.
     """
-    spec = trained.spec
-    title = spec.name if spec else Path(trained.origin).resolve().name
-    unconditional = trained.unet_spec.classes is None
-    about = {
+    channels, size, _ = trained.image_shape
+    classes, steps, task = trained.unet_spec.classes, trained.diffusion.timesteps, "unconditional-image-generation"
+    front = {
+        "license": "apache-2.0",
         "library_name": "diffusers",
-        **({"pipeline_tag": "unconditional-image-generation"} if unconditional else {}),
-        "tags": [
-            "diffusers",
-            "ddpm",
-            "ddpm_ds",
-            "unconditional-image-generation" if unconditional else "class-conditional",
-        ],
+        **({"pipeline_tag": task} if classes is None else {}),
+        "tags": ["diffusers", "ddpm", "ddpm_ds", task if classes is None else "class-conditional"],
     }
-    rows = "\n".join(f"| {name} | {value} |" for name, value in _facts(trained, precision, label).items())
-    parts = [
-        f"---\n{yaml.safe_dump(about, sort_keys=False)}---\n",
-        f"# {title}\n",
-        f"A diffusion U-Net for images of {_shape(trained)}, trained with ddpm_ds.\n",
-        *([f"![samples]({picture})\n"] if picture else []),
-        f"| | |\n|---|---|\n{rows}\n",
-        "## Use\n",
-        _usage(trained),
-        OURS,
-    ]
-    return "\n".join(parts)
+    shape = f"{size}x{size} pixels and {channels} channel{'s' if channels > 1 else ''}"
+    if classes is None:
+        # This scheduler has no clipping of its own, but its thresholding with the bound 1 is one.
+        options = ", thresholding=True" if trained.sampler.clip == "static" else ""
+        usage = UNCONDITIONAL.format(steps=steps, fast_steps=min(20, steps), options=options)
+    else:
+        usage = CONDITIONAL.format(classes=classes, last_class=classes - 1, channels=channels, size=size, steps=steps)
+    facts = _facts(trained, precision, label, shape)
+    return CARD.format(
+        front=yaml.safe_dump(front, sort_keys=False),
+        title=trained.spec.name if trained.spec else Path(trained.origin).resolve().name,
+        shape=shape,
+        picture=f"\n![samples]({picture})\n" if picture else "",
+        rows="\n".join(f"| {name} | {value} |" for name, value in facts.items()),
+        usage=usage,
+    )
 
 
-def last_losses(trained: Trained) -> dict[str, float]:
-    """The last training and held-out loss that the run logged before the checkpoint, where it is known."""
-    if trained.run_dir is None or trained.spec is None or trained.images_seen is None:
-        return {}
-    found = {}
-    for file, metric in ((METRICS, "train/loss"), (EVALUATIONS, "eval/loss")):
-        points = _points(trained.run_dir / file, metric)
-        # After a rewind a lower step follows a higher one, and is the course that was kept.
-        before = [loss for step, loss in points if step * trained.spec.train.batch_images <= trained.images_seen]
-        if before:
-            found[metric] = before[-1]
-    return found
-
-
-def _facts(trained: Trained, precision: str, label: str | None) -> dict[str, str]:
-    """The table, as far as it is known."""
+def _facts(trained: Trained, precision: str, label: str | None, shape: str) -> dict[str, str]:
+    """The rows of the table, as far as they are known."""
     diffusion, spec, losses = trained.diffusion, trained.spec, last_losses(trained)
     parameters = sum(parameter.numel() for parameter in trained.unet.parameters())
     facts = {"parameters": f"{parameters:,} in {precision}", "weights": WEIGHTS[trained.weights]}
@@ -115,8 +119,8 @@ def _facts(trained: Trained, precision: str, label: str | None) -> dict[str, str
         facts["label"] = f"{label}, folded into the time embedding"
     elif trained.unet_spec.classes is not None:
         facts["classes"] = f"{trained.unet_spec.classes}, and no label"
-    if spec is not None and trained.images_seen is not None:
-        facts["data"] = f"{spec.data.source}, {_shape(trained)}"
+    if spec is not None:
+        facts["data"] = f"{spec.data.source}, {shape}"
         facts["images seen"] = f"{trained.images_seen:,}, {spec.train.batch_images} per step"
     if "train/loss" in losses:
         facts["last training loss"] = f"{losses['train/loss']:.4f} ({diffusion.loss}, {diffusion.weighting})"
@@ -127,30 +131,20 @@ def _facts(trained: Trained, precision: str, label: str | None) -> dict[str, str
     return facts
 
 
-def _usage(trained: Trained) -> str:
-    channels, size, _ = trained.image_shape
-    steps, classes = trained.diffusion.timesteps, trained.unet_spec.classes
-    if classes is not None:
-        return CONDITIONAL.format(
-            classes=classes, last_class=classes - 1, no_label=classes, channels=channels, size=size, steps=steps
-        )
-    # This scheduler has no clipping of its own, but its thresholding with the bound 1 is one.
-    options = ", thresholding=True" if trained.sampler.clip == "static" else ""
-    return UNCONDITIONAL.format(steps=steps, fast_steps=min(20, steps), fast_options=options)
-
-
-def _shape(trained: Trained) -> str:
-    channels, height, width = trained.image_shape
-    return f"{height}x{width} pixels and {channels} channel{'s' if channels > 1 else ''}"
-
-
-def _points(path: Path, metric: str) -> list[tuple[int, float]]:
-    """(step, value) of one metric in a file of the run's folder, in the order they were logged."""
-    found = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        try:
-            point = json.loads(line)
-            found.append((int(point["step"]), float(point[metric])))
-        except (ValueError, KeyError, TypeError):  # cut off when the disk was full, or without this metric
-            continue
+def last_losses(trained: Trained) -> dict[str, float]:
+    """The last training and held-out loss that the run logged before the checkpoint, where they are known."""
+    if trained.run_dir is None or trained.spec is None or trained.images_seen is None:
+        return {}
+    last_step = trained.images_seen // trained.spec.train.batch_images
+    found = {}
+    for name, metric in ((METRICS, "train/loss"), (EVALUATIONS, "eval/loss")):
+        file = trained.run_dir / name
+        for line in file.read_text().splitlines() if file.is_file() else []:
+            try:
+                point = json.loads(line)
+                # After a rollback a lower step follows a higher one, and is the course that was kept.
+                if point["step"] <= last_step:
+                    found[metric] = float(point[metric])
+            except (ValueError, KeyError, TypeError):  # cut off when the disk was full, or without this metric
+                continue
     return found

@@ -1,18 +1,17 @@
-"""A folder that is complete or not there.
+"""Where drawn images go: a folder of finished batches, a folder of PNG files, a grid or an npz archive.
 
-What drawn images are written to: a grid, an npz archive, or a folder of PNG files, each with its record inside.
+Each holds the record of the request that it answers, so that nothing is overwritten or mixed with other images. A file
+is complete or not there, and whatever is there counts when an interrupted drawing goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
-import shutil
-import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,157 +21,180 @@ from torch import Tensor
 from ddpm_ds.checkpoint.folder import sync, write_file
 from ddpm_ds.data.pictures import grid, picture, write_png
 from ddpm_ds.errors import OutputError
-from ddpm_ds.evaluate.draw import Recipe, Request, SavedRequest, refuse_other
-from ddpm_ds.evaluate.sampling import RECORD, writing
+from ddpm_ds.evaluate.sampling import Request
 
-
-def check_new_folder(path: Path) -> None:
-    """Refuse a folder that holds something or that can't be made; leaves nothing behind.
-
-    Raises:
-        OutputError: with what is in the way.
-    """
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise OutputError(f"{path} exists and is {'not empty' if path.is_dir() else 'no folder'}; name a new folder")
-    existing = next(folder for folder in path.absolute().parents if folder.exists())
-    try:
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as error:
-        raise OutputError(f"{path} can't be written ({error.strerror}: {existing}); name one that can") from None
-
-
-@contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """A folder beside ``path`` that becomes ``path`` when the body ends, and is removed when it raises.
-
-    Raises:
-        OutputError: ``path`` holds something, or the file system refuses.
-    """
-    check_new_folder(path)
-    path = path.absolute()
-    temporary = path.with_name(f".{path.name}.writing-{os.getpid()}")
-    try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        temporary.replace(path)  # an empty folder of that name gives way
-        sync(path.parent)
-    except OSError as error:
-        if error.strerror is None:
-            raise
-        raise OutputError(f"{path} can't be written ({error.strerror}); name one that can") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-CHUNK_IMAGES = 1024
+RECORD = "sampling.json"
 PNG_KEY = "sampling"
 """Keyword of the PNG text that holds the record of a grid."""
 
 
-class PngFolder:
-    """A :class:`~ddpm_ds.evaluate.sampling.Keeper` of PNG files named by image index, beside their recipe.
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what the file system refuses into an OutputError about ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"{path} can't be written ({error.strerror or error}); mend that and give the same command again: what "
+            "is drawn is kept"
+        ) from None
 
-    More images of the recipe may be added at any time.
+
+class ImageFolder:
+    """A folder that takes finished images, beside their record.
 
     Raises:
         OutputError: all methods, where the file system refuses.
     """
 
-    def __init__(self, folder: Path, job: SavedRequest) -> None:
-        self._folder, self._job = folder, job
+    left_out: tuple[str, ...] = ()
+    """Fields of the request that don't matter for what is kept here."""
+
+    def __init__(self, folder: Path, request: Request) -> None:
+        self._folder, self._request = folder, request
 
     def check(self) -> None:
+        """Raise OutputError where the folder holds anything else than such images of this request; writes nothing."""
         if not self._folder.exists():
             return
         record = self._folder / RECORD
         kept = self._folder.iterdir() if self._folder.is_dir() else [self._folder]
         if any(path != record and not path.name.startswith(".") for path in kept):
-            there = Recipe.read(record.read_bytes()) if record.is_file() else None
-            refuse_other(self._folder, self._job.only(Recipe), there)
+            there = Request.read(record.read_bytes()) if record.is_file() else None
+            _refuse_other(self._folder, self._request, there, self.left_out)
 
     def claim(self) -> None:
+        """Write the record; called by one process, before any :meth:`keep`."""
         with writing(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_file(self._folder / RECORD, self._job.only(Recipe).dump())
+            write_file(self._folder / RECORD, self._request.dump(*self.left_out))
 
-    def missing(self, batch: range) -> Sequence[int]:
-        return [index for index in batch if not self._path(index).exists()]
+    def there(self) -> set[int]:
+        """The numbers of the requested images that are there."""
+        raise NotImplementedError
+
+    def keep(self, index: Sequence[int], images: Tensor) -> None:
+        """Keep the images (N, C, H, W) uint8 of one batch that were not there."""
+        raise NotImplementedError
+
+    def _names(self) -> set[str]:
+        return set(os.listdir(self._folder)) if self._folder.exists() else set()
+
+
+class PngFolder(ImageFolder):
+    """PNG files named by image number. More images of the same kind may be added at any time."""
+
+    left_out = ("first", "count", "batch_images")
+
+    def there(self) -> set[int]:
+        names = self._names()
+        return {i for i in self._request.index if f"{i:06}.png" in names}
 
     def keep(self, index: Sequence[int], images: Tensor) -> None:
         with writing(self._folder):
             for number, image in zip(index, images, strict=True):
-                write_png(picture(image), self._path(number))
+                write_png(picture(image), self._folder / f"{number:06}.png")
 
-    def done(self) -> int:
-        there = {path.name for path in self._folder.iterdir()} if self._folder.exists() else set()
-        return sum(self._path(index).name in there for index in self._job.index)
 
-    def _path(self, index: int) -> Path:
-        return self._folder / f"{index:06}.png"
+class BatchFolder(ImageFolder):
+    """Finished batches, and at the end all images in one file.
+
+    ::
+
+        DIR/
+            sampling.json    the request
+            000000000.npy    a finished batch by its first image, uint8 (N, C, H, W)
+            000000064.npy
+            images.npy       all of them, once all are there; the batches are gone then
+    """
+
+    def __init__(self, folder: Path, request: Request) -> None:
+        super().__init__(folder, request)
+        self._whole = folder / "images.npy"
+        # Once all images are there, in which batches they were drawn no longer matters.
+        self.left_out = ("batch_images",) if self._whole.exists() else ()
+
+    def there(self) -> set[int]:
+        names = self._names()
+        if self._whole.name in names:
+            return set(self._request.index)
+        return {i for batch in self._request.batches if self._path(batch).name in names for i in batch}
+
+    def keep(self, index: Sequence[int], images: Tensor) -> None:
+        content = io.BytesIO()
+        np.save(content, images.numpy())
+        with writing(self._folder):
+            write_file(self._path(index), content.getvalue())
+
+    def images(self) -> np.ndarray:
+        """All images in order, (N, C, H, W) uint8, mapped into memory; called when none is missing."""
+        with writing(self._folder):
+            if not self._whole.exists():
+                self._join_batches()
+            for batch in self._request.batches:
+                self._path(batch).unlink(missing_ok=True)
+        return np.load(self._whole, mmap_mode="r")
+
+    def _join_batches(self) -> None:
+        temporary = self._whole.with_name(".images.npy.tmp")
+        shape = np.load(self._path(self._request.batches[0]), mmap_mode="r").shape[1:]
+        whole = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.uint8, shape=(self._request.count, *shape))
+        for batch in self._request.batches:
+            start = batch.start - self._request.first
+            whole[start : start + len(batch)] = np.load(self._path(batch))
+        whole.flush()
+        temporary.replace(self._whole)
+
+    def _path(self, batch: Sequence[int]) -> Path:
+        return self._folder / f"{batch[0]:09}.npy"
 
 
 def check_file(path: Path, request: Request) -> bool:
-    """Whether ``path`` is what is asked for already.
+    """Whether ``path`` is the file that is asked for already.
 
     Raises:
         OutputError: it is something else.
     """
     if not path.exists():
         return False
-    refuse_other(path, request, _record_of(path))
+    _refuse_other(path, request, record_of(path), ("batch_images",))
     return True
 
 
 def write_grid(path: Path, images: np.ndarray, request: Request) -> None:
-    """All images (N, C, H, W) uint8 in one PNG file.
+    """Write all images (N, C, H, W) uint8 into one PNG file.
 
     Raises:
         OutputError: it can't be written.
     """
     text = PngImagePlugin.PngInfo()
-    text.add_itxt(PNG_KEY, request.dump().decode())
-    temporary = _temporary(path)
-    with writing(path):
+    text.add_itxt(PNG_KEY, request.dump("batch_images").decode())
+    with _complete(path) as temporary:
         grid(torch.from_numpy(np.array(images))).save(temporary, format="PNG", pnginfo=text)
-        _put_in_place(temporary, path)
 
 
 def write_npz(path: Path, images: np.ndarray, request: Request) -> None:
-    """An archive that numpy loads: arr_0 images (N, H, W, C) uint8, arr_1 labels (N,) int64 where there are any.
+    """Write an archive that numpy loads: arr_0 images (N, H, W, C) uint8, arr_1 labels (N,) int64 if there are any.
 
     Names and order of axes are those of guided-diffusion (Dhariwal and Nichol 2021), which evaluators read.
-    ``images`` (N, C, H, W) is read in pieces. The record is the archive's comment.
+    ``images`` (N, C, H, W) may be mapped from a file: numpy copies it in pieces. The record is the archive's comment.
 
     Raises:
         OutputError: it can't be written.
     """
     labels = request.labels_of(request.index)
-    temporary = _temporary(path)
-    with writing(path):
-        with zipfile.ZipFile(temporary, "w") as archive:
-            archive.comment = request.dump()
-            count, channels, height, width = images.shape
-            with archive.open(zipfile.ZipInfo("arr_0.npy"), "w", force_zip64=True) as file:
-                _write_header(file, (count, height, width, channels), "|u1")
-                for start in range(0, count, CHUNK_IMAGES):
-                    chunk = images[start : start + CHUNK_IMAGES].transpose(0, 2, 3, 1)
-                    file.write(chunk.tobytes())
-            if labels is not None:
-                with archive.open(zipfile.ZipInfo("arr_1.npy"), "w") as file:
-                    _write_header(file, (count,), "<i8")
-                    file.write(labels.numpy().astype("<i8").tobytes())
-        _put_in_place(temporary, path)
+    arrays = [images.transpose(0, 2, 3, 1), *([] if labels is None else [labels.numpy()])]
+    with _complete(path) as temporary:
+        with temporary.open("wb") as file:
+            np.savez(file, *arrays)
+        with zipfile.ZipFile(temporary, "a") as archive:
+            archive.comment = request.dump("batch_images")
 
 
 WRITERS = {"grid": write_grid, "npz": write_npz}
 
 
-def _write_header(file: Any, shape: tuple[int, ...], descr: str) -> None:
-    np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": shape})
-
-
-def _record_of(path: Path) -> Request | None:
+def record_of(path: Path) -> Request | None:
     """The record in a file that :func:`write_grid` or :func:`write_npz` has written; None in any other."""
     try:
         if zipfile.is_zipfile(path):
@@ -184,13 +206,21 @@ def _record_of(path: Path) -> Request | None:
         return None
 
 
-def _put_in_place(temporary: Path, path: Path) -> None:
-    """Name a finished file so that it survives a power cut: the batches that it was made of are removed next."""
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync(path.parent)
+def _refuse_other(path: Path, asked: Request, there: Request | None, left_out: Sequence[str]) -> None:
+    if there is None:
+        raise OutputError(f"{path} exists and does not say how it was drawn; remove it, or name another --out")
+    if difference := asked.difference(there, *left_out):
+        raise OutputError(f"{path} was drawn with other {difference}; remove it, or name another --out")
 
 
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.writing")
+@contextlib.contextmanager
+def _complete(path: Path) -> Iterator[Path]:
+    """A temporary file that becomes ``path`` so that it survives a power cut: the batches that it was made of are
+    removed next."""
+    temporary = path.with_name(f".{path.name}.writing")
+    with writing(path):
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync(path.parent)

@@ -1,33 +1,16 @@
-"""The real images that drawn ones are compared with: those of the prepared store that was learned.
-
-What is computed of drawn images and the real ones of a store; each score says what it is and of how many.
-
-Scores as a table for people and as JSON for programs, and a picture of what was scored.
-"""
+"""Scores of drawn images against the real ones that were learned, as a table, as JSON and as metrics for MLflow."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from ddpm_ds.checkpoint.manifest import read_manifest
-from ddpm_ds.data.cache import DatasetCache
-from ddpm_ds.data.loader import shuffled
-from ddpm_ds.data.prepare import cache_path, prepare
-from ddpm_ds.errors import DataError
-from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, OF_INCEPTION
-
-if TYPE_CHECKING:
-    from ddpm_ds.evaluate.trained import Trained
 import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
@@ -35,15 +18,19 @@ from torch import Tensor
 
 import ddpm_ds
 from ddpm_ds.checkpoint.folder import write_file
+from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.command_line import aligned, cache_folder
+from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.loader import shuffled
 from ddpm_ds.data.pictures import grid, write_png
-from ddpm_ds.errors import EvaluationError, OutputError
+from ddpm_ds.data.prepare import cache_path, prepare
+from ddpm_ds.errors import DataError, EvaluationError, OutputError
+from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, OF_INCEPTION
 from ddpm_ds.evaluate.classifier import DigitsClassifier
-from ddpm_ds.evaluate.draw import Request
 from ddpm_ds.evaluate.inception import (
     LARGEST_SIDE_PIXELS,
     Gaussian,
-    Inception,
+    Pixels,
     Unavailable,
     find_inception,
     frechet_distance,
@@ -51,63 +38,50 @@ from ddpm_ds.evaluate.inception import (
     kid_subset_images,
     pixel_gaussian,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from ddpm_ds.evaluate.draw import Request
-
-    pass
-    from ddpm_ds.evaluate.trained import Trained
+from ddpm_ds.evaluate.sampling import Request
+from ddpm_ds.evaluate.trained import Trained
+from ddpm_ds.tracking.tracker import print_to_stderr
 
 
-def open_reference(trained: Trained, given: Path | None, progress: bool) -> DatasetCache:
-    """The store at ``given``, else that of the checkpoint's spec, prepared where it is missing; checksums verified.
+def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
+    """The prepared images at ``given``, else those of the checkpoint's spec, prepared where they are missing.
 
-    Of a run that has learned crops, the centres of the images.
+    Checksums are verified. For a run that has learned crops these are the centres of the images.
 
     Raises:
-        DataError: there is none, it is damaged, or it does not hold the images that were learned.
+        DataError: there are none, they are damaged, or not those that were learned.
     """
-    store = DatasetCache.open(given, progress=progress) if given is not None else _own_store(trained, progress)
-    if trained.spec is not None:
-        if store.meta.sha256 != read_manifest(Path(trained.origin)).data_sha256:
+    origin, spec = trained.origin, trained.spec
+    if given is not None:
+        reference = DatasetCache.open(given, progress=True)
+    elif spec is None:
+        raise DataError(
+            f"{origin} is an export, which does not say what it learned; name the folder of its prepared images with "
+            "--dataset DIR"
+        )
+    else:
+        path, source = cache_path(spec.data), spec.data.path
+        if not path.exists() and source is not None and not source.is_dir():
+            raise DataError(f"there are neither prepared images at {path} nor a folder {source}; give --dataset DIR")
+        reference = prepare(spec.data, progress=True)
+    if spec is not None:
+        if reference.meta.sha256 != read_manifest(Path(origin)).data_sha256:
             raise DataError(
-                f"{store.path} holds other images than those that {trained.origin} learned; name theirs with "
-                "--store DIR"
+                f"{reference.path} holds other images than those that {origin} learned; name theirs with --dataset DIR"
             )
-        store = store.centre(trained.spec.data.image_size)
-    if store.meta.shape != trained.image_shape:
-        stored, drawn = ("x".join(map(str, shape)) for shape in (store.meta.shape, trained.image_shape))
-        raise DataError(f"--store {store.path} has images of {stored}, {trained.origin} draws {drawn}; name another")
-    classes = trained.unet_spec.classes
-    if classes is not None and classes != len(store.meta.classes):
-        raise DataError(
-            f"--store {store.path} has {len(store.meta.classes)} classes, {trained.origin} has {classes}; name another"
-        )
-    return store
+        reference = reference.centre(spec.data.image_size)
+    if reference.meta.shape != trained.image_shape:
+        there, drawn = ("x".join(map(str, shape)) for shape in (reference.meta.shape, trained.image_shape))
+        raise DataError(f"--dataset {reference.path} has images of {there}, {origin} draws {drawn}; name another")
+    classes, found = trained.unet_spec.classes, len(reference.meta.classes)
+    if classes not in (None, found):
+        raise DataError(f"--dataset {reference.path} has {found} classes, {origin} has {classes}; name another")
+    return reference
 
 
-def _own_store(trained: Trained, progress: bool) -> DatasetCache:
-    if trained.spec is None:
-        raise DataError(
-            f"{trained.origin} is an export, which does not say what it learned; name the prepared store of its images "
-            "with --store DIR"
-        )
-    data = trained.spec.data
-    path = cache_path(data)
-    if not path.exists() and data.path is not None and not data.path.is_dir():
-        raise DataError(f"there is neither a prepared store at {path} nor a folder {data.path}; give --store DIR")
-    return prepare(data, progress)
-
-
-def labels_like(store: DatasetCache, count: int) -> list[int]:
-    """``count`` labels in the proportions of the store, or all of its labels, to be gone through again."""
-    return [int(label) for label in store.labels[shuffled(len(store))[:count]]]
-
-
-Pixels = npt.NDArray[np.uint8]
-Labels = npt.NDArray[np.int64]
+def labels_like(reference: DatasetCache, count: int) -> list[int]:
+    """``count`` labels in the proportions of the reference, or all of its labels, to be gone through again."""
+    return [int(label) for label in reference.labels[shuffled(len(reference))[:count]]]
 
 
 @dataclass(frozen=True)
@@ -118,99 +92,97 @@ class Score:
     """In MLflow after ``eval/``."""
     title: str
     value: float | None
-    """Of the drawn images; None where only real images have it."""
+    """The score of the drawn images; None where only real images have it."""
     samples: int
     references: int
     tool: str
     real: float | None = None
-    """The same of real images, where that is something."""
+    """The same score of real images, where there is one."""
     details: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """As it is logged."""
+        """The numbers by their names in MLflow."""
         values = {f"eval/{self.name}": self.value, f"eval/{self.name}_real": self.real}
         return {name: value for name, value in values.items() if value is not None}
 
 
-@dataclass(frozen=True)
 class Scorer:
-    """Which scores can be had, and what they are computed with."""
+    """Computes the scores that were asked for, or all that can be had on this machine."""
 
-    metrics: tuple[str, ...]
-    store: DatasetCache
-    inception: Inception | None
-    cache: Path
-
-    @classmethod
-    def prepare(
-        cls, asked: Sequence[str] | None, store: DatasetCache, weights: Path | None, say: Callable[[str], None]
-    ) -> Scorer:
-        """Find out what can be had of the metrics ``asked`` for, of all where None; ``say`` names what can't.
+    def __init__(self, asked: Sequence[str] | None, reference: DatasetCache, inception_weights: Path | None) -> None:
+        """``asked`` is some of METRICS; None takes those that can be had, and a line on stderr names the others.
 
         Raises:
-            EvaluationError: one was asked for by name and can't be had.
+            EvaluationError: a score was asked for by name and can't be had.
+            OutputError: there is no folder for what is computed of the reference once.
         """
-        if len(store) < FEWEST_IMAGES:
-            raise EvaluationError(f"{store.path} has {len(store)} images, too few to compare with; use a larger store")
-        wanted = set(METRICS if asked is None else asked)
-        if "digits" in wanted and store.meta.source != "digits":
+        if len(reference) < FEWEST_IMAGES:
+            raise EvaluationError(
+                f"{reference.path} has {len(reference)} images, too few to compare with; use a larger data set"
+            )
+        self._reference, self._inception = reference, None
+        self._wanted = set(METRICS if asked is None else asked)
+        if "digits" in self._wanted and reference.meta.source != "digits":
             if asked is not None:
                 raise EvaluationError(
-                    f"--metrics digits: the classifier reads handwritten digits, and {store.path} is of source "
-                    f"{store.meta.source}; leave digits out"
+                    f"--metrics digits: the classifier reads handwritten digits, and {reference.path} is of source "
+                    f"{reference.meta.source}; leave digits out"
                 )
-            wanted.remove("digits")
-        inception = None
-        if needing := [name for name in OF_INCEPTION if name in wanted]:
+            self._wanted.remove("digits")
+        if needing := [name for name in OF_INCEPTION if name in self._wanted]:
             try:
-                inception = find_inception(weights)
+                self._inception = find_inception(inception_weights)
             except Unavailable as reason:
                 if asked is not None:
                     raise EvaluationError(f"--metrics {','.join(needing)} can't be had: {reason}") from None
-                say(f"FID, KID, precision and recall are left out: {reason}")
-                wanted.difference_update(OF_INCEPTION)
-        return cls(tuple(name for name in METRICS if name in wanted), store, inception, cache_beside(store.path))
+                print_to_stderr(f"FID, KID, precision and recall are left out: {reason}")
+        self._cache = cache_beside(reference.path)
 
-    def scores(self, images: Pixels, labels: Tensor | None, device: torch.device, progress: bool) -> list[Score]:
-        """Of uint8 ``images`` (N, C, H, W); ``labels`` (N,) are the classes that they were asked to be, if any."""
-        found = []
-        if self.inception is not None:
-            found += self._of_inception(self.inception, images, device, progress)
-        if "pixel" in self.metrics:
-            found.append(self._of_pixels(images))
-        if "digits" in self.metrics:
-            found += self._of_digits(images, None if labels is None else labels.numpy())
+    def scores(self, images: Pixels, labels: Tensor | None, device: torch.device) -> list[Score]:
+        """Score uint8 ``images`` (N, C, H, W); ``labels`` (N,) are the classes that they were asked to be, if any."""
+        found = self._inception_scores(images, device)
+        if "pixel" in self._wanted:
+            found.append(self._pixel_score(images))
+        if "digits" in self._wanted:
+            found += self._digits_scores(images, labels)
         return found
 
-    def _of_inception(self, inception: Inception, images: Pixels, device: torch.device, progress: bool) -> list[Score]:
+    def _inception_scores(self, images: Pixels, device: torch.device) -> list[Score]:
+        if self._inception is None:
+            return []
+        reference = self._reference
         values = inception_scores(
-            inception,
+            self._inception,
             images,
-            self.store.images,
-            reference_sha256=self.store.key,
-            cache=self.cache,
-            wanted=self.metrics,
+            reference.images,
+            reference_sha256=reference.key,
+            cache=self._cache,
+            wanted=self._wanted,
             device=device,
-            progress=progress,
         )
-        subset = kid_subset_images(len(images), len(self.store))
+        subset = kid_subset_images(len(images), len(reference))
         details = {"kid": {"standard_deviation": values.pop("kid_std", None), "subset_images": subset}}
-        titles = {"fid": "FID", "kid": "KID", "precision": "precision", "recall": "recall"}
-        counts = (len(images), len(self.store), inception.tool)
+        counts = (len(images), len(reference), self._inception.tool)
         return [
-            Score(f"{name}_{short(len(images))}", titles[name], value, *counts, details=details.get(name, {}))
+            Score(
+                f"{name}_{short(len(images))}",
+                name.upper() if name in ("fid", "kid") else name,
+                value,
+                *counts,
+                details=details.get(name, {}),
+            )
             for name, value in values.items()
         ]
 
-    def _of_pixels(self, images: Pixels) -> Score:
+    def _pixel_score(self, images: Pixels) -> Score:
         reference, halves = self._pixels_of_reference()
         return Score(
             f"pixel_frechet_{short(len(images))}",
             f"pixel Fréchet distance, {reference.dims:,} dims",
             frechet_distance(pixel_gaussian(images), reference),
             len(images),
-            len(self.store),
+            len(self._reference),
             f"ddpm_ds {ddpm_ds.__version__}",
             real=halves,
             details={"dims": reference.dims, "real_is": "between two halves of the reference"},
@@ -218,45 +190,43 @@ class Scorer:
 
     def _pixels_of_reference(self) -> tuple[Gaussian, float]:
         """The Gaussian of the reference, and the distance between those of its halves; kept in the cache."""
-        path = self.cache / f"{self.store.key[:16]}-pixels{LARGEST_SIDE_PIXELS}.safetensors"
+        images = self._reference.images
+        path = self._cache / f"{self._reference.key[:16]}-pixels{LARGEST_SIDE_PIXELS}.safetensors"
         try:
             kept = load_file(path)
             return Gaussian(kept["mean"], kept["covariance"]), float(kept["halves"])
         except (OSError, SafetensorError, KeyError):  # not there, or damaged
-            order = shuffled(len(self.store))
-            fitted = pixel_gaussian(self.store.images)
-            first, second = (pixel_gaussian(self.store.images[np.sort(half)]) for half in np.array_split(order, 2))
-            halves = frechet_distance(first, second)
-            values = {"mean": fitted.mean, "covariance": fitted.covariance, "halves": np.array(halves)}
+            fitted = pixel_gaussian(images)
+            halves = [np.sort(half) for half in np.array_split(shuffled(len(images)), 2)]
+            distance = frechet_distance(*(pixel_gaussian(images[half]) for half in halves))
+            values = {"mean": fitted.mean, "covariance": fitted.covariance, "halves": np.array(distance)}
             with contextlib.suppress(OSError):  # it only saves time
                 write_file(path, save(values))
-            return fitted, halves
+            return fitted, distance
 
-    def _of_digits(self, images: Pixels, labels: Labels | None) -> list[Score]:
-        classifier = DigitsClassifier(np.asarray(self.store.images), self.store.labels)
+    def _digits_scores(self, images: Pixels, labels: Tensor | None) -> list[Score]:
+        classifier = DigitsClassifier(np.asarray(self._reference.images), self._reference.labels)
         read, real = classifier.read(images), classifier.real
-        counts = (len(images), len(real.labels))
         tool = f"classifier of {classifier.trained_on:,} other real digits, ddpm_ds {ddpm_ds.__version__}"
         shares = {"shares": read.shares, "shares_real": real.shares}
-        accuracy = None if labels is None else read.accuracy(labels)
-        scores = [
-            ("top_probability", "digits: mean top probability", read.top_probability, real.top_probability, {}),
-            ("class_balance", "digits: class balance, entropy / log 10", read.balance, real.balance, shares),
-            ("accuracy", "digits: read as their label", accuracy, classifier.real_accuracy, {}),
-        ]
+        accuracy = None if labels is None else read.accuracy(labels.numpy())
         return [
-            Score(f"digits_{name}", title, value, *counts, tool, real=of_real, details=details)
-            for name, title, value, of_real, details in scores
+            Score(f"digits_{name}", title, value, len(images), len(real.labels), tool, of_real, details)
+            for name, title, value, of_real, details in (
+                ("top_probability", "digits: mean top probability", read.top_probability, real.top_probability, {}),
+                ("class_balance", "digits: class balance, entropy / log 10", read.balance, real.balance, shares),
+                ("accuracy", "digits: read as their label", accuracy, classifier.real_accuracy, {}),
+            )
         ]
 
 
-def cache_beside(store: Path) -> Path:
-    """A folder for what is computed of the reference once: beside the store, or in the home folder's cache.
+def cache_beside(dataset: Path) -> Path:
+    """A folder for what is computed of the reference once: beside the data set, or in the home folder's cache.
 
     Raises:
         OutputError: neither can be written.
     """
-    folder = store.resolve().parent / "evaluation_cache"
+    folder = dataset.resolve().parent / "evaluation_cache"
     with contextlib.suppress(OSError):
         folder.mkdir(exist_ok=True)
     if os.access(folder, os.W_OK):
@@ -276,56 +246,51 @@ def short(count: int) -> str:
     return f"{count // 1000}k" if count % 1000 == 0 else str(count)
 
 
-SCORES, PICTURE = "scores.json", "samples.png"
-FILES = (SCORES, PICTURE)
 HEADER = ("score", "value", "of real", "samples", "reference", "sampler", "steps", "weights", "guidance", "tool")
 TEXT_COLUMNS = {0, 5, 7, 9}
 
 
-def table(scores: Sequence[Score], drawn: Request) -> str:
+def table(scores: Sequence[Score], request: Request) -> str:
     """A line for each score, with all that it depends on; then the shares of classes, where there are any."""
-    sampler = drawn.sampler
-    guidance = "-" if drawn.labels is None else f"{sampler.guidance:g}"
-    how = (sampler.kind, str(sampler.steps), drawn.weights, guidance)
+    sampler = request.sampler
+    guidance = "-" if request.labels is None else f"{sampler.guidance:g}"
+    how = (sampler.kind, str(sampler.steps), request.weights, guidance)
     rows = [HEADER]
     for score in scores:
         value, real = _number(score.value), _number(score.real)
         rows.append((score.title, value, real, f"{score.samples:,}", f"{score.references:,}", *how, score.tool))
     lines = aligned(rows, TEXT_COLUMNS)
-    for score in scores:
-        if "shares" in score.details:
-            lines += ["", *_shares(score.details)]
+    for details in (score.details for score in scores if "shares" in score.details):
+        shares: dict[str, Any] = {"samples": details["shares"], "of real": details["shares_real"]}
+        classes = ("class", *map(str, range(len(shares["samples"]))))
+        percentages = [(title, *(f"{share:.1%}" for share in found)) for title, found in shares.items()]
+        lines += ["", *aligned([classes, *percentages], {0})]
     return "\n".join(lines)
-
-
-def _shares(details: Mapping[str, Any]) -> list[str]:
-    rows = [("class", *map(str, range(len(details["shares"]))))]
-    for title, key in (("samples", "shares"), ("of real", "shares_real")):
-        rows.append((title, *(f"{share:.1%}" for share in details[key])))
-    return aligned(rows, {0})
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def about(drawn: Request, store: DatasetCache) -> dict[str, Any]:
-    """What the scores are of."""
-    labels = None if drawn.labels is None else "in the proportions of the reference"
-    reference = {"store": str(store.path), "images": len(store), "sha256": store.meta.sha256}
+def about(request: Request, reference: DatasetCache) -> dict[str, Any]:
+    """The images and the reference that scores are about, for ``scores.json`` and MLflow."""
+    drawn = request.model_dump(mode="json", exclude={"batch_images"})
+    labels = None if request.labels is None else "in the proportions of the reference"
+    real = {"store": str(reference.path), "images": len(reference), "sha256": reference.meta.sha256}
     versions = {"ddpm_ds": ddpm_ds.__version__, "torch": torch.__version__}
-    return {**drawn.model_dump(mode="json"), "labels": labels, "reference": reference, "version": versions}
+    return {**drawn, "labels": labels, "reference": real, "version": versions}
 
 
-def write_report(folder: Path, facts: Mapping[str, Any], scores: Sequence[Score], pictured: Pixels) -> None:
-    """Write :data:`FILES` into ``folder``: the scores and the facts :func:`about` them as JSON, and some images.
+def write_report(folder: Path, facts: Mapping[str, Any], scores: Sequence[Score], pictured: Pixels) -> list[Path]:
+    """Write and return ``scores.json``, the scores and the facts :func:`about` them, and ``samples.png``.
 
     Scores of an earlier evaluation of the same images against the same reference stay, unless they are made anew.
 
     Raises:
         OSError: the file system refuses.
     """
-    path, new = folder / SCORES, [asdict(score) for score in scores]
+    path, picture = folder / "scores.json", folder / "samples.png"
+    new = [asdict(score) for score in scores]
     try:
         before = json.loads(path.read_text())
         kept = before["scores"] if before["reference"]["sha256"] == facts["reference"]["sha256"] else []
@@ -334,4 +299,5 @@ def write_report(folder: Path, facts: Mapping[str, Any], scores: Sequence[Score]
     names = {score["name"] for score in new}
     content = {**facts, "scores": [score for score in kept if score["name"] not in names] + new}
     write_file(path, (json.dumps(content, indent=2) + "\n").encode())
-    write_png(grid(torch.from_numpy(np.array(pictured))), folder / PICTURE)
+    write_png(grid(torch.from_numpy(np.array(pictured))), picture)
+    return [path, picture]

@@ -1,6 +1,6 @@
-"""A folder that diffusers has written, or that was written for it: configurations and weights, read without it.
+"""Trained weights, whole and in one process: from a checkpoint of any layout, or from a folder of diffusers.
 
-Trained weights, whole and in one process: from a checkpoint of any layout, or from a folder of diffusers.
+A folder of diffusers is read without diffusers.
 """
 
 from __future__ import annotations
@@ -32,113 +32,10 @@ from ddpm_ds.unet.model import UNet, parameter_shapes
 
 WEIGHTS = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")
 CONFIG, SCHEDULER_CONFIG = "config.json", "scheduler_config.json"
-CHUNK_BYTES = 2**20
-
-
-class DiffusersFolder:
-    """A pipeline (``unet/config.json``, ``scheduler/scheduler_config.json``) or a bare model (both at the root).
-
-    Raises:
-        CheckpointError: a file is missing, can't be read, or describes what our U-Net can't express; so do all methods.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        model = path / "unet" if (path / "unet" / CONFIG).is_file() else path
-        config = _read_json(model / CONFIG)
-        scheduler = path / "scheduler" if (path / "scheduler" / SCHEDULER_CONFIG).is_file() else path
-        self._scheduler = scheduler / SCHEDULER_CONFIG
-        try:
-            self.unet, self.image_channels, self.image_size = unet_spec_from_diffusers(config)
-        except ValueError as error:
-            raise CheckpointError(f"{model / CONFIG} is no U-Net of ours: {error}") from None
-        self.class_rows: int | None = config.get("num_class_embeds")
-        """Rows of the class embedding, the last of which is read as "no label"."""
-        found = [model / name for name in WEIGHTS if (model / name).is_file()]
-        if not found:
-            raise CheckpointError(f"{model} holds no weights; it should hold {' or '.join(WEIGHTS)}, in one file")
-        self.weights: Path = found[0]
-
-    @staticmethod
-    def at(path: Path) -> bool:
-        """Whether ``path`` is meant to be such a folder."""
-        return (path / "unet" / CONFIG).is_file() or (path / CONFIG).is_file()
-
-    @property
-    def has_schedule(self) -> bool:
-        return self._scheduler.is_file()
-
-    def diffusion(self, base: DiffusionSpec | None = None) -> DiffusionSpec:
-        """The diffusion process; its loss and weighting are those of ``base``."""
-        if not self.has_schedule:
-            raise CheckpointError(
-                f"{self.path} holds no {SCHEDULER_CONFIG}, so its noise schedule is not known; add the one it was "
-                f"trained with"
-            )
-        try:
-            return diffusion_from_scheduler(_read_json(self._scheduler), base)
-        except ValueError as error:
-            raise CheckpointError(f"{self._scheduler} is no diffusion process of ours: {error}") from None
-
-    def tensors(self, layers: Sequence[Layer], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
-        """Each of our tensors in fp32, by its name in ``shapes``, one at a time."""
-        names, read = _open_weights(self.weights)
-        try:
-            stored = stored_names(names, layers)
-        except ValueError as error:
-            raise CheckpointError(f"{self.weights} does not fit its {CONFIG}: {error}") from None
-        for ours, theirs in tensor_names(layers):
-            first, *rest = published_shape(shapes[ours])
-            expected = (first // len(theirs), *rest)
-            parts = []
-            for name in theirs:
-                part = read(stored[name])
-                if tuple(part.shape) != expected or not part.is_floating_point():
-                    what = f"{str(part.dtype).removeprefix('torch.')} of shape {tuple(part.shape)}"
-                    raise CheckpointError(
-                        f"{self.weights} does not fit its {CONFIG}: {stored[name]} is {what}, not floats of {expected}"
-                    )
-                parts.append(part.float())
-            yield ours, from_published(torch.cat(parts))
-
-    def digest(self) -> str:
-        """The sha256 of the file of weights."""
-        digest = hashlib.sha256()
-        with self.weights.open("rb") as file:
-            while chunk := file.read(CHUNK_BYTES):
-                digest.update(chunk)
-        return digest.hexdigest()
-
-
-def _open_weights(path: Path) -> tuple[Iterable[str], Callable[[str], Tensor]]:
-    """The tensors' names in a file, and what reads one of them."""
-    try:
-        if path.suffix == ".safetensors":
-            opened = safe_open(path, framework="pt")
-            return opened.keys(), opened.get_tensor
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError):
-        raise CheckpointError(f"{path} is damaged, or holds more than tensors; get it again") from None
-    if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
-        raise CheckpointError(f"{path} holds something else than tensors by name; it should be a model's state")
-    return state.keys(), state.__getitem__
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read ({error.strerror})") from None
-    except ValueError:
-        raise CheckpointError(f"{path} is damaged: it is not JSON") from None
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} is no configuration: it should be a JSON object")
-    return values
-
 
 Weights = Literal["ema", "raw"]
 KINDS: dict[Weights, str] = {"ema": "ema", "raw": "master"}
-"""Kinds of a checkpoint: averaged, and as trained."""
+"""Kinds of weights in a checkpoint: averaged, and as trained."""
 
 
 @dataclass(frozen=True)
@@ -158,12 +55,17 @@ class Trained:
     digest: str
     """sha256 that is another one whenever the weights are."""
     weights: Literal["ema", "raw", "export"]
-    images_seen: int | None
-    """Of a checkpoint: how long it was trained."""
-    run_dir: Path | None
+    images_seen: int | None = None
+    """How long a checkpoint was trained."""
+    run_dir: Path | None = None
     """The run's folder, where the checkpoint lies in ``RUN_DIR/checkpoints``."""
-    spec: RunSpec | None
+    spec: RunSpec | None = None
     """The run's spec; None for an export."""
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The U-Net's list of layers."""
+        return unet_layers(self.unet_spec, image_channels=self.image_shape[0], image_size=self.image_shape[1])
 
 
 def find_trained(path: Path) -> Path:
@@ -202,7 +104,18 @@ def load_trained(
         return _load_checkpoint(found, weights, device, dtype)
     if weights != "ema":
         raise CheckpointError(f"{found} is an export, which has weights of one kind; leave out --weights {weights}")
-    return _load_export(found, device, dtype)
+    folder = DiffusersFolder(found)
+    diffusion = folder.diffusion()
+    return Trained(
+        unet=_filled(folder.layers, folder.tensors(), found, device, dtype),
+        unet_spec=folder.unet,
+        diffusion=diffusion,
+        sampler=SamplerSpec(),
+        image_shape=(folder.image_channels, folder.image_size, folder.image_size),
+        origin=str(found),
+        digest=folder.digest(),
+        weights="export",
+    )
 
 
 def _load_checkpoint(path: Path, weights: Weights, device: torch.device | str, dtype: torch.dtype) -> Trained:
@@ -221,16 +134,15 @@ def _load_checkpoint(path: Path, weights: Weights, device: torch.device | str, d
         ) from None
     data = spec.data
     layers = unet_layers(spec.unet, image_channels=data.channels, image_size=data.image_size)
-    unet = _build(layers, device, dtype)
     shapes = parameter_shapes(layers)
     if shapes != reader.manifest.parameters:
         wrong = min(shapes.items() ^ reader.manifest.parameters.items())[0]
         raise CheckpointError(f"checkpoint {path} is of another U-Net than its spec: {wrong} differs; use another")
-    _fill(unet, ((name, reader.read(kind, name).view(shape)) for name, shape in shapes.items()), path)
+    tensors = ((name, reader.read(kind, name).view(shape)) for name, shape in shapes.items())
     folder = path.resolve()
     run_dir = folder.parent.parent if folder.parent == checkpoints_of(folder.parent.parent) else None
     return Trained(
-        unet=unet,
+        unet=_filled(layers, tensors, path, device, dtype),
         unet_spec=spec.unet,
         diffusion=spec.diffusion,
         sampler=spec.sampler,
@@ -244,40 +156,125 @@ def _load_checkpoint(path: Path, weights: Weights, device: torch.device | str, d
     )
 
 
-def _load_export(path: Path, device: torch.device | str, dtype: torch.dtype) -> Trained:
-    folder = DiffusersFolder(path)
-    channels, size = folder.image_channels, folder.image_size
-    diffusion = folder.diffusion()
-    layers = unet_layers(folder.unet, image_channels=channels, image_size=size)
-    unet = _build(layers, device, dtype)
-    _fill(unet, folder.tensors(layers, parameter_shapes(layers)), path)
-    return Trained(
-        unet=unet,
-        unet_spec=folder.unet,
-        diffusion=diffusion,
-        sampler=SamplerSpec(),
-        image_shape=(channels, size, size),
-        origin=str(path),
-        digest=folder.digest(),
-        weights="export",
-        images_seen=None,
-        run_dir=None,
-        spec=None,
-    )
-
-
-def _build(layers: Sequence[Layer], device: torch.device | str, dtype: torch.dtype) -> UNet:
-    """A U-Net whose weights are still to be filled in."""
-    return UNet(layers, 0).eval().requires_grad_(False).to(device, dtype)
-
-
-def _fill(unet: UNet, tensors: Iterable[tuple[str, Tensor]], path: Path) -> None:
-    """Put tensors by global name into a U-Net."""
+def _filled(
+    layers: Sequence[Layer],
+    tensors: Iterable[tuple[str, Tensor]],
+    path: Path,
+    device: torch.device | str,
+    dtype: torch.dtype,
+) -> UNet:
+    """A U-Net with the weights ``tensors``, by global name."""
+    unet = UNet(layers, 0).eval().requires_grad_(False).to(device, dtype)
     parameters = dict(unet.layers.named_parameters())
     for name, tensor in tensors:
         parameters[name].copy_(tensor)
         if not parameters[name].isfinite().all():
             if tensor.isfinite().all():
-                dtype = str(parameters[name].dtype).removeprefix("torch.")
-                raise CheckpointError(f"{name} of {path} has values beyond {dtype}; use fp32")
+                raise CheckpointError(f"{name} of {path} has values beyond {_name(dtype)}; use fp32")
             raise CheckpointError(f"{name} of {path} has values that are not finite; use weights from before")
+    return unet
+
+
+class DiffusersFolder:
+    """A pipeline (``unet/config.json``, ``scheduler/scheduler_config.json``) or a bare model (both at the root).
+
+    Raises:
+        CheckpointError: a file is missing, can't be read, or describes what our U-Net can't express; so do all methods.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        model = path / "unet" if (path / "unet" / CONFIG).is_file() else path
+        scheduler = path / "scheduler" if (path / "scheduler" / SCHEDULER_CONFIG).is_file() else path
+        self._scheduler = scheduler / SCHEDULER_CONFIG
+        config = _read_json(model / CONFIG)
+        try:
+            self.unet, self.image_channels, self.image_size = unet_spec_from_diffusers(config)
+        except ValueError as error:
+            raise CheckpointError(f"{model / CONFIG} is no U-Net of ours: {error}") from None
+        self.layers = unet_layers(self.unet, image_channels=self.image_channels, image_size=self.image_size)
+        self.class_rows: int | None = config.get("num_class_embeds")
+        """Rows of the class embedding, the last of which is read as "no label"."""
+        found = [model / name for name in WEIGHTS if (model / name).is_file()]
+        if not found:
+            raise CheckpointError(f"{model} holds no weights; it should hold {' or '.join(WEIGHTS)}, in one file")
+        self.weights: Path = found[0]
+
+    @staticmethod
+    def at(path: Path) -> bool:
+        """Whether ``path`` is meant to be such a folder."""
+        return (path / "unet" / CONFIG).is_file() or (path / CONFIG).is_file()
+
+    @property
+    def has_schedule(self) -> bool:
+        """Whether the folder says how noise was added."""
+        return self._scheduler.is_file()
+
+    def diffusion(self, base: DiffusionSpec | None = None) -> DiffusionSpec:
+        """The diffusion process; its loss and weighting are those of ``base``."""
+        if not self.has_schedule:
+            raise CheckpointError(
+                f"{self.path} holds no {SCHEDULER_CONFIG}, so its noise schedule is not known; add the one it was "
+                f"trained with"
+            )
+        try:
+            return diffusion_from_scheduler(_read_json(self._scheduler), base)
+        except ValueError as error:
+            raise CheckpointError(f"{self._scheduler} is no diffusion process of ours: {error}") from None
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor of our U-Net in fp32, by its global name, one at a time."""
+        names, read = _open_weights(self.weights)
+        try:
+            stored = stored_names(names, self.layers)
+        except ValueError as error:
+            raise CheckpointError(f"{self.weights} does not fit its {CONFIG}: {error}") from None
+        shapes = parameter_shapes(self.layers)
+        for ours, theirs in tensor_names(self.layers):
+            first, *rest = published_shape(shapes[ours])
+            expected = (first // len(theirs), *rest)
+            parts = []
+            for name in theirs:
+                part = read(stored[name])
+                if tuple(part.shape) != expected or not part.is_floating_point():
+                    raise CheckpointError(
+                        f"{self.weights} does not fit its {CONFIG}: {stored[name]} is {_name(part.dtype)} of shape "
+                        f"{tuple(part.shape)}, not floats of {expected}"
+                    )
+                parts.append(part.float())
+            yield ours, from_published(torch.cat(parts))
+
+    def digest(self) -> str:
+        """The sha256 of the file of weights."""
+        with self.weights.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _open_weights(path: Path) -> tuple[Iterable[str], Callable[[str], Tensor]]:
+    """The tensors' names in a file, and what reads one of them."""
+    try:
+        if path.suffix == ".safetensors":
+            opened = safe_open(path, framework="pt")
+            return opened.keys(), opened.get_tensor
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError):
+        raise CheckpointError(f"{path} is damaged, or holds more than tensors; get it again") from None
+    if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
+        raise CheckpointError(f"{path} holds something else than tensors by name; it should be a model's state")
+    return state.keys(), state.__getitem__
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        values = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read ({error.strerror})") from None
+    except ValueError:
+        raise CheckpointError(f"{path} is damaged: it is not JSON") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} is no configuration: it should be a JSON object")
+    return values
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

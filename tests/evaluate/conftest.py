@@ -1,4 +1,4 @@
-"""Sampling for tests: planted runs, the verb in this process, and drawings that are cut short."""
+"""Planted runs, prepared digits, and what stands in for MLflow, for all tests of this folder."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from ddpm_ds.cli.main import main
-from ddpm_ds.evaluate import sampling
-from ddpm_ds.evaluate.draw import draw
-from tests.evaluate.planted import FAST, plant
+from ddpm_ds.config.spec import DataSpec
+from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.prepare import prepare
+from ddpm_ds.evaluate import mlflow_child, sampling
+from ddpm_ds.evaluate.sampling import draw
+from ddpm_ds.tracking.tracker import RunLink
+from tests.evaluate.planted import UNLABELLED, plant
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose U-Net has 10 classes."""
     run_dir = tmp_path_factory.mktemp("runs") / "classes"
@@ -23,28 +26,18 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def without_classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose U-Net has no classes."""
     run_dir = tmp_path_factory.mktemp("runs") / "plain"
-    plant(run_dir, unet={"classes": None}, train={"label_drop": 0.0})
+    plant(run_dir, **UNLABELLED)
     return run_dir
 
 
-@pytest.fixture
-def sample(planted: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs the verb in this process and gives what it printed."""
-
-    def run(*arguments: object, code: int = 0, run_dir: Path = planted) -> str:
-        capsys.readouterr()
-        assert main(["sample", str(run_dir), *FAST, *map(str, arguments)]) == code, capsys.readouterr().err
-        said = capsys.readouterr()
-        if code != 2:
-            return said.out
-        line, *more = [line for line in said.err.splitlines() if line and "images/s" not in line]
-        assert line.startswith("ddpm-ds: error: ") and not more
-        return line
-
-    return run
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> DatasetCache:
+    """The real digits, prepared."""
+    return prepare(DataSpec(source="digits", image_size=8, channels=1, store_root=tmp_path_factory.mktemp("data")))
 
 
 @pytest.fixture
@@ -65,3 +58,43 @@ def watch_drawing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
         return drawn
 
     return watch
+
+
+class FakeTracker:
+    """Takes what would go to MLflow."""
+
+    def __init__(self, kind: str, options: dict[str, Any]) -> None:
+        self.kind, self.run_dir, self.params = kind, options["run_dir"], options["params"]
+        self.logged: dict[str, float] = {}
+        self.artifacts: list[tuple[str, str]] = []
+        self.registered: list[tuple[str, str]] = []
+        self.status = ""
+
+    def metrics(self, values: dict[str, float], step: int) -> None:
+        self.logged |= values
+
+    def artifact(self, path: Path, folder: str) -> None:
+        assert path.exists()
+        self.artifacts.append((path.name, folder))
+
+    def register(self, name: str, folder: str) -> None:
+        self.registered.append((name, folder))
+
+    def finish(self, status: str) -> RunLink:
+        self.status = status
+        return RunLink("the-id", "1", "uri", "mlflow ui")
+
+
+@pytest.fixture
+def trackers(monkeypatch: pytest.MonkeyPatch) -> list[FakeTracker]:
+    """The children that are recorded from now on, which MLflow does not get."""
+    made: list[FakeTracker] = []
+
+    class Tracker:
+        @staticmethod
+        def start(experiment: str, name: str, **options: Any) -> FakeTracker:
+            made.append(FakeTracker(options["tags"]["kind"], options))
+            return made[-1]
+
+    monkeypatch.setattr(mlflow_child, "Tracker", Tracker)
+    return made

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from mlflow import MlflowClient
 from PIL import Image
 from torch import Tensor
 
@@ -23,32 +19,24 @@ from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.prepare import prepare
-from ddpm_ds.evaluate import diary, inception, sampling, scores, trained
+from ddpm_ds.errors import DataError
+from ddpm_ds.evaluate import inception, sampling, scores, trained
+from ddpm_ds.evaluate.classifier import DigitsClassifier, Reading
 from ddpm_ds.evaluate.inception import Unavailable
-from ddpm_ds.evaluate.scores import cache_beside, labels_like, short
-from ddpm_ds.tracking.run_folder import RunFolder
-from ddpm_ds.tracking.tracker import RunLink
-from ddpm_ds.tracking.worker import START_TAG
+from ddpm_ds.evaluate.scores import cache_beside, labels_like, open_reference, short
 from tests.evaluate.inception_weights import write_weights
-from tests.evaluate.planted import plant, trained_of
-from tests.launching import REPOSITORY, tiny_spec
+from tests.evaluate.planted import UNLABELLED, plant, trained_of
+from tests.launching import tiny_spec
 
 FAST = ("--sampler", "ddim", "--steps", "2", "--device", "cpu")
-Draw = Callable[..., Tensor]
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> DatasetCache:
-    """The real digits."""
-    root = tmp_path_factory.mktemp("data")
-    return prepare(DataSpec(source="digits", image_size=8, channels=1, store_root=root))
+Evaluate = Callable[..., str]
+Watch = Callable[..., list[int]]
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path, store: DatasetCache) -> Path:
+def run_dir(tmp_path: Path, digits: DatasetCache) -> Path:
     """The folder of a run, class-conditional, whose checkpoint learned these digits."""
-    data = {"store_root": str(store.path.parent)}
-    plant(tmp_path / "run", data_sha256=store.meta.sha256, data=data, sampler={"guidance": 2.0})
+    plant(tmp_path / "run", data_sha256=digits.meta.sha256, data={"store_root": str(digits.path.parent)})
     return tmp_path / "run"
 
 
@@ -64,39 +52,8 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scores, "find_inception", find)
 
 
-class FakeTracker:
-    """Takes what would go to MLflow."""
-
-    made: list[FakeTracker]
-
-    def __init__(self, name: str, options: dict[str, Any]) -> None:
-        self.name, self.options = name, options
-        self.logged: dict[str, float] = {}
-        self.artifacts: list[str] = []
-
-    def metrics(self, values: dict[str, float], step: int) -> None:
-        self.logged |= values
-
-    def artifact(self, path: Path, folder: str) -> None:
-        self.artifacts.append(path.name)
-
-    def finish(self, status: str) -> RunLink:
-        return RunLink("the-id", "1", "uri", "mlflow ui")
-
-
 @pytest.fixture
-def tracker(monkeypatch: pytest.MonkeyPatch) -> type[FakeTracker]:
-    def start(experiment: str, name: str, **options: Any) -> FakeTracker:
-        FakeTracker.made.append(FakeTracker(name, options))
-        return FakeTracker.made[-1]
-
-    FakeTracker.made = []
-    monkeypatch.setattr(diary, "Tracker", SimpleNamespace(start=start))
-    return FakeTracker
-
-
-@pytest.fixture
-def evaluate(run_dir: Path, tracker: type[FakeTracker], capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def evaluate(run_dir: Path, trackers: list[Any], capfd: pytest.CaptureFixture[str]) -> Evaluate:
     """Runs the verb in this process and gives what it printed, its bars left out."""
 
     def run(*arguments: object, path: Path = run_dir, code: int = 0) -> str:
@@ -117,70 +74,37 @@ def by_name(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {score["name"]: score for score in content["scores"]}
 
 
-def real_digits(store: DatasetCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw images of the store that have the asked-for labels, each another one."""
-
-    def draw(_: Any, __: Any, index: Tensor, *, labels: Tensor, **___: Any) -> Tensor:
-        of_class = [np.flatnonzero(store.labels == label) for label in range(10)]
-        chosen = [of_class[label][i % len(of_class[label])] for i, label in zip(index, labels, strict=True)]
-        return torch.from_numpy(np.array(store.images[chosen]))
-
-    monkeypatch.setattr(sampling, "draw", draw)
-
-
 def no_drawing(*_: Any, **__: Any) -> Tensor:
     raise AssertionError("nothing is to be drawn")
 
 
-def test_the_scores_go_to_a_table_a_file_and_mlflow_as_a_child_of_the_run(
-    run_dir: Path, store: DatasetCache, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    client = MlflowClient(f"sqlite:///{run_dir.parent}/mlflow.db")
-    experiment_id = client.create_experiment("ddpm_ds", (run_dir.parent / "mlartifacts").as_uri())
-    parent = client.create_run(experiment_id, tags={START_TAG: RunFolder(run_dir).identity()}).info.run_id
-    assert main(["evaluate", str(run_dir), *FAST, "--count", "20", "--weights", "raw"]) == 0
-    out, err = capfd.readouterr()
-
-    assert "FID, KID, precision and recall are left out: there is no network here" in err
-    (line,) = (line for line in out.splitlines() if line.startswith("pixel Fréchet distance, 64 dims"))
-    assert line.split()[7:14] == ["20", "1,797", "ddim", "2", "raw", "2", "ddpm_ds"], "counts, how drawn, by what"
-    assert "digits: mean top probability" in out and "classifier of 1,347 other real digits" in out
-    content = report(run_dir / "evaluations")
-    assert content["sampler"]["steps"] == 2 and content["weights"] == "raw" and content["count"] == 20
-    assert content["reference"] == {"store": str(store.path), "images": 1797, "sha256": store.meta.sha256}
-
-    (child,) = client.search_runs([experiment_id], "tags.kind = 'evaluate'")
-    assert child.data.tags["mlflow.parentRunId"] == parent and child.data.tags["checkpoint"] == "images-000000320"
-    values = {f"eval/{name}": score["value"] for name, score in by_name(content).items()}
-    real = {f"eval/{name}_real": score["real"] for name, score in by_name(content).items()}
-    assert child.data.metrics == pytest.approx(values | real)
-    names = {"pixel_frechet_20", "digits_top_probability", "digits_class_balance", "digits_accuracy"}
-    assert set(values) == {f"eval/{name}" for name in names}
-    assert child.data.params["sampler.kind"] == "ddim" and child.data.params["count"] == "20"
-    assert [file.path for file in client.list_artifacts(child.info.run_id)] == ["samples.png", "scores.json"]
-    assert child.info.run_id in out
-    (picture,) = (run_dir / "evaluations").glob("*/samples.png")
-    assert Image.open(picture).size[0] > 100
-
-
 def test_real_digits_score_as_real_ones_and_noise_does_not(
-    run_dir: Path, store: DatasetCache, evaluate: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    run_dir: Path, digits: DatasetCache, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def real_digits(_: Any, __: Any, index: Tensor, *, labels: Tensor, **___: Any) -> Tensor:
+        of_class = [np.flatnonzero(digits.labels == label) for label in range(10)]
+        chosen = [of_class[label][i % len(of_class[label])] for i, label in zip(index, labels, strict=True)]
+        return torch.from_numpy(np.array(digits.images[chosen]))
+
     evaluate("--count", 600, "--seed", 1, "--out", run_dir / "noise", "--steps", 1)
-    real_digits(store, monkeypatch)
+    monkeypatch.setattr(sampling, "draw", real_digits)
     evaluate("--count", 600, "--out", run_dir / "real")
-    noise, real = (by_name(report(run_dir / which)) for which in ("noise", "real"))
+    content = report(run_dir / "real")
+    assert content["reference"] == {"store": str(digits.path), "images": 1797, "sha256": digits.meta.sha256}
+    assert (content["sampler"]["steps"], content["weights"], content["count"]) == (2, "ema", 600)
+    noise, real = by_name(report(run_dir / "noise")), by_name(content)
     assert real["digits_accuracy"]["value"] > 0.97 and noise["digits_accuracy"]["value"] < 0.3
     top = "digits_top_probability"
     assert real[top]["value"] > 0.95 and noise[top]["value"] < 0.5 and noise[top]["real"] == real[top]["real"] > 0.95
     assert real["digits_class_balance"]["value"] > 0.99
     assert real["pixel_frechet_600"]["value"] < 1.0 < noise["pixel_frechet_600"]["value"]
     assert 0.0 < real["pixel_frechet_600"]["real"] < 1.0, "the distance between two halves of the real digits"
+    (picture,) = (run_dir / "real").glob("*/samples.png")
+    assert Image.open(picture).size[0] > 100
 
 
 def test_other_metrics_draw_nothing_anew_and_leave_the_scores_that_are_there(
-    run_dir: Path, evaluate: Callable[..., str], tracker: type[FakeTracker], monkeypatch: pytest.MonkeyPatch
+    run_dir: Path, digits: DatasetCache, evaluate: Evaluate, trackers: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     evaluate("--count", 20, "--metrics", "pixel")
     monkeypatch.setattr(sampling, "draw", no_drawing)
@@ -188,84 +112,66 @@ def test_other_metrics_draw_nothing_anew_and_leave_the_scores_that_are_there(
     assert "pixel" not in out and "left out" not in out
     assert next(iter(by_name(report(run_dir / "evaluations")))) == "pixel_frechet_20"
     assert len(report(run_dir / "evaluations")["scores"]) == 4
-    assert [set(child.logged) & {"eval/pixel_frechet_20"} for child in tracker.made] == [
-        {"eval/pixel_frechet_20"},
-        set(),
-    ]
+    assert ["eval/pixel_frechet_20" in child.logged for child in trackers] == [True, False]
+    (record,) = (run_dir / "evaluations").glob("*/drawn/sampling.json")
+    assert json.loads(record.read_text())["labels"] == labels_like(digits, 20)
 
 
-@pytest.mark.parametrize("change", [("--seed", 1), ("--weights", "raw"), ("--steps", 3), ("--count", 21)])
-def test_other_images_are_another_evaluation(
-    change: tuple[object, ...], run_dir: Path, evaluate: Callable[..., str]
-) -> None:
-    evaluate("--count", 20, "--metrics", "pixel")
-    evaluate("--count", 20, "--metrics", "pixel", *change)
-    assert len(list((run_dir / "evaluations").iterdir())) == 2
+def test_other_images_are_another_evaluation(run_dir: Path, evaluate: Evaluate) -> None:
+    changes: list[tuple[object, ...]] = [(), ("--seed", 1), ("--weights", "raw"), ("--steps", 3), ("--count", 21)]
+    for number, change in enumerate(changes):
+        evaluate("--count", 20, "--metrics", "pixel", *change)
+        assert len(list((run_dir / "evaluations").iterdir())) == number + 1
 
 
 def test_an_interrupted_evaluation_keeps_what_is_drawn_and_records_nothing(
-    run_dir: Path, evaluate: Callable[..., str], tracker: type[FakeTracker], monkeypatch: pytest.MonkeyPatch
+    evaluate: Evaluate, trackers: list[Any], watch_drawing: Watch
 ) -> None:
-    drawn: list[int] = []
-    draw = sampling.draw
-
-    def watched(trained: Any, sampler: Any, index: Tensor, **options: Any) -> Tensor:
-        if len(drawn) == 20:
-            raise KeyboardInterrupt
-        drawn.extend(index.tolist())
-        return draw(trained, sampler, index, **options)
-
-    monkeypatch.setattr(sampling, "draw", watched)
+    watch_drawing(2, KeyboardInterrupt())
     out = evaluate("--count", 35, "--batch-images", 10, "--metrics", "pixel", code=130)
-    assert "interrupted: what is drawn is kept" in out and tracker.made == []
-    drawn.append(-1)
+    assert "interrupted: what is drawn is kept" in out and trackers == []
+    drawn = watch_drawing()
     evaluate("--count", 35, "--batch-images", 10, "--metrics", "pixel")
-    assert drawn == [*range(20), -1, *range(20, 35)] and len(tracker.made) == 1
+    assert drawn == [*range(20, 35)] and len(trackers) == 1
 
 
-def test_labels_are_asked_for_in_the_proportions_of_the_store(
-    store: DatasetCache, evaluate: Callable[..., str], run_dir: Path
-) -> None:
-    few, all_labels = labels_like(store, 500), labels_like(store, 10_000)
-    assert all_labels[:500] == few and len(all_labels) == len(store)
-    assert np.bincount(all_labels).tolist() == np.bincount(store.labels).tolist()
+def test_labels_are_asked_for_in_the_proportions_of_the_reference(digits: DatasetCache) -> None:
+    few, all_labels = labels_like(digits, 500), labels_like(digits, 10_000)
+    assert all_labels[:500] == few and len(all_labels) == len(digits)
+    assert np.bincount(all_labels).tolist() == np.bincount(digits.labels).tolist()
     assert min(np.bincount(few)) > 30, "and shuffled: the first ones have all classes"
-    evaluate("--count", 20, "--metrics", "pixel")
-    (record,) = (run_dir / "evaluations").glob("*/drawn/sampling.json")
-    assert json.loads(record.read_text())["labels"] == few[:20]
 
 
 def test_without_classes_no_label_is_asked_for(
-    tmp_path: Path, store: DatasetCache, evaluate: Callable[..., str], tracker: type[FakeTracker]
+    tmp_path: Path, digits: DatasetCache, evaluate: Evaluate, trackers: list[Any]
 ) -> None:
-    data = {"store_root": str(store.path.parent)}
-    sections: dict[str, Any] = {"data": data, "unet": {"classes": None}, "train": {"label_drop": 0.0}}
-    plant(tmp_path / "plain", data_sha256=store.meta.sha256, **sections)
-    out = evaluate("--count", 20, path=tmp_path / "plain")
+    data = {"store_root": str(digits.path.parent)}
+    plant(tmp_path / "plain", data_sha256=digits.meta.sha256, data=data, **UNLABELLED)
+    out = evaluate("--count", 20, "--metrics", "digits", path=tmp_path / "plain")
     (line,) = (line for line in out.splitlines() if line.startswith("digits: read as their label"))
     assert line.split()[5:7] == ["-", "0.9867"], "the classifier's own accuracy on real digits is said all the same"
-    assert "eval/digits_accuracy" not in tracker.made[0].logged
-    assert tracker.made[0].logged["eval/digits_accuracy_real"] > 0.97
+    assert "eval/digits_accuracy" not in trackers[0].logged and trackers[0].logged["eval/digits_accuracy_real"] > 0.97
 
 
+@pytest.mark.long
 def test_inceptions_scores_by_name_count_and_tool(
     run_dir: Path,
-    store: DatasetCache,
+    digits: DatasetCache,
     tmp_path: Path,
-    evaluate: Callable[..., str],
-    tracker: type[FakeTracker],
+    evaluate: Evaluate,
+    trackers: list[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     version = pytest.importorskip("torch_fidelity").__version__
     monkeypatch.setattr(inception, "LAYER", "64")
     weights = write_weights(tmp_path / "weights.pt", monkeypatch)
-    meta = store.meta.model_copy(update={"count": 24})
-    small = DatasetCache(store.path, meta, store.images[:24], store.labels[:24])  # a view
-    monkeypatch.setattr("ddpm_ds.evaluate.scores.prepare", lambda *_: small)
+    meta = digits.meta.model_copy(update={"count": 24})
+    small = DatasetCache(digits.path, meta, digits.images[:24], digits.labels[:24])  # a view
+    monkeypatch.setattr(scores, "prepare", lambda *_, **__: small)
     monkeypatch.setattr(scores, "cache_beside", lambda _: tmp_path / "cache")
     out = evaluate("--count", 20, "--metrics", "fid,kid,pr", "--inception-weights", weights)
     names = {"fid_20", "kid_20", "precision_20", "recall_20"}
-    assert set(tracker.made[0].logged) == {f"eval/{name}" for name in names}
+    assert set(trackers[0].logged) == {f"eval/{name}" for name in names}
     found = by_name(report(run_dir / "evaluations"))
     assert set(found) == names and found["kid_20"]["details"]["subset_images"] == 20
     assert all((score["samples"], score["references"]) == (20, 24) for score in found.values())
@@ -279,33 +185,29 @@ def exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_an_export_is_compared_with_a_store_that_is_named_and_recorded_nowhere(
+@pytest.mark.parametrize("option", ["--dataset", "--store"])
+def test_an_export_is_compared_with_a_data_set_that_is_named_and_recorded_nowhere(
     tmp_path: Path,
-    store: DatasetCache,
-    evaluate: Callable[..., str],
-    tracker: type[FakeTracker],
+    digits: DatasetCache,
+    evaluate: Evaluate,
+    trackers: list[Any],
     monkeypatch: pytest.MonkeyPatch,
+    option: str,
 ) -> None:
     exported(tmp_path, monkeypatch)
-    assert "name the prepared store of its images with --store DIR" in evaluate("--count", 20, code=2)
-    out = evaluate("--count", 20, "--store", store.path)
-    assert "export is not in the folder of a run, so nothing is recorded in MLflow" in out and tracker.made == []
+    assert "name the folder of its prepared images with --dataset DIR" in evaluate("--count", 20, code=2)
+    out = evaluate("--count", 20, option, digits.path, "--metrics", "pixel")
+    assert "export is not in the folder of a run, so nothing is recorded in MLflow" in out and trackers == []
     assert report(tmp_path / "evaluations")["weights"] == "export"
 
 
-def test_a_store_that_has_moved_is_named(
-    tmp_path: Path, store: DatasetCache, evaluate: Callable[..., str], run_dir: Path
+def test_statistics_of_the_reference_are_kept_beside_it(
+    tmp_path: Path, evaluate: Evaluate, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moved = prepare(DataSpec(source="digits", image_size=8, channels=1, store_root=tmp_path / "moved"))
-    evaluate("--count", 20, "--metrics", "pixel", "--store", moved.path)
+    arguments = ("--count", 20, "--metrics", "pixel", "--dataset", moved.path)
+    evaluate(*arguments)
     assert report(run_dir / "evaluations")["reference"]["store"] == str(moved.path)
-    assert (moved.path.parent / "evaluation_cache").is_dir()
-
-
-def test_reference_statistics_are_kept(
-    store: DatasetCache, evaluate: Callable[..., str], run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    evaluate("--count", 20, "--metrics", "pixel")
     before = by_name(report(run_dir / "evaluations"))
     fit, fitted = scores.pixel_gaussian, list[int]()
 
@@ -314,11 +216,12 @@ def test_reference_statistics_are_kept(
         return fit(images)
 
     monkeypatch.setattr(scores, "pixel_gaussian", watched)
-    evaluate("--count", 20, "--metrics", "pixel")
+    evaluate(*arguments)
     assert fitted == [20] and by_name(report(run_dir / "evaluations")) == before
-    (kept,) = cache_beside(store.path).glob(f"{store.meta.sha256['images.npy'][:16]}-pixels*")
+    (kept,) = (moved.path.parent / "evaluation_cache").iterdir()
+    assert kept.name.startswith(f"{moved.meta.sha256['images.npy'][:16]}-pixels")
     kept.write_bytes(b"damaged")
-    evaluate("--count", 20, "--metrics", "pixel")
+    evaluate(*arguments)
     assert len(fitted) == 5 and by_name(report(run_dir / "evaluations")) == before
 
 
@@ -329,12 +232,12 @@ def test_reference_statistics_are_kept(
         (("--metrics", "pixel,inception"), "'inception' is none of fid, kid, pr, pixel, digits"),
         (("--count", "9"), "'9' is not a number from 10 on"),
         (("--inception-weights", "nowhere.pt"), "--inception-weights nowhere.pt can't be used (No such file"),
-        (("--store", "nowhere"), "there is no prepared store at nowhere"),
+        (("--dataset", "nowhere"), "nowhere"),
         (("--steps", "2000"), "--steps = 2000 is above the 1000 timesteps"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_nothing_is_drawn_or_written(
-    arguments: tuple[str, ...], line: str, evaluate: Callable[..., str], run_dir: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: tuple[str, ...], line: str, evaluate: Evaluate, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampling, "draw", no_drawing)
     pytest.importorskip("torch_fidelity")
@@ -343,32 +246,35 @@ def test_what_cannot_be_is_one_line_and_nothing_is_drawn_or_written(
     assert not (run_dir / "evaluations").exists()
 
 
-@pytest.mark.parametrize(
-    ("spec", "line"),
-    [
-        (DataSpec(source="digits", image_size=16, channels=1), "holds other images than those that"),
-        (None, "is of source folder; leave digits out"),
-    ],
-)
-def test_a_store_that_does_not_fit_is_one_line(
-    spec: DataSpec | None,
-    line: str,
-    tmp_path: Path,
-    run_dir: Path,
-    store: DatasetCache,
-    evaluate: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_data_set_that_does_not_fit_is_one_line(
+    tmp_path: Path, run_dir: Path, digits: DatasetCache, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if spec is None:
-        other = replace(store, meta=store.meta.model_copy(update={"source": "folder"}))
-        monkeypatch.setattr("ddpm_ds.evaluate.scores.prepare", lambda *_: other)
-        out = evaluate("--metrics", "digits", code=2)
-    else:
-        made = prepare(spec.model_copy(update={"store_root": tmp_path}))
-        out = evaluate("--store", made.path, code=2)
-        exported(tmp_path, monkeypatch)
-        assert "has images of 1x16x16, export draws 1x8x8" in evaluate("--store", made.path, code=2)
-    assert line in out and len(out.splitlines()) == 1 and not (run_dir / "evaluations").exists()
+    larger = prepare(DataSpec(source="digits", image_size=16, channels=1, store_root=tmp_path))
+    lines = [evaluate("--dataset", larger.path, code=2)]
+    assert "holds other images than those that" in lines[0]
+    with monkeypatch.context() as patch:
+        other = replace(digits, meta=digits.meta.model_copy(update={"source": "folder"}))
+        patch.setattr(scores, "prepare", lambda *_, **__: other)
+        lines.append(evaluate("--metrics", "digits", code=2))
+        assert "is of source folder; leave digits out" in lines[1]
+    exported(tmp_path, monkeypatch)
+    lines.append(evaluate("--dataset", larger.path, code=2))
+    assert "has images of 1x16x16, export draws 1x8x8" in lines[2]
+    assert all(len(line.splitlines()) == 1 for line in lines) and not (run_dir / "evaluations").exists()
+
+
+def test_for_a_run_that_learned_crops_the_centres_are_the_reference(tmp_path: Path) -> None:
+    section = {"crop_from": 11, "store_root": str(tmp_path / "stores")}
+    spec = tiny_spec(data=section)
+    whole = prepare(spec.data)
+    checkpoint = plant(tmp_path / "run", data_sha256=whole.meta.sha256, data=section)
+    learned = replace(trained_of(spec), origin=str(checkpoint))
+    for given in (None, whole.path):
+        reference = open_reference(learned, given)
+        assert reference.meta.shape == (1, 8, 8) and (reference.images == whole.images[:, :, 1:9, 1:9]).all()
+        assert reference.key != whole.key  # statistics of whole images are not taken for those of crops
+    with pytest.raises(DataError, match=r"has images of 1x11x11, .* draws 1x8x8"):
+        open_reference(replace(learned, spec=None), whole.path)
 
 
 def test_a_read_only_data_folder_keeps_its_statistics_in_the_home_folders_cache(
@@ -376,17 +282,33 @@ def test_a_read_only_data_folder_keeps_its_statistics_in_the_home_folders_cache(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(os, "access", lambda path, mode: "home" in str(path))
-    assert cache_beside(tmp_path / "data" / "store") == tmp_path / "home" / "ddpm_ds"
+    assert cache_beside(tmp_path / "data" / "digits") == tmp_path / "home" / "ddpm_ds"
 
 
 def test_counts_in_names() -> None:
     assert [short(count) for count in (50_000, 10_000, 500, 2500)] == ["50k", "10k", "500", "2500"]
 
 
-def test_the_command_line_is_read_without_torch() -> None:
-    program = (
-        "import sys, ddpm_ds.cli.evaluate\n"
-        "sys.exit(str({'torch', 'numpy', 'mlflow', 'deepspeed', 'sklearn'} & set(sys.modules) or '') or 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY)
-    assert done.returncode == 0, done.stderr
+def test_the_classifier_reads_real_digits_that_it_has_not_seen_and_is_sure_of_nothing_else(
+    digits: DatasetCache,
+) -> None:
+    images, labels = np.asarray(digits.images), digits.labels
+    classifier = DigitsClassifier(images, labels)
+    assert classifier.real_accuracy > 0.97 and 0.95 < classifier.real.top_probability < 1.0
+    assert (classifier.trained_on, len(classifier.real.labels)) == (1347, 450)
+    assert classifier.real.balance > 0.99 and sum(classifier.real.shares) == pytest.approx(1.0)
+    noise = np.random.Generator(np.random.Philox(0)).integers(0, 256, (300, 1, 8, 8), np.uint8)
+    for other in (noise, np.full_like(noise, 127), np.zeros_like(noise)):
+        assert classifier.read(other).top_probability < 0.35
+    sevens = classifier.read(images[labels == 7])
+    assert sevens.shares[7] > 0.97 and sevens.balance < 0.1 and len(sevens.shares) == 10
+    large = images.repeat(2, 2).repeat(2, 3).repeat(3, 1)  # prepared larger and in colour
+    assert classifier.read(large).labels.tolist() == classifier.read(images).labels.tolist()
+
+
+def test_balance_is_relative_entropy_and_accuracy_the_share_read_as_asked_for() -> None:
+    none = np.array([], np.int64)
+    assert Reading(none, 1.0, (0.1,) * 10).balance == pytest.approx(1.0)
+    assert Reading(none, 1.0, (1.0, *[0.0] * 9)).balance == 0.0
+    assert Reading(none, 1.0, (0.5, 0.5, *[0.0] * 8)).balance == pytest.approx(np.log(2) / np.log(10))
+    assert Reading(np.array([1, 2, 3, 4]), 1.0, (0.1,) * 10).accuracy(np.array([1, 2, 3, 5])) == 0.75

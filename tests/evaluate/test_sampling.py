@@ -1,12 +1,12 @@
-"""Long drawings: going on after an interruption, and sharing by processes."""
+"""Images from trained weights: one batch, the sampler's options, what ddpm-ds sample writes, and going on."""
 
 from __future__ import annotations
 
+import argparse
 import errno
+import json
 import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,15 +15,125 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from torch import Tensor
 
-from ddpm_ds.errors import OutputError
-from ddpm_ds.evaluate import sampling
-from ddpm_ds.evaluate.draw import draw
-from ddpm_ds.evaluate.sampling import draw_many
+from ddpm_ds.cli.main import main
+from ddpm_ds.cli.sample import add_drawing_options, sampler_from
+from ddpm_ds.cli.sample import main as sample_launched
+from ddpm_ds.config.spec import SamplerSpec
+from ddpm_ds.data.pictures import grid
+from ddpm_ds.errors import SpecError
+from ddpm_ds.evaluate import outputs, sampling
+from ddpm_ds.evaluate.outputs import PngFolder, record_of
+from ddpm_ds.evaluate.sampling import Request, draw
+from ddpm_ds.evaluate.trained import Trained, load_trained
 from tests.evaluate.planted import FAST, FAST_SAMPLER, trained_of
-from tests.launching import REPOSITORY, free_port, launch, tiny_spec
+from tests.launching import REPOSITORY, fork_ranks, launch, tiny_spec
 
 SCRIPT = REPOSITORY / "launch" / "sample.py"
+INDEX = torch.arange(6)
+Sample = Callable[..., str]
+Watch = Callable[..., list[int]]
+
+
+@pytest.fixture(scope="module")
+def trained() -> Trained:
+    return trained_of(tiny_spec())
+
+
+@pytest.fixture
+def sample(planted: Path, capsys: pytest.CaptureFixture[str]) -> Sample:
+    """Runs the verb in this process and gives what it printed."""
+
+    def run(*arguments: object, code: int = 0, run_dir: Path = planted) -> str:
+        capsys.readouterr()
+        assert main(["sample", str(run_dir), *FAST, *map(str, arguments)]) == code, capsys.readouterr().err
+        said = capsys.readouterr()
+        if code != 2:
+            return said.out
+        line, *more = [line for line in said.err.splitlines() if line and "images/s" not in line]
+        assert line.startswith("ddpm-ds: error: ") and not more
+        return line
+
+    return run
+
+
+def images(trained: Trained, index: Tensor = INDEX, *, seed: int = 0, **sampler: Any) -> Tensor:
+    return draw(trained, FAST_SAMPLER.model_copy(update=sampler), index, labels=index % 10, seed=seed)
+
+
+def most_apart(one: Tensor, other: Tensor) -> int:
+    return int((one.int() - other.int()).abs().max())
+
+
+def test_an_image_depends_on_its_seed_and_number_and_not_on_its_batch(trained: Trained) -> None:
+    together = images(trained)
+    assert (together.shape, together.dtype) == ((6, 1, 8, 8), torch.uint8)
+    alone = torch.cat([images(trained, INDEX[i : i + 1]) for i in INDEX])
+    assert most_apart(together, alone) <= 1  # rounding may move a value over the edge between two bytes
+    assert most_apart(together.flip(0), images(trained, INDEX.flip(0))) <= 1
+    assert most_apart(together[0], together[1]) > 50 and most_apart(together, images(trained, seed=1)) > 50
+
+
+def test_labels_and_guidance_reach_the_u_net_and_each_step_is_told(trained: Trained) -> None:
+    one, two = (draw(trained, FAST_SAMPLER, INDEX, labels=torch.full_like(INDEX, label), seed=0) for label in (1, 2))
+    assert not one.equal(two)
+    assert not images(trained).equal(images(trained, guidance=3.0))
+    steps: list[int] = []
+    no_label = draw(trained, FAST_SAMPLER, INDEX, labels=None, seed=0, after_step=steps.append)
+    assert images(trained, guidance=0.0).equal(no_label) and not images(trained).equal(no_label)
+    assert steps == [1, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_draws_nearly_the_same(trained: Trained, dtype: torch.dtype) -> None:
+    full, half = images(trained).float(), images(trained_of(tiny_spec(), dtype=dtype)).float()
+    assert (half - full).abs().mean() < (images(trained, seed=1).float() - full).abs().mean() / 4
+
+
+def made_of(run: SamplerSpec, *arguments: str, classes: int | None = 10) -> SamplerSpec:
+    parser = argparse.ArgumentParser()
+    add_drawing_options(parser)
+    return sampler_from(parser.parse_args(["PATH", *arguments]), run, timesteps=1000, classes=classes)
+
+
+def test_options_change_the_runs_own_sampler() -> None:
+    run = SamplerSpec(kind="ddim", steps=7, eta=0.5, spacing="leading", clip="dynamic", guidance=2.0)
+    assert made_of(run) == made_of(run, "--sampler", "ddim") == run
+    flags = ["--sampler", "ddpm", "--steps", "9", "--spacing", "linspace", "--variance", "small", "--clip", "none"]
+    wanted = SamplerSpec(kind="ddpm", steps=9, spacing="linspace", variance="small", clip="none", guidance=0.0)
+    assert made_of(SamplerSpec(), *flags, "--guidance", "0") == wanted
+    assert made_of(SamplerSpec(kind="ddim"), "--eta", "0.25").eta == 0.25
+
+
+def test_another_kind_begins_with_its_own_steps_and_no_noise() -> None:
+    run = SamplerSpec(kind="ddim", steps=200, eta=1.0, guidance=2.0)
+    changed = made_of(run, "--sampler", "dpm_solver")
+    assert (changed.steps_of(1000), changed.eta, changed.guidance) == (20, 0.0, 2.0)
+    assert made_of(run, "--sampler", "dpm_solver", "--steps", "5").steps == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--steps", "1001"], "--steps = 1001 is above the 1000 timesteps; use fewer"),
+        (["--steps", "0"], "--steps 0: input should be greater than 0"),
+        (["--eta", "0.5"], "--eta = 0.5 is of ddim, not of dpm_solver; use --sampler ddim or eta 0"),
+        (["--sampler", "ddim", "--eta", "nan"], "--eta nan: input should be a finite number"),
+        (["--variance", "small"], "--variance is of ddpm, not of dpm_solver; leave it out or use --sampler ddpm"),
+        (["--guidance", "2"], "--guidance = 2 needs a class-conditional U-Net; leave it at 1, or train one"),
+    ],
+)
+def test_what_a_sampler_does_not_have_is_refused_in_words_of_the_option(arguments: list[str], said: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        made_of(SamplerSpec(), *arguments, classes=None)
+    assert str(caught.value).startswith(said) and "\n" not in str(caught.value)
+
+
+def expected(planted: Path, count: int, labels: Tensor | None, first: int = 0, seed: int = 0) -> Tensor:
+    index = torch.arange(first, first + count)
+    return draw(load_trained(planted), FAST_SAMPLER, index, labels=labels, seed=seed)
 
 
 def contents(out: Path) -> dict[str, bytes]:
@@ -31,9 +141,125 @@ def contents(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (out.iterdir() if out.is_dir() else [out])}
 
 
+def test_a_grid_of_64_goes_into_the_runs_folder(planted: Path, sample: Sample) -> None:
+    out = planted / "samples-000000320.png"
+    assert sample() == f"{out}: 64 images by ddim in 3 steps, seed 0, ema weights after 320 images\n"
+    wanted = expected(planted, 64, torch.arange(64) % 10)
+    assert np.asarray(Image.open(out)).tolist() == np.asarray(grid(wanted)).tolist()
+    assert sorted(path.name for path in planted.iterdir()) == ["checkpoints", out.name]
+    out.unlink()
+
+
+def test_an_npz_is_what_evaluators_of_guided_diffusion_read(
+    planted: Path, without_classes: Path, tmp_path: Path, sample: Sample
+) -> None:
+    sample("--count", 7, "--first", 5, "--seed", 9, "--labels", "4,2,0", "--out", tmp_path / "x.npz")
+    labels = torch.tensor([4, 2, 0])[torch.arange(5, 12) % 3]
+    with np.load(tmp_path / "x.npz") as archive:
+        assert archive.files == ["arr_0", "arr_1"]
+        drawn, written = archive["arr_0"], archive["arr_1"]
+    assert drawn.dtype == np.uint8 and drawn.shape == (7, 8, 8, 1)
+    assert (written.dtype, written.tolist()) == (np.int64, labels.tolist())
+    assert drawn.transpose(0, 3, 1, 2).tolist() == expected(planted, 7, labels, first=5, seed=9).tolist()
+    for run_dir in (planted, without_classes):
+        out = tmp_path / f"{run_dir.name}.npz"
+        sample("--count", 2, "--labels", "none", "--out", out, run_dir=run_dir)
+        assert np.load(out).files == ["arr_0"]
+
+
+def test_a_folder_of_pngs_numbered_by_image(planted: Path, tmp_path: Path, sample: Sample) -> None:
+    sample("--count", 3, "--first", 10, "--out", tmp_path / "pngs", "--labels", "3")
+    found = {path.name: np.asarray(Image.open(path)).tolist() for path in (tmp_path / "pngs").glob("*.png")}
+    wanted = expected(planted, 3, torch.tensor([3, 3, 3]), first=10)
+    assert found == {f"0000{10 + i}.png": image.tolist() for i, image in enumerate(wanted[:, 0])}
+    record = json.loads((tmp_path / "pngs" / "sampling.json").read_text())
+    assert (record["seed"], record["labels"], record["sampler"]["steps"]) == (0, [3], 3)
+    assert not {"first", "count", "batch_images"} & set(record)
+
+
+@pytest.mark.parametrize("name", ["x.npz", "x.png"])
+def test_the_record_of_a_file_says_how_it_was_drawn(name: str, tmp_path: Path, sample: Sample) -> None:
+    sample("--count", 2, "--first", 3, "--seed", 4, "--labels", "7", "--out", tmp_path / name)
+    record = record_of(tmp_path / name)
+    assert record is not None and record.sampler == FAST_SAMPLER
+    assert (record.first, record.count, record.seed, record.labels, record.images_seen) == (3, 2, 4, (7,), 320)
+
+
+def test_weights_precision_and_batches(tmp_path: Path, sample: Sample) -> None:
+    def values(*arguments: object) -> np.ndarray:
+        out = tmp_path / f"{len(list(tmp_path.iterdir()))}.npz"
+        sample("--count", 12, *arguments, "--out", out)
+        return np.load(out)["arr_0"].astype(int)
+
+    whole = values()
+    assert np.abs(whole - values("--batch-images", 5)).max() <= 1
+    assert (whole != values("--weights", "raw")).any()
+    said = sample("--count", 2, "--precision", "fp16", "--out", tmp_path / "x.png")
+    assert said.startswith("fp16 on a CPU: stored in fp16, computed in fp32\n")
+
+
+@pytest.mark.parametrize("name", ["x.npz", "x.png", "pngs", "folder.png"])
+def test_what_is_not_ours_is_never_overwritten(name: str, tmp_path: Path, sample: Sample) -> None:
+    mine = tmp_path / name
+    if name in ("pngs", "folder.png"):
+        mine.mkdir()
+        mine = mine / "holiday.png"
+    Image.new("RGB", (4, 4)).save(mine, format="PNG")
+    content = mine.read_bytes()
+    assert "exists and does not say how it was drawn" in sample("--count", 2, "--out", tmp_path / name, code=2)
+    assert mine.read_bytes() == content and len(list(tmp_path.rglob("*"))) <= 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--sampler euler", "argument --sampler: invalid choice: 'euler'"),
+        ("--sampler ddpm --eta 0.5", "--eta = 0.5 is of ddim, not of ddpm"),
+        ("--labels 10", "--labels 10 is out of range: the U-Net has 10 classes, 0 to 9"),
+        ("--labels 0,1,-2", "--labels 0,1,-2 is none of all, none, a class such as 3"),
+        ("--labels none --guidance 3", "--guidance 3 needs classes to guide to"),
+        ("--count 0", "argument --count: '0' is not a positive number"),
+        ("--first -1", "argument --first"),
+        ("--seed 4294967296", "argument --seed: '4294967296' is not a number from 0 to 2^32 - 1"),
+        ("--out OUT/x.jpg", "the suffix .jpg is of no format; use .png, .npz or none, or say --format"),
+        ("--out OUT/x.png --format npz", "has the suffix of a grid, not of --format npz"),
+        ("--out OUT/x.npz --mlflow", "--mlflow logs a grid"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(
+    arguments: str, said: str, planted: Path, tmp_path: Path, sample: Sample
+) -> None:
+    words = arguments.replace("OUT", str(tmp_path)).split()
+    assert said in sample(*words, *([] if "--out" in words else ["--out", tmp_path / "x.png"]), code=2)
+    assert not any(tmp_path.iterdir()) and [path.name for path in planted.iterdir()] == ["checkpoints"]
+
+
+def test_a_u_net_without_classes_takes_no_labels_and_no_guidance(
+    without_classes: Path, tmp_path: Path, sample: Sample
+) -> None:
+    out = ("--out", tmp_path / "x.png")
+    for labels in ("all", "3"):
+        said = sample("--labels", labels, *out, run_dir=without_classes, code=2)
+        assert f"--labels {labels}: the U-Net has no classes (unet.classes is null); leave it out" in said
+    said = sample("--guidance", 2, *out, run_dir=without_classes, code=2)
+    assert "--guidance = 2 needs a class-conditional U-Net" in said
+    assert str(tmp_path) in sample(*out, run_dir=tmp_path, code=2), "no weights"
+
+
+def test_the_grid_is_logged_where_that_is_asked_for(
+    planted: Path, tmp_path: Path, sample: Sample, trackers: list[Any]
+) -> None:
+    sample("--count", 2, "--out", tmp_path / "x.png")
+    assert trackers == []
+    assert "MLflow run the-id" in sample("--count", 2, "--out", tmp_path / "y.png", "--mlflow")
+    (child,) = trackers
+    assert (child.kind, child.run_dir, child.params["seed"]) == ("sample", planted, 0)
+    assert child.artifacts == [("y.png", "")] and child.status == "FINISHED"
+
+
 @pytest.mark.parametrize("name", ["x.npz", "x.png", "pngs"])
 def test_what_was_interrupted_goes_on_where_it_was(
-    name: str, tmp_path: Path, sample: Callable[..., str], watch_drawing: Callable[..., list[int]]
+    name: str, tmp_path: Path, sample: Sample, watch_drawing: Watch
 ) -> None:
     arguments = ("--count", 10, "--batch-images", 3, "--labels", "0,1")
     sample(*arguments, "--out", tmp_path / "through" / name)
@@ -47,38 +273,14 @@ def test_what_was_interrupted_goes_on_where_it_was(
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, "through"])
 
 
-def test_a_killed_process_leaves_what_it_had(planted: Path, tmp_path: Path, sample: Callable[..., str]) -> None:
-    out, partial = tmp_path / "x.npz", tmp_path / ".x.npz.partial"
-    arguments = ["--count", "60", "--batch-images", "2", "--steps", "12", "--out"]
-    command = [sys.executable, "-m", "ddpm_ds.cli.main", "sample", str(planted), *FAST, *arguments, str(out)]
-    process = subprocess.Popen(command, cwd=REPOSITORY)
-    try:
-        wait_until(lambda: len(list(partial.glob("*.npy"))) >= 3, process)
-    finally:
-        process.kill()
-        process.wait()
-    assert not out.exists()
-    assert re.match(r"\d+ of 60 images are there from before\n", sample(*arguments, out))
-    sample(*arguments, tmp_path / "through.npz")
-    assert out.read_bytes() == (tmp_path / "through.npz").read_bytes()
-
-
-def wait_until(condition: Callable[[], bool], *processes: subprocess.Popen[Any], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline and all(process.poll() is None for process in processes)
-        time.sleep(0.02)
-
-
-def test_an_interrupted_drawing_is_not_mixed_with_another(
-    tmp_path: Path, sample: Callable[..., str], watch_drawing: Callable[..., list[int]]
-) -> None:
+def test_an_interrupted_drawing_is_not_mixed_with_another(tmp_path: Path, sample: Sample, watch_drawing: Watch) -> None:
     arguments = ("--count", 10, "--batch-images", 3, "--out", tmp_path / "x.npz")
+    watch_drawing(0, KeyboardInterrupt())
+    sample(*arguments, "--seed", 5, code=130)  # without a finished batch it binds nobody
     watch_drawing(1, KeyboardInterrupt())
     sample(*arguments, code=130)
     partial = tmp_path / ".x.npz.partial"
-    kept = {path.name: path.read_bytes() for path in partial.iterdir()}
-    watch_drawing()
+    kept = contents(partial)
     for change, name in (
         (("--seed", 1), "seed"),
         (("--steps", 4), "sampler.steps"),
@@ -90,23 +292,12 @@ def test_an_interrupted_drawing_is_not_mixed_with_another(
     ):
         said = sample(*arguments, *change, code=2)
         assert f"{partial} was drawn with other {name}; remove it, or name another --out" in said
-    assert {path.name: path.read_bytes() for path in partial.iterdir()} == kept
-    sample(*arguments)
-
-
-def test_a_drawing_without_a_finished_batch_binds_nobody(
-    tmp_path: Path, sample: Callable[..., str], watch_drawing: Callable[..., list[int]]
-) -> None:
-    for name in ("x.npz", "pngs"):
-        watch_drawing(0, KeyboardInterrupt())
-        sample("--count", 2, "--out", tmp_path / name, code=130)
-        watch_drawing()
-        sample("--count", 2, "--seed", 1, "--out", tmp_path / name)
+    assert contents(partial) == kept
 
 
 @pytest.mark.parametrize("name", ["x.npz", "x.png"])
 def test_a_finished_file_is_there_already_or_refused(
-    name: str, planted: Path, tmp_path: Path, sample: Callable[..., str], watch_drawing: Callable[..., list[int]]
+    name: str, planted: Path, tmp_path: Path, sample: Sample, watch_drawing: Watch
 ) -> None:
     out = tmp_path / name
     sample("--count", 4, "--out", out)
@@ -119,26 +310,24 @@ def test_a_finished_file_is_there_already_or_refused(
     assert drawn == [] and out.read_bytes() == content
 
 
-def test_a_folder_takes_more_images_of_the_same_recipe(
-    tmp_path: Path, sample: Callable[..., str], watch_drawing: Callable[..., list[int]]
-) -> None:
+def test_a_folder_takes_more_images_of_the_same_kind(tmp_path: Path, sample: Sample, watch_drawing: Watch) -> None:
     out = tmp_path / "pngs"
     sample("--count", 4, "--out", out)
-    before = {path.name: path.stat().st_mtime_ns for path in out.glob("*.png")}
+    before = contents(out)
     drawn = watch_drawing()
     assert "already there" in sample("--count", 3, "--out", out)
     assert sample("--count", 7, "--batch-images", 5, "--out", out).startswith("4 of 7 images are there from before\n")
     sample("--count", 2, "--first", 20, "--out", out)
     assert drawn == [4, 5, 6, 20, 21] and len(list(out.glob("*.png"))) == 9
-    assert {name: (out / name).stat().st_mtime_ns for name in before} == before
+    assert contents(out).items() >= before.items()
     assert "other seed" in sample("--count", 7, "--seed", 1, "--out", out, code=2)
 
 
-def test_a_full_disk_is_one_line_and_what_is_drawn_is_kept(
-    tmp_path: Path, sample: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+def test_a_full_disk_and_a_full_device_are_one_line_and_what_is_drawn_is_kept(
+    tmp_path: Path, sample: Sample, watch_drawing: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ("--count", 6, "--batch-images", 2, "--out", tmp_path / "x.npz")
-    write_file = sampling.write_file
+    write_file = outputs.write_file
 
     def full(path: Path, content: bytes) -> None:
         if path.name == "000000004.npy":
@@ -146,93 +335,61 @@ def test_a_full_disk_is_one_line_and_what_is_drawn_is_kept(
         write_file(path, content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sampling, "write_file", full)
+        patch.setattr(outputs, "write_file", full)
         said = sample(*arguments, code=2)
     assert f"{tmp_path / '.x.npz.partial'} can't be written (No space left on device)" in said
+    watch_drawing(0, torch.OutOfMemoryError("CUDA out of memory"))
+    said = sample(*arguments, code=2)
+    assert "--batch-images = 2: the device has no memory for so many images at once; use fewer" in said
+    watch_drawing()
     assert sample(*arguments).startswith("4 of 6 images are there from before")
 
 
-def test_a_batch_beyond_the_devices_memory_is_one_line(
-    tmp_path: Path, sample: Callable[..., str], watch_drawing: Callable[..., list[int]]
+def test_processes_draw_every_other_batch_and_together_all(trained: Trained, tmp_path: Path) -> None:
+    numbers = {"seed": 0, "first": 1, "count": 11, "batch_images": 3}
+    request = Request.of(trained, FAST_SAMPLER, [0, 1], **numbers)
+    folders = [PngFolder(tmp_path / name, request) for name in ("one", "two")]
+    for folder in folders:
+        folder.claim()
+    sampling._draw_share(trained, request, folders[0], 0, 1)
+    for rank, after in ((1, {4, 5, 6, 10, 11}), (0, set(range(1, 12)))):
+        sampling._draw_share(trained, request, folders[1], rank, 2)
+        assert folders[1].there() == after
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
+def test_an_error_of_several_processes_is_one_line(
+    planted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    watch_drawing(0, torch.OutOfMemoryError("CUDA out of memory"))
-    said = sample("--count", 6, "--out", tmp_path / "x.npz", code=2)
-    assert "--batch-images = 64: the device has no memory for so many images at once; use fewer" in said
-    watch_drawing()
-    sample("--count", 6, "--batch-images", 2, "--out", tmp_path / "x.npz")
-
-
-def test_many_images_for_other_programs_are_kept_in_a_store(
-    tmp_path: Path, watch_drawing: Callable[..., list[int]]
-) -> None:
-    weights, store = trained_of(tiny_spec()), tmp_path / "store"
-
-    def many(count: int = 7, batch_images: int = 3, seed: int = 2) -> np.ndarray:
-        return draw_many(
-            weights,
-            FAST_SAMPLER,
-            count=count,
-            first=1,
-            seed=seed,
-            labels=range(10),
-            batch_images=batch_images,
-            store=store,
-            progress=False,
-        )
-
-    watch_drawing(1, KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        many()
-    drawn = watch_drawing()
-    with pytest.raises(OutputError, match="was drawn with other batch_images"):
-        many(batch_images=4)
-    images = many()
-    assert drawn == [4, 5, 6, 7] and isinstance(images, np.memmap)
-    index = torch.arange(1, 8)
-    assert images.tolist() == draw(weights, FAST_SAMPLER, index, labels=index % 10, seed=2).tolist()
-    assert sorted(path.name for path in store.iterdir()) == ["images.npy", "sampling.json"]
-    assert many(batch_images=4).tolist() == images.tolist() and len(drawn) == 4
-    with pytest.raises(OutputError, match="was drawn with other seed, count"):
-        many(count=8, seed=3)
-
-
-def start_ranks(*arguments: str) -> list[subprocess.Popen[str]]:
-    """Two processes that share a drawing, started as a launcher would."""
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    return [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), *arguments],
-            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(REPOSITORY)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    out = tmp_path / "x.png"
+    assert sample_launched([str(planted), "--local_rank=0", *FAST, "--labels", "11", "--out", str(out)]) == 2
+    assert capsys.readouterr().err.startswith("ddpm_ds: error: --labels 11 is out of range")
 
 
 @pytest.mark.launch
 def test_a_lost_process_ends_the_other_and_two_new_ones_draw_the_same_file_as_one(
-    planted: Path, tmp_path: Path, sample: Callable[..., str]
+    planted: Path, tmp_path: Path, sample: Sample
 ) -> None:
-    out, partial = tmp_path / "x.npz", tmp_path / ".x.npz.partial"
+    out, partial, said = tmp_path / "x.npz", tmp_path / ".x.npz.partial", tmp_path / "said"
     arguments = ["--steps", "12", "--count", "99", "--batch-images", "2", "--out"]
-    ranks = start_ranks(str(planted), *FAST, *arguments, str(out))
+    ranks = fork_ranks(2, SCRIPT, str(planted), *FAST, *arguments, str(out), stdout=said, stderr=said)
 
     def kept(rank: int) -> set[str]:
         return {path.name for path in partial.glob("*.npy") if int(path.stem) // 2 % 2 == rank}
 
     try:
-        wait_until(lambda: bool(kept(0) and kept(1)), *ranks)
+        while not (kept(0) and kept(1)):
+            assert ranks[0].poll() is None and ranks[1].poll() is None, said.read_text()
+            time.sleep(0.01)
         ranks[1].kill()
         ranks[1].wait()
         lost = kept(1)
-        _, said = ranks[0].communicate(timeout=120)
+        assert ranks[0].wait(timeout=300) == 76 and "ddpm_ds: error: another process was lost" in said.read_text()
     finally:
         for process in ranks:
             process.kill()
-            process.communicate()
-    assert ranks[0].returncode == 76 and "ddpm_ds: error: another process was lost" in said
     assert len(kept(0)) == 25 and kept(1) == lost and not out.exists()
 
     done = launch(2, SCRIPT, str(planted), *FAST, *arguments, str(out))
@@ -241,21 +398,3 @@ def test_a_lost_process_ends_the_other_and_two_new_ones_draw_the_same_file_as_on
     assert done.stdout.count("99 images by ddim in 12 steps") == 1 and not partial.exists()
     sample(*arguments, tmp_path / "one.npz")
     assert out.read_bytes() == (tmp_path / "one.npz").read_bytes()
-
-
-@pytest.mark.launch
-def test_two_processes_fill_a_folder_as_one_does(planted: Path, tmp_path: Path, sample: Callable[..., str]) -> None:
-    arguments = ("--count", "11", "--batch-images", "3", "--labels", "0,1", "--out")
-    for process in start_ranks(str(planted), *FAST, *arguments, str(tmp_path / "two")):
-        _, said = process.communicate(timeout=120)
-        assert process.returncode == 0, said
-    sample(*arguments, tmp_path / "one")
-    assert len(contents(tmp_path / "one")) == 12 and contents(tmp_path / "two") == contents(tmp_path / "one")
-
-
-@pytest.mark.launch
-def test_two_processes_say_an_error_once(planted: Path, tmp_path: Path) -> None:
-    done = launch(2, SCRIPT, str(planted), "--labels", "11", "--out", str(tmp_path / "x.png"))
-    assert done.returncode == 2
-    assert (done.stdout + done.stderr).count("ddpm_ds: error: --labels 11 is out of range") == 1
-    assert not any(tmp_path.iterdir())

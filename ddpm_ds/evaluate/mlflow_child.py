@@ -1,0 +1,72 @@
+"""What is made of a checkpoint (scores, samples, exports) as a child of its run in MLflow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal
+
+import ddpm_ds
+from ddpm_ds.evaluate.trained import Trained
+from ddpm_ds.tracking.run_folder import RunFolder
+from ddpm_ds.tracking.tracker import Tracker, print_to_stderr
+
+
+def record_child(
+    trained: Trained,
+    kind: Literal["evaluate", "export", "sample"],
+    params: Mapping[str, object],
+    *,
+    metrics: Mapping[str, float] | None = None,
+    artifacts: Mapping[Path, str],
+    model_name: str | None = None,
+    say: Callable[[str], None] = print_to_stderr,
+) -> None:
+    """Record finished work as a child of the run that ``trained`` was saved by, and print where it is.
+
+    Called when the work is done, so that work that is interrupted leaves no run behind. Where there is no run to be a
+    child of, because the weights don't lie in a run's folder, nothing is recorded and one line says so. What MLflow
+    does not take is left in the run's folder, as in training.
+
+    ``params`` may be nested. The step of ``metrics`` is the images that the checkpoint has seen, which compares runs
+    of any batch. ``artifacts`` are files and folders, each with the folder of the run's artifacts that it goes into.
+    ``model_name`` makes the artifacts' folder ``export`` a version of that registered model. ``say`` takes problems.
+    """
+    if trained.run_dir is None or trained.spec is None:
+        say(f"{trained.origin} is not in the folder of a run, so nothing is recorded in MLflow")
+        return
+    try:
+        parent = RunFolder(trained.run_dir).identity()
+    except OSError as error:  # a copy that lacks it, on a read-only disk
+        say(f"{error.filename} can't be written ({error.strerror}), so nothing is recorded in MLflow")
+        return
+    checkpoint = Path(trained.origin).name
+    tracker = Tracker.start(
+        trained.spec.logging.experiment,
+        f"{kind} {checkpoint}",
+        output_root=trained.run_dir.parent,
+        run_dir=trained.run_dir,
+        params=params,
+        tags={
+            "kind": kind,
+            "checkpoint": checkpoint,
+            "weights": trained.weights,
+            "digest": trained.digest,
+            "images_seen": str(trained.images_seen),
+            "mlflow.source.name": f"ddpm-ds {kind}",
+            "version.ddpm_ds": ddpm_ds.__version__,
+        },
+        parent=parent,
+        log=say,
+    )
+    if metrics:
+        tracker.metrics(metrics, trained.images_seen or 0)
+    for path, folder in artifacts.items():
+        tracker.artifact(path, folder)
+    if model_name is not None:
+        tracker.register(model_name, "export")
+    link = tracker.finish("FINISHED")
+    if link.run_id is None:
+        print(f"MLflow was not reached at {link.tracking_uri}")
+    else:
+        print(f"MLflow run {link.run_id}\nopen with  {link.open_with}")

@@ -1,0 +1,102 @@
+"""What is made of a checkpoint is a child of its run in MLflow."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+
+from ddpm_ds.cli.main import main
+from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.evaluate import scores
+from ddpm_ds.evaluate.inception import Unavailable
+from ddpm_ds.evaluate.mlflow_child import record_child
+from ddpm_ds.evaluate.trained import load_trained
+from ddpm_ds.tracking.run_folder import RunFolder
+from ddpm_ds.tracking.tracker import Tracker
+from ddpm_ds.tracking.worker import START_TAG
+from tests.evaluate.planted import FAST, plant, trained_of
+from tests.launching import tiny_spec
+
+
+def no_network(weights: Path | None) -> Any:
+    raise Unavailable("there is no network here")
+
+
+def test_scores_and_exports_are_children_of_the_run_with_params_tags_metrics_and_artifacts(
+    tmp_path: Path,
+    empty_store: Path,
+    digits: DatasetCache,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", "true")
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.01")
+    monkeypatch.setattr(scores, "find_inception", no_network)
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    run_dir, client = tmp_path / "run", MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    data = {"store_root": str(digits.path.parent)}
+    plant(run_dir, data_sha256=digits.meta.sha256, data=data, sampler={"guidance": 2.0})
+
+    said: list[str] = []  # the run that made the checkpoint is not in this MLflow yet
+    record_child(load_trained(run_dir), "sample", {}, artifacts={}, say=said.append)
+    assert len(said) == 1 and "stands alone" in said[0] and str(run_dir) in said[0]
+    experiment = client.get_experiment_by_name("ddpm_ds")
+    assert experiment is not None
+    (alone,) = client.search_runs([experiment.experiment_id])
+    assert "mlflow.parentRunId" not in alone.data.tags and alone.info.status == "FINISHED"
+
+    tags = {START_TAG: RunFolder(run_dir).identity()}
+    parent = client.create_run(experiment.experiment_id, tags=tags).info.run_id
+    capfd.readouterr()
+    assert main(["evaluate", str(run_dir), *FAST, "--count", "20", "--weights", "raw"]) == 0
+    out, err = capfd.readouterr()
+    assert "FID, KID, precision and recall are left out: there is no network here" in err
+    (line,) = (line for line in out.splitlines() if line.startswith("pixel Fréchet distance, 64 dims"))
+    assert line.split()[7:14] == ["20", "1,797", "ddim", "3", "raw", "2", "ddpm_ds"], "counts, how drawn, by what"
+    assert "digits: mean top probability" in out and "classifier of 1,347 other real digits" in out
+    (folder,) = (run_dir / "evaluations").iterdir()
+    content = json.loads((folder / "scores.json").read_text())
+    (child,) = client.search_runs([experiment.experiment_id], "tags.kind = 'evaluate'")
+    assert child.info.run_id in out and child.info.run_name == "evaluate images-000000320"
+    found = {name: child.data.tags[name] for name in ("mlflow.parentRunId", "checkpoint", "weights", "images_seen")}
+    wanted = {"checkpoint": "images-000000320", "weights": "raw", "images_seen": "320"}
+    assert found == wanted | {"mlflow.parentRunId": parent}
+    values = {f"eval/{score['name']}": score["value"] for score in content["scores"]}
+    real = {f"eval/{score['name']}_real": score["real"] for score in content["scores"]}
+    assert child.data.metrics == pytest.approx(values | real), "and no system metrics"
+    names = {"pixel_frechet_20", "digits_top_probability", "digits_class_balance", "digits_accuracy"}
+    assert set(values) == {f"eval/{name}" for name in names}
+    (point,) = client.get_metric_history(child.info.run_id, "eval/pixel_frechet_20")
+    assert point.step == 320, "the images seen"
+    assert child.data.params["sampler.kind"] == "ddim" and child.data.params["count"] == "20"
+    assert [file.path for file in client.list_artifacts(child.info.run_id)] == ["samples.png", "scores.json"]
+
+    def twice(tracker: Tracker, name: str, folder: str) -> None:
+        """As a second worker does where the first died before its answer was read."""
+        once(tracker, name, folder)
+        once(tracker, name, folder)
+
+    once = Tracker.register
+    monkeypatch.setattr(Tracker, "register", twice)
+    assert main(["export", str(run_dir), str(tmp_path / "hub"), "--samples", "0", "--register", "digits-unet"]) == 0
+    assert "models:/digits-unet/1" in capfd.readouterr().err
+    (export,) = client.search_runs([experiment.experiment_id], "tags.kind = 'export'")
+    run_id = export.info.run_id
+    assert export.data.tags["mlflow.parentRunId"] == parent and export.data.params["dtype"] == "fp32"
+    unet = [file.path for file in client.list_artifacts(run_id, "export/unet")]
+    assert unet == ["export/unet/config.json", "export/unet/diffusion_pytorch_model.safetensors"]
+    (version,) = client.search_model_versions("name = 'digits-unet'")
+    assert (version.run_id, version.source) == (run_id, f"{export.info.artifact_uri}/export")
+
+
+def test_weights_outside_a_run_are_recorded_nowhere_and_that_is_said(trackers: list[Any]) -> None:
+    said: list[str] = []
+    record_child(trained_of(tiny_spec()), "evaluate", {}, artifacts={}, say=said.append)
+    assert trackers == []
+    assert said == ["memory is not in the folder of a run, so nothing is recorded in MLflow"]
