@@ -19,7 +19,7 @@ FAST = ("--sampler", "ddim", "--steps", "3", "--eta", "1", "--device", "cpu")
 """Options of a drawing that takes no time and has noise in every step."""
 FAST_SAMPLER = SamplerSpec(kind="ddim", steps=3, eta=1.0)
 """The same."""
-UNLABELLED: dict[str, dict[str, Any]] = {"unet": {"classes": None}, "train": {"label_drop": 0.0}}
+UNLABELLED: dict[str, Any] = {"unet": {"classes": None}, "train": {"label_drop": 0.0}}
 """Sections of a run without classes."""
 KINDS = {"ema": 1, "master": 2}
 """Kinds of weights that a planted checkpoint has, each with another seed."""

@@ -120,7 +120,10 @@ def sections(draw: st.DrawFn) -> dict[str, dict[str, Any]]:
     return {"unet": unet, "diffusion": diffusion, "sampler": sampler, "data": data, "train": train}
 
 
-ODD = {"unet": {"channels": 3, "multipliers": [2, 3], "norm_groups": 3, "classes": None}, "train": {"label_drop": 0.0}}
+ODD: dict[str, Any] = {
+    "unet": {"channels": 3, "multipliers": [2, 3], "norm_groups": 3, "classes": None},
+    "train": {"label_drop": 0.0},
+}
 """Levels of 6 and 9 channels, whose greatest common divisor is odd."""
 
 
@@ -379,7 +382,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(
 
 
 def test_a_unet_that_diffusers_cannot_hold_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    narrow = {"unet": {"classes": None, "channels": 2, "norm_groups": 1}, "train": {"label_drop": 0.0}}
+    narrow: dict[str, Any] = {"unet": {"classes": None, "channels": 2, "norm_groups": 1}, "train": {"label_drop": 0.0}}
     source = checkpoint_of(tmp_path, **narrow)
     assert main(["export", str(source), str(tmp_path / "out")]) == 2
     assert "can't be exported: unet.sinusoid_shift = 1 with a first width of 2" in capsys.readouterr().err
