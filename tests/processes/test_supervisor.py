@@ -1,4 +1,4 @@
-"""ddpm-ds run: what becomes of signals, exit codes, leftovers and restarts, with DeepSpeed's real launcher."""
+"""``ddpm-ds run``: signals, exit codes, leftovers and restarts, with DeepSpeed's launcher and a quick stand-in for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,15 @@ import psutil
 import pytest
 
 from ddpm_ds.cli.main import main
+from ddpm_ds.errors import SpecError
+from ddpm_ds.processes import supervisor
 from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitRecord, read_exits, record_exit, recorded
-from ddpm_ds.processes.supervisor import exit_code
+from ddpm_ds.processes.supervisor import exit_code, supervise
 from tests.launching import REPOSITORY, free_port
 
 SCRIPT = REPOSITORY / "tests" / "fake_training.py"
 PATIENCE_SECONDS = 180.0
-
+LOST = "exit code 76 (a process was lost or hung)"
 
 STAND_IN = """
 import json, os, subprocess, sys, time
@@ -45,68 +47,58 @@ sys.exit(code)
 """A launcher that starts in no time, for what does not depend on the insides of DeepSpeed's."""
 
 RUN = """
-import signal, sys; from ddpm_ds.cli.main import main; from ddpm_ds.processes import supervisor
+import signal, sys; from ddpm_ds.cli.main import main
 signal.signal(signal.SIGINT, signal.default_int_handler)
-{}sys.exit(main(sys.argv[1:]))
+sys.exit(main(sys.argv[1:]))
 """
 """A shell that started the tests in the background has them ignore Ctrl-C, as nohup has them ignore a hang-up."""
 
 
-def start(
-    run_dir: Path,
-    *parts: str,
-    ranks: int = 2,
-    options: Sequence[str] = (),
-    real: bool = True,
-    launcher: Sequence[str] = (),
-    before: str = "",
-    **environment: str,
-) -> subprocess.Popen[str]:
-    """``ddpm-ds run`` with a script that plays one of ``parts`` at each start, in the folder of ``run_dir``.
-
-    Args:
-        real: with DeepSpeed's launcher, not with one that starts ranks at once.
-        launcher: further options of the launcher.
-        before: a statement for the supervisor's process to begin with.
-    """
-    search = [str(REPOSITORY)]
-    if not real:
-        package = run_dir.parent / "stand_in" / "deepspeed" / "launcher"
-        package.mkdir(parents=True, exist_ok=True)
-        (package / "runner.py").write_text(STAND_IN)
-        search.insert(0, str(package.parents[1]))
-        for folder in (package, package.parent):
-            (folder / "__init__.py").touch()
-    launcher = [*launcher, "--num_gpus", str(ranks), "--master_addr", "127.0.0.1"]
-    if "--master_port" not in launcher:
-        launcher += ["--master_port", str(free_port())]
-    script = [str(SCRIPT), "--run-dir", str(run_dir), *parts]
-    variables = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(search)}
-    variables |= {"STAND_IN_LOG": str(run_dir.parent / "starts"), "HOME": str(run_dir.parent)}
-    return subprocess.Popen(
-        [sys.executable, "-c", RUN.format(before), "run", *options, "--", *launcher, *script],
-        env={**os.environ, **variables, **environment},
-        cwd=run_dir.parent,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-    )
-
-
-def starts(run_dir: Path) -> list[tuple[list[str], dict[str, str], str]]:
-    """Of each start of the stand-in: the launcher's options, its environment, and the file of what travels."""
-    return [tuple(json.loads(line)) for line in (run_dir.parent / "starts").read_text().splitlines()]
-
-
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty run folder, in whose parent the supervisor runs, on CPUs."""
     folder = tmp_path / "run"
     folder.mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("HOME", tmp_path), ("PYTHONPATH", REPOSITORY), ("DS_ACCELERATOR", "cpu")):
+        monkeypatch.setenv(name, str(value))
     return folder
 
 
+@pytest.fixture
+def stand_in(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a launcher in the place of DeepSpeed's that starts ranks at once."""
+    package = run_dir.parent / "stand_in" / "deepspeed" / "launcher"
+    package.mkdir(parents=True)
+    (package / "runner.py").write_text(STAND_IN)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(package.parents[1]), str(REPOSITORY)]))
+    monkeypatch.setenv("STAND_IN_LOG", str(run_dir.parent / "starts"))
+
+
+def command(run_dir: Path, *parts: str, ranks: int = 2, launcher: tuple[str, ...] = ()) -> list[str]:
+    """What follows ``ddpm-ds run``: a script that plays one of ``parts`` at each start."""
+    options = [*launcher, "--num_gpus", str(ranks), "--master_addr", "127.0.0.1"]
+    options += [] if "--master_port" in launcher else ["--master_port", str(free_port())]
+    return [*options, str(SCRIPT), "--run-dir", str(run_dir), *parts]
+
+
+def supervised(command: list[str], max_restarts: int = 0) -> tuple[int, list[str]]:
+    """The exit code of a supervisor in this process, and what it logged."""
+    said: list[str] = []
+    code = supervise(command, max_restarts=max_restarts, grace_seconds=60, pause_seconds=0.1, log=said.append)
+    return code, said
+
+
+def start(command: list[str], *options: str) -> subprocess.Popen[str]:
+    """``ddpm-ds run`` in a process of its own, which can be signalled."""
+    words = [sys.executable, "-c", RUN, "run", *options, "--", *command]
+    return subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+
+
 def finish(run: subprocess.Popen[str]) -> tuple[int, list[str]]:
-    """The exit code, and what the supervisor itself said."""
+    """The exit code, and what the supervisor itself logged."""
     _, said = run.communicate(timeout=PATIENCE_SECONDS)
     return run.returncode, re.findall(r"ddpm-ds run: (.*)", said)
 
@@ -119,7 +111,7 @@ def wait_for(happened: Callable[[], Any]) -> None:
 
 
 def ready(run_dir: Path, ranks: int = 2) -> Callable[[], bool]:
-    """All ranks of the first start have said their process ids."""
+    """Whether all ranks of the first start have written their process ids."""
     return lambda: sum(path.read_text() != "" for path in run_dir.glob("start-0-*")) == ranks
 
 
@@ -129,9 +121,8 @@ def left_running(run_dir: Path) -> list[str]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.status() != psutil.STATUS_ZOMBIE and (
-                str(run_dir) in process.cmdline() or process.pid in helpers
-            ):
+            running = process.status() != psutil.STATUS_ZOMBIE
+            if running and (str(run_dir) in process.cmdline() or process.pid in helpers):
                 found.append(" ".join(process.cmdline()))
         except psutil.Error:
             pass
@@ -140,7 +131,7 @@ def left_running(run_dir: Path) -> list[str]:
 
 @pytest.mark.launch
 def test_a_signal_lets_every_rank_save_and_ends_with_75(run_dir: Path) -> None:
-    run = start(run_dir, "train", options=["--max-restarts", "3"])
+    run = start(command(run_dir, "train"), "--max-restarts", "3")
     wait_for(ready(run_dir))
     run.send_signal(signal.SIGUSR1)
     run.send_signal(signal.SIGTERM)  # so soon after the first, this is no second signal
@@ -152,23 +143,23 @@ def test_a_signal_lets_every_rank_save_and_ends_with_75(run_dir: Path) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.long
 def test_a_killed_launcher_is_noticed_and_leaves_nothing_behind(run_dir: Path) -> None:
-    parts = ["kill_launcher", "kill_launcher_and_self", "0"]
-    code, said = finish(start(run_dir, *parts, ranks=1, options=["--max-restarts", "2"]))
+    code, said = supervised(command(run_dir, "kill_launcher", "kill_launcher_and_self", "0", ranks=1), max_restarts=2)
     assert code == 0
-    lost = "exit code 76 (a process was lost or hung); restart"
     assert said == [
         "the launcher has ended (exit code 0), not so its ranks: asking 1 ranks to save and stop; "
         "a second signal ends them at once",
-        f"{lost} 1 of 2 in 1 s",
-        f"{lost} 2 of 2 in 2 s",
+        f"{LOST}; restart 1 of 2 in 0.1 s",
+        f"{LOST}; restart 2 of 2 in 0.2 s",
     ]
     assert (run_dir / "saved-0-rank-0").exists()
     assert left_running(run_dir) == []
 
 
+@pytest.mark.usefixtures("stand_in")
 def test_ranks_that_do_not_stop_are_ended_after_the_grace_with_their_helpers(run_dir: Path) -> None:
-    run = start(run_dir, "deaf", options=["--grace-seconds", "0.5"], real=False)
+    run = start(command(run_dir, "deaf"), "--grace-seconds", "0.5")
     wait_for(ready(run_dir))
     assert len(left_running(run_dir)) > 4
     run.send_signal(signal.SIGTERM)
@@ -178,51 +169,50 @@ def test_ranks_that_do_not_stop_are_ended_after_the_grace_with_their_helpers(run
     assert left_running(run_dir) == []
 
 
+@pytest.mark.usefixtures("stand_in")
 def test_a_second_signal_ends_everything_at_once(run_dir: Path) -> None:
-    run = start(run_dir, "deaf", options=["--max-restarts", "3"], real=False)
+    run = start(command(run_dir, "deaf"), "--max-restarts", "3")
     wait_for(ready(run_dir))
     run.send_signal(signal.SIGTERM)
     assert run.stderr is not None and "asking 2 ranks" in run.stderr.readline()  # heard, if the machine is busy later
-    time.sleep(1.5)
+    time.sleep(supervisor.SAME_SIGNAL_SECONDS + 0.2)
     run.send_signal(signal.SIGINT)
-    sent = time.monotonic()
     code, said = finish(run)
     assert code == 128 + signal.SIGINT
-    assert time.monotonic() - sent < 3
     assert said[-1] == "SIGINT: ended everything at once"
     assert left_running(run_dir) == []
 
 
 @pytest.mark.launch
 def test_a_signal_before_there_are_ranks_ends_with_75(run_dir: Path) -> None:
-    run = start(run_dir, "train")
-    wait_for(lambda: psutil.Process(run.pid).children())
+    run = start(command(run_dir, "train"))
+    wait_for(lambda: len(left_running(run_dir)) > 1)  # the launcher runs
     run.send_signal(signal.SIGTERM)
-    code, said = finish(run)
-    assert (code, said) == (75, ["SIGTERM: stopped before a rank was there"])
+    assert finish(run) == (75, ["SIGTERM: stopped before a rank was there"])
     assert left_running(run_dir) == []
 
 
-def test_a_new_checkpoint_gives_the_restarts_back(run_dir: Path) -> None:
-    parts = ["raise", "checkpoint_and_die", "checkpoint_and_die", "raise"]
-    code, said = finish(start(run_dir, *parts, ranks=1, options=["--max-restarts", "1"], real=False))
-    assert code == 1
-    bug, lost = "exit code 1 (an error of the program, see its traceback)", "exit code 76 (a process was lost or hung)"
-    once = "restart 1 of 1 in 1 s"
-    assert said == [f"{bug}; {once}", f"{lost}; {once}", f"{lost}; {once}", f"{bug}; no restart of 1 is left"]
-
-
-@pytest.mark.parametrize("code", [0, 2, 3, 75])
-def test_an_end_that_is_meant_is_not_started_again(run_dir: Path, code: int) -> None:
-    run = start(run_dir, str(code), options=["--max-restarts", "1"], real=False)
-    assert finish(run) == (code, [])
-
-
+@pytest.mark.usefixtures("stand_in")
 def test_a_signal_between_two_starts_ends_with_75(run_dir: Path) -> None:
-    run = start(run_dir, "1", "0", ranks=1, options=["--max-restarts", "1"], real=False)
+    run = start(command(run_dir, "1", "0", ranks=1), "--max-restarts", "1")
     assert run.stderr is not None and "restart 1 of 1" in run.stderr.readline()
     run.send_signal(signal.SIGTERM)
     assert finish(run)[0] == 75
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_new_checkpoint_gives_the_restarts_back(run_dir: Path) -> None:
+    parts = ["raise", "checkpoint_and_die", "checkpoint_and_die", "raise"]
+    code, said = supervised(command(run_dir, *parts, ranks=1), max_restarts=1)
+    assert code == 1
+    bug, once = "exit code 1 (an error of the program, see its traceback)", "restart 1 of 1 in 0.1 s"
+    assert said == [f"{bug}; {once}", f"{LOST}; {once}", f"{LOST}; {once}", f"{bug}; no restart of 1 is left"]
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("code", [0, 2, 3, 75])
+def test_an_end_that_is_meant_is_not_started_again(run_dir: Path, code: int) -> None:
+    assert supervised(command(run_dir, str(code)), max_restarts=1) == (code, [])
 
 
 @pytest.mark.parametrize(
@@ -249,11 +239,10 @@ def test_exit_code(
     assert exit_code(launcher, ExitRecord(failure, unfinished), stopping=stopping, orphaned=orphaned) == expected
 
 
-@pytest.mark.parametrize("launcher", [0, 255])
-def test_only_ranks_that_were_seen_to_start_can_be_done(launcher: int) -> None:
-    for ended in (False, True):
-        code = exit_code(launcher, ExitRecord(None, ()), stopping=False, orphaned=False, witnessed=ended)
-        assert code == (0 if ended and launcher == 0 else 76)
+def test_only_ranks_that_were_seen_to_start_can_be_done() -> None:
+    nothing = ExitRecord(None, ())
+    assert exit_code(0, nothing, stopping=False, orphaned=False, witnessed=False) == 76
+    assert exit_code(255, nothing, stopping=False, orphaned=False) == 76
 
 
 def hostfile_of(run_dir: Path, *names: str) -> Path:
@@ -262,64 +251,61 @@ def hostfile_of(run_dir: Path, *names: str) -> Path:
     return file
 
 
-def test_each_start_on_several_hosts_reads_the_hostfile_anew_and_meets_at_another_port(run_dir: Path) -> None:
+@pytest.mark.usefixtures("stand_in")
+def test_each_start_on_several_hosts_reads_the_hostfile_anew_and_takes_another_port(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hostfile = hostfile_of(run_dir, socket.gethostname(), "worker-2")
     (run_dir.parent / ".deepspeed_env").write_text("# the network\n\nexport GLOO_SOCKET_IFNAME = eth0\n")
-    run = start(
-        run_dir,
-        "76",
-        "76",
-        ranks=1,
-        options=["--max-restarts", "3"],
-        real=False,
-        launcher=["--hostfile", str(hostfile), "--launcher", "openmpi", "--master_port", "29511"],
-    )
-    assert run.stderr is not None
-    assert "restart 1 of 3" in run.stderr.readline()
-    assert "restart 2 of 3" in run.stderr.readline()
-    hostfile_of(run_dir, "worker-2", "worker-3")
-    code, said = run.wait(PATIENCE_SECONDS), run.stderr.read()
-    assert code == 2 and "error: none of worker-2, worker-3 of hostfile" in said and said.count("\n") == 1
+    options = ("--hostfile", str(hostfile), "--launcher", "openmpi", "--master_port", "29511")
+    said: list[str] = []
 
-    (first, environment, travels), (second, _, _) = starts(run_dir)
+    def log(line: str) -> None:
+        said.append(line)
+        if "restart 2" in line:
+            hostfile_of(run_dir, "worker-2", "worker-3")
+
+    with pytest.raises(SpecError, match="none of worker-2, worker-3 of hostfile"):
+        supervise(
+            command(run_dir, "76", "76", ranks=1, launcher=options),
+            max_restarts=3,
+            grace_seconds=60,
+            pause_seconds=0.1,
+            log=log,
+        )
+    assert said == [f"{LOST}; restart 1 of 3 in 0.1 s", f"{LOST}; restart 2 of 3 in 0.2 s"]
+
+    (first, environment, travels), (second, _, _) = map(
+        json.loads, (run_dir.parent / "starts").read_text().splitlines()
+    )
     assert first[first.index("--master_port") + 1 :][:1] == ["29511"]
     assert second == [*first, "--master_port", "29512"]
     assert "ServerAliveInterval" in environment["PDSH_SSH_ARGS_APPEND"]
-    exit_file = environment[EXIT_FILE_VARIABLE]
-    assert travels == f"GLOO_SOCKET_IFNAME=eth0\n{EXIT_FILE_VARIABLE}={exit_file}\n"
+    assert travels == f"GLOO_SOCKET_IFNAME=eth0\n{EXIT_FILE_VARIABLE}={environment[EXIT_FILE_VARIABLE]}\n"
     assert left_running(run_dir) == []
 
 
-def test_a_launcher_that_waits_for_a_lost_host_for_ever_is_ended(run_dir: Path) -> None:
-    run = start(run_dir, "76", real=False, before="supervisor.LOSING_SECONDS = 0.5; ", STAND_IN_SLEEPS="600")
-    code, said = finish(run)
+@pytest.mark.usefixtures("stand_in")
+def test_a_launcher_that_waits_for_a_lost_host_for_ever_is_ended(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "LOSING_SECONDS", 0.5)
+    monkeypatch.setenv("STAND_IN_SLEEPS", "600")
+    code, said = supervised(command(run_dir, "76"))
     assert code == 76
     assert said[:1] == ["ranks were lost 0.5 s ago and the launcher has not ended: ending it"]
     assert left_running(run_dir) == []
 
 
-@pytest.mark.parametrize(
-    ("hostfile", "environment", "said"),
-    [
-        ("worker-2 slots=2\nworker-3 slots=2\n", "", "none of worker-2, worker-3 of hostfile"),
-        ("worker-2\n", "", "line 1: 'worker-2' is not HOST slots=N"),
-        ("{own} slots=2\n", "GLOO_SOCKET_IFNAME\n", "line 1: 'GLOO_SOCKET_IFNAME' is not KEY=VALUE"),
-    ],
-)
 def test_what_could_not_start_on_several_hosts_is_refused_before_anything_starts(
-    hostfile: str,
-    environment: str,
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("hostfile").write_text(hostfile.format(own=socket.gethostname()))
-    Path(".deepspeed_env").write_text(environment)
+    Path("hostfile").write_text(f"{socket.gethostname()} slots=2\n")
+    Path(".deepspeed_env").write_text("GLOO_SOCKET_IFNAME\n")
     assert main(["run", "--", "-H", "hostfile", str(SCRIPT), "--run-dir", "run", "0"]) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    assert "line 1: 'GLOO_SOCKET_IFNAME' is not KEY=VALUE" in error and error.count("\n") == 1
     assert not Path("run").exists()
 
 
