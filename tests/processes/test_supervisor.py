@@ -1,4 +1,4 @@
-"""``ddpm-ds run``: signals, exit codes, leftovers and restarts, with DeepSpeed's launcher and a quick stand-in for it."""
+"""``ddpm-ds run``: signals, exit codes, leftovers and restarts, with DeepSpeed's launcher and a quick stand-in."""
 
 from __future__ import annotations
 
@@ -145,13 +145,13 @@ def test_a_signal_lets_every_rank_save_and_ends_with_75(run_dir: Path) -> None:
 @pytest.mark.launch
 @pytest.mark.long
 def test_a_killed_launcher_is_noticed_and_leaves_nothing_behind(run_dir: Path) -> None:
-    code, said = supervised(command(run_dir, "kill_launcher", "kill_launcher_and_self", "0", ranks=1), max_restarts=2)
-    assert code == 0
+    code, said = supervised(command(run_dir, "kill_launcher", "kill_launcher_and_self", ranks=1), max_restarts=1)
+    assert code == 76
     assert said == [
         "the launcher has ended (exit code 0), not so its ranks: asking 1 ranks to save and stop; "
         "a second signal ends them at once",
-        f"{LOST}; restart 1 of 2 in 0.1 s",
-        f"{LOST}; restart 2 of 2 in 0.2 s",
+        f"{LOST}; restart 1 of 1 in 0.1 s",
+        f"{LOST}; no restart of 1 is left",
     ]
     assert (run_dir / "saved-0-rank-0").exists()
     assert left_running(run_dir) == []

@@ -24,7 +24,7 @@ from ddpm_ds.processes import heartbeat, watchdog
 from ddpm_ds.processes.heartbeat import DeviceWork, Peer, make_store, waits_for_a_rank
 from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitRecord, read_exits
 from ddpm_ds.processes.watchdog import Peers, Watchdog
-from tests.launching import REPOSITORY, launch, run_ranks
+from tests.launching import REPOSITORY, run_ranks
 
 NAMES = [f"rank {rank} (stage {rank // 2})" for rank in range(4)]
 PATIENCE_SECONDS = 30.0
@@ -83,19 +83,13 @@ def take(events: Events, count: int) -> set[tuple[int, object]]:
     return {events.get(timeout=PATIENCE_SECONDS) for _ in range(count)}
 
 
-def test_every_rank_names_one_that_fell_silent_and_leaves(watch: Watched, events: Events) -> None:
-    started = time.monotonic()
+def test_every_rank_names_one_that_fell_silent_and_leaves_even_if_its_line_can_not_be_said(
+    watch: Watched, events: Events
+) -> None:
     watch(0, 3, dead_seconds=1.5)
-    watch(1, 3, dead_seconds=1.5)
-    why = f"{NAMES[2]} has not answered for 1.5 s: ending"
-    first = take(events, 1)
-    assert 1.5 < time.monotonic() - started < 4
-    assert first | take(events, 3) == {
-        (0, f"{why} {NAMES[0]}; the run can be resumed"),
-        (1, f"{why} {NAMES[1]}; the run can be resumed"),
-        (0, EXIT_PEER_LOST),
-        (1, EXIT_PEER_LOST),
-    }
+    watch(1, 3, dead_seconds=1.5, log=lambda line: time.sleep(PATIENCE_SECONDS))
+    line = f"{NAMES[2]} has not answered for 1.5 s: ending {NAMES[0]}; the run can be resumed"
+    assert take(events, 3) == {(0, line), (0, EXIT_PEER_LOST), (1, EXIT_PEER_LOST)}
 
 
 @pytest.mark.parametrize(
@@ -264,8 +258,8 @@ def test_who_leaves_because_of_a_failure_is_named_at_once(watch: Watched, events
 def test_no_step_for_long_is_a_hang_unless_a_rank_says_that_it_takes_long(watch: Watched, events: Events) -> None:
     first, _ = watch(0, 2, hang_seconds=1.0), watch(1, 2, hang_seconds=1.0)
     with first.pause():
-        time.sleep(1.6)
-    for _ in range(6):  # one that goes on is enough: the other waits for it
+        time.sleep(1.4)
+    for _ in range(5):  # one that goes on is enough: the other waits for it
         first.progress()
         time.sleep(0.3)
     assert events.empty()
@@ -285,13 +279,7 @@ def test_a_collective_that_raised_is_explained_by_who_is_missing(watch: Watched,
 
 def test_nobody_is_missing_where_all_are_alive(watch: Watched, events: Events) -> None:
     first, _ = watch(0, 2), watch(1, 2)
-    assert first.who_is_missing(1.5) == []
-    assert events.empty()
-
-
-def test_a_line_that_can_not_be_said_does_not_keep_a_rank(watch: Watched, events: Events) -> None:
-    watch(0, 2, dead_seconds=1.0, log=lambda line: time.sleep(PATIENCE_SECONDS))
-    assert take(events, 1) == {(0, EXIT_PEER_LOST)}
+    assert first.who_is_missing(0.9) == [] and events.empty()
 
 
 def test_a_single_rank_watches_nobody() -> None:
@@ -347,20 +335,16 @@ def test_rank_0_is_missed_when_it_is_frozen_and_when_it_is_gone(
 
 @pytest.mark.launch
 @pytest.mark.parametrize(
-    ("part", "ranks", "words", "start"),
+    ("part", "words"),
     [
-        ("die", 3, "rank 2 (stage 2) misses [1]", launch),
-        ("hang", 2, "no step for 2 s, rank 1 (stage 1) hangs in watched_rank.py:", run_ranks),
-        ("starve messages", 3, "no step for 2 s, rank 1 (stage 1) hangs in watched_rank.py:", run_ranks),
-        ("starve devices", 3, "no step for 2 s, rank 1 (stage 1) hangs in watched_rank.py:", run_ranks),
+        ("die", "rank 2 (stage 2) misses [1]"),
+        ("hang", "no step for 2 s, rank 1 (stage 1) hangs in watched_rank.py:"),
     ],
 )
-def test_real_ranks_end_naming_the_one_that_was_lost(
-    part: str, ranks: int, words: str, start: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
+def test_real_ranks_end_naming_the_one_that_was_lost(part: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "exits").touch()
     environment = {EXIT_FILE_VARIABLE: str(tmp_path / "exits")}
-    done = start(ranks, Path(__file__).with_name("watched_rank.py"), part, timeout=120, **environment)
+    done = run_ranks(4, Path(__file__).with_name("watched_rank.py"), part, timeout=120, **environment)
     assert done.returncode != 0
     assert words in done.stderr, done.stderr
     assert done.stderr.count(" hangs in ") == done.stderr.count(words) * (part != "die"), done.stderr

@@ -1,6 +1,6 @@
-"""A rank that trains nothing under a watchdog. Started by the launcher, it plays a part of test_watchdog.py:
+"""A rank that trains nothing under a watchdog, for test_watchdog.py: watched_rank.py die|hang.
 
-deepspeed tests/processes/watched_rank.py PART
+Rank 1 dies or hangs. The others wait for it, each in another way: in a collective, for a message, for a device.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main() -> int:
     try:
         for step in range(3):
             watchdog.progress()
-            meet(device, part)
+            wait_for_all(rank, device)
             if step == 1 and rank == CULPRIT:
                 misbehave(part)
     except RuntimeError:
@@ -66,12 +66,12 @@ def main() -> int:
     return 0
 
 
-def meet(device: Device, part: str) -> None:
-    """Wait for all ranks: in a collective, for a message, or as under NCCL for a device that waits for one."""
-    if part == "starve devices":
+def wait_for_all(rank: int, device: Device) -> None:
+    """Meet all ranks: in a collective, for a message, or as under NCCL for a device that waits for one."""
+    if rank == 3:
         device.give(dist.barrier)
         device.read()
-    elif part == "starve messages":
+    elif rank == 2:
         arrival = dist.barrier(async_op=True)
         arrival.wait()
     else:
