@@ -131,7 +131,7 @@ class FlopsProfile(Observer):
             why, fix = f"the run goes on after step {done:,}", f"a step from {done + 1} on"
         else:
             return
-        self._report.say(f"flops_profiler.profile_step = {self._step}, but {why}: nothing is profiled; write {fix}")
+        self._report.log(f"flops_profiler.profile_step = {self._step}, but {why}: nothing is profiled; write {fix}")
 
     def _around(self, name: str, phase: int, execute: Callable[[], None]) -> None:
         """Profile the first forward pass of each of this rank's stages."""
@@ -159,7 +159,7 @@ class FlopsProfile(Observer):
         if keep(self._report, "flops", lambda: self._write(stages)):
             shares = ", ".join(f"{stage.total.flops / whole.flops:.0%}" for stage in stages)
             times = ", ".join(f"{stage.total.seconds * 1e3:.3g}" for stage in stages)
-            self._report.say(
+            self._report.log(
                 f"flops of step {self._step}: {whole.flops / 1e9:.4g} GFLOP forward per micro-batch of "
                 f"{self._engine.micro_batch_size} images, by stage {shares} in {times} ms: {self._folder / 'table.txt'}"
             )

@@ -95,7 +95,7 @@ class KernelProfile(Observer):
         if self._profiler is not None:
             self._stop()
         if self._steps and not self._recorded:
-            self._report.say(
+            self._report.log(
                 f"--profile-kernels {self._steps[0]}-{self._steps[-1]}: none of these steps was taken since the run "
                 "was started or resumed"
             )
@@ -141,7 +141,7 @@ class KernelProfile(Observer):
             return
         for number, rank in enumerate(ranks):
             if rank.kept < 1.0:
-                self._report.say(
+                self._report.log(
                     f"the kernel trace of rank {number} was cut to the first {rank.kept:.0%} of its events, "
                     f"{len(rank.trace) / 2**20:.0f} MiB; profile fewer steps to see all of them"
                 )

@@ -25,7 +25,7 @@ Value = TypeVar("Value")
 class Report(Protocol):
     """Where findings go; on ranks other than 0 they go nowhere."""
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Show a line to the user."""
 
     def observed(self, values: Mapping[str, float], step: int) -> None:
@@ -114,7 +114,7 @@ def keep(report: Report, folder: str, write: Callable[[], Sequence[Path]]) -> bo
     try:
         paths = write()
     except OSError as error:
-        report.say(f"{error.filename} can't be written ({error.strerror}); training goes on")
+        report.log(f"{error.filename} can't be written ({error.strerror}); training goes on")
         return False
     for path in paths:
         report.artifact(path, folder)

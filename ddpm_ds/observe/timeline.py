@@ -11,8 +11,9 @@ import contextlib
 import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from ddpm_ds.device import Dtype
 from ddpm_ds.observe.device_speed import shared_peak
 from ddpm_ds.observe.observer import Observer, Report, gathered, keep
 from ddpm_ds.observe.recording import RankTrace, Recording, aligned
-from ddpm_ds.observe.trace_metrics import TracedJob, TraceSummary, summarise, timeline_metrics
+from ddpm_ds.observe.trace_metrics import TraceSummary, rank_seconds, timeline_metrics
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 
 MOST_EVENTS = 400_000
@@ -58,7 +59,7 @@ class Timeline(Observer):
         per_step = 2 * EVENTS_PER_PASS * engine.phases * engine.micro_batches + EVENTS_PER_STEP
         self._steps = steps[: max(1, self._most // per_step)]
         if len(self._steps) < len(steps):
-            report.say(
+            report.log(
                 f"--trace-steps {steps[0]}-{steps[-1]}: only steps {self._steps[0]}-{self._steps[-1]} are traced; "
                 f"a trace has at most {MOST_EVENTS:,} events, and a step may have {per_step:,} on each rank"
             )
@@ -91,15 +92,15 @@ class Timeline(Observer):
         if traces is None:
             return
         ranks, error = aligned(traces)
-        summary = summarise(self._job(), ranks, peak_flops_per_second=peak, clock_error_seconds=error)
+        summary = self._summary(ranks, error, peak)
         self._report.observed(timeline_metrics(summary, self._macs), summary.last_step)
         if keep(self._report, "trace", lambda: self._write(ranks, summary)):
             name = f"steps {summary.first_step}-{summary.last_step}"
-            self._report.say(f"traced {name}: {self._folder / name.replace(' ', '-')}.png and .json")
+            self._report.log(f"traced {name}: {self._folder / name.replace(' ', '-')}.png and .json")
 
-    def _job(self) -> TracedJob:
-        engine = self._engine
-        return TracedJob(
+    def _summary(self, ranks: Sequence[RankTrace], error: float, peak: float) -> TraceSummary:
+        engine, seconds = self._engine, tuple(map(rank_seconds, ranks))
+        return TraceSummary(
             schedule=engine.module.schedule,
             micro_batches=engine.micro_batches,
             micro_batch_images=engine.micro_batch_size,
@@ -107,20 +108,26 @@ class Timeline(Observer):
             replicas=engine.dp_world_size,
             device=engine.device.type,
             zero_stage=engine.zero_optimization_stage(),
+            world_size=len(ranks),
+            first_step=ranks[0].steps[0].number,
+            last_step=ranks[0].steps[-1].number,
+            step_seconds=fmean(rank.step_seconds for rank in seconds),
+            peak_flops_per_second=peak,
+            clock_error_seconds=error,
+            ranks=seconds,
         )
 
     def _write(self, ranks: Sequence[RankTrace], summary: TraceSummary) -> list[Path]:
         from ddpm_ds.observe.pictures import draw_median_step, write_trace  # matplotlib, on rank 0 alone
 
-        job = summary.job
-        layout = f"{job.pipeline_ranks} ranks" + (f" x {job.replicas} replicas" if job.replicas > 1 else "")
-        title = f"{job.schedule}, {layout}, {job.micro_batches} micro-batches of {job.micro_batch_images}"
+        layout = f"{summary.pipeline_ranks} ranks" + (f" x {summary.replicas} replicas" if summary.replicas > 1 else "")
+        title = f"{summary.schedule}, {layout}, {summary.micro_batches} micro-batches of {summary.micro_batch_images}"
         name = f"steps-{summary.first_step}-{summary.last_step}"
         files = [self._folder / file for file in (f"{name}.json", f"{name}.png", "summary.json")]
         self._folder.mkdir(parents=True, exist_ok=True)
         write_trace([self._cut(trace) for trace in ranks], title, files[0])
         draw_median_step(ranks, title, files[1])
-        files[2].write_text(json.dumps(summary.as_json(), indent=2) + "\n")
+        files[2].write_text(json.dumps(asdict(summary), indent=2) + "\n")
         return files
 
     def _cut(self, trace: RankTrace) -> RankTrace:
@@ -128,7 +135,7 @@ class Timeline(Observer):
         events = trace.steps[0].events
         if len(trace.steps) > 1 or len(events) <= self._most:
             return trace
-        self._report.say(
+        self._report.log(
             f"step {trace.steps[0].number}: {len(events) - self._most:,} of {len(events):,} events of rank "
             f"{trace.rank} are left out of the trace, which has at most {MOST_EVENTS:,}"
         )

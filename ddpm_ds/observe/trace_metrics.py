@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from ddpm_ds.observe.recording import WAIT_FOR_RANKS, RankTrace
 from ddpm_ds.pipeline.cuts import Schedule
@@ -21,20 +19,6 @@ PAUSES = ("checkpoint", "inspection")
 """Spans that are no part of a training step."""
 NOTICEABLE = 0.001
 """Share of the time from which on a pause counts; asking whether it is time for one takes less."""
-
-
-@dataclass(frozen=True)
-class TracedJob:
-    """The circumstances of a trace."""
-
-    schedule: Schedule
-    micro_batches: int
-    """Micro-batches of a replica's step."""
-    micro_batch_images: int
-    pipeline_ranks: int
-    replicas: int
-    device: str
-    zero_stage: int
 
 
 @dataclass(frozen=True)
@@ -81,40 +65,28 @@ class RankSeconds:
 class TraceSummary:
     """What the traced steps come to."""
 
+    schedule: Schedule
+    micro_batches: int
+    """Micro-batches of a replica's step."""
+    micro_batch_images: int
+    pipeline_ranks: int
+    replicas: int
+    device: str
+    zero_stage: int
+    world_size: int
     first_step: int
     last_step: int
-    job: TracedJob
     step_seconds: float
+    """Mean over the ranks."""
     peak_flops_per_second: float
     """Peak of one device."""
     clock_error_seconds: float
     """By how much the clocks of two ranks may differ at most."""
     ranks: tuple[RankSeconds, ...]
 
-    def as_json(self) -> dict[str, Any]:
-        """The content of summary.json: the job's facts stand beside the others."""
-        values = asdict(self)
-        return {**values.pop("job"), "world_size": len(self.ranks), **values}
 
-
-def summarise(
-    job: TracedJob, traces: Sequence[RankTrace], *, peak_flops_per_second: float, clock_error_seconds: float
-) -> TraceSummary:
-    """Sum up aligned traces."""
-    ranks = tuple(_rank_seconds(trace) for trace in traces)
-    steps = traces[0].steps
-    return TraceSummary(
-        first_step=steps[0].number,
-        last_step=steps[-1].number,
-        job=job,
-        step_seconds=statistics.fmean(rank.step_seconds for rank in ranks),
-        peak_flops_per_second=peak_flops_per_second,
-        clock_error_seconds=clock_error_seconds,
-        ranks=ranks,
-    )
-
-
-def _rank_seconds(trace: RankTrace) -> RankSeconds:
+def rank_seconds(trace: RankTrace) -> RankSeconds:
+    """Sum up one rank's aligned trace."""
     steps = len(trace.steps)
     taken: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for event in (event for step in trace.steps for event in step.events):
@@ -166,10 +138,9 @@ def timeline_metrics(summary: TraceSummary, macs_per_image: int) -> dict[str, fl
     ``macs_per_image`` are the multiply-accumulates of one image's forward pass through the whole U-Net. What belongs to
     a rank as a whole stands under the stage that it holds in phase 0, waiting for other ranks included.
     """
-    ranks, job = summary.ranks, summary.job
-    mean = statistics.fmean
+    ranks, mean = summary.ranks, statistics.fmean
     values: dict[str, float] = {}
-    for number in range(job.pipeline_ranks):
+    for number in range(summary.pipeline_ranks):
         replicas = [rank for rank in ranks if rank.pipeline_rank == number]
         for phases in zip(*(rank.phases for rank in replicas), strict=True):
             for part in ("forward", "backward", "wait", "send"):
@@ -182,7 +153,7 @@ def timeline_metrics(summary: TraceSummary, macs_per_image: int) -> dict[str, fl
             values[f"{own}/{part}_seconds"] = mean(getattr(rank, f"{part}_seconds") for rank in replicas)
     computing = [sum(phase.forward_seconds + phase.backward_seconds for phase in rank.phases) for rank in ranks]
     waiting = [rank.agreement_wait_seconds + sum(phase.wait_seconds for phase in rank.phases) for rank in ranks]
-    images = job.micro_batches * job.micro_batch_images * job.replicas
+    images = summary.micro_batches * summary.micro_batch_images * summary.replicas
     flops = 2 * macs_per_image * PASSES_PER_STEP * images
     values |= {
         "perf/traced_step_seconds": summary.step_seconds,

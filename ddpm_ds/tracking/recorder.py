@@ -51,8 +51,6 @@ class Recorder:
         if self.line is not None:
             self.line.log(line)
 
-    say = log  # as observers of steps call it
-
     def point(self, values: Mapping[str, float], step: int, *, fp16: bool) -> None:
         """A log point, by the names of :func:`ddpm_ds.train.meters.metrics`."""
         if self.line is not None:

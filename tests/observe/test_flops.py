@@ -113,17 +113,17 @@ def test_compiled_layers_are_profiled_as_they_are_written(tmp_path: Path) -> Non
 def test_a_run_is_profiled_once(tmp_path: Path) -> None:
     second = SETTINGS | {"profile_step": 2}
     told = observe(tmp_path, [1, 2, 3, 1, 2, 3], second)  # a rollback
-    assert [step for step, _ in told.metrics] == [2] and len(told.said) == 1
+    assert [step for step, _ in told.metrics] == [2] and len(told.logged) == 1
     assert len(json.loads((tmp_path / "flops.json").read_text())["stages"]) == 1  # of two micro-batches
     resumed = observe(tmp_path, [5, 6], second, engine=OneStage(global_steps=4))
     assert vars(resumed) == vars(Told())
     told = observe(tmp_path / "other", [5, 6], second, engine=OneStage(global_steps=4))
-    assert told.said == [
+    assert told.logged == [
         "flops_profiler.profile_step = 2, but the run goes on after step 4: nothing is profiled; write a step from 5 on"
     ]
     assert not told.metrics and not (tmp_path / "other").exists()
     told = observe(tmp_path / "other", [1, 10], SETTINGS | {"profile_step": 11})
-    assert told.said == [
+    assert told.logged == [
         "flops_profiler.profile_step = 11, but the run has 10 steps: nothing is profiled; write a step up to 10"
     ]
     assert vars(observe(tmp_path, [1, 2, 3], SETTINGS | {"enabled": False})) == vars(Told())
@@ -152,7 +152,7 @@ def test_output_file_is_where_the_texts_go_and_a_disk_that_refuses_stops_nothing
     (tmp_path / "file").touch()
     told = observe(tmp_path / "file", [1], SETTINGS)
     assert len(told.metrics) == 1 and not told.artifacts
-    assert told.said == [f"{tmp_path / 'file'} can't be written (File exists); training goes on"]
+    assert told.logged == [f"{tmp_path / 'file'} can't be written (File exists); training goes on"]
 
 
 @pytest.mark.launch
@@ -184,5 +184,5 @@ def test_every_layout_is_profiled_with_recomputation_and_in_half_precision(obser
         macs = profile["stages"][stage]["total"]["macs"]
         assert f"{macs / 1e6:.2f} MMACs" in text or f"{macs / 1e3:.2f} KMACs" in text
         assert "DeepSpeed Flops Profiler" in text and "UnetStage(" in text
-    (said,) = (line for line in told["said"] if line.startswith(f"flops of step {step}: "))
+    (said,) = (line for line in told["logged"] if line.startswith(f"flops of step {step}: "))
     assert said.endswith("table.txt")

@@ -300,5 +300,5 @@ def test_a_run_that_was_resumed_after_the_steps_says_so(tmp_path: Path) -> None:
     profile = KernelProfile(engine, range(3, 5), tmp_path / "late", told)
     profile.begin_step(8)
     profile.finish()
-    assert told.said == ["--profile-kernels 3-4: none of these steps was taken since the run was started or resumed"]
+    assert told.logged == ["--profile-kernels 3-4: none of these steps was taken since the run was started or resumed"]
     assert not told.metrics and not (tmp_path / "late").exists()

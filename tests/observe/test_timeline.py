@@ -101,6 +101,10 @@ def test_events_of_a_step_are_the_instructions_of_the_schedule(observed: Observe
 @pytest.mark.parametrize("name", TRACED)
 def test_nothing_overlaps_within_a_rank_and_all_is_within_the_step(observed: Observed, name: str) -> None:
     summary = json.loads((observed.folder / name / "trace" / "summary.json").read_text())
+    facts = {"first_step": 2, "last_step": 3, "world_size": 2, "schedule": CASES[name][0].schedule, "device": "cpu"}
+    facts |= {"pipeline_ranks": CASES[name][0].stages, "replicas": CASES[name][0].replicas}
+    assert facts.items() <= summary.items()
+    assert summary["step_seconds"] == pytest.approx(sum(rank["step_seconds"] for rank in summary["ranks"]) / 2)
     for rank in range(2):
         for step in (2, 3):
             events = slices(observed.folder / name, rank, step)
@@ -142,14 +146,14 @@ def test_metrics_files_and_the_wait_for_the_loader_are_reported(observed: Observ
         assert 0 < values["perf/bubble_fraction"] < 1 and values["perf/imbalance"] >= 0 and values["perf/mfu"] > 0
         files = ["trace/steps-2-3.json", "trace/steps-2-3.png", "trace/summary.json"]
         assert [file for file in told["artifacts"] if file.startswith("trace")] == files
-        assert sum("traced steps 2-3" in line for line in told["said"]) == 1
+        assert sum("traced steps 2-3" in line for line in told["logged"]) == 1
         with Image.open(observed.folder / name / "trace" / "steps-2-3.png") as picture:
             colours = picture.convert("RGB").getcolors(2**20)
         assert colours is not None and {(59, 125, 216), (224, 123, 57)} <= {colour for _, colour in colours}
         if name == "folded":
             assert values["stage0/load_seconds"] >= 4 * LOADER_SECONDS
             assert values["perf/data_wait_fraction"] * values["perf/traced_step_seconds"] > 0.9 * 4 * LOADER_SECONDS
-    assert all(not observed.ranks[1][name][told] for name in CASES for told in ("said", "metrics", "artifacts"))
+    assert all(not observed.ranks[1][name][told] for name in CASES for told in ("logged", "metrics", "artifacts"))
 
 
 def step(number: int, start: float, seconds: float) -> TracedStep:
@@ -211,7 +215,7 @@ def test_a_trace_too_large_is_cut_and_says_so(tmp_path: Path, monkeypatch: pytes
     whole, _ = ranks_of(step(20, 0.0, 1.0))
     assert make(range(20, 40), 1000)._cut(whole) == whole
     assert len(make(range(20, 21), 2)._cut(whole).steps[0].events) == 1
-    assert told.said == [
+    assert told.logged == [
         "--trace-steps 20-39: only steps 20-21 are traced; a trace has at most 1,000 events, "
         "and a step may have 168 on each rank",
         "step 20: 1 of 2 events of rank 0 are left out of the trace, which has at most 2",

@@ -8,12 +8,12 @@ from pathlib import Path
 
 class Told:
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.logged: list[str] = []
         self.metrics: list[tuple[int, dict[str, float]]] = []
         self.artifacts: list[str] = []
 
-    def say(self, line: str) -> None:
-        self.said.append(line)
+    def log(self, line: str) -> None:
+        self.logged.append(line)
 
     def observed(self, values: Mapping[str, float], step: int) -> None:
         self.metrics.append((step, dict(values)))
