@@ -1,134 +1,203 @@
-// The page around the curves: bars, which runs are shown, and in which order. Follows compare_chart.js in one script.
+"use strict";
+// Curves with a read-out; which runs are shown, and in which order. Text of users becomes text content, never HTML.
 
-const { runs, curves, measures } = JSON.parse(document.getElementById("data").textContent);
-runs.forEach((run, index) => (run.index = index));
-const shown = runs.map(() => true);
-let emphasised = null; // the run under the pointer in the legend
+const { runs, metrics, clock, orders } = JSON.parse(document.getElementById("data").textContent);
+const MOST_READ_OUT = 12;
 const byId = (id) => document.getElementById(id);
+const plot = byId("plot");
+const shown = new Set(runs.keys());
+let emphasised = null; // the run under the pointer in the legend
+let chart = null; // what is drawn: lines, ranges and scales
+let at = null; // where values are read out
 
-function options(select, entries) {
-  for (const [value, text] of entries) select.append(element("option", { value }, text));
+function text(value, options = { maximumSignificantDigits: 4 }) {
+  const tiny = value !== 0 && Math.abs(value) < 1e-4;
+  return tiny ? value.toExponential(2) : value.toLocaleString("en", options);
 }
-const chosen = (list, select) => list.find((measure) => measure.name === select.value);
-const hint = (measure) => (measure.better ? `${measure.better} is better` : "");
+function shape(name, attributes, content = "") {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  made.textContent = content;
+  return made;
+}
+const coloured = (run) => `--colour: var(--colour${run.colour})`;
 
-const charts = [...document.querySelectorAll(".chart")].map((figure) => new Chart(figure));
-function drawCurves() {
-  if (!curves.length) return;
-  const measure = chosen(curves, byId("curve-metric"));
-  byId("curve-better").textContent = hint(measure);
-  for (const chart of charts) chart.draw(measure.name, byId("logarithmic").checked, runs.filter((run) => shown[run.index]));
+// Multiples of 1, 2 or 5 times a power of ten; powers of ten, with steps between where there are few.
+function ticks(low, high, most) {
+  const least = (high - low) / most;
+  const power = 10 ** Math.floor(Math.log10(least));
+  const step = power * [1, 2, 5, 10].find((size) => size * power >= least * 0.999999);
+  const count = Math.floor(high / step + 1e-9) - Math.ceil(low / step - 1e-9) + 1;
+  return Array.from({ length: count }, (_, number) => (Math.ceil(low / step - 1e-9) + number) * step);
+}
+function decades(low, high) {
+  for (const digits of [[1], [1, 2, 5], [1, 2, 3, 4, 5, 6, 7, 8, 9]]) {
+    const first = Math.floor(Math.log10(low));
+    const powers = Array.from({ length: Math.ceil(Math.log10(high)) - first + 1 }, (_, number) => 10 ** (first + number));
+    const inside = powers.flatMap((power) => digits.map((digit) => digit * power)).filter((y) => y >= low && y <= high);
+    if (inside.length >= 3) return inside;
+  }
+  return ticks(low, high, 5);
+}
+
+function draw() {
+  if (!plot) return;
+  at = null;
+  const metric = metrics[byId("metric").value];
+  const [axis, logarithmic] = [byId("axis").value, byId("logarithmic").checked];
+  const usable = (value) => value !== null && (!logarithmic || value > 0);
+  const lines = [...shown].map((index) => {
+    const curve = metric.curves[index];
+    const points = (curve[axis] || []).map((x, place) => ({ x, y: curve.values[place] }));
+    return { index, run: runs[index], points, known: points.filter(({ y }) => usable(y)) };
+  }).filter(({ known }) => known.length);
+  byId("better").textContent = metric.better && `${metric.better} is better`;
+  plot.replaceChildren();
+  chart = null;
+  readOut();
+  plot.setAttribute("aria-label", `${metric.name} of ${lines.length} runs against ${axis}; arrow keys read values out`);
+  const [width, height] = [plot.clientWidth || 600, plot.clientHeight || 360];
+  plot.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  if (!lines.length) {
+    plot.append(shape("text", { x: 20, y: 30 }, "The runs shown have no such curve."));
+    return;
+  }
+  const extent = (values) => values.reduce(([a, b], value) => [Math.min(a, value), Math.max(b, value)], [Infinity, -Infinity]);
+  const all = lines.flatMap(({ known }) => known);
+  let [left, right] = extent([0, ...all.map(({ x }) => x)]);
+  if (right === left) right = left + 1;
+  let [low, high] = extent(all.map(({ y }) => y));
+  if (logarithmic) [low, high] = [low / 1.1, high * 1.1];
+  else {
+    const room = (high - low) * 0.05 || Math.abs(high) * 0.1 || 1;
+    [low, high] = [low >= 0 ? Math.max(0, low - room) : low - room, high + room];
+  }
+  const marks = (logarithmic ? decades : ticks)(low, high, 6);
+  const labels = marks.map((mark) => text(mark) + metric.unit);
+  const [begin, end, top, bottom] = [14 + 7 * Math.max(...labels.map(({ length }) => length)), width - 14, 8, height - 26];
+  const scale = logarithmic ? Math.log : Number;
+  const toX = (x) => begin + ((x - left) / (right - left)) * (end - begin);
+  const toY = (y) => bottom - ((scale(y) - scale(low)) / (scale(high) - scale(low))) * (bottom - top);
+  chart = { metric, axis, lines, left, right, begin, end, top, bottom, toX, toY, over: shape("g", {}) };
+  marks.forEach((mark, place) => plot.append(
+    shape("line", { class: "grid", x1: begin, x2: end, y1: toY(mark), y2: toY(mark) }),
+    shape("text", { x: begin - 6, y: toY(mark) + 4, "text-anchor": "end" }, labels[place])));
+  for (const mark of ticks(left, right, Math.max(2, Math.floor((end - begin) / 90)))) {
+    const label = axis === "images" ? text(mark, { notation: "compact", maximumSignificantDigits: 4 }) : `${text(mark)} ${clock}`;
+    plot.append(shape("line", { class: "axis", x1: toX(mark), x2: toX(mark), y1: bottom, y2: bottom + 5 }),
+      shape("text", { x: toX(mark), y: bottom + 19, "text-anchor": toX(mark) > end - 20 ? "end" : "middle" }, label));
+  }
+  plot.append(shape("line", { class: "axis", x1: begin, x2: end, y1: bottom, y2: bottom }));
+  for (const { index, run, points, known } of [...lines].sort((one, other) => one.run.baseline - other.run.baseline)) {
+    const steps = points.map(({ x, y }, place) => (!usable(y) ? ""
+      : `${place && usable(points[place - 1].y) ? "L" : "M"}${toX(x).toFixed(1)} ${toY(y).toFixed(1)}`));
+    plot.append(shape("path", { class: `course${run.baseline ? " baseline" : ""}`, style: coloured(run), d: steps.join(""),
+      "stroke-dasharray": run.dash, "data-course": index }));
+    if (known.length === 1) plot.append(dot(run, known[0]));
+  }
+  plot.append(chart.over);
   emphasise();
 }
+const dot = (run, { x, y }) => shape("circle", { class: "dot", style: coloured(run), cx: chart.toX(x), cy: chart.toY(y), r: 4 });
 
-// Bars
-
-function drawBars() {
-  if (!measures.length) return;
-  const measure = chosen(measures, byId("bar-metric"));
-  byId("bar-better").textContent = hint(measure);
-  const values = runs.map((run) => run.values[measure.name]);
-  const longest = Math.max(...values.filter((value, index) => value !== undefined && shown[index]), 0);
-  const base = values[runs.findIndex((run) => run.baseline)];
-  byId("bar-list").replaceChildren(...order().filter((index) => shown[index]).map((index) => {
-    const run = runs[index];
-    const bar = element("li");
-    const track = element("div", { class: "track" });
-    const share = (value) => `${(100 * Math.max(0, value)) / (longest || 1)}%`;
-    let text = run.status === "FINISHED" ? "-" : run.status.toLowerCase();
-    if (values[index] !== undefined) {
-      const fill = element("div", { class: `fill colour${run.colour}` });
-      fill.style.width = share(values[index]);
-      track.append(fill);
-      text = run.texts[measure.name];
-      if (run.ratios[measure.name]) text += `  ${run.ratios[measure.name]}`;
-      if (run.status !== "FINISHED") text += `, ${run.status.toLowerCase()}`;
-    }
-    if (runs.length > 1 && base > 0 && base <= longest) {
-      const mark = element("div", { class: "mark", title: "baseline" });
-      mark.style.left = share(base);
-      track.append(mark);
-    }
-    bar.append(element("span", { class: "name" }, run.label), track, element("span", { class: "value" }, text));
-    return bar;
-  }));
+// Show the curves' values at `at`, those nearest to the pointer where they are many; nothing where `at` is null.
+function readOut(down = Infinity) {
+  const box = byId("readout");
+  box.hidden = at === null || !chart;
+  if (chart) chart.over.replaceChildren();
+  if (box.hidden) return;
+  const { metric, axis, lines, left, right, top, bottom, toX, toY, over } = chart;
+  at = Math.min(right, Math.max(left, at));
+  const slack = (right - left) / 40;
+  const reached = lines.filter(({ known }) => at >= known[0].x - slack && at <= known[known.length - 1].x + slack);
+  const found = reached.map(({ run, known }) =>
+    ({ run, ...known.reduce((best, point) => (Math.abs(point.x - at) < Math.abs(best.x - at) ? point : best)) }));
+  found.sort((one, other) => Math.abs(toY(one.y) - down) - Math.abs(toY(other.y) - down)).splice(MOST_READ_OUT);
+  found.sort((one, other) => other.y - one.y);
+  over.append(shape("line", { class: "cursor", x1: toX(at), x2: toX(at), y1: top, y2: bottom }),
+    ...found.map((point) => dot(point.run, point)));
+  const place = axis === "images" ? `${text(at, { maximumFractionDigits: 0 })} images` : `${text(at)} ${clock}`;
+  const more = reached.length - found.length;
+  const table = document.createElement("table");
+  for (const { run, y } of found) {
+    const row = table.insertRow();
+    const swatch = shape("svg", { class: "swatch", style: coloured(run), viewBox: "0 0 28 8", "aria-hidden": "true" });
+    swatch.append(shape("path", { d: "M1 4H27", "stroke-dasharray": run.dash }));
+    row.insertCell().append(swatch);
+    for (const words of [run.label, text(y) + metric.unit]) row.insertCell().textContent = words;
+  }
+  box.replaceChildren(more ? `${place}, ${more} more runs there` : place, table);
+  const rightHalf = at > (left + right) / 2;
+  box.style.left = rightHalf ? "" : `${toX(at) + 20}px`;
+  box.style.right = rightHalf ? `${plot.clientWidth - toX(at) + 20}px` : "";
 }
 
-// Which runs are shown, and in which order
-
-function order() {
-  const all = runs.map((_, index) => index);
-  const measure = chosen(measures, byId("order"));
-  if (!measure) return all;
-  const sign = measure.better === "higher" ? -1 : 1;
-  const rank = (index) => {
-    const value = runs[index].values[measure.name];
-    return value === undefined ? Infinity : sign * value;
-  };
-  return all.sort((one, other) => (rank(one) === rank(other) ? one - other : rank(one) - rank(other)));
-}
-function arrange() {
-  const sorted = order();
-  const arrangeIn = (parent, attribute) => {
-    const items = new Map([...parent.children].filter((item) => attribute in item.dataset)
-      .map((item) => [Number(item.dataset[attribute]), item]));
-    for (const index of sorted) if (items.has(index)) parent.append(items.get(index));
-  };
-  arrangeIn(byId("legend"), "entry");
-  for (const id of ["cards", "timelines"]) if (byId(id)) arrangeIn(byId(id), "run");
-  for (const row of document.querySelectorAll(".scroll tr")) arrangeIn(row, "run");
-}
-function show() {
-  for (const box of document.querySelectorAll("[data-toggle]")) box.checked = shown[Number(box.dataset.toggle)];
-  for (const part of document.querySelectorAll("[data-run]")) part.hidden = !shown[Number(part.dataset.run)];
-  byId("shown").textContent = `${shown.filter(Boolean).length} of ${runs.length} shown`;
-  drawCurves();
-  drawBars();
-}
 function emphasise(index = emphasised) {
   emphasised = index;
-  for (const { plot } of charts) {
-    plot.classList.toggle("dimmed", index !== null && shown[index]);
-    for (const course of plot.querySelectorAll(".course")) {
-      course.classList.toggle("chosen", course.dataset.course === String(index));
-    }
+  plot?.classList.toggle("dimmed", shown.has(index));
+  for (const course of document.querySelectorAll(".course")) {
+    course.classList.toggle("chosen", course.dataset.course === String(index));
+  }
+}
+function show() {
+  for (const part of document.querySelectorAll("[data-run]")) {
+    const box = part.querySelector("input");
+    if (box) box.checked = shown.has(Number(part.dataset.run));
+    else part.hidden = !shown.has(Number(part.dataset.run));
+  }
+  byId("shown").textContent = `${shown.size} of ${runs.length} shown`;
+  draw();
+}
+function arrange() {
+  const order = orders[byId("order").value] || [...runs.keys()];
+  for (const parent of document.querySelectorAll("[data-runs]")) {
+    const parts = new Map([...parent.children].map((part) => [Number(part.dataset.run), part]));
+    for (const index of order) if (parts.has(index)) parent.append(parts.get(index));
   }
 }
 
-options(byId("curve-metric"), curves.map((measure) => [measure.name, measure.name]));
-options(byId("bar-metric"), measures.map((measure) => [measure.name, measure.name]));
-options(byId("order"), [["", "as given"], ...measures.map(({ name, better }) => [name, better ? `best ${name}` : name])]);
-if (measures.some(({ name }) => name === "perf/images_per_second")) byId("bar-metric").value = "perf/images_per_second";
-byId("curves").hidden = !curves.length;
-byId("bars").hidden = !measures.length;
-byId("chooser").hidden = false;
-
+for (const name of Object.keys(orders)) byId("order").append(new Option(name, name));
+byId("order").addEventListener("change", arrange);
+for (const [id, kept] of [["all", [...runs.keys()]], ["none", []]]) {
+  byId(id).addEventListener("click", () => {
+    shown.clear();
+    for (const index of kept) shown.add(index);
+    show();
+  });
+}
 for (const entry of byId("legend").children) {
-  const index = Number(entry.dataset.entry);
-  entry.querySelector("path").setAttribute("stroke-dasharray", DASHES[runs[index].dash]);
+  const index = Number(entry.dataset.run);
   entry.addEventListener("pointerenter", () => emphasise(index));
   entry.addEventListener("pointerleave", () => emphasise(null));
-  entry.querySelector("input").addEventListener("change", (event) => {
-    shown[index] = event.target.checked;
+  entry.addEventListener("change", (event) => {
+    shown[event.target.checked ? "add" : "delete"](index);
     show();
   });
 }
-for (const [id, value] of [["show-all", true], ["show-none", false]]) {
-  byId(id).addEventListener("click", () => {
-    shown.fill(value);
-    show();
+if (plot) {
+  metrics.forEach(({ name }, index) => byId("metric").append(new Option(name, index)));
+  for (const id of ["metric", "axis", "logarithmic"]) byId(id).addEventListener("change", draw);
+  plot.addEventListener("pointermove", (event) => {
+    if (!chart) return;
+    const box = plot.getBoundingClientRect();
+    at = chart.left + ((event.clientX - box.left - chart.begin) / (chart.end - chart.begin)) * (chart.right - chart.left);
+    readOut(event.clientY - box.top);
   });
+  const forget = () => {
+    at = null;
+    readOut();
+  };
+  for (const kind of ["pointerleave", "blur"]) plot.addEventListener(kind, forget);
+  plot.addEventListener("keydown", (event) => {
+    if (!chart) return;
+    const by = (chart.right - chart.left) / 40;
+    const from = at ?? chart.left;
+    const to = { ArrowLeft: from - by, ArrowRight: from + by, Home: chart.left, End: chart.right, Escape: null }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    at = to;
+    readOut();
+  });
+  new ResizeObserver(draw).observe(plot);
 }
-for (const id of ["curve-metric", "logarithmic"]) byId(id).addEventListener("change", drawCurves);
-byId("bar-metric").addEventListener("change", drawBars);
-byId("order").addEventListener("change", () => {
-  arrange();
-  drawBars();
-});
-let width = 0;
-new ResizeObserver(([{ contentRect }]) => {
-  if (contentRect.width === width) return;
-  width = contentRect.width;
-  drawCurves();
-}).observe(document.querySelector(".charts"));
 show();

@@ -35,6 +35,7 @@ SHORTEST_ID = 6
 """Hexadecimal digits with which the beginning of an id is taken for one."""
 NEAR_NAMES = 3
 NO_PROGRESS_BAR = {"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}
+FAILURES = ("FAILED", "KILLED")
 
 
 class ExperimentError(UserError):

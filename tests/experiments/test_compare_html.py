@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from ddpm_ds.experiments.compare import comparison, fewer
-from ddpm_ds.experiments.compare_pages import MOST_PICTURE_BYTES, PNG, page
+from ddpm_ds.experiments.compare import comparison
+from ddpm_ds.experiments.compare_pages import MOST_PICTURE_BYTES, PNG, fewer, page
 from ddpm_ds.tracking.runs import Point
 from tests.experiments.planted_runs import HeldRun, held, losses
 
@@ -26,35 +26,32 @@ DOT = PNG + bytes.fromhex(
     "1f15c4890000000d49444154789c6360606060000000050001a5f645400000000049454e44ae426082"
 )
 DRIVER = """
-const byId = (id) => document.getElementById(id);
 const said = {};
 const change = (id, value) => {
   byId(id).value = value;
   byId(id).dispatchEvent(new Event("change"));
 };
 const names = (selector) => [...document.querySelectorAll(selector)].map((part) => part.textContent);
-const courses = () => [...document.querySelectorAll(".chart")].map((c) => c.querySelectorAll(".course").length);
+const courses = () => document.querySelectorAll(".course").length;
 const columns = () => names("thead th:not([hidden]) .name");
 said.courses = courses();
-said.bars = names(".bars .name");
-document.querySelectorAll("[data-toggle]")[1].click();
-said.without_second = [courses(), columns(), names(".bars .name"), byId("shown").textContent];
-byId("show-none").click();
-said.none = [courses(), columns(), names(".bars .name")];
-byId("show-all").click();
+document.querySelectorAll("#legend input")[1].click();
+said.without_second = [courses(), columns(), byId("shown").textContent];
+byId("none").click();
+said.none = [courses(), columns()];
+byId("all").click();
 change("order", "perf/images_per_second");
-said.fastest_first = [columns(), names(".bars .name")];
-change("bar-metric", "train/loss");
-said.losses = names(".bars .value");
-const plot = document.querySelector(".chart .plot");
+said.fastest_first = [columns(), names("#legend .name")];
 plot.dispatchEvent(new KeyboardEvent("keydown", { key: "End" }));
-said.read_out = names(".chart:first-of-type .readout div, .chart:first-of-type .readout td:nth-child(n + 2)");
+said.read_out = [byId("readout").firstChild.textContent, ...names("#readout td:nth-child(n + 2)")];
+change("axis", "time");
+plot.dispatchEvent(new KeyboardEvent("keydown", { key: "End" }));
+said.time = [courses(), byId("readout").firstChild.textContent];
 byId("logarithmic").click();
 said.logarithmic = courses();
 const box = plot.getBoundingClientRect();
-const place = { clientX: box.left + box.width / 2, clientY: box.top + 50 };
-plot.dispatchEvent(new PointerEvent("pointermove", place));
-said.pointed = document.querySelectorAll(".chart:first-of-type .readout tr").length;
+plot.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + box.width / 2, clientY: box.top + 50 }));
+said.pointed = document.querySelectorAll("#readout tr").length;
 const told = document.createElement("pre");
 told.id = "said";
 told.textContent = JSON.stringify(said);
@@ -100,7 +97,7 @@ def test_what_users_wrote_is_text_wherever_it_stands() -> None:
     assert html.unescape(text).count(HOSTILE) >= 6  # legend, header, parameter, note, verdict, change
     data = json.loads(re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[0])
     assert [run["label"] for run in data["runs"]] == ["plain", HOSTILE, "dead"]
-    assert data["runs"][2]["curves"]["train/loss"]["values"] == [0.9, None]
+    assert data["metrics"][0]["name"] == "train/loss" and data["metrics"][0]["curves"][2]["values"] == [0.9, None]
 
 
 def test_fifty_runs_have_fifty_kinds_of_line() -> None:
@@ -134,7 +131,7 @@ def test_a_browser_opens_the_page_without_a_complaint_and_what_users_wrote_does_
     elements, complaints = opened(path, tmp_path / "profile")
     assert complaints == []
     assert "<title>3 runs of digits</title>" in elements
-    assert elements.count('class="course ') == 6  # three runs against images and against time
+    assert elements.count('class="course') == 3
 
 
 @pytest.mark.needs_programs(CHROMIUM)
@@ -149,12 +146,11 @@ def test_runs_can_be_hidden_ordered_and_read_out(tmp_path: Path) -> None:
     found = re.search(r'<pre id="said">(.*?)</pre>', elements, re.DOTALL)
     assert found is not None
     said: dict[str, Any] = json.loads(html.unescape(found[1]))
-    assert said["courses"] == [3, 3]
-    assert said["bars"] == ["plain", "fast", "dead"]
-    assert said["without_second"] == [[2, 2], ["plain", "dead"], ["plain", "dead"], "2 of 3 shown"]
-    assert said["none"] == [[0, 0], [], []]
+    assert said["courses"] == 3
+    assert said["without_second"] == [2, ["plain", "dead"], "2 of 3 shown"]
+    assert said["none"] == [0, []]
     assert said["fastest_first"] == [["fast", "plain", "dead"]] * 2
     plain, fast = (run.metrics["train/loss"] for run in runs[:2])
-    assert said["losses"] == [f"{fast:.4g}  {fast / plain:.3f}x", f"{plain:.4g}  1.00x", "failed"]
     assert said["read_out"] == ["38,400 images", "plain", f"{plain:.4g}", "fast", f"{fast:.4g}"]
-    assert said["logarithmic"] == [3, 3] and said["pointed"] == 2
+    assert said["time"] == [3, "60 s"]
+    assert said["logarithmic"] == 3 and said["pointed"] == 2
