@@ -1,4 +1,4 @@
-"""A prepared store: all images of a source, in their final size, in one memory-mapped array.
+"""The data-set cache: all images of a source, in their final size, in one memory-mapped array.
 
 ::
 
@@ -7,8 +7,6 @@
         labels.npy    int64 (N,)
         meta.json     CacheMeta
         skipped.txt   unreadable images, one per line, where there were any
-
-Which images of a store are trained on, and which are held out.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +32,7 @@ CHUNK_BYTES = 2**20
 
 
 class CacheMeta(BaseModel):
-    """What ``meta.json`` says about a store."""
+    """Content of ``meta.json``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -51,7 +48,7 @@ class CacheMeta(BaseModel):
 
 @dataclass(frozen=True)
 class DatasetCache:
-    """An open store. Sent to another process, it is opened there anew: the images don't travel."""
+    """An open data-set cache. Sent to another process, it is opened there anew: the images don't travel."""
 
     path: Path
     meta: CacheMeta
@@ -62,16 +59,21 @@ class DatasetCache:
 
     @classmethod
     def open(cls, path: Path, verify: bool = True, progress: bool = False) -> DatasetCache:
-        """Opens the store at ``path``; ``verify`` reads every byte and compares checksums.
+        """Open the cache at ``path``; ``verify`` reads every byte and compares checksums.
 
-        One process per node should verify, the others needn't. Raises DataError: missing, damaged, foreign format.
+        One process per node should verify, the others needn't.
+
+        Raises:
+            DataError: it is missing, damaged or of another format.
         """
         if not path.is_dir():
-            raise DataError(f"there is no prepared store at {path}; make it with: ddpm-ds prepare")
+            raise DataError(f"there is no data-set cache at {path}; make it with: ddpm-ds prepare")
         try:
             meta = _read_meta(path)
             if verify:
-                _verify(path, meta, progress)
+                for name, checksum in checksums(path, progress).items():
+                    if meta.sha256.get(name) != checksum:
+                        raise _damaged(path, f"{name} has another checksum than meta.json says")
             images = np.load(path / IMAGES, mmap_mode="r")
             labels = np.load(path / LABELS)
         except OSError as error:
@@ -91,9 +93,9 @@ class DatasetCache:
         return _reopen, (self.path, self.cropped)
 
     def centre(self, size: int) -> DatasetCache:
-        """This store with the centres of its images, (C, ``size``, ``size``) in images and meta; nothing is copied.
+        """This cache with the centres of its images, (C, ``size``, ``size``) in images and meta; nothing is copied.
 
-        What evaluates reads these, where training reads crops from other places too.
+        Evaluation reads these, where training reads crops from other places too.
         """
         channels, height, width = self.meta.shape
         if (height, width) == (size, size):
@@ -105,7 +107,7 @@ class DatasetCache:
 
     @property
     def key(self) -> str:
-        """What no other images have: the checksum of theirs in hexadecimal, hashed with the size of crops."""
+        """Key of exactly these images: their checksum in hexadecimal, hashed with the size of crops."""
         checksum = self.meta.sha256[IMAGES]
         if self.cropped is None:
             return checksum
@@ -113,18 +115,8 @@ class DatasetCache:
 
 
 def _reopen(path: Path, cropped: int | None) -> DatasetCache:
-    store = DatasetCache.open(path, verify=False)
-    return store if cropped is None else store.centre(cropped)
-
-
-def sha256_of(path: Path, bar: tqdm[Any]) -> str:
-    """Hexadecimal SHA-256 of a file, read in pieces; advances ``bar`` by its bytes."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-            bar.update(len(chunk))
-    return digest.hexdigest()
+    cache = DatasetCache.open(path, verify=False)
+    return cache if cropped is None else cache.centre(cropped)
 
 
 def checksums(folder: Path, progress: bool) -> dict[str, str]:
@@ -132,14 +124,15 @@ def checksums(folder: Path, progress: bool) -> dict[str, str]:
     total = sum((folder / name).stat().st_size for name in (IMAGES, LABELS))
     hidden = not progress or total < BAR_BYTES
     with tqdm(total=total, desc=f"checking {folder.name}", unit="B", unit_scale=True, disable=hidden) as bar:
-        return {name: sha256_of(folder / name, bar) for name in (IMAGES, LABELS)}
-
-
-def _verify(path: Path, meta: CacheMeta, progress: bool) -> None:
-    found = checksums(path, progress)
-    for name, checksum in found.items():
-        if meta.sha256.get(name) != checksum:
-            raise _damaged(path, f"{name} has another checksum than meta.json says")
+        found = {}
+        for name in (IMAGES, LABELS):
+            digest = hashlib.sha256()
+            with (folder / name).open("rb") as file:
+                while chunk := file.read(CHUNK_BYTES):
+                    digest.update(chunk)
+                    bar.update(len(chunk))
+            found[name] = digest.hexdigest()
+        return found
 
 
 def _read_meta(path: Path) -> CacheMeta:
@@ -149,9 +142,9 @@ def _read_meta(path: Path) -> CacheMeta:
         if found == FORMAT:
             return CacheMeta.model_validate_json(text)
     except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(path, f"{META} is not a store's") from error
+        raise _damaged(path, f"{META} is not that of a data-set cache") from error
     raise _damaged(path, f"its format is {found}, this version reads format {FORMAT}")
 
 
 def _damaged(path: Path, what: str) -> DataError:
-    return DataError(f"prepared store is unusable: {what}; delete {path} and prepare again")
+    return DataError(f"data-set cache is unusable: {what}; delete {path} and prepare again")

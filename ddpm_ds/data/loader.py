@@ -1,9 +1,5 @@
-"""Which stored image is seen when: a pure function of (seed, number of images seen before).
-
-Micro-batches of a store, as a function of images seen: nothing is remembered, so nothing is lost on a resume.
-
-Micro-batches on the device that trains on them: the next one travels while the current one is computed with.
-"""
+"""Micro-batches on the device that trains on them, as a function of images seen: nothing is remembered, so nothing is
+lost on a resume. The next one travels while the current one is computed with."""
 
 from __future__ import annotations
 
@@ -28,7 +24,7 @@ Indices = npt.NDArray[np.int64]
 
 
 def image_at(index: Indices, count: int, seed: int) -> Indices:
-    """Positions in a store of ``count`` images of the ``index``-th images of a run, int64 ``(n,)`` to ``(n,)``.
+    """Positions in a cache of ``count`` images of the ``index``-th images of a run, int64 ``(n,)`` to ``(n,)``.
 
     Every run of ``count`` indices from a multiple of ``count`` (an epoch) sees each image once, in an order of its
     own.
@@ -61,7 +57,7 @@ class MicroBatch(NamedTuple):
 
 
 def micro_batches(
-    store: DatasetCache,
+    cache: DatasetCache,
     *,
     among: Indices | None = None,
     seed: int,
@@ -82,7 +78,7 @@ def micro_batches(
         replica             0     1     0     1
         micro-batch         0     0     1     1
 
-    ``among`` are the positions in the store that are trained on, None for all of it.
+    ``among`` are the positions in the cache that are trained on, None for all of it.
     ``workers`` processes read ahead; with 0 a thread of this one does. An error or a death of a worker is raised here.
     ``pin_memory`` puts the images where a CUDA device can fetch them from.
     Raises ValueError when ``batch_images`` is not M x ``replicas`` x ``micro_batch_images``.
@@ -93,7 +89,7 @@ def micro_batches(
     if not 0 <= replica < replicas:
         raise ValueError(f"replica = {replica} is not one of {replicas}")
     first = start_images + replica * micro_batch_images
-    images = _Reads(store, among, seed, first, turn, micro_batch_images, pin_memory and not workers)
+    images = _Reads(cache, among, seed, first, turn, micro_batch_images, pin_memory and not workers)
     if not workers:
         reads = _one_ahead(map(images.__getitem__, itertools.count()))
     else:
@@ -111,7 +107,7 @@ def micro_batches(
 
 
 class _Read(NamedTuple):
-    """Some micro-batches. A tensor travels between processes in milliseconds, whatever its size, so there is one."""
+    """Micro-batches read together. A tensor takes milliseconds between processes whatever its size, so there is one."""
 
     images: Tensor  # (n, C, H, W) uint8
     labels: Indices  # (n,)
@@ -120,12 +116,12 @@ class _Read(NamedTuple):
 
 @dataclass(frozen=True)
 class _Reads(Dataset[_Read]):
-    """Some micro-batches of one replica at a time, by the number of the read.
+    """Reads of one replica, by their number; each is some micro-batches.
 
     A batch is a whole number of turns, hence where batches end doesn't matter here.
     """
 
-    store: DatasetCache
+    cache: DatasetCache
     among: Indices | None
     seed: int
     first: int
@@ -136,23 +132,23 @@ class _Reads(Dataset[_Read]):
     @property
     def micro_batches(self) -> int:
         """Micro-batches in a read."""
-        image_bytes = math.prod(self.store.meta.shape)
+        image_bytes = math.prod(self.cache.meta.shape)
         return max(1, min(READ_BYTES // image_bytes, READ_IMAGES) // self.size)
 
     def __getitem__(self, number: int) -> _Read:
         count = self.micro_batches
         turns = self.first + self.turn * np.arange(number * count, (number + 1) * count)
         index = (turns[:, None] + np.arange(self.size)).ravel()  # (count x size,)
-        stored = image_at(index, len(self.store if self.among is None else self.among), self.seed)
+        stored = image_at(index, len(self.cache if self.among is None else self.among), self.seed)
         stored = stored if self.among is None else self.among[stored]
-        images = torch.empty((len(stored), *self.store.meta.shape), dtype=torch.uint8, pin_memory=self.pin_memory)
+        images = torch.empty((len(stored), *self.cache.meta.shape), dtype=torch.uint8, pin_memory=self.pin_memory)
         # The one copy. In its other modes numpy copies into a buffer first; an order's positions are in range.
-        np.take(self.store.images, stored, axis=0, out=images.numpy(), mode="clip")
-        return _Read(images, self.store.labels[stored], index)
+        np.take(self.cache.images, stored, axis=0, out=images.numpy(), mode="clip")
+        return _Read(images, self.cache.labels[stored], index)
 
 
 def _one_ahead(reads: Iterator[_Read]) -> Iterator[_Read]:
-    """The same, each by a thread while the one before is used: numpy lets go of the interpreter while it copies."""
+    """The same reads, each by a thread while the one before is used: numpy lets go of the interpreter as it copies."""
     with ThreadPoolExecutor(1) as thread:
         coming = thread.submit(next, reads)
         while True:
@@ -195,26 +191,18 @@ def _copied_ahead(batches: Iterator[MicroBatch], device: torch.device) -> Iterat
             copied = MicroBatch(*(tensor.to(device, non_blocking=True) for tensor in batch))
             return copied, stream.record_event()
 
-    travelling = None
-    for batch in batches:
-        arriving, travelling = travelling, copy(batch)
-        if arriving is not None:
-            yield _arrived(*arriving, device)
-    if travelling is not None:
-        yield _arrived(*travelling, device)
-
-
-def _arrived(batch: MicroBatch, copied: torch.cuda.Event, device: torch.device) -> MicroBatch:
-    """A micro-batch that the current stream may use: it waits for the copy, and keeps the memory until it is done."""
-    current = torch.cuda.current_stream(device)
-    current.wait_event(copied)
-    for tensor in batch:
-        tensor.record_stream(current)
-    return batch
+    for arrived, _ in itertools.pairwise(itertools.chain(map(copy, batches), [None])):  # the next one is on its way
+        assert arrived is not None
+        batch, copied = arrived
+        current = torch.cuda.current_stream(device)
+        current.wait_event(copied)
+        for tensor in batch:
+            tensor.record_stream(current)  # keeps the memory until the current stream has used it
+        yield batch
 
 
 def split(count: int, held_out: int) -> tuple[Indices, Indices]:
-    """Positions in a store of ``count`` images, int64 and rising: those to train on, and ``held_out`` others.
+    """Positions in a cache of ``count`` images, int64 and rising: those to train on, and ``held_out`` others.
 
     They follow from the two numbers alone, so that runs of any seed are measured on the same images.
 

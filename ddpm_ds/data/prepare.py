@@ -1,4 +1,4 @@
-"""Writes a source into a store, once. A store is complete or does not exist."""
+"""Writes a source into a data-set cache, once. A cache is complete or does not exist."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from ddpm_ds.data.sources import Pixels, Source, UnreadableImage, open_source
 from ddpm_ds.errors import DataError
 
 READ_AHEAD = 256
-"""Images decoded by the threads before they are written."""
+"""Number of images that the threads decode before they are written."""
 
 
 def cache_path(spec: DataSpec) -> Path:
-    """The store's folder: a function of source, size, channels and, for source ``folder``, its absolute path."""
+    """Folder of the cache: a function of source, size, channels and, for source ``folder``, its absolute path."""
     name = f"{spec.source}-{spec.stored_size}px-{spec.channels}ch"
     if spec.source == "folder" and spec.path is not None:
         name += f"-{sha256(os.fsencode(spec.path.resolve())).hexdigest()[:8]}"
@@ -34,12 +34,14 @@ def cache_path(spec: DataSpec) -> Path:
 
 
 def prepare(spec: DataSpec, progress: bool = False) -> DatasetCache:
-    """Returns the verified store of ``spec``, making it when it is missing; ``progress`` shows bars on stderr.
+    """Return the verified data-set cache of ``spec``, which is made when it is missing; ``progress`` shows bars.
 
-    An existing store is taken as it is: after changing a folder's images, delete its store. Safe to call from
-    several processes and nodes at once; one works, the others wait. Unreadable images are left out and named in
-    ``skipped.txt``. Raises DataError: the source's own, too many unreadable images, ``store_root`` not writable,
-    a damaged store.
+    An existing cache is taken as it is: after changing a folder's images, delete it. Safe to call from several
+    processes and nodes at once; one works, the others wait. Unreadable images are left out and named in
+    ``skipped.txt``.
+
+    Raises:
+        DataError: the source's own, too many unreadable images, ``store_root`` not writable, a damaged cache.
     """
     path = cache_path(spec)
     if path.exists():
@@ -48,7 +50,7 @@ def prepare(spec: DataSpec, progress: bool = False) -> DatasetCache:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _lock(path) as alone:
             if alone:
-                for stale in path.parent.glob(f"{_temporary_name(path)}*"):  # of a process that was killed
+                for stale in path.parent.glob(f".{path.name}.preparing-*"):  # of a process that was killed
                     shutil.rmtree(stale)
             if not path.exists():
                 _build(spec, path, progress)
@@ -60,14 +62,13 @@ def prepare(spec: DataSpec, progress: bool = False) -> DatasetCache:
     return DatasetCache.open(path, verify=False)  # the checksums were taken from the files a moment ago
 
 
-def _temporary_name(path: Path) -> str:
-    return f".{path.name}.preparing-"
-
-
 @contextmanager
 def _lock(path: Path) -> Iterator[bool]:
-    """Waits until no other process prepares ``path``. Yields False where the file system has no locks (some
-    Lustre mounts): then several may build at once, and the first to finish wins."""
+    """Wait until no other process prepares ``path``.
+
+    Yields False where the file system has no locks (some Lustre mounts): then several may build at once, and the first
+    to finish wins.
+    """
     with path.with_name(f".{path.name}.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -79,7 +80,7 @@ def _lock(path: Path) -> Iterator[bool]:
 
 def _build(spec: DataSpec, path: Path, progress: bool) -> None:
     source = open_source(spec, progress)
-    temporary = path.with_name(_temporary_name(path) + uuid4().hex[:8])
+    temporary = path.with_name(f".{path.name}.preparing-{uuid4().hex[:8]}")
     temporary.mkdir()
     try:
         _write(temporary, source, spec, f"preparing {path.name}", progress)
@@ -94,7 +95,7 @@ def _build(spec: DataSpec, path: Path, progress: bool) -> None:
 
 
 def _write(folder: Path, source: Source, spec: DataSpec, title: str, progress: bool) -> None:
-    """Writes and flushes all files of a store."""
+    """Write and flush all files of a cache."""
     shape = (spec.channels, spec.stored_size, spec.stored_size)
     labels: list[int] = []
     skipped: list[UnreadableImage] = []
@@ -132,7 +133,7 @@ def _write(folder: Path, source: Source, spec: DataSpec, title: str, progress: b
 
 
 def _write_header(file: BinaryIO, shape: tuple[int, ...]) -> None:
-    """Starts a uint8 ``.npy``. numpy pads the header so that the first dimension can change in place later."""
+    """Start a uint8 ``.npy``. numpy pads the header so that the first dimension can change in place later."""
     np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
 
 
@@ -159,7 +160,7 @@ def _check_share(skipped: list[UnreadableImage], count: int, spec: DataSpec) -> 
 
 
 def _sync(path: Path) -> None:
-    """Makes a file or a folder's entries survive a power cut."""
+    """Make a file or a folder's entries survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

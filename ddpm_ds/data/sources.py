@@ -1,4 +1,4 @@
-"""Where images come from. A source gives every image in the size and colours that the spec asks for."""
+"""Sources of images: digits, CIFAR-10, a folder. Each gives every image in the size and colours of the spec."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ddpm_ds.errors import DataError
 
 Pixels = npt.NDArray[np.uint8]
 
-# Formats that Pillow recognises by name but can't decode by itself, or that hold no pictures.
 NOT_PICTURES = {"BUFR", "EPS", "GRIB", "HDF5", "IPTC", "MPEG", "WMF"}
-# Without a limit, a network that swallows packets holds a launch up for minutes.
+"""Formats that Pillow recognises by name but can't decode by itself, or that hold no pictures."""
 NETWORK_TIMEOUT_SECONDS = 20.0
+"""Without a limit, a network that swallows packets would hold a launch up for minutes."""
 
 
 class UnreadableImage(Exception):
@@ -64,7 +64,7 @@ def open_source(spec: DataSpec, progress: bool = False) -> Source:
 
 
 def fit(image: Image.Image, size: int, channels: int) -> Pixels:
-    """Scales the shorter side to ``size`` (up or down, Lanczos), crops the centre: uint8 ``(size, size, channels)``.
+    """Scale the shorter side to ``size`` (up or down, Lanczos), crops the centre: uint8 ``(size, size, channels)``.
 
     Transparent pixels become white. An image that already fits is returned unchanged.
     """

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -100,52 +101,48 @@ def test_folder_is_prepared_channels_first_with_labels(folder: Path, spec_of: Sp
     assert store.labels.tolist() == [0] * 6 + [1] * 6
     assert (store.meta.classes, store.meta.folder) == (("cats", "dogs"), str(folder))
     assert sorted(file.name for file in store.path.iterdir()) == ["images.npy", "labels.npy", "meta.json"]
+    images = store.path / "images.npy"
+    made = images.stat().st_mtime_ns
+    folder.rename(folder.with_name("moved"))  # a second time the source is not read
+    again = prepare(spec_of(source="folder", path=folder, channels=3))
+    assert (again.path, images.stat().st_mtime_ns) == (store.path, made)
+    images.write_bytes(images.read_bytes()[:-1] + b"x")  # and damage is not repaired in silence
+    with pytest.raises(DataError, match=r"images.npy has another checksum .*; delete .* and prepare again"):
+        prepare(spec_of(source="folder", path=folder, channels=3))
 
 
-def test_pixels_keep_their_places_when_channels_go_first(tmp_path: Path, spec_of: SpecOf) -> None:
+def test_pixels_keep_their_places_and_bugs_of_a_source_are_not_swallowed(
+    tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
     (tmp_path / "one").mkdir()
     Image.fromarray(pixels).save(tmp_path / "one" / "a.png")
     store = prepare(spec_of(source="folder", path=tmp_path / "one", channels=3))
     assert (store.images[0].transpose(1, 2, 0) == pixels).all()
 
+    def broken(self: object, i: int) -> None:
+        raise KeyError("a bug")
 
-def test_second_prepare_opens_the_store_without_its_source(folder: Path, spec_of: SpecOf) -> None:
-    spec = spec_of(source="folder", path=folder)
-    first = prepare(spec)
-    made = (first.path / "images.npy").stat().st_mtime_ns
-    folder.rename(folder.with_name("moved"))
-    assert (prepare(spec).path / "images.npy").stat().st_mtime_ns == made
-
-
-def test_damaged_store_is_refused_and_not_made_again_in_silence(spec_of: SpecOf) -> None:
-    images = prepare(spec_of()).path / "images.npy"
-    images.write_bytes(images.read_bytes()[:-1] + b"x")
-    with pytest.raises(DataError, match=r"images.npy has another checksum .*; delete .* and prepare again"):
-        prepare(spec_of())
+    monkeypatch.setattr(sources.FolderSource, "__getitem__", broken)
+    with pytest.raises(KeyError, match="a bug"):
+        prepare(spec_of(source="folder", path=tmp_path / "one"))
 
 
-def test_unreadable_images_are_left_out_counted_and_named(folder: Path, spec_of: SpecOf) -> None:
+def test_unreadable_images_are_left_out_counted_and_named_up_to_a_limit(folder: Path, spec_of: SpecOf) -> None:
     (folder / "cats" / "2.png").write_text("not an image")
     (folder / "dogs" / "0.png").write_bytes(b"")
+    refused = spec_of(source="folder", path=folder, max_bad_fraction=0.1)
+    with pytest.raises(DataError) as caught:
+        prepare(refused)
+    message = str(caught.value)
+    assert "data.max_bad_fraction = 0.1 is passed: 2 of 12" in message and "first cats/2.png" in message
+    assert "\n" not in message and not cache_path(refused).exists() and not temporaries(refused)
     store = prepare(spec_of(source="folder", path=folder, max_bad_fraction=0.2))
     assert (store.meta.skipped, store.meta.count) == (2, 10)
     assert store.images[:, 0, 4, 4].tolist() == [0, 1, 3, 4, 5, 41, 42, 43, 44, 45]  # header rewritten in place
     assert store.labels.tolist() == [0] * 5 + [1] * 5
     report = (store.path / "skipped.txt").read_text().splitlines()
     assert [line.split("\t")[0] for line in report] == ["cats/2.png", "dogs/0.png"]
-
-
-def test_share_of_unreadable_images_above_the_limit_fails_and_leaves_nothing(folder: Path, spec_of: SpecOf) -> None:
-    (folder / "cats" / "2.png").write_text("not an image")
-    (folder / "dogs" / "0.png").write_bytes(b"")
-    spec = spec_of(source="folder", path=folder, max_bad_fraction=0.1)
-    with pytest.raises(DataError) as caught:
-        prepare(spec)
-    message = str(caught.value)
-    assert "data.max_bad_fraction = 0.1 is passed: 2 of 12" in message and "first cats/2.png" in message
-    assert "\n" not in message
-    assert not cache_path(spec).exists() and not temporaries(spec)
 
 
 @pytest.mark.parametrize("root", ["file", "file/inside"])
@@ -192,10 +189,10 @@ def test_processes_that_prepare_the_same_store_at_once_end_with_one_good_store(
 
 
 def test_killed_prepare_leaves_no_store_and_the_next_one_cleans_up(
-    folder: Path, spec_of: SpecOf, tmp_path: Path
+    folder: Path, spec_of: SpecOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, reads = spec_of(source="folder", path=folder), tmp_path / "reads"
-    (process,) = slowly(1, spec, reads, 1.0)
+    (process,) = slowly(1, spec, reads, 0.3)
     wait_for(lambda: len(lines(reads)) >= 2 or process.poll() is not None)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=60)
@@ -204,21 +201,14 @@ def test_killed_prepare_leaves_no_store_and_the_next_one_cleans_up(
     assert len(prepare(spec)) == 12
     assert not temporaries(spec)
 
-
-def test_temporary_folders_are_cleaned_only_under_a_lock(
-    folder: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without locks a temporary folder may belong to a living process."""
-    spec = spec_of(source="folder", path=folder)
-    living = spec.store_root / f".{cache_path(spec).name}.preparing-other"
-    living.mkdir(parents=True)
-
     def no_locks(*_: object) -> None:
         raise OSError("Function not implemented")
 
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    assert len(prepare(spec)) == 12
-    assert living.exists()
+    monkeypatch.setattr(fcntl, "flock", no_locks)  # then a temporary folder may belong to a living process
+    shutil.rmtree(cache_path(spec))
+    living = spec.store_root / f".{cache_path(spec).name}.preparing-other"
+    living.mkdir()
+    assert len(prepare(spec)) == 12 and living.exists()
 
 
 def test_preparing_digits_does_not_import_torch(tmp_path: Path) -> None:
@@ -230,14 +220,3 @@ def test_preparing_digits_does_not_import_torch(tmp_path: Path) -> None:
     )
     home = Path(ddpm_ds.__file__).parents[1]
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=home, timeout=60).returncode == 0
-
-
-def test_programming_errors_of_a_source_are_not_swallowed(
-    folder: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(self: object, i: int) -> None:
-        raise KeyError("a bug")
-
-    monkeypatch.setattr(sources.FolderSource, "__getitem__", broken)
-    with pytest.raises(KeyError, match="a bug"):
-        prepare(spec_of(source="folder", path=folder))

@@ -42,29 +42,19 @@ def test_digits_are_8x8_grey_over_the_full_range(spec_of: SpecOf) -> None:
     assert (pixels.shape, pixels.dtype, label) == ((8, 8, 1), np.uint8, 0)
     assert pixels[0, :, 0].tolist() == [0, 0, 80, 207, 143, 16, 0, 0]  # 0 0 5 13 9 1 0 0, of 16
     assert max(source[i][0].max() for i in range(20)) == 255
-
-
-def test_digits_come_in_the_size_and_colours_asked_for(spec_of: SpecOf) -> None:
     pixels, _ = open_source(spec_of(image_size=16, channels=3))[0]
-    assert pixels.shape == (16, 16, 3)
-    assert (pixels[..., 0] == pixels[..., 2]).all()
-
-
-def test_an_image_that_fits_is_unchanged() -> None:
-    pixels = np.random.default_rng(0).integers(0, 256, (5, 5, 3), dtype=np.uint8)
-    assert (fit(Image.fromarray(pixels), 5, 3) == pixels).all()
+    assert pixels.shape == (16, 16, 3) and (pixels[..., 0] == pixels[..., 2]).all()
 
 
 @pytest.mark.parametrize("width, height", [(64, 32), (32, 64), (6, 3), (8, 8), (1, 9)])
 def test_images_of_any_shape_are_scaled_and_cropped_around_their_centre(width: int, height: int) -> None:
     pixels = fit(halves(width, height), 8, 3)
     assert pixels.shape == (8, 8, 3)
+    unchanged = np.random.default_rng(0).integers(0, 256, (5, 5, 3), dtype=np.uint8)
+    assert (fit(Image.fromarray(unchanged), 5, 3) == unchanged).all()
+    assert (fit(Image.new("RGBA", (4, 4), (0, 0, 0, 0)), 4, 1) == 255).all()  # transparent is white
     if width > 1:
         assert pixels[:, 0].max() < 30 < 225 < pixels[:, -1].min()  # the edge is still in the middle
-
-
-def test_transparent_pixels_become_white() -> None:
-    assert (fit(Image.new("RGBA", (4, 4), (0, 0, 0, 0)), 4, 1) == 255).all()
 
 
 def test_folder_is_read_recursively_in_sorted_order_with_subfolders_as_classes(folder: Path, spec_of: SpecOf) -> None:
@@ -79,13 +69,9 @@ def test_folder_is_read_recursively_in_sorted_order_with_subfolders_as_classes(f
     assert len(source) == 14
     assert [source[i][1] for i in range(14)] == [1] * 7 + [2] * 6 + [0]
     assert [int(source[i][0].mean()) for i in range(6)] == list(range(6))
-
-
-def test_linked_class_folder_is_read(folder: Path, tmp_path: Path, spec_of: SpecOf) -> None:
-    (tmp_path / "links").mkdir()
-    os.symlink(folder / "dogs", tmp_path / "links" / "hounds")
-    source = open_source(spec_of(source="folder", path=tmp_path / "links"))
-    assert (len(source), source.classes) == (6, ("hounds",))
+    (folder.parent / "links").mkdir()
+    os.symlink(folder / "dogs", folder.parent / "links" / "hounds")
+    assert open_source(spec_of(source="folder", path=folder.parent / "links")).classes == ("hounds",)
 
 
 def test_exif_orientation_is_applied(tmp_path: Path, spec_of: SpecOf) -> None:
@@ -125,16 +111,6 @@ def test_unreadable_image_is_named_with_a_one_line_reason(tmp_path: Path, spec_o
         source[0]
     assert caught.value.name == f"cats/{path.name}"
     assert caught.value.reason and "\n" not in caught.value.reason
-
-
-def test_reason_of_many_lines_becomes_one(tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise ValueError("first\n  second")
-
-    Image.new("L", (8, 8)).save(in_folder(tmp_path))
-    monkeypatch.setattr(sources, "_decode", fail)
-    with pytest.raises(UnreadableImage, match=r"^a.png: first second$"):
-        open_source(spec_of(source="folder", path=tmp_path / "pictures"))[0]
 
 
 def test_missing_folder_a_file_and_a_folder_without_images_are_one_line_errors(tmp_path: Path, spec_of: SpecOf) -> None:
