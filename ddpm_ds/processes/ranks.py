@@ -12,7 +12,9 @@ import contextlib
 import os
 import platform
 import re
+import select
 import socket
+import stat
 import sys
 import time
 from collections.abc import Callable
@@ -30,6 +32,9 @@ NODE_ID = "MLFLOW_SYSTEM_METRICS_NODE_ID"
 EXIT_FILE_VARIABLE = "DDPM_DS_EXIT_FILE"
 """Names the file of exit codes in the environment of every process of a run; without it nothing is recorded."""
 STARTED = "started"
+LAUNCHED = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")
+"""Variables that DeepSpeed's and PyTorch's launchers set. The parent of a process without them may be a shell, which
+may leave."""
 
 SLURM_TASK = {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"}
 FIRST_OWN_STEP_OF_SLURM = 0xFFFFFFF0
@@ -114,6 +119,40 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("", 0))
         return int(listener.getsockname()[1])
+
+
+class Launcher:
+    """The launcher of this process: its parent, where that is one, and the readers of its output pipes.
+
+    A launcher that is killed leaves its ranks running, and so does an ssh that drops. Both are seen from inside: the
+    parent of the process changes, or nobody reads its output any more.
+    """
+
+    def __init__(self) -> None:
+        self._parent = os.getppid() if any(name in os.environ for name in LAUNCHED) else None
+        self._closed = False
+        self._outputs = select.poll()
+        for descriptor in (1, 2):
+            if _is_pipe(descriptor):
+                self._outputs.register(descriptor, 0)
+
+    def is_gone(self) -> bool:
+        """Whether it has gone; from then on what this process prints goes nowhere, where it would fail."""
+        for descriptor, _ in self._outputs.poll(0):
+            self._outputs.unregister(descriptor)
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
+            self._closed = True
+        return self._closed or (self._parent is not None and os.getppid() != self._parent)
+
+
+def _is_pipe(descriptor: int) -> bool:
+    try:
+        mode = os.fstat(descriptor).st_mode
+    except OSError:  # closed
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
 
 
 def print_once(line: str) -> None:

@@ -11,16 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mlflow.entities import Run
-from mlflow.tracking import MlflowClient
 
 from ddpm_ds.checkpoint.folder import images_of
-from ddpm_ds.checkpoint.reader import Reader
 from tests.train.ranks import BATCH, Ranks, checkpoints, end_of, mlflow_run, points, the_same
 
 pytestmark = pytest.mark.launch
 
-IMAGES = 480
 LONGER = "train.images=80000"
 CHECKPOINTS = ("checkpoint.every_images=4000", "checkpoint.keep_last=100")
 
@@ -30,6 +26,8 @@ class Story:
     """A run that was stopped twice, and what was seen on the way."""
 
     run_dir: Path
+    images: int = 0
+    """Length of the run, some steps after the second stop."""
     saved: list[str] = field(default_factory=list)
     stops: list[tuple[list[int], str, str]] = field(default_factory=list)
     """Exit codes, MLflow status and the newest checkpoint after each stop."""
@@ -41,18 +39,10 @@ class Story:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run_dir = tmp_path_factory.mktemp("runs") / "undisturbed"
-    with Ranks(run_dir, f"train.images={IMAGES}", f"checkpoint.every_images={IMAGES // 2}") as ranks:
-        assert ranks.codes() == [0, 0], ranks.said[-4000:]
-    return run_dir
-
-
-@pytest.fixture(scope="module")
-def story(undisturbed: Path) -> Story:
-    story = Story(undisturbed.with_name("stopped"))
+def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    story = Story(tmp_path_factory.mktemp("runs") / "stopped")
     with Ranks(story.run_dir, LONGER, *CHECKPOINTS) as ranks:
-        ranks.until_images(4 * BATCH)
+        ranks.until_images(2 * BATCH)
         (story.run_dir / "save").touch()
         ranks.until(lambda: len(checkpoints(story.run_dir)) > 0)
         asked_at = points(story.run_dir)[-1]["progress/images"]
@@ -62,17 +52,14 @@ def story(undisturbed: Path) -> Story:
         story.stopped(ranks)
     with Ranks(story.run_dir, LONGER, *CHECKPOINTS) as ranks:
         before = points(story.run_dir)[-1]["progress/images"]
-        ranks.until_images(before + 4 * BATCH)
+        ranks.until_images(before + 2 * BATCH)
         (story.run_dir / "save_and_stop").touch()
         story.stopped(ranks)
-    with Ranks(story.run_dir, f"train.images={IMAGES}", *CHECKPOINTS, "logging.log_every_images=40") as ranks:
+    story.images = (images_of(checkpoints(story.run_dir)[-1]) or 0) + 8 * BATCH
+    with Ranks(story.run_dir, f"train.images={story.images}", *CHECKPOINTS, "logging.log_every_images=40") as ranks:
         assert ranks.codes() == [0, 0], ranks.said[-4000:]
         story.said = ranks.said
     return story
-
-
-def run_of(story: Story) -> tuple[MlflowClient, Run]:
-    return mlflow_run(story.run_dir)
 
 
 def test_save_is_done_once_and_training_goes_on(story: Story) -> None:
@@ -100,22 +87,25 @@ def test_it_went_on_from_where_it_was(story: Story) -> None:
 
 def test_what_may_change_is_listed(story: Story) -> None:
     changed = json.loads((story.run_dir / "resumes.jsonl").read_text().splitlines()[-1])["changed"]
-    assert changed == ["logging.log_every_images: 16 -> 40", f"train.images: 80000 -> {IMAGES}"]
+    assert changed == ["logging.log_every_images: 16 -> 40", f"train.images: 80000 -> {story.images}"]
     for change in changed:
         assert f"changed since: {change}" in story.said
 
 
-def test_it_ends_as_if_nothing_had_happened(story: Story, undisturbed: Path) -> None:
-    assert images_of(checkpoints(story.run_dir)[-1]) == IMAGES
+def test_it_ends_as_if_nothing_had_happened(story: Story) -> None:
+    undisturbed = story.run_dir.with_name("undisturbed")
+    with Ranks(undisturbed, f"train.images={story.images}", *CHECKPOINTS) as ranks:
+        assert ranks.codes() == [0, 0], ranks.said[-4000:]
+    assert images_of(checkpoints(story.run_dir)[-1]) == story.images
     assert the_same(end_of(story.run_dir), end_of(undisturbed))
 
 
 def test_it_is_one_mlflow_run_with_every_step_once(story: Story) -> None:
-    client, run = run_of(story)
+    client, run = mlflow_run(story.run_dir)
     assert run.info.status == "FINISHED" and run.data.tags["resume_count"] == "2"
     for metric in ("train/loss", "perf/checkpoint_seconds"):
         steps = [point.step for point in client.get_metric_history(run.info.run_id, metric)]
-        assert steps == sorted(set(steps)) and steps[-1] == IMAGES // BATCH, metric
+        assert steps == sorted(set(steps)) and steps[-1] == story.images // BATCH, metric
     assert [point["step"] for point in points(story.run_dir)] == [
         point.step for point in client.get_metric_history(run.info.run_id, "train/loss")
     ]
@@ -123,17 +113,17 @@ def test_it_is_one_mlflow_run_with_every_step_once(story: Story) -> None:
     assert "refused" not in story.said
 
 
-def refused(run_dir: Path, *changes: str) -> str:
+def refused(story: Story, *changes: str) -> str:
     """The one line with which a start of one process ends."""
-    before = end_of(run_dir).path
-    with Ranks(run_dir, f"train.images={IMAGES + 80}", *changes, count=1) as ranks:
+    before = end_of(story.run_dir).path
+    with Ranks(story.run_dir, f"train.images={story.images + 80}", *changes, count=1) as ranks:
         assert ranks.codes() == [2], ranks.said[-4000:]
-        assert "Traceback" not in ranks.said and end_of(run_dir).path == before
+        assert "Traceback" not in ranks.said and end_of(story.run_dir).path == before
         return ranks.said.splitlines()[-1]
 
 
 def test_another_unet_is_refused(story: Story) -> None:
-    said = refused(story.run_dir, "unet.channels=16")
+    said = refused(story, "unet.channels=16")
     assert "unet.channels: 8 -> 16" in said and "train.images" not in said
 
 
@@ -144,11 +134,11 @@ def test_other_images_are_refused(story: Story, tmp_path: Path) -> None:
     meta = json.loads(images.with_name("meta.json").read_text())
     meta["sha256"]["images.npy"] = hashlib.sha256(images.read_bytes()).hexdigest()
     images.with_name("meta.json").write_text(json.dumps(meta))
-    assert "other images" in refused(story.run_dir, f"data.store_root={tmp_path / 'data'}")
+    assert "other images" in refused(story, f"data.store_root={tmp_path / 'data'}")
 
 
+@pytest.mark.long
 def test_a_finished_run_says_how_to_go_on(story: Story) -> None:
-    with Ranks(story.run_dir, f"train.images={IMAGES}", count=1) as ranks:
+    with Ranks(story.run_dir, f"train.images={story.images}", count=1) as ranks:
         assert ranks.codes() == [0], ranks.said[-4000:]
         assert "raise train.images" in ranks.said
-    assert isinstance(end_of(story.run_dir), Reader)

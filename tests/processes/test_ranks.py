@@ -1,14 +1,20 @@
-"""What every program does before it reads its command line."""
+"""The beginning of every program, and how it notices that its launcher has gone."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from ddpm_ds.errors import SpecError
 from ddpm_ds.processes.ranks import set_environment
+from tests.launching import REPOSITORY
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 DEEPSPEED = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}
@@ -112,3 +118,49 @@ def test_a_file_that_says_nothing_is_refused_by_its_line(tmp_path: Path) -> None
     with pytest.raises(SpecError, match="line 1: 'UCX_TLS' is not KEY=VALUE"):
         set_environment()
     assert os.environ["RANK"] == "0"  # print_once asks for it
+
+
+RANK = """
+import sys, time
+from pathlib import Path
+from ddpm_ds.processes.ranks import Launcher
+
+launcher, said = Launcher(), Path(sys.argv[1])
+said.write_text("here")
+until = time.monotonic() + 60
+while not launcher.is_gone() and time.monotonic() < until:
+    time.sleep(0.01)
+print("this goes to nowhere", flush=True)
+said.write_text("gone" if launcher.is_gone() else "still there")
+"""
+LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+
+
+def wait_for(said: Path, word: str) -> None:
+    until = time.monotonic() + 60
+    while not (said.exists() and said.read_text() == word):
+        assert time.monotonic() < until, said.read_text() if said.exists() else "nothing"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("launched", "output"), [(True, "stdout"), (False, "stdout"), (False, "stderr")])
+def test_a_launcher_is_missed_when_it_is_killed_and_any_parent_when_nobody_reads_the_output(
+    launched: bool, output: str, tmp_path: Path
+) -> None:
+    said, streams = tmp_path / "said", {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    streams[output] = subprocess.PIPE
+    variables = {**os.environ, "PYTHONPATH": str(REPOSITORY), **({"CROSS_RANK": "0"} if launched else {})}
+    command = [sys.executable, "-c", LAUNCHER, RANK, str(said)]
+    parent = subprocess.Popen(command, env=variables, **streams, start_new_session=True)  # type: ignore[call-overload]
+    try:
+        wait_for(said, "here")
+        parent.kill()
+        parent.wait()
+        if not launched:
+            time.sleep(0.3)
+            assert said.read_text() == "here", "its parent may have been a shell"
+            getattr(parent, output).close()
+        wait_for(said, "gone")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(parent.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Ranks meet before they have a process group: threads stand for ranks, processes for those that leave."""
+"""The rendezvous of ranks, for which threads stand, and what they compare there."""
 
 from __future__ import annotations
 
