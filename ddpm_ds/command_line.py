@@ -169,6 +169,12 @@ def _quantity(text: str, units: dict[str, float] | dict[str, int], what: str) ->
     return float(match[1]) * units[match[2]]
 
 
+def counted(number: int, what: str) -> str:
+    """A number of things: ``1 process``, ``2 stages``, ``2 micro-batches``."""
+    plural = f"{what}es" if what.endswith(("ch", "ss")) else f"{what}s"
+    return f"{number:,} {what if number == 1 else plural}"
+
+
 def gib(size: float) -> str:
     """A size for a reader, in GiB or, below a tenth of one, in MiB."""
     return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"

@@ -306,14 +306,13 @@ def measure_plan(work: Path) -> int:
     """Bytes that the planner predicts for the run that ``memory`` makes."""
     from ddpm_ds.config.spec_file import load_spec
     from ddpm_ds.predict.costs import analytic_times
-    from ddpm_ds.predict.layouts import Candidate
+    from ddpm_ds.predict.layouts import Candidate, Workload
     from ddpm_ds.predict.machine import machine
     from ddpm_ds.predict.predictor import Predictor
-    from ddpm_ds.predict.workload import job as job_of
 
     found, path = json.loads((work / "trials.json").read_text()), work / "fit.json"
     trial, config = found["layouts"][0]["trials"][0], json.loads(path.read_text())
-    job = job_of(load_spec(Path(found["spec"])), config, path)
+    job = Workload(load_spec(Path(found["spec"])), config, on_cpu=False)
     devices = machine("h100", half=True, devices=1, nodes=1)  # any: the memory that a run needs is the same on all
     zero = config["zero_optimization"]["stage"]
     sizes = (trial["micro_batch_images"], trial["micro_batches"], trial["checkpoint_interval"])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpm_ds.command_line import add_overrides, bandwidth, check_writable, memory_size, positive, teraflops
-from ddpm_ds.config.ds_config import read_ds_config
+from ddpm_ds.config.ds_config import check_ds_config, precision, read_ds_config
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.predict.machine import KINDS, Machine, machine, this_machine
@@ -17,8 +17,8 @@ from ddpm_ds.processes.ranks import set_environment
 
 if TYPE_CHECKING:
     from ddpm_ds.observe.device_speed import LayerTimes
+    from ddpm_ds.predict.layouts import Workload
     from ddpm_ds.predict.predictor import Prediction, Predictor
-    from ddpm_ds.predict.workload import Workload
     from ddpm_ds.unet.layers import Layer
 
 DESCRIPTION = """\
@@ -78,18 +78,19 @@ def _plan(options: argparse.Namespace) -> None:
             check_writable(name, path)
     spec = load_spec(options.spec, options.overrides)
     config = read_ds_config(options.deepspeed_config)
+    check_ds_config(config, options.deepspeed_config)
     if options.measure and options.tflops:
         raise LayoutError("--tflops says nothing of layers that are timed; leave it or --measure out")
     set_environment()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing is trained: DeepSpeed need not look for devices
-    from ddpm_ds.predict.costs import analytic_times
+    from ddpm_ds.predict.costs import analytic_times  # deepspeed, now that everything cheap is checked
+    from ddpm_ds.predict.layouts import Workload
     from ddpm_ds.predict.predictor import Predictor
     from ddpm_ds.predict.report import report
     from ddpm_ds.predict.search import candidates, search, sort_out
-    from ddpm_ds.predict.workload import job as job_of  # deepspeed, now that everything cheap is checked
 
-    job = job_of(spec, config, options.deepspeed_config)
-    devices = _machine(options, job)
+    devices = _machine(options, half=precision(config) != "fp32")
+    job = Workload(spec, config, devices.is_cpu)
     predictor = Predictor(job, devices, analytic_times(job, devices))
     among = candidates(predictor)
     if options.measure and (fitting := sort_out(predictor, among)[0]):  # nothing is timed for what does not fit
@@ -103,7 +104,7 @@ def _plan(options: argparse.Namespace) -> None:
     _write(options, predictor, plan.best[0])
 
 
-def _machine(options: argparse.Namespace, job: Workload) -> Machine:
+def _machine(options: argparse.Namespace, *, half: bool) -> Machine:
     kind, memory = options.device_kind, options.device_memory
     if kind is None:
         kind, here = this_machine(options.devices // options.nodes or 1)
@@ -114,7 +115,7 @@ def _machine(options: argparse.Namespace, job: Workload) -> Machine:
         memory = memory or here
     return machine(
         kind,
-        half=job.precision != "fp32",
+        half=half,
         devices=options.devices,
         nodes=options.nodes,
         memory_bytes=memory,
@@ -153,6 +154,6 @@ def _write(options: argparse.Namespace, predictor: Predictor, first: Prediction)
     if options.timeline is not None:
         from ddpm_ds.predict.report import draw_timeline
 
-        simulation = predictor.simulate(first.layout)
+        simulation = predictor.simulate(first.layout, keep_events=True)
         draw_timeline(simulation, f"{predictor.job.spec.name}: {first.layout.words()}", options.timeline)
         print(f"{options.timeline}: its step")

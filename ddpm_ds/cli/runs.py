@@ -191,7 +191,7 @@ def _diagnose(options: argparse.Namespace) -> None:
         text,
         verdict,
     )
-    from ddpm_ds.observe.finished_run import facts_of
+    from ddpm_ds.predict.finished_run import facts_of
 
     found = verdict(facts_of(folder))
     print(text(found), end="")

@@ -39,6 +39,11 @@ def enabled(config: Mapping[str, Any], block: str) -> bool:
     return bool(config.get(block, {}).get("enabled", False))
 
 
+def precision(config: Mapping[str, Any]) -> Literal["fp32", "fp16", "bf16"]:
+    """The precision of a checked config."""
+    return "fp16" if enabled(config, "fp16") else "bf16" if enabled(config, "bf16") else "fp32"
+
+
 def zero_stage(config: Mapping[str, Any]) -> int:
     """ZeRO stage of a checked config; 0 is off."""
     return int(config.get("zero_optimization", {}).get("stage", 0))
@@ -173,7 +178,7 @@ class ResolvedDsConfig:
     @property
     def precision(self) -> Literal["fp32", "fp16", "bf16"]:
         """Type of weights, activations and messages."""
-        return "fp16" if enabled(self.blocks, "fp16") else "bf16" if enabled(self.blocks, "bf16") else "fp32"
+        return precision(self.blocks)
 
     @property
     def zero_stage(self) -> int:

@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from deepspeed.runtime.pipe import schedule as instructions
-from deepspeed.runtime.pipe.schedule import BackwardPass, DualPipeVSchedule, ForwardPass, PipeSchedule, TrainSchedule
+from deepspeed.runtime.pipe.schedule import DualPipeVSchedule, PipeSchedule, TrainSchedule
 
 from ddpm_ds.pipeline.cuts import Schedule
 
@@ -41,21 +40,6 @@ def most_in_flight(schedule: Schedule, ranks: int) -> int:
     A rank goes back with a micro-batch only when the next rank has done so, and holds no more than so many.
     """
     return (2 * ranks if schedule == "folded" else ranks) + 1
-
-
-def held_micro_batches(schedule: Schedule, *, micro_batches: int, ranks: int, rank: int) -> list[tuple[int, ...]]:
-    """Micro-batches whose activations a rank holds, per phase, after each of its forward passes of a step."""
-    held = [0, 0] if schedule == "folded" else [0]
-    after = []
-    for commands in instruction_stream(schedule, micro_batches=micro_batches, ranks=ranks, rank=rank).steps():
-        for command in commands:
-            phase = command.kwargs.get("phase", 0)
-            if isinstance(command, ForwardPass):
-                held[phase] += 1
-                after.append(tuple(held))
-            elif isinstance(command, BackwardPass):
-                held[phase] -= 1
-    return after
 
 
 class Event(NamedTuple):
@@ -120,25 +104,3 @@ def program(schedule: Schedule, micro_batches: int, ranks: int, rank: int) -> tu
         if count != counted[key]:
             raise RuntimeError(f"rank {rank} of {ranks}: {count} messages for {counted[key]} times {key[0]}")
     return tuple(steps)
-
-
-@dataclass(frozen=True)
-class PhaseCosts:
-    """What one micro-batch costs a rank in one phase: its stage under 1F1B; its encoder or decoder half in the fold."""
-
-    forward_seconds: float
-    backward_seconds: float
-    """With the recomputation of checkpointed activations, and with what ZeRO-2 reduces after each micro-batch."""
-    activation_bytes: int = 0
-    """Message to the next stage; not used where the schedule sends none."""
-    gradient_bytes: int = 0
-    """Message to the stage before, likewise."""
-
-
-@dataclass(frozen=True)
-class RankCosts:
-    """What a rank's instructions cost; a phase each."""
-
-    phases: tuple[PhaseCosts, ...]
-    reduce_seconds: float = 0.0
-    optimizer_seconds: float = 0.0

@@ -1,4 +1,8 @@
-"""What a rank's instructions take, and which bytes they send where."""
+"""The model of time: what each rank's instructions take, and which bytes they send where.
+
+:func:`step_costs` is the one model of a step. The planner gives it rates of data sheets, :func:`planned_costs`; what-if
+gives it those of a traced step (:mod:`ddpm_ds.predict.whatif`).
+"""
 
 from __future__ import annotations
 
@@ -6,35 +10,106 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from ddpm_ds.observe.device_speed import LayerSeconds, LayerTimes
 from ddpm_ds.pipeline.placement import AcrossHosts, Grid, Sharing, Traffic, exchange, sharing, traffic
-from ddpm_ds.pipeline.schedule import PhaseCosts, RankCosts
-from ddpm_ds.predict.layouts import Candidate
+from ddpm_ds.predict.layouts import Candidate, Workload, rank_segments
 from ddpm_ds.predict.machine import Machine
-from ddpm_ds.predict.simulate import Link
-from ddpm_ds.predict.stages import Segment
-from ddpm_ds.predict.workload import Workload
+from ddpm_ds.predict.simulate import Link, PhaseCosts, RankCosts
 from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer
 
 ADAM_BYTES = 34
-"""Read and written for a parameter by Adam: weight, gradient and moments in fp32, the layers' copy."""
+"""Bytes per parameter that Adam reads and writes: weight, gradient and moments in fp32, and the layers' copy."""
 EMA_BYTES = 12
-"""Read and written for a parameter by the averaged weights."""
+"""Bytes per parameter that the averaged weights read and write."""
+
+Seconds = Callable[[int, int], float]
+"""Seconds that a rank takes for a number of parameters."""
+
+
+def step_costs(
+    layers: Sequence[Layer],
+    layout: Candidate,
+    bounds: Sequence[int],
+    times: Sequence[LayerSeconds],
+    element_bytes: int,
+    *,
+    reduce: Seconds,
+    update: Seconds,
+    load: Callable[[int], float] = lambda rank: 0.0,
+    send_seconds_per_byte: float = 0.0,
+) -> list[RankCosts]:
+    """The costs of each rank's instructions, for the simulator.
+
+    Args:
+        times: of every layer for one micro-batch, without recomputation.
+        element_bytes: of an element on the wire between stages.
+        reduce: to reduce gradients among replicas, once.
+        update: to step parameters and gather them.
+        load: seconds in which a rank loads a micro-batch.
+        send_seconds_per_byte: what a message takes the rank that sends it.
+    """
+    costs = []
+    for rank, segments in enumerate(rank_segments(layers, bounds, layout.schedule)):
+        phases = []
+        for phase, segment in enumerate(segments):
+            own = times[segment.start : segment.stop]
+            forward, backward = sum(layer.forward for layer in own), sum(layer.backward for layer in own)
+            if layout.checkpoint_interval:
+                backward += sum(layer.forward for layer in own[segment.start == 0 :])  # the first is never repeated
+            if layout.zero_stage == 2:
+                backward += reduce(rank, segment.parameters)
+            sent, received = (
+                elements * layout.micro_batch_images * element_bytes
+                for elements in (segment.sent_elements, segment.received_elements)
+            )
+            forward += sent * send_seconds_per_byte + (load(rank) if phase == 0 else 0.0)
+            backward += received * send_seconds_per_byte
+            phases.append(PhaseCosts(forward, backward, activation_bytes=sent, gradient_bytes=received))
+        parameters = sum(segment.parameters for segment in segments)
+        reduction = reduce(rank, parameters) if layout.zero_stage < 2 else 0.0
+        costs.append(RankCosts(tuple(phases), reduction, update(rank, parameters)))
+    return costs
+
+
+def planned_costs(
+    job: Workload, machine: Machine, layout: Candidate, bounds: Sequence[int], times: Sequence[LayerSeconds]
+) -> list[RankCosts]:
+    """The costs of each rank's instructions on a machine."""
+    sends, replicas = shared(job, layout), layout.replicas
+    # Where weights are gathered, each replica steps its share of them.
+    owned_share = 1 / replicas if sends.weight_bytes else 1.0
+    bandwidth = machine.host_bandwidth if layout.offload else machine.memory_bandwidth
+
+    def reduce(rank: int, parameters: int) -> float:
+        seconds = ring_seconds(machine, layout, rank, parameters * sends.gradient_bytes, sends.passes)
+        if layout.zero_stage == 2 and layout.offload:  # added up on the host, through the device
+            seconds += 2 * parameters / replicas * job.stored_bytes / machine.host_bandwidth
+        return seconds
+
+    def update(rank: int, parameters: int) -> float:
+        owned = owned_share * parameters
+        seconds = owned * (ADAM_BYTES + EMA_BYTES) / bandwidth
+        if layout.offload:
+            seconds += owned * (4 + job.stored_bytes) / machine.host_bandwidth
+        return seconds + ring_seconds(machine, layout, rank, parameters * sends.weight_bytes, passes=1)
+
+    return step_costs(job.layers, layout, bounds, times, job.stored_bytes, reduce=reduce, update=update)
 
 
 def analytic_times(job: Workload, machine: Machine) -> LayerTimes:
     """Times from arithmetic, memory traffic and a fixed start for each layer; a backward is two forwards."""
-    wide = job.arithmetic_bytes(machine.is_cpu)
 
     def seconds(layer: Layer, images: int) -> LayerSeconds:
         arithmetic = 2 * layer.macs * images / machine.flops
-        moved = 2 * wide * layer.activation_elements * images + job.stored_bytes * layer.parameters
+        moved = 2 * job.arithmetic_bytes * layer.activation_elements * images + job.stored_bytes * layer.parameters
         forward = arithmetic + moved / machine.memory_bandwidth + machine.layer_seconds
         return LayerSeconds(forward, (PASSES_PER_STEP - 1) * forward)
 
     return lambda images: [seconds(layer, images) for layer in job.layers]
+
+
+# ---------------------------------------------------------------- links
 
 
 @functools.lru_cache(maxsize=256)
@@ -46,6 +121,50 @@ def grid(machine: Machine, layout: Candidate) -> Grid:
     """Which device is which rank of which replica, and in which node."""
     across = "stages" if layout.across == "auto" else layout.across
     return _grid(layout.stages, layout.replicas, across, machine.devices_per_node)
+
+
+def link(machine: Machine, layout: Candidate) -> Callable[[int, int], Link]:
+    """The links of a pipeline; those of its slowest replica where replicas differ."""
+    boundaries = grid(machine, layout).boundaries
+
+    def between(source: int, target: int) -> Link:
+        crosses = boundaries[min(source, target)].crossing > 0
+        bandwidth = machine.network_bandwidth if crosses else machine.link_bandwidth
+        return Link(bandwidth, machine.latency_seconds)
+
+    return between
+
+
+def crossing_seconds(job: Workload, machine: Machine, layout: Candidate) -> float:
+    """Seconds that an element per image which crosses a cut costs a rank on either side, there and back."""
+    links = [link(machine, layout)(rank, rank + 1).bytes_per_second for rank in range(layout.stages - 1)]
+    return 2 * layout.micro_batch_images * job.stored_bytes / min(links, default=machine.link_bandwidth)
+
+
+def ring_bandwidth(machine: Machine, layout: Candidate, rank: int) -> float:
+    """Bytes per second around the ring through the replicas of a rank of the pipeline.
+
+    Across nodes every device of a node uses its share of the network.
+    """
+    where = grid(machine, layout)
+    fewest = _fewest_in_a_node(where.stages, where.replicas, where.across, machine.devices_per_node, rank)
+    return min(machine.link_bandwidth, fewest * machine.network_bandwidth) if fewest else machine.link_bandwidth
+
+
+@functools.lru_cache(maxsize=65536)
+def _fewest_in_a_node(stages: int, replicas: int, across: AcrossHosts, devices_per_node: int, rank: int) -> int:
+    """The fewest replicas of a rank that share a node; 0 where all are in one."""
+    where = _grid(stages, replicas, across, devices_per_node)
+    return min(Counter(where.hosts_of(rank)).values()) if where.rings[rank].crossing else 0
+
+
+def ring_seconds(machine: Machine, layout: Candidate, rank: int, size: float, passes: int) -> float:
+    """Seconds in which a rank's replicas all-reduce ``size`` bytes (2 passes) or gather them (1); 0 for no bytes."""
+    count = layout.replicas
+    if count == 1 or not size:
+        return 0.0
+    latency = passes * math.ceil(math.log2(count)) * machine.latency_seconds
+    return passes * size * (count - 1) / count / ring_bandwidth(machine, layout, rank) + latency
 
 
 def shared(job: Workload, layout: Candidate) -> Sharing:
@@ -67,104 +186,3 @@ def step_traffic(job: Workload, machine: Machine, layout: Candidate, bounds: Seq
         shared=shared(job, layout),
     )
     return traffic(grid(machine, layout), sent)
-
-
-@dataclass(frozen=True)
-class Ring:
-    """The replicas of a rank of the pipeline, and what they send each other."""
-
-    count: int
-    fewest_in_a_node: int
-    crosses: bool
-
-    @staticmethod
-    def of(layout: Candidate, machine: Machine, stage: int) -> Ring:
-        """Through the replicas of a rank of the pipeline."""
-        where = grid(machine, layout)
-        return _ring(where.stages, where.replicas, where.across, machine.devices_per_node, stage)
-
-    def bandwidth(self, machine: Machine) -> float:
-        """Bytes per second around the ring; across nodes every device of a node uses its share of the network."""
-        if not self.crosses:
-            return machine.link_bandwidth
-        return min(machine.link_bandwidth, self.fewest_in_a_node * machine.network_bandwidth)
-
-    def seconds(self, size: float, passes: int, machine: Machine) -> float:
-        """Time in which ``size`` bytes are all-reduced (2 passes) or gathered (1)."""
-        if self.count == 1:
-            return 0.0
-        latency = passes * math.ceil(math.log2(self.count)) * machine.latency_seconds
-        return passes * size * (self.count - 1) / self.count / self.bandwidth(machine) + latency
-
-
-@functools.lru_cache(maxsize=65536)
-def _ring(stages: int, replicas: int, across: AcrossHosts, devices_per_node: int, stage: int) -> Ring:
-    where = _grid(stages, replicas, across, devices_per_node)
-    return Ring(replicas, min(Counter(where.hosts_of(stage)).values()), where.rings[stage].crossing > 0)
-
-
-def rank_costs(
-    job: Workload,
-    machine: Machine,
-    layout: Candidate,
-    rank: int,
-    segments: Sequence[Segment],
-    times: Sequence[LayerSeconds],
-) -> RankCosts:
-    """What the simulator is given for a rank; ``times`` are of all layers."""
-    ring, sends = Ring.of(layout, machine, rank), shared(job, layout)
-    images, stored = layout.micro_batch_images, job.stored_bytes
-    phases = []
-    for segment in segments:
-        own = times[segment.start : segment.stop]
-        forward, backward = sum(layer.forward for layer in own), sum(layer.backward for layer in own)
-        if layout.checkpoint_interval:
-            backward += forward - (times[0].forward if segment.start == 0 else 0.0)
-        if layout.zero_stage == 2:
-            backward += ring.seconds(segment.parameters * sends.gradient_bytes, sends.passes, machine)
-            if layout.offload:  # added up on the host, through the device
-                backward += 2 * segment.parameters / layout.replicas * stored / machine.host_bandwidth
-        phases.append(
-            PhaseCosts(
-                forward,
-                backward,
-                activation_bytes=segment.sent_elements * images * stored,
-                gradient_bytes=segment.received_elements * images * stored,
-            )
-        )
-    parameters = sum(segment.parameters for segment in segments)
-    reduce = 0.0
-    if layout.zero_stage < 2:
-        reduce = ring.seconds(parameters * sends.gradient_bytes, sends.passes, machine)
-    return RankCosts(tuple(phases), reduce, _optimizer_seconds(job, machine, layout, parameters, ring))
-
-
-def link(machine: Machine, layout: Candidate) -> Callable[[int, int], Link]:
-    """The links of a pipeline; those of its slowest replica where replicas differ."""
-    boundaries = grid(machine, layout).boundaries
-
-    def between(source: int, target: int) -> Link:
-        crosses = boundaries[min(source, target)].crossing > 0
-        bandwidth = machine.network_bandwidth if crosses else machine.link_bandwidth
-        return Link(bandwidth, machine.latency_seconds)
-
-    return between
-
-
-def crossing_seconds(job: Workload, machine: Machine, layout: Candidate) -> float:
-    """What an element that crosses a cut, per image, costs a rank on either side, there and back."""
-    links = [link(machine, layout)(rank, rank + 1).bytes_per_second for rank in range(layout.stages - 1)]
-    return 2 * layout.micro_batch_images * job.stored_bytes / min(links, default=machine.link_bandwidth)
-
-
-def _optimizer_seconds(job: Workload, machine: Machine, layout: Candidate, parameters: int, ring: Ring) -> float:
-    gathered = shared(job, layout).weight_bytes  # where each replica steps its share of the weights
-    owned = parameters / layout.replicas if gathered else parameters
-    seconds = (
-        owned * (ADAM_BYTES + EMA_BYTES) / (machine.host_bandwidth if layout.offload else machine.memory_bandwidth)
-    )
-    if layout.offload:
-        seconds += owned * (4 + job.stored_bytes) / machine.host_bandwidth
-    if gathered:
-        seconds += ring.seconds(parameters * gathered, 1, machine)
-    return seconds

@@ -1,28 +1,76 @@
-"""Every way to lay a run out on its devices, and the DeepSpeed JSON of each."""
+"""The run to plan for, every way to lay it out on its devices, and the DeepSpeed JSON of each."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
-from ddpm_ds.config.ds_config import ResolvedDsConfig, resolve
-from ddpm_ds.config.ds_keys import KEYS
+from ddpm_ds.command_line import counted
+from ddpm_ds.config.ds_config import BUCKET_ELEMENTS, ELEMENT_BYTES, ResolvedDsConfig, precision
+from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.device import DTYPES, Dtype
+from ddpm_ds.pipeline.cuts import Schedule, describe, stages_of
 from ddpm_ds.pipeline.placement import ACROSS_HOSTS, AcrossHosts
-from ddpm_ds.pipeline.schedule import Schedule
-from ddpm_ds.predict.workload import Workload
+from ddpm_ds.unet.layers import Layer, unet_layers
+from ddpm_ds.unet.operations import arithmetic_dtype
 
 MOST_MICRO_BATCHES_PER_STAGE = 64
-"""More than that many micro-batches a stage don't make the bubble worth mentioning smaller."""
+"""Micro-batches per stage up to which layouts are tried; more hardly make the bubble smaller."""
 INTERVALS = (1, 2, 4)
-"""Layers between kept activations that are tried."""
+"""Layers per activation checkpoint that are tried."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A run without its layout: spec, DeepSpeed JSON, and the kind of device that it trains on."""
+
+    spec: RunSpec
+    config: Mapping[str, Any]
+    """The DeepSpeed JSON, checked; a layout replaces some of its keys."""
+    on_cpu: bool
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers of the U-Net."""
+        data = self.spec.data
+        return unet_layers(self.spec.unet, image_channels=data.channels, image_size=data.image_size)
+
+    @cached_property
+    def precision(self) -> Dtype:
+        """The precision of the weights."""
+        return precision(self.config)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of a weight, of an element on the wire between stages and of a gradient."""
+        return ELEMENT_BYTES[self.precision]
+
+    @cached_property
+    def arithmetic_bytes(self) -> int:
+        """Bytes of an activation; a CPU may compute half precision in single."""
+        return arithmetic_dtype("cpu" if self.on_cpu else "cuda", DTYPES[self.precision][1]).itemsize
+
+    @property
+    def accumulated_bytes(self) -> int:
+        """Bytes of an element in which ZeRO adds up the gradients of micro-batches."""
+        wide = self.config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
+        return 4 if wide else self.stored_bytes
+
+    @property
+    def bucket_elements(self) -> int:
+        """Gradients that ZeRO reduces at a time."""
+        given = self.config.get("zero_optimization", {}).get("reduce_bucket_size", "auto")
+        return BUCKET_ELEMENTS if given == "auto" else int(given)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way: what the JSON's keys are set to."""
+    """One layout: the values of the JSON's keys that a plan chooses."""
 
     stages: int
     """Pipeline ranks; the fold has twice as many stages in its cuts."""
@@ -31,12 +79,27 @@ class Candidate:
     micro_batch_images: int
     micro_batches: int
     checkpoint_interval: int
-    """0 keeps all activations."""
+    """Layers per activation checkpoint; 0 keeps all activations."""
     zero_stage: int
     offload: bool
-    """Adam's state and the averaged weights in host memory."""
+    """Whether Adam's state and the averaged weights are in host memory."""
     across: AcrossHosts | Literal["auto"] = "auto"
     """What is split over nodes; "auto" where it makes no difference."""
+
+    @staticmethod
+    def of(ds: ResolvedDsConfig, checkpoint_interval: int) -> Candidate:
+        """The layout of a resolved configuration, with activation checkpointing as decided here."""
+        layout = ds.layout
+        return Candidate(
+            layout.stages,
+            layout.replicas,
+            ds.schedule,
+            layout.micro_batch_images,
+            layout.micro_batches,
+            checkpoint_interval,
+            ds.zero_stage,
+            offloads(ds.blocks),
+        )
 
     @property
     def apart(self) -> AcrossHosts:
@@ -46,113 +109,109 @@ class Candidate:
         return self.across
 
     def words(self) -> str:
-        """In a few words, for a sentence."""
-        pipeline = f"{self.stages} stages ({self.schedule})" if self.stages > 1 else "1 stage"
+        """The layout in a few words, for a sentence."""
+        schedule = f" ({self.schedule})" if self.stages > 1 else ""
         recompute = ", recomputing activations" if self.checkpoint_interval else ""
         across = "" if self.across == "auto" else f", {self.across} across nodes"
         return (
-            f"{pipeline} x {self.replicas} replica{'s' * (self.replicas > 1)}{across}, {self.micro_batches} "
-            f"micro-batch{'es' * (self.micro_batches > 1)} of {self.micro_batch_images}, "
+            f"{counted(self.stages, 'stage')}{schedule} x {counted(self.replicas, 'replica')}{across}, "
+            f"{counted(self.micro_batches, 'micro-batch')} of {self.micro_batch_images}, "
             f"ZeRO-{self.zero_stage}{' with offload' if self.offload else ''}{recompute}"
         )
+
+
+def offloads(config: Mapping[str, Any]) -> bool:
+    """Whether a DeepSpeed JSON keeps the optimizer in host memory."""
+    return "offload_optimizer" in config.get("zero_optimization", {})
 
 
 def layouts(job: Workload, devices: int, *, offload: bool, nodes: int = 1) -> Iterator[Candidate]:
     """All layouts of a job that share devices, layers and batch without remainder.
 
-    ``offload`` says whether the devices have a host to put Adam's state on. Of micro-batches, those between 1 and 64
-    per stage, and for the fold at least 2 per rank; a given ``train.accumulation`` leaves one choice. In several nodes
-    either stages or replicas are split over them.
+    ``offload`` says whether Adam's state may be put on a host. Micro-batches number between 1 and 64 per stage, for the
+    fold at least 2 per rank; a given ``train.accumulation`` leaves one choice. In several nodes either stages or
+    replicas are split over them.
     """
-    batch, wanted = job.spec.train.batch_images, job.spec.train.accumulation
-    zeros = _zero_choices(job, offload)
+    batch, wanted, zeros = job.spec.train.batch_images, job.spec.train.accumulation, _zero_choices(job, offload)
     for stages in _divisors(devices):
         replicas = devices // stages
         if stages > len(job.layers) or batch % replicas:
             continue
-        share = batch // replicas
-        for schedule in _schedules(stages, len(job.layers)):
-            for micro_batches in _divisors(share):
-                fewest = 2 * stages if schedule == "folded" else 1
-                most = MOST_MICRO_BATCHES_PER_STAGE * stages
-                if not fewest <= micro_batches <= most or wanted not in ("auto", micro_batches):
-                    continue
-                for (zero_stage, offloaded), interval, across in itertools.product(
-                    zeros, (0, *INTERVALS), placements(stages, replicas, nodes)
-                ):
-                    yield Candidate(
-                        stages,
-                        replicas,
-                        schedule,
-                        share // micro_batches,
-                        micro_batches,
-                        interval,
-                        zero_stage,
-                        offloaded,
-                        across,
-                    )
-
-
-def placements(stages: int, replicas: int, nodes: int) -> tuple[AcrossHosts | Literal["auto"], ...]:
-    """What may be split over nodes, where there is a choice."""
-    return ACROSS_HOSTS if nodes > 1 and stages > 1 and replicas > 1 else ("auto",)
+        share, most = batch // replicas, MOST_MICRO_BATCHES_PER_STAGE * stages
+        places: Sequence[AcrossHosts | Literal["auto"]] = (
+            ACROSS_HOSTS if nodes > 1 and stages > 1 and replicas > 1 else ("auto",)
+        )
+        schedules: list[Schedule] = ["1f1b", "folded"] if 1 < stages <= len(job.layers) // 2 else ["1f1b"]
+        for schedule, count in itertools.product(schedules, _divisors(share)):
+            fewest = 2 * stages if schedule == "folded" else 1
+            if not fewest <= count <= most or wanted not in ("auto", count):
+                continue
+            for (zero_stage, offloaded), interval, across in itertools.product(zeros, (0, *INTERVALS), places):
+                yield Candidate(
+                    stages, replicas, schedule, share // count, count, interval, zero_stage, offloaded, across
+                )
 
 
 def ds_config(job: Workload, layout: Candidate, bounds: Sequence[int]) -> dict[str, Any]:
     """The given DeepSpeed JSON with a layout and its cuts filled in; everything else stays as given."""
-    config = copy.deepcopy(job.config)
+    config = copy.deepcopy(dict(job.config))
     config["train_micro_batch_size_per_gpu"] = layout.micro_batch_images
     config["gradient_accumulation_steps"] = layout.micro_batches
-    pipeline = config.setdefault("pipeline", {})
-    pipeline |= {
-        "stages": layout.stages,
-        "schedule": layout.schedule,
-        "partition": [int(cut) for cut in bounds[1:-1]] if layout.stages > 1 else "flops",
-        "across_hosts": layout.across,
-        "activation_checkpoint_interval": layout.checkpoint_interval,
-    }
+    config.setdefault("pipeline", {}).update(
+        stages=layout.stages,
+        schedule=layout.schedule,
+        partition=[int(cut) for cut in bounds[1:-1]] if layout.stages > 1 else "flops",
+        across_hosts=layout.across,
+        activation_checkpoint_interval=layout.checkpoint_interval,
+    )
+    if layout.zero_stage == 0:
+        config["zero_optimization"] = {"stage": 0}
+        for name in ("hysteresis", "consecutive_hysteresis"):  # only ZeRO's loss scaler has them
+            config.get("fp16", {}).pop(name, None)
+        return config
     zero = config.setdefault("zero_optimization", {})
     zero["stage"] = layout.zero_stage
     zero.pop("offload_optimizer", None)
     if layout.offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    if layout.zero_stage == 0:
-        config["zero_optimization"] = {"stage": 0}
-        for name in ("hysteresis", "consecutive_hysteresis"):  # only ZeRO's loss scaler has them
-            config.get("fp16", {}).pop(name, None)
     return config
-
-
-def resolved(job: Workload, layout: Candidate, bounds: Sequence[int]) -> ResolvedDsConfig:
-    """The JSON of a layout as training would read it.
-
-    Raises:
-        DsConfigError, LayoutError: training would refuse it.
-    """
-    return resolve(
-        ds_config(job, layout, bounds),
-        job.spec,
-        world_size=layout.stages * layout.replicas,
-        stages=None,
-        path=job.config_path,
-    )
-
-
-def _schedules(stages: int, layers: int) -> tuple[Schedule, ...]:
-    folds = stages > 1 and 2 * stages <= layers and KEYS["pipeline.schedule"].kind.accepts("folded")
-    return ("1f1b", "folded") if folds else ("1f1b",)
 
 
 def _zero_choices(job: Workload, offload: bool) -> list[tuple[int, bool]]:
     """ZeRO stages, each without and with offload, as far as the JSON's other keys allow them."""
-    accumulates_wide = "grad_accum_dtype" in job.config.get("data_types", {})  # which needs ZeRO
-    stages = [1, 2] if accumulates_wide else [0, 1, 2]
-    choices = [(stage, False) for stage in stages]
-    if offload and KEYS["zero_optimization.offload_optimizer.device"].kind.accepts("cpu"):
-        choices += [(1, True), (2, True)]
-    return choices
+    needs_zero = "grad_accum_dtype" in job.config.get("data_types", {})
+    choices = [(stage, False) for stage in ([1, 2] if needs_zero else [0, 1, 2])]
+    return choices + ([(1, True), (2, True)] if offload else [])
 
 
 def _divisors(number: int) -> list[int]:
     small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
     return sorted({*small, *(number // divisor for divisor in small)})
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The layers of one phase of a rank; elements are per image."""
+
+    start: int
+    stop: int
+    parameters: int
+    sent_elements: int
+    """Elements of a message to the next rank; as many come back as gradients."""
+    received_elements: int
+    """Elements of a message from the rank before."""
+
+
+@functools.lru_cache(maxsize=4096)
+def rank_segments(
+    layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule
+) -> tuple[tuple[Segment, ...], ...]:
+    """The phases of each rank: one under 1F1B, two in the fold."""
+    stages = describe(layers, bounds, schedule)
+    sent = [0, *(stage.sent_elements for stage in stages)]
+    segments = [
+        Segment(bounds[i], bounds[i + 1], stage.parameters, sent_elements=sent[i + 1], received_elements=sent[i])
+        for i, stage in enumerate(stages)
+    ]
+    ranks = 1 + max(stage.rank for stage in stages)
+    return tuple(tuple(segments[stage] for stage in stages_of(rank, ranks, schedule)) for rank in range(ranks))

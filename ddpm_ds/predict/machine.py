@@ -78,7 +78,7 @@ class Machine:
     @property
     def usable_bytes(self) -> int:
         """Memory of a device for what is planned."""
-        return self.memory_bytes if self.is_cpu else int(USABLE_MEMORY * self.memory_bytes)
+        return usable(self.memory_bytes, on_cpu=self.is_cpu)
 
     @property
     def devices_per_node(self) -> int:
@@ -103,6 +103,11 @@ class Machine:
             f"{self.devices} x {self.kind}{nodes}: {self.flops / 1e12:.3g} TFLOP/s reached, "
             f"{self.memory_bytes / GIB:.4g} GiB each, {self.link_bandwidth / 1e9:.3g} GB/s between devices{between}"
         )
+
+
+def usable(memory_bytes: int, *, on_cpu: bool) -> int:
+    """Bytes of a device's memory that tensors may take."""
+    return memory_bytes if on_cpu else int(USABLE_MEMORY * memory_bytes)
 
 
 def machine(

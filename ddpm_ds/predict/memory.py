@@ -1,100 +1,105 @@
-"""Whether activations fit, which decides if recomputing them is worth its time.
+"""The model of memory: what each rank of a pipeline holds in the fullest moment of a step, by part.
 
-What a rank holds in its fullest moment, by part.
+The planner, the predictions of what-if and ``"activation_checkpoint_interval": "auto"`` all ask this one model.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from ddpm_ds.pipeline.cuts import Schedule, Stage, stages_of
+from ddpm_ds.pipeline.cuts import Schedule
 from ddpm_ds.pipeline.order import pipeline_edges
-from ddpm_ds.pipeline.schedule import held_micro_batches
-from ddpm_ds.predict.layouts import Candidate
-from ddpm_ds.predict.stages import Kept, Segment, moments
-from ddpm_ds.predict.workload import Workload
+from ddpm_ds.pipeline.schedule import program
+from ddpm_ds.predict.layouts import Candidate, Segment, Workload, rank_segments
+from ddpm_ds.unet.layers import BlockLayer, DownsampleLayer, Layer, UpsampleLayer
 
 ACTIVATION_SHARE = 0.5
-"""Share of a device's memory that activations may take; beyond it they are recomputed."""
-
-
-def activation_bytes(
-    stages: Sequence[Stage], schedule: Schedule, micro_batch_images: int, micro_batches: int, element_bytes: int
-) -> int:
-    """Bytes of activations on the fullest rank without checkpointing, at the fullest moment of its schedule."""
-    ranks = 1 + max(stage.rank for stage in stages)
-    most = 0
-    for rank in range(ranks):
-        elements = [stages[index].activation_elements for index in stages_of(rank, ranks, schedule)]
-        moments = held_micro_batches(schedule, micro_batches=micro_batches, ranks=ranks, rank=rank)
-        most = max(most, *(sum(count * size for count, size in zip(held, elements, strict=True)) for held in moments))
-    return most * micro_batch_images * element_bytes
-
-
-def checkpoint_interval(
-    stages: Sequence[Stage],
-    schedule: Schedule,
-    *,
-    micro_batch_images: int,
-    micro_batches: int,
-    element_bytes: int,
-    device_bytes: int,
-) -> int:
-    """What ``"activation_checkpoint_interval": "auto"`` means: 0 where activations fit, else 1."""
-    needed = activation_bytes(stages, schedule, micro_batch_images, micro_batches, element_bytes)
-    return 0 if needed <= ACTIVATION_SHARE * device_bytes else 1
-
-
+"""Share of a device's memory that activations may take; beyond it "auto" recomputes them."""
 STOCK_BUCKET_ELEMENTS = 500_000_000
 """Gradients that DeepSpeed reduces at a time without ZeRO."""
-
 ADAM_INTERMEDIATES = 8
-"""Bytes for a parameter that PyTorch's Adam needs beside its state while it steps."""
-_MANY_PARAMETERS = 10**9
+"""Bytes per parameter that PyTorch's Adam needs during its step, beside its state."""
 COLLECTIVE_BYTES, EDGE_BYTES = 1156 * 2**20, 64 * 2**20
 """Bytes of a communicator for collectives, and of one for the messages of an edge, on an H100 (docs/gpu.md)."""
 FILLING = 4
 """Micro-batches per rank after which more of them add no fuller moment."""
+_MANY_PARAMETERS = 10**9
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device, and beside it on its host."""
+    """Bytes on one device in its fullest moment, and beside it on its host."""
 
     weights: int
     gradients: int
     optimizer: int
-    """fp32 weights, where they are beside the layers' own, and Adam's two moments."""
+    """Adam's two moments, and fp32 weights where the layers' own are not the ones that are stepped."""
     ema: int
     activations: int
-    """Kept for backward, with what was received and is differentiated."""
+    """What is kept for the backward pass, with received messages that are differentiated."""
     buffers: int
-    """Messages on their way, gradients being reduced, what the running layer has at hand."""
+    """Messages on their way, gradients being reduced, and what the running layer needs."""
     communicators: int = 0
     """NCCL's own buffers."""
     host: int = 0
-    """On the host, with offload."""
+    """Bytes in host memory, with offload."""
 
     @property
     def total(self) -> int:
-        """Of the device."""
-        return sum(getattr(self, part.name) for part in fields(self) if part.name != "host")
+        """Bytes on the device."""
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes on the device by part."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "host"}
 
 
-def rank_memory(
-    job: Workload, layout: Candidate, rank: int, segments: Sequence[Segment], keeps: Sequence[Kept], *, on_cpu: bool
-) -> Memory:
-    """The fuller of two moments: in the passes, with activations; and in the optimizer's step, without."""
-    parameters = sum(segment.parameters for segment in segments)
-    state = _State(job, layout, parameters, on_cpu)
-    activations = _activation_bytes(job, layout, rank, segments, keeps, on_cpu)
-    buffers = state.bucket + _message_bytes(job, layout, segments) + _working_bytes(job, layout, keeps, on_cpu)
-    if state.gradients + activations + buffers < state.update:
-        activations, buffers = 0, state.update - state.gradients
-    nccl = 0 if on_cpu else communicator_bytes(layout, rank)
-    return Memory(state.weights, state.gradients, state.optimizer, state.ema, activations, buffers, nccl, state.host)
+def pipeline_memory(job: Workload, layout: Candidate, bounds: Sequence[int]) -> tuple[Memory, ...]:
+    """The memory of each rank of a pipeline, in the fuller of two moments.
+
+    One is in the passes, with activations; the other in the optimizer's step, without them.
+    """
+    found = []
+    segments = rank_segments(job.layers, bounds, layout.schedule)
+    for rank, (own, keeps) in enumerate(zip(segments, _kept(job, layout, bounds), strict=True)):
+        state = _State(job, layout, sum(segment.parameters for segment in own))
+        activations = _activations(job, layout, rank, own, keeps)
+        # in each channel one message: received ahead of its use, or sent and not delivered
+        messages = sum(2 * (segment.sent_elements + segment.received_elements) for segment in own)
+        buffers = state.bucket + messages * layout.micro_batch_images * job.stored_bytes + _working(job, layout, keeps)
+        if state.gradients + activations + buffers < state.update:
+            activations, buffers = 0, state.update - state.gradients
+        found.append(
+            Memory(
+                state.weights,
+                state.gradients,
+                state.optimizer,
+                state.ema,
+                activations,
+                buffers,
+                communicators=0 if job.on_cpu else communicator_bytes(layout, rank),
+                host=state.host,
+            )
+        )
+    return tuple(found)
+
+
+def activation_bytes(job: Workload, layout: Candidate, bounds: Sequence[int]) -> int:
+    """Bytes of activations on the fullest rank, in the fullest moment of its schedule."""
+    segments, keeps = rank_segments(job.layers, bounds, layout.schedule), _kept(job, layout, bounds)
+    return max(_activations(job, layout, rank, segments[rank], keeps[rank]) for rank in range(layout.stages))
+
+
+def checkpoint_interval(job: Workload, layout: Candidate, bounds: Sequence[int], device_bytes: int) -> int:
+    """The value of ``"activation_checkpoint_interval": "auto"``: 0 where all activations fit, else 1.
+
+    ``layout`` keeps all activations; ``device_bytes`` is the memory of one device.
+    """
+    return 0 if activation_bytes(job, layout, bounds) <= ACTIVATION_SHARE * device_bytes else 1
 
 
 def communicator_bytes(layout: Candidate, rank: int) -> int:
@@ -105,46 +110,33 @@ def communicator_bytes(layout: Candidate, rank: int) -> int:
     return COLLECTIVE_BYTES * sum(members > 1 for members in groups) + EDGE_BYTES * own
 
 
-def layer_bytes(job: Workload, layout: Candidate, rank: int, phase: int, on_cpu: bool) -> list[float]:
-    """About what each layer would take on a rank in a phase: its weights with all that goes with them, and activations.
+def layer_bytes(job: Workload, layout: Candidate, rank: int, phase: int) -> list[float]:
+    """Approximate bytes of each layer if it were on a rank in a phase: its weights' state, and its activations.
 
-    Of the rank's moments that counts in which it holds the most micro-batches.
+    Activations are counted in the moment in which the rank holds the most micro-batches.
     """
-    state = _State(job, layout, _MANY_PARAMETERS, on_cpu)
+    state = _State(job, layout, _MANY_PARAMETERS)
     per_parameter = (state.weights + state.gradients + state.optimizer + state.ema) / _MANY_PARAMETERS
-    held = max(_moments(layout, rank), key=lambda moment: moment[0] + moment[1])[phase]
-    wide = layout.micro_batch_images * job.arithmetic_bytes(on_cpu)
-    stored = layout.micro_batch_images * job.stored_bytes
-    return [
-        per_parameter * layer.parameters
-        + held
-        * (
-            stored * math.prod(layer.output_shape) / layout.checkpoint_interval
-            if layout.checkpoint_interval
-            else wide * layer.activation_elements
-        )
-        for layer in job.layers
-    ]
+    held = layout.micro_batch_images * max(_moments(layout, rank), key=lambda moment: moment[0] + moment[1])[phase]
+    if interval := layout.checkpoint_interval:
+        kept = [job.stored_bytes * math.prod(layer.output_shape) / interval for layer in job.layers]
+    else:
+        kept = [job.arithmetic_bytes * layer.activation_elements for layer in job.layers]
+    return [per_parameter * layer.parameters + held * size for layer, size in zip(job.layers, kept, strict=True)]
 
 
 class _State:
-    """Weights, gradients and optimizer of a rank, which do not depend on images.
+    """Bytes of weights, gradients and optimizer of a rank, which do not depend on images."""
 
-    ``update`` is what gradients and their reduction or Adam's step take when no activations are there.
-    """
-
-    def __init__(self, job: Workload, layout: Candidate, parameters: int, on_cpu: bool) -> None:
+    def __init__(self, job: Workload, layout: Candidate, parameters: int) -> None:
         stored, zero = job.stored_bytes, layout.zero_stage
         partitioned = zero > 0 or job.precision == "bf16"
         owned = -(-parameters // layout.replicas) if partitioned else parameters
         masters = 0 if zero == 0 and job.precision == "fp32" else 4
-        optimizer, ema = (masters + 8) * owned, 4 * owned
-        bucket = job.bucket_elements * stored if zero else 0
-        if on_cpu:  # where memory that is not touched is not there
-            bucket = min(bucket, parameters * stored)
-        self.weights = parameters * stored
-        self.host = 0
-        self.bucket = bucket
+        self.weights, self.optimizer, self.ema, self.host = parameters * stored, (masters + 8) * owned, 4 * owned, 0
+        self.bucket = job.bucket_elements * stored if zero else 0
+        if job.on_cpu:  # where memory that is not touched is not there
+            self.bucket = min(self.bucket, parameters * stored)
         again = 0  # in ZeRO-2 a micro-batch's gradients, which are added to those before when activations are gone
         if zero == 2:
             self.gradients = owned * job.accumulated_bytes
@@ -154,26 +146,128 @@ class _State:
         else:
             # BF16_Optimizer adds up in fp32 what the backward leaves in bf16
             self.gradients = parameters * (stored + 4 if job.precision == "bf16" else stored)
+        # self.update: what gradients and their reduction or Adam's step take when no activations are there
         if layout.offload:
-            self.host = optimizer + ema + owned * (4 + 2 * stored)
-            optimizer = ema = 0
+            self.host = self.optimizer + self.ema + owned * (4 + 2 * stored)
+            self.optimizer = self.ema = 0
             self.gradients = 0 if zero == 2 else self.gradients
-            self.update = self.gradients + bucket + owned * stored
+            self.update = self.gradients + self.bucket + owned * stored
         elif zero:
-            reducing = self.gradients + bucket + max(again, owned * stored if zero == 1 else 0)
+            reducing = self.gradients + self.bucket + max(again, owned * stored if zero == 1 else 0)
             self.update = max(reducing, (4 + ADAM_INTERMEDIATES) * owned)  # the gradients have become fp32 ones
         else:
             flat = min(parameters, STOCK_BUCKET_ELEMENTS) * stored if layout.replicas > 1 else 0
             wide = 4 * parameters if job.precision == "fp16" else 0
-            intermediates = 0 if on_cpu else ADAM_INTERMEDIATES * owned  # a CPU steps one tensor after the other
+            # a CPU steps one tensor after the other
+            intermediates = 0 if job.on_cpu else ADAM_INTERMEDIATES * owned
             self.update = self.gradients + max(flat, wide + intermediates)
-        self.optimizer, self.ema = optimizer, ema
 
 
-def _activation_bytes(
-    job: Workload, layout: Candidate, rank: int, segments: Sequence[Segment], keeps: Sequence[Kept], on_cpu: bool
+# ---------------------------------------------------------------- activations
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a phase keeps of one micro-batch between its forward and its backward, and needs while it runs.
+
+    Elements are per image; wide ones are in the type of the arithmetic, stored ones in that of the weights.
+    """
+
+    wide_elements: int
+    stored_elements: int
+    widened_parameters: int
+    """Weights of which a CPU's autograd keeps an fp32 copy in fp16."""
+    skip_elements: int
+    """Stored elements of skips that phase 0 of a fold makes; their gradients wait between the phases' backwards."""
+    recomputed_elements: int = 0
+    """Wide elements of the largest group of layers that is computed again."""
+    recomputed_parameters: int = 0
+    """Weights of the largest group, of which there are fp32 copies as above."""
+    working_elements: int = 0
+    """Wide elements of inputs and gradients that a layer has at hand beside what is kept."""
+
+
+def _kept(job: Workload, layout: Candidate, bounds: Sequence[int]) -> tuple[tuple[Kept, ...], ...]:
+    return _kept_by_rank(job.layers, bounds, layout.schedule, layout.checkpoint_interval)
+
+
+@functools.lru_cache(maxsize=4096)
+def _kept_by_rank(
+    layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule, interval: int
+) -> tuple[tuple[Kept, ...], ...]:
+    return tuple(
+        tuple(kept(layers, segment, schedule, phase, interval) for phase, segment in enumerate(own))
+        for own in rank_segments(layers, bounds, schedule)
+    )
+
+
+def kept(layers: Sequence[Layer], segment: Segment, schedule: Schedule, phase: int, interval: int) -> Kept:
+    """What autograd, checkpoints of ``interval`` layers (0: none) and the fold keep of a segment."""
+    own = layers[segment.start : segment.stop]
+    skips = {segment.start + i for i, layer in enumerate(own) if layer.pushes and schedule == "folded" and phase == 0}
+    sizes = {segment.start + i: math.prod(layer.output_shape) for i, layer in enumerate(own)}
+    skip_elements = sum(sizes[skip] for skip in skips)
+    if not interval:
+        return Kept(
+            wide_elements=sum(layer.activation_elements for layer in own),
+            stored_elements=sum(sizes[skip] for skip in skips if _copies_its_input(layers[skip + 1])),
+            widened_parameters=segment.parameters,
+            skip_elements=skip_elements,
+            working_elements=_beyond_kept(own),
+        )
+    first = max(segment.start, 1)  # the first layer, which makes emb, is never computed again
+    groups = [(start, min(start + interval, segment.stop)) for start in range(first, segment.stop, interval)]
+    tensors = {start - 1 for start, _ in groups if start > first} | skips
+    for start, stop in groups:
+        tensors |= {skip for skip in _popped(layers, start, stop) if segment.start <= skip < start}
+    embed = layers[:1] if segment.start == 0 else []
+    return Kept(
+        wide_elements=sum(layer.activation_elements for layer in embed),
+        stored_elements=sum(sizes[tensor] for tensor in tensors),
+        widened_parameters=sum(layer.parameters for layer in embed),
+        skip_elements=skip_elements,
+        recomputed_elements=max(
+            (sum(layer.activation_elements for layer in layers[start:stop]) for start, stop in groups), default=0
+        ),
+        recomputed_parameters=max(
+            (sum(layer.parameters for layer in layers[start:stop]) for start, stop in groups), default=0
+        ),
+        working_elements=max(_working_elements(layer) for layer in own),
+    )
+
+
+@functools.lru_cache(maxsize=65536)
+def moments(schedule: Schedule, micro_batches: int, ranks: int, rank: int) -> tuple[tuple[int, int, int], ...]:
+    """The fullest moments of a rank's step, as (micro-batches held by phase 0, by phase 1, between their backwards).
+
+    None of them is below another in all three.
+    """
+    held = [0, 0]
+    between = 0
+    seen: set[tuple[int, int, int]] = set()
+    for step in program(schedule, micro_batches, ranks, rank):
+        if step.instruction == "ForwardPass":
+            held[step.phase] += 1
+        elif step.instruction == "BackwardPass":
+            held[step.phase] -= 1
+            if schedule == "folded":
+                between += 1 if step.phase else -1
+        seen.add((held[0], held[1], between))
+    return tuple(
+        moment
+        for moment in seen
+        if not any(moment != other and all(a <= b for a, b in zip(moment, other, strict=True)) for other in seen)
+    )
+
+
+def _moments(layout: Candidate, rank: int) -> Sequence[tuple[int, int, int]]:
+    return moments(layout.schedule, min(layout.micro_batches, FILLING * layout.stages), layout.stages, rank)
+
+
+def _activations(
+    job: Workload, layout: Candidate, rank: int, segments: Sequence[Segment], keeps: Sequence[Kept]
 ) -> int:
-    images, stored, wide = layout.micro_batch_images, job.stored_bytes, job.arithmetic_bytes(on_cpu)
+    images, stored, wide = layout.micro_batch_images, job.stored_bytes, job.arithmetic_bytes
     widens = wide > stored
     sizes = [0, 0]
     for phase, (segment, own) in enumerate(zip(segments, keeps, strict=True)):
@@ -185,21 +279,50 @@ def _activation_bytes(
     return max(down * sizes[0] + up * sizes[1] + between * waiting for down, up, between in _moments(layout, rank))
 
 
-def _moments(layout: Candidate, rank: int) -> Sequence[tuple[int, int, int]]:
-    return moments(layout.schedule, min(layout.micro_batches, FILLING * layout.stages), layout.stages, rank)
-
-
-def _working_bytes(job: Workload, layout: Candidate, keeps: Sequence[Kept], on_cpu: bool) -> int:
-    wide = job.arithmetic_bytes(on_cpu)
-    widens = wide > job.stored_bytes
+def _working(job: Workload, layout: Candidate, keeps: Sequence[Kept]) -> int:
+    wide = job.arithmetic_bytes
     return max(
         layout.micro_batch_images * wide * (own.working_elements + own.recomputed_elements)
-        + (4 * own.recomputed_parameters if widens else 0)
+        + (4 * own.recomputed_parameters if wide > job.stored_bytes else 0)
         for own in keeps
     )
 
 
-def _message_bytes(job: Workload, layout: Candidate, segments: Sequence[Segment]) -> int:
-    """In each channel one message: received ahead of its use, or sent and not delivered."""
-    elements = sum(2 * (segment.sent_elements + segment.received_elements) for segment in segments)
-    return elements * layout.micro_batch_images * job.stored_bytes
+@functools.lru_cache(maxsize=65536)
+def _popped(layers: Sequence[Layer], start: int, stop: int) -> frozenset[int]:
+    """The layers whose skips are popped between ``start`` and ``stop``."""
+    alive: list[int] = []
+    popped = set()
+    for index, layer in enumerate(layers[:stop]):
+        if layer.skip_channels:
+            skip = alive.pop()
+            if index >= start:
+                popped.add(skip)
+        if layer.pushes:
+            alive.append(index)
+    return frozenset(popped)
+
+
+def _copies_its_input(layer: Layer) -> bool:
+    """Whether autograd keeps a padded, enlarged or joined copy of h instead of h."""
+    match layer:
+        case DownsampleLayer():
+            return layer.asymmetric
+        case BlockLayer():
+            return layer.skip_channels > 0
+    return isinstance(layer, UpsampleLayer)
+
+
+def _beyond_kept(layers: Sequence[Layer]) -> int:
+    """What running layers add to the activations of all: a backward frees those of one layer before the next."""
+    beyond = after = 0
+    for layer in reversed(layers):
+        beyond = max(beyond, _working_elements(layer) - after)
+        after += layer.activation_elements
+    return beyond
+
+
+def _working_elements(layer: Layer) -> int:
+    """A layer's input with its gradient, and its output's gradient with one more like it."""
+    width = layer.in_channels + layer.skip_channels
+    return 2 * width * layer.in_resolution**2 + 2 * math.prod(layer.output_shape)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from ddpm_ds.command_line import aligned
+from ddpm_ds.command_line import aligned, counted
 from ddpm_ds.config.ds_config import (
     ELEMENT_BYTES,
     ResolvedDsConfig,
@@ -21,7 +21,7 @@ from ddpm_ds.config.ds_config import (
 from ddpm_ds.config.spec import HELD_OUT_QUANTILES, RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.pipeline.cuts import Stage, describe, partition
-from ddpm_ds.pipeline.placement import AcrossHosts, Exchange, Grid, Traffic, across_hosts, run_exchange, traffic
+from ddpm_ds.pipeline.placement import AcrossHosts, Exchange, Grid, across_hosts, run_exchange, traffic
 from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer, unet_layers
 
 MOST_HOSTS = 3
@@ -111,10 +111,12 @@ def plan_run(
     config, chosen = read_ds_config(ds_path), None
     check_ds_config(config, ds_path)
     if stages is None and leaves_stages_open(config, world_size):
+        from ddpm_ds.device import choose_device
+
+        choose_device(device)  # before DeepSpeed, whose schedules the planner simulates, is imported
         from ddpm_ds.predict.auto import choose_stages
 
-        choice = choose_stages(spec, config, ds_path, world_size=world_size, device=device)
-        stages, chosen = choice.stages, choice.why
+        stages, chosen = choose_stages(spec, config, ds_path, world_size=world_size)
     ds = resolve(config, spec, world_size=world_size, stages=stages, path=ds_path)
     layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
     bounds = partition(layers, ds.layout.stages, ds.planned_partition, ds.schedule)
@@ -171,23 +173,18 @@ def hosts_line(plan: RunPlan) -> str | None:
         return "hosts        of different sizes: who is where, and what crosses, is known when the ranks have met"
     if not plan.several_hosts:
         return None
-    layout, sizes = plan.ds.layout, list(Counter(plan.hosts).values())
-    each = (
-        f"{len(sizes)} x {sizes[0]} processes" if len(set(sizes)) == 1 else f"{' + '.join(map(str, sizes))} processes"
-    )
-    said = f"hosts        {each}, {plan.across} across hosts: {_crossing(traffic(plan.grid(), plan.exchange))}"
-    if layout.stages == 1 or layout.replicas == 1:
-        return said
-    other: AcrossHosts = "replicas" if plan.across == "stages" else "stages"
-    return f"{said}; {other} across would be {_megabytes(traffic(plan.grid(other), plan.exchange).between_hosts)}"
-
-
-def _crossing(wires: Traffic) -> str:
-    parts = (("activations", wires.activations), ("gradients", wires.gradients), ("weights", wires.weights))
-    named = [f"{_megabytes(size)} of {name}" for name, size in parts if size]
+    sizes, wires = list(Counter(plan.hosts).values()), traffic(plan.grid(), plan.exchange)
+    equal = len(set(sizes)) == 1
+    each = f"{len(sizes)} x {counted(sizes[0], 'process')}" if equal else f"{' + '.join(map(str, sizes))} processes"
+    kinds = (("activations", wires.activations), ("gradients", wires.gradients), ("weights", wires.weights))
+    named = [f"{_megabytes(size)} of {name}" for name, size in kinds if size]
     whole = f"{_megabytes(wires.between_hosts)} a step, {' and '.join(named)}," if named[1:] else f"{named[0]} a step"
     most = f"{'each' if len(set(wires.sent.values())) == 1 else 'the busiest'} sends {_megabytes(wires.busiest)}"
-    return f"{whole} between them, {most}"
+    line = f"hosts        {each}, {plan.across} across hosts: {whole} between them, {most}"
+    if min(plan.ds.layout.stages, plan.ds.layout.replicas) == 1:
+        return line
+    other: AcrossHosts = "replicas" if plan.across == "stages" else "stages"
+    return f"{line}; {other} across would be {_megabytes(traffic(plan.grid(other), plan.exchange).between_hosts)}"
 
 
 def _megabytes(size: float) -> str:
@@ -196,30 +193,43 @@ def _megabytes(size: float) -> str:
 
 def describe_plan(plan: RunPlan, run_dir: Path) -> str:
     """What every run prints first, and ``--dry-run`` prints alone."""
-    spec, layout, ds = plan.spec, plan.ds.layout, plan.ds
-    recompute = {"auto": "where memory asks for it", 0: "off"}.get(
-        ds.checkpoint_interval, f"every {ds.checkpoint_interval} layers"
-    )
+    spec, data, layout, ds = plan.spec, plan.spec.data, plan.ds.layout, plan.ds
+    match ds.checkpoint_interval:
+        case "auto":
+            recompute = "only if memory is short"
+        case 0:
+            recompute = "off"
+        case interval:
+            recompute = f"every {counted(interval, 'layer')}"
     steps = spec.sampler.steps_of(spec.diffusion.timesteps)
-    cropped = f", cropped from {spec.data.crop_from}x{spec.data.crop_from}" if spec.data.crop_from else ""
+    levels, held_out = len(HELD_OUT_QUANTILES), spec.data.held_out_images
+    drawn = spec.samples.count * steps * (1 + spec.sampler.guides)
     lines = [
         f"run          {spec.name}: {plan.spec_path} with {plan.ds_path}",
-        f"data         {spec.data.source}, {spec.data.image_size}x{spec.data.image_size}x{spec.data.channels}{cropped}",
+        f"data         {data.source}, {data.image_size}x{data.image_size}x{data.channels}"
+        + (f", cropped from {data.crop_from}x{data.crop_from}" if data.crop_from else ""),
         f"U-Net        {plan.parameters:,} parameters in {len(plan.layers)} layers, "
         f"{2 * plan.macs / 1e9:.4f} GFLOP forward per image",
         f"precision    {ds.precision}, ZeRO-{ds.zero_stage}, activation checkpointing {recompute}",
-        f"layout       {layout.world_size} processes = {layout.stages} stages x {layout.replicas} replicas, "
-        f"schedule {ds.schedule}",
+        f"layout       {layout_words(plan)}",
         *([f"stages       {plan.chosen}"] if plan.chosen else []),
         *([line] if (line := hosts_line(plan)) else []),
-        f"batch        {layout.batch_images} images = {layout.micro_batch_images} per micro-batch x "
-        f"{layout.micro_batches} micro-batches x {layout.replicas} replicas",
-        f"length       {spec.train.images:,} images = {plan.steps:,} steps, "
-        f"logged every {spec.logging.log_every_images:,} images",
-        f"samples      {spec.samples.count} images by {spec.sampler.kind} in {steps} steps"
-        f"{_cadence(spec.samples.every_images, spec.samples.count * steps * (1 + spec.sampler.guides))}",
-        f"held out     {spec.data.held_out_images:,} images, their loss at {len(HELD_OUT_QUANTILES)} noise levels"
-        f"{_cadence(spec.evaluation.every_images, spec.data.held_out_images * len(HELD_OUT_QUANTILES))}",
+        f"batch        {counted(layout.batch_images, 'image')} = {counted(layout.micro_batches, 'micro-batch')} of "
+        f"{layout.micro_batch_images} x {counted(layout.replicas, 'replica')}",
+        f"length       {counted(spec.train.images, 'image')} = {counted(plan.steps, 'step')}, "
+        f"logged every {counted(spec.logging.log_every_images, 'image')}",
+        _regular(
+            "samples",
+            f"{counted(spec.samples.count, 'image')} by {spec.sampler.kind} in {counted(steps, 'step')}",
+            spec.samples.every_images,
+            drawn,
+        ),
+        _regular(
+            "validation",
+            f"{counted(held_out, 'held-out image')} at {levels} noise levels",
+            spec.evaluation.every_images,
+            held_out * levels,
+        ),
         f"outputs      {run_dir}; MLflow in {os.environ.get('MLFLOW_TRACKING_URI') or run_dir.parent}",
         "",
         stage_table(plan),
@@ -227,8 +237,19 @@ def describe_plan(plan: RunPlan, run_dir: Path) -> str:
     return "\n".join(lines)
 
 
-def _cadence(every_images: int | None, forwards: int) -> str:
-    """How often something is done, and the computing that its forward passes take beside those of training."""
+def layout_words(plan: RunPlan) -> str:
+    """The layout in a few words: ``4 processes: 2 stages x 2 replicas, 1f1b``."""
+    layout = plan.ds.layout
+    schedule = f", schedule {plan.ds.schedule}" if layout.stages > 1 else ""
+    return (
+        f"{counted(layout.world_size, 'process')}: {counted(layout.stages, 'stage')} x "
+        f"{counted(layout.replicas, 'replica')}{schedule}"
+    )
+
+
+def _regular(name: str, what: str, every_images: int | None, forwards: int) -> str:
+    """A line about what is done regularly, and the computing that its forward passes take beside those of training."""
     if not (every_images and forwards):
-        return ": never"
-    return f" every {every_images:,} images, {forwards / (PASSES_PER_STEP * every_images):.1%} of the computing"
+        return f"{name:<13}off"
+    share = forwards / (PASSES_PER_STEP * every_images)
+    return f"{name:<13}{what}, every {every_images:,} images ({share:.1%} of the computing)"

@@ -1,21 +1,16 @@
-"""What a search found, as text: the fastest layouts, the first one's memory, and why it is the first.
-
-A simulated step as a picture.
-"""
+"""The planner's findings as text: the fastest layouts, the first one's memory, why it is the first; its step drawn."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 
 from ddpm_ds.command_line import GIB, aligned, gib
 from ddpm_ds.observe.pictures import draw_step
 from ddpm_ds.predict.machine import Machine
-from ddpm_ds.predict.memory import Memory
 from ddpm_ds.predict.predictor import Prediction
-from ddpm_ds.predict.search import Misfit, Plan
+from ddpm_ds.predict.search import Plan
 from ddpm_ds.predict.simulate import Simulation
 
 
@@ -42,18 +37,23 @@ def why(plan: Plan, machine: Machine) -> str:
         f"{first.pass_seconds / first.step_seconds:.0%} of the step in forwards and backwards, "
         f"{first.update_seconds / first.step_seconds:.0%} on gradients and weights and wait for {first.bubble:.0%}."
     ]
-    other = next((other for other in others if _pipeline(other) != _pipeline(first)), others[0] if others else None)
-    if other is not None:
-        number = plan.best.index(other) + 1
+    pipeline = (first.layout.stages, first.layout.schedule)
+    differing = [other for other in others if (other.layout.stages, other.layout.schedule) != pipeline]
+    for other in (differing or others)[:1]:
         sentences.append(
-            f"{number} ({other.layout.words()}) takes {other.step_seconds / first.step_seconds - 1:.1%} longer: "
-            f"{_difference(first, other)}."
+            f"{plan.best.index(other) + 1} ({other.layout.words()}) takes "
+            f"{other.step_seconds / first.step_seconds - 1:.1%} longer: {_difference(first, other)}."
         )
     if machine.nodes > 1:
         sentences.append(_apart(first, plan.turned))
     if plan.tempting is not None:
-        misfit, seconds = plan.tempting
-        sentences.append(_tempting(misfit, 1 - seconds / first.step_seconds))
+        misfit, rank, memory = plan.tempting, plan.tempting.fullest, plan.tempting.peak
+        largest = max(memory.parts, key=lambda name: memory.parts[name])
+        sentences.append(
+            f"{misfit.layout.words()} would take {1 - misfit.step_seconds / first.step_seconds:.1%} less, but is "
+            f"{gib(memory.total - machine.usable_bytes)} over on rank {rank} "
+            f"({largest} {gib(memory.parts[largest])} of {gib(memory.total)})."
+        )
     return " ".join(sentences)
 
 
@@ -76,92 +76,63 @@ def _apart(first: Prediction, turned: Prediction | None) -> str:
     )
 
 
-def _tempting(misfit: Misfit, gain: float) -> str:
-    parts = {field.name: getattr(misfit.memory, field.name) for field in fields(Memory) if field.name != "host"}
-    largest = max(parts, key=lambda name: parts[name])
-    return (
-        f"{misfit.layout.words()} would take {gain:.1%} less, but is {gib(misfit.excess)} over on rank {misfit.rank} "
-        f"({largest} {gib(parts[largest])} of {gib(misfit.memory.total)})."
-    )
-
-
-def _pipeline(prediction: Prediction) -> tuple[int, str]:
-    return prediction.layout.stages, prediction.layout.schedule
-
-
 def _difference(first: Prediction, other: Prediction) -> str:
-    """What most of the difference between two steps is."""
-    waits = [prediction.bubble * prediction.step_seconds for prediction in (first, other)]
+    """The largest part of the difference between two steps."""
+    waits = other.bubble * other.step_seconds - first.bubble * first.step_seconds
+    passes, update = other.pass_seconds - first.pass_seconds, other.update_seconds - first.update_seconds
+    recomputes = other.layout.checkpoint_interval and not first.layout.checkpoint_interval
     sizes = f"micro-batches of {other.layout.micro_batch_images} against {first.layout.micro_batch_images}"
-    recomputes = bool(other.layout.checkpoint_interval) and not first.layout.checkpoint_interval
-    reasons = {
-        f"a device waits {_milliseconds(waits[1] - waits[0])} more for other stages": waits[1] - waits[0],
-        f"forwards and backwards take {_milliseconds(other.pass_seconds - first.pass_seconds)} more on a device "
-        f"({'activations are computed again' if recomputes else sizes})": other.pass_seconds - first.pass_seconds,
-        f"gradients and weights take {_milliseconds(other.update_seconds - first.update_seconds)} more": (
-            other.update_seconds - first.update_seconds
-        ),
-    }
-    return max(reasons, key=lambda reason: reasons[reason])
+    cause = "activations are computed again" if recomputes else sizes
+    return max(
+        (waits, f"a device waits {_milliseconds(waits)} more for other stages"),
+        (passes, f"forwards and backwards take {_milliseconds(passes)} more on a device ({cause})"),
+        (update, f"gradients and weights take {_milliseconds(update)} more"),
+    )[1]
 
 
 def _rows(best: Sequence[Prediction], *, several_nodes: bool) -> list[tuple[str, ...]]:
-    rows = [
-        (
-            "",
-            "stages",
-            "replicas",
-            "schedule",
-            "micro-batches",
-            "recompute",
-            "ZeRO",
-            "step ms",
-            "images/s",
-            "bubble",
-            "GiB/device",
-            "GB on wires",
-            *(["across nodes", "GB between", "from one"] if several_nodes else []),
-        )
-    ]
+    header: tuple[str, ...] = (
+        "",
+        "stages",
+        "replicas",
+        "schedule",
+        "micro-batches",
+        "recompute",
+        "ZeRO",
+        "step ms",
+        "images/s",
+    )
+    header += ("bubble", "GiB/device", "GB on wires")
+    rows = [header + (("across nodes", "GB between", "from one") if several_nodes else ())]
     for number, prediction in enumerate(best, start=1):
         layout, wires = prediction.layout, prediction.traffic
-        rows.append(
-            (
-                str(number),
-                str(layout.stages),
-                str(layout.replicas),
-                layout.schedule if layout.stages > 1 else "-",
-                f"{layout.micro_batches} x {layout.micro_batch_images}",
-                f"every {layout.checkpoint_interval}" if layout.checkpoint_interval else "-",
-                f"{layout.zero_stage}{' offload' if layout.offload else ''}",
-                f"{1e3 * prediction.step_seconds:,.5g}",
-                _rate(prediction.images_per_second),
-                f"{prediction.bubble:.1%}",
-                f"{prediction.peak.total / GIB:.2f}",
-                f"{(wires.within_hosts + wires.between_hosts) / 1e9:.3f}",
-                *(
-                    [layout.apart, f"{wires.between_hosts / 1e9:.3f}", f"{wires.busiest / 1e9:.3f}"]
-                    if several_nodes
-                    else []
-                ),
-            )
+        rate = prediction.images_per_second
+        row = (
+            str(number),
+            str(layout.stages),
+            str(layout.replicas),
+            layout.schedule if layout.stages > 1 else "-",
+            f"{layout.micro_batches} x {layout.micro_batch_images}",
+            f"every {layout.checkpoint_interval}" if layout.checkpoint_interval else "-",
+            f"{layout.zero_stage}{' offload' if layout.offload else ''}",
+            f"{1e3 * prediction.step_seconds:,.5g}",
+            f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}",
+            f"{prediction.bubble:.1%}",
+            f"{prediction.peak.total / GIB:.2f}",
+            f"{(wires.within_hosts + wires.between_hosts) / 1e9:.3f}",
         )
+        crossing = (layout.apart, f"{wires.between_hosts / 1e9:.3f}", f"{wires.busiest / 1e9:.3f}")
+        rows.append(row + (crossing if several_nodes else ()))
     return rows
 
 
 def _memory_rows(prediction: Prediction) -> list[tuple[str, ...]]:
-    parts = [field.name for field in fields(Memory) if field.name != "host" or prediction.layout.offload]
-    device = [part for part in parts if part != "host"]
-    rows = [("rank", *device, "total", *(f"({part})" for part in parts[len(device) :]))]
+    offload = prediction.layout.offload
+    rows = [("rank", *prediction.peak.parts, "total", *(["(host)"] if offload else []))]
     for rank, memory in enumerate(prediction.memory):
-        sizes = [*(getattr(memory, part) for part in device), memory.total]
-        sizes += [memory.host] if len(parts) > len(device) else []
+        sizes = [*memory.parts.values(), memory.total, *([memory.host] if offload else [])]
         rows.append((str(rank), *(f"{size / 2**20:,.1f}" for size in sizes)))
     return rows
-
-
-def _rate(images_per_second: float) -> str:
-    return f"{images_per_second:,.0f}" if images_per_second >= 100 else f"{images_per_second:.3g}"
 
 
 def _milliseconds(seconds: float) -> str:

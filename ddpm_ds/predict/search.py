@@ -1,4 +1,4 @@
-"""The fastest layouts that fit. Memory first, then only those simulated that could be among the fastest."""
+"""The search for the fastest layouts that fit: memory first, then only those that could be fast are simulated."""
 
 from __future__ import annotations
 
@@ -7,24 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ddpm_ds.command_line import GIB, gib
+from ddpm_ds.config.ds_config import resolve
 from ddpm_ds.errors import LayoutError, UserError
-from ddpm_ds.predict.layouts import Candidate, layouts, resolved
-from ddpm_ds.predict.memory import Memory
+from ddpm_ds.predict.layouts import Candidate, Workload, ds_config, layouts
 from ddpm_ds.predict.predictor import Prediction, Predictor
-from ddpm_ds.predict.workload import Workload
-
-
-@dataclass(frozen=True)
-class Misfit:
-    """A layout that needs more memory than there is."""
-
-    layout: Candidate
-    rank: int
-    """The fullest."""
-    memory: Memory
-    """Of that rank."""
-    excess: int
-    """Bytes."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +20,11 @@ class Plan:
     best: tuple[Prediction, ...]
     """The fastest first, each with another number of stages, schedule or micro-batch than those before it."""
     fitting: int
+    """Layouts that fit the memory."""
     misfits: int
-    tempting: tuple[Misfit, float] | None
-    """Of those that don't fit the fastest, and its step's seconds, where it would beat the best."""
+    """Layouts that don't."""
+    tempting: Prediction | None
+    """The fastest of the layouts that don't fit, where it would beat the best."""
     turned: Prediction | None = None
     """The best with its other axis across nodes, where there are several."""
 
@@ -74,28 +62,24 @@ def candidates(predictor: Predictor) -> list[Candidate]:
         if not layout.checkpoint_interval:
             chosen.append(layout)
             continue
-        like, needs = replace(layout, checkpoint_interval=1), _most(predictor, layout)[1].total
+        like, needs = replace(layout, checkpoint_interval=1), _needs(predictor, layout)
         if like not in recomputing or needs < recomputing[like][0]:
             recomputing[like] = needs, layout
     return chosen + [layout for _, layout in recomputing.values()]
 
 
-def sort_out(predictor: Predictor, considered: Sequence[Candidate]) -> tuple[list[Candidate], list[Misfit]]:
-    """Those that fit the devices' memory, and those that don't."""
+def sort_out(predictor: Predictor, considered: Sequence[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
+    """The layouts that fit the devices' memory, and those that don't."""
     fitting: list[Candidate] = []
-    misfits: list[Misfit] = []
+    misfits: list[Candidate] = []
     for layout in considered:
-        if predictor.fits(layout):
-            fitting.append(layout)
-        else:
-            rank, memory = _most(predictor, layout)
-            misfits.append(Misfit(layout, rank, memory, memory.total - predictor.machine.usable_bytes))
+        (fitting if predictor.fits(layout) else misfits).append(layout)
     return fitting, misfits
 
 
-def _most(predictor: Predictor, layout: Candidate) -> tuple[int, Memory]:
-    """The fullest rank, and what it holds."""
-    return max(enumerate(predictor.memory(layout)), key=lambda item: item[1].total)
+def _needs(predictor: Predictor, layout: Candidate) -> int:
+    """Bytes that the fullest rank holds."""
+    return max(memory.total for memory in predictor.memory(layout))
 
 
 def _fastest(predictor: Predictor, fitting: Sequence[Candidate], top: int) -> tuple[Prediction, ...]:
@@ -125,47 +109,50 @@ def _order(prediction: Prediction) -> tuple[float, int]:
     return prediction.step_seconds, prediction.peak.total
 
 
-def _tempting(predictor: Predictor, misfits: Sequence[Misfit], limit: float) -> tuple[Misfit, float] | None:
-    """Among micro-batches whose layers have been timed: to time others would take long and tell little."""
-    bounds = sorted(
-        (predictor.lower_bound(misfit.layout), place)
-        for place, misfit in enumerate(misfits)
-        if predictor.knows_times(misfit.layout)
-    )
-    best: tuple[Misfit, float] | None = None
-    for bound, place in bounds:
+def _tempting(predictor: Predictor, misfits: Sequence[Candidate], limit: float) -> Prediction | None:
+    """The fastest misfit below ``limit`` seconds, among micro-batches whose layers have been timed.
+
+    To time others would take long and tell little.
+    """
+    timed = [(predictor.lower_bound(layout), layout) for layout in misfits if predictor.knows_times(layout)]
+    best: Prediction | None = None
+    for bound, layout in sorted(timed, key=lambda pair: pair[0]):
         if bound >= limit:
             break
-        seconds = predictor.predict(misfits[place].layout).step_seconds
-        if seconds < limit:
-            best, limit = (misfits[place], seconds), seconds
+        prediction = predictor.predict(layout)
+        if prediction.step_seconds < limit:
+            best, limit = prediction, prediction.step_seconds
     return best
 
 
 def _is_accepted(predictor: Predictor, layout: Candidate) -> bool:
+    """Whether training would accept a layout's JSON."""
+    job, world_size = predictor.job, layout.stages * layout.replicas
+    config = ds_config(job, layout, predictor.bounds(layout))
     try:
-        resolved(predictor.job, layout, predictor.bounds(layout))
+        resolve(config, job.spec, world_size=world_size, stages=None, path="plan")
     except UserError:
         return False
     return True
 
 
-def _nothing(predictor: Predictor, misfits: Sequence[Misfit]) -> LayoutError:
-    """Why there is no layout."""
+def _nothing(predictor: Predictor, misfits: Sequence[Candidate]) -> LayoutError:
+    """The error where there is no layout."""
     job, machine = predictor.job, predictor.machine
     if not misfits:
         return _unshared(job, machine.devices)
-    nearest = min(misfits, key=lambda misfit: misfit.excess)
-    needed = machine.memory_bytes * nearest.memory.total / machine.usable_bytes
+    nearest = min(misfits, key=lambda layout: _needs(predictor, layout))
+    needs, rank = max((memory.total, -rank) for rank, memory in enumerate(predictor.memory(nearest)))
+    device = machine.memory_bytes * needs / machine.usable_bytes
     return LayoutError(
         f"nothing fits {machine.devices} devices of {gib(machine.memory_bytes)} ({gib(machine.usable_bytes)} of it "
-        f"usable); the nearest, {nearest.layout.words()}, is {gib(nearest.excess)} over on rank {nearest.rank}; use "
-        f"more devices, devices of {_rounded_up(needed)} or a smaller train.batch_images"
+        f"usable); the nearest, {nearest.words()}, is {gib(needs - machine.usable_bytes)} over on rank {-rank}; use "
+        f"more devices, devices of {_rounded_up(device)} or a smaller train.batch_images"
     )
 
 
 def _unshared(job: Workload, devices: int) -> LayoutError:
-    """Devices, layers and batch have no common layout, whatever the memory."""
+    """The error where devices, layers and batch have no common layout, whatever the memory."""
     batch, wanted = job.spec.train.batch_images, job.spec.train.accumulation
     if wanted != "auto":
         return LayoutError(

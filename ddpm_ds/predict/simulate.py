@@ -1,4 +1,4 @@
-"""One training step of one pipeline on paper: the engines' own instruction streams, with a time for each instruction.
+"""The simulator: one training step of one pipeline, by the engines' own instruction streams with a time for each.
 
 A rank executes its stream in order and does one thing at a time. What it waits for is what the engines wait for:
 
@@ -20,7 +20,40 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ddpm_ds.pipeline.schedule import Event, RankCosts, Schedule, Step, program
+from ddpm_ds.pipeline.cuts import Schedule
+from ddpm_ds.pipeline.schedule import Event, Step, program
+
+
+@dataclass(frozen=True)
+class PhaseCosts:
+    """What one micro-batch costs a rank in one phase: its stage under 1F1B; its encoder or decoder half in the fold."""
+
+    forward_seconds: float
+    backward_seconds: float
+    """With the recomputation of checkpointed activations, and with what ZeRO-2 reduces after each micro-batch."""
+    activation_bytes: int = 0
+    """Size of the message to the next stage; not used where the schedule sends none."""
+    gradient_bytes: int = 0
+    """Size of the message to the stage before, likewise."""
+
+    @property
+    def pass_seconds(self) -> float:
+        """Seconds of a forward and a backward."""
+        return self.forward_seconds + self.backward_seconds
+
+
+@dataclass(frozen=True)
+class RankCosts:
+    """What a rank's instructions cost."""
+
+    phases: tuple[PhaseCosts, ...]
+    reduce_seconds: float = 0.0
+    optimizer_seconds: float = 0.0
+
+    @property
+    def pass_seconds(self) -> float:
+        """Seconds of one micro-batch's forwards and backwards."""
+        return sum(phase.pass_seconds for phase in self.phases)
 
 
 @dataclass(frozen=True)
@@ -37,20 +70,16 @@ FREE = Link(bytes_per_second=float("inf"))
 
 @dataclass(frozen=True)
 class Simulation:
-    """What one step comes to; lists have an entry per rank."""
+    """One simulated step; tuples have an entry per rank."""
 
     step_seconds: float
     events: tuple[tuple[Event, ...], ...]
     """In the order of execution; empty where they were not asked for."""
     busy_seconds: tuple[float, ...]
-    sent_bytes: dict[tuple[int, int], int]
-    """By (from, to), where there was a message."""
-    peak_held: tuple[tuple[int, ...], ...]
-    """The most micro-batches, per phase, between their forward and their backward."""
 
     @property
     def wait_seconds(self) -> tuple[float, ...]:
-        """Time in which a rank does nothing."""
+        """Seconds in which a rank does nothing."""
         return tuple(self.step_seconds - busy for busy in self.busy_seconds)
 
     @property
@@ -66,7 +95,7 @@ def simulate(
     costs: Sequence[RankCosts],
     link: Callable[[int, int], Link] = lambda source, target: FREE,
     *,
-    keep_events: bool = True,
+    keep_events: bool = False,
 ) -> Simulation:
     """One step of a pipeline of ``len(costs)`` ranks.
 
@@ -77,7 +106,8 @@ def simulate(
         RuntimeError: the streams wait for each other for ever, which is a bug of the schedule.
     """
     ranks = [
-        _Rank(number, program(schedule, micro_batches, len(costs), number), own) for number, own in enumerate(costs)
+        _Rank(number, program(schedule, micro_batches, len(costs), number), own, keep_events)
+        for number, own in enumerate(costs)
     ]
     wires: dict[tuple[int, int], _Wire] = {}
 
@@ -89,24 +119,20 @@ def simulate(
 
     runnable = deque(ranks)
     while runnable:
-        rank = runnable.popleft()
-        for target in rank.run_until_it_waits(ranks, send, keep_events):
-            if ranks[target].waiting and ranks[target] not in runnable:
+        for target in runnable.popleft().run_until_it_waits(ranks, send):
+            if ranks[target].waits_for and ranks[target] not in runnable:
                 runnable.append(ranks[target])
-    stuck = [rank for rank in ranks if rank.waiting]
+    stuck = [f"rank {rank.number} in {step}" for rank in ranks if (step := rank.waits_for)]
     if stuck:
-        where = "; ".join(f"rank {rank.number} in {rank.describe_wait()}" for rank in stuck)
-        raise RuntimeError(f"the {schedule} schedule with {micro_batches} micro-batches deadlocks: {where}")
+        raise RuntimeError(f"the {schedule} schedule with {micro_batches} micro-batches deadlocks: {'; '.join(stuck)}")
 
     agreed = max(rank.now for rank in ranks)
     for rank in ranks:
-        rank.spend("OptimizerStep", 0, -1, agreed, rank.costs.optimizer_seconds, keep_events)
+        rank.spend("OptimizerStep", 0, -1, agreed, rank.costs.optimizer_seconds)
     return Simulation(
         step_seconds=max(rank.now for rank in ranks),
         events=tuple(tuple(rank.events) for rank in ranks),
         busy_seconds=tuple(rank.busy for rank in ranks),
-        sent_bytes={pair: wire.sent for pair, wire in wires.items()},
-        peak_held=tuple(tuple(rank.peak_held) for rank in ranks),
     )
 
 
@@ -114,11 +140,9 @@ def simulate(
 class _Wire:
     link: Link
     free_at: float = 0.0
-    sent: int = 0
 
     def send(self, size: int, now: float) -> float:
         """Post a message; returns when it arrives."""
-        self.sent += size
         self.free_at = max(now, self.free_at) + size / self.link.bytes_per_second
         return self.free_at + self.link.latency_seconds
 
@@ -128,31 +152,26 @@ class _Rank:
     number: int
     program: tuple[Step, ...]
     costs: RankCosts
+    keep_events: bool
     position: int = 0
     now: float = 0.0
     busy: float = 0.0
     events: list[Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        phases = range(len(self.costs.phases))
-        self.held = [0 for _ in phases]
-        self.peak_held = [0 for _ in phases]
-        self.arrivals: dict[tuple[str, int], list[float]] = {
-            (kind, phase): [] for kind in ("ForwardPass", "BackwardPass") for phase in phases
-        }
+        kinds, phases = ("ForwardPass", "BackwardPass"), range(len(self.costs.phases))
+        self.arrivals: dict[tuple[str, int], list[float]] = {(kind, phase): [] for kind in kinds for phase in phases}
         """When the messages arrive that the passes of a phase wait for, in the order of micro-batches."""
 
     @property
-    def waiting(self) -> bool:
-        return self.position < len(self.program)
-
-    def describe_wait(self) -> str:
+    def waits_for(self) -> str:
+        """The instruction that is not executed yet; empty at the end."""
+        if self.position == len(self.program):
+            return ""
         step = self.program[self.position]
         return f"{step.instruction} {step.micro_batch} of phase {step.phase}"
 
-    def run_until_it_waits(
-        self, ranks: Sequence[_Rank], send: Callable[[int, int, int, float], float], keep_events: bool
-    ) -> set[int]:
+    def run_until_it_waits(self, ranks: Sequence[_Rank], send: Callable[[int, int, int, float], float]) -> set[int]:
         """Execute until a message is missing that has not been posted; returns the ranks that got one."""
         reached: set[int] = set()
         while self.position < len(self.program):
@@ -172,20 +191,15 @@ class _Rank:
                     if len(arrived) <= micro_batch:
                         return reached
                     ready = max(ready, arrived[micro_batch])
-                forward = instruction == "ForwardPass"
-                seconds = costs.forward_seconds if forward else costs.backward_seconds
-                self.spend(instruction, phase, micro_batch, ready, seconds, keep_events)
-                self.held[phase] += 1 if forward else -1
-                self.peak_held[phase] = max(self.peak_held[phase], self.held[phase])
+                seconds = costs.forward_seconds if instruction == "ForwardPass" else costs.backward_seconds
+                self.spend(instruction, phase, micro_batch, ready, seconds)
             self.position += 1
-        self.spend("ReduceGrads", 0, -1, self.now, self.costs.reduce_seconds, keep_events)
+        self.spend("ReduceGrads", 0, -1, self.now, self.costs.reduce_seconds)
         return reached
 
-    def spend(
-        self, instruction: str, phase: int, micro_batch: int, start: float, seconds: float, keep_events: bool
-    ) -> None:
+    def spend(self, instruction: str, phase: int, micro_batch: int, start: float, seconds: float) -> None:
         """Execute something from ``start`` on."""
         self.now = start + seconds
         self.busy += seconds
-        if keep_events and seconds:
+        if self.keep_events and seconds:
             self.events.append(Event(instruction, phase, micro_batch, start, self.now))

@@ -1,141 +1,117 @@
-"""A step laid out another way, predicted from the traced one.
+"""Predictions of a traced step laid out another way, by the models of time and memory that the planner uses.
 
-The planner predicts layouts on devices that need not be there from data sheets. Here a step has been measured: a
-stage's seconds are shared out to its layers by their flops, the links are as slow as explains the waiting that the
-schedule does not explain, and loading, sending, reducing and updating go at the rates of the trace.
+The planner takes its rates from data sheets. Here they come from the trace: a stage's seconds are shared out to its
+layers by their flops, the links are as slow as explains the waiting that the schedule does not explain, and loading,
+sending, reducing and updating go as fast as they did.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ddpm_ds.observe.device_speed import LayerSeconds
-from ddpm_ds.observe.finished_run import FinishedRun
-from ddpm_ds.pipeline.cuts import Schedule, describe, segments, sent_shapes
-from ddpm_ds.pipeline.schedule import PhaseCosts, RankCosts
-from ddpm_ds.predict.memory import ACTIVATION_SHARE, activation_bytes
-from ddpm_ds.predict.simulate import Link, simulate
+from ddpm_ds.predict.costs import step_costs
+from ddpm_ds.predict.finished_run import FinishedRun, Setup, mean
+from ddpm_ds.predict.layouts import Segment, rank_segments
+from ddpm_ds.predict.machine import usable
+from ddpm_ds.predict.memory import activation_bytes, pipeline_memory
+from ddpm_ds.predict.simulate import Link, PhaseCosts, simulate
 
-STATE_BYTES = 20
-"""Of a parameter: weight, gradient, Adam's two moments and the averaged weight, in fp32."""
 MOST_STARTUP = 0.9
-"""Of a stage's seconds that may be start-up: it is measured by itself, and later."""
+"""Largest share of a stage's seconds that counts as start-up, which is measured by itself and later."""
 LEAST_BACKWARD = 0.2
-"""Of a backward that recomputes, what is no recomputation."""
+"""Smallest share of a checkpointed backward pass that is not recomputation."""
 SLOWEST_LINK, FASTEST_LINK = 1e3, 1e13
-"""Bytes per second, between which a link is looked for by halving the range so often:"""
+"""Bytes per second between which a link is looked for."""
 HALVINGS = 24
 
 
 @dataclass(frozen=True)
-class Setup:
-    """How a step is laid out, as far as a change may change it."""
-
-    schedule: Schedule
-    bounds: tuple[int, ...]
-    replicas: int
-    micro_batches: int
-    micro_batch_images: int
-    checkpoint_interval: int
-    zero_stage: int
-    wire_bytes: int
-    """Of an element between stages."""
-    data_wait: float = 1.0
-    """Share that is left of what an image has to be waited for."""
-
-    @property
-    def ranks(self) -> int:
-        """Of a pipeline."""
-        stages = len(self.bounds) - 1
-        return stages // 2 if self.schedule == "folded" else stages
-
-    @property
-    def images(self) -> int:
-        """Of an optimizer step."""
-        return self.replicas * self.micro_batches * self.micro_batch_images
-
-
-@dataclass(frozen=True)
 class LayerRate:
-    """A layer's forward and backward: so much for a micro-batch, and so much more for each of its images."""
+    """Seconds of a layer's passes: a start for each micro-batch, and more for each of its images."""
 
     start: LayerSeconds
     per_image: LayerSeconds
 
-    def forward(self, images: int) -> float:
-        return self.start.forward + images * self.per_image.forward
-
-    def backward(self, images: int) -> float:
-        """Without recomputation."""
-        return self.start.backward + images * self.per_image.backward
-
-
-def present(facts: FinishedRun) -> Setup:
-    """How the traced step was laid out."""
-    return Setup(
-        facts.schedule,
-        facts.bounds,
-        facts.replicas,
-        facts.micro_batches,
-        facts.micro_batch_images,
-        facts.checkpoint_interval,
-        facts.zero_stage,
-        wire_bytes=4 if facts.precision == "fp32" else 2,
-    )
+    def seconds(self, images: int) -> LayerSeconds:
+        """The layer's passes of one micro-batch, without recomputation."""
+        return LayerSeconds(
+            self.start.forward + images * self.per_image.forward,
+            self.start.backward + images * self.per_image.backward,
+        )
 
 
 class Model:
     """Predicts steps of one run; the step that was traced comes out as it was, unless it was faster than its parts."""
 
     def __init__(self, facts: FinishedRun) -> None:
-        self.facts, self.now = facts, present(facts)
+        self.facts, self.job, self.now = facts, facts.job, facts.setup
+
+    def segments(self, way: Setup) -> tuple[tuple[Segment, ...], ...]:
+        """The layers of each rank, by phase."""
+        return rank_segments(self.job.layers, way.bounds, way.schedule)
 
     @cached_property
     def layers(self) -> list[LayerRate]:
-        """Of every layer."""
-        facts = self.facts
+        """The rates of every layer."""
         rates: dict[int, LayerRate] = {}
-        for rank, own in enumerate(facts.ranks):
-            for (start, stop), phase in zip(segments(facts.bounds, facts.schedule, rank), own.phases, strict=True):
-                rates |= dict(enumerate(self._rates_of(start, stop, phase), start))
-        return [rates[number] for number in range(len(facts.layers))]
+        for own, segments in zip(self.facts.ranks, self.segments(self.now), strict=True):
+            for phase, segment in zip(own.phases, segments, strict=True):
+                rates |= enumerate(self._rates_of(segment, phase), segment.start)
+        return [rates[number] for number in range(len(self.job.layers))]
 
-    def _rates_of(self, start: int, stop: int, phase: PhaseCosts) -> list[LayerRate]:
-        facts = self.facts
-        own, images = facts.layers[start:stop], facts.micro_batch_images
-        macs = sum(layer.macs for layer in own)
-        measured = LayerSeconds(phase.forward_seconds, own_backward(phase, facts.checkpoint_interval))
-        startup = facts.device.startup_of(own)
-        kept = LayerSeconds(
-            min(1.0, MOST_STARTUP * measured.forward / startup.forward) if startup.forward else 0.0,
-            min(1.0, MOST_STARTUP * measured.backward / startup.backward) if startup.backward else 0.0,
-        )
-        rest = LayerSeconds(
-            (measured.forward - kept.forward * startup.forward) / (macs * images),
-            (measured.backward - kept.backward * startup.backward) / (macs * images),
-        )
-        rates = []
-        for layer in own:
-            one = facts.device.startup_of([layer])
-            rates.append(
-                LayerRate(
-                    LayerSeconds(kept.forward * one.forward, kept.backward * one.backward),
-                    LayerSeconds(rest.forward * layer.macs, rest.backward * layer.macs),
-                )
-            )
-        return rates
+    def _rates_of(self, segment: Segment, phase: PhaseCosts) -> list[LayerRate]:
+        own, startup_of = self.job.layers[segment.start : segment.stop], self.facts.device.startup_of
+        work = sum(layer.macs for layer in own) * self.now.micro_batch_images
+        startup = startup_of(own)
 
-    def layer_seconds(self, images: int) -> list[float]:
-        """Forward and backward of every layer, for balanced cuts."""
-        return [layer.forward(images) + layer.backward(images) for layer in self.layers]
+        def rates(measured: float, startup: float) -> tuple[float, float]:
+            """The share of the layers' start-up that counts, and seconds per multiply-accumulate."""
+            share = min(1.0, MOST_STARTUP * measured / startup) if startup else 0.0
+            return share, (measured - share * startup) / work
+
+        starts = [startup_of([layer]) for layer in own]
+        share, per_mac = rates(phase.forward_seconds, startup.forward)
+        forwards = [(share * start.forward, per_mac * layer.macs) for layer, start in zip(own, starts, strict=True)]
+        share, per_mac = rates(self._own_backward(segment, phase, forwards), startup.backward)
+        return [
+            LayerRate(LayerSeconds(forward[0], share * start.backward), LayerSeconds(forward[1], per_mac * layer.macs))
+            for layer, start, forward in zip(own, starts, forwards, strict=True)
+        ]
+
+    def _own_backward(self, segment: Segment, phase: PhaseCosts, forwards: Sequence[tuple[float, float]]) -> float:
+        """Seconds of a phase's backward without the forwards that it computes again, all but the first layer's."""
+        if not self.now.checkpoint_interval:
+            return phase.backward_seconds
+        again = forwards[1:] if segment.start == 0 else forwards
+        recomputed = math.fsum(start + self.now.micro_batch_images * per_image for start, per_image in again)
+        return max(phase.backward_seconds - recomputed, LEAST_BACKWARD * phase.backward_seconds)
+
+    @cached_property
+    def recomputation_seconds(self) -> float:
+        """Seconds of recomputation in a step, on a rank in the mean."""
+        if not self.now.checkpoint_interval:
+            return 0.0
+        measured = math.fsum(phase.backward_seconds for rank in self.facts.ranks for phase in rank.phases)
+        own = math.fsum(layer.backward for layer in self.layer_times(self.now.micro_batch_images))
+        return self.now.micro_batches * (measured - own) / self.now.stages
+
+    def layer_times(self, images: int) -> list[LayerSeconds]:
+        """The passes of every layer for one micro-batch, without recomputation."""
+        return [layer.seconds(images) for layer in self.layers]
+
+    @cached_property
+    def startup_seconds(self) -> float:
+        """What the layers of a rank take for a micro-batch before they compute, in the mean."""
+        return sum(layer.start.forward + layer.start.backward for layer in self.layers) / self.now.stages
 
     @cached_property
     def bytes_per_second(self) -> float:
-        """Of the links between ranks: infinite, or so slow that the predicted step is the traced one."""
-        if self.facts.stages == 1 or self._step(self.now, math.inf) >= self.facts.step_seconds:
+        """The speed of the links between ranks: infinite, or so slow that the predicted step is the traced one."""
+        if self.now.stages == 1 or self._step(self.now, math.inf) >= self.facts.step_seconds:
             return math.inf
         slow, fast = math.log(SLOWEST_LINK), math.log(FASTEST_LINK)
         for _ in range(HALVINGS):
@@ -147,7 +123,7 @@ class Model:
         return math.exp(fast)
 
     def step_seconds(self, way: Setup) -> float:
-        """Of a step laid out so."""
+        """Seconds of a step laid out in another way."""
         return self._step(way, self.bytes_per_second)
 
     def gain(self, way: Setup) -> float:
@@ -156,144 +132,77 @@ class Model:
         return 1 - after / before
 
     def _step(self, way: Setup, bytes_per_second: float) -> float:
-        link = Link(bytes_per_second)
-        costs = [self._costs(way, rank, bytes_per_second) for rank in range(way.ranks)]
-        step = simulate(way.schedule, way.micro_batches, costs, lambda *_: link, keep_events=False)
-        return step.step_seconds + self._other
-
-    def _costs(self, way: Setup, rank: int, bytes_per_second: float) -> RankCosts:
-        images = way.micro_batch_images
-        phases = []
-        for phase, (start, stop) in enumerate(segments(way.bounds, way.schedule, rank)):
-            forward = sum(layer.forward(images) for layer in self.layers[start:stop])
-            backward = sum(layer.backward(images) for layer in self.layers[start:stop])
-            if way.checkpoint_interval:
-                backward += forward
-            if phase == 0 and reads_data(way, rank):
-                forward += images * (way.data_wait * self._data_wait + self._load)
-            sent, received = (
-                images * way.wire_bytes * elements for elements in self.message_elements(way, start, stop, phase)
-            )
-            phases.append(
-                PhaseCosts(
-                    forward + sent * self._send,
-                    backward + received * self._send,
-                    activation_bytes=sent,
-                    gradient_bytes=received,
-                )
-            )
-        parameters = self._parameters(way, rank)
-        owned = parameters / way.replicas if way.zero_stage else parameters
-        reduce = self._reduce_seconds(way, parameters, bytes_per_second)
-        return RankCosts(tuple(phases), reduce, owned * self._update)
-
-    def message_elements(self, way: Setup, start: int, stop: int, phase: int) -> tuple[int, int]:
-        """Elements per image that a stage sends forward, and back as gradients."""
-        layers, turn = self.facts.layers, way.bounds[way.ranks] if way.schedule == "folded" else None
-
-        def elements(cut: int) -> int:
-            if cut in (0, len(layers), turn):
-                return 0
-            return sum(map(math.prod, sent_shapes(layers, cut, phase=phase, schedule=way.schedule)))
-
-        return elements(stop), elements(start)
-
-    def _parameters(self, way: Setup, rank: int) -> int:
-        held = segments(way.bounds, way.schedule, rank)
-        return sum(layer.parameters for start, stop in held for layer in self.facts.layers[start:stop])
+        link, images = Link(bytes_per_second), way.micro_batch_images
+        each = way.data_wait * self._per_image("data_wait") + self._per_image("load")
+        costs = step_costs(
+            self.job.layers,
+            way,
+            way.bounds,
+            self.layer_times(images),
+            way.element_bytes,
+            reduce=lambda _, parameters: self._reduce_seconds(way, parameters, bytes_per_second),
+            update=lambda _, parameters: parameters * self._update / (way.replicas if way.zero_stage else 1),
+            load=lambda rank: images * each if reads_data(way, rank) else 0.0,
+            send_seconds_per_byte=self._send,
+        )
+        step = simulate(way.schedule, way.micro_batches, costs, lambda *_: link)
+        return step.step_seconds + mean([rank.other for rank in self.facts.ranks])
 
     def _reduce_seconds(self, way: Setup, parameters: int, bytes_per_second: float) -> float:
-        """Around a ring of all replicas, twice; in ZeRO-2, where it was measured, it is part of the backward."""
-        facts, now = self.facts, self.now
+        """Seconds to reduce gradients among replicas; 0 under ZeRO-2, where the measured backward has them."""
+        now = self.now
         if way.replicas == 1 or (now.replicas > 1 and now.zero_stage == way.zero_stage == 2):
             return 0.0
         ring = (way.replicas - 1) / way.replicas
         if now.replicas > 1 and now.zero_stage < 2 and way.zero_stage < 2:
-            held = sum(self._parameters(now, rank) for rank in range(now.ranks))
-            measured = math.fsum(rank.reduce for rank in facts.ranks) / held
+            measured = self._total("reduce") / self._parameters
             return measured * parameters * ring / ((now.replicas - 1) / now.replicas)
-        times = way.micro_batches if way.zero_stage == 2 else 1
-        return times * 2 * ring * parameters * way.wire_bytes / bytes_per_second
+        return 2 * ring * parameters * way.element_bytes / bytes_per_second
+
+    def _total(self, part: str) -> float:
+        """Seconds of a part of the traced step, on all ranks."""
+        return math.fsum(getattr(rank, part) for rank in self.facts.ranks)
+
+    def _per_image(self, part: str) -> float:
+        """Seconds per image of a part of loading, on the rank that takes longest."""
+        longest = max(getattr(rank, part) for rank in self.facts.ranks)
+        return longest / (self.now.micro_batches * self.now.micro_batch_images)
 
     @cached_property
-    def _data_wait(self) -> float:
-        """Seconds an image."""
-        return self._per_image([rank.data_wait for rank in self.facts.ranks])
-
-    @cached_property
-    def _load(self) -> float:
-        """Seconds an image."""
-        return self._per_image([rank.load for rank in self.facts.ranks])
-
-    def _per_image(self, of_ranks: Sequence[float]) -> float:
-        return max(of_ranks) / (self.now.micro_batches * self.now.micro_batch_images)
+    def _parameters(self) -> int:
+        return sum(layer.parameters for layer in self.job.layers)
 
     @cached_property
     def _send(self) -> float:
-        """Seconds a byte, of the rank that sends it."""
-        now, sent = self.now, 0
-        for rank in range(now.ranks):
-            for phase, (start, stop) in enumerate(segments(now.bounds, now.schedule, rank)):
-                sent += sum(self.message_elements(now, start, stop, phase))
-        sent *= now.wire_bytes * now.micro_batches * now.micro_batch_images
-        return math.fsum(rank.send for rank in self.facts.ranks) / sent if sent else 0.0
+        """Seconds per byte, on the rank that sends it."""
+        now = self.now
+        elements = sum(one.sent_elements + one.received_elements for own in self.segments(now) for one in own)
+        sent = elements * now.element_bytes * now.micro_batches * now.micro_batch_images
+        return self._total("send") / sent if sent else 0.0
 
     @cached_property
     def _update(self) -> float:
-        """Seconds a parameter, of the replica that steps it."""
-        held = sum(self._parameters(self.now, rank) for rank in range(self.now.ranks))
-        owned = held / self.now.replicas if self.now.zero_stage else held
-        return math.fsum(rank.optimizer + rank.ema for rank in self.facts.ranks) / owned
-
-    @cached_property
-    def _other(self) -> float:
-        """Seconds a step."""
-        return mean([rank.other for rank in self.facts.ranks])
+        """Seconds per parameter, on the replica that steps it."""
+        owned = self._parameters / (self.now.replicas if self.now.zero_stage else 1)
+        return self._total("update") / owned
 
     # ---------------------------------------------------------------- memory
 
     def fits(self, way: Setup) -> bool:
-        """Whether the devices' memory holds it; where it is not known, whether it takes no more than now."""
-        activations, state = self.activation_bytes(way), self._state_bytes(way)
-        recomputes = bool(self.now.checkpoint_interval)
-        most_activations = 0 if recomputes else self.activation_bytes(self.now)
-        most_state = self._state_bytes(self.now)
-        if (memory := self.facts.device.memory_bytes) is not None:
-            most_activations = max(most_activations, int(ACTIVATION_SHARE * memory))
-            most_state = max(most_state, int((1 - ACTIVATION_SHARE) * memory))
-        return (bool(way.checkpoint_interval) or activations <= most_activations) and state <= most_state
+        """Whether the devices' memory holds it; where that is not known, whether it takes no more than now."""
+        most, memory = self._peak_bytes(self.now), self.facts.device.memory_bytes
+        if memory is not None:
+            most = max(most, usable(memory, on_cpu=self.job.on_cpu))
+        return self._peak_bytes(way) <= most
 
-    def activation_bytes(self, way: Setup) -> int:
-        """On the fullest rank, where nothing is recomputed."""
-        stages = describe(self.facts.layers, way.bounds, way.schedule)
-        return activation_bytes(
-            stages, way.schedule, way.micro_batch_images, way.micro_batches, self.facts.element_bytes
-        )
+    def _peak_bytes(self, way: Setup) -> int:
+        return max(memory.total for memory in pipeline_memory(self.job, way, way.bounds))
 
-    def _state_bytes(self, way: Setup) -> int:
-        return STATE_BYTES * max(self._parameters(way, rank) for rank in range(way.ranks))
-
-
-def own_backward(phase: PhaseCosts, checkpoint_interval: int) -> float:
-    """Seconds of a phase's backward without the forward that it computes again."""
-    if not checkpoint_interval:
-        return phase.backward_seconds
-    return max(phase.backward_seconds - phase.forward_seconds, LEAST_BACKWARD * phase.backward_seconds)
-
-
-def recomputation_seconds(facts: FinishedRun) -> float:
-    """Of a step, on a rank in the mean."""
-    interval = facts.checkpoint_interval
-    again = [
-        sum(phase.backward_seconds - own_backward(phase, interval) for phase in rank.phases) for rank in facts.ranks
-    ]
-    return facts.micro_batches * mean(again)
+    def kept_bytes(self) -> int:
+        """Bytes of activations on the fullest rank, were none computed again."""
+        return activation_bytes(self.job, replace(self.now, checkpoint_interval=0), self.now.bounds)
 
 
 def reads_data(way: Setup, rank: int) -> bool:
     """Whether a rank loads micro-batches: the first layer's, and the loss's."""
-    return rank == 0 or (way.schedule == "1f1b" and rank == way.ranks - 1)
-
-
-def mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
+    return rank == 0 or (way.schedule == "1f1b" and rank == way.stages - 1)

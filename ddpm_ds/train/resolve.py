@@ -10,16 +10,15 @@ import torch
 import torch.distributed as dist
 
 from ddpm_ds.config.ds_config import ResolvedDsConfig
-from ddpm_ds.device import DTYPES
 from ddpm_ds.observe.device_speed import measured_times
 from ddpm_ds.pipeline.build import decided_by_rank_0
 from ddpm_ds.pipeline.cuts import describe
 from ddpm_ds.predict.auto import measured_cuts
+from ddpm_ds.predict.layouts import Candidate, Workload
 from ddpm_ds.predict.memory import checkpoint_interval
 from ddpm_ds.predict.plan import RunPlan, stage_table
 from ddpm_ds.unet.kernel_choice import check_kernels
 from ddpm_ds.unet.model import check_compiler
-from ddpm_ds.unet.operations import arithmetic_dtype
 
 
 def check_arithmetic(ds: ResolvedDsConfig, device: torch.device) -> None:
@@ -47,7 +46,6 @@ def cut_by_time(plan: RunPlan, device: torch.device) -> RunPlan:
         lambda: measured_cuts(
             plan.spec,
             plan.ds,
-            plan.ds_path,
             lambda job: measured_times(job.layers, device, job.precision),
         )
     )
@@ -59,18 +57,12 @@ def cut_by_time(plan: RunPlan, device: torch.device) -> RunPlan:
 
 def decide(plan: RunPlan, device: torch.device) -> RunPlan:
     """The plan with what hosts and this device's memory decide: what is split over hosts, activation checkpointing."""
-    layout, interval = plan.ds.layout, plan.ds.checkpoint_interval
+    interval = plan.ds.checkpoint_interval
     if interval == "auto":
         if device.type == "cuda":
             memory = torch.cuda.get_device_properties(device).total_memory
         else:
             memory = psutil.virtual_memory().total // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        interval = checkpoint_interval(
-            plan.stages,
-            plan.ds.schedule,
-            micro_batch_images=layout.micro_batch_images,
-            micro_batches=layout.micro_batches,
-            element_bytes=arithmetic_dtype(device.type, DTYPES[plan.ds.precision][1]).itemsize,
-            device_bytes=memory,
-        )
+        job = Workload(plan.spec, plan.ds.blocks, on_cpu=device.type == "cpu")
+        interval = checkpoint_interval(job, Candidate.of(plan.ds, 0), plan.bounds, memory)
     return replace(plan, ds=replace(plan.ds, checkpoint_interval=interval, across_hosts=plan.across))

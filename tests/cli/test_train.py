@@ -198,8 +198,8 @@ def test_dry_run_prints_batch_layout_and_stages_and_starts_nothing(
     assert run("-p", "2", "--run-dir", "out/mine", "--dry-run") == 0
     out = capsys.readouterr().out
     for expected in (
-        "4 processes = 2 stages x 2 replicas",
-        "64 images = 4 per micro-batch x 8 micro-batches x 2 replicas",
+        "4 processes: 2 stages x 2 replicas, schedule 1f1b",
+        "64 images = 8 micro-batches of 4 x 2 replicas",
         "701,345 parameters in 17 layers",
         "128,000 images = 2,000 steps",
         "out/mine",

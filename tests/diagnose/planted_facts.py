@@ -1,4 +1,4 @@
-"""FinishedRun of steps that nobody took: simulated on a made-up machine, with one fault or none."""
+"""Finished runs that nobody trained: their steps are simulated on a made-up machine, with one fault or none."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import yaml
 
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.observe.device_speed import Device, LayerSeconds, write_device
-from ddpm_ds.observe.finished_run import FinishedRun, Method, Overflows, RankFacts
 from ddpm_ds.observe.observer import Pauses
-from ddpm_ds.pipeline.cuts import Schedule, partition, segments, sent_shapes, weighted
-from ddpm_ds.pipeline.schedule import PhaseCosts, RankCosts
-from ddpm_ds.predict.simulate import Link, simulate
+from ddpm_ds.pipeline.cuts import Schedule, partition, weighted
+from ddpm_ds.predict.finished_run import FinishedRun, Overflows, RankFacts, Setup
+from ddpm_ds.predict.layouts import Workload, rank_segments
+from ddpm_ds.predict.simulate import Link, PhaseCosts, RankCosts, simulate
 from ddpm_ds.unet.layers import Layer, unet_layers
 from tests.launching import tiny_spec
 
@@ -37,13 +37,13 @@ class Bench:
     workers: int = 0
     zero_stage: int = 0
     start_seconds: float = 1e-6
-    """Of a layer's forward, before it computes."""
+    """What a layer's forward takes before it computes."""
     macs_per_second: float = 1e9
     bytes_per_second: float = float("inf")
     read_seconds: float = 0.0
     """To read an image, in the training process."""
     update_seconds: float = 1e-9
-    """Of a parameter."""
+    """To step a parameter."""
 
     @property
     def spec(self) -> RunSpec:
@@ -56,7 +56,7 @@ class Bench:
 
     @property
     def images(self) -> int:
-        """Of a micro-batch."""
+        """Images of a micro-batch."""
         return BATCH // self.replicas // self.micro_batches
 
     @property
@@ -65,72 +65,62 @@ class Bench:
             return partition(self.layers, self.ranks, self.cuts, self.schedule)
         return weighted(self.layers, [layer.macs for layer in self.layers], self.ranks, self.schedule)
 
-    def forward(self, layer: Layer) -> float:
-        return self.start_seconds + self.images * layer.macs / self.macs_per_second
+    @property
+    def config(self) -> dict[str, Any]:
+        """The DeepSpeed JSON with which it would be trained."""
+        return {
+            "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+            "train_micro_batch_size_per_gpu": self.images,
+            "gradient_accumulation_steps": self.micro_batches,
+            "zero_optimization": {"stage": self.zero_stage},
+            "pipeline": {
+                "stages": self.ranks,
+                "schedule": self.schedule,
+                "partition": list(self.cuts) if self.cuts else "measured",
+                "activation_checkpoint_interval": self.interval,
+            },
+        }
 
-    def phases(self, rank: int) -> tuple[PhaseCosts, ...]:
-        found = []
-        for phase, (start, stop) in enumerate(segments(self.bounds, self.schedule, rank)):
-            forward = sum(map(self.forward, self.layers[start:stop]))
-            sizes = [self._bytes(cut, phase) for cut in (stop, start)]
-            found.append(PhaseCosts(forward, (3 if self.interval else 2) * forward, *sizes))
-        return tuple(found)
-
-    def _bytes(self, cut: int, phase: int) -> int:
-        if cut in (0, len(self.layers)) or (self.schedule == "folded" and cut == self.bounds[self.ranks]):
-            return 0
-        shapes = sent_shapes(self.layers, cut, phase=phase, schedule=self.schedule)
-        elements = 0
-        for shape in shapes:
-            size = 1
-            for side in shape:
-                size *= side
-            elements += size
-        return 4 * elements * self.images
-
-    def reading(self, rank: int) -> float:
-        """Seconds that a rank waits for the images of a micro-batch; loaders read ahead."""
-        if rank not in ({0} if self.schedule == "folded" else {0, self.ranks - 1}) or self.workers:
-            return 0.0
-        return self.read_seconds * self.images
-
-    def parameters(self, rank: int) -> int:
-        held = segments(self.bounds, self.schedule, rank)
-        return sum(layer.parameters for start, stop in held for layer in self.layers[start:stop])
+    def rank(self, number: int) -> tuple[RankFacts, RankCosts]:
+        """What a trace says of a rank without its waiting, and what the simulator needs to know of it."""
+        phases = []
+        segments = rank_segments(self.layers, self.bounds, self.schedule)[number]
+        for segment in segments:
+            own = self.layers[segment.start : segment.stop]
+            forward = sum(self.start_seconds + self.images * layer.macs / self.macs_per_second for layer in own)
+            sizes = [4 * self.images * size for size in (segment.sent_elements, segment.received_elements)]
+            phases.append(PhaseCosts(forward, (3 if self.interval else 2) * forward, *sizes))
+        loads = number == 0 or (self.schedule == "1f1b" and number == self.ranks - 1)
+        reading = self.read_seconds * self.images if loads and not self.workers else 0.0  # loaders read ahead
+        owned = sum(segment.parameters for segment in segments) / (self.replicas if self.zero_stage else 1)
+        update = owned * self.update_seconds
+        first, *rest = phases
+        with_reading = replace(first, forward_seconds=first.forward_seconds + reading)
+        return (
+            RankFacts(tuple(phases), data_wait=self.micro_batches * reading, optimizer=update),
+            RankCosts((with_reading, *rest), optimizer_seconds=update),
+        )
 
     def traced(self, **other: Any) -> FinishedRun:
         """What a traced step of it says, with some facts replaced."""
-        costs = []
-        for rank in range(self.ranks):
-            first, *rest = self.phases(rank)
-            reading = replace(first, forward_seconds=first.forward_seconds + self.reading(rank))
-            owned = self.parameters(rank) / (self.replicas if self.zero_stage else 1)
-            costs.append(RankCosts((reading, *rest), optimizer_seconds=owned * self.update_seconds))
+        ranks, costs = zip(*(self.rank(number) for number in range(self.ranks)), strict=True)
         step = simulate(self.schedule, self.micro_batches, costs, lambda *_: Link(self.bytes_per_second))
-        ranks = tuple(
-            RankFacts(
-                self.phases(rank),
-                wait=step.wait_seconds[rank],
-                data_wait=self.micro_batches * self.reading(rank),
-                optimizer=costs[rank].optimizer_seconds,
-            )
-            for rank in range(self.ranks)
-        )
-        method: Method | tuple[int, ...] = self.cuts or "measured"
         start = LayerSeconds(self.start_seconds, 2 * self.start_seconds)
         facts = FinishedRun(
-            spec=self.spec,
-            schedule=self.schedule,
-            partition=method,
-            bounds=self.bounds,
-            replicas=self.replicas,
-            micro_batches=self.micro_batches,
-            micro_batch_images=self.images,
-            precision="fp32",
-            zero_stage=self.zero_stage,
-            checkpoint_interval=self.interval,
-            on_cpu=True,
-            ranks=ranks,
+            job=Workload(self.spec, self.config, on_cpu=True),
+            setup=Setup(
+                self.ranks,
+                self.replicas,
+                self.schedule,
+                self.images,
+                self.micro_batches,
+                self.interval,
+                self.zero_stage,
+                offload=False,
+                bounds=self.bounds,
+            ),
+            partition=self.cuts or "measured",
+            ranks=tuple(replace(rank, wait=wait) for rank, wait in zip(ranks, step.wait_seconds, strict=True)),
             step_seconds=step.step_seconds,
             peak_flops_per_second=4e9,
             overflows=Overflows(),
@@ -143,37 +133,22 @@ class Bench:
 
 def write_run(run_dir: Path, facts: FinishedRun, **summary: Any) -> Path:
     """The files of a run's folder that say ``facts``, with some values of the trace's summary replaced."""
+    setup = facts.setup
     (run_dir / "trace").mkdir(parents=True)
     (run_dir / "spec.yaml").write_text(yaml.safe_dump(facts.spec.model_dump(mode="json")))
-    partition = facts.partition if isinstance(facts.partition, str) else list(facts.partition)
-    config = {
-        "train_micro_batch_size_per_gpu": facts.micro_batch_images,
-        "gradient_accumulation_steps": facts.micro_batches,
-        "zero_optimization": {"stage": facts.zero_stage},
-        "pipeline": {
-            "schedule": facts.schedule,
-            "partition": partition,
-            "activation_checkpoint_interval": facts.checkpoint_interval,
-        },
-    }
-    (run_dir / "ds_config.json").write_text(json.dumps(config))
+    (run_dir / "ds_config.json").write_text(json.dumps(facts.job.config))
     stages = [
-        f"{index}{f' on rank {index}' * (facts.schedule == 'folded')}       {stop - start}  first  last   1,000  0.1"
-        for index, (start, stop) in enumerate(pairwise(facts.bounds))
+        f"{index}{f' on rank {index}' * (setup.schedule == 'folded')}       {stop - start}  first  last   1,000  0.1"
+        for index, (start, stop) in enumerate(pairwise(setup.bounds))
     ]
     (run_dir / "stages.txt").write_text("\n".join(["stage  layers  first  last  parameters", *stages]) + "\n")
+    parts = ("data_wait", "load", "reduce", "optimizer", "agreement_wait", "ema", "other")
     ranks = [
         {
-            "rank": rank * facts.replicas + replica,
+            "rank": rank * setup.replicas + replica,
             "pipeline_rank": rank,
             "replica": replica,
-            "data_wait_seconds": own.data_wait,
-            "load_seconds": own.load,
-            "reduce_seconds": own.reduce,
-            "optimizer_seconds": own.optimizer,
-            "agreement_wait_seconds": own.agreement_wait,
-            "ema_seconds": own.ema,
-            "other_seconds": own.other,
+            **{f"{part}_seconds": getattr(own, part) for part in parts},
             "phases": [
                 {
                     "forward_seconds_per_micro_batch": phase.forward_seconds,
@@ -187,15 +162,15 @@ def write_run(run_dir: Path, facts: FinishedRun, **summary: Any) -> Path:
             ],
         }
         for rank, own in enumerate(facts.ranks)
-        for replica in range(facts.replicas)
+        for replica in range(setup.replicas)
     ]
     values = {
-        "schedule": facts.schedule,
-        "micro_batches": facts.micro_batches,
-        "micro_batch_images": facts.micro_batch_images,
-        "pipeline_ranks": facts.stages,
-        "replicas": facts.replicas,
-        "device": "cpu" if facts.on_cpu else "cuda",
+        "schedule": setup.schedule,
+        "micro_batches": setup.micro_batches,
+        "micro_batch_images": setup.micro_batch_images,
+        "pipeline_ranks": setup.stages,
+        "replicas": setup.replicas,
+        "device": "cpu" if facts.job.on_cpu else "cuda",
         "step_seconds": facts.step_seconds,
         "peak_flops_per_second": facts.peak_flops_per_second,
         "ranks": ranks,

@@ -11,10 +11,9 @@ import pytest
 import yaml
 
 from ddpm_ds.cli.runs import add_diagnose
-from ddpm_ds.diagnose.verdict import Verdict, verdict
+from ddpm_ds.diagnose.verdict import SHOWN, Verdict, verdict
 from ddpm_ds.errors import OutputError, UserError
-from ddpm_ds.observe.finished_run import facts_of
-from ddpm_ds.pipeline.cuts import segments
+from ddpm_ds.predict.finished_run import facts_of
 from ddpm_ds.predict.whatif import Model
 from ddpm_ds.tracking.runs import ExperimentError
 from ddpm_ds.tracking.worker import START_TAG
@@ -91,7 +90,7 @@ def test_the_planted_fault_of_a_real_run_is_named(folder: Path, fault: str) -> N
     found = judged(folder, fault)
     said = (folder / CASES[fault]["name"] / "verdict.txt").read_text()
     assert found.top == fault, said
-    assert f"The largest loss is {fault}, " in said
+    assert f"largest cost: {SHOWN.get(fault, fault)}, " in said
     assert sum(found.shares.values()) == pytest.approx(1.0)
     assert found.change is not None and found.change_for == fault, said
 
@@ -117,11 +116,10 @@ def test_a_verdict_takes_little_time(folder: Path) -> None:
 def test_messages_are_as_long_as_the_model_says(folder: Path) -> None:
     facts = facts_of(folder / "slow_link")
     model = Model(facts)
-    for rank, own in enumerate(facts.ranks):
-        for phase, (start, stop) in enumerate(segments(facts.bounds, facts.schedule, rank)):
-            elements = model.message_elements(model.now, start, stop, phase)
-            sizes = [4 * facts.micro_batch_images * number for number in elements]
-            assert sizes == [own.phases[phase].activation_bytes, own.phases[phase].gradient_bytes]
+    for own, segments in zip(facts.ranks, model.segments(model.now), strict=True):
+        for phase, segment in zip(own.phases, segments, strict=True):
+            sizes = [4 * model.now.micro_batch_images * n for n in (segment.sent_elements, segment.received_elements)]
+            assert sizes == [phase.activation_bytes, phase.gradient_bytes]
 
 
 def diagnose(*words: str) -> None:
@@ -148,7 +146,7 @@ def test_a_run_is_diagnosed_by_name_and_the_verdict_is_kept(
 ) -> None:
     diagnose("slow", "--runs", str(store.root))
     said = capsys.readouterr().out
-    assert "The largest loss is data wait" in said
+    assert "largest cost: data wait" in said
     assert (store.root / "slow" / "verdict.txt").read_text() == said
     (run,) = store.client.search_runs([store.experiment])
     assert run.data.tags["verdict.top"] == "data wait"
@@ -162,7 +160,7 @@ def test_a_folder_that_mlflow_does_not_know_is_diagnosed(tmp_path: Path, capsys:
     run_dir = write_run(tmp_path / "alone", Bench(cuts=(3,)).traced())
     diagnose(str(run_dir), "--runs", str(tmp_path))
     said = capsys.readouterr()
-    assert "The largest loss is imbalance" in said.out
+    assert "largest cost: imbalance" in said.out
     assert said.err.startswith("ddpm-ds diagnose: not kept in MLflow: ")
     assert len(said.err.splitlines()) == 1
 

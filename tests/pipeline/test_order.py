@@ -26,8 +26,7 @@ from ddpm_ds.pipeline.order import (
     pipeline_edges,
     training_order,
 )
-from ddpm_ds.pipeline.schedule import PhaseCosts, RankCosts
-from ddpm_ds.predict.simulate import simulate
+from ddpm_ds.predict.simulate import PhaseCosts, RankCosts, simulate
 from tests.launching import fork_ranks
 
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "folded")
@@ -128,7 +127,7 @@ def test_a_step_takes_as_long_as_the_simulator_says(schedule: Schedule, ranks: i
     costs = [RankCosts((PhaseCosts(1.0, 2.0),) * (2 if schedule == "folded" else 1))] * ranks
     for count in micro_batches(schedule, ranks):
         found = step(schedule, count, ranks, seconds=lambda instruction, phase: seconds[instruction])
-        assert found == pytest.approx(simulate(schedule, count, costs, keep_events=False).step_seconds)
+        assert found == pytest.approx(simulate(schedule, count, costs).step_seconds)
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,8 @@ from deepspeed.runtime.pipe.schedule import (
     SendGrad,
 )
 
-from ddpm_ds.pipeline.cuts import Schedule, describe, partition, segments, stages_of
-from ddpm_ds.pipeline.schedule import held_micro_batches, instruction_stream, most_in_flight
-from ddpm_ds.predict.memory import activation_bytes
-from ddpm_ds.unet.layers import unet_layers
-from tests.launching import tiny_spec
+from ddpm_ds.pipeline.cuts import Schedule, segments, stages_of
+from ddpm_ds.pipeline.schedule import instruction_stream, most_in_flight
 
 # f forward and b backward of phase 0, down the U-Net; F and B those of phase 1, up it; then the micro-batch.
 GRIDS: dict[tuple[Schedule, int, int], list[str]] = {
@@ -126,34 +123,5 @@ def test_fewer_micro_batches_than_the_fold_wants_are_refused() -> None:
         instruction_stream("folded", micro_batches=3, ranks=2, rank=0)
 
 
-def test_what_a_rank_holds() -> None:
-    assert max(held_micro_batches("1f1b", micro_batches=8, ranks=4, rank=1)) == (3,)
-    assert held_micro_batches("folded", micro_batches=4, ranks=2, rank=1)[:6] == [
-        (1, 0),
-        (1, 1),
-        (2, 1),
-        (2, 2),
-        (3, 2),
-        (3, 2),
-    ]
+def test_the_stages_of_a_rank_and_their_layers() -> None:
     assert segments((0, 2, 5, 7, 9), "folded", 0) == ((0, 2), (7, 9)) and stages_of(1, 2, "folded") == (1, 2)
-
-
-def test_activations_are_those_of_the_fullest_moment() -> None:
-    spec = tiny_spec()
-    layers = unet_layers(spec.unet, image_channels=1, image_size=8)
-    for schedule in ("1f1b", "folded"):
-        stages = describe(layers, partition(layers, 2, "flops", schedule), schedule)
-        sizes = [stage.activation_elements for stage in stages]
-        expected = (
-            max(2 * sizes[0], sizes[1])
-            if schedule == "1f1b"
-            else max(
-                max(4 * sizes[0] + sizes[3], 3 * sizes[0] + sizes[3]),
-                max(
-                    a * sizes[1] + b * sizes[2]
-                    for a, b in held_micro_batches("folded", micro_batches=4, ranks=2, rank=1)
-                ),
-            )
-        )
-        assert activation_bytes(stages, schedule, 3, 4, 2) == expected * 3 * 2

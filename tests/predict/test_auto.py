@@ -33,7 +33,7 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Any:
 def chosen(spec: RunSpec, world_size: int, **pipeline: Any) -> int:
     config = json.loads(CONFIG.read_text())
     config["pipeline"] |= pipeline
-    return choose_stages(spec, config, CONFIG, world_size=world_size, device="cpu").stages
+    return choose_stages(spec, config, CONFIG, world_size=world_size)[0]
 
 
 def test_what_fits_one_device_is_trained_by_replicas_and_what_does_not_is_cut(processor: Any) -> None:
@@ -70,7 +70,10 @@ def test_a_dry_run_says_who_has_chosen_and_p_chooses_otherwise(processor: Any) -
     processor(8192)
     plan = plan_run(DIGITS, [], CONFIG, world_size=4, stages=None, device="cpu")
     assert plan.ds.layout.stages == 1
-    assert "1 stage x 4 replicas" in describe_plan(plan, Path("runs/x"))
+    assert (
+        "\nlayout       4 processes: 1 stage x 4 replicas\nstages       on cpu 1 stage x 4 replicas, "
+        in describe_plan(plan, Path("runs/x"))
+    )
     assert plan_run(DIGITS, [], CONFIG, world_size=4, stages=4, device="cpu").chosen is None
 
 
@@ -78,6 +81,5 @@ def test_the_hosts_are_part_of_the_choice(processor: Any, monkeypatch: pytest.Mo
     """As a plan of that number of stages then says what is split over them."""
     processor(1536)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(auto, "choose_device", lambda device: None)
-    choice = choose_stages(tiny_spec(unet=LARGE), json.loads(CONFIG.read_text()), CONFIG, world_size=4, device="cpu")
-    assert choice.stages > 1 and ("across nodes" in choice.why) == (choice.stages == 2)
+    stages, why = choose_stages(tiny_spec(unet=LARGE), json.loads(CONFIG.read_text()), CONFIG, world_size=4)
+    assert stages > 1 and ("across nodes" in why) == (stages == 2)

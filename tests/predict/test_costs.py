@@ -2,80 +2,110 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from ddpm_ds.config.ds_config import resolve
 from ddpm_ds.observe.device_speed import LayerSeconds
-from ddpm_ds.pipeline.cuts import partition
+from ddpm_ds.pipeline.cuts import partition, sent_shapes
 from ddpm_ds.pipeline.placement import ACROSS_HOSTS, Grid, run_exchange, traffic
-from ddpm_ds.predict.costs import Ring, link, rank_costs, step_traffic
-from ddpm_ds.predict.layouts import Candidate, ds_config
-from ddpm_ds.predict.stages import Segment
+from ddpm_ds.predict.costs import link, planned_costs, ring_bandwidth, ring_seconds, step_traffic
+from ddpm_ds.predict.layouts import Candidate, ds_config, rank_segments
 from tests.predict.small import small_job, small_machine
 
 FOLD = Candidate(2, 4, "folded", 2, 8, 0, 1, False)
-SEGMENTS = (
-    (Segment(0, 3, 100, sent_elements=10, received_elements=0), Segment(9, 12, 60, 0, received_elements=7)),
-    (Segment(3, 6, 50, 0, received_elements=10), Segment(6, 9, 30, sent_elements=7, received_elements=0)),
-)
+RATES: dict[str, Any] = {"link_bandwidth": 100.0, "network_bandwidth": 10.0}
 
 
 def test_stages_or_replicas_lie_in_other_nodes() -> None:
-    """Eight devices in two nodes: of 2 stages x 4 replicas either a stage is a node, or each node has two pipelines."""
-    machine = small_machine(8, nodes=2)
+    """Eight devices in two nodes: of 2 stages x 4 replicas either a stage is a node, or each node has two pipelines.
+
+    A ring through both is as fast as the network of the two devices that each node has in it.
+    """
+    machine = small_machine(8, nodes=2, **RATES)
     turned = replace(FOLD, across="replicas")
-    assert [Ring.of(FOLD, machine, stage) for stage in range(2)] == [Ring(4, 4, crosses=False)] * 2
-    assert [Ring.of(turned, machine, stage) for stage in range(2)] == [Ring(4, 2, crosses=True)] * 2
-    assert link(machine, FOLD)(0, 1).bytes_per_second == machine.network_bandwidth
-    assert link(machine, turned)(0, 1).bytes_per_second == machine.link_bandwidth
+    assert [ring_bandwidth(machine, FOLD, stage) for stage in range(2)] == [100, 100]
+    assert [ring_bandwidth(machine, turned, stage) for stage in range(2)] == [20, 20]
+    assert [link(machine, layout)(0, 1).bytes_per_second for layout in (FOLD, turned)] == [10, 100]
     four = Candidate(4, 2, "1f1b", 1, 8, 0, 1, False)
-    rates = [link(machine, four)(stage, stage + 1).bytes_per_second for stage in range(3)]
-    assert rates == [machine.link_bandwidth, machine.network_bandwidth, machine.link_bandwidth]
-    alone = Candidate(1, 8, "1f1b", 1, 2, 0, 1, False)
-    assert Ring.of(alone, machine, 0) == Ring(8, 4, crosses=True)
+    assert [link(machine, four)(stage, stage + 1).bytes_per_second for stage in range(3)] == [100, 10, 100]
 
 
 def test_replicas_that_straddle_nodes_unevenly() -> None:
     """Three nodes of two, two stages of three replicas: the first has 2 + 1 devices, the second 1 + 2."""
-    machine = small_machine(6, nodes=3)
+    machine = small_machine(6, nodes=3, **RATES)
     layout = Candidate(2, 3, "1f1b", 1, 2, 0, 1, False)
-    assert [Ring.of(layout, machine, stage) for stage in range(2)] == [Ring(3, 1, crosses=True)] * 2
+    assert [ring_bandwidth(machine, layout, stage) for stage in range(2)] == [10, 10]
+
+
+def test_reducing_across_nodes_uses_the_network_of_all_devices_of_a_node() -> None:
+    machine = small_machine(8, nodes=2, **RATES)
+    alone = Candidate(1, 8, "1f1b", 1, 2, 0, 1, False)
+    assert ring_bandwidth(machine, alone, 0) == 40
+    seconds = ring_seconds(machine, alone, 0, 800, 2)
+    assert seconds == pytest.approx(2 * 800 * 7 / 8 / 40 + 6 * machine.latency_seconds)
+    assert ring_seconds(machine, replace(alone, replicas=1), 0, 800, 2) == 0
 
 
 def test_bytes_of_a_step_are_those_of_the_placement() -> None:
     """As a run of the same layout, cuts and hosts counts them (tests/pipeline/test_placement.py)."""
-    task = small_job(bf16={"enabled": True}, zero_optimization={"stage": 2})
+    job = small_job(bf16={"enabled": True}, zero_optimization={"stage": 2})
     layout, hosts = Candidate(2, 2, "1f1b", 2, 4, 0, 2, False), ("0", "0", "1", "1")
-    bounds = partition(task.layers, 2, "flops")
-    config = ds_config(task, layout, bounds)
-    ds = resolve(config, task.spec, world_size=4, stages=None, path="ds.json")
+    bounds = partition(job.layers, 2, "flops")
+    config = ds_config(job, layout, bounds)
+    ds = resolve(config, job.spec, world_size=4, stages=None, path="ds.json")
     for across in ACROSS_HOSTS:
-        planned = step_traffic(task, small_machine(4, nodes=2), replace(layout, across=across), bounds)
-        counted = traffic(Grid(2, 2, across, hosts), run_exchange(ds, task.layers, bounds))
+        planned = step_traffic(job, small_machine(4, nodes=2), replace(layout, across=across), bounds)
+        counted = traffic(Grid(2, 2, across, hosts), run_exchange(ds, job.layers, bounds))
         assert (planned.activations, planned.gradients, planned.weights) == (
             counted.activations,
             counted.gradients,
             counted.weights,
         )
         assert list(planned.sent.values()) == list(counted.sent.values())
-    here = step_traffic(task, small_machine(4), layout, bounds)
+    here = step_traffic(job, small_machine(4), layout, bounds)
     assert here.between_hosts == 0 and here.within_hosts == planned.within_hosts + planned.between_hosts
 
 
+def test_a_rank_holds_its_layers_and_sends_what_crosses_its_cuts() -> None:
+    layers = small_job().layers
+    cut = partition(layers, 2, "flops", "folded")
+    size = lambda place, phase: sum(  # noqa: E731
+        math.prod(shape) for shape in sent_shapes(layers, cut[place], phase=phase, schedule="folded")
+    )
+    outer, inner = rank_segments(layers, cut, "folded")
+    assert [(one.start, one.stop) for one in (*outer, *inner)] == [cut[0:2], cut[3:5], cut[1:3], cut[2:4]]
+    assert sum(one.parameters for own in (outer, inner) for one in own) == sum(layer.parameters for layer in layers)
+    assert [(one.received_elements, one.sent_elements) for one in outer] == [(0, size(1, 0)), (size(3, 1), 0)]
+    assert [(one.received_elements, one.sent_elements) for one in inner] == [(size(1, 0), 0), (0, size(3, 1))]
+
+
 def test_recomputing_adds_a_forward_to_the_backward_but_not_the_first_layer() -> None:
-    task, machine = small_job(), small_machine(8)
-    times = [LayerSeconds(1.0, 10.0)] * 12
-    plain = rank_costs(task, machine, FOLD, 0, SEGMENTS[0], times)
-    assert [(phase.forward_seconds, phase.backward_seconds) for phase in plain.phases] == [(3, 30), (3, 30)]
-    again = rank_costs(task, machine, Candidate(2, 4, "folded", 2, 8, 1, 1, False), 0, SEGMENTS[0], times)
-    assert [phase.backward_seconds for phase in again.phases] == [32, 33]
-    assert [(phase.activation_bytes, phase.gradient_bytes) for phase in plain.phases] == [(80, 0), (0, 56)]
+    job, machine = small_job(), small_machine(8)
+    bounds = partition(job.layers, 2, "flops", "folded")
+    times = [LayerSeconds(1.0, 10.0)] * len(job.layers)
+    outer = bounds[1], bounds[4] - bounds[3]
+    plain, again = (
+        planned_costs(job, machine, replace(FOLD, checkpoint_interval=interval), bounds, times)[0].phases
+        for interval in (0, 1)
+    )
+    assert [(phase.forward_seconds, phase.backward_seconds) for phase in plain] == [(n, 10 * n) for n in outer]
+    assert [phase.backward_seconds for phase in again] == [11 * outer[0] - 1, 11 * outer[1]]
+    sent, received = (rank_segments(job.layers, bounds, "folded")[0][phase] for phase in (0, 1))
+    assert (plain[0].activation_bytes, plain[0].gradient_bytes) == (sent.sent_elements * 2 * 4, 0)
+    assert (plain[1].activation_bytes, plain[1].gradient_bytes) == (0, received.received_elements * 2 * 4)
 
 
-def test_reducing_across_nodes_uses_the_network_of_all_devices_of_a_node() -> None:
-    machine = small_machine(8, nodes=2, link_bandwidth=100.0, network_bandwidth=10.0)
-    ring = Ring.of(Candidate(1, 8, "1f1b", 1, 2, 0, 1, False), machine, 0)
-    assert ring.bandwidth(machine) == 40
-    assert ring.seconds(800, 2, machine) == pytest.approx(2 * 800 * 7 / 8 / 40 + 6 * machine.latency_seconds)
+def test_zero_2_reduces_after_each_micro_batch_and_zero_1_once() -> None:
+    job, machine = small_job(), small_machine(8, **RATES)
+    bounds, times = (0, len(job.layers)), [LayerSeconds(1.0, 10.0)] * len(job.layers)
+    once, each = (
+        planned_costs(job, machine, Candidate(1, 8, "1f1b", 1, 2, 0, stage, False), bounds, times)[0]
+        for stage in (1, 2)
+    )
+    assert once.reduce_seconds > 0 == each.reduce_seconds
+    assert each.pass_seconds == pytest.approx(once.pass_seconds + once.reduce_seconds)
+    assert each.optimizer_seconds == once.optimizer_seconds

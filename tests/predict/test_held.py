@@ -34,9 +34,9 @@ def test_predicted_memory_is_what_ranks_hold(tmp_path: Path) -> None:
     predictors: list[Predictor] = []
     configs = []
     for precision, layout in CASES:
-        task = small_job(SPEC, **precision, zero_optimization={"stage": 1, "reduce_bucket_size": 50_000})
-        predictors.append(small_predictor(2, task, kind="cpu"))
-        configs.append(ds_config(task, layout, predictors[-1].bounds(layout)))
+        job = small_job(SPEC, on_cpu=True, **precision, zero_optimization={"stage": 1, "reduce_bucket_size": 50_000})
+        predictors.append(small_predictor(2, job, kind="cpu"))
+        configs.append(ds_config(job, layout, predictors[-1].bounds(layout)))
     cases = write_json(tmp_path / "cases.json", {"spec": SPEC.model_dump_json(), "configs": configs})
     done = run_ranks(2, Path(__file__).with_name("held_worker.py"), str(cases), str(tmp_path))
     assert done.returncode == 0, done.stderr

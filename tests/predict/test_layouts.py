@@ -38,20 +38,20 @@ def random_job(seed: int) -> tuple[Any, int]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_every_candidate_is_shared_without_remainder_and_accepted(seed: int) -> None:
-    task, devices = random_job(seed)
-    predictor = small_predictor(devices, task)
+    job, devices = random_job(seed)
+    predictor = small_predictor(devices, job)
     found = candidates(predictor)
     assert found
     for layout in found:
         assert layout.stages * layout.replicas == devices
-        assert layout.replicas * layout.micro_batches * layout.micro_batch_images == task.spec.train.batch_images
+        assert layout.replicas * layout.micro_batches * layout.micro_batch_images == job.spec.train.batch_images
         bounds = predictor.bounds(layout)
-        config = json.loads(json.dumps(ds_config(task, layout, bounds)))
-        read = resolve(config, task.spec, world_size=devices, stages=None, path="plan.json")
+        config = json.loads(json.dumps(ds_config(job, layout, bounds)))
+        read = resolve(config, job.spec, world_size=devices, stages=None, path="plan.json")
         assert (read.layout.stages, read.layout.micro_batches) == (layout.stages, layout.micro_batches)
         assert (read.schedule, read.zero_stage) == (layout.schedule, layout.zero_stage)
         assert read.partition != "measured"
-        assert partition(task.layers, read.layout.stages, read.partition, read.schedule) == bounds
+        assert partition(job.layers, read.layout.stages, read.partition, read.schedule) == bounds
         assert read.checkpoint_interval == layout.checkpoint_interval
         assert ("offload_optimizer" in read.blocks["zero_optimization"]) == layout.offload
     assert len({layout.stages for layout in found}) > 1
@@ -63,8 +63,8 @@ def test_the_fold_has_two_micro_batches_a_rank_or_more_and_more_than_one_rank() 
 
 
 def test_a_given_accumulation_is_kept() -> None:
-    task = small_job(tiny_spec(train={"accumulation": 4}))
-    assert {one.micro_batches for one in layouts(task, 2, offload=False)} == {4}
+    job = small_job(tiny_spec(train={"accumulation": 4}))
+    assert {one.micro_batches for one in layouts(job, 2, offload=False)} == {4}
 
 
 def test_wide_accumulation_asks_for_zero_and_offload_for_a_host() -> None:
@@ -75,9 +75,9 @@ def test_wide_accumulation_asks_for_zero_and_offload_for_a_host() -> None:
 
 
 def test_the_json_keeps_what_a_layout_does_not_decide() -> None:
-    task = small_job(gradient_clipping=0.5, zero_optimization={"stage": 2, "reduce_bucket_size": 1000})
+    job = small_job(gradient_clipping=0.5, zero_optimization={"stage": 2, "reduce_bucket_size": 1000})
     layout = Candidate(2, 1, "1f1b", 2, 8, 1, 2, False)
-    assert ds_config(task, layout, (0, 5, len(task.layers))) == {
+    assert ds_config(job, layout, (0, 5, len(job.layers))) == {
         "optimizer": ADAMW,
         "gradient_clipping": 0.5,
         "train_micro_batch_size_per_gpu": 2,
@@ -91,12 +91,12 @@ def test_the_json_keeps_what_a_layout_does_not_decide() -> None:
             "activation_checkpoint_interval": 1,
         },
     }
-    assert task.config["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 1000}  # what was given is untouched
+    assert job.config["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 1000}  # what was given is untouched
 
 
 def test_a_loss_scaler_that_only_zero_has_does_not_rule_out_training_without_zero() -> None:
-    task = small_job(
+    job = small_job(
         fp16={"enabled": True, "hysteresis": 2, "consecutive_hysteresis": True}, zero_optimization={"stage": 2}
     )
-    assert {one.zero_stage for one in candidates(small_predictor(2, task))} == {0, 1, 2}
-    assert task.config["fp16"]["hysteresis"] == 2
+    assert {one.zero_stage for one in candidates(small_predictor(2, job))} == {0, 1, 2}
+    assert job.config["fp16"]["hysteresis"] == 2

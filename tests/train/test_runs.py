@@ -208,12 +208,12 @@ def test_a_run_shows_progress_and_ends_with_a_summary_and_no_chatter(one_process
     shown = [line for line in (out + err).splitlines() if line and not line.startswith("[20")]  # the launcher's
     for expected in ("1,600/1,600 images (100%)", "final loss", "mlflow ui --backend-store-uri", str(one_process)):
         assert any(expected in line for line in shown), expected
-    plan = ("run ", "data", "U-Net", "precision", "layout", "batch", "length", "samples", "held", "outputs")
+    plan = ("run ", "data", "U-Net", "precision", "layout", "batch", "length", "samples", "validation", "outputs")
     ends = ("final", "trained", "looked", "skipped", "MLflow", "open")
     known = (*plan, "stage", "    0", "preparing", *ends, "fp16", "flops of step", "traced steps")
-    begin = shown.index("where the devices' time went")
+    begin = shown.index("where the time went")
     verdict = shown[begin : next(place for place, line in enumerate(shown) if line.startswith("final"))]
-    assert any(line.startswith("  useful work") for line in verdict) and "Try next: " in "\n".join(verdict)
+    assert any(line.startswith("  useful work") for line in verdict) and "try next: " in "\n".join(verdict)
     chatter = [line for line in shown if not line.startswith(known) and "images (" not in line and line not in verdict]
     assert not chatter, "\n".join(chatter)
 

@@ -1,4 +1,4 @@
-"""What is known of a finished run: the traced step, the loss curve's last point, the device; read from its folder."""
+"""A finished run as what-if and the verdict see it: traced step, layout and device, read from the run's folder."""
 
 from __future__ import annotations
 
@@ -7,25 +7,23 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-from ddpm_ds.config.ds_config import enabled, zero_stage
+from ddpm_ds.config.ds_config import ELEMENT_BYTES, zero_stage
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.errors import OutputError
 from ddpm_ds.observe.device_speed import Device, read_device
 from ddpm_ds.observe.observer import Pauses, read_pauses
-from ddpm_ds.pipeline.cuts import Schedule
-from ddpm_ds.pipeline.schedule import PhaseCosts
-from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer, unet_layers
+from ddpm_ds.predict.layouts import Candidate, Workload, offloads
+from ddpm_ds.predict.simulate import PhaseCosts
+from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer
 
 SUMMARY = Path("trace") / "summary.json"
 """In a run's folder: what the traced steps came to."""
 HOW_TO_TRACE = "train with --trace-steps FIRST-LAST, or for 22 steps or more: then steps 20 to 22 are"
-
 
 FIRST_SCALE = 2.0**16
 """The loss scale with which DeepSpeed begins."""
@@ -34,29 +32,56 @@ Method = Literal["flops", "measured", "parameters", "uniform"]
 
 
 @dataclass(frozen=True)
+class Setup(Candidate):
+    """The layout of a traced step with its cuts, and what else a change may change."""
+
+    bounds: tuple[int, ...] = ()
+    """The stages' first layers, and the end."""
+    element_bytes: int = 4
+    """Bytes of an element on the wire between stages."""
+    data_wait: float = 1.0
+    """Share of the traced step's waiting for the loader that is left."""
+
+    @property
+    def images(self) -> int:
+        """Images of an optimizer step."""
+        return self.replicas * self.micro_batches * self.micro_batch_images
+
+
+@dataclass(frozen=True)
 class RankFacts:
-    """A rank of the pipeline, its replicas averaged, in seconds of a traced step; its parts are disjoint."""
+    """Seconds of a traced step on a rank of the pipeline, its replicas averaged; the parts are disjoint."""
 
     phases: tuple[PhaseCosts, ...]
-    """Of one micro-batch, without waiting."""
+    """One micro-batch's passes, without waiting."""
     wait: float = 0.0
-    """For messages of other stages."""
+    """Waiting for messages of other stages."""
     send: float = 0.0
     data_wait: float = 0.0
-    """For the loader."""
+    """Waiting for the loader."""
     load: float = 0.0
     """The rest of loading: to the device, noise."""
     reduce: float = 0.0
     optimizer: float = 0.0
     agreement_wait: float = 0.0
-    """For other ranks, before gradients are reduced and before the optimizer's step."""
+    """Waiting for other ranks, before gradients are reduced and before the optimizer's step."""
     ema: float = 0.0
     other: float = 0.0
+
+    @property
+    def pass_seconds(self) -> float:
+        """Seconds of one micro-batch's forwards and backwards."""
+        return sum(phase.pass_seconds for phase in self.phases)
+
+    @property
+    def update(self) -> float:
+        """Seconds of the optimizer and the averaged weights."""
+        return self.optimizer + self.ema
 
 
 @dataclass(frozen=True)
 class Overflows:
-    """Steps that fp16 threw away, since the run began."""
+    """Steps that fp16 threw away since the run began, and the loss scale."""
 
     skipped: int = 0
     steps: int = 1
@@ -66,65 +91,45 @@ class Overflows:
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """All that a verdict is made of."""
+    """Everything that a verdict needs to know of a run."""
 
-    spec: RunSpec
-    schedule: Schedule
+    job: Workload
+    setup: Setup
+    """How the traced step was laid out."""
     partition: Method | tuple[int, ...]
     """As the JSON says it, or its cuts."""
-    bounds: tuple[int, ...]
-    """Of the stages, in layers."""
-    replicas: int
-    micro_batches: int
-    micro_batch_images: int
-    precision: Literal["fp32", "fp16", "bf16"]
-    zero_stage: int
-    checkpoint_interval: int
-    """Layers between activations that are kept; 0 keeps all."""
-    on_cpu: bool
     ranks: tuple[RankFacts, ...]
-    """Of one pipeline."""
+    """The ranks of one pipeline."""
     step_seconds: float
-    """Of a traced step; without checkpoints and inspections."""
+    """Seconds of a traced step, without checkpoints, sampling and validation."""
     peak_flops_per_second: float
-    """That one device reaches in matrix products; 0 is unknown."""
+    """What one device reaches in matrix products; 0 is unknown."""
     overflows: Overflows
     pauses: Pauses
     evaluation_seconds: float
-    """Of the inspections between steps, what held-out losses took."""
+    """Seconds of validation between steps."""
     device: Device
 
-    @cached_property
+    @property
+    def spec(self) -> RunSpec:
+        """The run spec."""
+        return self.job.spec
+
+    @property
     def layers(self) -> tuple[Layer, ...]:
-        """The U-Net."""
-        data = self.spec.data
-        return unet_layers(self.spec.unet, image_channels=data.channels, image_size=data.image_size)
-
-    @property
-    def stages(self) -> int:
-        """Ranks of a pipeline."""
-        return len(self.ranks)
-
-    @property
-    def step_images(self) -> int:
-        """Images of an optimizer step."""
-        return self.micro_batch_images * self.micro_batches * self.replicas
-
-    @property
-    def element_bytes(self) -> int:
-        """Of an activation: a CPU computes fp16 layers in fp32."""
-        return 4 if self.on_cpu or self.precision == "fp32" else 2
+        """The layers of the U-Net."""
+        return self.job.layers
 
     @property
     def mfu(self) -> float | None:
         """The model's flops of a traced step over what the devices could do meanwhile; None is unknown."""
-        flops = 2 * PASSES_PER_STEP * sum(layer.macs for layer in self.layers) * self.step_images
-        could = self.peak_flops_per_second * self.stages * self.replicas * self.step_seconds
+        flops = 2 * PASSES_PER_STEP * sum(layer.macs for layer in self.layers) * self.setup.images
+        could = self.peak_flops_per_second * self.setup.stages * self.setup.replicas * self.step_seconds
         return flops / could if could else None
 
 
 def facts_of(run_dir: Path) -> FinishedRun:
-    """Read them from a run's folder.
+    """Read a run's folder.
 
     Raises:
         OutputError: it is no run's folder, no step of it was traced, or none since its layout has changed, or a file is
@@ -142,26 +147,16 @@ def facts_of(run_dir: Path) -> FinishedRun:
 
 
 def _read(run_dir: Path) -> FinishedRun:
-    spec = load_spec(run_dir / "spec.yaml", [])
     config = json.loads((run_dir / "ds_config.json").read_text())
     summary = json.loads((run_dir / SUMMARY).read_text())
     points = _lines(run_dir / "metrics.jsonl")
     last = points[-1] if points else {}
-    pipeline, schedule = config["pipeline"], summary["schedule"]
-    method, bounds = pipeline["partition"], _bounds(run_dir, spec)
-    _check_layout(run_dir, config, len(bounds) - 1, summary)
+    method = config["pipeline"]["partition"]
+    job = Workload(load_spec(run_dir / "spec.yaml", []), config, on_cpu=summary["device"] == "cpu")
     return FinishedRun(
-        spec=spec,
-        schedule=schedule,
+        job=job,
+        setup=_setup(run_dir, job, summary),
         partition=tuple(method) if isinstance(method, list) else method,
-        bounds=bounds,
-        replicas=summary["replicas"],
-        micro_batches=summary["micro_batches"],
-        micro_batch_images=summary["micro_batch_images"],
-        precision="fp16" if enabled(config, "fp16") else "bf16" if enabled(config, "bf16") else "fp32",
-        zero_stage=zero_stage(config),
-        checkpoint_interval=pipeline["activation_checkpoint_interval"],
-        on_cpu=summary["device"] == "cpu",
         ranks=tuple(
             _mean_rank([one for one in summary["ranks"] if one["pipeline_rank"] == rank])
             for rank in range(summary["pipeline_ranks"])
@@ -182,34 +177,42 @@ def _read(run_dir: Path) -> FinishedRun:
     )
 
 
-def _bounds(run_dir: Path, spec: RunSpec) -> tuple[int, ...]:
-    """The stages' first layers and the end: those of stages.txt, since times decide where the JSON says measured."""
-    rows = re.findall(r"^ *\d+(?: on rank \d+)? +(\d+) ", (run_dir / "stages.txt").read_text(), re.MULTILINE)
-    bounds = tuple(accumulate(map(int, rows), initial=0))
-    data = spec.data
-    layers = unet_layers(spec.unet, image_channels=data.channels, image_size=data.image_size)
-    if bounds[-1] != len(layers):
-        raise ValueError(f"stages.txt has {bounds[-1]} layers, the U-Net {len(layers)}")
-    return bounds
-
-
-def _check_layout(run_dir: Path, config: Mapping[str, Any], stages: int, summary: Mapping[str, Any]) -> None:
-    """Refuse a trace from before the run was resumed on another layout.
+def _setup(run_dir: Path, job: Workload, summary: Mapping[str, Any]) -> Setup:
+    """The layout of the traced step; cuts are those of stages.txt, since times decide where the JSON says measured.
 
     Raises:
-        OutputError: the trace has other stages or micro-batches.
+        ValueError: stages.txt is of another U-Net.
+        OutputError: the trace is from before the run was resumed on another layout.
     """
+    config, pipeline = job.config, job.config["pipeline"]
+    rows = re.findall(r"^ *\d+(?: on rank \d+)? +(\d+) ", (run_dir / "stages.txt").read_text(), re.MULTILINE)
+    bounds = tuple(accumulate(map(int, rows), initial=0))
+    if bounds[-1] != len(job.layers):
+        raise ValueError(f"stages.txt has {bounds[-1]} layers, the U-Net {len(job.layers)}")
+    setup = Setup(
+        stages=summary["pipeline_ranks"],
+        replicas=summary["replicas"],
+        schedule=summary["schedule"],
+        micro_batch_images=summary["micro_batch_images"],
+        micro_batches=summary["micro_batches"],
+        checkpoint_interval=pipeline["activation_checkpoint_interval"],
+        zero_stage=zero_stage(config),
+        offload=offloads(config),
+        bounds=bounds,
+        element_bytes=ELEMENT_BYTES[job.precision],
+    )
     traced = sum(len(rank["phases"]) for rank in summary["ranks"] if rank["replica"] == 0)
-    if (traced, summary["micro_batches"], summary["micro_batch_images"], summary["schedule"]) != (
-        stages,
+    if (traced, setup.micro_batches, setup.micro_batch_images, setup.schedule) != (
+        len(bounds) - 1,
         config["gradient_accumulation_steps"],
         config["train_micro_batch_size_per_gpu"],
-        config["pipeline"]["schedule"],
+        pipeline["schedule"],
     ):
         raise OutputError(
             f"{run_dir}: the run was traced before it was resumed on another layout; go on with --trace-steps "
             "FIRST-LAST, of steps that are still to come"
         )
+    return setup
 
 
 def _first_scale(fp16: Mapping[str, Any]) -> float:
@@ -218,17 +221,19 @@ def _first_scale(fp16: Mapping[str, Any]) -> float:
     return float(fp16.get("loss_scale") or (FIRST_SCALE if power is None else 2**power))
 
 
+def mean(values: Sequence[float]) -> float:
+    """The mean."""
+    return math.fsum(values) / len(values)
+
+
 def _mean_rank(replicas: Sequence[Mapping[str, Any]]) -> RankFacts:
     """A rank of the pipeline from all processes that have it."""
 
-    def mean(values: Sequence[float]) -> float:
-        return math.fsum(values) / len(values)
-
     def own(name: str) -> float:
-        return mean([replica[name] for replica in replicas])
+        return mean([replica[f"{name}_seconds"] for replica in replicas])
 
     def summed(name: str) -> float:
-        return mean([math.fsum(phase[name] for phase in replica["phases"]) for replica in replicas])
+        return mean([math.fsum(phase[f"{name}_seconds"] for phase in replica["phases"]) for replica in replicas])
 
     phases = [
         PhaseCosts(
@@ -239,18 +244,8 @@ def _mean_rank(replicas: Sequence[Mapping[str, Any]]) -> RankFacts:
         )
         for same in zip(*(replica["phases"] for replica in replicas), strict=True)
     ]
-    return RankFacts(
-        tuple(phases),
-        wait=summed("wait_seconds"),
-        send=summed("send_seconds"),
-        data_wait=own("data_wait_seconds"),
-        load=own("load_seconds"),
-        reduce=own("reduce_seconds"),
-        optimizer=own("optimizer_seconds"),
-        agreement_wait=own("agreement_wait_seconds"),
-        ema=own("ema_seconds"),
-        other=own("other_seconds"),
-    )
+    names = ("data_wait", "load", "reduce", "optimizer", "agreement_wait", "ema", "other")
+    return RankFacts(tuple(phases), wait=summed("wait"), send=summed("send"), **{name: own(name) for name in names})
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:

@@ -12,8 +12,8 @@ import torch
 from ddpm_ds.diagnose.verdict import conclude
 from ddpm_ds.errors import OutputError
 from ddpm_ds.observe.device_speed import Device, measure_device
-from ddpm_ds.observe.finished_run import Overflows, facts_of
 from ddpm_ds.observe.observer import PauseClock, Pauses, read_pauses
+from ddpm_ds.predict.finished_run import Overflows, facts_of
 from ddpm_ds.unet.layers import unet_layers
 from tests.diagnose.planted_facts import Bench, write_run
 from tests.launching import tiny_spec
@@ -27,23 +27,18 @@ BENCHES = [
 @pytest.mark.parametrize("bench", BENCHES, ids=["1f1b", "folded"])
 def test_facts_are_what_the_folder_says(bench: Bench, tmp_path: Path) -> None:
     facts = bench.traced()
-    found = facts_of(write_run(tmp_path / "run", facts))
-    assert replace(found, ranks=(), spec=facts.spec) == replace(facts, ranks=())
-    assert found.spec.unet == facts.spec.unet
+    run_dir = write_run(tmp_path / "run", facts)
+    found = facts_of(run_dir)
+    assert replace(found, ranks=(), job=facts.job) == replace(facts, ranks=())
+    assert (found.job.config, found.spec.unet) == (facts.job.config, facts.spec.unet)
     for read, written in zip(found.ranks, facts.ranks, strict=True):
-        assert read.phases == written.phases
-        assert (read.wait, read.data_wait) == pytest.approx((written.wait, written.data_wait))
-        assert read.optimizer == written.optimizer
-
-
-def test_the_replicas_of_a_rank_are_averaged(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "run", BENCHES[0].traced())
-    file = run_dir / "trace" / "summary.json"
-    summary = json.loads(file.read_text())
-    summary["ranks"][1]["optimizer_seconds"] = 3.0
-    summary["ranks"][0]["optimizer_seconds"] = 1.0
-    file.write_text(json.dumps(summary))
-    assert facts_of(run_dir).ranks[0].optimizer == 2.0
+        assert replace(read, wait=0.0) == replace(written, wait=0.0)
+        assert read.wait == pytest.approx(written.wait)
+    summary = json.loads((run_dir / "trace" / "summary.json").read_text())
+    for number, own in enumerate(summary["ranks"]):  # the replicas of a rank are averaged
+        own["optimizer_seconds"] = 1.0 + number
+    (run_dir / "trace" / "summary.json").write_text(json.dumps(summary))
+    assert facts_of(run_dir).ranks[0].optimizer == (1.5 if facts.setup.replicas == 2 else 1.0)
 
 
 def test_the_loss_curve_and_the_pauses_are_read(tmp_path: Path) -> None:
@@ -60,7 +55,7 @@ def test_the_loss_curve_and_the_pauses_are_read(tmp_path: Path) -> None:
     (run_dir / "evaluations.jsonl").write_text('{"step": 20, "perf/evaluation_seconds": 1.5}\n' * 3)
     (run_dir / "trace" / "pauses.json").write_text(json.dumps(vars(Pauses(50.0, 2.0, 4.0))))
     facts = facts_of(run_dir)
-    assert facts.precision == "fp16"
+    assert facts.job.precision == "fp16" and facts.setup.element_bytes == 2
     assert facts.overflows == Overflows(4, 20, 4096.0, 128.0)
     assert facts.pauses == Pauses(50.0, 2.0, 4.0)
     assert facts.evaluation_seconds == 3.0  # the last one is of the run's end
@@ -86,13 +81,15 @@ def test_a_trace_of_another_layout_is_not_judged(key: str, tmp_path: Path) -> No
         facts_of(run_dir)
 
 
-@pytest.mark.parametrize("name", ["trace/summary.json", "stages.txt", "ds_config.json", "trace/device.json"])
-@pytest.mark.parametrize("content", ["", "[]", '{"a": 1}', "\0"])
-def test_a_damaged_file_is_one_line(name: str, content: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", Bench().traced())
-    (run_dir / name).write_text(content)
-    with pytest.raises(OutputError, match=r"^[^\n]*its files are damaged[^\n]*$"):
-        facts_of(run_dir)
+    for name in ("trace/summary.json", "stages.txt", "ds_config.json", "trace/device.json"):
+        whole = (run_dir / name).read_text()
+        for content in ("", "[]", '{"a": 1}', "\0"):
+            (run_dir / name).write_text(content)
+            with pytest.raises(OutputError, match=r"^[^\n]*its files are damaged[^\n]*$"):
+                facts_of(run_dir)
+        (run_dir / name).write_text(whole)
 
 
 def test_a_run_is_concluded_with_its_device_and_its_verdict(tmp_path: Path) -> None:
@@ -101,7 +98,7 @@ def test_a_run_is_concluded_with_its_device_and_its_verdict(tmp_path: Path) -> N
     found = conclude(run_dir, print)
     assert found is not None
     assert found.top == "imbalance"
-    assert "The largest loss is imbalance" in (run_dir / "verdict.txt").read_text()
+    assert "largest cost: imbalance" in (run_dir / "verdict.txt").read_text()
     device = facts_of(run_dir).device
     assert device.memory_bytes is not None and device.memory_bytes > 2**28
     assert 0 < device.startup["BlockLayer"].forward < 0.1
