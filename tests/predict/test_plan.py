@@ -1,4 +1,4 @@
-"""What a plan says of hosts, before and after the ranks have met."""
+"""The text of a plan: what it says of layout, batch and hosts, before and after the ranks have met."""
 
 from __future__ import annotations
 
@@ -24,6 +24,21 @@ def asked(folder: Path, **pipeline: Any) -> Path:
     config = read_ds_config(CONFIG)
     config["pipeline"] |= pipeline
     return write_json(folder / "ds.json", config)
+
+
+def test_a_plan_is_said_in_words_that_fit_its_numbers() -> None:
+    changes = ["evaluation.every_images=null", "train.accumulation=1", "train.batch_images=1", "train.images=1"]
+    changes += ["optimizer.warmup_images=0"]
+    one = plan_run(DIGITS, changes, CONFIG, world_size=1, stages=1)
+    lines = describe_plan(one, Path("runs/x")).splitlines()
+    for line in (
+        "layout       1 process: 1 stage x 1 replica",
+        "batch        1 image = 1 micro-batch of 1 x 1 replica",
+        "length       1 image = 1 step, logged every 3,200 images",
+        "samples      64 images by dpm_solver in 20 steps, every 32,000 images (1.3% of the computing)",
+        "validation   off",
+    ):
+        assert line in lines
 
 
 def test_one_host_has_no_word_of_hosts(tmp_path: Path) -> None:
@@ -61,6 +76,8 @@ def test_hosts_get_their_names_when_the_ranks_have_met() -> None:
     assert [row.split()[-1] for row in stage_table(met).splitlines()] == ["host", "worker-1", "worker-2"]
     assert hosts_line(met) == hosts_line(plan(TWO_BY_TWO))
     assert on_hosts(plan(TWO_BY_TWO), ["same"] * 4).hosts == TWO_BY_TWO
+    many = plan(tuple(str(rank) for rank in range(8)), stages=2, world_size=8)
+    assert [row.split("  ")[-1] for row in stage_table(many).splitlines()][1:] == ["0 ... 3 (4)", "4 ... 7 (4)"]
 
 
 def test_hosts_of_different_sizes_are_known_when_the_ranks_have_met() -> None:
@@ -75,8 +92,3 @@ def test_hosts_of_different_sizes_are_known_when_the_ranks_have_met() -> None:
 def test_what_can_not_be_turned_is_not_compared(stages: int, apart: str) -> None:
     line = hosts_line(plan(TWO_BY_TWO, stages=stages))
     assert line is not None and f" {apart} across hosts: " in line and "would be" not in line
-
-
-def test_many_hosts_of_a_stage_are_counted() -> None:
-    many = plan(tuple(str(rank) for rank in range(8)), stages=2, world_size=8)
-    assert [row.split("  ")[-1] for row in stage_table(many).splitlines()][1:] == ["0 ... 3 (4)", "4 ... 7 (4)"]
