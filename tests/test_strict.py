@@ -45,11 +45,9 @@ def config_of(folder: Path, name: str) -> str:
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("zero2_fp16.json", ("-p", "4")),
-        ("folded_zero2_fp16.json", ("-p", "4")),
-        ("folded_zero2_fp16.json", ("-p", "2")),
+        pytest.param("zero2_fp16.json", ("-p", "4"), id="4 stages", marks=pytest.mark.long),
+        pytest.param("folded_zero2_fp16.json", ("-p", "2"), id="fold of 2 x 2 replicas"),
     ],
-    ids=["4 stages", "fold of 4", "fold of 2 x 2 replicas"],
 )
 def test_a_run_that_is_watched_in_every_way_does_not_lock(name: str, layout: tuple[str, str], tmp_path: Path) -> None:
     """ZeRO-2, samples, held-out losses, checkpoints, flops, kernels and a trace; losses are those of plain gloo."""
@@ -68,6 +66,7 @@ def test_a_run_that_is_watched_in_every_way_does_not_lock(name: str, layout: tup
     assert strict_losses == losses
 
 
+@pytest.mark.long
 def test_a_resume_on_another_layout_with_a_folder_for_each_host_does_not_lock(tmp_path: Path) -> None:
     """What is in the folder of one host alone is sent to the ranks of the other."""
     folders = [tmp_path / host for host in "aabb"]
@@ -92,9 +91,11 @@ def test_the_benchmark_does_not_lock(tmp_path: Path) -> None:
     assert run(2, str(bench), *words, *effort, log=log) == [0] * 2, log.read_text()[-6000:]
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize(
+    "mutant", ["a wait in a forward", *(pytest.param(one, marks=pytest.mark.long) for one in list(MUTANTS)[::2])]
+)
 def test_what_nccl_would_not_survive_locks_here(mutant: str, tmp_path: Path) -> None:
     config, log = config_of(tmp_path, "folded_zero2_fp16.json"), tmp_path / "log"
     words = arguments(tmp_path / "run", (*DEEP, *LENGTH), config, ("-p", "4"))
-    codes = run(4, str(TRAIN), *words, log=log, STRICT_MUTANT=mutant, STRICT_SECONDS="15")
+    codes = run(4, str(TRAIN), *words, log=log, STRICT_MUTANT=mutant, STRICT_SECONDS="6")
     assert LOCKED in codes, log.read_text()[-6000:]

@@ -8,7 +8,7 @@ appears in ``docs/spec.md`` and in the JSON schema that editors read.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -171,12 +171,12 @@ class CheckpointSpec(Section):
 class BadNumbersSpec(Section):
     """What happens when a loss is not finite, jumps, or the fp16 loss scale is at its floor."""
 
-    policy: Literal["stop", "rewind"] = "stop"
+    policy: Literal["stop", "rollback"] = "stop"
     """End the run, or go back to the newest checkpoint and skip the images since."""
     spike_factor: Annotated[float, Field(gt=1.0)] | None = None
     """A loss above this many times the mean of the last ten points counts as bad; null lets it jump."""
-    max_rewinds: PositiveInt = 3
-    """Rewinds after which the run is ended all the same."""
+    max_rollbacks: PositiveInt = 3
+    """Rollbacks after which the run is ended all the same."""
 
 
 class SamplerSpec(Section):
@@ -277,6 +277,17 @@ class RunSpec(Section):
         _check_training(self)
         check_sampler(self.sampler, timesteps=self.diffusion.timesteps, classes=self.unet.classes)
         return self
+
+
+def with_current_names(values: Any) -> Any:
+    """The values of a spec with the names of this version for those that 0.1 had: a rollback was a rewind."""
+    section = values.get("bad_numbers") if isinstance(values, dict) else None
+    if not isinstance(section, dict):
+        return values
+    section = {"max_rollbacks" if key == "max_rewinds" else key: value for key, value in section.items()}
+    if section.get("policy") == "rewind":
+        section["policy"] = "rollback"
+    return {**values, "bad_numbers": section}
 
 
 def _check_data(spec: RunSpec) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from ddpm_ds.config.spec import RunSpec, Section
+from ddpm_ds.config.spec import RunSpec, Section, with_current_names
 from ddpm_ds.errors import SpecError
 
 
@@ -48,6 +48,7 @@ def load_spec(path: Path | str, overrides: Sequence[str] = ()) -> RunSpec:
     origins: dict[str, str] = {}
     for item in overrides:
         origins[_override(values, item)] = f"--set {item}"
+    values = with_current_names(values)
     try:
         # Strict, but by JSON's rules: a list is a tuple and text is a path, yet "64" is no number and true is not 1.
         return RunSpec.model_validate_json(json.dumps(values, default=str), strict=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 from ddpm_ds.checkpoint.folder import newest_good
 from ddpm_ds.checkpoint.manifest import MANIFEST
 from ddpm_ds.checkpoint.reader import Reader
-from ddpm_ds.config.spec import DiffusionSpec, RunSpec, SamplerSpec, UnetSpec
+from ddpm_ds.config.spec import DiffusionSpec, RunSpec, SamplerSpec, UnetSpec, with_current_names
 from ddpm_ds.diffusion.diffusers_config import diffusion_from_scheduler
 from ddpm_ds.errors import CheckpointError
 from ddpm_ds.tracking.run_folder import checkpoints_of
@@ -124,7 +124,7 @@ def _load_checkpoint(path: Path, weights: Weights, device: torch.device | str, d
         others = [name for name, stored in KINDS.items() if stored in reader.kinds]
         raise CheckpointError(f"checkpoint {path} has no {weights} weights; it has {', '.join(others) or 'none'}")
     try:
-        spec = RunSpec.model_validate(reader.manifest.spec)
+        spec = RunSpec.model_validate(with_current_names(reader.manifest.spec))
     except ValidationError as error:
         problem = error.errors()[0]
         what = f"{'.'.join(map(str, problem['loc']))}: {problem['msg'].removeprefix('Value error, ')}"

@@ -78,7 +78,7 @@ class RecordedRun:
         return self.tags.get(NOTE_TAG, "")
 
     def history(self, name: str) -> list[Point]:
-        """All values of a metric in the order of their steps; of a step taken again after a rewind, the last."""
+        """All values of a metric in the order of their steps; of a step taken again after a rollback, the last."""
         with _speaking_to(self.tracking_uri) as client:
             logged = client.get_metric_history(self.id, name)
         of_step = {

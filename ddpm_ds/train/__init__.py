@@ -1,1 +1,1 @@
-"""The loop, its meters and its tracking."""
+"""A training run: what its ranks agree on, the loop, its meters, averaged weights, checkpoints and validation."""

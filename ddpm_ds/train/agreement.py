@@ -1,4 +1,4 @@
-"""What all ranks of a run must have in common, and in what they differ."""
+"""Checks that all ranks of a run have the same software, files and images, and a GPU each."""
 
 from __future__ import annotations
 

@@ -22,11 +22,9 @@ def decay(spec: EmaSpec, images_seen: int, batch_images: int) -> float:
     Half of the average is younger than ``halflife_images``, early in training than ``rampup_fraction`` of all images
     seen, so that the first, random weights are forgotten. Source: Karras et al. 2022 (EDM), appendix F.
     """
-    halflife = (
-        min(spec.halflife_images, spec.rampup_fraction * images_seen)
-        if spec.rampup_fraction
-        else (spec.halflife_images)
-    )
+    halflife: float = spec.halflife_images
+    if spec.rampup_fraction:
+        halflife = min(halflife, spec.rampup_fraction * images_seen)
     return 0.5 ** (batch_images / max(halflife, 1e-8))
 
 

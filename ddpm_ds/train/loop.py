@@ -1,4 +1,4 @@
-"""The training loop: load, step, average, log, look, save; go back or stop when the numbers have gone bad."""
+"""The training loop: step, average, log, validate, save; roll back or stop when the numbers have gone bad."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ddpm_ds.tracking.recorder import Recorder
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.meters import Interval, Meter, gather, metrics
 from ddpm_ds.train.saving import Saver
-from ddpm_ds.train.validation import Inspection
+from ddpm_ds.train.validation import Validation
 
 OVERFLOWS_AT_FLOOR = 8
 """Optimizer steps in a row that may overflow at the lowest loss scale before the numbers count as bad."""
@@ -29,7 +29,7 @@ REMEDIES = "try a lower optimizer.learning_rate, a longer optimizer.warmup_image
 
 @dataclass
 class Run:
-    """What the loop works with, on every rank."""
+    """Everything that the loop works with, on every rank."""
 
     plan: RunPlan
     engine: UnetPipelineEngine
@@ -39,7 +39,7 @@ class Run:
     saver: Saver
     requests: Requests
     watchdog: Watchdog
-    inspection: Inspection
+    validation: Validation
     observer: Observer
     recorder: Recorder
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=SPIKE_POINTS))
@@ -49,7 +49,7 @@ def train(run: Run) -> Interval:
     """Train until ``train.images`` have been seen; returns the last interval of the loss curve.
 
     Raises:
-        BadNumbersError: the policy is to stop, or the run was rewound often enough; on all ranks alike.
+        BadNumbersError: the policy is to stop, or the run was rolled back often enough; on all ranks alike.
         Preempted: the run was asked to stop, or its launcher is gone, and it is saved; on all ranks alike.
     """
     engine, total = run.engine, run.plan.spec.train.images
@@ -72,12 +72,12 @@ def train(run: Run) -> Interval:
             interval = _log(run, meter)
             trouble = _bad_loss(run, interval)
         if trouble:
-            _rewind(run, trouble)
+            _roll_back(run, trouble)
             meter, save = Meter(), False
             batches = _timed(meter, run.batches())
             continue
         with run.observer.span("inspection"):
-            run.inspection.after_step(before, done)  # before the save: a run that dies in between draws again
+            run.validation.after_step(before, done)  # before the save: a run that dies in between draws again
         if save:
             with run.observer.span("checkpoint"):
                 seconds = run.saver.save()
@@ -121,7 +121,7 @@ def _log(run: Run, meter: Meter) -> Interval:
 
 
 def _scale_floor(engine: UnetPipelineEngine) -> str | None:
-    """What is wrong when fp16 overflows whatever the loss scale."""
+    """The trouble when fp16 overflows whatever the loss scale; None while there is none."""
     if engine.consecutive_overflows_at_floor < OVERFLOWS_AT_FLOOR:
         return None
     return (
@@ -131,7 +131,7 @@ def _scale_floor(engine: UnetPipelineEngine) -> str | None:
 
 
 def _bad_loss(run: Run, interval: Interval) -> str | None:
-    """What is wrong with the last interval's loss.
+    """The trouble with the last interval's loss; None while there is none.
 
     In fp16 a loss that is not finite makes the scaler skip the step, and its floor is what counts.
     """
@@ -148,9 +148,10 @@ def _bad_loss(run: Run, interval: Interval) -> str | None:
     return None
 
 
-def _rewind(run: Run, trouble: str) -> None:
+def _roll_back(run: Run, trouble: str) -> None:
     """Go back as ``bad_numbers.policy`` says, or raise."""
     if run.plan.spec.bad_numbers.policy == "stop":
         raise BadNumbersError(trouble)
-    run.recorder.rewound(run.saver.rewind(trouble), run.saver.rewinds, run.engine.images_seen, run.engine.global_steps)
+    done, engine = run.saver.roll_back(trouble), run.engine
+    run.recorder.rewound(done, run.saver.rollbacks, engine.images_seen, engine.global_steps)
     run.recent.clear()

@@ -1,9 +1,7 @@
-"""What a run measures between two log points, and the names under which it is logged.
+"""Losses, times and memory between two log points, combined over all ranks, and the names of the logged metrics.
 
 Reading the loss each step would stop the host until the device has caught up. A meter adds losses up on the device
 and reads them once, at the log point.
-
-What every rank has to know at a log point: the loss of the last stage, the waits and memory of all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A process of a run: its group and threads, and what only a process with a device can decide."""
+"""Decisions that only a process with its device can take: threads, kernels that work, recomputation, cuts by time."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def cut_by_time(plan: RunPlan, device: torch.device) -> RunPlan:
 
 
 def decide(plan: RunPlan, device: torch.device) -> RunPlan:
-    """The plan with what hosts and this device's memory decide: what is split over hosts, activation checkpointing."""
+    """The plan with what hosts and this device's memory decide: what is split over hosts, and what is recomputed."""
     interval = plan.ds.checkpoint_interval
     if interval == "auto":
         if device.type == "cuda":

@@ -1,7 +1,4 @@
-"""The weights that a run begins with, where `train.initial_weights` names a file of them.
-
-Whether a run goes on from a checkpoint, from which one, and what may have changed since.
-"""
+"""Where a run starts from: its claimed folder, a checkpoint of the same run, or a file of initial weights."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from torch import Tensor
 from ddpm_ds.checkpoint.folder import write_file
 from ddpm_ds.checkpoint.groups import Gather, Groups, find_groups
 from ddpm_ds.checkpoint.union import CompleteCheckpoint, newest, settle, whole
-from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.config.spec import RunSpec, with_current_names
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
 from ddpm_ds.processes.rendezvous import Rendezvous
 from ddpm_ds.tracking.run_folder import IDENTITY, checkpoints_of, claim_folder
@@ -208,6 +205,6 @@ def check_resume(
 def _with_defaults(spec: dict[str, Any]) -> dict[str, Any]:
     """A checkpoint's spec with the keys that there were not yet when it was written, if this version can read it."""
     try:
-        return RunSpec.model_validate(spec).model_dump(mode="json")
+        return RunSpec.model_validate(with_current_names(spec)).model_dump(mode="json")
     except ValidationError:
         return spec

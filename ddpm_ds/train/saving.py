@@ -1,9 +1,7 @@
-"""What a checkpoint holds of an engine, and how it is put back into an engine of any layout.
+"""Checkpoints of an engine: what they hold, when they are written, how they are loaded, and rollback.
 
 Each rank gives the pieces that its optimizer owns, addressed by parameter name and offset, so a checkpoint knows
 nothing of stages, replicas, ZeRO stage or precision: a rank of another layout reads the pieces that it owns there.
-
-When the run is saved and how it goes back: the loop's side of checkpoints.
 """
 
 from __future__ import annotations
@@ -104,7 +102,7 @@ def load_state(
 
 
 @torch.no_grad()
-def begin_with(engine: UnetPipelineEngine, ema: Ema, weights: InitialWeights) -> None:
+def start_from(engine: UnetPipelineEngine, ema: Ema, weights: InitialWeights) -> None:
     """Put given weights into a fresh engine, and into their average; a collective over the replicas under ZeRO."""
     for piece in insides.owned_pieces(engine):
         for tensor in (piece.master, ema.shadow_of(piece.master)):
@@ -160,7 +158,7 @@ class Saver:
             store=store,
         )
         self._shapes = parameter_shapes(plan.layers)
-        self.rewinds = 0
+        self.rollbacks = 0
         """How often the run has gone back after bad numbers."""
 
     def due(self, before: int, images_seen: int) -> bool:
@@ -180,7 +178,7 @@ class Saver:
             parameters=self._shapes,
         )
         part = f"stage{engine.stage_id}-replica{engine.grid.get_data_parallel_id()}"
-        scalars = {**state_scalars(engine), "rewinds": self.rewinds}
+        scalars = {**state_scalars(engine), "rewinds": self.rollbacks}
         self._writer.begin(part, state_fragments(engine, self._ema), description, scalars)
         return self._writer.seconds_blocked
 
@@ -195,30 +193,30 @@ class Saver:
             CheckpointError: it can't be read or is of another U-Net.
         """
         load_state(self._engine, self._ema, checkpoint, gather_objects, self._say)
-        self.rewinds = checkpoint.state["rewinds"]
+        self.rollbacks = checkpoint.state["rewinds"]
 
-    def rewind(self, trouble: str) -> str:
+    def roll_back(self, trouble: str) -> str:
         """Go back to the newest checkpoint and leave out the images since; returns what was done.
 
         Raises:
             BadNumbersError: it was done often enough, or there is no checkpoint to go back to.
         """
-        engine, limit = self._engine, self._plan.spec.bad_numbers.max_rewinds
+        engine, limit = self._engine, self._plan.spec.bad_numbers.max_rollbacks
         self.wait()
-        bad_until, rewinds = engine.next_index, self.rewinds + 1
-        if rewinds > limit:
-            raise BadNumbersError(f"{trouble}; the run was rewound {limit} times before (bad_numbers.max_rewinds)")
+        bad_until, rollbacks = engine.next_index, self.rollbacks + 1
+        if rollbacks > limit:
+            raise BadNumbersError(f"{trouble}; the run was rolled back {limit} times (bad_numbers.max_rollbacks)")
         checkpoint = self._newest()
         if checkpoint is None:
-            raise BadNumbersError(f"{trouble}; bad_numbers.policy = rewind found no checkpoint to go back to")
+            raise BadNumbersError(f"{trouble}; bad_numbers.policy = rollback found no checkpoint to go back to")
         self.load(checkpoint)
-        self.rewinds = rewinds
+        self.rollbacks = rollbacks
         engine.skipped_images = bad_until - engine.images_seen
-        went_back = f"went back to {checkpoint.path.name} and left out the images since"
-        return f"{trouble}; {went_back} (rewind {rewinds} of {limit})"
+        done = f"rolled back to {checkpoint.path.name}, leaving out the images since"
+        return f"{trouble}; {done} (rollback {rollbacks} of {limit})"
 
     def _newest(self) -> CompleteCheckpoint | None:
-        """The newest good checkpoint. Later ones than now are of a course that the run has left."""
+        """The newest good checkpoint up to now; later ones are of a course that the run has left."""
         try:
             return newest(self._folder, self._groups, gather_objects, self._say, until=self._engine.images_seen)
         except NoCheckpointError:

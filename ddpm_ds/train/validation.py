@@ -1,8 +1,6 @@
-"""The loss on images that are never trained on, at nine noise levels, through the pipeline.
+"""Sampling and validation while training: pictures, and the loss on images that are never trained on.
 
-Samples while training, drawn through the pipeline: replicas share the images, stages share the U-Net.
-
-Looking at what is being learned, every so many images: pictures and the held-out loss, of the averaged weights.
+Both use the averaged weights and run through the pipeline: replicas share the images, stages share the U-Net.
 """
 
 from __future__ import annotations
@@ -137,8 +135,8 @@ def _drawing(spec: RunSpec, sampler: Sampler, first: int, images: int, device: t
     )
 
 
-class Inspection:
-    """Draws and measures when it is due; all methods are collective over all ranks.
+class Validation:
+    """Draws samples and measures the held-out loss when they are due; all methods are collective over all ranks.
 
     ``held_out`` is None where no images are held out.
     """
@@ -158,7 +156,7 @@ class Inspection:
         """Time it has taken so far."""
 
     def after_step(self, before: int, done: bool) -> None:
-        """Look if a step from ``before`` images seen on passed a point of either cadence, or was the last one."""
+        """Sample and validate if the step from ``before`` images on passed a point of a cadence, or was the last."""
         samples = self._due(self._spec.samples.every_images, before, done)
         measure = self._held_out is not None and self._due(self._spec.evaluation.every_images, before, done)
         if not (samples or measure):

@@ -71,7 +71,7 @@ def test_each_host_keeps_its_own_and_the_run_goes_on_from_wherever_the_pieces_ar
 
     code, said = train(hosts, run_dir, config, (1, 0), WHOLE)  # worker-2 is first, and has the other stage
     assert code == 0, said[-6000:]
-    assert "going on from" in said and "images-000000048: 0." in said
+    assert "resuming from" in said and "images-000000048: 0." in said
     assert "MB of it go from host worker-1, worker-2 to host worker-1, worker-2" in said
     assert pieces(two, WHOLE) == [name.format(0) for name in small]
 

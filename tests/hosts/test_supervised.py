@@ -100,7 +100,7 @@ def test_a_run_outlives_a_dropped_ssh_a_killed_launcher_and_a_dead_host(
 
     assert lines(r"ddpm-ds run: (.*); restart") == ["exit code 76 (a process was lost or hung)"] * 3
     assert lines(r"layout +(\d) processes: 2 stages x (\d)") == [("2", "1"), ("2", "1"), ("4", "2"), ("2", "1")]
-    resumed = lines(r"going on from \S+/(images-\d+)")
+    resumed = lines(r"resuming from \S+/(images-\d+)")
     assert resumed == sorted(set(resumed)) and len(resumed) == 3
     gone = "what started rank 1 (stage 1, host worker-2) is gone: all ranks have saved and stopped"
     dead = "rank 2 (stage 1, host worker-2), rank 3 (stage 1, host worker-2) have not answered for 6 s"

@@ -82,7 +82,7 @@ def test_save_and_stop_stops_all_saved(story: Story) -> None:
 def test_it_went_on_from_where_it_was(story: Story) -> None:
     resumes = [json.loads(line) for line in (story.run_dir / "resumes.jsonl").read_text().splitlines()]
     assert [resume["from"] for resume in resumes] == [newest for _, _, newest in story.stops]
-    assert f"going on from {story.run_dir / 'checkpoints' / story.stops[1][2]}" in story.said
+    assert f"resuming from {story.run_dir / 'checkpoints' / story.stops[1][2]}" in story.said
 
 
 def test_what_may_change_is_listed(story: Story) -> None:

@@ -77,7 +77,7 @@ def test_a_checkpoint_whose_replacement_was_interrupted_is_found(tmp_path: Path)
     assert read_manifest(only).images == 8
 
 
-def test_a_rewind_goes_to_the_newest_good_checkpoint_of_its_own_past(tmp_path: Path) -> None:
+def test_a_rollback_goes_to_the_newest_good_checkpoint_of_its_own_past(tmp_path: Path) -> None:
     """After a resume from an older one, later checkpoints lie in the folder until the next is saved."""
     good, damaged, _later = save(tmp_path, 8), save(tmp_path, 16), save(tmp_path, 32)
     (damaged / "state.json").write_text("{}")
@@ -99,7 +99,7 @@ def test_the_identity_of_a_run_is_made_once(tmp_path: Path) -> None:
     assert identity and RunFolder(tmp_path).identity() == identity
 
 
-def test_the_last_logged_step_is_that_of_the_last_point_even_after_a_rewind(tmp_path: Path) -> None:
+def test_the_last_logged_step_is_that_of_the_last_point_even_after_a_rollback(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert folder.logged_step(METRICS) == 0
     for step in (10, 20, 30, 20):
@@ -176,7 +176,7 @@ def test_a_step_that_is_repeated_is_not_logged_again(tmp_path: Path) -> None:
     assert tracking.steps == [40, 40]
 
 
-def test_after_a_rewind_the_new_course_is_logged(tmp_path: Path) -> None:
+def test_after_a_rollback_the_new_course_is_logged(tmp_path: Path) -> None:
     made, line, tracking = recorder(RunFolder(tmp_path))
     for step in (10, 20):
         made.point(POINT, step, fp16=False)

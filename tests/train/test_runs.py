@@ -118,7 +118,10 @@ def test_golden_losses(one_process: Path) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(("stages", "schedule"), [(4, "1f1b"), (1, "1f1b"), (2, "folded")])
+@pytest.mark.parametrize(
+    ("stages", "schedule"),
+    [(2, "folded"), *(pytest.param(stages, "1f1b", marks=pytest.mark.long) for stages in (4, 1))],
+)
 def test_any_layout_of_four_processes_gives_the_same_curve_as_one_process(
     stages: int, schedule: str, one_process: Path, tmp_path: Path
 ) -> None:
@@ -176,6 +179,7 @@ def test_a_run_has_pictures_and_held_out_losses_at_their_cadence(one_process: Pa
 
 
 @pytest.mark.launch
+@pytest.mark.long
 def test_the_held_out_loss_shows_over_fitting(tmp_path: Path) -> None:
     (tmp_path / "few" / "class").mkdir(parents=True)
     for number, image in enumerate(load_digits().images[:48]):
@@ -252,17 +256,16 @@ def test_the_main_config_trains_on_two_stages_with_profiling_keys_on(tmp_path: P
 
 @pytest.mark.launch
 @pytest.mark.parametrize(
-    ("config", "changes", "said"),
+    ("config", "said"),
     [
-        ("zero0_fp32.json", ["optimizer.learning_rate=1e30"], "train/loss was not finite"),
-        ("zero2_bf16.json", ["optimizer.learning_rate=1e30"], "train/loss was not finite"),
-        ("zero2_fp16.json", ["optimizer.learning_rate=1e30"], "lowest loss scale"),
+        ("zero2_fp16.json", "lowest loss scale"),
+        pytest.param("zero2_bf16.json", "train/loss was not finite", marks=pytest.mark.long),
     ],
 )
-def test_numbers_gone_bad_end_the_run_as_failed_with_what_to_try(
-    config: str, changes: list[str], said: str, tmp_path: Path
-) -> None:
+def test_numbers_gone_bad_end_the_run_as_failed_with_what_to_try(config: str, said: str, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "bad"
+    changes = ["unet.multipliers=[1]", "unet.attention_resolutions=[]", "samples.every_images=null"]
+    changes += ["evaluation.every_images=null", "optimizer.learning_rate=1e30", "train.batch_images=8"]
     done = train(2, folder, "-p", "2", config=config, overrides=[*TINY, *changes], start=launch)
     assert done.returncode == 3, done.stdout[-2000:] + done.stderr[-4000:]
     lines = [line for line in done.stderr.splitlines() if line.startswith("ddpm_ds: error: ")]

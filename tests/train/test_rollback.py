@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from ddpm_ds.train.loop import SPIKE_POINTS, Run, _bad_loss
+from ddpm_ds.train.meters import Interval
 from tests.train.ranks import BATCH, Ranks, end_of, mlflow_run, points
-
-pytestmark = pytest.mark.launch
 
 SCRIPT = Path(__file__).with_name("planted_train.py")
 IMAGES, SAVED, BAD = 640, 400, 403
-REWIND = (f"train.images={IMAGES}", "checkpoint.every_images=80", "bad_numbers.policy=rewind")
+ROLLBACK = (f"train.images={IMAGES}", "checkpoint.every_images=80", "bad_numbers.policy=rollback")
 
 
 def train(run_dir: Path, planted: str, *changes: str, config: str, count: int) -> tuple[list[int], str]:
     """Exit codes and output of a run in which the numbers of some images are bad."""
-    with Ranks(run_dir, *REWIND, *changes, config=config, count=count, script=SCRIPT, PLANTED=planted) as ranks:
+    with Ranks(run_dir, *ROLLBACK, *changes, config=config, count=count, script=SCRIPT, PLANTED=planted) as ranks:
         return ranks.codes(), ranks.said
 
 
 def check_it_ended_well(run_dir: Path, said: str, skipped: int) -> None:
-    """One rewind to the checkpoint before, over so many images, and good numbers afterwards."""
-    lines = [line for line in said.splitlines() if "went back to" in line]
-    assert len(lines) == 1 and f"went back to images-{SAVED:09d}" in lines[0] and "rewind 1 of 3" in lines[0]
+    """One rollback to the checkpoint before, over so many images, and good numbers afterwards."""
+    lines = [line for line in said.splitlines() if "rolled back to" in line]
+    assert len(lines) == 1 and f"rolled back to images-{SAVED:09d}" in lines[0] and "rollback 1 of 3" in lines[0]
     state = end_of(run_dir).state
     assert (state["images_seen"], state["skipped_images"], state["rewinds"]) == (IMAGES, skipped, 1)
     client, run = mlflow_run(run_dir)
@@ -36,6 +39,7 @@ def check_it_ended_well(run_dir: Path, said: str, skipped: int) -> None:
     assert points(run_dir)[-1]["train/loss"] < 0.5
 
 
+@pytest.mark.launch
 def test_a_nan_is_left_out_on_all_ranks(tmp_path: Path) -> None:
     run_dir = tmp_path / "nan"
     codes, said = train(run_dir, f"{BAD} {BAD} nan", config="zero1_fp32.json", count=2)
@@ -44,15 +48,21 @@ def test_a_nan_is_left_out_on_all_ranks(tmp_path: Path) -> None:
     check_it_ended_well(run_dir, said, skipped=2 * BATCH)
 
 
-def test_a_spike_is_left_out(tmp_path: Path) -> None:
-    run_dir = tmp_path / "spike"
-    planted, spiking = f"{BAD} {BAD} 1000", "bad_numbers.spike_factor=20"
-    codes, said = train(run_dir, planted, spiking, config="zero0_fp32.json", count=1)
-    assert codes == [0], said[-4000:]
-    assert "is over 20 times the" in said
-    check_it_ended_well(run_dir, said, skipped=2 * BATCH)
+def test_a_loss_far_above_the_last_ten_points_is_a_spike() -> None:
+    spec = SimpleNamespace(bad_numbers=SimpleNamespace(spike_factor=20.0))
+    engine = SimpleNamespace(images_seen=8, fp16_enabled=lambda: False)
+    run = cast(Run, SimpleNamespace(plan=SimpleNamespace(spec=spec), engine=engine, recent=deque(maxlen=SPIKE_POINTS)))
+
+    def trouble(loss: float) -> str | None:
+        return _bad_loss(run, Interval(2, 16, 1.0, loss, non_finite_steps=0, data_wait_seconds=0.0))
+
+    assert [trouble(loss) for loss in (50.0, *[1.0] * (SPIKE_POINTS - 1), 117.0)] == [None] * (SPIKE_POINTS + 1)
+    found = trouble(260.0)
+    assert found is not None and found.startswith("train/loss = 260 is over 20 times the 12.6 of the points before")
+    assert trouble(249.0) is None, "a spike is not among what later points are compared with"
 
 
+@pytest.mark.launch
 def test_images_that_overflow_in_fp16_at_every_scale_are_left_out(tmp_path: Path) -> None:
     """From 65536 it takes 1 step of hysteresis and 16 halvings to the floor, and 8 steps there count as bad."""
     run_dir = tmp_path / "overflow"
@@ -65,11 +75,12 @@ def test_images_that_overflow_in_fp16_at_every_scale_are_left_out(tmp_path: Path
     assert end_of(run_dir).state["loss_scaler"]["cur_scale"] == 65536
 
 
-def test_too_many_rewinds_end_the_run_on_all_ranks(tmp_path: Path) -> None:
+@pytest.mark.launch
+def test_too_many_rollbacks_end_the_run_on_all_ranks(tmp_path: Path) -> None:
     run_dir = tmp_path / "hopeless"
     planted = f"{BAD} {10**9} nan"
     codes, said = train(run_dir, planted, "bad_numbers.max_rewinds=2", config="zero1_fp32.json", count=2)
     assert codes == [3, 3], said[-4000:]
-    assert said.count("went back to") == 2 and "the run was rewound 2 times before" in said
+    assert said.count("rolled back to") == 2 and "the run was rolled back 2 times" in said
     assert mlflow_run(run_dir)[1].info.status == "FAILED"
     assert end_of(run_dir).state["images_seen"] == SAVED, "nothing bad was saved"

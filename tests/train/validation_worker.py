@@ -1,6 +1,6 @@
 """One rank of the inspection's ladder: what the pipeline draws and measures equals plain PyTorch, and disturbs nothing.
 
-    python tests/train/inspection_worker.py CASES.json REPORT_FOLDER
+    python tests/train/validation_worker.py CASES.json REPORT_FOLDER
 
 Rank r writes ``REPORT_FOLDER/rank{r}.json``: a record for each case.
 """
