@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,26 +56,51 @@ def trained_of(spec: RunSpec, seed: int = 1, dtype: torch.dtype = torch.float32)
 
 
 def plant(
-    run_dir: Path, images: int = 320, data_sha256: dict[str, str] | None = None, **sections: dict[str, Any]
+    run_dir: Path,
+    images: int = 320,
+    data_sha256: dict[str, str] | None = None,
+    *,
+    unets: Mapping[str, UNet] | None = None,
+    cuts: Sequence[float] = (),
+    spec_as: dict[str, Any] | None = None,
+    **sections: dict[str, Any],
 ) -> Path:
-    """Save a checkpoint of a tiny run, which learned a store of these checksums; returns its folder."""
+    """Save a checkpoint of a tiny run, which learned images of these checksums; returns its folder.
+
+    ``unets`` are the weights by kind. ``cuts`` are where the ranks' shares end, which may be anywhere, as in ZeRO.
+    ``spec_as`` is stored in the place of the spec.
+    """
     spec = tiny_spec(**sections)
-    fragments = [
-        Fragment(kind, name, 0, parameter.flatten().clone())
-        for kind, seed in KINDS.items()
-        for name, parameter in unet_of(spec, seed).layers.named_parameters()
-    ]
+    unets = unets or {kind: unet_of(spec, seed) for kind, seed in KINDS.items()}
+    shapes = {name: tuple(p.shape) for name, p in next(iter(unets.values())).layers.named_parameters()}
     description = Description(
         images=images,
         step=images // 16,
-        spec=spec.model_dump(mode="json"),
+        spec=spec_as or spec.model_dump(mode="json"),
         ds_config={},
-        layout={"stages": 1, "replicas": 1},
+        layout={},
         data_sha256=data_sha256 or {},
-        parameters={name: tuple(p.shape) for name, p in unet_of(spec, 1).layers.named_parameters()},
+        parameters=shapes,
     )
+    total = sum(map(math.prod, shapes.values()))
+    bounds = list(itertools.pairwise((0, *(int(cut * total) for cut in cuts), total)))
     said: list[str] = []
-    writer = Writer(run_dir / "checkpoints", 0, 1, say=said.append)
-    writer.begin("stage0-replica0", fragments, description, {})
-    assert writer.wait(), said
+    writers = [Writer(run_dir / "checkpoints", rank, len(bounds), say=said.append) for rank in range(len(bounds))]
+    for rank, (writer, (start, stop)) in enumerate(zip(writers, bounds, strict=True)):
+        fragments = []
+        for kind, unet in unets.items():
+            at = 0
+            for name, parameter in unet.layers.named_parameters():
+                low, high = max(start - at, 0), min(stop - at, parameter.numel())
+                if low < high:
+                    fragments.append(Fragment(kind, name, low, parameter.flatten()[low:high].clone()))
+                at += parameter.numel()
+        writer.begin(f"rank{rank}", fragments, description, {})
+    assert all([writer.wait() for writer in writers]), said
     return run_dir / "checkpoints" / f"images-{images:09}"
+
+
+def same_weights(one: UNet, other: UNet) -> bool:
+    """Whether two U-Nets have the same values under the same names."""
+    mine, theirs = one.state_dict(), other.state_dict()
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
