@@ -205,7 +205,7 @@ def import_weights(path: Path, base: Path, overrides: Sequence[str], out: Path) 
             raise CheckpointError(f"{path} is no folder of diffusers: it should hold unet/config.json or config.json")
         folder = DiffusersFolder(path)
         spec = _spec_with_model(before, folder, base, out / WEIGHTS_FILE)
-        tensors = dict(folder.tensors())
+        tensors = folder.tensors()
         for name, tensor in tensors.items():
             if not tensor.isfinite().all():
                 raise CheckpointError(f"{folder.weights} has values in {name} that are not finite; get it again")

@@ -39,18 +39,12 @@ UNCONDITIONAL = """\
 In this folder, in Python:
 
 ```python
-from diffusers import DDPMPipeline
-
-pipeline = DDPMPipeline.from_pretrained(".")
-images = pipeline(batch_size=16, num_inference_steps={steps}).images
-```
-
-or, with fewer evaluations of the U-Net:
-
-```python
 from diffusers import DDPMPipeline, DPMSolverMultistepScheduler
 
 pipeline = DDPMPipeline.from_pretrained(".")
+images = pipeline(batch_size=16, num_inference_steps={steps}).images
+
+# With fewer evaluations of the U-Net:
 pipeline.scheduler = DPMSolverMultistepScheduler.from_config(pipeline.scheduler.config{options})
 images = pipeline(batch_size=16, num_inference_steps={fast_steps}).images
 ```

@@ -8,14 +8,15 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from ddpm_ds.checkpoint.folder import newest_good
@@ -26,7 +27,7 @@ from ddpm_ds.diffusion.diffusers_config import diffusion_from_scheduler
 from ddpm_ds.errors import CheckpointError
 from ddpm_ds.tracking.run_folder import checkpoints_of
 from ddpm_ds.tracking.tracker import print_to_stderr
-from ddpm_ds.unet.diffusers import from_published, published_shape, stored_names, tensor_names, unet_spec_from_diffusers
+from ddpm_ds.unet.diffusers import from_diffusers, stored_names, to_diffusers, unet_spec_from_diffusers
 from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.model import UNet, parameter_shapes
 
@@ -94,7 +95,7 @@ def load_trained(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Trained:
-    """The weights of :func:`find_trained`, read one parameter at a time, on ``device`` and in ``dtype``.
+    """The weights of :func:`find_trained`, on ``device`` and in ``dtype``.
 
     Raises:
         CheckpointError: there are no such weights, they are damaged, or not finite in ``dtype``.
@@ -107,7 +108,7 @@ def load_trained(
     folder = DiffusersFolder(found)
     diffusion = folder.diffusion()
     return Trained(
-        unet=_filled(folder.layers, folder.tensors(), found, device, dtype),
+        unet=_filled(folder.layers, folder.tensors().items(), found, device, dtype),
         unet_spec=folder.unet,
         diffusion=diffusion,
         sampler=SamplerSpec(),
@@ -222,27 +223,21 @@ class DiffusersFolder:
         except ValueError as error:
             raise CheckpointError(f"{self._scheduler} is no diffusion process of ours: {error}") from None
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor of our U-Net in fp32, by its global name, one at a time."""
-        names, read = _open_weights(self.weights)
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of our U-Net in fp32, by global name."""
+        state = _read_weights(self.weights)
+        misfit = f"{self.weights} does not fit its {CONFIG}: "
         try:
-            stored = stored_names(names, self.layers)
+            stored = stored_names(state, self.layers)
         except ValueError as error:
-            raise CheckpointError(f"{self.weights} does not fit its {CONFIG}: {error}") from None
-        shapes = parameter_shapes(self.layers)
-        for ours, theirs in tensor_names(self.layers):
-            first, *rest = published_shape(shapes[ours])
-            expected = (first // len(theirs), *rest)
-            parts = []
-            for name in theirs:
-                part = read(stored[name])
-                if tuple(part.shape) != expected or not part.is_floating_point():
-                    raise CheckpointError(
-                        f"{self.weights} does not fit its {CONFIG}: {stored[name]} is {_name(part.dtype)} of shape "
-                        f"{tuple(part.shape)}, not floats of {expected}"
-                    )
-                parts.append(part.float())
-            yield ours, from_published(torch.cat(parts))
+            raise CheckpointError(f"{misfit}{error}") from None
+        blank = {name: torch.empty(shape, device="meta") for name, shape in parameter_shapes(self.layers).items()}
+        for name, expected in to_diffusers(blank, self.layers).items():
+            found = state[stored[name]]
+            if found.shape != expected.shape or not found.is_floating_point():
+                what = f"{stored[name]} is {_name(found.dtype)} of shape {tuple(found.shape)}"
+                raise CheckpointError(f"{misfit}{what}, not floats of {tuple(expected.shape)}")
+        return {name: tensor.float() for name, tensor in from_diffusers(state, self.layers).items()}
 
     def digest(self) -> str:
         """The sha256 of the file of weights."""
@@ -250,18 +245,17 @@ class DiffusersFolder:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _open_weights(path: Path) -> tuple[Iterable[str], Callable[[str], Tensor]]:
-    """The tensors' names in a file, and what reads one of them."""
+def _read_weights(path: Path) -> Mapping[str, Tensor]:
+    """The tensors of a file by name; nothing in it is executed."""
     try:
         if path.suffix == ".safetensors":
-            opened = safe_open(path, framework="pt")
-            return opened.keys(), opened.get_tensor
+            return load_file(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError):
         raise CheckpointError(f"{path} is damaged, or holds more than tensors; get it again") from None
     if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
         raise CheckpointError(f"{path} holds something else than tensors by name; it should be a model's state")
-    return state.keys(), state.__getitem__
+    return state
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:

@@ -33,8 +33,6 @@ def test_weights_of_any_layout_are_whole(tmp_path: Path, cuts: Sequence[int]) ->
     trained = load_trained(checkpoint)
     assert same_weights(trained.unet, unets["ema"])
     assert same_weights(load_trained(checkpoint, weights="raw").unet, unets["master"])
-        load_trained(checkpoint, weights="raw").unet, unets["master"]
-    )
     assert (trained.unet_spec, trained.diffusion, trained.sampler) == (spec.unet, spec.diffusion, spec.sampler)
     assert (trained.spec, trained.images_seen, trained.image_shape) == (spec, 640, (1, 8, 8))
     assert (trained.run_dir, trained.weights) == ((tmp_path / "run").resolve(), "ema")
