@@ -41,7 +41,7 @@ FEW: dict[str, Any] = {"diffusion": {"timesteps": 4}, "sampler": {"steps": 2}}
 SPECS = REPOSITORY / "launch" / "specs"
 
 
-def checkpoint_of(folder: Path, **sections: dict[str, Any]) -> Path:
+def checkpoint_of(folder: Path, **sections: Any) -> Path:
     """A checkpoint outside of a run's folder, so that nothing is recorded in MLflow."""
     planted = plant(folder / "run", 320, **sections)
     shutil.move(planted, folder / "checkpoint")
