@@ -24,8 +24,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints" / "images-000000001"
 
 
-@pytest.mark.parametrize("kind", ["ema", "master"])
-@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize(("kind", "dtype"), [("ema", "fp32"), ("master", "fp16"), ("ema", "bf16")])
 def test_file_holds_the_whole_tensors(checkpoint: Path, tmp_path: Path, kind: str, dtype: Dtype) -> None:
     consolidate(checkpoint, tmp_path / "weights.safetensors", kind, dtype)
     found = load_file(tmp_path / "weights.safetensors")

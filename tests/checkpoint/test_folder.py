@@ -56,16 +56,6 @@ def test_writer_applies_the_keep_rules(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [*named(20, 40, 50), "latest"]
 
 
-def test_names_are_sorted_by_images_and_leave_out_what_is_no_checkpoint(tmp_path: Path) -> None:
-    complete = ["images-000000020", "images-000000100", "images-1000000000000"]
-    for name in (*reversed(complete), "images-x", ".writing-images-000000030.1"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "images-000000040").write_text("")
-    (tmp_path / "latest").write_text("")
-    assert names(tmp_path) == complete
-    assert names(tmp_path / "missing") == []
-
-
 def test_newest_good_falls_back_to_the_one_before_and_says_so(tmp_path: Path) -> None:
     for images in (1, 2, 3):
         save(tmp_path, images)
@@ -78,28 +68,21 @@ def test_newest_good_falls_back_to_the_one_before_and_says_so(tmp_path: Path) ->
     assert len(said) == 2 and not any("\n" in line for line in said)
 
 
-def test_no_checkpoint_is_none_but_none_that_is_good_is_an_error(tmp_path: Path) -> None:
+def test_names_are_sorted_and_no_checkpoint_is_none_but_none_that_is_good_is_an_error(tmp_path: Path) -> None:
     said: list[str] = []
+    complete = ["images-000000020", "images-000000100", "images-1000000000000"]
+    for name in (*reversed(complete), "images-x", ".writing-images-000000030.1"):
+        (tmp_path / "other" / name).mkdir(parents=True)
+    (tmp_path / "other" / "images-000000040").write_text("")
+    assert names(tmp_path / "other") == complete and names(tmp_path / "missing") == []
     assert newest_good(tmp_path / "missing", said.append) is None
     save(tmp_path, 1)
+    (tmp_path / "latest").write_text("images-000000009\n")  # a hint that nothing depends on
+    assert newest_good(tmp_path, print) == tmp_path / "images-000000001"
     (tmp_path / "images-000000001" / "manifest.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints in .* can be used"):
         newest_good(tmp_path, said.append)
     assert len(said) == 1
-
-
-def test_latest_is_a_hint_that_nothing_depends_on(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    (tmp_path / "latest").write_text("images-000000009\n")
-    assert newest_good(tmp_path, print) == tmp_path / "images-000000001"
-
-
-def test_checkpoint_of_the_same_images_is_replaced(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    (tmp_path / "images-000000001" / "rank0.safetensors").write_bytes(b"damaged")
-    assert save(tmp_path, 1, cuts=(3, 9)) == []
-    check(tmp_path / "images-000000001", 1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["images-000000001", "latest"]
 
 
 def test_checkpoints_beyond_the_one_written_are_set_aside_and_never_count_for_the_keep_rules(tmp_path: Path) -> None:
@@ -113,22 +96,20 @@ def test_checkpoints_beyond_the_one_written_are_set_aside_and_never_count_for_th
     assert names(tmp_path) == named(15, 18)
 
 
-def test_clean_removes_what_killed_processes_left(tmp_path: Path) -> None:
+def test_clean_removes_what_killed_processes_left_and_undoes_or_finishes_a_replacing(tmp_path: Path) -> None:
     save(tmp_path, 1)
+    (tmp_path / "images-000000001" / "rank0.safetensors").write_bytes(b"damaged")
+    assert save(tmp_path, 1, cuts=(3, 9)) == []  # replaces one of the same number of images
+    check(tmp_path / "images-000000001", 1)
     for name in (".writing-images-000000002.7", ".deleting-images-000000000"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "rank0.safetensors").write_text("half")
     clean(tmp_path)
     clean(tmp_path / "missing")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images-000000001", "latest"]
-
-
-def test_clean_undoes_or_finishes_a_replacing_that_was_killed(tmp_path: Path) -> None:
-    for images in (1, 2):
-        save(tmp_path, images)
-    (tmp_path / "images-000000002").rename(tmp_path / ".replaced-images-000000002")
+    (tmp_path / "images-000000001").rename(tmp_path / ".replaced-images-000000001")
     clean(tmp_path)
-    check(tmp_path / "images-000000002", 2)
-    (tmp_path / ".replaced-images-000000002").mkdir()
+    check(tmp_path / "images-000000001", 1)
+    (tmp_path / ".replaced-images-000000001").mkdir()
     clean(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [*named(1, 2), "latest"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["images-000000001", "latest"]

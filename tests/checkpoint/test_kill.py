@@ -74,9 +74,9 @@ def wait_for(folder: Path, name: str) -> None:
 
 
 def test_killed_writers_leave_only_whole_checkpoints(tmp_path: Path) -> None:
-    assert kill_and_look(tmp_path, 12, random.Random(0)) > 0
+    assert kill_and_look(tmp_path, 8, random.Random(0)) > 0
 
 
 @pytest.mark.long
-def test_writers_killed_for_minutes_leave_only_whole_checkpoints(tmp_path: Path) -> None:
-    assert kill_and_look(tmp_path, 400, random.Random(1)) > 0
+def test_writers_killed_many_times_leave_only_whole_checkpoints(tmp_path: Path) -> None:
+    assert kill_and_look(tmp_path, 60, random.Random(1)) > 0

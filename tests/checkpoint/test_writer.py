@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import resource
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.writer import Fragment, Writer
 from tests.checkpoint.saving import KINDS, SHAPES, Shapes, check, describe, fragments_of, save, total, values_of
 
-cuts = st.lists(st.integers(0, total()), max_size=4)
+cuts = st.lists(st.integers(0, total()), max_size=4)  # 0 twice: a rank without fragments, which writes no file
 
 
 def left_over(folder: Path) -> list[str]:
@@ -48,7 +49,7 @@ def test_what_lies_on_the_disk(tmp_path: Path) -> None:
         assert file.get_tensor("ema/2.weight@9").equal(values_of("ema", "2.weight", 100, 40)[9:])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(one=cuts, other=cuts, data=st.data())
 def test_any_layout_reads_what_any_other_wrote(
     one: list[int], other: list[int], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
@@ -57,6 +58,10 @@ def test_any_layout_reads_what_any_other_wrote(
     for folder, layout in zip(folders, (one, other), strict=True):
         assert save(folder, 7, layout) == []
         check(folder / "images-000000007", 7)
+        empty = [
+            rank for rank, ends in enumerate(itertools.pairwise((0, *sorted(layout), total()))) if ends[0] == ends[1]
+        ]
+        assert not any((folder / "images-000000007" / f"rank{rank}.safetensors").exists() for rank in empty)
     first, second = (Reader(folder / "images-000000007") for folder in folders)
     start = data.draw(st.integers(0, 40))
     length = data.draw(st.integers(0, 40 - start))
@@ -65,23 +70,32 @@ def test_any_layout_reads_what_any_other_wrote(
     assert piece.equal(values_of("exp_avg", "2.weight", 7, 40)[start : start + length])
 
 
-def test_training_may_change_everything_as_soon_as_begin_returns(tmp_path: Path) -> None:
+def test_begin_does_not_wait_for_the_disk_and_training_may_then_change_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, original = threading.Event(), os.fsync
+
+    def slow(descriptor: int) -> None:
+        assert begun.wait(60)
+        original(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slow)
     fragments, description, state = fragments_of(5, 0, total()), describe(5), {"images": 5}
+    for fragment in fragments:
+        fragment.values.requires_grad_()  # parameters are taken without their graph
     writer = Writer(tmp_path, 0, 1, say=print)
     writer.begin("all", fragments, description, state)
     for fragment in fragments:
-        fragment.values.fill_(float("nan"))
+        fragment.values.detach().fill_(float("nan"))
     state["images"] = description.spec["name"] = 6
+    begun.set()
     assert writer.wait()
     check(tmp_path / "images-000000005", 5)
     assert Reader(tmp_path / "images-000000005").manifest.spec["name"] == "test"
-
-
-def test_parameters_under_training_are_taken_without_their_graph(tmp_path: Path) -> None:
-    weight = torch.nn.Parameter(torch.ones(4))
-    writer = Writer(tmp_path, 0, 1, say=print)
-    writer.begin("all", [Fragment("master", "w", 0, weight)], describe(1, {"w": (2, 2)}), {})
-    assert writer.wait() and not Reader(tmp_path / "images-000000001").read("master", "w").requires_grad
+    for images, shapes in ((6, {"w": (20,)}), (7, {"w": (50,)}), (8, {"w": (30,)})):  # host memory fits all sizes
+        writer.begin("all", fragments_of(images, 0, 50, shapes), describe(images, shapes), {"images": images})
+        assert writer.wait()
+        check(tmp_path / f"images-{images:09}", images, shapes)
 
 
 @pytest.mark.parametrize("values", [torch.ones(4, dtype=torch.float16), torch.ones(2, 2)])
@@ -90,23 +104,15 @@ def test_fragments_are_fp32_and_flat(values: torch.Tensor) -> None:
         Fragment("master", "w", 0, values)
 
 
-def test_a_second_begin_waits_for_the_first_and_says_how_long(tmp_path: Path) -> None:
-    said: list[str] = []
-    writer = Writer(tmp_path, 0, 2, say=said.append, time_limit_seconds=0.4)
-    writer.begin("all", fragments_of(1, 0, total()), describe(1), {})
-    first = writer.seconds_blocked
-    writer.begin("all", fragments_of(2, 0, total()), describe(2), {})
-    assert first < 0.3 < writer.seconds_blocked
-    assert not writer.wait() and len(said) == 2
-
-
 def test_a_rank_whose_part_does_not_come_costs_one_line(tmp_path: Path) -> None:
     save(tmp_path, 1)
     said: list[str] = []
     writer = Writer(tmp_path, 0, 3, say=said.append, time_limit_seconds=0.2)
     writer.begin("all", fragments_of(2, 0, total()), describe(2), {})
+    writer.begin("all", fragments_of(3, 0, total()), describe(3), {})
+    assert len(said) == 1, "a second begin waits for the first"
     assert not writer.wait()
-    assert said == [
+    assert said[:1] == [
         "checkpoint images-000000002 was not saved: rank 1, 2 had not written its part after 0.2 s; "
         "images-000000001 stays, only the time since is at risk"
     ]
@@ -114,6 +120,10 @@ def test_a_rank_whose_part_does_not_come_costs_one_line(tmp_path: Path) -> None:
 
 
 def test_rank_0_says_what_another_rank_met(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("is in the way")
+    (line,) = save(tmp_path / "file", 1)
+    assert line.startswith("checkpoint images-000000001 was not saved: ") and line.endswith("there is none before it")
+    (tmp_path / "file").unlink()
     said: list[str] = []
     writers = [Writer(tmp_path, rank, 2, say=said.append) for rank in range(2)]
     for rank, part in enumerate(("stage0", "no-such-folder/stage1")):
@@ -124,12 +134,6 @@ def test_rank_0_says_what_another_rank_met(tmp_path: Path) -> None:
         "there is none before it"
     ]
     assert left_over(tmp_path) == []
-
-
-def test_a_rank_without_fragments_writes_no_file(tmp_path: Path) -> None:
-    assert save(tmp_path, 3, cuts=(0,)) == []
-    check(tmp_path / "images-000000003", 3)
-    assert not (tmp_path / "images-000000003" / "rank0.safetensors").exists()
 
 
 @pytest.mark.parametrize(
@@ -222,12 +226,6 @@ def test_a_file_that_can_not_grow_costs_one_line_and_nothing_else(tmp_path: Path
     check(tmp_path / "images-000000003", 3, shapes)
 
 
-def test_a_folder_that_can_not_be_made_costs_one_line(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").write_text("a file is in the way")
-    (said,) = save(tmp_path / "checkpoints", 1)
-    assert said.startswith("checkpoint images-000000001 was not saved: ") and said.endswith("there is none before it")
-
-
 def test_a_rename_that_fails_gives_the_replaced_checkpoint_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,14 +244,6 @@ def test_a_rename_that_fails_gives_the_replaced_checkpoint_back(
     assert left_over(tmp_path) == []
 
 
-def test_host_memory_fits_checkpoints_of_any_size_one_after_the_other(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, 0, 1, say=print)
-    for images, shapes in ((1, {"w": (20,)}), (2, {"w": (50,)}), (3, {"w": (30,)})):
-        writer.begin("all", fragments_of(images, 0, 50, shapes), describe(images, shapes), {"images": images})
-        assert writer.wait()
-        check(tmp_path / f"images-{images:09}", images, shapes)
-
-
 def test_what_a_slower_rank_left_of_a_failed_checkpoint_is_removed_by_the_next(tmp_path: Path) -> None:
     said: list[str] = []
     writers = [Writer(tmp_path, rank, 2, say=said.append, time_limit_seconds=0.1) for rank in range(2)]
@@ -265,17 +255,3 @@ def test_what_a_slower_rank_left_of_a_failed_checkpoint_is_removed_by_the_next(t
         writers[rank].begin(f"rank{rank}", fragments_of(1, start, stop), describe(1), {"images": 1})
     assert all(writer.wait() for writer in writers) and left_over(tmp_path) == []
     check(tmp_path / "images-000000001", 1)
-
-
-def test_begin_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = os.fsync
-
-    def slow(descriptor: int) -> None:
-        time.sleep(0.1)
-        original(descriptor)
-
-    monkeypatch.setattr(os, "fsync", slow)
-    writer = Writer(tmp_path, 0, 1, say=print)
-    writer.begin("all", fragments_of(1, 0, total()), describe(1), {})
-    assert writer.seconds_blocked < 0.1
-    assert writer.wait()

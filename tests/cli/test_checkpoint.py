@@ -94,13 +94,6 @@ def test_wrong_paths_are_one_line_and_exit_code_2(
     assert "fp8" in error_of(["consolidate", str(run_dir), str(tmp_path / "x"), "--dtype", "fp8"], capsys)
 
 
-@pytest.mark.parametrize("verb", [[], ["list"], ["verify"], ["describe"], ["consolidate"]])
-def test_every_verb_has_help(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["checkpoint", *verb, "--help"])
-    assert caught.value.code == 0 and "usage: ddpm-ds checkpoint" in capsys.readouterr().out
-
-
 def test_looking_needs_no_torch(run_dir: Path) -> None:
     checkpoint = run_dir / "checkpoints" / "images-000001000"
     program = f"""
