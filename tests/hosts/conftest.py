@@ -12,7 +12,7 @@ from tests.hosts.namespaces import PROGRAMS, why_not
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what needs hosts as needing the programs that make them."""
+    """Mark what needs hosts as needing the programs that make them, and as long."""
     for item in items:
         if "can_make_hosts" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.needs_programs(*PROGRAMS))
@@ -27,7 +27,10 @@ def can_make_hosts() -> None:
 
 
 @pytest.fixture(scope="module")
-def hosts(can_make_hosts: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    """Two hosts that share the tests' temporary folders."""
-    with Hosts(tmp_path_factory.mktemp("hosts") / "two", visible=[tmp_path_factory.getbasetemp()]) as hosts:
+def hosts(
+    request: pytest.FixtureRequest, can_make_hosts: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Hosts]:
+    """Hosts that share the tests' temporary folders; two, unless the module's ``HOSTS`` says another number."""
+    count = getattr(request.module, "HOSTS", 2)
+    with Hosts(tmp_path_factory.mktemp("hosts") / "made", count, visible=[tmp_path_factory.getbasetemp()]) as hosts:
         yield hosts

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -18,6 +17,8 @@ from tests.train.ranks import arguments
 pytestmark = pytest.mark.launch
 
 DOCTOR = [sys.executable, "-m", "ddpm_ds.cli.main", "doctor"]
+JSON = ["--deepspeed_config", "ds_configs/zero2_fp16.json"]
+HOSTS = 3
 SPEC = REPOSITORY / "launch" / "specs" / "digits.yaml"
 
 
@@ -27,25 +28,10 @@ def row(text: str, name: str) -> list[str]:
     return re.split(r"  +", line)[1:]
 
 
-@pytest.fixture(scope="module")
-def three_hosts(can_make_hosts: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    with Hosts(tmp_path_factory.mktemp("hosts") / "three", 3, visible=[tmp_path_factory.getbasetemp()]) as hosts:
-        yield hosts
-
-
-def test_equal_hosts_are_good_and_their_network_is_measured(three_hosts: Hosts, tmp_path: Path) -> None:
-    hosts, file = three_hosts, tmp_path / "env"
-    hostfile = hosts.hostfile(tmp_path / "hostfile")
+def test_equal_hosts_are_good_and_their_network_is_measured(hosts: Hosts, tmp_path: Path) -> None:
+    file, hostfile = tmp_path / "env", hosts.hostfile(tmp_path / "hostfile")
     done = hosts[0].run(
-        [
-            *DOCTOR,
-            "--hostfile",
-            str(hostfile),
-            "--deepspeed_config",
-            "ds_configs/zero2_fp16.json",
-            "--write-env",
-            str(file),
-        ],
+        [*DOCTOR, "--hostfile", str(hostfile), *JSON, "--write-env", str(file)],
         env={"MLFLOW_TRACKING_TOKEN": "hush", "GLOO_SOCKET_IFNAME": "eth0"},
         timeout=120,
     )
@@ -64,42 +50,36 @@ def test_equal_hosts_are_good_and_their_network_is_measured(three_hosts: Hosts, 
     assert max(traffic.sent for traffic in hosts.bytes_between().values()) < 800 * 2**20  # also on a network that bills
     assert read_environment(file) | {"GLOO_SOCKET_IFNAME": "eth0", "DS_ACCELERATOR": "cpu"} == read_environment(file)
     assert "secrets: MLFLOW_TRACKING_TOKEN" in done.stdout and "hush" not in file.read_text() + done.stdout
-    assert not hosts[1].processes(r"ddpm_ds\.doctor")
+    assert not hosts[1].processes(r"ddpm_ds\.cluster")
 
 
-def test_what_differs_is_named_with_its_host_and_the_fix(
-    can_make_hosts: None, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    with Hosts(tmp_path / "unlike", visible=[tmp_path_factory.getbasetemp()]) as hosts:
-        one, two = hosts[0], hosts[1]
-        here = metadata.version("pydantic")
-        described = Path(str(metadata.distribution("pydantic").locate_file(f"pydantic-{here}.dist-info/METADATA")))
-        two.replace_file(described, described.read_text().replace(f"\nVersion: {here}", "\nVersion: 2.11.0"))
-        two.replace_file(SPEC, SPEC.read_text().replace("held_out_images: 197", "held_out_images: 64"))
-        hostfile = hosts.hostfile(tmp_path / "hostfile", names=["worker-1", "worker-2", "10.77.0.9"])
-        done = one.run([*DOCTOR, "--hostfile", str(hostfile), "--no-network"], timeout=120)
-        assert done.returncode == 2, done.stdout
-        assert (
-            f"! worker-2, pydantic: 2.11.0, worker-1 has {here}; pip install pydantic=={here} on worker-2"
-            in done.stdout
-        )
-        assert f"! worker-2, spec: data.held_out_images is 64 (worker-1: 197); copy {SPEC} to worker-2" in done.stdout
-        assert re.search(r"^! 10\.77\.0\.9, ssh: .*(No route to host|timed out|no answer)", done.stdout, re.MULTILINE)
-        assert row(done.stdout, "torch")[0] == row(done.stdout, "torch")[1] and row(done.stdout, "torch")[2] == "-"
+def test_what_differs_is_named_with_its_host_and_the_fix(hosts: Hosts, tmp_path: Path) -> None:
+    one, two = hosts[0], hosts[1]
+    here = metadata.version("pydantic")
+    described = Path(str(metadata.distribution("pydantic").locate_file(f"pydantic-{here}.dist-info/METADATA")))
+    two.replace_file(described, described.read_text().replace(f"\nVersion: {here}", "\nVersion: 2.11.0"))
+    two.replace_file(SPEC, SPEC.read_text().replace("held_out_images: 197", "held_out_images: 64"))
+    hostfile = hosts.hostfile(tmp_path / "hostfile", names=["worker-1", "worker-2", "10.77.0.9"])
+    done = one.run([*DOCTOR, "--hostfile", str(hostfile), "--no-network"], timeout=120)
+    assert done.returncode == 2, done.stdout
+    assert f"! worker-2, pydantic: 2.11.0, worker-1 has {here}; pip install pydantic=={here} on worker-2" in done.stdout
+    assert f"! worker-2, spec: data.held_out_images is 64 (worker-1: 197); copy {SPEC} to worker-2" in done.stdout
+    assert re.search(r"^! 10\.77\.0\.9, ssh: .*(No route to host|timed out|no answer)", done.stdout, re.MULTILINE)
+    assert row(done.stdout, "torch")[0] == row(done.stdout, "torch")[1] and row(done.stdout, "torch")[2] == "-"
 
-        hosts.hostfile(hostfile, slots=1)
-        script = ["launch/train.py", *arguments(tmp_path / "run", (), "zero2_fp16.json", ["-p", "2"])]
-        done = one.run(["deepspeed", "--hostfile", str(hostfile), *script], timeout=120)
-        assert done.returncode == 2, done.stdout
-        assert (
-            "ddpm_ds: error: host worker-2 (rank 1) differs from host worker-1 (rank 0): "
-            f"version of pydantic is 2.11.0, not {here}; install the same versions on all hosts" in done.stdout
-        )
-        assert not two.processes("train.py") and not (tmp_path / "run").exists()
+    hosts.hostfile(hostfile, slots=1, names=["worker-1", "worker-2"])
+    script = ["launch/train.py", *arguments(tmp_path / "run", (), "zero2_fp16.json", ["-p", "2"])]
+    done = one.run(["deepspeed", "--hostfile", str(hostfile), *script], timeout=120)
+    assert done.returncode == 2, done.stdout
+    assert (
+        "ddpm_ds: error: host worker-2 (rank 1) differs from host worker-1 (rank 0): "
+        f"version of pydantic is 2.11.0, not {here}; install the same versions on all hosts" in done.stdout
+    )
+    assert not two.processes("train.py") and not (tmp_path / "run").exists()
 
-        for process in two.processes("sshd"):
-            process.kill()
-        done = one.run([*DOCTOR, "--hostfile", str(hosts.hostfile(hostfile)), "--no-network"], timeout=120)
-        assert done.returncode == 2
-        assert re.search(r"^! worker-2, ssh: .*Connection refused; start sshd on worker-2", done.stdout, re.MULTILINE)
-        assert "! worker-1" not in done.stdout
+    for process in two.processes("sshd"):
+        process.kill()
+    done = one.run([*DOCTOR, "--hostfile", str(hostfile), "--no-network"], timeout=120)
+    assert done.returncode == 2
+    assert re.search(r"^! worker-2, ssh: .*Connection refused; start sshd on worker-2", done.stdout, re.MULTILINE)
+    assert "! worker-1" not in done.stdout

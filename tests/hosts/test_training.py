@@ -1,23 +1,35 @@
-"""Training across hosts gives what training on one host gives, whichever launcher starts it."""
+"""Training across hosts gives what training on one host gives, with any launcher, checkpoint folder or disaster."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
+from mlflow import MlflowClient
 
-from tests.hosts.hosts import UNMETERED, Hosts
+from ddpm_ds.checkpoint.folder import names
+from ddpm_ds.checkpoint.reader import Reader
+from tests.hosts.hosts import UNMETERED, Host, Hosts
 from tests.launching import REPOSITORY, write_json
 from tests.train.ranks import Ranks, arguments, checkpoints, end_of, mlflow_run, points, the_same
 
 pytestmark = pytest.mark.launch
 
-CHANGES = ("train.images=160", "train.batch_images=16", "train.accumulation=4", "logging.log_every_images=16")
+HALF, WHOLE = 80, 160
+"""Images after which a run stops that is to be resumed, and in all."""
+CHANGES = (f"train.images={WHOLE}", "train.batch_images=16", "train.accumulation=4", "logging.log_every_images=16")
 CONFIG = REPOSITORY / "ds_configs" / "zero2_fp16.json"
 TRAIN_SECONDS = 240.0
+
+Starter = tuple[Host, Sequence[str]]
+"""A host, and the launcher that is started there."""
 
 
 def run_dir_with_store(folder: Path, store: Path) -> Path:
@@ -35,20 +47,19 @@ def one_host(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Pat
     return run_dir
 
 
-def train(hosts: Hosts, run_dir: Path, launchers: Sequence[Sequence[str]], config: Path = CONFIG) -> str:
-    """Train two stages with a launcher on each of the first hosts; returns what all said.
-
-    Nothing of it is left on any host.
-    """
-    command = ["launch/train.py", *arguments(run_dir, CHANGES, str(config), ["-p", "2"])]
-    outputs = [run_dir.with_name(f"said-{index}") for index in range(len(launchers))]
+def train(
+    hosts: Hosts, run_dir: Path, starters: Sequence[Starter], *changes: str, config: Path = CONFIG, code: int = 0
+) -> str:
+    """Train two stages with launchers that end with ``code``, and leave nothing on any host; returns what all said."""
+    command = ["launch/train.py", *arguments(run_dir, [*CHANGES, *changes], str(config), ["-p", "2"])]
+    outputs = [run_dir.with_name(f"said-{index}") for index in range(len(starters))]
     started = [
-        hosts[index].start([*launcher, *command], UNMETERED, output)
-        for index, (launcher, output) in enumerate(zip(launchers, outputs, strict=True))
+        host.start([*launcher, *command], UNMETERED, output)
+        for (host, launcher), output in zip(starters, outputs, strict=True)
     ]
     codes = [program.wait(TRAIN_SECONDS) for program in started]
     said = "".join(output.read_text() for output in outputs)
-    assert codes == [0] * len(launchers), said[-6000:]
+    assert codes == [code] * len(starters), said[-6000:]
     assert [host.processes(r"train\.py|launcher|torch\.distributed") for host in hosts] == [[]] * len(hosts)
     return said
 
@@ -72,7 +83,7 @@ def test_two_hosts_started_over_ssh_train_as_one_does_in_one_mlflow_run(
     run_dir = run_dir_with_store(tmp_path, empty_store)
     before = hosts.bytes_between()
     hostfile = hosts.hostfile(tmp_path / "hostfile")
-    said = train(hosts, run_dir, [["deepspeed", "--hostfile", str(hostfile)]])
+    said = train(hosts, run_dir, [(hosts[0], ["deepspeed", "--hostfile", str(hostfile)])])
     assert losses(run_dir) == losses(one_host) and len(losses(run_dir)) == 10, "bit for bit"
     assert held_out_losses(run_dir) == held_out_losses(one_host) and len(held_out_losses(run_dir)) == 2
     assert pictures(run_dir) == pictures(one_host) and len(pictures(run_dir)) == 2
@@ -87,11 +98,158 @@ def test_two_hosts_started_over_ssh_train_as_one_does_in_one_mlflow_run(
 def test_torchrun_on_each_host_trains_the_folded_schedule_as_one_host_does(
     hosts: Hosts, one_host: Path, tmp_path: Path, empty_store: Path
 ) -> None:
-    config = json.loads(CONFIG.read_text())
-    config["pipeline"]["schedule"] = "folded"
-    run_dir = run_dir_with_store(tmp_path, empty_store)
+    values = json.loads(CONFIG.read_text())
+    values["pipeline"]["schedule"] = "folded"
+    config, run_dir = write_json(tmp_path / "folded.json", values), run_dir_with_store(tmp_path, empty_store)
     torchrun = ["torchrun", "--nnodes", "2", "--nproc_per_node", "2", "--master_addr", hosts[0].address, "--node_rank"]
-    said = train(hosts, run_dir, [[*torchrun, "0"], [*torchrun, "1"]], write_json(tmp_path / "folded.json", config))
+    starters = [(host, [*torchrun, str(node)]) for node, host in enumerate(hosts)]
+    said = train(hosts, run_dir, starters, config=config)
     assert "2 stages x 2 replicas, schedule folded" in said
     assert losses(run_dir) == pytest.approx(losses(one_host), rel=1e-6)
     assert held_out_losses(run_dir) == pytest.approx(held_out_losses(one_host), rel=1e-5)
+
+
+def test_without_a_shared_folder_each_host_keeps_its_own_and_the_run_resumes_from_wherever_the_pieces_are(
+    hosts: Hosts, one_host: Path, tmp_path: Path, empty_store: Path
+) -> None:
+    config = write_json(
+        tmp_path / "config.json", {**json.loads(CONFIG.read_text()), "pipeline": {"across_hosts": "stages"}}
+    )
+    run_dir = run_dir_with_store(tmp_path, empty_store)
+    one, two = (host.private(run_dir) for host in hosts)
+
+    def pieces(folder: Path, images: int) -> list[str]:
+        return sorted(path.name for path in (folder / "checkpoints" / f"images-{images:09d}").iterdir())
+
+    hostfile = hosts.hostfile(tmp_path / "hostfile")
+    train(
+        hosts, run_dir, [(hosts[0], ["deepspeed", "--hostfile", str(hostfile)])], f"train.images={HALF}", config=config
+    )
+    small = ["manifest.json", "stage{}-replica0.safetensors", "stage{}-replica1.safetensors", "state.json"]
+    assert pieces(one, HALF) == [name.format(0) for name in small]
+    assert pieces(two, HALF) == [name.format(1) for name in small]
+    assert not [path for path in run_dir.iterdir() if path.name != ".lock"], "nothing beside the hosts' own folders"
+
+    # worker-2 is first now, without ssh, and has the other stage
+    hosts.hostfile(hostfile, names=["worker-2", "worker-1"])
+    own = ["deepspeed", "--hostfile", str(hostfile), "--no_ssh", "--master_addr", hosts[1].address, "--node_rank"]
+    said = train(hosts, run_dir, [(hosts[1], [*own, "0"]), (hosts[0], [*own, "1"])], config=config)
+    assert "resuming from" in said and "images-000000080: 0." in said
+    assert "MB of it go from host worker-1, worker-2 to host worker-1, worker-2" in said
+    assert pieces(two, WHOLE) == [name.format(0) for name in small]
+    for folder in (one, two):  # as somebody would bring a checkpoint together
+        shutil.copytree(folder / "checkpoints" / "images-000000160", tmp_path / "merged", dirs_exist_ok=True)
+    expected, found = end_of(one_host), Reader(tmp_path / "merged")
+    assert found.state == expected.state
+    for kind in expected.kinds:
+        for name in expected.manifest.parameters:
+            assert torch.equal(found.read(kind, name), expected.read(kind, name)), f"{kind} of {name}: bit for bit"
+    assert losses(one) + losses(two) == losses(one_host)
+    assert mlflow_run(run_dir)[1].data.tags["resume_count"] == "1", "one run, although rank 0 was on another host"
+
+    shutil.rmtree(two / "checkpoints")
+    hosts.hostfile(hostfile, slots=1)
+    starter = hosts[0], ["deepspeed", "--hostfile", str(hostfile)]
+    said = train(hosts, run_dir, [starter], f"train.images={2 * WHOLE}", config=config, code=2)
+    (error,) = {line.partition(": error: ")[2] for line in said.splitlines() if "ddpm_ds: error: " in line}
+    assert "none of the 2 checkpoints in" in error and "images-000000160 lacks stage0-replica0.safetensors" in error
+    assert f"which host worker-2 wrote in {run_dir}/checkpoints (it has that no more)" in error
+    assert names(one / "checkpoints") == ["images-000000080", "images-000000160"], "nothing was begun anew"
+
+
+PATIENCE_SECONDS = 180.0
+GONE_SECONDS = 30.0
+"""Time within which nothing may be left of a start on any host: --dead-seconds, ssh's alarm, the launcher's leave."""
+OF_A_RUN = r"train\.py|deepspeed\.launcher|pdsh|tracking\.worker"
+ENVIRONMENT = {
+    "PDSH_SSH_ARGS_APPEND": "-o ServerAliveInterval=1 -o ServerAliveCountMax=3",
+    "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL": "0.1",
+}
+LOGGED = {"system/cpu_utilization_percentage", "system/worker-2/cpu_utilization_percentage", "train/loss"}
+"""Metrics of a run of two hosts, as soon as a process beside training has imported MLflow."""
+
+
+def set_images(spec: Path, images: int) -> None:
+    """Write the spec of a run of so many images."""
+    values = yaml.safe_load((REPOSITORY / "launch" / "specs" / "digits.yaml").read_text())
+    values["train"]["images"] = images
+    spec.write_text(yaml.safe_dump(values))
+
+
+def logged(run_dir: Path) -> set[str]:
+    """The names of the metrics in the run's one MLflow run, if it has begun."""
+    client = MlflowClient(f"sqlite:///{run_dir.parent / 'mlflow.db'}")
+    runs = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+    assert len(runs) < 2
+    return {name for run in runs for name in run.data.metrics}
+
+
+def test_a_run_outlives_a_dropped_ssh_a_stalled_network_and_a_dead_host(
+    hosts: Hosts, tmp_path: Path, empty_store: Path
+) -> None:
+    one, two = hosts
+    run_dir, spec, said = run_dir_with_store(tmp_path, empty_store), tmp_path / "spec.yaml", tmp_path / "said"
+    set_images(spec, 1_000_000)
+    hostfile = hosts.hostfile(tmp_path / "hostfile", slots=1)
+    changes = ("checkpoint.every_images=48", "samples.every_images=null", "evaluation.every_images=null")
+    options = ["--spec", str(spec), "-p", "2", "--dead-seconds", "6"]
+    script = ["launch/train.py", *arguments(run_dir, changes, "zero2_fp16.json", options)]
+    run = one.start(
+        ["ddpm-ds", "run", "--max-restarts", "2", "--", "--hostfile", str(hostfile), *script], ENVIRONMENT, said
+    )
+
+    def until(happened: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:
+        deadline = time.monotonic() + seconds
+        while not happened():
+            assert time.monotonic() < deadline, said.read_text()[-6000:]
+            time.sleep(0.05)
+
+    def lines(pattern: str) -> list[str]:
+        return re.findall(pattern, said.read_text())
+
+    at_start: list[str] = []
+
+    def trains() -> bool:
+        """Whether the newest start has written a checkpoint."""
+        latest = run_dir / "checkpoints" / "latest"
+        return latest.exists() and latest.read_text() not in at_start
+
+    def after(disaster: Callable[[], object], alive: list[Host]) -> None:
+        """Let it happen when the run trains; everything of this start ends in time, and the next begins."""
+        until(trains)
+        old = [process for host in alive for process in host.processes(OF_A_RUN)]
+        restarts = len(lines("; restart "))
+        disaster()
+        until(lambda: not any(process.is_running() for process in old), GONE_SECONDS)
+        until(lambda: len(lines("; restart ")) > restarts)
+        at_start.append((run_dir / "checkpoints" / "latest").read_text())
+
+    def drop_ssh() -> None:
+        (ssh,) = one.processes(r"^ssh .* worker-2 ")
+        ssh.kill()
+
+    def stall_network() -> None:
+        hosts.hostfile(hostfile, slots=2)
+        hosts.stall()
+        until(lambda: lines(r"rank 1 \(stage 1, host worker-2\) has not answered for 6 s"), GONE_SECONDS)
+        hosts.heal()
+
+    def lose_host() -> None:
+        hosts.hostfile(hostfile, names=["worker-1"])
+        set_images(spec, int(points(run_dir)[-1]["progress/images"]) + 48)
+        two.kill()
+
+    until(lambda: logged(run_dir) >= LOGGED)
+    after(drop_ssh, [two])
+    after(stall_network, [two])
+    after(lose_host, [])
+    assert run.wait(PATIENCE_SECONDS) == 0, said.read_text()[-6000:]
+
+    assert lines(r"ddpm-ds run: (.*); restart") == ["exit code 76 (a process was lost or hung)"] * 3
+    assert lines(r"layout +(\d) processes: 2 stages x (\d)") == [("2", "1"), ("2", "1"), ("4", "2"), ("2", "1")]
+    resumed = lines(r"resuming from \S+/(images-\d+)")
+    assert resumed == sorted(set(resumed)) and len(resumed) == 3
+    gone = "what started rank 1 (stage 1, host worker-2) is gone: all ranks have saved and stopped"
+    dead = "rank 2 (stage 1, host worker-2), rank 3 (stage 1, host worker-2) have not answered for 6 s"
+    assert gone in said.read_text() and dead in said.read_text()
+    assert one.processes(OF_A_RUN) == []
