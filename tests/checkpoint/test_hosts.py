@@ -307,8 +307,8 @@ class Killer:
         return threading.current_thread().name.endswith(self.host)
 
 
-QUICK = {("a", True, True), ("b", False, True), ("b", True, False)}
-"""What of the following is not left to a long run."""
+QUICK = {("a", True, True), ("b", False, True)}
+"""Cases of the following test that are not left to a long run."""
 
 
 @pytest.mark.parametrize(
