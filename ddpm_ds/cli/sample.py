@@ -175,7 +175,7 @@ def sampler_from(
         message = fault["msg"][:1].lower() + fault["msg"][1:]
         raise SpecError(f"--{fault['loc'][0]} {fault['input']}: {message}") from None
     if options.variance is not None and changed.kind != "ddpm":
-        raise SpecError(f"--variance is of ddpm, not of {changed.kind}; leave it out or use --sampler ddpm")
+        raise SpecError(f"--variance is an option of ddpm, not of {changed.kind}; leave it out or use --sampler ddpm")
     try:
         check_sampler(changed, timesteps=timesteps, classes=classes)
     except ValueError as error:
@@ -208,7 +208,7 @@ def _labels(options: argparse.Namespace, classes: int | None) -> tuple[int, ...]
 
 
 def _out_and_format(options: argparse.Namespace, trained: Trained) -> tuple[Path, str]:
-    """Where to write what."""
+    """The path to write and the format."""
     out, wanted = options.out, options.format
     if out is None:
         wanted = wanted or "grid"

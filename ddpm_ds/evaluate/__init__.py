@@ -1,4 +1,4 @@
-"""What a trained U-Net is worth: samples, scores, and its way to and from diffusers."""
+"""Samples and scores of a trained U-Net, and its way to and from diffusers."""
 
 OF_INCEPTION = ("fid", "kid", "pr")
 """Names of the scores that need features of Inception v3."""

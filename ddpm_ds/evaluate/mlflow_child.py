@@ -1,4 +1,4 @@
-"""What is made of a checkpoint (scores, samples, exports) as a child of its run in MLflow."""
+"""Children of a run in MLflow: the scores, samples and exports of its checkpoints."""
 
 from __future__ import annotations
 

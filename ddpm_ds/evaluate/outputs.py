@@ -1,4 +1,4 @@
-"""Where drawn images go: a folder of finished batches, a folder of PNG files, a grid or an npz archive.
+"""Outputs for drawn images: a folder of finished batches, a folder of PNG files, a grid or an npz archive.
 
 Each holds the record of the request that it answers, so that nothing is overwritten or mixed with other images. A file
 is complete or not there, and whatever is there counts when an interrupted drawing goes on.
@@ -210,7 +210,7 @@ def _refuse_other(path: Path, asked: Request, there: Request | None, left_out: S
     if there is None:
         raise OutputError(f"{path} exists and does not say how it was drawn; remove it, or name another --out")
     if difference := asked.difference(there, *left_out):
-        raise OutputError(f"{path} was drawn with other {difference}; remove it, or name another --out")
+        raise OutputError(f"{path} was drawn with another {difference}; remove it, or name another --out")
 
 
 @contextlib.contextmanager

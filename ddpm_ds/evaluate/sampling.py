@@ -35,12 +35,12 @@ LOG_SECONDS = 30.0
 
 
 class Request(BaseModel):
-    """The images that are asked for and everything that their pixels follow from."""
+    """The requested images and everything that their pixels follow from."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     origin: str
-    """Where the weights were; the same weights may have moved."""
+    """Path of the weights; the same weights may have moved since."""
     weights: str
     images_seen: int | None
     digest: str

@@ -89,7 +89,7 @@ class Score:
     """One number, with what it takes to read it."""
 
     name: str
-    """In MLflow after ``eval/``."""
+    """Name in MLflow, after ``eval/``."""
     title: str
     value: float | None
     """The score of the drawn images; None where only real images have it."""
@@ -108,7 +108,7 @@ class Score:
 
 
 class Scorer:
-    """Computes the scores that were asked for, or all that can be had on this machine."""
+    """Computes the requested scores, or all that this machine can compute."""
 
     def __init__(self, asked: Sequence[str] | None, reference: DatasetCache, inception_weights: Path | None) -> None:
         """``asked`` is some of METRICS; None takes those that can be had, and a line on stderr names the others.

@@ -44,7 +44,7 @@ class Trained:
     """A trained U-Net with what is needed to draw from it and to say where it is from."""
 
     unet: UNet
-    """In eval mode, without gradients."""
+    """The network in eval mode, without gradients."""
     unet_spec: UnetSpec
     diffusion: DiffusionSpec
     sampler: SamplerSpec
@@ -57,7 +57,7 @@ class Trained:
     """sha256 that is another one whenever the weights are."""
     weights: Literal["ema", "raw", "export"]
     images_seen: int | None = None
-    """How long a checkpoint was trained."""
+    """Images that a checkpoint was trained with."""
     run_dir: Path | None = None
     """The run's folder, where the checkpoint lies in ``RUN_DIR/checkpoints``."""
     spec: RunSpec | None = None
@@ -192,7 +192,7 @@ class DiffusersFolder:
         try:
             self.unet, self.image_channels, self.image_size = unet_spec_from_diffusers(config)
         except ValueError as error:
-            raise CheckpointError(f"{model / CONFIG} is no U-Net of ours: {error}") from None
+            raise CheckpointError(f"{model / CONFIG} is not a U-Net that ddpm_ds can express: {error}") from None
         self.layers = unet_layers(self.unet, image_channels=self.image_channels, image_size=self.image_size)
         self.class_rows: int | None = config.get("num_class_embeds")
         """Rows of the class embedding, the last of which is read as "no label"."""
@@ -221,7 +221,9 @@ class DiffusersFolder:
         try:
             return diffusion_from_scheduler(_read_json(self._scheduler), base)
         except ValueError as error:
-            raise CheckpointError(f"{self._scheduler} is no diffusion process of ours: {error}") from None
+            raise CheckpointError(
+                f"{self._scheduler} is not a diffusion process that ddpm_ds can express: {error}"
+            ) from None
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of our U-Net in fp32, by global name."""
@@ -254,7 +256,7 @@ def _read_weights(path: Path) -> Mapping[str, Tensor]:
     except (OSError, SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError):
         raise CheckpointError(f"{path} is damaged, or holds more than tensors; get it again") from None
     if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
-        raise CheckpointError(f"{path} holds something else than tensors by name; it should be a model's state")
+        raise CheckpointError(f"{path} holds something other than tensors by name; it should be a model's state")
     return state
 
 

@@ -1,4 +1,4 @@
-"""What is made of a checkpoint is a child of its run in MLflow."""
+"""Scores, samples and exports of a checkpoint are children of its run in MLflow."""
 
 from __future__ import annotations
 

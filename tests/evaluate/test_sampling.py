@@ -121,7 +121,10 @@ def test_another_kind_begins_with_its_own_steps_and_no_noise() -> None:
         (["--steps", "0"], "--steps 0: input should be greater than 0"),
         (["--eta", "0.5"], "--eta = 0.5 is of ddim, not of dpm_solver; use --sampler ddim or eta 0"),
         (["--sampler", "ddim", "--eta", "nan"], "--eta nan: input should be a finite number"),
-        (["--variance", "small"], "--variance is of ddpm, not of dpm_solver; leave it out or use --sampler ddpm"),
+        (
+            ["--variance", "small"],
+            "--variance is an option of ddpm, not of dpm_solver; leave it out or use --sampler ddpm",
+        ),
         (["--guidance", "2"], "--guidance = 2 needs a class-conditional U-Net; leave it at 1, or train one"),
     ],
 )
@@ -291,7 +294,7 @@ def test_an_interrupted_drawing_is_not_mixed_with_another(tmp_path: Path, sample
         (("--batch-images", 4), "batch_images"),
     ):
         said = sample(*arguments, *change, code=2)
-        assert f"{partial} was drawn with other {name}; remove it, or name another --out" in said
+        assert f"{partial} was drawn with another {name}; remove it, or name another --out" in said
     assert contents(partial) == kept
 
 
@@ -305,8 +308,8 @@ def test_a_finished_file_is_there_already_or_refused(
     assert sample("--count", 4, "--out", out, "--batch-images", 2).startswith(f"{out}: already there, 4 images")
     (tmp_path / "moved").symlink_to(planted)
     assert "already there" in sample("--count", 4, "--out", out, run_dir=tmp_path / "moved")
-    assert f"{out} was drawn with other count; remove it" in sample("--count", 5, "--out", out, code=2)
-    assert "other seed, sampler.eta;" in sample("--count", 4, "--seed", 1, "--eta", 0, "--out", out, code=2)
+    assert f"{out} was drawn with another count; remove it" in sample("--count", 5, "--out", out, code=2)
+    assert "another seed, sampler.eta;" in sample("--count", 4, "--seed", 1, "--eta", 0, "--out", out, code=2)
     assert drawn == [] and out.read_bytes() == content
 
 
@@ -320,7 +323,7 @@ def test_a_folder_takes_more_images_of_the_same_kind(tmp_path: Path, sample: Sam
     sample("--count", 2, "--first", 20, "--out", out)
     assert drawn == [4, 5, 6, 20, 21] and len(list(out.glob("*.png"))) == 9
     assert contents(out).items() >= before.items()
-    assert "other seed" in sample("--count", 7, "--seed", 1, "--out", out, code=2)
+    assert "another seed" in sample("--count", 7, "--seed", 1, "--out", out, code=2)
 
 
 def test_a_full_disk_and_a_full_device_are_one_line_and_what_is_drawn_is_kept(

@@ -124,7 +124,7 @@ def change_weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable
 
 
 def put_bin(content: Any) -> Callable[[Path], None]:
-    """In the place of the weights."""
+    """A change that puts ``content`` in the place of the weights."""
 
     def apply(folder: Path) -> None:
         (folder / WEIGHTS).unlink()
@@ -142,10 +142,13 @@ class Unsafe:
 
 FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "other model": (change_config("unet", _class_name="UNet2DConditionModel"), "UNet2DConditionModel.*UNet2DModel can"),
-    "other block": (change_config("unet", act_fn="gelu"), r"unet/config\.json is no U-Net of ours: act_fn = \"gelu\""),
+    "other block": (
+        change_config("unet", act_fn="gelu"),
+        r"unet/config\.json is not a U-Net that .* express: act_fn = \"gelu\"",
+    ),
     "other schedule": (
         change_config("scheduler", beta_schedule="scaled_linear"),
-        r"scheduler_config\.json is no diffusion process of ours: beta_schedule = \"scaled_linear\"",
+        r"scheduler_config\.json is not a diffusion process that .* express: beta_schedule = \"scaled_linear\"",
     ),
     "other width": (change_config("unet", block_out_channels=[16, 32]), r"does not fit its config\.json: .*float32 of"),
     "integers": (
@@ -170,7 +173,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "damaged weights": (lambda folder: (folder / WEIGHTS).write_bytes(b"damaged"), "is damaged"),
     "pickle": (put_bin(Unsafe()), "holds more than tensors"),
-    "list": (put_bin([torch.zeros(1)]), "something else than tensors by name"),
+    "list": (put_bin([torch.zeros(1)]), "something other than tensors by name"),
     "damaged configuration": (lambda folder: (folder / "unet/config.json").write_text("{"), "is not JSON"),
     "list for configuration": (
         lambda folder: (folder / "unet/config.json").write_text("[]"),
