@@ -19,7 +19,7 @@ from ddpm_ds.cli.fit import add_fit
 from ddpm_ds.cli.plan import add_plan
 from ddpm_ds.cli.runs import add_compare, add_diagnose, add_note
 from ddpm_ds.cli.sample import add_sample
-from ddpm_ds.cli.sweep import add_vary
+from ddpm_ds.cli.sweep import add_sweep
 from ddpm_ds.command_line import OneLineParser, add_overrides, natural
 from ddpm_ds.errors import UserError
 from ddpm_ds.processes.supervisor import supervise
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add_plan,
         add_fit,
         add_bench_data,
-        add_vary,
+        add_sweep,
         add_compare,
         add_note,
         add_diagnose,

@@ -1,35 +1,24 @@
-"""``ddpm-ds compare``: recorded runs beside each other.
-
-``ddpm-ds note``: what was learned from a run, kept with it in MLflow.
-
-``ddpm-ds diagnose``: where a run's time went, and the one change to try next.
-"""
+"""Verbs on recorded runs: ``compare`` puts them beside each other, ``note`` keeps what was learned from one, and
+``diagnose`` says where its time went."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
-from collections.abc import Callable
+from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddpm_ds.command_line import check_writable
 from ddpm_ds.errors import OutputError
-from ddpm_ds.tracking.runs import add_runs_option, find_run, find_runs, keep_with
-
-if TYPE_CHECKING:
-    from ddpm_ds.experiments.compare import Comparison
-import os
-from datetime import date
-
-from ddpm_ds.experiments.compare_pages import ARTIFACT_FOLDER
-from ddpm_ds.tracking.runs import ExperimentError, RecordedRun
+from ddpm_ds.tracking.runs import ExperimentError, RecordedRun, add_runs_option, find_run, find_runs, keep_with
 
 COMPARE_DESCRIPTION = """\
 Print what differs between runs - parameters, metrics with their ratios to a baseline, notes, verdicts - as MLflow has
 it. A RUN is a folder, an id, the beginning of one or a name; instead of runs an experiment may be named, or the run of
-a grid, whose cells are compared. Children of one run are compared in that run's artifacts too, in comparison/.
+a sweep, whose trials are compared. Children of one run are compared in that run's artifacts too, in comparison/.
 """
 
 COMPARE_EXAMPLES = """\
@@ -40,6 +29,33 @@ examples
   ddpm-ds compare digits-1 digits-2 --metrics train/loss,perf/bubble_fraction,stage0/wait_seconds
 
 docs/compare.md says how to read it.
+"""
+
+NOTE_DESCRIPTION = """\
+Add to the note of a run, which MLflow shows as its description, with the date; or print it, where no text is given.
+A RUN is a folder, an id, the beginning of one or a name.
+"""
+
+NOTE_EXAMPLES = """\
+examples
+  ddpm-ds note runs/digits-1 "the loss scale fell four times: try bf16"
+  ddpm-ds note digits-1
+"""
+
+DIAGNOSE_DESCRIPTION = """\
+Say where the devices' time of a trained run went - useful work, bubble, communication, data wait and so on - what
+took most of it, with the numbers that show it, and the one change to try next with what it is predicted to save. It is
+what a run says at its end. The run must have traced some steps; steps 20 to 22 are traced unless --trace-steps says
+otherwise.
+"""
+
+DIAGNOSE_EXAMPLES = """\
+examples
+  ddpm-ds diagnose runs/digits
+  ddpm-ds diagnose 20261121-101500-digits --runs /data/runs
+
+The verdict is printed, written to verdict.txt in the run's folder, and kept in MLflow as an artifact and as the tags
+verdict.top, verdict.share and verdict.try. docs/diagnose.md explains it.
 """
 
 
@@ -72,7 +88,7 @@ def _compare(options: argparse.Namespace) -> None:
         if path is not None:
             check_writable(name, path)
     from ddpm_ds.experiments.compare import comparison
-    from ddpm_ds.experiments.compare_pages import markdown, page, terminal
+    from ddpm_ds.experiments.compare_pages import ARTIFACT_FOLDER, markdown, page, terminal
 
     runs = [run for text in options.recorded_runs for run in find_runs(text, root=options.runs)]
     baseline = None
@@ -81,16 +97,20 @@ def _compare(options: argparse.Namespace) -> None:
         baseline = named[0] if len(named) == 1 else find_run(options.baseline, root=options.runs)
     compared = comparison(runs, baseline, options.metrics)
     print(terminal(compared, shutil.get_terminal_size((120, 24)).columns))
-    asked_for = {"comparison.md": options.markdown, "comparison.html": options.html}
-    makers: dict[str, Callable[[Comparison], str]] = {"comparison.md": markdown, "comparison.html": page}
-    for name, path in asked_for.items():
+    for name, make, path in (
+        ("comparison.md", markdown, options.markdown),
+        ("comparison.html", page, options.html),
+    ):
         if path is None and compared.parent is None:
             continue
-        text = makers[name](compared)
+        text = make(compared)
         if path is not None:
             _write(path, text)
         if compared.parent is not None:
-            _keep(compared.parent, runs[0].tracking_uri, name, text)
+            # A parent that can't be written to, such as somebody else's, costs nothing else.
+            files = {f"{ARTIFACT_FOLDER}/{name}": text}
+            if missing := keep_with(compared.parent, runs[0].tracking_uri, files):
+                print(f"ddpm-ds: {name} could not be kept with run {compared.parent} ({missing})", file=sys.stderr)
 
 
 def _write(path: Path, text: str) -> None:
@@ -101,31 +121,13 @@ def _write(path: Path, text: str) -> None:
     print(f"\n{path}: {len(text.encode()) / 2**10:,.0f} KiB")
 
 
-def _keep(parent: str, tracking_uri: str, name: str, text: str) -> None:
-    """Log a file with the runs' parent; one that can't be written to, such as somebody else's, costs nothing else."""
-    if missing := keep_with(parent, tracking_uri, {f"{ARTIFACT_FOLDER}/{name}": text}):
-        print(f"ddpm-ds: {name} could not be kept with run {parent} ({missing})", file=sys.stderr)
-
-
-NOTE_DESCRIPTION = """\
-Add to the note of a run, which MLflow shows as its description, with the date; or print it, where no text is given.
-A RUN is a folder, an id, the beginning of one or a name.
-"""
-
-EXAMPLES = """\
-examples
-  ddpm-ds note runs/digits-1 "the loss scale fell four times: try bf16"
-  ddpm-ds note digits-1
-"""
-
-
 def add_note(verbs: argparse._SubParsersAction[Any]) -> None:
     """The verb ``note``."""
     parser = verbs.add_parser(
         "note",
         help="write down what was learned from a run",
         description=NOTE_DESCRIPTION,
-        epilog=EXAMPLES,
+        epilog=NOTE_EXAMPLES,
     )
     parser.add_argument("recorded_run", metavar="RUN")
     parser.add_argument("text", nargs="?", help="what was learned; may have several lines")
@@ -134,39 +136,16 @@ def add_note(verbs: argparse._SubParsersAction[Any]) -> None:
 
 
 def _note(options: argparse.Namespace) -> None:
-    if options.text is None:
-        note = find_run(options.recorded_run, root=options.runs).note
-        print(note or f"{options.recorded_run} has no note yet; write one: ddpm-ds note RUN TEXT")
-        return
-    text = options.text.strip()
-    if not text:
+    text = None if options.text is None else options.text.strip()
+    if text == "":
         raise ExperimentError(f"the text for the note of {options.recorded_run} is empty; write what was learned")
     run = find_run(options.recorded_run, root=options.runs)
-    run.set_note(added(run.note, text, date.today()))
+    if text is None:
+        print(run.note or f"{options.recorded_run} has no note yet; write one: ddpm-ds note RUN TEXT")
+        return
+    paragraphs = [run.note.rstrip()] if run.note.strip() else []  # MLflow shows them as Markdown
+    run.set_note("\n\n".join([*paragraphs, f"{date.today().isoformat()}: {text}"]))
     print(f"{run.name}: noted")
-
-
-def added(note: str, text: str, day: date) -> str:
-    """A note with a dated paragraph more; MLflow shows it as Markdown."""
-    paragraph = f"{day.isoformat()}: {text}"
-    return f"{note.rstrip()}\n\n{paragraph}" if note.strip() else paragraph
-
-
-DESCRIPTION = """\
-Say where the time of a run's devices went - useful work, bubble, imbalance, communication, data wait and so on - what
-took most of it, with the numbers that show it, and the one change to try next with what it is predicted to save. It is
-what a run says at its end. The run must have traced some steps; steps 20 to 22 are traced unless --trace-steps says
-otherwise.
-"""
-
-EPILOG = """\
-examples
-  ddpm-ds diagnose runs/digits
-  ddpm-ds diagnose 20261121-101500-digits --runs /data/runs
-
-The verdict is printed, written to verdict.txt in the run's folder, and kept in MLflow as an artifact and as the tags
-verdict.top, verdict.share and verdict.try. docs/diagnose.md explains it.
-"""
 
 
 def add_diagnose(verbs: argparse._SubParsersAction[Any]) -> None:
@@ -174,8 +153,8 @@ def add_diagnose(verbs: argparse._SubParsersAction[Any]) -> None:
     parser = verbs.add_parser(
         "diagnose",
         help="say where a run's time went and what to change next",
-        description=DESCRIPTION,
-        epilog=EPILOG,
+        description=DIAGNOSE_DESCRIPTION,
+        epilog=DIAGNOSE_EXAMPLES,
     )
     parser.add_argument("name", metavar="RUN", help="folder of a run, or its id or name in MLflow")
     add_runs_option(parser)
@@ -185,12 +164,7 @@ def add_diagnose(verbs: argparse._SubParsersAction[Any]) -> None:
 def _diagnose(options: argparse.Namespace) -> None:
     folder, run, missing = _find(options.name, options.runs)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing is trained: DeepSpeed need not look for devices
-    from ddpm_ds.diagnose.verdict import (
-        VERDICT,  # deepspeed, whose schedules are simulated
-        tags,
-        text,
-        verdict,
-    )
+    from ddpm_ds.diagnose.verdict import VERDICT, tags, text, verdict  # deepspeed, whose schedules are simulated
     from ddpm_ds.predict.finished_run import facts_of
 
     found = verdict(facts_of(folder))
@@ -198,11 +172,11 @@ def _diagnose(options: argparse.Namespace) -> None:
     try:
         (folder / VERDICT).write_text(text(found))
     except OSError as error:
-        _say(f"{folder / VERDICT} can't be written ({error.strerror})")
+        print(f"ddpm-ds diagnose: {folder / VERDICT} can't be written ({error.strerror})", file=sys.stderr)
     if run is not None:
         missing = keep_with(run.id, run.tracking_uri, {VERDICT: text(found)}, tags(found))
     if missing:
-        _say(f"not kept in MLflow: {missing}")
+        print(f"ddpm-ds diagnose: not kept in MLflow: {missing}", file=sys.stderr)
 
 
 def _find(name: str, root: Path) -> tuple[Path, RecordedRun | None, str | None]:
@@ -211,17 +185,12 @@ def _find(name: str, root: Path) -> tuple[Path, RecordedRun | None, str | None]:
     Raises:
         ExperimentError: there is no such run, or its folder is elsewhere.
     """
-    folder = Path(name)
     try:
         run = find_run(name, root=root)
     except ExperimentError as error:
-        if folder.is_dir():
-            return folder, None, str(error)
+        if Path(name).is_dir():
+            return Path(name), None, str(error)
         raise
     if run.folder is None:
         raise ExperimentError(f"the folder of run {run.name} is not on this machine; diagnose it where it was trained")
     return run.folder, run, None
-
-
-def _say(line: str) -> None:
-    print(f"ddpm-ds diagnose: {line}", file=sys.stderr)

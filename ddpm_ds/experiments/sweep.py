@@ -1,16 +1,14 @@
-"""A grid of runs, cell after cell: each trained under ``ddpm-ds run``, and its end written down, to go on from there.
+"""A sweep: trials one after another, each trained under ``ddpm-ds run``, and how they ended, to go on from there.
 
 ::
 
-    RUNS/vary-digits-1a2b3c4d/                    the grid: a run of its own in MLflow, the parent of its cells
-        grid.json                                 how each cell ended
-        comparison.md, comparison.html            the cells side by side
-    RUNS/vary-digits-1a2b3c4d.baseline/           a cell: the folder of a run like any other, and
+    RUNS/vary-digits-1a2b3c4d/                    the sweep: a run of its own in MLflow, the parent of its trials
+        grid.json                                 how each trial ended
+        comparison.md, comparison.html            the trials side by side
+    RUNS/vary-digits-1a2b3c4d.baseline/           a trial: the folder of a run like any other, and
         asked_ds_config.json                      the JSON it is started with
         output.log                                what all its processes have printed
     RUNS/vary-digits-1a2b3c4d.precision-fp16/
-
-A grid in MLflow: the run that its cells are children of, with the comparison of them.
 """
 
 from __future__ import annotations
@@ -31,21 +29,21 @@ from typing import Any
 
 import yaml
 
+from ddpm_ds.checkpoint.folder import write_file
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import SPECS
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PREEMPTED, UserError
 from ddpm_ds.experiments.compare_pages import ARTIFACT_FOLDER
-from ddpm_ds.experiments.grid import BASELINE, Trial
+from ddpm_ds.experiments.trials import BASELINE, Trial
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.supervisor import MEANINGS, STOP_SIGNALS
 from ddpm_ds.tracking.run_folder import METRICS, RunFolder, identity_of, labels, write_labels
-from ddpm_ds.tracking.runs import GRID, KIND_TAG, find_run
+from ddpm_ds.tracking.runs import KIND_TAG, SWEEP, find_run
 from ddpm_ds.tracking.tracker import Tracker
 
 TRAIN = SPECS.with_name("train.py")
-GRID_FILE, ASKED_CONFIG, LOG = "grid.json", "asked_ds_config.json", "output.log"
+ENDINGS, ASKED_CONFIG, LOG = "grid.json", "asked_ds_config.json", "output.log"
 POLL_SECONDS = 0.2
-DIGEST_CHARACTERS = 8
 LAST_LINES = 8
 WHAT_CODES_MEAN = {
     **MEANINGS,
@@ -57,7 +55,7 @@ WHAT_CODES_MEAN = {
 
 @dataclass(frozen=True)
 class Ending:
-    """How the last start of a cell ended."""
+    """How the last start of a trial ended."""
 
     exit_code: int
     seconds: float
@@ -66,14 +64,16 @@ class Ending:
 
     @property
     def finished(self) -> bool:
+        """Whether the trial is done."""
         return self.exit_code == 0
 
     @property
     def stopped(self) -> bool:
-        """It was asked to end, and goes on where the grid is started again."""
+        """Whether it was asked to end, and goes on where the sweep is started again."""
         return self.exit_code == EXIT_PREEMPTED or self.exit_code < 0 or self.exit_code > 128
 
     def words(self) -> str:
+        """How it ended, in a few words."""
         if self.finished:
             return "done"
         meaning = "ended at once by a signal" if self.stopped else "of the launcher"
@@ -82,62 +82,100 @@ class Ending:
 
 def digest(*content: Any) -> str:
     """The same few characters for the same content."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:DIGEST_CHARACTERS]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
 
 
 class Sweep:
-    """The folder of a grid, and those of its cells beside it."""
+    """The folder of a sweep, and those of its trials beside it."""
 
-    def __init__(self, folder: Path, cells: Sequence[Trial]) -> None:
-        self.folder, self.cells = folder, tuple(cells)
+    def __init__(self, folder: Path, trials: Sequence[Trial]) -> None:
+        self.folder, self.trials = folder, tuple(trials)
 
-    def run_dir(self, cell: Trial) -> Path:
-        """The folder of a cell's run: beside the grid's, since MLflow's store is in the folder above a run's."""
-        return self.folder.with_name(f"{self.folder.name}.{cell.name}")
+    def run_dir(self, trial: Trial) -> Path:
+        """The folder of a trial's run: beside the sweep's, since MLflow's store is in the folder above a run's."""
+        return self.folder.with_name(f"{self.folder.name}.{trial.name}")
 
-    def log(self, cell: Trial) -> Path:
-        """What a cell has printed, at every start."""
-        return self.run_dir(cell) / LOG
+    def log(self, trial: Trial) -> Path:
+        """The file of what a trial has printed, at every start."""
+        return self.run_dir(trial) / LOG
 
     def endings(self) -> dict[str, Ending]:
-        """How the cells ended that have been started, by name."""
-        file = self.folder / GRID_FILE
-        if not file.exists():
-            return {}
-        known = json.loads(file.read_text())
+        """How the trials ended that have been started, by name."""
+        file = self.folder / ENDINGS
+        known = json.loads(file.read_text()) if file.exists() else {}
         return {name: Ending(each["exit_code"], each["seconds"], tuple(each["said"])) for name, each in known.items()}
 
-    def remember(self, cell: Trial, ending: Ending) -> None:
-        """Write down how a cell ended; whole or not at all."""
-        endings = self.endings() | {cell.name: ending}
-        file = self.folder / GRID_FILE
-        written = file.with_suffix(".new")
-        written.write_text(json.dumps({name: asdict(each) for name, each in endings.items()}, indent=2) + "\n")
-        written.replace(file)
+    def remember(self, trial: Trial, ending: Ending) -> None:
+        """Write down how a trial ended; whole or not at all."""
+        endings = {name: asdict(each) for name, each in (self.endings() | {trial.name: ending}).items()}
+        write_file(self.folder / ENDINGS, (json.dumps(endings, indent=2) + "\n").encode())
 
-    def prepare(self, cell: Trial, spec: RunSpec) -> None:
-        """Make a cell's folder, with what it is started from."""
-        run_dir = self.run_dir(cell)
+    def prepare(self, trial: Trial, spec: RunSpec) -> None:
+        """Make a trial's folder, with what it is started from."""
+        run_dir = self.run_dir(trial)
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "spec.yaml").write_text(yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False))
-        (run_dir / ASKED_CONFIG).write_text(json.dumps(cell.config, indent=2) + "\n")
-        write_labels(run_dir, {"vary.name": self.folder.name, "vary.changed": cell.changed or BASELINE})
+        (run_dir / ASKED_CONFIG).write_text(json.dumps(trial.config, indent=2) + "\n")
+        write_labels(run_dir, {"vary.name": self.folder.name, "vary.changed": trial.label})
 
-    def command(self, cell: Trial, parent: str, grace_seconds: float, options: Sequence[str]) -> list[str]:
-        """What starts a cell as a child of the run with the identity ``parent``."""
-        run_dir = self.run_dir(cell)
+    def command(self, trial: Trial, parent: str, grace_seconds: float, options: Sequence[str]) -> list[str]:
+        """What starts a trial as a child of the run with the identity ``parent``."""
+        run_dir = self.run_dir(trial)
         supervisor = [sys.executable, "-m", "ddpm_ds.cli.main", "run", "--grace-seconds", f"{grace_seconds:g}", "--"]
-        launcher = ["--num_gpus", str(cell.processes), "--master_port", str(free_port()), "--master_addr", "127.0.0.1"]
+        launcher = ["--num_gpus", str(trial.processes), "--master_port", str(free_port()), "--master_addr", "127.0.0.1"]
         what = ["--spec", str(run_dir / "spec.yaml"), "--deepspeed_config", str(run_dir / ASKED_CONFIG)]
         where = ["--run-dir", str(run_dir), "--parent-run", parent]
         return [*supervisor, *launcher, str(TRAIN), *what, *where, *options]
 
-    def progress(self, cell: Trial) -> int:
-        """Images that a cell has seen at its last log point."""
+    def progress(self, trial: Trial) -> int:
+        """Images that a trial has seen at its last log point."""
         with contextlib.suppress(OSError, IndexError, ValueError, KeyError):  # none yet, or being written
-            last = (self.run_dir(cell) / METRICS).read_text().splitlines()[-1]
+            last = (self.run_dir(trial) / METRICS).read_text().splitlines()[-1]
             return int(json.loads(last)["progress/images"])
         return 0
+
+    def begin(
+        self, experiment: str, params: Mapping[str, object], note: str | None, log: Callable[[str], None]
+    ) -> tuple[Tracker, str]:
+        """The sweep's run in MLflow, begun or gone on with, and its identity."""
+        own = {KIND_TAG: SWEEP, "vary.name": self.folder.name, "mlflow.source.name": "ddpm-ds sweep"}
+        tags = labels(self.folder, note, log) | own
+        identity = RunFolder(self.folder).identity()
+        tracker = Tracker.start(
+            experiment,
+            self.folder.name,
+            output_root=self.folder.parent,
+            run_dir=self.folder,
+            params=params,
+            tags=tags,
+            identity=identity,
+            log=log,
+        )
+        return tracker, identity
+
+    def compare(self, metrics: Sequence[str] | None, tracker: Tracker, log: Callable[[str], None]) -> str | None:
+        """The trials that have got as far as MLflow side by side, as wide as the terminal.
+
+        The comparison is kept in the sweep's folder and among its run's artifacts. Where there is none, the reason is
+        logged.
+        """
+        from ddpm_ds.experiments.compare import comparison
+        from ddpm_ds.experiments.compare_pages import markdown, page, terminal
+
+        begun = [trial for trial in self.trials if identity_of(self.run_dir(trial))]
+        try:
+            runs = {trial.name: find_run(str(self.run_dir(trial))) for trial in begun}
+            if not runs:
+                return None
+            compared = comparison(list(runs.values()), runs.get(BASELINE), metrics)
+            contents = {"comparison.md": markdown(compared), "comparison.html": page(compared)}
+        except UserError as error:
+            log(f"no comparison: {error}")
+            return None
+        for name, text in contents.items():
+            (self.folder / name).write_text(text)
+            tracker.artifact(self.folder / name, ARTIFACT_FOLDER)
+        return terminal(compared, shutil.get_terminal_size((120, 24)).columns)
 
 
 @contextlib.contextmanager
@@ -158,7 +196,7 @@ def heard_signals() -> Iterator[list[signal.Signals]]:
 
 
 def run_command(command: Sequence[str], log: Path, heard: Sequence[signal.Signals], tick: Callable[[], None]) -> Ending:
-    """Run a cell's command to its end, every signal in ``heard`` passed on; ``tick`` is called while it runs.
+    """Run a trial's command to its end, every signal in ``heard`` passed on; ``tick`` is called while it runs.
 
     It has a session of its own, so that a terminal's Ctrl-C reaches it once: from here.
     """
@@ -179,59 +217,14 @@ def run_command(command: Sequence[str], log: Path, heard: Sequence[signal.Signal
             if process.poll() is None:
                 process.terminate()
                 process.wait()
-    said = () if process.returncode == 0 else _what_was_said(log, begin)
+    said = () if process.returncode == 0 else _explanation(log, begin)
     return Ending(process.returncode, round(time.monotonic() - started, 1), said)
 
 
-def _what_was_said(log: Path, begin: int) -> tuple[str, ...]:
+def _explanation(log: Path, begin: int) -> tuple[str, ...]:
     """The lines, from byte ``begin`` on, that explain a failure; those of the launcher explain none."""
     with log.open("rb") as file:
         file.seek(begin)
         lines = [line.rstrip() for line in file.read().decode(errors="replace").splitlines()]
     errors = [line for line in lines if line.startswith("ddpm_ds: error: ")]
     return tuple(errors or [line for line in lines if line and not line.startswith("[20")][-LAST_LINES:])
-
-
-def begin_parent(
-    grid: Sweep, experiment: str, params: Mapping[str, object], note: str | None, say: Callable[[str], None]
-) -> tuple[Tracker, str]:
-    """The run of a grid, begun or gone on with, and its identity."""
-    tags = labels(grid.folder, note, say)
-    identity = RunFolder(grid.folder).identity()
-    tracker = Tracker.start(
-        experiment,
-        grid.folder.name,
-        output_root=grid.folder.parent,
-        run_dir=grid.folder,
-        params=params,
-        tags=tags | {KIND_TAG: GRID, "vary.name": grid.folder.name, "mlflow.source.name": "ddpm-ds vary"},
-        identity=identity,
-        log=say,
-    )
-    return tracker, identity
-
-
-def compare_cells(
-    grid: Sweep, metrics: Sequence[str] | None, tracker: Tracker, say: Callable[[str], None]
-) -> str | None:
-    """The cells that have got as far as MLflow side by side, as wide as the terminal.
-
-    The comparison is kept in the grid's folder and among its run's artifacts. Where there is none, it is said why.
-    """
-    from ddpm_ds.experiments.compare import comparison
-    from ddpm_ds.experiments.compare_pages import markdown, page, terminal
-
-    begun = [cell for cell in grid.cells if identity_of(grid.run_dir(cell))]
-    try:
-        runs = {cell.name: find_run(str(grid.run_dir(cell))) for cell in begun}
-        if not runs:
-            return None
-        compared = comparison(list(runs.values()), runs.get(BASELINE), metrics)
-        contents = {"comparison.md": markdown(compared), "comparison.html": page(compared)}
-    except UserError as error:
-        say(f"no comparison: {error}")
-        return None
-    for name, text in contents.items():
-        (grid.folder / name).write_text(text)
-        tracker.artifact(grid.folder / name, ARTIFACT_FOLDER)
-    return terminal(compared, shutil.get_terminal_size((120, 24)).columns)

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 KIND_TAG = "kind"
 """Tag of every run that is no training: evaluate, sample, export, benchmark, vary."""
-GRID = "vary"
-"""Kind of the run whose children are the cells of a grid."""
+SWEEP = "vary"
+"""Kind of the run whose children are the trials of a sweep."""
+FAILURES = ("FAILED", "KILLED")
 SQLITE = "sqlite:///"
 NOTE_CHARACTERS = 8000
 """MLflow's limit for the value of a tag."""
@@ -35,7 +36,6 @@ SHORTEST_ID = 6
 """Hexadecimal digits with which the beginning of an id is taken for one."""
 NEAR_NAMES = 3
 NO_PROGRESS_BAR = {"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}
-FAILURES = ("FAILED", "KILLED")
 
 
 class ExperimentError(UserError):
@@ -81,10 +81,8 @@ class RecordedRun:
         """All values of a metric in the order of their steps; of a step taken again after a rollback, the last."""
         with _speaking_to(self.tracking_uri) as client:
             logged = client.get_metric_history(self.id, name)
-        of_step = {
-            point.step: Point(point.step, point.timestamp, point.value)
-            for point in sorted(logged, key=lambda point: point.timestamp)
-        }
+        logged.sort(key=lambda point: point.timestamp)
+        of_step = {point.step: Point(point.step, point.timestamp, point.value) for point in logged}
         return [of_step[step] for step in sorted(of_step)]
 
     def artifacts(self, folder: str = "") -> list[str]:
@@ -133,7 +131,7 @@ def keep_with(
 
 
 def add_runs_option(parser: argparse.ArgumentParser) -> None:
-    """``--runs``, of every verb that names runs: where to look for those not named by their folder."""
+    """Add ``--runs``, which says where to look for runs that are not named by their folder."""
     parser.add_argument(
         "--runs",
         type=Path,
@@ -143,84 +141,74 @@ def add_runs_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def store_of(root: Path, tracking_uri: str | None = None) -> str:
-    """URI of the store of the runs in ``root``: the one asked for, else ``MLFLOW_TRACKING_URI``, else in ``root``."""
-    return resolve_uri({"tracking_uri": tracking_uri, "output_root": str(root.resolve())})
-
-
-def find_run(text: str, tracking_uri: str | None = None, root: Path = OUTPUT_ROOT) -> RecordedRun:
+def find_run(text: str, *, root: Path = OUTPUT_ROOT) -> RecordedRun:
     """The run with this folder, id, beginning of an id, or name.
 
-    The store is that of the folder's parent, else of ``root``; see :func:`store_of`.
+    The store is ``MLFLOW_TRACKING_URI``, else the one beside the folder, else the one in ``root``.
 
     Raises:
         ExperimentError: there is none, there are several, or MLflow does not answer.
     """
-    found, uri = _search(text, tracking_uri, root)
-    if len(found) > 1:
-        ids = ", ".join(run.id for run in found[:NEAR_NAMES])
-        raise ExperimentError(f"{len(found)} runs are called {text} in {without_password(uri)}: {ids}; name one by id")
-    if not found:
-        raise _unknown("run", text, uri)
+    found, uri = _search(text, root)
+    if len(found) != 1:
+        raise _unclear("run", text, found, uri)
     return found[0]
 
 
-def find_runs(text: str, tracking_uri: str | None = None, root: Path = OUTPUT_ROOT) -> list[RecordedRun]:
-    """Training runs, in the order of their start: the cells of a grid's run, the one run, or all of an experiment.
+def find_runs(text: str, *, root: Path = OUTPUT_ROOT) -> list[RecordedRun]:
+    """Training runs, in the order of their start: the trials of a sweep's run, the one run, or all of an experiment.
 
     ``text`` is a run as in :func:`find_run`, or the name of an experiment.
 
     Raises:
         ExperimentError: there are none, or MLflow does not answer.
     """
-    found, uri = _search(text, tracking_uri, root)
+    found, uri = _search(text, root)
     if len(found) == 1:
-        run = found[0]
-        return children(run) if run.tags.get(KIND_TAG) == GRID else found
+        (run,) = found
+        if run.tags.get(KIND_TAG) != SWEEP:
+            return found
+        trials = _training(_runs(uri, f"tags.`{PARENT_TAG}` = '{run.id}'"))
+        if not trials:
+            raise ExperimentError(f"run {run.name} in {without_password(uri)} has no trials yet; start it")
+        return trials
     with _speaking_to(uri) as client:
         experiment = client.get_experiment_by_name(text)
     if experiment is None:
-        if found:
-            return [find_run(text, tracking_uri, root)]
-        raise _unknown("run and no experiment", text, uri)
-    runs = [run for run in _runs(uri, "", [experiment.experiment_id]) if KIND_TAG not in run.tags]
+        raise _unclear("run and no experiment", text, found, uri)
+    runs = _training(_runs(uri, "", [experiment.experiment_id]))
     if not runs:
         raise ExperimentError(f"experiment {text} in {without_password(uri)} has no training runs; name another")
     return runs
 
 
-def children(run: RecordedRun) -> list[RecordedRun]:
-    """The training runs that are children of a run, in the order of their start.
-
-    Raises:
-        ExperimentError: it has none, or MLflow does not answer.
-    """
-    found = _runs(run.tracking_uri, f"tags.`{PARENT_TAG}` = '{run.id}'")
-    cells = [child for child in found if KIND_TAG not in child.tags]
-    if not cells:
-        raise ExperimentError(f"run {run.name} in {without_password(run.tracking_uri)} has no cells yet; start it")
-    return cells
+def _training(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
+    return [run for run in runs if KIND_TAG not in run.tags]
 
 
-def _search(text: str, tracking_uri: str | None, root: Path) -> tuple[list[RecordedRun], str]:
+def _search(text: str, root: Path) -> tuple[list[RecordedRun], str]:
     """All runs that ``text`` may mean, and the store that was searched."""
     folder = Path(text)
-    if identity := identity_of(folder):
-        uri = store_of(folder.resolve().parent, tracking_uri)
+    identity = identity_of(folder)
+    root = folder.resolve().parent if identity else root.resolve()
+    uri = resolve_uri({"tracking_uri": None, "output_root": str(root)})
+    if identity:
         found = _runs(uri, f"tags.`{START_TAG}` = '{identity}'")
         if not found:
             raise ExperimentError(
                 f"run {text} is not in {without_password(uri)}; set MLFLOW_TRACKING_URI to the store it was logged to"
             )
         return found, uri
-    uri = store_of(root, tracking_uri)
     if re.fullmatch(rf"[0-9a-f]{{{SHORTEST_ID},32}}", text) and (found := _runs(uri, f"run_id LIKE '{text}%'")):
         return found, uri
     quote = '"' if "'" in text else "'"
     return _runs(uri, f"run_name = {quote}{text}{quote}"), uri
 
 
-def _unknown(what: str, text: str, uri: str) -> ExperimentError:
+def _unclear(what: str, text: str, found: Sequence[RecordedRun], uri: str) -> ExperimentError:
+    if found:
+        ids = ", ".join(run.id for run in found[:NEAR_NAMES])
+        return ExperimentError(f"{len(found)} runs are called {text} in {without_password(uri)}: {ids}; name one by id")
     with _speaking_to(uri) as client:
         experiments = [experiment.name for experiment in _pages(client.search_experiments)]
     runs = [run.name for run in _runs(uri, "")]
@@ -235,10 +223,9 @@ def _runs(uri: str, filter_string: str, experiment_ids: Sequence[str] | None = N
     with _speaking_to(uri) as client:
         names = {experiment.experiment_id: experiment.name for experiment in _pages(client.search_experiments)}
         among = list(names) if experiment_ids is None else list(experiment_ids)
+        order = ["attributes.start_time ASC"]
         found = _pages(
-            lambda page_token: client.search_runs(
-                among, filter_string, order_by=["attributes.start_time ASC"], page_token=page_token
-            )
+            lambda page_token: client.search_runs(among, filter_string, order_by=order, page_token=page_token)
         )
         return [_read(run, names[run.info.experiment_id], uri) for run in found]
 
@@ -269,7 +256,7 @@ def _read(run: Run, experiment: str, uri: str) -> RecordedRun:
     )
 
 
-def _folder(tags: dict[str, str], name: str, uri: str) -> Path | None:
+def _folder(tags: Mapping[str, str], name: str, uri: str) -> Path | None:
     """The folder that says it is the run's: where it was trained, or beside the store, which may have been moved."""
     places = [Path(tags[FOLDER_TAG])] if FOLDER_TAG in tags else []
     if uri.startswith(SQLITE):

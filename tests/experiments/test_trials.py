@@ -1,4 +1,4 @@
-"""What is varied, and the cells that follow."""
+"""What is varied, and the trials that follow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ddpm_ds.config.ds_config import read_ds_config
-from ddpm_ds.experiments.grid import DYNAMIC_FP16, Trial, cells, parse_variable, plan_cells
+from ddpm_ds.experiments.trials import DYNAMIC_FP16, Trial, make_trials, parse_variable, plan_trials
 from ddpm_ds.tracking.runs import ExperimentError
 from tests.launching import REPOSITORY
 
@@ -18,18 +18,18 @@ SPEC = REPOSITORY / "launch" / "specs" / "digits.yaml"
 CONFIGS = REPOSITORY / "ds_configs"
 
 
-def grid(*items: str, config: str = "zero2_fp16.json", full: bool = False, processes: int = 1) -> list[Trial]:
+def made_of(*items: str, config: str = "zero2_fp16.json", full: bool = False, processes: int = 1) -> list[Trial]:
     given = read_ds_config(CONFIGS / config)
-    return cells([parse_variable(item) for item in items], given, ["train.seed=3"], processes, full=full)
+    return make_trials([parse_variable(item) for item in items], given, ["train.seed=3"], processes, full=full)
 
 
 def test_every_value_is_tried_alone_or_in_full() -> None:
     items = ("precision=fp32,fp16,bf16", "processes=1,2")
-    alone, full = grid(*items), grid(*items, full=True)
-    assert [cell.changed for cell in alone] == ["", "precision=fp16", "precision=bf16", "processes=2"]
-    assert [cell.name for cell in alone] == ["baseline", "precision-fp16", "precision-bf16", "processes-2"]
-    assert [cell.processes for cell in alone] == [1, 1, 1, 2]
-    assert [cell.changed for cell in full[:3]] == ["", "processes=2", "precision=fp16"]
+    alone, full = made_of(*items), made_of(*items, full=True)
+    assert [trial.changed for trial in alone] == ["", "precision=fp16", "precision=bf16", "processes=2"]
+    assert [trial.name for trial in alone] == ["baseline", "precision-fp16", "precision-bf16", "processes-2"]
+    assert [trial.processes for trial in alone] == [1, 1, 1, 2]
+    assert [trial.changed for trial in full[:3]] == ["", "processes=2", "precision=fp16"]
     assert len(full) == 6 and full[-1].name == "precision-bf16-processes-2"
     assert full[-1].values == {"precision": "bf16", "processes": "2"}
 
@@ -46,48 +46,48 @@ def test_shorthands_edit_the_json_and_other_names_are_spec_and_json_keys() -> No
         "ds.gradient_clipping=0.5",
         "ds.fp16.loss_scale=128",
     )
-    (cell,) = grid(*items)
-    pipeline: dict[str, Any] = cell.config["pipeline"]
+    (trial,) = made_of(*items)
+    pipeline: dict[str, Any] = trial.config["pipeline"]
     assert (pipeline["stages"], pipeline["schedule"], pipeline["partition"]) == (2, "folded", [3, 5, 7])
-    assert pipeline["activation_checkpoint_interval"] == 2 and cell.config["zero_optimization"]["stage"] == 1
-    assert cell.config["train_micro_batch_size_per_gpu"] == 8
-    assert cell.config["gradient_clipping"] == 0.5 and cell.config["fp16"]["loss_scale"] == 128
-    assert cell.overrides == ("train.seed=3", "train.accumulation=auto", "unet.multipliers=[1,2]")
-    assert cell.name == cell.name.replace("/", "") and cell.changed == ""
+    assert pipeline["activation_checkpoint_interval"] == 2 and trial.config["zero_optimization"]["stage"] == 1
+    assert trial.config["train_micro_batch_size_per_gpu"] == 8
+    assert trial.config["gradient_clipping"] == 0.5 and trial.config["fp16"]["loss_scale"] == 128
+    assert trial.overrides == ("train.seed=3", "train.accumulation=auto", "unet.multipliers=[1,2]")
+    assert trial.name == trial.name.replace("/", "") and trial.changed == ""
 
 
 @pytest.mark.parametrize("config", sorted(path.name for path in CONFIGS.glob("*.json") if "folded" not in path.name))
 def test_any_precision_and_zero_stage_is_legal_from_any_json(config: str) -> None:
-    made = grid("precision=fp32,fp16,bf16", "zero=0,1,2", config=config, full=True, processes=2)
-    for cell, plan in zip(made, plan_cells(made, SPEC, CONFIGS / config, stages=2), strict=True):
-        assert plan.ds.precision == cell.values["precision"] and plan.ds.zero_stage == int(cell.values["zero"])
-        assert {"fp16", "bf16"} & set(cell.config) == {cell.values["precision"]} - {"fp32"}
+    made = made_of("precision=fp32,fp16,bf16", "zero=0,1,2", config=config, full=True, processes=2)
+    for trial, plan in zip(made, plan_trials(made, SPEC, CONFIGS / config, stages=2), strict=True):
+        assert plan.ds.precision == trial.values["precision"] and plan.ds.zero_stage == int(trial.values["zero"])
+        assert {"fp16", "bf16"} & set(trial.config) == {trial.values["precision"]} - {"fp32"}
 
 
 def test_half_precision_has_the_dynamic_loss_scale_of_the_main_config() -> None:
     assert json.loads((CONFIGS / "zero2_fp16.json").read_text())["fp16"] == DYNAMIC_FP16
-    (cell,) = grid("precision=fp16", config="zero2_bf16.json")
-    assert cell.config["fp16"] == DYNAMIC_FP16
+    (trial,) = made_of("precision=fp16", config="zero2_bf16.json")
+    assert trial.config["fp16"] == DYNAMIC_FP16
     config = read_ds_config(CONFIGS / "zero2_fp16.json")
     config["fp16"] = {"enabled": False, "loss_scale": 64}
-    (cell,) = cells([parse_variable("precision=fp16")], config, [], 1, full=False)
-    assert cell.config["fp16"] == {"enabled": True, "loss_scale": 64}  # what a JSON says itself stays
+    (trial,) = make_trials([parse_variable("precision=fp16")], config, [], 1, full=False)
+    assert trial.config["fp16"] == {"enabled": True, "loss_scale": 64}  # what a JSON says itself stays
     assert config["fp16"]["enabled"] is False
 
 
-def test_cells_whose_folders_would_be_the_same_are_told_apart() -> None:
-    names = [cell.name for cell in grid("data.path=null,a/b,a-b")]
+def test_trials_whose_folders_would_be_the_same_are_told_apart() -> None:
+    names = [trial.name for trial in made_of("data.path=null,a/b,a-b")]
     assert names == ["baseline", "data.path-a-b", "data.path-a-b-2"]
 
 
 def test_the_planner_is_asked_for_stages_elsewhere(tmp_path: Path) -> None:
     before = dict(os.environ)
-    (plan,) = plan_cells(grid("processes=2"), SPEC, CONFIGS / "zero2_fp16.json", stages=None, device="cpu")
+    (plan,) = plan_trials(made_of("processes=2"), SPEC, CONFIGS / "zero2_fp16.json", stages=None, device="cpu")
     assert plan.ds.layout.world_size == 2 and plan.chosen is not None
     assert dict(os.environ) == before
-    with pytest.raises(ExperimentError, match=r"^cell baseline: .* --set unet.channels=33: "):
-        plan_cells(
-            grid("processes=2", "unet.channels=33"), SPEC, CONFIGS / "zero2_fp16.json", stages=None, device="cpu"
+    with pytest.raises(ExperimentError, match=r"^trial baseline: .* --set unet.channels=33: "):
+        plan_trials(
+            made_of("processes=2", "unet.channels=33"), SPEC, CONFIGS / "zero2_fp16.json", stages=None, device="cpu"
         )
 
 
@@ -102,13 +102,13 @@ def test_the_planner_is_asked_for_stages_elsewhere(tmp_path: Path) -> None:
         (["precision=fp32", "precision=fp16"], "--vary precision is given twice"),
         (["precision=fp32,fp8"], "--vary precision=fp8: use fp32, fp16, bf16"),
         (["processes=1,0"], "--vary processes=0: '0' is not a positive number"),
-        (["logging.experiment=a,b"], "a grid is one experiment"),
+        (["logging.experiment=a,b"], "a sweep is one experiment"),
         (["ds.gradient_clipping.value=1"], "gradient_clipping is no block of the JSON"),
     ],
 )
 def test_a_variable_that_can_not_be_is_said_in_one_line(items: list[str], said: str) -> None:
     with pytest.raises(ExperimentError) as error:
-        grid(*items)
+        made_of(*items)
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
@@ -126,6 +126,6 @@ def test_a_variable_that_can_not_be_is_said_in_one_line(items: list[str], said: 
 def test_a_value_that_can_not_be_trained_is_said_in_the_words_of_training(item: str, said: str) -> None:
     with pytest.raises(ExperimentError) as error:
         varied = [item] if "stages" in item else [item, "stages=2"]
-        plan_cells(grid(*varied, processes=2), SPEC, Path("my.json"), stages=None)
+        plan_trials(made_of(*varied, processes=2), SPEC, Path("my.json"), stages=None)
     words = str(error.value)
-    assert words.startswith("cell ") and said in words and "\n" not in words and "ddpm-ds-" not in words
+    assert words.startswith("trial ") and said in words and "\n" not in words and "ddpm-ds-" not in words

@@ -1,4 +1,4 @@
-"""ddpm-ds vary: grids that are trained, stopped, gone on with and compared."""
+"""ddpm-ds sweep: trials that are run, stopped, gone on with and compared."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ CONFIG = REPOSITORY / "ds_configs" / "zero2_fp16.json"
 
 
 def command(root: Path, *words: str) -> list[str]:
-    """A grid of tiny runs in ``root/runs``, of 400 images each."""
+    """A sweep of tiny runs in ``root/runs``, of 400 images each."""
     cheap = ["evaluation.every_images=null", "samples.every_images=null", "optimizer.warmup_images=0"]
     changes = (*TINY, f"data.store_root={root / 'data'}", "train.images=400", *cheap)
     overrides = [part for change in changes for part in ("--set", change)]
     files = ["--spec", str(REPOSITORY / "launch" / "specs" / "digits.yaml"), "--deepspeed_config", str(CONFIG)]
-    return ["vary", "--runs", str(root / "runs"), *files, *overrides, *words]
+    return ["sweep", "--runs", str(root / "runs"), *files, *overrides, *words]
 
 
 PLAYED = """
@@ -56,19 +56,19 @@ def main():
 
 sys.exit(recorded(main))
 """
-"""Stands for launch/train.py: one cell waits for a signal when it is started first, and one always fails."""
+"""Stands for launch/train.py: one trial waits for a signal when it is started first, and one always fails."""
 
 WITH_STAND_INS = """
 import pathlib, sys
-from ddpm_ds.experiments import vary
-vary.TRAIN = pathlib.Path(sys.argv.pop(1))
+from ddpm_ds.experiments import sweep
+sweep.TRAIN = pathlib.Path(sys.argv.pop(1))
 from ddpm_ds.cli.main import main
 sys.exit(main())
 """
 
 
 def start(root: Path, *words: str) -> subprocess.Popen[str]:
-    """A grid under launchers and trainings that take no time."""
+    """A sweep under launchers and trainings that take no time."""
     package = root / "stand_in" / "deepspeed" / "launcher"
     package.mkdir(parents=True, exist_ok=True)
     for folder in (package, package.parent):
@@ -105,13 +105,13 @@ def left_running(root: Path) -> list[str]:
     return found
 
 
-def folder_of(root: Path, cell: str = "") -> Path:
-    """The grid's folder, or a cell's."""
-    (found,) = (root / "runs").glob(f"vary-*.{cell}") if cell else (root / "runs").glob("vary-digits-????????")
+def folder_of(root: Path, trial: str = "") -> Path:
+    """The sweep's folder, or a trial's."""
+    (found,) = (root / "runs").glob(f"vary-*.{trial}") if trial else (root / "runs").glob("vary-digits-????????")
     return found
 
 
-def test_a_grid_is_stopped_and_gone_on_with_whatever_becomes_of_its_cells(tmp_path: Path) -> None:
+def test_a_sweep_is_stopped_and_gone_on_with_whatever_becomes_of_its_trials(tmp_path: Path) -> None:
     words = ["--vary", "zero=2,1,0", "--note", "does sharing pay?"]
     first = start(tmp_path, *words)
     wait_for(lambda: first.poll() is not None or list((tmp_path / "runs").glob("vary-*.zero-1/begun")))
@@ -119,7 +119,7 @@ def test_a_grid_is_stopped_and_gone_on_with_whatever_becomes_of_its_cells(tmp_pa
     _, said = first.communicate(timeout=PATIENCE_SECONDS)
     assert first.returncode == 75, said
     assert left_running(tmp_path) == []
-    assert "1 of 3 cells are done; the same command goes on" in said
+    assert "1 of 3 trials are done; the same command goes on" in said
     assert find_run(str(folder_of(tmp_path))).status == "KILLED"
 
     again = start(tmp_path, *words)
@@ -128,15 +128,16 @@ def test_a_grid_is_stopped_and_gone_on_with_whatever_becomes_of_its_cells(tmp_pa
     assert "baseline: done before" in said and "zero=1: done after" in said
     failure = "zero=0: exit code 3 (the numbers went bad)"
     assert said.count(failure) == 2 and "    ddpm_ds: error: too bad; try another" in said
-    logs = [(folder_of(tmp_path, cell) / "output.log").read_text() for cell in ("baseline", "zero-1", "zero-0")]
+    logs = [(folder_of(tmp_path, trial) / "output.log").read_text() for trial in ("baseline", "zero-1", "zero-0")]
     assert [log.count("started") for log in logs] == [1, 2, 1]
     parent = find_run(str(folder_of(tmp_path)))
     assert (parent.status, parent.note, parent.params["vary.zero"]) == ("FAILED", "does sharing pay?", "2,1,0")
     assert parent.artifacts("failed/zero-0") == ["failed/zero-0/output.log"]
 
 
+@pytest.mark.long
 @pytest.mark.launch
-def test_cells_are_child_runs_that_are_compared_failed_ones_too(tmp_path: Path) -> None:
+def test_trials_are_child_runs_that_are_compared_failed_ones_too(tmp_path: Path) -> None:
     words = command(tmp_path, "--vary", "optimizer.learning_rate=1e-3,1e30", "--note", "how high?")
     done = subprocess.run(
         [sys.executable, "-m", "ddpm_ds.cli.main", *words],
@@ -174,18 +175,18 @@ def test_of_a_log_only_the_last_start_explains_its_end(tmp_path: Path) -> None:
     assert run("import os; os.kill(os.getpid(), 15)").stopped
 
 
-def test_nothing_is_started_unless_every_cell_can_be(
+def test_nothing_is_started_unless_every_trial_can_be(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
     for words, said in (
-        (["--vary", "schedule=1f1b,zigzag"], 'cell schedule=zigzag: .*"zigzag" should be'),
-        (["--vary", "schedule=1f1b,folded"], "cell schedule=folded: .* nothing to fold on one stage"),
+        (["--vary", "schedule=1f1b,zigzag"], 'trial schedule=zigzag: .*"zigzag" should be'),
+        (["--vary", "schedule=1f1b,folded"], "trial schedule=folded: .* nothing to fold on one stage"),
         (["--vary", "stages=1,2", "--processes", "2", "--", "-p", "2"], "-p 2 after -- and --vary stages"),
-        (["--vary", "zero=1,2", "--", "--run-dir", "here"], "--run-dir after --: each cell gets its own"),
+        (["--vary", "zero=1,2", "--", "--run-dir", "here"], "--run-dir after --: each trial gets its own"),
         (["--vary", "zero=1,2", "--", "--trace-step", "3"], "unrecognized arguments: --trace-step"),
-        (["--vary", "zero=1,2", "--", "--trace-steps", "50-51"], "cell baseline has 50 steps"),
-        (["--vary", "zero=1,2", "stray"], "stray is no option of vary"),
+        (["--vary", "zero=1,2", "--", "--trace-steps", "50-51"], "trial baseline has 50 steps"),
+        (["--vary", "zero=1,2", "stray"], "stray is no option of sweep"),
         ([], "the following arguments are required: --vary"),
     ):
         assert main(command(tmp_path, *words)) == 2
@@ -198,7 +199,7 @@ def test_nothing_is_started_unless_every_cell_can_be(
     assert "can't be written" in capsys.readouterr().err
 
 
-def test_the_same_command_is_the_same_grid_and_another_one_is_not(
+def test_the_same_command_is_the_same_sweep_and_another_one_is_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def name(*words: str) -> str:
@@ -212,11 +213,11 @@ def test_the_same_command_is_the_same_grid_and_another_one_is_not(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_cells_are_shown_before_they_are_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_trials_are_shown_before_they_are_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(command(tmp_path, "--vary", "zero=0,2", "--vary", "processes=1,2", "--full", "--dry-run", "--", "-p", "1"))
         == 0
     )
     out = capsys.readouterr().out
-    assert "4 cells" in out and "zero=0, processes=1" in out
-    assert "  zero=2 processes=2: 1 stages x 2 replicas, fp16, ZeRO-2, 2 micro-batches of 2, 50 steps" in out
+    assert "4 trials" in out and "zero=0, processes=1" in out
+    assert "  zero=2 processes=2: 1 stage x 2 replicas, fp16, ZeRO-2, 2 micro-batches of 2, 50 steps" in out

@@ -1,0 +1,255 @@
+"""What a sweep varies, and the trials that follow: each a spec, a DeepSpeed JSON and a number of processes."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import difflib
+import itertools
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from ddpm_ds.command_line import positive
+from ddpm_ds.config.ds_config import check_ds_config, leaves_stages_open
+from ddpm_ds.config.ds_keys import KEYS
+from ddpm_ds.errors import UserError
+from ddpm_ds.predict.plan import RunPlan, plan_run
+from ddpm_ds.processes.ranks import set_environment
+from ddpm_ds.tracking.runs import ExperimentError
+
+BASELINE = "baseline"
+"""Name of the trial that has the first value of every variable."""
+JSON_PREFIX = "ds."
+JSON_KEYS = {
+    "stages": "pipeline.stages",
+    "schedule": "pipeline.schedule",
+    "zero": "zero_optimization.stage",
+    "micro_batch_images": "train_micro_batch_size_per_gpu",
+    "recompute": "pipeline.activation_checkpoint_interval",
+    "partition": "pipeline.partition",
+}
+SHORTHANDS = ("precision", "processes", *JSON_KEYS)
+"""Names for what is varied most."""
+PRECISIONS = ("fp32", "fp16", "bf16")
+DYNAMIC_FP16 = {
+    "enabled": True,
+    "loss_scale": 0,
+    "initial_scale_power": 16,
+    "loss_scale_window": 500,
+    "hysteresis": 2,
+    "min_loss_scale": 1,
+}
+"""The fp16 block of a trial whose JSON brings none: a dynamic loss scale, as in ds_configs/zero2_fp16.json."""
+NAME_CHARACTERS = 80
+
+
+@dataclass(frozen=True)
+class Variable:
+    """What is varied: a shorthand, a dotted spec key, or a path of the JSON after ``ds.``; and its values as typed."""
+
+    name: str
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a sweep."""
+
+    name: str
+    """Of its folder, after the sweep's."""
+    values: dict[str, str]
+    """Every variable, as typed."""
+    changed: str
+    """``precision=fp16``: what differs from the baseline; empty for the baseline itself."""
+    processes: int
+    overrides: tuple[str, ...]
+    """``section.key=value`` of the spec."""
+    config: dict[str, Any]
+    """The DeepSpeed JSON."""
+
+    @property
+    def label(self) -> str:
+        """How the trial is called in what is printed."""
+        return self.changed or BASELINE
+
+
+def parse_variable(item: str) -> Variable:
+    """``NAME=VALUE,VALUE``; commas inside brackets belong to a value.
+
+    Raises:
+        ExperimentError: it is written otherwise, the name is unknown, or a value comes twice.
+    """
+    name, equals, text = item.partition("=")
+    name = name.strip()
+    values = tuple(value.strip() for value in re.split(r",(?![^\[{]*[\]}])", text))
+    if not (equals and name and all(values)):
+        raise ExperimentError(f"--vary {item}: write NAME=VALUE,VALUE, such as precision=fp32,fp16")
+    if len(set(values)) < len(values):
+        raise ExperimentError(f"--vary {item}: a value comes twice; leave one out")
+    if name not in SHORTHANDS and "." not in name:
+        near = difflib.get_close_matches(name, SHORTHANDS, n=1)
+        others = f"spec keys (unet.channels), JSON keys ({JSON_PREFIX}fp16.loss_scale)"
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(SHORTHANDS)}, {others}"
+        raise ExperimentError(f"--vary {item}: {name} is unknown; {hint}")
+    if name == "logging.experiment":
+        raise ExperimentError(f"--vary {item}: a sweep is one experiment; vary something else")
+    return Variable(name, values)
+
+
+def make_trials(
+    variables: Sequence[Variable], config: dict[str, Any], overrides: Sequence[str], processes: int, *, full: bool
+) -> list[Trial]:
+    """The baseline first, and then every other value alone; or with ``full`` every combination.
+
+    ``config``, ``overrides`` and ``processes`` are what holds where no variable says otherwise.
+
+    Raises:
+        ExperimentError: a variable is given twice, or a value is none that its shorthand takes.
+    """
+    names = [variable.name for variable in variables]
+    for name in names:
+        if names.count(name) > 1:
+            raise ExperimentError(f"--vary {name} is given twice; write its values in one list")
+    first = tuple(variable.values[0] for variable in variables)
+    made: dict[str, Trial] = {}
+    for typed in itertools.product(*(variable.values for variable in variables)) if full else _alone(variables, first):
+        values = dict(zip(names, typed, strict=True))
+        changed = " ".join(
+            f"{name}={value}" for (name, value), was in zip(values.items(), first, strict=True) if value != was
+        )
+        name = folder = re.sub(r"[^A-Za-z0-9.]+", "-", changed).strip("-.")[:NAME_CHARACTERS] or BASELINE
+        for number in itertools.count(2):
+            if name not in made:
+                break
+            name = f"{folder}-{number}"
+        edited, also = copy.deepcopy(config), list(overrides)
+        for variable, value in values.items():
+            also += _edit(edited, variable, value)
+        if {"precision", "zero"} & set(names):
+            _leave_out_what_zero_reads(edited)
+        asked = int(values.get("processes", processes))
+        made[name] = Trial(name, values, changed, asked, tuple(also), edited)
+    return list(made.values())
+
+
+def _alone(variables: Sequence[Variable], first: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """The baseline, and it with one value changed, variable by variable."""
+    yield first
+    for place, variable in enumerate(variables):
+        for value in variable.values[1:]:
+            yield (*first[:place], value, *first[place + 1 :])
+
+
+def plan_trials(
+    trials: Sequence[Trial], spec: Path, ds_config: Path, *, stages: int | None, device: str = "auto"
+) -> list[RunPlan]:
+    """Every trial's run on paper. ``ds_config`` is the file that their JSONs were made from, for messages.
+
+    Where the number of stages is left to the planner, it is asked in another process: it looks at the devices, and
+    this one is to hold none of their memory while the trials run.
+
+    Raises:
+        ExperimentError: a trial can't run; in the words of training, with the trial's name before.
+    """
+    plans: list[RunPlan] = []
+    with contextlib.ExitStack() as stack:
+        pool: ProcessPoolExecutor | None = None
+        for trial in trials:
+            try:
+                check_ds_config(trial.config, ds_config)
+                if stages is None and leaves_stages_open(trial.config, trial.processes):
+                    pool = pool or stack.enter_context(ProcessPoolExecutor(1, mp_context=get_context("spawn")))
+                    plans.append(pool.submit(_plan_as_a_rank, trial, spec, ds_config, device).result())
+                else:
+                    plans.append(_plan(trial, spec, ds_config, stages, device))
+            except UserError as error:
+                raise ExperimentError(f"trial {trial.label}: {error}") from None
+    return plans
+
+
+def _plan(trial: Trial, spec: Path, ds_config: Path, stages: int | None, device: str) -> RunPlan:
+    with tempfile.TemporaryDirectory(prefix="ddpm-ds-") as folder:
+        file = Path(folder) / "ds_config.json"
+        file.write_text(json.dumps(trial.config))
+        try:
+            return plan_run(spec, trial.overrides, file, world_size=trial.processes, stages=stages, device=device)
+        except UserError as error:
+            raise ExperimentError(str(error).replace(str(file), str(ds_config))) from None
+
+
+def _plan_as_a_rank(trial: Trial, spec: Path, ds_config: Path, device: str) -> RunPlan:
+    """In a process of its own, which the planner takes for the first of the trial's."""
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ[name] = str(trial.processes)
+    set_environment()
+    return _plan(trial, spec, ds_config, None, device)
+
+
+def _edit(config: dict[str, Any], name: str, value: str) -> list[str]:
+    """Put a variable's value into the JSON; returns what it changes of the spec, as overrides."""
+    if name == "precision":
+        _set_precision(config, value)
+    elif name == "processes":
+        try:
+            positive(value)
+        except argparse.ArgumentTypeError as error:
+            raise ExperimentError(f"--vary processes={value}: {error}") from None
+    elif name in JSON_KEYS or name.startswith(JSON_PREFIX):
+        _set_path(config, JSON_KEYS.get(name, name.removeprefix(JSON_PREFIX)), _json(value))
+        if name == "micro_batch_images":  # the number of micro-batches follows, so that the batch stays what it is
+            config["gradient_accumulation_steps"] = "auto"
+            return ["train.accumulation=auto"]
+    else:
+        return [f"{name}={value}"]
+    return []
+
+
+def _set_precision(config: dict[str, Any], value: str) -> None:
+    if value not in PRECISIONS:
+        raise ExperimentError(f"--vary precision={value}: use {', '.join(PRECISIONS)}")
+    blocks = {"fp16": config.pop("fp16", DYNAMIC_FP16), "bf16": config.pop("bf16", {})}
+    if value in blocks:
+        config[value] = {**blocks[value], "enabled": True}
+    else:
+        config.get("data_types", {}).pop("grad_accum_dtype", None)  # which is refused in fp32
+
+
+def _leave_out_what_zero_reads(config: dict[str, Any]) -> None:
+    """Without ZeRO DeepSpeed ignores some keys, and training refuses them."""
+    if config.get("zero_optimization", {}).get("stage", 0) != 0:
+        return
+    config.get("fp16", {}).pop("hysteresis", None)
+    for dotted, key in KEYS.items():
+        *blocks, name = dotted.split(".")
+        block = config
+        for part in blocks:
+            block = block.get(part, {})
+        if key.zero_only and isinstance(block, dict):
+            block.pop(name, None)
+
+
+def _set_path(config: dict[str, Any], path: str, value: Any) -> None:
+    *blocks, name = path.split(".")
+    for depth, block in enumerate(blocks, start=1):
+        config = config.setdefault(block, {})
+        if not isinstance(config, dict):
+            where = ".".join(blocks[:depth])
+            raise ExperimentError(f"--vary {JSON_PREFIX}{path}: {where} is no block of the JSON; name a key of a block")
+    config[name] = value
+
+
+def _json(text: str) -> Any:
+    """A JSON value; text that is none stands for itself, so that quotes can be left out."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
