@@ -1,4 +1,4 @@
-"""Errors that a user can cause and mend, and the exit codes of every program.
+"""Errors that a user can cause and fix, and the exit codes of every program.
 
 A message is one line that names the key, the value and the fix. Exit codes are a contract with launchers and
 schedulers; ``docs/exit_codes.md`` says what to do with each.

@@ -32,7 +32,7 @@ CONNECT_SECONDS = 10
 CHECKPOINT_BYTES = 16
 """Bytes of a checkpoint per parameter: fp32 weight, two Adam moments and averaged weight."""
 DESCRIPTION = """\
-Ask every host of a hostfile what a training run will ask of it, compare the answers side by side, and say how to mend
+Ask every host of a hostfile what a training run will ask of it, compare the answers side by side, and say how to fix
 each that is not good: ssh, working folder, Python, package versions, sources, spec and DeepSpeed JSON, clock, disks,
 devices, environment, interface, master port; then an all-reduce over the network, and latency and bandwidth of each
 pair. Processes are started as DeepSpeed's pdsh launcher starts them: the same interpreter, folder and environment.
@@ -51,7 +51,7 @@ examples
       this machine alone
 
 marks
-  ! has to be mended   ? may be meant
+  ! must be fixed   ? may be intended
 
 exit codes
   0 all good, or nothing but ?   2 at least one !, or bad input
@@ -64,7 +64,7 @@ def add_doctor(verbs: argparse._SubParsersAction[Any]) -> None:
     """The verb ``doctor``."""
     parser = verbs.add_parser(
         "doctor",
-        help="check that several hosts can train together, and say how to mend what can't",
+        help="check that hosts can train together, and say how to fix what is wrong",
         description=DESCRIPTION,
         epilog=EXAMPLES,
     )
@@ -230,7 +230,7 @@ def _write(path: Path, seen: Survey) -> str:
     lines = merge_into(path, travelling(os.environ), chosen)
     if left_out := secrets(os.environ):
         lines.append(
-            f"  left out, for they are secrets: {', '.join(left_out)}; only rank 0 talks to MLflow: set them there"
+            f"  left out because they are secrets: {', '.join(left_out)}; only rank 0 talks to MLflow: set them there"
         )
     if path.name != os.environ.get(ENVIRONMENT_FILE_VARIABLE, ENVIRONMENT_FILE):
         lines.append(f"  deepspeed reads it with {ENVIRONMENT_FILE_VARIABLE}={path}")

@@ -40,7 +40,7 @@ class CheckResult:
 
     def __post_init__(self) -> None:
         if self.level != "good" and not (self.why and self.fix):
-            raise ValueError(f"{self} says no reason or no fix")
+            raise ValueError(f"{self} has no reason or no fix")
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def _network_fix(host: str, why: str, backend: str) -> str:
     if why.startswith("ssh was lost"):
         return f"is {host} still up, and its network steady? then try again"
     if any(sign in why for sign in ("no module", "cannot import", "importerror")):
-        return f"mend the environment on {host}: python -m ddpm_ds.cluster.network --help tells more"
+        return f"repair the environment on {host}: python -m ddpm_ds.cluster.network --help shows the error"
     if any(sign in why for sign in ("timeout", "timed out", "nothing heard", "connect")):
         return (
             f"open all TCP ports between the hosts (also those above 1024: {backend} takes free ones), or name the "
@@ -146,14 +146,14 @@ def _step_fix(host: str, failure: Failure, run: PlannedRun) -> str:
         return f"install this version there: {run.python} -m pip install -e {run.folder} on {host}"
     for sign, fix in (
         ("Permission denied", f"let this user in by a key: ssh-copy-id {host}"),
-        ("IDENTIFICATION HAS CHANGED", f"if its key was changed by right: ssh-keygen -R {host}, then ssh {host} true"),
+        ("IDENTIFICATION HAS CHANGED", f"if its key is new on purpose: ssh-keygen -R {host}, then ssh {host} true"),
         ("Host key verification", f"make its key known: ssh {host} true, and compare the fingerprint"),
         ("resolve", "correct the name in the hostfile, or add it to DNS, /etc/hosts or ~/.ssh/config"),
         ("refused", f"start sshd on {host}, or name its port in ~/.ssh/config"),
     ):
         if sign in failure.why:
             return fix
-    return f"is {host} up, its address right and its port 22 open? ssh {host} true tells"
+    return f"is {host} up, its address right and its port 22 open? try ssh {host} true"
 
 
 def _ssh(host: str, survey: Survey, run: PlannedRun) -> CheckResult | None:
@@ -162,7 +162,7 @@ def _ssh(host: str, survey: Survey, run: PlannedRun) -> CheckResult | None:
 
 
 def _python(host: str, survey: Survey, run: PlannedRun) -> CheckResult | None:
-    """Another minor version is bad, another patch release is to be known."""
+    """Another minor version is bad, another patch release only a warning."""
     versions = {host: one.python for host, one in survey.facts.items()}
     if host not in versions:
         return _step("python")(host, survey, run)
@@ -184,7 +184,7 @@ def _sources(host: str, survey: Survey, run: PlannedRun) -> CheckResult:
 
 
 def _commit(host: str, survey: Survey, run: PlannedRun) -> CheckResult | None:
-    """The commits of clones; where the sources are the same a difference is only to be known."""
+    """The commits of clones; where the sources are the same a difference is only a warning."""
     commits = {host: one.commit for host, one in survey.facts.items() if one.commit}
     if host not in commits:
         return None
@@ -272,7 +272,7 @@ def _disk(host: str, disk: Disk, level: Level, least: int, use: str, option: str
         return CheckResult("not writable", level, "the folder can't be written", fix)
     if disk.free_bytes < least:
         fix = f"make room on {host}, or choose another folder with {option}"
-        return CheckResult(text, level, f"{text} free, {use} ask for {gib(least)}", fix)
+        return CheckResult(text, level, f"{text} free, {use} need {gib(least)}", fix)
     return CheckResult(text)
 
 
@@ -304,7 +304,7 @@ def _devices(host: str, survey: Survey, run: PlannedRun) -> CheckResult:
     if count < (slots or 1):
         remedy = f"write slots={count} into the hostfile" if count else f"leave {host} out of the hostfile"
         why = f"{count} CUDA devices for slots={slots or 1}"
-        return CheckResult(text, "bad", why, f"{remedy}, or mend its driver (nvidia-smi tells)")
+        return CheckResult(text, "bad", why, f"{remedy}, or fix its driver (see nvidia-smi)")
     if set(one.devices) != {kind}:
         why = f"{', '.join(sorted(set(one.devices)))}; {owner} has {kind}: the slowest sets the pace"
         return CheckResult(text, "warning", why, "put equal devices into one hostfile")
@@ -317,7 +317,7 @@ def _environment(host: str, survey: Survey, run: PlannedRun) -> CheckResult | No
     missing = [name for name, value in run.travels.items() if there.get(name) != value]
     if not missing:
         return CheckResult(f"{len(run.travels)} set") if run.travels else None
-    why = f"set here and not, or otherwise, there: {_listed(missing)}"
+    why = f"set here, but missing or different there: {_listed(missing)}"
     return CheckResult(f"{len(missing)} missing", "warning", why, "let them travel: ddpm-ds doctor --write-env")
 
 
@@ -328,7 +328,7 @@ def _keepalive(host: str, survey: Survey, run: PlannedRun) -> CheckResult | None
         return None
     if seconds:
         return CheckResult(f"every {seconds} s")
-    why = "ssh asks for no sign of life, and waits for a host that is gone until TCP gives up"
+    why = "ssh never checks that a host is alive, and waits for one that is gone until TCP gives up"
     return CheckResult("off", "warning", why, "ServerAliveInterval 15 in ~/.ssh/config of this machine")
 
 
@@ -364,8 +364,8 @@ def _port(host: str, survey: Survey, run: PlannedRun) -> CheckResult | None:
     if host == first:
         if not report.port_error:
             return CheckResult(f"{number} free")
-        fix = f"end what has it (ss -tlnp on {host}), or take another: --master-port, deepspeed's --master_port"
-        return CheckResult(f"{number} taken", "bad", f"port {number} can't be had: {report.port_error}", fix)
+        fix = f"end its user (ss -tlnp on {host}), or take another port: --master-port, deepspeed's --master_port"
+        return CheckResult(f"{number} taken", "bad", f"port {number} can't be used: {report.port_error}", fix)
     if not report.port_error:
         return None if survey.hosts[first].port_error else CheckResult("reached")
     if report.route_error or _loops_back(host, survey):  # which the row above explains

@@ -69,8 +69,8 @@ def report(
         return f"{COLOURS[text[0]]}{text}{PLAIN}" if colour else text
 
     bad = sum(one.level == "bad" for one in found)
-    verdict = [f"{bad} to mend" if bad else "good"]
-    verdict += [f"{len(found) - bad} to know"] if len(found) > bad else []
+    verdict = [f"{bad} to fix" if bad else "good"]
+    verdict += [f"{len(found) - bad} to check"] if len(found) > bad else []
     parts = [
         MARKED.sub(lambda cell: painted(cell[0]), _host_tables(hosts, rows)),
         _pair_table(network) if network and network.ways else "",

@@ -166,7 +166,7 @@ def read_environment(path: Path) -> dict[str, str]:
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path} can't be read ({error}); mend or delete it") from None
+        raise SpecError(f"{path} can't be read ({error}); fix or delete it") from None
     values = {}
     for number, line in enumerate(map(str.strip, lines), start=1):
         if line and not line.startswith("#"):

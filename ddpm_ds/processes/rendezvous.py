@@ -130,7 +130,7 @@ class Rendezvous:
             if absent and time.monotonic() - started > self._start_seconds:
                 raise PeerLostError(
                     f"{_ranks(absent)} did not come within {self._start_seconds:g} s: not started, or unable to reach "
-                    f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}; ddpm-ds doctor --hostfile FILE looks why"
+                    f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}; ddpm-ds doctor --hostfile FILE checks it"
                 )
             for rank in set(missing) - set(absent):
                 if (beat := store.get(f"beat/{rank}")) != heard.get(rank, (b"",))[0]:
@@ -177,7 +177,7 @@ def _store(rank: int, seconds: float) -> dist.Store:
             raise port_taken() from None
         raise PeerLostError(
             f"rank {rank} (host {host_name()}) can't reach rank 0 at {host}:{port} within {seconds:g} s; is that host "
-            "up, and the port open? ddpm-ds doctor --hostfile FILE looks"
+            "up, and the port open? ddpm-ds doctor --hostfile FILE checks it"
         ) from None
     return dist.PrefixStore(f"ddpm_ds/rendezvous/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 

@@ -106,12 +106,12 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "clock": ({"b": {"clock_ahead_seconds": -3.2}}, "! b, clock: 3.2 s behind this machine: logs and dates of"),
     "run disk": (
         {"b": {"disks": {"run": Disk(3 * GIB, True, False)}}},
-        "! b, free for runs: 3.00 GiB free, the checkpoints that are kept ask for 4.00 GiB; make room on b, or choose "
+        "! b, free for runs: 3.00 GiB free, the checkpoints that are kept need 4.00 GiB; make room on b, or choose "
         "another folder with --run-dir",
     ),
     "data disk": (
         {"b": {"disks": {**FACTS.disks, "data": Disk(GIB // 2, True, False)}}},
-        "! b, free for data: 0.50 GiB free, prepared images ask for 1.00 GiB; make room on b, or choose another folder "
+        "! b, free for data: 0.50 GiB free, prepared images need 1.00 GiB; make room on b, or choose another folder "
         "with --set data.store_root=FOLDER",
     ),
     "read-only": ({"b": {"disks": {"run": Disk(9 * GIB, False, True)}}}, "! b, free for runs: the folder can't be wr"),
@@ -119,7 +119,7 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "slots": ({"b": {"slots": 9}}, "? b, devices: slots=9 on 8 CPU cores; write b slots=8 into the hostfile"),
     "environment": (
         {"b": {"environment": {}}},
-        "? b, environment: set here and not, or otherwise, there: OMP_NUM_THREADS; let them travel: ddpm-ds doctor",
+        "? b, environment: set here, but missing or different there: OMP_NUM_THREADS; let them travel: ddpm-ds doctor",
     ),
     "interface": (
         {"b": {"environment": {"OMP_NUM_THREADS": "4", "GLOO_SOCKET_IFNAME": "ens3"}}},
@@ -132,20 +132,20 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "loopback": ({"b": {"address": "127.0.0.1"}}, "! b, interface: 10.0.0.1 is a loopback address, which other hosts"),
     "port taken": (
         {"a": {"port_error": "Address already in use"}},
-        "! a, master port: port 29500 can't be had: Address already in use; end what has it (ss -tlnp on a), or",
+        "! a, master port: port 29500 can't be used: Address already in use; end its user (ss -tlnp on a)",
     ),
     "port closed": (
         {"c": {"port_error": "no answer in 4 s"}},
         "! c, master port: a at 10.0.0.1:29500: no answer in 4 s; open TCP between the hosts in a's firewall, or",
     ),
-    "keepalive": ({"b": {"keepalive_seconds": 0}}, "? b, ssh keepalive: ssh asks for no sign of life, and waits for a"),
+    "keepalive": ({"b": {"keepalive_seconds": 0}}, "? b, ssh keepalive: ssh never checks that a host is alive, and wa"),
     "GPUs": (
         {"a": {"devices": (GPU, GPU)}, "b": {"devices": (GPU,)}, "c": {"devices": (GPU, GPU)}},
-        "! b, devices: 1 CUDA devices for slots=2; write slots=1 into the hostfile, or mend its driver",
+        "! b, devices: 1 CUDA devices for slots=2; write slots=1 into the hostfile, or fix its driver",
     ),
     "no GPU on one": (
         {"a": {"devices": (GPU, GPU)}, "b": {}, "c": {"devices": (GPU, GPU)}},
-        "! b, devices: 0 CUDA devices for slots=2; leave b out of the hostfile, or mend its driver",
+        "! b, devices: 0 CUDA devices for slots=2; leave b out of the hostfile, or fix its driver",
     ),
     "other GPUs": (
         {"a": {"devices": (GPU, GPU)}, "b": {"devices": (GPU, OLD_GPU)}, "c": {"devices": (GPU, GPU)}},
@@ -203,7 +203,7 @@ def test_folders_of_their_own_share_the_checkpoints() -> None:
     room = {"disks": {"run": Disk(2 * GIB, True, False)}}
     assert lines(a=room, b=own, c=own) == []  # 4 GiB on three file systems
     shared = lines(a=room)
-    assert len(shared) == 1 and "ask for 4.00 GiB" in shared[0]
+    assert len(shared) == 1 and "need 4.00 GiB" in shared[0]
 
 
 def test_cells_of_a_host_that_can_not_be_asked_are_empty() -> None:

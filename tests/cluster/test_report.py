@@ -41,7 +41,7 @@ def test_hosts_stand_side_by_side_and_marks_read_in_a_log() -> None:
         "! c, ssh: refused; start it",
         "? b, devices: other; use equal ones",
         "",
-        "3 hosts: 1 to mend, 1 to know",
+        "3 hosts: 1 to fix, 1 to check",
     ]
     coloured = report(HOSTS, ROWS, None, findings(ROWS, None), [], colour=True)
     assert "\033[31m! no\033[0m" in coloured and "\033[33m? 4 x A100 80 GiB\033[0m    -" in coloured
