@@ -159,13 +159,13 @@ def install() -> None:
 
     import ddpm_ds.train.session  # noqa: F401  # with all in which functions are replaced
     from ddpm_ds import device
-    from ddpm_ds.pipeline import messages as wires
+    from ddpm_ds.pipeline import messages
     from ddpm_ds.pipeline.build import HostAccelerator
 
     dist.Backend.register_backend("strict", StrictGroup, devices=["cpu"])
     HostAccelerator.communication_backend_name = lambda accelerator: "strict"
     HostAccelerator.synchronize = lambda accelerator, device_index=None: posted.wait()
-    replace_everywhere(wires.runs_behind, lambda device: True)
+    replace_everywhere(messages.runs_behind, lambda device: True)
     replace_everywhere(device.wait_for_device, lambda device: posted.wait())
     seconds = float(os.environ.get("STRICT_SECONDS", "120"))
     threading.Thread(target=posted.watch, args=(seconds,), daemon=True).start()
@@ -173,19 +173,19 @@ def install() -> None:
 
 def share_communicators() -> None:
     """Two communicators for each phase of a pipeline: for all of its activations and for all of its gradients."""
-    from ddpm_ds.pipeline import messages as wires
+    from ddpm_ds.pipeline import messages
     from ddpm_ds.pipeline.order import Edge
 
-    connect = wires.open_wires
+    connect = messages.open_p2p_groups
 
-    def shared(pipelines: Sequence[Sequence[int]], phases: int, device: torch.device) -> dict[Edge, wires.Wire]:
+    def shared(pipelines: Sequence[Sequence[int]], phases: int, device: torch.device) -> dict[Edge, messages.P2PGroup]:
         own = connect(pipelines, phases, device)
         groups: dict[Any, Any] = {
             (kind, phase): dist.new_group() for phase in range(phases) for kind in ("activations", "gradients")
         }
         return {
-            edge: dataclasses.replace(wire, group=groups.get((edge.kind, edge.phase), wire.group))
-            for edge, wire in own.items()
+            edge: dataclasses.replace(p2p, group=groups.get((edge.kind, edge.phase), p2p.group))
+            for edge, p2p in own.items()
         }
 
     replace_everywhere(connect, shared)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ddpm_ds.command_line import cache_folder
 from ddpm_ds.device import DTYPES, Dtype, wait_for_device
-from ddpm_ds.pipeline.build import decided_by_rank_0
+from ddpm_ds.processes.process_group import decided_by_rank_0
 from ddpm_ds.unet.layers import DownsampleLayer, EmbedLayer, Layer, UpsampleLayer
 from ddpm_ds.unet.model import build_layer
 from ddpm_ds.unet.operations import arithmetic_dtype, set_image_index

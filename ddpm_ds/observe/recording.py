@@ -221,8 +221,8 @@ def _barrier() -> Barrier:
 
 
 def _message_bytes(engine: UnetPipelineEngine, phase: int) -> tuple[int, int]:
-    wires = engine.wires(phase, engine.micro_batch_size)
-    activations, gradients = wires.activations_out, wires.gradients_out
+    channels = engine.stage_channels(phase, engine.micro_batch_size)
+    activations, gradients = channels.activations_out, channels.gradients_out
     return activations.message_bytes if activations else 0, gradients.message_bytes if gradients else 0
 
 

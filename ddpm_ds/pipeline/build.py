@@ -1,9 +1,4 @@
-"""DeepSpeed's CPU accelerator, extended so that fp16 runs on any processor and nothing is compiled at run time.
-
-What all ranks must agree on.
-
-From a list of layers and a filled DeepSpeed configuration to a running engine.
-"""
+"""From a list of layers and a resolved configuration to a running engine, on a GPU or on a CPU."""
 
 from __future__ import annotations
 
@@ -14,8 +9,8 @@ import itertools
 import logging
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import deepspeed
 import torch.distributed as dist
@@ -24,7 +19,6 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 from ddpm_ds.command_line import cache_folder
 from ddpm_ds.config.ds_config import ResolvedDsConfig
-from ddpm_ds.errors import UserError
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.engine import Objective, UnetPipelineEngine
 from ddpm_ds.pipeline.folded import FoldedEngine
@@ -63,28 +57,10 @@ Value = TypeVar("Value")
 _numbers = itertools.count()
 
 
-def decided_by_rank_0(decide: Callable[[], Value]) -> Value:
-    """What rank 0 decides, on every rank; collective.
-
-    Raises:
-        UserError: what keeps rank 0 from deciding; on every rank, since none may go on and wait for it.
-    """
-    decided: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            decided = [decide()]
-        except UserError as error:
-            decided = [error]
-    dist.broadcast_object_list(decided, src=0)
-    if isinstance(decided[0], UserError):
-        raise decided[0]
-    return cast(Value, decided[0])
-
-
 def said_by_all(value: Value) -> list[Value]:
-    """What every rank says, by rank; collective.
+    """The values that the ranks give, by rank; collective.
 
-    It goes through the store at which the ranks met: no device takes part, so a rank whose GPU is broken can say so.
+    They go through the store at which the ranks met: no device takes part, so a rank whose GPU is broken can say so.
     """
     assert dist.group.WORLD is not None
     store = dist.PrefixStore(f"ddpm_ds/said/{next(_numbers)}", dist.group.WORLD.get_group_store())

@@ -36,11 +36,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.cuts import sent_shapes
-from ddpm_ds.pipeline.messages import Channel, Wires, open_wires, runs_behind
-from ddpm_ds.pipeline.module import UnetPipelineModule, checkpoint_function
+from ddpm_ds.pipeline.messages import Channel, StageChannels, open_p2p_groups, runs_behind
+from ddpm_ds.pipeline.module import UnetPipelineModule, checkpoint_function, forget_peaks, warm_up
 from ddpm_ds.pipeline.order import Edge, Kind
 from ddpm_ds.pipeline.schedule import instruction_stream, most_in_flight
-from ddpm_ds.pipeline.warm_up import forget_peaks, warm_up
 from ddpm_ds.unet.blocks import Carry, newest_skip_is_h, pack, unpack
 from ddpm_ds.unet.operations import Kernels, KeyedDropout, set_image_index
 
@@ -61,14 +60,14 @@ class Objective(Protocol):
 INSTRUCTIONS = {
     schedule.OptimizerStep: "_exec_optimizer_step",
     schedule.ReduceGrads: "_exec_reduce_grads",
-    schedule.ReduceTiedGrads: "_exec_reduce_tied_grads",
+    schedule.ReduceTiedGrads: "_exec_nothing",
     schedule.LoadMicroBatch: "_exec_load_micro_batch",
     schedule.ForwardPass: "_exec_forward_pass",
     schedule.BackwardPass: "_exec_backward_pass",
     schedule.SendActivation: "_exec_send_activations",
-    schedule.RecvActivation: "_exec_recv_activations",
+    schedule.RecvActivation: "_exec_nothing",
     schedule.SendGrad: "_exec_send_grads",
-    schedule.RecvGrad: "_exec_recv_grads",
+    schedule.RecvGrad: "_exec_nothing",
 }
 """The method that executes each instruction."""
 
@@ -118,8 +117,8 @@ class UnetPipelineEngine(PipelineEngine):
         """Sum of the last batch's micro-batch losses on the last stage; zero elsewhere."""
         self._step_loss_scale = 1.0
         self._dropouts = [part for part in module.modules() if isinstance(part, KeyedDropout)]
-        self._connected = open_wires(self.grid.pipe_groups, self.phases, self.device)
-        self._wires = [self.wires(phase, self.micro_batch_size) for phase in range(self.phases)]
+        self._connected = open_p2p_groups(self.grid.pipe_groups, self.phases, self.device)
+        self._channels = [self.stage_channels(phase, self.micro_batch_size) for phase in range(self.phases)]
         self._cautious_steps = CAUTIOUS_STEPS
         self._watchers = 0
         self._warm: set[tuple[int, bool]] = set()
@@ -138,7 +137,7 @@ class UnetPipelineEngine(PipelineEngine):
         ends = (self.ends(phase) for phase in range(self.phases))
         return {index: self.module.get_submodule(str(index)) for first, stop in ends for index in range(first, stop)}
 
-    def wires(self, phase: int, images: int) -> Wires:
+    def stage_channels(self, phase: int, images: int) -> StageChannels:
         """Channels of a stage for the carry of ``images`` images and its gradients."""
         (before, after), (first, stop), own = self.neighbours(phase), self.ends(phase), self.stage_id
 
@@ -147,9 +146,9 @@ class UnetPipelineEngine(PipelineEngine):
                 return None
             carried = sent_shapes(self.module.unet_layers, cut, phase=phase, schedule=self.module.schedule)
             shapes = [(images, *shape) for shape in carried]
-            return self.channel(Edge(kind, phase, source, target), shapes, self._wire_dtype())
+            return self.channel(Edge(kind, phase, source, target), shapes, self._message_dtype())
 
-        return Wires(
+        return StageChannels(
             activations_in=channel("activations", first, before, own),
             activations_out=channel("activations", stop, own, after),
             gradients_in=channel("gradients", stop, after, own),
@@ -201,12 +200,12 @@ class UnetPipelineEngine(PipelineEngine):
                 forget_peaks(self.device)
         return True
 
-    def _wire_dtype(self) -> torch.dtype:
+    def _message_dtype(self) -> torch.dtype:
         return next(self.module.parameters()).dtype
 
-    def in_wire_dtype(self, inputs: Carry) -> Carry:
+    def in_message_dtype(self, inputs: Carry) -> Carry:
         """The first layer's arguments, those that are floating-point in the dtype of the weights."""
-        dtype = self._wire_dtype()
+        dtype = self._message_dtype()
         return tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in inputs)
 
     @property
@@ -242,11 +241,11 @@ class UnetPipelineEngine(PipelineEngine):
         self._step_loss_scale = scale
         by_host = runs_behind(self.device) and bool(self._cautious_steps or self._watchers)
         self._cautious_steps = max(self._cautious_steps - 1, 0)
-        for wires in self._wires:
-            wires.begin(self.micro_batches, by_host=by_host)
+        for channels in self._channels:
+            channels.begin(self.micro_batches, by_host=by_host)
         self._exec_schedule(self._train_schedule())
-        for wires in self._wires:
-            wires.drain()
+        for channels in self._channels:
+            channels.drain()
         self.images_seen += self.train_batch_size()
         self._watch_scale_floor(scale)
         return self.loss_sum / self.micro_batches
@@ -313,10 +312,10 @@ class UnetPipelineEngine(PipelineEngine):
         prepared = self.objective.prepare(next(self.data_iterator))
         self.pipe_buffers["loads"][buffer_id] = prepared
         if self.is_first_stage():
-            self.pipe_buffers["inputs"][buffer_id] = self.in_wire_dtype(self.objective.inputs(prepared))
+            self.pipe_buffers["inputs"][buffer_id] = self.in_message_dtype(self.objective.inputs(prepared))
 
-    def _exec_recv_activations(self, buffer_id: int) -> None:
-        """Waited for where they are used, so that what is ready is sent first."""
+    def _exec_nothing(self, **arguments: int) -> None:
+        """Nothing is tied; and a message is waited for where it is used, so that what is ready is sent first."""
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
         index = self._image_index(self._forwards)
@@ -351,13 +350,13 @@ class UnetPipelineEngine(PipelineEngine):
 
     def _receive_leaves(self, phase: int) -> Carry:
         """The next carry from the stage before, as leaves that gather gradients."""
-        channel = self._wires[phase].activations_in
+        channel = self._channels[phase].activations_in
         assert channel is not None
         return tuple(leaf.requires_grad_() for leaf in self.receive(channel))
 
     def _receive_gradients(self, phase: int) -> Carry:
         """The next gradients from the stage after."""
-        channel = self._wires[phase].gradients_in
+        channel = self._channels[phase].gradients_in
         assert channel is not None
         return self.receive(channel)
 
@@ -373,23 +372,20 @@ class UnetPipelineEngine(PipelineEngine):
 
     def _send_activations(self, phase: int, carry: Carry) -> tuple[GradientEdge | None, ...]:
         """Send what a stage has made; its place in the graph is all that backward needs, so its memory may go."""
-        channel = self._wires[phase].activations_out
+        channel = self._channels[phase].activations_out
         assert channel is not None
         channel.send(carry)
         return tuple(map(edge, carry))
 
     def _send_gradients(self, phase: int, leaves: Carry) -> None:
         """Send the gradients of what was received; emb's may be missing, the last layers of a U-Net don't use it."""
-        channel = self._wires[phase].gradients_out
+        channel = self._channels[phase].gradients_out
         assert channel is not None
         channel.send([leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves])
 
     def _exec_send_activations(self, buffer_id: int) -> None:
         outputs = self.pipe_buffers["outputs"]
         outputs[buffer_id] = self._send_activations(0, outputs[buffer_id])
-
-    def _exec_recv_grads(self, buffer_id: int) -> None:
-        """As :meth:`_exec_recv_activations`."""
 
     def _exec_backward_pass(self, buffer_id: int) -> None:
         outputs = self.pipe_buffers["outputs"][buffer_id]
@@ -409,9 +405,6 @@ class UnetPipelineEngine(PipelineEngine):
     def _exec_send_grads(self, buffer_id: int) -> None:
         self._send_gradients(0, self.pipe_buffers["inputs"][buffer_id])
         self.pipe_buffers["inputs"][buffer_id] = None
-
-    def _exec_reduce_tied_grads(self) -> None:
-        """Nothing is tied; see ``__init__``."""
 
     def _exec_reduce_grads(self) -> None:
         if self.zero_optimization_partition_gradients():

@@ -58,7 +58,7 @@ class FoldedEngine(UnetPipelineEngine):
         super().__init__(*args, **kwargs)
         self._flights: dict[int, Flight] = {}
         """By number of the micro-batch in this step."""
-        self.execute[schedule.CommitP2P] = self._exec_commit_p2p
+        self.execute[schedule.CommitP2P] = self._exec_nothing  # messages go as they are made
 
     @property
     def loss_stage(self) -> int:
@@ -100,9 +100,6 @@ class FoldedEngine(UnetPipelineEngine):
         _, flight = self._flight(buffer_id)
         flight.prepared = self.objective.prepare(next(self.data_iterator))
 
-    def _exec_recv_activations(self, buffer_id: int, phase: int = 0) -> None:
-        """Waited for where they are used, so that what is ready is sent first."""
-
     def _exec_forward_pass(self, buffer_id: int, phase: int = 0) -> None:
         number, flight = self._flight(buffer_id)
         set_image_index(self._dropouts, self._image_index(number))
@@ -113,7 +110,7 @@ class FoldedEngine(UnetPipelineEngine):
 
     def _forward_down(self, flight: Flight) -> None:
         if self.is_first_stage():
-            inputs = self.in_wire_dtype(self.objective.inputs(flight.prepared))
+            inputs = self.in_message_dtype(self.objective.inputs(flight.prepared))
         else:
             inputs = flight.leaves = self._receive_leaves(phase=0)
         h, *kept = self.walk(0, inputs)
@@ -144,9 +141,6 @@ class FoldedEngine(UnetPipelineEngine):
             assert flight.up is not None
             self._send_activations(1, (flight.up,))
             flight.up = None
-
-    def _exec_recv_grads(self, buffer_id: int, phase: int = 0) -> None:
-        """As :meth:`_exec_recv_activations`."""
 
     def _exec_backward_pass(self, buffer_id: int, phase: int = 0) -> None:
         number, flight = self._flight(buffer_id)
@@ -183,6 +177,3 @@ class FoldedEngine(UnetPipelineEngine):
         else:
             self._send_gradients(0, flight.leaves)
             del self._flights[number]
-
-    def _exec_commit_p2p(self) -> None:
-        """Messages go as they are made; see :mod:`ddpm_ds.pipeline.messages`."""

@@ -72,7 +72,7 @@ class _Straight:
 
     def __init__(self, engine: UnetPipelineEngine, images: int) -> None:
         self._engine = engine
-        self._wires = engine.wires(0, images)
+        self._channels = engine.stage_channels(0, images)
         self._predictions: Channel | None = None
         if engine.num_stages > 1 and engine.stage_id in (0, engine.loss_stage):
             shape = (images, *engine.module.unet_layers[0].output_shape)
@@ -81,14 +81,14 @@ class _Straight:
     def run(
         self, calls: int, give: Give, take: Take, depth: int, progress: Callable[[], None], *, by_host: bool
     ) -> None:
-        self._wires.begin(calls, by_host=by_host, gradients=False)
+        self._channels.begin(calls, by_host=by_host, gradients=False)
         if self._predictions is not None:
             self._predictions.by_host = by_host
         if self._engine.is_first_stage():
             self._lead(calls, give, take, min(depth, 2 * self._engine.num_stages), progress)
         else:
             self._follow(calls, progress)
-        self._wires.drain()
+        self._channels.drain()
         if self._predictions is not None:
             self._predictions.drain()
 
@@ -96,19 +96,19 @@ class _Straight:
         engine = self._engine
         if self._predictions is None:
             for number in range(calls):
-                take(number, engine.walk(0, engine.in_wire_dtype(give(number))).float())
+                take(number, engine.walk(0, engine.in_message_dtype(give(number))).float())
                 progress()
             return
-        self._predictions.expect(calls)
+        self._predictions.start_receiving(calls)
         for number in range(calls + depth):
             if number >= depth:
                 take(number - depth, self._predictions.receive()[0])
                 progress()
             if number < calls:
-                self._send_on(engine.walk(0, engine.in_wire_dtype(give(number))))
+                self._send_on(engine.walk(0, engine.in_message_dtype(give(number))))
 
     def _follow(self, calls: int, progress: Callable[[], None]) -> None:
-        engine, activations = self._engine, self._wires.activations_in
+        engine, activations = self._engine, self._channels.activations_in
         assert activations is not None
         for _ in range(calls):
             outputs = engine.walk(0, engine.unpacked(activations.receive()))
@@ -119,8 +119,8 @@ class _Straight:
             progress()
 
     def _send_on(self, outputs: Carry) -> None:
-        assert self._wires.activations_out is not None
-        self._wires.activations_out.send(self._engine.packed(outputs))
+        assert self._channels.activations_out is not None
+        self._channels.activations_out.send(self._engine.packed(outputs))
 
 
 class _Folded:
@@ -128,7 +128,7 @@ class _Folded:
 
     def __init__(self, engine: FoldedEngine, images: int) -> None:
         self._engine = engine
-        self._down, self._up = (engine.wires(phase, images) for phase in range(engine.phases))
+        self._down, self._up = (engine.stage_channels(phase, images) for phase in range(engine.phases))
         self._kept: deque[Carry] = deque()
         """Of the calls that have gone down and not come up: on the last rank h, then emb and the skips."""
 
@@ -138,32 +138,32 @@ class _Folded:
         engine = self._engine
         # A call that this rank has sent down comes back when the ranks below have done two stages each.
         lead = min(depth, 2 * (engine.num_stages - 1 - engine.stage_id) + 1) - 1
-        for wires in (self._down, self._up):
-            wires.begin(calls, by_host=by_host, gradients=False)
+        for channels in (self._down, self._up):
+            channels.begin(calls, by_host=by_host, gradients=False)
         for number in range(calls + lead):
             if number < calls:
                 self._go_down(number, give)
             if number >= lead:
                 self._come_up(number - lead, take)
                 progress()
-        for wires in (self._down, self._up):
-            wires.drain()
+        for channels in (self._down, self._up):
+            channels.drain()
 
     def _go_down(self, number: int, give: Give) -> None:
-        engine, wires = self._engine, self._down
-        carry = wires.activations_in.receive() if wires.activations_in else engine.in_wire_dtype(give(number))
+        engine, channels = self._engine, self._down
+        carry = channels.activations_in.receive() if channels.activations_in else engine.in_message_dtype(give(number))
         h, *kept = engine.walk(0, carry)
-        if wires.activations_out is None:
+        if channels.activations_out is None:
             kept.insert(0, h)
         else:
-            wires.activations_out.send((h, kept[0]))
+            channels.activations_out.send((h, kept[0]))
         self._kept.append(tuple(kept))
 
     def _come_up(self, number: int, take: Take) -> None:
-        wires, kept = self._up, self._kept.popleft()
-        received = wires.activations_in.receive() if wires.activations_in else ()
+        channels, kept = self._up, self._kept.popleft()
+        received = channels.activations_in.receive() if channels.activations_in else ()
         outputs = self._engine.walk(1, (*received, *kept))
-        if wires.activations_out is None:
+        if channels.activations_out is None:
             take(number, outputs.float())
         else:
-            wires.activations_out.send(outputs[:1])
+            channels.activations_out.send(outputs[:1])

@@ -1,19 +1,18 @@
-"""What crosses a cut between two stages: one contiguous message per micro-batch and direction.
+"""Messages between stages, and the P2P groups that carry them.
+
+What crosses a cut is one contiguous message per micro-batch and direction::
 
     stage s                          stage s + 1
        activations.send      ──▶     receive     [ h | emb | skip | skip | ... ]
        gradients.receive     ◀──     send        [ the same shapes, same order ]
 
 Both sides compute the shapes from the list of layers, so nothing is negotiated at run time. Images are channels-last
-and travel as they lie in memory. When a message is posted and waited for is said in :mod:`ddpm_ds.pipeline.order`, over
-which communicators it goes in :mod:`ddpm_ds.pipeline.messages`.
-
-The communicators of a pipeline: two ranks each, one for each directed edge, phase and kind of message.
+and travel as they lie in memory. :mod:`ddpm_ds.pipeline.order` says when a message is posted and waited for.
 
 NCCL executes what one communicator is given in the order in which it is given, whoever the messages are for, and does
-not look at tags. With a communicator for each edge no message waits for one of another edge
-(:mod:`ddpm_ds.pipeline.order` has the model). Each is made by its two ranks alone, so that the time this takes does not
-grow with stages or replicas::
+not look at tags. So each directed edge, phase and kind of message has a P2P group of its own two ranks, and no message
+waits for one of another edge. Each is made by its two ranks alone, in a time that does not grow with stages or
+replicas::
 
     1f1b, a rank in the middle      activations in, activations out, gradients in, gradients out            4
     1f1b, the first and the last    two of these, and predictions, the way back of samples                  3
@@ -35,12 +34,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpm_ds.pipeline.order import Edge, Line, Work, pipeline_edges
+from ddpm_ds.pipeline.order import Edge, EdgeEnd, Work, pipeline_edges
 
 
 @dataclass(frozen=True)
-class Wire:
-    """How one end of an edge reaches the other."""
+class P2PGroup:
+    """The groups over which one end of an edge reaches the other."""
 
     edge: Edge
     peer: int
@@ -53,11 +52,11 @@ class Wire:
     """Tells the edges apart that share ``host_group``; gloo matches messages by it, NCCL can't."""
 
 
-class Channel(Line[Tensor]):
+class Channel(EdgeEnd[Tensor]):
     """One end of an edge with the shapes of its messages, micro-batch included.
 
     A message that is sent is kept until it is known to be delivered, of which gloo says nothing before it is waited
-    for. A message that is expected has its memory from when its receive is posted.
+    for. A message to be received has its memory from when its receive is posted.
     """
 
     def __init__(
@@ -65,13 +64,13 @@ class Channel(Line[Tensor]):
         shapes: Sequence[tuple[int, ...]],
         dtype: torch.dtype,
         device: torch.device,
-        wire: Wire,
+        p2p: P2PGroup,
         most_in_flight: int,
     ) -> None:
         super().__init__(most_in_flight)
         self._shapes = tuple(shapes)
         self._sizes = [math.prod(shape) for shape in self._shapes]
-        self._dtype, self._device, self.wire = dtype, device, wire
+        self._dtype, self._device, self.p2p = dtype, device, p2p
         self.by_host = False
         """Whether messages go from host to host, where nothing that waits for the device can wait for them."""
 
@@ -88,28 +87,28 @@ class Channel(Line[Tensor]):
             raise RuntimeError(
                 f"boundary expected {sum(self._sizes)} x {self._dtype}, got {message.numel()} x {message.dtype}"
             )
-        self.put(message)
+        self.post_message(message)
 
     def receive(self) -> tuple[Tensor, ...]:
-        """Wait for the next expected message; views of one buffer."""
-        message = self.take().to(self._device)
+        """Wait for the next message; views of one buffer."""
+        message = self.next_message().to(self._device)
         return tuple(_view(part, shape) for part, shape in zip(message.split(self._sizes), self._shapes, strict=True))
 
     def post_send(self, message: Tensor) -> Work:
         if self.by_host:
             message = message.cpu()
-        return _Sent(dist.isend(message, dst=self.wire.peer, **self._way()), message)
+        return _Sent(dist.isend(message, dst=self.p2p.peer, **self._way()), message)
 
     def post_receive(self) -> tuple[Work, Tensor]:
         message = torch.empty(sum(self._sizes), dtype=self._dtype, device="cpu" if self.by_host else self._device)
-        work = dist.irecv(message, src=self.wire.peer, **self._way())
+        work = dist.irecv(message, src=self.p2p.peer, **self._way())
         assert work is not None
         return work, message
 
     def _way(self) -> dict[str, Any]:
-        if self.by_host and self.wire.host_group is not None:
-            return {"group": self.wire.host_group, "tag": self.wire.tag}
-        return {"group": self.wire.group}
+        if self.by_host and self.p2p.host_group is not None:
+            return {"group": self.p2p.host_group, "tag": self.p2p.tag}
+        return {"group": self.p2p.group}
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ MOST_BLOCKS = 8
 
 
 @dataclass(frozen=True)
-class Wires:
+class StageChannels:
     """The channels of one stage; None where it has no neighbour on another rank."""
 
     activations_in: Channel | None
@@ -160,7 +159,7 @@ class Wires:
                 channel.by_host = by_host
         for channel in (self.activations_in, self.gradients_in if gradients else None):
             if channel is not None:
-                channel.expect(micro_batches)
+                channel.start_receiving(micro_batches)
 
     def drain(self) -> None:
         """Wait until everything sent has been delivered."""
@@ -174,7 +173,7 @@ def runs_behind(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def open_wires(pipelines: Sequence[Sequence[int]], phases: int, device: torch.device) -> dict[Edge, Wire]:
+def open_p2p_groups(pipelines: Sequence[Sequence[int]], phases: int, device: torch.device) -> dict[Edge, P2PGroup]:
     """Connect this rank's edges of its pipeline; all ranks call this, with the global ranks of all ``pipelines``.
 
     All ranks make the groups in one order, since PyTorch names a group by their count; a rank that is in a group meets
@@ -183,10 +182,12 @@ def open_wires(pipelines: Sequence[Sequence[int]], phases: int, device: torch.de
     token now, so that they need not meet in the middle of a schedule.
     """
     if dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
-        raise RuntimeError("the default process group is bound to a device; make it with ddpm_ds.train.resolve")
+        raise RuntimeError(
+            "the default process group is bound to a device; make it with ddpm_ds.processes.process_group"
+        )
     own = dist.get_rank()
     host_groups: dict[frozenset[int], Any] = {}
-    wires = {}
+    connected = {}
     for tag, edge in enumerate(pipeline_edges(len(pipelines[0]), phases)):
         for pipeline in pipelines:
             source, target = pair = pipeline[edge.source], pipeline[edge.target]
@@ -196,13 +197,13 @@ def open_wires(pipelines: Sequence[Sequence[int]], phases: int, device: torch.de
             if own not in pair:
                 continue
             peer = target if own == source else source
-            wires[edge] = Wire(edge, peer, group, host_groups.get(frozenset(pair)), tag)
+            connected[edge] = P2PGroup(edge, peer, group, host_groups.get(frozenset(pair)), tag)
             token = torch.zeros(1, device=device)
             if own == source:
                 dist.send(token, dst=peer, group=group)
             else:
                 dist.recv(token, src=peer, group=group)
-    return wires
+    return connected
 
 
 def _group(ranks: Sequence[int], device: torch.device) -> Any:

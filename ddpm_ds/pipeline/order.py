@@ -4,9 +4,9 @@ NCCL executes the operations of one communicator one after another in the order 
 is complete when its receiver takes it. Whoever waits for a message therefore waits for all that was posted before it on
 that communicator, here and at the other end. A rank that waits for its whole device waits for everything it has posted.
 
-:class:`Line` decides when an end of a directed edge posts and waits. The engines' channels are lines that really send
-(:mod:`ddpm_ds.pipeline.messages`); lines of a :class:`Paper` write the same operations down, and :func:`execute` plays
-the ranks' papers against each other::
+:class:`EdgeEnd` decides when an end of a directed edge posts and waits. The engines' channels really send
+(:mod:`ddpm_ds.pipeline.messages`); a :class:`RecordedEnd` writes the same operations into an :class:`OrderLog`, and
+:func:`execute` plays the ranks' logs against each other::
 
     rank 0   receive gradients 0 | send activations 0 | ... wait for gradients 0
     rank 1   receive activations 0 | wait for activations 0 | ... | send gradients 0
@@ -63,7 +63,7 @@ class Work(Protocol):
         """Let what follows wait until the operation is complete."""
 
 
-class Line(ABC, Generic[Message]):
+class EdgeEnd(ABC, Generic[Message]):
     """One end of an edge: when it posts its messages, and when it waits for them.
 
     A send returns at once; of ``most_in_flight`` messages that are not known to be delivered the oldest is waited for.
@@ -73,8 +73,8 @@ class Line(ABC, Generic[Message]):
     def __init__(self, most_in_flight: int) -> None:
         self._most_in_flight = most_in_flight
         self._in_flight: deque[Work] = deque()
-        self._expected = 0
-        self._posted: deque[tuple[Work, Message]] = deque()
+        self._to_post = 0
+        self._receives: deque[tuple[Work, Message]] = deque()
 
     @abstractmethod
     def post_send(self, message: Message) -> Work:
@@ -84,20 +84,20 @@ class Line(ABC, Generic[Message]):
     def post_receive(self) -> tuple[Work, Message]:
         """Post a receive of the next message."""
 
-    def put(self, message: Message) -> None:
-        """Send a message."""
+    def post_message(self, message: Message) -> None:
+        """Post a send, after the oldest where too many are in flight."""
         while len(self._in_flight) >= self._most_in_flight:
             self._in_flight.popleft().wait()
         self._in_flight.append(self.post_send(message))
 
-    def expect(self, messages: int) -> None:
-        """Say how many messages will be taken, and post the receive of the first one."""
-        self._expected += messages
+    def start_receiving(self, messages: int) -> None:
+        """Post the receive of the first of so many messages; each one that is waited for posts the next."""
+        self._to_post += messages
         self._post()
 
-    def take(self) -> Message:
-        """Wait for the next expected message."""
-        work, message = self._posted.popleft()
+    def next_message(self) -> Message:
+        """Wait for the next message, and post the receive of the one after it."""
+        work, message = self._receives.popleft()
         self._post()
         work.wait()
         return message
@@ -108,9 +108,9 @@ class Line(ABC, Generic[Message]):
             self._in_flight.popleft().wait()
 
     def _post(self) -> None:
-        if self._expected:
-            self._expected -= 1
-            self._posted.append(self.post_receive())
+        if self._to_post:
+            self._to_post -= 1
+            self._receives.append(self.post_receive())
 
 
 class Operation(NamedTuple):
@@ -134,45 +134,45 @@ class Operation(NamedTuple):
         return f"{kind} {self.number} of phase {phase} from rank {source} to rank {target}"
 
 
-class Paper:
-    """What one rank posts and waits for, written down; messages go from host to host, or between devices."""
+class OrderLog:
+    """Operations of one rank, in their order; messages go from host to host, or between devices."""
 
     def __init__(self, by_host: bool = False) -> None:
         self.by_host = by_host
         self.operations: list[Operation] = []
 
     def write(self, operation: Operation) -> None:
-        """Write down what comes next."""
+        """Append an operation."""
         self.operations.append(operation)
 
 
 @dataclass
-class _PaperWork:
-    paper: Paper
+class _RecordedWork:
+    log: OrderLog
     edge: Edge
     number: int
 
     def wait(self) -> None:
-        self.paper.write(Operation("wait", self.edge, self.number))
+        self.log.write(Operation("wait", self.edge, self.number))
 
 
-class PaperLine(Line[None]):
-    """A line whose operations are written down."""
+class RecordedEnd(EdgeEnd[None]):
+    """An end of an edge whose operations are written down."""
 
-    def __init__(self, paper: Paper, edge: Edge, most_in_flight: int) -> None:
+    def __init__(self, log: OrderLog, edge: Edge, most_in_flight: int) -> None:
         super().__init__(most_in_flight)
-        self._paper, self._edge = paper, edge
+        self._log, self._edge = log, edge
         self._sent = self._received = 0
 
     def post_send(self, message: None) -> Work:
-        self._paper.write(Operation("send", self._edge, self._sent, self._paper.by_host))
+        self._log.write(Operation("send", self._edge, self._sent, self._log.by_host))
         self._sent += 1
-        return _PaperWork(self._paper, self._edge, self._sent - 1)
+        return _RecordedWork(self._log, self._edge, self._sent - 1)
 
     def post_receive(self) -> tuple[Work, None]:
-        self._paper.write(Operation("receive", self._edge, self._received, self._paper.by_host))
+        self._log.write(Operation("receive", self._edge, self._received, self._log.by_host))
         self._received += 1
-        return _PaperWork(self._paper, self._edge, self._received - 1), None
+        return _RecordedWork(self._log, self._edge, self._received - 1), None
 
 
 def training_order(
@@ -185,7 +185,7 @@ def training_order(
     by_host: bool = False,
     reduces: bool = False,
     seconds: Callable[[str, int], float] = lambda instruction, phase: 1.0,
-    line: type[PaperLine] = PaperLine,
+    end_of_edge: type[RecordedEnd] = RecordedEnd,
 ) -> list[Operation]:
     """What one rank of a pipeline posts and waits for in a training step, as the engines do.
 
@@ -194,33 +194,33 @@ def training_order(
         by_host: messages go from host to host, as in the engines' cautious steps.
         reduces: the replicas reduce gradients after each backward, as under ZeRO-2.
         seconds: of a pass, by its instruction and phase.
-        line: when ends of edges post and wait.
+        end_of_edge: when ends of edges post and wait.
 
     Raises:
         ValueError: the schedule can't have so few micro-batches.
     """
-    paper, most = Paper(by_host), most_in_flight(schedule, ranks)
+    log, most = OrderLog(by_host), most_in_flight(schedule, ranks)
     edges = [edge for edge in pipeline_edges(ranks, 2 if schedule == "folded" else 1) if edge.kind != "predictions"]
-    sends = {(edge.kind, edge.phase): line(paper, edge, most) for edge in edges if edge.source == rank}
-    receives = {(edge.kind, edge.phase): line(paper, edge, most) for edge in edges if edge.target == rank}
+    sends = {(edge.kind, edge.phase): end_of_edge(log, edge, most) for edge in edges if edge.source == rank}
+    receives = {(edge.kind, edge.phase): end_of_edge(log, edge, most) for edge in edges if edge.target == rank}
     for end in receives.values():
-        end.expect(micro_batches)
+        end.start_receiving(micro_batches)
     for instruction, phase, _, needs_message in program(schedule, micro_batches, ranks, rank):
         kind: Kind = "activations" if instruction in ("ForwardPass", "SendActivation") else "gradients"
         if instruction in ("SendActivation", "SendGrad"):
-            sends[kind, phase].put(None)
+            sends[kind, phase].post_message(None)
             continue
         if needs_message:
-            receives[kind, phase].take()
-        paper.write(Operation("pass", name=instruction, seconds=seconds(instruction, phase)))
+            receives[kind, phase].next_message()
+        log.write(Operation("pass", name=instruction, seconds=seconds(instruction, phase)))
         if instruction in device_waits:
-            paper.write(Operation("device"))
+            log.write(Operation("device"))
         if instruction == "BackwardPass" and reduces:
-            paper.write(Operation("together", name=f"the replicas of rank {rank}"))
-    paper.write(Operation("together", name="all ranks"))
+            log.write(Operation("together", name=f"the replicas of rank {rank}"))
+    log.write(Operation("together", name="all ranks"))
     for end in sends.values():
         end.drain()
-    return paper.operations
+    return log.operations
 
 
 class LockError(RuntimeError):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any, TypeVar, cast
 
 import deepspeed
 import torch.distributed as dist
@@ -21,6 +22,9 @@ PAUSE_SECONDS = 1800.0
 """Time that ranks may wait for one that checkpoints, validates or compiles, before their process groups end them."""
 LONGEST_TIMEOUT = timedelta(days=365)
 """As good as for ever; much longer times overflow clocks that count nanoseconds."""
+
+
+Value = TypeVar("Value")
 
 
 def group_timeout(hang_seconds: float = HANG_SECONDS, dead_seconds: float = DEAD_SECONDS) -> timedelta:
@@ -86,3 +90,21 @@ def _not_connected(error: Exception) -> HostError:
         f"{os.environ.get(GLOO_INTERFACE, 'unknown')} ({str(error).splitlines()[0]}); ddpm-ds doctor --hostfile FILE "
         f"tests every pair of hosts, and {GLOO_INTERFACE} or NCCL_SOCKET_IFNAME chooses another interface"
     )
+
+
+def decided_by_rank_0(decide: Callable[[], Value]) -> Value:
+    """The value that ``decide`` returns on rank 0, on every rank; collective.
+
+    Raises:
+        UserError: what keeps rank 0 from deciding; on every rank, since none may go on and wait for it.
+    """
+    decided: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            decided = [decide()]
+        except UserError as error:
+            decided = [error]
+    dist.broadcast_object_list(decided, src=0)
+    if isinstance(decided[0], UserError):
+        raise decided[0]
+    return cast(Value, decided[0])

@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from ddpm_ds.config.ds_config import ResolvedDsConfig
 from ddpm_ds.observe.device_speed import measured_times
-from ddpm_ds.pipeline.build import decided_by_rank_0
 from ddpm_ds.pipeline.cuts import describe
 from ddpm_ds.predict.auto import measured_cuts
 from ddpm_ds.predict.layouts import Candidate, Workload
 from ddpm_ds.predict.memory import checkpoint_interval
 from ddpm_ds.predict.plan import RunPlan, stage_table
+from ddpm_ds.processes.process_group import decided_by_rank_0
 from ddpm_ds.unet.kernel_choice import check_kernels
 from ddpm_ds.unet.model import check_compiler
 

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ddpm_ds.device import wait_for_device, wait_for_stream
-from ddpm_ds.pipeline.build import decided_by_rank_0
-from ddpm_ds.pipeline.warm_up import forget_peaks
+from ddpm_ds.pipeline.module import forget_peaks
+from ddpm_ds.processes.process_group import decided_by_rank_0
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.train.meters import peak_memory_bytes
 from rivals.rows import Row

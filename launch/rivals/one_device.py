@@ -16,7 +16,7 @@ from ddpm_ds.device import DTYPES, wait_for_device
 from ddpm_ds.errors import BadNumbersError, LayoutError
 from ddpm_ds.experiments.data_rate import Spread
 from ddpm_ds.observe.device_speed import matmul_peak
-from ddpm_ds.pipeline.warm_up import forget_peaks
+from ddpm_ds.pipeline.module import forget_peaks
 from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.train.meters import peak_memory_bytes

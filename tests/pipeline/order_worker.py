@@ -41,7 +41,7 @@ def main() -> None:
     post_send, post_receive = Channel.post_send, Channel.post_receive
 
     def note(does: str, channel: Channel) -> list[Any]:
-        edge = channel.wire.edge
+        edge = channel.p2p.edge
         what = [list(edge), numbers[does, edge]]
         numbers[does, edge] += 1
         seen.append([does, *what])

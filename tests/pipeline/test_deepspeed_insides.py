@@ -278,7 +278,8 @@ def test_the_fold_executes_every_instruction_of_dualpipev_itself() -> None:
     assert {schedule.ForwardPass, schedule.BackwardPass} < {type(command) for command in of_a_phase}
     for command in of_a_phase:
         assert command.kwargs["buffer_id"] // 4 == command.kwargs["phase"]  # phase x micro-batches + micro-batch
-        assert INSTRUCTIONS[type(command)] in vars(FoldedEngine), f"{command} would be that of 1F1B"
+        method = INSTRUCTIONS[type(command)]
+        assert method == "_exec_nothing" or method in vars(FoldedEngine), f"{command} would be that of 1F1B"
 
 
 def test_torch_has_what_clipping_needs() -> None:

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from ddpm_ds.pipeline.cuts import Schedule
 from ddpm_ds.pipeline.forward import _Folded, _Straight
-from ddpm_ds.pipeline.messages import Wires
+from ddpm_ds.pipeline.messages import StageChannels
 from ddpm_ds.pipeline.order import (
     Edge,
     LockError,
     Operation,
-    Paper,
-    PaperLine,
+    OrderLog,
+    RecordedEnd,
     execute,
     own_communicator,
     pipeline_edges,
@@ -51,7 +51,7 @@ def step(
     communicator: Callable[[Edge], Hashable] = own_communicator,
     **ways: Any,
 ) -> float:
-    """A training step on paper."""
+    """A training step on log."""
     return execute([training_order(schedule, count, ranks, rank, **ways) for rank in range(ranks)], communicator)
 
 
@@ -60,30 +60,30 @@ def one_for_each_direction(edge: Edge) -> Hashable:
     return edge.phase, edge.kind
 
 
-class PostedWhereUsed(PaperLine):
+class PostedWhereUsed(RecordedEnd):
     """Receives are not posted ahead."""
 
-    def expect(self, messages: int) -> None:
-        self._expected += messages
+    def start_receiving(self, messages: int) -> None:
+        self._to_post += messages
 
-    def take(self) -> None:
+    def next_message(self) -> None:
         self._post()
-        self._posted.popleft()[0].wait()
+        self._receives.popleft()[0].wait()
 
 
-class PostedAtOnce(PaperLine):
+class PostedAtOnce(RecordedEnd):
     """All receives of a step are posted before it begins."""
 
-    def expect(self, messages: int) -> None:
+    def start_receiving(self, messages: int) -> None:
         for _ in range(messages):
-            super().expect(1)
+            super().start_receiving(1)
 
 
 @every_step
-@pytest.mark.parametrize("line", [PaperLine, PostedWhereUsed, PostedAtOnce])
-def test_no_step_locks(schedule: Schedule, ranks: int, line: type[PaperLine]) -> None:
+@pytest.mark.parametrize("end", [RecordedEnd, PostedWhereUsed, PostedAtOnce])
+def test_no_step_locks(schedule: Schedule, ranks: int, end: type[RecordedEnd]) -> None:
     for count in micro_batches(schedule, ranks):
-        step(schedule, count, ranks, line=line, reduces=True)
+        step(schedule, count, ranks, end_of_edge=end, reduces=True)
 
 
 @every_step
@@ -111,7 +111,7 @@ def test_a_wait_for_the_device_locks_unless_messages_go_by_the_hosts(
 def test_a_wait_for_the_device_locks_a_fold_even_if_receives_are_posted_where_they_are_used() -> None:
     """Neighbours wait for the sends that each has posted; so messages have to leave the device altogether."""
     with pytest.raises(LockError):
-        step("folded", 8, 4, device_waits=PASSES, line=PostedWhereUsed)
+        step("folded", 8, 4, device_waits=PASSES, end_of_edge=PostedWhereUsed)
 
 
 def test_a_lock_is_described() -> None:
@@ -139,20 +139,20 @@ def test_communicators_of_a_rank(ranks: int, phases: int, most: int, all_edges: 
     assert max(sum(rank in edge[2:] for edge in edges) for rank in range(ranks)) == most
 
 
-class PaperChannel(PaperLine):
-    """A line with what the forward pipeline uses of a channel."""
+class RecordedChannel(RecordedEnd):
+    """An end of an edge with what the forward pipeline uses of a channel."""
 
     by_host = False
 
     def send(self, tensors: Any) -> None:
-        self.put(None)
+        self.post_message(None)
 
     def receive(self) -> tuple[Tensor, ...]:
-        self.take()
+        self.next_message()
         return (torch.zeros(1),) * 2
 
 
-class PaperEngine:
+class RecordedEngine:
     """One rank with what the forward pipeline uses of an engine; what it posts is written down."""
 
     device = torch.device("cpu")
@@ -160,42 +160,42 @@ class PaperEngine:
     def __init__(self, schedule: Schedule, ranks: int, rank: int, *, device_waits: bool, by_host: bool) -> None:
         self.num_stages, self.stage_id, self.phases = ranks, rank, 2 if schedule == "folded" else 1
         self.loss_stage = 0 if schedule == "folded" else ranks - 1
-        self.paper, self.module, self._device_waits = Paper(by_host), self, device_waits
+        self.log, self.module, self._device_waits = OrderLog(by_host), self, device_waits
         self.unet_layers = [type("Layer", (), {"output_shape": (1,)})]
         self.most = 2 * ranks + 1 if schedule == "folded" else ranks + 1
-        self.packed = self.unpacked = self.in_wire_dtype = lambda carry: carry
+        self.packed = self.unpacked = self.in_message_dtype = lambda carry: carry
 
     def is_first_stage(self) -> bool:
         return self.stage_id == 0
 
-    def channel(self, edge: Edge, *_: Any) -> PaperChannel:
-        return PaperChannel(self.paper, edge, self.most)
+    def channel(self, edge: Edge, *_: Any) -> RecordedChannel:
+        return RecordedChannel(self.log, edge, self.most)
 
-    def wires(self, phase: int, images: int) -> Wires:
+    def stage_channels(self, phase: int, images: int) -> StageChannels:
         own: dict[tuple[str, bool], Any] = {}
         for edge in pipeline_edges(self.num_stages, self.phases):
             if edge.phase == phase and self.stage_id in edge[2:] and edge.kind != "predictions":
                 own[edge.kind, edge.source == self.stage_id] = self.channel(edge)
         ends = itertools.product(("activations", "gradients"), (False, True))
-        return Wires(*(own.get(end) for end in ends))
+        return StageChannels(*(own.get(end) for end in ends))
 
     def walk(self, phase: int, carry: Any) -> Any:
-        self.paper.write(Operation("pass", name="ForwardPass"))
+        self.log.write(Operation("pass", name="ForwardPass"))
         if self._device_waits:
-            self.paper.write(Operation("device"))
+            self.log.write(Operation("device"))
         last = self.phases - 1 == phase and self.stage_id == self.loss_stage
         return torch.zeros(1) if last else (torch.zeros(1),) * 3
 
 
 def forward_order(schedule: Schedule, ranks: int, rank: int, calls: int, depth: int, **ways: bool) -> list[Operation]:
     """What a rank posts and waits for in the forward pipeline."""
-    engine: Any = PaperEngine(schedule, ranks, rank, **ways)
+    engine: Any = RecordedEngine(schedule, ranks, rank, **ways)
     pipeline = (_Folded if schedule == "folded" else _Straight)(engine, 1)
     take: Callable[[int, Tensor], None] = lambda number, prediction: None  # noqa: E731
     pipeline.run(
-        calls, lambda number: (torch.zeros(1),), take, min(depth, calls), lambda: None, by_host=engine.paper.by_host
+        calls, lambda number: (torch.zeros(1),), take, min(depth, calls), lambda: None, by_host=engine.log.by_host
     )
-    return list(engine.paper.operations)
+    return list(engine.log.operations)
 
 
 def depths(ranks: int) -> Iterator[tuple[int, int]]:

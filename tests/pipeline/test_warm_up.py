@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpm_ds.pipeline.warm_up import warm_up
+from ddpm_ds.pipeline.module import warm_up
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import build_layer
 from tests.launching import tiny_spec

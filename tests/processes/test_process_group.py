@@ -15,8 +15,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator, set_accelerator
 
 from ddpm_ds.errors import DsConfigError, LayoutError
-from ddpm_ds.pipeline.build import decided_by_rank_0, use_host_accelerator
-from ddpm_ds.processes.process_group import group_timeout, process_group
+from ddpm_ds.pipeline.build import use_host_accelerator
+from ddpm_ds.processes.process_group import decided_by_rank_0, group_timeout, process_group
 from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS
 
 
