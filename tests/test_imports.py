@@ -16,6 +16,7 @@ PACKAGE = REPOSITORY / "ddpm_ds"
 # A room may import from the rooms before it and from itself.
 ROOMS = (
     "errors",
+    "files",
     "command_line",
     "config",
     "keyed",
@@ -43,6 +44,7 @@ HEAVY = {"torch", "numpy", "deepspeed", "mlflow"}
 # What a room, or a file of one, may not import from outside, wherever in a file.
 NOT_IN = {
     "errors": HEAVY,
+    "files": HEAVY,
     "command_line": HEAVY,
     "config": HEAVY,
     "keyed": {"deepspeed", "mlflow"},

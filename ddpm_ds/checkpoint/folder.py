@@ -18,7 +18,6 @@ What begins with a dot or ``abandoned-`` is not a checkpoint. Hosts that share n
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from pathlib import Path
 from ddpm_ds.checkpoint.groups import PROBE
 from ddpm_ds.checkpoint.manifest import read_manifest, verify
 from ddpm_ds.errors import CheckpointError
+from ddpm_ds.files import sync, write_file
 
 LATEST = "latest"
 WRITING, REPLACED = ".writing-", ".replaced-"
@@ -202,31 +202,3 @@ def _hide(checkpoint: Path) -> Path:
     deleting = checkpoint.with_name(_DELETING + checkpoint.name)
     shutil.rmtree(deleting, ignore_errors=True)
     return checkpoint.rename(deleting)
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write a small file so that it holds either all of ``content`` or what it held before, and make it last."""
-    replace_file(path, content)
-    sync(path.parent)
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a small file so that it holds either all of ``content`` or what it held before.
-
-    Once it is there, nothing can fail any more.
-    """
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def sync(folder: Path) -> None:
-    """Make a folder's entries, or a file, survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

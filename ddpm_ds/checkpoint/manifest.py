@@ -16,12 +16,12 @@ from tqdm import tqdm
 
 import ddpm_ds
 from ddpm_ds.errors import CheckpointError
+from ddpm_ds.files import sha256_of
 
 FORMAT = 2
 MANIFEST, STATE = "manifest.json", "state.json"
 BAR_BYTES = 10**9
 """Checking fewer bytes than this takes about a second and shows no bar."""
-CHUNK_BYTES = 2**20
 _BLANK = "0" * 64
 
 
@@ -269,14 +269,9 @@ def check_size(checkpoint: Path, name: str, manifest: Manifest) -> None:
 def check_bytes(checkpoint: Path, name: str, manifest: Manifest, bar: tqdm[Any] | None = None) -> None:
     """Raise CheckpointError when a file holds other bytes than were written; advances ``bar`` by its bytes."""
     check_size(checkpoint, name, manifest)
-    digest = hashlib.sha256()
     try:
-        with (checkpoint / name).open("rb") as file:
-            while chunk := file.read(CHUNK_BYTES):
-                digest.update(chunk)
-                if bar is not None:
-                    bar.update(len(chunk))
+        found = sha256_of(checkpoint / name, bar)
     except OSError as error:
         raise unusable(checkpoint, f"{name} can't be read ({error.strerror})") from None
-    if digest.hexdigest() != manifest.files[name].sha256:
+    if found != manifest.files[name].sha256:
         raise unusable(checkpoint, f"{name} has another checksum than {MANIFEST} says")

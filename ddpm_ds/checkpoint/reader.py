@@ -16,7 +16,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from ddpm_ds.checkpoint.folder import sync
 from ddpm_ds.checkpoint.manifest import (
     STATE,
     check_all_here,
@@ -29,6 +28,7 @@ from ddpm_ds.checkpoint.manifest import (
 )
 from ddpm_ds.device import DTYPES, Dtype
 from ddpm_ds.errors import CheckpointError, OutputError
+from ddpm_ds.files import sync
 
 ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 

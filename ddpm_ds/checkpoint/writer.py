@@ -35,12 +35,9 @@ from ddpm_ds.checkpoint.folder import (
     names,
     put_in_place,
     remove_scratch_before,
-    replace_file,
     scratch,
-    sync,
     take_back,
     tidy,
-    write_file,
 )
 from ddpm_ds.checkpoint.groups import CalledOff, Groups, Leaders, NotSaved
 from ddpm_ds.checkpoint.manifest import (
@@ -54,6 +51,7 @@ from ddpm_ds.checkpoint.manifest import (
     manifest_of,
 )
 from ddpm_ds.checkpoint.reader import header
+from ddpm_ds.files import replace_file, sync, write_file
 
 WRITE_BYTES = 2**24
 POLL_SECONDS = 0.02

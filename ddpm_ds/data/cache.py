@@ -23,12 +23,12 @@ from pydantic import BaseModel, ConfigDict
 from tqdm import tqdm
 
 from ddpm_ds.errors import DataError
+from ddpm_ds.files import sha256_of
 
 FORMAT = 1
 IMAGES, LABELS, META, SKIPPED = "images.npy", "labels.npy", "meta.json", "skipped.txt"
 BAR_BYTES = 10**9
 """Checking fewer bytes than this takes about a second and shows no bar."""
-CHUNK_BYTES = 2**20
 
 
 class CacheMeta(BaseModel):
@@ -124,15 +124,7 @@ def checksums(folder: Path, progress: bool) -> dict[str, str]:
     total = sum((folder / name).stat().st_size for name in (IMAGES, LABELS))
     hidden = not progress or total < BAR_BYTES
     with tqdm(total=total, desc=f"checking {folder.name}", unit="B", unit_scale=True, disable=hidden) as bar:
-        found = {}
-        for name in (IMAGES, LABELS):
-            digest = hashlib.sha256()
-            with (folder / name).open("rb") as file:
-                while chunk := file.read(CHUNK_BYTES):
-                    digest.update(chunk)
-                    bar.update(len(chunk))
-            found[name] = digest.hexdigest()
-        return found
+        return {name: sha256_of(folder / name, bar) for name in (IMAGES, LABELS)}
 
 
 def _read_meta(path: Path) -> CacheMeta:

@@ -20,6 +20,7 @@ from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.cache import FORMAT, IMAGES, LABELS, META, SKIPPED, CacheMeta, DatasetCache, checksums
 from ddpm_ds.data.sources import Pixels, Source, UnreadableImage, open_source
 from ddpm_ds.errors import DataError
+from ddpm_ds.files import sync
 
 READ_AHEAD = 256
 """Number of images that the threads decode before they are written."""
@@ -89,7 +90,7 @@ def _build(spec: DataSpec, path: Path, progress: bool) -> None:
         except OSError:
             if not path.exists():  # else another process, that we could not lock out, was first
                 raise
-        _sync(path.parent)
+        sync(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -128,8 +129,8 @@ def _write(folder: Path, source: Source, spec: DataSpec, title: str, progress: b
     )
     (folder / META).write_text(meta.model_dump_json(indent=2) + "\n", encoding="utf-8")
     for written in folder.iterdir():
-        _sync(written)
-    _sync(folder)
+        sync(written)
+    sync(folder)
 
 
 def _write_header(file: BinaryIO, shape: tuple[int, ...]) -> None:
@@ -157,12 +158,3 @@ def _check_share(skipped: list[UnreadableImage], count: int, spec: DataSpec) -> 
             f"data.max_bad_fraction = {spec.max_bad_fraction:g} is passed: {len(skipped)} of {count} images are "
             f"unreadable so far, first {skipped[0]}; mend or remove them, or raise it to skip them"
         )
-
-
-def _sync(path: Path) -> None:
-    """Make a file or a folder's entries survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -33,7 +33,6 @@ from pydantic import ValidationError
 from safetensors.torch import save
 from torch import Tensor
 
-from ddpm_ds.checkpoint.folder import sync
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.device import DTYPES
@@ -41,6 +40,7 @@ from ddpm_ds.diffusion.diffusers_config import scheduler_config
 from ddpm_ds.diffusion.objective import alpha_bars
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
 from ddpm_ds.evaluate.trained import CONFIG, SCHEDULER_CONFIG, WEIGHTS, DiffusersFolder, Trained
+from ddpm_ds.files import sync
 from ddpm_ds.unet.diffusers import diffusers_config, to_diffusers
 from ddpm_ds.unet.model import UNet
 

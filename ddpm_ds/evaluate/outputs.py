@@ -18,10 +18,10 @@ import torch
 from PIL import PngImagePlugin
 from torch import Tensor
 
-from ddpm_ds.checkpoint.folder import sync, write_file
 from ddpm_ds.data.pictures import grid, picture, write_png
 from ddpm_ds.errors import OutputError
 from ddpm_ds.evaluate.sampling import Request
+from ddpm_ds.files import sync, write_file
 
 RECORD = "sampling.json"
 PNG_KEY = "sampling"

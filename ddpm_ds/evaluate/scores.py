@@ -17,7 +17,6 @@ from safetensors.numpy import load_file, save
 from torch import Tensor
 
 import ddpm_ds
-from ddpm_ds.checkpoint.folder import write_file
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.command_line import aligned, cache_folder
 from ddpm_ds.data.cache import DatasetCache
@@ -40,6 +39,7 @@ from ddpm_ds.evaluate.inception import (
 )
 from ddpm_ds.evaluate.sampling import Request
 from ddpm_ds.evaluate.trained import Trained
+from ddpm_ds.files import write_file
 from ddpm_ds.tracking.tracker import print_to_stderr
 
 

@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
-from ddpm_ds.checkpoint.folder import write_file
 from ddpm_ds.errors import OutputError
+from ddpm_ds.files import write_file
 
 OUTPUT_ROOT = Path("runs")
 """Where runs go that are given no folder."""

@@ -14,11 +14,11 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ddpm_ds.checkpoint.folder import write_file
 from ddpm_ds.checkpoint.groups import Gather, Groups, find_groups
 from ddpm_ds.checkpoint.union import CompleteCheckpoint, newest, settle, whole
 from ddpm_ds.config.spec import RunSpec, with_current_names
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
+from ddpm_ds.files import write_file
 from ddpm_ds.processes.rendezvous import Rendezvous
 from ddpm_ds.tracking.run_folder import IDENTITY, checkpoints_of, claim_folder
 from ddpm_ds.tracking.tracker import flatten
