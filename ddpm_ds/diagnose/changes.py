@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 from ddpm_ds.command_line import counted
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.pipeline.cuts import Schedule, partition, weighted
-from ddpm_ds.predict.finished_run import FinishedRun, Method, Setup
+from ddpm_ds.predict.finished_run import FinishedRun, Setup
 from ddpm_ds.predict.whatif import Model
 
 LEAST_GAIN = 0.01
@@ -46,7 +47,8 @@ class Change:
         return " and in the DeepSpeed JSON ".join(part for part in (" ".join(self.options), keys) if part)
 
 
-Changes = Iterator[Change]
+Ideas = Iterator[tuple[str, Setup | float, tuple[str, ...], dict[str, Any]]]
+"""Changes before they are predicted: words, the step's new setup or else the gain, options, keys of the JSON."""
 
 
 def best_change(model: Model, cost: str) -> Change | None:
@@ -60,15 +62,16 @@ def best_change(model: Model, cost: str) -> Change | None:
     return simple
 
 
-def _best(model: Model, sources: Sequence[Callable[[Model], Changes]]) -> Change | None:
-    worth = [change for source in sources for change in source(model) if change.gain >= LEAST_GAIN]
+def _best(model: Model, sources: Sequence[Callable[[Model], Ideas]]) -> Change | None:
+    found = []
+    for words, way, options, config in (idea for source in sources for idea in source(model)):
+        if not isinstance(way, Setup):
+            found.append(Change(words, way, options, config))
+        elif model.fits(way):
+            found.append(Change(words, stepping(model.facts) * model.gain(way), options, config))
+    worth = [change for change in found if change.gain >= LEAST_GAIN]
     most = max((change.gain for change in worth), default=0.0)
     return next((change for change in worth if change.gain > most - LEAST_GAIN), None)
-
-
-def _saved(model: Model, way: Setup) -> float:
-    """Share of an image's time that another way saves, pauses counted in."""
-    return stepping(model.facts) * model.gain(way)
 
 
 def stepping(facts: FinishedRun) -> float:
@@ -79,24 +82,23 @@ def stepping(facts: FinishedRun) -> float:
 # ---------------------------------------------------------------- how a step is laid out
 
 
-def micro_batches(model: Model, *, more: bool) -> Changes:
+def micro_batches(model: Model, *, more: bool) -> Ideas:
     """More or fewer micro-batches, the nearest number first, the batch left as it is."""
     now = model.now
     share = now.micro_batches * now.micro_batch_images
     fewest, most = 2 * now.stages if now.schedule == "folded" else 1, min(share, MOST_MICRO_BATCHES * now.stages)
+    why = "keep the pipeline full for longer" if more else "give each layer more to do"
     for count in range(now.micro_batches + 1, most + 1) if more else range(now.micro_batches - 1, fewest - 1, -1):
-        way = replace(now, micro_batches=count, micro_batch_images=share // count)
-        if share % count or not model.fits(way):
+        if share % count:
             continue
-        words = (
-            f"{count} micro-batches of {way.micro_batch_images} instead of {now.micro_batches} of "
-            f"{now.micro_batch_images} {'keep the pipeline full for longer' if more else 'give each layer more to do'}"
-        )
-        yield Change(words, _saved(model, way), *_sharing(model, way))
+        way = replace(now, micro_batches=count, micro_batch_images=share // count)
+        instead = f"{now.micro_batches} of {now.micro_batch_images}"
+        words = f"{count} micro-batches of {way.micro_batch_images} instead of {instead} {why}"
+        yield words, way, *_sharing(model, way)
 
 
 def _sharing(model: Model, way: Setup) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """How to ask for the micro-batches of a way."""
+    """Options and keys that ask for the micro-batches of a way."""
     if model.facts.spec.train.accumulation != "auto":
         return (f"--set train.accumulation={way.micro_batches}",), {}
     return (), {
@@ -105,59 +107,62 @@ def _sharing(model: Model, way: Setup) -> tuple[tuple[str, ...], dict[str, Any]]
     }
 
 
-def schedules(model: Model) -> Changes:
+def schedules(model: Model) -> Ideas:
     """The other schedule."""
-    now, method = model.now, _method(model)
+    now = model.now
     other: Schedule = "1f1b" if now.schedule == "folded" else "folded"
     if now.stages == 1 or (other == "folded" and now.micro_batches < 2 * now.stages):
         return
-    bounds = _cuts(model, now.stages, method, other)
-    if bounds is None or not model.fits(way := replace(now, schedule=other, bounds=bounds)):
-        return
-    pipeline = {"schedule": other} | ({"partition": method} if method != model.facts.partition else {})
     words = (
         "The folded schedule keeps skips on the rank that makes them, and has a smaller bubble"
         if other == "folded"
         else "The 1f1b schedule has no second visit to each rank"
     )
-    yield Change(words, _saved(model, way), config={"pipeline": pipeline})
+    if cut := _cut(model, now.stages, other):
+        bounds, pipeline = cut
+        yield words, replace(now, schedule=other, bounds=bounds), (), {"pipeline": {"schedule": other} | pipeline}
 
 
-def partitions(model: Model) -> Changes:
+def partitions(model: Model) -> Ideas:
     """Cuts by the layers' times; where they are, or would be, no better, as they were in the traced step."""
-    now = model.now
-    bounds = _cuts(model, now.stages, "measured", now.schedule)
-    if bounds is None or bounds == now.bounds or not model.fits(way := replace(now, bounds=bounds)):
+    bounds = _measured_bounds(model, model.now.stages, model.now.schedule)
+    if bounds is None or bounds == model.now.bounds:
         return
-    if model.facts.partition != "measured":
-        words, cuts = "Cuts by the layers' measured times give every rank as much to do", "measured"
-        yield Change(words, _saved(model, way), config={"pipeline": {"partition": cuts}})
-    else:
+    asked: dict[str, Any] = {"partition": "measured"}
+    words = "Cuts by the layers' measured times give every rank as much to do"
+    if model.facts.partition == "measured":
+        asked = {"partition": list(bounds[1:-1])}
         words = "These cuts even out what the stages took in the traced step"
-        yield Change(words, _saved(model, way), config={"pipeline": {"partition": list(bounds[1:-1])}})
+    yield words, replace(model.now, bounds=bounds), (), {"pipeline": asked}
 
 
-def _method(model: Model) -> Method:
-    """How to ask for cuts of another number of stages."""
+def _cut(model: Model, ranks: int, schedule: Schedule) -> tuple[tuple[int, ...], dict[str, Any]] | None:
+    """The bounds of another number of stages or schedule, and the keys that ask for them; None where there are none.
+
+    They are made as the present ones, and where those are listed in the JSON, by the measured times.
+    """
     given = model.facts.partition
-    return "measured" if isinstance(given, tuple) else given
+    bounds: tuple[int, ...] | None = None
+    if ranks == 1:
+        bounds = (0, len(model.job.layers))
+    elif isinstance(given, tuple) or given == "measured":
+        bounds = _measured_bounds(model, ranks, schedule)
+    else:
+        with contextlib.suppress(LayoutError):
+            bounds = partition(model.job.layers, ranks, given, schedule)
+    return None if bounds is None else (bounds, {"partition": "measured"} if isinstance(given, tuple) else {})
 
 
-def _cuts(model: Model, ranks: int, method: Method, schedule: Schedule) -> tuple[int, ...] | None:
-    """The bounds that a method gives; None where there are none."""
-    layers = model.job.layers
-    try:
-        if method != "measured":
-            return partition(layers, ranks, method, schedule)
-        seconds = [layer.forward + layer.backward for layer in model.layer_times(model.now.micro_batch_images)]
-        return weighted(layers, seconds, ranks, schedule)
-    except LayoutError:
-        return None
+def _measured_bounds(model: Model, ranks: int, schedule: Schedule) -> tuple[int, ...] | None:
+    seconds = [layer.forward + layer.backward for layer in model.layer_times(model.now.micro_batch_images)]
+    with contextlib.suppress(LayoutError):
+        return weighted(model.job.layers, seconds, ranks, schedule)
+    return None
 
 
-def stages(model: Model) -> Changes:
+def stages(model: Model) -> Ideas:
     """Other numbers of stages on the same processes, micro-batches as large as they are."""
-    now, method = model.now, _method(model)
+    now = model.now
     world = now.stages * now.replicas
     per_step = world * now.micro_batch_images
     for ranks in range(1, world + 1):
@@ -165,62 +170,50 @@ def stages(model: Model) -> Changes:
             continue
         schedule: Schedule = "1f1b" if ranks == 1 else now.schedule
         count, replicas = now.images * ranks // per_step, world // ranks
-        bounds = (0, len(model.job.layers)) if ranks == 1 else _cuts(model, ranks, method, schedule)
-        if bounds is None or (schedule == "folded" and count < 2 * ranks):
+        cut = _cut(model, ranks, schedule)
+        if cut is None or (schedule == "folded" and count < 2 * ranks):
             continue
+        bounds, pipeline = cut
+        pipeline = ({"schedule": schedule} if schedule != now.schedule else {}) | pipeline
         way = replace(now, stages=ranks, schedule=schedule, bounds=bounds, replicas=replicas, micro_batches=count)
-        if not model.fits(way):
-            continue
         options, config = _sharing(model, way)
-        pipeline: dict[str, str] = {"schedule": schedule} if schedule != now.schedule else {}
-        pipeline |= {"partition": method} if method != model.facts.partition else {}
-        config |= {"pipeline": pipeline} if pipeline else {}
         words = f"{counted(ranks, 'stage')} x {counted(replicas, 'replica')} instead of {now.stages} x {now.replicas}"
-        yield Change(words, _saved(model, way), (f"-p {ranks}", *options), config)
+        yield words, way, (f"-p {ranks}", *options), config | ({"pipeline": pipeline} if pipeline else {})
 
 
-def batches(model: Model, *, larger_micro_batches: bool) -> Changes:
+def batches(model: Model, *, part: str) -> Ideas:
     """A batch twice as large, as more micro-batches or as larger ones; learning rate and warm-up are the user's."""
-    now = model.now
-    way = (
-        replace(now, micro_batch_images=2 * now.micro_batch_images)
-        if larger_micro_batches
-        else replace(now, micro_batches=2 * now.micro_batches)
-    )
-    if not model.fits(way):
-        return
+    way = replace(model.now, **{part: 2 * getattr(model.now, part)})
     options, config = _sharing(model, way)
     words = "A batch twice as large, which learns differently: look at optimizer.learning_rate too"
-    yield Change(words, _saved(model, way), (f"--set train.batch_images={way.images}", *options), config)
+    yield words, way, (f"--set train.batch_images={way.images}", *options), config
 
 
-def keep_activations(model: Model) -> Changes:
+def keep_activations(model: Model) -> Ideas:
     """No recomputation."""
-    way = replace(model.now, checkpoint_interval=0)
-    if model.now.checkpoint_interval and model.fits(way):
+    if model.now.checkpoint_interval:
         words = "All activations fit the device's memory, so none need be computed again"
-        yield Change(words, _saved(model, way), config={"pipeline": {"activation_checkpoint_interval": 0}})
+        config = {"pipeline": {"activation_checkpoint_interval": 0}}
+        yield words, replace(model.now, checkpoint_interval=0), (), config
 
 
-def partition_optimizer(model: Model) -> Changes:
+def partition_optimizer(model: Model) -> Ideas:
     """ZeRO-1 instead of none."""
     if model.now.zero_stage == 0 and model.now.replicas > 1:
         words = f"With ZeRO-1 each of {model.now.replicas} replicas steps its share of the weights"
-        way = replace(model.now, zero_stage=1)
-        yield Change(words, _saved(model, way), config={"zero_optimization": {"stage": 1}})
+        yield words, replace(model.now, zero_stage=1), (), {"zero_optimization": {"stage": 1}}
 
 
-def halve_messages(model: Model) -> Changes:
+def halve_messages(model: Model) -> Ideas:
     """Half precision on GPUs; on a CPU it takes longer to compute than it saves."""
     if model.job.precision == "fp32" and not model.job.on_cpu:
-        words = "In bf16 messages are half as long"
-        yield Change(words, _saved(model, replace(model.now, element_bytes=2)), config={"bf16": {"enabled": True}})
+        yield "In bf16 messages are half as long", replace(model.now, element_bytes=2), (), {"bf16": {"enabled": True}}
 
 
 # ---------------------------------------------------------------- beside a step's layout
 
 
-def workers(model: Model) -> Changes:
+def workers(model: Model) -> Ideas:
     """As many loader processes as keep up with the steps."""
     now, workers = model.now, model.facts.spec.data.workers
     wait = max(rank.data_wait for rank in model.facts.ranks)
@@ -231,68 +224,56 @@ def workers(model: Model) -> Changes:
         return
     left = max(0.0, work / enough - alone) / wait
     words = f"With {counted(enough, 'loader')} images are read ahead while the devices compute"
-    yield Change(words, _saved(model, replace(now, data_wait=left)), (f"--set data.workers={enough}",))
+    yield words, replace(now, data_wait=left), (f"--set data.workers={enough}",), {}
 
 
-def loss_scale(model: Model) -> Changes:
+def loss_scale(model: Model) -> Ideas:
     """A scale that does not overflow, or a precision without one."""
     found = model.facts.overflows
     share = stepping(model.facts) * found.skipped / found.steps
     if found.last_scale < found.first_scale:
         power = max(int(math.log2(found.last_scale)), 0)
         words = "A loss scale that begins where it ended overflows in no step at the beginning"
-        yield Change(words, share, config={"fp16": {"initial_scale_power": power}})
+        yield words, share, (), {"fp16": {"initial_scale_power": power}}
     else:
         words = "bf16 has fp32's range and needs no loss scale"
-        yield Change(words, share, config={"fp16": {"enabled": False}, "bf16": {"enabled": True}})
+        yield words, share, (), {"fp16": {"enabled": False}, "bf16": {"enabled": True}}
 
 
-def rarer_pauses(model: Model) -> Changes:
-    """Checkpoints so rare that they take 1 %."""
-    spec, share = model.facts.spec.checkpoint, model.facts.pauses.checkpoint_share
-    for key, every in (("every_images", spec.every_images), ("every_minutes", spec.every_minutes)):
-        if every is not None:
-            yield _rarer("Checkpoints", share, f"checkpoint.{key}", every)
-            return
-
-
-def rarer_inspections(model: Model) -> Changes:
-    """Samples and validation so rare that each takes 1 %."""
+def rarer_pauses(model: Model, *parts: str) -> Ideas:
+    """Checkpoints, samples or validation so rare that each takes 1 %."""
     facts = model.facts
-    share = facts.pauses.inspection_share
-    losses = min(facts.evaluation_seconds / facts.pauses.seconds, share)
-    for what, part, key, every in (
-        ("Validation", losses, "evaluation", facts.spec.evaluation.every_images),
-        ("Samples", share - losses, "samples", facts.spec.samples.every_images),
-    ):
-        if every is not None and part:
-            yield _rarer(what, part, f"{key}.every_images", every)
+    saving, inspecting = facts.pauses.checkpoint_share, facts.pauses.inspection_share
+    validating = min(facts.evaluation_seconds / facts.pauses.seconds, inspecting)
+    shares = {"checkpoint": saving, "evaluation": validating, "samples": inspecting - validating}
+    names = {"checkpoint": "Checkpoints", "evaluation": "Validation", "samples": "Samples"}
+    for part in parts:
+        spec, factor = getattr(facts.spec, part), max(2, math.ceil(shares[part] / PAUSE_SHARE))
+        key = "every_minutes" if spec.every_images is None else "every_images"
+        every = getattr(spec, key, None)
+        if every is not None and shares[part]:
+            option = f"--set {part}.{key}={factor * every:.15g}"
+            yield f"{names[part]} {factor} times as rare", shares[part] * (1 - 1 / factor), (option,), {}
 
 
-def _rarer(what: str, share: float, key: str, every: float) -> Change:
-    factor = max(2, math.ceil(share / PAUSE_SHARE))
-    words = f"{what} {factor} times as rare"
-    return Change(words, share * (1 - 1 / factor), (f"--set {key}={factor * every:.15g}",))
-
-
-_SIMPLE: dict[str, tuple[Callable[[Model], Changes], ...]] = {
+_SIMPLE: dict[str, tuple[Callable[[Model], Ideas], ...]] = {
     "bubble": (partial(micro_batches, more=True), schedules),
     "imbalance": (partitions,),
     "communication": (schedules, halve_messages),
     "data wait": (workers,),
     "overflow steps": (loss_scale,),
     "optimizer": (partition_optimizer,),
-    "checkpoint pauses": (rarer_pauses,),
-    "sampling pauses": (rarer_inspections,),
+    "checkpoint pauses": (lambda model: rarer_pauses(model, "checkpoint"),),
+    "sampling pauses": (lambda model: rarer_pauses(model, "evaluation", "samples"),),
     "recomputation": (keep_activations,),
     "low utilisation": (partial(micro_batches, more=False),),
 }
 """Changes of one setting, by the cost that they may lower."""
-_FAR: dict[str, tuple[Callable[[Model], Changes], ...]] = {
-    "bubble": (stages, partial(batches, larger_micro_batches=False)),
+_FAR: dict[str, tuple[Callable[[Model], Ideas], ...]] = {
+    "bubble": (stages, partial(batches, part="micro_batches")),
     "imbalance": (schedules, stages),
     "communication": (stages,),
-    "optimizer": (partial(batches, larger_micro_batches=False),),
-    "low utilisation": (partial(batches, larger_micro_batches=True),),
+    "optimizer": (partial(batches, part="micro_batches"),),
+    "low utilisation": (partial(batches, part="micro_batch_images"),),
 }
 """Changes of more than speed: of which rank holds what, or of what a step learns."""

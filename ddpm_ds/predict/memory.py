@@ -64,34 +64,25 @@ def pipeline_memory(job: Workload, layout: Candidate, bounds: Sequence[int]) -> 
     One is in the passes, with activations; the other in the optimizer's step, without them.
     """
     found = []
-    segments = rank_segments(job.layers, bounds, layout.schedule)
-    for rank, (own, keeps) in enumerate(zip(segments, _kept(job, layout, bounds), strict=True)):
+    for rank, keeps in enumerate(_kept(job, layout, bounds)):
+        own = rank_segments(job.layers, bounds, layout.schedule)[rank]
         state = _State(job, layout, sum(segment.parameters for segment in own))
-        activations = _activations(job, layout, rank, own, keeps)
+        activations = _activations(layout, rank, keeps)
         # in each channel one message: received ahead of its use, or sent and not delivered
         messages = sum(2 * (segment.sent_elements + segment.received_elements) for segment in own)
-        buffers = state.bucket + messages * layout.micro_batch_images * job.stored_bytes + _working(job, layout, keeps)
+        working = max(layout.micro_batch_images * phase.working + phase.working_copies for phase in keeps)
+        buffers = state.bucket + messages * layout.micro_batch_images * job.stored_bytes + working
         if state.gradients + activations + buffers < state.update:
             activations, buffers = 0, state.update - state.gradients
-        found.append(
-            Memory(
-                state.weights,
-                state.gradients,
-                state.optimizer,
-                state.ema,
-                activations,
-                buffers,
-                communicators=0 if job.on_cpu else communicator_bytes(layout, rank),
-                host=state.host,
-            )
-        )
+        communicators = 0 if job.on_cpu else communicator_bytes(layout, rank)
+        parts = (state.weights, state.gradients, state.optimizer, state.ema, activations, buffers, communicators)
+        found.append(Memory(*parts, host=state.host))
     return tuple(found)
 
 
 def activation_bytes(job: Workload, layout: Candidate, bounds: Sequence[int]) -> int:
     """Bytes of activations on the fullest rank, in the fullest moment of its schedule."""
-    segments, keeps = rank_segments(job.layers, bounds, layout.schedule), _kept(job, layout, bounds)
-    return max(_activations(job, layout, rank, segments[rank], keeps[rank]) for rank in range(layout.stages))
+    return max(_activations(layout, rank, keeps) for rank, keeps in enumerate(_kept(job, layout, bounds)))
 
 
 def checkpoint_interval(job: Workload, layout: Candidate, bounds: Sequence[int], device_bytes: int) -> int:
@@ -168,71 +159,79 @@ class _State:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a phase keeps of one micro-batch between its forward and its backward, and needs while it runs.
+    """Bytes that a phase keeps of one micro-batch from its forward to its backward, and needs while it runs.
 
-    Elements are per image; wide ones are in the type of the arithmetic, stored ones in that of the weights.
+    All are per image, but for the fp32 copies of weights that a CPU's autograd keeps in half precision.
     """
 
-    wide_elements: int
-    stored_elements: int
-    widened_parameters: int
-    """Weights of which a CPU's autograd keeps an fp32 copy in fp16."""
-    skip_elements: int
-    """Stored elements of skips that phase 0 of a fold makes; their gradients wait between the phases' backwards."""
-    recomputed_elements: int = 0
-    """Wide elements of the largest group of layers that is computed again."""
-    recomputed_parameters: int = 0
-    """Weights of the largest group, of which there are fp32 copies as above."""
-    working_elements: int = 0
-    """Wide elements of inputs and gradients that a layer has at hand beside what is kept."""
+    activations: int
+    """Bytes that autograd or checkpoints keep, with the received message."""
+    copies: int
+    skips: int
+    """Bytes of skips that phase 0 of a fold makes; their gradients wait between the phases' backwards."""
+    working: int
+    """Bytes of inputs and gradients that a layer needs beside what is kept, or of a group that is computed again."""
+    working_copies: int
 
 
 def _kept(job: Workload, layout: Candidate, bounds: Sequence[int]) -> tuple[tuple[Kept, ...], ...]:
-    return _kept_by_rank(job.layers, bounds, layout.schedule, layout.checkpoint_interval)
+    sizes = job.arithmetic_bytes, job.stored_bytes
+    return _kept_by_rank(job.layers, bounds, layout.schedule, layout.checkpoint_interval, *sizes)
 
 
 @functools.lru_cache(maxsize=4096)
 def _kept_by_rank(
-    layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule, interval: int
+    layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule, interval: int, wide: int, stored: int
 ) -> tuple[tuple[Kept, ...], ...]:
+    """What each rank keeps in each of its phases."""
     return tuple(
-        tuple(kept(layers, segment, schedule, phase, interval) for phase, segment in enumerate(own))
+        tuple(
+            kept(layers, segment, interval, wide, stored, holds_skips=schedule == "folded" and phase == 0)
+            for phase, segment in enumerate(own)
+        )
         for own in rank_segments(layers, bounds, schedule)
     )
 
 
-def kept(layers: Sequence[Layer], segment: Segment, schedule: Schedule, phase: int, interval: int) -> Kept:
-    """What autograd, checkpoints of ``interval`` layers (0: none) and the fold keep of a segment."""
-    own = layers[segment.start : segment.stop]
-    skips = {segment.start + i for i, layer in enumerate(own) if layer.pushes and schedule == "folded" and phase == 0}
-    sizes = {segment.start + i: math.prod(layer.output_shape) for i, layer in enumerate(own)}
+def kept(
+    layers: Sequence[Layer], segment: Segment, interval: int, wide: int, stored: int, *, holds_skips: bool
+) -> Kept:
+    """What autograd, checkpoints of ``interval`` layers (0: none) and the fold keep of a segment.
+
+    ``wide`` and ``stored`` are the bytes of an element in arithmetic and of a weight; ``holds_skips`` says whether
+    skips stay on the rank, as in phase 0 of a fold.
+    """
+    places = range(segment.start, segment.stop)
+    sizes = {place: math.prod(layers[place].output_shape) for place in places}
+    skips = {place for place in places if layers[place].pushes and holds_skips}
     skip_elements = sum(sizes[skip] for skip in skips)
+    copied = 4 if wide > stored else 0  # bytes of a weight's copy
     if not interval:
+        own = layers[segment.start : segment.stop]
+        copies_of_skips = sum(sizes[skip] for skip in skips if copied or _copies_its_input(layers[skip + 1]))
         return Kept(
-            wide_elements=sum(layer.activation_elements for layer in own),
-            stored_elements=sum(sizes[skip] for skip in skips if _copies_its_input(layers[skip + 1])),
-            widened_parameters=segment.parameters,
-            skip_elements=skip_elements,
-            working_elements=_beyond_kept(own),
+            activations=wide * sum(layer.activation_elements for layer in own)
+            + stored * (copies_of_skips + segment.received_elements),
+            copies=copied * segment.parameters,
+            skips=stored * skip_elements,
+            working=wide * _beyond_kept(own),
+            working_copies=0,
         )
     first = max(segment.start, 1)  # the first layer, which makes emb, is never computed again
-    groups = [(start, min(start + interval, segment.stop)) for start in range(first, segment.stop, interval)]
-    tensors = {start - 1 for start, _ in groups if start > first} | skips
-    for start, stop in groups:
-        tensors |= {skip for skip in _popped(layers, start, stop) if segment.start <= skip < start}
+    groups = [range(start, min(start + interval, segment.stop)) for start in range(first, segment.stop, interval)]
+    tensors = {group[0] - 1 for group in groups[1:]} | skips
+    for group in groups:
+        tensors |= {skip for skip in _popped(layers, group.start, group.stop) if segment.start <= skip < group.start}
     embed = layers[:1] if segment.start == 0 else []
+    largest = max((sum(layers[place].activation_elements for place in group) for group in groups), default=0)
+    weights = max((sum(layers[place].parameters for place in group) for group in groups), default=0)
     return Kept(
-        wide_elements=sum(layer.activation_elements for layer in embed),
-        stored_elements=sum(sizes[tensor] for tensor in tensors),
-        widened_parameters=sum(layer.parameters for layer in embed),
-        skip_elements=skip_elements,
-        recomputed_elements=max(
-            (sum(layer.activation_elements for layer in layers[start:stop]) for start, stop in groups), default=0
-        ),
-        recomputed_parameters=max(
-            (sum(layer.parameters for layer in layers[start:stop]) for start, stop in groups), default=0
-        ),
-        working_elements=max(_working_elements(layer) for layer in own),
+        activations=wide * sum(layer.activation_elements for layer in embed)
+        + stored * (sum(sizes[tensor] for tensor in tensors) + segment.received_elements),
+        copies=copied * sum(layer.parameters for layer in embed),
+        skips=stored * skip_elements,
+        working=wide * (max(_working_elements(layers[place]) for place in places) + largest),
+        working_copies=copied * weights,
     )
 
 
@@ -264,28 +263,11 @@ def _moments(layout: Candidate, rank: int) -> Sequence[tuple[int, int, int]]:
     return moments(layout.schedule, min(layout.micro_batches, FILLING * layout.stages), layout.stages, rank)
 
 
-def _activations(
-    job: Workload, layout: Candidate, rank: int, segments: Sequence[Segment], keeps: Sequence[Kept]
-) -> int:
-    images, stored, wide = layout.micro_batch_images, job.stored_bytes, job.arithmetic_bytes
-    widens = wide > stored
-    sizes = [0, 0]
-    for phase, (segment, own) in enumerate(zip(segments, keeps, strict=True)):
-        skips = own.skip_elements if widens and not layout.checkpoint_interval else 0
-        narrow = max(own.stored_elements, skips) + segment.received_elements
-        sizes[phase] = images * (wide * own.wide_elements + stored * narrow)
-        sizes[phase] += 4 * own.widened_parameters if widens else 0
-    waiting = images * stored * keeps[0].skip_elements
-    return max(down * sizes[0] + up * sizes[1] + between * waiting for down, up, between in _moments(layout, rank))
-
-
-def _working(job: Workload, layout: Candidate, keeps: Sequence[Kept]) -> int:
-    wide = job.arithmetic_bytes
-    return max(
-        layout.micro_batch_images * wide * (own.working_elements + own.recomputed_elements)
-        + (4 * own.recomputed_parameters if wide > job.stored_bytes else 0)
-        for own in keeps
-    )
+def _activations(layout: Candidate, rank: int, keeps: Sequence[Kept]) -> int:
+    """Bytes of activations on a rank, in the fullest moment of its schedule."""
+    first, last = (layout.micro_batch_images * phase.activations + phase.copies for phase in (keeps[0], keeps[-1]))
+    waiting = layout.micro_batch_images * keeps[0].skips
+    return max(down * first + up * last + between * waiting for down, up, between in _moments(layout, rank))
 
 
 @functools.lru_cache(maxsize=65536)

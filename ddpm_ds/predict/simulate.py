@@ -16,12 +16,13 @@ rank's own. Therefore ranks can be walked one at a time, each as far as the mess
 
 from __future__ import annotations
 
-from collections import deque
+import functools
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ddpm_ds.pipeline.cuts import Schedule
-from ddpm_ds.pipeline.schedule import Event, Step, program
+from ddpm_ds.pipeline.schedule import Event, program
 
 
 @dataclass(frozen=True)
@@ -105,27 +106,52 @@ def simulate(
         ValueError: the schedule can't have so few micro-batches.
         RuntimeError: the streams wait for each other for ever, which is a bug of the schedule.
     """
-    ranks = [
-        _Rank(number, program(schedule, micro_batches, len(costs), number), own, keep_events)
-        for number, own in enumerate(costs)
-    ]
-    wires: dict[tuple[int, int], _Wire] = {}
+    ranks = [_Rank(number, own, keep_events) for number, own in enumerate(costs)]
+    programs = [deque(program(schedule, micro_batches, len(costs), number)) for number in range(len(costs))]
+    links = functools.cache(link)
+    free_at: dict[tuple[int, int], float] = defaultdict(float)  # when a direction has sent its last message
+    arrivals: dict[tuple[int, str, int], deque[float]] = defaultdict(deque)  # by rank, pass and phase
 
-    def send(source: int, target: int, size: int, now: float) -> float:
-        wire = wires.get((source, target))
-        if wire is None:
-            wire = wires[source, target] = _Wire(link(source, target))
-        return wire.send(size, now)
+    def send(source: int, phase: int, forward: bool) -> int:
+        """Post a message; returns the rank that gets it."""
+        target = source + (1 if forward == (phase == 0) else -1)
+        own, wire = costs[source].phases[phase], links(source, target)
+        size = own.activation_bytes if forward else own.gradient_bytes
+        leaves = max(ranks[source].now, free_at[source, target]) + size / wire.bytes_per_second
+        free_at[source, target] = leaves
+        arrivals[target, "ForwardPass" if forward else "BackwardPass", phase].append(leaves + wire.latency_seconds)
+        return target
 
-    runnable = deque(ranks)
+    runnable = deque(range(len(costs)))
     while runnable:
-        for target in runnable.popleft().run_until_it_waits(ranks, send):
-            if ranks[target].waits_for and ranks[target] not in runnable:
-                runnable.append(ranks[target])
-    stuck = [f"rank {rank.number} in {step}" for rank in ranks if (step := rank.waits_for)]
+        rank = ranks[runnable.popleft()]
+        steps = programs[rank.number]
+        while steps:
+            instruction, phase, micro_batch, receives = steps[0]
+            if instruction in ("SendActivation", "SendGrad"):
+                target = send(rank.number, phase, instruction == "SendActivation")
+                if target not in runnable:
+                    runnable.append(target)
+            else:
+                ready = rank.now
+                if receives:
+                    if not (arrived := arrivals[rank.number, instruction, phase]):
+                        break
+                    ready = max(ready, arrived.popleft())
+                own = rank.costs.phases[phase]
+                seconds = own.forward_seconds if instruction == "ForwardPass" else own.backward_seconds
+                rank.spend(instruction, phase, micro_batch, ready, seconds)
+            steps.popleft()
+    stuck = [
+        f"rank {number} in {steps[0].instruction} {steps[0].micro_batch} of phase {steps[0].phase}"
+        for number, steps in enumerate(programs)
+        if steps
+    ]
     if stuck:
         raise RuntimeError(f"the {schedule} schedule with {micro_batches} micro-batches deadlocks: {'; '.join(stuck)}")
 
+    for rank in ranks:
+        rank.spend("ReduceGrads", 0, -1, rank.now, rank.costs.reduce_seconds)
     agreed = max(rank.now for rank in ranks)
     for rank in ranks:
         rank.spend("OptimizerStep", 0, -1, agreed, rank.costs.optimizer_seconds)
@@ -137,65 +163,13 @@ def simulate(
 
 
 @dataclass
-class _Wire:
-    link: Link
-    free_at: float = 0.0
-
-    def send(self, size: int, now: float) -> float:
-        """Post a message; returns when it arrives."""
-        self.free_at = max(now, self.free_at) + size / self.link.bytes_per_second
-        return self.free_at + self.link.latency_seconds
-
-
-@dataclass(eq=False)
 class _Rank:
     number: int
-    program: tuple[Step, ...]
     costs: RankCosts
     keep_events: bool
-    position: int = 0
     now: float = 0.0
     busy: float = 0.0
     events: list[Event] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        kinds, phases = ("ForwardPass", "BackwardPass"), range(len(self.costs.phases))
-        self.arrivals: dict[tuple[str, int], list[float]] = {(kind, phase): [] for kind in kinds for phase in phases}
-        """When the messages arrive that the passes of a phase wait for, in the order of micro-batches."""
-
-    @property
-    def waits_for(self) -> str:
-        """The instruction that is not executed yet; empty at the end."""
-        if self.position == len(self.program):
-            return ""
-        step = self.program[self.position]
-        return f"{step.instruction} {step.micro_batch} of phase {step.phase}"
-
-    def run_until_it_waits(self, ranks: Sequence[_Rank], send: Callable[[int, int, int, float], float]) -> set[int]:
-        """Execute until a message is missing that has not been posted; returns the ranks that got one."""
-        reached: set[int] = set()
-        while self.position < len(self.program):
-            instruction, phase, micro_batch, receives = self.program[self.position]
-            costs = self.costs.phases[phase]
-            if instruction in ("SendActivation", "SendGrad"):
-                forward = instruction == "SendActivation"
-                target = self.number + (1 if forward == (phase == 0) else -1)
-                size = costs.activation_bytes if forward else costs.gradient_bytes
-                waiter = "ForwardPass" if forward else "BackwardPass"
-                ranks[target].arrivals[waiter, phase].append(send(self.number, target, size, self.now))
-                reached.add(target)
-            else:
-                ready = self.now
-                if receives:
-                    arrived = self.arrivals[instruction, phase]
-                    if len(arrived) <= micro_batch:
-                        return reached
-                    ready = max(ready, arrived[micro_batch])
-                seconds = costs.forward_seconds if instruction == "ForwardPass" else costs.backward_seconds
-                self.spend(instruction, phase, micro_batch, ready, seconds)
-            self.position += 1
-        self.spend("ReduceGrads", 0, -1, self.now, self.costs.reduce_seconds)
-        return reached
 
     def spend(self, instruction: str, phase: int, micro_batch: int, start: float, seconds: float) -> None:
         """Execute something from ``start`` on."""

@@ -121,24 +121,26 @@ def test_checkpointing_keeps_what_layers_begin_with_and_skips_once() -> None:
     """The tiny U-Net: the h that each layer after the first takes; its skips are among them."""
     layers = small_job().layers
     segment = Segment(0, len(layers), 0, 0, 0)
-    one, two = (kept(layers, segment, "1f1b", 0, interval) for interval in (1, 2))
+    one, two = (kept(layers, segment, interval, 0, 1, holds_skips=False) for interval in (1, 2))
     sizes = [layer.out_channels * layer.out_resolution**2 for layer in layers]
-    assert one.stored_elements == sum(sizes[1:-1])  # the image that layer 1 takes is not made by a layer with gradient
-    assert one.recomputed_elements == max(layer.activation_elements for layer in layers[1:])
-    assert one.wide_elements == layers[0].activation_elements
+    assert one.activations == sum(sizes[1:-1])  # the image that layer 1 takes is not made by a layer with gradient
+    wide = kept(layers, segment, 1, 1, 0, holds_skips=False)
+    assert wide.activations == layers[0].activation_elements
+    assert wide.working > max(layer.activation_elements for layer in layers[1:])  # and what it begins with
+    assert wide.working_copies == 4 * max(layer.parameters for layer in layers[1:])
     begins = {start - 1 for start in range(3, len(layers), 2)}
     pushed = {place for place, layer in enumerate(layers) if layer.pushes}
-    assert two.stored_elements == sum(sizes[place] for place in begins | pushed)
+    assert two.activations == sum(sizes[place] for place in begins | pushed)
 
 
 def test_checkpointing_in_a_fold_keeps_the_skips_for_the_other_phase() -> None:
     layers, stop = small_job().layers, 7
-    found = kept(layers, Segment(0, stop, 0, 0, 0), "folded", 0, 4)
+    held, left = (kept(layers, Segment(0, stop, 0, 0, 0), 4, 0, 1, holds_skips=skips) for skips in (True, False))
     sizes = [layer.out_channels * layer.out_resolution**2 for layer in layers]
     pushed = {place for place, layer in enumerate(layers[:stop]) if layer.pushes}
-    assert len(pushed) > 2 and found.skip_elements == sum(sizes[place] for place in pushed)
-    assert found.stored_elements == sum(sizes[place] for place in pushed | {4})  # groups begin at layers 1 and 5
-    assert kept(layers, Segment(0, stop, 0, 0, 0), "1f1b", 0, 4).skip_elements == 0
+    assert len(pushed) > 2 and held.skips == sum(sizes[place] for place in pushed)
+    assert held.activations == sum(sizes[place] for place in pushed | {4})  # groups begin at layers 1 and 5
+    assert left.skips == 0 and left.activations <= held.activations
 
 
 def test_under_1f1b_a_rank_holds_a_micro_batch_for_itself_and_each_rank_after_it() -> None:
