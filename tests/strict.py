@@ -219,4 +219,5 @@ if __name__ == "__main__":
     if "STRICT_FOLDERS" in os.environ:
         os.chdir(os.environ["STRICT_FOLDERS"].split(":")[int(os.environ["RANK"])])
     sys.argv = sys.argv[1:]
+    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))  # else `rivals` would be the folder of its tests
     runpy.run_path(sys.argv[0], run_name="__main__")
