@@ -1,4 +1,4 @@
-"""Which device this process trains on, and CUDA's environment; decided, and told to DeepSpeed, before its import."""
+"""The device of this process, chosen with CUDA's environment before DeepSpeed is imported, and its data types."""
 
 from __future__ import annotations
 
@@ -13,8 +13,15 @@ import torch
 
 from ddpm_ds.errors import LayoutError
 
+Dtype = Literal["fp32", "fp16", "bf16"]
+DTYPES: dict[Dtype, tuple[str, torch.dtype]] = {
+    "fp32": ("F32", torch.float32),
+    "fp16": ("F16", torch.float16),
+    "bf16": ("BF16", torch.bfloat16),
+}
+"""Data types by name: as safetensors writes them, and PyTorch's own."""
 MESSAGE_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_MAX_P2P_NCHANNELS": "8"}
-"""Set where several processes use CUDA and the user has not set it; docs/gpu.md says why."""
+"""Environment of several processes on CUDA, where the user has not set it; docs/gpu.md says why."""
 LOCKING_ENVIRONMENT = {
     "CUDA_LAUNCH_BLOCKING": "the host would wait for each receive, before it sends what the other rank waits for",
     "NCCL_LAUNCH_ORDER_IMPLICIT": "messages to one rank would wait for those to another, in an order that is not alike",
@@ -23,11 +30,13 @@ LOCKING_ENVIRONMENT = {
 
 
 def choose_device(wanted: str, stages: int = 1) -> torch.device:
-    """This process's device: ``wanted`` is ``auto``, ``cpu`` or ``cuda``; auto obeys ``DS_ACCELERATOR``, else takes
-    CUDA where there is any. Sets ``DS_ACCELERATOR``, which DeepSpeed reads when it is imported, and for several
-    processes on CUDA ``MESSAGE_ENVIRONMENT``. ``stages`` are those of the pipeline.
+    """Choose this process's device and set the environment that goes with it.
 
-    On CUDA cuDNN is to time its algorithms for each new shape of a convolution and to take the fastest: shapes stay the
+    ``wanted`` is ``auto``, ``cpu`` or ``cuda``; auto obeys ``DS_ACCELERATOR``, else takes CUDA where there is any.
+    Sets ``DS_ACCELERATOR``, which DeepSpeed reads when it is imported, and for several processes on CUDA
+    :data:`MESSAGE_ENVIRONMENT`. ``stages`` is the number of stages of the pipeline.
+
+    On CUDA cuDNN will time its algorithms for each new shape of a convolution and take the fastest: shapes stay the
     same from step to step. The first time that takes memory and waits for the device.
 
     Raises:
@@ -73,20 +82,22 @@ def choose_device(wanted: str, stages: int = 1) -> torch.device:
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Wait until a device has done all it was given, on any stream; only where no receive of a message is posted, which
-    would be waited for as well."""
+    """Wait until a device has finished all its work, on any stream.
+
+    Only where no receive of a message is posted, which would be waited for as well.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def wait_for_stream(device: torch.device) -> None:
-    """Wait until a device has done what was given to the current stream; messages that nobody waits for go on."""
+    """Wait until a device has finished the work of the current stream; messages on other streams go on."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def _prepare_messages() -> dict[str, str]:
-    """Set and return what several processes on GPUs need and the user has not set.
+    """Set the environment that several processes on GPUs need, where the user has not, and return what was set.
 
     NVIDIA's driver reads its environment once, when CUDA is first called, be it to count devices.
     """
@@ -131,7 +142,7 @@ def _hidden() -> bool:
 
 
 def _gpus() -> int:
-    """GPUs of this host that a process may use, as NVIDIA's driver counts them, or the files of its devices."""
+    """Number of GPUs of this host that a process may use, by NVIDIA's driver or by the files of its devices."""
     try:
         pynvml.nvmlInit()
         return int(pynvml.nvmlDeviceGetCount())
@@ -140,7 +151,7 @@ def _gpus() -> int:
 
 
 def _driver() -> str:
-    """NVIDIA's driver and the newest CUDA that it serves."""
+    """Describe NVIDIA's driver and the newest CUDA that it serves."""
     try:
         pynvml.nvmlInit()
         driver, newest = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetCudaDriverVersion_v2()
@@ -156,11 +167,3 @@ def _why_no_device() -> str:
     if _hidden():
         return "CUDA_VISIBLE_DEVICES hides every GPU; use --device cpu, or unset it"
     return "PyTorch finds no CUDA device; use --device cpu, or mend the driver"
-
-
-Dtype = Literal["fp32", "fp16", "bf16"]
-DTYPES: dict[Dtype, tuple[str, torch.dtype]] = {
-    "fp32": ("F32", torch.float32),
-    "fp16": ("F16", torch.float16),
-    "bf16": ("BF16", torch.bfloat16),
-}

@@ -111,7 +111,7 @@ class FlopsProfile(Observer):
             stages = stages_of(engine.stage_id, engine.num_stages, engine.module.schedule)
             self._left = dict(enumerate(stages))
             self._watching.enter_context(instructions_wrapped(engine, self._around))
-            # In this step alone: compiled code calls no function that DeepSpeed counts.
+            # In this step alone: DeepSpeed replaces functions, for which layers would be compiled again.
             self._watching.callback(torch.compiler.set_stance, "default")
             torch.compiler.set_stance("force_eager")
 
