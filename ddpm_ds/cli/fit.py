@@ -16,13 +16,13 @@ from typing import Any
 from ddpm_ds.command_line import add_overrides, check_writable, gib, memory_size, positive, seconds
 from ddpm_ds.config.spec_file import SPECS
 from ddpm_ds.errors import LayoutError, SpecError
-from ddpm_ds.fit.report import Found, numbers, table, why, winner
-from ddpm_ds.fit.start import search
-from ddpm_ds.fit.task import FitRequest, Task, TrialLayout, candidates, layouts_of
+from ddpm_ds.fit.child import TriedSize
+from ddpm_ds.fit.report import Found, draw, numbers, table, why, winner
+from ddpm_ds.fit.task import Task, TrialLayout
 from ddpm_ds.processes.ranks import HANG_SECONDS, set_environment
 
 DEFAULT_SPEC = SPECS / "digits.yaml"
-"""As of training."""
+"""The spec that training takes by itself."""
 USABLE = 0.9
 """Share of a host's available memory that its processes may take together unless they are told."""
 EVERYTHING = 2**50
@@ -132,23 +132,24 @@ def _fit(options: argparse.Namespace) -> int:
             check_writable(name, path)
     if options.layouts and options.processes:
         raise SpecError("--layouts has the processes of each layout; leave it or --processes out")
-    job = FitRequest(options.spec, tuple(options.overrides), options.deepspeed_config, options.accumulation)
     set_environment()
     given = os.environ.get("DS_ACCELERATOR", "auto") if options.device == "auto" else options.device
     device, devices = _device(given)
     os.environ["DS_ACCELERATOR"] = device  # read by DeepSpeed, here and in what is started
-    layouts = _layouts(options, devices)
     with tempfile.TemporaryDirectory(prefix="ddpm-ds-fit-") as folder:
-        tasks, left_out = _tasks(options, job, layouts, device, Path(folder))
-        plan = tasks[0].plan(tasks[0].candidates[0], Path(folder))
+        tasks, left_out = _tasks(options, _layouts(options, devices), device, Path(folder))
+        first = tasks[0]
+        plan = first.plan(first.candidates[0], Path(folder))
         _prepare(plan)
-        _introduce(tasks[0], plan.spec.name)
+        budget = "the device's memory" if first.budget_bytes is None else f"{gib(first.budget_bytes)} a process"
+        batch = f"{first.accumulation} micro-batches a step" if first.accumulation else "the spec's batch"
+        print(f"{plan.spec.name} on {device}, {budget}, {batch}; {first.steps} timed steps a trial", flush=True)
         for layout, reason in left_out.items():
             print(f"{layout} is left out: {reason}")
-        found, needs = search(tasks, Path(folder))
+        found, needs = _search(tasks, Path(folder))
     if not found:
-        raise _nothing(tasks, needs)
-    _say(options, job, found)
+        raise _nothing_fits(tasks, needs)
+    _report(options, found)
     return 0
 
 
@@ -161,21 +162,19 @@ def _device(wanted: str) -> tuple[str, int]:
 
 
 def _layouts(options: argparse.Namespace, devices: int) -> list[TrialLayout]:
+    """The layouts that were asked for: by default all of the processes, those with few stages first."""
     if options.layouts:
         return list(options.layouts)
     processes, stages = options.processes or devices, options.pipeline_stages
-    layouts = layouts_of(processes)
-    if stages is None:
-        return layouts
-    chosen = [layout for layout in layouts if layout.stages == stages]
-    if not chosen:
-        fitting = " or ".join(str(layout.stages) for layout in layouts)
+    dividing = [number for number in range(1, processes + 1) if processes % number == 0]
+    if stages is not None and stages not in dividing:
+        fitting = " or ".join(map(str, dividing))
         raise LayoutError(f"-p {stages} does not divide --processes {processes}; use -p {fitting}")
-    return chosen
+    return [TrialLayout(number, processes // number) for number in ([stages] if stages else dividing)]
 
 
 def _tasks(
-    options: argparse.Namespace, job: FitRequest, layouts: Sequence[TrialLayout], device: str, folder: Path
+    options: argparse.Namespace, layouts: Sequence[TrialLayout], device: str, folder: Path
 ) -> tuple[list[Task], dict[TrialLayout, LayoutError]]:
     """What is searched, and why other layouts are left out.
 
@@ -185,8 +184,21 @@ def _tasks(
     tasks: list[Task] = []
     reasons: dict[TrialLayout, LayoutError] = {}
     for layout in layouts:
+        budget, most = _limits(options, layout, device)
+        task = Task(
+            spec=options.spec,
+            overrides=tuple(options.overrides),
+            ds_config=options.deepspeed_config,
+            layout=layout,
+            accumulation=options.accumulation,
+            device=device,
+            budget_bytes=budget,
+            most_bytes=most,
+            steps=options.steps,
+            hang_seconds=options.hang_seconds,
+        )
         try:
-            task = _task(options, job, layout, candidates(job, layout, options.micro_batch), device)
+            task = task.choosing_from(options.micro_batch)
             task.plan(task.candidates[0], folder)  # whether the U-Net can be cut so
             tasks.append(task)
         except LayoutError as error:
@@ -196,7 +208,8 @@ def _tasks(
     return tasks, reasons
 
 
-def _task(options: argparse.Namespace, job: FitRequest, layout: TrialLayout, sizes: Sequence[int], device: str) -> Task:
+def _limits(options: argparse.Namespace, layout: TrialLayout, device: str) -> tuple[int | None, int | None]:
+    """Bytes that a process may hold, and to find out what it needs; None: the device says, or there is no more."""
     budget, most = options.memory_budget, EVERYTHING
     if device == "cpu":
         import psutil
@@ -208,16 +221,7 @@ def _task(options: argparse.Namespace, job: FitRequest, layout: TrialLayout, siz
                 f"that this host can give; use a smaller one or fewer processes"
             )
         budget = budget or most
-    return Task(
-        job=job,
-        layout=layout,
-        sizes=() if isinstance(sizes, range) else tuple(sizes),
-        device=device,
-        budget_bytes=budget,
-        most_bytes=None if budget in (None, most) else most,
-        steps=options.steps,
-        hang_seconds=options.hang_seconds,
-    )
+    return budget, None if budget in (None, most) else most
 
 
 def _prepare(plan: Any) -> None:
@@ -228,13 +232,24 @@ def _prepare(plan: Any) -> None:
     check_store(prepare(plan.spec.data, progress=True), plan)
 
 
-def _introduce(task: Task, name: str) -> None:
-    budget = "the device's memory" if task.budget_bytes is None else f"{gib(task.budget_bytes)} a process"
-    batch = f"{task.job.accumulation} micro-batches a step" if task.job.accumulation else "the spec's batch"
-    print(f"{name} on {task.device}, {budget}, {batch}; {task.steps} timed steps a trial", flush=True)
+def _search(tasks: Sequence[Task], folder: Path) -> tuple[list[Found], dict[TrialLayout, int]]:
+    """What was found in each layout, and the bytes that the smallest micro-batch needs where it does not fit."""
+    found, needs = [], {}
+    for task in tasks:
+        print(f"{task.layout.words()}", flush=True)
+        own = folder / str(task.layout)
+        own.mkdir()
+        result = task.start(own)
+        trials = sorted((TriedSize(**trial) for trial in result["trials"]), key=lambda trial: trial.micro_batch_images)
+        if trials[0].fits:
+            found.append(Found(task, tuple(trials), is_limit=trials[-1].fits))
+        elif result["needs_bytes"] is not None:
+            needs[task.layout] = result["needs_bytes"]
+            print(f"  micro-batch {trials[0].micro_batch_images} needs {gib(needs[task.layout])}", flush=True)
+    return found, needs
 
 
-def _nothing(tasks: Sequence[Task], needs: dict[TrialLayout, int]) -> LayoutError:
+def _nothing_fits(tasks: Sequence[Task], needs: dict[TrialLayout, int]) -> LayoutError:
     """Not even the smallest micro-batch fits."""
     task = next((task for task in tasks if task.layout in needs), tasks[0])
     budget = "the device" if task.budget_bytes is None else gib(task.budget_bytes)
@@ -250,26 +265,23 @@ def _nothing(tasks: Sequence[Task], needs: dict[TrialLayout, int]) -> LayoutErro
     )
 
 
-def _say(options: argparse.Namespace, job: FitRequest, found: Sequence[Found]) -> None:
-    best = winner(found)
-    chosen = best.knee
+def _report(options: argparse.Namespace, found: Sequence[Found]) -> None:
+    """Print what was found, and write the files that were asked for."""
+    task, size = winner(found).task, winner(found).knee.micro_batch_images
     print(f"\n{table(found)}\n\n{textwrap.fill(why(found), 112, break_on_hyphens=False)}\n")
-    config = job.config(best.layout, chosen.micro_batch_images)
-    changes = job.changes(best.layout, chosen.micro_batch_images)
+    config = task.config(size)
     keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    print(json.dumps({key: config[key] for key in keys} | {"pipeline": {"stages": best.layout.stages}}, indent=2))
+    print(json.dumps({key: config[key] for key in keys} | {"pipeline": {"stages": task.layout.stages}}, indent=2))
     if options.out is not None:
         options.out.write_text(json.dumps(config, indent=2) + "\n")
-    command = ["deepspeed", "--num_gpus", str(best.layout.processes), "launch/train.py"]
-    command += [] if job.spec == DEFAULT_SPEC else ["--spec", str(job.spec)]
-    command += ["--deepspeed_config", str(options.out or job.ds_config)]
-    command += [word for change in changes for word in ("--set", change)]
+    command = ["deepspeed", "--num_gpus", str(task.layout.processes), "launch/train.py"]
+    command += [] if task.spec == DEFAULT_SPEC else ["--spec", str(task.spec)]
+    command += ["--deepspeed_config", str(options.out or task.ds_config)]
+    command += [word for change in task.changes(size) for word in ("--set", change)]
     print(f"\n{'train with it' if options.out else 'with these in the JSON (--out writes it)'}: {shlex.join(command)}")
     if options.json is not None:
-        about = {"command": shlex.join(["ddpm-ds", *sys.argv[1:]]), "spec": str(job.spec), "ds_config": config}
+        about = {"command": shlex.join(["ddpm-ds", *sys.argv[1:]]), "spec": str(task.spec), "ds_config": config}
         options.json.write_text(json.dumps(numbers(found, **about), indent=2) + "\n")
     if options.plot is not None:
-        from ddpm_ds.fit.report import draw
-
-        draw(found, f"{job.spec.stem}: {options.deepspeed_config.name}", options.memory_budget, options.plot)
+        draw(found, f"{task.spec.stem}: {task.ds_config.name}", options.memory_budget, options.plot)
         print(f"{options.plot}: images/s and memory against micro-batch")

@@ -1,4 +1,7 @@
-"""The process that may die of memory: started for one trial by each rank of a layout. Light to import."""
+"""The process that may die of memory, started for one trial by each rank of a layout, and what its answer means.
+
+Light to import.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +9,127 @@ import contextlib
 import dataclasses
 import os
 import resource
+import statistics
 import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, Literal
 
 import psutil
 
+from ddpm_ds.command_line import gib
 from ddpm_ds.errors import UserError
-from ddpm_ds.fit.answer import Answer
 from ddpm_ds.fit.task import Task
 
-STEPS = "steps"
-"""File beside the answer that is touched after each step."""
 SPARE_BYTES = 2**30
 SPARE_BYTES_PER_CORE = 2**24
 """Writable memory beside the budget that is asked for and never touched: stacks and pools of threads."""
 
 
-def answer_trial(
-    task: Task, size: int, budget_bytes: int | None, own: Path, log: Path, port: int, library_bytes: int
-) -> None:
-    """Take part in a trial and leave the answer in ``own``; the process ends here.
+@dataclass(frozen=True)
+class Answer:
+    """What becomes of one process."""
 
-    ``log`` gets what is printed; the ranks meet at ``port``; ``library_bytes`` are added to the peak: files that the
-    parent has mapped and touched, which a process that had loaded them itself would hold, and a fork does not.
+    kind: Literal["done", "memory", "refused", "failed", "hung", "lost"]
+    """``memory``: ran out of it, or was killed; ``refused``: a UserError; ``hung``: took no step for too long;
+    ``lost``: ended because another process had."""
+    words: str = ""
+    """Why, unless it is done."""
+    seconds: list[float] = field(default_factory=list)
+    """Of each timed step."""
+    peak_bytes: int = 0
+    checkpoint_interval: int = 0
+
+
+@dataclass(frozen=True)
+class TriedSize:
+    """What became of all processes of a layout with one micro-batch."""
+
+    micro_batch_images: int
+    micro_batches: int
+    batch_images: int
+    fits: bool
+    why: str
+    """It does not fit."""
+    step_seconds: list[float]
+    """Of each timed step, the slowest process."""
+    rank_peak_bytes: list[int]
+    checkpoint_interval: int
+    hung: bool = False
+    """It took no step for too long, which says nothing of memory; what is larger is not tried either."""
+
+    @property
+    def median_seconds(self) -> float:
+        """Seconds of a step."""
+        return statistics.median(self.step_seconds)
+
+    @property
+    def images_per_second(self) -> float:
+        """Throughput by the median step."""
+        return self.batch_images / self.median_seconds
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of the fullest process."""
+        return max(self.rank_peak_bytes)
+
+
+class TrialError(Exception):
+    """A trial failed for another reason than memory."""
+
+    def __init__(self, words: str, *, refused: bool = False) -> None:
+        super().__init__(words)
+        self.refused = refused
+
+
+def judge(answers: Sequence[Answer], sizes: tuple[int, int, int], budget_bytes: int | None) -> TriedSize:
+    """What the answers of all ranks mean; ``sizes``: images of a micro-batch, micro-batches, images of a batch.
+
+    ``budget_bytes`` is what a process may hold; None where the device itself says so.
+
+    Raises:
+        TrialError: a process was refused or failed.
     """
-    with log.open("w") as file:
+    peaks = [answer.peak_bytes for answer in answers]
+    first = {answer.kind: rank for rank, answer in reversed(list(enumerate(answers)))}
+    if "memory" in first:  # what others lose by that fails, too
+        why = f"rank {first['memory']} {answers[first['memory']].words}"
+        return TriedSize(*sizes, False, why, [], peaks, 0)
+    if "refused" in first:
+        raise TrialError(answers[first["refused"]].words, refused=True)
+    if "hung" in first:
+        return TriedSize(*sizes, False, f"failed: {answers[first['hung']].words}", [], peaks, 0, hung=True)
+    if set(first) != {"done"}:
+        raise TrialError("\n".join(f"rank {rank}: {one.words or one.kind}" for rank, one in enumerate(answers)))
+    over = budget_bytes is not None and max(peaks) > budget_bytes
+    return TriedSize(
+        *sizes,
+        fits=not over,
+        why=f"rank {peaks.index(max(peaks))} took {gib(max(peaks))}" if over else "",
+        step_seconds=[max(step) for step in zip(*(answer.seconds for answer in answers), strict=True)],
+        rank_peak_bytes=peaks,
+        checkpoint_interval=answers[0].checkpoint_interval,
+    )
+
+
+def answer_trial(
+    task: Task,
+    size: int,
+    budget_bytes: int | None,
+    folder: Path,
+    port: int,
+    library_bytes: int,
+    pipe: Connection[Any, Any],
+) -> None:
+    """Take part in a trial; the process ends here. Sends None after each step, and at last the answer.
+
+    ``folder`` gets a log of what is printed; the ranks find each other at ``port``; ``library_bytes`` are added to the
+    peak: files that the parent has mapped and touched, which a process that had loaded them itself would hold, and a
+    fork does not.
+    """
+    with (folder / "log").open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.environ["MASTER_PORT"] = str(port)
@@ -38,26 +137,23 @@ def answer_trial(
         Path("/proc/self/oom_score_adj").write_text("1000")
     if task.device == "cpu" and budget_bytes is not None:
         limit_memory(budget_bytes)
-    answer = _answer(task, size, budget_bytes, own)
-    if answer.kind == "done":
-        answer = dataclasses.replace(answer, peak_bytes=answer.peak_bytes + library_bytes)
-    answer.write(own)
-    os._exit(0)  # without what leaving in order would wait for
-
-
-def _answer(task: Task, size: int, budget_bytes: int | None, own: Path) -> Answer:
     from ddpm_ds.fit import measure
 
     try:
-        plan = task.plan(size, own.parent)
-        progress = own.with_name(STEPS).touch
-        return measure.measure(plan, task.device, budget_bytes, task.steps, task.hang_seconds, progress)
+        plan = task.plan(size, folder)
+        answer = measure.measure(
+            plan, task.device, budget_bytes, task.steps, task.hang_seconds, lambda: pipe.send(None)
+        )
+        answer = dataclasses.replace(answer, peak_bytes=answer.peak_bytes + library_bytes)
     except UserError as error:
-        return Answer("refused", str(error))
+        answer = Answer("refused", str(error))
     except Exception as error:
         if measure.is_out_of_memory(error):
-            return Answer("memory", "ran out of memory")
-        return Answer("failed", traceback.format_exc())
+            answer = Answer("memory", "ran out of memory")
+        else:
+            answer = Answer("failed", traceback.format_exc())
+    pipe.send(answer)
+    os._exit(0)  # without what leaving in order would wait for
 
 
 def limit_memory(budget_bytes: int) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.prepare import cache_path
 from ddpm_ds.device import choose_device, wait_for_device
-from ddpm_ds.fit.answer import Answer
+from ddpm_ds.fit.child import Answer
 from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.engine import CAUTIOUS_STEPS
 from ddpm_ds.pipeline.messages import runs_behind

@@ -1,7 +1,4 @@
-"""What was found, as a table, as numbers and as the DeepSpeed JSON to train with. No torch.
-
-Throughput against micro-batch as a picture: a curve for each layout, its knee, and where memory ends it.
-"""
+"""What was found: as a table, as numbers, as a picture, and which layout and micro-batch to train with. No torch."""
 
 from __future__ import annotations
 
@@ -16,19 +13,27 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from ddpm_ds.command_line import GIB, aligned, gib
-from ddpm_ds.fit.answer import TriedSize
-from ddpm_ds.fit.task import KNEE, TrialLayout, knee
+from ddpm_ds.fit.child import TriedSize
+from ddpm_ds.fit.task import Task, TrialLayout
+
+KNEE = 0.05
+"""Throughput that a smaller micro-batch may lack, as a share of the best."""
+COLOURS = ("#3b7dd8", "#e07b39", "#4c9f70", "#7d5ba6", "#c0504d", "#8c8c8c")
 
 
 @dataclass(frozen=True)
 class Found:
     """The trials of one layout; the smallest micro-batch fits."""
 
-    layout: TrialLayout
+    task: Task
     trials: tuple[TriedSize, ...]
     """Ascending."""
     is_limit: bool
     """No larger micro-batch could be tried than the largest that fits."""
+
+    @property
+    def layout(self) -> TrialLayout:
+        return self.task.layout
 
     @property
     def fitting(self) -> tuple[TriedSize, ...]:
@@ -46,8 +51,8 @@ class Found:
     @property
     def knee(self) -> TriedSize:
         """The smallest that is nearly as fast as the fastest."""
-        size = knee({trial.micro_batch_images: trial.images_per_second for trial in self.fitting})
-        return next(trial for trial in self.fitting if trial.micro_batch_images == size)
+        enough = (1 - KNEE) * self.fastest.images_per_second
+        return next(trial for trial in self.fitting if trial.images_per_second >= enough)
 
 
 def winner(found: Sequence[Found]) -> Found:
@@ -80,7 +85,7 @@ def table(found: Sequence[Found]) -> str:
 
 
 def why(found: Sequence[Found]) -> str:
-    """In a few sentences which one to train with, and what ends each layout's curve."""
+    """A few sentences: which one to train with, and what ends each layout's curve."""
     best = winner(found)
     chosen, fastest, largest = best.knee, best.fastest, best.largest
     sentences = [
@@ -95,16 +100,16 @@ def why(found: Sequence[Found]) -> str:
             f"images/s in {gib(fastest.peak_bytes)})."
         )
     if largest is not chosen:
-        rate = largest.images_per_second / chosen.images_per_second
+        rate = largest.images_per_second / chosen.images_per_second - 1
+        faster = "as fast" if abs(rate) < 0.005 else f"{abs(rate):.0%} {'faster' if rate > 0 else 'slower'}"
         sentences.append(
-            f"The largest that fits, {largest.micro_batch_images}, is {_faster(rate)} and takes "
-            f"{gib(largest.peak_bytes)}."
+            f"The largest that fits, {largest.micro_batch_images}, is {faster} and takes {gib(largest.peak_bytes)}."
         )
     others = [one for one in found if one is not best]
     if others:
         second = winner(others)
         share = second.knee.images_per_second / chosen.images_per_second
-        sentences.append(f"Of the other layouts {second.layout} comes nearest, with {share:.0%} of its images/s.")
+        sentences.append(f"Of the other layouts {second.layout} is next, with {share:.0%} of its images/s.")
     for one in found:
         if one.is_limit:
             sentences.append(
@@ -115,7 +120,7 @@ def why(found: Sequence[Found]) -> str:
 
 
 def numbers(found: Sequence[Found], **about: Any) -> dict[str, Any]:
-    """Everything, for a file."""
+    """Everything, for ``--json``."""
     best = winner(found)
     return {
         **about,
@@ -136,31 +141,23 @@ def numbers(found: Sequence[Found], **about: Any) -> dict[str, Any]:
     }
 
 
-def _faster(rate: float) -> str:
-    if abs(rate - 1) < 0.005:
-        return "as fast"
-    return f"{abs(rate - 1):.0%} {'faster' if rate > 1 else 'slower'}"
-
-
-COLOURS = ("#3b7dd8", "#e07b39", "#4c9f70", "#7d5ba6", "#c0504d", "#8c8c8c")
-
-
 def draw(found: Sequence[Found], title: str, budget_bytes: int | None, path: Path) -> None:
-    """Write the picture as a PNG: images/s above, memory of the fullest process below."""
+    """Write the picture as a PNG: images/s above, memory of the fullest process below, by micro-batch."""
     figure = Figure(figsize=(9, 7), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     speed, memory = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    sizes = sorted({trial.micro_batch_images for one in found for trial in one.trials})
     for number, one in enumerate(found):
         _draw_layout(speed, memory, one, COLOURS[number % len(COLOURS)])
     if budget_bytes is not None:
-        memory.axhline(budget_bytes / GIB, color="black", linewidth=1, linestyle="--")
-        memory.annotate(
-            "budget", (0.01, budget_bytes / GIB), xycoords=("axes fraction", "data"), fontsize=8, va="bottom"
-        )
+        at = budget_bytes / GIB
+        memory.axhline(at, color="black", linewidth=1, linestyle="--")
+        memory.annotate("budget", (0.01, at), xycoords=("axes fraction", "data"), fontsize=8, va="bottom")
     speed.set_xscale("log", base=2)
-    named = _apart(sizes)
-    speed.set_xticks(named, list(map(str, named)), minor=False)
+    ticks: list[int] = []  # whose names don't lie over each other
+    for size in sorted({trial.micro_batch_images for one in found for trial in one.trials}):
+        if not ticks or size >= 1.15 * ticks[-1]:
+            ticks.append(size)
+    speed.set_xticks(ticks, list(map(str, ticks)), minor=False)
     speed.set_xticks([], minor=True)
     speed.tick_params(labelbottom=True)
     speed.set_ylabel("images/s")
@@ -172,40 +169,24 @@ def draw(found: Sequence[Found], title: str, budget_bytes: int | None, path: Pat
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     speed.set_title(title, fontsize=10)
-    speed.legend(handles=[*speed.get_legend_handles_labels()[0], *_signs(found)], frameon=False, fontsize=8, loc="best")
+    black: dict[str, Any] = {"color": "black", "linestyle": "none"}
+    ring = f"knee: the smallest within {KNEE:.0%} of the fastest"
+    signs = [Line2D([], [], marker="o", markersize=10, fillstyle="none", label=ring, **black)]
+    if not all(trial.fits for one in found for trial in one.trials):
+        signs.append(Line2D([], [], marker="x", label="does not fit", **black))
+    speed.legend(handles=[*speed.get_legend_handles_labels()[0], *signs], frameon=False, fontsize=8, loc="best")
     figure.savefig(path, format="png", metadata={"Software": None})
 
 
 def _draw_layout(speed: Axes, memory: Axes, one: Found, colour: str) -> None:
-    fitting, knee = one.fitting, one.knee
-    sizes = [trial.micro_batch_images for trial in fitting]
-    rates = [trial.images_per_second for trial in fitting]
-    speed.plot(sizes, rates, marker="o", markersize=4, color=colour, label=one.layout.words())
-    memory.plot(sizes, [trial.peak_bytes / GIB for trial in fitting], marker="o", markersize=4, color=colour)
-    speed.plot(
-        knee.micro_batch_images, knee.images_per_second, marker="o", markersize=12, fillstyle="none", color=colour
-    )
-    memory.plot(
-        knee.micro_batch_images, knee.peak_bytes / GIB, marker="o", markersize=12, fillstyle="none", color=colour
-    )
+    sizes = [trial.micro_batch_images for trial in one.fitting]
+    rates = [trial.images_per_second for trial in one.fitting]
+    held = [trial.peak_bytes / GIB for trial in one.fitting]
+    knee = one.fitting.index(one.knee)
+    for axes, values, label in ((speed, rates, one.layout.words()), (memory, held, None)):
+        axes.plot(sizes, values, marker="o", markersize=4, color=colour, label=label)
+        axes.plot(sizes[knee], values[knee], marker="o", markersize=12, fillstyle="none", color=colour)
     failed = [trial.micro_batch_images for trial in one.trials if not trial.fits]
     if failed:
         speed.plot(min(failed), rates[-1], marker="x", markersize=8, color=colour)
         speed.plot([sizes[-1], min(failed)], [rates[-1]] * 2, color=colour, linestyle=":", linewidth=1)
-
-
-def _apart(sizes: Sequence[int]) -> list[int]:
-    """Those whose names don't lie over each other on a logarithmic axis."""
-    named = [sizes[0]]
-    for size in sizes[1:]:
-        if size >= 1.15 * named[-1]:
-            named.append(size)
-    return named
-
-
-def _signs(found: Sequence[Found]) -> list[Line2D]:
-    signs = [Line2D([], [], color="black", linestyle="none", marker="o", markersize=10, fillstyle="none")]
-    signs[0].set_label(f"knee: the smallest within {KNEE:.0%} of the fastest")
-    if not all(trial.fits for one in found for trial in one.trials):
-        signs.append(Line2D([], [], color="black", linestyle="none", marker="x", label="does not fit"))
-    return signs

@@ -1,34 +1,46 @@
-"""Doubling and bisecting, and the knee of a curve of throughput.
+"""What is tried: one layout of a run with micro-batches of any size, in processes that DeepSpeed's launcher starts.
 
-What is tried: one layout of a run with micro-batches of any size, as a plan for each size. No torch.
+No torch.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import os
+import sys
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel
 
 from ddpm_ds.config.ds_config import read_ds_config, resolve
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
-from ddpm_ds.errors import LayoutError, SpecError
+from ddpm_ds.errors import EXIT_PREEMPTED, LayoutError, SpecError, UserError
 from ddpm_ds.predict.plan import RunPlan, plan_run
+from ddpm_ds.processes.ranks import free_port
+from ddpm_ds.processes.supervisor import supervise
 
-KNEE = 0.05
-"""Throughput that a smaller micro-batch may lack, as a share of the best."""
+LARGEST = 2**20
+"""Images of a micro-batch beyond which no search goes."""
+PROGRAM = "ddpm_ds.fit.trial"
+"""The module that the launcher starts."""
+GRACE_SECONDS = 5.0
+TASK, RESULT = "task.json", "result.json"
+LOG_CHARACTERS = 3000
+"""Characters at the end of a log that are shown."""
 
 
 def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
     """The largest of ``sizes``, which ascend, that fits; None if the first does not.
 
     What is larger than a size that does not fit is taken not to fit. Begins with the first size and goes on with the
-    next one that is at least twice as large; after the first that does not fit it bisects between. No size is asked
-    about twice, nor is one after the first failure that is larger than it.
+    next one that is at least twice as large; after the first that does not fit it bisects between. No size is tried
+    twice, nor is one after the first failure that is larger than it.
     """
     largest, failed = -1, len(sizes)  # places in sizes
     place = 0
@@ -47,17 +59,6 @@ def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | 
     return sizes[largest] if largest >= 0 else None
 
 
-def knee(throughput: Mapping[int, float]) -> int:
-    """The smallest micro-batch whose throughput is within :data:`KNEE` of the best."""
-    enough = (1 - KNEE) * max(throughput.values())
-    return min(size for size, speed in throughput.items() if speed >= enough)
-
-
-LARGEST = 2**20
-"""Images of a micro-batch beyond which no search goes."""
-FILE = "task.json"
-
-
 @dataclass(frozen=True)
 class TrialLayout:
     """Stages x replicas, one process each."""
@@ -73,39 +74,89 @@ class TrialLayout:
         return f"{self.stages}x{self.replicas}"
 
     def words(self) -> str:
-        """For a sentence."""
+        """The layout in a sentence."""
         plural = "s" if self.stages > 1 else ""
         return f"{self.stages} stage{plural} x {self.replicas} replica{'s' if self.replicas > 1 else ''}"
 
 
-def layouts_of(processes: int) -> list[TrialLayout]:
-    """All layouts of so many processes, those with few stages first."""
-    return [TrialLayout(stages, processes // stages) for stages in range(1, processes + 1) if processes % stages == 0]
-
-
-@dataclass(frozen=True)
-class FitRequest:
-    """What is trained and how, but for the layout and the micro-batch."""
+class Task(BaseModel, frozen=True, ser_json_inf_nan="constants"):
+    """The search of one layout: what is trained and how, but for the micro-batch."""
 
     spec: Path
     overrides: tuple[str, ...]
     ds_config: Path
+    layout: TrialLayout
     accumulation: int | None
     """Micro-batches of a step, whose batch grows with them; None keeps ``train.batch_images``."""
+    device: str
+    """``cpu`` or ``cuda``."""
+    budget_bytes: int | None
+    """What a process may hold; None on CUDA is the device's memory."""
+    most_bytes: int | None
+    """What a process may take to find out what the smallest micro-batch needs."""
+    steps: int
+    """Timed after a step that is not."""
+    hang_seconds: float
+    """Time without a step after which a trial has failed."""
+    sizes: tuple[int, ...] = ()
+    """Micro-batches to choose from, ascending; none: all numbers."""
 
-    def changes(self, layout: TrialLayout, size: int) -> tuple[str, ...]:
+    @property
+    def candidates(self) -> Sequence[int]:
+        return self.sizes or range(1, LARGEST + 1)
+
+    def choosing_from(self, asked: Sequence[int]) -> Task:
+        """The same with the micro-batches that the search may choose from: those ``asked`` for, or if none are, all.
+
+        With the batch of the spec kept, all are those of which a replica's share is a whole number, and as many as the
+        schedule needs or more.
+
+        Raises:
+            UserError: why none is possible, or one that was asked for is not.
+        """
+        train, layout = self.load_spec(1).train, self.layout
+        if self.accumulation is not None:
+            self._check(1)
+            return self.model_copy(update={"sizes": tuple(asked)})
+        batch, wanted = train.batch_images, train.accumulation
+        if wanted != "auto":
+            raise SpecError(
+                f"train.accumulation = {wanted} leaves one micro-batch to try; use --set train.accumulation=auto, or "
+                f"--accumulation {wanted} to let the batch grow"
+            )
+        if batch % layout.replicas:
+            more = -(-batch // layout.replicas) * layout.replicas
+            raise LayoutError(
+                f"train.batch_images = {batch} can't be shared by {layout.replicas} replicas; use "
+                f"--set train.batch_images={more}, other --layouts or --accumulation"
+            )
+        share = batch // layout.replicas
+        dividing = [size for size in range(1, share + 1) if share % size == 0]
+        odd = [size for size in asked if share % size]
+        if odd:
+            raise LayoutError(
+                f"--micro-batch {odd[0]} does not divide the {share} images of a replica (train.batch_images = "
+                f"{batch}, layout {layout}); use some of {','.join(map(str, dividing))}, or --accumulation to let the "
+                f"batch grow"
+            )
+        possible = [size for size in asked or dividing if self._is_possible(size)]
+        if not possible:
+            self._check(min(asked or dividing))
+        return self.model_copy(update={"sizes": tuple(possible)})
+
+    def changes(self, size: int) -> tuple[str, ...]:
         """The overrides of the spec with micro-batches of ``size`` images."""
         if self.accumulation is None:
             return self.overrides
-        batch = layout.replicas * self.accumulation * size
+        batch = self.layout.replicas * self.accumulation * size
         return (*self.overrides, f"train.batch_images={batch}", "train.accumulation=auto")
 
-    def spec_of(self, layout: TrialLayout, size: int) -> RunSpec:
+    def load_spec(self, size: int) -> RunSpec:
         """The spec of a trial. Raises SpecError."""
-        return load_spec(self.spec, self.changes(layout, size))
+        return load_spec(self.spec, self.changes(size))
 
-    def config(self, layout: TrialLayout, size: int) -> dict[str, Any]:
-        """The DeepSpeed JSON with a layout and a micro-batch filled in; everything else stays as given.
+    def config(self, size: int) -> dict[str, Any]:
+        """The DeepSpeed JSON with the layout and a micro-batch filled in; everything else stays as given.
 
         Raises:
             DsConfigError: the file can't be read.
@@ -114,91 +165,15 @@ class FitRequest:
         config = copy.deepcopy(read_ds_config(self.ds_config))
         config["train_micro_batch_size_per_gpu"] = size
         if self.accumulation is None:
-            share = self.spec_of(layout, size).train.batch_images // layout.replicas
+            share = self.load_spec(size).train.batch_images // self.layout.replicas
             config["gradient_accumulation_steps"] = max(share // size, 1)
         else:
             config["train_batch_size"] = "auto"
             config["gradient_accumulation_steps"] = self.accumulation
         pipeline = config.setdefault("pipeline", {})
         if isinstance(pipeline, dict):  # else it is refused when it is resolved
-            pipeline["stages"] = layout.stages
+            pipeline["stages"] = self.layout.stages
         return config
-
-    def check(self, layout: TrialLayout, size: int) -> None:
-        """Refuse a size that training would refuse. Raises SpecError, DsConfigError, LayoutError."""
-        config, spec = self.config(layout, size), self.spec_of(layout, size)
-        resolve(config, spec, world_size=layout.processes, stages=layout.stages, path=self.ds_config)
-
-
-def candidates(job: FitRequest, layout: TrialLayout, asked: Sequence[int]) -> Sequence[int]:
-    """The micro-batches that a search may choose from, ascending: those ``asked`` for, or if none are, all.
-
-    With the batch of the spec kept, all are those that a replica's share is a number of, of which the schedule needs
-    some.
-
-    Raises:
-        UserError: why none is possible, or one that was asked for is not.
-    """
-    spec, fixed = job.spec_of(layout, 1), job.accumulation is not None
-    batch, wanted = spec.train.batch_images, spec.train.accumulation
-    if not fixed and wanted != "auto":
-        raise SpecError(
-            f"train.accumulation = {wanted} leaves one micro-batch to try; use --set train.accumulation=auto, or "
-            f"--accumulation {wanted} to let the batch grow"
-        )
-    if not fixed and batch % layout.replicas:
-        more = -(-batch // layout.replicas) * layout.replicas
-        raise LayoutError(
-            f"train.batch_images = {batch} can't be shared by {layout.replicas} replicas; use "
-            f"--set train.batch_images={more}, other --layouts or --accumulation"
-        )
-    share = batch // layout.replicas
-    if fixed:
-        job.check(layout, 1)
-        return asked or range(1, LARGEST + 1)
-    dividing = [size for size in range(1, share + 1) if share % size == 0]
-    odd = [size for size in asked if share % size]
-    if odd:
-        raise LayoutError(
-            f"--micro-batch {odd[0]} does not divide the {share} images of a replica (train.batch_images = {batch}, "
-            f"layout {layout}); use some of {','.join(map(str, dividing))}, or --accumulation to let the batch grow"
-        )
-    possible = [size for size in asked or dividing if _is_possible(job, layout, size)]
-    if not possible:
-        job.check(layout, min(asked or dividing))
-    return possible
-
-
-def _is_possible(job: FitRequest, layout: TrialLayout, size: int) -> bool:
-    try:
-        job.check(layout, size)
-    except LayoutError:
-        return False
-    return True
-
-
-@dataclass(frozen=True)
-class Task:
-    """What the processes of one start are told."""
-
-    job: FitRequest
-    layout: TrialLayout
-    sizes: tuple[int, ...]
-    """Micro-batches to choose from, ascending; none: all numbers."""
-    device: str
-    """``cpu`` or ``cuda``."""
-    budget_bytes: int | None
-    """Of a process; None on CUDA is the device's memory."""
-    most_bytes: int | None
-    """What a process may take to find out what the smallest micro-batch needs."""
-    steps: int
-    """Timed after a step that is not."""
-    hang_seconds: float
-    """Time without a step after which a trial has failed."""
-
-    @property
-    def candidates(self) -> Sequence[int]:
-        return self.sizes or range(1, LARGEST + 1)
 
     def plan(self, size: int, folder: Path) -> RunPlan:
         """The run with micro-batches of ``size`` images; its JSON is written into ``folder``.
@@ -207,18 +182,49 @@ class Task:
             UserError: training would refuse it.
         """
         path = folder / f"ds-{size}.json"
-        path.write_text(json.dumps(self.job.config(self.layout, size), indent=2) + "\n")
-        changes = self.job.changes(self.layout, size)
-        return plan_run(self.job.spec, changes, path, world_size=self.layout.processes, stages=self.layout.stages)
+        path.write_text(json.dumps(self.config(size), indent=2) + "\n")
+        layout = self.layout
+        return plan_run(self.spec, self.changes(size), path, world_size=layout.processes, stages=layout.stages)
 
-    def write(self, folder: Path) -> None:
-        """As a file for :meth:`read`."""
-        (folder / FILE).write_text(json.dumps(asdict(self), default=str))
+    def start(self, folder: Path) -> dict[str, Any]:
+        """Start DeepSpeed's launcher with the processes of the layout; returns what they found. Leaves nothing running.
 
-    @classmethod
-    def read(cls, folder: Path) -> Task:
-        """What :meth:`write` wrote."""
-        values = json.loads((folder / FILE).read_text())
-        job, layout = values.pop("job"), TrialLayout(**values.pop("layout"))
-        job |= {name: Path(job[name]) for name in ("spec", "ds_config")} | {"overrides": tuple(job["overrides"])}
-        return cls(job=FitRequest(**job), layout=layout, **values | {"sizes": tuple(values["sizes"])})
+        Raises:
+            UserError: training would refuse the run on this device.
+            RuntimeError: a bug; with what was printed.
+            KeyboardInterrupt: a signal asked for an end.
+        """
+        (folder / TASK).write_text(self.model_dump_json())
+        options = ["--quiet", "--hostfile", os.devnull, "--num_gpus", str(self.layout.processes)]
+        options += ["--master_port", str(free_port()), "--module", PROGRAM, "--run-dir", str(folder)]
+        sys.stdout.flush()
+        code = supervise(options, max_restarts=0, grace_seconds=GRACE_SECONDS, log=lambda line: None)
+        if code == EXIT_PREEMPTED or code > 128:
+            raise KeyboardInterrupt
+        if code or not (folder / RESULT).exists():
+            logs = [path.read_text(errors="replace")[-LOG_CHARACTERS:] for path in sorted(folder.glob("*/*/log"))]
+            raise RuntimeError(f"the trials of {self.layout} ended with exit code {code}\n" + "\n".join(logs))
+        result: dict[str, Any] = json.loads((folder / RESULT).read_text())
+        if result["refused"]:
+            raise UserError(result["failure"])
+        if result["failure"]:
+            raise RuntimeError(f"a trial of {self.layout} failed\n{result['failure']}")
+        return result
+
+    def _check(self, size: int) -> None:
+        """Refuse a size that training would refuse. Raises SpecError, DsConfigError, LayoutError."""
+        layout = self.layout
+        resolve(
+            self.config(size),
+            self.load_spec(size),
+            world_size=layout.processes,
+            stages=layout.stages,
+            path=self.ds_config,
+        )
+
+    def _is_possible(self, size: int) -> bool:
+        try:
+            self._check(size)
+        except LayoutError:
+            return False
+        return True

@@ -18,15 +18,16 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from ddpm_ds.command_line import gib
-from ddpm_ds.fit.answer import Answer, TrialError, TriedSize, judge
-from ddpm_ds.fit.child import STEPS, answer_trial
-from ddpm_ds.fit.task import Task, largest_fitting
+from ddpm_ds.fit.child import Answer, TrialError, TriedSize, answer_trial, judge
+from ddpm_ds.fit.task import LOG_CHARACTERS, RESULT, TASK, Task, largest_fitting
 from ddpm_ds.processes.ranks import free_port, recorded, set_environment
 
 POLL_SECONDS = 0.02
@@ -34,20 +35,16 @@ GRACE_SECONDS = 3.0
 """How long a child goes on when that of another rank has failed: it may have an answer of its own."""
 KILL_SECONDS = 10.0
 """How long a process that was killed is waited for: one that is stuck in a driver stays."""
-RESULT = "result.json"
-LOG_CHARACTERS = 3000
 
 
 class Trials:
-    """The trials of one start, as one rank has part in them."""
+    """The trials of one layout, as one rank takes part in them."""
 
     def __init__(self, task: Task, folder: Path, rank: int) -> None:
         self._task, self._folder, self._rank = task, folder, rank
-        self._ranks = range(task.layout.processes)
-        self._context = (
-            multiprocessing.get_context("fork") if task.device == "cpu" else multiprocessing.get_context("spawn")
-        )
-        self._library_bytes = getattr(psutil.Process().memory_info(), "shared", 0) if task.device == "cpu" else 0
+        on_cpu = task.device == "cpu"
+        self._context: Any = multiprocessing.get_context("fork" if on_cpu else "spawn")
+        self._library_bytes = getattr(psutil.Process().memory_info(), "shared", 0) if on_cpu else 0
         self._count = 0
         self.done: list[TriedSize] = []
 
@@ -67,59 +64,49 @@ class Trials:
         """One trial; every rank calls this."""
         self._count += 1
         folder = self._folder / f"trial-{self._count}"
-        folders = [folder / f"rank-{rank}" for rank in self._ranks]
-        folders[self._rank].mkdir(parents=True)
-        port = self._port(folder)
-        own, log = folders[self._rank] / "own.json", folders[self._rank] / "log"
+        folders = [folder / f"rank-{rank}" for rank in range(self._task.layout.processes)]
+        own, answers = folders[self._rank], [one / "answer.json" for one in folders]
+        own.mkdir(parents=True)
+        if self._rank == 0:
+            write_whole(folder / "port", free_port())
+        port, (ours, theirs) = wait_for(folder / "port"), self._context.Pipe(duplex=False)
         child = self._context.Process(
-            target=answer_trial, args=(self._task, size, budget_bytes, own, log, port, self._library_bytes)
+            target=answer_trial, args=(self._task, size, budget_bytes, own, port, self._library_bytes, theirs)
         )
         child.start()
-        paths = [one / "answer.json" for one in folders]
-        others = [path for rank, path in enumerate(paths) if rank != self._rank]
-        ended = self._watch(child, budget_bytes, own.with_name(STEPS), others)
-        answer = ended or Answer.read(own) or _without_answer(child.exitcode or 0, log)
-        answer.write(paths[self._rank])
-        answers = [_wait_for(path) for path in paths]
-        share = self._task.plan(size, folders[self._rank]).ds.layout
-        return judge(answers, (size, share.micro_batches, share.batch_images), self._on_cpu(budget_bytes))
-
-    def _on_cpu(self, budget_bytes: int | None) -> int | None:
-        return budget_bytes if self._task.device == "cpu" else None
-
-    def _port(self, folder: Path) -> int:
-        """Where the children meet; rank 0 finds it."""
-        path = folder / "port"
-        if self._rank == 0:
-            part = folder / "port.part"
-            part.write_text(str(free_port()))
-            os.replace(part, path)
-        while not path.exists():
-            time.sleep(POLL_SECONDS)
-        return int(path.read_text())
+        theirs.close()
+        limit = budget_bytes if self._task.device == "cpu" else None  # a GPU refuses by itself
+        others = [path for rank, path in enumerate(answers) if rank != self._rank]
+        write_whole(answers[self._rank], asdict(self._watch(child, ours, own / "log", limit, others)))
+        layout = self._task.plan(size, own).ds.layout
+        found = [Answer(**wait_for(path)) for path in answers]
+        return judge(found, (size, layout.micro_batches, layout.batch_images), limit)
 
     def _watch(
-        self, child: BaseProcess, budget_bytes: int | None, steps: Path, others: Sequence[Path]
-    ) -> Answer | None:
-        """Wait for the child, or end it: when it holds too much, takes no step, or another rank's has failed."""
-        budget, patience, process = self._on_cpu(budget_bytes), float("inf"), psutil.Process(child.pid)
-        step, step_at, limit = _touched(steps), time.monotonic(), self._task.hang_seconds
+        self, child: BaseProcess, pipe: Connection[Any, Any], log: Path, limit: int | None, others: Sequence[Path]
+    ) -> Answer:
+        """Wait for the child's answer, or end it: when it holds too much, takes no step, or another rank's failed."""
+        process, step_at, patience = psutil.Process(child.pid), time.monotonic(), float("inf")
         while True:
+            ended = child.exitcode is not None  # before the last look at what it has sent
             child.join(POLL_SECONDS)
-            if child.exitcode is not None:
-                return None
+            with contextlib.suppress(EOFError, ConnectionError):  # it has ended without an answer
+                while pipe.poll():
+                    if (answer := pipe.recv()) is not None:
+                        child.join(KILL_SECONDS)
+                        return answer
+                    step_at = time.monotonic()
+            if ended:
+                return without_answer(child.exitcode or 0, log)
             held = self._resident(process)
-            if (last := _touched(steps)) != step:
-                step, step_at = last, time.monotonic()
-            if time.monotonic() - step_at > limit:
-                return _end(child, Answer("hung", f"no step for {limit:g} s", peak_bytes=held))
-            if budget is not None and held > budget:
-                return _end(child, Answer("memory", f"took over {gib(budget)}", peak_bytes=held))
-            if patience == float("inf") and any(
-                answer is not None and answer.kind != "done" for answer in map(Answer.read, others)
-            ):
-                patience = time.monotonic() + GRACE_SECONDS
-            if time.monotonic() > patience:
+            now, patient = time.monotonic(), self._task.hang_seconds
+            if now - step_at > patient:
+                return _end(child, Answer("hung", f"no step for {patient:g} s", peak_bytes=held))
+            if limit is not None and held > limit:
+                return _end(child, Answer("memory", f"took over {gib(limit)}", peak_bytes=held))
+            if patience == float("inf") and any(path.exists() and wait_for(path)["kind"] != "done" for path in others):
+                patience = now + GRACE_SECONDS
+            if now > patience:
                 return _end(child, Answer("lost", "ended, since another rank had failed", peak_bytes=held))
 
     def _resident(self, process: psutil.Process) -> int:
@@ -140,40 +127,40 @@ def _end(child: BaseProcess, answer: Answer) -> Answer:
     return answer
 
 
-def _touched(path: Path) -> int | None:
-    try:
-        return path.stat().st_mtime_ns
-    except FileNotFoundError:
-        return None
-
-
-def _without_answer(code: int, log: Path) -> Answer:
-    """What the end of a child means that has said nothing."""
-    said = log.read_text(errors="replace")[-LOG_CHARACTERS:] if log.exists() else ""
+def without_answer(code: int, log: Path) -> Answer:
+    """What the end of a child means that has sent no answer."""
+    printed = log.read_text(errors="replace")[-LOG_CHARACTERS:] if log.exists() else ""
     if code == -signal.SIGKILL:
         return Answer("memory", "was killed (SIGKILL)")
-    if code == -signal.SIGABRT and "bad_alloc" in said:
+    if code == -signal.SIGABRT and "bad_alloc" in printed:
         return Answer("memory", "ran out of memory")
-    return Answer("failed", f"ended with {code} and said\n{said}")
+    return Answer("failed", f"ended with {code} and printed\n{printed}")
 
 
-def _wait_for(path: Path) -> Answer:
-    while (answer := Answer.read(path)) is None:
+def write_whole(path: Path, value: Any) -> None:
+    """Write JSON at once: a rank that finds the file finds all of it."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(value))
+    os.replace(part, path)
+
+
+def wait_for(path: Path) -> Any:
+    """What another rank has written, or will write."""
+    while not path.exists():
         time.sleep(POLL_SECONDS)
-    return answer
+    return json.loads(path.read_text())
 
 
 def line(trial: TriedSize) -> str:
-    """A trial, as it is told when it is done."""
+    """A trial as it is printed when it is done."""
     size = f"  micro-batch {trial.micro_batch_images:<6}"
     if not trial.fits:
         return f"{size} {trial.why}" if trial.hung else f"{size} does not fit: {trial.why}"
-    peak = gib(trial.peak_bytes)
-    return f"{size} {trial.images_per_second:10,.4g} images/s, {peak} in the fullest process"
+    return f"{size} {trial.images_per_second:10,.4g} images/s, {gib(trial.peak_bytes)} in the fullest process"
 
 
 def search(task: Task, folder: Path, rank: int) -> dict[str, object]:
-    """Search, and return what :func:`ddpm_ds.fit.report.Found` is read from.
+    """Search, and return what :meth:`ddpm_ds.fit.task.Task.start` reads.
 
     A trial that hangs is taken for one that does not fit; the smallest one ends the search.
     """
@@ -189,12 +176,8 @@ def search(task: Task, folder: Path, rank: int) -> dict[str, object]:
             needs = max(whole.peak_bytes, trials.done[0].peak_bytes) if whole.fits else None
     except TrialError as error:
         failure, refused = str(error), error.refused
-    return {
-        "trials": [asdict(trial) for trial in trials.done],
-        "needs_bytes": needs,
-        "failure": failure,
-        "refused": refused,
-    }
+    found = [asdict(trial) for trial in trials.done]
+    return {"trials": found, "needs_bytes": needs, "failure": failure, "refused": refused}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -203,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--local_rank", type=int)
     folder = parser.parse_args(arguments).run_dir
-    task, rank = Task.read(folder), int(os.environ["RANK"])
+    task, rank = Task.model_validate_json((folder / TASK).read_text()), int(os.environ["RANK"])
     os.environ["LOCAL_WORLD_SIZE"] = str(task.layout.processes)
     set_environment()
     if task.device == "cpu":

@@ -9,12 +9,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ddpm_ds.fit import measure, trial
-from ddpm_ds.fit.answer import Answer
+from ddpm_ds.fit.child import Answer
 from ddpm_ds.fit.task import Task
 from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.processes.ranks import recorded
@@ -35,7 +34,7 @@ def budgeted(task: Task, folder: Path, rank: int) -> dict[str, object]:
     first = trial.Trials(task, folder / "first", rank)
     low, high = (first.run(size, None).peak_bytes for size in (2, 8))
     budget = low + (high - low) * 7 // 12  # of 5.5 images
-    return {**searched(replace(task, budget_bytes=budget), folder, rank), "planted": [low, high, budget]}
+    return {**searched(task.model_copy(update={"budget_bytes": budget}), folder, rank), "planted": [low, high, budget]}
 
 
 if os.environ["PLANTED"] == "kill":

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from PIL import Image
 
-from ddpm_ds.fit.answer import TriedSize
+from ddpm_ds.fit.child import TriedSize
 from ddpm_ds.fit.report import Found, draw, numbers, table, why, winner
-from ddpm_ds.fit.task import TrialLayout
+from tests.fit.test_task import task
 
 GIB = 2**30
 
@@ -19,9 +19,9 @@ def trial(size: int, speed: float, gibibytes: float = 0.0) -> TriedSize:
     return TriedSize(size, 64 // size, 64, bool(speed), why, seconds, [int(gibibytes * GIB), GIB // 8], 0)
 
 
-ONE = Found(TrialLayout(1, 2), (trial(1, 50, 0.5), trial(2, 97, 1), trial(4, 100, 2), trial(8, 0)), is_limit=False)
+ONE = Found(task(replicas=2), (trial(1, 50, 0.5), trial(2, 97, 1), trial(4, 100, 2), trial(8, 0)), is_limit=False)
 OTHER = Found(
-    TrialLayout(2, 1), (trial(1, 40, 0.25), trial(2, 60, 0.5), trial(4, 90, 1), trial(8, 50, 1.5)), is_limit=True
+    task(stages=2), (trial(1, 40, 0.25), trial(2, 60, 0.5), trial(4, 90, 1), trial(8, 50, 1.5)), is_limit=True
 )
 
 
@@ -31,7 +31,7 @@ def test_the_winner_is_the_layout_with_the_fastest_knee() -> None:
     said = why([OTHER, ONE])
     assert "Train with 1 stage x 2 replicas and micro-batches of 2: 97 images/s in 1.00 GiB, within 5%" in said
     assert "(4: 100 images/s in 2.00 GiB). The largest that fits, 4, is 3% faster and takes 2.00 GiB." in said
-    assert "2x1 comes nearest, with 93% of its images/s" in said
+    assert "2x1 is next, with 93% of its images/s" in said
     assert "2x1: 8 is the largest that could be tried, not the memory's limit" in said
     assert "1x2: " not in said
 
@@ -48,6 +48,7 @@ def test_the_numbers_are_all_of_them() -> None:
     found = numbers([ONE, OTHER], command="ddpm-ds fit")
     assert found["command"] == "ddpm-ds fit"
     assert found["best"] == {"layout": {"stages": 1, "replicas": 2}, "micro_batch_images": 2}
+    assert found["layouts"][0]["layout"] == {"stages": 1, "replicas": 2}
     first = found["layouts"][0]
     assert (first["largest_micro_batch_images"], first["ended_by_memory"]) == (4, True)
     assert [one["micro_batch_images"] for one in first["trials"]] == [1, 2, 4, 8]
@@ -59,3 +60,9 @@ def test_the_picture_has_a_curve_for_each_layout(tmp_path: Path) -> None:
         assert image.format == "PNG" and image.width > 800
         colours = image.convert("RGB").getcolors(2**20)
     assert colours is not None and {(59, 125, 216), (224, 123, 57)} <= {colour for _, colour in colours}
+
+
+def test_the_knee_is_the_smallest_that_is_nearly_the_fastest() -> None:
+    for speeds, knee in (({1: 50, 2: 94.9, 4: 95, 8: 100, 16: 90}, 4), ({1: 50, 2: 40}, 1), ({8: 99, 32: 100}, 8)):
+        trials = tuple(trial(size, speed) for size, speed in speeds.items())
+        assert Found(task(), trials, is_limit=True).knee.micro_batch_images == knee

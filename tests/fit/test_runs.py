@@ -14,7 +14,7 @@ import pytest
 from ddpm_ds.config.ds_config import read_ds_config, resolve
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.errors import LayoutError
-from ddpm_ds.fit import start
+from ddpm_ds.fit import task as fit_task
 from ddpm_ds.fit.task import Task
 from tests.cli.test_fit import fit
 from tests.forking import Forked
@@ -37,7 +37,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    monkeypatch.setattr(start, "PROGRAM", PLANTED)
+    monkeypatch.setattr(fit_task, "PROGRAM", PLANTED)
 
 
 def searched(folder: Path, settings: Sequence[str], *options: str, config: Path) -> dict[str, Any]:
@@ -64,19 +64,20 @@ def without_launcher(command: Sequence[str], **options: Any) -> int:
     return code
 
 
+@pytest.mark.long
 @pytest.mark.launch
 def test_the_largest_that_fits_a_budget_is_found_and_the_next_one_does_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PLANTED", "budget")
     results: list[dict[str, Any]] = []
-    begin = start.start
+    begin = Task.start
 
     def kept(task: Task, folder: Path) -> dict[str, Any]:
         results.append(begin(task, folder))
         return results[-1]
 
-    monkeypatch.setattr(start, "start", kept)
+    monkeypatch.setattr(Task, "start", kept)
     files = ["--out", str(tmp_path / "fit.json"), "--plot", str(tmp_path / "fit.png")]
     folded = read_ds_config(CONFIGS / "folded_zero2_fp16.json") | {"fp16": {"enabled": False}}
     options = ["--layouts", "2x1", "--accumulation", "4", "--micro-batch", "4,5,6,7", *files]
@@ -108,7 +109,7 @@ def test_a_child_that_is_killed_does_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PLANTED", "kill")
-    monkeypatch.setattr(start, "supervise", without_launcher)
+    monkeypatch.setattr(fit_task, "supervise", without_launcher)
     settings = [
         *TINY,
         "optimizer.warmup_images=0",
@@ -134,7 +135,7 @@ def test_a_budget_too_little_for_one_image_is_said_with_what_is_needed(
         (Path(command[command.index("--run-dir") + 1]) / "result.json").write_text(json.dumps(result))
         return 0
 
-    monkeypatch.setattr(start, "supervise", finding_nothing)
+    monkeypatch.setattr(fit_task, "supervise", finding_nothing)
     with pytest.raises(LayoutError) as refused:
         searched(
             tmp_path,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ddpm_ds.errors import LayoutError, SpecError
-from ddpm_ds.fit.task import LARGEST, FitRequest, Task, TrialLayout, candidates, layouts_of
+from ddpm_ds.fit.task import LARGEST, Task, TrialLayout, largest_fitting
 from tests.launching import REPOSITORY, write_json
 
 DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
@@ -16,17 +18,18 @@ ZERO = REPOSITORY / "ds_configs" / "zero0_fp32.json"
 FOLDED = REPOSITORY / "ds_configs" / "folded_zero2_fp16.json"
 
 
-def job(*overrides: str, config: Path = ZERO, accumulation: int | None = None) -> FitRequest:
-    return FitRequest(DIGITS, overrides, config, accumulation)
-
-
-def task(of: FitRequest, layout: TrialLayout, **values: Any) -> Task:
+def task(
+    *overrides: str,
+    stages: int = 1,
+    replicas: int = 1,
+    config: Path = ZERO,
+    **values: Any,
+) -> Task:
+    """The search of a layout of the digits."""
     limits = {"device": "cpu", "budget_bytes": 2**30, "most_bytes": None, "steps": 1, "hang_seconds": 600.0}
-    return Task(of, layout, **{"sizes": (), **limits, **values})
-
-
-def test_layouts_of_processes() -> None:
-    assert list(map(str, layouts_of(4))) == ["1x4", "2x2", "4x1"]
+    layout = TrialLayout(stages, replicas)
+    given = {"spec": DIGITS, "overrides": overrides, "ds_config": config, "accumulation": None}
+    return Task(layout=layout, **{**given, **limits, **values})
 
 
 @pytest.mark.parametrize(
@@ -41,19 +44,19 @@ def test_layouts_of_processes() -> None:
 def test_the_batch_stays_so_a_replicas_share_is_a_number_of_micro_batches(
     stages: int, replicas: int, config: Path, sizes: list[int]
 ) -> None:
-    of, layout = job("train.batch_images=48", config=config), TrialLayout(stages, replicas)
-    assert candidates(of, layout, []) == sizes
+    of = task("train.batch_images=48", config=config, stages=stages, replicas=replicas)
+    assert list(of.choosing_from([]).candidates) == sizes
     for size in sizes:
-        filled = of.config(layout, size)
+        filled = of.config(size)
         made = filled["train_micro_batch_size_per_gpu"] * filled["gradient_accumulation_steps"] * replicas
         assert (made, filled["pipeline"]["stages"]) == (48, stages)
 
 
 def test_with_accumulation_any_micro_batch_is_possible_and_the_batch_grows(tmp_path: Path) -> None:
-    of, layout = job("train.batch_images=48", "train.accumulation=6", accumulation=4), TrialLayout(1, 2)
-    assert candidates(of, layout, []) == range(1, LARGEST + 1)
-    assert candidates(of, layout, [5, 7]) == [5, 7]
-    plan = task(of, layout).plan(7, tmp_path)
+    of = task("train.batch_images=48", "train.accumulation=6", accumulation=4, replicas=2)
+    assert of.choosing_from([]).candidates == range(1, LARGEST + 1)
+    assert of.choosing_from([5, 7]).candidates == (5, 7)
+    plan = of.plan(7, tmp_path)
     assert plan.ds.layout.batch_images == plan.spec.train.batch_images == 2 * 4 * 7
     assert (plan.ds.layout.micro_batch_images, plan.ds.layout.micro_batches) == (7, 4)
 
@@ -68,38 +71,61 @@ def test_what_the_json_says_of_its_own_micro_batch_is_replaced(tmp_path: Path) -
             "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
         },
     )
-    of = job("optimizer.warmup_images=0", config=config)
-    filled = of.config(TrialLayout(1, 1), 4)
+    filled = task("optimizer.warmup_images=0", config=config).config(4)
     assert (filled["train_micro_batch_size_per_gpu"], filled["gradient_accumulation_steps"]) == (4, 16)
     assert filled["gradient_clipping"] == 0.5 and filled["pipeline"] == {"stages": 1}
 
 
 @pytest.mark.parametrize(
-    ("of", "layout", "asked", "kind", "message"),
+    ("of", "asked", "kind", "message"),
     [
-        (job(), TrialLayout(1, 3), [], LayoutError, "train.batch_images = 64 can't be shared by 3 replicas; use --set"),
-        (job(), TrialLayout(2, 1), [4, 5], LayoutError, "--micro-batch 5 does not divide the 64 images of a replica"),
-        (job(config=FOLDED), TrialLayout(2, 1), [32], LayoutError, "needs 4 micro-batches or more"),
-        (job(config=FOLDED), TrialLayout(1, 2), [], LayoutError, "has nothing to fold on one stage"),
-        (job(config=FOLDED, accumulation=3), TrialLayout(2, 1), [], LayoutError, "needs 4 micro-batches or more"),
-        (
-            job("train.accumulation=4"),
-            TrialLayout(1, 1),
-            [],
-            SpecError,
-            "leaves one micro-batch to try; use --set train",
-        ),
+        (task(replicas=3), [], LayoutError, "train.batch_images = 64 can't be shared by 3 replicas; use --set"),
+        (task(stages=2), [4, 5], LayoutError, "--micro-batch 5 does not divide the 64 images of a replica"),
+        (task(config=FOLDED, stages=2), [32], LayoutError, "needs 4 micro-batches or more"),
+        (task(config=FOLDED, replicas=2), [], LayoutError, "has nothing to fold on one stage"),
+        (task(config=FOLDED, accumulation=3, stages=2), [], LayoutError, "needs 4 micro-batches or more"),
+        (task("train.accumulation=4"), [], SpecError, "leaves one micro-batch to try; use --set train"),
     ],
 )
-def test_what_can_not_be_is_said_in_one_line(
-    of: FitRequest, layout: TrialLayout, asked: list[int], kind: type[Exception], message: str
-) -> None:
+def test_what_can_not_be_is_one_line(of: Task, asked: list[int], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind) as raised:
-        candidates(of, layout, asked)
+        of.choosing_from(asked)
     assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_a_task_is_read_as_it_was_written(tmp_path: Path) -> None:
-    written = task(job("unet.channels=8", accumulation=2), TrialLayout(2, 3), sizes=(1, 2, 5))
-    written.write(tmp_path)
-    assert Task.read(tmp_path) == written
+def test_a_task_is_read_as_it_was_written() -> None:
+    written = task("unet.channels=8", accumulation=2, stages=2, replicas=3, sizes=(1, 2, 5), hang_seconds=float("inf"))
+    assert Task.model_validate_json(written.model_dump_json()) == written
+
+
+DIVISORS_OF_360 = [size for size in range(1, 361) if 360 % size == 0]
+
+
+@pytest.mark.parametrize("sizes", [range(1, 70), DIVISORS_OF_360, [7], [3, 4, 5, 50, 51], [6, 1000]], ids=str)
+def test_the_largest_that_fits_is_found_whatever_the_budget(sizes: Sequence[int]) -> None:
+    for budget in range(sizes[-1] + 2):
+        asked: list[int] = []
+
+        def fits(size: int, budget: int = budget, asked: list[int] = asked) -> bool:
+            failed = [other for other in asked if other > budget]
+            assert not failed or size < min(failed)  # what is larger than what died is not tried
+            asked.append(size)
+            return size <= budget
+
+        expected = max((size for size in sizes if size <= budget), default=None)
+        assert largest_fitting(sizes, fits) == expected
+        assert len(asked) == len(set(asked))
+        assert asked[0] == sizes[0]  # of which it can be said what it needs, if it does not fit
+        assert len(asked) <= 2 * math.log2(len(sizes)) + 2 + math.log2(sizes[-1] / sizes[0])
+
+
+def test_sizes_double_until_one_does_not_fit_and_are_bisected_then() -> None:
+    asked: list[int] = []
+
+    def fits(size: int) -> bool:
+        asked.append(size)
+        return size <= 21
+
+    assert largest_fitting(range(1, 2**20 + 1), fits) == 21
+    assert asked == [1, 2, 4, 8, 16, 32, 24, 20, 22, 21]
+    assert largest_fitting([1, 2, 3], lambda size: True) == 3  # the last size, although it is no double

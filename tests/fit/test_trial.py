@@ -11,6 +11,7 @@ import sys
 import time
 import types
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,10 +19,9 @@ import psutil
 import pytest
 
 from ddpm_ds.errors import LayoutError
-from ddpm_ds.fit.answer import Answer, TrialError
-from ddpm_ds.fit.task import TrialLayout
-from ddpm_ds.fit.trial import Trials, search
-from tests.fit.test_task import job, task
+from ddpm_ds.fit.child import Answer, TrialError, judge
+from ddpm_ds.fit.trial import Trials, search, without_answer, write_whole
+from tests.fit.test_task import task
 
 MIB = 2**20
 IMAGE = 32 * MIB
@@ -58,7 +58,7 @@ def test_what_holds_too_much_is_ended_and_the_limit_found(
 ) -> None:
     play(monkeypatch, filling)
     budget = held() + 5 * IMAGE + IMAGE // 2
-    result = search(task(job(accumulation=2), TrialLayout(1, 1), budget_bytes=budget), tmp_path, 0)
+    result = search(task(accumulation=2, budget_bytes=budget), tmp_path, 0)
     trials: Any = result["trials"]
     assert [trial["micro_batch_images"] for trial in trials] == [1, 2, 4, 8, 6, 5]
     assert [trial["fits"] for trial in trials] == [True, True, True, False, False, True]
@@ -69,8 +69,8 @@ def test_what_holds_too_much_is_ended_and_the_limit_found(
 
 def test_when_nothing_fits_it_is_found_out_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch, filling)
-    limits = {"budget_bytes": held() + IMAGE // 2, "most_bytes": held() + 8 * IMAGE}
-    result = search(task(job(accumulation=2), TrialLayout(1, 1), **limits), tmp_path, 0)
+    limits: dict[str, Any] = {"budget_bytes": held() + IMAGE // 2, "most_bytes": held() + 8 * IMAGE}
+    result = search(task(accumulation=2, **limits), tmp_path, 0)
     needs: Any = result["needs_bytes"]
     assert needs == pytest.approx(held() + IMAGE, abs=IMAGE / 2)
 
@@ -83,7 +83,7 @@ def test_a_runaway_is_refused_memory_before_anyone_has_looked(tmp_path: Path, mo
         return Answer("done")
 
     play(monkeypatch, greedy)
-    trial = Trials(task(job(), TrialLayout(1, 1)), tmp_path, 0).run(1, held() + 256 * MIB)
+    trial = Trials(task(), tmp_path, 0).run(1, held() + 256 * MIB)
     assert not trial.fits and trial.why == "rank 0 ran out of memory"
 
 
@@ -99,14 +99,14 @@ def test_a_killed_child_does_not_fit_and_a_bug_is_shown(tmp_path: Path, monkeypa
         raise LayoutError("2 processes on 1 device")
 
     others = set(psutil.Process().children())  # of tests before
-    trials = Trials(task(job(), TrialLayout(1, 1)), tmp_path, 0)
+    trials = Trials(task(), tmp_path, 0)
     play(monkeypatch, killed)
     assert trials.run(1, 2**40).why == "rank 0 was killed (SIGKILL)"
     play(monkeypatch, wrong)
     with pytest.raises(TrialError, match=r"ZeroDivisionError: a bug"):
         trials.run(1, 2**40)
     play(monkeypatch, refused)
-    result = search(task(job(), TrialLayout(1, 1), sizes=(1, 2), budget_bytes=2**40), tmp_path / "refused", 0)
+    result = search(task(sizes=(1, 2), budget_bytes=2**40), tmp_path / "refused", 0)
     assert (result["failure"], result["refused"], result["trials"]) == ("2 processes on 1 device", True, [])
     assert set(psutil.Process().children()) <= others
 
@@ -122,13 +122,13 @@ def test_a_child_that_takes_no_step_is_ended_with_what_it_started(
         return Answer("done", seconds=[0.5] * steps)
 
     play(monkeypatch, stuck)
-    result = search(task(job(accumulation=2), TrialLayout(1, 1), budget_bytes=2**40, hang_seconds=3.0), tmp_path, 0)
+    result = search(task(accumulation=2, budget_bytes=2**40, hang_seconds=1.5), tmp_path, 0)
     trials: Any = result["trials"]
     assert [(trial["micro_batch_images"], trial["fits"]) for trial in trials] == [
         *((1, True), (2, True), (4, False), (3, True))
     ]
     assert result["failure"] is None
-    assert "micro-batch 4      failed: no step for 3 s\n" in capfd.readouterr().out
+    assert "micro-batch 4      failed: no step for 1.5 s\n" in capfd.readouterr().out
     with contextlib.suppress(psutil.NoSuchProcess):
         assert psutil.Process(int((tmp_path / "helper").read_text())).status() == psutil.STATUS_ZOMBIE
 
@@ -144,11 +144,11 @@ def test_steps_that_go_on_are_no_hang_and_the_smallest_micro_batch_that_hangs_en
         time.sleep(600)
 
     play(monkeypatch, slow)
-    of = task(job(accumulation=2), TrialLayout(1, 1), budget_bytes=2**40, most_bytes=2**41, hang_seconds=3.0)
+    of = task(accumulation=2, budget_bytes=2**40, most_bytes=2**41, hang_seconds=1.5)
     result = search(of, tmp_path, 0)
     assert (tmp_path / "steps").exists()
     assert (result["refused"], len(cast(Any, result["trials"]))) == (True, 1)
-    line = "micro-batch 1 of layout 1x1 failed: no step for 3 s; --hang-seconds waits longer"
+    line = "micro-batch 1 of layout 1x1 failed: no step for 1.5 s; --hang-seconds waits longer"
     assert result["failure"] == line
 
 
@@ -162,8 +162,64 @@ def test_a_child_whose_peer_has_run_out_of_memory_is_ended(tmp_path: Path, monke
     play(monkeypatch, waiting)
     peer = tmp_path / "trial-1" / "rank-1"
     peer.mkdir(parents=True)
-    Answer("memory", "ran out of memory").write(peer / "answer.json")
+    write_whole(peer / "answer.json", asdict(Answer("memory", "ran out of memory")))
     begin = time.monotonic()
-    trial = Trials(task(job(), TrialLayout(2, 1)), tmp_path, 0).run(4, None)
+    trial = Trials(task(stages=2), tmp_path, 0).run(4, None)
     assert time.monotonic() - begin < 30
     assert not trial.fits and trial.why == "rank 1 ran out of memory"
+
+
+SIZES = (4, 2, 8)
+
+
+def done(peak: int, *seconds: float) -> Answer:
+    return Answer("done", seconds=list(seconds), peak_bytes=peak)
+
+
+def test_a_trial_is_as_slow_as_its_slowest_rank_and_as_large_as_its_fullest() -> None:
+    trial = judge([done(3 * MIB, 1.0, 2.0, 5.0), done(5 * MIB, 4.0, 1.0, 1.0)], SIZES, 5 * MIB)
+    assert trial.fits and trial.step_seconds == [4.0, 2.0, 5.0]
+    assert trial.images_per_second == pytest.approx(8 / 4.0)
+    assert trial.rank_peak_bytes == [3 * MIB, 5 * MIB] and trial.peak_bytes == 5 * MIB
+
+
+def test_a_rank_over_the_budget_does_not_fit_although_it_trained() -> None:
+    answers = [done(3 * MIB, 1.0), done(6 * MIB, 1.0)]
+    trial = judge(answers, SIZES, 5 * MIB)
+    assert not trial.fits and trial.why == "rank 1 took 6.0 MiB"
+    assert judge(answers, SIZES, None).fits
+
+
+@pytest.mark.parametrize("other", [done(MIB, 1.0), Answer("failed", "Connection closed"), Answer("lost", "ended")])
+def test_when_one_rank_runs_out_of_memory_what_becomes_of_others_is_its_doing(other: Answer) -> None:
+    short = Answer("memory", "ran out of memory", peak_bytes=MIB)
+    for answers in ([other, short], [short, other]):
+        trial = judge(answers, SIZES, None)
+        assert not trial.fits and trial.why == f"rank {answers.index(short)} ran out of memory"
+
+
+def test_a_rank_that_hangs_does_not_fit_and_whoever_lost_it_is_not_asked() -> None:
+    hung = Answer("hung", "no step for 600 s", peak_bytes=MIB)
+    trial = judge([Answer("lost", "ended"), hung], SIZES, None)
+    assert (trial.fits, trial.hung, trial.why) == (False, True, "failed: no step for 600 s")
+    assert not judge([hung, Answer("memory", "ran out of memory")], SIZES, None).hung
+
+
+def test_other_failures_are_no_answer_to_whether_it_fits() -> None:
+    with pytest.raises(TrialError, match="rank 1: Traceback") as failed:
+        judge([Answer("lost", "ended"), Answer("failed", "Traceback ...")], SIZES, None)
+    assert not failed.value.refused
+    with pytest.raises(TrialError, match=r"^no such device$") as refused:
+        judge([Answer("refused", "no such device"), Answer("lost", "ended")], SIZES, None)
+    assert refused.value.refused
+
+
+def test_a_child_that_is_killed_ran_out_of_memory_and_one_that_crashed_did_not(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert without_answer(-signal.SIGKILL, log).kind == "memory"
+    log.write_text("terminate called after throwing an instance of 'std::bad_alloc'")
+    assert without_answer(-signal.SIGABRT, log).kind == "memory"
+    log.write_text("a bug")
+    for code in (-signal.SIGABRT, -signal.SIGSEGV, 1):
+        answer = without_answer(code, log)
+        assert answer.kind == "failed" and "a bug" in answer.words
