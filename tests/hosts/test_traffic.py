@@ -1,18 +1,15 @@
-"""What a plan says crosses the hosts is what their switch carries, whichever axis of the layout is split over them."""
+"""The bytes that a plan says cross the hosts are those that they send, whichever axis of the layout is split."""
 
 from __future__ import annotations
 
+import json
 import re
 import sys
-import time
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 
 from tests.hosts.hosts import Hosts
-from tests.hosts.namespaces import Program
-from tests.hosts.traffic_worker import STEPS
 from tests.launching import REPOSITORY, write_json
 
 pytestmark = pytest.mark.launch
@@ -26,29 +23,9 @@ SAID = re.compile(
 TIMEOUT = 240.0
 
 
-class Counted(NamedTuple):
-    """Of one layout: what was said, and the bytes of a step by host that sent them."""
-
-    said: dict[str, str]
-    sent: dict[str, float]
-
-    def megabytes(self, name: str) -> float:
-        """A number that was said, in bytes."""
-        return 1e6 * float(self.said[name].replace(",", ""))
-
-
-def wait_for(path: Path, ranks: list[Program], printed: list[Path]) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while not path.exists():
-        ended = [rank for rank, program in enumerate(ranks) if program.poll()]
-        assert not ended, "\n".join(printed[rank].read_text()[-2000:] for rank in ended)
-        assert time.monotonic() < deadline, "".join(file.read_text()[-1000:] for file in printed)
-        time.sleep(0.01)
-
-
 def test_a_step_sends_between_hosts_what_its_plan_says(hosts: Hosts, tmp_path: Path) -> None:
     """2 hosts x 2 processes as 2 stages x 2 replicas, in both schedules and both ways round."""
-    cases: list[dict[str, Any]] = []
+    cases = []
     for schedule, across in CASES:
         config = {
             "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
@@ -59,37 +36,27 @@ def test_a_step_sends_between_hosts_what_its_plan_says(hosts: Hosts, tmp_path: P
         file = write_json(tmp_path / f"{schedule}-{across}.json", config)
         overrides = ["train.batch_images=32", "train.accumulation=4"]
         cases.append({"spec": str(DIGITS), "overrides": overrides, "config": str(file)})
-    folder = tmp_path / "met"
-    folder.mkdir()
-    command = [sys.executable, str(WORKER), str(write_json(tmp_path / "cases.json", cases)), str(folder)]
+    command = [sys.executable, str(WORKER), str(write_json(tmp_path / "cases.json", cases))]
+    world = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500"}
+    world |= {"MASTER_ADDR": hosts[0].address, "GLOO_SOCKET_IFNAME": "eth0"}
     printed = [tmp_path / f"rank{rank}" for rank in range(4)]
-    common = {
-        "WORLD_SIZE": "4",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": hosts[0].address,
-        "MASTER_PORT": "29500",
-        "GLOO_SOCKET_IFNAME": "eth0",
-    }
     ranks = [
-        hosts[rank // 2].start(command, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank % 2)}, printed[rank])
+        hosts[rank // 2].start(command, {**world, "RANK": str(rank), "LOCAL_RANK": str(rank % 2)}, printed[rank])
         for rank in range(4)
     ]
-    counted = {}
-    for number, case in enumerate(CASES):
-        wait_for(folder / f"{number}.said", ranks, printed)
-        said = SAID.fullmatch((folder / f"{number}.said").read_text())
-        assert said is not None, (folder / f"{number}.said").read_text()
-        before = hosts.bytes_between()
-        (folder / f"{number}.go").touch()
-        wait_for(folder / f"{number}.done", ranks, printed)
-        after = hosts.bytes_between()
-        sent = {name: (after[name].sent - before[name].sent) / STEPS for name in after}
-        counted[case] = Counted(said.groupdict(), sent)
-    assert [program.wait(TIMEOUT) for program in ranks] == [0, 0, 0, 0]
+    codes = [program.wait(TIMEOUT) for program in ranks]
+    assert codes == [0, 0, 0, 0], "".join(file.read_text()[-2000:] for file in printed)
 
-    for (schedule, across), one in counted.items():
-        other = counted[schedule, "replicas" if across == "stages" else "stages"]
-        assert one.said["across"] == across
-        assert sum(one.sent.values()) == pytest.approx(one.megabytes("between"), rel=0.1), (schedule, across)
-        assert all(size == pytest.approx(one.megabytes("each"), rel=0.1) for size in one.sent.values()), one
-        assert sum(other.sent.values()) == pytest.approx(one.megabytes("other"), rel=0.1), (schedule, across)
+    counted = [re.findall(r"^counted (.*)", printed[rank].read_text(), re.MULTILINE) for rank in (0, 2)]
+    between: dict[tuple[str, str], float] = {}
+    others: dict[tuple[str, str], float] = {}
+    for (schedule, across), *lines in zip(CASES, *counted, strict=True):
+        (line, first), (_, second) = map(json.loads, lines)
+        said = SAID.fullmatch(line)
+        assert said is not None and said["across"] == across, line
+        total, each, other = (1e6 * float(said[name].replace(",", "")) for name in ("between", "each", "other"))
+        assert first + second == pytest.approx(total, rel=0.1), (schedule, across)
+        assert [first, second] == pytest.approx([each, each], rel=0.1), (schedule, across)
+        between[schedule, across] = first + second
+        others[schedule, "replicas" if across == "stages" else "stages"] = other
+    assert between == pytest.approx(others, rel=0.1), "what is said of the other axis"

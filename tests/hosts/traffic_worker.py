@@ -1,16 +1,13 @@
-"""A rank that trains several layouts on the hosts, and stops before and after the steps whose bytes are counted.
+"""A rank that trains several layouts and counts the bytes that its host sends: traffic_worker.py CASES.json.
 
-    traffic_worker.py CASES.json FOLDER
-
-Rank 0 writes what the plan of case n says into ``FOLDER/n.said`` when all ranks are about to begin, waits for
-``FOLDER/n.go``, and writes ``FOLDER/n.done`` when all have ended.
+The first rank of each host prints a line of JSON for each case: what the plan says, and the bytes of a step.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +23,11 @@ from ddpm_ds.train.objective import Denoising
 from ddpm_ds.train.resolve import decide
 
 STEPS = 3
+SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 
 def micro_batches(plan: RunPlan) -> list[MicroBatch]:
-    """Those of a replica and a step; which images they are makes no difference to their bytes."""
+    """The micro-batches of a replica and a step; which images they are makes no difference to their bytes."""
     data, layout = plan.spec.data, plan.ds.layout
     shape = (layout.micro_batch_images, data.channels, data.image_size, data.image_size)
     number = torch.arange(layout.micro_batch_images)
@@ -37,8 +35,8 @@ def micro_batches(plan: RunPlan) -> list[MicroBatch]:
     return [one] * layout.micro_batches
 
 
-def train(case: dict[str, Any], folder: Path, number: int) -> None:
-    """One layout: a step that is not counted, and some that are."""
+def train(case: dict[str, Any]) -> None:
+    """Train one layout: a step that is not counted, and some that are."""
     world_size = dist.get_world_size()
     plan = plan_run(
         Path(case["spec"]),
@@ -54,24 +52,21 @@ def train(case: dict[str, Any], folder: Path, number: int) -> None:
     )
     engine.train_batch(iter(micro_batches(plan)))
     dist.barrier()
-    if dist.get_rank() == 0:
-        (folder / "writing").write_text(hosts_line(plan) or "")
-        (folder / "writing").rename(folder / f"{number}.said")
-        while not (folder / f"{number}.go").exists():
-            time.sleep(0.01)
+    before = int(SENT.read_text())
     dist.barrier()
     for _ in range(STEPS):
         engine.train_batch(iter(micro_batches(plan)))
     dist.barrier()
-    if dist.get_rank() == 0:
-        (folder / f"{number}.done").touch()
+    if os.environ["LOCAL_RANK"] == "0":
+        print("counted " + json.dumps([hosts_line(plan), (int(SENT.read_text()) - before) / STEPS]), flush=True)
+    dist.barrier()
     engine.destroy()
 
 
 if __name__ == "__main__":
     use_host_accelerator()
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    for place, values in enumerate(json.loads(Path(sys.argv[1]).read_text())):
-        train(values, Path(sys.argv[2]), place)
+    for values in json.loads(Path(sys.argv[1]).read_text()):
+        train(values)
     dist.barrier()
     dist.destroy_process_group()

@@ -1,16 +1,77 @@
-""".deepspeed_env: read tolerantly, found where DeepSpeed finds it, written so that DeepSpeed's reader has it back."""
+"""The hostfile and ``.deepspeed_env``, read as DeepSpeed does or more tolerantly, with errors that say what to do."""
 
 from __future__ import annotations
 
+import socket
 import subprocess
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 from deepspeed.launcher.multinode_runner import PDSHRunner
+from deepspeed.launcher.runner import fetch_hostfile
 
 from ddpm_ds.errors import SpecError
-from ddpm_ds.processes.hosts import ENVIRONMENT_FILE, find_environment, read_environment, write_environment
+from ddpm_ds.processes.hosts import (
+    ENVIRONMENT_FILE,
+    find_environment,
+    read_environment,
+    read_hostfile,
+    this_host,
+    write_environment,
+)
+from tests.launching import REPOSITORY
+
+
+def test_hosts_and_slots_are_those_that_deepspeed_reads(tmp_path: Path) -> None:
+    file = tmp_path / "hostfile"
+    file.write_text("# two racks\n\nworker-2 slots=4\n  me@10.0.0.1   slots=2 # the old one\n")
+    assert list(read_hostfile(file).items()) == [("worker-2", 4), ("me@10.0.0.1", 2)]
+    example = REPOSITORY / "launch" / "hostfile.example"
+    assert list(read_hostfile(example).items()) == [("worker-1", 4), ("worker-2", 4)]
+    for path in (file, example):
+        assert read_hostfile(path) == fetch_hostfile(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("worker-1 slots=4\nworker-2\n", "line 2: 'worker-2' is not HOST slots=N; write it as: worker-1 slots=4"),
+        ("worker-1 slots=4x\n", "line 1: 'worker-1 slots=4x' is not HOST slots=N"),
+        ("a slots=1\nb slots=1\na slots=1\n", "line 3: 'a slots=1' names a a second time"),
+        ("a slots=0\n", "gives no process to a; delete the line"),
+        ("# nobody\n", "names no host; add a line such as"),
+        (None, "can't be read"),
+    ],
+)
+def test_what_is_wrong_in_a_hostfile_is_said_with_its_line(text: str | None, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "hostfile"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(SpecError) as error:
+        read_hostfile(file)
+    assert said in str(error.value) and str(file) in str(error.value)
+
+
+def test_this_host_is_known_by_name_and_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = "192.0.2.7"  # of RFC 5737: no machine's
+    own = socket.gethostname()
+    assert this_host([elsewhere, f"me@{own}"]) == f"me@{own}"
+    assert this_host([elsewhere, "127.0.0.1"]) == "127.0.0.1"
+    assert this_host([elsewhere, "localhost"]) == "localhost"
+    assert this_host([elsewhere, "no.such.host.invalid"]) is None
+    with pytest.raises(SpecError, match="would be an option of ssh"):
+        this_host(["-oProxyCommand=touch x"])
+    monkeypatch.setattr(socket, "gethostname", lambda: "worker-1.example.org")
+    assert this_host([elsewhere, "worker-1"]) == "worker-1"
+
+
+@pytest.mark.needs_programs("ssh")
+def test_this_host_is_known_by_what_ssh_calls_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "config"
+    config.write_text("Host first\n  HostName 127.0.0.1\nHost second\n  HostName 192.0.2.8\n")
+    monkeypatch.setenv("PDSH_SSH_ARGS", f"-F {config}")
+    assert this_host(["second", "me@first"]) == "me@first"
 
 
 def test_what_people_write_is_understood(tmp_path: Path) -> None:
@@ -77,30 +138,23 @@ def test_files_are_found_where_deepspeed_looks(tmp_path: Path, monkeypatch: pyte
     assert find_environment() == {"A": "elsewhere"}
 
 
-VALUES = {
-    "PLAIN": "eth0",
-    "EMPTY": "",
-    "SPACES": "a  b",
-    "HARD": 'it\'s "so" $HOME `id` \\ \\" ; & | < > ( ) * ? ! ~ %h {a,b} \'',
-    "EQUAL": "a=b",
-}
-
-
 def test_what_is_written_reaches_both_readers_unchanged(tmp_path: Path) -> None:
+    hard = 'it\'s "so" $HOME `id` \\ \\" ; & | < > ( ) * ? ! ~ %h {a,b} \''
+    values = {"PLAIN": "eth0", "EMPTY": "", "SPACES": "a  b", "HARD": hard, "EQUAL": "a=b"}
     file = tmp_path / ENVIRONMENT_FILE
-    write_environment(file, VALUES)
-    assert read_environment(file) == VALUES
+    write_environment(file, values)
+    assert read_environment(file) == values
 
     runner = PDSHRunner(Namespace(user_script="", user_args=[]), "")
     for line in file.read_text().splitlines(keepends=True):  # as in deepspeed/launcher/runner.py
         key, value = line.split("=", maxsplit=1)
         runner.add_export(key, value)
     exports = "".join(f"export {key}={value}; " for key, value in runner.exports.items())  # as PDSHRunner.get_cmd
-    names = " ".join(f'"${name}"' for name in VALUES)
+    names = " ".join(f'"${name}"' for name in values)
     shell = subprocess.run(
         ["sh", "-c", f"{exports} printf '%s\\n' {names}"], capture_output=True, text=True, check=True
     )
-    assert shell.stdout.splitlines() == list(VALUES.values())
+    assert shell.stdout.splitlines() == list(values.values())
 
 
 @pytest.mark.parametrize(
