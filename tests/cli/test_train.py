@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from PIL import Image
 
 from ddpm_ds.cli import train as command
@@ -54,11 +53,8 @@ def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: obje
     ("arguments", "said"),
     [
         (["--set", "unet.chanels=64"], "did you mean unet.channels?"),
-        (["--set", "unet.channels=many"], "unet.channels"),
         (["--set", "train.batch_images"], "section.key=value"),
-        (["--set", "data.source=imagenet"], "data.source"),
         (["--set", "data.image_size=9"], "can't be halved"),
-        (["--set", "train.batch_images=63", "--set", "train.accumulation=2"], "63"),
         (["--spec", "nowhere.yaml"], "no such run spec"),
         (["-p", "2"], "don't divide 1 processes"),
         (["--sett", "x=1"], "unrecognized arguments"),
@@ -71,22 +67,12 @@ def test_bad_options_are_refused(
     assert said in refused(capsys, tmp_path, *arguments)
 
 
-def test_a_misspelt_spec_key_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    values = yaml.safe_load(DIGITS.read_text())
-    values["train"]["batch_image"] = 32
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
-    assert "did you mean train.batch_images?" in refused(capsys, tmp_path, "--spec", tmp_path / "mine.yaml")
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"gradient_cliping": 1.0}, "did you mean gradient_clipping?"),
         ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage"),
-        ({"zero_optimization": {"stage": 2, "overlap_com": True}}, "zero_optimization.overlap_com"),
-        ({"gradient_clipping": "strong"}, "gradient_clipping"),
         ({"train_batch_size": 60}, "train_batch_size = 60 contradicts the spec"),
-        ({"train_micro_batch_size_per_gpu": 48}, "48"),
     ],
 )
 def test_a_bad_json_is_refused(
@@ -102,17 +88,12 @@ def test_more_stages_than_layers_are_refused(
     assert "use at most 17 stages" in refused(capsys, tmp_path, "-p", "32")
 
 
-def test_a_missing_folder_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    spec = REPOSITORY / "launch" / "specs" / "folder.yaml"
-    said = refused(capsys, tmp_path, "--spec", spec, "--set", "data.path=nowhere", "--set", "data.store_root=s")
-    assert "nowhere" in said
-
-
-def test_a_folder_without_images_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["nowhere", "empty"])
+def test_a_folder_without_images_is_refused(folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     spec = REPOSITORY / "launch" / "specs" / "folder.yaml"
-    said = refused(capsys, tmp_path, "--spec", spec, "--set", "data.path=empty", "--set", "data.store_root=s")
-    assert "empty" in said
+    changes = ("--set", f"data.path={folder}", "--set", "data.store_root=s")
+    assert folder in refused(capsys, tmp_path, "--spec", spec, *changes)
 
 
 def test_more_classes_than_the_images_have_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

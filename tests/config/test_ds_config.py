@@ -260,12 +260,9 @@ def test_auto_layout(world_size: int, stages: int | None, expected: tuple[int, .
     assert (layout.stages, layout.replicas, layout.micro_batch_images, layout.micro_batches) == expected
 
 
-def test_the_spec_asks_for_an_accumulation_with_and_without_a_pipeline() -> None:
+def test_the_spec_or_the_json_may_ask_for_an_accumulation_or_a_micro_batch() -> None:
     assert filled(config(), "train.accumulation=2").layout.micro_batch_images == 32
     assert filled(config(), "train.accumulation=2", world_size=2, stages=2).layout.micro_batches == 2
-
-
-def test_the_json_may_ask_for_a_micro_batch_or_an_accumulation() -> None:
     assert filled(config(train_micro_batch_size_per_gpu=16)).layout.micro_batches == 4
     assert filled(config(gradient_accumulation_steps=4)).layout.micro_batch_images == 16
 
@@ -289,7 +286,6 @@ def test_the_command_line_wins_over_the_json() -> None:
     ("changes", "overrides", "layout", "words"),
     [
         ({}, [], {"world_size": 4, "stages": 3}, ["-p 3", "4 processes", "use 1 or 2 or 4 stages"]),
-        ({}, [], {"world_size": 4, "stages": 0}, ["-p 0", "use 1 or 2 or 4 stages"]),
         ({"pipeline__stages": 8}, [], {"world_size": 4}, ["pipeline.stages = 8", "4 processes"]),
         ({"pipeline__partition": [2, 5]}, [], {"world_size": 4}, ["pipeline.partition = [2, 5]", "3 stages"]),
         ({"pipeline__partition": [2, 5]}, [], {"world_size": 4, "stages": 2}, ["-p 2 needs 1 cuts"]),
@@ -314,7 +310,6 @@ def test_the_command_line_wins_over_the_json() -> None:
             ["train.batch_images = 64", "32 micro-batches"],
         ),
         ({"train_micro_batch_size_per_gpu": 48}, [], {"world_size": 1}, ["train.batch_images = 64", "of 48"]),
-        ({"train_micro_batch_size_per_gpu": 128}, [], {"world_size": 1}, ["train.batch_images = 64", "of 128"]),
         (
             {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4},
             [],
@@ -373,12 +368,6 @@ def test_a_layout_is_exact_or_refused(
             "optimizer.learning_rate=0.01",
         ),
         (
-            {"optimizer__params__betas": [0.9, 0.95]},
-            [],
-            'optimizer.params.betas = [0.9, 0.95] contradicts the spec: optimizer.betas is [0.9, 0.999]; write "auto" '
-            "or --set optimizer.betas=[0.9, 0.95]",
-        ),
-        (
             {"gradient_accumulation_steps": 4},
             ["train.accumulation=2"],
             'gradient_accumulation_steps = 4 contradicts the spec: train.accumulation is 2; write "auto" or --set '
@@ -389,12 +378,6 @@ def test_a_layout_is_exact_or_refused(
             [],
             "scheduler.params.warmup_num_steps = 10 contradicts the spec: optimizer.warmup_images / train.batch_images "
             'is 100; write "auto"',
-        ),
-        (
-            {"scheduler__params__warmup_type": "log"},
-            [],
-            'scheduler.params.warmup_type = "log" contradicts the spec: the form of every warm-up is "linear"; write '
-            '"auto"',
         ),
         (
             {"scheduler": REMOVED},
@@ -424,11 +407,6 @@ def test_numbers_that_agree_with_the_spec_are_taken() -> None:
     ("changes", "message"),
     [
         ({"zero_optimisation": {}}, "zero_optimisation is unknown; did you mean zero_optimization?"),
-        (
-            {"zero_optimization__reduce_bucket": 1},
-            "zero_optimization.reduce_bucket is unknown; did you mean zero_optimization.reduce_bucket_size?",
-        ),
-        ({"fp16__enable": True}, "fp16.enable is unknown; did you mean fp16.enabled?"),
         ({"lr": 1e-3}, "lr is unknown; did you mean optimizer.params.lr?"),
         ({"quux": 1}, "quux is unknown to DeepSpeed and to this project; remove it"),
         (
@@ -439,39 +417,19 @@ def test_numbers_that_agree_with_the_spec_are_taken() -> None:
         ({"fp16__enabled": "true"}, 'fp16.enabled = "true" should be true or false'),
         ({"fp16__enabled": "auto"}, 'fp16.enabled = "auto" should be true or false; nothing fills it'),
         ({"fp16": True}, "fp16 = true should be a block {...}"),
-        ({"fp16": "auto"}, 'fp16 = "auto" should be a block {...}; nothing fills it'),
-        ({"fp16__loss_scale_window": 0}, "fp16.loss_scale_window = 0 should be a whole number > 0"),
         ({"gradient_clipping": float("nan")}, "gradient_clipping = NaN should be a number >= 0"),
-        ({"pipeline__stages": 1.5}, 'pipeline.stages = 1.5 should be a whole number > 0 or "auto"'),
         (
             {"pipeline__partition": [3, 3]},
             'pipeline.partition = [3, 3] should be "flops", "measured", "parameters", "uniform" or a rising list of '
             'whole numbers > 0 or "auto"',
         ),
-        ({"pipeline__schedule": "gpipe"}, 'pipeline.schedule = "gpipe" should be "1f1b" or "folded" or "auto"'),
-        (
-            {"optimizer__type": "Lamb"},
-            'optimizer.type = "Lamb" should be "AdamW" or "Adam"; the spec\'s optimizer section describes AdamW',
-        ),
-        (
-            {"zero_optimization__offload_optimizer": {"device": "nvme"}},
-            'zero_optimization.offload_optimizer.device = "nvme" should be "none" or "cpu"; NVMe is not tested here',
-        ),
         (
             {"zero_optimization__overlap_comm": True},
             "zero_optimization.overlap_comm = true is refused: DeepSpeed turns it off under a pipeline; write false",
         ),
-        (
-            {"activation_checkpointing__cpu_checkpointing": True},
-            "activation_checkpointing.cpu_checkpointing = true is refused: it empties tensors in place that a U-Net "
-            "hands on as skips",
-        ),
-        ({"tensorboard": {"enabled": True}}, "this engine does not write to it; runs are tracked in MLflow"),
-        ({"amp": {"enabled": True}}, "DeepSpeed removed it"),
         ({"bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled are both true; switch one off"),
         ({"optimizer": REMOVED}, "optimizer.type is missing"),
         ({"scheduler__type": REMOVED}, "scheduler.type is missing"),
-        ({"scheduler__type": "OneCycle"}, "OneCycle and LRRangeTest bring learning rates of their own"),
         (
             {"scheduler__params__total_num_steps": 5},
             "scheduler.params.total_num_steps is not a setting of WarmupLR; remove it",

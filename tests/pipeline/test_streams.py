@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from deepspeed.runtime.pipe.schedule import (
-    BackwardPass,
-    ForwardPass,
-    RecvActivation,
-    RecvGrad,
-    SendActivation,
-    SendGrad,
-)
+from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass
 
 from ddpm_ds.pipeline.cuts import Schedule, segments, stages_of
-from ddpm_ds.pipeline.schedule import instruction_stream, most_in_flight
+from ddpm_ds.pipeline.schedule import instruction_stream
 
 # f forward and b backward of phase 0, down the U-Net; F and B those of phase 1, up it; then the micro-batch.
 GRIDS: dict[tuple[Schedule, int, int], list[str]] = {
@@ -63,59 +56,6 @@ def test_on_every_rank_what_phase_1_makes_of_a_micro_batch_is_there_before_phase
         for number in range(2 * ranks + 3):
             order = [words.index(f"{letter}{number}") for letter in "fFBb"]
             assert order == sorted(order)
-
-
-def runs_to_its_end(schedule: Schedule, ranks: int, micro_batches: int, most: int) -> bool:
-    """Whether all ranks finish when a send waits until of its channel no more than ``most`` are under way.
-
-    As with gloo, a message has arrived when it is asked for, which is when the one before it is taken.
-    """
-    streams = [
-        [
-            command
-            for step in instruction_stream(schedule, micro_batches=micro_batches, ranks=ranks, rank=rank).steps()
-            for command in step
-        ]
-        for rank in range(ranks)
-    ]
-    places = [0] * ranks
-    sent: dict[tuple[int, str, int], int] = {}  # (sender, kind, phase)
-    taken: dict[tuple[int, str, int], int] = {}
-
-    def can_go_on(rank: int) -> bool:
-        command = streams[rank][places[rank]]
-        phase = command.kwargs.get("phase", 0)
-        down = -1 if phase else 1  # where this phase's carry goes
-        match command:
-            case SendActivation() | SendGrad():
-                key = (rank, "h" if isinstance(command, SendActivation) else "g", phase)
-                if sent.get(key, 0) - most > taken.get(key, 0):
-                    return False
-                sent[key] = sent.get(key, 0) + 1
-            case RecvActivation() | RecvGrad():  # taken at the latest here, which is harder than what the engines do
-                forward = isinstance(command, RecvActivation)
-                key = (rank - down, "h", phase) if forward else (rank + down, "g", phase)
-                if sent.get(key, 0) == taken.get(key, 0):
-                    return False
-                taken[key] = taken.get(key, 0) + 1
-        return True
-
-    while any(place < len(stream) for place, stream in zip(places, streams, strict=True)):
-        before = list(places)
-        for rank in range(ranks):
-            while places[rank] < len(streams[rank]) and can_go_on(rank):
-                places[rank] += 1
-        if places == before:
-            return False
-    return True
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "folded"])
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_sends_that_wait_for_the_oldest_never_hold_up_all(schedule: Schedule, ranks: int) -> None:
-    for micro_batches in (2 * ranks, 2 * ranks + 1, 4 * ranks, 4 * ranks + 3):
-        assert runs_to_its_end(schedule, ranks, micro_batches, most_in_flight(schedule, ranks))
-    assert not runs_to_its_end(schedule, ranks, 4 * ranks, -1)
 
 
 def test_fewer_micro_batches_than_the_fold_wants_are_refused() -> None:

@@ -43,7 +43,6 @@ LAYOUTS = {
 }
 OTHERWISE = {
     "2x2": Layout(2, 2, zero=0, accumulation=4, recompute=2),
-    "1x4": Layout(1, 4, zero=2, accumulation=2),
 }
 """The same processes with another ZeRO stage, other micro-batches and other checkpointing."""
 PRECISIONS = ("fp32", "fp16")
@@ -110,11 +109,11 @@ class Courses:
 
 
 def sources_of(layout: str, precision: str) -> list[str]:
-    """The layouts that a layout goes on from, itself first: in fp32 all, in fp16 the next one."""
+    """The layouts that a layout goes on from, itself first: in fp32 the next three, in fp16 the next one."""
     names = list(LAYOUTS)
     own = names.index(layout)
     others = [*names[own + 1 :], *names[:own]]
-    return [layout, *(others if precision == "fp32" else others[:1])]
+    return [layout, *(others[: 3 if precision == "fp32" else 1])]
 
 
 def train_all(folder: Path) -> Courses:

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from ddpm_ds.checkpoint.reader import consolidate
+from ddpm_ds.errors import SpecError
+from ddpm_ds.train.resume import InitialWeights
 from tests.train.ranks import BATCH, Ranks, checkpoints, end_of
 
-pytestmark = pytest.mark.launch
 
-
+@pytest.mark.launch
 def test_a_run_on_two_stages_begins_with_the_weights_of_a_run_on_one(tmp_path: Path) -> None:
     with Ranks(tmp_path / "first", f"train.images={20 * BATCH}", config="zero0_fp32.json", count=1) as ranks:
         assert ranks.codes(120) == [0], ranks.said[-4000:]
@@ -31,9 +33,12 @@ def test_a_run_on_two_stages_begins_with_the_weights_of_a_run_on_one(tmp_path: P
 
 
 def test_weights_of_another_u_net_are_refused_before_anything_is_started(tmp_path: Path) -> None:
-    (tmp_path / "weights.safetensors").write_bytes(b"no")
-    with Ranks(tmp_path / "run", f"train.initial_weights={tmp_path / 'weights.safetensors'}", count=1) as ranks:
-        assert ranks.codes(120) == [2]
-        said = [line for line in ranks.said.splitlines() if line.startswith("ddpm_ds: error: ")]
-    assert len(said) == 1 and "train.initial_weights" in said[0]
-    assert "Traceback" not in ranks.said
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes(b"no")
+    with pytest.raises(SpecError, match=r"train\.initial_weights = .* can't be read \(it is no safetensors file\)"):
+        InitialWeights(path, {"0.weight": (2,)})
+    save_file({"0.weight": torch.zeros(3)}, path)
+    with pytest.raises(SpecError, match=r"another U-Net than the section unet: 0\.weight is \(3,\), not \(2,\)"):
+        InitialWeights(path, {"0.weight": (2,)})
+    with pytest.raises(SpecError, match=r"it also has 0\.weight"):
+        InitialWeights(path, {})
