@@ -87,7 +87,7 @@ class Outcome:
 
 
 class CommandFailed(Exception):
-    """A command ended with an exit code that it should not have, or was ended because it was late."""
+    """A command ended with a wrong exit code, or was killed because it was late."""
 
 
 @dataclass(frozen=True)

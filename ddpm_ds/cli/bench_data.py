@@ -55,31 +55,18 @@ def workers_list(text: str) -> list[int]:
     return sorted({natural(part.strip()) for part in text.split(",")})
 
 
-def seconds(text: str) -> float:
-    """A time that is not nothing.
+def above_zero(text: str) -> float:
+    """Seconds or images/s: a finite number above 0.
 
     Raises:
         argparse.ArgumentTypeError: it is none.
     """
-    return _above_zero(text, "seconds above 0, such as 2 or 0.5")
-
-
-def images_per_second(text: str) -> float:
-    """A rate.
-
-    Raises:
-        argparse.ArgumentTypeError: it is none.
-    """
-    return _above_zero(text, "a number of images a second above 0")
-
-
-def _above_zero(text: str, what: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not 0.0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, such as 2 or 0.5")
     return value
 
 
@@ -102,11 +89,15 @@ def add_bench_data(verbs: argparse._SubParsersAction[Any]) -> None:
         "--micro-batch", type=positive, metavar="N", help="images at a time (default: train.batch_images)"
     )
     parser.add_argument(
-        "--seconds", type=seconds, default=4.0, metavar="S", help="of reading, for each number of workers (default 4)"
+        "--seconds",
+        type=above_zero,
+        default=4.0,
+        metavar="S",
+        help="of reading, for each number of workers (default 4)",
     )
     parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="turns in which they go (default 5)")
     need = parser.add_mutually_exclusive_group()
-    need.add_argument("--needs", type=images_per_second, metavar="X", help="images/s of the U-Net, where it is known")
+    need.add_argument("--needs", type=above_zero, metavar="X", help="images/s of the U-Net, where it is known")
     need.add_argument("--no-model", action="store_true", help="time the loader alone")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
     parser.add_argument(

@@ -1,4 +1,5 @@
-"""How many images a second the loader gives, how many the U-Net takes, and how long a step would wait for them."""
+"""How many images a second the loader gives, how many the U-Net takes, and how long a step would wait for them;
+and medians with quartiles, as benchmarks report them."""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ from ddpm_ds.unet.model import UNet
 WARM_UP = 0.1
 """Share of a round that goes first and does not count: what was read ahead between two rounds."""
 FEW_IMAGES, LONG_STEP_SECONDS = 8, 2.0
-"""How many images a step of the U-Net has where one of the whole micro-batch would take so long, as on a CPU, where
-images/s hardly grow with more."""
+"""Images of a step of the U-Net where a whole micro-batch would take longer than that, as on a CPU, where images/s
+hardly grow with more."""
 FEWEST_STEPS = 3
 """Steps of the U-Net that are timed, after some that are not."""
 WAITS, WAITS_SECONDS = range(16, 200), 2.0
 """Fewest and most micro-batches whose waits are timed, and the time after which the fewest are enough."""
 LONGEST_PAUSE_SECONDS = 0.02
-"""Between two of them, where the U-Net takes longer and reading less than a quarter of it."""
+"""Longest pause between two of them, where the U-Net takes longer and reading less than a quarter of it."""
 
 Advance = Callable[[str], None]
 """Called with what is measured next."""
@@ -47,7 +48,7 @@ class Loading:
 
 @dataclass(frozen=True)
 class UnetPace:
-    """What the U-Net takes."""
+    """How many images a second the U-Net takes."""
 
     images_per_second: float
     words: str
@@ -180,7 +181,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of at least one value."""
+        """The spread of at least one value."""
         one = len(values) == 1
         low, median, high = [values[0]] * 3 if one else statistics.quantiles(values, n=4, method="inclusive")
         return cls(median, low, high)
@@ -190,7 +191,7 @@ class Spread:
         return f"{self.median:.3f} ({self.low:.3f}-{self.high:.3f})"
 
     def as_milliseconds(self) -> str:
-        """The same of seconds."""
+        """The same for seconds, in milliseconds."""
         median, low, high = (
             f"{1e3 * value:.4g}" if value < 10 else f"{1e3 * value:.0f}" for value in (self.median, self.low, self.high)
         )

@@ -141,8 +141,8 @@ def test_a_step_that_would_take_long_is_of_few_images(tmp_path: Path, monkeypatc
     ("arguments", "line"),
     [
         (["--workers=0,some"], "argument --workers: 'some' is not 0 or a positive number; ddpm-ds bench-data --help"),
-        (["--seconds=0"], "argument --seconds: '0' is not seconds above 0"),
-        (["--needs=many"], "argument --needs: 'many' is not a number of images a second above 0"),
+        (["--seconds=0"], "argument --seconds: '0' is not a number above 0"),
+        (["--needs=many"], "argument --needs: 'many' is not a number above 0"),
         (["--needs=5", "--no-model"], "argument --no-model: not allowed with argument --needs"),
     ],
 )
