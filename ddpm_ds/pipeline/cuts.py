@@ -1,6 +1,8 @@
-"""The lightest path through the possible cuts, which is what a partition is, and memory as its constraint.
+"""Where the list of layers is cut into stages: exact partitions, under both schedules.
 
-Cuts of a U-Net into mirrored pairs, so that what an encoder layer gives a decoder layer stays on one rank.
+A partition is written as its bounds ``(0, b1, ..., n)``: stage ``s`` owns layers ``bounds[s]`` to
+``bounds[s + 1] - 1``. Under ``1f1b`` rank r holds stage r. Under ``folded`` P ranks hold 2P stages, rank r the stages r
+and 2P - 1 - r, cut in mirrored pairs, so that every skip is made and used on one rank.
 
 The number of live skips rises along the encoder and falls along the decoder. A cut of the encoder and a cut of the
 decoder are mirrored where that number is the same: between them the skips of the layers between are made and used::
@@ -11,33 +13,38 @@ decoder are mirrored where that number is the same: between them the skips of th
                        └───── rank 1 ──────┘             between the pairs
                             └ rank 2 ─┘                  inside of the inner pair
 
-Where the list of layers is cut into stages.
-
-A partition is written as its bounds ``(0, b1, ..., n)``: stage ``s`` owns layers ``bounds[s]`` to
-``bounds[s + 1] - 1``. Under ``1f1b`` rank r holds stage r. Under ``folded`` P ranks hold 2P stages, rank r the stages r
-and 2P - 1 - r, cut so that every skip is made and used on one rank (:mod:`ddpm_ds.pipeline.cuts`).
+Both searches look for the lightest path through the possible cuts (:func:`lightest_chain`).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-import itertools
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.unet.layers import Layer, boundary_shapes
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+PartitionMethod = Literal["flops", "parameters", "uniform"]
+Schedule = Literal["1f1b", "folded"]
+
+CROSSING_MACS = 65
+"""What an element that crosses a cut costs a rank on either side, there and back, in multiply-accumulates of a forward.
+
+A processor's core computes so many in the time in which it copies the element. An H100 computes 800 while its NVLink
+carries it, but its copy engines do that beside other micro-batches."""
+
 
 @dataclass(frozen=True)
 class Room:
-    """What ranks may hold."""
+    """Memory that ranks may fill."""
 
     limit: float
     """Bytes of one rank."""
@@ -192,27 +199,10 @@ def _turns(layers: Sequence[Layer]) -> range:
     return range(last_push + 1, first_pop + 1)
 
 
-def folded_sent_shapes(layers: Sequence[Layer], cut: int, phase: int) -> tuple[tuple[int, ...], ...]:
-    """Per-image shapes that cross before layer ``cut``, in each direction: (h, emb) going down, h alone coming up."""
-    h, emb, *_ = boundary_shapes(layers, cut)
-    return (h,) if phase else (h, emb)
-
-
 def _crossing(layers: Sequence[Layer], cut: int, mirror: int) -> int:
     """Elements per image that cross a mirrored pair in each direction."""
-    return sum(
-        map(math.prod, (*folded_sent_shapes(layers, cut, phase=0), *folded_sent_shapes(layers, mirror, phase=1)))
-    )
-
-
-PartitionMethod = Literal["flops", "parameters", "uniform"]
-Schedule = Literal["1f1b", "folded"]
-
-CROSSING_MACS = 65
-"""What an element that crosses a cut costs a rank on either side, there and back, in multiply-accumulates of a forward.
-
-A processor's core computes so many in the time in which it copies the element. An H100 computes 800 while its NVLink
-carries it, but its copy engines do that beside other micro-batches."""
+    down, up = (sent_shapes(layers, *at, schedule="folded") for at in ((cut, 0), (mirror, 1)))
+    return sum(map(math.prod, (*down, *up)))
 
 
 def partition(
@@ -318,8 +308,7 @@ def stages_of(rank: int, ranks: int, schedule: Schedule) -> tuple[int, ...]:
 
 def segments(bounds: Sequence[int], schedule: Schedule, rank: int) -> tuple[tuple[int, int], ...]:
     """The layers [start, stop) that a rank owns: one range, or for the fold those of phase 0 and of phase 1."""
-    stages = len(bounds) - 1
-    ranks = stages // 2 if schedule == "folded" else stages
+    ranks = (len(bounds) - 1) // (2 if schedule == "folded" else 1)
     return tuple((bounds[stage], bounds[stage + 1]) for stage in stages_of(rank, ranks, schedule))
 
 
@@ -367,9 +356,10 @@ def describe(layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule 
     return tuple(stages)
 
 
-def sent_shapes(layers: Sequence[Layer], cut: int, *, phase: int, schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+def sent_shapes(layers: Sequence[Layer], cut: int, phase: int, schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     """Per-image shapes of the tensors that cross before layer ``cut``, in each direction.
 
     The fold keeps skips, and for its phase 1 the embedding, on their rank: (h, emb) goes down, h alone comes up.
     """
-    return boundary_shapes(layers, cut) if schedule == "1f1b" else folded_sent_shapes(layers, cut, phase)
+    shapes = boundary_shapes(layers, cut)
+    return shapes if schedule == "1f1b" else shapes[: 1 if phase else 2]
