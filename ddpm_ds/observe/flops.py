@@ -14,7 +14,7 @@ import contextlib
 import io
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -39,14 +39,9 @@ class Cost:
     parameters: int
     macs: int
     """Multiply-accumulates of convolutions, linear layers and attention."""
+    flops: int
+    """Two for each multiply-accumulate."""
     seconds: float
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.macs
-
-    def as_json(self) -> dict[str, float]:
-        return {"parameters": self.parameters, "macs": self.macs, "flops": self.flops, "seconds": self.seconds}
 
 
 @dataclass(frozen=True)
@@ -67,10 +62,7 @@ class StageProfile:
 
 def summed(costs: Iterable[Cost]) -> Cost:
     """Add costs up."""
-    parts = list(costs)
-    return Cost(
-        sum(part.parameters for part in parts), sum(part.macs for part in parts), sum(part.seconds for part in parts)
-    )
+    return Cost(*(sum(values) for values in zip(*map(astuple, costs), strict=True)))
 
 
 class FlopsProfile(Observer):
@@ -143,7 +135,7 @@ class FlopsProfile(Observer):
         seconds, text = profile_layers(modules, execute, self._settings, step=self._step)
         images = self._engine.micro_batch_size
         costs = {
-            layer.name: Cost(layer.parameters, layer.macs * images, took)
+            layer.name: Cost(layer.parameters, layer.macs * images, 2 * layer.macs * images, took)
             for layer, took in zip(self._layers[first:stop], seconds, strict=True)
         }
         assert self._found is not None
@@ -180,7 +172,17 @@ class FlopsProfile(Observer):
             heading = f"stage {stage.stage} of {len(stages)}, on rank {stage.rank}: layers {names[0]} to {names[-1]}"
             texts[Path(f"{output}.stage{stage.stage}.txt")] = f"{heading}\n{stage.text}"
         texts[self._folder / "table.txt"] = table(stages, facts)
-        texts[self._folder / "flops.json"] = json.dumps(as_json(stages, facts), indent=2)
+        numbers = {
+            **facts,
+            "total": asdict(summed(stage.total for stage in stages)),
+            "stages": [{"stage": stage.stage, "rank": stage.rank, "total": asdict(stage.total)} for stage in stages],
+            "layers": [
+                {"stage": stage.stage, "name": name, "total": asdict(cost)}
+                for stage in stages
+                for name, cost in stage.layers.items()
+            ],
+        }
+        texts[self._folder / "flops.json"] = json.dumps(numbers, indent=2)
         for path, text in texts.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text + "\n")
@@ -254,17 +256,3 @@ def table(stages: Sequence[StageProfile], facts: Mapping[str, Any]) -> str:
             "without any wait for messages. The profiled step is slower than others.",
         ]
     )
-
-
-def as_json(stages: Sequence[StageProfile], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The table's numbers; latencies in seconds."""
-    return {
-        **facts,
-        "total": summed(stage.total for stage in stages).as_json(),
-        "stages": [{"stage": stage.stage, "rank": stage.rank, "total": stage.total.as_json()} for stage in stages],
-        "layers": [
-            {"stage": stage.stage, "name": name, "total": cost.as_json()}
-            for stage in stages
-            for name, cost in stage.layers.items()
-        ],
-    }

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,11 +21,11 @@ from ddpm_ds.device import Dtype
 from ddpm_ds.observe.device_speed import shared_peak
 from ddpm_ds.observe.observer import Observer, Report, gathered, keep
 from ddpm_ds.observe.recording import RankTrace, Recording, aligned
-from ddpm_ds.observe.trace_metrics import TraceSummary, rank_seconds, timeline_metrics
+from ddpm_ds.observe.trace_metrics import rank_seconds, timeline_metrics
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 
 MOST_EVENTS = 400_000
-"""Events of all ranks in one trace: a file of 60 MB, which a browser still opens."""
+"""Events of all ranks in one trace of several steps: a file of 60 MB, which a browser still opens."""
 EVENTS_PER_PASS = 4
 """At most so many for a micro-batch in one direction of one phase: the pass, its wait, and sending or loading."""
 EVENTS_PER_STEP = 8
@@ -55,9 +54,8 @@ class Timeline(Observer):
         """
         self._engine, self._folder, self._report = engine, folder, report
         self._precision, self._macs = precision, macs_per_image
-        self._most = MOST_EVENTS // dist.get_world_size()
         per_step = 2 * EVENTS_PER_PASS * engine.phases * engine.micro_batches + EVENTS_PER_STEP
-        self._steps = steps[: max(1, self._most // per_step)]
+        self._steps = steps[: max(1, MOST_EVENTS // dist.get_world_size() // per_step)]
         if len(self._steps) < len(steps):
             report.log(
                 f"--trace-steps {steps[0]}-{steps[-1]}: only steps {self._steps[0]}-{self._steps[-1]} are traced; "
@@ -93,50 +91,40 @@ class Timeline(Observer):
             return
         ranks, error = aligned(traces)
         summary = self._summary(ranks, error, peak)
-        self._report.observed(timeline_metrics(summary, self._macs), summary.last_step)
+        first, last = summary["first_step"], summary["last_step"]
+        self._report.observed(timeline_metrics(summary, self._macs), last)
         if keep(self._report, "trace", lambda: self._write(ranks, summary)):
-            name = f"steps {summary.first_step}-{summary.last_step}"
-            self._report.log(f"traced {name}: {self._folder / name.replace(' ', '-')}.png and .json")
+            self._report.log(f"traced steps {first}-{last}: {self._folder / f'steps-{first}-{last}'}.png and .json")
 
-    def _summary(self, ranks: Sequence[RankTrace], error: float, peak: float) -> TraceSummary:
-        engine, seconds = self._engine, tuple(map(rank_seconds, ranks))
-        return TraceSummary(
-            schedule=engine.module.schedule,
-            micro_batches=engine.micro_batches,
-            micro_batch_images=engine.micro_batch_size,
-            pipeline_ranks=engine.num_stages,
-            replicas=engine.dp_world_size,
-            device=engine.device.type,
-            zero_stage=engine.zero_optimization_stage(),
-            world_size=len(ranks),
-            first_step=ranks[0].steps[0].number,
-            last_step=ranks[0].steps[-1].number,
-            step_seconds=fmean(rank.step_seconds for rank in seconds),
-            peak_flops_per_second=peak,
-            clock_error_seconds=error,
-            ranks=seconds,
-        )
+    def _summary(self, traces: Sequence[RankTrace], clock_error_seconds: float, peak: float) -> dict[str, Any]:
+        engine, ranks = self._engine, [rank_seconds(trace) for trace in traces]
+        return {
+            "schedule": engine.module.schedule,
+            "micro_batches": engine.micro_batches,  # of a replica's step
+            "micro_batch_images": engine.micro_batch_size,
+            "pipeline_ranks": engine.num_stages,
+            "replicas": engine.dp_world_size,
+            "device": engine.device.type,
+            "zero_stage": engine.zero_optimization_stage(),
+            "world_size": len(ranks),
+            "first_step": traces[0].steps[0].number,
+            "last_step": traces[0].steps[-1].number,
+            "step_seconds": fmean(rank["step_seconds"] for rank in ranks),
+            "peak_flops_per_second": peak,  # of one device
+            "clock_error_seconds": clock_error_seconds,  # by which the clocks of two ranks may differ
+            "ranks": ranks,
+        }
 
-    def _write(self, ranks: Sequence[RankTrace], summary: TraceSummary) -> list[Path]:
+    def _write(self, ranks: Sequence[RankTrace], summary: Mapping[str, Any]) -> list[Path]:
         from ddpm_ds.observe.pictures import draw_median_step, write_trace  # matplotlib, on rank 0 alone
 
-        layout = f"{summary.pipeline_ranks} ranks" + (f" x {summary.replicas} replicas" if summary.replicas > 1 else "")
-        title = f"{summary.schedule}, {layout}, {summary.micro_batches} micro-batches of {summary.micro_batch_images}"
-        name = f"steps-{summary.first_step}-{summary.last_step}"
+        replicas = f" x {summary['replicas']} replicas" if summary["replicas"] > 1 else ""
+        micro_batches = f"{summary['micro_batches']} micro-batches of {summary['micro_batch_images']}"
+        title = f"{summary['schedule']}, {summary['pipeline_ranks']} ranks{replicas}, {micro_batches}"
+        name = f"steps-{summary['first_step']}-{summary['last_step']}"
         files = [self._folder / file for file in (f"{name}.json", f"{name}.png", "summary.json")]
         self._folder.mkdir(parents=True, exist_ok=True)
-        write_trace([self._cut(trace) for trace in ranks], title, files[0])
+        write_trace(ranks, title, files[0])
         draw_median_step(ranks, title, files[1])
-        files[2].write_text(json.dumps(asdict(summary), indent=2) + "\n")
+        files[2].write_text(json.dumps(summary, indent=2) + "\n")
         return files
-
-    def _cut(self, trace: RankTrace) -> RankTrace:
-        """Leave out what exceeds the events that a file may have; only a single step can have more."""
-        events = trace.steps[0].events
-        if len(trace.steps) > 1 or len(events) <= self._most:
-            return trace
-        self._report.log(
-            f"step {trace.steps[0].number}: {len(events) - self._most:,} of {len(events):,} events of rank "
-            f"{trace.rank} are left out of the trace, which has at most {MOST_EVENTS:,}"
-        )
-        return replace(trace, steps=(replace(trace.steps[0], events=events[: self._most]),))

@@ -1,170 +1,128 @@
 """What recorded steps come to: seconds of each kind, and the metrics of the timeline.
 
-RUN_DIR/trace/summary.json is a :class:`TraceSummary`. Seconds of a rank or phase are per step, means over the traced
-steps, and disjoint: ``step_seconds`` of a rank is forward, backward, wait and send of its phases, and its own data
-wait, load, reduce, optimizer, agreement wait, EMA and other. Checkpoints and inspections between steps are in none.
+RUN_DIR/trace/summary.json has the circumstances of the trace and for each rank what :func:`rank_seconds` returns.
+Checkpoints, samples and validation between steps are part of no step.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
 
 from ddpm_ds.observe.recording import WAIT_FOR_RANKS, RankTrace
-from ddpm_ds.pipeline.cuts import Schedule
 from ddpm_ds.unet.layers import PASSES_PER_STEP
 
-PAUSES = ("checkpoint", "inspection")
-"""Spans that are no part of a training step."""
+PAUSES = {"checkpoint": ["checkpoint"], "inspection": ["inspection"]}
+"""Events between steps, by the names of their seconds."""
+OWN = {
+    "data_wait": ["DataWait"],
+    "load": ["LoadMicroBatch"],
+    "reduce": ["ReduceGrads"],
+    "optimizer": ["OptimizerStep"],
+    "agreement_wait": [WAIT_FOR_RANKS],  # for other ranks, in ReduceGrads and OptimizerStep
+    "ema": ["EMA"],
+}
+"""Events of a rank, likewise."""
+PHASES = {
+    "forward": ["ForwardPass"],
+    "backward": ["BackwardPass"],
+    "wait": ["RecvActivation", "RecvGrad"],  # for messages
+    "send": ["SendActivation", "SendGrad"],
+}
+"""Events of one of a rank's phases, likewise."""
 NOTICEABLE = 0.001
 """Share of the time from which on a pause counts; asking whether it is time for one takes less."""
 
 
-@dataclass(frozen=True)
-class PhaseSeconds:
-    """Seconds of one stage on one rank."""
+def rank_seconds(trace: RankTrace) -> dict[str, Any]:
+    """Sum up one rank's aligned trace: seconds per step, means over the traced steps.
 
-    stage: int
-    forward_seconds: float
-    backward_seconds: float
-    forward_seconds_per_micro_batch: float
-    backward_seconds_per_micro_batch: float
-    wait_seconds: float
-    """Waiting for messages."""
-    send_seconds: float
-    activation_bytes: int
-    """Size of a message to the next stage; 0 where there is none."""
-    gradient_bytes: int
-    """Size of a message to the stage before, likewise."""
-
-
-@dataclass(frozen=True)
-class RankSeconds:
-    """Seconds of one process."""
-
-    rank: int
-    pipeline_rank: int
-    replica: int
-    step_seconds: float
-    data_wait_seconds: float
-    load_seconds: float
-    reduce_seconds: float
-    optimizer_seconds: float
-    agreement_wait_seconds: float
-    """Waiting for other ranks in ReduceGrads and OptimizerStep."""
-    ema_seconds: float
-    checkpoint_seconds: float
-    inspection_seconds: float
-    other_seconds: float
-    """Time in no event: logging, Python between instructions, waiting until what was sent is delivered."""
-    phases: tuple[PhaseSeconds, ...]
-
-
-@dataclass(frozen=True)
-class TraceSummary:
-    """What the traced steps come to."""
-
-    schedule: Schedule
-    micro_batches: int
-    """Micro-batches of a replica's step."""
-    micro_batch_images: int
-    pipeline_ranks: int
-    replicas: int
-    device: str
-    zero_stage: int
-    world_size: int
-    first_step: int
-    last_step: int
-    step_seconds: float
-    """Mean over the ranks."""
-    peak_flops_per_second: float
-    """Peak of one device."""
-    clock_error_seconds: float
-    """By how much the clocks of two ranks may differ at most."""
-    ranks: tuple[RankSeconds, ...]
-
-
-def rank_seconds(trace: RankTrace) -> RankSeconds:
-    """Sum up one rank's aligned trace."""
+    ``step_seconds`` is the sum of these disjoint parts: the rank's own ``{kind}_seconds`` by :data:`OWN`,
+    ``other_seconds`` that are in no event (logging, Python between instructions, waiting until what was sent is
+    delivered), and ``{kind}_seconds`` of each of its ``phases`` by :data:`PHASES`. A phase also has its ``stage``,
+    seconds per micro-batch of its passes, and the bytes of its messages to the next stage and to the stage before, 0
+    where there are none. Beside the step stand the seconds of :data:`PAUSES`.
+    """
     steps = len(trace.steps)
     taken: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for event in (event for step in trace.steps for event in step.events):
         taken[event.instruction, event.phase].append(event.end - event.start)
 
-    def each_step(*names: str, phase: int = 0) -> float:
-        return sum(sum(taken[name, phase]) for name in names) / steps
+    def seconds(kinds: Mapping[str, Sequence[str]], phase: int = 0) -> dict[str, float]:
+        return {
+            f"{kind}_seconds": sum(sum(taken[name, phase]) for name in names) / steps for kind, names in kinds.items()
+        }
 
     def each(name: str, phase: int) -> float:
         return sum(taken[name, phase]) / max(len(taken[name, phase]), 1)
 
     whole = sum(step.end - step.start for step in trace.steps) / steps
-    return RankSeconds(
-        rank=trace.rank,
-        pipeline_rank=trace.pipeline_rank,
-        replica=trace.replica,
-        step_seconds=whole - each_step(*PAUSES),
-        data_wait_seconds=each_step("DataWait"),
-        load_seconds=each_step("LoadMicroBatch"),
-        reduce_seconds=each_step("ReduceGrads"),
-        optimizer_seconds=each_step("OptimizerStep"),
-        agreement_wait_seconds=each_step(WAIT_FOR_RANKS),
-        ema_seconds=each_step("EMA"),
-        checkpoint_seconds=each_step("checkpoint"),
-        inspection_seconds=each_step("inspection"),
-        other_seconds=whole - sum(map(sum, taken.values())) / steps,
-        phases=tuple(
-            PhaseSeconds(
-                stage=stage,
-                forward_seconds=each_step("ForwardPass", phase=phase),
-                backward_seconds=each_step("BackwardPass", phase=phase),
-                forward_seconds_per_micro_batch=each("ForwardPass", phase),
-                backward_seconds_per_micro_batch=each("BackwardPass", phase),
-                wait_seconds=each_step("RecvActivation", "RecvGrad", phase=phase),
-                send_seconds=each_step("SendActivation", "SendGrad", phase=phase),
-                activation_bytes=activation_bytes,
-                gradient_bytes=gradient_bytes,
-            )
+    pauses = seconds(PAUSES)
+    return {
+        "rank": trace.rank,
+        "pipeline_rank": trace.pipeline_rank,
+        "replica": trace.replica,
+        "step_seconds": whole - sum(pauses.values()),
+        **seconds(OWN),
+        **pauses,
+        "other_seconds": whole - sum(map(sum, taken.values())) / steps,
+        "phases": [
+            {
+                "stage": stage,
+                **seconds(PHASES, phase),
+                "forward_seconds_per_micro_batch": each("ForwardPass", phase),
+                "backward_seconds_per_micro_batch": each("BackwardPass", phase),
+                "activation_bytes": activation_bytes,
+                "gradient_bytes": gradient_bytes,
+            }
             for phase, (stage, (activation_bytes, gradient_bytes)) in enumerate(
                 zip(trace.stages, trace.message_bytes, strict=True)
             )
-        ),
-    )
+        ],
+    }
 
 
-def timeline_metrics(summary: TraceSummary, macs_per_image: int) -> dict[str, float]:
-    """The metrics of a trace, by the names that dashboards and comparisons read.
+def timeline_metrics(summary: Mapping[str, Any], macs_per_image: int) -> dict[str, float]:
+    """The metrics of a trace, from its summary, by the names that dashboards and comparisons read.
 
     ``macs_per_image`` are the multiply-accumulates of one image's forward pass through the whole U-Net. What belongs to
     a rank as a whole stands under the stage that it holds in phase 0, waiting for other ranks included.
     """
-    ranks, mean = summary.ranks, statistics.fmean
+    ranks, step_seconds = summary["ranks"], summary["step_seconds"]
     values: dict[str, float] = {}
-    for number in range(summary.pipeline_ranks):
-        replicas = [rank for rank in ranks if rank.pipeline_rank == number]
-        for phases in zip(*(rank.phases for rank in replicas), strict=True):
-            for part in ("forward", "backward", "wait", "send"):
-                name = f"stage{phases[0].stage}/{part}_seconds"
-                values[name] = mean(getattr(phase, f"{part}_seconds") for phase in phases)
-        own = f"stage{replicas[0].phases[0].stage}"
-        values[f"{own}/wait_seconds"] += mean(rank.agreement_wait_seconds for rank in replicas)
-        values[f"{own}/load_seconds"] = mean(rank.data_wait_seconds + rank.load_seconds for rank in replicas)
-        for part in ("reduce", "optimizer", "ema"):
-            values[f"{own}/{part}_seconds"] = mean(getattr(rank, f"{part}_seconds") for rank in replicas)
-    computing = [sum(phase.forward_seconds + phase.backward_seconds for phase in rank.phases) for rank in ranks]
-    waiting = [rank.agreement_wait_seconds + sum(phase.wait_seconds for phase in rank.phases) for rank in ranks]
-    images = summary.micro_batches * summary.micro_batch_images * summary.replicas
+    for number in range(summary["pipeline_ranks"]):
+        replicas = [rank for rank in ranks if rank["pipeline_rank"] == number]
+        for phases in zip(*(rank["phases"] for rank in replicas), strict=True):
+            for kind in PHASES:
+                name = f"stage{phases[0]['stage']}/{kind}_seconds"
+                values[name] = fmean(phase[f"{kind}_seconds"] for phase in phases)
+        own = {kind: fmean(rank[f"{kind}_seconds"] for rank in replicas) for kind in OWN}
+        stage = f"stage{replicas[0]['phases'][0]['stage']}"
+        values[f"{stage}/wait_seconds"] += own["agreement_wait"]
+        values[f"{stage}/load_seconds"] = own["data_wait"] + own["load"]
+        for kind in ("reduce", "optimizer", "ema"):
+            values[f"{stage}/{kind}_seconds"] = own[kind]
+
+    def phases_of(rank: Mapping[str, Any], *kinds: str) -> float:
+        return sum(phase[f"{kind}_seconds"] for phase in rank["phases"] for kind in kinds)
+
+    computing = [phases_of(rank, "forward", "backward") for rank in ranks]
+    images = summary["micro_batches"] * summary["micro_batch_images"] * summary["replicas"]
     flops = 2 * macs_per_image * PASSES_PER_STEP * images
     values |= {
-        "perf/traced_step_seconds": summary.step_seconds,
-        "perf/bubble_fraction": mean(wait / rank.step_seconds for wait, rank in zip(waiting, ranks, strict=True)),
-        "perf/imbalance": max(computing) / mean(computing) - 1,
-        "perf/mfu": flops / summary.step_seconds / (summary.peak_flops_per_second * len(ranks)),
-        "perf/data_wait_fraction": max(rank.data_wait_seconds / rank.step_seconds for rank in ranks),
+        "perf/traced_step_seconds": step_seconds,
+        "perf/bubble_fraction": fmean(
+            (rank["agreement_wait_seconds"] + phases_of(rank, "wait")) / rank["step_seconds"] for rank in ranks
+        ),
+        "perf/imbalance": max(computing) / fmean(computing) - 1,
+        "perf/mfu": flops / step_seconds / (summary["peak_flops_per_second"] * len(ranks)),
+        "perf/data_wait_fraction": max(rank["data_wait_seconds"] / rank["step_seconds"] for rank in ranks),
     }
     for pause in PAUSES:
-        share = mean(
-            getattr(rank, f"{pause}_seconds") / (rank.step_seconds + rank.checkpoint_seconds + rank.inspection_seconds)
+        share = fmean(
+            rank[f"{pause}_seconds"] / (rank["step_seconds"] + sum(rank[f"{kind}_seconds"] for kind in PAUSES))
             for rank in ranks
         )
         if share > NOTICEABLE:
