@@ -5,11 +5,19 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
-from deepspeed.runtime.pipe import schedule as instructions
-from deepspeed.runtime.pipe.schedule import PipeSchedule
+from deepspeed.runtime.pipe.schedule import (
+    BackwardPass,
+    ForwardPass,
+    PipeInstruction,
+    RecvActivation,
+    RecvGrad,
+    ReduceGrads,
+    SendActivation,
+    SendGrad,
+)
 
 from ddpm_ds.pipeline import schedule as schedules
 from ddpm_ds.pipeline.cuts import Schedule
@@ -121,41 +129,20 @@ def test_too_few_micro_batches_for_the_fold_are_refused() -> None:
         simulate("folded", 3, [TWO_PHASES] * 2)
 
 
-class Written(PipeSchedule):
-    """A stream that a test writes down."""
-
-    def __init__(self, *commands: Any) -> None:
-        super().__init__(micro_batches=1, stages=2, stage_id=0)
-        self.commands = commands
-
-    def steps(self) -> Iterator[list[Any]]:
-        yield list(self.commands)
-
-
 @pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Written]]:
-    """Streams of the ranks of one pipeline, instead of DeepSpeed's."""
-    written: list[Written] = []
-    monkeypatch.setattr(schedules, "instruction_stream", lambda schedule, *, rank, **_: written[rank])
+def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[PipeInstruction, ...]]]:
+    """The instructions of each rank of a pipeline, written down instead of DeepSpeed's."""
+    written: list[tuple[PipeInstruction, ...]] = []
+    stream = lambda schedule, *, rank, **_: SimpleNamespace(steps=lambda: [written[rank]])  # noqa: E731
+    monkeypatch.setattr(schedules, "instruction_stream", stream)
     program.cache_clear()
     yield written
     program.cache_clear()
 
 
-def test_streams_that_wait_for_each_other_are_a_deadlock(streams: list[Written]) -> None:
-    wants_gradient_first = Written(
-        instructions.RecvGrad(0),
-        instructions.BackwardPass(0),
-        instructions.ForwardPass(0),
-        instructions.SendActivation(0),
-    )
-    wants_activation_first = Written(
-        instructions.RecvActivation(0),
-        instructions.ForwardPass(0),
-        instructions.BackwardPass(0),
-        instructions.SendGrad(0),
-    )
-    streams += [wants_gradient_first, wants_activation_first]
+def test_streams_that_wait_for_each_other_are_a_deadlock(streams: list[tuple[PipeInstruction, ...]]) -> None:
+    streams.append((RecvGrad(0), BackwardPass(0), ForwardPass(0), SendActivation(0)))
+    streams.append((RecvActivation(0), ForwardPass(0), BackwardPass(0), SendGrad(0)))
     with pytest.raises(RuntimeError, match="deadlocks: rank 0 in BackwardPass 0 of phase 0; rank 1 in ForwardPass 0"):
         simulate("1f1b", 1, [ONE_PHASE] * 2)
 
@@ -163,17 +150,14 @@ def test_streams_that_wait_for_each_other_are_a_deadlock(streams: list[Written])
 @pytest.mark.parametrize(
     ("commands", "message"),
     [
-        ((instructions.RecvActivation(0),), "1 messages for 0 times ForwardPass"),
-        (
-            (instructions.RecvActivation(0), instructions.ForwardPass(0), instructions.ForwardPass(0)),
-            "ForwardPass 1 has nothing to work on",
-        ),
-        ((instructions.ReduceGrads(), instructions.ForwardPass(0)), "comes after the gradients are reduced"),
+        ((RecvActivation(0),), "1 messages for 0 times ForwardPass"),
+        ((RecvActivation(0), ForwardPass(0), ForwardPass(0)), "ForwardPass 1 has nothing to work on"),
+        ((ReduceGrads(), ForwardPass(0)), "comes after the gradients are reduced"),
     ],
 )
 def test_streams_that_make_no_sense_are_refused(
-    streams: list[Written], commands: tuple[Any, ...], message: str
+    streams: list[tuple[PipeInstruction, ...]], commands: tuple[PipeInstruction, ...], message: str
 ) -> None:
-    streams.append(Written(*commands))
+    streams.append(commands)
     with pytest.raises(RuntimeError, match=message):
         simulate("1f1b", 1, [ONE_PHASE])
