@@ -93,7 +93,9 @@ def conclude(run_dir: Path, say: Callable[[str], None]) -> Verdict | None:
         return None
     try:
         facts = facts_of(run_dir)
-        device = measure_device(facts.layers, torch.device("cpu" if facts.job.on_cpu else "cuda"), facts.job.precision)
+        device = measure_device(
+            facts.job.layers, torch.device("cpu" if facts.job.on_cpu else "cuda"), facts.job.precision
+        )
         found = verdict(replace(facts, device=device))
         write_device(run_dir, device)
         (run_dir / VERDICT).write_text(text(found))

@@ -19,7 +19,7 @@ from ddpm_ds.observe.device_speed import Device, read_device
 from ddpm_ds.observe.observer import Pauses, read_pauses
 from ddpm_ds.predict.layouts import Candidate, Workload, offloads
 from ddpm_ds.predict.simulate import PhaseCosts
-from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer
+from ddpm_ds.unet.layers import PASSES_PER_STEP
 
 SUMMARY = Path("trace") / "summary.json"
 """In a run's folder: what the traced steps came to."""
@@ -116,14 +116,9 @@ class FinishedRun:
         return self.job.spec
 
     @property
-    def layers(self) -> tuple[Layer, ...]:
-        """The layers of the U-Net."""
-        return self.job.layers
-
-    @property
     def mfu(self) -> float | None:
         """The model's flops of a traced step over what the devices could do meanwhile; None is unknown."""
-        flops = 2 * PASSES_PER_STEP * sum(layer.macs for layer in self.layers) * self.setup.images
+        flops = 2 * PASSES_PER_STEP * sum(layer.macs for layer in self.job.layers) * self.setup.images
         could = self.peak_flops_per_second * self.setup.stages * self.setup.replicas * self.step_seconds
         return flops / could if could else None
 

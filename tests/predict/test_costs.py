@@ -20,31 +20,28 @@ FOLD = Candidate(2, 4, "folded", 2, 8, 0, 1, False)
 RATES: dict[str, Any] = {"link_bandwidth": 100.0, "network_bandwidth": 10.0}
 
 
-def test_stages_or_replicas_lie_in_other_nodes() -> None:
-    """Eight devices in two nodes: of 2 stages x 4 replicas either a stage is a node, or each node has two pipelines.
+@pytest.mark.parametrize(
+    ("layout", "devices", "nodes", "rings", "links"),
+    [
+        (FOLD, 8, 2, [100, 100], [10]),  # each stage is a node
+        (replace(FOLD, across="replicas"), 8, 2, [20, 20], [100]),  # two pipelines in each node
+        (Candidate(4, 2, "1f1b", 1, 8, 0, 1, False), 8, 2, [100] * 4, [100, 10, 100]),
+        (Candidate(1, 8, "1f1b", 1, 2, 0, 1, False), 8, 2, [40], []),
+        (Candidate(2, 3, "1f1b", 1, 2, 0, 1, False), 6, 3, [10, 10], [10]),  # 2 + 1 devices, and 1 + 2
+    ],
+)
+def test_what_crosses_nodes_is_as_slow_as_their_network(
+    layout: Candidate, devices: int, nodes: int, rings: list[float], links: list[float]
+) -> None:
+    """A ring through several nodes is as fast as the network of the fewest devices that a node has in it."""
+    machine = small_machine(devices, nodes=nodes, **RATES)
+    assert [ring_bandwidth(machine, layout, stage) for stage in range(layout.stages)] == rings
+    between = link(machine, layout)
+    assert [between(stage, stage + 1).bytes_per_second for stage in range(layout.stages - 1)] == links
 
-    A ring through both is as fast as the network of the two devices that each node has in it.
-    """
-    machine = small_machine(8, nodes=2, **RATES)
-    turned = replace(FOLD, across="replicas")
-    assert [ring_bandwidth(machine, FOLD, stage) for stage in range(2)] == [100, 100]
-    assert [ring_bandwidth(machine, turned, stage) for stage in range(2)] == [20, 20]
-    assert [link(machine, layout)(0, 1).bytes_per_second for layout in (FOLD, turned)] == [10, 100]
-    four = Candidate(4, 2, "1f1b", 1, 8, 0, 1, False)
-    assert [link(machine, four)(stage, stage + 1).bytes_per_second for stage in range(3)] == [100, 10, 100]
 
-
-def test_replicas_that_straddle_nodes_unevenly() -> None:
-    """Three nodes of two, two stages of three replicas: the first has 2 + 1 devices, the second 1 + 2."""
-    machine = small_machine(6, nodes=3, **RATES)
-    layout = Candidate(2, 3, "1f1b", 1, 2, 0, 1, False)
-    assert [ring_bandwidth(machine, layout, stage) for stage in range(2)] == [10, 10]
-
-
-def test_reducing_across_nodes_uses_the_network_of_all_devices_of_a_node() -> None:
-    machine = small_machine(8, nodes=2, **RATES)
-    alone = Candidate(1, 8, "1f1b", 1, 2, 0, 1, False)
-    assert ring_bandwidth(machine, alone, 0) == 40
+def test_an_all_reduce_goes_around_the_ring_twice() -> None:
+    machine, alone = small_machine(8, nodes=2, **RATES), Candidate(1, 8, "1f1b", 1, 2, 0, 1, False)
     seconds = ring_seconds(machine, alone, 0, 800, 2)
     assert seconds == pytest.approx(2 * 800 * 7 / 8 / 40 + 6 * machine.latency_seconds)
     assert ring_seconds(machine, replace(alone, replicas=1), 0, 800, 2) == 0

@@ -73,12 +73,11 @@ def test_a_folder_without_a_run_or_a_trace_is_one_line(tmp_path: Path) -> None:
     assert "no step was traced; train with --trace-steps" in said[0]
 
 
-@pytest.mark.parametrize("key", ["micro_batches", "micro_batch_images", "schedule"])
-def test_a_trace_of_another_layout_is_not_judged(key: str, tmp_path: Path) -> None:
-    facts = Bench().traced()
-    run_dir = write_run(tmp_path / "run", facts, **{key: "folded" if key == "schedule" else 1})
-    with pytest.raises(OutputError, match="was traced before it was resumed on another layout"):
-        facts_of(run_dir)
+def test_a_trace_of_another_layout_is_not_judged(tmp_path: Path) -> None:
+    for key, value in {"micro_batches": 1, "micro_batch_images": 1, "schedule": "folded"}.items():
+        run_dir = write_run(tmp_path / key, Bench().traced(), **{key: value})
+        with pytest.raises(OutputError, match="was traced before it was resumed on another layout"):
+            facts_of(run_dir)
 
 
 def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
@@ -101,7 +100,7 @@ def test_a_run_is_concluded_with_its_device_and_its_verdict(tmp_path: Path) -> N
     assert "largest cost: imbalance" in (run_dir / "verdict.txt").read_text()
     device = facts_of(run_dir).device
     assert device.memory_bytes is not None and device.memory_bytes > 2**28
-    assert 0 < device.startup["BlockLayer"].forward < 0.1
+    assert device.startup["BlockLayer"].forward > 0
 
 
 def test_start_up_is_of_the_kinds_of_layers() -> None:
@@ -122,12 +121,7 @@ def test_pauses_are_those_between_steps_and_not_those_at_the_end(tmp_path: Path)
         now += 10
         with clock.span(pause):
             now += step
+    PauseClock(None).finish()  # other ranks write nothing
+    assert read_pauses(tmp_path) == Pauses()
     clock.finish()
     assert read_pauses(tmp_path) == Pauses(seconds=46.0, checkpoint_seconds=2.0, inspection_seconds=3.0)
-
-
-def test_other_ranks_write_no_pauses(tmp_path: Path) -> None:
-    clock = PauseClock(None)
-    clock.begin_step(1)
-    clock.finish()
-    assert read_pauses(tmp_path) == Pauses()
