@@ -17,7 +17,7 @@ from ddpm_ds.config.ds_config import check_ds_config, read_ds_config
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.errors import EXIT_PREEMPTED, OutputError
 from ddpm_ds.experiments.sweep import TRAIN, Sweep, digest, heard_signals, run_command
-from ddpm_ds.experiments.trials import BASELINE, SHORTHANDS, Trial, make_trials, parse_variable, plan_trials
+from ddpm_ds.experiments.trials import BASELINE, SHORTHANDS, Trial, make_trials, parse_variables, plan_trials
 from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.tracking.run_folder import claim_folder
 from ddpm_ds.tracking.runs import ExperimentError, add_runs_option
@@ -100,8 +100,8 @@ def _sweep(options: argparse.Namespace) -> int:
     asked = _check_train_options(options)
     spec, config = load_spec(options.spec, options.overrides), read_ds_config(options.deepspeed_config)
     check_ds_config(config, options.deepspeed_config)
-    variables = [parse_variable(item) for item in options.vary]
-    if asked.pipeline_stages is not None and any(variable.name == "stages" for variable in variables):
+    variables = parse_variables(options.vary)
+    if asked.pipeline_stages is not None and "stages" in variables:
         raise ExperimentError(
             f"-p {asked.pipeline_stages} after -- and --vary stages say the same thing twice; leave one out"
         )

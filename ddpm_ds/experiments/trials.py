@@ -11,7 +11,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -53,14 +53,6 @@ NAME_CHARACTERS = 80
 
 
 @dataclass(frozen=True)
-class Variable:
-    """What is varied: a shorthand, a dotted spec key, or a path of the JSON after ``ds.``; and its values as typed."""
-
-    name: str
-    values: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Trial:
     """One run of a sweep."""
 
@@ -82,71 +74,69 @@ class Trial:
         return self.changed or BASELINE
 
 
-def parse_variable(item: str) -> Variable:
-    """``NAME=VALUE,VALUE``; commas inside brackets belong to a value.
+def parse_variables(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """What is varied, by name - a shorthand, a dotted spec key, or a path of the JSON after ``ds.`` - and its values.
+
+    ``items`` are ``NAME=VALUE,VALUE``; commas inside brackets belong to a value.
 
     Raises:
-        ExperimentError: it is written otherwise, the name is unknown, or a value comes twice.
+        ExperimentError: one is written otherwise, a name is unknown, or a name or a value comes twice.
     """
-    name, equals, text = item.partition("=")
-    name = name.strip()
-    values = tuple(value.strip() for value in re.split(r",(?![^\[{]*[\]}])", text))
-    if not (equals and name and all(values)):
-        raise ExperimentError(f"--vary {item}: write NAME=VALUE,VALUE, such as precision=fp32,fp16")
-    if len(set(values)) < len(values):
-        raise ExperimentError(f"--vary {item}: a value comes twice; leave one out")
-    if name not in SHORTHANDS and "." not in name:
-        near = difflib.get_close_matches(name, SHORTHANDS, n=1)
-        others = f"spec keys (unet.channels), JSON keys ({JSON_PREFIX}fp16.loss_scale)"
-        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(SHORTHANDS)}, {others}"
-        raise ExperimentError(f"--vary {item}: {name} is unknown; {hint}")
-    if name == "logging.experiment":
-        raise ExperimentError(f"--vary {item}: a sweep is one experiment; vary something else")
-    return Variable(name, values)
+    variables: dict[str, tuple[str, ...]] = {}
+    for item in items:
+        name, equals, text = item.partition("=")
+        name = name.strip()
+        values = tuple(value.strip() for value in re.split(r",(?![^\[{]*[\]}])", text))
+        if not (equals and name and all(values)):
+            raise ExperimentError(f"--vary {item}: write NAME=VALUE,VALUE, such as precision=fp32,fp16")
+        if len(set(values)) < len(values):
+            raise ExperimentError(f"--vary {item}: a value comes twice; leave one out")
+        if name not in SHORTHANDS and "." not in name:
+            near = difflib.get_close_matches(name, SHORTHANDS, n=1)
+            others = f"spec keys (unet.channels), JSON keys ({JSON_PREFIX}fp16.loss_scale)"
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(SHORTHANDS)}, {others}"
+            raise ExperimentError(f"--vary {item}: {name} is unknown; {hint}")
+        if name == "logging.experiment":
+            raise ExperimentError(f"--vary {item}: a sweep is one experiment; vary something else")
+        if name in variables:
+            raise ExperimentError(f"--vary {name} is given twice; write its values in one list")
+        variables[name] = values
+    return variables
 
 
 def make_trials(
-    variables: Sequence[Variable], config: dict[str, Any], overrides: Sequence[str], processes: int, *, full: bool
+    variables: Mapping[str, Sequence[str]],
+    config: dict[str, Any],
+    overrides: Sequence[str],
+    processes: int,
+    *,
+    full: bool,
 ) -> list[Trial]:
     """The baseline first, and then every other value alone; or with ``full`` every combination.
 
     ``config``, ``overrides`` and ``processes`` are what holds where no variable says otherwise.
 
     Raises:
-        ExperimentError: a variable is given twice, or a value is none that its shorthand takes.
+        ExperimentError: a value is none that its shorthand takes.
     """
-    names = [variable.name for variable in variables]
-    for name in names:
-        if names.count(name) > 1:
-            raise ExperimentError(f"--vary {name} is given twice; write its values in one list")
-    first = tuple(variable.values[0] for variable in variables)
+    first = {name: values[0] for name, values in variables.items()}
+    if full:
+        chosen = [dict(zip(variables, values, strict=True)) for values in itertools.product(*variables.values())]
+    else:
+        chosen = [first, *(first | {name: value} for name, values in variables.items() for value in values[1:])]
     made: dict[str, Trial] = {}
-    for typed in itertools.product(*(variable.values for variable in variables)) if full else _alone(variables, first):
-        values = dict(zip(names, typed, strict=True))
-        changed = " ".join(
-            f"{name}={value}" for (name, value), was in zip(values.items(), first, strict=True) if value != was
-        )
-        name = folder = re.sub(r"[^A-Za-z0-9.]+", "-", changed).strip("-.")[:NAME_CHARACTERS] or BASELINE
-        for number in itertools.count(2):
-            if name not in made:
-                break
-            name = f"{folder}-{number}"
+    for values in chosen:
+        changed = " ".join(f"{name}={value}" for name, value in values.items() if value != first[name])
+        folder = re.sub(r"[^A-Za-z0-9.]+", "-", changed).strip("-.")[:NAME_CHARACTERS] or BASELINE
+        numbered = (f"{folder}-{number}" for number in itertools.count(2))
+        name = next(name for name in itertools.chain([folder], numbered) if name not in made)
         edited, also = copy.deepcopy(config), list(overrides)
         for variable, value in values.items():
             also += _edit(edited, variable, value)
-        if {"precision", "zero"} & set(names):
+        if {"precision", "zero"} & set(variables):
             _leave_out_what_zero_reads(edited)
-        asked = int(values.get("processes", processes))
-        made[name] = Trial(name, values, changed, asked, tuple(also), edited)
+        made[name] = Trial(name, values, changed, int(values.get("processes", processes)), tuple(also), edited)
     return list(made.values())
-
-
-def _alone(variables: Sequence[Variable], first: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """The baseline, and it with one value changed, variable by variable."""
-    yield first
-    for place, variable in enumerate(variables):
-        for value in variable.values[1:]:
-            yield (*first[:place], value, *first[place + 1 :])
 
 
 def plan_trials(

@@ -151,14 +151,8 @@ def recorded(
 ) -> Iterator[Recorder]:
     """The run's folder and its MLflow run, on rank 0; ended as FAILED or KILLED when the body raises.
 
-    Args:
-        plan: the run.
-        run_dir: its folder.
-        device: of this process.
-        line: None on ranks other than 0.
-        resumed: None for a run that begins.
-        note: why a run that begins is made.
-        parent: identity of the run that it is a child of.
+    ``line`` is None on other ranks, ``resumed`` for a run that begins; ``note`` is why a run that begins is made,
+    ``parent`` the identity of the run that it is a child of.
     """
     if line is None:
         yield Recorder()

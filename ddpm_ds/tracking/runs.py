@@ -60,7 +60,6 @@ class RecordedRun:
     status: str
     """RUNNING, FINISHED, FAILED or KILLED."""
     start_ms: int
-    end_ms: int | None
     params: dict[str, str]
     metrics: dict[str, float]
     """The last value of each."""
@@ -191,7 +190,7 @@ def _search(text: str, root: Path) -> tuple[list[RecordedRun], str]:
     folder = Path(text)
     identity = identity_of(folder)
     root = folder.resolve().parent if identity else root.resolve()
-    uri = resolve_uri({"tracking_uri": None, "output_root": str(root)})
+    uri = resolve_uri(root)
     if identity:
         found = _runs(uri, f"tags.`{START_TAG}` = '{identity}'")
         if not found:
@@ -246,7 +245,6 @@ def _read(run: Run, experiment: str, uri: str) -> RecordedRun:
         experiment=experiment,
         status=info.status,
         start_ms=info.start_time,
-        end_ms=info.end_time,
         params=dict(data.params),
         metrics=dict(data.metrics),
         tags=dict(data.tags),

@@ -88,16 +88,15 @@ def without_password(text: str) -> str:
     return re.sub(r"://[^/@\s]+@", "://", text)
 
 
-def resolve_uri(start: Record) -> str:
-    """The tracker of a run: the one asked for, else ``MLFLOW_TRACKING_URI``, else SQLite in the output root."""
-    asked_for = start["tracking_uri"] or os.environ.get("MLFLOW_TRACKING_URI")
-    return asked_for or f"sqlite:///{start['output_root']}/mlflow.db"
+def resolve_uri(output_root: Path | str) -> str:
+    """The tracker of the runs in an output root: ``MLFLOW_TRACKING_URI``, else SQLite in the root."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{output_root}/mlflow.db"
 
 
 def keep_unsent(start: Record, records: Iterable[Record]) -> str:
     """Append what could not be sent to a file in the run folder; returns a line that says so and how to send it."""
     lines = [json.dumps(record) for record in records]
-    path, uri = Path(start["run_dir"]) / UNSENT_FILE, without_password(resolve_uri(start))
+    path, uri = Path(start["run_dir"]) / UNSENT_FILE, without_password(resolve_uri(start["output_root"]))
     what = f"{len(lines)} {'record' if len(lines) == 1 else 'records'} could not be sent to MLflow at {uri}"
     try:
         with path.open("a") as file:
@@ -126,7 +125,6 @@ class Tracker:
         params: Mapping[str, object],
         tags: Mapping[str, str],
         artifacts: Iterable[Path] = (),
-        tracking_uri: str | None = None,
         identity: str | None = None,
         parent: str | None = None,
         log: Callable[[str], None] = print_to_stderr,
@@ -136,13 +134,11 @@ class Tracker:
         Args:
             experiment: name of the experiment.
             run_name: name of the run.
-            output_root: folder of ``mlflow.db`` and ``mlartifacts``, which are the tracker unless ``tracking_uri`` or
-                the environment's ``MLFLOW_TRACKING_URI`` names one.
+            output_root: folder of ``mlflow.db`` and ``mlartifacts``, unless ``MLFLOW_TRACKING_URI`` names a tracker.
             run_dir: where what can't be sent is kept.
             params: may be nested.
             tags: set at every start.
             artifacts: files to log first.
-            tracking_uri: the tracker, if it is another than those.
             identity: finds the run again.
             parent: the identity of the run that this one is a child of.
             log: shows one line to the user; called from another thread.
@@ -152,7 +148,6 @@ class Tracker:
             "time": now_ms(),
             "experiment": experiment,
             "run_name": run_name,
-            "tracking_uri": tracking_uri,
             "output_root": str(output_root.resolve()),
             "run_dir": str(run_dir.resolve()),
             "params": flatten(params),
@@ -274,8 +269,8 @@ class Tracker:
         self._sent = reply.get("sent", self._sent)
 
     def _make_link(self) -> RunLink:
-        uri, run_id, experiment_id = resolve_uri(self._start), self.run_id, self._run.get("experiment_id")
-        uri = without_password(uri)
+        uri, run_id = without_password(resolve_uri(self._start["output_root"])), self.run_id
+        experiment_id = self._run.get("experiment_id")
         if not uri.startswith(("http://", "https://")):
             open_with = f"mlflow ui --backend-store-uri {shlex.quote(uri)}"  # listens on loopback only
         else:

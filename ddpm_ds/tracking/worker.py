@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.1
 FLUSH_SECONDS = 20.0  # after the trainer died; DeepSpeed's launcher kills what is left of a rank after 30
 LONGEST_PAUSE_SECONDS = 30.0
-METRICS_PER_REQUEST, PARAMS_PER_REQUEST = 1000, 100  # MLflow's limits; that for params holds for tags too
+RECORDS_PER_REQUEST = 1000
 START_TAG = "ddpm_ds.start"  # finds the run again when the answer to its creation was lost
 PARENT_TAG = "mlflow.parentRunId"  # by which MLflow shows a run under another one
 REFUSALS = ("BAD_REQUEST", "INVALID_PARAMETER_VALUE", "INVALID_STATE", "RESOURCE_DOES_NOT_EXIST")
@@ -128,19 +128,10 @@ class Worker:
         os._exit(1)
 
     def _next_batch(self) -> list[tuple[Record, int]]:
-        """As many metrics records as one request takes, or the one record of another kind that is next."""
-        batch: list[tuple[Record, int]] = []
-        room = METRICS_PER_REQUEST
+        """The record that is next, and if it is one of metrics those that follow it."""
         with self._lock:
-            first = list(islice(self._records, METRICS_PER_REQUEST))
-        for record, end in first:
-            room -= len(record.get("metrics", ()))
-            if batch and (room < 0 or "metrics" not in record):
-                break
-            batch.append((record, end))
-            if "metrics" not in record:
-                break
-        return batch
+            first = list(islice(self._records, RECORDS_PER_REQUEST))
+        return list(takewhile(lambda one: "metrics" in one[0], first)) or first[:1]
 
     def _deliver(self, batch: list[Record]) -> None:
         """Try until the records are taken, or MLflow says that they never will be; those are kept in the run folder."""
@@ -200,7 +191,7 @@ class Worker:
         import mlflow
         from mlflow.entities import Param, RunTag
 
-        start, uri = self._start, resolve_uri(self._start)
+        start, uri = self._start, resolve_uri(self._start["output_root"])
         mlflow.set_tracking_uri(uri)
         with _one_at_a_time(Path(start["output_root"])) if uri.startswith("sqlite") else nullcontext():
             self._client = client = mlflow.MlflowClient(uri)
@@ -221,9 +212,7 @@ class Worker:
             parent = self._find(experiment_id, start["parent"]) if start.get("parent") else None
             tags = start["tags"] | ({PARENT_TAG: parent.info.run_id} if parent else {})
             params, run_tags = [Param(*param) for param in new.items()], [RunTag(*tag) for tag in tags.items()]
-            for begin in range(0, max(len(params), len(run_tags)), PARAMS_PER_REQUEST):
-                part = slice(begin, begin + PARAMS_PER_REQUEST)
-                client.log_batch(run_id, params=params[part], tags=run_tags[part], synchronous=True)
+            client.log_batch(run_id, params=params, tags=run_tags, synchronous=True)
         self._reply({"run": {"run_id": run_id, "experiment_id": experiment_id}})
         if start.get("parent") and parent is None and PARENT_TAG not in found.data.tags:
             self._log(
@@ -253,7 +242,7 @@ class Worker:
 
     @property
     def _uri(self) -> str:
-        return without_password(resolve_uri(self._start))
+        return without_password(resolve_uri(self._start["output_root"]))
 
     def _reply(self, reply: Record) -> None:
         if self._replies is not None:

@@ -50,7 +50,6 @@ def held(name: str, points: Points | None = None, **changes: Any) -> HeldRun:
         "experiment": "digits",
         "status": "FINISHED",
         "start_ms": BEGIN_MS,
-        "end_ms": BEGIN_MS + 1_000_000,
         "params": {},
         "metrics": {metric: values[-1] for metric, values in points.items()},
         "tags": {},
@@ -70,7 +69,7 @@ class PlantedStore:
         self.root = root
         self.client = MlflowClient(f"sqlite:///{root / DATABASE}")
         self.experiment = self.client.create_experiment("digits", (root / "mlartifacts").as_uri())
-        self.runs = 0
+        self.begin = BEGIN_MS
 
     def run(
         self,
@@ -79,33 +78,23 @@ class PlantedStore:
         *,
         params: Mapping[str, Any] | None = None,
         tags: Mapping[str, str] | None = None,
-        status: str = "FINISHED",
-        seconds: float = 1.0,
         parent: str | None = None,
-        timeline: bytes | None = None,
     ) -> str:
-        """A run with log points ``seconds`` apart; returns its id."""
-        self.runs += 1
-        begin = BEGIN_MS + 1000 * self.runs
+        """A finished run with log points a second apart; returns its id."""
+        self.begin += 1000
         family = {} if parent is None else {"mlflow.parentRunId": parent}
-        run = str(self.client.create_run(self.experiment, begin, {**(tags or {}), **family}, name).info.run_id)
+        run = str(self.client.create_run(self.experiment, self.begin, {**(tags or {}), **family}, name).info.run_id)
         metrics = [
-            Metric(metric, value, begin + round(1000 * seconds * number), STEPS_PER_POINT * number)
+            Metric(metric, value, self.begin + 1000 * number, STEPS_PER_POINT * number)
             for metric, values in (points or {}).items()
             for number, value in enumerate(values, start=1)
         ]
         texts = [Param(key, str(value)) for key, value in {"train.batch_images": BATCH, **(params or {})}.items()]
         self.client.log_batch(run, metrics, texts)
-        if timeline is not None:
-            picture = self.root / "step_20.png"
-            picture.write_bytes(timeline)
-            self.client.log_artifact(run, str(picture), "trace")
-        self.client.set_terminated(run, status, begin + 1_000_000)
+        self.client.set_terminated(run, "FINISHED", self.begin + 1_000_000)
         return run
 
 
-def losses(points: int, pace: float = 1.0, floor: float = 0.03) -> list[float]:
+def losses(points: int, floor: float = 0.03) -> list[float]:
     """A curve that falls to ``floor``, with a ripple."""
-    return [
-        floor + 0.9 * math.exp(-pace * number / 12) + 0.01 * math.sin(1.7 * number) ** 2 for number in range(points)
-    ]
+    return [floor + 0.9 * math.exp(-number / 12) + 0.01 * math.sin(1.7 * number) ** 2 for number in range(points)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ddpm_ds.config.ds_config import read_ds_config
-from ddpm_ds.experiments.trials import DYNAMIC_FP16, Trial, make_trials, parse_variable, plan_trials
+from ddpm_ds.experiments.trials import DYNAMIC_FP16, Trial, make_trials, parse_variables, plan_trials
 from ddpm_ds.tracking.runs import ExperimentError
 from tests.launching import REPOSITORY
 
@@ -20,7 +20,7 @@ CONFIGS = REPOSITORY / "ds_configs"
 
 def made_of(*items: str, config: str = "zero2_fp16.json", full: bool = False, processes: int = 1) -> list[Trial]:
     given = read_ds_config(CONFIGS / config)
-    return make_trials([parse_variable(item) for item in items], given, ["train.seed=3"], processes, full=full)
+    return make_trials(parse_variables(items), given, ["train.seed=3"], processes, full=full)
 
 
 def test_every_value_is_tried_alone_or_in_full() -> None:
@@ -70,7 +70,7 @@ def test_half_precision_has_the_dynamic_loss_scale_of_the_main_config() -> None:
     assert trial.config["fp16"] == DYNAMIC_FP16
     config = read_ds_config(CONFIGS / "zero2_fp16.json")
     config["fp16"] = {"enabled": False, "loss_scale": 64}
-    (trial,) = make_trials([parse_variable("precision=fp16")], config, [], 1, full=False)
+    (trial,) = make_trials(parse_variables(["precision=fp16"]), config, [], 1, full=False)
     assert trial.config["fp16"] == {"enabled": True, "loss_scale": 64}  # what a JSON says itself stays
     assert config["fp16"]["enabled"] is False
 

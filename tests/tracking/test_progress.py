@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,26 +45,24 @@ def test_a_log_file_gets_one_plain_line_per_log_point() -> None:
     assert "\r" not in stream.getvalue() and stream.getvalue().endswith("\n")
 
 
-def test_a_terminal_gets_one_line_that_is_rewritten_and_ended() -> None:
+def test_a_terminal_gets_one_line_that_is_rewritten_below_what_others_say_cut_to_its_width_and_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stream = Terminal()
     line = ProgressLine(1000, stream=stream, clock=iter(range(100)).__next__)
-    line.step(10)
-    assert stream.screen() == ["10/1,000 images (1%)"]
-    line.log_point(100, loss=0.5, images_per_second=10.0)
-    line.step(200)
-    assert stream.screen() == ["200/1,000 images (20%)  loss 0.5000  10 images/s  1:20 left"]
-    line.close()
-    line.close()
-    assert len(stream.screen()) == 2 and stream.screen()[-1] == ""
-
-
-def test_what_others_say_stands_above_the_line_of_a_terminal() -> None:
-    stream = Terminal()
-    line = ProgressLine(1000, stream=stream)
     line.log("early")
+    line.step(10)
+    assert stream.screen() == ["early", "10/1,000 images (1%)"]
     line.log_point(100, loss=0.5, images_per_second=10.0)
     line.log("MLflow fails")
-    assert stream.screen() == ["early", "MLflow fails", "100/1,000 images (10%)  loss 0.5000  10 images/s  1:30 left"]
+    line.step(200)
+    assert stream.screen()[1:] == ["MLflow fails", "200/1,000 images (20%)  loss 0.5000  10 images/s  1:20 left"]
+    monkeypatch.setattr(progress.shutil, "get_terminal_size", lambda: os.terminal_size((20, 24)))
+    line.step(300)
+    assert stream.screen()[-1] == "300/1,000 images (3"
+    line.close()
+    line.close()
+    assert len(stream.screen()) == 4 and stream.screen()[-1] == ""
 
 
 def test_steps_rewrite_the_line_a_few_times_per_second_at_most() -> None:
@@ -75,13 +74,6 @@ def test_steps_rewrite_the_line_a_few_times_per_second_at_most() -> None:
     assert stream.getvalue().count("\r") == 5
 
 
-def test_a_line_is_cut_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress.shutil, "get_terminal_size", lambda: os.terminal_size((20, 24)))
-    stream = Terminal()
-    ProgressLine(1000, stream=stream).log_point(100, loss=0.5, images_per_second=10.0)
-    assert stream.screen() == ["100/1,000 images (1"]
-
-
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (3599, "59:59"), (36061, "10:01:01")])
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
@@ -91,17 +83,8 @@ def test_the_summary_says_what_came_out_and_where_it_is() -> None:
     link = RunLink("abc", "1", "sqlite:////runs/mlflow.db", "mlflow ui --backend-store-uri sqlite:////runs/mlflow.db")
 
     def text(link: RunLink) -> str:
-        run_dir = Path("runs/digits")
-        return summary(
-            loss=0.11468,
-            images=128_000,
-            seconds=100.0,
-            looking_seconds=1.5,
-            steps=2000,
-            skipped_steps=3,
-            run_dir=run_dir,
-            link=link,
-        )
+        seconds: dict[str, Any] = {"seconds": 100.0, "looking_seconds": 1.5, "run_dir": Path("runs/digits")}
+        return summary(loss=0.11468, images=128_000, steps=2000, skipped_steps=3, link=link, **seconds)
 
     assert text(link).splitlines() == [
         "final loss                0.1147",

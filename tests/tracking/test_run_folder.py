@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -94,13 +95,9 @@ def test_a_rollback_goes_to_the_newest_good_checkpoint_of_its_own_past(tmp_path:
         dist.destroy_process_group()
 
 
-def test_the_identity_of_a_run_is_made_once(tmp_path: Path) -> None:
-    identity = RunFolder(tmp_path).identity()
-    assert identity and RunFolder(tmp_path).identity() == identity
-
-
 def test_the_last_logged_step_is_that_of_the_last_point_even_after_a_rollback(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
+    assert folder.identity() == RunFolder(tmp_path).identity() != "", "made once"
     assert folder.logged_step(METRICS) == 0
     for step in (10, 20, 30, 20):
         folder.append(METRICS, {"train/loss": 0.5}, step)
@@ -118,105 +115,70 @@ def test_a_point_cut_off_by_a_full_disk_costs_no_other(tmp_path: Path) -> None:
     assert json.loads(file.read_text().splitlines()[-1]) == {"step": 20, "train/loss": 0.25}
 
 
-class Line:
-    """Stands for the progress line."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def log(self, line: str) -> None:
-        self.said.append(line)
-
-    def log_point(self, images: int, **values: object) -> None:
-        pass
-
-
-class Tracking:
-    """Stands for the tracker."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-        self.pictures: list[tuple[str, int]] = []
-
-    def image(self, path: Path, key: str, step: int) -> None:
-        self.pictures.append((path.name, step))
-
-    def metrics(self, values: dict[str, float], step: int) -> None:
-        if step == 30:
-            raise KeyboardInterrupt  # stands for the end of the process
-        self.steps.append(step)
-
-    def text(self, text: str, name: str) -> None:
-        pass
-
-
 POINT = {"progress/images": 8.0, "train/loss": 0.5, "perf/images_per_second": 1.0}
 
 
-def recorder(folder: RunFolder) -> tuple[Recorder, Line, Tracking]:
-    """What records a run that was resumed in ``folder``."""
-    line, tracking = Line(), Tracking()
-    made = Recorder(cast(ProgressLine, line), cast(Tracker, tracking), folder)
-    return made, line, tracking
+def recorder(run_dir: Path) -> tuple[Recorder, list[str], Mock]:
+    """What records a run that was resumed in the folder, the lines that it shows, and what stands for MLflow."""
+    line, tracking = Mock(spec=ProgressLine), Mock(spec=Tracker)
+    said: list[str] = []
+    line.log.side_effect = said.append
+    return Recorder(line, tracking, RunFolder(run_dir)), said, tracking
+
+
+def steps(tracking: Mock) -> list[int]:
+    """The steps of the metrics that were logged."""
+    return [call.args[1] for call in tracking.metrics.call_args_list]
 
 
 def test_a_step_that_is_repeated_is_not_logged_again(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    first, _, tracking = recorder(folder)
+    first, _, tracking = recorder(tmp_path)
     for step in (10, 20):
         first.point(POINT, step, fp16=False)
         first.checkpoint(0.1, step)
-    assert tracking.steps == [10, 10, 20, 20]
+    assert steps(tracking) == [10, 10, 20, 20]
+    tracking.metrics.side_effect = KeyboardInterrupt  # stands for the end of the process
     with pytest.raises(KeyboardInterrupt):
         first.point(POINT, 30, fp16=False)
-    second, _, tracking = recorder(folder)
+    second, said, tracking = recorder(tmp_path)
     for step in (20, 40):  # the process before may have sent 30, so it is left out
         second.point(POINT, step, fp16=False)
         second.checkpoint(0.1, step)
-    assert tracking.steps == [40, 40]
-
-
-def test_after_a_rollback_the_new_course_is_logged(tmp_path: Path) -> None:
-    made, line, tracking = recorder(RunFolder(tmp_path))
-    for step in (10, 20):
-        made.point(POINT, step, fp16=False)
-    made.rewound("went back", 1, 80, 10)
-    made.point(POINT, 20, fp16=False)
-    assert line.said == ["went back"] and tracking.steps == [10, 20, 10, 20]
+    assert steps(tracking) == [40, 40]
+    second.rewound("went back", 1, 80, 20)
+    second.point(POINT, 30, fp16=False)
+    assert said == ["went back"] and steps(tracking) == [40, 40, 20, 30], "a new course is logged"
 
 
 def test_a_picture_is_drawn_and_logged_once_for_each_step_of_a_course(tmp_path: Path) -> None:
     images = torch.zeros(2, 1, 8, 8, dtype=torch.uint8)
-    folder = RunFolder(tmp_path)
     for _ in range(2):  # the second process resumes from before the first one's last picture
-        made, _, tracking = recorder(folder)
+        made, _, tracking = recorder(tmp_path)
         made.samples(images, 0.1, 80, 10)
         made.samples(images, 0.1, 160, 20)
-    assert tracking.pictures == []
+    assert not tracking.image.called
     made.rewound("went back", 1, 80, 10)
     made.samples(images, 0.1, 160, 20)
-    assert tracking.pictures == [("images-000000160.png", 20)]
+    folder = RunFolder(tmp_path)
+    assert tracking.image.call_args.args == (folder.samples(160), "samples_ema", 20)
     assert folder.samples(80).exists() and folder.samples(160).exists()
 
 
 def test_a_held_out_loss_is_logged_although_the_point_of_its_step_was(tmp_path: Path) -> None:
     """The process may die between the two."""
-    first, _, _ = recorder(RunFolder(tmp_path))
+    first, _, _ = recorder(tmp_path)
     first.point(POINT, 10, fp16=False)
     for expected in ([10], []):
-        made, line, tracking = recorder(RunFolder(tmp_path))
+        made, said, tracking = recorder(tmp_path)
         made.evaluation({"eval/loss": 0.25}, 10)
-        assert tracking.steps == expected and line.said == ["held-out loss 0.2500"]
+        assert steps(tracking) == expected and said == ["held-out loss 0.2500"]
 
 
 def test_a_full_disk_does_not_stop_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: RunFolder, name: str, values: object, step: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(RunFolder, "append", full)
-    made, line, tracking = recorder(RunFolder(tmp_path))
+    monkeypatch.setattr(RunFolder, "append", Mock(side_effect=OSError(28, "No space left on device")))
+    made, said, tracking = recorder(tmp_path)
     made.point(POINT, 10, fp16=False)
-    assert tracking.steps == [10] and "No space left on device" in line.said[0]
+    assert steps(tracking) == [10] and "No space left on device" in said[0]
 
 
 def test_a_folder_is_claimed_by_one_process_at_a_time(tmp_path: Path) -> None:
