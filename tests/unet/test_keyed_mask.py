@@ -4,9 +4,6 @@ and as built on a GPU."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +13,8 @@ import torch
 
 from ddpm_ds.keyed import Stream, keep_mask
 from ddpm_ds.unet.operations import KeyedDropout, use_kernels
+from tests.unet.alone import run_alone
 
-REPOSITORY = Path(__file__).parents[2]
 BLOCK = 2048
 """Number of elements per program of the kernel."""
 
@@ -73,45 +70,13 @@ def drawn_alike(device: str) -> dict[str, bool]:
 
 def interpret(out: str) -> None:
     """Write to a file what the interpreter made of the cases."""
-    torch.set_num_threads(1)
     Path(out).write_text(json.dumps({"differing": differing("cpu"), "drawn": drawn_alike("cpu")}))
 
 
-def build() -> None:
-    """Build the kernel for an H100, with every argument of a type that a launch gives it."""
-    from triton import compile
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from ddpm_ds.unet.keyed_mask import HASH_MULTIPLIERS, WORDS, write_keep_mask
-
-    for wide in ("i64", "u64"):
-        types = {"images": "*i64", "keep": "*i1", "key": wide, "threshold": "i32", "count": "i32", "blocks": "i32"}
-        names = write_keep_mask.arg_names
-        values = dict(zip(names[len(types) :], (*HASH_MULTIPLIERS, WORDS), strict=True))
-        places = {(names.index(name),): value for name, value in values.items()}
-        signature = types | dict.fromkeys(values, "constexpr")
-        built = compile(ASTSource(write_keep_mask, signature, places), target=GPUTarget("cuda", 90, 32))
-        assert built.asm["cubin"]
-
-
-def run_alone(call: str, **environment: str) -> None:
-    """Call a function of this file in a process of its own: Triton decides on import whether it interprets."""
-    pytest.importorskip("triton")
-    command = [sys.executable, "-c", f"import tests.unet.test_keyed_mask as masks; masks.{call}"]
-    done = subprocess.run(command, cwd=REPOSITORY, env={**os.environ, **environment}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 def test_interpreted_every_mask_is_the_reference_bit_for_bit(tmp_path: Path) -> None:
-    run_alone(f"interpret({str(tmp_path / 'report')!r})", TRITON_INTERPRET="1")
+    run_alone("test_keyed_mask", f"interpret({str(tmp_path / 'report')!r})", TRITON_INTERPRET="1")
     report = json.loads((tmp_path / "report").read_text())
     assert report == {"differing": [], "drawn": {"bits": True, "channels-last": True, "compiled": True}}
-
-
-@pytest.mark.long
-def test_the_kernel_is_built_for_an_h100(tmp_path: Path) -> None:
-    run_alone("build()", TRITON_CACHE_DIR=str(tmp_path))
 
 
 @pytest.mark.parametrize("values", [{"seed": 2**32}, {"stream": -1}, {"drop": 1.0}, {"drop": -0.1}])

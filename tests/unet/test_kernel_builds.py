@@ -1,26 +1,26 @@
-"""Compilation of the fused normalisation's kernels for an H100 on any machine: the interpreter accepts more."""
+"""Compilation of the Triton kernels for an H100 on any machine: the interpreter accepts more than the compiler."""
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.unet.alone import run_alone
+
 TENSORS = {"x", "y", "dy", "dx", "weight", "bias", "dweight", "dbias"}
 OPTIONAL = {"add", "scale", "shift", "dadd", "dscale", "dshift"}
 SUMS = {"means", "squares", "sums", "mean", "rstd", "mean_dh", "mean_dh_h", "per_image"}
 SIZES = {"C": 192, "G": 32, "ROWS": 16, "COLUMNS": 64, "TILES": 4, "GROUPS": 4, "WIDTH": 8, "SILU": 1}
 
 
-def build(given: bool) -> None:
-    """Build every kernel for bf16; without optional tensors every size is 1, which Triton makes a constant."""
+def build_norms(given: bool) -> None:
+    """Build every kernel of the normalisation for bf16.
+
+    Without optional tensors every size is 1, which Triton makes a constant.
+    """
     from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -49,13 +49,25 @@ def build(given: bool) -> None:
         assert built.asm["cubin"]
 
 
+def build_mask() -> None:
+    """Build the kernel of the masks, with every argument of a type that a launch gives it."""
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from ddpm_ds.unet.keyed_mask import HASH_MULTIPLIERS, WORDS, write_keep_mask
+
+    for wide in ("i64", "u64"):
+        types = {"images": "*i64", "keep": "*i1", "key": wide, "threshold": "i32", "count": "i32", "blocks": "i32"}
+        names = write_keep_mask.arg_names
+        values = dict(zip(names[len(types) :], (*HASH_MULTIPLIERS, WORDS), strict=True))
+        places = {(names.index(name),): value for name, value in values.items()}
+        signature = types | dict.fromkeys(values, "constexpr")
+        built = compile(ASTSource(write_keep_mask, signature, places), target=GPUTarget("cuda", 90, 32))
+        assert built.asm["cubin"]
+
+
 @pytest.mark.long
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.parametrize("given", [True, False])
-def test_every_kernel_is_built_for_an_h100(tmp_path: Path, given: bool) -> None:
-    program = f"import tests.unet.test_fused_norm_builds as builds; builds.build({given})"
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=REPOSITORY, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("call", ["build_norms(True)", "build_norms(False)", "build_mask()"])
+def test_every_kernel_is_built_for_an_h100(tmp_path: Path, call: str) -> None:
+    run_alone("test_kernel_builds", call, TRITON_CACHE_DIR=str(tmp_path))
