@@ -6,13 +6,10 @@ by its own clock and never touches the store, since a store on a lost host may n
     rank 1   main        step, step, step, all_reduce ... (waits for rank 2)
              heartbeat   beat 41, step 7 ─▶ store on rank 0 ◀─ beat 33, step 7   rank 2, then killed
              judge       "rank 2 (stage 1) has not answered for 15 s" ─▶ exit code 76
-
-``Peers`` is that watch for a whole run, from the process group to the end.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import sys
@@ -21,14 +18,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
-import torch
 import torch.distributed as dist
 
 from ddpm_ds.errors import EXIT_PEER_LOST, KNOWN_TO_ALL_RANKS, PeerLostError, UserError
-from ddpm_ds.processes.heartbeat import BEAT_SECONDS, LAST_WORDS_SECONDS, DeviceWork, Heartbeat, Judgement, make_store
+from ddpm_ds.processes.heartbeat import BEAT_SECONDS, LAST_WORDS_SECONDS, DeviceWork, Heartbeat, Judgement
 from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS, record_exit
 
 JUDGE_SECONDS = 0.2
+WAIT_FOR_CULPRIT_SECONDS = 5.0
+"""Time in which a rank whose collective failed looks for the rank that is gone."""
 TOGETHER_BEATS = 3
 """Ranks that are lost in one moment were last heard so far apart at most: a beat of theirs, one of ours, and delays."""
 
@@ -38,7 +36,10 @@ def _print(line: str) -> None:
 
 
 class Watchdog:
-    """Watches all other ranks from construction to ``stop``. Does nothing for a single rank.
+    """Watches all other ranks from construction to ``stop``, or as a context. Does nothing for a single rank.
+
+    A UserError that leaves the context ends all ranks with its line, said once, and its exit code: a file that goes bad
+    while it is read is known to the rank that reads it, and the others would wait for that one.
 
     Args:
         names: all ranks' names as a user knows them, such as "rank 2 (stage 1)".
@@ -54,7 +55,6 @@ class Watchdog:
     def __init__(
         self,
         rank: int,
-        world_size: int,
         names: Sequence[str],
         store: dist.Store | None,
         *,
@@ -64,14 +64,14 @@ class Watchdog:
         log: Callable[[str], None] = _print,
         leave: Callable[[int], object] = os._exit,
     ) -> None:
-        self._rank, self._names = rank, names
+        self._rank, self.names, self.store = rank, names, store
         self._dead_seconds, self._hang_seconds = dead_seconds, hang_seconds
         self._log, self._leave = log, leave
         self._now = 0.0
         self._asked = False
         self._stopped = threading.Event()
-        self._heartbeat = Heartbeat(rank, world_size, store, clock=lambda: self._now, work=work)
-        if world_size > 1:
+        self._heartbeat = Heartbeat(rank, len(names), store, clock=lambda: self._now, work=work)
+        if len(names) > 1:
             self._heartbeat.start()
             threading.Thread(target=self._judge, name="judge", daemon=True).start()
 
@@ -121,9 +121,39 @@ class Watchdog:
         """End the watch and tell the others that this rank leaves: as intended, which is no reason for them to
         leave, or because of a ``failure`` that they don't know of, which is."""
         if failure:
-            self._heartbeat.proposal = Judgement((self._rank,), f"{self._names[self._rank]} has failed ({failure})")
+            self._heartbeat.proposal = Judgement((self._rank,), f"{self.names[self._rank]} has failed ({failure})")
         self._stopped.set()
         self._heartbeat.leave()
+
+    def __enter__(self) -> Watchdog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, UserError):
+            self.fail(f"ddpm_ds: error: {error}", error.exit_code)
+        known = error is None or isinstance(error, KNOWN_TO_ALL_RANKS)
+        self.stop(failure=None if known else type(error).__name__)
+
+    @contextlib.contextmanager
+    def blamed(self) -> Iterator[None]:
+        """Surround what all ranks do together: where that fails, tell the others and find the rank that is gone.
+
+        Raises:
+            PeerLostError: instead of the error of a collective, where a rank is gone.
+        """
+        try:
+            yield
+        except (UserError, *KNOWN_TO_ALL_RANKS):
+            raise
+        except BaseException as error:
+            missing = self.who_is_missing(WAIT_FOR_CULPRIT_SECONDS) if isinstance(error, RuntimeError) else []
+            self.stop(failure=type(error).__name__)
+            if not missing:
+                raise
+            gone = ", ".join(self.names[rank] for rank in missing)
+            raise PeerLostError(f"{gone} is gone ({str(error).splitlines()[0]}); the run can be resumed") from error
 
     def _judge(self) -> None:
         """The clock stands still while this process is stopped or starved: its own absence is not that of others."""
@@ -140,11 +170,11 @@ class Watchdog:
         if heartbeat.verdict:
             return heartbeat.verdict
         if heartbeat.closed:
-            return Judgement((0,), f"{self._names[0]} has gone")
+            return Judgement((0,), f"{self.names[0]} has gone")
         if not heartbeat.is_alive():  # a single rank, or rank 0 has left as intended
             return None
         if self._now - heartbeat.answer_at > self._dead_seconds:
-            return Judgement((0,), f"{self._names[0]} has not answered for {self._dead_seconds:g} s")
+            return Judgement((0,), f"{self.names[0]} has not answered for {self._dead_seconds:g} s")
         return self._silent(self._dead_seconds, together_seconds=TOGETHER_BEATS * BEAT_SECONDS)
 
     def _silent(self, seconds: float, *, together_seconds: float = 0.0) -> Judgement | None:
@@ -159,7 +189,7 @@ class Watchdog:
         awaited_from = max(silences.values(), default=0.0) - together_seconds
         if not ranks or any(awaited_from < silence <= seconds for silence in silences.values()):
             return None
-        who = ", ".join(self._names[rank] for rank in ranks)
+        who = ", ".join(self.names[rank] for rank in ranks)
         return Judgement(tuple(ranks), f"{who} {'has' if len(ranks) == 1 else 'have'} not answered for {seconds:g} s")
 
     def _hung(self) -> Judgement | None:
@@ -170,16 +200,16 @@ class Watchdog:
         if self._now - last_step_at <= self._hang_seconds or not self._heartbeat.is_alive():
             return None
         blamed = {rank: peer for rank, peer in at_work.items() if peer.state != "waiting"}
-        who = ", ".join(f"{self._names[rank]} hangs in {peer.place}" for rank, peer in blamed.items())
+        who = ", ".join(f"{self.names[rank]} hangs in {peer.place}" for rank, peer in blamed.items())
         if not blamed:
-            who = ", ".join(f"{self._names[rank]} waits in {peer.place}" for rank, peer in at_work.items())
+            who = ", ".join(f"{self.names[rank]} waits in {peer.place}" for rank, peer in at_work.items())
         return Judgement(tuple(blamed or at_work), f"no step for {self._hang_seconds:g} s, {who}")
 
     def _end(self, finding: Judgement) -> None:
         self._heartbeat.proposal = finding
         line = finding.reason
         if finding.code == EXIT_PEER_LOST:
-            line = f"{finding.reason}: ending {self._names[self._rank]}; the run can be resumed"
+            line = f"{finding.reason}: ending {self.names[self._rank]}; the run can be resumed"
         if finding.code == EXIT_PEER_LOST or finding.ranks == (self._rank,):
             saying = threading.Thread(target=self._log, args=(line,), daemon=True)  # a lock it needs may be lost too
             saying.start()
@@ -187,64 +217,3 @@ class Watchdog:
         record_exit(finding.code)
         self.stop()
         self._leave(finding.code)
-
-
-WAIT_FOR_CULPRIT_SECONDS = 5.0
-"""How long a rank whose collective failed looks for the rank that is gone."""
-
-
-class Peers:
-    """All ranks, watched for as long as the ``with`` block lasts; collective.
-
-    A UserError that leaves the block ends all ranks with its line, said once, and its exit code: a file that goes bad
-    while it is read is known to the rank that reads it, and the others would wait for that one.
-
-    Args:
-        names: all ranks' names as a user knows them.
-        device: this rank's device.
-        options: the command line's, with ``dead_seconds`` and ``hang_seconds``.
-    """
-
-    def __init__(self, names: Sequence[str], device: torch.device, options: argparse.Namespace) -> None:
-        self.names = names
-        self.store = make_store(dist.get_rank(), dist.get_world_size())
-        """A key-value store on rank 0, None for a single rank."""
-        self.watchdog = Watchdog(
-            dist.get_rank(),
-            dist.get_world_size(),
-            names,
-            self.store,
-            dead_seconds=options.dead_seconds,
-            hang_seconds=options.hang_seconds,
-            work=DeviceWork.of(device),
-        )
-
-    def __enter__(self) -> Peers:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, UserError):
-            self.watchdog.fail(f"ddpm_ds: error: {error}", error.exit_code)
-        known = error is None or isinstance(error, KNOWN_TO_ALL_RANKS)
-        self.watchdog.stop(failure=None if known else type(error).__name__)
-
-    @contextlib.contextmanager
-    def blamed(self) -> Iterator[None]:
-        """Surround what all ranks do together: where that fails, tell the others and find the rank that is gone.
-
-        Raises:
-            PeerLostError: instead of the error of a collective, where a rank is gone.
-        """
-        try:
-            yield
-        except (UserError, *KNOWN_TO_ALL_RANKS):
-            raise
-        except BaseException as error:
-            missing = self.watchdog.who_is_missing(WAIT_FOR_CULPRIT_SECONDS) if isinstance(error, RuntimeError) else []
-            self.watchdog.stop(failure=type(error).__name__)
-            if not missing:
-                raise
-            gone = ", ".join(self.names[rank] for rank in missing)
-            raise PeerLostError(f"{gone} is gone ({str(error).splitlines()[0]}); the run can be resumed") from error

@@ -27,10 +27,11 @@ from ddpm_ds.observe.timeline import Timeline
 from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.predict.plan import RunPlan, hosts_line, on_hosts
+from ddpm_ds.processes.heartbeat import DeviceWork, make_store
 from ddpm_ds.processes.process_group import group_timeout, process_group
 from ddpm_ds.processes.rendezvous import Rendezvous
 from ddpm_ds.processes.requests import Requests
-from ddpm_ds.processes.watchdog import Peers
+from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.tracking.progress import ProgressLine, summary
 from ddpm_ds.tracking.recorder import Recorder, Resumed, recorded
 from ddpm_ds.tracking.run_folder import checkpoints_of
@@ -89,8 +90,15 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
         rendezvous.close()
         places = prepared.plan.grid()
         names = [rendezvous.name(rank, places.coordinates(rank)[0]) for rank in range(dist.get_world_size())]
-        with Peers(names, device, options) as peers:
-            with peers.blamed(), peers.watchdog.pause():
+        with Watchdog(
+            dist.get_rank(),
+            names,
+            make_store(dist.get_rank(), len(names)),
+            dead_seconds=options.dead_seconds,
+            hang_seconds=options.hang_seconds,
+            work=DeviceWork.of(device),
+        ) as watchdog:
+            with watchdog.blamed(), watchdog.pause():
                 plan, engine, ema = _build(prepared.plan, device, verbose=options.verbose)
             chosen = replace(plan, ds=replace(plan.ds, kernels=engine.kernels))
             labels = {"note": options.note, "parent": options.parent_run}
@@ -98,10 +106,10 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
             with recorded(chosen, run_dir, device, line, prepared.resumed, **labels) as recorder:
                 if plan.ds.kernels == "auto" and device.type == "cuda":
                     recorder.log(engine.why_kernels)
-                with peers.blamed(), peers.watchdog.pause():
-                    saver = _open_checkpoints(prepared, plan, engine, ema, recorder, peers)
+                with watchdog.blamed(), watchdog.pause():
+                    saver = _open_checkpoints(prepared, plan, engine, ema, recorder, watchdog)
                     observer = _observe(plan, engine, recorder, run_dir, options)
-                _train(plan, prepared, engine, ema, saver, observer, recorder, peers)
+                _train(plan, prepared, engine, ema, saver, observer, recorder, watchdog)
         dist.barrier()
 
 
@@ -166,7 +174,7 @@ def _build(plan: RunPlan, device: torch.device, *, verbose: bool) -> tuple[RunPl
 
 
 def _open_checkpoints(
-    prepared: Prepared, plan: RunPlan, engine: UnetPipelineEngine, ema: Ema, recorder: Recorder, peers: Peers
+    prepared: Prepared, plan: RunPlan, engine: UnetPipelineEngine, ema: Ema, recorder: Recorder, watchdog: Watchdog
 ) -> Saver:
     """The run's checkpoints, of which the one to resume from is loaded; collective."""
     run_dir, groups = prepared.claim.run_dir, prepared.claim.groups
@@ -179,7 +187,7 @@ def _open_checkpoints(
         data_sha256=prepared.store.meta.sha256,
         say=recorder.log,
         groups=groups,
-        store=peers.store,
+        store=watchdog.store,
     )
     if prepared.checkpoint is not None:
         saver.load(prepared.checkpoint)
@@ -212,16 +220,16 @@ def _train(
     saver: Saver,
     observer: Observer,
     recorder: Recorder,
-    peers: Peers,
+    watchdog: Watchdog,
 ) -> None:
     """Train to the end, then say where the time went and how the run ended."""
-    run_dir, store, watchdog = prepared.claim.run_dir, prepared.store, peers.watchdog
+    run_dir, store = prepared.claim.run_dir, prepared.store
     started, first = time.monotonic(), engine.images_seen
     if first >= plan.spec.train.images:
         recorder.log(f"the run has already seen its {first:,} images; raise train.images to train further")
         recorder.finish("FINISHED")
         return
-    requests = Requests(run_dir, plan.spec.checkpoint.every_minutes, peers.names)
+    requests = Requests(run_dir, plan.spec.checkpoint.every_minutes, watchdog.names)
     among, held_out = split(len(store), plan.spec.data.held_out_images)
     losses = HeldOutLoss(plan.spec, engine, store, held_out) if len(held_out) else None
     validation = Validation(plan.spec, engine, ema, losses, watchdog, recorder)
@@ -247,7 +255,7 @@ def _train(
         requests.close()
 
     try:
-        with peers.blamed(), system_metrics(peers.store, recorder.tracker):
+        with watchdog.blamed(), system_metrics(watchdog.store, recorder.tracker):
             last = train(run)
         seconds = time.monotonic() - started
     except KNOWN_TO_ALL_RANKS:

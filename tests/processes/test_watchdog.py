@@ -23,7 +23,7 @@ from ddpm_ds.errors import EXIT_PEER_LOST, CheckpointError, Preempted
 from ddpm_ds.processes import heartbeat, watchdog
 from ddpm_ds.processes.heartbeat import DeviceWork, Peer, make_store, waits_for_a_rank
 from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitRecord, read_exits
-from ddpm_ds.processes.watchdog import Peers, Watchdog
+from ddpm_ds.processes.watchdog import Watchdog
 from tests.launching import REPOSITORY, run_ranks
 
 NAMES = [f"rank {rank} (stage {rank // 2})" for rank in range(4)]
@@ -76,7 +76,7 @@ def watchdog_of(rank: int, size: int, store: dist.Store | None, events: Events, 
     def put(value: object) -> None:
         events.put((rank, value))
 
-    return Watchdog(rank, size, NAMES, store, **{"log": put, "leave": put, **options})
+    return Watchdog(rank, NAMES[:size], store, **{"log": put, "leave": put, **options})
 
 
 def take(events: Events, count: int) -> set[tuple[int, object]]:
@@ -105,7 +105,8 @@ def test_every_rank_names_one_that_fell_silent_and_leaves_even_if_its_line_can_n
 def test_ranks_that_fell_silent_together_are_named_together(
     silences: tuple[float, ...], named: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watchdog = Watchdog(0, 1, NAMES, None, dead_seconds=6)
+    watchdog = Watchdog(0, NAMES[:1], None, dead_seconds=6)
+    watchdog.names = NAMES
     monkeypatch.setattr(watchdog._heartbeat, "is_alive", lambda: True)
     watchdog._now = watchdog._heartbeat.answer_at = 100.0
     watchdog._heartbeat.peers = [Peer(beat_at=100.0 - silence) for silence in silences]
@@ -129,7 +130,8 @@ def test_ranks_that_fell_silent_together_are_named_together(
 def test_who_goes_on_by_itself_is_to_blame_for_a_hang_and_who_waits_is_not(
     states: str, named: list[int], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watchdog = Watchdog(0, 1, NAMES, None, hang_seconds=9)
+    watchdog = Watchdog(0, NAMES[:1], None, hang_seconds=9)
+    watchdog.names = NAMES
     monkeypatch.setattr(watchdog._heartbeat, "is_alive", lambda: True)
     watchdog._now = 100.0
     watchdog._heartbeat.peers = [
@@ -230,10 +232,13 @@ def test_what_several_ranks_find_is_said_by_one(watch: Watched, events: Events) 
         (CheckpointError("is damaged"), call.fail("ddpm_ds: error: is damaged", 2)),
     ],
 )
-def test_who_leaves_with_an_error_that_others_do_not_know_tells_them(error: Exception | None, first: Any) -> None:
-    peers = object.__new__(Peers)
-    peers.watchdog = told = Mock()
-    with contextlib.suppress(OSError, Preempted, CheckpointError), peers:
+def test_who_leaves_with_an_error_that_others_do_not_know_tells_them(
+    error: Exception | None, first: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, watchdog = Mock(), Watchdog(0, NAMES[:1], None)
+    monkeypatch.setattr(watchdog, "fail", told.fail)
+    monkeypatch.setattr(watchdog, "stop", told.stop)
+    with contextlib.suppress(OSError, Preempted, CheckpointError), watchdog:
         if error is not None:
             raise error
     assert told.mock_calls[0] == first
@@ -283,7 +288,7 @@ def test_nobody_is_missing_where_all_are_alive(watch: Watched, events: Events) -
 
 
 def test_a_single_rank_watches_nobody() -> None:
-    alone = Watchdog(0, 1, NAMES, make_store(0, 1), dead_seconds=0, hang_seconds=0)
+    alone = Watchdog(0, NAMES[:1], make_store(0, 1), dead_seconds=0, hang_seconds=0)
     alone.progress()
     assert alone.who_is_missing(0.1) == []
     alone.fail("is raised by the one rank", 2)
@@ -297,7 +302,7 @@ from ddpm_ds.processes.heartbeat import make_store
 from ddpm_ds.processes.watchdog import Watchdog
 dist.broadcast_object_list = lambda port, src: print(port[0], flush=True)
 os.environ["MASTER_ADDR"] = "127.0.0.1"
-watchdog = Watchdog(0, 3, ["rank 0", "rank 1", "rank 2"], make_store(0, 3), dead_seconds=2.0)
+watchdog = Watchdog(0, ["rank 0", "rank 1", "rank 2"], make_store(0, 3), dead_seconds=2.0)
 time.sleep(60)
 """
 

@@ -49,7 +49,7 @@ def main() -> int:
     names = [f"rank {peer} (stage {peer})" for peer in range(size)]
     store, device = make_store(rank, size), Device()
     work = DeviceWork(device.is_done)
-    watchdog = Watchdog(rank, size, names, store, dead_seconds=8, hang_seconds=2, work=work)
+    watchdog = Watchdog(rank, names, store, dead_seconds=8, hang_seconds=2, work=work)
     try:
         for step in range(3):
             watchdog.progress()
