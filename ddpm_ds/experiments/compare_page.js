@@ -88,7 +88,7 @@ function draw() {
       shape("text", { x: toX(mark), y: bottom + 19, "text-anchor": toX(mark) > end - 20 ? "end" : "middle" }, label));
   }
   plot.append(shape("line", { class: "axis", x1: begin, x2: end, y1: bottom, y2: bottom }));
-  for (const { index, run, points, known } of [...lines].sort((one, other) => one.run.baseline - other.run.baseline)) {
+  for (const { index, run, points, known } of [...lines].sort((one, other) => other.run.baseline - one.run.baseline)) {
     const steps = points.map(({ x, y }, place) => (!usable(y) ? ""
       : `${place && usable(points[place - 1].y) ? "L" : "M"}${toX(x).toFixed(1)} ${toY(y).toFixed(1)}`));
     plot.append(shape("path", { class: `course${run.baseline ? " baseline" : ""}`, style: coloured(run), d: steps.join(""),
