@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Stream(IntEnum):
-    """What a draw is for; two streams of one image are independent.
+    """Purpose of a draw; two streams of one image are independent.
 
     Dropout of layer i uses DROPOUT + i, the held-out noise at timestep t HELD_OUT + t. A drawn image begins with the
     noise of SAMPLE and is given that of SAMPLE + 1 + t on leaving timestep t.
@@ -49,13 +49,13 @@ _COUNTER_STEP, _MIX_1, _MIX_2 = (value - 2**32 for value in HASH_MULTIPLIERS)  #
 
 
 def check_key(seed: int, stream: int) -> None:
-    """Refuse what is no key of Philox. Raises ValueError."""
+    """Raise ValueError where seed and stream are no key of Philox."""
     if not (0 <= seed <= _WORD and 0 <= stream <= _WORD):
         raise ValueError(f"seed = {seed} and stream = {stream} must be 32-bit unsigned integers")
 
 
 def drop_threshold(drop: float) -> int:
-    """How many of the 2^16 values of an element's bits mean that `keep_mask` drops it.
+    """Number of the 2^16 values of an element's bits that make `keep_mask` drop it.
 
     Raises:
         ValueError: drop is not in [0, 1).
@@ -107,13 +107,13 @@ def bits(seed: int, stream: int, images: Tensor, count: int) -> Tensor:
 
 
 def uniform(seed: int, stream: int, images: Tensor, count: int) -> Tensor:
-    """(N, count) float32 in [0, 1), multiples of 2^-24; arguments as for :func:`bits`."""
+    """Draws, (N, count) float32 in [0, 1), multiples of 2^-24; arguments as for :func:`bits`."""
     # 24 bits fit a float32 exactly, so nothing rounds up to 1.
     return (bits(seed, stream, images, count) >> 8).to(torch.float32).mul_(2.0**-24)  # (N, count)
 
 
 def normal(seed: int, stream: int, images: Tensor, count: int) -> Tensor:
-    """(N, count) float32 standard normal, by Box and Muller 1958; arguments as for :func:`bits`.
+    """Draws, (N, count) float32 standard normal, by Box and Muller 1958; arguments as for :func:`bits`.
 
     Two words make two neighbouring draws. Magnitudes end at 6.8, which 1 of 10^11 draws would exceed.
     """
@@ -126,7 +126,7 @@ def normal(seed: int, stream: int, images: Tensor, count: int) -> Tensor:
 
 
 def integers(seed: int, stream: int, images: Tensor, high: int) -> Tensor:
-    """(N,) int64, one per image, uniform in [0, high) up to a bias below high / 2^32; high is at most 2^31.
+    """Draws, (N,) int64, one per image, uniform in [0, high) up to a bias below high / 2^32; high is at most 2^31.
 
     Raises:
         ValueError: seed, stream or high is out of range.
@@ -137,7 +137,7 @@ def integers(seed: int, stream: int, images: Tensor, high: int) -> Tensor:
 
 
 def keep_mask(seed: int, stream: int, images: Tensor, count: int, drop: float) -> Tensor:
-    """Which of `count` elements dropout keeps, (N, count) bool: each is False with probability `drop`.
+    """Elements that dropout keeps, (N, count) bool: each is False with probability `drop`.
 
     Made for large activations: Philox gives each image two 32-bit keys, and an integer hash of (keys, counter)
     gives 16 bits per element, so `drop` is rounded to a multiple of 2^-16. The first elements don't depend on

@@ -100,7 +100,7 @@ def deliver(
 def _transfers(
     whole: CompleteCheckpoint, reader: Reader | None, needs: Sequence[tuple[int, Wanted]], gather: Gather
 ) -> list[_Transfer]:
-    """Who sends what to whom; the same list on all ranks. Of several that have a value the lowest leader sends it."""
+    """Plan the transfers, the same list on all ranks. Where several have a value the lowest leader sends it."""
     asked = [
         (target, index, Wanted(*want)) for target, theirs in enumerate(gather(list(needs))) for index, want in theirs
     ]

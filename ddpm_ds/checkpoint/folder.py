@@ -129,7 +129,7 @@ def clean(folder: Path) -> None:
 
 
 def scratch(folder: Path, name: str, attempt: int) -> Path:
-    """Where the ranks write checkpoint ``name`` before it is complete; the same path for all of them."""
+    """Folder in which the ranks write checkpoint ``name`` before it is complete; the same path for all of them."""
     return folder / f"{WRITING}{name}.{attempt}"
 
 

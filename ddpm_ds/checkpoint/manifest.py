@@ -30,7 +30,7 @@ class _Record(BaseModel):
 
 
 class Description(_Record):
-    """What the run knows about a checkpoint that it asks for."""
+    """Facts about a checkpoint that the run which asks for it knows."""
 
     images: int
     """Images seen."""
@@ -38,7 +38,7 @@ class Description(_Record):
     """Optimizer steps taken."""
     spec: dict[str, Any]
     ds_config: dict[str, Any]
-    """What DeepSpeed was given."""
+    """DeepSpeed's configuration as it was given."""
     layout: dict[str, Any]
     """Processes, stages, replicas and batch of the run that wrote it."""
     data_sha256: dict[str, str]
@@ -55,7 +55,7 @@ class FileEntry(_Record):
 
 
 class Place(_Record):
-    """Where a file was written."""
+    """Host and folder where a file was written."""
 
     host: str
     folder: str
@@ -88,11 +88,11 @@ class Manifest(Description):
     """Version of ddpm_ds."""
     created: datetime
     kinds: tuple[str, ...]
-    """What is kept of every parameter, such as ``master``, ``exp_avg``, ``exp_avg_sq`` and ``ema``."""
+    """Kinds of values that are kept of every parameter, such as ``master``, ``exp_avg``, ``exp_avg_sq`` and ``ema``."""
     files: dict[str, FileEntry]
     """Every other file of the checkpoint."""
     places: dict[str, Place] = {}
-    """Where each file was written, ``state.json`` apart, which is everywhere; empty where all hosts share a folder."""
+    """Place of each file, ``state.json`` apart, which is everywhere; empty where all hosts share a folder."""
 
     @property
     def total_bytes(self) -> int:

@@ -34,7 +34,7 @@ ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
 class _Span(NamedTuple):
-    """Where a fragment lies."""
+    """Place of a fragment: its elements of the parameter, and the file and key."""
 
     start: int
     stop: int
@@ -68,7 +68,7 @@ class Reader:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What is kept of every parameter."""
+        """Kinds of values that are kept of every parameter."""
         return self.manifest.kinds
 
     def verify(self, progress: bool = False) -> None:

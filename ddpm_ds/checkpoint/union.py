@@ -167,8 +167,8 @@ def _examine(path: Path, groups: Groups, gather: Gather, progress: bool) -> Comp
 
 
 def _look(path: Path, groups: Groups) -> dict[str, Any] | None:
-    """What this group's folder has of a checkpoint, from its leader: its manifest's checksum, its age and its files,
-    or what is wrong with the manifest."""
+    """Describe what this group's folder has of a checkpoint: its manifest's checksum, its age and its files, or what is
+    wrong with the manifest; None on ranks that don't lead."""
     if not groups.leads or not path.exists():
         return None
     try:
@@ -206,7 +206,7 @@ def _in_none(manifest: Manifest, holders: Mapping[int, Sequence[str]]) -> list[s
 def _lacks(
     path: Path, manifest: Manifest, gone: Sequence[str], holders: Mapping[int, Sequence[str]], groups: Groups
 ) -> str:
-    """What is missing, where it was written, and who has the rest."""
+    """Say what is missing, where it was written, and who has the rest."""
 
     def about(host: str) -> str:
         return " (it has that no more)" if host in groups.hosts else " (a host that is not in this run)"

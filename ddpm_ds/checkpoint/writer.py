@@ -155,7 +155,7 @@ class Writer:
         store: Store | None = None,
     ) -> None:
         self.seconds_blocked = 0.0
-        """How long the last :meth:`begin` held training up, waiting for the checkpoint before it included."""
+        """Seconds that the last :meth:`begin` held training up, waiting for the checkpoint before it included."""
         self._folder, self._rank = folder, rank
         self._groups = groups or Groups.one_folder(rank, world_size)
         self._leaders = Leaders(self._groups, store, time_limit_seconds)
@@ -314,7 +314,7 @@ def _record(rank: int) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong, in the words of the file system where it was that."""
+    """Reason for an error, in the words of the file system where it came from there."""
     if isinstance(error, OSError) and error.strerror:
         where = f" ({Path(error.filename).name})" if error.filename else ""
         return error.strerror + where

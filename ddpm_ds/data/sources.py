@@ -24,7 +24,7 @@ Pixels = npt.NDArray[np.uint8]
 NOT_PICTURES = {"BUFR", "EPS", "GRIB", "HDF5", "IPTC", "MPEG", "WMF"}
 """Formats that Pillow recognises by name but can't decode by itself, or that hold no pictures."""
 NETWORK_TIMEOUT_SECONDS = 20.0
-"""Without a limit, a network that swallows packets would hold a launch up for minutes."""
+"""Limit without which a network that swallows packets would hold a launch up for minutes."""
 
 
 class UnreadableImage(Exception):

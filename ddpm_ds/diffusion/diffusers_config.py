@@ -85,7 +85,7 @@ def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec) -> dict[str
 
 
 class _SchedulerArguments(Arguments):
-    """What says how noise is added, with its defaults; the other arguments say how images are drawn."""
+    """Arguments that say how noise is added, with their defaults; the others say how images are drawn."""
 
     class_names: ClassVar[tuple[str, ...]] = (
         "DDPMScheduler",

@@ -35,7 +35,7 @@ GRADIENT_WARPS = 8
 
 @dataclass(frozen=True)
 class Tiles:
-    """How the pixels of the images are cut into tiles, and channels into blocks."""
+    """Cut of the pixels of the images into tiles, and of channels into blocks."""
 
     count: int
     """Tiles of an image."""
@@ -50,7 +50,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class WholeImages:
-    """How an image is held in registers by groups."""
+    """Share of an image's groups that a program holds in registers."""
 
     rows: int
     """Places for pixels."""
@@ -84,7 +84,7 @@ def tiles(images: int, pixels: int, channels: int, groups: int) -> Tiles:
 
 @lru_cache
 def whole(pixels: int, channels: int, groups: int, element_bytes: int) -> WholeImages | None:
-    """How images of a shape are held whole; None where too few neighbouring channels would fit."""
+    """The programs that hold images of a shape whole; None where too few neighbouring channels would fit."""
     width, rows = power_above(channels // groups), power_above(pixels)
     for row_bytes in ROW_BYTES:
         wanted = -(-row_bytes // (channels // groups * element_bytes))

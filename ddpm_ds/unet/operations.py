@@ -33,8 +33,8 @@ FEWEST_CHANNELS = 16
 
 Kind = TypeVar("Kind", bound=nn.Module)
 Kernels = Literal["fused", "masks", "reference"]
-"""What computes a normalisation with what surrounds it, and a dropout's mask: kernels of ours, kernels of ours for the
-masks alone, or PyTorch's operations."""
+"""Implementation of the normalisations, with what surrounds them, and of dropout's masks: kernels of ours, kernels of
+ours for the masks alone, or PyTorch's operations."""
 MemoryFormat = Literal["channels_last", "contiguous"]
 MEMORY_FORMATS: dict[MemoryFormat, torch.memory_format] = {
     "channels_last": torch.channels_last,
