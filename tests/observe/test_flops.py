@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddpm_ds.observe.flops import FlopsProfile, profile_layers
+from ddpm_ds.observe.observer import instructions_wrapped
 from tests.observe.conftest import CASES, Observed
 from tests.observe.observed_worker import FLOPS_STEP, LAYERS, SETTINGS
 from tests.observe.told import Told
@@ -131,19 +132,21 @@ def test_a_run_is_profiled_once(tmp_path: Path) -> None:
     assert vars(observe(tmp_path, [1, 2, 3], SETTINGS | {"enabled": False})) == vars(Told())
 
 
-@pytest.mark.usefixtures("alone")
-def test_another_observer_may_have_wrapped_the_same_instruction(tmp_path: Path) -> None:
-    engine, told = OneStage(), Told()
-    observer = FlopsProfile(engine, engine.layers, SETTINGS, tmp_path, told, steps=10)  # type: ignore[arg-type]
-    observer.begin_step(1)
-    ours = engine.execute[ForwardPass]
-    engine.execute[ForwardPass] = theirs = lambda **arguments: ours(**arguments)
-    theirs(buffer_id=0)
-    observer.begin_step(2)
+def test_an_instruction_that_another_observer_has_wrapped_meanwhile_stays_wrapped_and_passes_through() -> None:
+    calls: list[Any] = []
+    engine = SimpleNamespace(execute={ForwardPass: lambda **_: calls.append("forward")})
+
+    def around(name: str, phase: int, execute: Callable[[], None]) -> None:
+        calls.append((name, phase))
+        execute()
+
+    with instructions_wrapped(engine, around):
+        ours = engine.execute[ForwardPass]
+        engine.execute[ForwardPass] = theirs = lambda **arguments: ours(**arguments)
+        theirs(phase=1)
+    theirs(phase=1)
     assert engine.execute[ForwardPass] is theirs
-    theirs(buffer_id=0)  # passes through
-    observer.finish()
-    assert len(told.metrics) == 1
+    assert calls == [("ForwardPass", 1), "forward", "forward"]
 
 
 @pytest.mark.usefixtures("alone")
