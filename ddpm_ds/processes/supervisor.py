@@ -198,7 +198,7 @@ class _Start:
             if self._signals.count and stop_until == float("inf"):
                 stop_until = time.monotonic() + self._grace_seconds
                 if not self._ask_to_stop(self._signals.last.name):
-                    self._log(f"{self._signals.last.name}: stopped before a rank was there")
+                    self._log(f"{self._signals.last.name}: stopped before any rank had started")
                     if self._launch.remote:  # it would end every launcher of this user, whatever its job, on all hosts
                         self._launcher.kill()
                     _send(signal.SIGTERM, self._processes())
@@ -217,7 +217,7 @@ class _Start:
             return 128 + self._signals.last
 
         self._wait_until_gone(SETTLE_SECONDS)
-        orphaned = self._ask_to_stop(f"the launcher has ended (exit code {code}), not so its ranks")
+        orphaned = self._ask_to_stop(f"the launcher has ended (exit code {code}), but its ranks have not")
         if orphaned:
             self._wait_until_gone(self._grace_seconds)
         record = read_exits(self._exit_file)

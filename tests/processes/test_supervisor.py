@@ -148,7 +148,7 @@ def test_a_killed_launcher_is_noticed_and_leaves_nothing_behind(run_dir: Path) -
     code, said = supervised(command(run_dir, "kill_launcher", "kill_launcher_and_self", ranks=1), max_restarts=1)
     assert code == 76
     assert said == [
-        "the launcher has ended (exit code 0), not so its ranks: asking 1 ranks to save and stop; "
+        "the launcher has ended (exit code 0), but its ranks have not: asking 1 ranks to save and stop; "
         "a second signal ends them at once",
         f"{LOST}; restart 1 of 1 in 0.1 s",
         f"{LOST}; no restart of 1 is left",
@@ -188,7 +188,7 @@ def test_a_signal_before_there_are_ranks_ends_with_75(run_dir: Path) -> None:
     run = start(command(run_dir, "train"))
     wait_for(lambda: len(left_running(run_dir)) > 1)  # the launcher runs
     run.send_signal(signal.SIGTERM)
-    assert finish(run) == (75, ["SIGTERM: stopped before a rank was there"])
+    assert finish(run) == (75, ["SIGTERM: stopped before any rank had started"])
     assert left_running(run_dir) == []
 
 
