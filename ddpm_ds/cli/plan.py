@@ -18,7 +18,6 @@ from ddpm_ds.processes.ranks import set_environment
 if TYPE_CHECKING:
     from ddpm_ds.observe.device_speed import LayerTimes
     from ddpm_ds.predict.layouts import Workload
-    from ddpm_ds.predict.predictor import Prediction, Predictor
     from ddpm_ds.unet.layers import Layer
 
 DESCRIPTION = """\
@@ -84,12 +83,27 @@ def _plan(options: argparse.Namespace) -> None:
     set_environment()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing is trained: DeepSpeed need not look for devices
     from ddpm_ds.predict.costs import analytic_times  # deepspeed, now that everything cheap is checked
-    from ddpm_ds.predict.layouts import Workload
+    from ddpm_ds.predict.layouts import Workload, ds_config
     from ddpm_ds.predict.predictor import Predictor
-    from ddpm_ds.predict.report import report
+    from ddpm_ds.predict.report import draw_timeline, report
     from ddpm_ds.predict.search import candidates, search, sort_out
 
-    devices = _machine(options, half=precision(config) != "fp32")
+    kind, memory = options.device_kind, options.device_memory
+    if kind is None:
+        kind, here = this_machine(options.devices // options.nodes or 1)
+        memory = memory or here
+    if kind is None:
+        raise LayoutError(f"this machine's GPU is not in the planner's table; use --device-kind {' or '.join(KINDS)}")
+    devices = machine(
+        kind,
+        half=precision(config) != "fp32",
+        devices=options.devices,
+        nodes=options.nodes,
+        memory_bytes=memory,
+        flops=options.tflops,
+        link_bandwidth=options.bandwidth,
+        network_bandwidth=options.inter_node,
+    )
     job = Workload(spec, config, devices.is_cpu)
     predictor = Predictor(job, devices, analytic_times(job, devices))
     among = candidates(predictor)
@@ -101,28 +115,14 @@ def _plan(options: argparse.Namespace) -> None:
     print(f"devices  {devices.words()}")
     print(f"layers   {'timed on this machine' if options.measure else 'computed, not timed (--measure times them)'}\n")
     print(report(plan, devices))
-    _write(options, predictor, plan.best[0])
-
-
-def _machine(options: argparse.Namespace, *, half: bool) -> Machine:
-    kind, memory = options.device_kind, options.device_memory
-    if kind is None:
-        kind, here = this_machine(options.devices // options.nodes or 1)
-        if kind is None:
-            raise LayoutError(
-                f"this machine's GPU is not in the planner's table; use --device-kind {' or '.join(KINDS)}"
-            )
-        memory = memory or here
-    return machine(
-        kind,
-        half=half,
-        devices=options.devices,
-        nodes=options.nodes,
-        memory_bytes=memory,
-        flops=options.tflops,
-        link_bandwidth=options.bandwidth,
-        network_bandwidth=options.inter_node,
-    )
+    first = plan.best[0].layout
+    if options.out is not None:
+        filled = ds_config(job, first, predictor.bounds(first))
+        options.out.write_text(json.dumps(filled, indent=2) + "\n")
+        print(f"\n{options.out}: the DeepSpeed JSON of 1; train with {options.devices} processes")
+    if options.timeline is not None:
+        draw_timeline(predictor.simulate(first, keep_events=True), f"{spec.name}: {first.words()}", options.timeline)
+        print(f"{options.timeline}: its step")
 
 
 def _measured(job: Workload, devices: Machine) -> LayerTimes:
@@ -142,18 +142,3 @@ def _measured(job: Workload, devices: Machine) -> LayerTimes:
         bar.update()
 
     return measured_times(job.layers, device, job.precision, progress)
-
-
-def _write(options: argparse.Namespace, predictor: Predictor, first: Prediction) -> None:
-    from ddpm_ds.predict.layouts import ds_config
-
-    if options.out is not None:
-        config = ds_config(predictor.job, first.layout, predictor.bounds(first.layout))
-        options.out.write_text(json.dumps(config, indent=2) + "\n")
-        print(f"\n{options.out}: the DeepSpeed JSON of 1; train with {options.devices} processes")
-    if options.timeline is not None:
-        from ddpm_ds.predict.report import draw_timeline
-
-        simulation = predictor.simulate(first.layout, keep_events=True)
-        draw_timeline(simulation, f"{predictor.job.spec.name}: {first.layout.words()}", options.timeline)
-        print(f"{options.timeline}: its step")

@@ -1,1 +1,1 @@
-"""What a finished run lost its time to, and the one change to try next; pure, from the files of its folder."""
+"""Where the time of a finished run went, and the one change to try next, from the files of its folder."""

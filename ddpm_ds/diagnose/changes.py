@@ -32,7 +32,7 @@ class Change:
     """A change of one setting, and what it is predicted to save."""
 
     words: str
-    """What it does, in a sentence."""
+    """The effect, in a sentence."""
     gain: float
     """Share of an image's time that it saves."""
     options: tuple[str, ...] = ()

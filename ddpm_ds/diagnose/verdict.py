@@ -35,7 +35,7 @@ BAR = 40
 LINE = 112
 """Characters of a line, where it is not a command."""
 VERDICT = "verdict.txt"
-"""In a run's folder."""
+"""The file in a run's folder."""
 SHOWN = {"low utilisation": "kernel start-up", "sampling pauses": "sampling and validation"}
 """Words for shares whose name in MLflow's tags says less."""
 
@@ -136,7 +136,7 @@ def _wrapped(sentences: str) -> str:
 
 
 def tags(found: Verdict) -> dict[str, str]:
-    """What MLflow shows beside a run."""
+    """Tags that MLflow shows beside a run."""
     return {
         "verdict.top": "healthy" if found.healthy else found.top,
         "verdict.share": f"{found.shares[found.top]:.1%}",

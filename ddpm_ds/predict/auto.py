@@ -1,4 +1,4 @@
-"""What a run on the present devices leaves to the planner: the number of stages, and the cuts.
+"""Decisions that a run on the present devices leaves to the planner: the number of stages, and the cuts.
 
 ``"stages": "auto"`` is the number of stages with which a step is fastest; the schedule, the micro-batch, ZeRO and the
 rest are as the JSON and the spec say. Layers' times are computed, so that all processes come to the same answer before

@@ -168,7 +168,7 @@ def ring_seconds(machine: Machine, layout: Candidate, rank: int, size: float, pa
 
 
 def shared(job: Workload, layout: Candidate) -> Sharing:
-    """What the replicas of a layout send each other."""
+    """How the replicas of a layout share gradients and weights."""
     return sharing(
         job.config, precision=job.precision, zero_stage=layout.zero_stage, micro_batches=layout.micro_batches
     )

@@ -22,7 +22,7 @@ from ddpm_ds.predict.simulate import PhaseCosts
 from ddpm_ds.unet.layers import PASSES_PER_STEP
 
 SUMMARY = Path("trace") / "summary.json"
-"""In a run's folder: what the traced steps came to."""
+"""The summary of the traced steps, in a run's folder."""
 HOW_TO_TRACE = "train with --trace-steps FIRST-LAST, or for 22 steps or more: then steps 20 to 22 are"
 
 FIRST_SCALE = 2.0**16
@@ -103,7 +103,7 @@ class FinishedRun:
     step_seconds: float
     """Seconds of a traced step, without checkpoints, sampling and validation."""
     peak_flops_per_second: float
-    """What one device reaches in matrix products; 0 is unknown."""
+    """Flops per second that one device reaches in matrix products; 0 is unknown."""
     overflows: Overflows
     pauses: Pauses
     evaluation_seconds: float

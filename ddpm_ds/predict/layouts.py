@@ -84,7 +84,7 @@ class Candidate:
     offload: bool
     """Whether Adam's state and the averaged weights are in host memory."""
     across: AcrossHosts | Literal["auto"] = "auto"
-    """What is split over nodes; "auto" where it makes no difference."""
+    """The axis that is split over nodes; "auto" where it makes no difference."""
 
     @staticmethod
     def of(ds: ResolvedDsConfig, checkpoint_interval: int) -> Candidate:
@@ -103,7 +103,7 @@ class Candidate:
 
     @property
     def apart(self) -> AcrossHosts:
-        """What is in different nodes, where there are several."""
+        """The axis that is split over nodes, where there are several."""
         if self.across == "auto":
             return "replicas" if self.stages == 1 else "stages"
         return self.across

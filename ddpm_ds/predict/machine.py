@@ -1,4 +1,4 @@
-"""The devices to plan for: what they compute, hold and send. Numbers of kinds are data sheets', discounted."""
+"""The devices to plan for: how fast they compute and send, and what they hold; by data sheets, discounted."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Machine:
     devices: int
     nodes: int
     memory_bytes: int
-    """What one device may hold."""
+    """Memory of one device."""
     flops: float
     """Per second, of one device, in large convolutions."""
     memory_bandwidth: float
@@ -87,16 +87,16 @@ class Machine:
 
     @property
     def layer_seconds(self) -> float:
-        """What a layer's forward takes before it has computed anything: launches, Python."""
+        """Seconds of a layer's forward before it computes anything: launches, Python."""
         return 2e-4 if self.is_cpu else 1e-4
 
     @property
     def latency_seconds(self) -> float:
-        """From posting a message to its first byte."""
+        """Seconds from posting a message to its first byte."""
         return 1e-4 if self.is_cpu else 2e-5
 
     def words(self) -> str:
-        """What was assumed, for the output."""
+        """The devices and their rates in a line, for the output."""
         between = f", {self.network_bandwidth / 1e9:.3g} GB/s to other nodes" if self.nodes > 1 else ""
         nodes = f" in {self.nodes} nodes" if self.nodes > 1 else ""
         return (

@@ -39,7 +39,7 @@ class Memory:
     """Adam's two moments, and fp32 weights where the layers' own are not the ones that are stepped."""
     ema: int
     activations: int
-    """What is kept for the backward pass, with received messages that are differentiated."""
+    """Tensors kept for the backward pass, with received messages that are differentiated."""
     buffers: int
     """Messages on their way, gradients being reduced, and what the running layer needs."""
     communicators: int = 0
@@ -183,7 +183,7 @@ def _kept(job: Workload, layout: Candidate, bounds: Sequence[int]) -> tuple[tupl
 def _kept_by_rank(
     layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule, interval: int, wide: int, stored: int
 ) -> tuple[tuple[Kept, ...], ...]:
-    """What each rank keeps in each of its phases."""
+    """The bytes that each rank keeps in each of its phases."""
     return tuple(
         tuple(
             kept(layers, segment, interval, wide, stored, holds_skips=schedule == "folded" and phase == 0)
@@ -196,7 +196,7 @@ def _kept_by_rank(
 def kept(
     layers: Sequence[Layer], segment: Segment, interval: int, wide: int, stored: int, *, holds_skips: bool
 ) -> Kept:
-    """What autograd, checkpoints of ``interval`` layers (0: none) and the fold keep of a segment.
+    """The bytes of a segment that autograd, checkpoints of ``interval`` layers (0: none) and the fold keep.
 
     ``wide`` and ``stored`` are the bytes of an element in arithmetic and of a weight; ``holds_skips`` says whether
     skips stay on the rank, as in phase 0 of a fold.
@@ -296,7 +296,7 @@ def _copies_its_input(layer: Layer) -> bool:
 
 
 def _beyond_kept(layers: Sequence[Layer]) -> int:
-    """What running layers add to the activations of all: a backward frees those of one layer before the next."""
+    """Elements that running layers add to the activations of all: a backward frees one layer's before the next."""
     beyond = after = 0
     for layer in reversed(layers):
         beyond = max(beyond, _working_elements(layer) - after)

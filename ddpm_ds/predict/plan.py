@@ -25,7 +25,7 @@ from ddpm_ds.pipeline.placement import AcrossHosts, Exchange, Grid, across_hosts
 from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer, unet_layers
 
 MOST_HOSTS = 3
-"""That a cell of the table of stages names."""
+"""Hosts that a cell of the table of stages names."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class RunPlan:
     bounds: tuple[int, ...]
     stages: tuple[Stage, ...]
     hosts: tuple[str, ...]
-    """Of each global rank; empty while it is not known who is where, since hosts differ in their number of ranks."""
+    """The host of each global rank; empty while that is not known, since hosts differ in their number of ranks."""
     chosen: str | None = None
     """Why the planner has chosen this number of stages, where it was asked."""
 
@@ -61,7 +61,7 @@ class RunPlan:
 
     @cached_property
     def across(self) -> AcrossHosts:
-        """What is split over hosts."""
+        """The axis that is split over hosts."""
         return across_hosts(self.ds, self.layers, self.bounds, self.hosts)
 
     @property
@@ -75,7 +75,7 @@ class RunPlan:
 
     @property
     def exchange(self) -> Exchange:
-        """What a step sends."""
+        """The bytes that a step sends."""
         return run_exchange(self.ds, self.layers, self.bounds)
 
     def sent_bytes(self, stage: Stage) -> int:
@@ -168,7 +168,7 @@ def _named(hosts: Sequence[object]) -> str:
 
 
 def hosts_line(plan: RunPlan) -> str | None:
-    """What crosses hosts in a step, and what would if the other axis of the layout did; None for one host."""
+    """A line on the bytes that cross hosts in a step, also with the other axis across them; None for one host."""
     if not plan.hosts:
         return "hosts        of different sizes: who is where, and what crosses, is known when the ranks have met"
     if not plan.several_hosts:
@@ -192,7 +192,7 @@ def _megabytes(size: float) -> str:
 
 
 def describe_plan(plan: RunPlan, run_dir: Path) -> str:
-    """What every run prints first, and ``--dry-run`` prints alone."""
+    """The text that every run prints first, and ``--dry-run`` prints alone."""
     spec, data, layout, ds = plan.spec, plan.spec.data, plan.ds.layout, plan.ds
     match ds.checkpoint_interval:
         case "auto":

@@ -30,7 +30,7 @@ def report(plan: Plan, machine: Machine) -> str:
 
 
 def why(plan: Plan, machine: Machine) -> str:
-    """In some sentences why the first layout is the first, what of it crosses nodes, and what more memory would do."""
+    """Sentences on why the first layout is the first, what of it crosses nodes, and what more memory would do."""
     first, *others = plan.best
     sentences = [
         f"1 is the fastest of {plan.fitting:,} layouts that fit; {plan.misfits:,} don't. Its devices spend "
@@ -58,7 +58,7 @@ def why(plan: Plan, machine: Machine) -> str:
 
 
 def _apart(first: Prediction, turned: Prediction | None) -> str:
-    """What crosses nodes, and what would if the other axis of the layout did."""
+    """A sentence on the bytes that cross nodes, also with the other axis of the layout across them."""
     wires = first.traffic
     parts = (("activations", wires.activations), ("gradients", wires.gradients), ("weights", wires.weights))
     named = " and ".join(f"{size / 1e9:.3f} GB of {name}" for name, size in parts if size)

@@ -15,7 +15,7 @@ from ddpm_ds.predict.predictor import Prediction, Predictor
 
 @dataclass(frozen=True)
 class Plan:
-    """What a search found."""
+    """The result of a search."""
 
     best: tuple[Prediction, ...]
     """The fastest first, each with another number of stages, schedule or micro-batch than those before it."""

@@ -27,7 +27,7 @@ from ddpm_ds.pipeline.schedule import Event, program
 
 @dataclass(frozen=True)
 class PhaseCosts:
-    """What one micro-batch costs a rank in one phase: its stage under 1F1B; its encoder or decoder half in the fold."""
+    """Costs of one micro-batch in one phase of a rank: its stage under 1F1B, its encoder or decoder half in the fold."""
 
     forward_seconds: float
     backward_seconds: float
@@ -45,7 +45,7 @@ class PhaseCosts:
 
 @dataclass(frozen=True)
 class RankCosts:
-    """What a rank's instructions cost."""
+    """Costs of a rank's instructions."""
 
     phases: tuple[PhaseCosts, ...]
     reduce_seconds: float = 0.0
@@ -75,7 +75,7 @@ class Simulation:
 
     step_seconds: float
     events: tuple[tuple[Event, ...], ...]
-    """In the order of execution; empty where they were not asked for."""
+    """Events in the order of execution; empty where they were not asked for."""
     busy_seconds: tuple[float, ...]
 
     @property

@@ -105,7 +105,7 @@ class Model:
 
     @cached_property
     def startup_seconds(self) -> float:
-        """What the layers of a rank take for a micro-batch before they compute, in the mean."""
+        """Seconds that the layers of a rank take for a micro-batch before they compute, in the mean."""
         return sum(layer.start.forward + layer.start.backward for layer in self.layers) / self.now.stages
 
     @cached_property

@@ -37,7 +37,7 @@ class Bench:
     workers: int = 0
     zero_stage: int = 0
     start_seconds: float = 1e-6
-    """What a layer's forward takes before it computes."""
+    """Seconds of a layer's forward before it computes."""
     macs_per_second: float = 1e9
     bytes_per_second: float = float("inf")
     read_seconds: float = 0.0
@@ -82,7 +82,7 @@ class Bench:
         }
 
     def rank(self, number: int) -> tuple[RankFacts, RankCosts]:
-        """What a trace says of a rank without its waiting, and what the simulator needs to know of it."""
+        """A rank's trace without its waiting, and its costs for the simulator."""
         phases = []
         segments = rank_segments(self.layers, self.bounds, self.schedule)[number]
         for segment in segments:
@@ -102,7 +102,7 @@ class Bench:
         )
 
     def traced(self, **other: Any) -> FinishedRun:
-        """What a traced step of it says, with some facts replaced."""
+        """A traced step of it, with some facts replaced."""
         ranks, costs = zip(*(self.rank(number) for number in range(self.ranks)), strict=True)
         step = simulate(self.schedule, self.micro_batches, costs, lambda *_: Link(self.bytes_per_second))
         start = LayerSeconds(self.start_seconds, 2 * self.start_seconds)

@@ -39,14 +39,14 @@ def micro_batches(spec: RunSpec, images: int) -> Iterator[MicroBatch]:
 
 
 def living_bytes() -> int:
-    """Of the tensors that Python knows."""
+    """Bytes of the tensors that Python knows."""
     gc.collect()
     storages = [thing.untyped_storage() for thing in gc.get_objects() if isinstance(thing, Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def peak_bytes(spec: RunSpec, config: dict[str, object]) -> int:
-    """Of the second step on this rank, in which the optimizer's state is there."""
+    """Bytes in the fullest moment of the second step on this rank, when the optimizer's state is there."""
     ds = resolve(config, spec, world_size=dist.get_world_size(), stages=None, path="case")
     layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
     assert ds.partition != "measured"

@@ -1,4 +1,4 @@
-"""What is read from a run's folder, and what is said of a folder that can't be read."""
+"""A run's folder is read, and one that can't be read is refused in one line."""
 
 from __future__ import annotations
 
