@@ -1,1 +1,1 @@
-"""Where the time of a finished run went, and the one change to try next, from the files of its folder."""
+"""The verdict on a finished run: where its time went, and the one change to try next."""

@@ -1,1 +1,1 @@
-"""Which layout trains a U-Net fastest on given devices: predicted, not tried. Only `measured` computes anything."""
+"""Predictions of a training step's time, memory and traffic, for layouts and devices that need not be there."""

@@ -27,7 +27,7 @@ from ddpm_ds.pipeline.schedule import Event, program
 
 @dataclass(frozen=True)
 class PhaseCosts:
-    """Costs of one micro-batch in one phase of a rank: its stage under 1F1B, its encoder or decoder half in the fold."""
+    """Costs of one micro-batch in a phase of a rank: its stage under 1F1B, its encoder or decoder half in the fold."""
 
     forward_seconds: float
     backward_seconds: float
