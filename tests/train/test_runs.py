@@ -214,7 +214,7 @@ def test_a_run_shows_progress_and_ends_with_a_summary_and_no_chatter(one_process
         assert any(expected in line for line in shown), expected
     plan = ("run ", "data", "U-Net", "precision", "layout", "batch", "length", "samples", "validation", "outputs")
     ends = ("final", "trained", "sampling and validation", "skipped", "MLflow", "open")
-    known = (*plan, "stage", "    0", "preparing", *ends, "fp16", "flops of step", "traced steps")
+    known = (*plan, "stage", "    0", "preparing", "held-out loss", *ends, "fp16", "flops of step", "traced steps")
     begin = shown.index("where the time went")
     verdict = shown[begin : next(place for place, line in enumerate(shown) if line.startswith("final"))]
     assert any(line.startswith("  useful work") for line in verdict) and "try next: " in "\n".join(verdict)
