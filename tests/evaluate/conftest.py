@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from ddpm_ds.config.spec import DataSpec
@@ -38,6 +39,21 @@ def without_classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def digits(tmp_path_factory: pytest.TempPathFactory) -> DatasetCache:
     """The real digits, prepared."""
     return prepare(DataSpec(source="digits", image_size=8, channels=1, store_root=tmp_path_factory.mktemp("data")))
+
+
+@pytest.fixture(scope="session")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of random weights that torch-fidelity takes for Inception's, which are a download; for comparing programs
+    their features are as good as any."""
+    inception = pytest.importorskip("torch_fidelity.feature_extractor_inceptionv3")
+    network, path = inception.FeatureExtractorInceptionV3, tmp_path_factory.mktemp("inception") / "weights.pt"
+    with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng():
+        patch.setattr(inception, "load_state_dict_from_url", lambda *_, **__: {})
+        patch.setattr(network, "load_state_dict", lambda *_: None)
+        torch.manual_seed(0)
+        state = network("inception-v3-compat", ["64"]).state_dict()
+    torch.save(state, path)
+    return path
 
 
 @pytest.fixture

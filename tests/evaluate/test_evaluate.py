@@ -24,7 +24,6 @@ from ddpm_ds.evaluate import inception, sampling, scores, trained
 from ddpm_ds.evaluate.classifier import DigitsClassifier, Reading
 from ddpm_ds.evaluate.inception import Unavailable
 from ddpm_ds.evaluate.scores import cache_beside, labels_like, open_reference, short
-from tests.evaluate.inception_weights import write_weights
 from tests.evaluate.planted import UNLABELLED, plant, trained_of
 from tests.launching import tiny_spec
 
@@ -157,6 +156,7 @@ def test_without_classes_no_label_is_asked_for(
 def test_inceptions_scores_by_name_count_and_tool(
     run_dir: Path,
     digits: DatasetCache,
+    weights: Path,
     tmp_path: Path,
     evaluate: Evaluate,
     trackers: list[Any],
@@ -164,7 +164,6 @@ def test_inceptions_scores_by_name_count_and_tool(
 ) -> None:
     version = pytest.importorskip("torch_fidelity").__version__
     monkeypatch.setattr(inception, "LAYER", "64")
-    weights = write_weights(tmp_path / "weights.pt", monkeypatch)
     meta = digits.meta.model_copy(update={"count": 24})
     small = DatasetCache(digits.path, meta, digits.images[:24], digits.labels[:24])  # a view
     monkeypatch.setattr(scores, "prepare", lambda *_, **__: small)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,6 @@ from ddpm_ds.evaluate.inception import (
     inception_scores,
     pixel_gaussian,
 )
-from tests.evaluate.inception_weights import write_weights
 
 
 def generator(seed: int = 1) -> np.random.Generator:
@@ -101,12 +99,6 @@ def test_large_images_are_averaged_over_boxes(monkeypatch: pytest.MonkeyPatch) -
 
 
 torch_fidelity = pytest.importorskip("torch_fidelity")
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        yield write_weights(tmp_path_factory.mktemp("inception") / "weights.pt", monkeypatch)
 
 
 @pytest.fixture(autouse=True)
