@@ -83,7 +83,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=Path,
         default=None,
         metavar="DIR",
-        help="folder of this run; one that holds a run is gone on with; MLflow's store is in its parent "
+        help="folder of this run; a run that is in it is resumed; MLflow's store is in its parent "
         f"(default {OUTPUT_ROOT}/DATE-NAME)",
     )
     parser.add_argument(

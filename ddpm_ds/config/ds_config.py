@@ -90,7 +90,7 @@ def _unknown(name: str, prefix: str) -> str:
 
 
 def _check_together(config: dict[str, Any]) -> None:
-    """What no key alone can know."""
+    """Refuse keys that contradict each other."""
     if enabled(config, "fp16") and enabled(config, "bf16"):
         raise DsConfigError("fp16.enabled and bf16.enabled are both true; switch one off")
     stage = zero_stage(config)
@@ -134,14 +134,14 @@ def _given_keys(block: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 BUCKET_ELEMENTS = 2**23
-"""What "auto" means for ZeRO's buckets: large enough for a network, small enough for a CPU's memory."""
+"""Elements of ZeRO's buckets where they are "auto": large enough for a network, small enough for a CPU's memory."""
 ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
-"""Of a weight, of an element between stages and of a gradient, by precision."""
+"""Bytes of a weight, of an element sent between stages and of a gradient, by precision."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Who works on what: processes = stages x replicas, batch = replicas x micro-batches x micro-batch.
+    """How processes share the work: processes = stages x replicas, batch = replicas x micro-batches x micro-batch.
 
     In a fold ``stages`` are the ranks of a pipeline, each with two stages of the U-Net.
     """
@@ -169,7 +169,7 @@ class ResolvedDsConfig:
     """Layers between kept activations; 0 keeps all."""
     use_reentrant: bool
     across_hosts: Literal["stages", "replicas", "auto"]
-    """What is split over several hosts."""
+    """The axis of the layout that is split over several hosts."""
     kernels: Literal["fused", "masks", "reference", "auto"]
     compile: bool
     blocks: Mapping[str, Any]

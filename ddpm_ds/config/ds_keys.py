@@ -1,6 +1,4 @@
-"""Rows of the table of DeepSpeed keys: what a value has to be, and what becomes of a key.
-
-Every key that DeepSpeed 0.19 reads from its JSON, and what becomes of it in a pipelined U-Net run.
+"""Every key that DeepSpeed 0.19 reads from its JSON, the values it takes, and its effect in a pipelined U-Net run.
 
 One table: the reader refuses by it, ``docs/ds_configs.md`` prints it, and a test holds it to the installed DeepSpeed.
 """
@@ -16,7 +14,7 @@ from itertools import pairwise
 
 
 class Effect(Enum):
-    """What becomes of a key. One that is accepted is checked and changes nothing."""
+    """The fate of a key. One that is accepted is checked and changes nothing."""
 
     TAKES_EFFECT = "takes effect"
     FROM_SPEC = "from the spec"
@@ -26,7 +24,7 @@ class Effect(Enum):
 
 @dataclass(frozen=True)
 class Kind:
-    """What a value has to be: in words, and as a test."""
+    """A type of value, in words and as a test."""
 
     words: str
     accepts: Callable[[object], bool]
@@ -79,22 +77,22 @@ ANY = Kind("anything", lambda value: True)
 
 @dataclass(frozen=True)
 class Key:
-    """One row: the dotted keys it is about and what becomes of them."""
+    """One row of the table: some dotted keys and their effect."""
 
     names: str
     """Dotted keys, separated by spaces."""
     effect: Effect
     kind: Kind
     note: str
-    """What it does; for a refused key, why, and what to write instead."""
+    """Effect of the key; for a refused key the reason, and what to write instead."""
     auto: str = ""
-    """What "auto" stands for; empty where "auto" is not possible."""
+    """The meaning of "auto"; empty where "auto" is not possible."""
     why: str = ""
-    """Why other values than `kind` are not possible, where that needs saying."""
+    """Reason why other values than `kind` are not possible, where that needs saying."""
     inert: tuple[object, ...] = ()
     """Values of a refused key that ask for nothing and are let through."""
     zero_only: bool = False
-    """Without ZeRO (stage 0) DeepSpeed ignores it."""
+    """DeepSpeed ignores it without ZeRO (stage 0)."""
 
 
 ISSUES = "https://github.com/deepspeedai/DeepSpeed/issues"

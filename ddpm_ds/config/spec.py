@@ -231,7 +231,7 @@ class EvaluationSpec(Section):
 
 
 class LoggingSpec(Section):
-    """What is written down while training."""
+    """Records kept while training."""
 
     log_every_images: PositiveInt
     """Images between two points of the loss curve; each point is the mean over them."""
@@ -271,7 +271,7 @@ class RunSpec(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunSpec:
-        """What no single field can know; a message names the key, the value and the fix, in one line."""
+        """Check fields against each other; a message names the key, the value and the fix, in one line."""
         _check_data(self)
         _check_unet(self)
         _check_training(self)
@@ -353,7 +353,7 @@ def _check_training(spec: RunSpec) -> None:
 
 
 def check_sampler(sampler: SamplerSpec, *, timesteps: int, classes: int | None) -> None:
-    """What the sampler asks of the diffusion process and the U-Net; raises ValueError with one line."""
+    """Check a sampler against the diffusion process and the U-Net; raises ValueError with one line."""
     if sampler.steps is not None and sampler.steps > timesteps:
         raise ValueError(f"sampler.steps = {sampler.steps} is above the {timesteps} timesteps; use fewer")
     if sampler.eta and sampler.kind != "ddim":

@@ -45,7 +45,7 @@ from ddpm_ds.unet.operations import Kernels, KeyedDropout, set_image_index
 
 
 class Objective(Protocol):
-    """What is trained: turns a loaded micro-batch into the first layer's input and the last layer's loss."""
+    """The training objective: turns a loaded micro-batch into the first layer's input and the last layer's loss."""
 
     def prepare(self, micro_batch: Any) -> Any:
         """A micro-batch from the loader to what the two methods below need, on the engine's device."""
@@ -83,7 +83,7 @@ class UnetPipelineEngine(PipelineEngine):
 
     objective: Objective
     kernels: Kernels = "reference"
-    """What computes the layers' normalisations; set by :func:`build_engine`, with the reason."""
+    """Kernels of the layers' normalisations; set by :func:`build_engine`, with the reason."""
     why_kernels = ""
     phases = 1
     """Stages that a rank holds."""
@@ -104,9 +104,9 @@ class UnetPipelineEngine(PipelineEngine):
         self.execute: dict[type[schedule.PipeInstruction], Callable[..., None]] = {
             instruction: getattr(self, method) for instruction, method in INSTRUCTIONS.items()
         }
-        """What executes each instruction; an observer may wrap an entry."""
+        """The function that executes each instruction; an observer may wrap an entry."""
         self.receive: Callable[[Channel], Carry] = Channel.receive
-        """What waits for the next message of a channel, inside of a pass; an observer may wrap it."""
+        """The function that waits for the next message of a channel, inside of a pass; an observer may wrap it."""
         self.images_seen = 0
         """Images of all completed steps."""
         self.skipped_images = 0
@@ -345,7 +345,7 @@ class UnetPipelineEngine(PipelineEngine):
         return unpack(received, newest_skip_is_h(self.module.unet_layers, self.module.first))
 
     def packed(self, carry: Carry) -> Carry:
-        """What is to be sent of the carry at this stage's end."""
+        """The part of the carry that is sent at this stage's end."""
         return pack(carry, newest_skip_is_h(self.module.unet_layers, self.module.stop))
 
     def _receive_leaves(self, phase: int) -> Carry:
@@ -367,7 +367,7 @@ class UnetPipelineEngine(PipelineEngine):
         return loss
 
     def _loss_gradient(self) -> Tensor:
-        """What a micro-batch's loss is multiplied with before backward."""
+        """Factor of a micro-batch's loss before backward."""
         return torch.full((), self._step_loss_scale / self.micro_batches, device=self.device)
 
     def _send_activations(self, phase: int, carry: Carry) -> tuple[GradientEdge | None, ...]:

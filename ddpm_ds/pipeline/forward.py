@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,21 +29,14 @@ Give = Callable[[int], Carry]
 Take = Callable[[int, Tensor], None]
 
 
-class _Way(Protocol):
-    """How a schedule carries calls through its stages."""
-
-    def run(
-        self, calls: int, give: Give, take: Take, depth: int, progress: Callable[[], None], *, by_host: bool
-    ) -> None:
-        """This rank's part; messages go by the hosts or not, so on all ranks."""
-
-
 class ForwardPipeline:
     """Forward passes of an engine's stages over ``images`` images at a time, without gradients and dropout."""
 
     def __init__(self, engine: UnetPipelineEngine, images: int) -> None:
         self._engine, self._images = engine, images
-        self._way: _Way = _Folded(engine, images) if isinstance(engine, FoldedEngine) else _Straight(engine, images)
+        self._way: _Folded | _Straight = (
+            _Folded(engine, images) if isinstance(engine, FoldedEngine) else _Straight(engine, images)
+        )
 
     @torch.no_grad()
     def run(
@@ -68,7 +60,7 @@ class ForwardPipeline:
 
 
 class _Straight:
-    """Stage after stage; the last one sends its predictions to the first."""
+    """Calls under 1F1B: stage after stage, and the last one sends its predictions to the first."""
 
     def __init__(self, engine: UnetPipelineEngine, images: int) -> None:
         self._engine = engine
@@ -124,13 +116,13 @@ class _Straight:
 
 
 class _Folded:
-    """Down the ranks and up again; each rank keeps emb and its skips in between."""
+    """Calls in a fold: down the ranks and up again; each rank keeps emb and its skips in between."""
 
     def __init__(self, engine: FoldedEngine, images: int) -> None:
         self._engine = engine
         self._down, self._up = (engine.stage_channels(phase, images) for phase in range(engine.phases))
         self._kept: deque[Carry] = deque()
-        """Of the calls that have gone down and not come up: on the last rank h, then emb and the skips."""
+        """The calls that have gone down and not come up: on the last rank h, then emb and the skips."""
 
     def run(
         self, calls: int, give: Give, take: Take, depth: int, progress: Callable[[], None], *, by_host: bool

@@ -134,16 +134,12 @@ class Operation(NamedTuple):
         return f"{kind} {self.number} of phase {phase} from rank {source} to rank {target}"
 
 
+@dataclass
 class OrderLog:
     """Operations of one rank, in their order; messages go from host to host, or between devices."""
 
-    def __init__(self, by_host: bool = False) -> None:
-        self.by_host = by_host
-        self.operations: list[Operation] = []
-
-    def write(self, operation: Operation) -> None:
-        """Append an operation."""
-        self.operations.append(operation)
+    by_host: bool = False
+    operations: list[Operation] = field(default_factory=list)
 
 
 @dataclass
@@ -153,7 +149,7 @@ class _RecordedWork:
     number: int
 
     def wait(self) -> None:
-        self.log.write(Operation("wait", self.edge, self.number))
+        self.log.operations.append(Operation("wait", self.edge, self.number))
 
 
 class RecordedEnd(EdgeEnd[None]):
@@ -165,12 +161,12 @@ class RecordedEnd(EdgeEnd[None]):
         self._sent = self._received = 0
 
     def post_send(self, message: None) -> Work:
-        self._log.write(Operation("send", self._edge, self._sent, self._log.by_host))
+        self._log.operations.append(Operation("send", self._edge, self._sent, self._log.by_host))
         self._sent += 1
         return _RecordedWork(self._log, self._edge, self._sent - 1)
 
     def post_receive(self) -> tuple[Work, None]:
-        self._log.write(Operation("receive", self._edge, self._received, self._log.by_host))
+        self._log.operations.append(Operation("receive", self._edge, self._received, self._log.by_host))
         self._received += 1
         return _RecordedWork(self._log, self._edge, self._received - 1), None
 
@@ -212,12 +208,12 @@ def training_order(
             continue
         if needs_message:
             receives[kind, phase].next_message()
-        log.write(Operation("pass", name=instruction, seconds=seconds(instruction, phase)))
+        log.operations.append(Operation("pass", name=instruction, seconds=seconds(instruction, phase)))
         if instruction in device_waits:
-            log.write(Operation("device"))
+            log.operations.append(Operation("device"))
         if instruction == "BackwardPass" and reduces:
-            log.write(Operation("together", name=f"the replicas of rank {rank}"))
-    log.write(Operation("together", name="all ranks"))
+            log.operations.append(Operation("together", name=f"the replicas of rank {rank}"))
+    log.operations.append(Operation("together", name="all ranks"))
     for end in sends.values():
         end.drain()
     return log.operations

@@ -29,7 +29,7 @@ ACROSS_HOSTS: tuple[AcrossHosts, ...] = ("stages", "replicas")
 
 @dataclass(frozen=True)
 class Edges:
-    """Directed wires of one kind, each from one process to another."""
+    """Directed connections of one kind, each from one process to another."""
 
     count: int
     leaving: Mapping[Hashable, int]
@@ -88,16 +88,16 @@ def _edges(pairs: Any) -> Edges:
 
 @dataclass(frozen=True)
 class Sharing:
-    """What replicas send each other in a step: how often, how wide, and whether stepped weights are gathered."""
+    """How replicas share gradients and weights in a step: how often, how wide, and whether weights are gathered."""
 
     reductions: int
-    """Of every gradient: one, or one for each micro-batch under ZeRO-2."""
+    """Reductions of each gradient in a step: one, or one for each micro-batch under ZeRO-2."""
     passes: int
-    """Of a reduction around the ring: two where all get the sum, one where only its owner does."""
+    """Passes around the ring in a reduction: two where all get the sum, one where only its owner does."""
     gradient_bytes: int
-    """Of an element while it is reduced."""
+    """Bytes of an element while it is reduced."""
     weight_bytes: int
-    """Of a gathered element; 0 where every replica steps all weights itself."""
+    """Bytes of a gathered element; 0 where every replica steps all weights itself."""
 
 
 def sharing(
@@ -121,14 +121,14 @@ def sharing(
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a step sends, by rank of the pipeline, in bytes; wherever the processes are."""
+    """Bytes that a step sends, by rank of the pipeline, wherever the processes are."""
 
     messages: tuple[int, ...]
     """Between a rank and the next one, each way, in one replica: activations one way and gradients the other."""
     gradients: tuple[float, ...]
     """Over each edge of the ring through a rank's replicas."""
     weights: tuple[float, ...]
-    """Likewise, when they are gathered."""
+    """Over each edge of that ring, when weights are gathered."""
 
 
 def exchange(
@@ -141,7 +141,7 @@ def exchange(
     precision: Literal["fp32", "fp16", "bf16"],
     shared: Sharing,
 ) -> Exchange:
-    """What a step of ``images`` images for each replica sends."""
+    """The bytes that a step of ``images`` images for each replica sends."""
     folded = schedule == "folded"
     ranks = (len(bounds) - 1) // (2 if folded else 1)
     width, ring = images * ELEMENT_BYTES[precision], (replicas - 1) / replicas
@@ -166,7 +166,7 @@ def exchange(
 
 
 def run_exchange(ds: ResolvedDsConfig, layers: Sequence[Layer], bounds: Sequence[int]) -> Exchange:
-    """What a step of a run sends."""
+    """The bytes that a step of a run sends."""
     layout = ds.layout
     return exchange(
         layers,
@@ -181,7 +181,7 @@ def run_exchange(ds: ResolvedDsConfig, layers: Sequence[Layer], bounds: Sequence
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one step on all wires, without the headers that a network adds to each packet."""
+    """Bytes of one step on all connections, without the headers that a network adds to each packet."""
 
     activations: int
     """Between hosts: activations and their gradients, between stages."""
@@ -195,7 +195,7 @@ class Traffic:
 
     @property
     def between_hosts(self) -> int:
-        """All that crosses."""
+        """Bytes that go from one host to another."""
         return self.activations + self.gradients + self.weights
 
     @property
@@ -224,7 +224,7 @@ def traffic(grid: Grid, sent: Exchange) -> Traffic:
 def across_hosts(
     ds: ResolvedDsConfig, layers: Sequence[Layer], bounds: Sequence[int], hosts: Sequence[Hashable]
 ) -> AcrossHosts:
-    """What of a run is split over ``hosts``, one for each global rank.
+    """The axis of a run that is split over ``hosts``, one for each global rank.
 
     It is what the JSON says; else that with which the busiest host sends less, and stages where that is no difference.
     Of a single stage only the replicas can be apart, and of a single replica the stages.

@@ -22,15 +22,15 @@ from ddpm_ds.processes.rendezvous import Rendezvous
 from ddpm_ds.tracking.tracker import flatten
 
 PACKAGES = ("torch", "deepspeed", "numpy", "pydantic", "safetensors")
-"""What has to be of one version on all hosts: messages, files and results depend on it."""
+"""Packages whose version must be the same on all hosts: messages, files and results depend on it."""
 SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
 """With this variable NCCL from 2.30 on lets ranks share a GPU, as an experiment."""
 MOST_NAMED = 3
-"""Differences that a message names."""
+"""Largest number of differences that a message names."""
 
 
 def source_checksum() -> str:
-    """Of this package's Python files, as they are on this host."""
+    """Checksum of this package's Python files, as they are on this host."""
     digest, root = hashlib.sha256(), Path(ddpm_ds.__file__).parent
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")

@@ -169,7 +169,7 @@ def metrics(
 
 @dataclass(frozen=True)
 class Gathered:
-    """An interval as all ranks see it."""
+    """An interval of all ranks together."""
 
     interval: Interval
     """Loss over all replicas, images of the whole batch, the longest data wait and the slowest clock of all ranks."""

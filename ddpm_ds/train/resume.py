@@ -143,7 +143,7 @@ def claim_run(run_dir: Path, rank: int, hosts: Sequence[str], gather: Gather) ->
 def find_checkpoint(
     run_dir: Path, resume: str, groups: Groups, gather: Gather, say: Callable[[str], None]
 ) -> CompleteCheckpoint | None:
-    """The checkpoint to go on from, its checksums verified; None starts from the beginning. Collective.
+    """The checkpoint to resume from, its checksums verified; None starts from the beginning. Collective.
 
     ``resume`` is ``auto`` (the run folder's newest good one), ``never``, or the path of a checkpoint.
 
@@ -170,7 +170,7 @@ def share_record(run_dir: Path, groups: Groups, gather: Gather) -> None:
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What differs between two nested mappings, as ``key: old -> new`` by dotted key."""
+    """Differences between two nested mappings, as ``key: old -> new`` by dotted key."""
     before, after = flatten(old), flatten(new)
     return [
         f"{key}: {before.get(key, 'unset')} -> {after.get(key, 'unset')}"
@@ -182,7 +182,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 def check_resume(
     checkpoint: CompleteCheckpoint, spec: RunSpec, ds_config: Mapping[str, Any], data_sha256: Mapping[str, str]
 ) -> list[str]:
-    """What has changed since the checkpoint, all of it allowed.
+    """Changes since the checkpoint, all of them allowed.
 
     Raises:
         CheckpointError: the spec trains something else, or the images are others.

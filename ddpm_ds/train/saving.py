@@ -187,7 +187,7 @@ class Saver:
         return self._writer.wait()
 
     def load(self, checkpoint: CompleteCheckpoint) -> None:
-        """Go on from a checkpoint of any layout, whose pieces are on any of this run's hosts.
+        """Resume from a checkpoint of any layout, whose pieces are on any of this run's hosts.
 
         Raises:
             CheckpointError: it can't be read or is of another U-Net.
@@ -224,7 +224,7 @@ class Saver:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """What every rank has given, by rank; collective over the process group."""
+    """The values that all ranks give, by rank; collective over the process group."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

@@ -58,14 +58,14 @@ from ddpm_ds.unet.operations import widening
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a run trains on and from, checked on all ranks before they have a process group."""
+    """A run's inputs, checked on all ranks before they have a process group."""
 
     plan: RunPlan
     """Decided for the hosts and this device."""
     store: DatasetCache
     claim: Claim
     checkpoint: CompleteCheckpoint | None
-    """Where the run goes on from; None begins."""
+    """The checkpoint that the run resumes from; None starts anew."""
     resumed: Resumed | None
     initial: InitialWeights | None
     progress: ProgressLine | None

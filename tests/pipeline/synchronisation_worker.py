@@ -160,7 +160,7 @@ class Poisoned:
 
 
 def differs_from_stock(case: Case, optimizer: dict[str, Any], clipping: float) -> list[str]:
-    """What is not bit for bit as it is with DeepSpeed's own waits."""
+    """Differences, bit for bit, from training with DeepSpeed's own waits."""
     ours, our_weights = course(case, optimizer, clipping)
     with unittest.mock.patch.object(insides, "one_wait", contextlib.nullcontext):
         stock, stock_weights = course(case, optimizer, clipping)

@@ -22,7 +22,7 @@ GRADIENT_TOLERANCE: dict[Precision, float] = {"fp32": 1e-5, "fp16": 2e-2, "bf16"
 LATER = {"fp32": 10, "fp16": 1, "bf16": 2}
 """Rounding of the first step is amplified by Adam's division, so the second step may differ this much more."""
 SMALL_BYTES = 128
-"""Of overflow, norm and padding, which the planner does not count."""
+"""Messages for overflow, norm and padding, which the planner does not count."""
 
 
 BY_TWO = [

@@ -180,9 +180,9 @@ class RecordedEngine:
         return StageChannels(*(own.get(end) for end in ends))
 
     def walk(self, phase: int, carry: Any) -> Any:
-        self.log.write(Operation("pass", name="ForwardPass"))
+        self.log.operations.append(Operation("pass", name="ForwardPass"))
         if self._device_waits:
-            self.log.write(Operation("device"))
+            self.log.operations.append(Operation("device"))
         last = self.phases - 1 == phase and self.stage_id == self.loss_stage
         return torch.zeros(1) if last else (torch.zeros(1),) * 3
 

@@ -88,7 +88,7 @@ class Ranks:
         """What all ranks have printed."""
         return self._output.read_text()
 
-    def until(self, happened: Callable[[], bool], timeout: float = 120.0) -> None:
+    def until(self, happened: Callable[[], bool], timeout: float = 600.0) -> None:
         """Wait for something that happens while all ranks are running."""
         deadline = time.monotonic() + timeout
         while not happened():
@@ -103,7 +103,7 @@ class Ranks:
     def signal(self, rank: int, number: signal.Signals) -> None:
         self.processes[rank].send_signal(number)
 
-    def codes(self, timeout: float = 120.0) -> list[int]:
+    def codes(self, timeout: float = 600.0) -> list[int]:
         """The exit codes, when all have ended."""
         deadline = time.monotonic() + timeout
         return [process.wait(max(deadline - time.monotonic(), 0.1)) for process in self.processes]

@@ -24,7 +24,7 @@ from tests.train.ranks import QUIET, TRAIN, Ranks, arguments, end_of, mlflow_run
 pytestmark = pytest.mark.launch
 
 FAULTY = Path(__file__).with_name("failing_rank.py")
-IMAGES_PER_START = 240
+IMAGES_PER_START = 360
 """Training for each kill, longer than it waits."""
 CHECKPOINTS = ("checkpoint.every_images=40", "checkpoint.keep_last=2")
 LOOKS = ("samples.every_images=160", "evaluation.every_images=160")
@@ -77,7 +77,7 @@ class Supervised:
                     found.append(process)
         return found
 
-    def until(self, happened: Callable[[], bool], timeout: float = 300.0, pause: float = 0.05) -> bool:
+    def until(self, happened: Callable[[], bool], timeout: float = 600.0, pause: float = 0.05) -> bool:
         """Wait for something, looking every ``pause`` seconds; whether it happened before the run was over."""
         deadline = time.monotonic() + timeout
         while self.supervisor.poll() is None:
