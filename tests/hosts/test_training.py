@@ -25,6 +25,7 @@ pytestmark = pytest.mark.launch
 HALF, WHOLE = 80, 160
 """Images after which a run stops that is to be resumed, and in all."""
 CHANGES = (f"train.images={WHOLE}", "train.batch_images=16", "train.accumulation=4", "logging.log_every_images=16")
+PLAIN = ("samples.every_images=null", "evaluation.every_images=null")
 CONFIG = REPOSITORY / "ds_configs" / "zero2_fp16.json"
 TRAIN_SECONDS = 240.0
 
@@ -122,9 +123,8 @@ def test_without_a_shared_folder_each_host_keeps_its_own_and_the_run_resumes_fro
         return sorted(path.name for path in (folder / "checkpoints" / f"images-{images:09d}").iterdir())
 
     hostfile = hosts.hostfile(tmp_path / "hostfile")
-    train(
-        hosts, run_dir, [(hosts[0], ["deepspeed", "--hostfile", str(hostfile)])], f"train.images={HALF}", config=config
-    )
+    over_ssh = [(hosts[0], ["deepspeed", "--hostfile", str(hostfile)])]
+    train(hosts, run_dir, over_ssh, *PLAIN, f"train.images={HALF}", config=config)
     small = ["manifest.json", "stage{}-replica0.safetensors", "stage{}-replica1.safetensors", "state.json"]
     assert pieces(one, HALF) == [name.format(0) for name in small]
     assert pieces(two, HALF) == [name.format(1) for name in small]
@@ -133,7 +133,7 @@ def test_without_a_shared_folder_each_host_keeps_its_own_and_the_run_resumes_fro
     # worker-2 is first now, without ssh, and has the other stage
     hosts.hostfile(hostfile, names=["worker-2", "worker-1"])
     own = ["deepspeed", "--hostfile", str(hostfile), "--no_ssh", "--master_addr", hosts[1].address, "--node_rank"]
-    said = train(hosts, run_dir, [(hosts[1], [*own, "0"]), (hosts[0], [*own, "1"])], config=config)
+    said = train(hosts, run_dir, [(hosts[1], [*own, "0"]), (hosts[0], [*own, "1"])], *PLAIN, config=config)
     assert "resuming from" in said and "images-000000080: 0." in said
     assert "MB of it go from host worker-1, worker-2 to host worker-1, worker-2" in said
     assert pieces(two, WHOLE) == [name.format(0) for name in small]
@@ -149,8 +149,7 @@ def test_without_a_shared_folder_each_host_keeps_its_own_and_the_run_resumes_fro
 
     shutil.rmtree(two / "checkpoints")
     hosts.hostfile(hostfile, slots=1)
-    starter = hosts[0], ["deepspeed", "--hostfile", str(hostfile)]
-    said = train(hosts, run_dir, [starter], f"train.images={2 * WHOLE}", config=config, code=2)
+    said = train(hosts, run_dir, over_ssh, *PLAIN, f"train.images={2 * WHOLE}", config=config, code=2)
     (error,) = {line.partition(": error: ")[2] for line in said.splitlines() if "ddpm_ds: error: " in line}
     assert "none of the 2 checkpoints in" in error and "images-000000160 lacks stage0-replica0.safetensors" in error
     assert f"which host worker-2 wrote in {run_dir}/checkpoints (it has that no more)" in error
@@ -191,9 +190,11 @@ def test_a_run_outlives_a_dropped_ssh_a_stalled_network_and_a_dead_host(
     run_dir, spec, said = run_dir_with_store(tmp_path, empty_store), tmp_path / "spec.yaml", tmp_path / "said"
     set_images(spec, 1_000_000)
     hostfile = hosts.hostfile(tmp_path / "hostfile", slots=1)
-    changes = ("checkpoint.every_images=48", "samples.every_images=null", "evaluation.every_images=null")
     options = ["--spec", str(spec), "-p", "2", "--dead-seconds", "6"]
-    script = ["launch/train.py", *arguments(run_dir, changes, "zero2_fp16.json", options)]
+    script = [
+        "launch/train.py",
+        *arguments(run_dir, (*PLAIN, "checkpoint.every_images=48"), "zero2_fp16.json", options),
+    ]
     run = one.start(
         ["ddpm-ds", "run", "--max-restarts", "2", "--", "--hostfile", str(hostfile), *script], ENVIRONMENT, said
     )
