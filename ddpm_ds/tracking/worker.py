@@ -63,7 +63,7 @@ class Worker:
         self._journal, self._sent, self._trainer, self._replies = journal, sent, trainer, replies
         self._lock = threading.Lock()
         self._records: deque[tuple[Record, int]] = deque()  # read but not accepted yet, and where each ends
-        self._read_to, self._tail = sent, b""
+        self._end, self._tail = sent, b""  # of the last record that was read, and the beginning of the next
         self._start: Record = {}
         if sent:
             first = json.loads(os.pread(journal, sent, 0).split(b"\n", 1)[0])
@@ -102,17 +102,15 @@ class Worker:
         """Take in what the journal has got since."""
         alone = self._trainer is None or os.getppid() != self._trainer  # asked first: what it wrote before is read
         with self._lock:
-            while chunk := os.pread(self._journal, 1 << 20, self._read_to):
-                self._read_to += len(chunk)
+            while chunk := os.pread(self._journal, 1 << 20, self._end + len(self._tail)):
                 *lines, self._tail = (self._tail + chunk).split(b"\n")
-                end = self._read_to - len(self._tail) - sum(len(line) + 1 for line in lines)
                 for line in lines:
-                    end += len(line) + 1
+                    self._end += len(line) + 1
                     record = json.loads(line)
-                    self._records.append((record, end))
+                    self._records.append((record, self._end))
                     self._ended = "finish" in record or (self._ended and "start" not in record)
             if alone and not self._ended:
-                self._records.append(({"finish": "FAILED", "time": now_ms()}, self._read_to))
+                self._records.append(({"finish": "FAILED", "time": now_ms()}, self._end))
                 self._ended = True
 
     def _survive_trainer(self) -> None:
