@@ -78,13 +78,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--one-device", action="store_true", help="compare with diffusers in one process, one switch at a time"
     )
-    parser.add_argument(
-        "--images",
-        type=positive,
-        default=None,
-        metavar="N",
-        help=f"with --one-device: images of a step (default: the spec's batch on a GPU, {CPU_IMAGES} on a CPU)",
-    )
+
+    def number(option: str, explanation: str, default: int | None = None) -> None:
+        parser.add_argument(option, type=positive, default=default, metavar="N", help=explanation)
+
+    batch = f"(default: the spec's batch on a GPU, {CPU_IMAGES} on a CPU)"
+    number("--images", f"with --one-device: images of a step {batch}")
     parser.add_argument(
         "--rows",
         type=lambda text: [name.strip() for name in text.split(",")],
@@ -92,27 +91,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="ROW,ROW,...",
         help="which rows, see below (default: all that can run; with --one-device on a CPU none that takes minutes)",
     )
-    parser.add_argument(
+    number(
         "--rounds",
-        type=positive,
-        default=None,
-        metavar="N",
-        help=f"turns of each row (default 15; with --one-device {ROUNDS}, or {LEAST_ROUNDS} where steps are long)",
+        f"turns of each row (default 15; with --one-device {ROUNDS}, or {LEAST_ROUNDS} where steps are long)",
     )
-    parser.add_argument(
-        "--steps-per-round",
-        type=positive,
-        default=None,
-        metavar="N",
-        help=f"steps of each row in a round (default 20; with --one-device what fits two minutes, or {MOST_STEPS})",
-    )
-    parser.add_argument(
-        "--compared-steps",
-        type=positive,
-        default=50,
-        metavar="N",
-        help="first steps, whose losses are compared (default 50)",
-    )
+    several = f"(default 20; with --one-device what fits two minutes, or {MOST_STEPS})"
+    number("--steps-per-round", f"steps of each row in a round {several}")
+    number("--compared-steps", "first steps, whose losses are compared (default 50)", 50)
     parser.add_argument(
         "--memory", action="store_true", help="measure the peak memory of each row, in processes that train it alone"
     )

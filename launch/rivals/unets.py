@@ -71,27 +71,20 @@ class Switches:
 def switches_of(row: str, setting: Setting, missing: dict[str, str]) -> Switches:
     """What is switched on in a row of ours; ``missing`` is what :func:`missing_switches` found."""
     fused: Kernels = "reference" if "fused-kernels" in missing else "fused"
-    match row:
-        case "plain":
-            return Switches()
-        case "channels-last":
-            return Switches(channels_last=True)
-        case "fused-kernels":
-            return Switches(channels_last=True, kernels="fused")
-        case "compile":
-            return Switches(compiled=True)
-        case "fused-adamw":
-            return Switches(fused_adamw=True)
-        case "all":
-            return Switches(True, fused, compiled="compile" not in missing, fused_adamw=True)
-        case "ours-dim64":
-            return Switches(True, fused, fused_adamw=True)
-        case "bare":
-            plan, ds = setting.plan, setting.plan.ds
-            dtype, images = DTYPES[ds.precision][1], ds.layout.micro_batch_images
-            kernels, _ = choose_kernels(ds.kernels, plan.layers, setting.device, dtype, images)
-            return Switches(True, kernels, ds.compile, bool(ds.blocks["optimizer"]["params"].get("fused")))
-    raise ValueError(f"no row of ours is named {row}")
+    if row == "bare":
+        plan, ds = setting.plan, setting.plan.ds
+        dtype, images = DTYPES[ds.precision][1], ds.layout.micro_batch_images
+        kernels, _ = choose_kernels(ds.kernels, plan.layers, setting.device, dtype, images)
+        return Switches(True, kernels, ds.compile, bool(ds.blocks["optimizer"]["params"].get("fused")))
+    return {
+        "plain": Switches(),
+        "channels-last": Switches(channels_last=True),
+        "fused-kernels": Switches(channels_last=True, kernels="fused"),
+        "compile": Switches(compiled=True),
+        "fused-adamw": Switches(fused_adamw=True),
+        "all": Switches(True, fused, compiled="compile" not in missing, fused_adamw=True),
+        "ours-dim64": Switches(True, fused, fused_adamw=True),
+    }[row]
 
 
 class OurLoop(Loop):
