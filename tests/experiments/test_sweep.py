@@ -22,7 +22,7 @@ from tests.launching import REPOSITORY
 from tests.processes.test_supervisor import STAND_IN
 from tests.train.ranks import QUIET, TINY
 
-PATIENCE_SECONDS = 240.0
+PATIENCE_SECONDS = 600.0
 CONFIG = REPOSITORY / "ds_configs" / "zero2_fp16.json"
 
 
