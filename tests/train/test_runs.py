@@ -250,7 +250,7 @@ def test_the_main_config_trains_on_two_stages_with_profiling_keys_on(tmp_path: P
     (total,) = client.get_metric_history(run.info.run_id, "flops/forward_gflops")
     modelled = float(run.data.params["derived.forward_gflops_per_image"])
     images = int(run.data.params["derived.micro_batch_images"])
-    assert total.step == 3 and modelled * images < total.value < 1.2 * modelled * images
+    assert total.step == 3 and total.value == pytest.approx(modelled * images)
     assert run.data.metrics["train/loss_scale"] == 65536 and "perf/stage1_peak_memory_bytes" in run.data.metrics
 
 
