@@ -81,8 +81,16 @@ def pipeline_memory(job: Workload, layout: Candidate, bounds: Sequence[int]) -> 
 
 
 def activation_bytes(job: Workload, layout: Candidate, bounds: Sequence[int]) -> int:
-    """Bytes of activations on the fullest rank, in the fullest moment of its schedule."""
-    return max(_activations(layout, rank, keeps) for rank, keeps in enumerate(_kept(job, layout, bounds)))
+    """Bytes that layers keep on the fullest rank, in the fullest moment of its schedule: what checkpointing can save.
+
+    Received messages, copies of skips and of weights, which :func:`pipeline_memory` counts too, are kept in any case.
+    """
+    images = layout.micro_batch_images
+    return images * max(
+        down * keeps[0].layers + up * keeps[-1].layers
+        for rank, keeps in enumerate(_kept(job, layout, bounds))
+        for down, up, _ in _moments(layout, rank)
+    )
 
 
 def checkpoint_interval(job: Workload, layout: Candidate, bounds: Sequence[int], device_bytes: int) -> int:
@@ -164,8 +172,10 @@ class Kept:
     All are per image, but for the fp32 copies of weights that a CPU's autograd keeps in half precision.
     """
 
-    activations: int
-    """Bytes that autograd or checkpoints keep, with the received message."""
+    layers: int
+    """Bytes of activations that layers keep."""
+    beside: int
+    """Bytes of the received message, of checkpointed tensors, and of skips that are kept beside copies of them."""
     copies: int
     skips: int
     """Bytes of skips that phase 0 of a fold makes; their gradients wait between the phases' backwards."""
@@ -210,8 +220,8 @@ def kept(
         own = layers[segment.start : segment.stop]
         copies_of_skips = sum(sizes[skip] for skip in skips if copied or _copies_its_input(layers[skip + 1]))
         return Kept(
-            activations=wide * sum(layer.activation_elements for layer in own)
-            + stored * (copies_of_skips + segment.received_elements),
+            layers=wide * sum(layer.activation_elements for layer in own),
+            beside=stored * (copies_of_skips + segment.received_elements),
             copies=copied * segment.parameters,
             skips=stored * skip_elements,
             working=wide * _beyond_kept(own),
@@ -226,8 +236,8 @@ def kept(
     largest = max((sum(layers[place].activation_elements for place in group) for group in groups), default=0)
     weights = max((sum(layers[place].parameters for place in group) for group in groups), default=0)
     return Kept(
-        activations=wide * sum(layer.activation_elements for layer in embed)
-        + stored * (sum(sizes[tensor] for tensor in tensors) + segment.received_elements),
+        layers=wide * sum(layer.activation_elements for layer in embed),
+        beside=stored * (sum(sizes[tensor] for tensor in tensors) + segment.received_elements),
         copies=copied * sum(layer.parameters for layer in embed),
         skips=stored * skip_elements,
         working=wide * (max(_working_elements(layers[place]) for place in places) + largest),
@@ -265,8 +275,9 @@ def _moments(layout: Candidate, rank: int) -> Sequence[tuple[int, int, int]]:
 
 def _activations(layout: Candidate, rank: int, keeps: Sequence[Kept]) -> int:
     """Bytes of activations on a rank, in the fullest moment of its schedule."""
-    first, last = (layout.micro_batch_images * phase.activations + phase.copies for phase in (keeps[0], keeps[-1]))
-    waiting = layout.micro_batch_images * keeps[0].skips
+    images = layout.micro_batch_images
+    first, last = (images * (phase.layers + phase.beside) + phase.copies for phase in (keeps[0], keeps[-1]))
+    waiting = images * keeps[0].skips
     return max(down * first + up * last + between * waiting for down, up, between in _moments(layout, rank))
 
 

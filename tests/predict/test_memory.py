@@ -86,7 +86,7 @@ def test_activations_of_one_stage_are_those_of_one_micro_batch() -> None:
 def test_auto_recomputes_where_activations_take_more_than_half_of_the_memory() -> None:
     job = small_job()
     bounds, needed = (0, len(job.layers)), 20 * whole(job)[1] * 4
-    assert activation_bytes(job, ONE, bounds) == needed
+    assert activation_bytes(job, ONE, bounds) == needed == memory(job).activations
     assert [checkpoint_interval(job, ONE, bounds, size) for size in (2 * needed, 2 * needed - 2)] == [0, 1]
 
 
@@ -111,6 +111,7 @@ def test_the_first_of_two_stages_holds_two_micro_batches_and_the_second_what_it_
     bounds = (0, cut, len(job.layers))
     kept_elements = [sum(one.activation_elements for one in part) for part in (job.layers[:cut], job.layers[cut:])]
     received = rank_segments(job.layers, bounds, "1f1b")[1][0].received_elements
+    assert activation_bytes(job, layout, bounds) == 3 * 4 * max(2 * kept_elements[0], kept_elements[1])
     assert [rank.activations for rank in pipeline_memory(job, layout, bounds)] == [
         2 * 3 * kept_elements[0] * 4,
         3 * (kept_elements[1] + received) * 4,
@@ -123,14 +124,14 @@ def test_checkpointing_keeps_what_layers_begin_with_and_skips_once() -> None:
     segment = Segment(0, len(layers), 0, 0, 0)
     one, two = (kept(layers, segment, interval, 0, 1, holds_skips=False) for interval in (1, 2))
     sizes = [layer.out_channels * layer.out_resolution**2 for layer in layers]
-    assert one.activations == sum(sizes[1:-1])  # the image that layer 1 takes is not made by a layer with gradient
+    assert one.beside == sum(sizes[1:-1])  # the image that layer 1 takes is not made by a layer with gradient
     wide = kept(layers, segment, 1, 1, 0, holds_skips=False)
-    assert wide.activations == layers[0].activation_elements
+    assert wide.layers == layers[0].activation_elements
     assert wide.working > max(layer.activation_elements for layer in layers[1:])  # and what it begins with
     assert wide.working_copies == 4 * max(layer.parameters for layer in layers[1:])
     begins = {start - 1 for start in range(3, len(layers), 2)}
     pushed = {place for place, layer in enumerate(layers) if layer.pushes}
-    assert two.activations == sum(sizes[place] for place in begins | pushed)
+    assert two.beside == sum(sizes[place] for place in begins | pushed)
 
 
 def test_checkpointing_in_a_fold_keeps_the_skips_for_the_other_phase() -> None:
@@ -139,8 +140,8 @@ def test_checkpointing_in_a_fold_keeps_the_skips_for_the_other_phase() -> None:
     sizes = [layer.out_channels * layer.out_resolution**2 for layer in layers]
     pushed = {place for place, layer in enumerate(layers[:stop]) if layer.pushes}
     assert len(pushed) > 2 and held.skips == sum(sizes[place] for place in pushed)
-    assert held.activations == sum(sizes[place] for place in pushed | {4})  # groups begin at layers 1 and 5
-    assert left.skips == 0 and left.activations <= held.activations
+    assert held.beside == sum(sizes[place] for place in pushed | {4})  # groups begin at layers 1 and 5
+    assert left.skips == 0 and left.beside <= held.beside
 
 
 def test_under_1f1b_a_rank_holds_a_micro_batch_for_itself_and_each_rank_after_it() -> None:
