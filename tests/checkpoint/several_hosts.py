@@ -65,7 +65,7 @@ class Hosts:
             raise error
         return [outcome.result() for outcome in outcomes]
 
-    def writers(self, seconds: float = 10.0, **options: Any) -> list[Writer]:
+    def writers(self, seconds: float = 60.0, **options: Any) -> list[Writer]:
         return [
             Writer(
                 folder,
