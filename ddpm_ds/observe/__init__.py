@@ -1,1 +1,1 @@
-"""Where the time and the flops of a run go; watches, and changes nothing that is trained."""
+"""Measurement of a run's time and flops; observers change nothing that is trained."""

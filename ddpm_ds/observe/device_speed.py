@@ -1,6 +1,6 @@
-"""The speed of this machine: seconds of each layer, the peak of matrix products, and what a layer costs at least.
+"""Speed of this machine: seconds of each layer, peak flops of matrix products, and the start-up time of each layer.
 
-The first two are measured once and remembered in the user's cache folder; the last is kept with each run.
+The first two are measured once and cached in the user's cache folder; start-up times are kept with each run.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from ddpm_ds.unet.model import build_layer
 from ddpm_ds.unet.operations import arithmetic_dtype, set_image_index
 
 ENOUGH_SECONDS = 0.2
-"""A layer is timed until that much time has gone into it, but at least once."""
+"""Seconds of timing after which a layer is not run again; it runs at least once."""
 MOST_TIMES = 20
 SIZES = {"cpu": (512, 1024), "cuda": (4096, 8192)}
-"""Rows of square matrices; a device reaches its peak on large ones, if they fit its caches."""
+"""Rows of the square matrices; a device reaches its peak on large ones, if they fit its caches."""
 PEAK_SECONDS = 0.15
-"""That much time goes into the products of each size."""
+"""Seconds of matrix products timed for each size."""
 
 
 class Remembered:
-    """Measurements of this machine, in a file of the user's cache folder: positive numbers by what they depend on.
+    """Measurements of this machine, kept in a file of the user's cache folder: positive numbers by what they depend on.
 
-    A file that can't be read is written anew; a folder that can't be written costs the measurement in the next run.
+    A file that can't be read is replaced; if the folder can't be written, the next run measures again.
     """
 
     def __init__(self, name: str) -> None:
@@ -90,7 +90,7 @@ class LayerSeconds:
 
 
 LayerTimes = Callable[[int], Sequence[LayerSeconds]]
-"""Seconds of every layer, given the images of a micro-batch."""
+"""Function from the images of a micro-batch to the seconds of every layer."""
 
 
 def measured_times(
@@ -99,9 +99,9 @@ def measured_times(
     precision: Dtype,
     progress: Callable[[Layer, int], None] = lambda layer, images: None,
 ) -> LayerTimes:
-    """Times by measuring: each shape of layer once for each micro-batch, on ``device`` in ``precision``.
+    """Return a function that measures layers: each shape once for each micro-batch, on ``device`` in ``precision``.
 
-    They are remembered by device, threads, layer, micro-batch, precision and PyTorch's version. ``progress`` is called
+    Results are cached by device, threads, layer, micro-batch, precision and PyTorch's version. ``progress`` is called
     before a layer is timed.
     """
     known = Remembered("layer_times.json")
@@ -125,7 +125,7 @@ def measured_times(
 
 
 def time_layer(layer: Layer, images: int, device: torch.device, dtype: torch.dtype) -> LayerSeconds:
-    """Median seconds of a layer's forward and backward, after one that is not counted."""
+    """Return median seconds of a layer's forward and backward, after a warm-up that is not counted."""
     module = build_layer(layer, 0, seed=0).to(device=device, dtype=dtype)
     set_image_index(module.modules(), torch.arange(images, device=device))
     inputs = _inputs(layer, images, device, dtype)
@@ -145,7 +145,7 @@ def time_layer(layer: Layer, images: int, device: torch.device, dtype: torch.dty
 
 
 def _inputs(layer: Layer, images: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """A carry as the layer takes it, with gradients; for the first layer x_t, t and labels."""
+    """Return a carry as the layer takes it, with gradients; for the first layer x_t, t and labels."""
     size = layer.in_resolution
     h = torch.randn(images, layer.in_channels, size, size, device=device, dtype=dtype)
     if isinstance(layer, EmbedLayer):
@@ -168,9 +168,9 @@ def _now(device: torch.device) -> float:
 
 
 def shared_peak(device: torch.device, precision: Dtype) -> float:
-    """Flops per second of one device, the mean over all ranks'; collective, each rank gets the same.
+    """Return flops per second of one device, the mean over all ranks; collective, with the same result on each rank.
 
-    Rank 0 remembers it by device, threads, processes of the host, dtype and PyTorch's version. An unknown one is
+    Rank 0 caches it by device, threads, processes of the host, dtype and PyTorch's version. A value not yet cached is
     measured on all ranks at once, so that processes on one CPU share it as they do in training.
     """
     dtype = arithmetic_dtype(device.type, DTYPES[precision][1])
@@ -189,8 +189,10 @@ def shared_peak(device: torch.device, precision: Dtype) -> float:
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """The fastest of some products of square matrices, in flops per second; fp32 on CUDA as convolutions do it, in
-    TF32 where they may."""
+    """Return the flops per second of the fastest of some products of square matrices.
+
+    On CUDA fp32 is measured as convolutions compute it, in TF32 where that is allowed.
+    """
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_tf32
     matmul.allow_tf32 = torch.backends.cudnn.allow_tf32
@@ -214,27 +216,29 @@ def _rate(size: int, device: torch.device, dtype: torch.dtype) -> float:
 # ------------------------------------------------------------------ what a layer costs at least
 
 FILE = Path("trace") / "device.json"
-"""Where a run's folder has it."""
+"""Path of the device's file in a run's folder."""
 FEW_PIXELS = 2
-"""Height and width of an image on which a layer has next to nothing to compute."""
+"""Height and width in pixels of an image on which a layer has next to nothing to compute."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """The device of one rank; None and empty are unknown."""
+    """Device of one rank; None and empty mean unknown."""
 
     memory_bytes: int | None = None
     startup: dict[str, LayerSeconds] = field(default_factory=dict)
-    """By kind of layer: seconds of a pass however few the images, for kernel starts, Python and reading the weights."""
+    """Seconds of a pass that do not depend on the number of images (kernel starts, Python, reading weights), by kind of
+    layer.
+    """
 
     def startup_of(self, layers: Sequence[Layer]) -> LayerSeconds:
-        """Seconds of one micro-batch's passes through ``layers`` however few its images."""
+        """Return the seconds of one micro-batch's passes through ``layers`` that do not depend on its images."""
         own = [self.startup.get(type(layer).__name__, LayerSeconds(0.0, 0.0)) for layer in layers]
         return LayerSeconds(sum(one.forward for one in own), sum(one.backward for one in own))
 
 
 def measure_device(layers: Sequence[Layer], device: torch.device, precision: Dtype) -> Device:
-    """Time the smallest layer of each kind on one tiny image; takes a tenth of a second or two."""
+    """Time the smallest layer of each kind on one tiny image; takes 0.1 to 0.2 seconds."""
     smallest: dict[str, Layer] = {}
     for layer in sorted(layers, key=lambda layer: layer.parameters):
         smallest.setdefault(type(layer).__name__, layer)
@@ -254,14 +258,14 @@ def _on_few_pixels(layer: Layer) -> Layer:
 
 
 def write_device(run_dir: Path, device: Device) -> None:
-    """Keep it with a run."""
+    """Write the device's file into a run's folder."""
     file = run_dir / FILE
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(asdict(device), indent=2) + "\n")
 
 
 def read_device(run_dir: Path) -> Device:
-    """Read the device of a run; nothing is known where the file is missing.
+    """Read the device of a run; all is unknown where the file is missing.
 
     Raises:
         ValueError, KeyError, TypeError: the file is damaged.

@@ -34,19 +34,19 @@ from ddpm_ds.unet.layers import Layer
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one forward pass of a micro-batch through some layers."""
+    """Cost of one forward pass of a micro-batch through some layers."""
 
     parameters: int
     macs: int
     """Multiply-accumulates of convolutions, linear layers and attention."""
     flops: int
-    """Two for each multiply-accumulate."""
+    """Floating-point operations, two for each multiply-accumulate."""
     seconds: float
 
 
 @dataclass(frozen=True)
 class StageProfile:
-    """One stage, as profiled on the rank that holds it."""
+    """Profile of one stage, from the rank that holds it."""
 
     stage: int
     rank: int
@@ -61,12 +61,12 @@ class StageProfile:
 
 
 def summed(costs: Iterable[Cost]) -> Cost:
-    """Add costs up."""
+    """Return the sum of some costs."""
     return Cost(*(sum(values) for values in zip(*map(astuple, costs), strict=True)))
 
 
 class FlopsProfile(Observer):
-    """Profiles the first forward pass of every stage in step ``profile_step``, once.
+    """Profiler of the first forward pass of every stage in step ``profile_step``.
 
     ``settings`` is the JSON's ``flops_profiler`` block: unless it is enabled nothing happens. ``steps`` is the number
     of steps of the whole run. Rank 0 writes ``folder/flops.stage{i}.txt`` (or ``{output_file}.stage{i}.txt``),
@@ -190,7 +190,7 @@ class FlopsProfile(Observer):
 
 
 class UnetStage(nn.ModuleDict):
-    """The layers of a stage as one module, by their index in the U-Net's list."""
+    """Layers of a stage as one module, by their index in the U-Net's list."""
 
 
 def profile_layers(
@@ -225,7 +225,7 @@ def _levels(module: nn.Module) -> int:
 
 
 def table(stages: Sequence[StageProfile], facts: Mapping[str, Any]) -> str:
-    """Parameters, multiply-accumulates and latency of every stage and of every layer, as text."""
+    """Return parameters, multiply-accumulates and latency of every stage and of every layer, as text."""
     whole = summed(stage.total for stage in stages)
     columns = ("parameters", "MACs (M)", "flops (M)", "flops share", "latency (ms)", "latency share", "GFLOP/s")
 

@@ -1,4 +1,4 @@
-"""The kinds of work in a profile: ten groups to which its operators and kernels belong, and which sum to its time.
+"""Kinds of work in a profile: ten groups of operators and kernels, whose times sum to the profile's.
 
 Only self times count, an event's time less that of its children, so that nothing counts twice. An event belongs to the
 first of these groups:
@@ -37,14 +37,15 @@ Group = Literal[
 GROUPS: tuple[Group, ...] = get_args(Group)
 
 INSTRUCTION, SPAN, WAIT = "instruction ", "between steps: ", "wait for other ranks"
-"""Names of our own ranges in a profile: an instruction of the pipeline's schedule, what is done between two steps, a
-wait of the host for a message or a collective."""
+"""Names of our own ranges in a profile: an instruction of the pipeline's schedule, work between two steps, and a wait
+of the host for a message or a collective.
+"""
 
 LEFT_OUT = (SPAN + "inspection", SPAN + "checkpoint")
-"""Ranges that are no part of training; with all below them they belong to no group."""
+"""Ranges that are not training; neither they nor what runs within them belong to a group."""
 
 RUNTIME_CALL = re.compile(r"(cuda|cu|hip)[A-Z]")
-"""A call into the device's driver, on the host."""
+"""Pattern of calls into the device's driver, on the host."""
 
 _BY_NAME_ALONE: tuple[tuple[Group, re.Pattern[str]], ...] = (
     ("synchronisation", re.compile(rf"{WAIT}$|(cuda|cu|hip)\w*Synchronize")),
@@ -68,15 +69,15 @@ _COPIES = re.compile(
 
 @dataclass(frozen=True)
 class ProfiledOperation:
-    """An event of a profile with the time that it took itself."""
+    """Event of a profile with its self time."""
 
     name: str
     seconds: float
-    """Self time."""
+    """Self time in seconds."""
     parent: int | None = None
-    """Position of the event that it ran within, which comes earlier."""
+    """Position of the event that this one ran within, which comes earlier."""
     forward: int | None = None
-    """Position of the operator whose backward it is, for a node of autograd's graph."""
+    """Position of the forward operator, for a node of autograd's graph."""
 
 
 @cache
@@ -85,7 +86,7 @@ def _found(table: tuple[tuple[Group, re.Pattern[str]], ...], name: str) -> Group
 
 
 def group_of_each(operations: Sequence[ProfiledOperation]) -> list[Group | None]:
-    """The group of every operation; None for what is left out."""
+    """Return the group of every operation; None for those left out."""
     inherited: list[tuple[bool, Group | None, bool, int | None]] = []  # by an operation's children as well
     for operation in operations:
         name, above = operation.name, operation.parent
@@ -112,7 +113,7 @@ Shares = dict[Group, dict[str, float]]
 
 
 def shares(operations: Sequence[ProfiledOperation]) -> Shares:
-    """Share out the self times of all operations."""
+    """Return the self times of all operations by group and name."""
     names: Shares = {group: defaultdict(float) for group in GROUPS}
     for operation, group in zip(operations, group_of_each(operations), strict=True):
         if group is not None:
@@ -121,7 +122,7 @@ def shares(operations: Sequence[ProfiledOperation]) -> Shares:
 
 
 def operations_of(events: Iterable[Any], *, on_device: bool) -> list[ProfiledOperation]:
-    """The operations of ``torch.profiler.profile.events()``.
+    """Return the operations of ``torch.profiler.profile.events()``.
 
     Without a device an operation's time is the host's. With one it is that of its kernels, each an operation within
     the one that launched it; of the host then only calls into the driver and waits have a time, which runs beside the
@@ -146,7 +147,7 @@ def operations_of(events: Iterable[Any], *, on_device: bool) -> list[ProfiledOpe
 
 
 def _kernels(events: Iterable[Any], host: Sequence[Any]) -> list[ProfiledOperation]:
-    """What ran on the device, each under the host's operation that launched it; the rest under none."""
+    """Return what ran on the device, each under the host's operation that launched it; the rest under none."""
     left: dict[str, float] = defaultdict(float)
     for event in events:
         if event.device_type.name != "CPU" and not event.is_user_annotation:

@@ -1,4 +1,4 @@
-"""The kernel profile: PyTorch's profiler over some optimizer steps, and which operators and kernels the time went to.
+"""Kernel profile: PyTorch's profiler over some optimizer steps, and the time of each operator and kernel.
 
     kernels/groups.txt             the groups and the operators of all ranks together
     kernels/rank{r}.txt            a rank's groups, and PyTorch's own table of its operators
@@ -34,42 +34,43 @@ from ddpm_ds.pipeline.engine import UnetPipelineEngine
 TABLE_ROWS = 100
 WIDEST_NAME = 60
 SILENT = "6"
-"""Level at which the profiler's library neither announces itself nor misses a GPU."""
+"""Log level at which the profiler's library neither announces itself nor warns that there is no GPU."""
 MOST_TRACE_BYTES = 2**25
-"""Largest compressed trace of one rank."""
+"""Largest compressed trace of one rank, in bytes."""
 MOST_TRACES_BYTES = 2**29
-"""Largest sum of all ranks' traces."""
+"""Largest sum of all ranks' traces, in bytes."""
 COLUMNS = ("self CPU ms", "CPU ms", "self device ms", "calls", "memory MB")
 
 
 @dataclass(frozen=True)
 class RankProfile:
-    """The profile of one rank."""
+    """Profile of one rank."""
 
     steps: int
     """Number of recorded steps."""
     shares: Shares
     rows: dict[str, list[float]]
-    """Values of :data:`COLUMNS` for each operator and kernel, summed over its calls; memory is what it allocated itself
-    less what it freed, on the device where there is one."""
+    """Values of :data:`COLUMNS` for each operator and kernel, summed over its calls; memory is bytes allocated by
+    itself less bytes freed, on the device where there is one.
+    """
     table: str
-    """PyTorch's own table."""
+    """PyTorch's own table of operators."""
     trace: bytes
-    """The compressed trace."""
+    """Compressed Chrome trace."""
     kept: float
-    """Share of the trace's events that are left in it."""
+    """Share of the trace's events that were kept."""
 
     def seconds(self, group: str) -> float:
-        """Seconds per step of a group, or of all where ``group`` is ``total``."""
+        """Return seconds per step of a group, or of all groups where ``group`` is ``total``."""
         names = [self.shares[one] for one in GROUPS if group in (one, "total")]
         return sum(sum(seconds.values()) for seconds in names) / self.steps
 
 
 class KernelProfile(Observer):
-    """Profiles the steps once, even if a rollback repeats them.
+    """Observer that profiles the steps once, even if a rollback repeats them.
 
     The step before them, if this process takes it, warms the profiler up: its first step is slower than others. A
-    process that leaves amid the steps stops the profiler, which would crash it otherwise, and writes nothing.
+    process that exits amid the steps stops the profiler, which would crash it otherwise, and writes nothing.
     """
 
     def __init__(self, engine: UnetPipelineEngine, steps: range, folder: Path, report: Report) -> None:
@@ -173,7 +174,7 @@ def _labelled(name: str, phase: int, execute: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def labelled_waits() -> Iterator[None]:
-    """Make every wait for a message or a collective a range of the profile, which has no event of its own."""
+    """Make every wait for a message or a collective a range of the profile; by itself it has no event."""
     wait = dist.Work.wait
 
     def labelled(work: dist.Work, *arguments: Any, **options: Any) -> Any:
@@ -201,7 +202,7 @@ def _add(rows: dict[str, list[float]], name: str, values: Sequence[float]) -> No
 
 
 def bounded(trace: bytes, most_bytes: int) -> tuple[bytes, float]:
-    """A Chrome trace compressed to at most so many bytes, and the share of its events kept: the earliest ones."""
+    """Return a Chrome trace compressed to at most ``most_bytes``, and the share of its events kept, the earliest."""
     compressed, kept = gzip.compress(trace, 6, mtime=0), 1.0
     if len(compressed) <= most_bytes:
         return compressed, kept
@@ -215,7 +216,7 @@ def bounded(trace: bytes, most_bytes: int) -> tuple[bytes, float]:
 
 
 def metrics(ranks: Sequence[RankProfile]) -> dict[str, float]:
-    """Seconds per step of each group and in total, mean over the ranks."""
+    """Return seconds per step of each group and in total, mean over the ranks."""
     return {
         f"kernels/{group}_seconds": sum(rank.seconds(group) for rank in ranks) / len(ranks)
         for group in (*GROUPS, "total")
@@ -240,7 +241,7 @@ def write(ranks: Sequence[RankProfile], folder: Path, last_step: int, *, on_devi
 
 
 def group_table(ranks: Sequence[RankProfile]) -> str:
-    """Seconds per step of every group: mean over the ranks, least, most, and its largest operators."""
+    """Return a table of every group's seconds per step (mean, least, most over the ranks) and its largest operators."""
     means = metrics(ranks)
     rows = [("self time, seconds per step", "mean", "share", "least", "most", "largest")]
     for group in (*sorted(GROUPS, key=lambda group: -means[f"kernels/{group}_seconds"]), "total"):
@@ -255,7 +256,7 @@ def group_table(ranks: Sequence[RankProfile]) -> str:
 
 
 def operator_table(ranks: Sequence[RankProfile], *, on_device: bool) -> str:
-    """The operators of all ranks summed, per step, those with most self time first."""
+    """Return a table of the operators of all ranks summed, per step, those with most self time first."""
     rows: dict[str, list[float]] = {}
     for rank in ranks:
         for name, values in rank.rows.items():

@@ -1,7 +1,7 @@
-"""What may watch a training run: the interface of observers, what they share, and the clock of pauses.
+"""Interface of observers of a training run, what they share, and the clock of pauses.
 
-An observer is told where each optimizer step begins and what is done between two steps. In the steps that it watches
-it may wrap the engine's instructions; in all others nothing is there to cost anything.
+An observer is told where each optimizer step begins and what is done between two steps. In the steps that it watches it
+may wrap the engine's instructions; all other steps cost nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Value = TypeVar("Value")
 
 
 class Report(Protocol):
-    """Where findings go; on ranks other than 0 they go nowhere."""
+    """Destination of findings; on ranks other than 0 they are dropped."""
 
     def log(self, line: str) -> None:
         """Show a line to the user."""
@@ -36,10 +36,10 @@ class Report(Protocol):
 
 
 class Observer:
-    """Watches some of a run's optimizer steps. All ranks have the same observers and call them at the same steps."""
+    """Observer of some of a run's optimizer steps; all ranks have the same and call them at the same steps."""
 
     def begin_step(self, step: int) -> None:
-        """The optimizer step of that number begins, counted from 1 over the whole run; a rollback repeats some.
+        """Begin optimizer step ``step``, counted from 1 over the whole run; a rollback repeats some.
 
         Findings of the steps before may be gathered from the ranks and reported here.
         """
@@ -49,7 +49,7 @@ class Observer:
         return contextlib.nullcontext()
 
     def finish(self) -> None:
-        """No further step comes; like :meth:`begin_step`, called on all ranks."""
+        """End the run: no further step comes. Called on all ranks, like :meth:`begin_step`."""
 
 
 class Observers(Observer):
@@ -110,7 +110,9 @@ def gathered(own: Value) -> list[Value] | None:
 
 
 def keep(report: Report, folder: str, write: Callable[[], Sequence[Path]]) -> bool:
-    """Write files and keep them with the run in ``folder``; where the disk refuses, say so, and training goes on."""
+    """Write files and keep them with the run in ``folder``. If the disk refuses, log it and continue; return whether it
+    worked.
+    """
     try:
         paths = write()
     except OSError as error:
@@ -122,12 +124,12 @@ def keep(report: Report, folder: str, write: Callable[[], Sequence[Path]]) -> bo
 
 
 FILE = Path("trace") / "pauses.json"
-"""Where a run's folder has its pauses."""
+"""Path of the pauses' file in a run's folder."""
 
 
 @dataclass(frozen=True)
 class Pauses:
-    """Seconds from the beginning of a run's first step to the end of its last, and the pauses among them."""
+    """Seconds from the start of a run's first step to the end of its last, and the pauses among them."""
 
     seconds: float = 1.0
     checkpoint_seconds: float = 0.0
@@ -143,7 +145,8 @@ class Pauses:
 
 
 class PauseClock(Observer):
-    """Adds up the pauses of a run and writes :data:`FILE` at the end; ``run_dir`` is None on ranks other than 0.
+    """Clock that adds up the pauses of a run and writes :data:`FILE` at its end; ``run_dir`` is None on ranks other
+    than 0.
 
     Pauses after the last step do not count: every run is saved and sampled at its end, however rarely before.
     """

@@ -34,17 +34,17 @@ LOOKS: dict[str, tuple[str, ...]] = {
     "checkpoint": ("checkpoint", "#8a7a5c"),
     "inspection": ("sampling and validation", "#cbbf9f"),
 }
-"""The name of an event and the colour of its box by phase; without a colour it is a wait, which stays empty."""
+"""Name of an event and the colour of its box by phase; an event without a colour is a wait and stays empty."""
 PASSES = ("ForwardPass", "BackwardPass")
 PROCESS = 1
 STEPS_ROW = 1
-"""Thread id of the row above the ranks, in which the steps are."""
+"""Thread id of the row above the ranks, which shows the steps."""
 NAMED_BOXES = 600
-"""Most boxes of a picture into which the number of the micro-batch is written."""
+"""Largest number of boxes in a picture for the number of the micro-batch to be written into them."""
 CHARACTER = 0.006
-"""Width of a character as a share of the picture's; a box has room for its number and one more."""
+"""Width of a character as a share of the picture's width; a box has room for its number and one more."""
 VISIBLE = 0.001
-"""Width of a box that can be seen, likewise."""
+"""Smallest width of a box that can be seen, as a share of the picture's width."""
 
 
 def write_trace(ranks: Sequence[RankTrace], title: str, path: Path) -> None:
@@ -69,7 +69,7 @@ def write_trace(ranks: Sequence[RankTrace], title: str, path: Path) -> None:
 
 
 def rank_name(trace: RankTrace, ranks: Sequence[RankTrace]) -> str:
-    """A rank's name for a user: ``rank 2: stages 1 and 2, replica 0``."""
+    """Return a rank's name for a user: ``rank 2: stages 1 and 2, replica 0``."""
     stages = " and ".join(map(str, trace.stages))
     replica = f", replica {trace.replica}" if any(other.replica for other in ranks) else ""
     return f"rank {trace.rank}: stage{'s' if len(trace.stages) > 1 else ''} {stages}{replica}"
@@ -99,7 +99,7 @@ def draw_median_step(ranks: Sequence[RankTrace], title: str, path: Path) -> None
 
 
 def draw_step(rows: Sequence[Sequence[Event]], seconds: float, names: Sequence[str], title: str, path: Path) -> None:
-    """Write a step of so many ``seconds`` as a PNG, with a row of events, in seconds from its start, for each name."""
+    """Write a step of length ``seconds`` as a PNG, with a row of events, in seconds from its start, for each name."""
     figure = Figure(figsize=(12, 1.6 + 0.45 * min(len(rows), 32)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

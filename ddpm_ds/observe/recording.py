@@ -1,4 +1,4 @@
-"""The recording of some steps: every instruction of every rank, in seconds on one clock.
+"""Recording of some steps: every instruction of every rank, in seconds on one clock.
 
 While a :class:`Recording` is open, the engine's instructions and ``engine.receive`` are wrapped; closed, the engine is
 as it was. A wait inside an instruction becomes an event of its own, and the instruction counts from its end:
@@ -32,19 +32,19 @@ from ddpm_ds.pipeline.schedule import Event
 
 Value = TypeVar("Value")
 BARRIERS = 8
-"""How many barriers the ranks pass to compare their clocks."""
+"""Number of barriers that the ranks pass to compare their clocks."""
 NOTHING = {"RecvActivation", "RecvGrad", "ReduceTiedGrads", "CommitP2P"}
-"""Instructions that are executed by doing nothing."""
+"""Instructions that do nothing in these engines."""
 RECEIVES = {"ForwardPass": "RecvActivation", "BackwardPass": "RecvGrad"}
-"""The wait for a message inside an instruction."""
+"""Name of the wait for a message inside an instruction, by the instruction."""
 ONCE = {"ReduceGrads", "OptimizerStep"}
-"""Instructions of a whole step, not of a micro-batch."""
+"""Instructions executed once per step, not per micro-batch."""
 WAIT_FOR_RANKS = "WaitForRanks"
-"""The event of waiting for other ranks that must agree on a step, or whose gradients are to be added."""
+"""Name of the event of waiting for ranks that must agree on a step, or whose gradients are to be added."""
 
 
 class Barrier(NamedTuple):
-    """When a rank came to a barrier and when it was let go, on its host's clock."""
+    """Times at which a rank reached a barrier and was released from it, on its host's clock."""
 
     came: float
     left: float
@@ -52,30 +52,30 @@ class Barrier(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedStep:
-    """An optimizer step on one rank, in seconds on that rank's host clock until they are aligned."""
+    """Optimizer step on one rank, in seconds on that rank's host clock until steps are aligned."""
 
     number: int
     start: float
     end: float
-    """When the next step began: logging, samples and checkpoints are in it."""
+    """Time at which the next step began; includes logging, samples and checkpoints."""
     events: tuple[Event, ...]
     """Events in the order in which they ended; none overlaps another."""
 
     def moved(self, back: float) -> TracedStep:
-        """The step as a clock shows it that is ``back`` seconds behind."""
+        """Return the step as a clock shows it that is ``back`` seconds behind."""
         events = tuple(event._replace(start=event.start - back, end=event.end - back) for event in self.events)
         return TracedStep(self.number, self.start - back, self.end - back, events)
 
 
 @dataclass(frozen=True)
 class RankTrace:
-    """The recording of one rank."""
+    """Recording of one rank."""
 
     rank: int
     pipeline_rank: int
     replica: int
     stages: tuple[int, ...]
-    """Stages of the U-Net that it holds, by phase."""
+    """Stages of the U-Net that the rank holds, by phase."""
     message_bytes: tuple[tuple[int, int], ...]
     """Bytes of a message to the next stage and of one to the stage before, by phase; 0 where there is none."""
     barriers: tuple[Barrier, ...]
@@ -83,14 +83,14 @@ class RankTrace:
 
 
 class HostClock:
-    """The host's clock, for work that is done when a call returns, as on a CPU."""
+    """Clock of the host, for work that is done when a call returns, as on a CPU."""
 
     def mark(self) -> Any:
-        """Take the present, in the order of the device's work, without waiting for the device."""
+        """Return a mark of the present, in the order of the device's work, without waiting for the device."""
         return time.perf_counter()
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
-        """Say when each mark was, on the host's clock. Waits for the device."""
+        """Return the time of each mark on the host's clock. Waits for the device."""
         return list(marks)
 
 
@@ -115,7 +115,7 @@ class DeviceClock(HostClock):
 
 
 class Recording:
-    """Records from its making until :meth:`close`; every rank makes one at the beginning of the same step."""
+    """Recorder that runs from construction until :meth:`close`; every rank makes one at the start of the same step."""
 
     def __init__(self, engine: UnetPipelineEngine, step: int) -> None:
         """Wrap the engine's instructions. Collective; waits for the device and for all ranks."""
@@ -133,7 +133,7 @@ class Recording:
 
     @property
     def step(self) -> int:
-        """The step that is being recorded."""
+        """Number of the step that is being recorded."""
         return self._steps[-1][0]
 
     def begin_step(self, step: int) -> None:
@@ -150,7 +150,7 @@ class Recording:
         self._events.append((name, 0, -1, begin, self._clock.mark()))
 
     def close(self) -> RankTrace:
-        """End the last step and leave the engine as it was. Waits for the device."""
+        """End the last step and restore the engine. Waits for the device."""
         end = self._clock.mark()
         self.abandon()
         engine = self._engine
@@ -166,7 +166,7 @@ class Recording:
         )
 
     def abandon(self) -> None:
-        """Leave the engine as it was."""
+        """Restore the engine."""
         self._wrapping.close()
 
     def _resolved(self, number: int, start: Any, events: list[tuple[str, int, int, Any, Any]], end: Any) -> TracedStep:
@@ -205,7 +205,7 @@ class Recording:
         return self._waiting(RECEIVES[self._inside[0]], lambda: self._receive(channel))
 
     def _waiting(self, name: str, wait: Callable[[], Value]) -> Value:
-        """Wait inside of an instruction, as an event before it."""
+        """Wait inside an instruction, recorded as an event before it."""
         assert self._inside is not None
         begin = self._clock.mark()
         value = wait()
@@ -227,10 +227,10 @@ def _message_bytes(engine: UnetPipelineEngine, phase: int) -> tuple[int, int]:
 
 
 def clock_offset(own: Sequence[Barrier], others: Sequence[Barrier]) -> tuple[float, float]:
-    """How far a rank's clock is before another's, and by how much that may be wrong; both in seconds.
+    """Return by how many seconds a rank's clock is ahead of another's, and the largest error of that.
 
-    Nobody is let go from a barrier before everybody has come, so each barrier bounds the difference from both sides.
-    Clocks that the bounds allow to be one are taken for one: so they are on one host, where processes share it.
+    No rank is released from a barrier before all have reached it, so each barrier bounds the difference from both
+    sides. Clocks whose bounds allow no difference are taken to be the same, as they are for processes of one host.
     """
     pairs = list(zip(own, others, strict=True))
     lowest = max(mine.came - other.left for mine, other in pairs)
@@ -269,7 +269,7 @@ def aligned(traces: Sequence[RankTrace]) -> tuple[tuple[RankTrace, ...], float]:
 def _with_waits(steps: Sequence[TracedStep], name: str) -> list[TracedStep]:
     """Let instruction ``name`` of the same step on several ranks begin when the last rank has come to it.
 
-    Where a rank was through before the last one came, nobody has waited.
+    Where a rank had finished before the last one came, no rank has waited.
     """
     found = [event for step in steps for event in step.events if event.instruction == name]
     latest = max((event.start for event in found), default=0.0)

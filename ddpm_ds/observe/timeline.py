@@ -1,4 +1,4 @@
-"""The timeline: traces chosen steps of a run on every rank, and writes them on rank 0 when they are over.
+"""Timeline: traces chosen steps of a run on every rank, and writes them on rank 0 when they are over.
 
 RUN_DIR/trace/steps-20-22.json   for ui.perfetto.dev: a row for each rank, a slice for each instruction
 RUN_DIR/trace/steps-20-22.png    one of them: the step of median length
@@ -25,15 +25,15 @@ from ddpm_ds.observe.trace_metrics import rank_seconds, timeline_metrics
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 
 MOST_EVENTS = 400_000
-"""Events of all ranks in one trace of several steps: a file of 60 MB, which a browser still opens."""
+"""Most events of all ranks in one trace of several steps: a file of 60 MB, which a browser can still open."""
 EVENTS_PER_PASS = 4
-"""At most so many for a micro-batch in one direction of one phase: the pass, its wait, and sending or loading."""
+"""Most events of a micro-batch in one direction of one phase: the pass, its wait, and sending or loading."""
 EVENTS_PER_STEP = 8
-"""At most so many besides: gradients, optimizer, EMA, pauses, and waiting for other ranks."""
+"""Most other events of a step: gradients, optimizer, EMA, pauses, and waiting for other ranks."""
 
 
 class Timeline(Observer):
-    """Traces some steps once; where a rollback comes while they are traced, they are traced when they come again.
+    """Observer that traces some steps once; if a rollback interrupts them, they are traced when they are repeated.
 
     The first traced step begins when all ranks have come to it. All other steps run as if there were no observer.
     """
@@ -48,7 +48,7 @@ class Timeline(Observer):
         precision: Dtype,
         macs_per_image: int,
     ) -> None:
-        """Trace ``steps`` into ``folder``, as many of them as make a trace of :data:`MOST_EVENTS`.
+        """Trace ``steps`` into ``folder``, the first of them up to :data:`MOST_EVENTS`.
 
         ``macs_per_image`` are the multiply-accumulates of one image's forward pass through the whole U-Net.
         """

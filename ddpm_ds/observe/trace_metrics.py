@@ -1,7 +1,7 @@
-"""What recorded steps come to: seconds of each kind, and the metrics of the timeline.
+"""Sums over recorded steps: seconds of each kind of event, and the metrics of the timeline.
 
 RUN_DIR/trace/summary.json has the circumstances of the trace and for each rank what :func:`rank_seconds` returns.
-Checkpoints, samples and validation between steps are part of no step.
+Checkpoints, samples and validation between steps do not count as part of a step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ddpm_ds.observe.recording import WAIT_FOR_RANKS, RankTrace
 from ddpm_ds.unet.layers import PASSES_PER_STEP
 
 PAUSES = {"checkpoint": ["checkpoint"], "inspection": ["inspection"]}
-"""Events between steps, by the names of their seconds."""
+"""Events between steps, by the name under which their seconds are summed."""
 OWN = {
     "data_wait": ["DataWait"],
     "load": ["LoadMicroBatch"],
@@ -24,16 +24,16 @@ OWN = {
     "agreement_wait": [WAIT_FOR_RANKS],  # for other ranks, in ReduceGrads and OptimizerStep
     "ema": ["EMA"],
 }
-"""Events of a rank, likewise."""
+"""Events of a rank as a whole, by the name under which their seconds are summed."""
 PHASES = {
     "forward": ["ForwardPass"],
     "backward": ["BackwardPass"],
     "wait": ["RecvActivation", "RecvGrad"],  # for messages
     "send": ["SendActivation", "SendGrad"],
 }
-"""Events of one of a rank's phases, likewise."""
+"""Events of one phase of a rank, by the name under which their seconds are summed."""
 NOTICEABLE = 0.001
-"""Share of the time from which on a pause counts; asking whether it is time for one takes less."""
+"""Share of the time above which a pause is reported; less is only the check whether a pause is due."""
 
 
 def rank_seconds(trace: RankTrace) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def rank_seconds(trace: RankTrace) -> dict[str, Any]:
     ``other_seconds`` that are in no event (logging, Python between instructions, waiting until what was sent is
     delivered), and ``{kind}_seconds`` of each of its ``phases`` by :data:`PHASES`. A phase also has its ``stage``,
     seconds per micro-batch of its passes, and the bytes of its messages to the next stage and to the stage before, 0
-    where there are none. Beside the step stand the seconds of :data:`PAUSES`.
+    where there are none. Seconds of :data:`PAUSES` are given apart from the step's.
     """
     steps = len(trace.steps)
     taken: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
@@ -85,10 +85,10 @@ def rank_seconds(trace: RankTrace) -> dict[str, Any]:
 
 
 def timeline_metrics(summary: Mapping[str, Any], macs_per_image: int) -> dict[str, float]:
-    """The metrics of a trace, from its summary, by the names that dashboards and comparisons read.
+    """Return the metrics of a trace's summary, by the names that dashboards and comparisons read.
 
-    ``macs_per_image`` are the multiply-accumulates of one image's forward pass through the whole U-Net. What belongs to
-    a rank as a whole stands under the stage that it holds in phase 0, waiting for other ranks included.
+    ``macs_per_image`` are the multiply-accumulates of one image's forward pass through the whole U-Net. Values of a
+    rank as a whole, such as waiting for other ranks, are given under the stage that it holds in phase 0.
     """
     ranks, step_seconds = summary["ranks"], summary["step_seconds"]
     values: dict[str, float] = {}
