@@ -1,1 +1,1 @@
-"""From image files to micro-batches on the device: sources, the data-set cache, the loader."""
+"""Data: image sources, the data-set cache, and the loader that puts micro-batches on the device."""

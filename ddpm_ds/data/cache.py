@@ -1,4 +1,4 @@
-"""The data-set cache: all images of a source, in their final size, in one memory-mapped array.
+"""Data-set cache: all images of a source, in their final size, in one memory-mapped array.
 
 ::
 
@@ -28,7 +28,7 @@ from ddpm_ds.files import sha256_of
 FORMAT = 1
 IMAGES, LABELS, META, SKIPPED = "images.npy", "labels.npy", "meta.json", "skipped.txt"
 BAR_BYTES = 10**9
-"""Checking fewer bytes than this takes about a second and shows no bar."""
+"""Bytes below which a check takes about a second and shows no bar."""
 
 
 class CacheMeta(BaseModel):
@@ -48,20 +48,20 @@ class CacheMeta(BaseModel):
 
 @dataclass(frozen=True)
 class DatasetCache:
-    """An open data-set cache. Sent to another process, it is opened there anew: the images don't travel."""
+    """Open data-set cache. Sent to another process, it is opened there again: the images don't travel."""
 
     path: Path
     meta: CacheMeta
     images: npt.NDArray[np.uint8] = field(repr=False)  # (N, C, H, W), mapped from the file
     labels: npt.NDArray[np.int64] = field(repr=False)  # (N,)
     cropped: int | None = None
-    """Size of the crops that :meth:`centre` gives; None where images are as they were prepared."""
+    """Height and width in pixels of the crops made by :meth:`centre`; None where images are as they were prepared."""
 
     @classmethod
     def open(cls, path: Path, verify: bool = True, progress: bool = False) -> DatasetCache:
         """Open the cache at ``path``; ``verify`` reads every byte and compares checksums.
 
-        One process per node should verify, the others needn't.
+        One process per node should verify; the others need not.
 
         Raises:
             DataError: it is missing, damaged or of another format.
@@ -93,9 +93,9 @@ class DatasetCache:
         return _reopen, (self.path, self.cropped)
 
     def centre(self, size: int) -> DatasetCache:
-        """This cache with the centres of its images, (C, ``size``, ``size``) in images and meta; nothing is copied.
+        """Return this cache with the centres of its images, (C, ``size``, ``size``) in images and meta, without a copy.
 
-        Evaluation reads these, where training reads crops from other places too.
+        Evaluation reads these; training reads crops from other places too.
         """
         channels, height, width = self.meta.shape
         if (height, width) == (size, size):
@@ -107,7 +107,7 @@ class DatasetCache:
 
     @property
     def key(self) -> str:
-        """Key of exactly these images: their checksum in hexadecimal, hashed with the size of crops."""
+        """Return the key of exactly these images: their checksum in hexadecimal, hashed with the size of crops."""
         checksum = self.meta.sha256[IMAGES]
         if self.cropped is None:
             return checksum
@@ -120,7 +120,7 @@ def _reopen(path: Path, cropped: int | None) -> DatasetCache:
 
 
 def checksums(folder: Path, progress: bool) -> dict[str, str]:
-    """SHA-256 of the arrays in ``folder``, by file name; a bar on stderr when they are big."""
+    """Return the SHA-256 of the arrays in ``folder``, by file name; shows a bar on stderr when they are big."""
     total = sum((folder / name).stat().st_size for name in (IMAGES, LABELS))
     hidden = not progress or total < BAR_BYTES
     with tqdm(total=total, desc=f"checking {folder.name}", unit="B", unit_scale=True, disable=hidden) as bar:

@@ -1,5 +1,8 @@
-"""Micro-batches on the device that trains on them, as a function of images seen: nothing is remembered, so nothing is
-lost on a resume. The next one travels while the current one is computed with."""
+"""Loader: yields micro-batches on the training device as a function of the number of images seen.
+
+It keeps no state, so nothing is lost on a resume. The next micro-batch is copied while the current one is computed
+with.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ Indices = npt.NDArray[np.int64]
 
 
 def image_at(index: Indices, count: int, seed: int) -> Indices:
-    """Positions in a cache of ``count`` images of the ``index``-th images of a run, int64 ``(n,)`` to ``(n,)``.
+    """Return the positions in a cache of ``count`` images of the ``index``-th images of a run, int64 ``(n,)`` to
+    ``(n,)``.
 
     Every run of ``count`` indices from a multiple of ``count`` (an epoch) sees each image once, in an order of its
     own.
@@ -44,12 +48,13 @@ def _permutation(count: int, seed: int, epoch: int) -> Indices:
 
 
 READ_BYTES, READ_IMAGES = 2**20, 512
-"""Micro-batches that are smaller are read several at a time, up to so much: a read costs a tenth of a millisecond
-besides its bytes, and one by another process some milliseconds."""
+"""Bytes and images up to which smaller micro-batches are read together: a read costs a tenth of a millisecond besides
+its bytes, and one by another process some milliseconds.
+"""
 
 
 class MicroBatch(NamedTuple):
-    """The images of one micro-batch of one replica."""
+    """Images of one micro-batch of one replica."""
 
     images: Tensor  # (n, C, H, W) uint8
     labels: Tensor  # (n,) int64
@@ -69,7 +74,7 @@ def micro_batches(
     workers: int = 0,
     pin_memory: bool = False,
 ) -> Iterator[MicroBatch]:
-    """The endless micro-batches of ``replica`` from the ``start_images``-th image of the run on.
+    """Yield the endless micro-batches of ``replica`` from the ``start_images``-th image of the run on.
 
     Replicas take turns, so that a global batch is the same images in every layout. Example: batch of 8 images,
     micro-batches of 2, 2 replicas, M = 2 micro-batches per replica::
@@ -78,10 +83,9 @@ def micro_batches(
         replica             0     1     0     1
         micro-batch         0     0     1     1
 
-    ``among`` are the positions in the cache that are trained on, None for all of it.
-    ``workers`` processes read ahead; with 0 a thread of this one does. An error or a death of a worker is raised here.
-    ``pin_memory`` puts the images where a CUDA device can fetch them from.
-    Raises ValueError when ``batch_images`` is not M x ``replicas`` x ``micro_batch_images``.
+    ``among`` are the positions in the cache that are trained on, None for all of it. ``workers`` processes read ahead;
+    with 0 a thread of this one does. An error or the death of a worker is raised here. ``pin_memory`` puts the images
+    into pinned memory. Raises ValueError when ``batch_images`` is not M x ``replicas`` x ``micro_batch_images``.
     """
     turn = replicas * micro_batch_images
     if batch_images % turn:
@@ -107,7 +111,9 @@ def micro_batches(
 
 
 class _Read(NamedTuple):
-    """Micro-batches read together. A tensor takes milliseconds between processes whatever its size, so there is one."""
+    """Micro-batches read together in one tensor, since sending a tensor between processes takes milliseconds whatever
+    its size.
+    """
 
     images: Tensor  # (n, C, H, W) uint8
     labels: Indices  # (n,)
@@ -116,9 +122,9 @@ class _Read(NamedTuple):
 
 @dataclass(frozen=True)
 class _Reads(Dataset[_Read]):
-    """Reads of one replica, by their number; each is some micro-batches.
+    """Reads of one replica, by their number; each holds some micro-batches.
 
-    A batch is a whole number of turns, hence where batches end doesn't matter here.
+    A batch is a whole number of turns, so where batches end doesn't matter here.
     """
 
     cache: DatasetCache
@@ -131,7 +137,7 @@ class _Reads(Dataset[_Read]):
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches in a read."""
+        """Number of micro-batches in a read."""
         image_bytes = math.prod(self.cache.meta.shape)
         return max(1, min(READ_BYTES // image_bytes, READ_IMAGES) // self.size)
 
@@ -148,7 +154,9 @@ class _Reads(Dataset[_Read]):
 
 
 def _one_ahead(reads: Iterator[_Read]) -> Iterator[_Read]:
-    """The same reads, each by a thread while the one before is used: numpy lets go of the interpreter as it copies."""
+    """Yield the same reads, each made by a thread while the one before is used: numpy releases the interpreter as it
+    copies.
+    """
     with ThreadPoolExecutor(1) as thread:
         coming = thread.submit(next, reads)
         while True:
@@ -157,7 +165,7 @@ def _one_ahead(reads: Iterator[_Read]) -> Iterator[_Read]:
 
 
 def _parts(read: _Read, size: int, pin_memory: bool) -> Iterator[MicroBatch]:
-    """The micro-batches of a read, as views."""
+    """Yield the micro-batches of a read, as views."""
     labels, index = torch.from_numpy(read.labels), torch.from_numpy(read.index)
     if pin_memory:
         labels, index = labels.pin_memory(), index.pin_memory()
@@ -169,7 +177,7 @@ def _as_it_is(read: Any) -> Any:
 
 
 def on_device(batches: Iterator[MicroBatch], device: torch.device) -> Iterator[MicroBatch]:
-    """The same micro-batches on ``device``, bytes as they are.
+    """Yield the same micro-batches on ``device``, still uint8.
 
     On CUDA each is copied on a stream of its own while the one before is computed with; the current stream waits for
     the copy, the host does not::
@@ -177,8 +185,8 @@ def on_device(batches: Iterator[MicroBatch], device: torch.device) -> Iterator[M
         copies        1     2     3           4
         current       .  1111111  2222222222  3333333
 
-    That needs ``batches`` in pinned memory. Elsewhere they are handed through. What is read ahead is one micro-batch;
-    an error of ``batches`` is raised where that one was to be read.
+    That needs ``batches`` in pinned memory. Without CUDA they are passed through. One micro-batch is read ahead; an
+    error of ``batches`` is raised where that one was to be read.
     """
     return _copied_ahead(batches, device) if device.type == "cuda" else batches
 
@@ -202,7 +210,7 @@ def _copied_ahead(batches: Iterator[MicroBatch], device: torch.device) -> Iterat
 
 
 def split(count: int, held_out: int) -> tuple[Indices, Indices]:
-    """Positions in a cache of ``count`` images, int64 and rising: those to train on, and ``held_out`` others.
+    """Return positions in a cache of ``count`` images, int64 and rising: those to train on, and ``held_out`` others.
 
     They follow from the two numbers alone, so that runs of any seed are measured on the same images.
 
@@ -219,5 +227,5 @@ def split(count: int, held_out: int) -> tuple[Indices, Indices]:
 
 
 def shuffled(count: int) -> Indices:
-    """The positions 0 to ``count - 1``, int64, in an order that is always the same."""
+    """Return the positions 0 to ``count - 1``, int64, in an order that is always the same."""
     return np.random.Generator(np.random.Philox(key=np.uint64(0))).permutation(count)

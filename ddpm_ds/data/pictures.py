@@ -1,4 +1,4 @@
-"""Images as people look at them: uint8 tensors to PNG files and grids."""
+"""Conversion of uint8 tensors to PNG files and grids."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor
 
 GAP_PIXELS = 2
 SMALLEST_SIDE_PIXELS = 32
-"""Images below this size are enlarged in a grid, by a whole factor, so that they can be seen."""
+"""Side in pixels below which images are enlarged in a grid, by a whole factor."""
 
 
 def picture(image: Tensor) -> Image.Image:
-    """A uint8 (C, H, W) image, grey or RGB, for Pillow."""
+    """Return a uint8 (C, H, W) image, grey or RGB, for Pillow."""
     pixels = image.permute(1, 2, 0).cpu().numpy()
     return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
 
 
 def grid(images: Tensor, columns: int | None = None) -> Image.Image:
-    """uint8 images (N, C, H, W) row by row in one picture, as square as it goes unless ``columns`` says otherwise."""
+    """Return uint8 images (N, C, H, W) row by row in one picture, as square as possible unless ``columns`` is given."""
     count, _, height, width = images.shape
     factor = max(1, math.ceil(SMALLEST_SIDE_PIXELS / min(height, width)))
     images = images.repeat_interleave(factor, 2).repeat_interleave(factor, 3)
@@ -35,7 +35,7 @@ def grid(images: Tensor, columns: int | None = None) -> Image.Image:
 
 
 def write_png(image: Image.Image, path: Path) -> None:
-    """Write a PNG file that is complete or not there."""
+    """Write a PNG file that is complete or does not exist."""
     temporary = path.with_name(f".{path.name}.writing")
     image.save(temporary, format="PNG")
     temporary.replace(path)

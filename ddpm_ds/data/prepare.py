@@ -1,4 +1,4 @@
-"""Writes a source into a data-set cache, once. A cache is complete or does not exist."""
+"""Preparation of a source into a data-set cache, once. A cache is complete or does not exist."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ READ_AHEAD = 256
 
 
 def cache_path(spec: DataSpec) -> Path:
-    """Folder of the cache: a function of source, size, channels and, for source ``folder``, its absolute path."""
+    """Return the folder of the cache: a function of source, size, channels and, for source ``folder``, its absolute
+    path.
+    """
     name = f"{spec.source}-{spec.stored_size}px-{spec.channels}ch"
     if spec.source == "folder" and spec.path is not None:
         name += f"-{sha256(os.fsencode(spec.path.resolve())).hexdigest()[:8]}"
@@ -35,11 +37,10 @@ def cache_path(spec: DataSpec) -> Path:
 
 
 def prepare(spec: DataSpec, progress: bool = False) -> DatasetCache:
-    """Return the verified data-set cache of ``spec``, which is made when it is missing; ``progress`` shows bars.
+    """Return the verified data-set cache of ``spec``, made when it is missing; ``progress`` shows bars.
 
-    An existing cache is taken as it is: after changing a folder's images, delete it. Safe to call from several
-    processes and nodes at once; one works, the others wait. Unreadable images are left out and named in
-    ``skipped.txt``.
+    An existing cache is used unchanged: delete it after changing a folder's images. Safe to call from several processes
+    and nodes at once; one prepares, the others wait. Unreadable images are left out and named in ``skipped.txt``.
 
     Raises:
         DataError: the source's own, too many unreadable images, ``store_root`` not writable, a damaged cache.
@@ -139,7 +140,7 @@ def _write_header(file: BinaryIO, shape: tuple[int, ...]) -> None:
 
 
 def _read(source: Source) -> Iterator[tuple[Pixels, int] | UnreadableImage]:
-    """All images in order, decoded by threads: Pillow lets go of the interpreter while it decodes and scales."""
+    """Yield all images in order, decoded by threads: Pillow releases the interpreter while it decodes and scales."""
 
     def read(i: int) -> tuple[Pixels, int] | UnreadableImage:
         try:

@@ -24,11 +24,11 @@ Pixels = npt.NDArray[np.uint8]
 NOT_PICTURES = {"BUFR", "EPS", "GRIB", "HDF5", "IPTC", "MPEG", "WMF"}
 """Formats that Pillow recognises by name but can't decode by itself, or that hold no pictures."""
 NETWORK_TIMEOUT_SECONDS = 20.0
-"""Limit without which a network that swallows packets would hold a launch up for minutes."""
+"""Time limit for each answer of the network; a network that drops packets would delay a launch for minutes."""
 
 
 class UnreadableImage(Exception):
-    """One image of a source can't be read. It is skipped; too many of them are an error."""
+    """Error for an image of a source that can't be read. It is skipped; too many of them are an error."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name}: {reason}")
@@ -52,7 +52,7 @@ class Source(Protocol):
 
 
 def open_source(spec: DataSpec, progress: bool = False) -> Source:
-    """The source that ``spec.source`` names; ``progress`` shows a bar while CIFAR-10 is downloaded.
+    """Open the source that ``spec.source`` names; ``progress`` shows a bar while CIFAR-10 is downloaded.
 
     Raises DataError: folder missing or without images, download impossible.
     """
@@ -64,7 +64,7 @@ def open_source(spec: DataSpec, progress: bool = False) -> Source:
 
 
 def fit(image: Image.Image, size: int, channels: int) -> Pixels:
-    """Scale the shorter side to ``size`` (up or down, Lanczos), crops the centre: uint8 ``(size, size, channels)``.
+    """Scale the shorter side to ``size`` (up or down, Lanczos) and crop the centre: uint8 ``(size, size, channels)``.
 
     Transparent pixels become white. An image that already fits is returned unchanged.
     """
@@ -78,7 +78,7 @@ def fit(image: Image.Image, size: int, channels: int) -> Pixels:
 
 @dataclass
 class ArraySource:
-    """A source that fits in memory."""
+    """Source that fits in memory."""
 
     name: str
     classes: tuple[str, ...]
@@ -124,11 +124,11 @@ def _cifar10(spec: DataSpec, progress: bool) -> Source:
 
 
 class FolderSource:
-    """The image files of a folder and its subfolders, sorted by path; a first-level subfolder is a class.
+    """Image files of a folder and its subfolders, sorted by path; a first-level subfolder is a class.
 
-    Images that lie in the folder itself are of class ``.``; names that begin with a dot are passed over. Images
-    are turned as their EXIF orientation says, and scaled up where they are smaller than asked (:func:`fit`); of
-    several frames the first counts; 16-bit grey becomes 8-bit.
+    Images that lie in the folder itself are of class ``.``; names that begin with a dot are skipped. Images are turned
+    as their EXIF orientation says, and scaled up where they are smaller than asked (:func:`fit`); of several frames the
+    first counts; 16-bit grey becomes 8-bit.
     """
 
     name = "folder"
@@ -164,7 +164,7 @@ class FolderSource:
 
 
 def _image_files(root: Path) -> Iterator[Path]:
-    """Relative paths of the files under ``root`` that Pillow can decode, by their extension."""
+    """Yield the relative paths of the files under ``root`` that Pillow can decode, by their extension."""
     extensions = {
         extension
         for extension, kind in Image.registered_extensions().items()
@@ -199,7 +199,7 @@ def _decode(path: Path, size: int) -> Image.Image:
 
 
 def _printable(path: str) -> str:
-    """A path as text that any file can hold, also where its bytes are not UTF-8."""
+    """Return a path as text that any file can hold, also where its bytes are not UTF-8."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 

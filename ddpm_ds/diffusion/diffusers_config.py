@@ -1,5 +1,6 @@
-"""Configurations of diffusers: their arguments, read with care for types and ranges, and the ``DDPMScheduler`` that
-equals a diffusion process of ours, there and back. diffusers itself is not needed."""
+"""Configurations of diffusers: their arguments, checked for types and ranges, and the ``DDPMScheduler`` that equals a
+diffusion process of ours, in both directions. diffusers itself is not needed.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +26,14 @@ class Arguments(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
 
     class_names: ClassVar[tuple[str, ...]]
-    """Classes whose arguments these are."""
+    """Names of the classes that take these arguments."""
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self:
-        """The arguments in a configuration.
+        """Return the arguments in a configuration.
 
         Raises:
-            ValueError: with the key, its value and what can be expressed, in one line.
+            ValueError: one line with the key, its value and what is possible.
         """
         name = config.get("_class_name", cls.class_names[0])
         if name not in cls.class_names:
@@ -48,7 +49,7 @@ class Arguments(BaseModel):
 
 
 def refused(key: str, value: Any, why: str) -> ValueError:
-    """The error of a key whose value can't be expressed."""
+    """Return the error for a key whose value can't be expressed."""
     text = json.dumps(value)
     return ValueError(f"{key} = {text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + '...'}: {why}")
 
@@ -56,13 +57,15 @@ def refused(key: str, value: Any, why: str) -> ValueError:
 Beta = Annotated[float, Field(gt=0.0, lt=1.0)]
 
 PREDICTIONS = {"eps": "epsilon", "x0": "sample", "v": "v_prediction"}
-"""Names in diffusers of what a U-Net predicts, by ours."""
+"""Names in diffusers of the U-Net's objective, by ours."""
 UNLIMITED = 1e6
-"""Bound of the range of dynamic clipping for diffusers, which wants one; ours is not bounded."""
+"""Bound of the range of dynamic clipping in diffusers, which requires one; ours is not bounded."""
 
 
 def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec) -> dict[str, Any]:
-    """Arguments of the ``DDPMScheduler`` that adds noise as a run did, and samples with its clipping and variance."""
+    """Return the arguments of the ``DDPMScheduler`` that adds noise as a run did, and samples with its clipping and
+    variance.
+    """
     dynamic = sampler.clip == "dynamic"
     return {
         "num_train_timesteps": diffusion.timesteps,
@@ -85,7 +88,7 @@ def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec) -> dict[str
 
 
 class _SchedulerArguments(Arguments):
-    """Arguments that say how noise is added, with their defaults; the others say how images are drawn."""
+    """Arguments for adding noise, with their defaults; the others are for drawing images."""
 
     class_names: ClassVar[tuple[str, ...]] = (
         "DDPMScheduler",
@@ -104,12 +107,13 @@ class _SchedulerArguments(Arguments):
 
 
 def diffusion_from_scheduler(config: Mapping[str, Any], base: DiffusionSpec | None = None) -> DiffusionSpec:
-    """The diffusion process of a scheduler; the loss and its weighting, which no scheduler has, are those of ``base``.
+    """Return the diffusion process of a scheduler; the loss and its weighting, which no scheduler has, are those of
+    ``base``.
 
     Missing keys take the defaults of ``DDPMScheduler``.
 
     Raises:
-        ValueError: ours can't express it; the key, its value and what we can, in one line.
+        ValueError: ours can't express it; one line with the key, its value and what is possible.
     """
     found = _SchedulerArguments.read(config)
     changes: dict[str, Any] = {
@@ -121,7 +125,7 @@ def diffusion_from_scheduler(config: Mapping[str, Any], base: DiffusionSpec | No
 
 
 def _schedule(found: _SchedulerArguments) -> dict[str, Any]:
-    """Our name of the schedule, and its range where it has one."""
+    """Return our name of the schedule, and its range where it has one."""
     if found.trained_betas is not None:
         return _schedule_of(found.trained_betas, found.num_train_timesteps)
     if found.beta_schedule == "linear":
@@ -133,7 +137,7 @@ def _schedule(found: _SchedulerArguments) -> dict[str, Any]:
 
 
 def _schedule_of(trained: tuple[float, ...], timesteps: int) -> dict[str, Any]:
-    """The schedule whose betas these are, up to the rounding of fp32."""
+    """Return the schedule with these betas, up to the rounding of fp32."""
     if len(trained) != timesteps:
         raise refused("trained_betas", trained, f"{len(trained)} betas for num_train_timesteps = {timesteps}")
     linear = {"schedule": "linear", "beta_start": trained[0], "beta_end": trained[-1]}

@@ -1,8 +1,8 @@
-"""Noise schedules, and what the U-Net predicts and how far off it is: pure functions of tensors.
+"""Noise schedules, targets of the U-Net's prediction, and losses: pure functions of tensors.
 
 Schedules are float64 on the CPU, because betas of 1e-4 and signals of 1e-9 meet in 1 - alpha_bar. Index 0 is the
 paper's t = 1: the least noise, never none. A noise level is given as the pair (signal, noise) = (sqrt(alpha_bar),
-sqrt(1 - alpha_bar)) rather than as alpha_bar: in float32 1 - alpha_bar has lost three digits at the first timesteps.
+sqrt(1 - alpha_bar)) rather than as alpha_bar: in float32 1 - alpha_bar loses three digits at the first timesteps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Loss = Literal["l1", "l2", "huber"]
 
 
 def betas(spec: DiffusionSpec) -> Tensor:
-    """Variance of the noise that each step adds, (T,) float64.
+    """Return the variance of the noise that each step adds, (T,) float64.
 
     linear: betas on a line (DDPM, Ho et al. 2020, section 4). cosine: Improved DDPM (Nichol and Dhariwal 2021), eq. 17,
     s = 0.008. sigmoid: Jabri et al. 2022; Chen 2023, algorithm 1, from -3 to 3 with tau = 1.
@@ -50,7 +50,7 @@ def betas(spec: DiffusionSpec) -> Tensor:
 
 
 def alpha_bars(spec: DiffusionSpec) -> Tensor:
-    """Share of the image's variance that is left, strictly falling, (T,) float64. Source: DDPM, above eq. 4.
+    """Return the share of the image's variance that is left, strictly falling, (T,) float64. Source: DDPM, above eq. 4.
 
     Raises:
         SpecError: a beta of the linear schedule is not below 1.
@@ -68,17 +68,19 @@ class NoiseLevel(NamedTuple):
 
     @classmethod
     def of(cls, alpha_bar: Tensor) -> NoiseLevel:
-        """The level of a float64 alpha_bar, in the same shape and dtype."""
+        """Return the level of a float64 alpha_bar, in the same shape and dtype."""
         return cls(alpha_bar.sqrt(), (1.0 - alpha_bar).sqrt())
 
 
 def add_noise(x0: Tensor, eps: Tensor, level: NoiseLevel) -> Tensor:
-    """x_t (N, C, H, W). Source: DDPM (Ho et al. 2020), eq. 4."""
+    """Return x_t (N, C, H, W). Source: DDPM (Ho et al. 2020), eq. 4."""
     return level.signal * x0 + level.noise * eps
 
 
 def target(objective: Objective, x0: Tensor, eps: Tensor, level: NoiseLevel) -> Tensor:
-    """Target of the prediction, (N, C, H, W). Source: DDPM, eq. 14 (eps); Salimans and Ho 2022, section 4 (v)."""
+    """Return the target of the prediction, (N, C, H, W). Source: DDPM, eq. 14 (eps); Salimans and Ho 2022, section 4
+    (v).
+    """
     if objective == "eps":
         return eps
     if objective == "x0":
@@ -87,7 +89,7 @@ def target(objective: Objective, x0: Tensor, eps: Tensor, level: NoiseLevel) -> 
 
 
 def to_x0(objective: Objective, prediction: Tensor, x_t: Tensor, level: NoiseLevel) -> Tensor:
-    """The clean image that a prediction stands for, (N, C, H, W).
+    """Return the clean image that a prediction implies, (N, C, H, W).
 
     From eps, an error in the prediction grows by noise / signal: more than a hundredfold at the last timesteps.
     Source: DDPM, eq. 15 (eps); Salimans and Ho 2022, section 4 (v).
@@ -100,7 +102,7 @@ def to_x0(objective: Objective, prediction: Tensor, x_t: Tensor, level: NoiseLev
 
 
 def weights(spec: DiffusionSpec, alpha_bar: Tensor) -> Tensor:
-    """Weight of each timestep's loss, in the shape and dtype of alpha_bar (float64).
+    """Return the weight of each timestep's loss, in the shape and dtype of alpha_bar (float64).
 
     min_snr is min(snr, gamma) as a weight of the squared error of x0. The error of eps is snr times, that of v
     snr + 1 times the error of x0, so their weights are divided by it. Source: Hang et al. 2023 (Min-SNR-gamma).
@@ -116,7 +118,7 @@ def weights(spec: DiffusionSpec, alpha_bar: Tensor) -> Tensor:
 
 
 def distance(loss: Loss, prediction: Tensor, target: Tensor, delta: float) -> Tensor:
-    """Distance of each image's prediction from its target, averaged over pixels in float32, (N,).
+    """Return the distance of each image's prediction from its target, averaged over pixels in float32, (N,).
 
     Huber is d^2 / 2 for |d| <= delta, else delta (|d| - delta / 2). Source: Huber 1964; DDPM, eq. 14 (l2).
     """

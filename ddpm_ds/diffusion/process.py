@@ -15,7 +15,7 @@ from ddpm_ds.keyed import Stream
 
 
 class Diffusion:
-    """The forward process and the loss of a run; stateless but for float32 tables on `device`.
+    """Forward process and loss of a run; stateless but for float32 tables on `device`.
 
     All tensors given to it are on `device`. `index` is the (N,) int64 image index of :mod:`ddpm_ds.keyed`. Nothing
     waits for the device. Images and noise are channels-last: (N, C, H, W) tensors that lie in memory as (N, H, W, C).
@@ -47,7 +47,9 @@ class Diffusion:
         return pixels.div_(127.5).sub_(1.0)  # (N, C, H, W)
 
     def _crop(self, images: Tensor, index: Tensor, size: int) -> Tensor:
-        """Pixels (N, C, size, size) of square images from one of the places where they fit, all as probable."""
+        """Return pixels (N, C, size, size) of square images from one of the places where they fit, all equally
+        probable.
+        """
         places = images.shape[-1] - size + 1
         place = keyed.integers(self.seed, Stream.CROP, index, places**2)  # (N,)
         top, left = place // places, place % places
@@ -55,7 +57,7 @@ class Diffusion:
         return crops[torch.arange(len(images), device=images.device), :, top, left]  # (N, C, size, size)
 
     def draw(self, index: Tensor, shape: torch.Size | tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Timesteps and noise for images of `shape` (N, C, H, W): t (N,) int64 in [0, T), eps float32 of `shape`.
+        """Draw timesteps and noise for images of `shape` (N, C, H, W): t (N,) int64 in [0, T), eps float32 of `shape`.
 
         Source: DDPM, algorithm 1. Our t is the paper's t - 1.
         """
@@ -64,25 +66,27 @@ class Diffusion:
         return t, eps.contiguous(memory_format=torch.channels_last)  # (N,), (N, C, H, W)
 
     def level(self, t: Tensor) -> NoiseLevel:
-        """The noise level of each image's timestep, (N, 1, 1, 1) float32 each."""
+        """Return the noise level of each image's timestep, (N, 1, 1, 1) float32 each."""
         return NoiseLevel(*(table[t][:, None, None, None] for table in self._levels))
 
     def noised(self, x0: Tensor, t: Tensor, eps: Tensor) -> Tensor:
-        """x_t, float32 (N, C, H, W). Source: DDPM, eq. 4."""
+        """Return x_t, float32 (N, C, H, W). Source: DDPM, eq. 4."""
         return objective.add_noise(x0, eps, self.level(t))
 
     def loss(self, prediction: Tensor, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """Mean over images of :meth:`losses`, a float32 scalar."""
+        """Return the mean over images of :meth:`losses`, a float32 scalar."""
         return self.losses(prediction, x0, eps, t).mean()
 
     def losses(self, prediction: Tensor, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """Each image's weight times distance, (N,) float32; `prediction` may be of any float dtype."""
+        """Return each image's weight times distance, (N,) float32; `prediction` may be of any float dtype."""
         target = objective.target(self.spec.objective, x0, eps, self.level(t))
         distance = objective.distance(self.spec.loss, prediction, target, self.spec.huber_delta)
         return self._weights[t] * distance  # (N,)
 
     def drop_labels(self, labels: Tensor, index: Tensor, share: float, none_label: int) -> Tensor:
-        """Labels (N,), of which `share` are replaced by `none_label`. Source: Ho and Salimans 2022, algorithm 1."""
+        """Return labels (N,), of which `share` are replaced by `none_label`. Source: Ho and Salimans 2022,
+        algorithm 1.
+        """
         if share == 0.0:
             return labels
         dropped = keyed.uniform(self.seed, Stream.LABEL_DROP, index, 1)[:, 0] < share  # (N,)

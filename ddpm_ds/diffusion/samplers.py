@@ -1,8 +1,8 @@
-"""Samplers: from noise to images, one evaluation of the U-Net per step.
+"""Samplers, which turn noise into images with one evaluation of the U-Net per step.
 
 Every sampler's step mixes x_t, the predicted clean image x0, the x0 of the step before and fresh noise. They differ in
-the four coefficients, which :func:`ancestral`, :func:`ddim` and :func:`dpm_solver` compute in float64 from alpha_bar.
-A :class:`Drawing` is the state of some images on their way; any denoiser can drive it, such as a pipeline of stages.
+the four coefficients, which :func:`ancestral`, :func:`ddim` and :func:`dpm_solver` compute in float64 from alpha_bar. A
+:class:`Drawing` is the state of some unfinished images; any denoiser can drive it, such as a pipeline of stages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ddpm_ds.keyed import Stream
 
 
 class Coefficients(NamedTuple):
-    """Factors of the parts that a step adds up."""
+    """Factors of the terms of a step."""
 
     x_t: float
     x0: float
@@ -35,11 +35,11 @@ class SamplerStep(NamedTuple):
     x: Tensor
     """x at the next timestep; after the last step the image."""
     x0: Tensor
-    """The clean image as predicted here, clipped; the next step's `previous_x0`."""
+    """Clean image as predicted here, clipped; the next step's `previous_x0`."""
 
 
 class Sampler:
-    """One way of drawing images; immutable. The specs agree, as :func:`ddpm_ds.config.spec.check_sampler` holds.
+    """Sampler of a spec; immutable. The specs must agree, see :func:`ddpm_ds.config.spec.check_sampler`.
 
     The step that leaves the last timestep returns x0 as it is, without noise.
     """
@@ -49,13 +49,13 @@ class Sampler:
         self.spec = sampler
         self.objective = diffusion.objective
         self.timesteps = visited(sampler, diffusion.timesteps)
-        """Timesteps at which the U-Net is asked, falling, each in [0, T)."""
+        """Timesteps at which the U-Net is evaluated, falling, each in [0, T)."""
         # A float64 scalar leaves float32 images float32, and on the CPU it makes no device wait.
         self._levels = [NoiseLevel.of(alpha_bar[t]) for t in self.timesteps]
         self._coefficients = _coefficients(sampler, [float(alpha_bar[t]) for t in self.timesteps])
 
     def needs_noise(self, number: int) -> bool:
-        """Tell whether step `number` adds noise; the last one never does."""
+        """Return whether step `number` adds noise; the last one never does."""
         return number < len(self._coefficients) and self._coefficients[number].noise > 0.0
 
     def step(
@@ -84,7 +84,9 @@ class Sampler:
         return SamplerStep(x, x0)
 
     def _clipped(self, x0: Tensor) -> Tensor:
-        """x0 in [-1, 1] as the spec asks. Source of dynamic: Imagen (Saharia et al. 2022), section 2.3."""
+        """Return x0 in [-1, 1] as the spec asks. Source of dynamic clipping: Imagen (Saharia et al. 2022),
+        section 2.3.
+        """
         if self.spec.clip == "none":
             return x0
         if self.spec.clip == "static":
@@ -98,7 +100,7 @@ class Sampler:
 
 
 def visited(sampler: SamplerSpec, timesteps: int) -> tuple[int, ...]:
-    """Timesteps of [0, T) that are visited, strictly falling, `steps` of them.
+    """Return the `steps` timesteps of [0, T) that are visited, strictly falling.
 
     They are those of the diffusers scheduler of the same kind (DDPMScheduler, DDIMScheduler,
     DPMSolverMultistepScheduler) and spacing, with S steps:
@@ -132,7 +134,7 @@ def visited(sampler: SamplerSpec, timesteps: int) -> tuple[int, ...]:
 
 
 def ancestral(here: float, there: float, *, large: bool) -> Coefficients:
-    """DDPM step from alpha_bar `here` to `there`, with the variance of the posterior, or beta where `large`.
+    """Return the DDPM step from alpha_bar `here` to `there`, with the variance of the posterior, or beta where `large`.
 
     Source: DDPM (Ho et al. 2020), eq. 6 and 7, and 3.2 for the variances; over more than one timestep alpha is
     here / there, Improved DDPM (Nichol and Dhariwal 2021), section 4.
@@ -146,7 +148,8 @@ def ancestral(here: float, there: float, *, large: bool) -> Coefficients:
 
 
 def ddim(here: float, there: float, *, eta: float) -> Coefficients:
-    """DDIM step from alpha_bar `here` to `there`; eps is what x_t holds besides x0, so clipping x0 changes it.
+    """Return the DDIM step from alpha_bar `here` to `there`; eps is the rest of x_t after x0, so clipping x0 changes
+    it.
 
     Source: DDIM (Song et al. 2021), eq. 12 and 16.
     """
@@ -157,7 +160,7 @@ def ddim(here: float, there: float, *, eta: float) -> Coefficients:
 
 
 def dpm_solver(here: float, there: float, before: float | None) -> Coefficients:
-    """DPM-Solver++ step (2M, midpoint) from alpha_bar `here` to `there`, having come from `before`.
+    """Return the DPM-Solver++ step (2M, midpoint) from alpha_bar `here` to `there`, after a step from `before`.
 
     The first-order step is DDIM's; the second order leans x0 away from the x0 of the step before, by half the ratio of
     the two steps in log(signal / noise). Source: Lu et al. 2022, "DPM-Solver++", algorithm 2.
@@ -170,7 +173,7 @@ def dpm_solver(here: float, there: float, before: float | None) -> Coefficients:
 
 
 def _coefficients(sampler: SamplerSpec, alpha_bar: list[float]) -> list[Coefficients]:
-    """The coefficients of every step but the last, from the alpha_bar of each timestep."""
+    """Return the coefficients of every step but the last, from the alpha_bar of each timestep."""
     moves = list(pairwise(alpha_bar))
     if sampler.kind == "ddpm":
         return [ancestral(here, there, large=sampler.variance == "large") for here, there in moves]
@@ -181,12 +184,12 @@ def _coefficients(sampler: SamplerSpec, alpha_bar: list[float]) -> list[Coeffici
 
 
 def _posterior_variance(here: float, there: float) -> float:
-    """Variance of x at `there` given x at `here` and the clean image. Source: DDPM, eq. 7."""
+    """Return the variance of x at `there` given x at `here` and the clean image. Source: DDPM, eq. 7."""
     return (1.0 - there) / (1.0 - here) * (1.0 - here / there)
 
 
 def _log_snr(alpha_bar: float) -> float:
-    """Logarithm of the signal-to-noise ratio, twice that of signal / noise."""
+    """Return the logarithm of the signal-to-noise ratio, twice that of signal / noise."""
     return math.log(alpha_bar / (1.0 - alpha_bar))
 
 
@@ -223,7 +226,7 @@ class Drawing:
         no_label: int | None,
     ) -> None:
         self.calls = len(sampler.timesteps)
-        """Evaluations of the U-Net in all."""
+        """Number of evaluations of the U-Net in all."""
         self._sampler, self._seed, self._index, self._shape = sampler, seed, index, shape
         self._guidance = guidance
         self._guided = labels is not None and guidance not in (0.0, 1.0)
@@ -237,7 +240,8 @@ class Drawing:
         self._taken = 0
 
     def inputs(self) -> tuple[Tensor, ...]:
-        """Next inputs of the U-Net: x_t (M, C, H, W) float32, t (M,) int64 and, with labels, labels (M,) int64.
+        """Return the next inputs of the U-Net: x_t (M, C, H, W) float32, t (M,) int64 and, with labels, labels (M,)
+        int64.
 
         M is N, or 2 N under guidance: all images with their labels, then all without.
         """
@@ -246,7 +250,7 @@ class Drawing:
         return (x_t, t) if self._labels is None else (x_t, t, self._labels)
 
     def take(self, prediction: Tensor) -> None:
-        """Go on with the prediction for :meth:`inputs`, (M, C, H, W) of any float dtype."""
+        """Continue with the prediction for :meth:`inputs`, (M, C, H, W) of any float dtype."""
         prediction = prediction.float()
         if self._guided:
             labelled, unlabelled = prediction.chunk(2)
@@ -258,12 +262,14 @@ class Drawing:
         self._taken += 1
 
     def images(self) -> Tensor:
-        """The images, (N, C, H, W) uint8, once all predictions are taken; a pixel that is not a number is black."""
+        """Return the images, (N, C, H, W) uint8, once all predictions are taken; a pixel that is not a number
+        is black.
+        """
         assert self._taken == self.calls, f"{self.calls - self._taken} of {self.calls} predictions are still to take"
         # The way back from Diffusion.prepare, which it undoes exactly.
         pixels = self._x.add(1.0).mul_(127.5).round_()
         return pixels.nan_to_num_(nan=0.0).clamp_(0.0, 255.0).to(torch.uint8)
 
     def _noise(self, stream: int) -> Tensor:
-        """Standard normal noise of each image, (N, C, H, W) float32."""
+        """Return standard normal noise of each image, (N, C, H, W) float32."""
         return keyed.normal(self._seed, stream, self._index, math.prod(self._shape)).unflatten(1, self._shape)

@@ -1,1 +1,1 @@
-"""The U-Net as one ordered list of layers, and everything that walks it."""
+"""The U-Net as one ordered list of layers, and the modules and operations made from it."""

@@ -1,4 +1,4 @@
-"""The modules of the layers, each a function from carry to carry.
+"""Modules of the layers, each a function from carry to carry.
 
 :class:`CarryLayer` is the only place that knows the carry and the data types; a layer computes an h from an h
 and an emb. :func:`pack` and :func:`unpack` turn a carry into what crosses a boundary between stages, and back.
@@ -44,16 +44,16 @@ def newest_skip_is_h(layers: Sequence[Layer], cut: int) -> bool:
 
 
 def pack(carry: Carry, newest_skip_is_h: bool) -> Carry:
-    """The tensors to send of a carry, in the order of :func:`ddpm_ds.unet.layers.boundary_shapes`.
+    """Return the tensors of a carry to send, in the order of :func:`ddpm_ds.unet.layers.boundary_shapes`.
 
-    An encoder layer that pushes makes its output both h and the newest skip. Sent as two, it would travel twice and
-    its gradient come back in two halves; so the skip is left out and made again from h.
+    The output of an encoder layer that pushes is both h and the newest skip. Sent as two tensors it would travel twice
+    and its gradient would come back in two halves; so the skip is left out and restored from h.
     """
     return carry[:-1] if newest_skip_is_h else carry
 
 
 def unpack(tensors: Carry, newest_skip_is_h: bool) -> Carry:
-    """The carry again, from the tensors that were received."""
+    """Return the carry again, from the tensors that were received."""
     return (*tensors, tensors[0]) if newest_skip_is_h else tensors
 
 
@@ -83,7 +83,7 @@ class CarryLayer(nn.Module):
 
 
 def sinusoid(t: Tensor, channels: int, *, sine_first: bool, shift: int) -> Tensor:
-    """Sinusoidal embedding of timesteps (N,) in fp32 (Vaswani et al. 2017, 3.5, as DDPM uses it).
+    """Return the sinusoidal embedding of timesteps (N,) in fp32 (Vaswani et al. 2017, 3.5, as DDPM uses it).
 
     Frequencies fall geometrically from 1 to 1e-4, over ``channels // 2 - shift`` steps.
     """
@@ -129,7 +129,7 @@ class Embed(nn.Module):
 
 
 class Input(CarryLayer):
-    """The first convolution."""
+    """First convolution."""
 
     def __init__(self, layer: InputLayer) -> None:
         super().__init__(layer)
@@ -140,7 +140,7 @@ class Input(CarryLayer):
 
 
 class ResidualBlock(CarryLayer):
-    """A residual block: DDPM's, which adds the embedding, or ADM's, which modulates the second normalisation."""
+    """Residual block: DDPM's, which adds the embedding, or ADM's, which modulates the second normalisation."""
 
     def __init__(self, layer: BlockLayer, index: int, seed: int) -> None:
         super().__init__(layer)
@@ -190,7 +190,7 @@ class Attention(CarryLayer):
 
 
 class Downsample(CarryLayer):
-    """Halves the image with a strided convolution."""
+    """Convolution of stride 2, which halves the image."""
 
     def __init__(self, layer: DownsampleLayer) -> None:
         super().__init__(layer)
@@ -203,7 +203,7 @@ class Downsample(CarryLayer):
 
 
 class Upsample(CarryLayer):
-    """Doubles the image by repeating pixels, then convolves."""
+    """Upsampling: doubles the image by repeating pixels, then convolves."""
 
     def __init__(self, layer: UpsampleLayer) -> None:
         super().__init__(layer)

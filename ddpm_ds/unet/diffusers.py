@@ -1,8 +1,9 @@
-"""Configuration and tensors of the diffusers ``UNet2DModel`` that equals a U-Net of ours, and back; without diffusers.
+"""Conversion between a U-Net of ours and the diffusers ``UNet2DModel`` that equals it: configuration and tensors,
+without importing diffusers.
 
-What the two can't both hold is refused by name: a configuration that is read has no meaning that is lost. The tensors
-hold the same numbers; diffusers keeps q, k and v apart, counts decoder levels from the deepest, and has convolutions'
-weights as (out, in, k, k), which are (out, k, k, in) here.
+What only one of the two can express is refused by name, so no setting is silently lost. The tensors hold the same
+numbers; diffusers keeps q, k and v apart, counts decoder levels from the deepest, and has convolutions' weights as
+(out, in, k, k), which are (out, k, k, in) here.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ddpm_ds.unet.layers import AttentionLayer, BlockLayer, EmbedLayer, InputLay
 
 
 def diffusers_config(unet: UnetSpec, *, image_channels: int, image_size: int) -> dict[str, Any]:
-    """Arguments of the ``UNet2DModel`` that equals the U-Net of a spec.
+    """Return the arguments of the ``UNet2DModel`` that equals the U-Net of a spec.
 
     Raises:
         ValueError: diffusers has no such U-Net.
@@ -59,7 +60,7 @@ def diffusers_config(unet: UnetSpec, *, image_channels: int, image_size: int) ->
 
 
 class _UnetArguments(Arguments):
-    """``UNet2DModel``'s arguments with its defaults, as far as our U-Net has them."""
+    """Arguments of ``UNet2DModel`` with its defaults, as far as our U-Net has them."""
 
     class_names: ClassVar[tuple[str, ...]] = ("UNet2DModel",)
 
@@ -94,16 +95,17 @@ class _UnetArguments(Arguments):
     class_embed_type: None = None
     num_class_embeds: PositiveInt | None = None
     num_train_timesteps: PositiveInt | None = None
-    """Has no effect on a positional embedding."""
+    """Number of timesteps; has no effect on a positional embedding."""
 
 
 def unet_spec_from_diffusers(config: Mapping[str, Any]) -> tuple[UnetSpec, int, int]:
-    """The U-Net that equals a ``UNet2DModel``, its image channels and its image size. Missing keys take its defaults.
+    """Return the U-Net that equals a ``UNet2DModel``, its image channels and its image size. Missing keys take its
+    defaults.
 
     The last row of ``num_class_embeds`` is read as "no label", as :func:`diffusers_config` writes it.
 
     Raises:
-        ValueError: our U-Net can't express it; the key, its value and what we can, in one line.
+        ValueError: our U-Net can't express it; one line with the key, its value and what is possible.
     """
     found = _UnetArguments.read(config)
     for key, value in (found.model_extra or {}).items():
@@ -145,7 +147,7 @@ def _image_size(found: _UnetArguments) -> int:
 
 
 def _attention(found: _UnetArguments) -> list[bool]:
-    """Whether each level attends, from the finest."""
+    """Return for each level, finest first, whether it has attention."""
     down, up = ([name.startswith("Attn") for name in names] for names in (found.down_block_types, found.up_block_types))
     levels = len(found.block_out_channels)
     for key, types in (("down_block_types", found.down_block_types), ("up_block_types", found.up_block_types)):
@@ -190,7 +192,7 @@ _BLOCK = {"norm1": "norm1", "conv1": "conv1", "time_projection": "time_emb_proj"
 
 
 def to_diffusers(state: Mapping[str, Tensor], layers: Sequence[Layer]) -> dict[str, Tensor]:
-    """Tensors by diffusers' names from tensors by ours (``4.conv1.weight``); views of them."""
+    """Return tensors by diffusers' names from tensors by ours (``4.conv1.weight``), as views."""
     return {
         name: to_published(tensor)
         for ours, theirs in tensor_names(layers)
@@ -199,7 +201,7 @@ def to_diffusers(state: Mapping[str, Tensor], layers: Sequence[Layer]) -> dict[s
 
 
 def from_diffusers(state: Mapping[str, Tensor], layers: Sequence[Layer]) -> dict[str, Tensor]:
-    """Tensors by our names from tensors by diffusers' names, present or old.
+    """Return tensors by our names from tensors by diffusers' names, present or old.
 
     Raises ValueError where the names are not those of a `UNet2DModel` of these layers.
     """
@@ -211,22 +213,22 @@ def from_diffusers(state: Mapping[str, Tensor], layers: Sequence[Layer]) -> dict
 
 
 def to_published(tensor: Tensor) -> Tensor:
-    """View of a parameter of ours in the shape that PyTorch's layers have."""
+    """Return a view of one of our parameters in the shape that PyTorch's layers have."""
     return tensor.permute(0, 3, 1, 2) if tensor.ndim == 4 else tensor
 
 
 def from_published(tensor: Tensor) -> Tensor:
-    """A parameter of PyTorch's layers in our shape, contiguous."""
+    """Return a parameter of PyTorch's layers in our shape, contiguous."""
     return tensor.permute(0, 2, 3, 1).contiguous() if tensor.ndim == 4 else tensor
 
 
 def published_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that PyTorch's layers have for a parameter of one of our shapes."""
+    """Return the shape that PyTorch's layers have for a parameter of one of our shapes."""
     return (shape[0], shape[3], *shape[1:3]) if len(shape) == 4 else shape
 
 
 def stored_names(names: Iterable[str], layers: Sequence[Layer]) -> dict[str, str]:
-    """Names in a file (``names``) of diffusers' tensors by their present names; a file may have older ones.
+    """Return the names that a file uses (``names``), by diffusers' present names; a file may have older ones.
 
     Raises ValueError where they are not those of a `UNet2DModel` of these layers, each once.
     """
@@ -242,13 +244,15 @@ def stored_names(names: Iterable[str], layers: Sequence[Layer]) -> dict[str, str
 
 
 def _present_name(name: str) -> str:
-    """Present name of a tensor of diffusers, whose attention was once `query`, `key`, `value` and `proj_attn`."""
+    """Return the present name of a diffusers tensor; attention once had `query`, `key`, `value` and `proj_attn`."""
     old = _OLD_ATTENTION.fullmatch(name)
     return f"{old[1]}.{_NEW_ATTENTION[old[2]]}.{old[3]}" if old else name
 
 
 def tensor_names(layers: Sequence[Layer]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Each of our tensors' names with that of diffusers' tensor, or of the several that are fused in ours."""
+    """Yield the name of each of our tensors with that of diffusers' tensor, or of the several that are fused
+    in ours.
+    """
     levels = 1 + max(int(layer.name.split(".")[1]) for layer in layers if layer.name.startswith("down."))
     for index, layer in enumerate(layers):
         for ours, theirs in _module_names(layer, levels):
@@ -283,7 +287,9 @@ def _module_names(layer: Layer, levels: int) -> Iterator[tuple[str, tuple[str, .
 
 
 def _place(name: str, levels: int) -> str:
-    """Module of diffusers for a layer's name, such as ``up_blocks.0.resnets.2`` for ``up.3.block.2`` of 4 levels."""
+    """Return diffusers' module for a layer's name, such as ``up_blocks.0.resnets.2`` for ``up.3.block.2`` of
+    4 levels.
+    """
     side, *place = name.split(".")
     blocks = "mid_block"
     if side != "middle":

@@ -23,28 +23,29 @@ PROGRAMS = 1024
 COMBINED_ELEMENTS = 16384
 """Largest number of tile sums that one program combines."""
 WHOLE_ELEMENTS = 8192
-"""The largest block of an image that is held whole; with more, one program would fill a multiprocessor and have nobody
-to compute while it loads."""
+"""Largest block, in elements, of an image that is held whole; with more, one program would fill a multiprocessor, and
+no other could compute while it loads.
+"""
 ELEMENTS_A_WARP = 1024
 """Elements per warp of a block that is held whole: 32 a thread."""
 ROW_BYTES = (128, 64)
-"""Bytes of a pixel's neighbouring channels that a program should read, and should read at least."""
+"""Preferred and smallest number of bytes of a pixel's neighbouring channels that a program reads."""
 GRADIENT_WARPS = 8
-"""Warps of the kernels that hold a block of x and one of dy; the others take Triton's four."""
+"""Number of warps of the kernels that hold a block of x and one of dy; the others take Triton's four."""
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Cut of the pixels of the images into tiles, and of channels into blocks."""
+    """Division of the pixels of the images into tiles, and of the channels into blocks."""
 
     count: int
-    """Tiles of an image."""
+    """Number of tiles in an image."""
     pixels: int
-    """Pixels of a tile; the last one may have fewer."""
+    """Number of pixels in a tile; the last one may have fewer."""
     rows: int
-    """Pixels in registers at a time."""
+    """Number of pixels in registers at a time."""
     columns: int
-    """Channels in registers at a time."""
+    """Number of channels in registers at a time."""
     channel_blocks: int
 
 
@@ -53,24 +54,24 @@ class WholeImages:
     """Share of an image's groups that a program holds in registers."""
 
     rows: int
-    """Places for pixels."""
+    """Number of places for pixels."""
     groups: int
-    """Groups of a program."""
+    """Number of groups of a program."""
     width: int
-    """Places for the channels of a group."""
+    """Number of places for the channels of a group."""
     programs: int
-    """Programs of an image."""
+    """Number of programs per image."""
     warps: int
 
 
 def power_above(number: int) -> int:
-    """The smallest power of two that is not below a positive number."""
+    """Return the smallest power of two that is not below a positive number."""
     return 1 << (number - 1).bit_length()
 
 
 @lru_cache
 def tiles(images: int, pixels: int, channels: int, groups: int) -> Tiles:
-    """The tiles for a shape."""
+    """Return the tiles for a shape."""
     blocks = [size for size in (256, 128, 64) if size <= power_above(channels)] or [power_above(channels)]
     columns = min(blocks, key=lambda size: (-(-channels // size) * size, -size))  # the least idle places
     channel_blocks = -(-channels // columns)
@@ -84,7 +85,7 @@ def tiles(images: int, pixels: int, channels: int, groups: int) -> Tiles:
 
 @lru_cache
 def whole(pixels: int, channels: int, groups: int, element_bytes: int) -> WholeImages | None:
-    """The programs that hold images of a shape whole; None where too few neighbouring channels would fit."""
+    """Return how programs hold images of a shape whole; None where too few neighbouring channels would fit."""
     width, rows = power_above(channels // groups), power_above(pixels)
     for row_bytes in ROW_BYTES:
         wanted = -(-row_bytes // (channels // groups * element_bytes))
@@ -96,7 +97,7 @@ def whole(pixels: int, channels: int, groups: int, element_bytes: int) -> WholeI
 
 
 def available(device: torch.device) -> bool:
-    """Whether the kernels can run on a device: CUDA, with Triton installed."""
+    """Return whether the kernels can run on a device: CUDA, with Triton installed."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
@@ -112,7 +113,7 @@ def fused_norm_silu(
     shift: Tensor | None = None,
     silu: bool = True,
 ) -> Tensor:
-    """SiLU(GroupNorm(x + add) * (1 + scale) + shift), of x's dtype and channels-last as x must be: (N, C, H, W).
+    """Return SiLU(GroupNorm(x + add) * (1 + scale) + shift), (N, C, H, W) in x's dtype, channels-last as x must be.
 
     With ``silu`` false SiLU is not applied.
 
@@ -131,7 +132,9 @@ def _is_channels_last(x: Tensor) -> bool:
 
 
 def _row_stride(vectors: Tensor | None) -> tuple[Tensor | None, int]:
-    """Optional (N, C) vectors whose channels lie together, and the distance from one image to the next."""
+    """Return optional (N, C) vectors with neighbouring channels in memory, and the stride from one image to
+    the next.
+    """
     if vectors is None:
         return None, 0
     vectors = vectors if vectors.stride(1) == 1 else vectors.contiguous()
@@ -139,7 +142,7 @@ def _row_stride(vectors: Tensor | None) -> tuple[Tensor | None, int]:
 
 
 def _empty_outputs(x: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for y, and for mean and rstd (N, G) in fp32."""
+    """Allocate y, and mean and rstd (N, G) in fp32."""
     mean, rstd = (x.new_empty((len(x), groups), dtype=torch.float32) for _ in range(2))
     return torch.empty_like(x), mean, rstd
 
@@ -163,7 +166,7 @@ def _norm_silu(
     epsilon: float,
     silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y, and mean and rstd (N, G) in fp32."""
+    """Return y, and mean and rstd (N, G) in fp32."""
     from ddpm_ds.unet import fused_norm_kernels as kernels
 
     if not _is_channels_last(x):
@@ -200,7 +203,7 @@ def _(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _empty_gradients(x: Tensor, weight: Tensor, bias: Tensor, *vectors: Tensor | None) -> tuple[Tensor, ...]:
-    """Memory for the gradients of x, weight, bias, add, scale and shift; an empty tensor for what is None."""
+    """Allocate the gradients of x, weight, bias, add, scale and shift; an empty tensor stands for None."""
     given = [x.new_empty(0) if vector is None else vector.new_empty(vector.shape) for vector in vectors]
     return (torch.empty_like(x), torch.empty_like(weight), torch.empty_like(bias), *given)
 
@@ -225,7 +228,7 @@ def _norm_silu_backward(
     rstd: Tensor,
     silu: bool,
 ) -> tuple[Tensor, ...]:
-    """Gradients of x, weight, bias, add, scale and shift; an empty tensor for what is not there."""
+    """Return the gradients of x, weight, bias, add, scale and shift; an empty tensor where there is no such input."""
     from ddpm_ds.unet import fused_norm_kernels as kernels
 
     dy = dy if _is_channels_last(dy) else dy.contiguous(memory_format=torch.channels_last)

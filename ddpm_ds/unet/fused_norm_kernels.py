@@ -29,7 +29,7 @@ import triton.language as tl
 
 @triton.jit
 def vector(pointer, image, stride, channel, mask):
-    """Row `image` of an optional (N, C) tensor as fp32; zeros where there is none."""
+    """Return row `image` of an optional (N, C) tensor as fp32; zeros where there is none."""
     values = tl.zeros(channel.shape, tl.float32)
     if pointer is not None:
         values = tl.load(pointer + image * stride + channel, mask=mask, other=0.0).to(tl.float32)
@@ -38,7 +38,7 @@ def vector(pointer, image, stride, channel, mask):
 
 @triton.jit
 def activation(u, SILU: tl.constexpr):
-    """SiLU of u, or u itself."""
+    """Return SiLU of u, or u itself."""
     value = u
     if SILU:
         value = u * tl.sigmoid(u)
@@ -47,7 +47,7 @@ def activation(u, SILU: tl.constexpr):
 
 @triton.jit
 def activation_slope(u, SILU: tl.constexpr):
-    """Derivative of :func:`activation`."""
+    """Return the derivative of :func:`activation`."""
     slope = tl.full(u.shape, 1.0, tl.float32)
     if SILU:
         sigmoid = tl.sigmoid(u)
@@ -57,7 +57,7 @@ def activation_slope(u, SILU: tl.constexpr):
 
 @triton.jit
 def place(program, tiles, channel_blocks):
-    """Image, tile and block of channels of a program; neighbours read neighbouring memory."""
+    """Return image, tile and block of channels of a program; neighbours read neighbouring memory."""
     block = program % channel_blocks
     tile = (program // channel_blocks) % tiles
     return tl.cast(program // (channel_blocks * tiles), tl.int64), tile, block
@@ -65,7 +65,7 @@ def place(program, tiles, channel_blocks):
 
 @triton.jit
 def affine(weight, bias, scale, scale_stride, shift, shift_stride, image, channel, mask):
-    """Factor and offset of each channel in u = h factor + offset."""
+    """Return the factor and the offset of each channel in u = h factor + offset."""
     modulation = 1.0 + vector(scale, image, scale_stride, channel, mask)
     factor = vector(weight, 0, 0, channel, mask) * modulation
     offset = vector(bias, 0, 0, channel, mask) * modulation + vector(shift, image, shift_stride, channel, mask)
@@ -95,7 +95,7 @@ def sum_over_images(
     per_image, kind, dweight, dbias, images,
     C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dweight and dbias (C,): the sums over images of what :func:`store_gradients` left."""
+    """Write dweight and dbias (C,): the sums over images of what :func:`store_gradients` left."""
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = channel < C
     row = tl.arange(0, ROWS)
@@ -117,7 +117,7 @@ def tile_statistics(
     pixels, tiles, tile_pixels, channel_blocks,
     C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Mean and sum of squared deviations of each channel of x over a tile: (N, tiles, C) each.
+    """Write the mean and the sum of squared deviations of each channel of x over a tile: (N, tiles, C) each.
 
     Each place of the block runs Welford's recurrence; rows are merged as in Chan, Golub and LeVeque 1983.
     """
@@ -152,7 +152,7 @@ def combine_statistics(
     pixels, tiles, tile_pixels,
     C: tl.constexpr, G: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Mean and rstd of a group of x + add, (N, G) each, from the sums of :func:`tile_statistics`."""
+    """Write the mean and rstd of a group of x + add, (N, G) each, from the sums of :func:`tile_statistics`."""
     image, group = tl.cast(tl.program_id(0) // G, tl.int64), tl.program_id(0) % G
     width: tl.constexpr = C // G
     tile, member = tl.arange(0, TILES), tl.arange(0, WIDTH)
@@ -204,7 +204,9 @@ def tile_gradient_sums(
     pixels, tiles, tile_pixels, channel_blocks,
     C: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """Sums over a tile of du, du h and, for dadd, h of each channel: (2 or 3, N, tiles, C), first stride `kind`."""
+    """Write sums over a tile of du, du h and, for dadd, h of each channel: (2 or 3, N, tiles, C), first
+    stride `kind`.
+    """
     image, tile, block = place(tl.program_id(0), tiles, channel_blocks)
     channel = block * COLUMNS + tl.arange(0, COLUMNS)
     inside = channel < C
@@ -246,8 +248,9 @@ def combine_gradient_sums(
     pixels, tiles,
     C: tl.constexpr, G: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Means of dh and dh h over a group, (N, G) each, and all gradients but that of x, from the sums of
-    :func:`tile_gradient_sums`."""
+    """Write the means of dh and dh h over a group, (N, G) each, and all gradients but that of x, from the sums of
+    :func:`tile_gradient_sums`.
+    """
     image, group = tl.cast(tl.program_id(0) // G, tl.int64), tl.program_id(0) % G
     width: tl.constexpr = C // G
     tile, member = tl.arange(0, TILES), tl.arange(0, WIDTH)
@@ -318,7 +321,7 @@ def channels_of(G: tl.constexpr, C: tl.constexpr, GROUPS: tl.constexpr, WIDTH: t
 
 @triton.jit
 def mean_of_groups(per_channel, count, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
-    """Means of groups, by place, from sums by place (GROUPS * WIDTH,)."""
+    """Return the means of groups, by place, from sums by place (GROUPS * WIDTH,)."""
     total = tl.sum(tl.reshape(per_channel, (GROUPS, WIDTH)), axis=1) / count
     return tl.reshape(tl.broadcast_to(total[:, None], (GROUPS, WIDTH)), (GROUPS * WIDTH,))
 

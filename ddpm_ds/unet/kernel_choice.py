@@ -20,12 +20,12 @@ from ddpm_ds.unet.operations import GroupNorm, Kernels, KeyedDropout, norm_silu
 
 Asked = Literal["auto", "fused", "masks", "reference"]
 WARM_UP, RUNS = 3, 10
-"""Number of runs that compile and choose, and of runs of which the fastest counts."""
+"""Number of runs that compile and choose, and number of timed runs, of which the fastest counts."""
 
 
 @dataclass(frozen=True)
 class NormShape:
-    """A normalisation with SiLU, and what an embedding does around it."""
+    """Shape of a normalisation with SiLU, and of the embedding around it."""
 
     channels: int
     resolution: int
@@ -35,7 +35,7 @@ class NormShape:
 
 
 def norm_shapes(layers: Sequence[Layer]) -> Counter[NormShape]:
-    """The normalisations of a U-Net that SiLU follows, and how many there are of each."""
+    """Return the normalisations of a U-Net that SiLU follows, and the number of each."""
     shapes: Counter[NormShape] = Counter()
     for layer in layers:
         match layer:
@@ -50,15 +50,15 @@ def norm_shapes(layers: Sequence[Layer]) -> Counter[NormShape]:
 
 
 def mask_sizes(layers: Sequence[Layer]) -> Counter[int]:
-    """Elements of an image's dropout masks, and how many there are of each."""
+    """Return the elements of an image's dropout masks, and the number of masks of each size."""
     return Counter(math.prod(layer.output_shape) for layer in layers if isinstance(layer, BlockLayer) and layer.dropout)
 
 
 def check_kernels(asked: Asked, device: torch.device) -> None:
-    """Refuse kernels that can't run on a device, before anything starts.
+    """Raise an error for kernels that can't run on a device, before anything starts.
 
     Raises:
-        DsConfigError: the fused ones were asked for, and there is no CUDA or no Triton.
+        DsConfigError: fused kernels were asked for, and there is no CUDA or no Triton.
     """
     if asked in ("fused", "masks") and not available(device):
         missing = "CUDA, and this run is on the CPU" if device.type != "cuda" else "Triton, which is not installed"
@@ -67,14 +67,14 @@ def check_kernels(asked: Asked, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Trial:
-    """Times of the kernels on the device of one rank; seconds are 0 where nothing was timed."""
+    """Times of the kernels on the device of one rank, in seconds; 0 where nothing was timed."""
 
     reference_seconds: float = 0.0
     fused_seconds: float = 0.0
     failure: str = ""
-    """Why the fused ones don't run there; empty where they do."""
+    """Reason why the fused kernels don't run; empty where they do."""
     device_lost: bool = False
-    """Whether nothing runs on the device since they failed."""
+    """Whether nothing runs on the device since the fused kernels failed."""
 
 
 def choose_kernels(
@@ -85,11 +85,11 @@ def choose_kernels(
     images: int,
     gather: Callable[[Trial], Sequence[Trial]] = lambda trial: [trial],
 ) -> tuple[Kernels, str]:
-    """The kernels for these layers, and one line that says why; ``auto`` measures on ``images`` images.
+    """Return the kernels for these layers, and one line that says why; ``auto`` measures on ``images`` images.
 
-    Measured is the sum over the normalisations, with what the host takes to start them. Dropout's masks are a dozen
-    passes over memory without a kernel of their own, and use it wherever it runs. ``gather`` returns the trials of all
-    ranks, so that all choose alike.
+    The measurement is the sum over the normalisations, host time included. Dropout masks take a dozen passes over
+    memory without their own kernel, so they use it wherever it runs. ``gather`` returns the trials of all ranks, so
+    that all choose alike.
 
     Raises:
         DsConfigError: the fused ones were asked for, and don't run on some rank.
@@ -128,8 +128,8 @@ def choose_kernels(
 def try_kernels(asked: Asked, layers: Sequence[Layer], device: torch.device, dtype: torch.dtype, images: int) -> Trial:
     """Run the fused kernels of these layers on this process's CUDA device and, for ``auto``, time both kinds.
 
-    Waits for the device, so no message may be under way. A CUDA error such as an illegal address fails everything that
-    the process asks of the device afterwards; one that Triton or a launch refuses does not.
+    Waits for the device, so no message may be under way. After a CUDA error such as an illegal address, everything on
+    the device fails for this process; after a refusal by Triton or at launch, it does not.
     """
     if not available(device):
         return Trial(failure="Triton is not installed")
@@ -145,7 +145,7 @@ def try_kernels(asked: Asked, layers: Sequence[Layer], device: torch.device, dty
 
 
 def answers(probe: Tensor) -> bool:
-    """Whether the device of a tensor still computes."""
+    """Return whether the device of a tensor still computes."""
     try:
         probe.neg_()
         torch.cuda.synchronize(probe.device)
@@ -157,14 +157,16 @@ def answers(probe: Tensor) -> bool:
 def norm_seconds(
     shapes: Counter[NormShape], device: torch.device, dtype: torch.dtype, images: int, kernels: Kernels
 ) -> float:
-    """Seconds of forward and backward of all the normalisations of a U-Net, each of which is measured alone."""
+    """Return the seconds of forward and backward of all the normalisations of a U-Net, each measured alone."""
     return sum(one_norm_seconds(shape, device, dtype, images, kernels) * count for shape, count in shapes.items())
 
 
 def one_norm_seconds(
     shape: NormShape, device: torch.device, dtype: torch.dtype, images: int, kernels: Kernels
 ) -> float:
-    """Seconds of forward and backward of one normalisation on channels-last images; the fastest of some runs."""
+    """Return the seconds of forward and backward of one normalisation on channels-last images; the fastest of some
+    runs.
+    """
     norm = GroupNorm(shape.groups, shape.channels, shape.epsilon).to(device, dtype)
     norm.kernels = kernels
     x, dy = (_pictures(shape, device, dtype, images) for _ in range(2))
@@ -177,17 +179,17 @@ def one_norm_seconds(
 
 
 def mask_seconds(sizes: Counter[int], device: torch.device, images: int, kernels: Kernels) -> float:
-    """Seconds of all the dropout masks of a U-Net, each of which is measured alone."""
+    """Return the seconds of all the dropout masks of a U-Net, each measured alone."""
     dropout = KeyedDropout(0.5, 0, 0)
     dropout.kernels, dropout.images = kernels, torch.arange(images, device=device)
     return sum(seconds(partial(dropout.draw, (size, 1, 1)), device) * count for size, count in sizes.items())
 
 
 def copy_bandwidth_share(shape: NormShape, device: torch.device, dtype: torch.dtype, images: int) -> float:
-    """Share of the device's copy bandwidth that the fused kernels reach in forward and backward together.
+    """Return the share of the device's copy bandwidth that the fused kernels reach in forward and backward together.
 
-    Counted are the bytes that must move, in the time that a plain copy of x takes to move its own: where an image is
-    held whole, forward reads x and writes y and backward reads x and dy and writes dx; elsewhere all is read twice.
+    It counts the bytes that must move, against a plain copy of x: where an image is held whole, forward reads x and
+    writes y, and backward reads x and dy and writes dx; elsewhere all is read twice.
     """
     x = _pictures(shape, device, dtype, images)
     copied = torch.empty_like(x)
@@ -197,7 +199,7 @@ def copy_bandwidth_share(shape: NormShape, device: torch.device, dtype: torch.dt
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds that some work takes on a CUDA device, host time included; the fastest of some runs."""
+    """Return the seconds that some work takes on a CUDA device, host time included; the fastest of some runs."""
     for _ in range(WARM_UP):
         work()
     marks = []

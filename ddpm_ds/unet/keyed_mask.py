@@ -1,6 +1,6 @@
 """Dropout masks in one Triton kernel instead of the dozen passes over memory of :func:`ddpm_ds.keyed.keep_mask`.
 
-The bits are the same. Imported only where Triton is: PyTorch for CPUs comes without it.
+The bits are the same. The module is imported only where Triton is installed: PyTorch for CPUs comes without it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WORDS = 1024
 
 
 def fused_keep_mask(seed: int, stream: int, images: Tensor, count: int, drop: float) -> Tensor:
-    """Elements of `count` that dropout keeps, (N, count) bool, the same as :func:`ddpm_ds.keyed.keep_mask`.
+    """Return which of `count` elements dropout keeps, (N, count) bool, as :func:`ddpm_ds.keyed.keep_mask` does.
 
     `images` must be on the current CUDA device.
 

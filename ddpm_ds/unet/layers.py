@@ -1,4 +1,4 @@
-"""The U-Net as one ordered list of layers: what each takes, makes and costs. Arithmetic only, no tensors.
+"""The U-Net as one ordered list of layers: input, output and cost of each. Arithmetic only, no tensors.
 
 Everything walks this list: the reference forward, the partition, the cost table, the names in checkpoints
 and the export. Between layers travels the carry ``(h, emb, *skips)``, skips newest last::
@@ -20,23 +20,24 @@ from typing import Any
 from ddpm_ds.config.spec import UnetSpec
 
 PASSES_PER_STEP = 3
-"""Cost of a training step in forward passes: the backward pass costs two. What activation checkpointing computes again
-is not the model's work and is not counted."""
+"""Cost of a training step in forward passes: the backward pass costs two. Recomputation by activation checkpointing is
+not the model's work and is not counted.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One layer of the list. Its kind is its class; counts are per image."""
+    """Layer of the list. Its kind is its class; counts are per image."""
 
     name: str
     in_channels: int
-    """Channels of h on arrival, before a popped skip is concatenated."""
+    """Number of channels of h on arrival, before a popped skip is concatenated."""
     out_channels: int
     in_resolution: int
     out_resolution: int
     embedding_channels: int
     skip_channels: int = 0
-    """Channels of the skip that is popped and concatenated to h; 0 pops nothing."""
+    """Number of channels of the skip that is popped and concatenated to h; 0 pops nothing."""
     pushes: bool = False
     """Whether the new h is also pushed as a skip."""
 
@@ -94,7 +95,7 @@ class EmbedLayer(Layer):
 
 @dataclass(frozen=True, kw_only=True)
 class ConvolutionLayer(Layer):
-    """A layer that is one 3x3 convolution, whatever it does around it."""
+    """Layer with one 3x3 convolution."""
 
     @property
     def parameters(self) -> int:
@@ -111,7 +112,7 @@ class ConvolutionLayer(Layer):
 
 @dataclass(frozen=True, kw_only=True)
 class InputLayer(ConvolutionLayer):
-    """The first convolution, from image channels to the width of the first level."""
+    """First convolution, from image channels to the width of the first level."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +150,7 @@ class OutputLayer(ConvolutionLayer):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockLayer(Layer):
-    """A residual block of DDPM or ADM; in the decoder it pops a skip."""
+    """Residual block of DDPM or ADM; in the decoder it pops a skip."""
 
     groups: int
     epsilon: float
@@ -158,7 +159,7 @@ class BlockLayer(Layer):
 
     @property
     def width(self) -> int:
-        """Channels that the block works on: h and the popped skip."""
+        """Number of channels that the block works on: h and the popped skip."""
         return self.in_channels + self.skip_channels
 
     @property
@@ -168,7 +169,7 @@ class BlockLayer(Layer):
 
     @property
     def time_channels(self) -> int:
-        """Channels that the embedding is projected to."""
+        """Number of channels that the embedding is projected to."""
         return 2 * self.out_channels if self.scale_shift else self.out_channels
 
     @property
@@ -194,7 +195,7 @@ class BlockLayer(Layer):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionLayer(Layer):
-    """Self-attention over pixels around which h is added."""
+    """Self-attention over pixels, added to h."""
 
     groups: int
     epsilon: float
@@ -215,7 +216,7 @@ class AttentionLayer(Layer):
 
 
 def unet_layers(unet: UnetSpec, *, image_channels: int, image_size: int) -> tuple[Layer, ...]:
-    """The U-Net of a spec as its ordered list of layers.
+    """Return the U-Net of a spec as its ordered list of layers.
 
     Widths and resolutions are those of DDPM (Ho et al. 2020, appendix B): an encoder level has
     `blocks_per_level` blocks, a decoder level one more, each of which pops a skip.
@@ -287,7 +288,7 @@ def unet_layers(unet: UnetSpec, *, image_channels: int, image_size: int) -> tupl
 
 
 def boundary_shapes(layers: Sequence[Layer], cut: int) -> tuple[tuple[int, ...], ...]:
-    """Per-image shapes of the tensors that cross before layer `cut` (1 to len - 1), each tensor once.
+    """Return the per-image shapes of the tensors that cross before layer `cut` (1 to len - 1), each tensor once.
 
     Order: h, emb, skips oldest first. Where the layer before the cut pushed, the newest skip is h: not listed again.
     """

@@ -38,7 +38,7 @@ MODULES: dict[type[Layer], Callable[[Any], nn.Module]] = {
 
 
 def build_layer(layer: Layer, index: int, seed: int) -> nn.Module:
-    """The module of layer `index` of the list, in fp32 on the CPU.
+    """Return the module of layer `index` of the list, in fp32 on the CPU.
 
     Its weights are a function of (seed, index) alone, so every stage of every layout starts from the same
     U-Net. torch's global generator is neither read nor moved.
@@ -52,7 +52,9 @@ def build_layer(layer: Layer, index: int, seed: int) -> nn.Module:
 
 
 def parameter_shapes(layers: Sequence[Layer]) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter of the whole U-Net by global name, in the order of the layers; nothing is allocated."""
+    """Return the shape of every parameter of the whole U-Net by global name, in the order of the layers; allocates
+    nothing.
+    """
     with torch.device("meta"):
         modules = [_module(layer, index, 0) for index, layer in enumerate(layers)]
     return {
@@ -103,16 +105,18 @@ def check_compiler(device: torch.device) -> None:
 
 
 CODES_PER_LAYER = 4
-"""Versions that a layer may have: with and without gradients, and for the micro-batches of training and of sampling."""
+"""Largest number of compiled versions of a layer: with and without gradients, for the micro-batches of training and of
+sampling.
+"""
 
 
 def compile_layers(modules: Sequence[nn.Module], cache: Path) -> None:
     """Compile the layers in place when they are first called; code is kept in ``cache`` between runs.
 
-    What is compiled is :meth:`compute`: a function of tensors and parameters alone, without the carry, whose length
-    differs from layer to layer, and without the drawing of masks, whose keys do. So layers of one shape share code.
-    A ``TORCHINDUCTOR_CACHE_DIR`` in the environment wins. A layer is compiled anew for each shape of its input, so that
-    a step after the first one of its kind compiles nothing.
+    Only :meth:`compute` is compiled, a function of tensors and parameters alone. The carry, whose length differs from
+    layer to layer, and the drawing of masks, whose keys differ, stay outside, so layers of one shape share code. A
+    ``TORCHINDUCTOR_CACHE_DIR`` in the environment takes precedence. A layer is compiled for each shape of its input, so
+    that only the first step of its kind compiles.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # takes a second, which others need not wait
 

@@ -1,7 +1,7 @@
-"""The operations that layers are made of: convolution, linear, normalisation, keyed dropout.
+"""Operations that layers are made of: convolution, linear, normalisation, keyed dropout.
 
-Weights follow the dtype of the input, so the layer that holds them decides in which dtype it computes. They
-are not drawn on construction: :func:`draw_weights` does that, from a generator of its own.
+Weights follow the dtype of the input, so the layer that holds them decides in which dtype it computes. They are not
+drawn on construction: :func:`draw_weights` does that, from its own generator.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BY_PRODUCTS = torch.backends.cpu.get_cpu_capability() == "AVX2"
 but not AVX-512 oneDNN takes up to twice as long for it as nine products of the output's gradient with the shifted input
 do: docs/performance.md."""
 FEWEST_CHANNELS = 16
-"""With fewer channels a product is too narrow to pay."""
+"""Fewest channels with which a matrix product is wide enough to pay."""
 
 Kind = TypeVar("Kind", bound=nn.Module)
 Kernels = Literal["fused", "masks", "reference"]
@@ -43,7 +43,8 @@ MEMORY_FORMATS: dict[MemoryFormat, torch.memory_format] = {
 
 
 def arithmetic_dtype(device_type: str, stored: torch.dtype) -> torch.dtype:
-    """Data type that a layer computes in: that of the carry, but on a CPU fp32 for fp16, and for bf16 below AVX-512.
+    """Return the data type that a layer computes in: that of the carry, but on a CPU fp32 for fp16, and for bf16 below
+    AVX-512.
 
     A layer that widens its input once and narrows its output once costs about what fp32 costs.
     """
@@ -51,7 +52,7 @@ def arithmetic_dtype(device_type: str, stored: torch.dtype) -> torch.dtype:
 
 
 def widening(device_type: str, stored: torch.dtype) -> str | None:
-    """The line that tells a user that 16-bit numbers are computed in fp32; None where they are not."""
+    """Return the line that tells a user that 16-bit numbers are computed in fp32; None where they are not."""
     if arithmetic_dtype(device_type, stored) is stored:
         return None
     precision = "fp16" if stored is torch.float16 else "bf16"
@@ -81,7 +82,7 @@ def _by_products(x: Tensor, weight: Tensor, stride: int, padding: int) -> bool:
 
 
 class _Convolution3x3(torch.autograd.Function):
-    """A 3x3 convolution of stride 1 that keeps the size of the image; all tensors are channels-last."""
+    """3x3 convolution of stride 1 that keeps the size of the image; all tensors are channels-last."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -100,7 +101,7 @@ class _Convolution3x3(torch.autograd.Function):
 
 @torch.library.custom_op("ddpm_ds::convolution_weight_backward", mutates_args=())
 def _weight_backward(gradient: Tensor, x: Tensor) -> Tensor:
-    """Gradient of the weights, (O, 3, 3, C), from that of the output (N, O, H, W) and x (N, C, H, W)."""
+    """Return the gradient of the weights, (O, 3, 3, C), from that of the output (N, O, H, W) and x (N, C, H, W)."""
     height, width = x.shape[2:]
     padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, 1, 1, 1, 1))  # (N, H + 2, W + 2, C)
     pixels = gradient.permute(0, 2, 3, 1).flatten(0, 2).t()  # (O, N H W)
@@ -118,7 +119,7 @@ def _(gradient: Tensor, x: Tensor) -> Tensor:
 
 
 class Convolution(nn.Module):
-    """A convolution with bias; at stride 1 it keeps the size of the image.
+    """Convolution with bias; at stride 1 it keeps the size of the image.
 
     ``weight`` is (out, k, k, in): what a channels-last convolution reads, in the one layout that optimizers, which
     flatten parameters and their gradients, leave as it is.
@@ -141,7 +142,7 @@ class Convolution(nn.Module):
         self.padding = kernel // 2 if padding is None else padding
         self.starts_at_zero = starts_at_zero
         self.memory_format = torch.channels_last
-        """Memory format of images and weights in the arithmetic; what has another one is copied."""
+        """Memory format of images and weights in the arithmetic; tensors in another one are copied."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.to(x.dtype).permute(0, 3, 1, 2)  # (out, in, k, k)
@@ -157,7 +158,7 @@ class Convolution(nn.Module):
 
 
 class Linear(nn.Linear):
-    """A linear layer with bias. `parts` projections of one input may be fused in it; each is drawn as its own."""
+    """Linear layer with bias. `parts` projections of one input may be fused in it; each is drawn separately."""
 
     def __init__(self, channels: int, out_channels: int, *, parts: int = 1, starts_at_zero: bool = False) -> None:
         super().__init__(channels, out_channels)
@@ -177,7 +178,7 @@ class Linear(nn.Linear):
 
 
 class LabelEmbedding(nn.Embedding):
-    """An embedding with a row per class, and a last row for "no label"."""
+    """Embedding with a row per class, and a last row for "no label"."""
 
     def __init__(self, classes: int, channels: int) -> None:
         super().__init__(classes + 1, channels)
@@ -189,7 +190,7 @@ class LabelEmbedding(nn.Embedding):
         return F.embedding(labels, self.weight)
 
     def draw(self, generator: torch.Generator) -> None:
-        """Standard normal, as in ADM (Dhariwal and Nichol 2021)."""
+        """Draw the rows from a standard normal distribution, as in ADM (Dhariwal and Nichol 2021)."""
         nn.init.normal_(self.weight, generator=generator)
 
 
@@ -209,7 +210,7 @@ class GroupNorm(nn.GroupNorm):
 def norm_silu(
     norm: GroupNorm, x: Tensor, *, add: Tensor | None = None, scale: Tensor | None = None, shift: Tensor | None = None
 ) -> Tensor:
-    """SiLU of normalised ``x + add``, (N, C, H, W), first modulated as ``y * (1 + scale) + shift``.
+    """Return SiLU of the normalised ``x + add``, (N, C, H, W), first modulated as ``y * (1 + scale) + shift``.
 
     An embedding gives add, or both scale and shift: (N, C) each.
     """
@@ -224,9 +225,9 @@ def norm_silu(
 class KeyedDropout(nn.Module):
     """Dropout whose mask is a function of seed, layer and image, whatever batch the image is in.
 
-    `images` (N,) int64, the images' positions in the training sequence, is set by :func:`set_image_index`
-    before each forward, a checkpoint's recomputation included. The mask is drawn apart from its use, so that what
-    computes with it is the same code in every layer.
+    `images` (N,) int64, the images' positions in the training sequence, is set by :func:`set_image_index` before each
+    forward, a checkpoint's recomputation included. The mask is drawn apart from its use, so that the computation is the
+    same code in every layer.
     """
 
     def __init__(self, rate: float, seed: int, layer: int) -> None:
@@ -238,7 +239,7 @@ class KeyedDropout(nn.Module):
         self.kernels: Kernels = "reference"
 
     def draw(self, shape: tuple[int, int, int]) -> Tensor | None:
-        """Draw which elements of activations stay: (N, *shape) for a (C, H, W) `shape`, channels-last. None: all."""
+        """Draw the mask of kept elements: (N, *shape) for a (C, H, W) `shape`, channels-last. None keeps all."""
         if self.rate == 0.0 or not self.training:
             return None
         if self.images is None:
@@ -255,20 +256,20 @@ class KeyedDropout(nn.Module):
 
 
 def set_image_index(modules: Iterable[nn.Module], images: Tensor) -> None:
-    """Tell every dropout in `modules` which images come next: `images` (N,) int64."""
+    """Set the images that come next in every dropout of `modules`: `images` (N,) int64."""
     for module in _all_of(modules, KeyedDropout):
         module.images = images
 
 
 def use_kernels(modules: Iterable[nn.Module], kernels: Kernels) -> None:
-    """Let everything in `modules` that has a fused kernel use it, or not."""
+    """Switch fused kernels on or off in everything in `modules` that has them."""
     for module in _all_of(modules, nn.Module):
         if isinstance(module, GroupNorm | KeyedDropout):
             module.kernels = kernels
 
 
 def use_memory_format(modules: Iterable[nn.Module], memory_format: MemoryFormat) -> None:
-    """Let every convolution in `modules` take and give images in a memory format; weights stay channels-last."""
+    """Set the memory format of images for every convolution in `modules`; weights stay channels-last."""
     for module in _all_of(modules, Convolution):
         module.memory_format = MEMORY_FORMATS[memory_format]
 
@@ -280,7 +281,7 @@ def _all_of(roots: Iterable[nn.Module], kind: type[Kind]) -> Iterator[Kind]:
 def draw_weights(module: nn.Module, generator: torch.Generator) -> None:
     """Draw the weights of `module` as DDPM does, in the order of its submodules.
 
-    Variance scaling (fan_avg, uniform, scale 1), biases and what closes a residual branch at zero.
+    Variance scaling (fan_avg, uniform, scale 1); biases and the last layer of a residual branch are zero.
     """
     for part in module.modules():
         if isinstance(part, Convolution | Linear | LabelEmbedding):
