@@ -54,7 +54,7 @@ def deliver(
     *,
     gather: Gather,
     device: torch.device,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Iterator[tuple[int, int, Tensor]]:
     """All values of ``wanted``, as (its index, first element, values); to be iterated to its end by every rank.
 
@@ -83,7 +83,7 @@ def deliver(
             for ranks in ({one.source for one in transfers}, {one.target for one in transfers})
         )
         megabytes = sum(one.values.bytes for one in transfers) / 1e6
-        say(f"{whole.path.name}: {megabytes:,.1f} MB of it go from host {sources} to host {targets}")
+        log(f"{whole.path.name}: {megabytes:,.1f} MB of it go from host {sources} to host {targets}")
     mine = sum(one.values.bytes for one in transfers if one.target == groups.rank)
     hidden = groups.rank != min(one.target for one in transfers) or mine < BAR_BYTES
     with tqdm(total=mine, desc=f"fetching {whole.path.name}", unit="B", unit_scale=True, disable=hidden) as bar:

@@ -52,7 +52,7 @@ def names(folder: Path) -> list[str]:
     return sorted(counted, key=counted.__getitem__)
 
 
-def newest_good(folder: Path, say: Callable[[str], None], progress: bool = False) -> Path | None:
+def newest_good(folder: Path, log: Callable[[str], None], progress: bool = False) -> Path | None:
     """The newest checkpoint all of whose bytes are what was written; None where there are no checkpoints.
 
     Each one that is passed over is named to ``say`` in a line. After a crash, :func:`clean` comes first.
@@ -64,7 +64,7 @@ def newest_good(folder: Path, say: Callable[[str], None], progress: bool = False
         try:
             verify(folder / name, read_manifest(folder / name), progress)
         except CheckpointError as error:
-            say(str(error))
+            log(str(error))
         else:
             return folder / name
     if found:

@@ -105,7 +105,7 @@ def newest(
     folder: Path,
     groups: Groups,
     gather: Gather,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     *,
     until: int | None = None,
     progress: bool = False,
@@ -128,7 +128,7 @@ def newest(
             return outcome
         problems.append(outcome)
         for line in outcome.lines if groups.rank == 0 else ():
-            say(line)
+            log(line)
     if not problems:
         return None
     none = f"none of the {len(problems)} checkpoints in {folder} can be used"

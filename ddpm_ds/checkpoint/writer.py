@@ -147,7 +147,7 @@ class Writer:
         rank: int,
         world_size: int,
         *,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         keep_last: int | None = None,
         keep_every_images: int | None = None,
         time_limit_seconds: float = 600.0,
@@ -159,7 +159,7 @@ class Writer:
         self._folder, self._rank = folder, rank
         self._groups = groups or Groups.one_folder(rank, world_size)
         self._leaders = Leaders(self._groups, store, time_limit_seconds)
-        self._say = say
+        self._log = log
         self._keep = keep_last, keep_every_images
         self._time_limit_seconds = time_limit_seconds
         self._attempt = 0
@@ -297,16 +297,16 @@ class Writer:
         if self._rank == 0:
             before = names(self._folder)
             lost = f"{before[-1]} stays, only the time since is at risk" if before else "there is none before it"
-            self._say(f"checkpoint {work.name} was not saved: {reason}; {lost}")
+            self._log(f"checkpoint {work.name} was not saved: {reason}; {lost}")
 
     def _tidy(self, name: str) -> None:
         try:
             abandoned = tidy(self._folder, name, *self._keep)
         except Exception as error:
-            self._say(f"checkpoint {name} is saved, but older ones or `latest` could not be changed: {_reason(error)}")
+            self._log(f"checkpoint {name} is saved, but older ones or `latest` could not be changed: {_reason(error)}")
             return
         if abandoned and self._rank == 0:
-            self._say(f"the run went on from before them: checkpoints renamed to {', '.join(abandoned)}")
+            self._log(f"the run went on from before them: checkpoints renamed to {', '.join(abandoned)}")
 
 
 def _record(rank: int) -> str:

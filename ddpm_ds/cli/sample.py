@@ -241,16 +241,16 @@ def _sample(options: argparse.Namespace) -> int:
         raise SpecError(f"--mlflow logs a grid, and --out {out} is a {kind}; leave one of them out")
     partial = out.with_name(f".{out.name}.partial")
     folder = PngFolder(out, request) if kind == "folder" else BatchFolder(partial, request)
-    say = print if rank == 0 else _say_nothing
+    log = print if rank == 0 else _log_nothing
     done = kind != "folder" and check_file(out, request)
     if not done:
         folder.check()
     if done or (kind == "folder" and len(folder.there()) == request.count):
-        say(f"{out}: already there, {_summary(request)}")
+        log(f"{out}: already there, {_summary(request)}")
         return 0
     stored = next(trained.unet.parameters())
     if line := widening(stored.device.type, stored.dtype):
-        say(line)
+        log(line)
     try:
         draw_missing(trained, request, folder, rank, world_size)
         if rank == 0 and isinstance(folder, BatchFolder):
@@ -258,15 +258,15 @@ def _sample(options: argparse.Namespace) -> int:
             shutil.rmtree(partial, ignore_errors=True)
     except KeyboardInterrupt:
         kept = len(folder.there())
-        say(f"interrupted: {kept:,} of {request.count:,} images are kept; the same command goes on from there")
+        log(f"interrupted: {kept:,} of {request.count:,} images are kept; the same command goes on from there")
         return 128 + signal.SIGINT
-    say(f"{out}: {_summary(request)}")
+    log(f"{out}: {_summary(request)}")
     if options.mlflow and rank == 0:
         record_child(trained, "sample", request.model_dump(exclude={"batch_images"}), artifacts={out: ""})
     return 0
 
 
-def _say_nothing(line: str) -> None:
+def _log_nothing(line: str) -> None:
     """Stand in for print on other ranks than 0."""
 
 

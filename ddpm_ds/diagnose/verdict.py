@@ -82,14 +82,14 @@ def verdict(facts: FinishedRun) -> Verdict:
     )
 
 
-def conclude(run_dir: Path, say: Callable[[str], None]) -> Verdict | None:
+def conclude(run_dir: Path, log: Callable[[str], None]) -> Verdict | None:
     """Judge a run at its end, on rank 0: measure its device, write ``verdict.txt``, and return what was found.
 
     Takes some tenths of a second. None, which ``say`` explains, where no step was traced or the run's files can't be
     read or written.
     """
     if not (run_dir / SUMMARY).is_file():
-        say(f"no verdict: no step was traced; {HOW_TO_TRACE}")
+        log(f"no verdict: no step was traced; {HOW_TO_TRACE}")
         return None
     try:
         facts = facts_of(run_dir)
@@ -100,9 +100,9 @@ def conclude(run_dir: Path, say: Callable[[str], None]) -> Verdict | None:
         write_device(run_dir, device)
         (run_dir / VERDICT).write_text(text(found))
     except UserError as error:
-        say(f"no verdict: {error}")
+        log(f"no verdict: {error}")
     except OSError as error:
-        say(f"no verdict: {run_dir} can't be written ({error.strerror})")
+        log(f"no verdict: {run_dir} can't be written ({error.strerror})")
     else:
         return found
     return None

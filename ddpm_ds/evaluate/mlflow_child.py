@@ -20,7 +20,7 @@ def record_child(
     metrics: Mapping[str, float] | None = None,
     artifacts: Mapping[Path, str],
     model_name: str | None = None,
-    say: Callable[[str], None] = print_to_stderr,
+    log: Callable[[str], None] = print_to_stderr,
 ) -> None:
     """Record finished work as a child of the run that ``trained`` was saved by, and print where it is.
 
@@ -33,12 +33,12 @@ def record_child(
     ``model_name`` makes the artifacts' folder ``export`` a version of that registered model. ``say`` takes problems.
     """
     if trained.run_dir is None or trained.spec is None:
-        say(f"{trained.origin} is not in the folder of a run, so nothing is recorded in MLflow")
+        log(f"{trained.origin} is not in the folder of a run, so nothing is recorded in MLflow")
         return
     try:
         parent = RunFolder(trained.run_dir).identity()
     except OSError as error:  # a copy that lacks it, on a read-only disk
-        say(f"{error.filename} can't be written ({error.strerror}), so nothing is recorded in MLflow")
+        log(f"{error.filename} can't be written ({error.strerror}), so nothing is recorded in MLflow")
         return
     checkpoint = Path(trained.origin).name
     tracker = Tracker.start(
@@ -57,7 +57,7 @@ def record_child(
             "version.ddpm_ds": ddpm_ds.__version__,
         },
         parent=parent,
-        log=say,
+        log=log,
     )
     if metrics:
         tracker.metrics(metrics, trained.images_seen or 0)

@@ -78,7 +78,7 @@ def find_trained(path: Path) -> Path:
     if (path / MANIFEST).is_file() or DiffusersFolder.at(path):
         return path
     if checkpoints_of(path).is_dir():
-        newest = newest_good(checkpoints_of(path), say=print_to_stderr)
+        newest = newest_good(checkpoints_of(path), log=print_to_stderr)
         if newest is None:
             raise CheckpointError(f"run {path} has no checkpoint yet; name a run that has saved, or a checkpoint")
         return newest

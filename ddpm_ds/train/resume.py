@@ -141,7 +141,7 @@ def claim_run(run_dir: Path, rank: int, hosts: Sequence[str], gather: Gather) ->
 
 
 def find_checkpoint(
-    run_dir: Path, resume: str, groups: Groups, gather: Gather, say: Callable[[str], None]
+    run_dir: Path, resume: str, groups: Groups, gather: Gather, log: Callable[[str], None]
 ) -> CompleteCheckpoint | None:
     """The checkpoint to resume from, its checksums verified; None starts from the beginning. Collective.
 
@@ -153,7 +153,7 @@ def find_checkpoint(
     if resume == "never":
         return None
     if resume == "auto":
-        return newest(checkpoints_of(run_dir), groups, gather, say, progress=True)
+        return newest(checkpoints_of(run_dir), groups, gather, log, progress=True)
     path = Path(resume)
     return whole(path, find_groups(path.parent, groups.rank, groups.hosts, gather), gather, progress=True)
 

@@ -65,7 +65,7 @@ def state_scalars(engine: UnetPipelineEngine) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_state(
-    engine: UnetPipelineEngine, ema: Ema, whole: CompleteCheckpoint, gather: Gather, say: Callable[[str], None]
+    engine: UnetPipelineEngine, ema: Ema, whole: CompleteCheckpoint, gather: Gather, log: Callable[[str], None]
 ) -> None:
     """Put a checkpoint into the engine, whatever layout and hosts wrote it; collective.
 
@@ -81,7 +81,7 @@ def load_state(
             tensors |= _moments(engine, piece.master, state["optimizer_steps"])
         wanted += [Wanted(kind, piece.name, piece.first, piece.first + piece.length) for kind in tensors]
         targets += [piece.of(tensor) for tensor in tensors.values()]
-    for index, start, values in deliver(whole, wanted, gather=gather, device=engine.device, say=say):
+    for index, start, values in deliver(whole, wanted, gather=gather, device=engine.device, log=log):
         at = start - wanted[index].start
         targets[index][at : at + len(values)].copy_(values)
     if not moments:
@@ -137,13 +137,13 @@ class Saver:
         folder: Path,
         *,
         data_sha256: dict[str, str],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         groups: Groups | None = None,
         store: dist.Store | None = None,
     ) -> None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         self._plan, self._engine, self._ema = plan, engine, ema
-        self._folder, self._data_sha256, self._say = folder, data_sha256, say
+        self._folder, self._data_sha256, self._log = folder, data_sha256, log
         self._groups = groups or Groups.one_folder(rank, world_size)
         spec = plan.spec.checkpoint
         self._every = spec.every_images
@@ -151,7 +151,7 @@ class Saver:
             folder,
             rank,
             world_size,
-            say=say if rank == 0 else print_to_stderr,
+            log=log if rank == 0 else print_to_stderr,
             keep_last=spec.keep_last,
             keep_every_images=spec.keep_every_images,
             groups=self._groups,
@@ -192,7 +192,7 @@ class Saver:
         Raises:
             CheckpointError: it can't be read or is of another U-Net.
         """
-        load_state(self._engine, self._ema, checkpoint, gather_objects, self._say)
+        load_state(self._engine, self._ema, checkpoint, gather_objects, self._log)
         self.rollbacks = checkpoint.state["rewinds"]
 
     def roll_back(self, trouble: str) -> str:
@@ -218,7 +218,7 @@ class Saver:
     def _newest(self) -> CompleteCheckpoint | None:
         """The newest good checkpoint up to now; later ones are of a course that the run has left."""
         try:
-            return newest(self._folder, self._groups, gather_objects, self._say, until=self._engine.images_seen)
+            return newest(self._folder, self._groups, gather_objects, self._log, until=self._engine.images_seen)
         except NoCheckpointError:
             return None
 

@@ -185,7 +185,7 @@ def _open_checkpoints(
         ema,
         checkpoints_of(run_dir),
         data_sha256=prepared.store.meta.sha256,
-        say=recorder.log,
+        log=recorder.log,
         groups=groups,
         store=watchdog.store,
     )

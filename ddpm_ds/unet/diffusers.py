@@ -222,11 +222,6 @@ def from_published(tensor: Tensor) -> Tensor:
     return tensor.permute(0, 2, 3, 1).contiguous() if tensor.ndim == 4 else tensor
 
 
-def published_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape that PyTorch's layers have for a parameter of one of our shapes."""
-    return (shape[0], shape[3], *shape[1:3]) if len(shape) == 4 else shape
-
-
 def stored_names(names: Iterable[str], layers: Sequence[Layer]) -> dict[str, str]:
     """Return the names that a file uses (``names``), by diffusers' present names; a file may have older ones.
 

@@ -67,7 +67,7 @@ def save(
     """Write a checkpoint by ``len(cuts) + 1`` ranks in this process; returns what was said."""
     said: list[str] = []
     bounds = (0, *sorted(cuts), total(shapes))
-    writers = [Writer(folder, rank, len(bounds) - 1, say=said.append, **options) for rank in range(len(bounds) - 1)]
+    writers = [Writer(folder, rank, len(bounds) - 1, log=said.append, **options) for rank in range(len(bounds) - 1)]
     for rank, (writer, (start, stop)) in enumerate(zip(writers, itertools.pairwise(bounds), strict=True)):
         writer.begin(
             f"rank{rank}", fragments_of(images, start, stop, shapes), describe(images, shapes), {"images": images}

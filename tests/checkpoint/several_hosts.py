@@ -71,7 +71,7 @@ class Hosts:
                 folder,
                 rank,
                 len(self.ranks),
-                say=self.said.append if rank == 0 else self.failures.append,
+                log=self.said.append if rank == 0 else self.failures.append,
                 groups=self.groups(rank),
                 store=self.store,
                 time_limit_seconds=seconds,

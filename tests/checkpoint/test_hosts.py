@@ -222,7 +222,7 @@ def receive(hosts: Hosts, rank: int, bounds: list[int], address: str, port: int,
     pieces = fragments_of(2, bounds[rank], bounds[rank + 1])
     wanted = [Wanted(one.kind, one.name, one.start, one.start + len(one.values)) for one in pieces]
     taken = [torch.full_like(one.values, torch.nan) for one in pieces]
-    for index, start, values in deliver(found, wanted, gather=gather, device=torch.device("cpu"), say=said.append):
+    for index, start, values in deliver(found, wanted, gather=gather, device=torch.device("cpu"), log=said.append):
         assert taken[index][start - wanted[index].start :][: len(values)].isnan().all(), "once only"
         taken[index][start - wanted[index].start :][: len(values)] = values
     right = all(values.equal(one.values) for values, one in zip(taken, pieces, strict=True))

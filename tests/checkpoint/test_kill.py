@@ -22,7 +22,7 @@ BOUNDS = (0, 20_000, 50_000)
 
 def write_on(folder: Path, rank: int, first: int, barrier: Barrier) -> None:
     """One rank of a run that does nothing but write checkpoints; the ranks keep pace by ``latest``."""
-    writer = Writer(folder, rank, len(BOUNDS) - 1, say=print, keep_last=2)
+    writer = Writer(folder, rank, len(BOUNDS) - 1, log=print, keep_last=2)
     barrier.wait()  # as training does: rank 0 has cleaned the folder before another rank writes
     for images in itertools.count(first):
         fragments = fragments_of(images, BOUNDS[rank], BOUNDS[rank + 1], SHAPES)

@@ -85,7 +85,7 @@ def plant(
     total = sum(map(math.prod, shapes.values()))
     bounds = list(itertools.pairwise((0, *(int(cut * total) for cut in cuts), total)))
     said: list[str] = []
-    writers = [Writer(run_dir / "checkpoints", rank, len(bounds), say=said.append) for rank in range(len(bounds))]
+    writers = [Writer(run_dir / "checkpoints", rank, len(bounds), log=said.append) for rank in range(len(bounds))]
     for rank, (writer, (start, stop)) in enumerate(zip(writers, bounds, strict=True)):
         fragments = []
         for kind, unet in unets.items():

@@ -46,7 +46,7 @@ def test_scores_and_exports_are_children_of_the_run_with_params_tags_metrics_and
     plant(run_dir, data_sha256=digits.meta.sha256, data=data, sampler={"guidance": 2.0})
 
     said: list[str] = []  # the run that made the checkpoint is not in this MLflow yet
-    record_child(load_trained(run_dir), "sample", {}, artifacts={}, say=said.append)
+    record_child(load_trained(run_dir), "sample", {}, artifacts={}, log=said.append)
     assert len(said) == 1 and "stands alone" in said[0] and str(run_dir) in said[0]
     experiment = client.get_experiment_by_name("ddpm_ds")
     assert experiment is not None
@@ -99,6 +99,6 @@ def test_scores_and_exports_are_children_of_the_run_with_params_tags_metrics_and
 
 def test_weights_outside_a_run_are_recorded_nowhere_and_that_is_said(trackers: list[Any]) -> None:
     said: list[str] = []
-    record_child(trained_of(tiny_spec()), "evaluate", {}, artifacts={}, say=said.append)
+    record_child(trained_of(tiny_spec()), "evaluate", {}, artifacts={}, log=said.append)
     assert trackers == []
     assert said == ["memory is not in the folder of a run, so nothing is recorded in MLflow"]

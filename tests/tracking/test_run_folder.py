@@ -32,20 +32,20 @@ SHAPES: dict[str, tuple[int, ...]] = {"0.weight": (3, 2)}
 
 def save(run_dir: Path, images: int) -> Path:
     """A checkpoint of a run of one rank."""
-    writer = Writer(checkpoints_of(run_dir), 0, 1, say=pytest.fail)
+    writer = Writer(checkpoints_of(run_dir), 0, 1, log=pytest.fail)
     writer.begin("rank0", fragments_of(images, 0, 6, SHAPES), describe(images, SHAPES), {"images": images})
     assert writer.wait()
     return checkpoints_of(run_dir) / checkpoint_name(images)
 
 
-def found(run_dir: Path, resume: str, say: Callable[[str], None] = pytest.fail) -> Path | None:
+def found(run_dir: Path, resume: str, log: Callable[[str], None] = pytest.fail) -> Path | None:
     """What a run of one rank goes on from."""
 
     def gather(value: Any) -> list[Any]:
         return [value]
 
     claim = claim_run(run_dir, 0, ["a"], gather)
-    checkpoint = find_checkpoint(run_dir, resume, claim.groups, gather, say)
+    checkpoint = find_checkpoint(run_dir, resume, claim.groups, gather, log)
     return checkpoint.path if checkpoint else None
 
 
@@ -85,7 +85,7 @@ def test_a_rollback_goes_to_the_newest_good_checkpoint_of_its_own_past(tmp_path:
     saver = object.__new__(Saver)
     saver._folder, saver._engine = checkpoints_of(tmp_path), cast(UnetPipelineEngine, SimpleNamespace(images_seen=24))
     saver._groups, said = Groups.one_folder(0, 1), list[str]()
-    saver._say = said.append
+    saver._log = said.append
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         checkpoint = saver._newest()
