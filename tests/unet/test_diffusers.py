@@ -21,6 +21,7 @@ from ddpm_ds.unet.diffusers import (
     from_diffusers,
     tensor_names,
     to_diffusers,
+    to_published,
     unet_spec_from_diffusers,
 )
 from ddpm_ds.unet.layers import unet_layers
