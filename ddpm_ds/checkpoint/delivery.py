@@ -1,11 +1,11 @@
-"""Brings every rank the values that it wants of a checkpoint: from its own host's files, and from those of others.
+"""Delivery of a checkpoint's values to the ranks that need them, from their own host's files and from those of others.
 
 ::
 
     host a, rank 0   wants elements 0 to 9 of ema of 4.conv1.weight; has 0 to 5 ─▶ read
     host b, rank 2   has 6 to 9: reads and sends them              ─▶ received, 64 MB at most at a time
 
-Nothing is written: what a host lacks goes from the files of one into the memory of the other.
+Nothing is written: values that a host lacks go from the files of one host into the memory of the other.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.union import CompleteCheckpoint
 
 SENT_ELEMENTS = 2**24
-"""Values that are sent at once."""
+"""Largest number of values sent at once."""
 
 
 class Wanted(NamedTuple):
-    """Values of a flattened parameter, or of what is kept of it."""
+    """Values of a flattened parameter, or of one kind of its state, that a rank needs."""
 
     kind: str
     name: str
@@ -56,10 +56,10 @@ def deliver(
     device: torch.device,
     log: Callable[[str], None],
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """All values of ``wanted``, as (its index, first element, values); to be iterated to its end by every rank.
+    """Yield all values of ``wanted``, as (its index, first element, values); every rank must iterate it to its end.
 
-    Values are (length,) fp32, in host memory or on ``device``, which is what the process group sends from. What comes
-    from other hosts is announced to ``say`` on rank 0, and shown as a bar on one that receives when it is much.
+    Values are (length,) fp32, in host memory or on ``device``, which is what the process group sends from. Values from
+    other hosts are announced through ``say`` on rank 0; a rank that receives many shows a bar.
 
     Raises:
         CheckpointError: a file is damaged.

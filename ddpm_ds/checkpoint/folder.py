@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: names, the newest good one, which to delete, and changes that are atomic.
+"""Folder of a run's checkpoints: names, the newest good one, the ones to delete, and atomic changes.
 
 ::
 
@@ -35,27 +35,27 @@ _NAME = re.compile(r"images-(\d+)")
 
 
 def checkpoint_name(images: int) -> str:
-    """The folder name of the checkpoint after ``images`` images."""
+    """Return the folder name of the checkpoint after ``images`` images."""
     return f"images-{images:09d}"
 
 
 def images_of(name: str) -> int | None:
-    """Images seen at checkpoint ``name``; None for the name of anything else."""
+    """Return the images seen at checkpoint ``name``; None if it is not the name of a checkpoint."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def names(folder: Path) -> list[str]:
-    """Complete checkpoints, oldest first; their checksums may fail all the same."""
+    """Return the names of complete checkpoints, oldest first, without verifying their checksums."""
     found = {path.name: images_of(path.name) for path in folder.glob("images-*") if path.is_dir()}
     counted = {name: images for name, images in found.items() if images is not None}
     return sorted(counted, key=counted.__getitem__)
 
 
 def newest_good(folder: Path, log: Callable[[str], None], progress: bool = False) -> Path | None:
-    """The newest checkpoint all of whose bytes are what was written; None where there are no checkpoints.
+    """Return the newest checkpoint whose checksums are right; None where there are no checkpoints.
 
-    Each one that is passed over is named to ``say`` in a line. After a crash, :func:`clean` comes first.
+    Each one that is skipped is reported through ``say`` in a line. After a crash, call :func:`clean` first.
 
     Raises:
         CheckpointError: there are checkpoints, but none can be used. Starting anew would be no resume.
@@ -73,10 +73,10 @@ def newest_good(folder: Path, log: Callable[[str], None], progress: bool = False
 
 
 def to_delete(names: Sequence[str], keep_last: int | None, keep_every_images: int | None) -> list[str]:
-    """The checkpoints of ``names``, oldest first, that are not kept.
+    """Return the checkpoints of ``names``, oldest first, that are not kept.
 
     Kept are the last ``keep_last`` (None keeps all) and, for every multiple of ``keep_every_images``, the first
-    checkpoint at or after it. Deleting what is named and asking again names nothing more.
+    checkpoint at or after it. Once they are deleted, a second call returns none.
     """
     if keep_last is None:
         return []
@@ -91,7 +91,7 @@ def to_delete(names: Sequence[str], keep_last: int | None, keep_every_images: in
 
 
 def unfinished(folder: Path, prefix: str) -> dict[tuple[str, str], Path]:
-    """Checkpoints with a manifest whose folders begin with ``prefix``, by name and checksum of the manifest.
+    """Return checkpoints with a manifest whose folders begin with ``prefix``, by name and checksum of the manifest.
 
     With the prefix ``WRITING`` they only need to be put in place; with ``REPLACED`` another one has taken their name.
     """
@@ -104,7 +104,7 @@ def unfinished(folder: Path, prefix: str) -> dict[tuple[str, str], Path]:
 
 
 def restore(folder: Path) -> None:
-    """Give a checkpoint its name back whose replacement was interrupted.
+    """Restore the name of a checkpoint whose replacement was interrupted.
 
     Raises:
         OSError: the file system refuses.
@@ -129,7 +129,9 @@ def clean(folder: Path) -> None:
 
 
 def scratch(folder: Path, name: str, attempt: int) -> Path:
-    """Folder in which the ranks write checkpoint ``name`` before it is complete; the same path for all of them."""
+    """Return the folder in which the ranks write checkpoint ``name`` before it is complete; the same path for all of
+    them.
+    """
     return folder / f"{WRITING}{name}.{attempt}"
 
 
@@ -141,7 +143,7 @@ def remove_scratch_before(folder: Path, attempt: int) -> None:
 
 
 def put_in_place(written: Path, target: Path) -> None:
-    """Make ``written`` the checkpoint ``target``. One of that name is replaced; :func:`clean` mends an interruption.
+    """Make ``written`` the checkpoint ``target``. One of that name is replaced; :func:`clean` repairs an interruption.
 
     Raises:
         OSError: the file system refuses.

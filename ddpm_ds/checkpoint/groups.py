@@ -18,8 +18,8 @@ key-value store, and rank 0 decides::
     all placed?                ◀────── placed
     placed                     ──────▶            older checkpoints may go
 
-Until all are ready no name has changed anywhere, and once one has, nothing is left to do that can run out of space.
-Nothing waits inside the store, whose client the watchdog uses as well. This module does not import torch.
+Until all are ready no name has changed anywhere, and once one has, nothing is left to do that can run out of space. No
+call blocks inside the store, whose client the watchdog uses as well. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Gather = Callable[[Any], list[Any]]
 
 @dataclass(frozen=True)
 class Groups:
-    """The ranks by the folder that they see, and where this rank is among them."""
+    """Ranks grouped by the folder that they see, and the position of this rank."""
 
     rank: int
     hosts: tuple[str, ...]
@@ -68,16 +68,16 @@ class Groups:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks of this rank's group."""
+        """Ranks of this rank's group."""
         return tuple(rank for rank, leader in enumerate(self.leader_of) if leader == self.leader_of[self.rank])
 
     @property
     def shared(self) -> bool:
-        """Whether there is one folder for all."""
+        """Whether all ranks see one folder."""
         return len(self.leaders) == 1
 
     def name(self, rank: int) -> str:
-        """A rank as a user knows it: ``rank 2``, with its host where there are several folders."""
+        """Return a rank's name for users: ``rank 2``, with its host where there are several folders."""
         return f"rank {rank}" if self.shared else f"rank {rank} on host {self.hosts[rank]}"
 
 
@@ -110,25 +110,25 @@ def _is_there(file: Path) -> bool:
 
 
 class NotSaved(Exception):
-    """There is no checkpoint; the reason is shown to people."""
+    """Error: there is no checkpoint; the reason is shown to users."""
 
 
 class CalledOff(NotSaved):
-    """Rank 0 has decided that there is no checkpoint."""
+    """Error: rank 0 has decided that there is no checkpoint."""
 
 
 class Leaders:
-    """This leader's side of completing checkpoints. With one folder nothing is exchanged, and ``store`` may be None.
+    """One leader's part in completing checkpoints. With one folder nothing is exchanged, and ``store`` may be None.
 
-    ``seconds`` is what a group is given for its own part: rank 0 waits half as long again, the others for rank 0 to
-    have waited for everybody.
+    ``seconds`` is what a group is given for its own part: rank 0 waits half as long again, the others until rank 0 must
+    have finished waiting.
     """
 
     def __init__(self, groups: Groups, store: Store | None, seconds: float) -> None:
         self._groups, self._store = groups, store
         self._seconds = 1.5 * seconds if groups.rank == 0 else 4 * seconds
         self.attempt = 0
-        """Number of the checkpoint that everything is about, the same on all ranks."""
+        """Number of the checkpoint that all keys in the store belong to, the same on all ranks."""
 
     def collect(self, topic: str, text: str) -> list[str]:
         """Give ``text`` to rank 0. Returns there what all leaders have given, elsewhere nothing.
@@ -160,7 +160,7 @@ class Leaders:
         return self._get(topic)
 
     def all_are(self, topic: str) -> None:
-        """Go on when every leader has come here. Raises as :meth:`collect` and :meth:`publish` do."""
+        """Wait until every leader has called this. Raises as :meth:`collect` and :meth:`publish` do."""
         self.collect(topic, "")
         self.publish(topic)
 
@@ -170,7 +170,7 @@ class Leaders:
             self._delete(topic)
 
     def fail(self, reason: str) -> None:
-        """Tell rank 0 of a problem; on rank 0, call the checkpoint off."""
+        """Report a problem to rank 0; on rank 0, cancel the checkpoint."""
         if not self._groups.shared:
             with contextlib.suppress(Exception):  # whatever a store raises when rank 0 has gone
                 self._set("problem" if self._groups.rank else "called off", reason)
@@ -185,7 +185,7 @@ class Leaders:
         return text
 
     def _wait(self, topic: str, rank: int, otherwise: str) -> bool:
-        """Wait for a key, or for the one that tells of trouble; whether either came in time."""
+        """Wait for a key, or for the one that reports trouble; return whether either came in time."""
         deadline = time.monotonic() + self._seconds
         while not (self._has(topic, rank) or self._has(otherwise)):
             if time.monotonic() > deadline:
@@ -201,7 +201,7 @@ class Leaders:
         return bool(self._store.check([self._key(topic, rank)]))
 
     def _get(self, topic: str, rank: int = 0) -> str:
-        """The text of a key that is there; of another one the store would wait."""
+        """Return the text of a key that exists; for a missing key the store would wait."""
         assert self._store is not None
         return self._store.get(self._key(topic, rank)).decode()
 

@@ -21,7 +21,7 @@ from ddpm_ds.files import sha256_of
 FORMAT = 2
 MANIFEST, STATE = "manifest.json", "state.json"
 BAR_BYTES = 10**9
-"""Checking fewer bytes than this takes about a second and shows no bar."""
+"""Bytes below which a check takes about a second and shows no bar."""
 _BLANK = "0" * 64
 
 
@@ -30,19 +30,19 @@ class _Record(BaseModel):
 
 
 class Description(_Record):
-    """Facts about a checkpoint that the run which asks for it knows."""
+    """Facts about a checkpoint, known to the run that writes it."""
 
     images: int
-    """Images seen."""
+    """Number of images seen."""
     step: int
-    """Optimizer steps taken."""
+    """Number of optimizer steps taken."""
     spec: dict[str, Any]
     ds_config: dict[str, Any]
     """DeepSpeed's configuration as it was given."""
     layout: dict[str, Any]
     """Processes, stages, replicas and batch of the run that wrote it."""
     data_sha256: dict[str, str]
-    """Checksums of the data-set cache that the run learns from."""
+    """Checksums of the data-set cache that the run trains on."""
     parameters: dict[str, tuple[int, ...]]
     """Shape of every parameter by global name, in the order of the layers."""
 
@@ -135,10 +135,11 @@ def manifest_of(description: Description, state: bytes, groups: Sequence[str]) -
 def check_coverage(
     parameters: Mapping[str, tuple[int, ...]], fragments: Iterable[tuple[str, str, int, int]]
 ) -> tuple[str, ...]:
-    """The kinds among ``fragments`` (kind, name, start, length), each of which covers every parameter exactly once.
+    """Return the kinds among ``fragments`` (kind, name, start, length), each of which covers every parameter exactly
+    once.
 
     Raises:
-        ValueError: a kind lacks elements, has some twice, or belongs to a parameter that there is not.
+        ValueError: a kind lacks elements, has some twice, or belongs to an unknown parameter.
     """
     spans: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
     for kind, name, start, length in fragments:
@@ -160,7 +161,7 @@ def check_coverage(
 
 
 def unusable(checkpoint: Path, what: str) -> CheckpointError:
-    """The error for a checkpoint in which something is wrong."""
+    """Return the error for a checkpoint in which something is wrong."""
     return CheckpointError(
         f"checkpoint {checkpoint} is unusable: {what}; use another of the run (ddpm-ds checkpoint list RUN_DIR)"
     )
@@ -201,7 +202,9 @@ def read_bytes(checkpoint: Path, name: str) -> bytes:
 
 
 def files_here(checkpoint: Path, manifest: Manifest) -> list[str]:
-    """Names of the manifest's files that lie in the checkpoint's folder on this host, whatever is in them."""
+    """Return the names of the manifest's files that are in the checkpoint's folder on this host, without
+    checking them.
+    """
     return [name for name in manifest.files if (checkpoint / name).exists()]
 
 
@@ -217,7 +220,7 @@ def check_all_here(checkpoint: Path, manifest: Manifest) -> None:
 
 
 def written(manifest: Manifest, names: Iterable[str], about: Callable[[str], str] = lambda host: "") -> str:
-    """Files of a checkpoint with where they were written, and what is said ``about`` each host.
+    """Return a text naming files of a checkpoint, the host that wrote them, and a remark ``about`` each host.
 
     ``stage1-replica0.safetensors, which host b wrote in /data/run/checkpoints``
     """
@@ -245,7 +248,7 @@ def verify(checkpoint: Path, manifest: Manifest, progress: bool) -> None:
 
 
 def damages(checkpoint: Path, manifest: Manifest, names: Collection[str], progress: bool) -> Iterator[tuple[str, str]]:
-    """Files of a checkpoint that are damaged, with the error; every byte of ``names`` is read."""
+    """Yield the damaged files among ``names`` of a checkpoint, with the error; reads every byte of them."""
     total = sum(manifest.files[name].bytes for name in names)
     hidden = not progress or total < BAR_BYTES
     with tqdm(total=total, desc=f"checking {checkpoint.name}", unit="B", unit_scale=True, disable=hidden) as bar:
@@ -257,7 +260,7 @@ def damages(checkpoint: Path, manifest: Manifest, names: Collection[str], progre
 
 
 def check_size(checkpoint: Path, name: str, manifest: Manifest) -> None:
-    """Raise CheckpointError when a file is missing or has not as many bytes as were written."""
+    """Raise CheckpointError when a file is missing or its size is wrong."""
     try:
         found = (checkpoint / name).stat().st_size
     except OSError as error:
@@ -267,7 +270,7 @@ def check_size(checkpoint: Path, name: str, manifest: Manifest) -> None:
 
 
 def check_bytes(checkpoint: Path, name: str, manifest: Manifest, bar: tqdm[Any] | None = None) -> None:
-    """Raise CheckpointError when a file holds other bytes than were written; advances ``bar`` by its bytes."""
+    """Raise CheckpointError when a file's bytes are not those that were written; advances ``bar`` by its bytes."""
     check_size(checkpoint, name, manifest)
     try:
         found = sha256_of(checkpoint / name, bar)

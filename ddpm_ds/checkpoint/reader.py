@@ -1,4 +1,4 @@
-"""Reads any piece of a checkpoint, whatever fragments it was written in, and consolidates one into a single file."""
+"""Reader of any piece of a checkpoint, however it is split into fragments, and its consolidation into a single file."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Span(NamedTuple):
 class Reader:
     """An open checkpoint. A file's checksum is compared before the first value is read from it.
 
-    ``only`` are the files to read where this host has not all of them.
+    ``only`` are the files to read where this host lacks some.
 
     Raises:
         CheckpointError: anything of the checkpoint is missing, damaged or of another format; so do all methods.
@@ -59,7 +59,7 @@ class Reader:
         self._listed = [name for name in self.manifest.files if only is None or name in only]
         self._verified: set[str] = set()
         self.state: dict[str, Any] = {}
-        """The scalars; empty where ``only`` leaves them out."""
+        """Scalars of the checkpoint; empty where ``only`` leaves them out."""
         if STATE in self._listed:
             self._check(STATE)
             self.state = json.loads(read_bytes(path, STATE))
@@ -77,7 +77,7 @@ class Reader:
         self._verified.update(self.manifest.files)
 
     def read(self, kind: str, name: str, start: int = 0, length: int | None = None) -> Tensor:
-        """``length`` values (to the end when None) of flattened parameter ``name``, from ``start`` on.
+        """Return ``length`` values (to the end when None) of flattened parameter ``name``, from ``start`` on.
 
         (length,) fp32 in host memory, a copy. Only the files that hold them are checked and only their pages are read.
         Raises ValueError when the parameter has no such values.
@@ -106,7 +106,7 @@ class Reader:
         return values
 
     def covered(self, kind: str, name: str, start: int, stop: int) -> list[tuple[int, int]]:
-        """Runs of these values that its files hold: (start, stop) each, in order, apart from each other."""
+        """Return the runs of these values that its files hold: (start, stop) each, in order and disjoint."""
         runs: list[tuple[int, int]] = []
         for span in self._spans_of(kind, name):
             low, high = max(start, span.start), min(stop, span.stop)
@@ -125,7 +125,7 @@ class Reader:
             self._verified.add(name)
 
     def _spans_of(self, kind: str, name: str) -> list[_Span]:
-        """The fragments of one tensor in order; opens all files the first time.
+        """Return the fragments of one tensor in order; opens all files the first time.
 
         A damaged header can hide fragments or claim more, but not make values: they are read after the checksum.
         """
@@ -153,7 +153,7 @@ class Reader:
 
 
 def header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> bytes:
-    """The header of a safetensors file, written by hand so that the tensors after it can be streamed.
+    """Return the header of a safetensors file, made here so that the tensors after it can be streamed.
 
     Eight bytes little-endian length, then JSON; the raw tensors follow without gaps. ``tensors`` are (key, dtype,
     shape, elements) in the order of their bytes.

@@ -1,11 +1,11 @@
-"""Checkpoints whose files lie on several hosts: which of them is whole, and what is missing where. No torch.
+"""Checkpoints whose files are on several hosts: finds whole ones, and what is missing where. No torch.
 
 ::
 
     host a   images-000012800/  manifest.json  state.json  stage0-replica0.safetensors
     host b   images-000012800/  manifest.json  state.json  stage1-replica0.safetensors      together: whole
 
-All functions are collective: every rank calls them, and all ranks come to the same result or raise. The leader of each
+All functions are collective: every rank calls them, and all ranks get the same result or raise. The leader of each
 group looks into its folder.
 """
 
@@ -47,39 +47,41 @@ BRING_BACK = "start the run with that host as well, or copy the folder from ther
 
 @dataclass(frozen=True)
 class CompleteCheckpoint:
-    """A checkpoint of which every file is whole on at least one host of this run."""
+    """Checkpoint of which every file is whole on at least one host of this run."""
 
     path: Path
-    """The same on all hosts; on a host that has none of it there is nothing."""
+    """Path of the checkpoint, the same on all hosts; it does not exist on a host that has none of it."""
     manifest: Manifest
     state: dict[str, Any]
     """The scalars."""
     here: tuple[str, ...]
-    """Its files on this rank's host."""
+    """Names of its files on this rank's host."""
     groups: Groups
     """The ranks by the folder of it that they see."""
 
 
 class _Problems(NamedTuple):
-    """Why a checkpoint can't be used."""
+    """Reasons why a checkpoint can't be used."""
 
     lines: list[str]
     elsewhere: bool
-    """Files are missing that another host wrote, which may still have them."""
+    """Whether files are missing that another host wrote and may still have."""
 
 
 def settle(folder: Path, groups: Groups, gather: Gather) -> None:
     """Remove what killed processes left in every group's folder, and finish or undo it. No process may be writing.
 
-    A checkpoint that one group has put in place is put in place by the others, which had written it out before. Where
-    one can't be, it is undone by those that replaced an older one of its name by it.
+    A checkpoint that one group has put in place is put in place by the others, which have already written it. If one of
+    them can't, the groups that replaced an older checkpoint of that name undo it.
 
     Raises:
         CheckpointError: a folder can't be changed.
     """
 
     def in_place_anywhere(asked: Sequence[Sequence[Sequence[str]]]) -> set[tuple[str, str]]:
-        """The checkpoints (name, checksum of the manifest) that a group asks for and that are in place in any."""
+        """Return the checkpoints (name, checksum of the manifest) that a group asks for and that are in place in any
+        group.
+        """
         pairs = sorted({(name, sha256) for theirs in asked for name, sha256 in theirs})
         if not pairs:
             return set()
@@ -112,7 +114,8 @@ def newest(
 ) -> CompleteCheckpoint | None:
     """The newest checkpoint that is whole, of at most ``until`` images; None where no host has any.
 
-    Each one that is passed over is named to ``say`` on rank 0, with what is missing where. :func:`settle` comes first.
+    Each one that is skipped is reported through ``say`` on rank 0, with what is missing where. Call :func:`settle`
+    first.
 
     Raises:
         NoCheckpointError: there are checkpoints, but none can be used. Starting anew would be no resume.
@@ -139,10 +142,10 @@ def newest(
 
 
 def whole(path: Path, groups: Groups, gather: Gather, *, progress: bool = False) -> CompleteCheckpoint:
-    """The checkpoint at ``path``.
+    """Return the checkpoint at ``path``.
 
     Raises:
-        CheckpointError: what of it is missing or damaged, and where.
+        CheckpointError: something is missing or damaged; the message says what and where.
     """
     outcome = _examine(path, groups, gather, progress)
     if isinstance(outcome, CompleteCheckpoint):
@@ -151,7 +154,7 @@ def whole(path: Path, groups: Groups, gather: Gather, *, progress: bool = False)
 
 
 def _examine(path: Path, groups: Groups, gather: Gather, progress: bool) -> CompleteCheckpoint | _Problems:
-    """The checkpoint at ``path``, or why it can't be used."""
+    """Return the checkpoint at ``path``, or the reasons why it can't be used."""
     looks = {rank: look for rank, look in enumerate(gather(_look(path, groups))) if look is not None}
     lines = [_on_host(groups, rank, look["damage"]) for rank, look in looks.items() if "damage" in look]
     created = {look["sha256"]: look["created"] for look in looks.values() if "sha256" in look}
@@ -167,8 +170,9 @@ def _examine(path: Path, groups: Groups, gather: Gather, progress: bool) -> Comp
 
 
 def _look(path: Path, groups: Groups) -> dict[str, Any] | None:
-    """Describe what this group's folder has of a checkpoint: its manifest's checksum, its age and its files, or what is
-    wrong with the manifest; None on ranks that don't lead."""
+    """Describe this group's part of a checkpoint: its manifest's checksum, its age and its files, or what is wrong with
+    the manifest; None on ranks that don't lead.
+    """
     if not groups.leads or not path.exists():
         return None
     try:
@@ -198,7 +202,7 @@ def _assemble(
 
 
 def _in_none(manifest: Manifest, holders: Mapping[int, Sequence[str]]) -> list[str]:
-    """Files that no group has."""
+    """Return the files that no group has."""
     there = {name for here in holders.values() for name in here}
     return [name for name in manifest.files if name not in there]
 
@@ -206,7 +210,7 @@ def _in_none(manifest: Manifest, holders: Mapping[int, Sequence[str]]) -> list[s
 def _lacks(
     path: Path, manifest: Manifest, gone: Sequence[str], holders: Mapping[int, Sequence[str]], groups: Groups
 ) -> str:
-    """Say what is missing, where it was written, and who has the rest."""
+    """Describe what is missing, where it was written, and which hosts have the rest."""
 
     def about(host: str) -> str:
         return " (it has that no more)" if host in groups.hosts else " (a host that is not in this run)"

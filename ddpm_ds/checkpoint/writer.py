@@ -1,4 +1,4 @@
-"""Writes checkpoints beside training: the tensors are copied at once, the files are written by a thread.
+"""Writer of checkpoints beside training: the tensors are copied at once, the files are written by a thread.
 
 ::
 
@@ -7,8 +7,8 @@
                                                                      └─▶ rank 0: all parts of all? covered once?
                                                      leader: manifest, state, fsync, rename, latest ◀─┘
 
-Ranks that see one folder meet in it; the leaders of several folders in a key-value store (:class:`Leaders`). No thread
-runs a collective.
+Ranks that see one folder exchange files in it; the leaders of several folders use a key-value store (:class:`Leaders`).
+No thread runs a collective.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ POLL_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class Fragment:
-    """A piece of one parameter, or of what is kept of it, that this rank alone owns.
+    """Piece of one parameter, or of one kind of its state, that only this rank owns.
 
     Raises:
         TypeError: the values are not flat and fp32.
@@ -80,7 +80,7 @@ class Fragment:
 
 
 class HostCopy:
-    """Fragments as they were at one moment, one after the other; the memory is used again for the next moment."""
+    """Copy of fragments at one moment, one after the other; its memory is reused for the next moment."""
 
     def __init__(self) -> None:
         self._values = torch.empty(0)
@@ -115,7 +115,7 @@ class HostCopy:
 
 @dataclass(frozen=True)
 class _Work:
-    """One checkpoint as it was when it was asked for."""
+    """Copy of everything that one checkpoint is written from."""
 
     part: str
     fragments: list[tuple[str, str, int, int]]
@@ -130,15 +130,15 @@ class _Work:
 
 
 class Writer:
-    """This rank's share in writing checkpoints into ``folder``.
+    """One rank's share in writing checkpoints into ``folder``.
 
-    ``groups`` says which ranks see the same folder of that name, all of them where it is None; ``store`` is what the
-    leaders of several groups meet in. To be made on every rank before training communicates: the leaders remove what
-    killed processes left (of several folders :func:`ddpm_ds.checkpoint.union.settle` has done so). Every rank calls
-    :meth:`begin` for every checkpoint, one that owns nothing with no fragments. Nothing that can happen to the files
-    raises into training: rank 0 tells ``say`` (from a thread) in one line what was lost, and the checkpoints before
-    stay. ``keep_last`` and ``keep_every_images``: :func:`ddpm_ds.checkpoint.folder.to_delete`. Holds a copy of this
-    rank's fragments in host memory, pinned where they come from CUDA.
+    ``groups`` says which ranks see the same folder of that name, all of them where it is None; ``store`` is the
+    key-value store of the leaders of several groups. Make it on every rank before training communicates: the leaders
+    remove what killed processes left (for several folders :func:`ddpm_ds.checkpoint.union.settle` has done so). Every
+    rank calls :meth:`begin` for every checkpoint, with no fragments if it owns none. File errors never raise into
+    training: rank 0 reports through ``say`` (from a thread) in one line what was lost, and earlier checkpoints stay.
+    ``keep_last`` and ``keep_every_images``: :func:`ddpm_ds.checkpoint.folder.to_delete`. Holds a copy of this rank's
+    fragments in host memory, pinned where they come from CUDA.
     """
 
     def __init__(
@@ -155,7 +155,9 @@ class Writer:
         store: Store | None = None,
     ) -> None:
         self.seconds_blocked = 0.0
-        """Seconds that the last :meth:`begin` held training up, waiting for the checkpoint before it included."""
+        """Seconds for which the last :meth:`begin` held training up, including the wait for the checkpoint
+        before it.
+        """
         self._folder, self._rank = folder, rank
         self._groups = groups or Groups.one_folder(rank, world_size)
         self._leaders = Leaders(self._groups, store, time_limit_seconds)
@@ -198,14 +200,16 @@ class Writer:
         self.seconds_blocked = time.monotonic() - started
 
     def wait(self) -> bool:
-        """Wait for the last checkpoint; whether it is complete, on ranks that don't lead whether their part is."""
+        """Wait for the last checkpoint; return whether it is complete, on ranks that don't lead whether their
+        part is.
+        """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         return self._saved
 
     def _write(self, work: _Work) -> None:
-        """Write a checkpoint; the whole life of the thread."""
+        """Write a checkpoint; this is all that the thread does."""
         self._saved = False
         try:
             if self._groups.leads:
@@ -265,7 +269,7 @@ class Writer:
             raise
 
     def _parts(self, folder: Path) -> list[Part]:
-        """The records of all ranks of this folder, as soon as they are there."""
+        """Return the records of all ranks of this folder, as soon as they exist."""
         deadline = time.monotonic() + self._time_limit_seconds
         while True:
             there = {path.name for path in folder.iterdir()}
@@ -282,7 +286,7 @@ class Writer:
         return [Part.model_validate_json((folder / _record(rank)).read_bytes()) for rank in self._groups.members]
 
     def _give_up(self, work: _Work, error: Exception) -> None:
-        """Leave nothing half-written; rank 0 says so, another rank tells its leader, and that one rank 0."""
+        """Remove what is half-written; rank 0 reports it, another rank tells its leader, and that one rank 0."""
         named = self._rank != 0 or not self._groups.shared
         reason = f"{self._groups.name(self._rank)}: {_reason(error)}" if named else _reason(error)
         reason = str(error) if isinstance(error, NotSaved) else reason
@@ -314,7 +318,7 @@ def _record(rank: int) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Reason for an error, in the words of the file system where it came from there."""
+    """Return the reason for an error, in the file system's words where it came from there."""
     if isinstance(error, OSError) and error.strerror:
         where = f" ({Path(error.filename).name})" if error.filename else ""
         return error.strerror + where

@@ -1,8 +1,8 @@
-"""Samples and scores of a trained U-Net, and its way to and from diffusers."""
+"""Samples and scores of a trained U-Net, and its conversion to and from diffusers."""
 
 OF_INCEPTION = ("fid", "kid", "pr")
 """Names of the scores that need features of Inception v3."""
 METRICS = (*OF_INCEPTION, "pixel", "digits")
 """Names of all scores, as ``--metrics`` takes them."""
 FEWEST_IMAGES = 10
-"""Fewest images that are compared; with fewer no score means anything, and some can't be computed."""
+"""Smallest number of images to compare; with fewer no score means anything, and some can't be computed."""

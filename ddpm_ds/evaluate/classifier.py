@@ -1,4 +1,4 @@
-"""A reference classifier of handwritten digits: whether what was drawn looks like a digit to it, and to which.
+"""Reference classifier of handwritten digits: tells whether a drawn image looks like a digit, and like which.
 
 It is a logistic regression on radial basis functions around real digits. Far from all of them every basis function is
 near zero and so no class is probable: noise and grey are not recognised, as they would be by a plain network.
@@ -18,16 +18,16 @@ Labels = npt.NDArray[np.int64]
 
 SIDE_PIXELS = 8
 GAMMA, BASES, INVERSE_PENALTY = 0.2, 600, 100.0
-"""Chosen for the likelihood of held-out digits."""
+"""Kernel width, number of basis functions and inverse penalty, chosen for the likelihood of held-out digits."""
 HELD_OUT_FRACTION = 0.25
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The classes that the classifier reads in some images."""
+    """Classes that the classifier reads in some images."""
 
     labels: Labels
-    """The most probable class of each."""
+    """Most probable class of each image, (N,)."""
     top_probability: float
     """Mean of the probability of that class."""
     shares: tuple[float, ...]
@@ -35,20 +35,22 @@ class Reading:
 
     @property
     def balance(self) -> float:
-        """Entropy of the shares, relative to that of equal shares: 1 where all classes are as frequent, 0 for one."""
+        """Return the entropy of the shares, relative to that of equal shares: 1 where all classes are equally frequent,
+        0 for one.
+        """
         shares = np.array(self.shares)
         return float(-(shares * np.log(np.where(shares > 0, shares, 1.0))).sum() / np.log(len(shares)))
 
     def accuracy(self, labels: Labels) -> float:
-        """Share of images that are read as what they should be."""
+        """Return the share of images that are read as their labels."""
         return float((self.labels == labels).mean())
 
 
 class DigitsClassifier:
-    """Trained on three quarters of the real digits; always the same for the same digits."""
+    """Classifier trained on three quarters of the real digits; always the same for the same digits."""
 
     def __init__(self, images: Pixels, labels: Labels) -> None:
-        """``images`` (N, C, H, W) of ``labels`` (N,)."""
+        """Train on ``images`` (N, C, H, W) with ``labels`` (N,)."""
         from sklearn.kernel_approximation import Nystroem
         from sklearn.linear_model import LogisticRegression
         from sklearn.model_selection import train_test_split
@@ -64,11 +66,11 @@ class DigitsClassifier:
         self._model.fit(_features(images[known]), labels[known])
         self.trained_on = len(known)
         self.real = self.read(images[held_out])
-        """The reading of the real digits that it was not trained on."""
+        """Reading of the real digits that it was not trained on."""
         self.real_accuracy = self.real.accuracy(labels[held_out])
 
     def read(self, images: Pixels) -> Reading:
-        """The classes of uint8 images (N, C, H, W)."""
+        """Read the classes of uint8 images (N, C, H, W)."""
         probabilities = self._model.predict_proba(_features(images))  # (N, classes)
         classes = self._model.classes_
         labels = classes[probabilities.argmax(1)]
@@ -77,6 +79,6 @@ class DigitsClassifier:
 
 
 def _features(images: Pixels) -> npt.NDArray[np.float64]:
-    """Grey values in [0, 1] of 8 x 8 boxes, (N, 64)."""
+    """Return grey values in [0, 1] of 8 x 8 boxes, (N, 64)."""
     grey = torch.from_numpy(np.array(images)).double().mean(1, keepdim=True) / 255
     return np.asarray(F.adaptive_avg_pool2d(grey, SIDE_PIXELS).flatten(1).numpy())

@@ -1,4 +1,4 @@
-"""A trained U-Net as a pipeline of diffusers: written without it, and read back by it where it is installed.
+"""Export of a trained U-Net as a pipeline of diffusers: written without diffusers, read back by it where installed.
 
 ::
 
@@ -10,7 +10,7 @@
         unet/config.json
         unet/diffusion_pytorch_model.safetensors
 
-The way back is a model of diffusers as the start of a run: its weights under our names, and a spec with its U-Net and
+Import makes a model of diffusers the start of a run: its weights under our names, and a spec with its U-Net and
 diffusion process.
 """
 
@@ -46,13 +46,15 @@ from ddpm_ds.unet.model import UNet
 
 Precision = Literal["fp32", "fp16"]
 DIFFUSERS_VERSION = "0.42.1"
-"""The version of diffusers whose configurations these are."""
+"""Version of diffusers whose configurations these are."""
 PREDICTION_TOLERANCE = 1e-5
 """Largest difference between our prediction and diffusers', as a share of the largest value."""
 COMPARED_TIMESTEPS = 32
-"""The first timesteps are compared. Both compute t x frequency in fp32, whose rounding makes 1e-5 at t = 1000."""
+"""Number of first timesteps that are compared. Both compute t x frequency in fp32, whose rounding makes 1e-5 at t =
+1000.
+"""
 ALPHA_BAR_TOLERANCE = 1e-5
-"""diffusers adds up its schedule in fp32."""
+"""Largest difference of alpha_bar; diffusers computes its schedule in fp32."""
 
 
 @contextlib.contextmanager
@@ -83,9 +85,9 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 @torch.no_grad()
 def without_labels(trained: Trained, row: int) -> Trained:
-    """The unconditional U-Net that predicts what a class-conditional one on the CPU does for one label.
+    """Return the unconditional U-Net that predicts as a class-conditional one on the CPU does for one label.
 
-    What label ``row`` adds to the embedding moves into the bias that is added just before: exact but for rounding.
+    The embedding of label ``row`` moves into the bias that is added just before it: exact but for rounding.
     """
     spec = trained.unet_spec.model_copy(update={"classes": None})
     folded = replace(trained, unet_spec=spec, sampler=trained.sampler.model_copy(update={"guidance": 1.0}))
@@ -98,7 +100,7 @@ def without_labels(trained: Trained, row: int) -> Trained:
 
 @torch.no_grad()
 def rounded(trained: Trained, precision: Precision) -> Trained:
-    """The same U-Net, in fp32, with its weights rounded in place to what a file in ``precision`` holds.
+    """Return the same U-Net, in fp32, with its weights rounded in place as a file in ``precision`` stores them.
 
     Raises:
         CheckpointError: a weight is beyond the range.
@@ -185,7 +187,7 @@ def _examples(trained: Trained) -> tuple[Tensor, ...]:
 
 WEIGHTS_FILE, SPEC_FILE = "weights.safetensors", "spec.yaml"
 ANY_UNET = ("channels=2", "multipliers=[1]", "attention_resolutions=[]", "head_channels=null", "norm_groups=1")
-"""A U-Net that fits images of any size: the one of the base spec is replaced, so it need not fit."""
+"""Overrides for a U-Net that fits images of any size, used only until the model's own replaces it."""
 
 
 def import_weights(path: Path, base: Path, overrides: Sequence[str], out: Path) -> list[str]:

@@ -33,7 +33,9 @@ Array = npt.NDArray[np.float64]
 Pixels = npt.NDArray[np.uint8]
 
 LARGEST_SIDE_PIXELS = 32
-"""Larger images are averaged down to this size: a covariance of more pixels needs more images than there are."""
+"""Side in pixels to which larger images are averaged down: a covariance of more pixels needs more images than there
+are.
+"""
 CHUNK_IMAGES = 4096
 EXTRACTOR = "inception-v3-compat"
 """torch-fidelity's name of the port of the TensorFlow network by which FIDs are published."""
@@ -41,11 +43,11 @@ LAYER = "2048"
 """The pooled features before the classifier."""
 KID_SUBSETS, KID_SUBSET_IMAGES = 100, 1000
 NEIGHBOUR = 3
-"""A sample's ball reaches to its third nearest neighbour, for precision and recall."""
+"""Number of the nearest neighbour to which a sample's ball reaches, for precision and recall."""
 DISTANCES_AT_ONCE = 2048
-"""Rows of the matrices of distances behind precision and recall, which are not held whole."""
+"""Rows of the matrices of distances behind precision and recall that are in memory at once."""
 ANSWER_SECONDS = 10.0
-"""Time for each answer of the host of the weights; without a limit a download could hang for ever."""
+"""Seconds for each answer of the host of the weights; without a limit a download could hang."""
 SAFE_TO_UNPICKLE: list[Any] = [np.empty(0).__reduce__()[0], np.ndarray, np.dtype, *(type(np.dtype(t)) for t in "fd")]
 """Classes in torch-fidelity's cached statistics besides tensors."""
 
@@ -59,12 +61,12 @@ class Gaussian:
 
     @property
     def dims(self) -> int:
-        """D."""
+        """Number of dimensions, D."""
         return len(self.mean)
 
 
 def frechet_distance(a: Gaussian, b: Gaussian) -> float:
-    """|m_a - m_b|^2 + tr(A + B - 2 (A B)^(1/2)), the squared 2-Wasserstein distance (Dowson and Landau 1982).
+    """Return |m_a - m_b|^2 + tr(A + B - 2 (A B)^(1/2)), the squared 2-Wasserstein distance (Dowson and Landau 1982).
 
     The trace of (A B)^(1/2) is the sum of the singular values of A^(1/2) B^(1/2). Both roots come from eigenvalues of
     symmetric matrices, without those that are zero but for rounding: so it is exact for singular covariances, too.
@@ -76,7 +78,7 @@ def frechet_distance(a: Gaussian, b: Gaussian) -> float:
 
 
 def _root(covariance: Array) -> Array:
-    """R (D, rank) with R R^T = covariance."""
+    """Return R (D, rank) with R R^T = covariance."""
     values, vectors = np.linalg.eigh(covariance)
     kept = values > values[-1] * len(values) * np.finfo(np.float64).eps
     return vectors[:, kept] * np.sqrt(values[kept])
@@ -102,7 +104,7 @@ def pixel_gaussian(images: Pixels) -> Gaussian:
 
 
 class Unavailable(Exception):
-    """Inception's scores can't be had on this machine; the message says why and what would help."""
+    """Error: Inception's scores can't be computed on this machine; the message says why and what would help."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,8 @@ def inception_scores(
     wanted: Collection[str],
     device: torch.device,
 ) -> dict[str, float]:
-    """``fid``, ``kid`` and ``kid_std``, ``precision`` and ``recall`` of uint8 images (N, C, H, W) against others.
+    """Return ``fid``, ``kid`` and ``kid_std``, ``precision`` and ``recall`` of uint8 images (N, C, H, W) against
+    others.
 
     ``wanted`` is some of ``fid``, ``kid``, ``pr``. The features of the reference are kept in ``cache``, by
     ``reference_sha256``, the weights and the version of torch-fidelity.
@@ -229,12 +232,12 @@ def inception_scores(
 
 
 def kid_subset_images(samples: int, reference: int) -> int:
-    """Images in each of the subsets over which KID is averaged."""
+    """Return the number of images in each of the subsets over which KID is averaged."""
     return min(KID_SUBSET_IMAGES, samples, reference)
 
 
 def _drop_damaged(cache: Path, kept: str) -> None:
-    """Remove files that torch-fidelity would choke on, or execute: it unpickles its cache."""
+    """Remove files of the cache that torch-fidelity can't read, or whose unpickling would execute code."""
     for path in cache.glob(f"{kept}-*.pt"):
         try:
             with torch.serialization.safe_globals(SAFE_TO_UNPICKLE):
@@ -248,7 +251,7 @@ def _bar(images: Pixels, title: str) -> tqdm[Any]:
 
 
 class _Rgb(Dataset[Tensor]):
-    """Images as torch-fidelity takes them, uint8 RGB (3, H, W); a bar follows their first reading."""
+    """Images as torch-fidelity takes them, uint8 RGB (3, H, W); shows a bar on their first reading."""
 
     def __init__(self, images: Pixels, bar: tqdm[Any]) -> None:
         self._images, self._bar = images, bar

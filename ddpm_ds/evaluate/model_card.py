@@ -1,4 +1,4 @@
-"""The README.md of an export: what it is, the numbers of its run, and how to use it."""
+"""README.md of an export: description, the numbers of its run, and how to use it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ images = pipeline.numpy_to_pil((x / 2 + 0.5).clamp(0, 1).float().permute(0, 2, 3
 
 
 def model_card(trained: Trained, *, precision: str, label: str | None, picture: str | None) -> str:
-    """Markdown with the front matter that model hubs read.
+    """Return Markdown with the front matter that model hubs read.
 
     ``label`` says which label was folded into the weights, if any; ``picture`` names the grid of samples.
     """
@@ -105,7 +105,7 @@ def model_card(trained: Trained, *, precision: str, label: str | None, picture: 
 
 
 def _facts(trained: Trained, precision: str, label: str | None, shape: str) -> dict[str, str]:
-    """The rows of the table, as far as they are known."""
+    """Return the rows of the table, as far as they are known."""
     diffusion, spec, losses = trained.diffusion, trained.spec, last_losses(trained)
     parameters = sum(parameter.numel() for parameter in trained.unet.parameters())
     facts = {"parameters": f"{parameters:,} in {precision}", "weights": WEIGHTS[trained.weights]}
@@ -126,7 +126,7 @@ def _facts(trained: Trained, precision: str, label: str | None, shape: str) -> d
 
 
 def last_losses(trained: Trained) -> dict[str, float]:
-    """The last training and held-out loss that the run logged before the checkpoint, where they are known."""
+    """Return the last training and held-out loss that the run logged before the checkpoint, where they are known."""
     if trained.run_dir is None or trained.spec is None or trained.images_seen is None:
         return {}
     last_step = trained.images_seen // trained.spec.train.batch_images

@@ -1,7 +1,7 @@
 """Outputs for drawn images: a folder of finished batches, a folder of PNG files, a grid or an npz archive.
 
 Each holds the record of the request that it answers, so that nothing is overwritten or mixed with other images. A file
-is complete or not there, and whatever is there counts when an interrupted drawing goes on.
+is complete or does not exist, and an interrupted drawing continues from the files that exist.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ def writing(path: Path) -> Iterator[None]:
 
 
 class ImageFolder:
-    """A folder that takes finished images, beside their record.
+    """Folder of finished images and their record.
 
     Raises:
         OutputError: all methods, where the file system refuses.
     """
 
     left_out: tuple[str, ...] = ()
-    """Fields of the request that don't matter for what is kept here."""
+    """Fields of the request that make no difference in this folder."""
 
     def __init__(self, folder: Path, request: Request) -> None:
         self._folder, self._request = folder, request
 
     def check(self) -> None:
-        """Raise OutputError where the folder holds anything else than such images of this request; writes nothing."""
+        """Raise OutputError where the folder holds anything but images of this request; writes nothing."""
         if not self._folder.exists():
             return
         record = self._folder / RECORD
@@ -70,11 +70,11 @@ class ImageFolder:
             write_file(self._folder / RECORD, self._request.dump(*self.left_out))
 
     def there(self) -> set[int]:
-        """The numbers of the requested images that are there."""
+        """Return the numbers of the requested images that exist."""
         raise NotImplementedError
 
     def keep(self, index: Sequence[int], images: Tensor) -> None:
-        """Keep the images (N, C, H, W) uint8 of one batch that were not there."""
+        """Keep those images (N, C, H, W) uint8 of one batch that did not exist yet."""
         raise NotImplementedError
 
     def _names(self) -> set[str]:
@@ -127,7 +127,7 @@ class BatchFolder(ImageFolder):
             write_file(self._path(index), content.getvalue())
 
     def images(self) -> np.ndarray:
-        """All images in order, (N, C, H, W) uint8, mapped into memory; called when none is missing."""
+        """Return all images in order, (N, C, H, W) uint8, mapped into memory; called when none is missing."""
         with writing(self._folder):
             if not self._whole.exists():
                 self._join_batches()
@@ -150,7 +150,7 @@ class BatchFolder(ImageFolder):
 
 
 def check_file(path: Path, request: Request) -> bool:
-    """Whether ``path`` is the file that is asked for already.
+    """Return whether ``path`` already is the requested file.
 
     Raises:
         OutputError: it is something else.
@@ -195,7 +195,7 @@ WRITERS = {"grid": write_grid, "npz": write_npz}
 
 
 def record_of(path: Path) -> Request | None:
-    """The record in a file that :func:`write_grid` or :func:`write_npz` has written; None in any other."""
+    """Return the record in a file that :func:`write_grid` or :func:`write_npz` has written; None in any other."""
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
@@ -215,8 +215,9 @@ def _refuse_other(path: Path, asked: Request, there: Request | None, left_out: S
 
 @contextlib.contextmanager
 def _complete(path: Path) -> Iterator[Path]:
-    """A temporary file that becomes ``path`` so that it survives a power cut: the batches that it was made of are
-    removed next."""
+    """Yield a temporary file that becomes ``path`` and survives a power cut, since the batches it was made of are
+    removed next.
+    """
     temporary = path.with_name(f".{path.name}.writing")
     with writing(path):
         yield temporary

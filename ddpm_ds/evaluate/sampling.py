@@ -1,7 +1,7 @@
-"""Images from trained weights: the record of what they follow from, one batch, and many batches by several processes.
+"""Sampling from trained weights: the request, one batch, and many batches by several processes.
 
 An image is a function of the weights, the sampler, the seed, its number and its label, up to rounding. So finished
-batches count whoever has drawn them, and processes that share the work wait for each other at the end only.
+batches count whichever process drew them, and processes that share the work wait for each other only at the end.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ if TYPE_CHECKING:
     from ddpm_ds.evaluate.outputs import ImageFolder
 
 JOIN_LIMIT = timedelta(minutes=10)
-"""Time for all processes to load the weights."""
+"""Time limit for all processes to load the weights."""
 WAIT_LIMIT = timedelta(days=1)
-"""Time for the slowest process to finish; one that has died is noticed at once, by its connection."""
+"""Time limit for the slowest process to finish; a process that has died is noticed at once, by its connection."""
 LOG_SECONDS = 30.0
-"""Time between two lines of the progress bar where no terminal shows it."""
+"""Seconds between two lines of the progress bar where there is no terminal."""
 
 
 class Request(BaseModel):
-    """The requested images and everything that their pixels follow from."""
+    """Requested images and everything that determines their pixels."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     origin: str
-    """Path of the weights; the same weights may have moved since."""
+    """Path of the weights; they may have moved since."""
     weights: str
     images_seen: int | None
     digest: str
     """Checksum of the weights."""
     precision: str
     sampler: SamplerSpec
-    """With the number of steps filled in."""
+    """Sampler, with the number of steps filled in."""
     seed: int
     labels: tuple[int, ...] | None
-    """Image i has label number i modulo their number; None draws without labels."""
+    """Labels in turn: image i has label number i modulo their number; None draws without labels."""
     first: int = 0
     count: int = 0
     batch_images: int = 0
-    """Another size gives the same images only up to rounding."""
+    """Number of images drawn together; another number gives the same images only up to rounding."""
 
     @classmethod
     def of(cls, trained: Trained, sampler: SamplerSpec, labels: Sequence[int] | None, **numbers: int) -> Self:
-        """A request to ``trained``; ``numbers`` are ``seed``, ``first``, ``count`` and ``batch_images``."""
+        """Make a request to ``trained``; ``numbers`` are ``seed``, ``first``, ``count`` and ``batch_images``."""
         stored = next(trained.unet.parameters()).dtype
         return cls(
             origin=trained.origin,
@@ -73,38 +73,40 @@ class Request(BaseModel):
 
     @property
     def index(self) -> range:
-        """The numbers of the images."""
+        """Numbers of the images."""
         return range(self.first, self.first + self.count)
 
     @property
     def batches(self) -> list[range]:
-        """The numbers of each batch's images."""
+        """Numbers of each batch's images."""
         starts = self.index[:: self.batch_images]
         return [range(start, min(start + self.batch_images, self.index.stop)) for start in starts]
 
     def labels_of(self, index: Sequence[int]) -> Tensor | None:
-        """The labels of images, (N,) int64."""
+        """Return the labels of images, (N,) int64."""
         return None if self.labels is None else torch.tensor([self.labels[i % len(self.labels)] for i in index])
 
     def dump(self, *left_out: str) -> bytes:
-        """The record as JSON, for people and :meth:`read`, without the fields ``left_out``."""
+        """Return the record as JSON without the fields ``left_out``; :meth:`read` reads it."""
         return (self.model_dump_json(indent=2, exclude=set(left_out)) + "\n").encode()
 
     @classmethod
     def read(cls, content: bytes | str) -> Self | None:
-        """The request that :meth:`dump` has written; None for anything else."""
+        """Return the request that :meth:`dump` has written; None for anything else."""
         try:
             return cls.model_validate_json(content)
         except ValidationError:
             return None
 
     def difference(self, there: Self, *left_out: str) -> str:
-        """Names of the values that decide pixels and are others ``there``; empty where the images are the same."""
+        """Return the names of the values that decide pixels and differ in ``there``; empty where the images are the
+        same.
+        """
         mine, theirs = self._flat(left_out), there._flat(left_out)
         return ", ".join("weights" if name == "digest" else name for name in mine if mine[name] != theirs[name])
 
     def _flat(self, left_out: Sequence[str]) -> dict[str, Any]:
-        """The values that decide pixels, those of the sampler under dotted names."""
+        """Return the values that decide pixels, those of the sampler under dotted names."""
         values = self.model_dump(exclude={"origin", "weights", "images_seen", "sampler", *left_out})
         return values | {f"sampler.{name}": value for name, value in self.sampler}
 
@@ -118,9 +120,10 @@ def draw(
     seed: int,
     after_step: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """The images with the numbers ``index`` (N,) int64 as uint8 (N, C, H, W) on the CPU: one batch, one process.
+    """Draw the images with the numbers ``index`` (N,) int64 as uint8 (N, C, H, W) on the CPU: one batch, one process.
 
-    ``labels`` (N,) int64, or None for no label. ``after_step`` gets the number of U-Net evaluations done so far.
+    ``labels`` (N,) int64, or None for no label. ``after_step`` is called with the number of U-Net evaluations done so
+    far.
     """
     device = next(trained.unet.parameters()).device
     with torch.inference_mode():
@@ -141,13 +144,13 @@ def draw(
 
 
 def draw_missing(trained: Trained, request: Request, folder: ImageFolder, rank: int = 0, world_size: int = 1) -> None:
-    """Draw into ``folder`` what it lacks of a request. Returns when all processes have: batch i is that of process i
+    """Draw the images of a request that ``folder`` lacks. Returns when all processes have; batch i belongs to process i
     modulo their number.
 
     Raises:
         LayoutError: a batch does not fit into the memory of the device.
         OutputError: the file system refuses.
-        PeerLostError: another process has died or does not come. Nothing that waits for the others may follow.
+        PeerLostError: another process has died or does not answer. Nothing that waits for the others may follow.
     """
     if rank == 0:
         folder.claim()

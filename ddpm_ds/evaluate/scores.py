@@ -1,4 +1,4 @@
-"""Scores of drawn images against the real ones that were learned, as a table, as JSON and as metrics for MLflow."""
+"""Scores of drawn images against the real training images, as a table, as JSON and as metrics for MLflow."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from ddpm_ds.tracking.tracker import print_to_stderr
 
 
 def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
-    """The prepared images at ``given``, else those of the checkpoint's spec, prepared where they are missing.
+    """Open the prepared images at ``given``, else those of the checkpoint's spec, prepared where they are missing.
 
     Checksums are verified. For a run that has learned crops these are the centres of the images.
 
@@ -80,13 +80,13 @@ def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
 
 
 def labels_like(reference: DatasetCache, count: int) -> list[int]:
-    """``count`` labels in the proportions of the reference, or all of its labels, to be gone through again."""
+    """Return ``count`` labels in the proportions of the reference, or all of its labels, to be repeated."""
     return [int(label) for label in reference.labels[shuffled(len(reference))[:count]]]
 
 
 @dataclass(frozen=True)
 class Score:
-    """One number, with what it takes to read it."""
+    """One score and what is needed to interpret it."""
 
     name: str
     """Name in MLflow, after ``eval/``."""
@@ -102,20 +102,21 @@ class Score:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The numbers by their names in MLflow."""
+        """Return the numbers by their names in MLflow."""
         values = {f"eval/{self.name}": self.value, f"eval/{self.name}_real": self.real}
         return {name: value for name, value in values.items() if value is not None}
 
 
 class Scorer:
-    """Computes the requested scores, or all that this machine can compute."""
+    """Scorer that computes the requested scores, or all that this machine can compute."""
 
     def __init__(self, asked: Sequence[str] | None, reference: DatasetCache, inception_weights: Path | None) -> None:
-        """``asked`` is some of METRICS; None takes those that can be had, and a line on stderr names the others.
+        """Prepare ``asked``, some of METRICS; None takes all that can be computed, and a line on stderr names the
+        others.
 
         Raises:
-            EvaluationError: a score was asked for by name and can't be had.
-            OutputError: there is no folder for what is computed of the reference once.
+            EvaluationError: a score was asked for by name and can't be computed.
+            OutputError: there is no folder to cache the reference's statistics.
         """
         if len(reference) < FEWEST_IMAGES:
             raise EvaluationError(
@@ -189,7 +190,7 @@ class Scorer:
         )
 
     def _pixels_of_reference(self) -> tuple[Gaussian, float]:
-        """The Gaussian of the reference, and the distance between those of its halves; kept in the cache."""
+        """Return the Gaussian of the reference, and the distance between those of its halves; kept in the cache."""
         images = self._reference.images
         path = self._cache / f"{self._reference.key[:16]}-pixels{LARGEST_SIDE_PIXELS}.safetensors"
         try:
@@ -221,7 +222,7 @@ class Scorer:
 
 
 def cache_beside(dataset: Path) -> Path:
-    """A folder for what is computed of the reference once: beside the data set, or in the home folder's cache.
+    """Return the cache folder of the reference's statistics: beside the data set, or in the home folder's cache.
 
     Raises:
         OutputError: neither can be written.
@@ -251,7 +252,7 @@ TEXT_COLUMNS = {0, 5, 7, 9}
 
 
 def table(scores: Sequence[Score], request: Request) -> str:
-    """A line for each score, with all that it depends on; then the shares of classes, where there are any."""
+    """Return a line for each score, with all that it depends on; then the shares of classes, where there are any."""
     sampler = request.sampler
     guidance = "-" if request.labels is None else f"{sampler.guidance:g}"
     how = (sampler.kind, str(sampler.steps), request.weights, guidance)
@@ -273,7 +274,7 @@ def _number(value: float | None) -> str:
 
 
 def about(request: Request, reference: DatasetCache) -> dict[str, Any]:
-    """The images and the reference that scores are about, for ``scores.json`` and MLflow."""
+    """Describe the images and the reference of the scores, for ``scores.json`` and MLflow."""
     drawn = request.model_dump(mode="json", exclude={"batch_images"})
     labels = None if request.labels is None else "in the proportions of the reference"
     real = {"store": str(reference.path), "images": len(reference), "sha256": reference.meta.sha256}
@@ -284,7 +285,7 @@ def about(request: Request, reference: DatasetCache) -> dict[str, Any]:
 def write_report(folder: Path, facts: Mapping[str, Any], scores: Sequence[Score], pictured: Pixels) -> list[Path]:
     """Write and return ``scores.json``, the scores and the facts :func:`about` them, and ``samples.png``.
 
-    Scores of an earlier evaluation of the same images against the same reference stay, unless they are made anew.
+    Scores of an earlier evaluation of the same images against the same reference stay, unless they are computed again.
 
     Raises:
         OSError: the file system refuses.

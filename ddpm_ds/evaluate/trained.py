@@ -41,25 +41,25 @@ KINDS: dict[Weights, str] = {"ema": "ema", "raw": "master"}
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained U-Net with what is needed to draw from it and to say where it is from."""
+    """Trained U-Net with its sampler, data type and origin."""
 
     unet: UNet
     """The network in eval mode, without gradients."""
     unet_spec: UnetSpec
     diffusion: DiffusionSpec
     sampler: SamplerSpec
-    """The run's own; the default one for an export, which does not say how it is drawn from."""
+    """Sampler of the run; the default one for an export, which has none."""
     image_shape: tuple[int, int, int]
     """(C, H, W)"""
     origin: str
     """Path of the folder that the weights were read from."""
     digest: str
-    """sha256 that is another one whenever the weights are."""
+    """SHA-256 that changes whenever the weights do."""
     weights: Literal["ema", "raw", "export"]
     images_seen: int | None = None
-    """Images that a checkpoint was trained with."""
+    """Number of images that a checkpoint was trained with."""
     run_dir: Path | None = None
-    """The run's folder, where the checkpoint lies in ``RUN_DIR/checkpoints``."""
+    """Folder of the run, where the checkpoint is in ``RUN_DIR/checkpoints``."""
     spec: RunSpec | None = None
     """The run's spec; None for an export."""
 
@@ -70,7 +70,7 @@ class Trained:
 
 
 def find_trained(path: Path) -> Path:
-    """The folder to load: a checkpoint, a run's newest good one, or a folder of diffusers.
+    """Return the folder to load: a checkpoint, a run's newest good one, or a folder of diffusers.
 
     Raises:
         CheckpointError: it is none of these, or the run has no good checkpoint.
@@ -95,7 +95,7 @@ def load_trained(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Trained:
-    """The weights of :func:`find_trained`, on ``device`` and in ``dtype``.
+    """Load the weights of :func:`find_trained`, on ``device`` and in ``dtype``.
 
     Raises:
         CheckpointError: there are no such weights, they are damaged, or not finite in ``dtype``.
@@ -164,7 +164,7 @@ def _filled(
     device: torch.device | str,
     dtype: torch.dtype,
 ) -> UNet:
-    """A U-Net with the weights ``tensors``, by global name."""
+    """Return a U-Net with the weights ``tensors``, by global name."""
     unet = UNet(layers, 0).eval().requires_grad_(False).to(device, dtype)
     parameters = dict(unet.layers.named_parameters())
     for name, tensor in tensors:
@@ -203,7 +203,7 @@ class DiffusersFolder:
 
     @staticmethod
     def at(path: Path) -> bool:
-        """Whether ``path`` is meant to be such a folder."""
+        """Return whether ``path`` is meant to be such a folder."""
         return (path / "unet" / CONFIG).is_file() or (path / CONFIG).is_file()
 
     @property

@@ -1,8 +1,8 @@
 """Decisions that a run on the present devices leaves to the planner: the number of stages, and the cuts.
 
 ``"stages": "auto"`` is the number of stages with which a step is fastest; the schedule, the micro-batch, ZeRO and the
-rest are as the JSON and the spec say. Layers' times are computed, so that all processes come to the same answer before
-they have met. ``"partition": "measured"`` are the cuts by times that one of the processes has measured.
+rest are as the JSON and the spec say. Layers' times are computed, so that all processes get the same answer before they
+communicate. ``"partition": "measured"`` are the cuts by times that one of the processes has measured.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ddpm_ds.predict.search import search
 
 
 def choose_stages(spec: RunSpec, config: dict[str, Any], path: Path, *, world_size: int) -> tuple[int, str]:
-    """The planner's number of stages for ``world_size`` processes on hosts like this one, and why.
+    """Return the planner's number of stages for ``world_size`` processes on hosts like this one, and the reason.
 
     Raises:
         DsConfigError: the JSON contradicts the spec.
@@ -53,7 +53,7 @@ def choose_stages(spec: RunSpec, config: dict[str, Any], path: Path, *, world_si
 
 
 def measured_cuts(spec: RunSpec, ds: ResolvedDsConfig, times: Callable[[Workload], LayerTimes]) -> tuple[int, ...]:
-    """The bounds that make the slowest rank's layers, as timed, and transfers fastest; in its memory where that works.
+    """Return the bounds that make the slowest rank's timed layers and transfers fastest, within its memory if possible.
 
     Raises:
         LayoutError: the U-Net can't be cut into so many stages.
@@ -82,7 +82,9 @@ def _devices(config: Mapping[str, Any], world_size: int) -> Machine:
 
 
 def _layouts(ds: ResolvedDsConfig, predictor: Predictor) -> list[Candidate]:
-    """A configuration's layouts: without and with recomputation where that is left open; none if it can't be cut."""
+    """Return a configuration's layouts: without and with recomputation where that is left open; none if it can't be
+    cut.
+    """
     intervals = (0, 1) if ds.checkpoint_interval == "auto" else (ds.checkpoint_interval,)
     layouts = [Candidate.of(ds, interval) for interval in intervals]
     if not predictor.can_cut(layouts[0]):

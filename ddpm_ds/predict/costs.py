@@ -1,7 +1,7 @@
-"""The model of time: what each rank's instructions take, and which bytes they send where.
+"""Model of time: seconds of each rank's instructions, and the bytes that they send.
 
-:func:`step_costs` is the one model of a step. The planner gives it rates of data sheets, :func:`planned_costs`; what-if
-gives it those of a traced step (:mod:`ddpm_ds.predict.whatif`).
+:func:`step_costs` is the one model of a step. The planner uses it with the rates of data sheets
+(:func:`planned_costs`), what-if with those of a traced step (:mod:`ddpm_ds.predict.whatif`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EMA_BYTES = 12
 """Bytes per parameter that the averaged weights read and write."""
 
 Seconds = Callable[[int, int], float]
-"""Seconds that a rank takes for a number of parameters."""
+"""Function from a rank and a number of parameters to seconds."""
 
 
 def step_costs(
@@ -39,7 +39,7 @@ def step_costs(
     load: Callable[[int], float] = lambda rank: 0.0,
     send_seconds_per_byte: float = 0.0,
 ) -> list[RankCosts]:
-    """The costs of each rank's instructions, for the simulator.
+    """Return the costs of each rank's instructions, for the simulator.
 
     Args:
         times: of every layer for one micro-batch, without recomputation.
@@ -75,7 +75,7 @@ def step_costs(
 def planned_costs(
     job: Workload, machine: Machine, layout: Candidate, bounds: Sequence[int], times: Sequence[LayerSeconds]
 ) -> list[RankCosts]:
-    """The costs of each rank's instructions on a machine."""
+    """Return the costs of each rank's instructions on a machine."""
     sends, replicas = shared(job, layout), layout.replicas
     # Where weights are gathered, each replica steps its share of them.
     owned_share = 1 / replicas if sends.weight_bytes else 1.0
@@ -98,7 +98,9 @@ def planned_costs(
 
 
 def analytic_times(job: Workload, machine: Machine) -> LayerTimes:
-    """Times from arithmetic, memory traffic and a fixed start for each layer; a backward is two forwards."""
+    """Return a function that estimates layers' times from arithmetic, memory traffic and a fixed start; a backward is
+    two forwards.
+    """
 
     def seconds(layer: Layer, images: int) -> LayerSeconds:
         arithmetic = 2 * layer.macs * images / machine.flops
@@ -118,13 +120,13 @@ def _grid(stages: int, replicas: int, across: AcrossHosts, devices_per_node: int
 
 
 def grid(machine: Machine, layout: Candidate) -> Grid:
-    """Which device is which rank of which replica, and in which node."""
+    """Return the grid of a layout: the rank and replica of each device, and its node."""
     across = "stages" if layout.across == "auto" else layout.across
     return _grid(layout.stages, layout.replicas, across, machine.devices_per_node)
 
 
 def link(machine: Machine, layout: Candidate) -> Callable[[int, int], Link]:
-    """The links of a pipeline; those of its slowest replica where replicas differ."""
+    """Return the links of a pipeline; those of its slowest replica where replicas differ."""
     boundaries = grid(machine, layout).boundaries
 
     def between(source: int, target: int) -> Link:
@@ -136,13 +138,13 @@ def link(machine: Machine, layout: Candidate) -> Callable[[int, int], Link]:
 
 
 def crossing_seconds(job: Workload, machine: Machine, layout: Candidate) -> float:
-    """Seconds that an element per image which crosses a cut costs a rank on either side, there and back."""
+    """Return the seconds that each element per image crossing a cut costs a rank on either side, there and back."""
     links = [link(machine, layout)(rank, rank + 1).bytes_per_second for rank in range(layout.stages - 1)]
     return 2 * layout.micro_batch_images * job.stored_bytes / min(links, default=machine.link_bandwidth)
 
 
 def ring_bandwidth(machine: Machine, layout: Candidate, rank: int) -> float:
-    """Bytes per second around the ring through the replicas of a rank of the pipeline.
+    """Return the bytes per second around the ring through the replicas of a rank of the pipeline.
 
     Across nodes every device of a node uses its share of the network.
     """
@@ -153,13 +155,15 @@ def ring_bandwidth(machine: Machine, layout: Candidate, rank: int) -> float:
 
 @functools.lru_cache(maxsize=65536)
 def _fewest_in_a_node(stages: int, replicas: int, across: AcrossHosts, devices_per_node: int, rank: int) -> int:
-    """The fewest replicas of a rank that share a node; 0 where all are in one."""
+    """Return the fewest replicas of a rank that share a node; 0 where all are in one."""
     where = _grid(stages, replicas, across, devices_per_node)
     return min(Counter(where.hosts_of(rank)).values()) if where.rings[rank].crossing else 0
 
 
 def ring_seconds(machine: Machine, layout: Candidate, rank: int, size: float, passes: int) -> float:
-    """Seconds in which a rank's replicas all-reduce ``size`` bytes (2 passes) or gather them (1); 0 for no bytes."""
+    """Return the seconds in which a rank's replicas all-reduce ``size`` bytes (2 passes) or gather them (1); 0 for no
+    bytes.
+    """
     count = layout.replicas
     if count == 1 or not size:
         return 0.0
@@ -168,14 +172,14 @@ def ring_seconds(machine: Machine, layout: Candidate, rank: int, size: float, pa
 
 
 def shared(job: Workload, layout: Candidate) -> Sharing:
-    """How the replicas of a layout share gradients and weights."""
+    """Return how the replicas of a layout share gradients and weights."""
     return sharing(
         job.config, precision=job.precision, zero_stage=layout.zero_stage, micro_batches=layout.micro_batches
     )
 
 
 def step_traffic(job: Workload, machine: Machine, layout: Candidate, bounds: Sequence[int]) -> Traffic:
-    """Bytes of a step on all wires: messages between stages, gradients and weights among replicas."""
+    """Return the bytes of a step on all connections: messages between stages, gradients and weights among replicas."""
     sent = exchange(
         job.layers,
         bounds,

@@ -1,4 +1,4 @@
-"""A finished run as what-if and the verdict see it: traced step, layout and device, read from the run's folder."""
+"""Finished run, as used by what-if and the verdict: traced step, layout and device, read from the run's folder."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ SUMMARY = Path("trace") / "summary.json"
 HOW_TO_TRACE = "train with --trace-steps FIRST-LAST, or for 22 steps or more: then steps 20 to 22 are"
 
 FIRST_SCALE = 2.0**16
-"""The loss scale with which DeepSpeed begins."""
+"""Initial loss scale of DeepSpeed."""
 Method = Literal["flops", "measured", "parameters", "uniform"]
-"""How the JSON asks for cuts, where it does not list them."""
+"""Method of cutting named in the JSON, where it does not list the cuts."""
 
 
 @dataclass(frozen=True)
 class Setup(Candidate):
-    """The layout of a traced step with its cuts, and what else a change may change."""
+    """Layout of a traced step with its cuts, and the other settings that a change may alter."""
 
     bounds: tuple[int, ...] = ()
-    """The stages' first layers, and the end."""
+    """First layers of the stages, and the end."""
     element_bytes: int = 4
     """Bytes of an element on the wire between stages."""
     data_wait: float = 1.0
-    """Share of the traced step's waiting for the loader that is left."""
+    """Share that remains of the traced step's waiting for the loader."""
 
     @property
     def images(self) -> int:
-        """Images of an optimizer step."""
+        """Number of images of an optimizer step."""
         return self.replicas * self.micro_batches * self.micro_batch_images
 
 
@@ -53,18 +53,18 @@ class RankFacts:
     """Seconds of a traced step on a rank of the pipeline, its replicas averaged; the parts are disjoint."""
 
     phases: tuple[PhaseCosts, ...]
-    """One micro-batch's passes, without waiting."""
+    """Costs of one micro-batch's passes by phase, without waiting."""
     wait: float = 0.0
-    """Waiting for messages of other stages."""
+    """Seconds waiting for messages of other stages."""
     send: float = 0.0
     data_wait: float = 0.0
-    """Waiting for the loader."""
+    """Seconds waiting for the loader."""
     load: float = 0.0
-    """The rest of loading: to the device, noise."""
+    """Seconds of the rest of loading: copy to the device, noise."""
     reduce: float = 0.0
     optimizer: float = 0.0
     agreement_wait: float = 0.0
-    """Waiting for other ranks, before gradients are reduced and before the optimizer's step."""
+    """Seconds waiting for other ranks, before gradients are reduced and before the optimizer's step."""
     ema: float = 0.0
     other: float = 0.0
 
@@ -81,7 +81,7 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class Overflows:
-    """Steps that fp16 threw away since the run began, and the loss scale."""
+    """Number of fp16 steps skipped since the run began, and the loss scale."""
 
     skipped: int = 0
     steps: int = 1
@@ -91,19 +91,19 @@ class Overflows:
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """Everything that a verdict needs to know of a run."""
+    """Everything that a verdict needs from a run."""
 
     job: Workload
     setup: Setup
-    """How the traced step was laid out."""
+    """Layout of the traced step."""
     partition: Method | tuple[int, ...]
-    """As the JSON says it, or its cuts."""
+    """Method of cutting, or the cuts, as in the JSON."""
     ranks: tuple[RankFacts, ...]
-    """The ranks of one pipeline."""
+    """Ranks of one pipeline."""
     step_seconds: float
     """Seconds of a traced step, without checkpoints, sampling and validation."""
     peak_flops_per_second: float
-    """Flops per second that one device reaches in matrix products; 0 is unknown."""
+    """Flops per second that one device reaches in matrix products; 0 means unknown."""
     overflows: Overflows
     pauses: Pauses
     evaluation_seconds: float
@@ -117,7 +117,9 @@ class FinishedRun:
 
     @property
     def mfu(self) -> float | None:
-        """The model's flops of a traced step over what the devices could do meanwhile; None is unknown."""
+        """Return the model's flops of a traced step as a share of what the devices could do meanwhile; None means
+        unknown.
+        """
         flops = 2 * PASSES_PER_STEP * sum(layer.macs for layer in self.job.layers) * self.setup.images
         could = self.peak_flops_per_second * self.setup.stages * self.setup.replicas * self.step_seconds
         return flops / could if could else None
@@ -173,7 +175,8 @@ def _read(run_dir: Path) -> FinishedRun:
 
 
 def _setup(run_dir: Path, job: Workload, summary: Mapping[str, Any]) -> Setup:
-    """The layout of the traced step; cuts are those of stages.txt, since times decide where the JSON says measured.
+    """Return the layout of the traced step, with the cuts of stages.txt, since "measured" in the JSON leaves them to
+    times.
 
     Raises:
         ValueError: stages.txt is of another U-Net.
@@ -211,18 +214,18 @@ def _setup(run_dir: Path, job: Workload, summary: Mapping[str, Any]) -> Setup:
 
 
 def _first_scale(fp16: Mapping[str, Any]) -> float:
-    """The loss scale of the first step: a fixed one, or where a dynamic one begins."""
+    """Return the loss scale of the first step: a fixed one, or the initial one of a dynamic scale."""
     power = fp16.get("initial_scale_power")
     return float(fp16.get("loss_scale") or (FIRST_SCALE if power is None else 2**power))
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean."""
+    """Return the mean."""
     return math.fsum(values) / len(values)
 
 
 def _mean_rank(replicas: Sequence[Mapping[str, Any]]) -> RankFacts:
-    """A rank of the pipeline from all processes that have it."""
+    """Average a rank of the pipeline over all processes that have it."""
 
     def own(name: str) -> float:
         return mean([replica[f"{name}_seconds"] for replica in replicas])
@@ -244,7 +247,7 @@ def _mean_rank(replicas: Sequence[Mapping[str, Any]]) -> RankFacts:
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
-    """The complete lines of a file of points; a line that was cut off when the disk was full is left out."""
+    """Return the complete lines of a file of points; a line that was cut off when the disk was full is left out."""
     found = []
     for line in file.read_text().splitlines() if file.exists() else []:
         try:

@@ -1,4 +1,4 @@
-"""The run to plan for, every way to lay it out on its devices, and the DeepSpeed JSON of each."""
+"""Run to plan for, all its layouts on the given devices, and the DeepSpeed JSON of each."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.operations import arithmetic_dtype
 
 MOST_MICRO_BATCHES_PER_STAGE = 64
-"""Micro-batches per stage up to which layouts are tried; more hardly make the bubble smaller."""
+"""Largest number of micro-batches per stage that is tried; more hardly make the bubble smaller."""
 INTERVALS = (1, 2, 4)
-"""Layers per activation checkpoint that are tried."""
+"""Numbers of layers per activation checkpoint that are tried."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A run without its layout: spec, DeepSpeed JSON, and the kind of device that it trains on."""
+    """Run without its layout: spec, DeepSpeed JSON, and the kind of device that it trains on."""
 
     spec: RunSpec
     config: Mapping[str, Any]
-    """The DeepSpeed JSON, checked; a layout replaces some of its keys."""
+    """Checked DeepSpeed JSON; a layout replaces some of its keys."""
     on_cpu: bool
 
     @cached_property
@@ -63,7 +63,7 @@ class Workload:
 
     @property
     def bucket_elements(self) -> int:
-        """Gradients that ZeRO reduces at a time."""
+        """Number of gradient elements that ZeRO reduces at a time."""
         given = self.config.get("zero_optimization", {}).get("reduce_bucket_size", "auto")
         return BUCKET_ELEMENTS if given == "auto" else int(given)
 
@@ -73,22 +73,22 @@ class Candidate:
     """One layout: the values of the JSON's keys that a plan chooses."""
 
     stages: int
-    """Pipeline ranks; the fold has twice as many stages in its cuts."""
+    """Number of pipeline ranks; the fold has twice as many stages in its cuts."""
     replicas: int
     schedule: Schedule
     micro_batch_images: int
     micro_batches: int
     checkpoint_interval: int
-    """Layers per activation checkpoint; 0 keeps all activations."""
+    """Number of layers per activation checkpoint; 0 keeps all activations."""
     zero_stage: int
     offload: bool
     """Whether Adam's state and the averaged weights are in host memory."""
     across: AcrossHosts | Literal["auto"] = "auto"
-    """The axis that is split over nodes; "auto" where it makes no difference."""
+    """Axis that is split over nodes; "auto" where it makes no difference."""
 
     @staticmethod
     def of(ds: ResolvedDsConfig, checkpoint_interval: int) -> Candidate:
-        """The layout of a resolved configuration, with activation checkpointing as decided here."""
+        """Return the layout of a resolved configuration, with activation checkpointing as decided here."""
         layout = ds.layout
         return Candidate(
             layout.stages,
@@ -103,13 +103,13 @@ class Candidate:
 
     @property
     def apart(self) -> AcrossHosts:
-        """The axis that is split over nodes, where there are several."""
+        """Axis that is split over nodes, where there are several."""
         if self.across == "auto":
             return "replicas" if self.stages == 1 else "stages"
         return self.across
 
     def words(self) -> str:
-        """The layout in a few words, for a sentence."""
+        """Return the layout in a few words, for a sentence."""
         schedule = f" ({self.schedule})" if self.stages > 1 else ""
         recompute = ", recomputing activations" if self.checkpoint_interval else ""
         across = "" if self.across == "auto" else f", {self.across} across nodes"
@@ -121,16 +121,16 @@ class Candidate:
 
 
 def offloads(config: Mapping[str, Any]) -> bool:
-    """Whether a DeepSpeed JSON keeps the optimizer in host memory."""
+    """Return whether a DeepSpeed JSON keeps the optimizer in host memory."""
     return "offload_optimizer" in config.get("zero_optimization", {})
 
 
 def layouts(job: Workload, devices: int, *, offload: bool, nodes: int = 1) -> Iterator[Candidate]:
-    """All layouts of a job that share devices, layers and batch without remainder.
+    """Yield all layouts of a job that divide devices, layers and batch without remainder.
 
-    ``offload`` says whether Adam's state may be put on a host. Micro-batches number between 1 and 64 per stage, for the
-    fold at least 2 per rank; a given ``train.accumulation`` leaves one choice. In several nodes either stages or
-    replicas are split over them.
+    ``offload`` allows Adam's state in host memory. Micro-batches number between 1 and 64 per stage, for the fold at
+    least 2 per rank; a given ``train.accumulation`` leaves one choice. In several nodes either stages or replicas are
+    split over them.
     """
     batch, wanted, zeros = job.spec.train.batch_images, job.spec.train.accumulation, _zero_choices(job, offload)
     for stages in _divisors(devices):
@@ -153,7 +153,7 @@ def layouts(job: Workload, devices: int, *, offload: bool, nodes: int = 1) -> It
 
 
 def ds_config(job: Workload, layout: Candidate, bounds: Sequence[int]) -> dict[str, Any]:
-    """The given DeepSpeed JSON with a layout and its cuts filled in; everything else stays as given."""
+    """Return the given DeepSpeed JSON with a layout and its cuts filled in; everything else stays as given."""
     config = copy.deepcopy(dict(job.config))
     config["train_micro_batch_size_per_gpu"] = layout.micro_batch_images
     config["gradient_accumulation_steps"] = layout.micro_batches
@@ -178,7 +178,7 @@ def ds_config(job: Workload, layout: Candidate, bounds: Sequence[int]) -> dict[s
 
 
 def _zero_choices(job: Workload, offload: bool) -> list[tuple[int, bool]]:
-    """ZeRO stages, each without and with offload, as far as the JSON's other keys allow them."""
+    """Return ZeRO stages, each without and with offload, as far as the JSON's other keys allow them."""
     needs_zero = "grad_accum_dtype" in job.config.get("data_types", {})
     choices = [(stage, False) for stage in ([1, 2] if needs_zero else [0, 1, 2])]
     return choices + ([(1, True), (2, True)] if offload else [])
@@ -191,7 +191,7 @@ def _divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Segment:
-    """The layers of one phase of a rank; elements are per image."""
+    """Layers of one phase of a rank; elements are per image."""
 
     start: int
     stop: int
@@ -206,7 +206,7 @@ class Segment:
 def rank_segments(
     layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule
 ) -> tuple[tuple[Segment, ...], ...]:
-    """The phases of each rank: one under 1F1B, two in the fold."""
+    """Return the phases of each rank: one under 1F1B, two in the fold."""
     stages = describe(layers, bounds, schedule)
     sent = [0, *(stage.sent_elements for stage in stages)]
     segments = [

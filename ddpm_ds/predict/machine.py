@@ -1,4 +1,4 @@
-"""The devices to plan for: how fast they compute and send, and what they hold; by data sheets, discounted."""
+"""Devices to plan for: speeds of computing and sending, and memory, from discounted data sheets."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ REACHED_MEMORY = 0.8
 REACHED_LINK = 0.7
 """Share of a link's nominal bandwidth that long messages reach."""
 USABLE_MEMORY = 0.94
-"""Share of a GPU's memory for tensors; the rest is the driver's and the allocator's gaps."""
+"""Share of a GPU's memory for tensors; the rest goes to the driver and the allocator's gaps."""
 
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """A data sheet: nominal rates of one device, in one direction for links."""
+    """Data sheet: nominal rates of one device, in one direction for links."""
 
     half_teraflops: float
     single_teraflops: float
-    """TF32 where convolutions use it by default."""
+    """TFLOP/s in fp32; TF32 where convolutions use it by default."""
     memory_gib: float
     memory_gigabytes_per_second: float
     link_gigabytes_per_second: float
-    """Between devices of a node."""
+    """Gigabytes per second between devices of a node."""
     network_gigabytes_per_second: float
-    """Between nodes, a device's share."""
+    """Gigabytes per second between nodes, a device's share."""
 
 
 KINDS = {
@@ -48,7 +48,9 @@ KINDS = {
     "rtx3090": DeviceKind(71, 36, 24, 936, 32, 12.5),
     "cpu": DeviceKind(0.1, 0.1, 8, 10, 2.5, 1.25),
 }
-"""By the name that ``--device-kind`` takes. ``cpu`` is one core, which computes half precision in single."""
+"""Data sheets by the name that ``--device-kind`` takes. ``cpu`` is one core, which computes half precision in
+single.
+"""
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,9 @@ class Machine:
     devices: int
     nodes: int
     memory_bytes: int
-    """Memory of one device."""
+    """Bytes of memory of one device."""
     flops: float
-    """Per second, of one device, in large convolutions."""
+    """Flops per second of one device, in large convolutions."""
     memory_bandwidth: float
     """Bytes per second that one device reads or writes."""
     link_bandwidth: float
@@ -77,12 +79,12 @@ class Machine:
 
     @property
     def usable_bytes(self) -> int:
-        """Memory of a device for what is planned."""
+        """Bytes of a device's memory that a plan may use."""
         return usable(self.memory_bytes, on_cpu=self.is_cpu)
 
     @property
     def devices_per_node(self) -> int:
-        """Global ranks fill one node after the other."""
+        """Number of devices in a node; global ranks fill one node after the other."""
         return self.devices // self.nodes
 
     @property
@@ -96,7 +98,7 @@ class Machine:
         return 1e-4 if self.is_cpu else 2e-5
 
     def words(self) -> str:
-        """The devices and their rates in a line, for the output."""
+        """Return the devices and their rates in a line, for the output."""
         between = f", {self.network_bandwidth / 1e9:.3g} GB/s to other nodes" if self.nodes > 1 else ""
         nodes = f" in {self.nodes} nodes" if self.nodes > 1 else ""
         return (
@@ -106,7 +108,7 @@ class Machine:
 
 
 def usable(memory_bytes: int, *, on_cpu: bool) -> int:
-    """Bytes of a device's memory that tensors may take."""
+    """Return the bytes of a device's memory that tensors may take."""
     return memory_bytes if on_cpu else int(USABLE_MEMORY * memory_bytes)
 
 
@@ -121,10 +123,10 @@ def machine(
     link_bandwidth: float | None = None,
     network_bandwidth: float | None = None,
 ) -> Machine:
-    """Devices of a kind of :data:`KINDS`; what is given replaces what the data sheet says. ``half``: fp16 or bf16.
+    """Return devices of a kind of :data:`KINDS`; given values replace those of the data sheet. ``half``: fp16 or bf16.
 
     Raises:
-        LayoutError: the nodes don't share the devices evenly.
+        LayoutError: the devices can't be divided evenly among the nodes.
     """
     if devices % nodes:
         more = -(-devices // nodes) * nodes
@@ -148,7 +150,9 @@ def machine(
 
 
 def kind_of(name: str) -> str | None:
-    """The kind of a CUDA device by its name, such as ``NVIDIA A100-SXM4-80GB``; None if it is not in the table."""
+    """Return the kind of a CUDA device by its name, such as ``NVIDIA A100-SXM4-80GB``; None if it is not in
+    the table.
+    """
     plain = name.lower().replace(" ", "").replace("geforce", "")
     if "a100" in plain:
         return "a100-80" if "80gb" in plain else "a100-40"
@@ -156,9 +160,9 @@ def kind_of(name: str) -> str | None:
 
 
 def this_machine(sharing: int) -> tuple[str | None, int]:
-    """Kind of this machine's GPU, None for one that is not in the table, or ``cpu``; and its memory in bytes.
+    """Return the kind of this machine's GPU (None if it is not in the table) or ``cpu``, and its memory in bytes.
 
-    Of a host's memory it is the share that each of ``sharing`` processes gets.
+    On a CPU the memory is the share of each of ``sharing`` processes.
     """
     import psutil
     import torch
@@ -169,6 +173,6 @@ def this_machine(sharing: int) -> tuple[str | None, int]:
 
 
 def most_alike(memory_bytes: int) -> str:
-    """The GPU of the table that stands for an unknown one: that of the most similar memory."""
+    """Return the GPU of the table that stands for an unknown one: that of the most similar memory."""
     gpus = (kind for kind in KINDS if kind != "cpu")
     return min(gpus, key=lambda kind: abs(KINDS[kind].memory_gib * GIB - memory_bytes))

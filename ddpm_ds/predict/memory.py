@@ -1,6 +1,6 @@
-"""The model of memory: what each rank of a pipeline holds in the fullest moment of a step, by part.
+"""Model of memory: bytes of each rank of a pipeline in the fullest moment of a step, by part.
 
-The planner, the predictions of what-if and ``"activation_checkpoint_interval": "auto"`` all ask this one model.
+The planner, the predictions of what-if and ``"activation_checkpoint_interval": "auto"`` all use this one model.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from ddpm_ds.predict.layouts import Candidate, Segment, Workload, rank_segments
 from ddpm_ds.unet.layers import BlockLayer, DownsampleLayer, Layer, UpsampleLayer
 
 ACTIVATION_SHARE = 0.5
-"""Share of a device's memory that activations may take; beyond it "auto" recomputes them."""
+"""Largest share of a device's memory for activations; beyond it "auto" recomputes them."""
 STOCK_BUCKET_ELEMENTS = 500_000_000
-"""Gradients that DeepSpeed reduces at a time without ZeRO."""
+"""Number of gradient elements that DeepSpeed reduces at a time without ZeRO."""
 ADAM_INTERMEDIATES = 8
 """Bytes per parameter that PyTorch's Adam needs during its step, beside its state."""
 COLLECTIVE_BYTES, EDGE_BYTES = 1156 * 2**20, 64 * 2**20
 """Bytes of a communicator for collectives, and of one for the messages of an edge, on an H100 (docs/gpu.md)."""
 FILLING = 4
-"""Micro-batches per rank after which more of them add no fuller moment."""
+"""Micro-batches per rank after which more of them make no fuller moment."""
 _MANY_PARAMETERS = 10**9
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device in its fullest moment, and beside it on its host."""
+    """Bytes on one device in its fullest moment, and on its host."""
 
     weights: int
     gradients: int
     optimizer: int
-    """Adam's two moments, and fp32 weights where the layers' own are not the ones that are stepped."""
+    """Bytes of Adam's two moments, and of fp32 weights where they are kept beside the layers' own."""
     ema: int
     activations: int
-    """Tensors kept for the backward pass, with received messages that are differentiated."""
+    """Bytes of tensors kept for the backward pass, with received messages that are differentiated."""
     buffers: int
-    """Messages on their way, gradients being reduced, and what the running layer needs."""
+    """Bytes of messages on their way, gradients being reduced, and workspace of the running layer."""
     communicators: int = 0
-    """NCCL's own buffers."""
+    """Bytes of NCCL's own buffers."""
     host: int = 0
     """Bytes in host memory, with offload."""
 
@@ -59,7 +59,7 @@ class Memory:
 
 
 def pipeline_memory(job: Workload, layout: Candidate, bounds: Sequence[int]) -> tuple[Memory, ...]:
-    """The memory of each rank of a pipeline, in the fuller of two moments.
+    """Return the memory of each rank of a pipeline, in the fuller of two moments.
 
     One is in the passes, with activations; the other in the optimizer's step, without them.
     """
@@ -94,7 +94,7 @@ def activation_bytes(job: Workload, layout: Candidate, bounds: Sequence[int]) ->
 
 
 def checkpoint_interval(job: Workload, layout: Candidate, bounds: Sequence[int], device_bytes: int) -> int:
-    """The value of ``"activation_checkpoint_interval": "auto"``: 0 where all activations fit, else 1.
+    """Return the value of ``"activation_checkpoint_interval": "auto"``: 0 where all activations fit, else 1.
 
     ``layout`` keeps all activations; ``device_bytes`` is the memory of one device.
     """
@@ -102,7 +102,9 @@ def checkpoint_interval(job: Workload, layout: Candidate, bounds: Sequence[int],
 
 
 def communicator_bytes(layout: Candidate, rank: int) -> int:
-    """Bytes that NCCL takes on a GPU: for the whole job, a stage's replicas, a pipeline's ranks, and each edge."""
+    """Return the bytes that NCCL takes on a GPU: for the whole job, a stage's replicas, a pipeline's ranks, and each
+    edge.
+    """
     groups = (layout.stages * layout.replicas, layout.replicas, layout.stages)
     edges = pipeline_edges(layout.stages, 2 if layout.schedule == "folded" else 1)
     own = sum(rank in (edge.source, edge.target) for edge in edges)
@@ -110,7 +112,7 @@ def communicator_bytes(layout: Candidate, rank: int) -> int:
 
 
 def layer_bytes(job: Workload, layout: Candidate, rank: int, phase: int) -> list[float]:
-    """Approximate bytes of each layer if it were on a rank in a phase: its weights' state, and its activations.
+    """Return approximate bytes of each layer if it were on a rank in a phase: its weights' state, and its activations.
 
     Activations are counted in the moment in which the rank holds the most micro-batches.
     """
@@ -169,7 +171,7 @@ class _State:
 class Kept:
     """Bytes that a phase keeps of one micro-batch from its forward to its backward, and needs while it runs.
 
-    All are per image, but for the fp32 copies of weights that a CPU's autograd keeps in half precision.
+    All are per image, except the fp32 copies of weights that a CPU's autograd keeps in half precision.
     """
 
     layers: int
@@ -193,7 +195,7 @@ def _kept(job: Workload, layout: Candidate, bounds: Sequence[int]) -> tuple[tupl
 def _kept_by_rank(
     layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule, interval: int, wide: int, stored: int
 ) -> tuple[tuple[Kept, ...], ...]:
-    """The bytes that each rank keeps in each of its phases."""
+    """Return the bytes that each rank keeps in each of its phases."""
     return tuple(
         tuple(
             kept(layers, segment, interval, wide, stored, holds_skips=schedule == "folded" and phase == 0)
@@ -206,7 +208,7 @@ def _kept_by_rank(
 def kept(
     layers: Sequence[Layer], segment: Segment, interval: int, wide: int, stored: int, *, holds_skips: bool
 ) -> Kept:
-    """The bytes of a segment that autograd, checkpoints of ``interval`` layers (0: none) and the fold keep.
+    """Return the bytes of a segment that autograd, checkpoints of ``interval`` layers (0: none) and the fold keep.
 
     ``wide`` and ``stored`` are the bytes of an element in arithmetic and of a weight; ``holds_skips`` says whether
     skips stay on the rank, as in phase 0 of a fold.
@@ -247,7 +249,8 @@ def kept(
 
 @functools.lru_cache(maxsize=65536)
 def moments(schedule: Schedule, micro_batches: int, ranks: int, rank: int) -> tuple[tuple[int, int, int], ...]:
-    """The fullest moments of a rank's step, as (micro-batches held by phase 0, by phase 1, between their backwards).
+    """Return the fullest moments of a rank's step, as (micro-batches held by phase 0, by phase 1, between their
+    backwards).
 
     None of them is below another in all three.
     """
@@ -274,7 +277,7 @@ def _moments(layout: Candidate, rank: int) -> Sequence[tuple[int, int, int]]:
 
 
 def _activations(layout: Candidate, rank: int, keeps: Sequence[Kept]) -> int:
-    """Bytes of activations on a rank, in the fullest moment of its schedule."""
+    """Return the bytes of activations on a rank, in the fullest moment of its schedule."""
     images = layout.micro_batch_images
     first, last = (images * (phase.layers + phase.beside) + phase.copies for phase in (keeps[0], keeps[-1]))
     waiting = images * keeps[0].skips
@@ -283,7 +286,7 @@ def _activations(layout: Candidate, rank: int, keeps: Sequence[Kept]) -> int:
 
 @functools.lru_cache(maxsize=65536)
 def _popped(layers: Sequence[Layer], start: int, stop: int) -> frozenset[int]:
-    """The layers whose skips are popped between ``start`` and ``stop``."""
+    """Return the layers whose skips are popped between ``start`` and ``stop``."""
     alive: list[int] = []
     popped = set()
     for index, layer in enumerate(layers[:stop]):
@@ -297,7 +300,7 @@ def _popped(layers: Sequence[Layer], start: int, stop: int) -> frozenset[int]:
 
 
 def _copies_its_input(layer: Layer) -> bool:
-    """Whether autograd keeps a padded, enlarged or joined copy of h instead of h."""
+    """Return whether autograd keeps a padded, enlarged or joined copy of h instead of h."""
     match layer:
         case DownsampleLayer():
             return layer.asymmetric
@@ -307,7 +310,7 @@ def _copies_its_input(layer: Layer) -> bool:
 
 
 def _beyond_kept(layers: Sequence[Layer]) -> int:
-    """Elements that running layers add to the activations of all: a backward frees one layer's before the next."""
+    """Return the elements that running layers add to all activations: a backward frees one layer's before the next."""
     beyond = after = 0
     for layer in reversed(layers):
         beyond = max(beyond, _working_elements(layer) - after)
@@ -316,6 +319,6 @@ def _beyond_kept(layers: Sequence[Layer]) -> int:
 
 
 def _working_elements(layer: Layer) -> int:
-    """A layer's input with its gradient, and its output's gradient with one more like it."""
+    """Return the elements of a layer's input with its gradient, and twice those of its output."""
     width = layer.in_channels + layer.skip_channels
     return 2 * width * layer.in_resolution**2 + 2 * math.prod(layer.output_shape)

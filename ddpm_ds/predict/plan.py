@@ -1,4 +1,4 @@
-"""The whole run on paper, before anything is started: spec, configuration, layers, stages."""
+"""Plan of the whole run, made before anything is started: spec, configuration, layers, stages."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from ddpm_ds.pipeline.placement import AcrossHosts, Exchange, Grid, across_hosts
 from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer, unet_layers
 
 MOST_HOSTS = 3
-"""Hosts that a cell of the table of stages names."""
+"""Most hosts that a cell of the table of stages names."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run that is consistent in itself and with the number of processes."""
+    """Consistent plan of a run for a number of processes."""
 
     spec: RunSpec
     spec_path: Path
@@ -40,9 +40,9 @@ class RunPlan:
     bounds: tuple[int, ...]
     stages: tuple[Stage, ...]
     hosts: tuple[str, ...]
-    """The host of each global rank; empty while that is not known, since hosts differ in their number of ranks."""
+    """Host of each global rank; empty while unknown, since hosts may differ in their number of ranks."""
     chosen: str | None = None
-    """Why the planner has chosen this number of stages, where it was asked."""
+    """Reason for this number of stages, where the planner chose it."""
 
     @property
     def parameters(self) -> int:
@@ -70,7 +70,7 @@ class RunPlan:
         return len(set(self.hosts)) > 1
 
     def grid(self, across: AcrossHosts | None = None) -> Grid:
-        """Which process is which, as planned or with another axis across hosts."""
+        """Return the grid of processes, as planned or with another axis across hosts."""
         return Grid(self.ds.layout.stages, self.ds.layout.replicas, across or self.across, self.hosts)
 
     @property
@@ -100,9 +100,9 @@ def plan_run(
 ) -> RunPlan:
     """Read and check everything that can be checked before anything is started.
 
-    Where neither ``stages`` nor the JSON says how many stages there are, the planner does, for ``device`` as the
-    command line's ``--device`` has it; only then PyTorch and DeepSpeed are imported. ``hosts`` are those of each rank,
-    by :func:`ddpm_ds.pipeline.placement.launched_hosts`; without them there is one.
+    Where neither ``stages`` nor the JSON gives the number of stages, the planner chooses it, for ``device`` as in
+    ``--device``; only then PyTorch and DeepSpeed are imported. ``hosts`` are those of each rank, by
+    :func:`ddpm_ds.pipeline.placement.launched_hosts`; without them there is one.
 
     Raises:
         SpecError, DsConfigError, LayoutError: one line each, before anything is started.
@@ -134,12 +134,12 @@ def plan_run(
 
 
 def on_hosts(plan: RunPlan, names: Sequence[str]) -> RunPlan:
-    """The plan once the ranks have met and know their hosts by name; hosts that share a name keep their numbers."""
+    """Return the plan with the names of the ranks' hosts; hosts that share a name keep their numbers."""
     return replace(plan, hosts=tuple(names)) if len(set(names)) >= len(set(plan.hosts)) else plan
 
 
 def stage_table(plan: RunPlan) -> str:
-    """The stages as a table: layers, parameters, forward flops, bytes sent per step."""
+    """Return the stages as a table: layers, parameters, forward flops, bytes sent per step."""
     header = ("stage", "layers", "first", "last", "parameters", "forward GFLOP/image", "share", "sent MB/step")
     grid = plan.grid() if plan.several_hosts else None
     rows = [(*header, *(["host"] if grid else []))]
@@ -162,13 +162,15 @@ def stage_table(plan: RunPlan) -> str:
 
 
 def _named(hosts: Sequence[object]) -> str:
-    """The hosts of a stage, or how many they are."""
+    """Return the hosts of a stage, or their number."""
     names = list(dict.fromkeys(map(str, hosts)))
     return ", ".join(names) if len(names) <= MOST_HOSTS else f"{names[0]} ... {names[-1]} ({len(names)})"
 
 
 def hosts_line(plan: RunPlan) -> str | None:
-    """A line on the bytes that cross hosts in a step, also with the other axis across them; None for one host."""
+    """Return a line on the bytes that cross hosts in a step, also with the other axis across them; None for
+    one host.
+    """
     if not plan.hosts:
         return "hosts        of different sizes: who is where, and what crosses, is known when the ranks have met"
     if not plan.several_hosts:
@@ -192,7 +194,7 @@ def _megabytes(size: float) -> str:
 
 
 def describe_plan(plan: RunPlan, run_dir: Path) -> str:
-    """The text that every run prints first, and ``--dry-run`` prints alone."""
+    """Return the text that every run prints first, and ``--dry-run`` prints alone."""
     spec, data, layout, ds = plan.spec, plan.spec.data, plan.ds.layout, plan.ds
     match ds.checkpoint_interval:
         case "auto":
@@ -238,7 +240,7 @@ def describe_plan(plan: RunPlan, run_dir: Path) -> str:
 
 
 def layout_words(plan: RunPlan) -> str:
-    """The layout in a few words: ``4 processes: 2 stages x 2 replicas, 1f1b``."""
+    """Return the layout in a few words: ``4 processes: 2 stages x 2 replicas, 1f1b``."""
     layout = plan.ds.layout
     schedule = f", schedule {plan.ds.schedule}" if layout.stages > 1 else ""
     return (
@@ -248,7 +250,7 @@ def layout_words(plan: RunPlan) -> str:
 
 
 def _regular(name: str, what: str, every_images: int | None, forwards: int) -> str:
-    """A line about what is done regularly, and the computing that its forward passes take beside those of training."""
+    """Return a line about a regular task, and the compute of its forward passes relative to training."""
     if not (every_images and forwards):
         return f"{name:<13}off"
     share = forwards / (PASSES_PER_STEP * every_images)

@@ -17,12 +17,13 @@ from ddpm_ds.predict.memory import Memory, layer_bytes, pipeline_memory
 from ddpm_ds.predict.simulate import RankCosts, Simulation, simulate
 
 HIDDEN = (0.0, 0.3, 1.0)
-"""Shares of the time of messages with which cuts are looked for: how much of it other micro-batches hide depends on the
-schedule, so that the simulator decides between what is found."""
+"""Shares of the time of messages tried in the search for cuts: how much of it other micro-batches hide depends on the
+schedule, so the simulator decides between the results.
+"""
 SQUEEZES = 4
-"""How often cuts are looked for that leave more room, when those found hold more than was computed layer by layer."""
+"""Number of searches for cuts that leave more room, when those found hold more than was computed layer by layer."""
 FEW_PER_RANK = 4
-"""Micro-batches per rank by which cuts are compared."""
+"""Number of micro-batches per rank for comparing cuts."""
 SIMULATED = 2048
 """Ranks times micro-batches up to which a step is simulated whole; beyond, one more micro-batch adds the same time."""
 
@@ -31,29 +32,29 @@ Bounds = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Prediction:
-    """One step of a layout."""
+    """Prediction of one step of a layout."""
 
     layout: Candidate
     step_seconds: float
     bubble: float
-    """Share of all devices' time in which they wait for another stage."""
+    """Share of all devices' time spent waiting for another stage."""
     pass_seconds: float
     """Mean seconds of a device in forwards and backwards, with what ZeRO-2 reduces after each."""
     update_seconds: float
     """Mean seconds of a device in which it reduces gradients, steps and gathers weights."""
     memory: tuple[Memory, ...]
-    """By rank of the pipeline."""
+    """Memory of each rank of the pipeline."""
     traffic: Traffic
     images_per_second: float
 
     @property
     def fullest(self) -> int:
-        """The rank of the pipeline that holds most."""
+        """Rank of the pipeline with the largest memory."""
         return max(range(len(self.memory)), key=lambda rank: self.memory[rank].total)
 
     @property
     def peak(self) -> Memory:
-        """The memory of the fullest rank."""
+        """Memory of the fullest rank."""
         return self.memory[self.fullest]
 
 
@@ -69,7 +70,7 @@ class Predictor:
     _squeezed: dict[Candidate, Bounds] = field(default_factory=dict)
 
     def can_cut(self, layout: Candidate) -> bool:
-        """Whether the U-Net can be cut into so many stages."""
+        """Return whether the U-Net can be cut into so many stages."""
         return self._cut(layout) is not None
 
     def bounds(self, layout: Candidate) -> Bounds:
@@ -79,7 +80,9 @@ class Predictor:
         return bounds
 
     def fits(self, layout: Candidate) -> bool:
-        """Whether every rank fits its memory, if need be with cuts made for that, which count from now on."""
+        """Return whether every rank fits its memory, if need be with cuts made for that, which are used from
+        then on.
+        """
         if self._excess(layout, self.bounds(layout)) <= 0:
             return True
         if layout.stages == 1:
@@ -98,12 +101,12 @@ class Predictor:
         return False
 
     def _excess(self, layout: Candidate, bounds: Bounds) -> int:
-        """Bytes that the fullest rank holds beyond its device's memory."""
+        """Return the bytes that the fullest rank holds beyond its device's memory."""
         fullest = max(memory.total for memory in pipeline_memory(self.job, layout, bounds))
         return fullest - self.machine.usable_bytes
 
     def knows_times(self, layout: Candidate) -> bool:
-        """Whether the layers' times have been asked for at this micro-batch."""
+        """Return whether the layers' times are already known for this micro-batch."""
         return layout.micro_batch_images in self._times
 
     def memory(self, layout: Candidate) -> tuple[Memory, ...]:
@@ -116,7 +119,7 @@ class Predictor:
         return planned_costs(self.job, self.machine, layout, bounds or self.bounds(layout), times)
 
     def lower_bound(self, layout: Candidate) -> float:
-        """Seconds that no step is faster than: the busiest rank's work."""
+        """Return a lower bound of a step's seconds: the busiest rank's work."""
         return max(
             layout.micro_batches * rank.pass_seconds + rank.reduce_seconds + rank.optimizer_seconds
             for rank in self.costs(layout)
@@ -130,13 +133,13 @@ class Predictor:
         *,
         keep_events: bool = False,
     ) -> Simulation:
-        """A step of a layout, or of the same with another number of micro-batches or other cuts."""
+        """Simulate a step of a layout, or of the same with another number of micro-batches or other cuts."""
         count = layout.micro_batches if micro_batches is None else micro_batches
         between = link(self.machine, layout)
         return simulate(layout.schedule, count, self.costs(layout, bounds), between, keep_events=keep_events)
 
     def predict(self, layout: Candidate) -> Prediction:
-        """Everything about a layout."""
+        """Predict everything about a layout."""
         costs, step = self.costs(layout), self._step_seconds(layout)
         passes = sum(rank.pass_seconds for rank in costs) * layout.micro_batches / layout.stages
         update = sum(rank.reduce_seconds + rank.optimizer_seconds for rank in costs) / layout.stages

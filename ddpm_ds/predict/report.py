@@ -1,4 +1,4 @@
-"""The planner's findings as text: the fastest layouts, the first one's memory, why it is the first; its step drawn."""
+"""Report of the planner: the fastest layouts, memory of the first and the reason for it, and a drawing of its step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddpm_ds.predict.simulate import Simulation
 
 
 def report(plan: Plan, machine: Machine) -> str:
-    """Everything that ``ddpm-ds plan`` prints of its result."""
+    """Return everything that ``ddpm-ds plan`` prints of its result."""
     first = plan.best[0]
     return "\n".join(
         [
@@ -30,7 +30,9 @@ def report(plan: Plan, machine: Machine) -> str:
 
 
 def why(plan: Plan, machine: Machine) -> str:
-    """Sentences on why the first layout is the first, what of it crosses nodes, and what more memory would do."""
+    """Return sentences on why the first layout is the fastest, which of its bytes cross nodes, and what more memory
+    would do.
+    """
     first, *others = plan.best
     sentences = [
         f"1 is the fastest of {plan.fitting:,} layouts that fit; {plan.misfits:,} don't. Its devices spend "
@@ -58,7 +60,7 @@ def why(plan: Plan, machine: Machine) -> str:
 
 
 def _apart(first: Prediction, turned: Prediction | None) -> str:
-    """A sentence on the bytes that cross nodes, also with the other axis of the layout across them."""
+    """Return a sentence on the bytes that cross nodes, also with the other axis of the layout across them."""
     wires = first.traffic
     parts = (("activations", wires.activations), ("gradients", wires.gradients), ("weights", wires.weights))
     named = " and ".join(f"{size / 1e9:.3f} GB of {name}" for name, size in parts if size)
@@ -77,7 +79,7 @@ def _apart(first: Prediction, turned: Prediction | None) -> str:
 
 
 def _difference(first: Prediction, other: Prediction) -> str:
-    """The largest part of the difference between two steps."""
+    """Return the largest part of the difference between two steps."""
     waits = other.bubble * other.step_seconds - first.bubble * first.step_seconds
     passes, update = other.pass_seconds - first.pass_seconds, other.update_seconds - first.update_seconds
     recomputes = other.layout.checkpoint_interval and not first.layout.checkpoint_interval
@@ -140,7 +142,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def draw_timeline(simulation: Simulation, title: str, path: Path) -> None:
-    """Write the step as a PNG, in the colours of measured ones. Its events must have been kept."""
+    """Write the step as a PNG, in the colours of measured ones. The simulation must have kept its events."""
     seconds = simulation.step_seconds
     names = [f"rank {rank}" for rank in range(len(simulation.events))]
     title = f"{title}\n{1e3 * seconds:,.4g} ms, bubble {simulation.bubble:.1%}"

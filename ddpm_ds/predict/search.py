@@ -1,4 +1,4 @@
-"""The search for the fastest layouts that fit: memory first, then only those that could be fast are simulated."""
+"""Search for the fastest layouts that fit: memory first, then only those that could be fast are simulated."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from ddpm_ds.predict.predictor import Prediction, Predictor
 
 @dataclass(frozen=True)
 class Plan:
-    """The result of a search."""
+    """Result of a search."""
 
     best: tuple[Prediction, ...]
-    """The fastest first, each with another number of stages, schedule or micro-batch than those before it."""
+    """Fastest layouts first, each with another number of stages, schedule or micro-batch than those before it."""
     fitting: int
-    """Layouts that fit the memory."""
+    """Number of layouts that fit the memory."""
     misfits: int
-    """Layouts that don't."""
+    """Number of layouts that don't fit the memory."""
     tempting: Prediction | None
-    """The fastest of the layouts that don't fit, where it would beat the best."""
+    """Fastest of the layouts that don't fit, where it would beat the best."""
     turned: Prediction | None = None
-    """The best with its other axis across nodes, where there are several."""
+    """Best layout with its other axis across nodes, where there are several."""
 
 
 def search(predictor: Predictor, top: int, among: Sequence[Candidate] | None = None) -> Plan:
-    """The ``top`` fastest layouts, of all or of ``among``, that fit.
+    """Return the ``top`` fastest layouts, of all or of ``among``, that fit.
 
     Of layouts that differ only in ZeRO, offload or checkpointing, the best stands for all.
 
     Raises:
-        LayoutError: no layout shares devices, layers and batch, or none fits; with the nearest.
+        LayoutError: no layout divides devices, layers and batch, or none fits; the message names the nearest.
     """
     fitting, misfits = sort_out(predictor, candidates(predictor) if among is None else among)
     if not fitting:
@@ -46,7 +46,9 @@ def search(predictor: Predictor, top: int, among: Sequence[Candidate] | None = N
 
 
 def candidates(predictor: Predictor) -> list[Candidate]:
-    """Layouts that training accepts; of the intervals between kept activations the one that needs least memory."""
+    """Return layouts that training accepts; of the intervals between kept activations the one that needs
+    least memory.
+    """
     chosen: list[Candidate] = []
     recomputing: dict[Candidate, tuple[int, Candidate]] = {}
     accepted: dict[tuple[str, int, bool, int], bool] = {}
@@ -69,7 +71,7 @@ def candidates(predictor: Predictor) -> list[Candidate]:
 
 
 def sort_out(predictor: Predictor, considered: Sequence[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
-    """The layouts that fit the devices' memory, and those that don't."""
+    """Return the layouts that fit the devices' memory, and those that don't."""
     fitting: list[Candidate] = []
     misfits: list[Candidate] = []
     for layout in considered:
@@ -78,7 +80,7 @@ def sort_out(predictor: Predictor, considered: Sequence[Candidate]) -> tuple[lis
 
 
 def _needs(predictor: Predictor, layout: Candidate) -> int:
-    """Bytes that the fullest rank holds."""
+    """Return the bytes that the fullest rank holds."""
     return max(memory.total for memory in predictor.memory(layout))
 
 
@@ -105,14 +107,14 @@ def _turned(predictor: Predictor, layout: Candidate) -> Prediction | None:
 
 
 def _order(prediction: Prediction) -> tuple[float, int]:
-    """The fastest first, and of equally fast ones the one that needs least memory."""
+    """Sort key: the fastest first, and of equally fast ones the one that needs least memory."""
     return prediction.step_seconds, prediction.peak.total
 
 
 def _tempting(predictor: Predictor, misfits: Sequence[Candidate], limit: float) -> Prediction | None:
-    """The fastest misfit below ``limit`` seconds, among micro-batches whose layers have been timed.
+    """Return the fastest misfit below ``limit`` seconds, among micro-batches whose layers have been timed.
 
-    To time others would take long and tell little.
+    Timing others would take long and tell little.
     """
     timed = [(predictor.lower_bound(layout), layout) for layout in misfits if predictor.knows_times(layout)]
     best: Prediction | None = None
@@ -137,7 +139,7 @@ def _is_accepted(predictor: Predictor, layout: Candidate) -> bool:
 
 
 def _nothing(predictor: Predictor, misfits: Sequence[Candidate]) -> LayoutError:
-    """The error where there is no layout."""
+    """Return the error for no layout that fits the memory."""
     job, machine = predictor.job, predictor.machine
     if not misfits:
         return _unshared(job, machine.devices)
@@ -152,7 +154,7 @@ def _nothing(predictor: Predictor, misfits: Sequence[Candidate]) -> LayoutError:
 
 
 def _unshared(job: Workload, devices: int) -> LayoutError:
-    """The error where devices, layers and batch have no common layout, whatever the memory."""
+    """Return the error for devices, layers and batch without a common layout, whatever the memory."""
     batch, wanted = job.spec.train.batch_images, job.spec.train.accumulation
     if wanted != "auto":
         return LayoutError(
@@ -166,5 +168,5 @@ def _unshared(job: Workload, devices: int) -> LayoutError:
 
 
 def _rounded_up(size: float) -> str:
-    """A size as ``--device-memory`` takes it, not smaller."""
+    """Return a size as ``--device-memory`` takes it, not smaller."""
     return f"{-(-int(size) * 10 // GIB) / 10}GiB" if size >= GIB else f"{int(size) // 2**20 + 1}MiB"

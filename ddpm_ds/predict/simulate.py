@@ -1,6 +1,6 @@
-"""The simulator: one training step of one pipeline, by the engines' own instruction streams with a time for each.
+"""Simulator of one training step of one pipeline, by the engines' own instruction streams with a time for each.
 
-A rank executes its stream in order and does one thing at a time. What it waits for is what the engines wait for:
+A rank executes its stream in order and does one thing at a time. It waits as the engines do:
 
     SendActivation, SendGrad    post a message and return at once
     RecvActivation, RecvGrad    nothing: receives are posted ahead
@@ -31,11 +31,13 @@ class PhaseCosts:
 
     forward_seconds: float
     backward_seconds: float
-    """With the recomputation of checkpointed activations, and with what ZeRO-2 reduces after each micro-batch."""
+    """Seconds of the backward, with recomputation of checkpointed activations and ZeRO-2's reduction after each
+    micro-batch.
+    """
     activation_bytes: int = 0
-    """Size of the message to the next stage; not used where the schedule sends none."""
+    """Bytes of the message to the next stage; not used where the schedule sends none."""
     gradient_bytes: int = 0
-    """Size of the message to the stage before, likewise."""
+    """Bytes of the message to the previous stage; not used where the schedule sends none."""
 
     @property
     def pass_seconds(self) -> float:
@@ -66,12 +68,12 @@ class Link:
 
 
 FREE = Link(bytes_per_second=float("inf"))
-"""A link on which messages cost nothing."""
+"""Link on which messages cost nothing."""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """One simulated step; tuples have an entry per rank."""
+    """Simulated step; tuples have an entry per rank."""
 
     step_seconds: float
     events: tuple[tuple[Event, ...], ...]
@@ -98,7 +100,7 @@ def simulate(
     *,
     keep_events: bool = False,
 ) -> Simulation:
-    """One step of a pipeline of ``len(costs)`` ranks.
+    """Simulate one step of a pipeline of ``len(costs)`` ranks.
 
     ``link(source, target)`` gives the link from one rank to a neighbour. Takes a microsecond or so per instruction.
 
@@ -113,7 +115,7 @@ def simulate(
     arrivals: dict[tuple[int, str, int], deque[float]] = defaultdict(deque)  # by rank, pass and phase
 
     def send(source: int, phase: int, forward: bool) -> int:
-        """Post a message; returns the rank that gets it."""
+        """Post a message; return the rank that receives it."""
         target = source + (1 if forward == (phase == 0) else -1)
         own, wire = costs[source].phases[phase], links(source, target)
         size = own.activation_bytes if forward else own.gradient_bytes
@@ -172,7 +174,7 @@ class _Rank:
     events: list[Event] = field(default_factory=list)
 
     def spend(self, instruction: str, phase: int, micro_batch: int, start: float, seconds: float) -> None:
-        """Execute something from ``start`` on."""
+        """Execute an instruction from ``start`` on."""
         self.now = start + seconds
         self.busy += seconds
         if self.keep_events and seconds:

@@ -1,4 +1,4 @@
-"""Predictions of a traced step laid out another way, by the models of time and memory that the planner uses.
+"""Predictions of a traced step laid out another way, with the planner's models of time and memory.
 
 The planner takes its rates from data sheets. Here they come from the trace: a stage's seconds are shared out to its
 layers by their flops, the links are as slow as explains the waiting that the schedule does not explain, and loading,
@@ -25,19 +25,19 @@ MOST_STARTUP = 0.9
 LEAST_BACKWARD = 0.2
 """Smallest share of a checkpointed backward pass that is not recomputation."""
 SLOWEST_LINK, FASTEST_LINK = 1e3, 1e13
-"""Bytes per second between which a link is looked for."""
+"""Range of bytes per second in which the speed of a link is searched."""
 HALVINGS = 24
 
 
 @dataclass(frozen=True)
 class LayerRate:
-    """Seconds of a layer's passes: a start for each micro-batch, and more for each of its images."""
+    """Seconds of a layer's passes: a constant for each micro-batch, plus a part for each image."""
 
     start: LayerSeconds
     per_image: LayerSeconds
 
     def seconds(self, images: int) -> LayerSeconds:
-        """The layer's passes of one micro-batch, without recomputation."""
+        """Return the seconds of the layer's passes of one micro-batch, without recomputation."""
         return LayerSeconds(
             self.start.forward + images * self.per_image.forward,
             self.start.backward + images * self.per_image.backward,
@@ -45,7 +45,9 @@ class LayerRate:
 
 
 class Model:
-    """Predicts steps of one run; the step that was traced comes out as it was, unless it was faster than its parts."""
+    """Predictor of a run's steps; for the traced step it returns the measured time, unless that was faster than its
+    parts.
+    """
 
     def __init__(self, facts: FinishedRun) -> None:
         self.facts, self.job, self.now = facts, facts.job, facts.setup
@@ -69,7 +71,7 @@ class Model:
         startup = startup_of(own)
 
         def rates(measured: float, startup: float) -> tuple[float, float]:
-            """The share of the layers' start-up that counts, and seconds per multiply-accumulate."""
+            """Return the share of the layers' start-up that counts, and seconds per multiply-accumulate."""
             share = min(1.0, MOST_STARTUP * measured / startup) if startup else 0.0
             return share, (measured - share * startup) / work
 
@@ -83,7 +85,9 @@ class Model:
         ]
 
     def _own_backward(self, segment: Segment, phase: PhaseCosts, forwards: Sequence[tuple[float, float]]) -> float:
-        """Seconds of a phase's backward without the forwards that it computes again, all but the first layer's."""
+        """Return the seconds of a phase's backward without the forwards that it recomputes, all but the first
+        layer's.
+        """
         if not self.now.checkpoint_interval:
             return phase.backward_seconds
         again = forwards[1:] if segment.start == 0 else forwards
@@ -92,7 +96,7 @@ class Model:
 
     @cached_property
     def recomputation_seconds(self) -> float:
-        """Seconds of recomputation in a step, on a rank in the mean."""
+        """Mean seconds of recomputation in a step, over the ranks."""
         if not self.now.checkpoint_interval:
             return 0.0
         measured = math.fsum(phase.backward_seconds for rank in self.facts.ranks for phase in rank.phases)
@@ -100,17 +104,19 @@ class Model:
         return self.now.micro_batches * (measured - own) / self.now.stages
 
     def layer_times(self, images: int) -> list[LayerSeconds]:
-        """The passes of every layer for one micro-batch, without recomputation."""
+        """Return the passes of every layer for one micro-batch, without recomputation."""
         return [layer.seconds(images) for layer in self.layers]
 
     @cached_property
     def startup_seconds(self) -> float:
-        """Seconds that the layers of a rank take for a micro-batch before they compute, in the mean."""
+        """Mean seconds over the ranks that a micro-batch's layers take before they compute."""
         return sum(layer.start.forward + layer.start.backward for layer in self.layers) / self.now.stages
 
     @cached_property
     def bytes_per_second(self) -> float:
-        """The speed of the links between ranks: infinite, or so slow that the predicted step is the traced one."""
+        """Speed of the links between ranks, in bytes per second: infinite, or such that the predicted step equals the
+        traced one.
+        """
         if self.now.stages == 1 or self._step(self.now, math.inf) >= self.facts.step_seconds:
             return math.inf
         slow, fast = math.log(SLOWEST_LINK), math.log(FASTEST_LINK)
@@ -123,11 +129,11 @@ class Model:
         return math.exp(fast)
 
     def step_seconds(self, way: Setup) -> float:
-        """Seconds of a step laid out in another way."""
+        """Return the seconds of a step laid out in another way."""
         return self._step(way, self.bytes_per_second)
 
     def gain(self, way: Setup) -> float:
-        """Share of an image's time in steps that another way saves; negative where it loses some."""
+        """Return the share of an image's time in steps that another layout saves; negative where it loses some."""
         before, after = (self.step_seconds(one) / one.images for one in (self.now, way))
         return 1 - after / before
 
@@ -149,7 +155,9 @@ class Model:
         return step.step_seconds + mean([rank.other for rank in self.facts.ranks])
 
     def _reduce_seconds(self, way: Setup, parameters: int, bytes_per_second: float) -> float:
-        """Seconds to reduce gradients among replicas; 0 under ZeRO-2, where the measured backward has them."""
+        """Return the seconds to reduce gradients among replicas; 0 under ZeRO-2, where the measured backward includes
+        them.
+        """
         now = self.now
         if way.replicas == 1 or (now.replicas > 1 and now.zero_stage == way.zero_stage == 2):
             return 0.0
@@ -160,11 +168,11 @@ class Model:
         return 2 * ring * parameters * way.element_bytes / bytes_per_second
 
     def _total(self, part: str) -> float:
-        """Seconds of a part of the traced step, on all ranks."""
+        """Return the seconds of a part of the traced step, on all ranks."""
         return math.fsum(getattr(rank, part) for rank in self.facts.ranks)
 
     def _per_image(self, part: str) -> float:
-        """Seconds per image of a part of loading, on the rank that takes longest."""
+        """Return the seconds per image of a part of loading, on the rank that takes longest."""
         longest = max(getattr(rank, part) for rank in self.facts.ranks)
         return longest / (self.now.micro_batches * self.now.micro_batch_images)
 
@@ -174,7 +182,7 @@ class Model:
 
     @cached_property
     def _send(self) -> float:
-        """Seconds per byte, on the rank that sends it."""
+        """Seconds per sent byte, on the rank that sends it."""
         now = self.now
         elements = sum(one.sent_elements + one.received_elements for own in self.segments(now) for one in own)
         sent = elements * now.element_bytes * now.micro_batches * now.micro_batch_images
@@ -182,14 +190,16 @@ class Model:
 
     @cached_property
     def _update(self) -> float:
-        """Seconds per parameter, on the replica that steps it."""
+        """Seconds per parameter of an update, on the replica that steps it."""
         owned = self._parameters / (self.now.replicas if self.now.zero_stage else 1)
         return self._total("update") / owned
 
     # ---------------------------------------------------------------- memory
 
     def fits(self, way: Setup) -> bool:
-        """Whether the devices' memory holds it; where that is not known, whether it takes no more than now."""
+        """Return whether a layout fits the devices' memory; where that is unknown, whether it takes no more
+        than now.
+        """
         most, memory = self._peak_bytes(self.now), self.facts.device.memory_bytes
         if memory is not None:
             most = max(most, usable(memory, on_cpu=self.job.on_cpu))
@@ -199,10 +209,10 @@ class Model:
         return max(memory.total for memory in pipeline_memory(self.job, way, way.bounds))
 
     def kept_bytes(self) -> int:
-        """Bytes of activations on the fullest rank, were none computed again."""
+        """Bytes of activations on the fullest rank, if none were recomputed."""
         return activation_bytes(self.job, replace(self.now, checkpoint_interval=0), self.now.bounds)
 
 
 def reads_data(way: Setup, rank: int) -> bool:
-    """Whether a rank loads micro-batches: the first layer's, and the loss's."""
+    """Return whether a rank loads micro-batches: those with the first layer or the loss."""
     return rank == 0 or (way.schedule == "1f1b" and rank == way.stages - 1)
