@@ -114,7 +114,7 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.deepspeed_config is not None:
         read_ds_config(options.deepspeed_config)
     run = _planned_run(options, local)
-    from ddpm_ds.cluster.checks import check, network_row
+    from ddpm_ds.cluster.checks import BAD, check, network_row
     from ddpm_ds.cluster.report import findings, report
     from ddpm_ds.cluster.survey import survey
 
@@ -139,7 +139,7 @@ def _doctor(options: argparse.Namespace) -> int:
     print(report(list(hosts), rows, network, found, notes, sys.stdout.isatty()))
     if options.write_env is not None:
         print(f"\n{_write(options.write_env, seen)}")
-    return EXIT_BAD_INPUT if any(one.level == "bad" for one in found) else 0
+    return EXIT_BAD_INPUT if any(one.mark == BAD for one in found) else 0
 
 
 def _planned_run(options: argparse.Namespace, local: bool) -> PlannedRun:

@@ -7,15 +7,14 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddpm_ds.cluster.checks import CheckRow, Level
+from ddpm_ds.cluster.checks import BAD, GOOD, WARNING, CheckRow
 from ddpm_ds.cluster.network import Network, pairs, speed
 from ddpm_ds.command_line import aligned
 
 HOSTS_ABREAST = 8
 SLOW = 0.5
 """Share of the median bandwidth below which a way is noted."""
-MARKS: dict[Level, str] = {"good": " ", "warning": "?", "bad": "!"}
-COLOURS = {"!": "\033[31m", "?": "\033[33m"}
+COLOURS = {BAD: "\033[31m", WARNING: "\033[33m"}
 PLAIN = "\033[0m"
 MARKED = re.compile(r"(?<=  )[!?] \S+(?: \S+)*")
 """A cell of a table that is marked: columns are two spaces apart."""
@@ -25,7 +24,7 @@ MARKED = re.compile(r"(?<=  )[!?] \S+(?: \S+)*")
 class Finding:
     """One line beneath the tables."""
 
-    level: Level
+    mark: str
     who: str
     what: str
     why: str
@@ -33,17 +32,17 @@ class Finding:
 
     def line(self) -> str:
         """The whole line, with its mark."""
-        return f"{MARKS[self.level]} {self.who}, {self.what}: {self.why}; {self.fix}"
+        return f"{self.mark} {self.who}, {self.what}: {self.why}; {self.fix}"
 
 
 def findings(rows: Sequence[CheckRow], network: Network | None) -> list[Finding]:
     """Everything that is not good, bad before warnings; hosts with the same finding share a line."""
-    found: dict[tuple[Level, str, str, str], list[str]] = {}
+    found: dict[tuple[str, str, str, str], list[str]] = {}
     for row in rows:
         for host, cell in row.cells.items():
-            if cell.level != "good":
-                found.setdefault((cell.level, row.name, cell.why, cell.fix), []).append(host)
-    lines = [Finding(level, ", ".join(who), what, why, fix) for (level, what, why, fix), who in found.items()]
+            if cell.mark != GOOD:
+                found.setdefault((cell.mark, row.name, cell.why, cell.fix), []).append(host)
+    lines = [Finding(mark, ", ".join(who), what, why, fix) for (mark, what, why, fix), who in found.items()]
     if network is not None and len(network.ways) > 2:
         median = statistics.median(way.bytes_per_second for way in network.ways)
         for way in network.ways:
@@ -51,8 +50,8 @@ def findings(rows: Sequence[CheckRow], network: Network | None) -> list[Finding]
                 who = f"{way.sender} to {way.receiver}"
                 why = f"{speed(way.bytes_per_second)}, the median is {speed(median)}"
                 fix = "look at its cable, link speed (ethtool) and other traffic"
-                lines.append(Finding("warning", who, "bandwidth", why, fix))
-    return sorted(lines, key=lambda one: one.level != "bad")
+                lines.append(Finding(WARNING, who, "bandwidth", why, fix))
+    return sorted(lines, key=lambda one: one.mark != BAD)
 
 
 def report(
@@ -68,7 +67,7 @@ def report(
     def painted(text: str) -> str:
         return f"{COLOURS[text[0]]}{text}{PLAIN}" if colour else text
 
-    bad = sum(one.level == "bad" for one in found)
+    bad = sum(one.mark == BAD for one in found)
     verdict = [f"{bad} to fix" if bad else "good"]
     verdict += [f"{len(found) - bad} to check"] if len(found) > bad else []
     parts = [
@@ -89,7 +88,7 @@ def _host_tables(hosts: Sequence[str], rows: Sequence[CheckRow]) -> str:
         lines = [["", *(f"  {host}" for host in abreast)]]
         for row in rows:
             cells = [row.cells.get(host) for host in abreast]
-            lines.append([row.name, *(f"{MARKS[cell.level]} {cell.text}" if cell else "  -" for cell in cells)])
+            lines.append([row.name, *(f"{cell.mark} {cell.text}" if cell else "  -" for cell in cells)])
         tables.append("\n".join(aligned(lines, left=range(len(abreast) + 1))))
     return "\n\n".join(tables)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddpm_ds.cluster.checks import CheckResult, check
+from ddpm_ds.cluster.checks import BAD, CheckResult, check
 from ddpm_ds.cluster.probe import PACKAGES, Disk, Document, HostFacts
 from ddpm_ds.cluster.report import findings
 from ddpm_ds.cluster.survey import Failure, HostReport, PlannedRun, Survey
@@ -190,7 +190,7 @@ def test_the_line_names_host_value_and_fix(case: str) -> None:
 
 def test_a_mark_without_a_fix_can_not_be_made() -> None:
     with pytest.raises(ValueError, match="no fix"):
-        CheckResult("2.11.0", "bad", why="another version")
+        CheckResult("2.11.0", BAD, why="another version")
 
 
 def test_hosts_with_the_same_fault_share_a_line() -> None:

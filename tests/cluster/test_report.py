@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 
-from ddpm_ds.cluster.checks import CheckResult, CheckRow, network_row
+from ddpm_ds.cluster.checks import BAD, WARNING, CheckResult, CheckRow, network_row
 from ddpm_ds.cluster.network import Network, Route, pairs
 from ddpm_ds.cluster.report import findings, report
 
 HOSTS = ["a", "b", "c"]
 ROWS = [
     CheckRow(
-        "ssh", {"a": CheckResult("yes"), "b": CheckResult("yes"), "c": CheckResult("no", "bad", "refused", "start it")}
+        "ssh", {"a": CheckResult("yes"), "b": CheckResult("yes"), "c": CheckResult("no", BAD, "refused", "start it")}
     ),
     CheckRow(
         "devices",
-        {"a": CheckResult("2 x H200"), "b": CheckResult("4 x A100 80 GiB", "warning", "other", "use equal ones")},
+        {"a": CheckResult("2 x H200"), "b": CheckResult("4 x A100 80 GiB", WARNING, "other", "use equal ones")},
     ),
 ]
 
