@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,22 +35,35 @@ def test_hosts_and_slots_are_those_that_deepspeed_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("read", "text", "said"),
     [
-        ("worker-1 slots=4\nworker-2\n", "line 2: 'worker-2' is not HOST slots=N; write it as: worker-1 slots=4"),
-        ("worker-1 slots=4x\n", "line 1: 'worker-1 slots=4x' is not HOST slots=N"),
-        ("a slots=1\nb slots=1\na slots=1\n", "line 3: 'a slots=1' names a a second time"),
-        ("a slots=0\n", "gives no process to a; delete the line"),
-        ("# nobody\n", "names no host; add a line such as"),
-        (None, "can't be read"),
+        (
+            read_hostfile,
+            "worker-1 slots=4\nworker-2\n",
+            "line 2: 'worker-2' is not HOST slots=N; write it as: worker-1",
+        ),
+        (read_hostfile, "worker-1 slots=4x\n", "line 1: 'worker-1 slots=4x' is not HOST slots=N"),
+        (read_hostfile, "a slots=1\nb slots=1\na slots=1\n", "line 3: 'a slots=1' names a a second time"),
+        (read_hostfile, "a slots=0\n", "gives no process to a; delete the line"),
+        (read_hostfile, "# nobody\n", "names no host; add a line such as"),
+        (read_hostfile, None, "can't be read"),
+        (read_environment, "A=1\nNCCL_DEBUG", "line 2: 'NCCL_DEBUG' is not KEY=VALUE; write it as"),
+        (read_environment, "2ND=a", "line 1: '2ND=a' is not KEY=VALUE"),
+        (read_environment, "my key=a", "is not KEY=VALUE"),
+        (read_environment, "A='b", "the quotes of \"A='b\" don't close"),
+        (read_environment, 'A="b" c', "don't close"),
+        (read_environment, "PATH=$HOME/bin", "would be another value in each shell; write it out"),
+        (read_environment, "A=`hostname`", "would be another value in each shell"),
     ],
 )
-def test_what_is_wrong_in_a_hostfile_is_said_with_its_line(text: str | None, said: str, tmp_path: Path) -> None:
-    file = tmp_path / "hostfile"
+def test_a_wrong_line_is_named_with_its_file(
+    read: Callable[[Path], object], text: str | None, said: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
     if text is not None:
         file.write_text(text)
     with pytest.raises(SpecError) as error:
-        read_hostfile(file)
+        read(file)
     assert said in str(error.value) and str(file) in str(error.value)
 
 
@@ -100,26 +114,6 @@ def test_what_people_write_is_understood(tmp_path: Path) -> None:
         "PLAIN": 'say "hi" for $5 \\ C:\\dir',
         "QUOTED": "it's `this`",
     }
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("NCCL_DEBUG", "line 2: 'NCCL_DEBUG' is not KEY=VALUE; write it as"),
-        ("2ND=a", "is not KEY=VALUE"),
-        ("my key=a", "is not KEY=VALUE"),
-        ("A='b", "the quotes of \"A='b\" don't close"),
-        ('A="b" c', "don't close"),
-        ("PATH=$HOME/bin", "would be another value in each shell; write it out"),
-        ("A=`hostname`", "would be another value in each shell"),
-    ],
-)
-def test_what_is_no_assignment_is_said_with_its_line(line: str, said: str, tmp_path: Path) -> None:
-    file = tmp_path / ENVIRONMENT_FILE
-    file.write_text(f"A=1\n{line}\n")
-    with pytest.raises(SpecError) as error:
-        read_environment(file)
-    assert said in str(error.value) and f"{file}, line 2" in str(error.value)
 
 
 def test_files_are_found_where_deepspeed_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,23 +64,16 @@ def test_what_handled_signals_before_does_so_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "wish"), [("save", Asked(save=True)), ("save_and_stop", Asked(stop=True))])
-def test_a_file_asks_until_the_run_is_saved(
+def test_a_file_asks_until_the_run_is_saved_after_it_was_seen(
     name: str, wish: Asked, listen: Callable[..., Requests], tmp_path: Path
 ) -> None:
     requests = listen()
     assert requests.poll() == Asked()
     (tmp_path / name).touch()
+    requests.saved()  # for another reason, before the file was seen
     assert requests.poll() == wish
     requests.saved()
     assert requests.poll() == Asked() and not (tmp_path / name).exists()
-
-
-def test_a_file_that_came_after_the_last_look_is_not_lost(listen: Callable[..., Requests], tmp_path: Path) -> None:
-    requests = listen()
-    requests.poll()
-    (tmp_path / "save_and_stop").touch()
-    requests.saved()  # on its cadence
-    assert requests.poll() == Asked(stop=True)
 
 
 def test_the_clock_asks_and_begins_anew_when_the_run_is_saved(
