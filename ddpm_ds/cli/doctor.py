@@ -6,12 +6,17 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ddpm_ds.cluster.checks import BAD, check, network_row, on_cuda
+from ddpm_ds.cluster.network import ALL_PAIRS_HOSTS, Network, network_test
+from ddpm_ds.cluster.report import findings, report
+from ddpm_ds.cluster.survey import PlannedRun, Survey, survey
+from ddpm_ds.cluster.travel import chosen_by_hosts, exported, merge_into, secrets, travelling
 from ddpm_ds.command_line import add_overrides, check_writable, positive
-from ddpm_ds.config.spec_file import SPECS
+from ddpm_ds.config.spec_file import SPECS, load_spec
 from ddpm_ds.errors import EXIT_BAD_INPUT
 from ddpm_ds.processes.hosts import (
     DEFAULT_HOSTFILE,
@@ -23,10 +28,6 @@ from ddpm_ds.processes.hosts import (
     this_host,
 )
 from ddpm_ds.tracking.run_folder import OUTPUT_ROOT
-
-if TYPE_CHECKING:
-    from ddpm_ds.cluster.network import Network
-    from ddpm_ds.cluster.survey import PlannedRun, Survey
 
 CONNECT_SECONDS = 10
 CHECKPOINT_BYTES = 16
@@ -114,10 +115,6 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.deepspeed_config is not None:
         read_ds_config(options.deepspeed_config)
     run = _planned_run(options, local)
-    from ddpm_ds.cluster.checks import BAD, check, network_row
-    from ddpm_ds.cluster.report import findings, report
-    from ddpm_ds.cluster.survey import survey
-
     seen = survey(
         hosts,
         run,
@@ -127,14 +124,11 @@ def _doctor(options: argparse.Namespace) -> int:
         seconds=options.timeout_seconds,
         log=_log,
     )
-    rows, notes, network = check(seen, run), _notes(seen, local), None
-    if not options.no_network and len(hosts) > 1:
+    rows, network = check(seen, run), None
+    if not options.no_network:
         network = _network(seen, run, options.timeout_seconds)
-        if network is None:
-            notes.append("The network was not tried: fewer than two hosts can meet.")
-        else:
-            rows.append(network_row(network))
-            notes += _about(network)
+    rows += [network_row(network)] if network else []
+    notes = list(_notes(seen, local, network, untried=network is None and not options.no_network))
     found = findings(rows, network)
     print(report(list(hosts), rows, network, found, notes, sys.stdout.isatty()))
     if options.write_env is not None:
@@ -144,9 +138,6 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _planned_run(options: argparse.Namespace, local: bool) -> PlannedRun:
     """The run as DeepSpeed would start it on every host; an environment file that is to be written counts already."""
-    from ddpm_ds.cluster.survey import PlannedRun
-    from ddpm_ds.cluster.travel import exported, travelling
-    from ddpm_ds.config.spec_file import load_spec
     from ddpm_ds.unet.layers import unet_layers
 
     spec = load_spec(options.spec, options.overrides)
@@ -175,9 +166,6 @@ def _log(line: str) -> None:
 
 def _network(seen: Survey, run: PlannedRun, seconds: int) -> Network | None:
     """The network test between the hosts that can connect to the first one's port, if there are two."""
-    from ddpm_ds.cluster.checks import on_cuda
-    from ddpm_ds.cluster.network import network_test
-
     able = [
         host
         for host, facts in seen.facts.items()
@@ -189,40 +177,29 @@ def _network(seen: Survey, run: PlannedRun, seconds: int) -> Network | None:
     return network_test(able, run, seen.master_address, seen.master_port, backend=backend, seconds=seconds, log=_log)
 
 
-def _notes(seen: Survey, local: bool) -> list[str]:
+def _notes(seen: Survey, local: bool, network: Network | None, untried: bool) -> Iterator[str]:
     """Remarks that belong to no single host."""
-    notes = []
     if len(seen.hosts) > 1 and shutil.which("pdsh") is None:
-        notes.append(
+        yield (
             "pdsh is not on this machine, which deepspeed starts other hosts with: apt install pdsh, or use its "
             "--launcher slurm or openmpi, or --no_ssh."
         )
     if len(seen.hosts) == 1 and not local:
-        notes.append("With a single host in the hostfile deepspeed starts the processes here, unless --force_multi.")
-    return notes
-
-
-def _about(network: Network) -> list[str]:
-    """Remarks on the pairs of hosts."""
-    from ddpm_ds.cluster.network import ALL_PAIRS_HOSTS
-
-    notes = []
-    if len(network.hosts) > ALL_PAIRS_HOSTS:
-        notes.append(f"With more than {ALL_PAIRS_HOSTS} hosts only neighbours in the hostfile are measured.")
-    if network.ways:
+        yield "With a single host in the hostfile deepspeed starts the processes here, unless --force_multi."
+    if len(seen.hosts) > 1 and untried:
+        yield "The network was not tried: fewer than two hosts can connect."
+    if network and len(network.hosts) > ALL_PAIRS_HOSTS:
+        yield f"With more than {ALL_PAIRS_HOSTS} hosts only neighbours in the hostfile are measured."
+    if network and network.ways:
         slowest = min(way.bytes_per_second for way in network.ways)
-        notes.append(
+        yield (
             f"For ddpm-ds plan: --inter-node {slowest / 1e9:.3g}GB/s, the slowest way by {network.backend}; less where "
             "several processes of a host send at once."
         )
-    return notes
 
 
 def _write(path: Path, seen: Survey) -> str:
     """Write the environment file, and describe what is in it and what not."""
-    from ddpm_ds.cluster.checks import on_cuda
-    from ddpm_ds.cluster.travel import chosen_by_hosts, merge_into, secrets, travelling
-
     chosen = {}
     if len(seen.facts) == len(seen.hosts):
         interfaces = [report.interface for report in seen.hosts.values() if len(seen.hosts) > 1]

@@ -22,14 +22,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 from ddpm_ds.cluster.probe import tell
 from ddpm_ds.cluster.survey import NO_SSH, Conversation, Ended, PlannedRun, Silent
 from ddpm_ds.processes.hosts import use_interface_towards
-
-if TYPE_CHECKING:
-    import torch
 
 ALL_PAIRS_HOSTS = 8
 """With more hosts only neighbours are measured, as a ring."""
@@ -147,62 +143,11 @@ def speed(bytes_per_second: float) -> str:
     return f"{bytes_per_second / 1e6:.1f} MB/s"
 
 
-class PairLink:
-    """Transfers between this rank and another: a header of one number, so many bytes, an answer of one number."""
-
-    def __init__(self, device: torch.device) -> None:
-        import torch
-
-        self._number = torch.zeros(1, dtype=torch.int64, device=device)
-        self._bytes = torch.ones(LARGEST_BYTES, dtype=torch.uint8, device=device)
-
-    def lead(self, peer: int) -> tuple[float, float]:
-        """Measure the way to ``peer``, which follows: latency in seconds and bandwidth in bytes per second."""
-        for _ in range(WARM_UP_PINGS):
-            self._transfer(peer, 0)
-        times, until = [self._transfer(peer, 0)], time.monotonic() + PING_SECONDS
-        while len(times) < PINGS and time.monotonic() < until:
-            times.append(self._transfer(peer, 0))
-        latency, size = statistics.median(times) / 2, SMALLEST_BYTES
-        while (seconds := self._transfer(peer, size) - 2 * latency) <= LONG_ENOUGH_SECONDS and size < LARGEST_BYTES:
-            size *= 2
-        self._send_number(END, peer)
-        return latency, size / max(seconds, 1e-9)
-
-    def follow(self, peer: int) -> None:
-        """Answer what ``peer`` sends until it ends."""
-        import torch.distributed as dist
-
-        while (size := self._receive_number(peer)) != END:
-            if size:
-                dist.recv(self._bytes[:size], peer)
-            self._send_number(0, peer)
-
-    def _transfer(self, peer: int, size: int) -> float:
-        """Send so many bytes; returns the seconds until the peer has answered."""
-        import torch.distributed as dist
-
-        began = time.perf_counter()
-        self._send_number(size, peer)
-        if size:
-            dist.send(self._bytes[:size], peer)
-        self._receive_number(peer)
-        return time.perf_counter() - began
-
-    def _send_number(self, number: int, peer: int) -> None:
-        import torch.distributed as dist
-
-        dist.send(self._number.fill_(number), peer)
-
-    def _receive_number(self, peer: int) -> int:
-        import torch.distributed as dist
-
-        dist.recv(self._number, peer)
-        return int(self._number.item())
-
-
 def measure(rank: int, world: int, backend: str) -> None:
-    """Make all measurements and tell each as it is made; the process group exists."""
+    """Make all measurements and tell each as it is made; the process group exists.
+
+    A transfer between two ranks is a header of one number, so many bytes, and an answer of one number.
+    """
     import torch
     import torch.distributed as dist
 
@@ -216,15 +161,49 @@ def measure(rank: int, world: int, backend: str) -> None:
         if found != world * (world + 1) / 2:
             raise ArithmeticError(f"an all-reduce on {device} gave {found:g} instead of {world * (world + 1) // 2}")
     tell({"all_reduce_seconds": seconds})
-    link = PairLink(devices[-1])
+    number = torch.zeros(1, dtype=torch.int64, device=devices[-1])
+    payload = torch.ones(LARGEST_BYTES, dtype=torch.uint8, device=devices[-1])
+
+    def transfer(peer: int, size: int) -> float:
+        """Send so many bytes; returns the seconds until the peer has answered."""
+        began = time.perf_counter()
+        dist.send(number.fill_(size), peer)
+        if size:
+            dist.send(payload[:size], peer)
+        dist.recv(number, peer)
+        number.item()  # waits for the device
+        return time.perf_counter() - began
+
+    def lead(peer: int) -> None:
+        """Measure the way to ``peer``, which follows."""
+        for _ in range(WARM_UP_PINGS):
+            transfer(peer, 0)
+        times, until = [transfer(peer, 0)], time.monotonic() + PING_SECONDS
+        while len(times) < PINGS and time.monotonic() < until:
+            times.append(transfer(peer, 0))
+        latency, size = statistics.median(times) / 2, SMALLEST_BYTES
+        while (seconds := transfer(peer, size) - 2 * latency) <= LONG_ENOUGH_SECONDS and size < LARGEST_BYTES:
+            size *= 2
+        dist.send(number.fill_(END), peer)
+        tell({"to": peer, "latency_seconds": latency, "bytes_per_second": size / max(seconds, 1e-9)})
+
+    def follow(peer: int) -> None:
+        """Answer what ``peer`` sends until it ends."""
+        while True:
+            dist.recv(number, peer)
+            if (size := int(number.item())) == END:
+                return
+            if size:
+                dist.recv(payload[:size], peer)
+            dist.send(number.fill_(0), peer)
+
     turn = torch.zeros(1)
     for one, other in pairs(world):
         for sender, receiver in ((one, other), (other, one)):
             if rank == sender:
-                latency, bandwidth = link.lead(receiver)
-                tell({"to": receiver, "latency_seconds": latency, "bytes_per_second": bandwidth})
+                lead(receiver)
             elif rank == receiver:
-                link.follow(sender)
+                follow(sender)
         dist.all_reduce(turn)  # nobody disturbs a pair
 
 

@@ -10,8 +10,8 @@ all. Ranks elsewhere see to their own end when they have lost the others or thei
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import itertools
 import os
 import signal
 import subprocess
@@ -113,11 +113,10 @@ def exit_code(launcher: int, record: ExitRecord, *, stopping: bool, orphaned: bo
 
 def _run_dir(command: Sequence[str]) -> Path:
     """The training script's --run-dir. Without it each start would make up a new folder, and none would resume."""
-    for word, following in itertools.zip_longest(command, command[1:]):
-        if word == "--run-dir" and following:
-            return Path(following)
-        if word.startswith("--run-dir="):
-            return Path(word.removeprefix("--run-dir="))
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--run-dir", type=Path, nargs="?")
+    if folder := parser.parse_known_args(command)[0].run_dir:
+        return Path(folder)
     raise SpecError("no --run-dir for the training script, so that no start could resume another; add --run-dir DIR")
 
 
