@@ -1,1 +1,1 @@
-"""The verdict on a finished run: where its time went, and the one change to try next."""
+"""Verdict on a finished run: where its time went, and the one change to try next."""

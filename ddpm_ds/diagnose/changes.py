@@ -1,4 +1,4 @@
-"""The one change to try next: all that could lower a cost are predicted, and the best is named."""
+"""Choice of the one change to try next: every change that could lower a cost is predicted, and the best is named."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ddpm_ds.predict.finished_run import FinishedRun, Setup
 from ddpm_ds.predict.whatif import Model
 
 LEAST_GAIN = 0.01
-"""Share of an image's time below which a change is not worth trying."""
+"""Smallest share of an image's time that makes a change worth trying."""
 MUCH_MORE = 0.2
-"""How much more of the time a far-reaching change has to save than a simpler one."""
+"""Additional share of the time that a far-reaching change has to save over a simpler one."""
 MOST_MICRO_BATCHES = 16
-"""Micro-batches per rank that are tried; with so many the bubble is 6 %."""
+"""Largest number of micro-batches per rank that is tried; with it the bubble is 6 %."""
 MOST_WORKERS = 16
 PAUSE_SHARE = 0.01
 """Share of the time that pauses may take after a change."""
@@ -29,12 +29,12 @@ PAUSE_SHARE = 0.01
 
 @dataclass(frozen=True)
 class Change:
-    """A change of one setting, and what it is predicted to save."""
+    """Change of one setting, and its predicted saving."""
 
     words: str
-    """The effect, in a sentence."""
+    """Description of the effect, in a sentence."""
     gain: float
-    """Share of an image's time that it saves."""
+    """Share of an image's time that the change saves."""
     options: tuple[str, ...] = ()
     """Options of launch/train.py."""
     config: dict[str, Any] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Change:
 
     @property
     def edit(self) -> str:
-        """The change as it is typed."""
+        """Text of the change as it is typed."""
         keys = json.dumps(self.config)[1:-1]
         return " and in the DeepSpeed JSON ".join(part for part in (" ".join(self.options), keys) if part)
 
@@ -52,9 +52,9 @@ Ideas = Iterator[tuple[str, Setup | float, tuple[str, ...], dict[str, Any]]]
 
 
 def best_change(model: Model, cost: str) -> Change | None:
-    """The change that saves most of what ``cost`` takes; None where none is worth trying.
+    """Return the change that saves most of ``cost``; None where none is worth trying.
 
-    Of changes that save about as much, the one that comes first, which is the smallest.
+    Of changes that save about the same, the first is taken, which is the smallest.
     """
     simple, far = (_best(model, sources.get(cost, ())) for sources in (_SIMPLE, _FAR))
     if far is not None and (simple is None or far.gain > simple.gain + MUCH_MORE):
@@ -75,7 +75,7 @@ def _best(model: Model, sources: Sequence[Callable[[Model], Ideas]]) -> Change |
 
 
 def stepping(facts: FinishedRun) -> float:
-    """Share of the run's time in which steps are taken."""
+    """Return the share of the run's time spent in steps."""
     return 1 - facts.pauses.checkpoint_share - facts.pauses.inspection_share
 
 
@@ -83,7 +83,7 @@ def stepping(facts: FinishedRun) -> float:
 
 
 def micro_batches(model: Model, *, more: bool) -> Ideas:
-    """More or fewer micro-batches, the nearest number first, the batch left as it is."""
+    """Propose more or fewer micro-batches, the nearest number first, with the same batch."""
     now = model.now
     share = now.micro_batches * now.micro_batch_images
     fewest, most = 2 * now.stages if now.schedule == "folded" else 1, min(share, MOST_MICRO_BATCHES * now.stages)
@@ -98,7 +98,7 @@ def micro_batches(model: Model, *, more: bool) -> Ideas:
 
 
 def _sharing(model: Model, way: Setup) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Options and keys that ask for the micro-batches of a way."""
+    """Return options and JSON keys that give the micro-batches of a setup."""
     if model.facts.spec.train.accumulation != "auto":
         return (f"--set train.accumulation={way.micro_batches}",), {}
     return (), {
@@ -108,7 +108,7 @@ def _sharing(model: Model, way: Setup) -> tuple[tuple[str, ...], dict[str, Any]]
 
 
 def schedules(model: Model) -> Ideas:
-    """The other schedule."""
+    """Propose the other schedule."""
     now = model.now
     other: Schedule = "1f1b" if now.schedule == "folded" else "folded"
     if now.stages == 1 or (other == "folded" and now.micro_batches < 2 * now.stages):
@@ -124,7 +124,7 @@ def schedules(model: Model) -> Ideas:
 
 
 def partitions(model: Model) -> Ideas:
-    """Cuts by the layers' times; where they are, or would be, no better, as they were in the traced step."""
+    """Propose cuts by the layers' times; none where these are, or would be, no better than the traced ones."""
     bounds = _measured_bounds(model, model.now.stages, model.now.schedule)
     if bounds is None or bounds == model.now.bounds:
         return
@@ -137,9 +137,9 @@ def partitions(model: Model) -> Ideas:
 
 
 def _cut(model: Model, ranks: int, schedule: Schedule) -> tuple[tuple[int, ...], dict[str, Any]] | None:
-    """The bounds of another number of stages or schedule, and the keys that ask for them; None where there are none.
+    """Return bounds for another number of stages or schedule, and the keys that set them; None where there are none.
 
-    They are made as the present ones, and where those are listed in the JSON, by the measured times.
+    They are found by the present method, or by measured times where the JSON lists the cuts.
     """
     given = model.facts.partition
     bounds: tuple[int, ...] | None = None
@@ -161,7 +161,7 @@ def _measured_bounds(model: Model, ranks: int, schedule: Schedule) -> tuple[int,
 
 
 def stages(model: Model) -> Ideas:
-    """Other numbers of stages on the same processes, micro-batches as large as they are."""
+    """Propose other numbers of stages on the same processes, with micro-batches of the same size."""
     now = model.now
     world = now.stages * now.replicas
     per_step = world * now.micro_batch_images
@@ -182,7 +182,9 @@ def stages(model: Model) -> Ideas:
 
 
 def batches(model: Model, *, part: str) -> Ideas:
-    """A batch twice as large, as more micro-batches or as larger ones; learning rate and warm-up are the user's."""
+    """Propose a batch twice as large, as more micro-batches or as larger ones; learning rate and warm-up are left to
+    the user.
+    """
     way = replace(model.now, **{part: 2 * getattr(model.now, part)})
     options, config = _sharing(model, way)
     words = "A batch twice as large, which learns differently: look at optimizer.learning_rate too"
@@ -190,7 +192,7 @@ def batches(model: Model, *, part: str) -> Ideas:
 
 
 def keep_activations(model: Model) -> Ideas:
-    """No recomputation."""
+    """Propose no recomputation."""
     if model.now.checkpoint_interval:
         words = "All activations fit the device's memory, so none need be computed again"
         config = {"pipeline": {"activation_checkpoint_interval": 0}}
@@ -198,14 +200,14 @@ def keep_activations(model: Model) -> Ideas:
 
 
 def partition_optimizer(model: Model) -> Ideas:
-    """ZeRO-1 instead of none."""
+    """Propose ZeRO-1 instead of none."""
     if model.now.zero_stage == 0 and model.now.replicas > 1:
         words = f"With ZeRO-1 each of {model.now.replicas} replicas steps its share of the weights"
         yield words, replace(model.now, zero_stage=1), (), {"zero_optimization": {"stage": 1}}
 
 
 def halve_messages(model: Model) -> Ideas:
-    """Half precision on GPUs; on a CPU it takes longer to compute than it saves."""
+    """Propose half precision on GPUs; on a CPU it costs more compute than it saves."""
     if model.job.precision == "fp32" and not model.job.on_cpu:
         yield "In bf16 messages are half as long", replace(model.now, element_bytes=2), (), {"bf16": {"enabled": True}}
 
@@ -214,7 +216,7 @@ def halve_messages(model: Model) -> Ideas:
 
 
 def workers(model: Model) -> Ideas:
-    """As many loader processes as keep up with the steps."""
+    """Propose as many loader processes as keep up with the steps."""
     now, workers = model.now, model.facts.spec.data.workers
     wait = max(rank.data_wait for rank in model.facts.ranks)
     alone = model.step_seconds(replace(now, data_wait=0.0))
@@ -228,7 +230,7 @@ def workers(model: Model) -> Ideas:
 
 
 def loss_scale(model: Model) -> Ideas:
-    """A scale that does not overflow, or a precision without one."""
+    """Propose a loss scale that does not overflow, or a precision without one."""
     found = model.facts.overflows
     share = stepping(model.facts) * found.skipped / found.steps
     if found.last_scale < found.first_scale:
@@ -241,7 +243,7 @@ def loss_scale(model: Model) -> Ideas:
 
 
 def rarer_pauses(model: Model, *parts: str) -> Ideas:
-    """Checkpoints, samples or validation so rare that each takes 1 %."""
+    """Propose checkpoints, samples or validation so rare that each takes 1 %."""
     facts = model.facts
     saving, inspecting = facts.pauses.checkpoint_share, facts.pauses.inspection_share
     validating = min(facts.evaluation_seconds / facts.pauses.seconds, inspecting)
@@ -276,4 +278,4 @@ _FAR: dict[str, tuple[Callable[[Model], Ideas], ...]] = {
     "optimizer": (partial(batches, part="micro_batches"),),
     "low utilisation": (partial(batches, part="micro_batch_images"),),
 }
-"""Changes of more than speed: of which rank holds what, or of what a step learns."""
+"""Changes beyond speed (which rank holds what, or what a step learns), by the cost that they may lower."""

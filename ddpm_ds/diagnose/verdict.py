@@ -1,6 +1,6 @@
-"""The verdict on a finished run: where its time went, the largest cost with its numbers, and the one change to try.
+"""Verdict on a finished run: where its time went, the largest cost with its numbers, and the one change to try.
 
-All devices' time is shared out. What a traced step measured directly is taken as it is; waiting for other ranks is
+All devices' time is attributed. Times measured directly in a traced step are used unchanged; waiting for other ranks is
 explained by simulating the same schedule, one cause after the other::
 
     equal ranks, free links                                 the bubble
@@ -31,29 +31,29 @@ USEFUL = "useful work"
 HEALTHY = 0.05
 """Share below which no cost is worth a change."""
 BAR = 40
-"""Characters of a bar that is all of the time."""
+"""Characters of a bar that stands for all of the time."""
 LINE = 112
-"""Characters of a line, where it is not a command."""
+"""Characters of a line, unless it is a command."""
 VERDICT = "verdict.txt"
-"""The file in a run's folder."""
+"""Name of the file in a run's folder."""
 SHOWN = {"low utilisation": "kernel start-up", "sampling pauses": "sampling and validation"}
-"""Words for shares whose name in MLflow's tags says less."""
+"""Names shown to users for shares whose MLflow tag is less clear."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The findings about a run."""
+    """Findings about a run."""
 
     shares: dict[str, float]
     """Shares of all devices' time: useful work, then the costs, the largest first; they sum to 1."""
     top: str
-    """The largest cost."""
+    """Name of the largest cost."""
     evidence: str
-    """The numbers behind the largest cost, in a sentence."""
+    """Numbers behind the largest cost, in a sentence."""
     change: Change | None
-    """The one to try next; None where no setting of this project makes the run faster."""
+    """Change to try next; None where no setting of this project makes the run faster."""
     change_for: str
-    """The cost that it lowers: the largest for which there is a change."""
+    """Cost that the change lowers: the largest for which there is one."""
 
     @property
     def expected_gain(self) -> float | None:
@@ -83,10 +83,10 @@ def verdict(facts: FinishedRun) -> Verdict:
 
 
 def conclude(run_dir: Path, log: Callable[[str], None]) -> Verdict | None:
-    """Judge a run at its end, on rank 0: measure its device, write ``verdict.txt``, and return what was found.
+    """Judge a run at its end, on rank 0: measure its device, write ``verdict.txt``, and return the verdict.
 
-    Takes some tenths of a second. None, which ``say`` explains, where no step was traced or the run's files can't be
-    read or written.
+    Takes some tenths of a second. Returns None, with a line through ``say``, where no step was traced or the run's
+    files can't be read or written.
     """
     if not (run_dir / SUMMARY).is_file():
         log(f"no verdict: no step was traced; {HOW_TO_TRACE}")
@@ -109,7 +109,7 @@ def conclude(run_dir: Path, log: Callable[[str], None]) -> Verdict | None:
 
 
 def text(found: Verdict) -> str:
-    """A table of the shares, and what to make of it in a few sentences."""
+    """Return a table of the shares, and conclusions in a few sentences."""
     names = {name: SHOWN.get(name, name) for name in found.shares}
     width = max(map(len, names.values()))
     lines = ["where the time went", ""]
@@ -136,7 +136,7 @@ def _wrapped(sentences: str) -> str:
 
 
 def tags(found: Verdict) -> dict[str, str]:
-    """Tags that MLflow shows beside a run."""
+    """Return the tags that MLflow shows beside a run."""
     return {
         "verdict.top": "healthy" if found.healthy else found.top,
         "verdict.share": f"{found.shares[found.top]:.1%}",
@@ -148,7 +148,7 @@ def tags(found: Verdict) -> dict[str, str]:
 
 
 def shares(model: Model) -> dict[str, float]:
-    """Shares of all devices' time: useful work, then the costs, the largest first."""
+    """Return shares of all devices' time: useful work, then the costs, the largest first."""
     facts, step = model.facts, _step(model)
     total, left = math.fsum(step.values()), stepping(model.facts)
     thrown_away = facts.overflows.skipped / facts.overflows.steps
@@ -163,7 +163,7 @@ def shares(model: Model) -> dict[str, float]:
 
 
 def _step(model: Model) -> dict[str, float]:
-    """Seconds of a step by cause, on a rank in the mean."""
+    """Return the seconds of a step by cause, mean over the ranks."""
     ranks, times = model.facts.ranks, model.now.micro_batches
     again, starting = model.recomputation_seconds, times * model.startup_seconds
     waits = _waits(model)
@@ -186,7 +186,7 @@ def _step(model: Model) -> dict[str, float]:
 
 
 def _waits(model: Model) -> dict[str, float]:
-    """Seconds that a rank waits in the mean, by cause; together they are what was measured."""
+    """Return the seconds that a rank waits, by cause, mean over the ranks; together they are the measured waiting."""
     ranks = model.facts.ranks
     measured = [rank.phases for rank in ranks]
     equal = [tuple(_mean_phase(same) for same in zip(*measured, strict=True))] * len(measured)
@@ -212,7 +212,7 @@ def _waits(model: Model) -> dict[str, float]:
 
 
 def _idle(model: Model, ranks: Sequence[tuple[PhaseCosts, ...]]) -> float:
-    """Seconds that a rank waits in the mean of a step on free links."""
+    """Return the mean seconds that a rank waits in a step on free links."""
     return mean(simulate(model.now.schedule, model.now.micro_batches, list(map(RankCosts, ranks))).wait_seconds)
 
 
@@ -221,7 +221,7 @@ def _mean_phase(same: Sequence[PhaseCosts]) -> PhaseCosts:
 
 
 def _with_loading(model: Model, number: int) -> tuple[PhaseCosts, ...]:
-    """A rank's phases, with what it loads in the forward of the first."""
+    """Return a rank's phases, with its loading added to the forward of the first."""
     rank = model.facts.ranks[number]
     if not reads_data(model.now, number):
         return rank.phases
@@ -234,12 +234,12 @@ def _with_loading(model: Model, number: int) -> tuple[PhaseCosts, ...]:
 
 
 def _evidence(model: Model, cost: str, share: float) -> str:
-    """A clause about a cost that takes ``share`` of all devices' time, with its numbers."""
+    """Return a clause about a cost that takes ``share`` of all devices' time, with its numbers."""
     facts, now, ranks = model.facts, model.now, model.facts.ranks
     step, pauses = _seconds(facts.step_seconds), facts.pauses
 
     def longest(part: str) -> tuple[int, str]:
-        """The rank that takes longest for a part of the step, and how long."""
+        """Return the rank that takes longest for a part of the step, and its seconds."""
         number = max(range(now.stages), key=lambda rank: getattr(ranks[rank], part))
         return number, _seconds(getattr(ranks[number], part))
 

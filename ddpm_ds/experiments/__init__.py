@@ -1,1 +1,1 @@
-"""Runs beside one another: varied, compared, diagnosed, and what was learned from them."""
+"""Experiments: sweeps of runs, comparisons of runs, and measurements of the data rate."""

@@ -29,8 +29,9 @@ DEFAULT = (
     "perf/mfu",
     "perf/data_wait_fraction",
 )
-"""Metrics to compare where nothing else is asked for; those that no run has are left out, and progress where all runs
-are equally far."""
+"""Metrics that are compared by default; those that no run has are left out, and progress where it is the same in all
+runs.
+"""
 
 LOWER = (
     *("*loss", "*_seconds", "*_bytes", "*_fraction", "*_ms", "*fid", "*kid"),
@@ -39,7 +40,7 @@ LOWER = (
 HIGHER = ("*_per_second", "perf/*tflops*", "perf/mfu")
 SHARES = ("*_fraction", "perf/mfu", "perf/imbalance")
 PACES = ("perf/*_seconds", "perf/*_per_second", "perf/*tflops*")
-"""Measured anew at each log point, and different at each: the median counts, without the first, which warms up."""
+"""Metrics measured at each log point: their median counts, without the first point, which warms up."""
 UNITS = {
     "_bytes": ((2**30, " GiB"), (2**20, " MiB"), (2**10, " KiB"), (1, " B")),
     "_seconds": ((1, " s"), (1e-3, " ms"), (1e-6, " µs")),
@@ -52,11 +53,11 @@ REPEATED = {
     "derived.stages": "ds_config.pipeline.stages",
     "derived.zero_stage": "ds_config.zero_optimization.stage",
 }
-"""Parameters left out where the JSON that was trained with says the same."""
+"""Parameters left out where the DeepSpeed JSON already gives them."""
 
 
 class ComparisonError(UserError):
-    """The runs have nothing that can be compared."""
+    """Error: the runs have nothing that can be compared."""
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -64,24 +65,24 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def direction(name: str) -> Literal["lower", "higher", ""]:
-    """Which values of a metric are better; empty where neither is."""
+    """Return which values of a metric are better; empty where neither is."""
     return "lower" if _matches(name, LOWER) else "higher" if _matches(name, HIGHER) else ""
 
 
 def is_pace(name: str) -> bool:
-    """Whether the median of a run's log points counts, rather than the last one."""
+    """Return whether the median of a run's log points counts, rather than the last one."""
     return _matches(name, PACES)
 
 
 def ratio(value: float | None, baseline: float | None) -> float | None:
-    """``value / baseline``; None where either is missing or not a number, or the baseline is 0."""
+    """Return ``value / baseline``; None where either is missing or not a number, or the baseline is 0."""
     if value is None or not baseline or not math.isfinite(value) or not math.isfinite(baseline):
         return None
     return value / baseline
 
 
 def judged(name: str, times: float | None) -> Literal["better", "worse", ""]:
-    """What a ratio to the baseline means; within half a percent it means nothing."""
+    """Return the verdict on a ratio to the baseline; within half a percent it is empty."""
     better = direction(name)
     if times is None or not better or abs(times - 1) < 0.005:
         return ""
@@ -89,7 +90,7 @@ def judged(name: str, times: float | None) -> Literal["better", "worse", ""]:
 
 
 def unit(name: str, value: float) -> tuple[float, str]:
-    """The size and the name of the unit that suits a metric of this name and size."""
+    """Return the size and the name of the unit that suits a metric of this name and size."""
     if _matches(name, SHARES):
         return 0.01, "%"
     units = next((units for ending, units in UNITS.items() if name.endswith(ending)), ((1, ""),))
@@ -97,7 +98,7 @@ def unit(name: str, value: float) -> tuple[float, str]:
 
 
 def number(name: str, value: float | None) -> str:
-    """A metric's value with four digits, in the unit that suits its name and size; ``-`` where there is none."""
+    """Return a metric's value with four digits, in the unit that suits its name and size; ``-`` for no value."""
     if value is None:
         return "-"
     if not math.isfinite(value) or value == 0:
@@ -107,12 +108,12 @@ def number(name: str, value: float | None) -> str:
 
 
 def plain(value: float) -> str:
-    """Four digits without a unit: ``12,345``, ``0.03125``, ``1.2e-07``."""
+    """Return four digits without a unit: ``12,345``, ``0.03125``, ``1.2e-07``."""
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e12 else f"{value:.4g}"
 
 
 def times(value: float | None) -> str:
-    """A ratio, ``1.34x`` or ``0.904x``; empty where there is none."""
+    """Return a ratio as ``1.34x`` or ``0.904x``; empty where there is none."""
     if value is None:
         return ""
     if 0.01 <= abs(value) < 100:
@@ -122,32 +123,33 @@ def times(value: float | None) -> str:
 
 @dataclass(frozen=True)
 class Cell:
-    """A metric of one run, as it is written."""
+    """Metric of one run, as it is shown."""
 
     value: str
     ratio: str
-    """To the baseline; empty where there is none."""
+    """Ratio to the baseline; empty where there is none."""
     judged: Literal["better", "worse", ""]
     best: bool
-    """As written no other run is better, and some are worse; a run that failed never is."""
+    """Whether no other run's shown value is better and some are worse; never for a run that failed."""
     percent: float
-    """Of the largest value of all runs."""
+    """Percentage of the largest value of all runs."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One run of a comparison."""
+    """Run of a comparison."""
 
     run: RecordedRun
     label: str
-    """The run's name, for trials of one sweep without the sweep's; with the beginning of its id where two are the
-    same."""
+    """Name of the run, for trials of one sweep without the sweep's; with the beginning of its id where two are the
+    same.
+    """
     parameters: Mapping[str, str]
-    """Only those that differ; the ones that this run lacks are left out."""
+    """Parameters that differ between the runs; those that this run lacks are left out."""
     values: Mapping[str, float]
-    """By metric; those that this run lacks are left out."""
+    """Values by metric; those that this run lacks are left out."""
     ratios: Mapping[str, float]
-    """Value over that of the baseline; left out where there is none, and where there is only one run."""
+    """Ratios to the baseline by metric; left out where there is none, and where there is only one run."""
 
 
 @dataclass(frozen=True)
@@ -161,14 +163,14 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        """What is compared, in a few words."""
+        """Return a title for the comparison."""
         experiments = list(dict.fromkeys(one.run.experiment for one in self.runs))
         runs = "1 run" if len(self.runs) == 1 else f"{len(self.runs)} runs"
         return f"{runs} of {', '.join(experiments)}"
 
     @property
     def explained(self) -> str:
-        """What the numbers are, in a sentence or two."""
+        """Return a sentence or two that explain the numbers."""
         sentences = []
         if len(self.runs) > 1:
             same = "" if self.parameters else "; no parameter differs"
@@ -181,17 +183,17 @@ class Comparison:
 
     @property
     def unfinished(self) -> bool:
-        """Whether a run has failed, was killed or goes on."""
+        """Return whether a run has failed, was killed or is still running."""
         return any(one.run.status != "FINISHED" for one in self.runs)
 
     @property
     def parent(self) -> str | None:
-        """The id of the run that all of these are children of; they are in one store then."""
+        """Return the id of the parent run of all of these, which are then in one store; None where there is none."""
         (parent, *others) = {(one.run.parent, one.run.tracking_uri) for one in self.runs}
         return None if others else parent[0]
 
     def cells(self, name: str) -> list[Cell]:
-        """A metric of all runs."""
+        """Return a metric of all runs."""
         finite = {one.label: v for one in self.runs if math.isfinite(v := one.values.get(name, math.nan))}
         good = [finite[one.label] for one in self.runs if one.label in finite and one.run.status not in FAILURES]
         better, best = direction(name), None
@@ -213,7 +215,7 @@ class Comparison:
 def comparison(
     runs: Sequence[RecordedRun], baseline: RecordedRun | None = None, metrics: Sequence[str] | None = None
 ) -> Comparison:
-    """Compare runs by ``metrics``, else by those of :data:`DEFAULT` that any of them has, and how far they are.
+    """Compare runs by ``metrics``, else by those of :data:`DEFAULT` that any of them has, and their progress.
 
     The baseline is by default the first run that has any of the metrics. A run that failed may lack all of them.
 
@@ -254,7 +256,7 @@ def _metrics(runs: Sequence[RecordedRun], asked_for: Sequence[str] | None) -> tu
 
 
 def _value(run: RecordedRun, name: str) -> float:
-    """The value of a run's metric that counts."""
+    """Return the value of a run's metric that is compared."""
     if is_pace(name) and (points := [point.value for point in run.history(name)]):
         return statistics.median(points[1:] or points)
     return run.metrics[name]
@@ -263,7 +265,7 @@ def _value(run: RecordedRun, name: str) -> float:
 def _check_common(
     runs: Sequence[RecordedRun], values: Mapping[str, Mapping[str, float]], asked_for: Sequence[str]
 ) -> None:
-    """Runs that did not fail must have a metric, and two of them the same one."""
+    """Raise ComparisonError unless each run that did not fail has a metric and two of them share one."""
     held = [run for run in runs if values[run.id] or run.status not in FAILURES]
     counts = Counter(name for run in held for name in values[run.id])
     if held and max(counts.values(), default=0) < min(len(held), 2):
@@ -273,7 +275,9 @@ def _check_common(
 
 
 def _differing(runs: Sequence[RecordedRun]) -> tuple[str, ...]:
-    """Parameters that are not the same in all runs: the spec's first, then the JSON's and what follows from both."""
+    """Return parameters that are not the same in all runs: the spec's first, then the JSON's and those derived from
+    both.
+    """
     values = {name: [run.params.get(name) for run in runs] for run in runs for name in run.params}
     differing = [
         name

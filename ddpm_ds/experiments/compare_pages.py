@@ -1,4 +1,4 @@
-"""A comparison as a table for the terminal, as Markdown, and as one HTML page that needs no other file."""
+"""Comparison as a table for the terminal, as Markdown, and as one HTML page that needs no other file."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ ARTIFACT_FOLDER = "comparison"
 """Folder of the parent run's artifacts that holds the comparison of its children."""
 FOLDER = Path(__file__).parent
 LOSSES = ("train/loss", "eval/loss")
-"""Their curves are drawn whatever is compared besides."""
+"""Metrics whose curves are always drawn."""
 COLOURS = 10
 DASHES = ("", "8 4", "2 4", "10 4 2 4", "18 4")  # of lines: 50 runs differ in colour or dashes
 POINTS, POINTS_OF_CURVE = 20_000, 600
-"""Of all runs' curves of one metric together, and most of one, so that the page stays small."""
+"""Largest number of points of all runs' curves of one metric, and of one curve, so that the page stays small."""
 CLOCK = ((3600, "h"), (60, "min"), (1, "s"))
 PNG = b"\x89PNG\r\n\x1a\n"
 MOST_PICTURES, MOST_PICTURE_BYTES = 4, 2**21  # of one run, of one picture
@@ -37,7 +37,9 @@ Row = tuple[str, ...]
 
 
 def terminal(comparison: Comparison, width: int = 120) -> str:
-    """The table in lines of at most ``width`` characters, as many runs side by side as fit; then notes and verdicts."""
+    """Return the table in lines of at most ``width`` characters, as many runs side by side as fit; then notes and
+    verdicts.
+    """
     rows = [tuple(map(_printable, row)) for row in table_rows(comparison)]
     most = [min(WIDEST_NAME, width // 2)] + [WIDEST_RUN] * (len(rows[0]) - 1)
     widths = [min(widest, max(map(len, cells))) for widest, cells in zip(most, zip(*rows, strict=True), strict=True)]
@@ -50,7 +52,7 @@ def terminal(comparison: Comparison, width: int = 120) -> str:
 
 
 def markdown(comparison: Comparison) -> str:
-    """The same as a Markdown document."""
+    """Return the same as a Markdown document."""
     header, *rows = ([_inert(cell) for cell in row] for row in table_rows(comparison))
     table = [header, ["---", "---", *["---:" for _ in comparison.runs]], *rows]
     lines = [f"# {_inert(comparison.title)}", "", _inert(comparison.explained), ""]
@@ -63,7 +65,7 @@ def markdown(comparison: Comparison) -> str:
 
 
 def table_rows(comparison: Comparison) -> list[Row]:
-    """Name, better direction and a cell for each run: how runs ended where one did not finish, parameters, metrics."""
+    """Return name, better direction and a cell for each run: status of unfinished runs, parameters, metrics."""
     runs = comparison.runs
     rows: list[Row] = [("", "better", *(one.label for one in runs))]
     if comparison.unfinished:
@@ -77,7 +79,7 @@ def table_rows(comparison: Comparison) -> list[Row]:
 
 
 def about(one: Compared) -> list[tuple[str, str]]:
-    """A run's note, its verdict and the change that the verdict proposes, as (title, text)."""
+    """Return a run's note, its verdict and the change that the verdict proposes, as (title, text)."""
     top, share, change = (one.run.tags.get(f"verdict.{name}", "") for name in ("top", "share", "try"))
     between = "; the largest cost takes " if top == "healthy" else ", "
     said = [("note", one.run.note.strip()), ("verdict", between.join(filter(None, (top, share)))), ("try", change)]
@@ -85,7 +87,7 @@ def about(one: Compared) -> list[tuple[str, str]]:
 
 
 def _side_by_side(widths: Sequence[int], width: int) -> list[list[int]]:
-    """The runs' columns in groups that fit beside the first two columns, at least one in each."""
+    """Return the runs' columns in groups that fit beside the first two columns, at least one in each."""
     groups: list[list[int]] = []
     free = -1
     for column in range(2, len(widths)):
@@ -98,7 +100,7 @@ def _side_by_side(widths: Sequence[int], width: int) -> list[list[int]]:
 
 
 def _lines(row: Row, columns: Sequence[int], widths: Sequence[int]) -> list[str]:
-    """A row as aligned lines: names to the left, runs to the right."""
+    """Return a row as aligned lines: names to the left, runs to the right."""
     cells = [textwrap.wrap(row[column], widths[column], break_on_hyphens=False) for column in columns]
     lines = []
     for texts in zip_longest(*cells, fillvalue=""):
@@ -118,19 +120,19 @@ def _about_lines(one: Compared, width: int) -> list[str]:
 
 
 def _printable(text: str) -> str:
-    """Without what moves the cursor or changes colours."""
+    """Return text without characters that move the cursor or change colours."""
     return "".join(character if character.isprintable() else " " for character in text)
 
 
 def _inert(text: str, *, code: bool = False) -> str:
-    """Text of users in one line, without a meaning in Markdown or HTML."""
+    """Return users' text in one line, escaped for Markdown and HTML."""
     if code and "`" not in text and "\n" not in text:
         return f"`{text}`"
     return re.sub(r"([\\`*_{}\[\]<>|#~&])", r"\\\1", " ".join(text.split()))
 
 
 def page(comparison: Comparison) -> str:
-    """The page, with what it draws: the runs' histories and timelines are read from MLflow.
+    """Return the HTML page; the runs' histories and timelines are read from MLflow.
 
     Raises:
         ExperimentError: MLflow does not answer.
@@ -158,7 +160,7 @@ def page(comparison: Comparison) -> str:
 
 
 def timelines(run: RecordedRun) -> list[tuple[str, str]]:
-    """The pictures of traced steps among a run's artifacts, as (name, data URI)."""
+    """Return the pictures of traced steps among a run's artifacts, as (name, data URI)."""
     paths = [path for path in run.artifacts("trace") if path.endswith(".png")][:MOST_PICTURES]
     contents = [(PurePosixPath(path).name, run.read_artifact(path)) for path in paths]
     return [
@@ -169,7 +171,9 @@ def timelines(run: RecordedRun) -> list[tuple[str, str]]:
 
 
 def fewer(points: Sequence[Point], most: int) -> list[Point]:
-    """At most ``most`` of the points, with the lowest and the highest of each stretch, so that no peak is lost."""
+    """Return at most ``most`` of the points, with the lowest and the highest of each stretch, so that no peak
+    is lost.
+    """
     if len(points) <= most:
         return list(points)
 
@@ -182,7 +186,9 @@ def fewer(points: Sequence[Point], most: int) -> list[Point]:
 
 
 def _data(comparison: Comparison) -> dict[str, Any]:
-    """What the page's program draws: curves in the unit that suits the metric, and the orders of runs by metric."""
+    """Return the data of the page's program: curves in the unit that suits the metric, and the orders of runs by
+    metric.
+    """
     names, runs = dict.fromkeys((*LOSSES, *comparison.metrics)), comparison.runs
     most = max(100, min(POINTS // len(runs), POINTS_OF_CURVE))
     histories = {
@@ -215,7 +221,7 @@ def _data(comparison: Comparison) -> dict[str, Any]:
 
 
 def _curve(one: Compared, points: Sequence[Point], size: float, clock: float) -> dict[str, list[float | None] | None]:
-    """One line: against images, None where the run does not say how many a step has, and against time."""
+    """Return one curve: against images, None where the run does not say how many a step has, and against time."""
     batch = one.run.params.get("train.batch_images", "")
     return {
         "images": [point.step * int(batch) for point in points] if batch.isdecimal() else None,
@@ -225,7 +231,7 @@ def _curve(one: Compared, points: Sequence[Point], size: float, clock: float) ->
 
 
 def _order(comparison: Comparison, name: str) -> list[int]:
-    """The places of the runs, the best value first; those without a value are last."""
+    """Return the positions of the runs, the best value first; those without a value are last."""
     sign = -1 if direction(name) == "higher" else 1
     values = [one.values.get(name, math.nan) for one in comparison.runs]
     return sorted(range(len(values)), key=lambda i: sign * values[i] if math.isfinite(values[i]) else math.inf)

@@ -1,5 +1,6 @@
-"""How many images a second the loader gives, how many the U-Net takes, and how long a step would wait for them;
-and medians with quartiles, as benchmarks report them."""
+"""Measurement of the loader's and the U-Net's images per second, of the wait for data in a step, and medians with
+quartiles of both.
+"""
 
 from __future__ import annotations
 
@@ -21,50 +22,53 @@ from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
 
 WARM_UP = 0.1
-"""Share of a round that goes first and does not count: what was read ahead between two rounds."""
+"""Share of a round that comes first and does not count: it uses data read ahead between two rounds."""
 FEW_IMAGES, LONG_STEP_SECONDS = 8, 2.0
-"""Images of a step of the U-Net where a whole micro-batch would take longer than that, as on a CPU, where images/s
-hardly grow with more."""
+"""Number of images in a U-Net step, used where a whole micro-batch would take longer than this many seconds, as on a
+CPU, where images/s hardly grow with more.
+"""
 FEWEST_STEPS = 3
-"""Steps of the U-Net that are timed, after some that are not."""
+"""Fewest steps of the U-Net that are timed, after some that are not."""
 WAITS, WAITS_SECONDS = range(16, 200), 2.0
-"""Fewest and most micro-batches whose waits are timed, and the time after which the fewest are enough."""
+"""Fewest and most micro-batches whose waits are timed, and the seconds after which the fewest are enough."""
 LONGEST_PAUSE_SECONDS = 0.02
-"""Longest pause between two of them, where the U-Net takes longer and reading less than a quarter of it."""
+"""Longest pause between two micro-batches in seconds, where the U-Net takes longer and reading less than a quarter of
+it.
+"""
 
 Advance = Callable[[str], None]
-"""Called with what is measured next."""
+"""Callback with the name of the next measurement."""
 
 
 @dataclass(frozen=True)
 class Loading:
-    """What the loader was seen to do with some number of workers."""
+    """Measurements of the loader with some number of workers."""
 
     workers: int
     images_per_second: Spread
     wait_share: float | None
-    """Share of a step in which micro-batches are waited for that the U-Net asks for; None where its pace is unknown."""
+    """Share of a step spent waiting for micro-batches; None where the U-Net's speed is unknown."""
 
 
 @dataclass(frozen=True)
 class UnetPace:
-    """How many images a second the U-Net takes."""
+    """Speed of the U-Net in images per second."""
 
     images_per_second: float
     words: str
-    """How that is known."""
+    """Origin of the number, in words."""
 
 
 @dataclass(frozen=True)
 class Feed:
-    """The micro-batches of one replica, as training reads them."""
+    """Micro-batches of one replica, as training reads them."""
 
     store: DatasetCache
     micro_batch_images: int
     device: torch.device
 
     def batches(self, workers: int) -> Iterator[MicroBatch]:
-        """The endless micro-batches on the device."""
+        """Yield the endless micro-batches on the device."""
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # more workers than cores: we measure that
             batches = micro_batches(
                 self.store,
@@ -88,9 +92,9 @@ def measure_loading(
     needs: float | None,
     advance: Advance = lambda what: None,
 ) -> list[Loading]:
-    """The loader by number of workers: ``rounds`` turns of each, ``seconds`` in all for each number.
+    """Measure the loader by number of workers: ``rounds`` turns of each, ``seconds`` in all for each number.
 
-    The numbers take turns, so that what else the machine does touches all. ``needs`` is the U-Net's images/s, where it
+    The numbers take turns, so that other load on the machine affects all. ``needs`` is the U-Net's images/s, where it
     is known. ``advance`` is called ``rounds`` + 1 times for each number of workers.
     """
     batches = {count: feed.batches(count) for count in workers}
@@ -110,7 +114,7 @@ def measure_loading(
 
 
 def _rate(feed: Feed, batches: Iterator[MicroBatch], seconds: float) -> float:
-    """Images a second, taken as fast as they come."""
+    """Return images per second, read as fast as possible."""
     images, begin = 0, time.perf_counter()
     while time.perf_counter() - begin < seconds:
         next(batches)
@@ -120,7 +124,9 @@ def _rate(feed: Feed, batches: Iterator[MicroBatch], seconds: float) -> float:
 
 
 def _wait_share(feed: Feed, batches: Iterator[MicroBatch], needs: float, speed: float) -> float:
-    """Mean time until the next micro-batch is there, with a pause as long as the U-Net's work before each."""
+    """Return the mean wait for the next micro-batch as a share of a step, with a pause as long as the U-Net's work
+    before each.
+    """
     working, reading = feed.micro_batch_images / needs, feed.micro_batch_images / speed
     pause = min(working, max(LONGEST_PAUSE_SECONDS, 4 * reading))
     waits: list[float] = []
@@ -137,7 +143,7 @@ def _wait_share(feed: Feed, batches: Iterator[MicroBatch], needs: float, speed: 
 def unet_need(
     spec: RunSpec, feed: Feed, precision: Dtype, seconds: float, advance: Advance = lambda what: None
 ) -> UnetPace:
-    """Images/s of the U-Net's forward and backward, the median of some steps; no optimizer, one device.
+    """Return images/s of the U-Net's forward and backward, the median of some steps; no optimizer, one device.
 
     A step is of a micro-batch, or of its first images where that would take long. ``advance`` is called once for each
     step.
@@ -181,17 +187,17 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """The spread of at least one value."""
+        """Return the spread of at least one value."""
         one = len(values) == 1
         low, median, high = [values[0]] * 3 if one else statistics.quantiles(values, n=4, method="inclusive")
         return cls(median, low, high)
 
     def as_ratio(self) -> str:
-        """The median, with the quartiles in brackets."""
+        """Return the median, with the quartiles in brackets."""
         return f"{self.median:.3f} ({self.low:.3f}-{self.high:.3f})"
 
     def as_milliseconds(self) -> str:
-        """The same for seconds, in milliseconds."""
+        """Return the same for seconds, in milliseconds."""
         median, low, high = (
             f"{1e3 * value:.4g}" if value < 10 else f"{1e3 * value:.0f}" for value in (self.median, self.low, self.high)
         )

@@ -1,4 +1,4 @@
-"""A sweep: trials one after another, each trained under ``ddpm-ds run``, and how they ended, to go on from there.
+"""Sweep: trials one after another, each trained under ``ddpm-ds run``, and how they ended, so that it can be resumed.
 
 ::
 
@@ -55,12 +55,12 @@ WHAT_CODES_MEAN = {
 
 @dataclass(frozen=True)
 class Ending:
-    """How the last start of a trial ended."""
+    """Result of the last start of a trial."""
 
     exit_code: int
     seconds: float
     said: tuple[str, ...] = ()
-    """The errors of the program, else the end of what was printed; nothing where it is done."""
+    """Errors of the program, else the end of its output; empty where the trial is done."""
 
     @property
     def finished(self) -> bool:
@@ -69,11 +69,11 @@ class Ending:
 
     @property
     def stopped(self) -> bool:
-        """Whether it was asked to end, and goes on where the sweep is started again."""
+        """Whether the trial was asked to end, and is resumed when the sweep is started again."""
         return self.exit_code == EXIT_PREEMPTED or self.exit_code < 0 or self.exit_code > 128
 
     def words(self) -> str:
-        """How it ended, in a few words."""
+        """Return how the trial ended, in a few words."""
         if self.finished:
             return "done"
         meaning = "ended at once by a signal" if self.stopped else "of the launcher"
@@ -81,37 +81,39 @@ class Ending:
 
 
 def digest(*content: Any) -> str:
-    """The same few characters for the same content."""
+    """Return a few characters that are the same for the same content."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
 
 
 class Sweep:
-    """The folder of a sweep, and those of its trials beside it."""
+    """Folder of a sweep, and those of its trials beside it."""
 
     def __init__(self, folder: Path, trials: Sequence[Trial]) -> None:
         self.folder, self.trials = folder, tuple(trials)
 
     def run_dir(self, trial: Trial) -> Path:
-        """The folder of a trial's run: beside the sweep's, since MLflow's store is in the folder above a run's."""
+        """Return the folder of a trial's run: beside the sweep's, since MLflow's store is in the folder above
+        a run's.
+        """
         return self.folder.with_name(f"{self.folder.name}.{trial.name}")
 
     def log(self, trial: Trial) -> Path:
-        """The file of what a trial has printed, at every start."""
+        """Return the file with a trial's output, of every start."""
         return self.run_dir(trial) / LOG
 
     def endings(self) -> dict[str, Ending]:
-        """How the trials ended that have been started, by name."""
+        """Return how the trials that have been started ended, by name."""
         file = self.folder / ENDINGS
         known = json.loads(file.read_text()) if file.exists() else {}
         return {name: Ending(each["exit_code"], each["seconds"], tuple(each["said"])) for name, each in known.items()}
 
     def remember(self, trial: Trial, ending: Ending) -> None:
-        """Write down how a trial ended; whole or not at all."""
+        """Write down how a trial ended, atomically."""
         endings = {name: asdict(each) for name, each in (self.endings() | {trial.name: ending}).items()}
         write_file(self.folder / ENDINGS, (json.dumps(endings, indent=2) + "\n").encode())
 
     def prepare(self, trial: Trial, spec: RunSpec) -> None:
-        """Make a trial's folder, with what it is started from."""
+        """Make a trial's folder, with the files that it is started from."""
         run_dir = self.run_dir(trial)
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "spec.yaml").write_text(yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False))
@@ -119,7 +121,7 @@ class Sweep:
         write_labels(run_dir, {"vary.name": self.folder.name, "vary.changed": trial.label})
 
     def command(self, trial: Trial, parent: str, grace_seconds: float, options: Sequence[str]) -> list[str]:
-        """What starts a trial as a child of the run with the identity ``parent``."""
+        """Return the command that starts a trial as a child of the run with the identity ``parent``."""
         run_dir = self.run_dir(trial)
         supervisor = [sys.executable, "-m", "ddpm_ds.cli.main", "run", "--grace-seconds", f"{grace_seconds:g}", "--"]
         launcher = ["--num_gpus", str(trial.processes), "--master_port", str(free_port()), "--master_addr", "127.0.0.1"]
@@ -128,7 +130,7 @@ class Sweep:
         return [*supervisor, *launcher, str(TRAIN), *what, *where, *options]
 
     def progress(self, trial: Trial) -> int:
-        """Images that a trial has seen at its last log point."""
+        """Return the images that a trial has seen at its last log point."""
         with contextlib.suppress(OSError, IndexError, ValueError, KeyError):  # none yet, or being written
             last = (self.run_dir(trial) / METRICS).read_text().splitlines()[-1]
             return int(json.loads(last)["progress/images"])
@@ -137,7 +139,7 @@ class Sweep:
     def begin(
         self, experiment: str, params: Mapping[str, object], note: str | None, log: Callable[[str], None]
     ) -> tuple[Tracker, str]:
-        """The sweep's run in MLflow, begun or gone on with, and its identity."""
+        """Begin or resume the sweep's run in MLflow; return it and its identity."""
         own = {KIND_TAG: SWEEP, "vary.name": self.folder.name, "mlflow.source.name": "ddpm-ds sweep"}
         tags = labels(self.folder, note, log) | own
         identity = RunFolder(self.folder).identity()
@@ -154,7 +156,7 @@ class Sweep:
         return tracker, identity
 
     def compare(self, metrics: Sequence[str] | None, tracker: Tracker, log: Callable[[str], None]) -> str | None:
-        """The trials that have got as far as MLflow side by side, as wide as the terminal.
+        """Compare the trials that MLflow knows, side by side and as wide as the terminal.
 
         The comparison is kept in the sweep's folder and among its run's artifacts. Where there is none, the reason is
         logged.
@@ -180,7 +182,7 @@ class Sweep:
 
 @contextlib.contextmanager
 def heard_signals() -> Iterator[list[signal.Signals]]:
-    """The signals that ask for an end, as they come in; what our parent has set to be ignored stays so."""
+    """Yield the list of received signals that ask for an end; those that our parent ignores stay ignored."""
     heard: list[signal.Signals] = []
 
     def hear(number: int, frame: FrameType | None) -> None:
@@ -196,7 +198,7 @@ def heard_signals() -> Iterator[list[signal.Signals]]:
 
 
 def run_command(command: Sequence[str], log: Path, heard: Sequence[signal.Signals], tick: Callable[[], None]) -> Ending:
-    """Run a trial's command to its end, every signal in ``heard`` passed on; ``tick`` is called while it runs.
+    """Run a trial's command to its end, passing on every signal in ``heard``; ``tick`` is called while it runs.
 
     It has a session of its own, so that a terminal's Ctrl-C reaches it once: from here.
     """
@@ -222,7 +224,7 @@ def run_command(command: Sequence[str], log: Path, heard: Sequence[signal.Signal
 
 
 def _explanation(log: Path, begin: int) -> tuple[str, ...]:
-    """The lines, from byte ``begin`` on, that explain a failure; those of the launcher explain none."""
+    """Return the lines, from byte ``begin`` on, that explain a failure, without those of the launcher."""
     with log.open("rb") as file:
         file.seek(begin)
         lines = [line.rstrip() for line in file.read().decode(errors="replace").splitlines()]

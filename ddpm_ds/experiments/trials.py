@@ -1,4 +1,4 @@
-"""What a sweep varies, and the trials that follow: each a spec, a DeepSpeed JSON and a number of processes."""
+"""Variables of a sweep, and its trials: each a spec, a DeepSpeed JSON and a number of processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ JSON_KEYS = {
     "partition": "pipeline.partition",
 }
 SHORTHANDS = ("precision", "processes", *JSON_KEYS)
-"""Names for what is varied most."""
+"""Short names of common variables."""
 PRECISIONS = ("fp32", "fp16", "bf16")
 DYNAMIC_FP16 = {
     "enabled": True,
@@ -48,7 +48,7 @@ DYNAMIC_FP16 = {
     "hysteresis": 2,
     "min_loss_scale": 1,
 }
-"""The fp16 block of a trial whose JSON brings none: a dynamic loss scale, as in ds_configs/zero2_fp16.json."""
+"""Block ``fp16`` of a trial whose JSON has none: a dynamic loss scale, as in ds_configs/zero2_fp16.json."""
 NAME_CHARACTERS = 80
 
 
@@ -57,30 +57,30 @@ class Trial:
     """One run of a sweep."""
 
     name: str
-    """Of its folder, after the sweep's."""
+    """Name of the trial's folder, after the sweep's."""
     values: dict[str, str]
-    """Every variable, as typed."""
+    """Values of all variables, as typed."""
     changed: str
-    """``precision=fp16``: what differs from the baseline; empty for the baseline itself."""
+    """Differences from the baseline, such as ``precision=fp16``; empty for the baseline itself."""
     processes: int
     overrides: tuple[str, ...]
-    """``section.key=value`` of the spec."""
+    """Overrides of the spec, as ``section.key=value``."""
     config: dict[str, Any]
     """The DeepSpeed JSON."""
 
     @property
     def label(self) -> str:
-        """How the trial is called in what is printed."""
+        """Return the trial's name in output."""
         return self.changed or BASELINE
 
 
 def parse_variables(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """What is varied, by name - a shorthand, a dotted spec key, or a path of the JSON after ``ds.`` - and its values.
+    """Return the values of each variable by name: a shorthand, a dotted spec key, or a path of the JSON after ``ds.``.
 
     ``items`` are ``NAME=VALUE,VALUE``; commas inside brackets belong to a value.
 
     Raises:
-        ExperimentError: one is written otherwise, a name is unknown, or a name or a value comes twice.
+        ExperimentError: one has another form, a name is unknown, or a name or a value comes twice.
     """
     variables: dict[str, tuple[str, ...]] = {}
     for item in items:
@@ -112,12 +112,12 @@ def make_trials(
     *,
     full: bool,
 ) -> list[Trial]:
-    """The baseline first, and then every other value alone; or with ``full`` every combination.
+    """Return the baseline first, and then every other value alone; or with ``full`` every combination.
 
-    ``config``, ``overrides`` and ``processes`` are what holds where no variable says otherwise.
+    ``config``, ``overrides`` and ``processes`` apply where no variable changes them.
 
     Raises:
-        ExperimentError: a value is none that its shorthand takes.
+        ExperimentError: a shorthand does not take its value.
     """
     first = {name: values[0] for name, values in variables.items()}
     if full:
@@ -142,10 +142,10 @@ def make_trials(
 def plan_trials(
     trials: Sequence[Trial], spec: Path, ds_config: Path, *, stages: int | None, device: str = "auto"
 ) -> list[RunPlan]:
-    """Every trial's run on paper. ``ds_config`` is the file that their JSONs were made from, for messages.
+    """Plan every trial's run. ``ds_config`` is the file that their JSONs were made from, for messages.
 
-    Where the number of stages is left to the planner, it is asked in another process: it looks at the devices, and
-    this one is to hold none of their memory while the trials run.
+    Where the number of stages is left to the planner, it runs in another process: it opens the devices, and this
+    process must hold none of their memory while the trials run.
 
     Raises:
         ExperimentError: a trial can't run; in the words of training, with the trial's name before.
@@ -177,7 +177,7 @@ def _plan(trial: Trial, spec: Path, ds_config: Path, stages: int | None, device:
 
 
 def _plan_as_a_rank(trial: Trial, spec: Path, ds_config: Path, device: str) -> RunPlan:
-    """In a process of its own, which the planner takes for the first of the trial's."""
+    """Plan a trial in a process of its own, which the planner takes for the trial's first rank."""
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ[name] = str(trial.processes)
     set_environment()
@@ -185,7 +185,7 @@ def _plan_as_a_rank(trial: Trial, spec: Path, ds_config: Path, device: str) -> R
 
 
 def _edit(config: dict[str, Any], name: str, value: str) -> list[str]:
-    """Put a variable's value into the JSON; returns what it changes of the spec, as overrides."""
+    """Put a variable's value into the JSON; return the changes of the spec, as overrides."""
     if name == "precision":
         _set_precision(config, value)
     elif name == "processes":
@@ -214,7 +214,7 @@ def _set_precision(config: dict[str, Any], value: str) -> None:
 
 
 def _leave_out_what_zero_reads(config: dict[str, Any]) -> None:
-    """Without ZeRO DeepSpeed ignores some keys, and training refuses them."""
+    """Remove keys that DeepSpeed ignores without ZeRO, and training refuses."""
     if config.get("zero_optimization", {}).get("stage", 0) != 0:
         return
     config.get("fp16", {}).pop("hysteresis", None)
@@ -238,7 +238,7 @@ def _set_path(config: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _json(text: str) -> Any:
-    """A JSON value; text that is none stands for itself, so that quotes can be left out."""
+    """Return a JSON value; other text is returned as it is, so that quotes can be left out."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,1 +1,1 @@
-"""The largest micro-batch that fits a device, found on the device, and the one to train with."""
+"""Search for the largest micro-batch that fits a device, run on the device, and for the one to train with."""

@@ -1,4 +1,4 @@
-"""The process that may die of memory, started for one trial by each rank of a layout, and what its answer means.
+"""Child process that may run out of memory, started for one trial by each rank of a layout, and its answer.
 
 Light to import.
 """
@@ -25,59 +25,60 @@ from ddpm_ds.fit.task import Task
 
 SPARE_BYTES = 2**30
 SPARE_BYTES_PER_CORE = 2**24
-"""Writable memory beside the budget that is asked for and never touched: stacks and pools of threads."""
+"""Bytes of writable memory per core beside the budget that are reserved and never used: stacks and pools of threads."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What becomes of one process."""
+    """Result of one process."""
 
     kind: Literal["done", "memory", "refused", "failed", "hung", "lost"]
-    """``memory``: ran out of it, or was killed; ``refused``: a UserError; ``hung``: took no step for too long;
-    ``lost``: ended because another process had."""
+    """Kind of result. ``memory``: ran out of it, or was killed; ``refused``: a UserError; ``hung``: took no step for
+    too long; ``lost``: ended because another process had.
+    """
     words: str = ""
-    """Why, unless it is done."""
+    """Reason, unless it is done."""
     seconds: list[float] = field(default_factory=list)
-    """Of each timed step."""
+    """Seconds of each timed step."""
     peak_bytes: int = 0
     checkpoint_interval: int = 0
 
 
 @dataclass(frozen=True)
 class TriedSize:
-    """What became of all processes of a layout with one micro-batch."""
+    """Result of all processes of a layout with one micro-batch."""
 
     micro_batch_images: int
     micro_batches: int
     batch_images: int
     fits: bool
     why: str
-    """It does not fit."""
+    """Reason why it does not fit; empty where it does."""
     step_seconds: list[float]
-    """Of each timed step, the slowest process."""
+    """Seconds of each timed step, of the slowest process."""
     rank_peak_bytes: list[int]
     checkpoint_interval: int
     hung: bool = False
-    """It took no step for too long, which says nothing of memory; what is larger is not tried either."""
+    """Whether it took no step for too long, which says nothing about memory; larger sizes are not tried either."""
 
     @property
     def median_seconds(self) -> float:
-        """Seconds of a step."""
+        """Median seconds of a step."""
         return statistics.median(self.step_seconds)
 
     @property
     def images_per_second(self) -> float:
-        """Throughput by the median step."""
+        """Images per second by the median step."""
         return self.batch_images / self.median_seconds
 
     @property
     def peak_bytes(self) -> int:
-        """Peak of the fullest process."""
+        """Peak bytes of the fullest process."""
         return max(self.rank_peak_bytes)
 
 
 class TrialError(Exception):
-    """A trial failed for another reason than memory."""
+    """Error: a trial failed for another reason than memory."""
 
     def __init__(self, words: str, *, refused: bool = False) -> None:
         super().__init__(words)
@@ -85,9 +86,9 @@ class TrialError(Exception):
 
 
 def judge(answers: Sequence[Answer], sizes: tuple[int, int, int], budget_bytes: int | None) -> TriedSize:
-    """What the answers of all ranks mean; ``sizes``: images of a micro-batch, micro-batches, images of a batch.
+    """Combine the answers of all ranks; ``sizes``: images of a micro-batch, micro-batches, images of a batch.
 
-    ``budget_bytes`` is what a process may hold; None where the device itself says so.
+    ``budget_bytes`` is the most that a process may hold; None where the device sets the limit.
 
     Raises:
         TrialError: a process was refused or failed.
@@ -123,11 +124,11 @@ def answer_trial(
     library_bytes: int,
     pipe: Connection[Any, Any],
 ) -> None:
-    """Take part in a trial; the process ends here. Sends None after each step, and at last the answer.
+    """Take part in a trial; the process ends here. Sends None after each step, and finally the answer.
 
-    ``folder`` gets a log of what is printed; the ranks find each other at ``port``; ``library_bytes`` are added to the
-    peak: files that the parent has mapped and touched, which a process that had loaded them itself would hold, and a
-    fork does not.
+    The output is logged in ``folder``; the ranks find each other at ``port``; ``library_bytes`` are added to the peak:
+    files that the parent has mapped and touched, which a process that had loaded them itself would hold, and a fork
+    does not.
     """
     with (folder / "log").open("w") as file:
         os.dup2(file.fileno(), 1)
@@ -157,9 +158,9 @@ def answer_trial(
 
 
 def limit_memory(budget_bytes: int) -> None:
-    """Let this process ask for no more than a budget beyond what it has.
+    """Limit this process to a budget beyond the memory that it has.
 
-    A last resort: whoever watches the process ends it as soon as it holds more than the budget, but may come late.
+    A last resort: the watching process ends it as soon as it holds more than the budget, but may be late.
     """
     with contextlib.suppress(AttributeError, OSError):  # neither is everywhere
         has = getattr(psutil.Process().memory_info(), "data", 0)

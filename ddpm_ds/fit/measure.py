@@ -1,4 +1,4 @@
-"""Some real steps of one layout and micro-batch: what they take, and what a process holds."""
+"""Measurement of some real steps of one layout and micro-batch: seconds, and memory of a process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ddpm_ds.train.objective import Denoising, replica_batches
 from ddpm_ds.train.resolve import cut_by_time, decide, share_threads
 
 MOST_WARM_UP_STEPS = 40
-"""Steps in which fp16 may find a loss scale that does not overflow: what overflows is not a whole step."""
+"""Largest number of steps in which fp16 may find a loss scale; a step that overflows is not a whole step."""
 OUT_OF_MEMORY = (
     "can't allocate memory",  # PyTorch's allocator on a CPU
     "Cannot allocate memory",
@@ -32,7 +32,7 @@ OUT_OF_MEMORY = (
     "ALLOC_FAILED",  # cuBLAS and cuDNN
     "bad_alloc",
 )
-"""What errors of no class of their own say."""
+"""Texts of out-of-memory errors that have no class of their own."""
 
 
 def measure(
@@ -45,9 +45,9 @@ def measure(
 ) -> Answer:
     """Build the engine, train until a step has updated the weights, then time ``steps`` of them.
 
-    Every process of the layout calls this. The store must be there. ``budget_bytes`` is what PyTorch's allocator may
-    reserve on CUDA; on a CPU others see to it. ``progress`` is called after each step; who has not seen it for
-    ``hang_seconds`` ends this process.
+    Every process of the layout calls this. The data-set cache must exist. ``budget_bytes`` limits PyTorch's allocator
+    on CUDA; on a CPU the caller enforces it. ``progress`` is called after each step; without it for ``hang_seconds``
+    the watching process ends this one.
     """
     own = choose_device(device, plan.ds.layout.stages)
     if own.type == "cuda" and budget_bytes is not None:
@@ -67,7 +67,7 @@ def measure(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is one of memory, the device's or the host's."""
+    """Return whether an error is one of memory, the device's or the host's."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, (RuntimeError, OSError)) and any(words in str(error) for words in OUT_OF_MEMORY)
@@ -76,7 +76,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _train(
     plan: RunPlan, store: DatasetCache, device: torch.device, steps: int, progress: Callable[[], object]
 ) -> list[float]:
-    """Seconds of each timed step."""
+    """Return the seconds of each timed step."""
     engine = build_engine(plan.layers, plan.bounds, plan.ds, Denoising(plan.spec, device), seed=plan.spec.train.seed)
     ema = Ema(engine, plan.spec.ema)
     batches = None
@@ -85,7 +85,7 @@ def _train(
         batches = replica_batches(plan, store, device, replicas=replicas, replica=replica)
 
     def step() -> float:
-        """Seconds of a step of all processes."""
+        """Return the seconds of a step of all processes."""
         dist.barrier()
         begin = time.perf_counter()
         engine.train_batch(batches)

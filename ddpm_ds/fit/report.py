@@ -1,4 +1,4 @@
-"""What was found: as a table, as numbers, as a picture, and which layout and micro-batch to train with. No torch."""
+"""Report of the search: table, numbers, picture, and the layout and micro-batch to train with. No torch."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ddpm_ds.fit.child import TriedSize
 from ddpm_ds.fit.task import Task, TrialLayout
 
 KNEE = 0.05
-"""Throughput that a smaller micro-batch may lack, as a share of the best."""
+"""Share of the best throughput that a smaller micro-batch may lack."""
 COLOURS = ("#3b7dd8", "#e07b39", "#4c9f70", "#7d5ba6", "#c0504d", "#8c8c8c")
 
 
 @dataclass(frozen=True)
 class Found:
-    """The trials of one layout; the smallest micro-batch fits."""
+    """Trials of one layout; the smallest micro-batch fits."""
 
     task: Task
     trials: tuple[TriedSize, ...]
-    """Ascending."""
+    """Trials in ascending order of size."""
     is_limit: bool
-    """No larger micro-batch could be tried than the largest that fits."""
+    """Whether no larger micro-batch than the largest that fits could be tried."""
 
     @property
     def layout(self) -> TrialLayout:
@@ -41,7 +41,7 @@ class Found:
 
     @property
     def largest(self) -> TriedSize:
-        """The largest that fits."""
+        """Largest micro-batch that fits."""
         return self.fitting[-1]
 
     @property
@@ -50,18 +50,18 @@ class Found:
 
     @property
     def knee(self) -> TriedSize:
-        """The smallest that is nearly as fast as the fastest."""
+        """Smallest micro-batch that is nearly as fast as the fastest."""
         enough = (1 - KNEE) * self.fastest.images_per_second
         return next(trial for trial in self.fitting if trial.images_per_second >= enough)
 
 
 def winner(found: Sequence[Found]) -> Found:
-    """The layout whose knee is fastest."""
+    """Return the layout whose knee is fastest."""
     return max(found, key=lambda one: one.knee.images_per_second)
 
 
 def table(found: Sequence[Found]) -> str:
-    """A line for each trial; the knee of a layout is marked, and that of the winner."""
+    """Return a line for each trial; the knee of a layout is marked, and that of the winner."""
     rows = [("layout", "micro-batch", "micro-batches", "images/s", "step ms", "GiB/process", "recompute", "fits", "")]
     best = winner(found)
     for one in found:
@@ -85,7 +85,7 @@ def table(found: Sequence[Found]) -> str:
 
 
 def why(found: Sequence[Found]) -> str:
-    """A few sentences: which one to train with, and what ends each layout's curve."""
+    """Return a few sentences: which one to train with, and what limits each layout."""
     best = winner(found)
     chosen, fastest, largest = best.knee, best.fastest, best.largest
     sentences = [
@@ -120,7 +120,7 @@ def why(found: Sequence[Found]) -> str:
 
 
 def numbers(found: Sequence[Found], **about: Any) -> dict[str, Any]:
-    """Everything, for ``--json``."""
+    """Return everything, for ``--json``."""
     best = winner(found)
     return {
         **about,

@@ -1,4 +1,4 @@
-"""What is tried: one layout of a run with micro-batches of any size, in processes that DeepSpeed's launcher starts.
+"""Search task: one layout of a run with micro-batches of any size, in processes that DeepSpeed's launcher starts.
 
 No torch.
 """
@@ -26,21 +26,21 @@ from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.supervisor import supervise
 
 LARGEST = 2**20
-"""Images of a micro-batch beyond which no search goes."""
+"""Largest micro-batch of a search, in images."""
 PROGRAM = "ddpm_ds.fit.trial"
-"""The module that the launcher starts."""
+"""Name of the module that the launcher starts."""
 GRACE_SECONDS = 5.0
 TASK, RESULT = "task.json", "result.json"
 LOG_CHARACTERS = 3000
-"""Characters at the end of a log that are shown."""
+"""Number of characters shown from the end of a log."""
 
 
 def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """The largest of ``sizes``, which ascend, that fits; None if the first does not.
+    """Return the largest of ``sizes``, which ascend, that fits; None if the first does not.
 
-    What is larger than a size that does not fit is taken not to fit. Begins with the first size and goes on with the
-    next one that is at least twice as large; after the first that does not fit it bisects between. No size is tried
-    twice, nor is one after the first failure that is larger than it.
+    Sizes above one that does not fit are taken not to fit. Begins with the first size and continues with the next one
+    that is at least twice as large; after the first that does not fit it bisects between. No size is tried twice, nor
+    is one after the first failure that is larger than it.
     """
     largest, failed = -1, len(sizes)  # places in sizes
     place = 0
@@ -61,7 +61,7 @@ def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | 
 
 @dataclass(frozen=True)
 class TrialLayout:
-    """Stages x replicas, one process each."""
+    """Layout of stages x replicas, one process each."""
 
     stages: int
     replicas: int
@@ -74,45 +74,45 @@ class TrialLayout:
         return f"{self.stages}x{self.replicas}"
 
     def words(self) -> str:
-        """The layout in a sentence."""
+        """Return the layout in a sentence."""
         plural = "s" if self.stages > 1 else ""
         return f"{self.stages} stage{plural} x {self.replicas} replica{'s' if self.replicas > 1 else ''}"
 
 
 class Task(BaseModel, frozen=True, ser_json_inf_nan="constants"):
-    """The search of one layout: what is trained and how, but for the micro-batch."""
+    """Search of one layout: everything but the micro-batch."""
 
     spec: Path
     overrides: tuple[str, ...]
     ds_config: Path
     layout: TrialLayout
     accumulation: int | None
-    """Micro-batches of a step, whose batch grows with them; None keeps ``train.batch_images``."""
+    """Number of micro-batches of a step, whose batch grows with them; None keeps ``train.batch_images``."""
     device: str
-    """``cpu`` or ``cuda``."""
+    """Device type, ``cpu`` or ``cuda``."""
     budget_bytes: int | None
-    """What a process may hold; None on CUDA is the device's memory."""
+    """Bytes that a process may hold; None on CUDA is the device's memory."""
     most_bytes: int | None
-    """What a process may take to find out what the smallest micro-batch needs."""
+    """Bytes that a process may take to find out what the smallest micro-batch needs."""
     steps: int
-    """Timed after a step that is not."""
+    """Number of timed steps, after one that is not timed."""
     hang_seconds: float
-    """Time without a step after which a trial has failed."""
+    """Seconds without a step after which a trial has failed."""
     sizes: tuple[int, ...] = ()
-    """Micro-batches to choose from, ascending; none: all numbers."""
+    """Micro-batches to choose from, ascending; empty means all numbers."""
 
     @property
     def candidates(self) -> Sequence[int]:
         return self.sizes or range(1, LARGEST + 1)
 
     def choosing_from(self, asked: Sequence[int]) -> Task:
-        """The same with the micro-batches that the search may choose from: those ``asked`` for, or if none are, all.
+        """Return the task with the micro-batches to choose from: those ``asked`` for, or if none are, all.
 
         With the batch of the spec kept, all are those of which a replica's share is a whole number, and as many as the
         schedule needs or more.
 
         Raises:
-            UserError: why none is possible, or one that was asked for is not.
+            UserError: none is possible, or one that was asked for is not; the message says why.
         """
         train, layout = self.load_spec(1).train, self.layout
         if self.accumulation is not None:
@@ -145,22 +145,22 @@ class Task(BaseModel, frozen=True, ser_json_inf_nan="constants"):
         return self.model_copy(update={"sizes": tuple(possible)})
 
     def changes(self, size: int) -> tuple[str, ...]:
-        """The overrides of the spec with micro-batches of ``size`` images."""
+        """Return the overrides of the spec with micro-batches of ``size`` images."""
         if self.accumulation is None:
             return self.overrides
         batch = self.layout.replicas * self.accumulation * size
         return (*self.overrides, f"train.batch_images={batch}", "train.accumulation=auto")
 
     def load_spec(self, size: int) -> RunSpec:
-        """The spec of a trial. Raises SpecError."""
+        """Load the spec of a trial. Raises SpecError."""
         return load_spec(self.spec, self.changes(size))
 
     def config(self, size: int) -> dict[str, Any]:
-        """The DeepSpeed JSON with the layout and a micro-batch filled in; everything else stays as given.
+        """Return the DeepSpeed JSON with the layout and a micro-batch filled in; everything else stays as given.
 
         Raises:
-            DsConfigError: the file can't be read.
-            SpecError: the spec can't.
+            DsConfigError: the JSON can't be read.
+            SpecError: the spec can't be read.
         """
         config = copy.deepcopy(read_ds_config(self.ds_config))
         config["train_micro_batch_size_per_gpu"] = size
@@ -176,7 +176,7 @@ class Task(BaseModel, frozen=True, ser_json_inf_nan="constants"):
         return config
 
     def plan(self, size: int, folder: Path) -> RunPlan:
-        """The run with micro-batches of ``size`` images; its JSON is written into ``folder``.
+        """Plan the run with micro-batches of ``size`` images; its JSON is written into ``folder``.
 
         Raises:
             UserError: training would refuse it.
@@ -187,11 +187,11 @@ class Task(BaseModel, frozen=True, ser_json_inf_nan="constants"):
         return plan_run(self.spec, self.changes(size), path, world_size=layout.processes, stages=layout.stages)
 
     def start(self, folder: Path) -> dict[str, Any]:
-        """Start DeepSpeed's launcher with the processes of the layout; returns what they found. Leaves nothing running.
+        """Start DeepSpeed's launcher with the processes of the layout; returns their results. Leaves nothing running.
 
         Raises:
             UserError: training would refuse the run on this device.
-            RuntimeError: a bug; with what was printed.
+            RuntimeError: a bug; the message has the output.
             KeyboardInterrupt: a signal asked for an end.
         """
         (folder / TASK).write_text(self.model_dump_json())
@@ -212,7 +212,7 @@ class Task(BaseModel, frozen=True, ser_json_inf_nan="constants"):
         return result
 
     def _check(self, size: int) -> None:
-        """Refuse a size that training would refuse. Raises SpecError, DsConfigError, LayoutError."""
+        """Raise an error for a size that training would refuse: SpecError, DsConfigError or LayoutError."""
         layout = self.layout
         resolve(
             self.config(size),

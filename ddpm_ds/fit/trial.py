@@ -1,8 +1,8 @@
-"""What DeepSpeed's launcher starts once for a layout, in every process: the search, whose trials are children.
+"""Program that DeepSpeed's launcher starts once for a layout, in every process: the search, whose trials are children.
 
-All ranks search alike. For each trial every rank starts a child, watches it and leaves its answer in a folder that all
-share; from the answers of all, each draws the same conclusion. So a child may die of memory and the search goes on. On
-a CPU a child is a fork of a rank that has imported everything and computed nothing; CUDA does not survive a fork, so
+All ranks search alike. For each trial every rank starts a child, watches it and writes its answer into a shared folder;
+from the answers of all, each draws the same conclusion. So a child may run out of memory and the search continues. On a
+CPU a child is a fork of a rank that has imported everything and computed nothing; CUDA does not survive a fork, so
 there a child starts afresh.
 """
 
@@ -32,13 +32,13 @@ from ddpm_ds.processes.ranks import free_port, recorded, set_environment
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 3.0
-"""How long a child goes on when that of another rank has failed: it may have an answer of its own."""
+"""Seconds that a child may continue when that of another rank has failed: it may have an answer of its own."""
 KILL_SECONDS = 10.0
-"""How long a process that was killed is waited for: one that is stuck in a driver stays."""
+"""Seconds to wait for a killed process to end; one that is stuck in a driver stays."""
 
 
 class Trials:
-    """The trials of one layout, as one rank takes part in them."""
+    """Trials of one layout, as one rank takes part in them."""
 
     def __init__(self, task: Task, folder: Path, rank: int) -> None:
         self._task, self._folder, self._rank = task, folder, rank
@@ -49,10 +49,10 @@ class Trials:
         self.done: list[TriedSize] = []
 
     def fits(self, size: int) -> bool:
-        """Whether a micro-batch fits; kept in ``done``.
+        """Return whether a micro-batch fits; the trial is kept in ``done``.
 
         Raises:
-            TrialError: that can't be told.
+            TrialError: the trial failed for another reason than memory.
         """
         trial = self.run(size, self._task.budget_bytes)
         self.done.append(trial)
@@ -61,7 +61,7 @@ class Trials:
         return trial.fits
 
     def run(self, size: int, budget_bytes: int | None) -> TriedSize:
-        """One trial; every rank calls this."""
+        """Run one trial; every rank calls this."""
         self._count += 1
         folder = self._folder / f"trial-{self._count}"
         folders = [folder / f"rank-{rank}" for rank in range(self._task.layout.processes)]
@@ -117,7 +117,7 @@ class Trials:
 
 
 def _end(child: BaseProcess, answer: Answer) -> Answer:
-    """Kill a child and whatever it has started, such as compilers."""
+    """Kill a child and all processes that it has started, such as compilers."""
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(child.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
@@ -128,7 +128,7 @@ def _end(child: BaseProcess, answer: Answer) -> Answer:
 
 
 def without_answer(code: int, log: Path) -> Answer:
-    """What the end of a child means that has sent no answer."""
+    """Return the answer for a child that ended without sending one."""
     printed = log.read_text(errors="replace")[-LOG_CHARACTERS:] if log.exists() else ""
     if code == -signal.SIGKILL:
         return Answer("memory", "was killed (SIGKILL)")
@@ -138,21 +138,21 @@ def without_answer(code: int, log: Path) -> Answer:
 
 
 def write_whole(path: Path, value: Any) -> None:
-    """Write JSON at once: a rank that finds the file finds all of it."""
+    """Write JSON atomically: a rank that finds the file finds all of it."""
     part = path.with_suffix(".part")
     part.write_text(json.dumps(value))
     os.replace(part, path)
 
 
 def wait_for(path: Path) -> Any:
-    """What another rank has written, or will write."""
+    """Return what another rank has written, once it has."""
     while not path.exists():
         time.sleep(POLL_SECONDS)
     return json.loads(path.read_text())
 
 
 def line(trial: TriedSize) -> str:
-    """A trial as it is printed when it is done."""
+    """Return the line printed when a trial is done."""
     size = f"  micro-batch {trial.micro_batch_images:<6}"
     if not trial.fits:
         return f"{size} {trial.why}" if trial.hung else f"{size} does not fit: {trial.why}"
@@ -160,7 +160,7 @@ def line(trial: TriedSize) -> str:
 
 
 def search(task: Task, folder: Path, rank: int) -> dict[str, object]:
-    """Search, and return what :meth:`ddpm_ds.fit.task.Task.start` reads.
+    """Search, and return the results for :meth:`ddpm_ds.fit.task.Task.start`.
 
     A trial that hangs is taken for one that does not fit; the smallest one ends the search.
     """
@@ -181,7 +181,7 @@ def search(task: Task, folder: Path, rank: int) -> dict[str, object]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The program."""
+    """Run the program."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--local_rank", type=int)

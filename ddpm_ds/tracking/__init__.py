@@ -1,1 +1,1 @@
-"""Where a run is recorded: MLflow in its own process, the run folder, the progress line. Training never waits."""
+"""Recording of a run: MLflow in its own process, the run folder, the progress line. Training never waits for it."""

@@ -1,4 +1,4 @@
-"""What a run prints: the progress line while it trains, and the summary at its end."""
+"""Output of a run: the progress line while it trains, and the summary at its end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECONDS_BETWEEN_UPDATES = 0.2
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds as ``1:02:03`` or ``2:03``."""
+    """Return a duration as ``1:02:03`` or ``2:03``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
@@ -41,7 +41,7 @@ class ProgressLine:
         self._shown_at = -SECONDS_BETWEEN_UPDATES
 
     def step(self, images_seen: int) -> None:
-        """Show on a terminal, a few times per second, that training moves. Reads nothing from the device."""
+        """Show on a terminal, a few times per second, that training progresses. Reads nothing from the device."""
         if self._terminal and self._clock() - self._shown_at >= SECONDS_BETWEEN_UPDATES:
             self._show(images_seen)
 
@@ -99,9 +99,9 @@ def summary(
     run_dir: Path,
     link: RunLink,
 ) -> str:
-    """The end of a run in a few lines.
+    """Return the summary at the end of a run, in a few lines.
 
-    ``loss`` is the mean over the last log interval; ``looking_seconds`` of all ``seconds`` went into sampling and
+    ``loss`` is the mean over the last log interval; ``looking_seconds`` of all ``seconds`` were spent on sampling and
     validation.
     """
     rows = {

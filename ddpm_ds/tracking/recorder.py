@@ -1,4 +1,4 @@
-"""Where a run is recorded by rank 0: the progress line, the run's folder and its MLflow run, fed together."""
+"""Recorder of a run on rank 0: feeds the progress line, the run's folder and its MLflow run."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from ddpm_ds.tracking.run_folder import EVALUATIONS, METRICS, OBSERVATIONS, RunF
 from ddpm_ds.tracking.tracker import RunLink, Tracker
 
 SAMPLES_KEY = "samples_ema"
-"""Under which MLflow keeps the pictures, with a slider over steps."""
+"""Key under which MLflow keeps the pictures, with a slider over steps."""
 
 
 class Recorder:
-    """Records a run on rank 0; on other ranks it is made without arguments, and nothing happens.
+    """Recorder of a run on rank 0; on other ranks it is made without arguments, and does nothing.
 
-    A resumed run repeats steps: what an earlier process has written into the folder is not logged again.
+    A resumed run repeats steps: points that an earlier process has written into the folder are not logged again.
     """
 
     def __init__(
@@ -42,17 +42,17 @@ class Recorder:
         self._logged = {name: folder.logged_step(name) if folder else 0 for name in names}
 
     def step(self, images_seen: int) -> None:
-        """A step has ended."""
+        """Show that a step has ended."""
         if self.line is not None:
             self.line.step(images_seen)
 
     def log(self, line: str) -> None:
-        """Show a line of its own."""
+        """Show a line above the progress line."""
         if self.line is not None:
             self.line.log(line)
 
     def point(self, values: Mapping[str, float], step: int, *, fp16: bool) -> None:
-        """A log point, by the names of :func:`ddpm_ds.train.meters.metrics`."""
+        """Record a log point, by the names of :func:`ddpm_ds.train.meters.metrics`."""
         if self.line is not None:
             self.line.log_point(
                 int(values["progress/images"]),
@@ -63,12 +63,12 @@ class Recorder:
         self._write(METRICS, values, step)
 
     def checkpoint(self, seconds: float, step: int) -> None:
-        """A checkpoint was begun, and held training up for ``seconds``."""
+        """Record that a checkpoint was begun, and held training up for ``seconds``."""
         if self.tracker is not None and step > self._logged[METRICS]:
             self.tracker.metrics({"perf/checkpoint_seconds": seconds}, step)
 
     def samples(self, images: Tensor | None, seconds: float, images_seen: int, step: int) -> None:
-        """A picture was drawn, which took ``seconds``; one that is there was logged before the run was resumed."""
+        """Record a picture that took ``seconds`` to draw; an existing one was logged before the run was resumed."""
         if self.tracker is None or self.folder is None or images is None:
             return
         path = self.folder.samples(images_seen)
@@ -84,27 +84,27 @@ class Recorder:
         self.tracker.metrics({"perf/samples_seconds": seconds}, step)
 
     def evaluation(self, values: Mapping[str, float], step: int) -> None:
-        """The held-out loss, by the names of :meth:`ddpm_ds.train.validation.HeldOutLoss.measure`."""
+        """Record the held-out loss, by the names of :meth:`ddpm_ds.train.validation.HeldOutLoss.measure`."""
         if "eval/loss" in values:
             self.log(f"held-out loss {values['eval/loss']:.4f}")
         self._write(EVALUATIONS, values, step)
 
     def observed(self, values: Mapping[str, float], step: int) -> None:
-        """What an observer of steps has measured."""
+        """Record measurements of an observer of steps."""
         self._write(OBSERVATIONS, values, step)
 
     def artifact(self, path: Path, folder: str = "") -> None:
-        """A file or folder to be kept with the run, in ``folder``."""
+        """Keep a file or folder with the run, in ``folder``."""
         if self.tracker is not None:
             self.tracker.artifact(path, folder)
 
     def tags(self, values: Mapping[str, str]) -> None:
-        """Tags by which the run is found in MLflow."""
+        """Set tags by which the run is found in MLflow."""
         if self.tracker is not None:
             self.tracker.tags(values)
 
     def rewound(self, what: str, times: int, images_seen: int, step: int) -> None:
-        """The run was rolled back to ``step``; the points from there on are of a new course, and are logged again."""
+        """Record a rollback to ``step``; points from there on are of a new course, and are logged again."""
         self.log(what)
         self._logged = {name: min(last, step) for name, last in self._logged.items()}
         if self.tracker is not None and self.folder is not None:
@@ -113,7 +113,7 @@ class Recorder:
             self.tracker.metrics({"train/rewinds": float(times)}, step)
 
     def finish(self, status: Literal["FINISHED", "FAILED", "KILLED"]) -> RunLink | None:
-        """End the line and the MLflow run; where the run is, on rank 0."""
+        """End the line and the MLflow run; return where the run is, on rank 0."""
         if self.line is None or self.tracker is None:
             return None
         self.line.close()
@@ -131,11 +131,11 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run goes on from."""
+    """Position from which a run is resumed."""
 
     checkpoint: Path
     changed: tuple[str, ...]
-    """What has changed since, by dotted key."""
+    """Settings that have changed since, by dotted key."""
 
 
 @contextlib.contextmanager
@@ -151,8 +151,8 @@ def recorded(
 ) -> Iterator[Recorder]:
     """The run's folder and its MLflow run, on rank 0; ended as FAILED or KILLED when the body raises.
 
-    ``line`` is None on other ranks, ``resumed`` for a run that begins; ``note`` is why a run that begins is made,
-    ``parent`` the identity of the run that it is a child of.
+    ``line`` is None on other ranks, ``resumed`` for a run that begins; ``note`` is the reason for a new run, ``parent``
+    the identity of its parent run.
     """
     if line is None:
         yield Recorder()
@@ -190,7 +190,7 @@ def recorded(
 
 
 def _derived(plan: RunPlan, device: torch.device) -> dict[str, object]:
-    """Params that follow from spec, JSON and machine."""
+    """Return params that follow from spec, JSON and machine."""
     return {
         **asdict(plan.ds.layout),
         "parameters": plan.parameters,
@@ -203,7 +203,7 @@ def _derived(plan: RunPlan, device: torch.device) -> dict[str, object]:
 
 
 def _tags(plan: RunPlan) -> dict[str, str]:
-    """Where the run comes from: code, host, versions."""
+    """Return tags for the run's origin: code, host, versions."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(ddpm_ds.__file__).parent), *arguments]

@@ -1,4 +1,4 @@
-"""The small files of a run's folder: what a run keeps between two processes, and how it is found in MLflow again."""
+"""Small files of a run's folder: state kept between two processes, and the identity of its MLflow run."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from ddpm_ds.errors import OutputError
 from ddpm_ds.files import write_file
 
 OUTPUT_ROOT = Path("runs")
-"""Where runs go that are given no folder."""
+"""Folder for runs that are given none."""
 METRICS, EVALUATIONS, OBSERVATIONS = "metrics.jsonl", "evaluations.jsonl", "observations.jsonl"
-"""Files of log points, of held-out losses, and of what observers of steps have measured."""
+"""Files of log points, of held-out losses, and of observers' measurements."""
 IDENTITY = "identity"
-"""File with what finds the folder's MLflow run again."""
+"""File with the identity of the folder's MLflow run."""
 LOCK = ".lock"
-"""File that the run's process holds locked."""
+"""File that the run's process keeps locked."""
 LABELS, NOTE = "tags.json", "note.txt"
-"""Files with the tags given by what has started the run, and with the note that it began with."""
+"""Files with the tags set by the run's starter, and with its first note."""
 FOLDER_TAG = "run_dir"
 NOTE_TAG = "mlflow.note.content"
 """Tag that MLflow shows as the description of a run."""
 
 
 def new_run_dir(name: str) -> Path:
-    """A folder for a run that is given none: the time, to the second, and the spec's name."""
+    """Return a folder for a run that is given none: the time, to the second, and the spec's name."""
     return OUTPUT_ROOT / f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
 
 
 def checkpoints_of(run_dir: Path) -> Path:
-    """The folder of a run's checkpoints."""
+    """Return the folder of a run's checkpoints."""
     return run_dir / "checkpoints"
 
 
 def check_output(run_dir: Path, resume: str) -> None:
-    """Refuse a folder that can't be written, or that holds something else than the run to go on with.
+    """Raise an error for a folder that can't be written, or that holds something other than the run to resume.
 
     Leaves nothing behind.
 
     Raises:
-        OutputError: with the folder that is in the way.
+        OutputError: the message names the folder.
     """
     if run_dir.exists() and (not run_dir.is_dir() or any(path.name != LOCK for path in run_dir.iterdir())):
         if not (run_dir / "spec.yaml").exists():
@@ -84,7 +84,7 @@ def claim_folder(run_dir: Path) -> IO[str]:
 
 
 def identity_of(run_dir: Path) -> str | None:
-    """What finds the folder's MLflow run again; None where nothing was trained in it. Changes nothing."""
+    """Return the identity of the folder's MLflow run; None where nothing was trained in it. Changes nothing."""
     file = run_dir / IDENTITY
     return file.read_text().strip() if file.is_file() else None
 
@@ -95,9 +95,9 @@ def write_labels(run_dir: Path, tags: dict[str, str]) -> None:
 
 
 def labels(run_dir: Path, note: str | None, log: Callable[[str], None]) -> dict[str, str]:
-    """The tags of the folder's run. Call it before the folder has an identity: a note is for a run that begins.
+    """Return the tags of the folder's run. Call it before the folder has an identity: a note is for a new run.
 
-    A run that goes on may have been written about since, in MLflow, so its note is left as it is.
+    The note of a resumed run may have been edited in MLflow, so it is left as it is.
     """
     given, first = run_dir / LABELS, run_dir / NOTE
     tags: dict[str, str] = json.loads(given.read_text()) if given.exists() else {}
@@ -112,18 +112,18 @@ def labels(run_dir: Path, note: str | None, log: Callable[[str], None]) -> dict[
 
 @dataclass
 class RunFolder:
-    """The files that outlive a process; used on rank 0."""
+    """Files that outlive a process; used on rank 0."""
 
     path: Path
 
     def identity(self) -> str:
-        """What finds the folder's MLflow run again: made once."""
+        """Return the identity of the folder's MLflow run, made once."""
         if identity_of(self.path) is None:
             write_file(self.path / IDENTITY, f"{uuid.uuid4().hex}\n".encode())
         return (self.path / IDENTITY).read_text().strip()
 
     def logged_step(self, name: str) -> int:
-        """The step of the last point in one of these files, 0 where there is none.
+        """Return the step of the last point in one of these files, 0 where there is none.
 
         A resumed run repeats steps, and logs none of them twice. After a rollback the last step is not the highest.
         """
@@ -143,7 +143,7 @@ class RunFolder:
             file.write(json.dumps({"step": step, **values}).encode() + b"\n")
 
     def samples(self, images_seen: int) -> Path:
-        """The picture drawn after so many images."""
+        """Return the path of the picture drawn after ``images_seen`` images."""
         return self.path / "samples" / f"images-{images_seen:09}.png"
 
     def forget_samples(self, images_seen: int) -> None:
@@ -153,7 +153,7 @@ class RunFolder:
                 path.unlink(missing_ok=True)
 
     def add_resume(self, checkpoint: Path, changed: Sequence[str]) -> int:
-        """Note in ``resumes.jsonl`` that the run goes on, and with what changes; returns how often it has."""
+        """Add a resume and its changed settings to ``resumes.jsonl``; return the number of resumes."""
         file = self.path / "resumes.jsonl"
         with file.open("a") as stream:
             now = datetime.now(UTC).isoformat(timespec="seconds")

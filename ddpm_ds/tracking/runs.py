@@ -1,4 +1,4 @@
-"""Runs read back from MLflow, and found by what people call them: folder, id or name. No torch; MLflow when asked."""
+"""Runs read back from MLflow, found by folder, id or name. Imports no torch, and MLflow only when needed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
 
 KIND_TAG = "kind"
-"""Tag of every run that is no training: evaluate, sample, export, benchmark, vary."""
+"""Tag of every run that is not a training run: evaluate, sample, export, benchmark, vary."""
 SWEEP = "vary"
 """Kind of the run whose children are the trials of a sweep."""
 FAILURES = ("FAILED", "KILLED")
@@ -33,13 +33,13 @@ SQLITE = "sqlite:///"
 NOTE_CHARACTERS = 8000
 """MLflow's limit for the value of a tag."""
 SHORTEST_ID = 6
-"""Hexadecimal digits with which the beginning of an id is taken for one."""
+"""Fewest hexadecimal digits that are taken for the beginning of an id."""
 NEAR_NAMES = 3
 NO_PROGRESS_BAR = {"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}
 
 
 class ExperimentError(UserError):
-    """A run or an experiment that was named can't be found, read or made."""
+    """Error: a named run or experiment can't be found, read or made."""
 
 
 class Point(NamedTuple):
@@ -52,7 +52,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run as MLflow has it."""
+    """Run as MLflow has it."""
 
     id: str
     name: str
@@ -62,22 +62,22 @@ class RecordedRun:
     start_ms: int
     params: dict[str, str]
     metrics: dict[str, float]
-    """The last value of each."""
+    """Last value of each metric."""
     tags: dict[str, str]
     folder: Path | None
-    """The run's folder, where it is on this machine."""
+    """Folder of the run, where it is on this machine."""
     parent: str | None
-    """The id of the run that this one is a child of."""
+    """Id of the parent run."""
     tracking_uri: str
-    """The store it was read from."""
+    """URI of the store that the run was read from."""
 
     @property
     def note(self) -> str:
-        """Why it was made and what was learned; empty where nobody has said."""
+        """Text on why the run was made and what was learned; empty where there is none."""
         return self.tags.get(NOTE_TAG, "")
 
     def history(self, name: str) -> list[Point]:
-        """All values of a metric in the order of their steps; of a step taken again after a rollback, the last."""
+        """Return all values of a metric in the order of their steps; for a step repeated after a rollback, the last."""
         with _speaking_to(self.tracking_uri) as client:
             logged = client.get_metric_history(self.id, name)
         logged.sort(key=lambda point: point.timestamp)
@@ -85,12 +85,12 @@ class RecordedRun:
         return [of_step[step] for step in sorted(of_step)]
 
     def artifacts(self, folder: str = "") -> list[str]:
-        """Paths of the files and folders in a folder of the run's artifacts."""
+        """Return paths of the files and folders in a folder of the run's artifacts."""
         with _speaking_to(self.tracking_uri) as client:
             return sorted(file.path for file in client.list_artifacts(self.id, folder or None))
 
     def read_artifact(self, path: str) -> bytes | None:
-        """The content of an artifact file; None where the run has none of that path."""
+        """Return the content of an artifact file; None where the run has none of that path."""
         if path not in self.artifacts(path.rpartition("/")[0]):
             return None
         with _speaking_to(self.tracking_uri) as client, tempfile.TemporaryDirectory(prefix="ddpm-ds-") as folder:
@@ -114,7 +114,7 @@ class RecordedRun:
 def keep_with(
     run_id: str, tracking_uri: str, files: Mapping[str, str], tags: Mapping[str, str] | None = None
 ) -> str | None:
-    """Log texts, by path among the artifacts, and tags to a run; None, or why that is not possible."""
+    """Log texts, by path among the artifacts, and tags to a run; return None, or why that is not possible."""
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 
@@ -141,7 +141,7 @@ def add_runs_option(parser: argparse.ArgumentParser) -> None:
 
 
 def find_run(text: str, *, root: Path = OUTPUT_ROOT) -> RecordedRun:
-    """The run with this folder, id, beginning of an id, or name.
+    """Find the run with this folder, id, beginning of an id, or name.
 
     The store is ``MLFLOW_TRACKING_URI``, else the one beside the folder, else the one in ``root``.
 
@@ -155,7 +155,7 @@ def find_run(text: str, *, root: Path = OUTPUT_ROOT) -> RecordedRun:
 
 
 def find_runs(text: str, *, root: Path = OUTPUT_ROOT) -> list[RecordedRun]:
-    """Training runs, in the order of their start: the trials of a sweep's run, the one run, or all of an experiment.
+    """Find training runs, in the order of their start: the trials of a sweep, one run, or all of an experiment.
 
     ``text`` is a run as in :func:`find_run`, or the name of an experiment.
 
@@ -186,7 +186,7 @@ def _training(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
 
 
 def _search(text: str, root: Path) -> tuple[list[RecordedRun], str]:
-    """All runs that ``text`` may mean, and the store that was searched."""
+    """Return all runs that ``text`` may mean, and the store that was searched."""
     folder = Path(text)
     identity = identity_of(folder)
     root = folder.resolve().parent if identity else root.resolve()
@@ -218,7 +218,7 @@ def _unclear(what: str, text: str, found: Sequence[RecordedRun], uri: str) -> Ex
 
 
 def _runs(uri: str, filter_string: str, experiment_ids: Sequence[str] | None = None) -> list[RecordedRun]:
-    """The runs of a store for which a filter holds, in the order of their start."""
+    """Return the runs of a store that match a filter, in the order of their start."""
     with _speaking_to(uri) as client:
         names = {experiment.experiment_id: experiment.name for experiment in _pages(client.search_experiments)}
         among = list(names) if experiment_ids is None else list(experiment_ids)
@@ -255,7 +255,7 @@ def _read(run: Run, experiment: str, uri: str) -> RecordedRun:
 
 
 def _folder(tags: Mapping[str, str], name: str, uri: str) -> Path | None:
-    """The folder that says it is the run's: where it was trained, or beside the store, which may have been moved."""
+    """Return the run's folder, checked by its identity: where it was trained, or beside a store that was moved."""
     places = [Path(tags[FOLDER_TAG])] if FOLDER_TAG in tags else []
     if uri.startswith(SQLITE):
         places.append(Path(uri.removeprefix(SQLITE)).parent / name)
@@ -268,7 +268,7 @@ def _folder(tags: Mapping[str, str], name: str, uri: str) -> Path | None:
 
 @contextlib.contextmanager
 def _speaking_to(uri: str) -> Iterator[MlflowClient]:
-    """MLflow's client; what goes wrong with it is one line.
+    """Yield MLflow's client; its errors become one line.
 
     Raises:
         ExperimentError: there is no such store, or it does not answer.

@@ -3,10 +3,10 @@
     host b   thread of its first rank ──▶ queue in the store on rank 0
     host a   thread of rank 0 ◀── the queue;  ──▶ the tracker, as system/b/...
 
-Only rank 0 talks to MLflow. So the other hosts need no way to the tracking server and no password of it, and the SQLite
-file, which must not be written from several hosts, will do as well. Nothing here is waited for by training. MLflow's
-own monitor needs the server on every host and stops at the first question that it does not answer, so that only its
-names, numbers and environment variables are taken over.
+Only rank 0 talks to MLflow, so the other hosts need neither a connection to the tracking server nor its password, and
+an SQLite file, which must not be written from several hosts, works as well. Training never waits for this. MLflow's own
+monitor needs the server on every host and stops at its first failed request, so only its names, numbers and environment
+variables are used.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ INTERVAL, SAMPLES = "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "MLFLOW_SYSTEM_ME
 SETTINGS, QUEUE = "system_metrics/settings", "system_metrics"  # in the store
 POLL_SECONDS = 1.0
 LEAVE_SECONDS = 1.0
-"""How long the end of training waits for each thread, which may wait for the store."""
+"""Seconds that the end of training waits for each thread, which may wait for the store."""
 
 Log = Callable[[str], None]
 
 
 class SystemMetrics:
-    """Reads the metrics of this host. ``log`` is told when training uses GPUs that can't be read."""
+    """Reader of this host's metrics. ``log`` is told when training uses GPUs that can't be read."""
 
     def __init__(self, log: Log) -> None:
         psutil.cpu_percent()  # the first call only starts the counter
@@ -55,7 +55,7 @@ class SystemMetrics:
                 log(f"system metrics are without the GPUs ({error}); {fix}")
 
     def read(self) -> dict[str, float]:
-        """The values of now; utilisation of the CPU since the last call, traffic since the first."""
+        """Return the current values; utilisation of the CPU since the last call, traffic since the first."""
         memory, disk, network = psutil.virtual_memory(), psutil.disk_usage(os.sep), psutil.net_io_counters()
         values = {
             "cpu_utilization_percentage": psutil.cpu_percent(),
@@ -84,7 +84,7 @@ class SystemMetrics:
 
 @contextlib.contextmanager
 def system_metrics(store: dist.Store | None, tracker: Tracker | None, log: Log = print_to_stderr) -> Iterator[None]:
-    """Around training, on every rank: read the system metrics of this host and have rank 0 log them.
+    """Read the system metrics of this host during training and have rank 0 log them; entered on every rank.
 
     Does nothing on a rank that is not the first of its host. The environment of rank 0 says for all hosts whether
     metrics are read and how often.
@@ -127,7 +127,7 @@ def system_metrics(store: dist.Store | None, tracker: Tracker | None, log: Log =
 def _read(
     settings: Mapping[str, str], ending: threading.Event, take: Callable[[dict[str, float]], None], log: Log
 ) -> None:
-    """Hand over the means of so many readings, so many seconds apart, until training ends."""
+    """Pass on the mean of several readings at a fixed interval until training ends."""
     if settings.get(SWITCH, "true").lower() in ("false", "0"):
         return
     interval, samples = float(settings.get(INTERVAL, 10)), int(settings.get(SAMPLES, 1))
@@ -145,7 +145,7 @@ def _read(
 
 
 def _pass_on(store: dist.Store, host: str, rank: int, ending: threading.Event, log: Log) -> None:
-    """On another host than rank 0's: put what is read into the queue."""
+    """Put the readings of another host than rank 0's into the queue."""
     while not store.check([SETTINGS]):
         if ending.wait(POLL_SECONDS):
             return
@@ -159,7 +159,7 @@ def _pass_on(store: dist.Store, host: str, rank: int, ending: threading.Event, l
 
 
 def _collect(store: dist.Store, settings: Mapping[str, str], tracker: Tracker, ending: threading.Event) -> None:
-    """On rank 0: log what is in the queue. Of several hosts with one name the second gets its rank appended."""
+    """Log the contents of the queue on rank 0. Of several hosts with one name the second gets its rank appended."""
     store.set(SETTINGS, json.dumps(settings))
     ranks: dict[str, int] = {}
     ended = False

@@ -6,9 +6,9 @@
 
 MLflow lives in a child process (:mod:`ddpm_ds.tracking.worker`): its import, the making of its database, its network
 and its crashes stay outside of the training process. The journal is a nameless file, so a record is written down at
-once, whatever MLflow does; a second worker goes on where the first one died, and what MLflow has not taken by the end
-of the run is kept in the run folder, to be sent later. (MLflow's own asynchronous logging drops what a server does not
-take at once, and runs in threads of the training process.)
+once, whatever MLflow does; a second worker continues where the first one died, and records that MLflow has not accepted
+by the end of the run are kept in the run folder, to be sent later. (MLflow's own asynchronous logging drops what a
+server does not take at once, and runs in threads of the training process.)
 
 The journal has one JSON object per line:
 
@@ -53,12 +53,12 @@ MLFLOW = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the worker retries by itself, and can be woken while it waits
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-"""Environment of MLflow's client where nobody has set it otherwise: a server that is down is noticed soon."""
+"""Default environment of MLflow's client: a server that is down is noticed soon."""
 
 
 @dataclass(frozen=True)
 class RunLink:
-    """Where a run is. ``run_id`` is None when the tracker was never reached; ``open_with`` is a URL or a command."""
+    """Location of a run. ``run_id`` is None when the tracker was never reached; ``open_with`` is a URL or a command."""
 
     run_id: str | None
     experiment_id: str | None
@@ -67,12 +67,12 @@ class RunLink:
 
 
 def now_ms() -> int:
-    """Milliseconds since 1970, the unit of MLflow's times."""
+    """Return milliseconds since 1970, the unit of MLflow's times."""
     return time.time_ns() // 1_000_000
 
 
 def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:
-    """Nested mappings as dotted names (``unet.channels``) and text, values cut to what MLflow takes."""
+    """Return nested mappings as dotted names (``unet.channels``) and text, with values cut to MLflow's limit."""
     flat: dict[str, str] = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
@@ -84,17 +84,17 @@ def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:
 
 
 def without_password(text: str) -> str:
-    """The same text, with the user and password of every URI in it left out."""
+    """Return the text without the user and password of every URI in it."""
     return re.sub(r"://[^/@\s]+@", "://", text)
 
 
 def resolve_uri(output_root: Path | str) -> str:
-    """The tracker of the runs in an output root: ``MLFLOW_TRACKING_URI``, else SQLite in the root."""
+    """Return the tracker of the runs in an output root: ``MLFLOW_TRACKING_URI``, else SQLite in the root."""
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{output_root}/mlflow.db"
 
 
 def keep_unsent(start: Record, records: Iterable[Record]) -> str:
-    """Append what could not be sent to a file in the run folder; returns a line that says so and how to send it."""
+    """Append unsent records to a file in the run folder; return a line with the file and how to send it."""
     lines = [json.dumps(record) for record in records]
     path, uri = Path(start["run_dir"]) / UNSENT_FILE, without_password(resolve_uri(start["output_root"]))
     what = f"{len(lines)} {'record' if len(lines) == 1 else 'records'} could not be sent to MLflow at {uri}"
@@ -129,7 +129,7 @@ class Tracker:
         parent: str | None = None,
         log: Callable[[str], None] = print_to_stderr,
     ) -> Tracker:
-        """Begin a run, or go on with the one of this ``identity``, whose params are left as they are.
+        """Begin a run, or resume the one of this ``identity``, whose params are left as they are.
 
         Args:
             experiment: name of the experiment.
@@ -174,7 +174,7 @@ class Tracker:
 
     @property
     def run_id(self) -> str | None:
-        """The run's id; None until MLflow has answered."""
+        """Id of the run; None until MLflow has answered."""
         return self._run.get("run_id")
 
     def metrics(self, values: Mapping[str, float], step: int) -> None:
@@ -247,7 +247,7 @@ class Tracker:
         )
 
     def _supervise(self) -> None:
-        """Hear what the worker says, and replace it once if it dies."""
+        """Read the worker's replies, and replace it once if it dies."""
         for worker in range(1, WORKERS + 1):
             replies: IO[bytes] | None = self._process.stdout
             assert replies is not None
@@ -279,7 +279,7 @@ class Tracker:
 
 
 def _new_journal(start: Record) -> int:
-    """A file without a name in the run folder, or in memory where that can't be written."""
+    """Return a file without a name in the run folder, or in memory where that can't be written."""
     line = json.dumps({"start": start}).encode() + b"\n"
     try:
         with tempfile.TemporaryFile(dir=start["run_dir"]) as file:

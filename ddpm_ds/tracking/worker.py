@@ -1,12 +1,12 @@
-"""The process in which MLflow lives: reads records from a journal and sends them, in order, until they are accepted.
+"""Process that runs MLflow: reads records from a journal and sends them, in order, until they are accepted.
 
 Rank 0's :class:`~ddpm_ds.tracking.tracker.Tracker`, which documents the records, starts it with three numbers: the
 trainer's process id, the journal's file descriptor, and the bytes of the journal that were sent before. When the
 trainer dies, the run ends as FAILED after everything that was recorded, and this process ends soon after.
 
-Without arguments it sends what a run had to leave behind:
+Without arguments it sends the records that a run could not send:
 
-    python -m ddpm_ds.tracking.worker < RUN_DIR/mlflow_unsent.jsonl
+python -m ddpm_ds.tracking.worker < RUN_DIR/mlflow_unsent.jsonl
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 
 
 def reason(error: BaseException) -> str:
-    """The first cause of an error, in one line."""
+    """Return the first cause of an error, in one line."""
     while cause := error.__cause__ or error.__context__:
         error = cause
     return without_password(" ".join(str(error).split())[:200]) or type(error).__name__
@@ -91,7 +91,7 @@ class Worker:
                 self._log("up", f"MLflow at {self._uri} answers again; everything has been sent")
 
     def _wait_for_records(self) -> bool:
-        """Whether there is a record to send; False when all are sent and no more will come."""
+        """Return whether there is a record to send; False when all are sent and no more will come."""
         while True:
             self._read()
             if self._records or self._ended:
@@ -99,7 +99,7 @@ class Worker:
             time.sleep(POLL_SECONDS)
 
     def _read(self) -> None:
-        """Take in what the journal has got since."""
+        """Read the records added to the journal."""
         alone = self._trainer is None or os.getppid() != self._trainer  # asked first: what it wrote before is read
         with self._lock:
             while chunk := os.pread(self._journal, 1 << 20, self._end + len(self._tail)):
@@ -114,7 +114,7 @@ class Worker:
                 self._ended = True
 
     def _survive_trainer(self) -> None:
-        """Bound the time that this process outlives the trainer: the rest is kept in the run folder then."""
+        """Limit the time that this process outlives the trainer; remaining records are then kept in the run folder."""
         while os.getppid() == self._trainer:
             time.sleep(1.0)
         time.sleep(FLUSH_SECONDS)
@@ -126,13 +126,13 @@ class Worker:
         os._exit(1)
 
     def _next_batch(self) -> list[tuple[Record, int]]:
-        """The record that is next, and if it is one of metrics those that follow it."""
+        """Return the next record, and if it is one of metrics those that follow it."""
         with self._lock:
             first = list(islice(self._records, RECORDS_PER_REQUEST))
         return list(takewhile(lambda one: "metrics" in one[0], first)) or first[:1]
 
     def _deliver(self, batch: list[Record]) -> None:
-        """Try until the records are taken, or MLflow says that they never will be; those are kept in the run folder."""
+        """Retry until MLflow accepts the records, or refuses them for good; those are kept in the run folder."""
         pause = 1.0
         while True:
             try:
@@ -181,7 +181,7 @@ class Worker:
                 client.set_terminated(run, status, at)
 
     def _step(self, point: Record) -> int:
-        """The record's step; else the seconds since the run began, which go on rising when it is resumed."""
+        """Return the record's step; else the seconds since the run began, which continue to rise when it is resumed."""
         return int(point["step"] if "step" in point else (point["time"] - self._run.info.start_time) // 1000)
 
     def _open(self) -> None:
@@ -260,7 +260,7 @@ class Worker:
 
 @contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Hold back other workers of the same output root: two that make one database at once spoil it."""
+    """Hold back other workers of the same output root: two that create one database at once corrupt it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".mlflow.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
