@@ -92,8 +92,8 @@ class Probe:
     """The answers to all questions. Each method takes and returns what JSON can hold."""
 
     def __init__(self) -> None:
-        self._listener: socket.socket | None = None
-        self._tokens: list[Path] = []
+        self.undo = contextlib.ExitStack()
+        """Frees the port and removes the file of :meth:`open`."""
 
     def facts(self, spec: str, overrides: Sequence[str], ds_config: str | None, run_dir: str) -> dict[str, Any]:
         """Everything about this host that needs no other; paths are relative to the working folder."""
@@ -126,17 +126,17 @@ class Probe:
         """Let the other hosts try this one, the first: take its port, and put a file where the run's folder is or will
         be. Both are undone at the end. Returns fields of ``HostReport``, and the file as ``token``."""
         found = _route(address) | {"token": ""}
-        self._listener = socket.socket(_family(address))
-        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener = self.undo.enter_context(socket.socket(_family(address)))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            self._listener.bind(("", port))
-            self._listener.listen(1024)
+            listener.bind(("", port))
+            listener.listen(1024)
         except OSError as error:
             found["port_error"] = error.strerror or str(error)
         token = existing(Path(run_dir)) / f".ddpm-ds-doctor-{uuid.uuid4().hex}"
         with contextlib.suppress(OSError):
             token.touch()
-            self._tokens.append(token)
+            self.undo.callback(token.unlink, missing_ok=True)
             found["token"] = str(token)
         return found
 
@@ -154,13 +154,6 @@ class Probe:
             except OSError as error:
                 found["port_error"] = error.strerror or str(error)
         return found
-
-    def release(self) -> None:
-        """Free the port and remove the file."""
-        if self._listener is not None:
-            self._listener.close()
-        for token in self._tokens:
-            token.unlink(missing_ok=True)
 
 
 def _route(address: str) -> dict[str, str]:
@@ -280,12 +273,10 @@ def _output(*command: str) -> str:
 def main() -> None:
     """Answer every line of standard input."""
     probe = Probe()
-    try:
+    with probe.undo:
         for line in sys.stdin:
             question = json.loads(line)
             tell(getattr(probe, question.pop("ask"))(**question))
-    finally:
-        probe.release()
 
 
 if __name__ == "__main__":

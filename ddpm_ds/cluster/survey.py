@@ -49,7 +49,7 @@ class Silent(Ended):
     """The process is there and does not answer."""
 
 
-class Conversation:
+class Conversation(contextlib.AbstractContextManager["Conversation"]):
     """A process that answers questions in lines of JSON, in a process group of its own; a context that ends it."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
@@ -74,9 +74,6 @@ class Conversation:
             if line.startswith(MARK):
                 self._answers.put(json.loads(line.removeprefix(MARK)))
         self._answers.put(_NO_MORE)
-
-    def __enter__(self) -> Conversation:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -197,11 +194,6 @@ class HostReport:
     keepalive_seconds: int | None = None
     """ssh's ServerAliveInterval towards this host; None where ssh is not used."""
 
-    def learn(self, found: Mapping[str, Any]) -> None:
-        """Set the fields that an answer gives."""
-        for name, value in found.items():
-            setattr(self, name, value)
-
 
 @dataclass(frozen=True)
 class Survey:
@@ -277,10 +269,10 @@ def survey(
                 def open_first(talk: Conversation, report: HostReport) -> None:
                     found = talk.ask("open", seconds, **way, run_dir=run.run_dir)
                     way.update(token=found.pop("token"), port=None if "port_error" in found else master_port)
-                    report.learn(found)
+                    vars(report).update(found)
 
                 def reach_first(talk: Conversation, report: HostReport) -> None:
-                    report.learn(talk.ask("reach", seconds + CONNECT_SECONDS, **way, seconds=CONNECT_SECONDS))
+                    vars(report).update(talk.ask("reach", seconds + CONNECT_SECONDS, **way, seconds=CONNECT_SECONDS))
 
                 if first in each([first], open_first):
                     master = first

@@ -36,7 +36,7 @@ from ddpm_ds.errors import EXIT_PEER_LOST
 
 BEAT_SECONDS = 0.5
 LAST_WORDS_SECONDS = 3.0
-"""How long rank 0 keeps the store up at its end, for the others to read that it leaves, and why."""
+"""Time for which rank 0 keeps the store up at its end, for the others to read that it leaves, and why."""
 
 COMMUNICATION = ("torch.distributed", "deepspeed.comm")
 """A main thread inside these modules waits for another rank."""

@@ -27,7 +27,7 @@ from ddpm_ds.processes.hosts import find_environment
 DEAD_SECONDS, HANG_SECONDS = 15.0, 600.0
 """Silence after which a rank is given up, and time without a step after which a run hangs, unless options say so."""
 OTHERS_WAIT_SECONDS = 5.0
-"""How long ranks other than 0 hold an error back, so that rank 0 is the one to print it."""
+"""Time for which ranks other than 0 hold an error back, so that rank 0 is the one to print it."""
 NODE_ID = "MLFLOW_SYSTEM_METRICS_NODE_ID"
 EXIT_FILE_VARIABLE = "DDPM_DS_EXIT_FILE"
 """Names the file of exit codes in the environment of every process of a run; without it nothing is recorded."""
@@ -190,7 +190,7 @@ def _record(word: str) -> None:
 
 
 class ExitRecord(NamedTuple):
-    """What the ranks of one start have recorded."""
+    """The records of all ranks of one start."""
 
     failure: int | None
     """The first code other than 0."""

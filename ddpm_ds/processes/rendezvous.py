@@ -29,7 +29,7 @@ SILENCE_SECONDS = 60.0
 """Silence after which a rank that had come is given up; importing libraries can keep a process busy for long."""
 POLL_SECONDS = 0.05
 TELL_SECONDS = 10.0
-"""How long a rank that can't take part tries to tell the others."""
+"""Time for which a rank that can't take part tries to tell the others."""
 REFUSAL = "refusal"
 
 

@@ -41,10 +41,10 @@ RANK_VARIABLES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 POLL_SECONDS = 0.2
 SETTLE_SECONDS = 3.0
-"""How long the ranks' helper processes may outlive the launcher."""
+"""Time for which the ranks' helper processes may outlive the launcher."""
 LOSING_SECONDS = 45.0
-"""How long the launcher may go on after a rank of this host has lost others: it gives its ranks 30 s to end, and ssh
-gives up a host that has gone after 20 s."""
+"""Time for which the launcher may go on after a rank of this host has lost others: it gives its ranks 30 s to end,
+and ssh gives up a host that has gone after 20 s."""
 KILL_SECONDS = 10.0
 LONGEST_PAUSE_SECONDS = 60.0
 

@@ -49,7 +49,7 @@ def survey(**changes: dict[str, Any]) -> Survey:
             address=f"10.0.0.{index + 1}",
             keepalive_seconds=15,
         )
-        hosts[name].learn({key: value for key, value in change.items() if key not in of_facts})
+        vars(hosts[name]).update({key: value for key, value in change.items() if key not in of_facts})
     return Survey(hosts, "a", "10.0.0.1", 29500)
 
 

@@ -1,4 +1,4 @@
-"""Which variables travel, and what becomes of the file that takes them."""
+"""The variables that travel, and the file that takes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed's launcher is told about hosts is understood as its own parser and filters understand it."""
+"""The launcher's options about hosts, understood as DeepSpeed's own parser and filters understand them."""
 
 from __future__ import annotations
 

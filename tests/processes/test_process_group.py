@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS
 
 @pytest.fixture(autouse=True)
 def rank_0(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a rank finds when it starts; DeepSpeed forgets it afterwards."""
+    """The environment of a rank that starts; DeepSpeed forgets it afterwards."""
     world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in (world | {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": ""}).items():
         monkeypatch.setenv(name, value)
@@ -35,13 +36,12 @@ def rank_0(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     set_accelerator(before)
 
 
-@pytest.mark.parametrize("hang_seconds", [0.5, HANG_SECONDS, 86400.0])
-@pytest.mark.parametrize("dead_seconds", [DEAD_SECONDS, 7200.0])
-def test_groups_wait_for_much_longer_than_the_watchdog(hang_seconds: float, dead_seconds: float) -> None:
-    assert group_timeout(hang_seconds, dead_seconds).total_seconds() > 2 * max(hang_seconds, dead_seconds)
+def test_groups_wait_for_much_longer_than_the_watchdog() -> None:
+    for hang, dead in itertools.product((0.5, HANG_SECONDS, 86400.0), (DEAD_SECONDS, 7200.0)):
+        assert group_timeout(hang, dead).total_seconds() > 2 * max(hang, dead)
 
 
-@pytest.mark.parametrize("seconds", [1e12, 1e300, float("inf")])
+@pytest.mark.parametrize("seconds", [1e12, float("inf")])
 def test_a_watchdog_that_never_speaks_overflows_no_clock(seconds: float) -> None:
     with process_group(group_timeout(seconds)):
         total = torch.ones(1)

@@ -49,7 +49,7 @@ def take_part(rank: int, part: Part, seconds: float = 30.0) -> object:
 
 
 def meet(*parts: Part, seconds: float = 30.0) -> list[Any]:
-    """What each rank's part returns or raises, when all have ended."""
+    """Each rank's result or error, when all have ended."""
     with ThreadPoolExecutor(len(parts)) as pool:
         return list(pool.map(take_part, range(len(parts)), parts, [seconds] * len(parts)))
 
@@ -153,7 +153,7 @@ H100 = {"id": "GPU-a", "model": "H100 80.00 GiB", "settings": {"NCCL_MAX_P2P_NCH
 
 
 def gpus_of(others: Sequence[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> str | None:
-    """What rank 0, on an H100, concludes from what the ``others`` say of their GPUs, each on a host of its own."""
+    """The remark of rank 0, on an H100, on what the ``others`` say of their GPUs, each on a host of its own."""
     _names.host = "worker-0"
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("NCCL_MAX_P2P_NCHANNELS", "8")

@@ -1,4 +1,4 @@
-"""What a run hears from outside; how several ranks agree is seen in whole runs, in ``test_preemption.py``."""
+"""Requests to one rank from outside; ``test_preemption.py`` shows how several ranks agree, in whole runs."""
 
 from __future__ import annotations
 

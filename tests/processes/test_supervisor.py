@@ -79,7 +79,7 @@ def stand_in(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def command(run_dir: Path, *parts: str, ranks: int = 2, launcher: tuple[str, ...] = ()) -> list[str]:
-    """What follows ``ddpm-ds run``: a script that plays one of ``parts`` at each start."""
+    """The words after ``ddpm-ds run``: a script that plays one of ``parts`` at each start."""
     options = [*launcher, "--num_gpus", str(ranks), "--master_addr", "127.0.0.1"]
     options += [] if "--master_port" in launcher else ["--master_port", str(free_port())]
     return [*options, str(SCRIPT), "--run-dir", str(run_dir), *parts]

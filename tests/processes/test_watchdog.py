@@ -36,7 +36,7 @@ Events = queue.SimpleQueue[tuple[int, object]]
 
 @pytest.fixture
 def events() -> Events:
-    """What the watchdogs of a test said, and then their exit codes, by rank."""
+    """Lines that the watchdogs of a test logged, and then their exit codes, by rank."""
     return queue.SimpleQueue()
 
 
@@ -95,7 +95,7 @@ def test_every_rank_names_one_that_fell_silent_and_leaves_even_if_its_line_can_n
 
 @pytest.fixture
 def judged(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Judgement | None]:
-    """What a judge finds of peers, all at 100 s by its clock; to die takes 6 s, to hang 9 s."""
+    """Returns a judge's finding about peers, at 100 s by its clock; to die takes 6 s, to hang 9 s."""
 
     def judge(peers: list[Peer], find: str) -> Judgement | None:
         watchdog = Watchdog(0, NAMES[:1], None, dead_seconds=6, hang_seconds=9)
