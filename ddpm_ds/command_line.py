@@ -42,15 +42,15 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def cache_folder() -> Path:
-    """The folder of what is remembered between runs, in the user's cache (``XDG_CACHE_HOME``); may not exist yet."""
+    """Return the folder of cached measurements, in the user's cache (``XDG_CACHE_HOME``); may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddpm_ds"
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Refuse a file that could not be written in the end.
+    """Raise an error for a file that could not be written in the end.
 
     Raises:
-        OutputError: it is a folder, or its folder is missing or somebody else's.
+        OutputError: it is a folder, or its folder is missing or not writable.
     """
     folder = path.absolute().parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
@@ -110,7 +110,9 @@ def step_range(text: str) -> range:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[str]:
-    """Lines of a table whose columns are as wide as their widest cell; those in ``left`` are aligned to the left."""
+    """Return the lines of a table whose columns are as wide as their widest cell; those in ``left`` are aligned to the
+    left.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

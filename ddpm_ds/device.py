@@ -91,7 +91,7 @@ def wait_for_device(device: torch.device) -> None:
 
 
 def wait_for_stream(device: torch.device) -> None:
-    """Wait until a device has finished the work of the current stream; messages on other streams go on."""
+    """Wait until a device has finished the work of the current stream; messages on other streams continue."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
@@ -136,7 +136,7 @@ def _check_cuda(devices: int) -> None:
 
 
 def _hidden() -> bool:
-    """Whether CUDA_VISIBLE_DEVICES hides all GPUs: it is empty, or names none first."""
+    """Return whether CUDA_VISIBLE_DEVICES hides all GPUs: it is empty, or names none first."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible)
 

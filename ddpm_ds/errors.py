@@ -7,9 +7,9 @@ schedulers; ``docs/exit_codes.md`` says what to do with each.
 EXIT_BAD_INPUT = 2
 EXIT_BAD_NUMBERS = 3
 EXIT_PREEMPTED = 75
-"""Asked to stop by a signal, and saved: start it again (EX_TEMPFAIL of sysexits.h)."""
+"""Exit code after a signal asked for a stop and the run was saved: start it again (EX_TEMPFAIL of sysexits.h)."""
 EXIT_PEER_LOST = 76
-"""A rank died or hangs, and the others have ended themselves: the run can be resumed from its newest checkpoint."""
+"""Exit code after a rank died or hangs and the others have ended: the run can be resumed from its newest checkpoint."""
 
 
 class UserError(Exception):
@@ -51,7 +51,7 @@ class CheckpointError(UserError):
 
 
 class NoCheckpointError(CheckpointError):
-    """There are checkpoints, and none of them can be used; all ranks have come to that together."""
+    """There are checkpoints, and none of them can be used; all ranks agree on that."""
 
 
 class EvaluationError(UserError):
@@ -71,7 +71,7 @@ class Preempted(Exception):
 
 
 class LauncherLostError(Preempted):
-    """What started some of the ranks is gone, so the run was saved and stopped; it can be resumed; exit code 76."""
+    """The launcher of some ranks is gone, so the run was saved and stopped; it can be resumed; exit code 76."""
 
     exit_code = EXIT_PEER_LOST
 

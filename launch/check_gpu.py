@@ -71,7 +71,7 @@ class Finding:
 
 @dataclass
 class Outcome:
-    """What one check found."""
+    """Result of one check."""
 
     name: str
     rows: list[Finding] = field(default_factory=list)
@@ -92,13 +92,15 @@ class CommandFailed(Exception):
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the checks run. Each command is a Python program in a process group of its own, with a log of its own."""
+    """Place to run the checks. Each command is a Python program in a process group of its own, with a log of
+    its own.
+    """
 
     work: Path
     device: Literal["cpu", "cuda"]
     gpus: int
     deadline: float = float("inf")
-    """By the clock of ``time.monotonic``: when all checks must have ended."""
+    """Time of ``time.monotonic`` when all checks must have ended."""
     stopping: threading.Event = field(default_factory=threading.Event)
     """Set when every command is to be ended."""
 
@@ -165,14 +167,14 @@ class Machine:
         return [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
 
     def measure(self, what: str, seconds: float) -> Any:
-        """What a function of ``MEASUREMENTS`` returns in a process of its own."""
+        """Return the result of a function of ``MEASUREMENTS``, run in a process of its own."""
         out = self.work / f"{what}.json"
         self.run(what, __file__, "--measure", what, "--work", self.work, "--out", out, seconds=seconds)
         return json.loads(out.read_text())
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
-    """What some calls return that run at the same time."""
+    """Run some calls at the same time and return their results."""
     with ThreadPoolExecutor(len(calls)) as pool:
         return [future.result() for future in [pool.submit(call) for call in calls]]
 
@@ -283,7 +285,7 @@ def resume(machine: Machine) -> Iterator[Finding]:
 
 
 def memory(machine: Machine) -> Iterator[Finding]:
-    """What ``fit`` measures and the planner predicts, against what a run holds that trains with fit's answer."""
+    """Compare the memory that ``fit`` measures and the planner predicts with that of a run with fit's answer."""
     sizes, spec = ("128", "cifar10.yaml") if machine.on_gpu else ("64", "digits.yaml")
     options = ["--spec", SPECS / spec, *(CIFAR10_SIZED if machine.on_gpu else [])]
     answer, trials = machine.work / "fit.json", machine.work / "trials.json"
@@ -359,7 +361,7 @@ def kernels(machine: Machine) -> Iterator[Finding]:
 
 
 def measure_norms(work: Path) -> dict[str, dict[str, Any]]:
-    """By precision what is chosen and what both kinds take, and by shape the share of the copy bandwidth."""
+    """Return the choice and times of both kinds by precision, and the share of the copy bandwidth by shape."""
     import torch
 
     from ddpm_ds.config.spec_file import load_spec
@@ -448,7 +450,7 @@ ALONE: dict[str, Check] = {"bench": one_device, "kernels": kernels, "compile": c
 CHECKS = BESIDE | ALONE
 MEASUREMENTS: dict[str, Callable[[Path], Any]] = {"norms": measure_norms, "plan": measure_plan}
 CORES = 3
-"""That a check which runs beside others is given."""
+"""Cores for a check that runs beside others."""
 
 
 def run_checks(names: Sequence[str], machine: Machine) -> Iterator[Outcome]:
@@ -487,7 +489,7 @@ def run_check(name: str, machine: Machine) -> Outcome:
 
 
 def facts(machine: Machine) -> dict[str, str]:
-    """What the numbers depend on: devices, driver, versions, date, commit."""
+    """Return the facts that the numbers depend on: devices, driver, versions, date, commit."""
     import torch
 
     found = {"date": datetime.now().astimezone().isoformat(timespec="minutes")}

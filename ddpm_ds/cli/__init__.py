@@ -1,1 +1,3 @@
-"""Every command line of the project, one module for each verb; torch is imported once the arguments are good."""
+"""Command lines of the project, one module for each verb or group of verbs; torch is imported once the arguments are
+good.
+"""

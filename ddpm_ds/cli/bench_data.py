@@ -47,19 +47,19 @@ docs/data.md says what happens to an image between its file and the U-Net.
 
 
 def workers_list(text: str) -> list[int]:
-    """Numbers of workers such as ``0,1,2``, each once, from few to many.
+    """Parse numbers of workers such as ``0,1,2``, each once, ascending.
 
     Raises:
-        argparse.ArgumentTypeError: one of them is none.
+        argparse.ArgumentTypeError: one of them is not a number of workers.
     """
     return sorted({natural(part.strip()) for part in text.split(",")})
 
 
 def above_zero(text: str) -> float:
-    """Seconds or images/s: a finite number above 0.
+    """Parse seconds or images/s: a finite number above 0.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: it is something else.
     """
     try:
         value = float(text)
@@ -71,7 +71,7 @@ def above_zero(text: str) -> float:
 
 
 def add_bench_data(verbs: argparse._SubParsersAction[Any]) -> None:
-    """The verb ``bench-data``."""
+    """Add the verb ``bench-data``."""
     parser = verbs.add_parser(
         "bench-data",
         help="measure whether the loader keeps up with the U-Net, by number of workers",
@@ -173,7 +173,7 @@ def _need(options: argparse.Namespace, spec: RunSpec, feed: Feed, advance: Calla
 
 
 def table(loadings: Sequence[Loading], image_bytes: int, need: UnetPace | None) -> list[str]:
-    """A line for each number of workers, below a heading."""
+    """Return a line for each number of workers, below a heading."""
     rows = [["workers", "images/s", "(quartiles)", "MB/s"] + ["x needed", "data wait"] * (need is not None)]
     for loading in loadings:
         speed = loading.images_per_second
@@ -194,7 +194,7 @@ def _number(value: float) -> str:
 
 
 def conclusion(loadings: Sequence[Loading], need: UnetPace) -> str:
-    """Which number of workers suffices, or what else would help."""
+    """Return which number of workers suffices, or what else would help."""
     shares = {loading.workers: loading.wait_share or 0.0 for loading in loadings}
     for loading in loadings:
         if loading.images_per_second.median >= need.images_per_second and shares[loading.workers] < MOST_WAIT:

@@ -22,7 +22,7 @@ KINDS = {"ema": "ema", "raw": "master"}
 
 
 def add_checkpoint(verbs: argparse._SubParsersAction[Any]) -> None:
-    """The verb and its verbs."""
+    """Add the verb ``checkpoint`` and its verbs."""
     parser = verbs.add_parser(
         "checkpoint",
         help="list, verify, describe or consolidate checkpoints",

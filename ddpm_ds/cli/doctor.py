@@ -62,7 +62,7 @@ docs/doctor.md says what is checked and what each finding means.
 
 
 def add_doctor(verbs: argparse._SubParsersAction[Any]) -> None:
-    """The verb ``doctor``."""
+    """Add the verb ``doctor``."""
     parser = verbs.add_parser(
         "doctor",
         help="check that hosts can train together, and say how to fix what is wrong",
@@ -137,7 +137,9 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _planned_run(options: argparse.Namespace, local: bool) -> PlannedRun:
-    """The run as DeepSpeed would start it on every host; an environment file that is to be written counts already."""
+    """Return the run as DeepSpeed would start it on every host; an environment file still to be written
+    counts already.
+    """
     from ddpm_ds.unet.layers import unet_layers
 
     spec = load_spec(options.spec, options.overrides)
@@ -165,7 +167,7 @@ def _log(line: str) -> None:
 
 
 def _network(seen: Survey, run: PlannedRun, seconds: int) -> Network | None:
-    """The network test between the hosts that can connect to the first one's port, if there are two."""
+    """Run the network test between the hosts that can connect to the first one's port, if there are two."""
     able = [
         host
         for host, facts in seen.facts.items()
@@ -178,7 +180,7 @@ def _network(seen: Survey, run: PlannedRun, seconds: int) -> Network | None:
 
 
 def _notes(seen: Survey, local: bool, network: Network | None, untried: bool) -> Iterator[str]:
-    """Remarks that belong to no single host."""
+    """Return findings that belong to no single host."""
     if len(seen.hosts) > 1 and shutil.which("pdsh") is None:
         yield (
             "pdsh is not on this machine, which deepspeed starts other hosts with: apt install pdsh, or use its "
@@ -199,7 +201,7 @@ def _notes(seen: Survey, local: bool, network: Network | None, untried: bool) ->
 
 
 def _write(path: Path, seen: Survey) -> str:
-    """Write the environment file, and describe what is in it and what not."""
+    """Write the environment file, and describe its content."""
     chosen = {}
     if len(seen.facts) == len(seen.hosts):
         interfaces = [report.interface for report in seen.hosts.values() if len(seen.hosts) > 1]

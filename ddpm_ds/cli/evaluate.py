@@ -123,7 +123,7 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 
 def _name(request: Request) -> str:
-    """The folder of an evaluation: what it is for people, and a checksum of all that the images follow from."""
+    """Return the folder name of an evaluation: readable facts, and a checksum of all that determines the images."""
     from ddpm_ds.evaluate.scores import short
 
     followed = request.model_dump_json(exclude={"origin", "weights", "images_seen", "batch_images"})

@@ -147,7 +147,7 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _row(label: str | None, classes: int | None) -> int | None:
-    """The row of the label embedding that --label asks for."""
+    """Return the row of the label embedding that --label asks for."""
     if label is None:
         return None
     if classes is None:
@@ -160,7 +160,7 @@ def _row(label: str | None, classes: int | None) -> int | None:
 
 
 def _draw(trained: Trained, count: int, device: torch.device) -> Tensor:
-    """Images by the run's own sampler, uint8 (count, C, H, W); with classes, each in turn."""
+    """Draw images with the run's own sampler, uint8 (count, C, H, W); with classes, each in turn."""
     import torch
     from tqdm import tqdm
 

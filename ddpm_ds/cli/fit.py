@@ -22,11 +22,11 @@ from ddpm_ds.fit.task import Task, TrialLayout
 from ddpm_ds.processes.ranks import HANG_SECONDS, set_environment
 
 DEFAULT_SPEC = SPECS / "digits.yaml"
-"""The spec that training takes by itself."""
+"""Spec that training takes by default."""
 USABLE = 0.9
-"""Share of a host's available memory that its processes may take together unless they are told."""
+"""Share of a host's available memory that its processes may take together by default."""
 EVERYTHING = 2**50
-"""Bytes; more than a device has."""
+"""Bytes beyond any device's memory: no limit."""
 
 DESCRIPTION = """\
 Find the largest micro-batch that fits, by trying: for each layout - stages x replicas of the processes - some real
@@ -54,10 +54,10 @@ exit codes
 
 
 def layout_list(text: str) -> list[TrialLayout]:
-    """Layouts such as ``1x1,2x2``: stages x replicas.
+    """Parse layouts such as ``1x1,2x2``: stages x replicas.
 
     Raises:
-        argparse.ArgumentTypeError: one is written otherwise.
+        argparse.ArgumentTypeError: one has another form.
     """
     found = []
     for part in text.split(","):
@@ -69,7 +69,7 @@ def layout_list(text: str) -> list[TrialLayout]:
 
 
 def size_list(text: str) -> list[int]:
-    """Micro-batches such as ``4,8,12``, ascending.
+    """Parse micro-batches such as ``4,8,12``, ascending.
 
     Raises:
         argparse.ArgumentTypeError: one is no positive number.
@@ -78,7 +78,7 @@ def size_list(text: str) -> list[int]:
 
 
 def add_fit(verbs: argparse._SubParsersAction[Any]) -> None:
-    """The verb ``fit``."""
+    """Add the verb ``fit``."""
     parser = verbs.add_parser(
         "fit",
         help="find the largest micro-batch that fits the devices, and the one to train with",
@@ -154,7 +154,7 @@ def _fit(options: argparse.Namespace) -> int:
 
 
 def _device(wanted: str) -> tuple[str, int]:
-    """cpu or cuda, and how many there are. A trial looks at it more closely."""
+    """Return cpu or cuda, and the number of devices. A trial looks at them more closely."""
     import torch
 
     count = torch.cuda.device_count() if wanted != "cpu" else 0  # which keeps no memory of the device
@@ -162,7 +162,7 @@ def _device(wanted: str) -> tuple[str, int]:
 
 
 def _layouts(options: argparse.Namespace, devices: int) -> list[TrialLayout]:
-    """The layouts that were asked for: by default all of the processes, those with few stages first."""
+    """Return the layouts that were asked for: by default all of the processes, those with few stages first."""
     if options.layouts:
         return list(options.layouts)
     processes, stages = options.processes or devices, options.pipeline_stages
@@ -176,10 +176,10 @@ def _layouts(options: argparse.Namespace, devices: int) -> list[TrialLayout]:
 def _tasks(
     options: argparse.Namespace, layouts: Sequence[TrialLayout], device: str, folder: Path
 ) -> tuple[list[Task], dict[TrialLayout, LayoutError]]:
-    """What is searched, and why other layouts are left out.
+    """Return the searches, and why other layouts are left out.
 
     Raises:
-        UserError: all are; with the first one's reason.
+        UserError: all are left out; with the first one's reason.
     """
     tasks: list[Task] = []
     reasons: dict[TrialLayout, LayoutError] = {}
@@ -209,7 +209,9 @@ def _tasks(
 
 
 def _limits(options: argparse.Namespace, layout: TrialLayout, device: str) -> tuple[int | None, int | None]:
-    """Bytes that a process may hold, and to find out what it needs; None: the device says, or there is no more."""
+    """Return the bytes that a process may hold, and those to find out what it needs; None: the device's limit, or no
+    more.
+    """
     budget, most = options.memory_budget, EVERYTHING
     if device == "cpu":
         import psutil
@@ -225,7 +227,7 @@ def _limits(options: argparse.Namespace, layout: TrialLayout, device: str) -> tu
 
 
 def _prepare(plan: Any) -> None:
-    """The images, before any process needs them; and whether the U-Net is one for them."""
+    """Prepare the images before any process needs them, and check that the U-Net fits them."""
     from ddpm_ds.data.prepare import prepare
     from ddpm_ds.train.session import check_store
 
@@ -233,7 +235,9 @@ def _prepare(plan: Any) -> None:
 
 
 def _search(tasks: Sequence[Task], folder: Path) -> tuple[list[Found], dict[TrialLayout, int]]:
-    """What was found in each layout, and the bytes that the smallest micro-batch needs where it does not fit."""
+    """Search each layout; return the results, and the bytes that the smallest micro-batch needs where it does
+    not fit.
+    """
     found, needs = [], {}
     for task in tasks:
         print(f"{task.layout.words()}", flush=True)
@@ -250,7 +254,7 @@ def _search(tasks: Sequence[Task], folder: Path) -> tuple[list[Found], dict[Tria
 
 
 def _nothing_fits(tasks: Sequence[Task], needs: dict[TrialLayout, int]) -> LayoutError:
-    """Not even the smallest micro-batch fits."""
+    """Return the error for layouts where not even the smallest micro-batch fits."""
     task = next((task for task in tasks if task.layout in needs), tasks[0])
     budget = "the device" if task.budget_bytes is None else gib(task.budget_bytes)
     if not needs:
@@ -266,7 +270,7 @@ def _nothing_fits(tasks: Sequence[Task], needs: dict[TrialLayout, int]) -> Layou
 
 
 def _report(options: argparse.Namespace, found: Sequence[Found]) -> None:
-    """Print what was found, and write the files that were asked for."""
+    """Print the results, and write the files that were asked for."""
     task, size = winner(found).task, winner(found).knee.micro_batch_images
     print(f"\n{table(found)}\n\n{textwrap.fill(why(found), 112, break_on_hyphens=False)}\n")
     config = task.config(size)

@@ -1,4 +1,4 @@
-"""The ``ddpm-ds`` command: what is done around training. Training itself is started by DeepSpeed's launcher."""
+"""The ``ddpm-ds`` command, for everything around training. Training itself is started by DeepSpeed's launcher."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def add_spec_options(parser: argparse.ArgumentParser) -> None:
-    """The options with which a verb takes a run spec."""
+    """Add the options of a verb that takes a run spec."""
     parser.add_argument("--spec", type=Path, required=True, metavar="YAML", help="run spec, see launch/specs")
     add_overrides(parser)
 

@@ -41,7 +41,7 @@ docs/planner.md says what is predicted from what.
 
 
 def add_plan(verbs: argparse._SubParsersAction[Any]) -> None:
-    """The verb ``plan``."""
+    """Add the verb ``plan``."""
     parser = verbs.add_parser(
         "plan",
         help="predict the fastest layout on given devices",

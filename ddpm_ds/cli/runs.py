@@ -1,5 +1,6 @@
-"""Verbs on recorded runs: ``compare`` puts them beside each other, ``note`` keeps what was learned from one, and
-``diagnose`` says where its time went."""
+"""Verbs on recorded runs: ``compare`` shows them side by side, ``note`` keeps what was learned from one, and
+``diagnose`` shows where its time went.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ verdict.top, verdict.share and verdict.try. docs/diagnose.md explains it.
 
 
 def add_compare(verbs: argparse._SubParsersAction[Any]) -> None:
-    """The verb ``compare``."""
+    """Add the verb ``compare``."""
     parser = verbs.add_parser(
         "compare",
         help="show what differs between runs, and what came of it",
@@ -122,7 +123,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def add_note(verbs: argparse._SubParsersAction[Any]) -> None:
-    """The verb ``note``."""
+    """Add the verb ``note``."""
     parser = verbs.add_parser(
         "note",
         help="write down what was learned from a run",
@@ -149,7 +150,7 @@ def _note(options: argparse.Namespace) -> None:
 
 
 def add_diagnose(verbs: argparse._SubParsersAction[Any]) -> None:
-    """The verb ``diagnose``."""
+    """Add the verb ``diagnose``."""
     parser = verbs.add_parser(
         "diagnose",
         help="say where a run's time went and what to change next",
@@ -180,7 +181,7 @@ def _diagnose(options: argparse.Namespace) -> None:
 
 
 def _find(name: str, root: Path) -> tuple[Path, RecordedRun | None, str | None]:
-    """A run's folder, and the run in MLflow or why there is none.
+    """Return a run's folder, and the run in MLflow or why there is none.
 
     Raises:
         ExperimentError: there is no such run, or its folder is elsewhere.

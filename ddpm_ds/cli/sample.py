@@ -135,7 +135,7 @@ def add_drawing_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _choices(field: str) -> tuple[str, ...]:
-    """The values of a Literal of the sampler's section of the spec."""
+    """Return the values of a Literal of the sampler's section of the spec."""
     return get_args(SamplerSpec.model_fields[field].annotation)
 
 
@@ -158,7 +158,7 @@ def load(options: argparse.Namespace) -> tuple[Trained, SamplerSpec]:
 def sampler_from(
     options: argparse.Namespace, sampler: SamplerSpec, *, timesteps: int, classes: int | None
 ) -> SamplerSpec:
-    """The sampler that the options make of the run's own one.
+    """Return the run's sampler, changed by the options.
 
     Another kind than the run's begins with its own number of steps and without added noise.
 
@@ -184,7 +184,7 @@ def sampler_from(
 
 
 def _labels(options: argparse.Namespace, classes: int | None) -> tuple[int, ...] | None:
-    """The labels that images take in turn, from --labels; None for images without labels.
+    """Return the labels that images take in turn, from --labels; None for images without labels.
 
     Raises:
         SpecError: there are no classes, or not these.
@@ -208,7 +208,7 @@ def _labels(options: argparse.Namespace, classes: int | None) -> tuple[int, ...]
 
 
 def _out_and_format(options: argparse.Namespace, trained: Trained) -> tuple[Path, str]:
-    """The path to write and the format."""
+    """Return the path to write and the format."""
     out, wanted = options.out, options.format
     if out is None:
         wanted = wanted or "grid"

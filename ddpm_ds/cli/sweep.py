@@ -23,7 +23,7 @@ from ddpm_ds.tracking.run_folder import claim_folder
 from ddpm_ds.tracking.runs import ExperimentError, add_runs_option
 
 PARENT_SECONDS = 30.0
-"""How long the first trial waits for its parent to be in MLflow, under which it wants to be."""
+"""Seconds that the first trial waits until its parent run is in MLflow."""
 TICK_SECONDS = 1.0
 OWN_OPTIONS = {
     "spec": "--spec",
@@ -63,7 +63,7 @@ exit codes
 
 
 def add_sweep(verbs: argparse._SubParsersAction[Any]) -> None:
-    """The verb ``sweep``, alias ``vary``."""
+    """Add the verb ``sweep``, alias ``vary``."""
     parser = verbs.add_parser(
         "sweep",
         aliases=["vary"],
@@ -124,10 +124,10 @@ def _sweep(options: argparse.Namespace) -> int:
 
 
 def _check_train_options(options: argparse.Namespace) -> argparse.Namespace:
-    """What the options after ``--`` mean to launch/train.py; they are without the ``--`` afterwards.
+    """Parse the options after ``--`` as launch/train.py does, and remove the ``--`` from them.
 
     Raises:
-        ExperimentError: something else stands there, or an option that is the sweep's own.
+        ExperimentError: there is something else, or an option that the sweep sets itself.
         SpecError: an option is unknown or has a wrong value.
     """
     first, *given = options.train_options or ["--"]
@@ -145,7 +145,7 @@ def _check_train_options(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def _describe(sweep: Sweep, plans: Sequence[RunPlan]) -> str:
-    """The trials and their layouts."""
+    """Return the trials and their layouts as text."""
     endings = sweep.endings()
     lines = [f"sweep        {sweep.folder}, {_count(len(sweep.trials), 'trial')}"]
     for trial, plan in zip(sweep.trials, plans, strict=True):
@@ -221,7 +221,7 @@ def _train(sweep: Sweep, plans: Sequence[RunPlan], options: argparse.Namespace) 
 
 
 def _ticker(bar: Any, sweep: Sweep, trial: Trial, plan: RunPlan) -> Callable[[], None]:
-    """A function that moves the bar while a trial is trained."""
+    """Return a function that moves the bar while a trial is trained."""
     done, total, shown_at = bar.n, plan.spec.train.images, 0.0
 
     def tick() -> None:
@@ -235,7 +235,7 @@ def _ticker(bar: Any, sweep: Sweep, trial: Trial, plan: RunPlan) -> Callable[[],
 
 
 def _outcome(sweep: Sweep, *, stopped: bool) -> tuple[int, Literal["FINISHED", "FAILED", "KILLED"]]:
-    """The exit code, and how the sweep's run ends in MLflow."""
+    """Return the exit code, and how the sweep's run ends in MLflow."""
     endings = sweep.endings()
     ended = [endings[trial.name] for trial in sweep.trials if trial.name in endings]
     for ending in ended:

@@ -19,7 +19,7 @@ from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS, print_once, reco
 from ddpm_ds.tracking.run_folder import OUTPUT_ROOT, check_output, new_run_dir
 
 TRACED_STEPS = range(20, 23)
-"""The optimizer steps that are traced unless the command line says otherwise."""
+"""Optimizer steps that are traced by default."""
 DESCRIPTION = """\
 Train a diffusion U-Net on DeepSpeed's pipeline engine.
 
@@ -48,7 +48,7 @@ exit codes
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """The options of every program that a launcher starts: what, how and where to train."""
+    """Add the options of every program that a launcher starts: what, how and where to train."""
     parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="JSON", help="how to train")
     parser.add_argument("--spec", type=Path, default=SPECS / "digits.yaml", metavar="YAML", help="what to train")
     add_overrides(parser)
@@ -67,7 +67,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options of a training run.
+    """Parse the options of a training run.
 
     Raises:
         SpecError: an option is unknown or has a wrong value.
@@ -182,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _told_to_other_hosts() -> Iterator[None]:
-    """Let the other hosts' ranks know of an error that ends this one, and that they may not have."""
+    """Report an error that ends this rank to the ranks of other hosts, which may not have it."""
     try:
         yield
     except UserError as error:
@@ -193,7 +193,7 @@ def _told_to_other_hosts() -> Iterator[None]:
 
 
 def _traced(asked: range | None, steps: int) -> range:
-    """The steps to trace of a run of so many."""
+    """Return the steps to trace of a run of ``steps``."""
     if asked is None:
         return TRACED_STEPS if TRACED_STEPS[-1] <= steps else range(0)
     _check_steps("--trace-steps", asked, steps)
@@ -201,6 +201,6 @@ def _traced(asked: range | None, steps: int) -> range:
 
 
 def _check_steps(option: str, asked: range, steps: int) -> None:
-    """Refuse steps that the run never takes."""
+    """Raise an error for steps that the run never takes."""
     if asked and asked[-1] > steps:
         raise SpecError(f"{option} {asked[0]}-{asked[-1]}, but the run has {steps} steps; use steps up to {steps}")

@@ -1,1 +1,1 @@
-"""What was asked: the run spec and the DeepSpeed JSON, checked and resolved for a number of processes. No torch."""
+"""Configuration: the run spec and the DeepSpeed JSON, checked and resolved for a number of processes. No torch."""

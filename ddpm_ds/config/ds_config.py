@@ -23,7 +23,8 @@ SCHEDULER_PARAMS: dict[str, tuple[str, ...]] = {
 
 
 def check_ds_config(config: dict[str, Any], path: Path | str) -> None:
-    """Refuse what is unknown, misspelt, wrongly typed, ignored or broken under a pipeline (docs/ds_configs.md).
+    """Raise an error for keys that are unknown, misspelt, wrongly typed, ignored or broken under a pipeline
+    (docs/ds_configs.md).
 
     Raises :class:`DsConfigError`, one line naming file, key, value and fix.
     """
@@ -35,22 +36,22 @@ def check_ds_config(config: dict[str, Any], path: Path | str) -> None:
 
 
 def enabled(config: Mapping[str, Any], block: str) -> bool:
-    """Whether a block of a checked config is switched on."""
+    """Return whether a block of a checked config is switched on."""
     return bool(config.get(block, {}).get("enabled", False))
 
 
 def precision(config: Mapping[str, Any]) -> Literal["fp32", "fp16", "bf16"]:
-    """The precision of a checked config."""
+    """Return the precision of a checked config."""
     return "fp16" if enabled(config, "fp16") else "bf16" if enabled(config, "bf16") else "fp32"
 
 
 def zero_stage(config: Mapping[str, Any]) -> int:
-    """ZeRO stage of a checked config; 0 is off."""
+    """Return the ZeRO stage of a checked config; 0 is off."""
     return int(config.get("zero_optimization", {}).get("stage", 0))
 
 
 def shown(value: Any) -> str:
-    """A JSON value, shortened to fit a line."""
+    """Return a JSON value, shortened to fit a line."""
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -224,7 +225,7 @@ class ResolvedDsConfig:
         return config
 
     def without_reports(self) -> ResolvedDsConfig:
-        """The configuration without what times, counts or prints, for steps that are timed from outside."""
+        """Return the configuration without timers, counters and reports, for steps that are timed from outside."""
         reports = ("flops_profiler", "wall_clock_breakdown", "steps_per_print")
         return replace(self, blocks={name: block for name, block in self.blocks.items() if name not in reports})
 
@@ -280,7 +281,7 @@ def resolve(
 
 
 def leaves_stages_open(config: dict[str, Any], world_size: int) -> bool:
-    """Whether a checked DeepSpeed JSON leaves the number of stages to the planner."""
+    """Return whether a checked DeepSpeed JSON leaves the number of stages to the planner."""
     pipeline = config.get("pipeline", {})
     return (
         world_size > 1 and _given(pipeline, "stages", None) is None and not isinstance(pipeline.get("partition"), list)
@@ -357,7 +358,7 @@ def _stages(config: dict[str, Any], schedule: str, world_size: int, asked: int |
 
 
 def _micro_batches(config: dict[str, Any], spec: RunSpec, share: int, stages: int) -> tuple[int, int]:
-    """Images and number of the micro-batches that a replica's share is asked to be; at least 1 each."""
+    """Return images and number of the micro-batches that the JSON divides a replica's share into; at least 1 each."""
     micro = _given(config, "train_micro_batch_size_per_gpu", None)
     count = _given(config, "gradient_accumulation_steps", None)
     wanted = spec.train.accumulation
@@ -373,7 +374,9 @@ def _micro_batches(config: dict[str, Any], spec: RunSpec, share: int, stages: in
 
 
 def _accumulation(share: int, stages: int) -> int:
-    """Micro-batches of a replica's share: a pipeline wants several per stage, for a small bubble."""
+    """Return the number of micro-batches of a replica's share: a pipeline wants several per stage, for a
+    small bubble.
+    """
     if stages == 1:
         return 1
     return next((count for count in range(4 * stages, share) if share % count == 0), share)
@@ -433,7 +436,7 @@ def _fill_rest(config: dict[str, Any], spec: RunSpec) -> None:
 
 
 def _agreed(block: dict[str, Any], name: str, value: Any, spec_key: str, prefix: str = "") -> Any:
-    """The spec's value, unless the JSON has another one."""
+    """Return the spec's value, unless the JSON has another one."""
     given = _given(block, name, value)
     if given != value:
         raise _contradiction(f"{prefix}{name}", given, spec_key, value)

@@ -1,6 +1,7 @@
 """Every key that DeepSpeed 0.19 reads from its JSON, the values it takes, and its effect in a pipelined U-Net run.
 
-One table: the reader refuses by it, ``docs/ds_configs.md`` prints it, and a test holds it to the installed DeepSpeed.
+The reader checks keys by this table, ``docs/ds_configs.md`` prints it, and a test compares it with the installed
+DeepSpeed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def _whole(value: object, least: int) -> bool:
 
 
 def same(value: object, other: object) -> bool:
-    """Equality of JSON values, in which true is not 1."""
+    """Return whether two JSON values are equal; true is not 1."""
     return type(value) is type(other) and value == other
 
 
@@ -90,7 +91,7 @@ class Key:
     why: str = ""
     """Reason why other values than `kind` are not possible, where that needs saying."""
     inert: tuple[object, ...] = ()
-    """Values of a refused key that ask for nothing and are let through."""
+    """Values of a refused key that have no effect and are accepted."""
     zero_only: bool = False
     """DeepSpeed ignores it without ZeRO (stage 0)."""
 
@@ -446,13 +447,13 @@ KEYS: dict[str, Key] = {name: key for key in TABLE for name in key.names.split()
 
 
 def children(block: str) -> list[str]:
-    """Names of the keys directly inside a block; of the top level for an empty name."""
+    """Return the names of the keys directly inside a block; of the top level for an empty name."""
     prefix = f"{block}." if block else ""
     return [name[len(prefix) :] for name in KEYS if name.startswith(prefix) and "." not in name[len(prefix) :]]
 
 
 def ds_config_markdown() -> str:
-    """The table as Markdown, for docs/ds_configs.md."""
+    """Return the table as Markdown, for docs/ds_configs.md."""
     lines = ["| key | value | what becomes of it |", "|---|---|---|"]
     for key in TABLE:
         names = ", ".join(f"`{name}`" for name in key.names.split())

@@ -280,7 +280,7 @@ class RunSpec(Section):
 
 
 def with_current_names(values: Any) -> Any:
-    """The values of a spec with the names of this version for those that 0.1 had: a rollback was a rewind."""
+    """Return the values of a spec with 0.1's key names replaced by today's: a rollback was a rewind."""
     section = values.get("bad_numbers") if isinstance(values, dict) else None
     if not isinstance(section, dict):
         return values

@@ -59,14 +59,14 @@ def load_spec(path: Path | str, overrides: Sequence[str] = ()) -> RunSpec:
 
 
 def spec_schema() -> dict[str, Any]:
-    """JSON schema of the run spec, for editors that complete and check YAML."""
+    """Return the JSON schema of the run spec, for editors that complete and check YAML."""
     schema = RunSpec.model_json_schema()
     _collapse_descriptions(schema)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 def spec_markdown() -> str:
-    """Every section, field, type, default and docstring as Markdown."""
+    """Return every section, field, type, default and docstring as Markdown."""
     schema = spec_schema()
     lines: list[str] = []
     for name, section in [("", schema), *_sections(schema)]:
@@ -128,7 +128,7 @@ def _override(values: dict[str, Any], item: str) -> str:
 
 
 def _first_problem(error: ValidationError, values: Mapping[str, Any]) -> tuple[str, str]:
-    """Dotted key and message of the problem that explains most: a misspelt key, else the first one."""
+    """Return the dotted key and message of the problem that explains most: a misspelt key, else the first one."""
     problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     problem = problems[0]
     location = _field_location(problem["loc"])
@@ -146,7 +146,7 @@ def _first_problem(error: ValidationError, values: Mapping[str, Any]) -> tuple[s
 
 
 def _field_location(location: Sequence[int | str]) -> tuple[str, ...]:
-    """The part of pydantic's location that names a field; the rest points into list items and union members."""
+    """Return the part of pydantic's location that names a field; the rest points into list items and union members."""
     names = [str(part) for part in location]
     for depth in range(1, len(names)):
         if not _section_at(names[:depth]):
@@ -198,7 +198,7 @@ def _expected_at(location: Sequence[str]) -> str:
 
 
 def _expected(schema: Mapping[str, Any]) -> str:
-    """A JSON schema of a field in words."""
+    """Return a JSON schema of a field in words."""
     if "anyOf" in schema:
         return " or ".join(_expected(option) for option in schema["anyOf"])
     if "enum" in schema or "const" in schema:
@@ -228,7 +228,7 @@ def _sections(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any
 
 
 def _collapse_descriptions(schema: Any) -> None:
-    """A docstring's line breaks mean nothing in a description."""
+    """Join the lines of each description: a docstring's line breaks mean nothing there."""
     if isinstance(schema, dict):
         if isinstance(schema.get("description"), str):
             schema["description"] = " ".join(schema["description"].split())

@@ -1,1 +1,1 @@
-"""Cost, cuts, the pipeline module and the engine: how one list of layers runs on many processes."""
+"""Pipeline of stages: cuts of the list of layers, messages between stages, and the engines that execute them."""

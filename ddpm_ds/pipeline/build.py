@@ -1,4 +1,4 @@
-"""From a list of layers and a resolved configuration to a running engine, on a GPU or on a CPU."""
+"""Construction of a running engine from a list of layers and a resolved configuration, on a GPU or on a CPU."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class HostAccelerator(CPU_Accelerator):
 
 
 def use_host_accelerator() -> None:
-    """Make DeepSpeed use it, where DeepSpeed runs on the CPU at all."""
+    """Make DeepSpeed use :class:`HostAccelerator`, where DeepSpeed runs on the CPU at all."""
     if get_accelerator().device_name() == "cpu":
         set_accelerator(HostAccelerator())
 
@@ -58,9 +58,9 @@ _numbers = itertools.count()
 
 
 def said_by_all(value: Value) -> list[Value]:
-    """The values that the ranks give, by rank; collective.
+    """Return the values that the ranks give, by rank; collective.
 
-    They go through the store at which the ranks met: no device takes part, so a rank whose GPU is broken can say so.
+    They go through the rendezvous store: no device takes part, so a rank whose GPU is broken can report it.
     """
     assert dist.group.WORLD is not None
     store = dist.PrefixStore(f"ddpm_ds/said/{next(_numbers)}", dist.group.WORLD.get_group_store())
@@ -109,7 +109,7 @@ def build_engine(
 def quiet_deepspeed(verbose: bool) -> Iterator[None]:
     """While it is being built, drop what DeepSpeed prints and log only its errors; afterwards log its warnings.
 
-    With ``verbose`` it says all it has to say.
+    With ``verbose`` nothing is dropped.
     """
     logger = logging.getLogger("DeepSpeed")
     if verbose:

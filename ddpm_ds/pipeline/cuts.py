@@ -1,4 +1,4 @@
-"""Where the list of layers is cut into stages: exact partitions, under both schedules.
+"""Cuts of the list of layers into stages: exact partitions, under both schedules.
 
 A partition is written as its bounds ``(0, b1, ..., n)``: stage ``s`` owns layers ``bounds[s]`` to
 ``bounds[s + 1] - 1``. Under ``1f1b`` rank r holds stage r. Under ``folded`` P ranks hold 2P stages, rank r the stages r
@@ -36,10 +36,12 @@ PartitionMethod = Literal["flops", "parameters", "uniform"]
 Schedule = Literal["1f1b", "folded"]
 
 CROSSING_MACS = 65
-"""What an element that crosses a cut costs a rank on either side, there and back, in multiply-accumulates of a forward.
+"""Cost of an element that crosses a cut for a rank on either side, there and back, in multiply-accumulates of a
+forward.
 
 A processor's core computes so many in the time in which it copies the element. An H100 computes 800 while its NVLink
-carries it, but its copy engines do that beside other micro-batches."""
+carries it, but its copy engines do that beside other micro-batches.
+"""
 
 
 @dataclass(frozen=True)
@@ -49,18 +51,19 @@ class Room:
     limit: float
     """Bytes of one rank."""
     layer_bytes: Callable[[int, int], Sequence[float]]
-    """By rank and phase: bytes that each layer takes if it is there, with its weights and all that is kept of them."""
+    """Function from rank and phase to the bytes of each layer there, with its weights and all that is kept of them."""
 
 
 def running_sum(values: Sequence[float]) -> npt.NDArray[np.float64]:
-    """Sums of the first 0, 1, ... values."""
+    """Return the sums of the first 0, 1, ... values."""
     import numpy as np  # only now: command lines are read without it
 
     return np.concatenate([[0.0], np.cumsum(values)])
 
 
 def lightest_chain(weights: Sequence[npt.NDArray[np.float64]], prices: Sequence[float]) -> list[int] | None:
-    """The nodes of a path from the first node to the last, with an edge of each of ``weights``, heaviest edge lightest.
+    """Return the nodes of a path from the first node to the last, with an edge of each of ``weights``, heaviest edge
+    lightest.
 
     Among those the one whose nodes have the least sum of ``prices``. ``weights[n][a, b]`` is that of edge number n from
     a to b, infinite where there is none. Exact dynamic programming, O(edges x nodes^2). None where there is no path.
@@ -156,7 +159,9 @@ def _in_room(
     up: npt.NDArray[np.float64],
     limit: float,
 ) -> npt.NDArray[np.float64]:
-    """``parts`` without those whose layers, of which ``down`` and ``up`` are running sums of bytes, take too much."""
+    """Return ``parts`` without those whose layers take too much; ``down`` and ``up`` are running sums of
+    their bytes.
+    """
     import numpy as np
 
     held = (down[lefts][None, :] - down[lefts][:, None]) + (up[rights][:, None] - up[rights][None, :])
@@ -187,20 +192,20 @@ def check_mirrored(layers: Sequence[Layer], bounds: Sequence[int]) -> None:
 
 
 def live_skips(layers: Sequence[Layer]) -> list[int]:
-    """How many skips have been made and not used before each layer, and at the end."""
+    """Return the number of skips made and not yet used before each layer, and at the end."""
     changes = (layer.pushes - (layer.skip_channels > 0) for layer in layers)
     return list(itertools.accumulate(changes, initial=0))
 
 
 def _turns(layers: Sequence[Layer]) -> range:
-    """The cuts after the last layer that makes a skip and before or at the first that uses one."""
+    """Return the cuts after the last layer that makes a skip and before or at the first that uses one."""
     last_push = max(index for index, layer in enumerate(layers) if layer.pushes)
     first_pop = min(index for index, layer in enumerate(layers) if layer.skip_channels)
     return range(last_push + 1, first_pop + 1)
 
 
 def _crossing(layers: Sequence[Layer], cut: int, mirror: int) -> int:
-    """Elements per image that cross a mirrored pair in each direction."""
+    """Return the elements per image that cross a mirrored pair in each direction."""
     down, up = (sent_shapes(layers, *at, schedule="folded") for at in ((cut, 0), (mirror, 1)))
     return sum(map(math.prod, (*down, *up)))
 
@@ -208,7 +213,7 @@ def _crossing(layers: Sequence[Layer], cut: int, mirror: int) -> int:
 def partition(
     layers: Sequence[Layer], stages: int, method: PartitionMethod | Sequence[int], schedule: Schedule = "1f1b"
 ) -> tuple[int, ...]:
-    """Bounds for a pipeline of ``stages`` ranks.
+    """Return the bounds for a pipeline of ``stages`` ranks.
 
     ``flops`` minimises the slowest rank's layers and transfers exactly, ``parameters`` and ``uniform`` the most
     parameters and layers of a rank; among such partitions the fewest elements cross. A sequence gives the first layer
@@ -237,13 +242,14 @@ def weighted(
     crossing: float = 0.0,
     room: Room | None = None,
 ) -> tuple[int, ...]:
-    """Bounds that minimise the heaviest rank's sum of ``weights``, one for each layer, as :func:`partition` does.
+    """Return the bounds that minimise the heaviest rank's sum of ``weights``, one for each layer, as :func:`partition`
+    does.
 
     ``crossing`` is the weight that each element which crosses a cut, per image, adds to the ranks on both sides; ranks
     hold no more than ``room``.
 
     Raises:
-        LayoutError: the list can't be cut into so many, or not so that they hold what they have to.
+        LayoutError: the list can't be cut into so many, or not within the ``room``.
     """
     if schedule == "folded":
         return mirrored_cuts(layers, weights, stages, crossing, room)
@@ -274,7 +280,8 @@ def balanced(
     crossing: float = 0.0,
     room: Room | None = None,
 ) -> tuple[int, ...]:
-    """Contiguous partition whose heaviest part is lightest, and among those the one with the fewest elements crossing.
+    """Return the contiguous partition whose heaviest part is lightest, and among those the one with the fewest elements
+    crossing.
 
     ``elements[i]`` cross a cut before item ``i + 1``, and weigh ``crossing`` each in the parts on both sides. Exact.
 
@@ -297,42 +304,42 @@ def balanced(
 
 
 def boundary_elements(layers: Sequence[Layer], cut: int) -> int:
-    """Elements per image that cross before layer ``cut`` under 1f1b, in each direction."""
+    """Return the elements per image that cross before layer ``cut`` under 1f1b, in each direction."""
     return sum(math.prod(shape) for shape in boundary_shapes(layers, cut))
 
 
 def stages_of(rank: int, ranks: int, schedule: Schedule) -> tuple[int, ...]:
-    """The stages that a rank holds, in the order in which a micro-batch meets them."""
+    """Return the stages that a rank holds, in the order in which a micro-batch meets them."""
     return (rank, 2 * ranks - 1 - rank) if schedule == "folded" else (rank,)
 
 
 def segments(bounds: Sequence[int], schedule: Schedule, rank: int) -> tuple[tuple[int, int], ...]:
-    """The layers [start, stop) that a rank owns: one range, or for the fold those of phase 0 and of phase 1."""
+    """Return the layers [start, stop) that a rank owns: one range, or for the fold those of phase 0 and of phase 1."""
     ranks = (len(bounds) - 1) // (2 if schedule == "folded" else 1)
     return tuple((bounds[stage], bounds[stage + 1]) for stage in stages_of(rank, ranks, schedule))
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What one stage holds and sends; one row of the table that ``--dry-run`` prints."""
+    """Layers, costs and messages of one stage; one row of the table that ``--dry-run`` prints."""
 
     index: int
     rank: int
-    """Rank in the pipeline that holds it."""
+    """Rank in the pipeline that holds the stage."""
     first_layer: str
     last_layer: str
     layers: int
     parameters: int
     forward_flops: int
-    """Per image; a multiply and an add count as two."""
+    """Flops of a forward per image; a multiply and an add count as two."""
     activation_elements: int
-    """Per image, kept from forward to backward without checkpointing."""
+    """Elements per image kept from forward to backward without checkpointing."""
     sent_elements: int
-    """Per image, to another rank in forward; its gradient comes back in backward."""
+    """Elements per image sent to another rank in forward; the gradient comes back in backward."""
 
 
 def describe(layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule = "1f1b") -> tuple[Stage, ...]:
-    """The stages of a partition, in the order of the layers."""
+    """Return the stages of a partition, in the order of the layers."""
     count = len(bounds) - 1
     ranks = count // 2 if schedule == "folded" else count
     stages = []
@@ -357,7 +364,7 @@ def describe(layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule 
 
 
 def sent_shapes(layers: Sequence[Layer], cut: int, phase: int, schedule: Schedule) -> tuple[tuple[int, ...], ...]:
-    """Per-image shapes of the tensors that cross before layer ``cut``, in each direction.
+    """Return the per-image shapes of the tensors that cross before layer ``cut``, in each direction.
 
     The fold keeps skips, and for its phase 1 the embedding, on their rank: (h, emb) goes down, h alone comes up.
     """

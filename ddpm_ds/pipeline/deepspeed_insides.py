@@ -1,4 +1,4 @@
-"""What this project knows about the insides of DeepSpeed 0.19; nothing else here touches them.
+"""Access to the insides of DeepSpeed 0.19, all in one place.
 
 Each function states the assumption it rests on, and ``tests/pipeline/test_deepspeed_insides.py`` holds every one of
 them, so that an upgrade of DeepSpeed fails there and says what moved.
@@ -32,13 +32,14 @@ from ddpm_ds.pipeline.placement import AcrossHosts
 
 
 class _NoStageLimit:
-    """Stands for ``ZeroStageEnum`` in the one assertion of the pipeline engine that refuses ZeRO-2."""
+    """Stand-in for ``ZeroStageEnum`` in the one assertion of the pipeline engine that refuses ZeRO-2."""
 
     gradients = 3
 
 
 def topology(across: AcrossHosts, stages: int, replicas: int) -> ProcessTopology:
-    """The global ranks of the stages and replicas of a pipeline, numbered as :class:`Grid` in ``placement`` does.
+    """Return the global ranks of the stages and replicas of a pipeline, numbered as :class:`Grid` in ``placement``
+    does.
 
     Assumes that DeepSpeed numbers the processes row-major over a topology's axes, and takes the groups of stages, of
     replicas and of whole pipelines, and the rank of a neighbour, from the topology and not from its own order of axes.
@@ -50,7 +51,7 @@ def topology(across: AcrossHosts, stages: int, replicas: int) -> ProcessTopology
 
 @contextlib.contextmanager
 def group_timeout(timeout: timedelta) -> Iterator[None]:
-    """Within, a process group that is made without a time-out has this one, whoever makes it.
+    """Give every process group that is made without a time-out inside this context ``timeout``.
 
     Assumes that DeepSpeed makes each of its groups without one; that a group then takes its backend's, 10 minutes
     under NCCL, and not that of the group it is a part of; and that torch.distributed asks
@@ -132,18 +133,18 @@ def finish_partitioned_gradients(engine: DeepSpeedEngine) -> None:
 
 
 def forget_offloaded_gradients(engine: DeepSpeedEngine) -> None:
-    """Before a step: empty the host's buffers of gradients, to which an offloading optimizer may add.
+    """Empty the host's buffers of gradients before a step; an offloading optimizer would add to them.
 
     Assumes that ZeRO with an offloaded optimizer adds a parameter's gradient to ``accumulated_grads_in_cpu`` in all
     backwards but the first of a step. In a fold the first backward does not reach the parameters of phase 0, so that
-    what the step before left would be added to theirs.
+    those of the step before would be added to theirs.
     """
     for buffer in getattr(engine.optimizer, "accumulated_grads_in_cpu", {}).values():
         buffer.zero_()
 
 
 def loss_scale(engine: DeepSpeedEngine) -> float:
-    """Factor on the loss before backward; 1 in fp32 and bf16.
+    """Return the factor on the loss before backward; 1 in fp32 and bf16.
 
     Assumes that every fp16 optimizer has ``loss_scale``. The stock engine forgets it under ZeRO-0: only ZeRO
     optimizers scale the loss there, while FP16_UnfusedOptimizer unscales all the same.
@@ -152,7 +153,8 @@ def loss_scale(engine: DeepSpeedEngine) -> float:
 
 
 def gradient_norm(engine: DeepSpeedEngine, scale: float) -> float:
-    """Global norm of the last step's gradients over all stages, before clipping; NaN or inf where it overflowed.
+    """Return the global norm of the last step's gradients over all stages, before clipping; NaN or inf where it
+    overflowed.
 
     ``scale`` is the loss scale of that step. Assumes that ZeRO optimizers store the unscaled norm in
     ``_global_grad_norm`` and the unfused fp16 one the scaled norm.
@@ -164,7 +166,7 @@ def gradient_norm(engine: DeepSpeedEngine, scale: float) -> float:
 
 
 def full_gradient(engine: DeepSpeedEngine, parameter: torch.nn.Parameter, scale: float) -> Tensor:
-    """The unscaled, averaged fp32 gradient of a parameter between reduction and optimizer step.
+    """Return the unscaled, averaged fp32 gradient of a parameter between reduction and optimizer step.
 
     A collective over the data-parallel group under ZeRO. Assumes ``safe_get_full_grad`` gathers a partitioned
     gradient by the parameter's mapping, and that gradients still carry the loss scale.
@@ -187,7 +189,7 @@ def tolerate_scale_floor(engine: DeepSpeedEngine) -> None:
 
 @contextlib.contextmanager
 def scale_updated_afterwards(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Surround the optimizer step: the loss scale that unscales its gradients is the one they were made with.
+    """Surround the optimizer step, so that its gradients are unscaled by the loss scale they were made with.
 
     Assumes that the fp16 optimizers call ``_update_scale`` before they unscale, so that in a step where the scale
     grows the stock gradients come out halved.
@@ -209,8 +211,8 @@ def scale_updated_afterwards(engine: DeepSpeedEngine) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_wait(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Surround the optimizer step: the host waits for the device once, to hear whether the gradients are finite; not
-    at all in fp32 and bf16 if the optimizer is PyTorch's fused Adam, which then skips the step by itself.
+    """Surround the optimizer step, so that the host waits for the device once, to learn whether the gradients are
+    finite; not at all in fp32 and bf16 if the optimizer is PyTorch's fused Adam, which then skips the step by itself.
 
     The stock optimizers wait two to four times, the unfused fp16 one for each parameter. Every number is as it was.
     A step that the fused Adam skips is counted by :func:`count_skips`, and the schedule of the learning rate, which the
@@ -274,7 +276,7 @@ def count_skips(engine: DeepSpeedEngine) -> None:
 
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within, an attribute of a module or an object is ``value``."""
+    """Replace an attribute of a module or an object by ``value`` inside this context."""
     own = name in vars(owner)
     before = getattr(owner, name)
     setattr(owner, name, value)
@@ -285,14 +287,14 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _mask_invalid(norm: Tensor, device: Any = None, val: float = -1.0) -> None:
-    """-1 for a norm that is not finite; the stock function copies the -1 from the host."""
+    """Return -1 for a norm that is not finite; the stock function copies the -1 from the host."""
     norm.masked_fill_(~norm.isfinite(), -1.0)
 
 
 def _clip(
     input_tensors: Sequence[Tensor], max_norm: float, global_norm: Tensor, mpu: Any = None, eps: float = 1e-6
 ) -> Tensor:
-    """Gradients scaled down to a norm; the stock function asks whether they must be, this one multiplies by 1."""
+    """Scale gradients down to a norm; the stock function asks whether it must, this one multiplies by 1."""
     coefficient = (max_norm / (global_norm + eps)).clamp(max=1.0)
     for tensor in input_tensors:
         tensor.detach().mul_(coefficient)
@@ -300,7 +302,9 @@ def _clip(
 
 
 def _norm_of(parameters: Sequence[Tensor], norm_type: int = 2, mpu: Any = None) -> float:
-    """Norm of gradients over all stages, -1 if it is not finite; the stock function waits before and after the sum."""
+    """Return the norm of gradients over all stages, -1 if it is not finite; the stock function waits before and after
+    the sum.
+    """
     squared = torch.stack([gradient.data.float().norm(2.0) for gradient in parameters]).square()
     total = sum(squared.unbind(), start=torch.zeros_like(squared[0]))
     if mpu is not None:
@@ -322,25 +326,25 @@ def forget_first_optimizer_step(engine: DeepSpeedEngine) -> None:
 
 @dataclass(frozen=True)
 class OwnedPiece:
-    """A piece of one parameter whose fp32 values and optimizer state this rank owns."""
+    """Piece of one parameter whose fp32 values and optimizer state this rank owns."""
 
     name: str
     """Global name of the parameter."""
     first: int
-    """Where the piece begins in the flattened parameter."""
+    """Index of the piece's first element in the flattened parameter."""
     length: int
     master: Tensor
-    """The tensor that the optimizer steps: a flat partition under ZeRO, else the fp32 parameter."""
+    """Tensor that the optimizer steps: a flat partition under ZeRO, else the fp32 parameter."""
     offset: int
-    """Where the piece begins in the flattened ``master``."""
+    """Index of the piece's first element in the flattened ``master``."""
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The piece, 1-D, of a tensor shaped as ``master``, such as one of its moments; shares its memory."""
+        """Return the piece, 1-D, of a tensor shaped as ``master``, such as one of its moments; shares its memory."""
         return tensor.detach().view(-1)[self.offset : self.offset + self.length]
 
 
 def masters(engine: DeepSpeedEngine) -> list[Tensor]:
-    """The fp32 tensors that the optimizer steps on this rank.
+    """Return the fp32 tensors that the optimizer steps on this rank.
 
     Assumes that every wrapper leaves them in the parameter groups of ``basic_optimizer``.
     """
@@ -348,7 +352,7 @@ def masters(engine: DeepSpeedEngine) -> list[Tensor]:
 
 
 def owned_pieces(engine: DeepSpeedEngine) -> list[OwnedPiece]:
-    """What of this stage's parameters this rank owns: a partition under ZeRO, everything without it.
+    """Return the pieces of this stage's parameters that this rank owns: a partition under ZeRO, everything without it.
 
     Assumes that ZeRO and BF16 optimizers link a parameter to its place in the flat partition by ``_hp_mapping`` (None
     where another replica owns all of it), and that the unfused fp16 optimizer keeps ``fp32_groups`` in the order of
@@ -377,7 +381,9 @@ def owned_pieces(engine: DeepSpeedEngine) -> list[OwnedPiece]:
 
 
 def is_partitioned(engine: DeepSpeedEngine) -> bool:
-    """Whether replicas own different pieces; assumes that ZeRO and BF16 optimizers partition and no other does."""
+    """Return whether replicas own different pieces; assumes that ZeRO and BF16 optimizers partition and no
+    other does.
+    """
     return isinstance(engine.optimizer, ZeROOptimizer)
 
 
@@ -400,7 +406,7 @@ SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"
 
 
 def scaler_state(engine: DeepSpeedEngine) -> dict[str, float]:
-    """State of the dynamic loss scaler; empty outside fp16.
+    """Return the state of the dynamic loss scaler; empty outside fp16.
 
     Assumes that the ZeRO scaler and the unfused optimizer's ``loss_scale_config`` name their state alike.
     """
@@ -409,7 +415,7 @@ def scaler_state(engine: DeepSpeedEngine) -> dict[str, float]:
 
 
 def load_scaler_state(engine: DeepSpeedEngine, state: dict[str, float]) -> None:
-    """Put back what :func:`scaler_state` gave, as far as this optimizer's scaler has it."""
+    """Restore the state of :func:`scaler_state`, as far as this optimizer's scaler has it."""
     scaler = _scaler(engine)
     for field, value in state.items():
         if hasattr(scaler, field):

@@ -1,6 +1,6 @@
 """DeepSpeed's 1F1B pipeline engine, taught to train a U-Net.
 
-The schedule is DeepSpeed's own instruction stream. What is ours is how an instruction is executed:
+The schedule is DeepSpeed's own instruction stream. Its instructions are executed differently:
 
 - a stage's backward is ONE walk of its graph, ``torch.autograd.backward(all outputs, all gradients)``; the stock
   engine walks it once per output tensor, and a U-Net stage has an output per live skip;
@@ -48,13 +48,13 @@ class Objective(Protocol):
     """The training objective: turns a loaded micro-batch into the first layer's input and the last layer's loss."""
 
     def prepare(self, micro_batch: Any) -> Any:
-        """A micro-batch from the loader to what the two methods below need, on the engine's device."""
+        """Return a micro-batch from the loader, prepared for the two methods below, on the engine's device."""
 
     def inputs(self, prepared: Any) -> Carry:
-        """Arguments of the first layer, in fp32 where they are floating-point."""
+        """Return the arguments of the first layer, in fp32 where they are floating-point."""
 
     def loss(self, prediction: Tensor, prepared: Any) -> Tensor:
-        """Mean loss of the micro-batch: a scalar in fp32."""
+        """Return the mean loss of the micro-batch: a scalar in fp32."""
 
 
 INSTRUCTIONS = {
@@ -69,10 +69,10 @@ INSTRUCTIONS = {
     schedule.SendGrad: "_exec_send_grads",
     schedule.RecvGrad: "_exec_nothing",
 }
-"""The method that executes each instruction."""
+"""Name of the method that executes each instruction."""
 
 CAUTIOUS_STEPS = 2
-"""First steps of a process, in which kernels are loaded and the allocator finds its peak."""
+"""Number of first steps of a process in which kernels are loaded and the allocator finds its peak."""
 
 
 class UnetPipelineEngine(PipelineEngine):
@@ -86,7 +86,7 @@ class UnetPipelineEngine(PipelineEngine):
     """Kernels of the layers' normalisations; set by :func:`build_engine`, with the reason."""
     why_kernels = ""
     phases = 1
-    """Stages that a rank holds."""
+    """Number of stages that a rank holds."""
     compiled = False
     """Whether layers are compiled when they first run; set by :func:`build_engine`."""
 
@@ -104,15 +104,15 @@ class UnetPipelineEngine(PipelineEngine):
         self.execute: dict[type[schedule.PipeInstruction], Callable[..., None]] = {
             instruction: getattr(self, method) for instruction, method in INSTRUCTIONS.items()
         }
-        """The function that executes each instruction; an observer may wrap an entry."""
+        """Functions that execute each instruction; an observer may wrap an entry."""
         self.receive: Callable[[Channel], Carry] = Channel.receive
-        """The function that waits for the next message of a channel, inside of a pass; an observer may wrap it."""
+        """Function that waits for the next message of a channel, inside a pass; an observer may wrap it."""
         self.images_seen = 0
-        """Images of all completed steps."""
+        """Number of images of all completed steps."""
         self.skipped_images = 0
         """Positions of the training sequence that are left out, after bad numbers; what is random follows the sum."""
         self.consecutive_overflows_at_floor = 0
-        """Optimizer steps in a row that overflowed although the loss scale could fall no further."""
+        """Number of consecutive optimizer steps that overflowed although the loss scale could fall no further."""
         self.loss_sum = torch.zeros((), device=self.device)
         """Sum of the last batch's micro-batch losses on the last stage; zero elsewhere."""
         self._step_loss_scale = 1.0
@@ -124,21 +124,23 @@ class UnetPipelineEngine(PipelineEngine):
         self._warm: set[tuple[int, bool]] = set()
 
     def neighbours(self, phase: int) -> tuple[int | None, int | None]:
-        """The ranks of the pipeline that the carry comes from and goes to; None where it begins, ends or turns."""
+        """Return the ranks of the pipeline that the carry comes from and goes to; None where it begins, ends
+        or turns.
+        """
         before = None if self.is_first_stage() else self.prev_stage
         return before, None if self.stage_id == self.num_stages - 1 else self.next_stage
 
     def ends(self, phase: int) -> tuple[int, int]:
-        """The layers [first, stop) of this rank's stage of a phase."""
+        """Return the layers [first, stop) of this rank's stage of a phase."""
         return self.module.first, self.module.stop
 
     def own_layers(self) -> dict[int, nn.Module]:
-        """The layers of all of this rank's stages, by their index in the list."""
+        """Return the layers of all of this rank's stages, by their index in the list."""
         ends = (self.ends(phase) for phase in range(self.phases))
         return {index: self.module.get_submodule(str(index)) for first, stop in ends for index in range(first, stop)}
 
     def stage_channels(self, phase: int, images: int) -> StageChannels:
-        """Channels of a stage for the carry of ``images`` images and its gradients."""
+        """Return the channels of a stage for the carry of ``images`` images and its gradients."""
         (before, after), (first, stop), own = self.neighbours(phase), self.ends(phase), self.stage_id
 
         def channel(kind: Kind, cut: int, source: int | None, target: int | None) -> Channel | None:
@@ -156,13 +158,14 @@ class UnetPipelineEngine(PipelineEngine):
         )
 
     def channel(self, edge: Edge, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Channel:
-        """This rank's end of an edge."""
+        """Return this rank's end of an edge."""
         most = most_in_flight(self.module.schedule, self.num_stages)
         return Channel(shapes, dtype, self.device, self._connected[edge], most)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Send the messages of the steps within from host to host, so that whoever watches may wait for the device.
+        """Send the messages of steps inside this context from host to host, so that an observer may wait for the
+        device.
 
         All ranks of a pipeline enter and leave this before the same steps.
         """
@@ -204,29 +207,29 @@ class UnetPipelineEngine(PipelineEngine):
         return next(self.module.parameters()).dtype
 
     def in_message_dtype(self, inputs: Carry) -> Carry:
-        """The first layer's arguments, those that are floating-point in the dtype of the weights."""
+        """Return the first layer's arguments, with floating-point ones in the dtype of the weights."""
         dtype = self._message_dtype()
         return tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in inputs)
 
     @property
     def loss_stage(self) -> int:
-        """The rank of a pipeline that knows the loss."""
+        """Rank of a pipeline that knows the loss."""
         return self.num_stages - 1
 
     @property
     def reads_data(self) -> bool:
-        """Whether this rank needs the micro-batches."""
+        """Return whether this rank needs the micro-batches."""
         return self.stage_id in (0, self.loss_stage)
 
     @property
     def next_index(self) -> int:
-        """Position in the training sequence of the next batch's first image."""
+        """Return the position in the training sequence of the next batch's first image."""
         return self.images_seen + self.skipped_images
 
     # ---------------------------------------------------------------- one batch
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """One optimizer step over ``train_batch_size`` images.
+        """Take one optimizer step over ``train_batch_size`` images.
 
         ``data_iter`` yields the micro-batches of this replica; only where :attr:`reads_data` it is read. Returns
         the mean loss of this replica's micro-batches on :attr:`loss_stage` and zero elsewhere, without synchronising
@@ -251,7 +254,7 @@ class UnetPipelineEngine(PipelineEngine):
         return self.loss_sum / self.micro_batches
 
     def gradient_norm(self) -> float:
-        """Norm of the last step's gradients over all stages before clipping; synchronises host and device.
+        """Return the norm of the last step's gradients over all stages before clipping; synchronises host and device.
 
         ``skipped_steps`` is up to date afterwards, also where the optimizer skips steps by itself.
         """
@@ -259,11 +262,11 @@ class UnetPipelineEngine(PipelineEngine):
         return insides.gradient_norm(self, self._step_loss_scale)
 
     def loss_scale(self) -> float:
-        """The loss scale that the next step will use; 1 in fp32 and bf16."""
+        """Return the loss scale that the next step will use; 1 in fp32 and bf16."""
         return insides.loss_scale(self)
 
     def named_gradients(self) -> dict[str, Tensor]:
-        """This stage's unscaled, averaged fp32 gradients by parameter name.
+        """Return this stage's unscaled, averaged fp32 gradients by parameter name.
 
         Meant between the schedule's ReduceGrads and OptimizerStep. A collective over the replicas under ZeRO.
         """
@@ -315,7 +318,9 @@ class UnetPipelineEngine(PipelineEngine):
             self.pipe_buffers["inputs"][buffer_id] = self.in_message_dtype(self.objective.inputs(prepared))
 
     def _exec_nothing(self, **arguments: int) -> None:
-        """Nothing is tied; and a message is waited for where it is used, so that what is ready is sent first."""
+        """Do nothing: nothing is tied, and a message is waited for where it is used, so that what is ready is sent
+        first.
+        """
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
         index = self._image_index(self._forwards)
@@ -337,48 +342,52 @@ class UnetPipelineEngine(PipelineEngine):
         self.pipe_buffers["outputs"][buffer_id] = outputs
 
     def walk(self, phase: int, carry: Carry) -> Any:
-        """This rank's layers of a phase: a carry, or after the last layer the prediction."""
+        """Run this rank's layers of a phase; return a carry, or after the last layer the prediction."""
         return self.module(carry)
 
     def unpacked(self, received: Carry) -> Carry:
-        """The carry at this stage's beginning from what was received."""
+        """Return the carry at this stage's beginning from the received tensors."""
         return unpack(received, newest_skip_is_h(self.module.unet_layers, self.module.first))
 
     def packed(self, carry: Carry) -> Carry:
-        """The part of the carry that is sent at this stage's end."""
+        """Return the part of the carry that is sent at this stage's end."""
         return pack(carry, newest_skip_is_h(self.module.unet_layers, self.module.stop))
 
     def _receive_leaves(self, phase: int) -> Carry:
-        """The next carry from the stage before, as leaves that gather gradients."""
+        """Return the next carry from the stage before, as leaves that gather gradients."""
         channel = self._channels[phase].activations_in
         assert channel is not None
         return tuple(leaf.requires_grad_() for leaf in self.receive(channel))
 
     def _receive_gradients(self, phase: int) -> Carry:
-        """The next gradients from the stage after."""
+        """Return the next gradients from the stage after."""
         channel = self._channels[phase].gradients_in
         assert channel is not None
         return self.receive(channel)
 
     def _loss(self, prediction: Tensor, prepared: Any) -> Tensor:
-        """The loss of a micro-batch, added to the batch's."""
+        """Return the loss of a micro-batch, and add it to the batch's."""
         loss = self.objective.loss(prediction, prepared)
         self.loss_sum += loss.detach()
         return loss
 
     def _loss_gradient(self) -> Tensor:
-        """Factor of a micro-batch's loss before backward."""
+        """Return the factor on a micro-batch's loss before backward."""
         return torch.full((), self._step_loss_scale / self.micro_batches, device=self.device)
 
     def _send_activations(self, phase: int, carry: Carry) -> tuple[GradientEdge | None, ...]:
-        """Send what a stage has made; its place in the graph is all that backward needs, so its memory may go."""
+        """Send the output of a stage; return its place in the graph, which is enough for backward, so its memory may be
+        freed.
+        """
         channel = self._channels[phase].activations_out
         assert channel is not None
         channel.send(carry)
         return tuple(map(edge, carry))
 
     def _send_gradients(self, phase: int, leaves: Carry) -> None:
-        """Send the gradients of what was received; emb's may be missing, the last layers of a U-Net don't use it."""
+        """Send the gradients of the received tensors; emb's may be missing, since the last layers of a U-Net don't use
+        it.
+        """
         channel = self._channels[phase].gradients_out
         assert channel is not None
         channel.send([leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves])
@@ -396,7 +405,7 @@ class UnetPipelineEngine(PipelineEngine):
             self.pipe_buffers["inputs"][buffer_id] = None
 
     def _backward(self, begin: Sequence[tuple[GradientEdge | None, Tensor | None]], image_index: Tensor) -> None:
-        """One walk of a stage's graph of one micro-batch from (place in the graph, gradient) on, where both are."""
+        """Walk a stage's graph of one micro-batch once, from (place in the graph, gradient) on, where both exist."""
         pairs = [(root, gradient) for root, gradient in begin if root is not None and gradient is not None]
         set_image_index(self._dropouts, image_index)
         with insides.micro_batch_backward(self):
@@ -432,12 +441,14 @@ class UnetPipelineEngine(PipelineEngine):
         torch.nn.utils.clip_grads_with_norm_(parameters, self.gradient_clipping(), self._global_grad_norm)
 
     def _image_index(self, number: int) -> Tensor:
-        """Image index of a micro-batch of this step: number m of replica r takes positions from (m R + r) n on."""
+        """Return the image index of a micro-batch of this step: number m of replica r takes positions from (m R + r) n
+        on.
+        """
         replicas, micro = self.dp_world_size, self.micro_batch_size
         first = self.next_index + (number * replicas + self.grid.get_data_parallel_id()) * micro
         return torch.arange(first, first + micro, device=self.device)
 
 
 def edge(tensor: Tensor) -> GradientEdge | None:
-    """The place of a tensor in its graph, which is all of it that a backward needs; None where there is no graph."""
+    """Return the place of a tensor in its graph, which is enough for a backward; None where there is no graph."""
     return get_gradient_edge(tensor) if tensor.requires_grad else None

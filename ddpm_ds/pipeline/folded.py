@@ -5,9 +5,9 @@
                     ▼                                     ▼
     rank 0        stage 2P - 1 ◀── h ── rank 1 ◀─ ... rank P - 1        phase 1, up it; loss on rank 0
 
-What phase 0 keeps of a micro-batch, the embedding and its skips, is given to phase 1 as detached leaves. Their
-gradients are there when phase 1's backward is done, which on every rank comes before phase 0's, and join it: phase 0
-has one walk of its graph with h, emb and the skips as roots.
+Phase 0 keeps the embedding and skips of a micro-batch and gives them to phase 1 as detached leaves. Their gradients are
+ready when phase 1's backward is done, which on every rank comes before phase 0's, and join it: phase 0 has one walk of
+its graph with h, emb and the skips as roots.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from ddpm_ds.unet.operations import set_image_index
 
 @dataclass
 class Flight:
-    """A micro-batch on its way through this rank; what has had its last use is None or empty."""
+    """Micro-batch on its way through this rank; fields are None or empty after their last use."""
 
     prepared: Any = None
-    """On rank 0, from load to loss."""
+    """Prepared micro-batch on rank 0, from load to loss."""
     leaves: Carry = ()
-    """What phase 0 received: h, emb; empty on rank 0."""
+    """Tensors that phase 0 received: h, emb; empty on rank 0."""
     down: Carry = ()
-    """What phase 0 has made and not sent yet: h, emb."""
+    """Outputs of phase 0 not sent yet: h, emb."""
     roots: tuple[GradientEdge | None, ...] = ()
     """Places of phase 0's h, emb, *skips in its graph."""
     kept: Carry = ()
     """Leaves of phase 1: emb, *skips."""
     risen: Tensor | None = None
-    """Leaf of phase 1: the h that it begins with."""
+    """Leaf of phase 1: its first h."""
     up: Tensor | None = None
-    """What phase 1 has made and not sent yet: h, or on rank 0 the loss."""
+    """Output of phase 1 not sent yet: h, or on rank 0 the loss."""
     top: GradientEdge | None = None
-    """Its place in the graph of phase 1."""
+    """Place of ``up`` in the graph of phase 1."""
 
 
 class FoldedEngine(UnetPipelineEngine):
@@ -57,7 +57,7 @@ class FoldedEngine(UnetPipelineEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._flights: dict[int, Flight] = {}
-        """By number of the micro-batch in this step."""
+        """Flights by number of the micro-batch in this step."""
         self.execute[schedule.CommitP2P] = self._exec_nothing  # messages go as they are made
 
     @property
@@ -66,7 +66,7 @@ class FoldedEngine(UnetPipelineEngine):
 
     @property
     def turns(self) -> bool:
-        """Whether this rank is the last, where phase 0 becomes phase 1."""
+        """Return whether this rank is the last, where phase 0 becomes phase 1."""
         return self.stage_id == self.num_stages - 1
 
     def neighbours(self, phase: int) -> tuple[int | None, int | None]:
@@ -80,7 +80,7 @@ class FoldedEngine(UnetPipelineEngine):
         return first, stop
 
     def walk(self, phase: int, carry: Carry) -> Any:
-        """The layers of one phase."""
+        """Run the layers of one phase."""
         self.module.activate_phase(phase)
         return self.module(carry)
 
@@ -89,10 +89,10 @@ class FoldedEngine(UnetPipelineEngine):
         return super().train_batch(data_iter)
 
     def _reserve_pipe_buffers(self, num_buffers: int) -> None:
-        """Flights take their place."""
+        """Reserve nothing: flights replace the buffers."""
 
     def _flight(self, buffer_id: int) -> tuple[int, Flight]:
-        """The micro-batch of a buffer of DeepSpeed's, which numbers those of phase 1 after those of phase 0."""
+        """Return the micro-batch of a buffer of DeepSpeed's, which numbers those of phase 1 after those of phase 0."""
         number = buffer_id % self.micro_batches
         return number, self._flights.setdefault(number, Flight())
 
@@ -157,7 +157,9 @@ class FoldedEngine(UnetPipelineEngine):
             del self._flights[number]
 
     def _down_gradients(self, flight: Flight) -> list[tuple[GradientEdge | None, Tensor | None]]:
-        """What phase 0's backward begins with: what came back of (h, emb), and what phase 1 made of (emb, *skips)."""
+        """Return the start of phase 0's backward: the gradients of (h, emb) that came back, and phase 1's of (emb,
+        *skips).
+        """
         if self.turns:
             assert flight.risen is not None
             back: Sequence[Tensor | None] = [flight.risen.grad]

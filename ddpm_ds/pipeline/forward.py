@@ -1,6 +1,6 @@
 """Predictions of the whole U-Net through the stages: no rank ever holds more than its own layers.
 
-The first rank gives inputs and takes predictions, so that what is drawn or measured lives there alone:
+The first rank gives inputs and takes predictions, so that images and losses are there alone:
 
     stage 0        give 0, 1, 2 ... ─▶ forward ─▶                          take 0 ◀── prediction
     stage 1                              receive, forward ─▶                         │
@@ -60,7 +60,7 @@ class ForwardPipeline:
 
 
 class _Straight:
-    """Calls under 1F1B: stage after stage, and the last one sends its predictions to the first."""
+    """Calls under 1F1B: stage after stage; the last one sends its predictions to the first."""
 
     def __init__(self, engine: UnetPipelineEngine, images: int) -> None:
         self._engine = engine
@@ -122,7 +122,7 @@ class _Folded:
         self._engine = engine
         self._down, self._up = (engine.stage_channels(phase, images) for phase in range(engine.phases))
         self._kept: deque[Carry] = deque()
-        """The calls that have gone down and not come up: on the last rank h, then emb and the skips."""
+        """Calls that have gone down and not come up: on the last rank h, then emb and the skips."""
 
     def run(
         self, calls: int, give: Give, take: Take, depth: int, progress: Callable[[], None], *, by_host: bool

@@ -1,6 +1,6 @@
 """Messages between stages, and the P2P groups that carry them.
 
-What crosses a cut is one contiguous message per micro-batch and direction::
+The tensors that cross a cut are one contiguous message per micro-batch and direction::
 
     stage s                          stage s + 1
        activations.send      ──▶     receive     [ h | emb | skip | skip | ... ]
@@ -39,21 +39,21 @@ from ddpm_ds.pipeline.order import Edge, EdgeEnd, Work, pipeline_edges
 
 @dataclass(frozen=True)
 class P2PGroup:
-    """The groups over which one end of an edge reaches the other."""
+    """Groups over which one end of an edge reaches the other."""
 
     edge: Edge
     peer: int
     """Global rank of the other end."""
     group: dist.ProcessGroup
-    """The edge's own two ranks, connected from device to device."""
+    """Group of the edge's own two ranks, connected from device to device."""
     host_group: dist.ProcessGroup | None
-    """The same two ranks, connected from host to host by gloo; None where ``group`` is that."""
+    """Group of the same two ranks, connected from host to host by gloo; None where ``group`` is that."""
     tag: int
-    """Tells the edges apart that share ``host_group``; gloo matches messages by it, NCCL can't."""
+    """Number of the edge among those that share ``host_group``; gloo matches messages by it, NCCL can't."""
 
 
 class Channel(EdgeEnd[Tensor]):
-    """One end of an edge with the shapes of its messages, micro-batch included.
+    """End of an edge, with the shapes of its messages, micro-batch included.
 
     A message that is sent is kept until it is known to be delivered, of which gloo says nothing before it is waited
     for. A message to be received has its memory from when its receive is posted.
@@ -72,7 +72,7 @@ class Channel(EdgeEnd[Tensor]):
         self._sizes = [math.prod(shape) for shape in self._shapes]
         self._dtype, self._device, self.p2p = dtype, device, p2p
         self.by_host = False
-        """Whether messages go from host to host, where nothing that waits for the device can wait for them."""
+        """Whether messages go from host to host, so that waiting for the device does not wait for them."""
 
     @property
     def message_bytes(self) -> int:
@@ -90,7 +90,7 @@ class Channel(EdgeEnd[Tensor]):
         self.post_message(message)
 
     def receive(self) -> tuple[Tensor, ...]:
-        """Wait for the next message; views of one buffer."""
+        """Wait for the next message; return views of one buffer."""
         message = self.next_message().to(self._device)
         return tuple(_view(part, shape) for part, shape in zip(message.split(self._sizes), self._shapes, strict=True))
 
@@ -113,7 +113,7 @@ class Channel(EdgeEnd[Tensor]):
 
 @dataclass(frozen=True)
 class _Sent:
-    """A posted send, which keeps its message alive."""
+    """Posted send, which keeps its message alive."""
 
     work: dist.Work | None
     message: Tensor
@@ -124,12 +124,12 @@ class _Sent:
 
 
 def as_in_memory(tensor: Tensor) -> Tensor:
-    """A view with dimensions in the order of memory: (N, H, W, C) of images, which are channels-last."""
+    """Return a view with dimensions in the order of memory: (N, H, W, C) of images, which are channels-last."""
     return tensor.permute(0, 2, 3, 1) if tensor.ndim == 4 else tensor
 
 
 def _view(part: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of a shape from its values in the order of :func:`as_in_memory`; nothing is copied."""
+    """Return a tensor of a shape from its values in the order of :func:`as_in_memory`, without a copy."""
     if len(shape) != 4:
         return part.view(shape)
     images, channels, height, width = shape
@@ -137,12 +137,14 @@ def _view(part: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 MOST_BLOCKS = 8
-"""Thread blocks of NCCL's kernel for a message, each of which holds a multiprocessor while it waits (docs/gpu.md)."""
+"""Most thread blocks of NCCL's kernel for a message, each of which holds a multiprocessor while it waits
+(docs/gpu.md).
+"""
 
 
 @dataclass(frozen=True)
 class StageChannels:
-    """The channels of one stage; None where it has no neighbour on another rank."""
+    """Channels of one stage; None where it has no neighbour on another rank."""
 
     activations_in: Channel | None
     activations_out: Channel | None
@@ -169,7 +171,9 @@ class StageChannels:
 
 
 def runs_behind(device: torch.device) -> bool:
-    """Whether a device executes later what it is given, so that a posted receive can hold up all that follows."""
+    """Return whether a device executes work after the call returns, so that a posted receive can hold up all that
+    follows.
+    """
     return device.type == "cuda"
 
 

@@ -21,7 +21,9 @@ from ddpm_ds.unet.operations import set_image_index
 
 
 class UnetLayerSpec(LayerSpec):
-    """Builds layer ``index`` of the list when DeepSpeed asks for it; weights follow from (seed, index) alone."""
+    """Spec that builds layer ``index`` of the list when DeepSpeed asks for it; weights follow from (seed,
+    index) alone.
+    """
 
     def __init__(self, layer: Layer, index: int, seed: int) -> None:
         super().__init__(nn.Module)
@@ -81,7 +83,7 @@ class UnetPipelineModule(PipelineModule):
         return walk
 
     def _recomputed(self, start: int, stop: int, carry: Carry) -> Carry | Tensor:
-        """Layers ``start`` to ``stop - 1`` under activation checkpointing.
+        """Run layers ``start`` to ``stop - 1`` under activation checkpointing.
 
         Skips that these layers leave alone go around the checkpoint, and a tensor that is both ``h`` and the newest
         skip leaves it once: an autograd function that returns a tensor twice, or returns its own input, loses or
@@ -124,7 +126,7 @@ class FoldedUnetModule(UnetPipelineModule, DualPipeVModule):
 
 
 def checkpoint_function(use_reentrant: bool) -> Callable[..., Carry | Tensor]:
-    """PyTorch's activation checkpointing in the wanted flavour."""
+    """Return PyTorch's activation checkpointing, reentrant or not."""
 
     def run(function: Callable[..., Carry | Tensor], *inputs: Tensor) -> Carry | Tensor:
         return checkpoint(function, *inputs, use_reentrant=use_reentrant, preserve_rng_state=False)
@@ -143,7 +145,7 @@ def warm_up(
 ) -> None:
     """Run each of ``modules``, by their index in ``layers``, on ``images`` images of zeros, one after the other.
 
-    So all ranks compile, choose and load kernels at the same time, and while none waits for a message of another.
+    This makes all ranks compile, choose and load kernels at the same time, while none waits for a message of another.
     With ``gradients`` backwards as well; no gradient is kept and no hook of a parameter runs. A layer at which a stage
     begins (``stage_begins``) gets an image that needs a gradient. With ``recompute`` the backward runs each layer
     forwards once more, in the thread that differentiates: cuDNN's choices of algorithms are kept by thread.
@@ -178,7 +180,7 @@ def forget_peaks(device: torch.device) -> None:
 
 
 def _zeros(layers: Sequence[Layer], index: int, images: int, like: Tensor) -> tuple[Tensor, ...]:
-    """What layer ``index`` is given: a carry, or the image, timesteps and labels."""
+    """Return inputs of zeros for layer ``index``: a carry, or the image, timesteps and labels."""
     layer = layers[index]
     if isinstance(layer, EmbedLayer):
         numbers = torch.zeros(images, dtype=torch.int64, device=like.device)

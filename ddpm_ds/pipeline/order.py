@@ -1,8 +1,8 @@
-"""The order in which ranks post their messages, and a model that finds out whether that order can lock.
+"""Order in which ranks post their messages, and a model that finds out whether that order can deadlock.
 
 NCCL executes the operations of one communicator one after another in the order in which this rank posted them; a send
-is complete when its receiver takes it. Whoever waits for a message therefore waits for all that was posted before it on
-that communicator, here and at the other end. A rank that waits for its whole device waits for everything it has posted.
+is complete when its receiver takes it. A wait for a message is therefore a wait for everything posted before it on that
+communicator, here and at the other end. A rank that waits for its whole device waits for everything it has posted.
 
 :class:`EdgeEnd` decides when an end of a directed edge posts and waits. The engines' channels really send
 (:mod:`ddpm_ds.pipeline.messages`); a :class:`RecordedEnd` writes the same operations into an :class:`OrderLog`, and
@@ -39,7 +39,7 @@ class Edge(NamedTuple):
 
 
 def pipeline_edges(ranks: int, phases: int) -> list[Edge]:
-    """All edges of a pipeline, in the order in which their communicators are made.
+    """Return all edges of a pipeline, in the order in which their communicators are made.
 
     Edges that share no rank are neighbours in this order, so that they are made at the same time: a rank takes part in
     at most two of each kind and phase, however many ranks and replicas there are.
@@ -57,10 +57,10 @@ def pipeline_edges(ranks: int, phases: int) -> list[Edge]:
 
 
 class Work(Protocol):
-    """A posted operation."""
+    """Posted operation."""
 
     def wait(self) -> object:
-        """Let what follows wait until the operation is complete."""
+        """Wait until the operation is complete before anything that follows."""
 
 
 class EdgeEnd(ABC, Generic[Message]):
@@ -82,7 +82,7 @@ class EdgeEnd(ABC, Generic[Message]):
 
     @abstractmethod
     def post_receive(self) -> tuple[Work, Message]:
-        """Post a receive of the next message."""
+        """Post a receive of the next message; return the operation and the message."""
 
     def post_message(self, message: Message) -> None:
         """Post a send, after the oldest where too many are in flight."""
@@ -114,18 +114,18 @@ class EdgeEnd(ABC, Generic[Message]):
 
 
 class Operation(NamedTuple):
-    """Something a rank does, in the order of its host: it posts, waits or computes."""
+    """Operation of a rank, in the order of its host: it posts, waits or computes."""
 
     does: Literal["send", "receive", "wait", "pass", "together", "device"]
     edge: Edge | None = None
     number: int = 0
-    """Which message on its edge, counted from 0."""
+    """Number of the message on its edge, from 0."""
     by_host: bool = False
     """Whether the message goes from host to host, which no device waits for and no order holds up."""
     seconds: float = 0.0
-    """What a pass takes."""
+    """Seconds of a pass."""
     name: str = ""
-    """The name of a pass, or of the ranks that do something together."""
+    """Name of a pass, or of a collective operation."""
 
     def __str__(self) -> str:
         if self.edge is None:
@@ -136,7 +136,7 @@ class Operation(NamedTuple):
 
 @dataclass
 class OrderLog:
-    """Operations of one rank, in their order; messages go from host to host, or between devices."""
+    """Log of one rank's operations, in order; messages go from host to host, or between devices."""
 
     by_host: bool = False
     operations: list[Operation] = field(default_factory=list)
@@ -153,7 +153,7 @@ class _RecordedWork:
 
 
 class RecordedEnd(EdgeEnd[None]):
-    """An end of an edge whose operations are written down."""
+    """End of an edge whose operations are recorded."""
 
     def __init__(self, log: OrderLog, edge: Edge, most_in_flight: int) -> None:
         super().__init__(most_in_flight)
@@ -183,7 +183,7 @@ def training_order(
     seconds: Callable[[str, int], float] = lambda instruction, phase: 1.0,
     end_of_edge: type[RecordedEnd] = RecordedEnd,
 ) -> list[Operation]:
-    """What one rank of a pipeline posts and waits for in a training step, as the engines do.
+    """Return what one rank of a pipeline posts and waits for in a training step, as the engines do.
 
     Args:
         device_waits: passes, ``ForwardPass`` or ``BackwardPass``, inside of which the rank waits for its whole device.
@@ -220,11 +220,11 @@ def training_order(
 
 
 class LockError(RuntimeError):
-    """The ranks wait for each other for ever; says which rank waits for what."""
+    """Error: the ranks wait for each other for ever; the message says which rank waits for what."""
 
 
 def own_communicator(edge: Edge) -> Hashable:
-    """Each edge on a communicator of its own, as the engines have it."""
+    """Return a communicator for each edge of its own, as the engines have it."""
     return edge
 
 
@@ -254,16 +254,16 @@ def execute(
 
 @dataclass(eq=False)
 class _Player:
-    """One rank at a place of its order."""
+    """Rank at a position of its order."""
 
     number: int
     order: tuple[Operation, ...]
     position: int = 0
     now: float = 0.0
     met: bool = False
-    """Whether it has come to the collective at its position."""
+    """Whether the rank has reached the collective at its position."""
     queues: dict[Hashable, deque[tuple[Operation, float]]] = field(default_factory=dict)
-    """By communicator: what is posted and not complete, with the time of posting."""
+    """Operations posted and not complete, by communicator, with the time of posting."""
     complete: dict[tuple[Edge, int], float] = field(default_factory=dict)
 
     def step(self, ranks: Sequence[_Player], communicator: Callable[[Edge], Hashable]) -> bool:
@@ -299,7 +299,7 @@ class _Player:
         return True
 
     def describe(self) -> str:
-        """What this rank waits for, and what it has posted that is not complete."""
+        """Describe what this rank waits for, and its posted operations that are not complete."""
         waited = self.order[self.position]
         text = f"rank {self.number} waits for {waited}"
         held = [queue[0][0] for queue in self.queues.values() if queue]
@@ -308,7 +308,7 @@ class _Player:
 
 
 def _match(ranks: Sequence[_Player], key: Hashable) -> None:
-    """Complete what stands at the heads of both ends' queues of a communicator."""
+    """Complete the operations at the heads of both ends' queues of a communicator."""
     moved = True
     while moved:
         moved = False

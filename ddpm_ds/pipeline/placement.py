@@ -1,6 +1,6 @@
-"""Which process is which stage and replica, on which host, and the bytes of a step that leave each host.
+"""Placement of stages and replicas on processes and hosts, and the bytes of a step that leave each host.
 
-Hosts fill up with consecutive global ranks, so the order in which ranks are numbered says what is split over hosts.
+Hosts fill up with consecutive global ranks, so the order in which ranks are numbered decides what is split over hosts.
 Two hosts of two processes, 2 stages x 2 replicas::
 
     across hosts     global rank           host a                 host b              between the hosts
@@ -33,17 +33,17 @@ class Edges:
 
     count: int
     leaving: Mapping[Hashable, int]
-    """How many of them go from a host to another one, by the host that sends."""
+    """Number of connections from a host to another one, by the host that sends."""
 
     @cached_property
     def crossing(self) -> int:
-        """How many of them go from one host to another."""
+        """Number of connections from one host to another."""
         return sum(self.leaving.values())
 
 
 @dataclass(frozen=True)
 class Grid:
-    """``stages`` ranks of a pipeline x ``replicas``, and the host of each global rank."""
+    """Grid of ``stages`` pipeline ranks x ``replicas``, and the host of each global rank."""
 
     stages: int
     replicas: int
@@ -51,31 +51,32 @@ class Grid:
     hosts: tuple[Hashable, ...]
 
     def rank(self, stage: int, replica: int) -> int:
-        """The global rank of a rank of the pipeline in a replica."""
+        """Return the global rank of a rank of the pipeline in a replica."""
         return stage * self.replicas + replica if self.across == "stages" else replica * self.stages + stage
 
     def coordinates(self, rank: int) -> tuple[int, int]:
-        """The rank in its pipeline and the replica of a global rank."""
+        """Return the rank in its pipeline and the replica of a global rank."""
         if self.across == "stages":
             return divmod(rank, self.replicas)
         replica, stage = divmod(rank, self.stages)
         return stage, replica
 
     def hosts_of(self, stage: int) -> list[Hashable]:
-        """The host of each replica of a rank of the pipeline."""
+        """Return the host of each replica of a rank of the pipeline."""
         return [self.hosts[self.rank(stage, replica)] for replica in range(self.replicas)]
 
     @cached_property
     def boundaries(self) -> tuple[Edges, ...]:
-        """Between each rank of the pipeline and the next, in all replicas, there and back."""
+        """Return the connections between each rank of the pipeline and the next, in all replicas, there and back."""
         pairs = itertools.pairwise(self.hosts_of(stage) for stage in range(self.stages))
         return tuple(_edges([*zip(here, there, strict=True), *zip(there, here, strict=True)]) for here, there in pairs)
 
     @cached_property
     def rings(self) -> tuple[Edges, ...]:
-        """Through the replicas of each rank of the pipeline, from each to the next and from the last to the first.
+        """Return the rings through the replicas of each rank of the pipeline, from each to the next and from the last
+        to the first.
 
-        So the collectives go: gloo by the order of ranks, NCCL through each host once.
+        Collectives use these rings: gloo by the order of ranks, NCCL through each host once.
         """
         members = [self.hosts_of(stage) for stage in range(self.stages)]
         return tuple(_edges(zip(hosts, [*hosts[1:], hosts[0]], strict=True) if hosts[1:] else []) for hosts in members)
@@ -103,7 +104,7 @@ class Sharing:
 def sharing(
     config: Mapping[str, Any], *, precision: Literal["fp32", "fp16", "bf16"], zero_stage: int, micro_batches: int
 ) -> Sharing:
-    """How replicas of this project's engines share gradients and weights under a DeepSpeed JSON.
+    """Return how replicas of this project's engines share gradients and weights under a DeepSpeed JSON.
 
     Without ZeRO gradients are all-reduced once. DeepSpeed's ZeRO all-reduces too, although only the owner of a
     gradient needs it, unless ``use_multi_rank_bucket_allreduce`` is off; and it gathers the weights that each replica
@@ -124,11 +125,11 @@ class Exchange:
     """Bytes that a step sends, by rank of the pipeline, wherever the processes are."""
 
     messages: tuple[int, ...]
-    """Between a rank and the next one, each way, in one replica: activations one way and gradients the other."""
+    """Bytes between a rank and the next one, each way, in one replica: activations one way and gradients the other."""
     gradients: tuple[float, ...]
-    """Over each edge of the ring through a rank's replicas."""
+    """Bytes of gradients over each edge of the ring through a rank's replicas."""
     weights: tuple[float, ...]
-    """Over each edge of that ring, when weights are gathered."""
+    """Bytes of weights over each edge of that ring, when weights are gathered."""
 
 
 def exchange(
@@ -141,7 +142,7 @@ def exchange(
     precision: Literal["fp32", "fp16", "bf16"],
     shared: Sharing,
 ) -> Exchange:
-    """The bytes that a step of ``images`` images for each replica sends."""
+    """Return the bytes sent by a step of ``images`` images for each replica."""
     folded = schedule == "folded"
     ranks = (len(bounds) - 1) // (2 if folded else 1)
     width, ring = images * ELEMENT_BYTES[precision], (replicas - 1) / replicas
@@ -166,7 +167,7 @@ def exchange(
 
 
 def run_exchange(ds: ResolvedDsConfig, layers: Sequence[Layer], bounds: Sequence[int]) -> Exchange:
-    """The bytes that a step of a run sends."""
+    """Return the bytes sent by a step of a run."""
     layout = ds.layout
     return exchange(
         layers,
@@ -184,14 +185,14 @@ class Traffic:
     """Bytes of one step on all connections, without the headers that a network adds to each packet."""
 
     activations: int
-    """Between hosts: activations and their gradients, between stages."""
+    """Bytes between hosts of activations and their gradients, between stages."""
     gradients: int
-    """Between hosts: gradients, among replicas."""
+    """Bytes between hosts of gradients, among replicas."""
     weights: int
-    """Between hosts: stepped weights, among replicas."""
+    """Bytes between hosts of stepped weights, among replicas."""
     within_hosts: int
     sent: Mapping[Hashable, int]
-    """To other hosts, by host that sends."""
+    """Bytes sent to other hosts, by the host that sends."""
 
     @property
     def between_hosts(self) -> int:
@@ -200,12 +201,12 @@ class Traffic:
 
     @property
     def busiest(self) -> int:
-        """Sent to other hosts by the one that sends most."""
+        """Bytes sent to other hosts by the host that sends most."""
         return max(self.sent.values())
 
 
 def traffic(grid: Grid, sent: Exchange) -> Traffic:
-    """The bytes of a step, where they go."""
+    """Return the bytes of a step by connection."""
     kinds = ((grid.boundaries, sent.messages), (grid.rings, sent.gradients), (grid.rings, sent.weights))
     crossing, within = [], 0.0
     by_host: dict[Hashable, float] = dict.fromkeys(grid.hosts, 0.0)
@@ -224,10 +225,10 @@ def traffic(grid: Grid, sent: Exchange) -> Traffic:
 def across_hosts(
     ds: ResolvedDsConfig, layers: Sequence[Layer], bounds: Sequence[int], hosts: Sequence[Hashable]
 ) -> AcrossHosts:
-    """The axis of a run that is split over ``hosts``, one for each global rank.
+    """Return the axis of a run that is split over ``hosts``, one for each global rank.
 
-    It is what the JSON says; else that with which the busiest host sends less, and stages where that is no difference.
-    Of a single stage only the replicas can be apart, and of a single replica the stages.
+    The JSON's choice counts; else the axis with which the busiest host sends less, and stages where there is no
+    difference. With a single stage only replicas can be split, and with a single replica only stages.
     """
     stages, replicas = ds.layout.stages, ds.layout.replicas
     if len(set(hosts)) < 2 or min(stages, replicas) == 1:
@@ -242,10 +243,10 @@ def across_hosts(
 
 
 def launched_hosts(world_size: int) -> tuple[str, ...]:
-    """The host of each global rank by its number, from what launchers say before the ranks have met.
+    """Return the host of each global rank by its number, from the launcher's environment, before the rendezvous.
 
-    A process knows how many of its own host there are. Where hosts differ in that, this is empty: the ranks have to
-    meet to know who is where.
+    A process knows how many of its own host there are. Where hosts differ in that, this is empty: only the rendezvous
+    tells the ranks' hosts.
     """
     on_a_host = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     said = os.environ.get("CROSS_SIZE") or os.environ.get("GROUP_WORLD_SIZE")  # DeepSpeed's name, torchrun's

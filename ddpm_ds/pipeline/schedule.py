@@ -1,4 +1,4 @@
-"""Which instructions a rank executes in which order: DeepSpeed's schedules, both of them.
+"""Order of the instructions that a rank executes, from DeepSpeed's two schedules.
 
 1f1b     stage s on rank s.
 
@@ -25,7 +25,7 @@ from ddpm_ds.pipeline.cuts import Schedule
 
 
 def instruction_stream(schedule: Schedule, *, micro_batches: int, ranks: int, rank: int) -> PipeSchedule:
-    """The instructions of one training step on one rank of a pipeline; ``steps()`` yields them in groups.
+    """Return the instructions of one training step on one rank of a pipeline; ``steps()`` yields them in groups.
 
     Raises:
         ValueError: the fold is given fewer than ``2 * ranks`` micro-batches.
@@ -35,7 +35,8 @@ def instruction_stream(schedule: Schedule, *, micro_batches: int, ranks: int, ra
 
 
 def most_in_flight(schedule: Schedule, ranks: int) -> int:
-    """Messages of one channel that a rank may have sent and the other not taken, without holding up the schedule.
+    """Return the largest number of messages of one channel, sent but not yet received, that does not hold up the
+    schedule.
 
     A rank goes back with a micro-batch only when the next rank has done so, and holds no more than so many.
     """
@@ -48,19 +49,19 @@ class Event(NamedTuple):
     instruction: str
     phase: int
     micro_batch: int
-    """-1 for ReduceGrads and OptimizerStep."""
+    """Number of the micro-batch; -1 for ReduceGrads and OptimizerStep."""
     start: float
     end: float
 
 
 class Step(NamedTuple):
-    """An instruction of a rank's program, with the micro-batch that DeepSpeed's buffer numbers hide."""
+    """Instruction of a rank's program, with the micro-batch that DeepSpeed's buffer numbers hide."""
 
     instruction: str
     phase: int
     micro_batch: int
     receives: bool
-    """Whether what this pass needs is a message from another rank."""
+    """Whether the input of this pass is a message from another rank."""
 
 
 _RECEIVES = {instructions.RecvActivation: "ForwardPass", instructions.RecvGrad: "BackwardPass"}
@@ -74,7 +75,7 @@ _TIMED = (
 
 @functools.lru_cache(maxsize=4096)
 def program(schedule: Schedule, micro_batches: int, ranks: int, rank: int) -> tuple[Step, ...]:
-    """The passes and sends of a rank's instruction stream, in order, up to the reduction of its gradients.
+    """Return the passes and sends of a rank's instruction stream, in order, up to the reduction of its gradients.
 
     The n-th pass, send or receive of a kind in a phase is that of micro-batch n.
 

@@ -38,10 +38,10 @@ def source_checksum() -> str:
 
 
 def check_alike(rendezvous: Rendezvous, plan: RunPlan, device: str) -> None:
-    """Meet, and refuse to start where a rank would run something else; ``device`` is the type of this rank's.
+    """Raise an error where a rank would run something else; a rendezvous. ``device`` is the type of this rank's.
 
     Raises:
-        HostError: how a rank differs from rank 0, and how to mend it.
+        HostError: how a rank differs from rank 0, and how to fix it.
         PeerLostError: a rank did not come.
     """
     about = {
@@ -60,13 +60,13 @@ def check_alike(rendezvous: Rendezvous, plan: RunPlan, device: str) -> None:
 
 
 def check_gpus(rendezvous: Rendezvous, device: torch.device) -> str | None:
-    """Meet, and refuse to start where two ranks have one GPU; nothing to do on a CPU.
+    """Raise an error where two ranks share a GPU; a rendezvous. Nothing to do on a CPU.
 
     Returns:
         A line for the user where the ranks' GPUs are of several models.
 
     Raises:
-        HostError: which ranks share a GPU, or have been told to divide messages differently, and how to mend it.
+        HostError: which ranks share a GPU, or divide messages differently, and how to fix it.
         PeerLostError: a rank is gone.
     """
     if device.type != "cuda":
@@ -96,7 +96,7 @@ def check_same_images(rendezvous: Rendezvous, sha256: Mapping[str, str]) -> None
     """Refuse to train where the hosts have prepared different images.
 
     Raises:
-        HostError: a host's store has other checksums than rank 0's.
+        HostError: a host's data-set cache has other checksums than rank 0's.
         PeerLostError: a rank is gone.
     """
     remedy = "give all hosts the same images, or a data.store_root that all of them see"
@@ -121,5 +121,5 @@ def _check(rendezvous: Rendezvous, title: str, said: Sequence[Mapping[str, Any]]
 
 
 def _short(value: str | None) -> str:
-    """A value in a message; of a checksum the first digits."""
+    """Return a value for a message; of a checksum the first digits."""
     return "unset" if value is None else value[:12] if len(value) == 64 else value

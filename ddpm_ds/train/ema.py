@@ -17,7 +17,7 @@ from ddpm_ds.pipeline.engine import UnetPipelineEngine
 
 
 def decay(spec: EmaSpec, images_seen: int, batch_images: int) -> float:
-    """Weight of the old average in a step that ends at ``images_seen``.
+    """Return the weight of the old average in a step that ends at ``images_seen``.
 
     Half of the average is younger than ``halflife_images``, early in training than ``rampup_fraction`` of all images
     seen, so that the first, random weights are forgotten. Source: Karras et al. 2022 (EDM), appendix F.
@@ -44,12 +44,14 @@ class Ema:
         torch._foreach_lerp_(self.shadows, self._masters, weight)
 
     def shadow_of(self, master: Tensor) -> Tensor:
-        """The average of one of the optimizer's tensors."""
+        """Return the average of one of the optimizer's tensors."""
         return next(shadow for own, shadow in zip(self._masters, self.shadows, strict=True) if own is master)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Within, the layers use the averaged weights; afterwards exactly what they used before. Collective."""
+        """Use the averaged weights in the layers inside this context, and restore the others exactly afterwards.
+        Collective.
+        """
         self._swap()
         try:
             yield

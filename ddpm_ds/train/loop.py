@@ -34,7 +34,7 @@ class Run:
     plan: RunPlan
     engine: UnetPipelineEngine
     batches: Callable[[], Iterator[Any] | None]
-    """Opens the micro-batches from the engine's progress on; None on a stage that reads none."""
+    """Function that opens the micro-batches from the engine's progress on; None on a stage that reads none."""
     ema: Ema
     saver: Saver
     requests: Requests
@@ -101,7 +101,7 @@ def _timed(meter: Meter, batches: Iterator[Any] | None) -> Iterator[Any] | None:
 
 
 def _log(run: Run, meter: Meter) -> Interval:
-    """One log point; waits for the device, and for the other ranks."""
+    """Make one log point; waits for the device, and for the other ranks."""
     engine = run.engine
     gathered = gather(meter.read(), engine)
     norm = engine.gradient_norm()
@@ -121,7 +121,7 @@ def _log(run: Run, meter: Meter) -> Interval:
 
 
 def _scale_floor(engine: UnetPipelineEngine) -> str | None:
-    """The trouble when fp16 overflows whatever the loss scale; None while there is none."""
+    """Return the trouble when fp16 overflows whatever the loss scale; None while there is none."""
     if engine.consecutive_overflows_at_floor < OVERFLOWS_AT_FLOOR:
         return None
     return (
@@ -131,7 +131,7 @@ def _scale_floor(engine: UnetPipelineEngine) -> str | None:
 
 
 def _bad_loss(run: Run, interval: Interval) -> str | None:
-    """The trouble with the last interval's loss; None while there is none.
+    """Return the trouble with the last interval's loss; None while there is none.
 
     In fp16 a loss that is not finite makes the scaler skip the step, and its floor is what counts.
     """

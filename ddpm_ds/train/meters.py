@@ -29,7 +29,7 @@ FLOPS_PER_MAC = 2
 
 @dataclass(frozen=True)
 class Interval:
-    """Means and sums over the steps between two log points; times are of the host's clock and leave nothing out."""
+    """Means and sums over the steps between two log points; times are of the host's clock and cover everything."""
 
     steps: int
     images: int
@@ -57,7 +57,7 @@ class Meter:
             self._sums.zero_()
 
     def timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same batches; the time spent waiting for each one is counted as data wait."""
+        """Yield the same batches; the time spent waiting for each one is counted as data wait."""
         while True:
             begin = self._clock()
             try:
@@ -77,7 +77,7 @@ class Meter:
         self._images += images
 
     def read(self) -> Interval:
-        """The interval that ends now, and the begin of the next. Synchronises host and device, once."""
+        """Return the interval that ends now, and begin the next. Synchronises host and device, once."""
         weighted, images, finite_steps = (0.0, 0.0, 0.0) if self._sums is None else self._sums.tolist()
         now = self._clock()  # after the device has caught up, so that its work is in the time
         interval = Interval(
@@ -93,7 +93,7 @@ class Meter:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory this process has held so far, in bytes.
+    """Return the most memory this process has held so far, in bytes.
 
     On CUDA that of tensors on ``device`` (``torch.cuda.max_memory_allocated``); on CPU the largest resident set of the
     process (``VmHWM``), interpreter and libraries included.
@@ -109,7 +109,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def peak_reserved_bytes(device: torch.device) -> int:
-    """The most memory that PyTorch's allocator has taken of ``device`` so far, in bytes: what the device must have.
+    """Return the most memory that PyTorch's allocator has reserved on ``device`` so far, in bytes.
 
     That is tensors and the gaps between them, kept for the next ones (``torch.cuda.max_memory_reserved``); the CUDA
     context and the communicators of NCCL come on top. 0 on a CPU, where nothing is reserved.
@@ -118,7 +118,7 @@ def peak_reserved_bytes(device: torch.device) -> int:
 
 
 def model_tflops(macs_per_image: int, images_per_second: float, devices: int) -> float:
-    """Model TFLOP/s per device: a forward's multiply-accumulates x 2 flops x 3 passes x images/s."""
+    """Return model TFLOP/s per device: a forward's multiply-accumulates x 2 flops x 3 passes x images/s."""
     return macs_per_image * FLOPS_PER_MAC * PASSES_PER_STEP * images_per_second / devices / 1e12
 
 
@@ -134,7 +134,7 @@ def metrics(
     stage_peak_memory_bytes: Sequence[Sequence[int]],
     peak_reserved_bytes: int,
 ) -> dict[str, float]:
-    """One log point of a whole run. Its names are a contract: dashboards and comparisons read them.
+    """Return one log point of a whole run. Its names are a contract: dashboards and comparisons read them.
 
     Args:
         interval: images of all replicas; ``perf/step_seconds`` and ``perf/data_wait_seconds`` are its means per step.
@@ -174,7 +174,7 @@ class Gathered:
     interval: Interval
     """Loss over all replicas, images of the whole batch, the longest data wait and the slowest clock of all ranks."""
     stage_peak_memory_bytes: tuple[tuple[int, ...], ...]
-    """Per stage and replica."""
+    """Peak bytes per stage and replica."""
     peak_reserved_bytes: int
     """The most that the allocator of one device has reserved; 0 on CPUs."""
 

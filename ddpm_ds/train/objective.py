@@ -1,5 +1,6 @@
-"""What the engine trains on: a replica's micro-batches, and denoising, drawn from the image index so that first and
-last stage agree."""
+"""Training objective: a replica's micro-batches, and denoising drawn from the image index, so that first and last stage
+agree.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from ddpm_ds.predict.plan import RunPlan
 
 
 class Noised(NamedTuple):
-    """A micro-batch as training needs it, on the device."""
+    """Micro-batch as training needs it, on the device."""
 
     x0: Tensor
     """(N, C, H, W) fp32 in [-1, 1]"""
@@ -38,7 +39,7 @@ class Denoising:
         self._diffusion = Diffusion(spec.diffusion, spec.train.seed, device)
 
     def prepare(self, micro_batch: MicroBatch) -> Noised:
-        """uint8 images to x0, timestep, noise and label, each a function of (seed, image index)."""
+        """Turn uint8 images into x0, timestep, noise and label, each a function of (seed, image index)."""
         spec = self._spec
         images, labels, index = (tensor.to(self._device, non_blocking=True) for tensor in micro_batch)
         x0 = self._diffusion.prepare(images, index, flips=spec.data.horizontal_flips, size=spec.data.image_size)
@@ -49,12 +50,12 @@ class Denoising:
         return Noised(x0, t, eps, labels)
 
     def inputs(self, prepared: Noised) -> tuple[Tensor, ...]:
-        """(x_t, t) or (x_t, t, labels)."""
+        """Return (x_t, t) or (x_t, t, labels)."""
         x_t = self._diffusion.noised(prepared.x0, prepared.t, prepared.eps)
         return (x_t, prepared.t) if prepared.labels is None else (x_t, prepared.t, prepared.labels)
 
     def loss(self, prediction: Tensor, prepared: Noised) -> Tensor:
-        """Mean loss of the micro-batch, fp32 scalar."""
+        """Return the mean loss of the micro-batch, an fp32 scalar."""
         return self._diffusion.loss(prediction, prepared.x0, prepared.eps, prepared.t)
 
 
@@ -68,8 +69,9 @@ def replica_batches(
     among: Indices | None = None,
     start_images: int = 0,
 ) -> Iterator[MicroBatch]:
-    """The endless micro-batches of one of ``replicas`` as planned, on the device; see
-    :func:`ddpm_ds.data.loader.micro_batches`."""
+    """Yield the endless micro-batches of one of ``replicas`` as planned, on the device; see
+    :func:`ddpm_ds.data.loader.micro_batches`.
+    """
     layout = plan.ds.layout
     batches = micro_batches(
         store,

@@ -22,7 +22,7 @@ from ddpm_ds.unet.model import check_compiler
 
 
 def check_arithmetic(ds: ResolvedDsConfig, device: torch.device) -> None:
-    """Whether what the JSON says of kernels and compilation can work on a device.
+    """Raise an error unless the JSON's kernels and compilation can work on a device.
 
     Raises:
         DsConfigError: it can't.
@@ -33,13 +33,13 @@ def check_arithmetic(ds: ResolvedDsConfig, device: torch.device) -> None:
 
 
 def share_threads(device: torch.device) -> None:
-    """Give each process on this host its share of the cores, unless the environment has said how many."""
+    """Give each process on this host its share of the cores, unless the environment sets the number of threads."""
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
 def cut_by_time(plan: RunPlan, device: torch.device) -> RunPlan:
-    """The plan with cuts by the layers' seconds on rank 0's device, where the JSON asks for that."""
+    """Return the plan with cuts by the layers' seconds on rank 0's device, where the JSON asks for that."""
     if plan.ds.partition != "measured" or plan.ds.layout.stages == 1:
         return plan
     bounds = decided_by_rank_0(
@@ -56,7 +56,7 @@ def cut_by_time(plan: RunPlan, device: torch.device) -> RunPlan:
 
 
 def decide(plan: RunPlan, device: torch.device) -> RunPlan:
-    """The plan with what hosts and this device's memory decide: what is split over hosts, and what is recomputed."""
+    """Return the plan with the axis split over hosts and the recomputation that this device's memory needs."""
     interval = plan.ds.checkpoint_interval
     if interval == "auto":
         if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Where a run starts from: its claimed folder, a checkpoint of the same run, or a file of initial weights."""
+"""Start of a run: its claimed folder, a checkpoint of the same run, or a file of initial weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SOURCES = "`ddpm-ds import` and `ddpm-ds checkpoint consolidate` write such file
 
 
 class InitialWeights:
-    """An open safetensors file of whole tensors, of any float dtype, by the global names of a U-Net's parameters.
+    """Open safetensors file of whole tensors, of any float dtype, by the global names of a U-Net's parameters.
 
     ``shapes`` are the shapes of all parameters by global name; names and shapes are checked at once.
 
@@ -56,7 +56,7 @@ class InitialWeights:
                 raise self._of_another_unet(f"{name} is {piece.get_dtype()}, no float")
 
     def read(self, name: str, first: int = 0, length: int | None = None) -> Tensor:
-        """``length`` values (to the end when None) of flattened parameter ``name``, from ``first`` on.
+        """Return ``length`` values (to the end when None) of flattened parameter ``name``, from ``first`` on.
 
         (length,) fp32 in host memory, a copy; only the rows that hold them are read.
         """
@@ -95,28 +95,28 @@ MAY_CHANGE = (
 )
 """Spec keys that a resumed run may change: length, cadences, samples, logging, layout, machine."""
 RECORD = ("spec.yaml", "ds_config.json", IDENTITY)
-"""Files of a run's folder that say which run it is."""
+"""Files of a run's folder that identify the run."""
 
 
 class Claim(NamedTuple):
     """A run's folder, or those of that name on several hosts, locked until the claim is dropped."""
 
     run_dir: Path
-    """That of rank 0."""
+    """Run folder of rank 0."""
     groups: Groups
     """The ranks by the folder of checkpoints that they see."""
     lock: IO[str] | None
-    """On the leader of each group."""
+    """Lock file on the leader of each group."""
 
 
 def gather_in(rendezvous: Rendezvous) -> Gather:
-    """A collective before there is a process group."""
+    """Return a collective that works before there is a process group."""
     topics = itertools.count()
     return lambda value: [said["value"] for said in rendezvous.agree(f"checkpoints/{next(topics)}", {"value": value})]
 
 
 def claim_run(run_dir: Path, rank: int, hosts: Sequence[str], gather: Gather) -> Claim:
-    """Make and lock the run's folder, on every host where it is another, and mend what a killed run left; collective.
+    """Make and lock the run's folder, on every host where it is another, and clean up after a killed run; collective.
 
     Raises:
         OutputError: another process trains into it, or it can't be written.
@@ -143,7 +143,7 @@ def claim_run(run_dir: Path, rank: int, hosts: Sequence[str], gather: Gather) ->
 def find_checkpoint(
     run_dir: Path, resume: str, groups: Groups, gather: Gather, log: Callable[[str], None]
 ) -> CompleteCheckpoint | None:
-    """The checkpoint to resume from, its checksums verified; None starts from the beginning. Collective.
+    """Return the checkpoint to resume from, its checksums verified; None starts from the beginning. Collective.
 
     ``resume`` is ``auto`` (the run folder's newest good one), ``never``, or the path of a checkpoint.
 
@@ -159,7 +159,7 @@ def find_checkpoint(
 
 
 def share_record(run_dir: Path, groups: Groups, gather: Gather) -> None:
-    """Give the run's folder on other hosts what makes it this run's, should rank 0 be there next time; collective."""
+    """Copy the files that identify the run to other hosts' folders, should rank 0 be there next time; collective."""
     if groups.shared:
         return
     texts = gather({name: (run_dir / name).read_text() for name in RECORD} if groups.rank == 0 else None)[0]
@@ -170,7 +170,7 @@ def share_record(run_dir: Path, groups: Groups, gather: Gather) -> None:
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Differences between two nested mappings, as ``key: old -> new`` by dotted key."""
+    """Return the differences between two nested mappings, as ``key: old -> new`` by dotted key."""
     before, after = flatten(old), flatten(new)
     return [
         f"{key}: {before.get(key, 'unset')} -> {after.get(key, 'unset')}"
@@ -182,7 +182,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 def check_resume(
     checkpoint: CompleteCheckpoint, spec: RunSpec, ds_config: Mapping[str, Any], data_sha256: Mapping[str, str]
 ) -> list[str]:
-    """Changes since the checkpoint, all of them allowed.
+    """Return the changes since the checkpoint, all of them allowed.
 
     Raises:
         CheckpointError: the spec trains something else, or the images are others.
@@ -203,7 +203,7 @@ def check_resume(
 
 
 def _with_defaults(spec: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint's spec with the keys that there were not yet when it was written, if this version can read it."""
+    """Return a checkpoint's spec with keys added since it was written, if this version can read it."""
     try:
         return RunSpec.model_validate(with_current_names(spec)).model_dump(mode="json")
     except ValidationError:

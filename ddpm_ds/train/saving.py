@@ -1,4 +1,4 @@
-"""Checkpoints of an engine: what they hold, when they are written, how they are loaded, and rollback.
+"""Checkpoints of an engine: content, saving, loading and rollback.
 
 Each rank gives the pieces that its optimizer owns, addressed by parameter name and offset, so a checkpoint knows
 nothing of stages, replicas, ZeRO stage or precision: a rank of another layout reads the pieces that it owns there.
@@ -34,7 +34,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def state_fragments(engine: UnetPipelineEngine, ema: Ema) -> list[Fragment]:
-    """This rank's share of a checkpoint; without ZeRO the first replica's is everything."""
+    """Return this rank's share of a checkpoint; without ZeRO the first replica's is everything."""
     if engine.grid.get_data_parallel_id() != 0 and not insides.is_partitioned(engine):
         return []
     states = engine.basic_optimizer.state
@@ -47,7 +47,7 @@ def state_fragments(engine: UnetPipelineEngine, ema: Ema) -> list[Fragment]:
 
 
 def state_scalars(engine: UnetPipelineEngine) -> dict[str, Any]:
-    """The numbers of a checkpoint: progress, counters, loss scaler, learning rate. The same on all ranks."""
+    """Return the numbers of a checkpoint: progress, counters, loss scaler, learning rate. The same on all ranks."""
     insides.count_skips(engine)
     optimizer = engine.basic_optimizer
     steps = {int(state["step"]) for state in optimizer.state.values()}
@@ -69,7 +69,7 @@ def load_state(
 ) -> None:
     """Put a checkpoint into the engine, whatever layout and hosts wrote it; collective.
 
-    What other hosts send is announced to ``say`` on rank 0.
+    Values from other hosts are announced through ``say`` on rank 0.
     """
     state = whole.state
     moments = [moment for moment in MOMENTS if moment in whole.manifest.kinds]
@@ -111,7 +111,7 @@ def start_from(engine: UnetPipelineEngine, ema: Ema, weights: InitialWeights) ->
 
 
 def _moments(engine: UnetPipelineEngine, master: Tensor, steps: int) -> dict[str, Tensor]:
-    """Adam's state of one of its tensors, made where the optimizer has not stepped yet."""
+    """Return Adam's state of one of its tensors, made where the optimizer has not stepped yet."""
     state = engine.basic_optimizer.state[master]
     for moment in MOMENTS:
         if moment not in state:
@@ -122,10 +122,10 @@ def _moments(engine: UnetPipelineEngine, master: Tensor, steps: int) -> dict[str
 
 
 class Saver:
-    """Writes this rank's share of checkpoints into ``folder``; all methods are collective.
+    """Saver of this rank's share of checkpoints into ``folder``; all methods are collective.
 
-    ``data_sha256`` are the checksums of the prepared store, ``say`` shows a line on rank 0. ``groups`` are the ranks
-    by the folder of that name that they see, all of them the same one where it is None; ``store``, of
+    ``data_sha256`` are the checksums of the data-set cache, ``say`` shows a line on rank 0. ``groups`` are the ranks by
+    the folder of that name that they see, all of them the same one where it is None; ``store``, of
     :func:`ddpm_ds.processes.heartbeat.make_store`, is needed where there are several.
     """
 
@@ -159,10 +159,10 @@ class Saver:
         )
         self._shapes = parameter_shapes(plan.layers)
         self.rollbacks = 0
-        """How often the run has gone back after bad numbers."""
+        """Number of rollbacks after bad numbers."""
 
     def due(self, before: int, images_seen: int) -> bool:
-        """Whether a step from ``before`` to ``images_seen`` passed a point of ``checkpoint.every_images``."""
+        """Return whether a step from ``before`` to ``images_seen`` passed a point of ``checkpoint.every_images``."""
         return self._every is not None and images_seen // self._every > before // self._every
 
     def save(self) -> float:
@@ -183,7 +183,7 @@ class Saver:
         return self._writer.seconds_blocked
 
     def wait(self) -> bool:
-        """Wait until the last checkpoint is on the disk; whether it is, as rank 0 knows."""
+        """Wait until the last checkpoint is on the disk; return whether it is, as rank 0 knows."""
         return self._writer.wait()
 
     def load(self, checkpoint: CompleteCheckpoint) -> None:
@@ -216,7 +216,7 @@ class Saver:
         return f"{trouble}; {done} (rollback {rollbacks} of {limit})"
 
     def _newest(self) -> CompleteCheckpoint | None:
-        """The newest good checkpoint up to now; later ones are of a course that the run has left."""
+        """Return the newest good checkpoint up to now; later ones are of a course that the run has left."""
         try:
             return newest(self._folder, self._groups, gather_objects, self._log, until=self._engine.images_seen)
         except NoCheckpointError:
@@ -224,7 +224,7 @@ class Saver:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """The values that all ranks give, by rank; collective over the process group."""
+    """Return the values that all ranks give, by rank; collective over the process group."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

@@ -61,7 +61,7 @@ class Prepared:
     """A run's inputs, checked on all ranks before they have a process group."""
 
     plan: RunPlan
-    """Decided for the hosts and this device."""
+    """Plan decided for the hosts and this device."""
     store: DatasetCache
     claim: Claim
     checkpoint: CompleteCheckpoint | None
@@ -69,7 +69,7 @@ class Prepared:
     resumed: Resumed | None
     initial: InitialWeights | None
     progress: ProgressLine | None
-    """On rank 0."""
+    """Progress line, on rank 0."""
 
 
 def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: argparse.Namespace) -> None:
@@ -77,7 +77,7 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
 
     Raises:
         UserError: something given is wrong, here or on another host; raised before anything is trained.
-        BadNumbersError: the loss or the loss scale makes going on pointless.
+        BadNumbersError: the loss or the loss scale makes it pointless to continue.
         Preempted: the run was asked to stop, and is saved.
         PeerLostError: another rank is gone.
     """
@@ -166,7 +166,7 @@ def check_store(store: DatasetCache, plan: RunPlan) -> None:
 
 
 def _build(plan: RunPlan, device: torch.device, *, verbose: bool) -> tuple[RunPlan, UnetPipelineEngine, Ema]:
-    """The engine of this rank, the averaged weights beside it, and the plan with the cuts that it has; collective."""
+    """Return the engine of this rank, the averaged weights beside it, and the plan with its cuts; collective."""
     plan = cut_by_time(plan, device)
     objective, seed = Denoising(plan.spec, device), plan.spec.train.seed
     engine = build_engine(plan.layers, plan.bounds, plan.ds, objective, seed=seed, verbose=verbose)
@@ -176,7 +176,7 @@ def _build(plan: RunPlan, device: torch.device, *, verbose: bool) -> tuple[RunPl
 def _open_checkpoints(
     prepared: Prepared, plan: RunPlan, engine: UnetPipelineEngine, ema: Ema, recorder: Recorder, watchdog: Watchdog
 ) -> Saver:
-    """The run's checkpoints, of which the one to resume from is loaded; collective."""
+    """Open the run's checkpoints, and load the one to resume from; collective."""
     run_dir, groups = prepared.claim.run_dir, prepared.claim.groups
     share_record(run_dir, groups, gather_objects)
     saver = Saver(
@@ -199,7 +199,7 @@ def _open_checkpoints(
 def _observe(
     plan: RunPlan, engine: UnetPipelineEngine, recorder: Recorder, run_dir: Path, options: argparse.Namespace
 ) -> Observer:
-    """Observers of the steps that the JSON and the command line name."""
+    """Return observers of the steps that the JSON and the command line name."""
     flops, precision, macs = plan.ds.blocks.get("flops_profiler", {}), plan.ds.precision, plan.macs
     trace = run_dir / "trace"
     return Observers(
@@ -222,7 +222,7 @@ def _train(
     recorder: Recorder,
     watchdog: Watchdog,
 ) -> None:
-    """Train to the end, then say where the time went and how the run ended."""
+    """Train to the end, then report where the time went and how the run ended."""
     run_dir, store = prepared.claim.run_dir, prepared.store
     started, first = time.monotonic(), engine.images_seen
     if first >= plan.spec.train.images:
@@ -288,7 +288,7 @@ def _train(
 
 
 def _batches(plan: RunPlan, store: DatasetCache, among: Indices, engine: UnetPipelineEngine) -> Iterator[Any] | None:
-    """This replica's micro-batches from the engine's progress on, on the stages that read data."""
+    """Return this replica's micro-batches from the engine's progress on, on the stages that read data."""
     if not engine.reads_data:
         return None
     replica, replicas = engine.grid.get_data_parallel_id(), plan.ds.layout.replicas

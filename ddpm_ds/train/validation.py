@@ -27,12 +27,13 @@ from ddpm_ds.train.ema import Ema
 from ddpm_ds.unet.blocks import Carry
 
 NOISE_SEED = 0
-"""Not the run's seed: runs are compared on the same noise."""
+"""Seed of the noise, not the run's: runs are compared on the same noise."""
 
 
 class HeldOutLoss:
-    """Measures an engine on the ``positions`` of a store, on centres where crops are trained on; only first stages
-    read images."""
+    """Loss of an engine on the ``positions`` of a data-set cache, on centres where crops are trained on; only first
+    stages read images.
+    """
 
     def __init__(self, spec: RunSpec, engine: UnetPipelineEngine, store: DatasetCache, positions: Indices) -> None:
         self._engine, self._classes = engine, spec.unet.classes
@@ -73,7 +74,7 @@ class HeldOutLoss:
         return {"eval/loss": sum(losses) / len(losses), **values}
 
     def _inputs(self, number: int, timestep: int, part: int) -> Carry:
-        """x_t, t and labels of one part; the last one is filled up with images that don't count."""
+        """Return x_t, t and labels of one part; the last one is filled up with images that don't count."""
         device, size = self._engine.device, self._images
         index = torch.arange(part * size, (part + 1) * size)
         counts = (index < len(self._positions)).double().to(device)
@@ -92,7 +93,7 @@ class HeldOutLoss:
 
 
 def draw_previews(spec: RunSpec, engine: UnetPipelineEngine, watchdog: Watchdog) -> Tensor | None:
-    """The first ``samples.count`` images of the sampler, uint8 (count, C, H, W) on rank 0's CPU; None elsewhere.
+    """Draw the first ``samples.count`` images of the sampler, uint8 (count, C, H, W) on rank 0's CPU; None elsewhere.
 
     They are those of ``ddpm-ds sample`` with its own seed. Collective over all ranks.
     """
@@ -153,7 +154,7 @@ class Validation:
         self._spec, self._engine, self._ema = spec, engine, ema
         self._held_out, self._watchdog, self._recorder = held_out, watchdog, recorder
         self.seconds = 0.0
-        """Time it has taken so far."""
+        """Seconds spent so far."""
 
     def after_step(self, before: int, done: bool) -> None:
         """Sample and validate if the step from ``before`` images on passed a point of a cadence, or was the last."""

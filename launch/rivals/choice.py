@@ -1,4 +1,4 @@
-"""Which rows a benchmark has, why one can't run in a layout, and how much is timed. No torch."""
+"""Rows of a benchmark, why one can't run in a layout, and how much is timed. No torch."""
 
 from __future__ import annotations
 

@@ -113,7 +113,9 @@ class OneStageEngine(OurPipeline):
         insides.refresh_weights(self._engine)
 
     def probe(self, micro_batch: MicroBatch) -> Probe:
-        """What the engine makes of ``micro_batch``; its gradients are those of a step, so its weights move once."""
+        """Return prediction, loss and gradient norm of ``micro_batch``; the gradients are those of a step, so the
+        weights move once.
+        """
         engine = self._engine
         with layout_of(engine.mpu), without_dropout(engine.module):
             with torch.no_grad():

@@ -124,7 +124,7 @@ def layout_result(
     loss_difference: float,
     peaks: list[int] | None,
 ) -> Result:
-    """What is reported of a row.
+    """Return the report of a row.
 
     ``images`` are those of a batch; ``seconds`` of a step and those of the first row, the ``reference``, are by round;
     ``observed`` and peak bytes are by rank.

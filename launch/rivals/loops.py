@@ -27,7 +27,7 @@ SCALES = 32
 
 @dataclass(frozen=True)
 class Probe:
-    """What a row makes of one micro-batch with dropout switched off."""
+    """Prediction, loss and gradient norm of a row on one micro-batch with dropout switched off."""
 
     prediction: Tensor
     """(N, C, H, W) fp32, on the CPU"""
@@ -152,7 +152,7 @@ class Loop:
         return loss
 
     def probe(self, micro_batch: MicroBatch) -> Probe:
-        """What the weights, which stay as they are, make of ``micro_batch``."""
+        """Return prediction, loss and gradient norm of ``micro_batch``; the weights stay as they are."""
         scaler = self.optimizer.scaler
         with without_dropout(self.model):
             for halved in range(SCALES if scaler.is_enabled() else 1):

@@ -1,4 +1,4 @@
-"""What a process does in a step, whoever wrote its engine: how long it computes, what it sends, what it holds."""
+"""Observation of a process in a step of any engine: seconds of computing, bytes sent, memory held."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _bytes(tensors: Any) -> int:
 
 @dataclass(frozen=True)
 class Observation:
-    """What one process was seen to do in a step of one row."""
+    """Observation of one process in a step of one row."""
 
     message_bytes: int
     """Sent in messages to one other process."""

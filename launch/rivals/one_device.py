@@ -177,7 +177,7 @@ def warm_rows(
 def one_device_result(
     name: str, one: Warm, whole: Mapping[str, list[float]], part: list[float], images: int, peak: float
 ) -> Result:
-    """What is reported of a row.
+    """Return the report of a row.
 
     ``whole`` are the seconds of a step by row and round, ``part`` those of the same without its optimizer; ``images``
     are those of a step, ``peak`` is in flops per second of matrix products.

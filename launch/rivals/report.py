@@ -1,4 +1,4 @@
-"""What a benchmark found: as a table, as JSON and in MLflow."""
+"""Results of a benchmark: as a table, as JSON and in MLflow."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ EXPERIMENT = "benchmarks"
 
 @dataclass(frozen=True)
 class Result:
-    """What was found of one row."""
+    """Results of one row."""
 
     numbers: dict[str, Any]
-    """For JSON: "row" as ``--rows`` takes it, its "name" and "note", and what was measured."""
+    """Values for JSON: "row" as ``--rows`` takes it, its "name" and "note", and the measurements."""
     cells: dict[str, str]
-    """By column of the table."""
+    """Texts by column of the table."""
     metrics: dict[str, float | None]
-    """For MLflow; None was not measured."""
+    """Values for MLflow; None was not measured."""
     series: dict[str, Sequence[float]]
-    """For MLflow, by round or by step."""
+    """Series for MLflow, by round or by step."""
     block: int = 0
     """Number of the table in which the row is; rows of one table are compared with each other."""
 
@@ -55,7 +55,7 @@ class Report:
     """Everything a reader needs to judge the numbers and to repeat them."""
 
     about: dict[str, Any]
-    """For JSON: what was run, how, where and when."""
+    """Facts for JSON: what was run, how, where and when."""
     head: Sequence[str]
     """Lines above the table."""
     rows: Sequence[Result]
@@ -84,7 +84,9 @@ class Report:
 
 
 def about(setting: Setting, overrides: Sequence[str], not_run: Mapping[str, str], **more: Any) -> dict[str, Any]:
-    """What every report says in JSON, and ``more``; ``load_before`` is the Unix load average of the minute before."""
+    """Return the facts of every report in JSON, and ``more``; ``load_before`` is the Unix load average of the minute
+    before.
+    """
     words = [word for word in sys.argv if not word.startswith("--local_rank")]
     return {
         "name": setting.plan.spec.name,

@@ -1,4 +1,4 @@
-"""What rows have in common: the images, the objective and the filled configuration that each of them trains with."""
+"""Common parts of rows: the images, the objective and the filled configuration that each of them trains with."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Row(Protocol):
 
     name: str
     note: str
-    """What a reader must know to compare it, or nothing."""
+    """Remark for comparing the row, or empty."""
     is_pipeline: bool
     """Whether processes wait for each other within a step: whether it has a bubble."""
 
@@ -38,7 +38,7 @@ class Row(Protocol):
 
 @dataclass(frozen=True)
 class Setting:
-    """What all rows share."""
+    """Setting that all rows share."""
 
     plan: RunPlan
     """Decided for the device, without what only reports."""
@@ -75,7 +75,7 @@ class Setting:
         return int(self.plan.ds.checkpoint_interval)
 
     def recomputing(self) -> str:
-        """What the table says of activation checkpointing."""
+        """Return the table's text on activation checkpointing."""
         interval = self.checkpoint_interval
         return f"activation checkpointing {f'every {interval} layers' if interval else 'off'}"
 

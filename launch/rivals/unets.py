@@ -50,7 +50,7 @@ def comparable_unet(setting: Setting) -> UNet:
 
 @dataclass(frozen=True)
 class Switches:
-    """What can be switched on in our U-Net and its optimizer."""
+    """Options that can be switched on in our U-Net and its optimizer."""
 
     channels_last: bool = False
     kernels: Kernels = "reference"
@@ -69,7 +69,7 @@ class Switches:
 
 
 def switches_of(row: str, setting: Setting, missing: dict[str, str]) -> Switches:
-    """What is switched on in a row of ours; ``missing`` is what :func:`missing_switches` found."""
+    """Return the options of a row of ours; ``missing`` is the result of :func:`missing_switches`."""
     fused: Kernels = "reference" if "fused-kernels" in missing else "fused"
     if row == "bare":
         plan, ds = setting.plan, setting.plan.ds
