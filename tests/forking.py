@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-PYTHON_PATH = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+PYTHON_PATH = os.pathsep.join(filter(None, (f"{REPOSITORY}", f"{REPOSITORY}/launch", os.environ.get("PYTHONPATH"))))
+"""Where started processes find the package, these tests and the benchmark of rivals."""
 ONE_THREAD = {
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
