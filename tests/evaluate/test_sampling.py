@@ -372,6 +372,7 @@ def test_an_error_of_several_processes_is_one_line(
 
 
 @pytest.mark.launch
+@pytest.mark.long
 def test_a_lost_process_ends_the_other_and_two_new_ones_draw_the_same_file_as_one(
     planted: Path, tmp_path: Path, sample: Sample
 ) -> None:

@@ -76,6 +76,7 @@ def test_images_that_overflow_in_fp16_at_every_scale_are_left_out(tmp_path: Path
 
 
 @pytest.mark.launch
+@pytest.mark.long
 def test_too_many_rollbacks_end_the_run_on_all_ranks(tmp_path: Path) -> None:
     run_dir = tmp_path / "hopeless"
     planted = f"{BAD} {10**9} nan"

@@ -123,10 +123,8 @@ def test_golden_losses(one_process: Path) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(
-    ("stages", "schedule"),
-    [(2, "folded"), *(pytest.param(stages, "1f1b", marks=pytest.mark.long) for stages in (4, 1))],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("stages", "schedule"), [(2, "folded"), (4, "1f1b"), (1, "1f1b")])
 def test_any_layout_of_four_processes_gives_the_same_curve_as_one_process(
     stages: int, schedule: str, one_process: Path, tmp_path: Path
 ) -> None:
