@@ -94,7 +94,8 @@ def test_an_error_before_a_rank_has_met_the_others_is_told_as_well(monkeypatch: 
         assert {str(rank.result()) for rank in waiting} == {"rank 2 (host worker-2): no such file"}
 
 
-def test_a_rank_that_never_comes_is_named() -> None:
+def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "BEAT_SECONDS", 0.1)
     ended = meet(agree, agree, seconds=0.5)
     assert all(isinstance(error, PeerLostError) for error in ended)
     assert any("rank 2 did not come within 0.5 s" in str(error) for error in ended)
