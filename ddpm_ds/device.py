@@ -166,4 +166,4 @@ def _why_no_device() -> str:
         return "this PyTorch is built without CUDA; use --device cpu, or install one that is built with it"
     if _hidden():
         return "CUDA_VISIBLE_DEVICES hides every GPU; use --device cpu, or unset it"
-    return "PyTorch finds no CUDA device; use --device cpu, or mend the driver"
+    return "PyTorch finds no CUDA device; use --device cpu, or fix the driver"

@@ -568,7 +568,7 @@ def this_machine(options: argparse.Namespace) -> Machine:
 
     gpus = 0 if options.device == "cpu" else torch.cuda.device_count()
     if options.device == "cuda" and not gpus:
-        raise LayoutError("--device = cuda, but PyTorch finds no CUDA device; use --device cpu, or mend the driver")
+        raise LayoutError("--device = cuda, but PyTorch finds no CUDA device; use --device cpu, or fix the driver")
     try:
         work = options.work or Path(tempfile.mkdtemp(prefix="check_gpu-"))
         work.mkdir(parents=True, exist_ok=True)

@@ -184,7 +184,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise unusable(checkpoint, f"{MANIFEST} is damaged") from None
     raise unusable(
         checkpoint,
-        f"its format is {values['format']}, this version reads format {FORMAT}; go on with the ddpm_ds "
+        f"its format is {values['format']}, this version reads format {FORMAT}; use the ddpm_ds "
         f"{values.get('version', 'version')} that wrote it",
     )
 

@@ -86,22 +86,24 @@ def add_bench_data(verbs: argparse._SubParsersAction[Any]) -> None:
         "--workers", type=workers_list, default=[0, 1, 2, 4], metavar="N,...", help="loader processes (0,1,2,4)"
     )
     parser.add_argument(
-        "--micro-batch", type=positive, metavar="N", help="images at a time (default: train.batch_images)"
+        "--micro-batch", type=positive, metavar="N", help="images of a micro-batch (default: train.batch_images)"
     )
     parser.add_argument(
         "--seconds",
         type=above_zero,
         default=4.0,
         metavar="S",
-        help="of reading, for each number of workers (default 4)",
+        help="seconds of reading for each number of workers (default 4)",
     )
-    parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="turns in which they go (default 5)")
+    parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="rounds of measurement (default 5)")
     need = parser.add_mutually_exclusive_group()
     need.add_argument("--needs", type=above_zero, metavar="X", help="images/s of the U-Net, where it is known")
     need.add_argument("--no-model", action="store_true", help="time the loader alone")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
     parser.add_argument(
-        "--precision", choices=("fp32", "fp16", "bf16"), help="of the U-Net (default: bf16 on CUDA, else fp32)"
+        "--precision",
+        choices=("fp32", "fp16", "bf16"),
+        help="precision of the U-Net (default: bf16 on CUDA, else fp32)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here")
     parser.set_defaults(run=_bench)

@@ -26,13 +26,13 @@ def add_checkpoint(verbs: argparse._SubParsersAction[Any]) -> None:
     parser = verbs.add_parser(
         "checkpoint",
         help="list, verify, describe or consolidate checkpoints",
-        description="What a run has saved: one folder per checkpoint in RUN_DIR/checkpoints. Nothing here needs a GPU\n"
-        "or changes a checkpoint.",
+        description="Checkpoints of a run, one folder each in RUN_DIR/checkpoints. No verb needs a GPU or changes a\n"
+        "checkpoint.",
         epilog=EXAMPLES,
     )
     inner = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
 
-    one = inner.add_parser("list", help="the checkpoints of a run, oldest first")
+    one = inner.add_parser("list", help="list the checkpoints of a run, oldest first")
     one.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run")
     one.set_defaults(run=_list)
 
@@ -45,7 +45,7 @@ def add_checkpoint(verbs: argparse._SubParsersAction[Any]) -> None:
     one.add_argument("path", type=Path, metavar="CHECKPOINT|RUN_DIR", help="folder of a checkpoint or of a run")
     one.set_defaults(run=_verify)
 
-    one = inner.add_parser("describe", help="when, how and from what a checkpoint was made")
+    one = inner.add_parser("describe", help="show when, how and from what a checkpoint was made")
     one.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of a checkpoint")
     one.set_defaults(run=_describe)
 

@@ -65,7 +65,7 @@ def add_doctor(verbs: argparse._SubParsersAction[Any]) -> None:
     """Add the verb ``doctor``."""
     parser = verbs.add_parser(
         "doctor",
-        help="check that hosts can train together, and say how to fix what is wrong",
+        help="check that hosts can train together, and tell how to fix problems",
         description=DESCRIPTION,
         epilog=EXAMPLES,
     )
@@ -76,7 +76,11 @@ def add_doctor(verbs: argparse._SubParsersAction[Any]) -> None:
         help=f"as for deepspeed: a line HOST slots=N for each (default {DEFAULT_HOSTFILE}, else this machine alone)",
     )
     parser.add_argument(
-        "--spec", type=Path, default=SPECS / "digits.yaml", metavar="YAML", help="what will be trained (digits.yaml)"
+        "--spec",
+        type=Path,
+        default=SPECS / "digits.yaml",
+        metavar="YAML",
+        help="run spec to train (default: digits.yaml)",
     )
     add_overrides(parser)
     parser.add_argument("--deepspeed_config", type=Path, metavar="JSON", help="compare this file as well")
@@ -84,10 +88,14 @@ def add_doctor(verbs: argparse._SubParsersAction[Any]) -> None:
         "--run-dir", type=Path, default=OUTPUT_ROOT, metavar="DIR", help=f"where runs will go (default {OUTPUT_ROOT})"
     )
     parser.add_argument(
-        "--master-addr", metavar="ADDRESS", help="of the first host (default: the first word of its hostname -I)"
+        "--master-addr",
+        metavar="ADDRESS",
+        help="address of the first host (default: the first word of its hostname -I)",
     )
     parser.add_argument("--master-port", type=positive, default=29500, metavar="PORT", help="default 29500")
-    parser.add_argument("--no-network", action="store_true", help="leave out the all-reduce and the pairs")
+    parser.add_argument(
+        "--no-network", action="store_true", help="skip the network tests (all-reduce and pairs of hosts)"
+    )
     parser.add_argument(
         "--timeout-seconds", type=positive, default=60, metavar="S", help="silence after which a host is given up (60)"
     )

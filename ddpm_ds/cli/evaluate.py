@@ -31,7 +31,7 @@ examples
   ddpm-ds evaluate runs/cifar10 --count 50000 --sampler ddpm --metrics fid
   ddpm-ds evaluate exported --dataset data/cifar10-32px-3ch --inception-weights inception.pth
 
-Interrupted, it keeps what is drawn, and the same command goes on from there; other --metrics draw nothing anew.
+Interrupted, it keeps what is drawn, and the same command continues from there; other --metrics draw nothing anew.
 
 exit codes
   0 done   2 bad input, or a score of --metrics can't be had: nothing was drawn   130 interrupted   1 a bug
@@ -112,7 +112,7 @@ def _evaluate(options: argparse.Namespace) -> None:
         images = drawn.images()
         scores = scorer.scores(images, request.labels_of(request.index), device)
     except KeyboardInterrupt:
-        print("interrupted: what is drawn is kept, and the same command goes on from there")
+        print("interrupted: what is drawn is kept, and the same command continues from there")
         raise
     print(f"\n{table(scores, request)}\n")
     facts = about(request, reference)

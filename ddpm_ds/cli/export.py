@@ -62,9 +62,11 @@ def add_export(verbs: argparse._SubParsersAction[Any]) -> None:
         epilog=EXPORT_EXAMPLES,
     )
     parser.add_argument("path", type=Path, metavar="CHECKPOINT|RUN_DIR", help="folder of the weights; a run's newest")
-    parser.add_argument("out", type=Path, metavar="DIR", help="folder to write; must be empty or not there")
+    parser.add_argument("out", type=Path, metavar="DIR", help="folder to write; must be empty or not exist")
     parser.add_argument("--weights", choices=("ema", "raw"), default="ema", help="averaged or as trained (default ema)")
-    parser.add_argument("--dtype", choices=("fp32", "fp16"), default="fp32", help="of the file (default fp32)")
+    parser.add_argument(
+        "--dtype", choices=("fp32", "fp16"), default="fp32", help="data type of the file (default fp32)"
+    )
     parser.add_argument(
         "--label", type=_label, metavar="none|K", help="fold this label into the weights of a class-conditional U-Net"
     )
@@ -75,7 +77,9 @@ def add_export(verbs: argparse._SubParsersAction[Any]) -> None:
         metavar="N",
         help=f"images in samples.png, drawn by the run's sampler (default {MOST_SAMPLES}, 0 draws none)",
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="that draws (CUDA if any)")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="device that draws (default: CUDA if any)"
+    )
     parser.add_argument("--register", metavar="NAME", help="make the export a version of this model in MLflow")
     parser.set_defaults(run=_export)
 
@@ -92,7 +96,7 @@ def add_import(verbs: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--spec", type=Path, required=True, metavar="BASE", help="spec of the run: data, length, batch")
     add_overrides(parser)
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="OUT", help="folder to write; must not hold anything"
+        "--out", type=Path, required=True, metavar="OUT", help="folder to write; must be empty or not exist"
     )
     parser.set_defaults(run=_import)
 

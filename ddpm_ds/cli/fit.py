@@ -85,9 +85,11 @@ def add_fit(verbs: argparse._SubParsersAction[Any]) -> None:
         description=DESCRIPTION,
         epilog=EXAMPLES,
     )
-    parser.add_argument("--spec", type=Path, default=DEFAULT_SPEC, metavar="YAML", help="what to train")
+    parser.add_argument("--spec", type=Path, default=DEFAULT_SPEC, metavar="YAML", help="run spec to train")
     add_overrides(parser)
-    parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="JSON", help="how to train")
+    parser.add_argument(
+        "--deepspeed_config", type=Path, required=True, metavar="JSON", help="DeepSpeed JSON to train with"
+    )
     parser.add_argument(
         "--processes", type=positive, metavar="N", help="processes to lay out (default: one for each GPU, else 1)"
     )
@@ -100,7 +102,7 @@ def add_fit(verbs: argparse._SubParsersAction[Any]) -> None:
         help="try these layouts, stages x replicas (default: all of N processes)",
     )
     parser.add_argument(
-        "--micro-batch", type=size_list, default=[], metavar="N,...", help="try none but these (default: all)"
+        "--micro-batch", type=size_list, default=[], metavar="N,...", help="try only these (default: all)"
     )
     parser.add_argument(
         "--accumulation", type=positive, metavar="M", help="keep M micro-batches a step, and let the batch grow"
@@ -109,7 +111,7 @@ def add_fit(verbs: argparse._SubParsersAction[Any]) -> None:
         "--memory-budget",
         type=memory_size,
         metavar="SIZE",
-        help="what a process may hold, such as 4GiB (default: the GPU's memory; on a CPU its share of what is free)",
+        help="memory of a process, such as 4GiB (default: the GPU's memory; on a CPU its share of what is free)",
     )
     parser.add_argument("--steps", type=positive, default=3, metavar="N", help="timed steps of a trial (default 3)")
     parser.add_argument(

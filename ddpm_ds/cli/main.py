@@ -100,22 +100,26 @@ def add_spec_options(parser: argparse.ArgumentParser) -> None:
 def _add_run(verbs: argparse._SubParsersAction[OneLineParser]) -> None:
     parser = verbs.add_parser(
         "run",
-        help="train under DeepSpeed's launcher, with restarts, orderly stops and exit codes that mean something",
+        help="train under DeepSpeed's launcher, with restarts, orderly stops and clear exit codes",
         description=RUN_DESCRIPTION,
         epilog=RUN_EPILOG,
     )
     parser.add_argument(
-        "--max-restarts", type=natural, default=0, metavar="N", help="in a row without a new checkpoint (default 0)"
+        "--max-restarts",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="restarts in a row without a new checkpoint (default 0)",
     )
     parser.add_argument(
         "--grace-seconds",
         type=float,
         default=300.0,
         metavar="S",
-        help="for the ranks to save and stop after a signal (default 300)",
+        help="seconds for the ranks to save and stop after a signal (default 300)",
     )
     parser.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="-- ...", help="what would follow deepspeed: its options, script"
+        "command", nargs=argparse.REMAINDER, metavar="-- ...", help="arguments of deepspeed: its options, script"
     )
     parser.set_defaults(run=_run)
 
@@ -136,9 +140,9 @@ def _run(options: argparse.Namespace) -> int:
 def _add_prepare(verbs: argparse._SubParsersAction[OneLineParser]) -> None:
     parser = verbs.add_parser(
         "prepare",
-        help="write the images of a spec into their store",
-        description="Read a spec's images once and write the memory-mapped store that training reads. Training does\n"
-        "this by itself when the store is missing.",
+        help="write the images of a spec into the data-set cache",
+        description="Read a spec's images once and write the data-set cache that training reads. Training does this\n"
+        "by itself when the cache is missing.",
     )
     add_spec_options(parser)
     parser.set_defaults(run=_prepare)

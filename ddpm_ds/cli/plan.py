@@ -50,21 +50,23 @@ def add_plan(verbs: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument("--spec", type=Path, required=True, metavar="YAML", help="run spec, see launch/specs")
     add_overrides(parser)
-    parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="JSON", help="what the plan fills in")
+    parser.add_argument(
+        "--deepspeed_config", type=Path, required=True, metavar="JSON", help="DeepSpeed JSON that the plan completes"
+    )
     parser.add_argument("--devices", type=positive, required=True, metavar="N", help="processes to train with")
     parser.add_argument("--nodes", type=positive, default=1, metavar="N", help="hosts that share them (default 1)")
     parser.add_argument("--device-kind", choices=tuple(KINDS), help="default: this machine's GPU, else cpu")
-    parser.add_argument("--device-memory", type=memory_size, metavar="SIZE", help="of one device, such as 80GiB")
+    parser.add_argument("--device-memory", type=memory_size, metavar="SIZE", help="memory of one device, such as 80GiB")
     parser.add_argument(
         "--tflops", type=teraflops, metavar="X", help="TFLOP/s that a device reaches in large convolutions"
     )
     parser.add_argument(
-        "--bandwidth", type=bandwidth, metavar="Y", help="from device to device in a node, such as 300GB/s"
+        "--bandwidth", type=bandwidth, metavar="Y", help="bandwidth between devices of a node, such as 300GB/s"
     )
     parser.add_argument(
-        "--inter-node", type=bandwidth, metavar="Z", help="from a device to another node, such as 200Gbit/s"
+        "--inter-node", type=bandwidth, metavar="Z", help="bandwidth from a device to another node, such as 200Gbit/s"
     )
-    parser.add_argument("--measure", action="store_true", help="time the layers on this machine; times are remembered")
+    parser.add_argument("--measure", action="store_true", help="time the layers on this machine; times are cached")
     parser.add_argument("--top", type=positive, default=10, metavar="N", help="layouts to print (default 10)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the DeepSpeed JSON of the first one")
     parser.add_argument("--timeline", type=Path, metavar="PNG", help="draw the step of the first one")

@@ -64,12 +64,12 @@ def add_compare(verbs: argparse._SubParsersAction[Any]) -> None:
     """Add the verb ``compare``."""
     parser = verbs.add_parser(
         "compare",
-        help="show what differs between runs, and what came of it",
+        help="compare settings and results of runs",
         description=COMPARE_DESCRIPTION,
         epilog=COMPARE_EXAMPLES,
     )
     parser.add_argument("recorded_runs", nargs="+", metavar="RUN | EXPERIMENT")
-    parser.add_argument("--baseline", metavar="RUN", help="what ratios are to (default: the first that has metrics)")
+    parser.add_argument("--baseline", metavar="RUN", help="run that ratios refer to (default: the first with metrics)")
     parser.add_argument("--metrics", type=_names, metavar="A,B,C", help="the metrics to compare")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the comparison as Markdown")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write it as one page with curves and timelines")
@@ -153,7 +153,7 @@ def add_diagnose(verbs: argparse._SubParsersAction[Any]) -> None:
     """Add the verb ``diagnose``."""
     parser = verbs.add_parser(
         "diagnose",
-        help="say where a run's time went and what to change next",
+        help="show where a run's time went and what to change next",
         description=DIAGNOSE_DESCRIPTION,
         epilog=DIAGNOSE_EXAMPLES,
     )

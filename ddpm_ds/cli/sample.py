@@ -37,7 +37,7 @@ examples
   ddpm-ds sample runs/cifar10 --count 50000 --out cifar10.npz --sampler ddim --steps 100
   deepspeed --num_gpus 2 launch/sample.py runs/cifar10 --count 50000 --out cifar10.npz
 
-Interrupted, it keeps the finished batches, and the same command goes on from there (docs/sampling.md).
+Interrupted, it keeps the finished batches, and the same command continues from there (docs/sampling.md).
 
 exit codes
   0 done   2 bad input, nothing was done   130 interrupted   76 another process died: start it again   1 a bug
@@ -116,7 +116,7 @@ def add_drawing_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch-images", type=positive, default=64, metavar="N", help="images drawn at once by a process (default 64)"
     )
-    group = parser.add_argument_group("sampler", "what is not given is as the section `sampler` of the run has it")
+    group = parser.add_argument_group("sampler", "defaults are those of the section `sampler` of the run")
     group.add_argument(
         "--sampler",
         choices=_choices("kind"),
@@ -258,7 +258,7 @@ def _sample(options: argparse.Namespace) -> int:
             shutil.rmtree(partial, ignore_errors=True)
     except KeyboardInterrupt:
         kept = len(folder.there())
-        log(f"interrupted: {kept:,} of {request.count:,} images are kept; the same command goes on from there")
+        log(f"interrupted: {kept:,} of {request.count:,} images are kept; the same command continues from there")
         return 128 + signal.SIGINT
     log(f"{out}: {_summary(request)}")
     if options.mlflow and rank == 0:

@@ -40,7 +40,7 @@ OWN_OPTIONS = {
 DESCRIPTION = """\
 Train the same spec with different values of something, one run after another, and compare the runs. The baseline has
 the first value of each variable; every other value is tried alone, or with --full in every combination. All trials are
-checked before the first one starts. The runs are children of one run in MLflow. The same command goes on where it was
+checked before the first one starts. The runs are children of one run in MLflow. The same command continues where it was
 stopped: what is done is skipped, what failed is tried again. (The verb was called vary before.)
 """
 
@@ -73,21 +73,31 @@ def add_sweep(verbs: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument("--spec", type=Path, required=True, metavar="YAML", help="run spec, see launch/specs")
     add_overrides(parser)
-    parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="JSON", help="how to train")
     parser.add_argument(
-        "--vary", action="append", required=True, metavar="NAME=VALUE,VALUE", help="what is varied; may be repeated"
+        "--deepspeed_config", type=Path, required=True, metavar="JSON", help="DeepSpeed JSON to train with"
+    )
+    parser.add_argument(
+        "--vary",
+        action="append",
+        required=True,
+        metavar="NAME=VALUE,VALUE",
+        help="a setting and its values; may be repeated",
     )
     parser.add_argument("--full", action="store_true", help="every combination of values")
     parser.add_argument(
-        "--processes", type=positive, default=1, metavar="N", help="of each run, where they are not varied (default 1)"
+        "--processes", type=positive, default=1, metavar="N", help="processes of each run, unless varied (default 1)"
     )
     parser.add_argument("--note", default=None, metavar="TEXT", help="why this is tried; kept in MLflow")
     parser.add_argument(
-        "--metrics", type=lambda text: text.split(","), default=None, metavar="A,B", help="what to compare the runs by"
+        "--metrics", type=lambda text: text.split(","), default=None, metavar="A,B", help="metrics to compare"
     )
     add_runs_option(parser)
     parser.add_argument(
-        "--grace-seconds", type=float, default=300.0, metavar="S", help="for a run to save and stop (default 300)"
+        "--grace-seconds",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="seconds for a run to save and stop (default 300)",
     )
     parser.add_argument("--dry-run", action="store_true", help="check and print the trials, and exit")
     parser.add_argument(
@@ -255,4 +265,4 @@ def _log_what_next(sweep: Sweep, code: int, log: Callable[[str], None]) -> None:
     for trial in sweep.trials:
         if trial.name in endings and not endings[trial.name].finished:
             log(f"{trial.label}: {endings[trial.name].words()}, see {sweep.log(trial)}")
-    log(f"{done} of {len(sweep.trials)} trials are done; the same command goes on with the others")
+    log(f"{done} of {len(sweep.trials)} trials are done; the same command continues with the others")

@@ -49,8 +49,12 @@ exit codes
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of every program that a launcher starts: what, how and where to train."""
-    parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="JSON", help="how to train")
-    parser.add_argument("--spec", type=Path, default=SPECS / "digits.yaml", metavar="YAML", help="what to train")
+    parser.add_argument(
+        "--deepspeed_config", type=Path, required=True, metavar="JSON", help="DeepSpeed JSON to train with"
+    )
+    parser.add_argument(
+        "--spec", type=Path, default=SPECS / "digits.yaml", metavar="YAML", help="run spec to train (default: digits)"
+    )
     add_overrides(parser)
     parser.add_argument(
         "-p",
@@ -111,7 +115,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=seconds,
         default=HANG_SECONDS,
         metavar="S",
-        help=f"time without a step after which all leave ({HANG_SECONDS:g})",
+        help=f"seconds without a step after which all ranks stop ({HANG_SECONDS:g})",
     )
     parser.add_argument(
         "--trace-steps",

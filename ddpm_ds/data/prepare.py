@@ -157,5 +157,5 @@ def _check_share(skipped: list[UnreadableImage], count: int, spec: DataSpec) -> 
     if len(skipped) > spec.max_bad_fraction * count:
         raise DataError(
             f"data.max_bad_fraction = {spec.max_bad_fraction:g} is passed: {len(skipped)} of {count} images are "
-            f"unreadable so far, first {skipped[0]}; mend or remove them, or raise it to skip them"
+            f"unreadable so far, first {skipped[0]}; fix or remove them, or raise it to skip them"
         )

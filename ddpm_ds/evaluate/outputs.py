@@ -35,7 +35,7 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OutputError(
-            f"{path} can't be written ({error.strerror or error}); mend that and give the same command again: what "
+            f"{path} can't be written ({error.strerror or error}); fix that and run the same command again: what "
             "is drawn is kept"
         ) from None
 

@@ -120,7 +120,7 @@ class FlopsProfile(Observer):
         if self._step > steps:
             why, fix = f"the run has {steps:,} steps", f"a step up to {steps}"
         elif self._step <= done and not (self._folder / "flops.json").exists():
-            why, fix = f"the run goes on after step {done:,}", f"a step from {done + 1} on"
+            why, fix = f"the run resumes after step {done:,}", f"a step from {done + 1} on"
         else:
             return
         self._report.log(f"flops_profiler.profile_step = {self._step}, but {why}: nothing is profiled; write {fix}")

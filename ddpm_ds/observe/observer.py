@@ -116,7 +116,7 @@ def keep(report: Report, folder: str, write: Callable[[], Sequence[Path]]) -> bo
     try:
         paths = write()
     except OSError as error:
-        report.log(f"{error.filename} can't be written ({error.strerror}); training goes on")
+        report.log(f"{error.filename} can't be written ({error.strerror}); training continues")
         return False
     for path in paths:
         report.artifact(path, folder)

@@ -207,7 +207,7 @@ def _setup(run_dir: Path, job: Workload, summary: Mapping[str, Any]) -> Setup:
         pipeline["schedule"],
     ):
         raise OutputError(
-            f"{run_dir}: the run was traced before it was resumed on another layout; go on with --trace-steps "
+            f"{run_dir}: the run was traced before it was resumed on another layout; resume with --trace-steps "
             "FIRST-LAST, of steps that are still to come"
         )
     return setup

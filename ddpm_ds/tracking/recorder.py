@@ -78,7 +78,7 @@ class Recorder:
             path.parent.mkdir(exist_ok=True)
             write_png(grid(images), path)
         except OSError as error:
-            self.log(f"{path} can't be written ({error.strerror}); training goes on")
+            self.log(f"{path} can't be written ({error.strerror}); training continues")
             return
         self.tracker.image(path, SAMPLES_KEY, step)
         self.tracker.metrics({"perf/samples_seconds": seconds}, step)
@@ -125,7 +125,7 @@ class Recorder:
         try:
             self.folder.append(name, values, step)  # first: a process that dies now won't log the point again
         except OSError as error:
-            self.log(f"{name} can't be written ({error.strerror}); training goes on")
+            self.log(f"{name} can't be written ({error.strerror}); training continues")
         self.tracker.metrics(values, step)
 
 

@@ -106,7 +106,7 @@ def labels(run_dir: Path, note: str | None, log: Callable[[str], None]) -> dict[
         first.write_text(note)
         tags[NOTE_TAG] = note
     elif note is not None and not (first.exists() and first.read_text() == note):
-        log(f'--note is for a run that begins, and this one goes on; add to its note: ddpm-ds note {run_dir} "..."')
+        log(f'--note is for a run that begins, and this one is resumed; add to its note: ddpm-ds note {run_dir} "..."')
     return tags
 
 

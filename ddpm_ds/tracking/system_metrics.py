@@ -111,7 +111,7 @@ def system_metrics(store: dist.Store | None, tracker: Tracker | None, log: Log =
         except dist.DistError:  # rank 0 has gone, with the store
             pass
         except Exception as error:  # whatever it is, training must not see it
-            log(f"system metrics of {host} are no longer read ({error}); training goes on")
+            log(f"system metrics of {host} are no longer read ({error}); training continues")
 
     threads = [threading.Thread(target=run, args=(job,), name="system metrics", daemon=True) for job in jobs]
     for thread in threads:

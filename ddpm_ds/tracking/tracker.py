@@ -260,7 +260,7 @@ class Tracker:
                 if code == 0 or self._closed or worker == WORKERS:
                     return
                 self._process = self._start_worker()
-            self._log(f"the MLflow process died (exit code {code}) and is restarted; training goes on")
+            self._log(f"the MLflow process died (exit code {code}) and is restarted; training continues")
 
     def _hear(self, reply: Record) -> None:
         if "log" in reply:

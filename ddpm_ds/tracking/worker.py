@@ -143,7 +143,9 @@ class Worker:
                     kept = keep_unsent(self._start, batch)
                     return self._log("refused", f"MLflow refused a record ({reason(error)}): {kept}")
                 self._down = True
-                self._log("down", f"MLflow at {self._uri} fails ({reason(error)}); training goes on, it is tried again")
+                self._log(
+                    "down", f"MLflow at {self._uri} fails ({reason(error)}); training continues, it is tried again"
+                )
             until = time.monotonic() + pause
             while time.monotonic() < until and not self._ended:
                 time.sleep(POLL_SECONDS)

@@ -268,7 +268,7 @@ def test_what_was_interrupted_goes_on_where_it_was(
     sample(*arguments, "--out", tmp_path / "through" / name)
     watch_drawing(2, KeyboardInterrupt())
     said = sample(*arguments, "--out", tmp_path / name, code=130)
-    assert said == "interrupted: 6 of 10 images are kept; the same command goes on from there\n"
+    assert said == "interrupted: 6 of 10 images are kept; the same command continues from there\n"
     drawn = watch_drawing()
     said = sample(*arguments, "--out", tmp_path / name)
     assert said.startswith("6 of 10 images are there from before\n") and drawn == [6, 7, 8, 9]

@@ -122,7 +122,7 @@ def test_a_run_is_profiled_once(tmp_path: Path) -> None:
     assert vars(resumed) == vars(Told())
     told = observe(tmp_path / "other", [5, 6], second, engine=OneStage(global_steps=4))
     assert told.logged == [
-        "flops_profiler.profile_step = 2, but the run goes on after step 4: nothing is profiled; write a step from 5 on"
+        "flops_profiler.profile_step = 2, but the run resumes after step 4: nothing is profiled; write a step from 5 on"
     ]
     assert not told.metrics and not (tmp_path / "other").exists()
     told = observe(tmp_path / "other", [1, 10], SETTINGS | {"profile_step": 11})
@@ -157,7 +157,7 @@ def test_output_file_is_where_the_texts_go_and_a_disk_that_refuses_stops_nothing
     (tmp_path / "file").touch()
     told = observe(tmp_path / "file", [1], SETTINGS)
     assert len(told.metrics) == 1 and not told.artifacts
-    assert told.logged == [f"{tmp_path / 'file'} can't be written (File exists); training goes on"]
+    assert told.logged == [f"{tmp_path / 'file'} can't be written (File exists); training continues"]
 
 
 @pytest.mark.launch
