@@ -59,7 +59,7 @@ class EvaluationError(UserError):
 
 
 class BadNumbersError(Exception):
-    """The loss is not finite, or the loss scale is at its floor, so training can't go on; exit code 3."""
+    """The loss is not finite, or the loss scale is at its floor, so training can't continue; exit code 3."""
 
     exit_code = EXIT_BAD_NUMBERS
 
@@ -77,7 +77,7 @@ class LauncherLostError(Preempted):
 
 
 class PeerLostError(Exception):
-    """Another rank died or hangs, so nothing that needs all ranks can go on; exit code 76."""
+    """Another rank died or hangs, so nothing that needs all ranks can continue; exit code 76."""
 
     exit_code = EXIT_PEER_LOST
 

@@ -49,7 +49,7 @@ class Groups:
     hosts: tuple[str, ...]
     """Name of the host of every rank."""
     leader_of: tuple[int, ...]
-    """For every rank the lowest rank that sees the same folder."""
+    """Lowest rank that sees the same folder, for every rank."""
 
     @classmethod
     def one_folder(cls, rank: int, world_size: int) -> Groups:

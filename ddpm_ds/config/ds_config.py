@@ -142,7 +142,7 @@ ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 @dataclass(frozen=True)
 class Layout:
-    """How processes share the work: processes = stages x replicas, batch = replicas x micro-batches x micro-batch.
+    """Layout of a run: processes = stages x replicas, batch = replicas x micro-batches x micro-batch.
 
     In a fold ``stages`` are the ranks of a pipeline, each with two stages of the U-Net.
     """
@@ -157,7 +157,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class ResolvedDsConfig:
-    """How a run is trained: a DeepSpeed JSON, checked and filled for a spec and a number of processes.
+    """DeepSpeed JSON, checked and filled for a spec and a number of processes.
 
     This is all that crosses into the engine. A field that is still "auto" is decided by a process that has its device
     (:func:`ddpm_ds.train.resolve.decide`), kernels when the engine is built.
@@ -188,7 +188,7 @@ class ResolvedDsConfig:
 
     @property
     def planned_partition(self) -> Literal["flops", "parameters", "uniform"] | list[int]:
-        """How the U-Net is cut until its layers are timed."""
+        """Return the method or positions by which the U-Net is cut until its layers are timed."""
         return "flops" if self.partition == "measured" else self.partition
 
     def as_json(self) -> dict[str, Any]:

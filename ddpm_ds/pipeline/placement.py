@@ -89,7 +89,9 @@ def _edges(pairs: Any) -> Edges:
 
 @dataclass(frozen=True)
 class Sharing:
-    """How replicas share gradients and weights in a step: how often, how wide, and whether weights are gathered."""
+    """Sharing of gradients and weights among replicas in a step: number of reductions, bytes, and whether weights are
+    gathered.
+    """
 
     reductions: int
     """Reductions of each gradient in a step: one, or one for each micro-batch under ZeRO-2."""

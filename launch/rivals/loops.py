@@ -22,7 +22,7 @@ from rivals.choice import replica_micro_batches
 from rivals.rows import Setting
 
 SCALES = 32
-"""How many loss scales are tried, each half of the one before, before gradients count as not finite."""
+"""Number of loss scales that are tried, each half of the one before, before gradients count as not finite."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Probe:
 
 
 class Optimizer:
-    """From gradients to weights: loss scale, fp32 masters of 16-bit weights, clipping, AdamW, learning rate."""
+    """Optimizer: loss scale, fp32 masters of 16-bit weights, clipping, AdamW, learning rate."""
 
     def __init__(
         self, setting: Setting, parameters: Iterable[nn.Parameter], *, fused: bool = False, scaled: bool = False

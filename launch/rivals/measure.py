@@ -1,4 +1,4 @@
-"""How rows are compared: first that they compute the same, then their times, in turn."""
+"""Comparison of rows: first that they compute the same, then their times, in turn."""
 
 from __future__ import annotations
 

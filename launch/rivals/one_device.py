@@ -64,11 +64,11 @@ class Warm:
     row: Loop | OneStageEngine
     probe: Probe
     differences: dict[str, float]
-    """From the first row of the same U-Net, see :func:`rivals.measure.check_probe`; none for a U-Net of its own."""
+    """Differences from the first row of the same U-Net (:func:`rivals.measure.check_probe`); empty for its own U-Net."""
     seconds: float
     """Time of the last warm step."""
     peak_bytes: int | None
-    """On a GPU what this row added at most; on a CPU of a process that trains it alone, None where not asked for."""
+    """Peak that this row added on a GPU; on a CPU that of a process that trains it alone, None where not asked for."""
 
 
 def run_one_device(plan: RunPlan, device: torch.device, overrides: Sequence[str], options: argparse.Namespace) -> None:
