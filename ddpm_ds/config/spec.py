@@ -44,7 +44,7 @@ class DataSpec(Section):
     max_bad_fraction: Fraction = 0.01
     """Share of unreadable images above which preparation fails; below it they are skipped and reported."""
     store_root: Path = Path("data")
-    """Folder of prepared stores; the store's own folder name follows from source, size and channels."""
+    """Folder of data-set caches; a cache's own folder name follows from source, size and channels."""
     workers: Annotated[int, Field(ge=0)] = 0
     """Loader processes per rank that loads data. 0 reads in the training process, which is fastest for small images."""
 

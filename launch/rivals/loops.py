@@ -33,7 +33,7 @@ class Probe:
     """(N, C, H, W) fp32, on the CPU"""
     loss: float
     gradient_norm: float
-    """Over all parameters, before clipping."""
+    """Norm over all parameters, before clipping."""
 
 
 class Optimizer:

@@ -64,11 +64,11 @@ class Warm:
     row: Loop | OneStageEngine
     probe: Probe
     differences: dict[str, float]
-    """Differences from the first row of the same U-Net (:func:`rivals.measure.check_probe`); empty for its own U-Net."""
+    """Differences from the first row of the same U-Net (:func:`rivals.measure.check_probe`); empty for that row."""
     seconds: float
     """Time of the last warm step."""
     peak_bytes: int | None
-    """Peak that this row added on a GPU; on a CPU that of a process that trains it alone, None where not asked for."""
+    """Peak added by this row on a GPU; on a CPU that of a process that trains it alone, None where not asked for."""
 
 
 def run_one_device(plan: RunPlan, device: torch.device, overrides: Sequence[str], options: argparse.Namespace) -> None:
