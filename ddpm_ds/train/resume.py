@@ -196,7 +196,7 @@ def check_resume(
         )
     if checkpoint.manifest.data_sha256 != data_sha256:
         raise CheckpointError(
-            f"{checkpoint.path} was trained on other images than those of the prepared store; give it the same images, "
+            f"{checkpoint.path} was trained on other images than those of the data-set cache; give it the same images, "
             "or train a new run with another --run-dir"
         )
     return found + [f"ds_config.{change}" for change in changes(checkpoint.manifest.ds_config, ds_config)]

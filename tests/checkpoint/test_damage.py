@@ -124,7 +124,7 @@ def test_what_the_checkpoint_does_not_have_and_a_foreign_format_are_named(folder
         reader.read("ema", "2.weight", 30, 11)
     changed: Manifest = read_manifest(copy).model_copy(update={"format": FORMAT + 1})
     (copy / "manifest.json").write_bytes(changed.dump())
-    with pytest.raises(CheckpointError, match=f"its format is {FORMAT + 1}, this version reads format {FORMAT}; go on"):
+    with pytest.raises(CheckpointError, match=f"its format is {FORMAT + 1}, this version reads format {FORMAT}; use"):
         Reader(copy)
 
 

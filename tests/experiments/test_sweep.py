@@ -119,7 +119,7 @@ def test_a_sweep_is_stopped_and_gone_on_with_whatever_becomes_of_its_trials(tmp_
     _, said = first.communicate(timeout=PATIENCE_SECONDS)
     assert first.returncode == 75, said
     assert left_running(tmp_path) == []
-    assert "1 of 3 trials are done; the same command goes on" in said
+    assert "1 of 3 trials are done; the same command continues" in said
     assert find_run(str(folder_of(tmp_path))).status == "KILLED"
 
     again = start(tmp_path, *words)
