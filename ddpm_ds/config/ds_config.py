@@ -216,7 +216,7 @@ class ResolvedDsConfig:
         """The JSON that ``deepspeed.initialize`` is given.
 
         This project's own keys are left out, and so is the flops profiler, whose timers would crash a pipeline
-        (:mod:`ddpm_ds.observe.flops`). Activations are kept while nobody has decided otherwise.
+        (:mod:`ddpm_ds.observe.flops`). Activations are kept unless it has been decided otherwise.
         """
         ours = ("compile", "kernels", "flops_profiler")
         undecided = {"activation_checkpoint_interval": 0, "across_hosts": "stages"}

@@ -159,7 +159,7 @@ def warm_up(
                 module(inputs)
             continue
         leaves = [tensor for tensor in inputs if tensor.is_floating_point()] if index else []
-        for leaf in leaves[index == 1 and index not in stage_begins :]:  # conv_in's image is nobody's output
+        for leaf in leaves[index == 1 and index not in stage_begins :]:  # conv_in's image is no layer's output
             leaf.requires_grad_()
         if recompute:
             outputs = checkpoint(module, inputs, use_reentrant=False, preserve_rng_state=False)

@@ -81,7 +81,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Surround what takes an unknown time on this rank: until it is over nobody is said to hang."""
+        """Surround what takes an unknown time on this rank: until it is over no rank counts as hanging."""
         self._heartbeat.pauses += 1
         try:
             yield
@@ -178,7 +178,7 @@ class Watchdog:
         return self._silent(self._dead_seconds, together_seconds=TOGETHER_BEATS * BEAT_SECONDS)
 
     def _silent(self, seconds: float, *, together_seconds: float = 0.0) -> Judgement | None:
-        """Judged at the last answer of the store, without which nobody is heard. Who was last heard within
+        """Judge at the last answer of the store, without which no rank is heard. Who was last heard within
         ``together_seconds`` of the first is waited for, to be heard again or named with it."""
         silences = {
             rank: self._heartbeat.answer_at - peer.beat_at

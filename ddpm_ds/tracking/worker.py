@@ -55,7 +55,7 @@ class Worker:
     Args:
         journal: file descriptor.
         sent: bytes of the journal whose records MLflow has; the start, which comes first, is needed all the same.
-        trainer: id of the process that goes on writing the journal, if any.
+        trainer: id of the process that writes the journal, if it still runs.
         replies: where the trainer listens.
     """
 
