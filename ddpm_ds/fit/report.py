@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
+from typing import TYPE_CHECKING, Any
 
 from ddpm_ds.command_line import GIB, aligned, gib
 from ddpm_ds.fit.child import TriedSize
 from ddpm_ds.fit.task import Task, TrialLayout
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 KNEE = 0.05
 """Share of the best throughput that a smaller micro-batch may lack."""
@@ -143,6 +141,10 @@ def numbers(found: Sequence[Found], **about: Any) -> dict[str, Any]:
 
 def draw(found: Sequence[Found], title: str, budget_bytes: int | None, path: Path) -> None:
     """Write the picture as a PNG: images/s above, memory of the fullest process below, by micro-batch."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # every verb of ddpm-ds imports this module
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
     figure = Figure(figsize=(9, 7), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     speed, memory = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))

@@ -69,7 +69,7 @@ def test_schema_and_errors_come_without_torch() -> None:
 import sys
 from ddpm_ds.cli.main import main
 codes = main(["schema"]), main(["prepare", "--spec", "missing.yaml"])
-heavy = {"torch", "deepspeed", "mlflow"} & set(sys.modules)
+heavy = {"torch", "deepspeed", "mlflow", "numpy", "matplotlib"} & set(sys.modules)
 sys.exit(f"{codes} {heavy}" if codes != (0, 2) or heavy else 0)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=DIGITS.parents[2])
