@@ -29,6 +29,13 @@ class OneLineParser(argparse.ArgumentParser):
         raise SpecError(f"{message}; {self.prog} --help explains")
 
 
+def add_spec_options(parser: argparse.ArgumentParser, default: Path | None = None) -> None:
+    """Add ``--spec``, which has to be given unless there is a ``default``, and ``--set``."""
+    asked = "run spec, see launch/specs" if default is None else f"run spec (default: {default.stem})"
+    parser.add_argument("--spec", type=Path, default=default, required=default is None, metavar="YAML", help=asked)
+    add_overrides(parser)
+
+
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """Add ``--set``, which every program and verb has that takes a run spec."""
     parser.add_argument(

@@ -10,8 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpm_ds.command_line import add_overrides, aligned, check_writable, natural, positive
-from ddpm_ds.config.spec_file import SPECS, load_spec
+from ddpm_ds.command_line import add_spec_options, aligned, check_writable, natural, positive
+from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec
 from ddpm_ds.processes.ranks import set_environment
 
 if TYPE_CHECKING:
@@ -78,10 +78,7 @@ def add_bench_data(verbs: argparse._SubParsersAction[Any]) -> None:
         description=DESCRIPTION,
         epilog=EXAMPLES,
     )
-    parser.add_argument(
-        "--spec", type=Path, default=SPECS / "digits.yaml", metavar="YAML", help="run spec (default: digits)"
-    )
-    add_overrides(parser)
+    add_spec_options(parser, DEFAULT_SPEC)
     parser.add_argument(
         "--workers", type=workers_list, default=[0, 1, 2, 4], metavar="N,...", help="loader processes (0,1,2,4)"
     )

@@ -15,8 +15,8 @@ from ddpm_ds.cluster.network import ALL_PAIRS_HOSTS, Network, network_test
 from ddpm_ds.cluster.report import findings, report
 from ddpm_ds.cluster.survey import PlannedRun, Survey, survey
 from ddpm_ds.cluster.travel import chosen_by_hosts, exported, merge_into, secrets, travelling
-from ddpm_ds.command_line import add_overrides, check_writable, positive
-from ddpm_ds.config.spec_file import SPECS, load_spec
+from ddpm_ds.command_line import add_spec_options, check_writable, positive
+from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec
 from ddpm_ds.errors import EXIT_BAD_INPUT
 from ddpm_ds.processes.hosts import (
     DEFAULT_HOSTFILE,
@@ -75,14 +75,7 @@ def add_doctor(verbs: argparse._SubParsersAction[Any]) -> None:
         metavar="FILE",
         help=f"as for deepspeed: a line HOST slots=N for each (default {DEFAULT_HOSTFILE}, else this machine alone)",
     )
-    parser.add_argument(
-        "--spec",
-        type=Path,
-        default=SPECS / "digits.yaml",
-        metavar="YAML",
-        help="run spec to train (default: digits.yaml)",
-    )
-    add_overrides(parser)
+    add_spec_options(parser, DEFAULT_SPEC)
     parser.add_argument("--deepspeed_config", type=Path, metavar="JSON", help="compare this file as well")
     parser.add_argument(
         "--run-dir", type=Path, default=OUTPUT_ROOT, metavar="DIR", help=f"where runs will go (default {OUTPUT_ROOT})"

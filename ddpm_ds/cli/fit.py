@@ -13,16 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ddpm_ds.command_line import add_overrides, check_writable, gib, memory_size, positive, seconds
-from ddpm_ds.config.spec_file import SPECS
+from ddpm_ds.command_line import add_spec_options, check_writable, gib, memory_size, positive, seconds
+from ddpm_ds.config.spec_file import DEFAULT_SPEC
 from ddpm_ds.errors import LayoutError, SpecError
 from ddpm_ds.fit.child import TriedSize
 from ddpm_ds.fit.report import Found, draw, numbers, table, why, winner
 from ddpm_ds.fit.task import Task, TrialLayout
 from ddpm_ds.processes.ranks import HANG_SECONDS, set_environment
 
-DEFAULT_SPEC = SPECS / "digits.yaml"
-"""Spec that training takes by default."""
 USABLE = 0.9
 """Share of a host's available memory that its processes may take together by default."""
 EVERYTHING = 2**50
@@ -85,8 +83,7 @@ def add_fit(verbs: argparse._SubParsersAction[Any]) -> None:
         description=DESCRIPTION,
         epilog=EXAMPLES,
     )
-    parser.add_argument("--spec", type=Path, default=DEFAULT_SPEC, metavar="YAML", help="run spec to train")
-    add_overrides(parser)
+    add_spec_options(parser, DEFAULT_SPEC)
     parser.add_argument(
         "--deepspeed_config", type=Path, required=True, metavar="JSON", help="DeepSpeed JSON to train with"
     )

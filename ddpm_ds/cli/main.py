@@ -8,7 +8,6 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from ddpm_ds.cli.bench_data import add_bench_data
 from ddpm_ds.cli.checkpoint import add_checkpoint
@@ -20,7 +19,7 @@ from ddpm_ds.cli.plan import add_plan
 from ddpm_ds.cli.runs import add_compare, add_diagnose, add_note
 from ddpm_ds.cli.sample import add_sample
 from ddpm_ds.cli.sweep import add_sweep
-from ddpm_ds.command_line import OneLineParser, add_overrides, natural
+from ddpm_ds.command_line import OneLineParser, add_spec_options, natural
 from ddpm_ds.errors import UserError
 from ddpm_ds.processes.supervisor import supervise
 
@@ -89,12 +88,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-
-
-def add_spec_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a verb that takes a run spec."""
-    parser.add_argument("--spec", type=Path, required=True, metavar="YAML", help="run spec, see launch/specs")
-    add_overrides(parser)
 
 
 def _add_run(verbs: argparse._SubParsersAction[OneLineParser]) -> None:

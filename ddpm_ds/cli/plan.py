@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpm_ds.command_line import add_overrides, bandwidth, check_writable, memory_size, positive, teraflops
+from ddpm_ds.command_line import add_spec_options, bandwidth, check_writable, memory_size, positive, teraflops
 from ddpm_ds.config.ds_config import check_ds_config, precision, read_ds_config
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.errors import LayoutError
@@ -48,8 +48,7 @@ def add_plan(verbs: argparse._SubParsersAction[Any]) -> None:
         description=DESCRIPTION,
         epilog=EXAMPLES,
     )
-    parser.add_argument("--spec", type=Path, required=True, metavar="YAML", help="run spec, see launch/specs")
-    add_overrides(parser)
+    add_spec_options(parser)
     parser.add_argument(
         "--deepspeed_config", type=Path, required=True, metavar="JSON", help="DeepSpeed JSON that the plan completes"
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ddpm_ds.cli.train import parse
-from ddpm_ds.command_line import add_overrides, positive
+from ddpm_ds.command_line import add_spec_options, positive
 from ddpm_ds.config.ds_config import check_ds_config, read_ds_config
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.errors import EXIT_PREEMPTED, OutputError
@@ -71,8 +71,7 @@ def add_sweep(verbs: argparse._SubParsersAction[Any]) -> None:
         description=DESCRIPTION,
         epilog=EXAMPLES,
     )
-    parser.add_argument("--spec", type=Path, required=True, metavar="YAML", help="run spec, see launch/specs")
-    add_overrides(parser)
+    add_spec_options(parser)
     parser.add_argument(
         "--deepspeed_config", type=Path, required=True, metavar="JSON", help="DeepSpeed JSON to train with"
     )

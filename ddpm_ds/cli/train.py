@@ -10,8 +10,8 @@ import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ddpm_ds.command_line import OneLineParser, add_overrides, seconds, step_range
-from ddpm_ds.config.spec_file import SPECS
+from ddpm_ds.command_line import OneLineParser, add_spec_options, seconds, step_range
+from ddpm_ds.config.spec_file import DEFAULT_SPEC
 from ddpm_ds.errors import BadNumbersError, DeviceLostError, PeerLostError, Preempted, SpecError, UserError
 from ddpm_ds.pipeline.placement import launched_hosts
 from ddpm_ds.predict.plan import describe_plan, plan_run
@@ -52,10 +52,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--deepspeed_config", type=Path, required=True, metavar="JSON", help="DeepSpeed JSON to train with"
     )
-    parser.add_argument(
-        "--spec", type=Path, default=SPECS / "digits.yaml", metavar="YAML", help="run spec to train (default: digits)"
-    )
-    add_overrides(parser)
+    add_spec_options(parser, DEFAULT_SPEC)
     parser.add_argument(
         "-p",
         "--pipeline-stages",

@@ -237,3 +237,5 @@ def _collapse_descriptions(schema: Any) -> None:
 
 
 SPECS = Path(__file__).resolve().parents[2] / "launch" / "specs"
+DEFAULT_SPEC = SPECS / "digits.yaml"
+"""Spec of the main job, which programs take by default."""

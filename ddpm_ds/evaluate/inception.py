@@ -8,7 +8,6 @@ brightness, colours and which pixels vary together; it does not compare with any
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.util
 import pickle
 import socket
@@ -28,6 +27,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from ddpm_ds.errors import EvaluationError
+from ddpm_ds.files import sha256_of
 
 Array = npt.NDArray[np.float64]
 Pixels = npt.NDArray[np.uint8]
@@ -134,8 +134,7 @@ def find_inception(weights: Path | None) -> Inception:
 
     path = weights or _downloaded()
     try:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = sha256_of(path)
         torch.load(path, map_location="cpu", weights_only=True)  # first: torch-fidelity would execute what is in it
         create_feature_extractor(
             EXTRACTOR, [LAYER], cuda=False, feature_extractor_weights_path=str(path), verbose=False

@@ -25,6 +25,7 @@ from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.config.spec import DiffusionSpec, RunSpec, SamplerSpec, UnetSpec, with_current_names
 from ddpm_ds.diffusion.diffusers_config import diffusion_from_scheduler
 from ddpm_ds.errors import CheckpointError
+from ddpm_ds.files import sha256_of
 from ddpm_ds.tracking.run_folder import checkpoints_of
 from ddpm_ds.tracking.tracker import print_to_stderr
 from ddpm_ds.unet.diffusers import from_diffusers, stored_names, to_diffusers, unet_spec_from_diffusers
@@ -243,8 +244,7 @@ class DiffusersFolder:
 
     def digest(self) -> str:
         """The sha256 of the file of weights."""
-        with self.weights.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256_of(self.weights)
 
 
 def _read_weights(path: Path) -> Mapping[str, Tensor]:

@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 
 from ddpm_ds.command_line import gib
+from ddpm_ds.files import replace_file
 from ddpm_ds.fit.child import Answer, TrialError, TriedSize, answer_trial, judge
 from ddpm_ds.fit.task import LOG_CHARACTERS, RESULT, TASK, Task, largest_fitting
 from ddpm_ds.processes.ranks import free_port, recorded, set_environment
@@ -139,9 +140,7 @@ def without_answer(code: int, log: Path) -> Answer:
 
 def write_whole(path: Path, value: Any) -> None:
     """Write JSON atomically: a rank that finds the file finds all of it."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(value))
-    os.replace(part, path)
+    replace_file(path, json.dumps(value).encode())
 
 
 def wait_for(path: Path) -> Any:

@@ -97,7 +97,7 @@ class Host:
 
     @property
     def pid(self) -> int:
-        """Of its first process, as seen from outside."""
+        """Number of its first process, as seen from outside."""
         return self._inside.pid
 
     def environment(self, **changes: str) -> dict[str, str]:

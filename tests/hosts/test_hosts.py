@@ -46,7 +46,7 @@ def wait_for(happened: Callable[[], bool]) -> None:
 
 
 def network_namespaces(pids: Iterable[int]) -> set[str]:
-    """Of the processes among these that there are."""
+    """The network namespaces of those processes that exist."""
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError):

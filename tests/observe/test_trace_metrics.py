@@ -14,7 +14,7 @@ from ddpm_ds.pipeline.schedule import Event
 
 
 def summarise(traces: Sequence[RankTrace], peak: float) -> dict[str, Any]:
-    """Of two ranks with a micro-batch of 8 images."""
+    """A summary of steps that two ranks recorded, with micro-batches of 8 images."""
     job = {"micro_batches": 1, "micro_batch_images": 8, "pipeline_ranks": 2, "replicas": 1, "step_seconds": 10.0}
     return {**job, "peak_flops_per_second": peak, "ranks": [rank_seconds(trace) for trace in traces]}
 
