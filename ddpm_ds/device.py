@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Literal
 
+import psutil
 import pynvml
 import torch
 
@@ -79,6 +80,13 @@ def choose_device(wanted: str, stages: int = 1) -> torch.device:
     os.environ["DS_ACCELERATOR"] = "cuda"
     torch.backends.cudnn.benchmark = True
     return torch.device("cuda", local_rank)
+
+
+def memory_bytes(device: torch.device, sharing: int | None = None) -> int:
+    """Return the memory of a device; of a CPU's the share of one of ``sharing`` processes, by default this host's."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return int(psutil.virtual_memory().total // (sharing or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def wait_for_device(device: torch.device) -> None:

@@ -16,13 +16,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ddpm_ds.command_line import cache_folder
-from ddpm_ds.device import DTYPES, Dtype, wait_for_device
+from ddpm_ds.device import DTYPES, Dtype, memory_bytes, wait_for_device
 from ddpm_ds.processes.process_group import decided_by_rank_0
 from ddpm_ds.unet.layers import DownsampleLayer, EmbedLayer, Layer, UpsampleLayer
 from ddpm_ds.unet.model import build_layer
@@ -242,13 +241,9 @@ def measure_device(layers: Sequence[Layer], device: torch.device, precision: Dty
     smallest: dict[str, Layer] = {}
     for layer in sorted(layers, key=lambda layer: layer.parameters):
         smallest.setdefault(type(layer).__name__, layer)
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-    else:
-        memory = psutil.virtual_memory().total // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     dtype = DTYPES[precision][1]
     startup = {kind: time_layer(_on_few_pixels(layer), 1, device, dtype) for kind, layer in smallest.items()}
-    return Device(memory, startup)
+    return Device(memory_bytes(device), startup)
 
 
 def _on_few_pixels(layer: Layer) -> Layer:

@@ -164,12 +164,13 @@ def this_machine(sharing: int) -> tuple[str | None, int]:
 
     On a CPU the memory is the share of each of ``sharing`` processes.
     """
-    import psutil
     import torch
 
+    from ddpm_ds.device import memory_bytes
+
     if os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available():
-        return "cpu", int(psutil.virtual_memory().total // sharing)
-    return kind_of(torch.cuda.get_device_name()), int(torch.cuda.get_device_properties(0).total_memory)
+        return "cpu", memory_bytes(torch.device("cpu"), sharing)
+    return kind_of(torch.cuda.get_device_name()), memory_bytes(torch.device("cuda", 0))
 
 
 def most_alike(memory_bytes: int) -> str:

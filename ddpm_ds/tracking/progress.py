@@ -93,7 +93,7 @@ def summary(
     loss: float,
     images: int,
     seconds: float,
-    looking_seconds: float,
+    validation_seconds: float,
     steps: int,
     skipped_steps: int,
     run_dir: Path,
@@ -101,13 +101,13 @@ def summary(
 ) -> str:
     """Return the summary at the end of a run, in a few lines.
 
-    ``loss`` is the mean over the last log interval; ``looking_seconds`` of all ``seconds`` were spent on sampling and
-    validation.
+    ``loss`` is the mean over the last log interval; ``validation_seconds`` of all ``seconds`` were spent on sampling
+    and validation.
     """
     rows = {
         "final loss": f"{loss:.4f}",
         "trained": f"{images:,} images in {duration(seconds)}, {images / seconds:,.4g} images/s",
-        "sampling and validation": f"{duration(looking_seconds)} ({looking_seconds / seconds:.1%} of the time)",
+        "sampling and validation": f"{duration(validation_seconds)} ({validation_seconds / seconds:.1%} of the time)",
         "skipped steps": f"{skipped_steps:,} of {steps:,}",
         "run folder": str(run_dir),
         "MLflow run": link.run_id or f"not reached at {link.tracking_uri}",

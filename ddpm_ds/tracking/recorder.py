@@ -103,7 +103,7 @@ class Recorder:
         if self.tracker is not None:
             self.tracker.tags(values)
 
-    def rewound(self, what: str, times: int, images_seen: int, step: int) -> None:
+    def rolled_back(self, what: str, times: int, images_seen: int, step: int) -> None:
         """Record a rollback to ``step``; points from there on are of a new course, and are logged again."""
         self.log(what)
         self._logged = {name: min(last, step) for name, last in self._logged.items()}

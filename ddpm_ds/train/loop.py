@@ -153,5 +153,5 @@ def _roll_back(run: Run, trouble: str) -> None:
     if run.plan.spec.bad_numbers.policy == "stop":
         raise BadNumbersError(trouble)
     done, engine = run.saver.roll_back(trouble), run.engine
-    run.recorder.rewound(done, run.saver.rollbacks, engine.images_seen, engine.global_steps)
+    run.recorder.rolled_back(done, run.saver.rollbacks, engine.images_seen, engine.global_steps)
     run.recent.clear()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from ddpm_ds.config.ds_config import ResolvedDsConfig
+from ddpm_ds.device import memory_bytes
 from ddpm_ds.observe.device_speed import measured_times
 from ddpm_ds.pipeline.cuts import describe
 from ddpm_ds.predict.auto import measured_cuts
@@ -59,10 +59,6 @@ def decide(plan: RunPlan, device: torch.device) -> RunPlan:
     """Return the plan with the axis split over hosts and the recomputation that this device's memory needs."""
     interval = plan.ds.checkpoint_interval
     if interval == "auto":
-        if device.type == "cuda":
-            memory = torch.cuda.get_device_properties(device).total_memory
-        else:
-            memory = psutil.virtual_memory().total // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         job = Workload(plan.spec, plan.ds.blocks, on_cpu=device.type == "cpu")
-        interval = checkpoint_interval(job, Candidate.of(plan.ds, 0), plan.bounds, memory)
+        interval = checkpoint_interval(job, Candidate.of(plan.ds, 0), plan.bounds, memory_bytes(device))
     return replace(plan, ds=replace(plan.ds, checkpoint_interval=interval, across_hosts=plan.across))

@@ -277,7 +277,7 @@ def _train(
             loss=last.loss,
             images=engine.images_seen - first,
             seconds=seconds,
-            looking_seconds=validation.seconds,
+            validation_seconds=validation.seconds,
             steps=engine.global_steps,
             skipped_steps=engine.skipped_steps,
             run_dir=run_dir,

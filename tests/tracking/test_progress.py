@@ -83,7 +83,7 @@ def test_the_summary_says_what_came_out_and_where_it_is() -> None:
     link = RunLink("abc", "1", "sqlite:////runs/mlflow.db", "mlflow ui --backend-store-uri sqlite:////runs/mlflow.db")
 
     def text(link: RunLink) -> str:
-        seconds: dict[str, Any] = {"seconds": 100.0, "looking_seconds": 1.5, "run_dir": Path("runs/digits")}
+        seconds: dict[str, Any] = {"seconds": 100.0, "validation_seconds": 1.5, "run_dir": Path("runs/digits")}
         return summary(loss=0.11468, images=128_000, steps=2000, skipped_steps=3, link=link, **seconds)
 
     assert text(link).splitlines() == [

@@ -145,7 +145,7 @@ def test_a_step_that_is_repeated_is_not_logged_again(tmp_path: Path) -> None:
         second.point(POINT, step, fp16=False)
         second.checkpoint(0.1, step)
     assert steps(tracking) == [40, 40]
-    second.rewound("went back", 1, 80, 20)
+    second.rolled_back("went back", 1, 80, 20)
     second.point(POINT, 30, fp16=False)
     assert said == ["went back"] and steps(tracking) == [40, 40, 20, 30], "a new course is logged"
 
@@ -157,7 +157,7 @@ def test_a_picture_is_drawn_and_logged_once_for_each_step_of_a_course(tmp_path: 
         made.samples(images, 0.1, 80, 10)
         made.samples(images, 0.1, 160, 20)
     assert not tracking.image.called
-    made.rewound("went back", 1, 80, 10)
+    made.rolled_back("went back", 1, 80, 10)
     made.samples(images, 0.1, 160, 20)
     folder = RunFolder(tmp_path)
     assert tracking.image.call_args.args == (folder.samples(160), "samples_ema", 20)
