@@ -70,7 +70,7 @@ class Sampler:
             noise: standard normal, (N, C, H, W) float32; not used unless :meth:`needs_noise`.
             previous_x0: :attr:`SamplerStep.x0` of the step before; None at the first.
         """
-        x0 = self._clipped(to_x0(self.objective, prediction.float(), x_t, self._levels[number]))
+        x0 = self._clipped(to_x0(self.objective, prediction.to(x_t.dtype), x_t, self._levels[number]))
         if number == len(self._coefficients):
             return SamplerStep(x0, x0)
         part = self._coefficients[number]

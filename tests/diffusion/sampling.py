@@ -12,7 +12,7 @@ from ddpm_ds.diffusion.samplers import Sampler
 def sample(
     sampler: Sampler, denoise: Callable[[Tensor, int], Tensor], x: Tensor, noise: Callable[[int], Tensor]
 ) -> Tensor:
-    """The image (N, C, H, W) float32 that begins as the noise `x` (N, C, H, W).
+    """The image (N, C, H, W) that begins as the noise `x` (N, C, H, W), in the dtype of `x`.
 
     ``denoise(x_t, t)`` is the U-Net's prediction; ``noise(t)`` is the standard normal noise (N, C, H, W) that is added
     on leaving timestep t, asked for where it is needed.

@@ -61,34 +61,18 @@ def test_there_and_back_is_the_same_process_with_the_loss_of_the_base(spec: Diff
 def test_diffusers_has_the_same_alpha_bars(spec: DiffusionSpec) -> None:
     diffusers = pytest.importorskip("diffusers", reason="diffusers, an optional extra, is not installed")
     scheduler = diffusers.DDPMScheduler(**scheduler_config(spec, SamplerSpec()))
-    torch.testing.assert_close(scheduler.alphas_cumprod.double(), alpha_bars(spec), rtol=2e-3, atol=1e-6)
+    # It rounds each beta to fp32, by up to 2^-24, which moves 1 - beta by the share 2^-24 / (1 - beta); then the
+    # difference and the product with it are rounded. A share of alpha_bar is the sum of its factors' shares.
+    expected = alpha_bars(spec)
+    rounding = 2**-24 * (1 / (1 - betas(spec)) + 2).cumsum(0)
+    assert ((scheduler.alphas_cumprod.double() / expected - 1).abs() <= rounding).all()
 
 
-def test_clipping_variance_and_spacing_are_those_of_the_sampler() -> None:
-    def written(**options: Any) -> dict[str, Any]:
-        return scheduler_config(DiffusionSpec(), SamplerSpec(**options))
-
-    static = written(clip="static", variance="small", spacing="leading")
+def test_clipping_and_variance_are_those_of_the_sampler() -> None:
+    """diffusers itself is asked in test_samplers_against_diffusers.py; here is what it does not show."""
+    static = scheduler_config(DiffusionSpec(), SamplerSpec(clip="static", variance="small"))
     assert static["clip_sample"] and not static["thresholding"] and static["sample_max_value"] == 1.0
-    assert (static["variance_type"], static["timestep_spacing"]) == ("fixed_small", "leading")
-    dynamic = written(clip="dynamic", dynamic_quantile=0.9)
-    assert dynamic["thresholding"] and not dynamic["clip_sample"] and dynamic["sample_max_value"] > 1e3
-    assert (dynamic["dynamic_thresholding_ratio"], dynamic["variance_type"]) == (0.9, "fixed_large")
-    assert not written(clip="none")["clip_sample"] and not written(clip="none")["thresholding"]
-
-
-def test_a_dynamic_clip_of_diffusers_is_ours() -> None:
-    diffusers = pytest.importorskip("diffusers", reason="diffusers, an optional extra, is not installed")
-    from ddpm_ds.diffusion.samplers import Sampler
-
-    process, how = DiffusionSpec(timesteps=4), SamplerSpec(kind="ddpm", clip="dynamic", dynamic_quantile=0.8)
-    scheduler = diffusers.DDPMScheduler(**scheduler_config(process, how))
-    scheduler.set_timesteps(4)
-    generator = torch.Generator().manual_seed(0)
-    x, prediction = (3.0 * torch.randn(2, 1, 4, 4, generator=generator) for _ in range(2))
-    theirs = scheduler.step(prediction, 3, x, generator=generator).pred_original_sample
-    ours = Sampler(how, process).step(0, x, prediction, noise=torch.zeros_like(x), previous_x0=None).x0
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert static["variance_type"] == "fixed_small" and static["steps_offset"] == 0
 
 
 def test_missing_keys_take_the_defaults_of_diffusers() -> None:

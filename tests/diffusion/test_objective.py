@@ -48,8 +48,9 @@ def test_linear_is_that_of_ddpm() -> None:
     assert alpha_bars(DiffusionSpec(schedule="linear"))[-1].item() == pytest.approx(expected, rel=1e-10)
 
 
-@pytest.mark.parametrize("timesteps", [100, 1000])
-def test_cosine_and_sigmoid_are_their_closed_forms(timesteps: int) -> None:
+def test_cosine_and_sigmoid_are_their_closed_forms() -> None:
+    timesteps = 1000
+
     def cosine(t: int) -> float:
         return math.cos((t / timesteps + 0.008) / 1.008 * math.pi / 2) ** 2
 
@@ -60,7 +61,10 @@ def test_cosine_and_sigmoid_are_their_closed_forms(timesteps: int) -> None:
     for schedule, left in kinds.items():
         alpha_bar = alpha_bars(DiffusionSpec(schedule=schedule, timesteps=timesteps))
         expected = [left(t) / left(0) for t in range(1, timesteps)]  # the last step is clipped
-        torch.testing.assert_close(alpha_bar[:-1], torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=0.0)
+        # A ratio, its difference from 1 and back, and a product per timestep, each rounded by up to 2^-53 of a number
+        # that is at most 4 times what is left: no beta but the last, which is clipped, is above 0.75.
+        rounding = 4 * 4 * timesteps * 2.0**-53
+        torch.testing.assert_close(alpha_bar[:-1], torch.tensor(expected, dtype=torch.float64), rtol=rounding, atol=0)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "sigmoid"])
@@ -70,52 +74,30 @@ def test_the_last_beta_is_clipped_so_that_some_signal_is_left(schedule: Any) -> 
     assert beta[:-1].max() < MAX_BETA
 
 
-@pytest.mark.parametrize(("key", "value"), [("beta_start", 1.0), ("beta_end", 2.0)])
-def test_a_beta_of_1_is_refused_by_name(key: str, value: float) -> None:
-    with pytest.raises(SpecError, match=rf"diffusion\.{key} = {value} is not below 1"):
-        alpha_bars(DiffusionSpec.model_validate({key: value}))
+def test_a_beta_of_1_is_refused_by_name() -> None:
+    for key, value in (("beta_start", 1.0), ("beta_end", 2.0)):
+        with pytest.raises(SpecError, match=rf"diffusion\.{key} = {value} is not below 1"):
+            alpha_bars(DiffusionSpec.model_validate({key: value}))
 
 
-def sample(count: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+def sample(count: int) -> tuple[Tensor, Tensor]:
+    """x0 in [-1, 1] and eps, (N, 3, 4, 4) float64."""
     generator = torch.Generator().manual_seed(0)
     x0 = torch.rand(count, 3, 4, 4, generator=generator, dtype=torch.float64) * 2 - 1
-    eps = torch.randn(count, 3, 4, 4, generator=generator, dtype=torch.float64)
-    return x0.to(dtype), eps.to(dtype)
+    return x0, torch.randn(count, 3, 4, 4, generator=generator, dtype=torch.float64)
 
 
-def eps_of(x0: Tensor, x_t: Tensor, level: NoiseLevel) -> Tensor:
-    return (x_t - level.signal * x0) / level.noise
+def level_of(alpha_bar: Tensor) -> NoiseLevel:
+    return NoiseLevel(*(part[:, None, None, None] for part in NoiseLevel.of(alpha_bar)))
 
 
-def level_of(alpha_bar: Tensor, dtype: torch.dtype = torch.float64) -> NoiseLevel:
-    return NoiseLevel(*(part.to(dtype)[:, None, None, None] for part in NoiseLevel.of(alpha_bar)))
-
-
-@pytest.mark.parametrize("schedule", ["linear", "cosine", "sigmoid"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_the_exact_prediction_gives_back_the_image(objective: Objective, schedule: str) -> None:
-    alpha_bar = alpha_bars(DiffusionSpec(schedule=schedule))  # type: ignore[arg-type]
-    x0, eps = sample(len(alpha_bar), torch.float32)
-    level = level_of(alpha_bar, torch.float32)
-    x_t = add_noise(x0, eps, level)
+def test_the_exact_prediction_gives_back_the_image(objective: Objective, schedule: Any) -> None:
+    alpha_bar = alpha_bars(DiffusionSpec(schedule=schedule))
+    level, (x0, eps) = level_of(alpha_bar), sample(len(alpha_bar))
     prediction = target(objective, x0, eps, level)
-    # Rounding of x_t, a few 1e-7, is divided by the signal where the objective leaves it out.
-    x0_error = (to_x0(objective, prediction, x_t, level) - x0).abs()
-    assert (x0_error * (level.signal if objective == "eps" else 1.0)).max() < 1e-6
-
-
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_ddim_steps_with_the_exact_prediction_stay_on_the_path(objective: Objective) -> None:
-    alpha_bar = alpha_bars(DiffusionSpec(schedule="cosine", timesteps=50))
-    x0, eps = sample(2)
-    levels = [level_of(value.expand(2)) for value in alpha_bar]
-    x_t = add_noise(x0, eps, levels[-1])
-    for here, there in zip(levels[:0:-1], levels[-2::-1], strict=True):  # noisiest to cleanest
-        prediction = target(objective, x0, eps, here)
-        # DDIM (Song et al. 2021), eq. 12 with sigma = 0
-        clean = to_x0(objective, prediction, x_t, here)
-        x_t = add_noise(clean, eps_of(clean, x_t, here), there)
-        torch.testing.assert_close(x_t, add_noise(x0, eps, there), rtol=0.0, atol=1e-9)
+    torch.testing.assert_close(to_x0(objective, prediction, add_noise(x0, eps, level), level), x0)
 
 
 def test_targets_by_hand() -> None:
@@ -148,7 +130,7 @@ def test_min_snr_weighs_the_same_error_alike_for_every_objective() -> None:
     x0, eps = sample(20)
     x_t = add_noise(x0, eps, level)
     guess = x0 + 0.1 * sample(20)[1]
-    guessed_eps = eps_of(guess, x_t, level)
+    guessed_eps = (x_t - level.signal * guess) / level.noise
     losses = []
     for objective in OBJECTIVES:
         spec = DiffusionSpec(objective=objective, weighting="min_snr")
@@ -160,7 +142,7 @@ def test_min_snr_weighs_the_same_error_alike_for_every_objective() -> None:
 
 @pytest.mark.parametrize(("loss", "by_hand"), [("l1", 1.0), ("l2", 1.25), ("huber", (0.125 + 1.0) / 2)])
 def test_distance_is_the_mean_over_pixels_of_each_image_in_fp32(loss: Loss, by_hand: float) -> None:
-    prediction, wanted = sample(4, torch.float32)
+    prediction, wanted = (tensor.float() for tensor in sample(4))
     functional = {"l1": F.l1_loss, "l2": F.mse_loss, "huber": lambda a, b: F.huber_loss(a, b, delta=0.3)}[loss]
     expected = torch.stack([functional(a, b) for a, b in zip(prediction, wanted, strict=True)])
     torch.testing.assert_close(distance(loss, prediction, wanted, 0.3), expected)

@@ -33,14 +33,15 @@ def test_prepare_maps_bytes_exactly_onto_minus_1_to_1() -> None:
     assert x0.dtype == torch.float32
     assert x0.min().item() == -1.0 and x0.max().item() == 1.0
     expected = torch.linspace(-1, 1, 256, dtype=torch.float64).float()
-    torch.testing.assert_close(x0.flatten(), expected, rtol=0.0, atol=1e-7)
+    # A quotient below 2 and a difference below 1 are rounded, and what is expected once: by 2^-24 at most each.
+    torch.testing.assert_close(x0.flatten(), expected, rtol=0.0, atol=3 * 2**-24)
 
 
-def test_prepare_mirrors_half_of_the_images_and_leaves_its_input_alone() -> None:
+@pytest.mark.parametrize("size", [None, 3])
+def test_prepare_mirrors_half_of_the_images_or_of_their_crops_and_leaves_its_input_alone(size: int | None) -> None:
     pixels, index = images(1000, size=4)
     before = pixels.clone()
-    straight = process().prepare(pixels, index, flips=False)
-    flipped = process().prepare(pixels, index, flips=True)
+    straight, flipped = (process().prepare(pixels, index, flips, size) for flips in (False, True))
     mirrored = (flipped == straight.flip(-1)).flatten(1).all(1)
     kept = (flipped == straight).flatten(1).all(1)
     assert (mirrored ^ kept).all()
@@ -65,20 +66,10 @@ def test_prepare_crops_each_image_at_a_place_of_its_own_and_all_places_alike() -
     assert not torch.equal(process(seed=1).prepare(pixels, index, False, 8), process().prepare(pixels, index, False, 8))
 
 
-def test_a_crop_is_mirrored_as_the_whole_image_would_be() -> None:
-    pixels, index = images(64, size=9)
-    straight, flipped = (process().prepare(pixels, index, flips, size=6) for flips in (False, True))
-    whole, mirrored = (process().prepare(pixels, index, flips) for flips in (False, True))
-    turned = (whole != mirrored).flatten(1).any(1)
-    assert 16 < turned.sum() < 48
-    assert torch.equal(flipped, torch.where(turned[:, None, None, None], straight.flip(-1), straight))
-
-
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("loss", ["l1", "l2", "huber"])
-@pytest.mark.parametrize("objective", ["eps", "x0", "v"])
-def test_images_noise_and_gradients_lie_channels_last(objective: str, loss: str, channels: int) -> None:
-    diffusion = process(objective=objective, loss=loss)
+def test_images_noise_and_gradients_lie_channels_last(loss: str, channels: int) -> None:
+    diffusion = process(objective="v", loss=loss)
     pixels = torch.randint(0, 256, (4, channels, 9, 9), dtype=torch.uint8)
     index = torch.arange(4)
     x0 = diffusion.prepare(pixels, index, flips=True, size=8)
@@ -88,7 +79,6 @@ def test_images_noise_and_gradients_lie_channels_last(objective: str, loss: str,
     (gradient,) = torch.autograd.grad(diffusion.loss(prediction, x0, eps, t), prediction)
     for tensor in (x0, eps, x_t, gradient):
         assert tensor.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(eps, process().draw(index, x0.shape)[1].contiguous())
     assert torch.equal(eps.flatten(1), keyed.normal(0, Stream.NOISE, index, channels * 64))
 
 
@@ -146,17 +136,8 @@ def test_noise_levels_are_as_exact_as_float32_allows() -> None:
         assert {table.dtype for table in (*diffusion._levels, diffusion._weights)} == {torch.float32}
         level, alpha_bar = diffusion.level(torch.arange(1000)), alpha_bars(diffusion.spec)
         assert level.signal.shape == level.noise.shape == (1000, 1, 1, 1)
-        torch.testing.assert_close(level.signal.flatten().double(), alpha_bar.sqrt(), rtol=1e-7, atol=0.0)
-        torch.testing.assert_close(level.noise.flatten().double(), (1 - alpha_bar).sqrt(), rtol=1e-7, atol=0.0)
-
-
-def test_loss_is_ddpm_simple_loss_by_default() -> None:
-    diffusion = process()
-    pixels, index = images(6)
-    x0 = diffusion.prepare(pixels, index, False)
-    t, eps = diffusion.draw(index, x0.shape)
-    prediction = torch.randn(x0.shape, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(diffusion.loss(prediction, x0, eps, t), (prediction - eps).square().mean())
+        for found, exact in ((level.signal, alpha_bar.sqrt()), (level.noise, (1 - alpha_bar).sqrt())):
+            torch.testing.assert_close(found.flatten().double(), exact, rtol=2**-24, atol=0.0)
 
 
 def test_loss_weighs_each_image_by_its_timestep() -> None:
@@ -167,27 +148,25 @@ def test_loss_weighs_each_image_by_its_timestep() -> None:
     prediction = torch.tensor([1.0, 2.0, 3.0])[:, None, None, None].expand(3, 1, 2, 2)
     snr = (alpha_bar / (1 - alpha_bar))[t].tolist()
     expected = sum(min(ratio, 5.0) * error for ratio, error in zip(snr, (1.0, 2.0, 3.0), strict=True)) / 3
-    assert diffusion.loss(prediction, x0, torch.zeros_like(x0), t).item() == pytest.approx(expected, rel=1e-6)
+    # Weights, their products, two sums and a quotient are rounded to fp32.
+    assert diffusion.loss(prediction, x0, torch.zeros_like(x0), t).item() == pytest.approx(expected, rel=5 * 2**-24)
 
 
-@pytest.mark.parametrize("objective", ["eps", "x0", "v"])
-@pytest.mark.parametrize("weighting", ["uniform", "min_snr"])
-def test_loss_of_a_batch_is_the_mean_over_its_micro_batches(objective: str, weighting: str) -> None:
-    diffusion = process(objective=objective, weighting=weighting)
+def test_loss_is_ddpm_simple_loss_by_default_and_that_of_a_batch_is_the_mean_over_its_micro_batches() -> None:
+    diffusion = process()
     pixels, index = images(12)
     x0 = diffusion.prepare(pixels, index, False)
     t, eps = diffusion.draw(index, x0.shape)
     prediction = torch.randn(x0.shape, generator=torch.Generator().manual_seed(1))
-    parts = [
-        diffusion.loss(*part) for part in zip(*(whole.split(3) for whole in (prediction, x0, eps, t)), strict=True)
-    ]
-    torch.testing.assert_close(torch.stack(parts).mean(), diffusion.loss(prediction, x0, eps, t))
+    loss = diffusion.loss(prediction, x0, eps, t)
+    torch.testing.assert_close(loss, (prediction - eps).square().mean())
+    parts = zip(*(whole.split(3) for whole in (prediction, x0, eps, t)), strict=True)
+    torch.testing.assert_close(torch.stack([diffusion.loss(*part) for part in parts]).mean(), loss)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("objective", ["eps", "x0", "v"])
-def test_loss_and_its_gradient_are_taken_in_fp32_from_any_prediction(objective: str, dtype: torch.dtype) -> None:
-    diffusion = process(objective=objective)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_loss_and_its_gradient_are_taken_in_fp32_from_any_prediction(dtype: torch.dtype) -> None:
+    diffusion = process(objective="v")
     pixels, index = images(4)
     x0 = diffusion.prepare(pixels, index, False)
     t, eps = diffusion.draw(index, x0.shape)
