@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import difflib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ddpm_ds.config.ds_keys import BLOCK, KEYS, OFF, Effect, Key, children, same
+from ddpm_ds.config.ds_keys import BLOCK, KEYS, REFUSED, children, zero_only_keys
 from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.config.spec_file import shown
 from ddpm_ds.errors import DsConfigError, LayoutError
 
 _WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "last_batch_iteration")
@@ -50,22 +51,18 @@ def zero_stage(config: Mapping[str, Any]) -> int:
     return int(config.get("zero_optimization", {}).get("stage", 0))
 
 
-def shown(value: Any) -> str:
-    """Return a JSON value, shortened to fit a line."""
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def _check_block(block: dict[str, Any], prefix: str) -> None:
     for name, value in block.items():
         dotted = f"{prefix}{name}"
+        refusal = REFUSED.get(dotted)
+        if refusal:
+            if not refusal.lets_through(value):
+                raise DsConfigError(f"{dotted} = {shown(value)} is refused: {refusal.reason}")
+            continue
         key = KEYS.get(dotted)
         if key is None:
             raise DsConfigError(_unknown(name, prefix))
-        if key.effect is Effect.REFUSED:
-            if not _is_inert(value, key):
-                raise DsConfigError(f"{dotted} = {shown(value)} is refused: {key.note}")
-        elif value == "auto":
+        if value == "auto":
             if not key.auto:
                 raise DsConfigError(f'{dotted} = "auto" should be {key.kind.words}; nothing fills it')
         elif not key.kind.accepts(value):
@@ -76,15 +73,10 @@ def _check_block(block: dict[str, Any], prefix: str) -> None:
             _check_block(value, f"{dotted}.")
 
 
-def _is_inert(value: object, key: Key) -> bool:
-    off = OFF in key.inert and isinstance(value, dict) and value.get("enabled") is False
-    return off or any(same(value, inert) for inert in key.inert)
-
-
 def _unknown(name: str, prefix: str) -> str:
     known = children(prefix.removesuffix("."))
     near = difflib.get_close_matches(name, known, n=1)
-    elsewhere = [dotted for dotted in KEYS if dotted.rpartition(".")[2] == name]
+    elsewhere = [dotted for dotted in (*KEYS, *REFUSED) if dotted.rpartition(".")[2] == name]
     if near or elsewhere:
         return f"{prefix}{name} is unknown; did you mean {prefix + near[0] if near else elsewhere[0]}?"
     return f"{prefix}{name} is unknown to DeepSpeed and to this project; remove it"
@@ -95,20 +87,19 @@ def _check_together(config: dict[str, Any]) -> None:
     if enabled(config, "fp16") and enabled(config, "bf16"):
         raise DsConfigError("fp16.enabled and bf16.enabled are both true; switch one off")
     stage = zero_stage(config)
-    half = enabled(config, "fp16") or enabled(config, "bf16")
     if stage == 0:
-        for dotted, value in _given_keys(config):
-            if KEYS[dotted].zero_only and value != "auto":
+        for block, name in zero_only_keys():
+            if config.get(block, {}).get(name, "auto") != "auto":
                 raise DsConfigError(
-                    f"{dotted} = {shown(value)} has no effect without ZeRO; remove it or set zero_optimization.stage "
-                    f"to 1 or 2"
+                    f"{block}.{name} = {shown(config[block][name])} has no effect without ZeRO; remove it or set "
+                    "zero_optimization.stage to 1 or 2"
                 )
         if enabled(config, "fp16") and config["fp16"].get("hysteresis", 1) != 1:
             raise DsConfigError(
                 f"fp16.hysteresis = {config['fp16']['hysteresis']} is ignored without ZeRO; write 1 or set "
                 f"zero_optimization.stage to 1 or 2"
             )
-    if "grad_accum_dtype" in config.get("data_types", {}) and not half:
+    if "grad_accum_dtype" in config.get("data_types", {}) and precision(config) == "fp32":
         raise DsConfigError("data_types.grad_accum_dtype has no effect in fp32; remove it")
     if "type" not in config.get("optimizer", {}):
         raise DsConfigError('optimizer.type is missing; write "optimizer": {"type": "AdamW", "params": {...}}')
@@ -125,13 +116,6 @@ def _check_together(config: dict[str, Any]) -> None:
         for name in config["scheduler"].get("params", {}):
             if name not in SCHEDULER_PARAMS[kind]:
                 raise DsConfigError(f"scheduler.params.{name} is not a setting of {kind}; remove it")
-
-
-def _given_keys(block: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in block.items():
-        yield f"{prefix}{name}", value
-        if isinstance(value, dict) and KEYS[f"{prefix}{name}"].kind is BLOCK:
-            yield from _given_keys(value, f"{prefix}{name}.")
 
 
 BUCKET_ELEMENTS = 2**23
@@ -313,22 +297,17 @@ def _layout(config: dict[str, Any], spec: RunSpec, world_size: int, asked_stages
             f'{micro_batches} micro-batches of {micro}; write "auto" for train_micro_batch_size_per_gpu and '
             f"gradient_accumulation_steps, or change train.batch_images or train.accumulation"
         )
-    if schedule == "folded":
-        _check_fold(stages, micro_batches, share)
-    return Layout(world_size, stages, replicas, batch, micro, micro_batches)
-
-
-def _check_fold(ranks: int, micro_batches: int, share: int) -> None:
-    if ranks == 1:
+    if schedule == "folded" and stages == 1:
         raise LayoutError(
             'pipeline.schedule = "folded" has nothing to fold on one stage; use "1f1b", or start 2 processes and -p 2'
         )
-    if micro_batches < 2 * ranks:
+    if schedule == "folded" and micro_batches < 2 * stages:
         raise LayoutError(
-            f'pipeline.schedule = "folded" with {ranks} stages needs {2 * ranks} micro-batches or more, but a '
+            f'pipeline.schedule = "folded" with {stages} stages needs {2 * stages} micro-batches or more, but a '
             f"replica's {share} images make {micro_batches}; use a smaller train_micro_batch_size_per_gpu, a larger "
             f'train.batch_images or "1f1b"'
         )
+    return Layout(world_size, stages, replicas, batch, micro, micro_batches)
 
 
 def _stages(config: dict[str, Any], schedule: str, world_size: int, asked: int | None) -> int:
@@ -366,32 +345,26 @@ def _micro_batches(config: dict[str, Any], spec: RunSpec, share: int, stages: in
         if count not in (None, wanted):
             raise _contradiction("gradient_accumulation_steps", count, "train.accumulation", wanted)
         count = wanted
+    if count is None and micro is not None:
+        count = max(share // micro, 1)
     if count is None:
-        count = _accumulation(share, stages) if micro is None else max(share // micro, 1)
+        several = (count for count in range(4 * stages, share) if share % count == 0)  # for a small bubble
+        count = 1 if stages == 1 else next(several, share)
     if micro is None:
         micro = max(share // count, 1)
     return int(micro), int(count)
 
 
-def _accumulation(share: int, stages: int) -> int:
-    """Return the number of micro-batches of a replica's share: a pipeline wants several per stage, for a
-    small bubble.
-    """
-    if stages == 1:
-        return 1
-    return next((count for count in range(4 * stages, share) if share % count == 0), share)
-
-
 def _fill_optimizer(config: dict[str, Any], spec: RunSpec) -> None:
     params = config["optimizer"].setdefault("params", {})
-    optimizer = spec.optimizer
-    for name, value, key in (
-        ("lr", optimizer.learning_rate, "optimizer.learning_rate"),
-        ("betas", list(optimizer.betas), "optimizer.betas"),
-        ("eps", optimizer.epsilon, "optimizer.epsilon"),
-        ("weight_decay", optimizer.weight_decay, "optimizer.weight_decay"),
+    values = spec.optimizer.model_dump(mode="json")
+    for name, field in (
+        ("lr", "learning_rate"),
+        ("betas", "betas"),
+        ("eps", "epsilon"),
+        ("weight_decay", "weight_decay"),
     ):
-        params[name] = _agreed(params, name, value, key, "optimizer.params.")
+        params[name] = _agreed(params, name, values[field], f"optimizer.{field}", "optimizer.params.")
 
 
 def _fill_scheduler(config: dict[str, Any], spec: RunSpec) -> None:

@@ -93,7 +93,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise SpecError(f"{path}: can't be read as a run spec: {error}; give a YAML file") from None
     values = _parse(text, str(path))
     if not isinstance(values, dict):
-        raise SpecError(f"{path}: holds {_shown(values)} instead of sections (data, unet, ...); see launch/specs")
+        raise SpecError(f"{path}: holds {shown(values)} instead of sections (data, unet, ...); see launch/specs")
     return values
 
 
@@ -122,7 +122,7 @@ def _override(values: dict[str, Any], item: str) -> str:
             raise SpecError(f"--set {item}: {_unknown(sections[:depth])}")
         place = place.setdefault(section, {})
         if not isinstance(place, dict):
-            raise SpecError(f"--set {item}: {'.'.join(sections[:depth])} is {_shown(place)} in the file, not a section")
+            raise SpecError(f"--set {item}: {'.'.join(sections[:depth])} is {shown(place)} in the file, not a section")
     place[name] = _parse(text, f"--set {item}")
     return key
 
@@ -142,7 +142,7 @@ def _first_problem(error: ValidationError, values: Mapping[str, Any]) -> tuple[s
     value: Any = values
     for name in location:
         value = value[name]
-    return key, f"{key} = {_shown(value)} should be {_expected_at(location)}"
+    return key, f"{key} = {shown(value)} should be {_expected_at(location)}"
 
 
 def _field_location(location: Sequence[int | str]) -> tuple[str, ...]:
@@ -183,7 +183,8 @@ def _nearest(name: str, known: Sequence[str], prefix: str = "") -> str:
     return f"; did you mean {prefix}{near[0]}?" if near else ""
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a value as JSON, shortened to fit a line."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from ddpm_ds.command_line import positive
 from ddpm_ds.config.ds_config import check_ds_config, leaves_stages_open
-from ddpm_ds.config.ds_keys import KEYS
+from ddpm_ds.config.ds_keys import zero_only_keys
 from ddpm_ds.errors import UserError
 from ddpm_ds.predict.plan import RunPlan, plan_run
 from ddpm_ds.processes.ranks import set_environment
@@ -218,13 +218,9 @@ def _leave_out_what_zero_reads(config: dict[str, Any]) -> None:
     if config.get("zero_optimization", {}).get("stage", 0) != 0:
         return
     config.get("fp16", {}).pop("hysteresis", None)
-    for dotted, key in KEYS.items():
-        *blocks, name = dotted.split(".")
-        block = config
-        for part in blocks:
-            block = block.get(part, {})
-        if key.zero_only and isinstance(block, dict):
-            block.pop(name, None)
+    for block, name in zero_only_keys():
+        if isinstance(config.get(block), dict):
+            config[block].pop(name, None)
 
 
 def _set_path(config: dict[str, Any], path: str, value: Any) -> None:

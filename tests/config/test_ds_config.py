@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpm_ds.config.ds_config import BUCKET_ELEMENTS, check_ds_config, read_ds_config, resolve
-from ddpm_ds.config.ds_keys import BLOCK, KEYS, TABLE, Effect, children, ds_config_markdown
+from ddpm_ds.config.ds_keys import BLOCK, KEYS, REFUSED, children, ds_config_markdown
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.errors import DsConfigError, LayoutError
@@ -114,16 +114,12 @@ def test_every_key_that_the_installed_deepspeed_reads_is_in_the_table() -> None:
         assert names - set(children(block)) == set(), block
 
 
-def test_no_key_is_in_the_table_twice_and_every_key_is_in_a_block_of_the_table() -> None:
-    names = [name for key in TABLE for name in key.names.split()]
-    assert len(names) == len(set(names))
-    for name in names:
+def test_every_key_is_in_a_block_of_the_table_and_every_refusal_says_why() -> None:
+    assert not KEYS.keys() & REFUSED.keys()
+    for name in (*KEYS, *REFUSED):
         block = name.rpartition(".")[0]
         assert not block or KEYS[block].kind is BLOCK
-
-
-def test_every_refusal_says_why() -> None:
-    assert [key.names for key in TABLE if key.effect is Effect.REFUSED and len(key.note) < 12] == []
+    assert [name for name, refusal in REFUSED.items() if len(refusal.reason) < 12] == []
 
 
 def test_the_committed_table_is_current() -> None:
@@ -156,11 +152,10 @@ def test_every_config_in_the_repository_fits_every_spec_and_deepspeed_takes_it(p
 def test_deepspeed_takes_every_refused_key_at_the_value_that_is_let_through() -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    for key in TABLE:
-        for name in key.names.split():
-            for value in key.inert:
-                changed = config(**{name.replace(".", "__"): copy.deepcopy(value)})
-                DeepSpeedConfig(filled(changed).for_deepspeed())
+    for name, refusal in REFUSED.items():
+        for value in refusal.harmless:
+            changed = config(**{name.replace(".", "__"): copy.deepcopy(value)})
+            DeepSpeedConfig(filled(changed).for_deepspeed())
 
 
 def test_the_config_that_was_read_is_left_alone() -> None:
@@ -462,17 +457,15 @@ def test_what_deepspeed_would_not_know_ignore_or_break_is_refused_with_the_fix(
 
 
 def test_every_key_misspelt_is_refused() -> None:
-    for name in KEYS:
+    for name in (*KEYS, *REFUSED):
         with pytest.raises(DsConfigError, match=r"is unknown; did you mean|is refused|should be a block"):
             check_ds_config(config(**{f"{name}x".replace(".", "__"): 1}), "x.json")
 
 
 def test_every_refused_key_is_refused() -> None:
-    for key in TABLE:
-        if key.effect is Effect.REFUSED:
-            for name in key.names.split():
-                with pytest.raises(DsConfigError, match=f"{name} = 12345 is refused: "):
-                    check_ds_config(config(**{name.replace(".", "__"): 12345}), "x.json")
+    for name in REFUSED:
+        with pytest.raises(DsConfigError, match=f"{name} = 12345 is refused: "):
+            check_ds_config(config(**{name.replace(".", "__"): 12345}), "x.json")
 
 
 @pytest.mark.parametrize(
