@@ -125,16 +125,17 @@ def _doctor(options: argparse.Namespace) -> int:
         seconds=options.timeout_seconds,
         log=_log,
     )
-    rows, network = check(seen, run), None
+    rows, network = check(seen), None
     if not options.no_network:
-        network = _network(seen, run, options.timeout_seconds)
-    rows += [network_row(network)] if network else []
+        network = _network(seen, options.timeout_seconds)
+    if network:
+        rows["all-reduce"] = network_row(network)
     notes = list(_notes(seen, local, network, untried=network is None and not options.no_network))
     found = findings(rows, network)
     print(report(list(hosts), rows, network, found, notes, sys.stdout.isatty()))
     if options.write_env is not None:
         print(f"\n{_write(options.write_env, seen)}")
-    return EXIT_BAD_INPUT if any(one.mark == BAD for one in found) else 0
+    return EXIT_BAD_INPUT if any(line.startswith(BAD) for line in found) else 0
 
 
 def _planned_run(options: argparse.Namespace, local: bool) -> PlannedRun:
@@ -167,7 +168,7 @@ def _log(line: str) -> None:
     print(f"ddpm-ds doctor: {line}", file=sys.stderr, flush=True)
 
 
-def _network(seen: Survey, run: PlannedRun, seconds: int) -> Network | None:
+def _network(seen: Survey, seconds: int) -> Network | None:
     """Run the network test between the hosts that can connect to the first one's port, if there are two."""
     able = [
         host
@@ -177,7 +178,9 @@ def _network(seen: Survey, run: PlannedRun, seconds: int) -> Network | None:
     if seen.master not in able or len(able) < 2:
         return None
     backend = "nccl" if on_cuda(seen.facts) and all(seen.facts[host].devices for host in able) else "gloo"
-    return network_test(able, run, seen.master_address, seen.master_port, backend=backend, seconds=seconds, log=_log)
+    return network_test(
+        able, seen.run, seen.master_address, seen.master_port, backend=backend, seconds=seconds, log=_log
+    )
 
 
 def _notes(seen: Survey, local: bool, network: Network | None, untried: bool) -> Iterator[str]:

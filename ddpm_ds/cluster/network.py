@@ -12,19 +12,22 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import queue
 import signal
 import statistics
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 from ddpm_ds.cluster.probe import tell
-from ddpm_ds.cluster.survey import NO_SSH, Conversation, Ended, PlannedRun, Silent
+from ddpm_ds.cluster.survey import NO_SSH, Conversation, Ended, PlannedRun
 from ddpm_ds.processes.hosts import use_interface_towards
 
 ALL_PAIRS_HOSTS = 8
@@ -34,7 +37,6 @@ SMALLEST_BYTES, LARGEST_BYTES = 2**16, 2**26
 LONG_ENOUGH_SECONDS = 0.1
 END = -1
 """Header after which no transfer follows."""
-POLL_SECONDS = 0.2
 OTHERS_SECONDS = 3.0
 """Time for the other hosts to tell their errors once one has failed."""
 ERROR_CHARACTERS = 240
@@ -59,7 +61,7 @@ class Route:
 
 @dataclass
 class Network:
-    """The results of the test, while it runs and afterwards."""
+    """The results of the test."""
 
     hosts: Sequence[str]
     backend: str
@@ -67,13 +69,6 @@ class Network:
     ways: list[Route] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)
     """Errors by host; where some have met none, they may have waited for one that has."""
-    heard_at: float = field(default_factory=time.monotonic)
-    failed_at: float | None = None
-
-    def fail(self, rank: int, error: str) -> None:
-        """Note what has gone wrong on a host."""
-        self.errors[self.hosts[rank]] = error if len(error) <= ERROR_CHARACTERS else f"{error[:ERROR_CHARACTERS]}..."
-        self.failed_at = self.failed_at or time.monotonic()
 
 
 def network_test(
@@ -88,51 +83,46 @@ def network_test(
 ) -> Network:
     """Run the test between hosts, of which the first has ``address``; given up when none has said anything for
     ``seconds``. ``backend`` is gloo or nccl."""
-    network, lock = Network(hosts, backend), threading.Lock()
+    network, heard = Network(hosts, backend), queue.SimpleQueue[tuple[int, Any]]()
     log(f"{backend} over {address}:{port} between {', '.join(hosts)}")
     options = {"world": len(hosts), "master-addr": address, "master-port": port, "seconds": seconds, "backend": backend}
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    steps = dict.fromkeys(range(len(hosts)), "starting")  # of the ranks that are at work
 
-    def listen(rank: int, talk: Conversation) -> None:
-        step = "starting"
-        while step != "done":
+    def hear(rank: int, said: Any) -> None:
+        heard.put((rank, said))
+
+    with ExitStack() as stack:
+        for rank, host in enumerate(hosts):
+            command = run.command(host, __name__, "--rank", str(rank), *words)
+            talk = Conversation(command, hear=partial(hear, rank))
+            stack.callback(talk.close)
+        while steps:
             try:
-                said = talk.next(POLL_SECONDS)
-            except Silent:
-                now = time.monotonic()
-                if network.failed_at is None and now - network.heard_at > seconds:
-                    said = {"error": f"nothing heard for {seconds} s, last: {step}"}
-                elif network.failed_at is not None and now - network.failed_at > OTHERS_SECONDS:
-                    return
-                else:
-                    continue
-            except Ended as ended:
-                lost = "ssh was lost: " if ended.code == NO_SSH else ""
-                said = {"error": lost + (ended.last_line or f"exit code {ended.code}, last: {step}")}
-            with lock:
-                network.heard_at = time.monotonic()
-                if "error" in said:
-                    network.fail(rank, said["error"])
-                    return
-                if "all_reduce_seconds" in said:
-                    network.all_reduce_seconds[hosts[rank]] = said["all_reduce_seconds"]
-                if "to" in said:
-                    way = Route(hosts[rank], hosts[said["to"]], said["latency_seconds"], said["bytes_per_second"])
-                    network.ways.append(way)
-                    latency, bandwidth = f"{way.latency_seconds * 1e3:.3f} ms", speed(way.bytes_per_second)
-                    log(f"{way.sender} to {way.receiver}: {latency}, {bandwidth}")
-            step = said.get("step", step)
-
-    with ExitStack() as stack, ThreadPoolExecutor(len(hosts)) as pool:
-        talks = [
-            stack.enter_context(Conversation(run.command(host, __name__, "--rank", str(rank), *words)))
-            for rank, host in enumerate(hosts)
-        ]
-        try:
-            list(pool.map(listen, range(len(hosts)), talks))
-        except BaseException:  # Ctrl-C: the threads need not wait any longer
-            network.failed_at = float("-inf")
-            raise
+                rank, said = heard.get(timeout=OTHERS_SECONDS if network.errors else seconds)
+            except queue.Empty:
+                if not network.errors:
+                    network.errors = {
+                        hosts[rank]: f"nothing heard for {seconds} s, last: {step}" for rank, step in steps.items()
+                    }
+                break
+            if rank not in steps:
+                continue
+            if isinstance(said, Ended):
+                lost = "ssh was lost: " if said.code == NO_SSH else ""
+                said = {"error": lost + (said.last_line or f"exit code {said.code}, last: {steps[rank]}")}
+            steps[rank] = said.get("step", steps[rank])
+            if "error" in said:
+                network.errors[hosts[rank]] = textwrap.shorten(said["error"], ERROR_CHARACTERS, placeholder="...")
+            if "all_reduce_seconds" in said:
+                network.all_reduce_seconds[hosts[rank]] = said["all_reduce_seconds"]
+            if "to" in said:
+                way = Route(hosts[rank], hosts[said["to"]], said["latency_seconds"], said["bytes_per_second"])
+                network.ways.append(way)
+                latency, bandwidth = f"{way.latency_seconds * 1e3:.3f} ms", speed(way.bytes_per_second)
+                log(f"{way.sender} to {way.receiver}: {latency}, {bandwidth}")
+            if "error" in said or steps[rank] == "done":
+                del steps[rank]
     return network
 
 

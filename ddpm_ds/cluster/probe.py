@@ -19,8 +19,8 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -33,7 +33,6 @@ from ddpm_ds.processes.hosts import interface_towards
 MARK = "ddpm-ds-doctor "
 PACKAGES = ("torch", "deepspeed", "mlflow", "pydantic", "numpy", "safetensors", "einops")
 CHECKSUM_DIGITS = 12
-COMMIT_DIGITS = 10
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Disk:
-    """The file system that a folder is on, or will be once it is made."""
+    """The room and the rights of a folder, or of the one that it will be made in."""
 
     free_bytes: int
     writable: bool
@@ -63,8 +62,6 @@ class HostFacts:
     python: str
     versions: dict[str, str]
     """Version of ddpm_ds and of each of ``PACKAGES``; a missing one is left out."""
-    commit: str
-    """The start of the commit, with + where files are changed; empty where the project is no clone."""
     sources: dict[str, str]
     """Checksum of each file of the package, by its path."""
     spec: Document
@@ -98,14 +95,13 @@ class Probe:
     def facts(self, spec: str, overrides: Sequence[str], ds_config: str | None, run_dir: str) -> dict[str, Any]:
         """Everything about this host that needs no other; paths are relative to the working folder."""
         document, data_folder, images = _read_spec(spec, overrides)
-        disks = {"run": disk(Path(run_dir))}
+        disks = {"run": _disk(Path(run_dir))}
         if data_folder is not None:
-            disks["data"] = disk(data_folder)
+            disks["data"] = _disk(data_folder)
         found = HostFacts(
             python=platform.python_version(),
             versions=_versions(),
-            commit=_commit(),
-            sources=checksums(Path(ddpm_ds.__file__).parent),
+            sources=_checksums(),
             spec=document,
             ds_config=None if ds_config is None else _read_json(ds_config),
             disks=disks,
@@ -114,7 +110,7 @@ class Probe:
             devices=_devices(),
             environment=travelling(os.environ),
             interfaces=tuple(name for _, name in socket.if_nameindex()),
-            addresses=tuple(_output("hostname", "-I").split()),
+            addresses=_addresses(),
         )
         return asdict(found)
 
@@ -126,18 +122,13 @@ class Probe:
         """Let the other hosts try this one, the first: take its port, and put a file where the run's folder is or will
         be. Both are undone at the end. Returns fields of ``HostReport``, and the file as ``token``."""
         found = _route(address) | {"token": ""}
-        listener = self.undo.enter_context(socket.socket(_family(address)))
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind(("", port))
-            listener.listen(1024)
+            self.undo.enter_context(socket.create_server(("", port), family=_family(address), backlog=1024))
         except OSError as error:
-            found["port_error"] = error.strerror or str(error)
-        token = existing(Path(run_dir)) / f".ddpm-ds-doctor-{uuid.uuid4().hex}"
+            found["port_error"] = os.strerror(error.errno or 0)
         with contextlib.suppress(OSError):
-            token.touch()
-            self.undo.callback(token.unlink, missing_ok=True)
-            found["token"] = str(token)
+            token = tempfile.NamedTemporaryFile(prefix=".ddpm-ds-doctor-", dir=_existing(Path(run_dir)))  # noqa: SIM115
+            found["token"] = self.undo.enter_context(token).name
         return found
 
     def reach(self, address: str, port: int | None, token: str, seconds: float) -> dict[str, Any]:
@@ -184,16 +175,16 @@ def _appears(path: Path, seconds: float = 3.0) -> bool:
     return True
 
 
-def flat(values: Any, prefix: str = "") -> dict[str, str]:
+def _flat(values: Any, prefix: str = "") -> dict[str, str]:
     """Nested mappings as one level of dotted keys; values as JSON."""
     if isinstance(values, dict) and values:
-        pairs = (flat(value, f"{prefix}.{key}" if prefix else str(key)) for key, value in values.items())
+        pairs = (_flat(value, f"{prefix}.{key}" if prefix else str(key)) for key, value in values.items())
         return {key: text for part in pairs for key, text in part.items()}
     return {prefix: json.dumps(values, sort_keys=True)}
 
 
-def checksums(package: Path) -> dict[str, str]:
-    """The start of the SHA-256 of every source file of a package, by its path from the folder that holds it."""
+def _checksums() -> dict[str, str]:
+    package = Path(ddpm_ds.__file__).parent
     return {
         str(path.relative_to(package.parent)): hashlib.sha256(path.read_bytes()).hexdigest()[:CHECKSUM_DIGITS]
         for path in sorted(package.rglob("*"))
@@ -201,14 +192,13 @@ def checksums(package: Path) -> dict[str, str]:
     }
 
 
-def existing(folder: Path) -> Path:
+def _existing(folder: Path) -> Path:
     """The folder, or the nearest one above that is there, as an absolute path."""
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
 
 
-def disk(folder: Path) -> Disk:
-    """The room and the rights of a folder, or of the one that it will be made in."""
-    found = existing(folder)
+def _disk(folder: Path) -> Disk:
+    found = _existing(folder)
     return Disk(shutil.disk_usage(found).free, os.access(found, os.W_OK), folder.is_dir())
 
 
@@ -220,12 +210,12 @@ def _read_spec(path: str, overrides: Sequence[str]) -> tuple[Document, Path | No
         spec = load_spec(path, overrides)
     except Exception as error:  # of ours, or of a pydantic that is missing, too old or broken
         return Document(error=str(error) or type(error).__name__), None, None
-    return Document(flat(spec.model_dump(mode="json"))), spec.data.store_root, spec.data.path
+    return Document(_flat(spec.model_dump(mode="json"))), spec.data.store_root, spec.data.path
 
 
 def _read_json(path: str) -> Document:
     try:
-        return Document(flat(json.loads(Path(path).read_text(encoding="utf-8"))))
+        return Document(_flat(json.loads(Path(path).read_text(encoding="utf-8"))))
     except OSError as error:
         return Document(error=f"{path}: {error.strerror}")
     except ValueError as error:
@@ -238,13 +228,6 @@ def _versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     return versions
-
-
-def _commit() -> str:
-    git = ("git", "--no-optional-locks", "-C", str(Path(ddpm_ds.__file__).parent))
-    commit = _output(*git, "rev-parse", "HEAD").strip()
-    changed = _output(*git, "status", "--porcelain", "--untracked-files=no") if commit else ""
-    return commit[:COMMIT_DIGITS] + ("+" if changed else "")
 
 
 def _devices() -> tuple[str, ...]:
@@ -261,13 +244,11 @@ def _devices() -> tuple[str, ...]:
         return ()
 
 
-def _output(*command: str) -> str:
-    """The output of a command; nothing where it is missing or fails."""
+def _addresses() -> tuple[str, ...]:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10, stdin=subprocess.DEVNULL)
+        return tuple(subprocess.check_output(["hostname", "-I"], text=True, timeout=10).split())
     except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout
+        return ()
 
 
 def main() -> None:

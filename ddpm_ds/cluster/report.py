@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from ddpm_ds.cluster.checks import BAD, GOOD, WARNING, CheckRow
+from ddpm_ds.cluster.checks import BAD, GOOD, WARNING, Rows
 from ddpm_ds.cluster.network import Network, pairs, speed
 from ddpm_ds.command_line import aligned
 
@@ -16,81 +15,59 @@ SLOW = 0.5
 """Share of the median bandwidth below which a way is noted."""
 COLOURS = {BAD: "\033[31m", WARNING: "\033[33m"}
 PLAIN = "\033[0m"
-MARKED = re.compile(r"(?<=  )[!?] \S+(?: \S+)*")
-"""A cell of a table that is marked: columns are two spaces apart."""
+MARKED = re.compile(r"(?<=  )[!?] \S+(?: \S+)*|^[!?] .*$", re.MULTILINE)
+"""A cell of a table that is marked, as columns are two spaces apart, or a whole line."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line beneath the tables."""
-
-    mark: str
-    who: str
-    what: str
-    why: str
-    fix: str
-
-    def line(self) -> str:
-        """The whole line, with its mark."""
-        return f"{self.mark} {self.who}, {self.what}: {self.why}; {self.fix}"
-
-
-def findings(rows: Sequence[CheckRow], network: Network | None) -> list[Finding]:
-    """Everything that is not good, bad before warnings; hosts with the same finding share a line."""
-    found: dict[tuple[str, str, str, str], list[str]] = {}
-    for row in rows:
-        for host, cell in row.cells.items():
+def findings(rows: Rows, network: Network | None) -> list[str]:
+    """A line for everything that is not good, which begins with its mark, bad before warnings; hosts with the same
+    finding share a line."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, cells in rows.items():
+        for host, cell in cells.items():
             if cell.mark != GOOD:
-                found.setdefault((cell.mark, row.name, cell.why, cell.fix), []).append(host)
-    lines = [Finding(mark, ", ".join(who), what, why, fix) for (mark, what, why, fix), who in found.items()]
+                found.setdefault((cell.mark, f"{name}: {cell.why}; {cell.fix}"), []).append(host)
+    lines = [f"{mark} {', '.join(who)}, {what}" for (mark, what), who in found.items()]
     if network is not None and len(network.ways) > 2:
         median = statistics.median(way.bytes_per_second for way in network.ways)
-        for way in network.ways:
-            if way.bytes_per_second < SLOW * median:
-                who = f"{way.sender} to {way.receiver}"
-                why = f"{speed(way.bytes_per_second)}, the median is {speed(median)}"
-                fix = "look at its cable, link speed (ethtool) and other traffic"
-                lines.append(Finding(WARNING, who, "bandwidth", why, fix))
-    return sorted(lines, key=lambda one: one.mark != BAD)
+        lines += [
+            f"{WARNING} {way.sender} to {way.receiver}, bandwidth: {speed(way.bytes_per_second)}, the median is "
+            f"{speed(median)}; look at its cable, link speed (ethtool) and other traffic"
+            for way in network.ways
+            if way.bytes_per_second < SLOW * median
+        ]
+    return sorted(lines, key=lambda line: not line.startswith(BAD))
 
 
 def report(
-    hosts: Sequence[str],
-    rows: Sequence[CheckRow],
-    network: Network | None,
-    found: Sequence[Finding],
-    notes: Sequence[str],
-    colour: bool,
+    hosts: Sequence[str], rows: Rows, network: Network | None, found: Sequence[str], notes: Sequence[str], colour: bool
 ) -> str:
     """Everything that is printed: tables, findings, notes, and the verdict in the last line."""
-
-    def painted(text: str) -> str:
-        return f"{COLOURS[text[0]]}{text}{PLAIN}" if colour else text
-
-    bad = sum(one.mark == BAD for one in found)
+    bad = sum(line.startswith(BAD) for line in found)
     verdict = [f"{bad} to fix" if bad else "good"]
     verdict += [f"{len(found) - bad} to check"] if len(found) > bad else []
     parts = [
-        MARKED.sub(lambda cell: painted(cell[0]), _host_tables(hosts, rows)),
+        *_host_tables(hosts, rows),
         _pair_table(network) if network and network.ways else "",
-        "\n".join(painted(one.line()) for one in found),
+        "\n".join(found),
         "\n".join(notes),
         f"{len(hosts)} host{'s' if len(hosts) != 1 else ''}: {', '.join(verdict)}",
     ]
-    return "\n\n".join(part for part in parts if part)
+    text = "\n\n".join(part for part in parts if part)
+    return MARKED.sub(lambda marked: f"{COLOURS[marked[0][0]]}{marked[0]}{PLAIN}", text) if colour else text
 
 
-def _host_tables(hosts: Sequence[str], rows: Sequence[CheckRow]) -> str:
+def _host_tables(hosts: Sequence[str], rows: Rows) -> list[str]:
     """A row for each check, a column for each host; many hosts in several tables."""
     tables = []
     for first in range(0, len(hosts), HOSTS_ABREAST):
         abreast = hosts[first : first + HOSTS_ABREAST]
         lines = [["", *(f"  {host}" for host in abreast)]]
-        for row in rows:
-            cells = [row.cells.get(host) for host in abreast]
-            lines.append([row.name, *(f"{cell.mark} {cell.text}" if cell else "  -" for cell in cells)])
+        for name, cells in rows.items():
+            texts = {host: f"{cell.mark} {cell.text}" for host, cell in cells.items()}
+            lines.append([name, *(texts.get(host, "  -") for host in abreast)])
         tables.append("\n".join(aligned(lines, left=range(len(abreast) + 1))))
-    return "\n\n".join(tables)
+    return tables
 
 
 def _pair_table(network: Network) -> str:

@@ -1,6 +1,6 @@
 """Ask every host everything that needs no process group, all hosts at the same time.
 
-here        facts? ─▶ time? ─▶ token seen? route? ─▶ port listens? ─▶ port reached? ─▶ release
+here        facts? ─▶ of the first: port listens? ─▶ of the others: route? port reached? token seen? ─▶ release
 each host   one process (probe.py), started as DeepSpeed's pdsh launcher starts training there
 """
 
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddpm_ds.cluster.probe import MARK, HostFacts
 from ddpm_ds.processes.hosts import ssh, ssh_settings
@@ -38,21 +38,27 @@ CLOCK_QUESTIONS = 5
 
 
 class Ended(Exception):
-    """The process has left, with its exit code, where it has one, and its last line on stderr."""
+    """The process has left, with its exit code, and its last line on stderr; without a code it does not answer."""
 
     def __init__(self, code: int | None, last_line: str) -> None:
         super().__init__(last_line)
         self.code, self.last_line = code, last_line
 
 
-class Silent(Ended):
-    """The process is there and does not answer."""
+class Conversation:
+    """A process that answers questions in lines of JSON, in a process group of its own.
 
+    Args:
+        hear: is given each answer, and in the end an :class:`Ended`; by default :meth:`ask` and :meth:`next` return
+            and raise them.
+    """
 
-class Conversation(contextlib.AbstractContextManager["Conversation"]):
-    """A process that answers questions in lines of JSON, in a process group of its own; a context that ends it."""
-
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        hear: Callable[[Any], object] | None = None,
+    ) -> None:
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             command,
@@ -65,6 +71,7 @@ class Conversation(contextlib.AbstractContextManager["Conversation"]):
             start_new_session=True,  # Ctrl-C is for the doctor alone, which then ends them all
         )
         self._answers: queue.Queue[Any] = queue.Queue()
+        self._hear = hear or self._answers.put
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -72,11 +79,11 @@ class Conversation(contextlib.AbstractContextManager["Conversation"]):
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith(MARK):
-                self._answers.put(json.loads(line.removeprefix(MARK)))
-        self._answers.put(_NO_MORE)
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+                self._hear(json.loads(line.removeprefix(MARK)))
+        code = self._process.wait()
+        self._stderr.seek(0)
+        said = [line.strip() for line in self._stderr if line.strip()]
+        self._hear(Ended(code, said[-1] if said else ""))
 
     def ask(self, ask: str, seconds: float, /, **arguments: Any) -> Any:
         """Ask a question and return the answer; raises what :meth:`next` does."""
@@ -90,20 +97,14 @@ class Conversation(contextlib.AbstractContextManager["Conversation"]):
         """The next answer.
 
         Raises:
-            Silent: there was none within ``seconds``.
-            Ended: there will be no more.
+            Ended: there was none within ``seconds``, or there will be no more.
         """
         try:
             answer = self._answers.get(timeout=seconds)
         except queue.Empty:
-            raise Silent(None, f"no answer in {seconds:g} s") from None
-        if answer is _NO_MORE:
-            self._answers.put(_NO_MORE)
-            code = None
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = self._process.wait(LEAVE_SECONDS)
-            self._stderr.seek(0)
-            raise Ended(code, next((line.strip() for line in reversed(self._stderr.readlines()) if line.strip()), ""))
+            raise Ended(None, f"no answer in {seconds:g} s") from None
+        if isinstance(answer, Ended):
+            raise answer
         return answer
 
     def close(self) -> None:
@@ -111,21 +112,16 @@ class Conversation(contextlib.AbstractContextManager["Conversation"]):
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
-        try:
-            self._process.wait(LEAVE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.kill()
+        self._reader.join(LEAVE_SECONDS)
+        self.kill()
         self._reader.join(LEAVE_SECONDS)
         self._stderr.close()
 
     def kill(self) -> None:
-        """Kill it at once, with what it has started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-
-_NO_MORE = object()
+        """Kill it at once, with what it has started; one that has left is nobody any more."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -145,7 +141,6 @@ class PlannedRun:
     run_dir: str
     checkpoint_bytes: int
     """Size of all checkpoints that are kept and the one that is written meanwhile, on all hosts together."""
-
     connect_seconds: int = 10
     """Time for ssh to reach a host."""
 
@@ -164,12 +159,10 @@ class PlannedRun:
         return ssh(host, ["sh", "-c", script], connect_seconds=self.connect_seconds)
 
 
-@dataclass(frozen=True)
-class Failure:
-    """A reason why nothing is known of a host."""
+class Failure(NamedTuple):
+    """The step that failed (ssh, folder, python or ddpm_ds) where nothing is known of a host, and why."""
 
     at: str
-    """The step that failed: ssh, folder, python or ddpm_ds."""
     why: str
 
 
@@ -199,6 +192,7 @@ class HostReport:
 class Survey:
     """All hosts, in the hostfile's order."""
 
+    run: PlannedRun
     hosts: dict[str, HostReport]
     master: str
     """The first host that answers; empty where none does."""
@@ -231,8 +225,8 @@ def survey(
     reports = {host: HostReport(slots) for host, slots in hosts.items()}
     talks: dict[str, Conversation] = {}
 
-    def each(names: Iterable[str], step: Callable[[Conversation, HostReport], None]) -> list[str]:
-        """Take a step with hosts at the same time; returns those that are still there."""
+    def each(names: Iterable[str], step: Callable[[Conversation, HostReport], None]) -> None:
+        """Take a step with hosts at the same time."""
 
         def take(host: str) -> None:
             try:
@@ -242,7 +236,14 @@ def survey(
                 reports[host] = HostReport(hosts[host], failure=_failure(ended))
 
         list(pool.map(take, names))
+
+    def ready() -> list[str]:
         return [host for host, report in reports.items() if report.failure is None]
+
+    def meet(talk: Conversation, report: HostReport) -> None:
+        if not local:
+            talk.next(run.connect_seconds + LOGIN_SECONDS)
+        _ask_facts(talk, report, run, seconds)
 
     with ThreadPoolExecutor(len(hosts)) as pool:
         try:
@@ -253,17 +254,12 @@ def survey(
                     talks[host] = Conversation([run.python, "-u", "-m", PROBE], here)
                 else:
                     talks[host] = Conversation(run.command(host, PROBE))
-            ready = list(hosts)
-            if not local:
-                ready = each(ready, lambda talk, _: talk.next(run.connect_seconds + LOGIN_SECONDS))
-            ready = each(ready, lambda talk, report: _ask_facts(talk, report, run, seconds))
-            master, address = "", master_address or ""
-            if ready:
-                first, facts = ready[0], reports[ready[0]].facts
-                assert facts is not None
+            each(hosts, meet)
+            master, address = next(iter(ready()), ""), master_address or ""
+            if facts := master and reports[master].facts:
                 address = address or ("127.0.0.1" if local else next(iter(facts.addresses), ""))
                 where = address or "no known address"
-                log(f"clocks, folders, and the way to port {master_port} of {first} at {where}")
+                log(f"clocks, folders, and the way to port {master_port} of {master} at {where}")
                 way: dict[str, Any] = {"address": address, "port": master_port}
 
                 def open_first(talk: Conversation, report: HostReport) -> None:
@@ -274,9 +270,11 @@ def survey(
                 def reach_first(talk: Conversation, report: HostReport) -> None:
                     vars(report).update(talk.ask("reach", seconds + CONNECT_SECONDS, **way, seconds=CONNECT_SECONDS))
 
-                if first in each([first], open_first):
-                    master = first
-                    each(ready[1:], reach_first)
+                each([master], open_first)
+                if reports[master].failure:
+                    master = ""
+                else:
+                    each(ready()[1:], reach_first)
             if not local:
                 keepalives = pool.map(lambda host: ssh_settings(host).get("serveraliveinterval", ""), hosts)
                 for report, interval in zip(reports.values(), keepalives, strict=True):
@@ -287,7 +285,7 @@ def survey(
             raise
         finally:
             list(pool.map(Conversation.close, talks.values()))
-    return Survey(reports, master, address, master_port)
+    return Survey(run, reports, master, address, master_port)
 
 
 def _failure(ended: Ended) -> Failure:
@@ -307,10 +305,9 @@ def _ask_facts(talk: Conversation, report: HostReport, run: PlannedRun, seconds:
     except ValidationError:
         report.failure = Failure("ddpm_ds", "another version of ddpm_ds answers")
         return
-    best = float("inf")
+    round_trips = {}
     for _ in range(CLOCK_QUESTIONS):
         asked = time.time()
-        told = talk.ask("time", seconds)
-        round_trip = time.time() - asked
-        if round_trip < best:
-            best, report.clock_ahead_seconds = round_trip, told - (asked + round_trip / 2)
+        told, seconds_taken = talk.ask("time", seconds), time.time() - asked
+        round_trips[seconds_taken] = told - (asked + seconds_taken / 2)
+    report.clock_ahead_seconds = round_trips[min(round_trips)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -64,7 +63,7 @@ def chosen_by_hosts(on_cuda: bool, interfaces: Iterable[str]) -> dict[str, str]:
 
 def merge_into(path: Path, values: Mapping[str, str], defaults: Mapping[str, str]) -> list[str]:
     """Write ``values`` over those of an environment file, and these over ``defaults``; a file that changes is kept
-    beside itself as it was. Returns lines that describe what was done.
+    beside itself as ``.bak``. Returns lines that describe what was done.
 
     Raises:
         SpecError: the file can't be understood, or a value can't be written into it.
@@ -77,8 +76,7 @@ def merge_into(path: Path, values: Mapping[str, str], defaults: Mapping[str, str
     lines = [f"{path}: {', '.join(after) or 'nothing has to travel'}"]
     lines += [f"  {name} was {value}" for name, value in before.items() if after[name] != value]
     if old is not None and old != path.read_bytes():
-        names = (path.with_name(f"{path.name}.bak{number or ''}") for number in itertools.count())
-        backup = next(name for name in names if not name.exists())
+        backup = path.with_name(f"{path.name}.bak")
         backup.write_bytes(old)
         lines.append(f"  the file as it was: {backup}")
     return lines

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddpm_ds.cluster.checks import BAD, CheckResult, check
+from ddpm_ds.cluster.checks import check
 from ddpm_ds.cluster.probe import PACKAGES, Disk, Document, HostFacts
 from ddpm_ds.cluster.report import findings
 from ddpm_ds.cluster.survey import Failure, HostReport, PlannedRun, Survey
@@ -18,7 +18,6 @@ RUN = PlannedRun("/venv/bin/python", "/project", {}, OMP, "digits.yaml", (), "ze
 FACTS = HostFacts(
     python="3.11.7",
     versions={**dict.fromkeys(PACKAGES, "2.13.1"), "ddpm_ds": "0.1.0"},
-    commit="0123456789",
     sources={"ddpm_ds/cli/main.py": "aa", "ddpm_ds/errors.py": "bb"},
     spec=Document({"train.batch_images": "128", "name": '"digits"'}),
     ds_config=Document({"zero_optimization.stage": "2"}),
@@ -50,7 +49,7 @@ def survey(**changes: dict[str, Any]) -> Survey:
             keepalive_seconds=15,
         )
         vars(hosts[name]).update({key: value for key, value in change.items() if key not in of_facts})
-    return Survey(hosts, "a", "10.0.0.1", 29500)
+    return Survey(RUN, hosts, "a", "10.0.0.1", 29500)
 
 
 def failure(at: str, why: str) -> dict[str, Any]:
@@ -58,7 +57,7 @@ def failure(at: str, why: str) -> dict[str, Any]:
 
 
 def lines(**changes: dict[str, Any]) -> list[str]:
-    return [finding.line() for finding in findings(check(survey(**changes), RUN), None)]
+    return findings(check(survey(**changes)), None)
 
 
 def versions(**changed: str) -> dict[str, dict[str, str]]:
@@ -85,10 +84,6 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
         {"b": {"sources": {"ddpm_ds/cli/main.py": "cc", "ddpm_ds/errors.py": "bb"}}},
         "! b, source: not the sources of a: ddpm_ds/cli/main.py; git checkout the same commit on b, "
         "or there: rsync -a a:",
-    ),
-    "commit": (
-        {"a": {"commit": "0123+"}, "b": {"commit": "ffff"}, "c": {"commit": "0123+"}},
-        "? b, commit: ffff, a has 0123+; git checkout 0123 on b",
     ),
     "spec": (
         {"b": {"spec": Document({"train.batch_images": "64", "name": '"digits"'})}},
@@ -143,10 +138,6 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
         {"a": {"devices": (GPU, GPU)}, "b": {"devices": (GPU,)}, "c": {"devices": (GPU, GPU)}},
         "! b, devices: 1 CUDA devices for slots=2; write slots=1 into the hostfile, or fix its driver",
     ),
-    "no GPU on one": (
-        {"a": {"devices": (GPU, GPU)}, "b": {}, "c": {"devices": (GPU, GPU)}},
-        "! b, devices: 0 CUDA devices for slots=2; leave b out of the hostfile, or fix its driver",
-    ),
     "other GPUs": (
         {"a": {"devices": (GPU, GPU)}, "b": {"devices": (GPU, OLD_GPU)}, "c": {"devices": (GPU, GPU)}},
         f"? b, devices: {OLD_GPU}, {GPU}; a has {GPU}: the slowest sets the pace; put equal devices into one hostfile",
@@ -154,10 +145,6 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "no ssh": (
         {"b": failure("ssh", "connect to host b port 22: Connection refused")},
         "! b, ssh: connect to host b port 22: Connection refused; start sshd on b, or name its port in ~/.ssh/config",
-    ),
-    "unknown host": (
-        {"b": failure("ssh", "Could not resolve hostname b: ?")},
-        "! b, ssh: Could not resolve hostname b",
     ),
     "no key": ({"b": failure("ssh", "me@b: Permission denied (publickey).")}, "! b, ssh: me@b: Permission denied"),
     "silence": ({"b": failure("ssh", "no answer in 12 s")}, "! b, ssh: no answer in 12 s; is b up, its address right"),
@@ -178,7 +165,7 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
 
 def test_equal_hosts_are_all_good() -> None:
     assert lines() == []
-    assert {row.name for row in check(survey(), RUN)} >= {"ssh", "clock", "spec", "JSON", "master port", *PACKAGES}
+    assert check(survey()).keys() >= {"ssh", "clock", "spec", "JSON", "master port", *PACKAGES}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -186,11 +173,6 @@ def test_the_line_names_host_value_and_fix(case: str) -> None:
     changes, expected = CASES[case]
     found = lines(**changes)
     assert len(found) == 1 and found[0].startswith(expected), found
-
-
-def test_a_mark_without_a_fix_can_not_be_made() -> None:
-    with pytest.raises(ValueError, match="no fix"):
-        CheckResult("2.11.0", BAD, why="another version")
 
 
 def test_hosts_with_the_same_fault_share_a_line() -> None:
@@ -207,6 +189,6 @@ def test_folders_of_their_own_share_the_checkpoints() -> None:
 
 
 def test_cells_of_a_host_that_can_not_be_asked_are_empty() -> None:
-    rows = {row.name: row for row in check(survey(b=failure("python", "missing")), RUN)}
-    assert [rows[name].cells["b"].text for name in ("ssh", "folder", "python")] == ["yes", "yes", "no"]
-    assert all("b" not in rows[name].cells for name in ("ddpm_ds", "torch", "clock", "master port"))
+    rows = check(survey(b=failure("python", "missing")))
+    assert [rows[name]["b"].text for name in ("ssh", "folder", "python")] == ["yes", "yes", "no"]
+    assert all("b" not in rows[name] for name in ("ddpm_ds", "torch", "clock", "master port"))

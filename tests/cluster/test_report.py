@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import re
 
-from ddpm_ds.cluster.checks import BAD, WARNING, CheckResult, CheckRow, network_row
+from ddpm_ds.cluster.checks import BAD, WARNING, Cell, network_row
 from ddpm_ds.cluster.network import Network, Route, pairs
 from ddpm_ds.cluster.report import findings, report
 
 HOSTS = ["a", "b", "c"]
-ROWS = [
-    CheckRow(
-        "ssh", {"a": CheckResult("yes"), "b": CheckResult("yes"), "c": CheckResult("no", BAD, "refused", "start it")}
-    ),
-    CheckRow(
-        "devices",
-        {"a": CheckResult("2 x H200"), "b": CheckResult("4 x A100 80 GiB", WARNING, "other", "use equal ones")},
-    ),
-]
+ROWS = {
+    "ssh": {"a": Cell("yes"), "b": Cell("yes"), "c": Cell("no", BAD, "refused", "start it")},
+    "devices": {"a": Cell("2 x H200"), "b": Cell("4 x A100 80 GiB", WARNING, "other", "use equal ones")},
+}
 
 
 def network(**speeds: float) -> Network:
@@ -50,13 +45,13 @@ def test_hosts_stand_side_by_side_and_marks_read_in_a_log() -> None:
 
 def test_many_hosts_are_shown_in_several_tables() -> None:
     hosts = [f"h{index}" for index in range(20)]
-    text = report(hosts, [CheckRow("ssh", {host: CheckResult("yes") for host in hosts})], None, [], [], colour=False)
+    text = report(hosts, {"ssh": {host: Cell("yes") for host in hosts}}, None, [], [], colour=False)
     assert text.count("ssh") == 3 and max(map(len, text.splitlines())) < 80
 
 
 def test_pairs_show_both_ways_and_a_slow_way_is_told() -> None:
     slow = network(bc=1e8)
-    text = report(HOSTS, [network_row(slow)], slow, findings([], slow), [], colour=False)
+    text = report(HOSTS, {"all-reduce": network_row(slow)}, slow, findings({}, slow), [], colour=False)
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "b - c 0.100 ms 100.0 MB/s 1.00 GB/s" in lines and "a - b 0.100 ms 1.00 GB/s 1.00 GB/s" in lines
     assert "? b to c, bandwidth: 100.0 MB/s, the median is 1.00 GB/s; look at its cable" in text
@@ -66,8 +61,8 @@ def test_a_test_that_fails_is_a_bad_cell_with_a_fix() -> None:
     failed = network()
     failed.all_reduce_seconds.clear()
     failed.errors["b"] = "Connect timeout [remote=[10.0.0.1]:41234]"
-    (finding,) = findings([network_row(failed)], None)
-    assert finding.line().startswith("! b, all-reduce: gloo: Connect timeout") and "open all TCP ports" in finding.fix
+    (finding,) = findings({"all-reduce": network_row(failed)}, None)
+    assert finding.startswith("! b, all-reduce: gloo: Connect timeout") and "open all TCP ports" in finding
 
 
 def test_of_many_hosts_only_a_ring_is_measured() -> None:

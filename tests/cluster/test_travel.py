@@ -71,4 +71,4 @@ def test_writing_keeps_what_was_there(tmp_path: Path) -> None:
     path.write_text("NCCL_DEBUG=WARN\n")
     lines = merge_into(path, {}, {"NCCL_DEBUG": "INFO", "DS_ACCELERATOR": "cpu"})
     assert read_environment(path)["NCCL_DEBUG"] == "WARN", "a default changes nothing"
-    assert lines[1:] == [f"  the file as it was: {backup}1"]
+    assert lines[1:] == [f"  the file as it was: {backup}"]
