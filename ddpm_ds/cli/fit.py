@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import sys
 import tempfile
@@ -57,13 +58,13 @@ def layout_list(text: str) -> list[TrialLayout]:
     Raises:
         argparse.ArgumentTypeError: one has another form.
     """
-    found = []
+    found = {}
     for part in text.split(","):
-        numbers_ = part.strip().split("x")
-        if len(numbers_) != 2 or not all(number.isdecimal() and int(number) for number in numbers_):
+        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", part.strip())
+        if match is None:
             raise argparse.ArgumentTypeError(f"{part!r} is no layout; write STAGESxREPLICAS, such as 2x1")
-        found.append(TrialLayout(*map(int, numbers_)))
-    return list(dict.fromkeys(found))
+        found[TrialLayout(int(match[1]), int(match[2]))] = None
+    return list(found)
 
 
 def size_list(text: str) -> list[int]:
@@ -133,13 +134,19 @@ def _fit(options: argparse.Namespace) -> int:
         raise SpecError("--layouts has the processes of each layout; leave it or --processes out")
     set_environment()
     given = os.environ.get("DS_ACCELERATOR", "auto") if options.device == "auto" else options.device
-    device, devices = _device(given)
+    import torch
+
+    devices = torch.cuda.device_count() if given != "cpu" else 0  # which keeps no memory of a device
+    device = "cuda" if devices or given == "cuda" else "cpu"
     os.environ["DS_ACCELERATOR"] = device  # read by DeepSpeed, here and in what is started
     with tempfile.TemporaryDirectory(prefix="ddpm-ds-fit-") as folder:
-        tasks, left_out = _tasks(options, _layouts(options, devices), device, Path(folder))
+        from ddpm_ds.data.prepare import prepare
+        from ddpm_ds.train.session import check_store
+
+        tasks, left_out = _tasks(options, _layouts(options, devices or 1), device, Path(folder))
         first = tasks[0]
         plan = first.plan(first.candidates[0], Path(folder))
-        _prepare(plan)
+        check_store(prepare(plan.spec.data, progress=True), plan)  # before any process needs the images
         budget = "the device's memory" if first.budget_bytes is None else f"{gib(first.budget_bytes)} a process"
         batch = f"{first.accumulation} micro-batches a step" if first.accumulation else "the spec's batch"
         print(f"{plan.spec.name} on {device}, {budget}, {batch}; {first.steps} timed steps a trial", flush=True)
@@ -150,14 +157,6 @@ def _fit(options: argparse.Namespace) -> int:
         raise _nothing_fits(tasks, needs)
     _report(options, found)
     return 0
-
-
-def _device(wanted: str) -> tuple[str, int]:
-    """Return cpu or cuda, and the number of devices. A trial looks at them more closely."""
-    import torch
-
-    count = torch.cuda.device_count() if wanted != "cpu" else 0  # which keeps no memory of the device
-    return ("cuda" if count or wanted == "cuda" else "cpu"), count or 1
 
 
 def _layouts(options: argparse.Namespace, devices: int) -> list[TrialLayout]:
@@ -208,8 +207,8 @@ def _tasks(
 
 
 def _limits(options: argparse.Namespace, layout: TrialLayout, device: str) -> tuple[int | None, int | None]:
-    """Return the bytes that a process may hold, and those to find out what it needs; None: the device's limit, or no
-    more.
+    """Return the bytes that a process may hold (None: the device's), and those to find out what it needs (None: no
+    more).
     """
     budget, most = options.memory_budget, EVERYTHING
     if device == "cpu":
@@ -225,21 +224,13 @@ def _limits(options: argparse.Namespace, layout: TrialLayout, device: str) -> tu
     return budget, None if budget in (None, most) else most
 
 
-def _prepare(plan: Any) -> None:
-    """Prepare the images before any process needs them, and check that the U-Net fits them."""
-    from ddpm_ds.data.prepare import prepare
-    from ddpm_ds.train.session import check_store
-
-    check_store(prepare(plan.spec.data, progress=True), plan)
-
-
 def _search(tasks: Sequence[Task], folder: Path) -> tuple[list[Found], dict[TrialLayout, int]]:
     """Search each layout; return the results, and the bytes that the smallest micro-batch needs where it does
     not fit.
     """
     found, needs = [], {}
     for task in tasks:
-        print(f"{task.layout.words()}", flush=True)
+        print(task.layout.words(), flush=True)
         own = folder / str(task.layout)
         own.mkdir()
         result = task.start(own)

@@ -89,12 +89,11 @@ def micro_batches(model: Model, *, more: bool) -> Ideas:
     fewest, most = 2 * now.stages if now.schedule == "folded" else 1, min(share, MOST_MICRO_BATCHES * now.stages)
     why = "keep the pipeline full for longer" if more else "give each layer more to do"
     for count in range(now.micro_batches + 1, most + 1) if more else range(now.micro_batches - 1, fewest - 1, -1):
-        if share % count:
-            continue
-        way = replace(now, micro_batches=count, micro_batch_images=share // count)
-        instead = f"{now.micro_batches} of {now.micro_batch_images}"
-        words = f"{count} micro-batches of {way.micro_batch_images} instead of {instead} {why}"
-        yield words, way, *_sharing(model, way)
+        if share % count == 0:
+            way = replace(now, micro_batches=count, micro_batch_images=share // count)
+            instead = f"{now.micro_batches} of {now.micro_batch_images}"
+            words = f"{count} micro-batches of {way.micro_batch_images} instead of {instead} {why}"
+            yield words, way, *_sharing(model, way)
 
 
 def _sharing(model: Model, way: Setup) -> tuple[tuple[str, ...], dict[str, Any]]:

@@ -23,7 +23,7 @@ from ddpm_ds.command_line import counted, gib
 from ddpm_ds.diagnose.changes import LEAST_GAIN, Change, best_change, stepping
 from ddpm_ds.errors import UserError
 from ddpm_ds.observe.device_speed import measure_device, write_device
-from ddpm_ds.predict.finished_run import HOW_TO_TRACE, SUMMARY, FinishedRun, RankFacts, facts_of, mean
+from ddpm_ds.predict.finished_run import FinishedRun, RankFacts, facts_of, mean
 from ddpm_ds.predict.simulate import PhaseCosts, RankCosts, simulate
 from ddpm_ds.predict.whatif import Model, reads_data
 
@@ -56,11 +56,6 @@ class Verdict:
     """Cost that the change lowers: the largest for which there is one."""
 
     @property
-    def expected_gain(self) -> float | None:
-        """Share of an image's time that the change saves."""
-        return None if self.change is None else self.change.gain
-
-    @property
     def healthy(self) -> bool:
         """Whether no cost is worth a change."""
         return self.shares[self.top] < HEALTHY
@@ -73,39 +68,26 @@ def verdict(facts: FinishedRun) -> Verdict:
     costs = [name for name in found if name != USEFUL]
     changes = ((name, best_change(model, name)) for name in costs if found[name] >= LEAST_GAIN)
     lowered, change = next(((name, change) for name, change in changes if change is not None), (costs[0], None))
-    return Verdict(
-        shares=found,
-        top=costs[0],
-        evidence=_evidence(model, costs[0], found[costs[0]]),
-        change=change,
-        change_for=lowered,
-    )
+    return Verdict(found, costs[0], _evidence(model, costs[0], found[costs[0]]), change, change_for=lowered)
 
 
 def conclude(run_dir: Path, log: Callable[[str], None]) -> Verdict | None:
     """Judge a run at its end, on rank 0: measure its device, write ``verdict.txt``, and return the verdict.
 
-    Takes some tenths of a second. Returns None, with a line through ``say``, where no step was traced or the run's
+    Takes some tenths of a second. Returns None, with a line through ``log``, where no step was traced or the run's
     files can't be read or written.
     """
-    if not (run_dir / SUMMARY).is_file():
-        log(f"no verdict: no step was traced; {HOW_TO_TRACE}")
-        return None
     try:
         facts = facts_of(run_dir)
-        device = measure_device(
-            facts.job.layers, torch.device("cpu" if facts.job.on_cpu else "cuda"), facts.job.precision
-        )
+        kind = torch.device("cpu" if facts.job.on_cpu else "cuda")
+        device = measure_device(facts.job.layers, kind, facts.job.precision)
         found = verdict(replace(facts, device=device))
         write_device(run_dir, device)
         (run_dir / VERDICT).write_text(text(found))
-    except UserError as error:
+    except (UserError, OSError) as error:
         log(f"no verdict: {error}")
-    except OSError as error:
-        log(f"no verdict: {run_dir} can't be written ({error.strerror})")
-    else:
-        return found
-    return None
+        return None
+    return found
 
 
 def text(found: Verdict) -> str:
@@ -149,27 +131,24 @@ def tags(found: Verdict) -> dict[str, str]:
 
 def shares(model: Model) -> dict[str, float]:
     """Return shares of all devices' time: useful work, then the costs, the largest first."""
-    facts, step = model.facts, _step(model)
-    total, left = math.fsum(step.values()), stepping(model.facts)
-    thrown_away = facts.overflows.skipped / facts.overflows.steps
-    found = {name: left * (1 - thrown_away) * seconds / total for name, seconds in step.items()}
-    found |= {
-        "overflow steps": left * thrown_away,
-        "checkpoint pauses": facts.pauses.checkpoint_share,
-        "sampling pauses": facts.pauses.inspection_share,
-    }
-    useful = found.pop(USEFUL)
-    return {USEFUL: useful, **dict(sorted(found.items(), key=lambda item: -item[1]))}
+    facts, step, left = model.facts, _step(model), stepping(model.facts)
+    thrown_away, total = facts.overflows.skipped / facts.overflows.steps, math.fsum(step.values())
+    useful, *costs = ((name, left * (1 - thrown_away) * seconds / total) for name, seconds in step.items())
+    costs += [
+        ("overflow steps", left * thrown_away),
+        ("checkpoint pauses", facts.pauses.checkpoint_share),
+        ("sampling pauses", facts.pauses.inspection_share),
+    ]
+    return dict([useful, *sorted(costs, key=lambda cost: -cost[1])])
 
 
 def _step(model: Model) -> dict[str, float]:
     """Return the seconds of a step by cause, mean over the ranks."""
-    ranks, times = model.facts.ranks, model.now.micro_batches
+    times, waits = model.now.micro_batches, _waits(model)
     again, starting = model.recomputation_seconds, times * model.startup_seconds
-    waits = _waits(model)
 
     def own(seconds: Callable[[RankFacts], float]) -> float:
-        return mean([seconds(rank) for rank in ranks])
+        return mean([seconds(rank) for rank in model.facts.ranks])
 
     return {
         USEFUL: times * own(lambda rank: rank.pass_seconds) - again - starting,
@@ -192,11 +171,8 @@ def _waits(model: Model) -> dict[str, float]:
     equal = [tuple(_mean_phase(same) for same in zip(*measured, strict=True))] * len(measured)
     bubble, uneven = _idle(model, equal), _idle(model, measured)
     loading = _idle(model, [_with_loading(model, number) for number in range(len(ranks))])
-    updates = [rank.update for rank in ranks]
-    late, waited_for_data, loaded = (
-        max(0.0, loading - uneven),
-        *(math.fsum(getattr(rank, part) for rank in ranks) for part in ("data_wait", "load")),
-    )
+    updates, late = [rank.update for rank in ranks], max(0.0, loading - uneven)
+    waited_for_data, loaded = (math.fsum(getattr(rank, part) for rank in ranks) for part in ("data_wait", "load"))
     for_loader = late * waited_for_data / (waited_for_data + loaded) if waited_for_data + loaded else 0.0
     explained = {
         "bubble": bubble,
@@ -236,7 +212,7 @@ def _with_loading(model: Model, number: int) -> tuple[PhaseCosts, ...]:
 def _evidence(model: Model, cost: str, share: float) -> str:
     """Return a clause about a cost that takes ``share`` of all devices' time, with its numbers."""
     facts, now, ranks = model.facts, model.now, model.facts.ranks
-    step, pauses = _seconds(facts.step_seconds), facts.pauses
+    step, pauses = f"a {_seconds(facts.step_seconds)} step", facts.pauses
 
     def longest(part: str) -> tuple[int, str]:
         """Return the rank that takes longest for a part of the step, and its seconds."""
@@ -247,38 +223,33 @@ def _evidence(model: Model, cost: str, share: float) -> str:
         case "bubble":
             return (
                 f"with {counted(now.micro_batches, 'micro-batch')} on {counted(now.stages, 'rank')} ({now.schedule}) "
-                f"each rank has nothing to do for {_seconds(share * facts.step_seconds)} of a {step} step, while the "
-                "pipeline fills and drains"
+                f"each rank has nothing to do for {_seconds(share * facts.step_seconds)} of {step}, while the pipeline "
+                "fills and drains"
             )
         case "imbalance":
             busy = [now.micro_batches * rank.pass_seconds for rank in ranks]
             return (
-                f"the layers of rank {busy.index(max(busy))} take {_seconds(max(busy))} of a {step} step, those of a "
-                f"rank {_seconds(mean(busy))} in the mean, and the others wait for it"
+                f"the layers of rank {busy.index(max(busy))} take {_seconds(max(busy))} of {step}, those of a rank "
+                f"{_seconds(mean(busy))} in the mean, and the others wait for it"
             )
         case "communication":
-            clause = f"{_seconds(share * facts.step_seconds)} of a {step} step go to messages and gradients"
+            clause = f"{_seconds(share * facts.step_seconds)} of {step} go to messages and gradients"
             if now.stages > 1:
                 messages = sum(one.activation_bytes + one.gradient_bytes for rank in ranks for one in rank.phases)
                 rate = model.bytes_per_second
                 slow = "" if math.isinf(rate) else f", as over links of {rate / 1e6:,.3g} MB/s"
-                clause += (
-                    ": the schedule does not explain that waiting, and "
-                    f"{now.micro_batches * messages / 1e6:,.3g} MB cross between stages{slow}"
-                )
+                clause += f"; {now.micro_batches * messages / 1e6:,.3g} MB cross between stages{slow}"
             if now.replicas > 1:
                 reduce = mean([rank.reduce for rank in ranks])
                 clause += f"; {_seconds(reduce)} to the gradients of {now.replicas} replicas"
             return clause
         case "data wait":
             number, wait = longest("data_wait")
-            return (
-                f"rank {number} waits {wait} of a {step} step for the next images, with data.workers = "
-                f"{facts.spec.data.workers}, and the others wait for it"
-            )
+            workers = facts.spec.data.workers
+            return f"rank {number} waits {wait} of {step} for the next images, with data.workers = {workers}"
         case "transfers":
             number, load = longest("load")
-            return f"rank {number} takes {load} of a {step} step to bring images to its device and to noise them"
+            return f"rank {number} takes {load} of {step} to bring images to its device and to noise them"
         case "overflow steps":
             found = facts.overflows
             return (
@@ -287,23 +258,23 @@ def _evidence(model: Model, cost: str, share: float) -> str:
             )
         case "optimizer":
             return (
-                f"of a {step} step of {counted(now.images, 'image')} the optimizer takes {longest('optimizer')[1]} and "
-                f"the averaged weights {longest('ema')[1]}, however few the images"
+                f"of {step} of {counted(now.images, 'image')} the optimizer takes {longest('optimizer')[1]} and the "
+                f"averaged weights {longest('ema')[1]}, however few the images"
             )
         case "checkpoint pauses":
             return f"checkpoints held training up for {pauses.checkpoint_seconds:,.3g} s of {pauses.seconds:,.3g} s"
         case "sampling pauses":
             losses = min(facts.evaluation_seconds, pauses.inspection_seconds)
             return (
-                f"training stood still for {pauses.inspection_seconds:,.3g} s of {pauses.seconds:,.3g} s: "
-                f"{pauses.inspection_seconds - losses:,.3g} s for samples, {losses:,.3g} s for validation"
+                f"of {pauses.seconds:,.3g} s training stood still for {pauses.inspection_seconds - losses:,.3g} s for "
+                f"samples and {losses:,.3g} s for validation"
             )
         case "recomputation":
             memory = facts.device.memory_bytes
             has = "" if memory is None else f" of the {gib(memory)} that its device has"
             return (
                 f"activation_checkpoint_interval = {now.checkpoint_interval} computes activations a second time, "
-                f"{_seconds(model.recomputation_seconds)} of a {step} step; to keep them would take "
+                f"{_seconds(model.recomputation_seconds)} of {step}; to keep them would take "
                 f"{gib(model.kept_bytes())}{has}"
             )
         case "low utilisation":
@@ -311,14 +282,10 @@ def _evidence(model: Model, cost: str, share: float) -> str:
             reached = "" if facts.mfu is None else f"; the devices reach {facts.mfu:.1%} of their flops"
             return (
                 f"of {_seconds(passes)} that a micro-batch of {counted(now.micro_batch_images, 'image')} takes a rank, "
-                f"{_seconds(model.startup_seconds)} are what its layers take before they compute, however few the "
-                f"images{reached}"
+                f"{_seconds(model.startup_seconds)} are what its layers take before they compute{reached}"
             )
     other = _seconds(mean([rank.other for rank in ranks]))
-    return (
-        f"{other} of a {step} step are in no instruction: Python between them, logging, the delivery of the last "
-        "messages; --profile-kernels FIRST-LAST shows more"
-    )
+    return f"{other} of {step} are in no instruction: Python between them; --profile-kernels FIRST-LAST shows more"
 
 
 def _seconds(seconds: float) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import resource
 import statistics
 import traceback
 from collections.abc import Sequence
@@ -17,15 +16,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
-
 from ddpm_ds.command_line import gib
 from ddpm_ds.errors import UserError
 from ddpm_ds.fit.task import Task
-
-SPARE_BYTES = 2**30
-SPARE_BYTES_PER_CORE = 2**24
-"""Bytes of writable memory per core beside the budget that are reserved and never used: stacks and pools of threads."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +26,8 @@ class Answer:
     """Result of one process."""
 
     kind: Literal["done", "memory", "refused", "failed", "hung", "lost"]
-    """Kind of result. ``memory``: ran out of it, or was killed; ``refused``: a UserError; ``hung``: took no step for
-    too long; ``lost``: ended because another process had.
+    """``memory``: ran out of it, or was killed; ``refused``: a UserError; ``hung``: took no step for too long;
+    ``lost``: ended because another process had.
     """
     words: str = ""
     """Reason, unless it is done."""
@@ -127,8 +120,7 @@ def answer_trial(
     """Take part in a trial; the process ends here. Sends None after each step, and finally the answer.
 
     The output is logged in ``folder``; the ranks find each other at ``port``; ``library_bytes`` are added to the peak:
-    files that the parent has mapped and touched, which a process that had loaded them itself would hold, and a fork
-    does not.
+    libraries that a process holds that has loaded them itself, and a fork does not.
     """
     with (folder / "log").open("w") as file:
         os.dup2(file.fileno(), 1)
@@ -136,15 +128,11 @@ def answer_trial(
     os.environ["MASTER_PORT"] = str(port)
     with contextlib.suppress(OSError):  # the kernel's first victim
         Path("/proc/self/oom_score_adj").write_text("1000")
-    if task.device == "cpu" and budget_bytes is not None:
-        limit_memory(budget_bytes)
     from ddpm_ds.fit import measure
 
     try:
-        plan = task.plan(size, folder)
-        answer = measure.measure(
-            plan, task.device, budget_bytes, task.steps, task.hang_seconds, lambda: pipe.send(None)
-        )
+        told = budget_bytes, task.steps, task.hang_seconds, lambda: pipe.send(None)
+        answer = measure.measure(task.plan(size, folder), task.device, *told)
         answer = dataclasses.replace(answer, peak_bytes=answer.peak_bytes + library_bytes)
     except UserError as error:
         answer = Answer("refused", str(error))
@@ -155,14 +143,3 @@ def answer_trial(
             answer = Answer("failed", traceback.format_exc())
     pipe.send(answer)
     os._exit(0)  # without what leaving in order would wait for
-
-
-def limit_memory(budget_bytes: int) -> None:
-    """Limit this process to a budget beyond the memory that it has.
-
-    A last resort: the watching process ends it as soon as it holds more than the budget, but may be late.
-    """
-    with contextlib.suppress(AttributeError, OSError):  # neither is everywhere
-        has = getattr(psutil.Process().memory_info(), "data", 0)
-        limit = has + budget_bytes + SPARE_BYTES + (os.cpu_count() or 1) * SPARE_BYTES_PER_CORE
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

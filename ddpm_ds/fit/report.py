@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddpm_ds.command_line import GIB, aligned, gib
 from ddpm_ds.fit.child import TriedSize
 from ddpm_ds.fit.task import Task, TrialLayout
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 KNEE = 0.05
 """Share of the best throughput that a smaller micro-batch may lack."""
@@ -65,18 +62,19 @@ def table(found: Sequence[Found]) -> str:
     for one in found:
         for trial in one.trials:
             marks = ["knee"] * (trial is one.knee) + ["largest"] * (trial is one.largest)
-            timed = trial.fits
+            sizes = str(one.layout), str(trial.micro_batch_images), str(trial.micro_batches)
+            if not trial.fits:
+                rows.append((*sizes, "-", "-", "-", "", "no", trial.why))
+                continue
             rows.append(
                 (
-                    str(one.layout),
-                    str(trial.micro_batch_images),
-                    str(trial.micro_batches),
-                    f"{trial.images_per_second:,.4g}" if timed else "-",
-                    f"{1e3 * trial.median_seconds:,.5g}" if timed else "-",
-                    f"{trial.peak_bytes / GIB:.3f}" if timed else "-",
-                    (f"every {trial.checkpoint_interval}" if trial.checkpoint_interval else "-") if timed else "",
-                    "yes" if trial.fits else "no",
-                    ("* " if one is best and trial is one.knee else "") + ", ".join(marks) if timed else trial.why,
+                    *sizes,
+                    f"{trial.images_per_second:,.4g}",
+                    f"{1e3 * trial.median_seconds:,.5g}",
+                    f"{trial.peak_bytes / GIB:.3f}",
+                    f"every {trial.checkpoint_interval}" if trial.checkpoint_interval else "-",
+                    "yes",
+                    ("* " if one is best and trial is one.knee else "") + ", ".join(marks),
                 )
             )
     return "\n".join(aligned(rows, left={len(rows[0]) - 1}))
@@ -86,23 +84,18 @@ def why(found: Sequence[Found]) -> str:
     """Return a few sentences: which one to train with, and what limits each layout."""
     best = winner(found)
     chosen, fastest, largest = best.knee, best.fastest, best.largest
+
+    def told(trial: TriedSize) -> str:
+        return f"{trial.images_per_second:,.4g} images/s in {gib(trial.peak_bytes)}"
+
+    near = f"within {KNEE:.0%} of the fastest ({fastest.micro_batch_images}: {told(fastest)})"
+    size = chosen.micro_batch_images
     sentences = [
-        f"* Train with {best.layout.words()} and micro-batches of {chosen.micro_batch_images}: "
-        f"{chosen.images_per_second:,.4g} images/s in {gib(chosen.peak_bytes)}"
+        f"* Train with {best.layout.words()} and micro-batches of {size}: {told(chosen)}, "
+        f"{'the fastest that was tried' if chosen is fastest else near}."
     ]
-    if chosen is fastest:
-        sentences[0] += ", the fastest that was tried."
-    else:
-        sentences[0] += (
-            f", within {KNEE:.0%} of the fastest ({fastest.micro_batch_images}: {fastest.images_per_second:,.4g} "
-            f"images/s in {gib(fastest.peak_bytes)})."
-        )
     if largest is not chosen:
-        rate = largest.images_per_second / chosen.images_per_second - 1
-        faster = "as fast" if abs(rate) < 0.005 else f"{abs(rate):.0%} {'faster' if rate > 0 else 'slower'}"
-        sentences.append(
-            f"The largest that fits, {largest.micro_batch_images}, is {faster} and takes {gib(largest.peak_bytes)}."
-        )
+        sentences.append(f"The largest that fits is {largest.micro_batch_images}: {told(largest)}.")
     others = [one for one in found if one is not best]
     if others:
         second = winner(others)
@@ -143,52 +136,30 @@ def draw(found: Sequence[Found], title: str, budget_bytes: int | None, path: Pat
     """Write the picture as a PNG: images/s above, memory of the fullest process below, by micro-batch."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # every verb of ddpm-ds imports this module
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
     figure = Figure(figsize=(9, 7), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     speed, memory = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     for number, one in enumerate(found):
-        _draw_layout(speed, memory, one, COLOURS[number % len(COLOURS)])
+        colour, knee = COLOURS[number % len(COLOURS)], one.fitting.index(one.knee)
+        sizes = [trial.micro_batch_images for trial in one.fitting]
+        rates = [trial.images_per_second for trial in one.fitting]
+        held = [trial.peak_bytes / GIB for trial in one.fitting]
+        for axes, values in ((speed, rates), (memory, held)):
+            axes.plot(sizes, values, "o-", markersize=4, color=colour, label=one.layout.words())
+            axes.plot(sizes[knee], values[knee], "o", markersize=12, fillstyle="none", color=colour)
+        if failed := [trial.micro_batch_images for trial in one.trials if not trial.fits]:
+            speed.plot([sizes[-1], min(failed)], [rates[-1]] * 2, "x:", markevery=[1], color=colour, linewidth=1)
     if budget_bytes is not None:
-        at = budget_bytes / GIB
-        memory.axhline(at, color="black", linewidth=1, linestyle="--")
-        memory.annotate("budget", (0.01, at), xycoords=("axes fraction", "data"), fontsize=8, va="bottom")
+        memory.axhline(budget_bytes / GIB, color="black", linewidth=1, linestyle="--", label="budget")
     speed.set_xscale("log", base=2)
-    ticks: list[int] = []  # whose names don't lie over each other
-    for size in sorted({trial.micro_batch_images for one in found for trial in one.trials}):
-        if not ticks or size >= 1.15 * ticks[-1]:
-            ticks.append(size)
-    speed.set_xticks(ticks, list(map(str, ticks)), minor=False)
-    speed.set_xticks([], minor=True)
-    speed.tick_params(labelbottom=True)
+    speed.xaxis.set_major_formatter("{x:g}")
     speed.set_ylabel("images/s")
     memory.set_ylabel("GiB, fullest process")
     memory.set_xlabel("images of a micro-batch")
     for axes in (speed, memory):
-        axes.margins(x=0.06)
-        axes.set_ylim(0, 1.12 * axes.dataLim.ymax)
+        axes.set_ylim(bottom=0)
         axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    speed.set_title(title, fontsize=10)
-    black: dict[str, Any] = {"color": "black", "linestyle": "none"}
-    ring = f"knee: the smallest within {KNEE:.0%} of the fastest"
-    signs = [Line2D([], [], marker="o", markersize=10, fillstyle="none", label=ring, **black)]
-    if not all(trial.fits for one in found for trial in one.trials):
-        signs.append(Line2D([], [], marker="x", label="does not fit", **black))
-    speed.legend(handles=[*speed.get_legend_handles_labels()[0], *signs], frameon=False, fontsize=8, loc="best")
+        axes.legend(frameon=False, fontsize=8)
+    speed.set_title(f"{title}\nring: the knee, within {KNEE:.0%} of the fastest; x: does not fit", fontsize=10)
     figure.savefig(path, format="png", metadata={"Software": None})
-
-
-def _draw_layout(speed: Axes, memory: Axes, one: Found, colour: str) -> None:
-    sizes = [trial.micro_batch_images for trial in one.fitting]
-    rates = [trial.images_per_second for trial in one.fitting]
-    held = [trial.peak_bytes / GIB for trial in one.fitting]
-    knee = one.fitting.index(one.knee)
-    for axes, values, label in ((speed, rates, one.layout.words()), (memory, held, None)):
-        axes.plot(sizes, values, marker="o", markersize=4, color=colour, label=label)
-        axes.plot(sizes[knee], values[knee], marker="o", markersize=12, fillstyle="none", color=colour)
-    failed = [trial.micro_batch_images for trial in one.trials if not trial.fits]
-    if failed:
-        speed.plot(min(failed), rates[-1], marker="x", markersize=8, color=colour)
-        speed.plot([sizes[-1], min(failed)], [rates[-1]] * 2, color=colour, linestyle=":", linewidth=1)

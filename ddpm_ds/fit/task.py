@@ -5,7 +5,6 @@ No torch.
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from ddpm_ds.command_line import counted
 from ddpm_ds.config.ds_config import read_ds_config, resolve
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
@@ -38,9 +38,8 @@ LOG_CHARACTERS = 3000
 def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
     """Return the largest of ``sizes``, which ascend, that fits; None if the first does not.
 
-    Sizes above one that does not fit are taken not to fit. Begins with the first size and continues with the next one
-    that is at least twice as large; after the first that does not fit it bisects between. No size is tried twice, nor
-    is one after the first failure that is larger than it.
+    Begins with the first size and continues with the next one that is at least twice as large; after the first that
+    does not fit it bisects between. No size is tried twice, nor one that is larger than one that did not fit.
     """
     largest, failed = -1, len(sizes)  # places in sizes
     place = 0
@@ -75,8 +74,7 @@ class TrialLayout:
 
     def words(self) -> str:
         """Return the layout in a sentence."""
-        plural = "s" if self.stages > 1 else ""
-        return f"{self.stages} stage{plural} x {self.replicas} replica{'s' if self.replicas > 1 else ''}"
+        return f"{counted(self.stages, 'stage')} x {counted(self.replicas, 'replica')}"
 
 
 class Task(BaseModel, frozen=True, ser_json_inf_nan="constants"):
@@ -132,16 +130,21 @@ class Task(BaseModel, frozen=True, ser_json_inf_nan="constants"):
             )
         share = batch // layout.replicas
         dividing = [size for size in range(1, share + 1) if share % size == 0]
-        odd = [size for size in asked if share % size]
-        if odd:
+        if odd := [size for size in asked if share % size]:
             raise LayoutError(
                 f"--micro-batch {odd[0]} does not divide the {share} images of a replica (train.batch_images = "
                 f"{batch}, layout {layout}); use some of {','.join(map(str, dividing))}, or --accumulation to let the "
                 f"batch grow"
             )
-        possible = [size for size in asked or dividing if self._is_possible(size)]
-        if not possible:
-            self._check(min(asked or dividing))
+        possible, refusal = [], None
+        for size in asked or dividing:
+            try:
+                self._check(size)
+                possible.append(size)
+            except LayoutError as error:
+                refusal = refusal or error
+        if refusal is not None and not possible:
+            raise refusal
         return self.model_copy(update={"sizes": tuple(possible)})
 
     def changes(self, size: int) -> tuple[str, ...]:
@@ -159,10 +162,9 @@ class Task(BaseModel, frozen=True, ser_json_inf_nan="constants"):
         """Return the DeepSpeed JSON with the layout and a micro-batch filled in; everything else stays as given.
 
         Raises:
-            DsConfigError: the JSON can't be read.
-            SpecError: the spec can't be read.
+            DsConfigError, SpecError: the JSON or the spec can't be read.
         """
-        config = copy.deepcopy(read_ds_config(self.ds_config))
+        config = read_ds_config(self.ds_config)
         config["train_micro_batch_size_per_gpu"] = size
         if self.accumulation is None:
             share = self.load_spec(size).train.batch_images // self.layout.replicas
@@ -213,18 +215,5 @@ class Task(BaseModel, frozen=True, ser_json_inf_nan="constants"):
 
     def _check(self, size: int) -> None:
         """Raise an error for a size that training would refuse: SpecError, DsConfigError or LayoutError."""
-        layout = self.layout
-        resolve(
-            self.config(size),
-            self.load_spec(size),
-            world_size=layout.processes,
-            stages=layout.stages,
-            path=self.ds_config,
-        )
-
-    def _is_possible(self, size: int) -> bool:
-        try:
-            self._check(size)
-        except LayoutError:
-            return False
-        return True
+        spec, layout = self.load_spec(size), self.layout
+        resolve(self.config(size), spec, world_size=layout.processes, stages=layout.stages, path=self.ds_config)

@@ -69,7 +69,7 @@ class Trials:
         own, answers = folders[self._rank], [one / "answer.json" for one in folders]
         own.mkdir(parents=True)
         if self._rank == 0:
-            write_whole(folder / "port", free_port())
+            replace_file(folder / "port", str(free_port()).encode())
         port, (ours, theirs) = wait_for(folder / "port"), self._context.Pipe(duplex=False)
         child = self._context.Process(
             target=answer_trial, args=(self._task, size, budget_bytes, own, port, self._library_bytes, theirs)
@@ -78,7 +78,8 @@ class Trials:
         theirs.close()
         limit = budget_bytes if self._task.device == "cpu" else None  # a GPU refuses by itself
         others = [path for rank, path in enumerate(answers) if rank != self._rank]
-        write_whole(answers[self._rank], asdict(self._watch(child, ours, own / "log", limit, others)))
+        answer = self._watch(child, ours, own / "log", limit, others)
+        replace_file(answers[self._rank], json.dumps(asdict(answer)).encode())
         layout = self._task.plan(size, own).ds.layout
         found = [Answer(**wait_for(path)) for path in answers]
         return judge(found, (size, layout.micro_batches, layout.batch_images), limit)
@@ -136,11 +137,6 @@ def without_answer(code: int, log: Path) -> Answer:
     if code == -signal.SIGABRT and "bad_alloc" in printed:
         return Answer("memory", "ran out of memory")
     return Answer("failed", f"ended with {code} and printed\n{printed}")
-
-
-def write_whole(path: Path, value: Any) -> None:
-    """Write JSON atomically: a rank that finds the file finds all of it."""
-    replace_file(path, json.dumps(value).encode())
 
 
 def wait_for(path: Path) -> Any:

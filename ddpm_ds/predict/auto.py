@@ -1,8 +1,7 @@
 """Decisions that a run on the present devices leaves to the planner: the number of stages, and the cuts.
 
-``"stages": "auto"`` is the number of stages with which a step is fastest; the schedule, the micro-batch, ZeRO and the
-rest are as the JSON and the spec say. Layers' times are computed, so that all processes get the same answer before they
-communicate. ``"partition": "measured"`` are the cuts by times that one of the processes has measured.
+``"stages": "auto"`` is the number of stages with which a step is fastest, by computed times of layers, so that all
+processes get the same answer before they communicate. ``"partition": "measured"`` are the cuts by measured times.
 """
 
 from __future__ import annotations

@@ -149,15 +149,10 @@ def ring_bandwidth(machine: Machine, layout: Candidate, rank: int) -> float:
     Across nodes every device of a node uses its share of the network.
     """
     where = grid(machine, layout)
-    fewest = _fewest_in_a_node(where.stages, where.replicas, where.across, machine.devices_per_node, rank)
-    return min(machine.link_bandwidth, fewest * machine.network_bandwidth) if fewest else machine.link_bandwidth
-
-
-@functools.lru_cache(maxsize=65536)
-def _fewest_in_a_node(stages: int, replicas: int, across: AcrossHosts, devices_per_node: int, rank: int) -> int:
-    """Return the fewest replicas of a rank that share a node; 0 where all are in one."""
-    where = _grid(stages, replicas, across, devices_per_node)
-    return min(Counter(where.hosts_of(rank)).values()) if where.rings[rank].crossing else 0
+    if not where.rings[rank].crossing:
+        return machine.link_bandwidth
+    fewest = min(Counter(where.hosts_of(rank)).values())
+    return min(machine.link_bandwidth, fewest * machine.network_bandwidth)
 
 
 def ring_seconds(machine: Machine, layout: Candidate, rank: int, size: float, passes: int) -> float:

@@ -25,8 +25,8 @@ SUMMARY = Path("trace") / "summary.json"
 """The summary of the traced steps, in a run's folder."""
 HOW_TO_TRACE = "train with --trace-steps FIRST-LAST, or for 22 steps or more: then steps 20 to 22 are"
 
-FIRST_SCALE = 2.0**16
-"""Initial loss scale of DeepSpeed."""
+FIRST_SCALE_POWER = 16
+"""Power of two of DeepSpeed's initial loss scale."""
 Method = Literal["flops", "measured", "parameters", "uniform"]
 """Method of cutting named in the JSON, where it does not list the cuts."""
 
@@ -41,11 +41,6 @@ class Setup(Candidate):
     """Bytes of an element on the wire between stages."""
     data_wait: float = 1.0
     """Share that remains of the traced step's waiting for the loader."""
-
-    @property
-    def images(self) -> int:
-        """Number of images of an optimizer step."""
-        return self.replicas * self.micro_batches * self.micro_batch_images
 
 
 @dataclass(frozen=True)
@@ -85,13 +80,13 @@ class Overflows:
 
     skipped: int = 0
     steps: int = 1
-    first_scale: float = FIRST_SCALE
+    first_scale: float = 2.0**FIRST_SCALE_POWER
     last_scale: float = 1.0
 
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """Everything that a verdict needs from a run."""
+    """A run, as a verdict needs it."""
 
     job: Workload
     setup: Setup
@@ -150,6 +145,7 @@ def _read(run_dir: Path) -> FinishedRun:
     last = points[-1] if points else {}
     method = config["pipeline"]["partition"]
     job = Workload(load_spec(run_dir / "spec.yaml", []), config, on_cpu=summary["device"] == "cpu")
+    fp16 = config.get("fp16", {})
     return FinishedRun(
         job=job,
         setup=_setup(run_dir, job, summary),
@@ -163,7 +159,7 @@ def _read(run_dir: Path) -> FinishedRun:
         overflows=Overflows(
             skipped=int(last.get("train/skipped_steps", 0)),
             steps=max(int(last.get("step", 1)), 1),
-            first_scale=_first_scale(config.get("fp16", {})),
+            first_scale=float(fp16.get("loss_scale") or 2 ** fp16.get("initial_scale_power", FIRST_SCALE_POWER)),
             last_scale=last.get("train/loss_scale", 1.0),
         ),
         pauses=read_pauses(run_dir),
@@ -213,12 +209,6 @@ def _setup(run_dir: Path, job: Workload, summary: Mapping[str, Any]) -> Setup:
     return setup
 
 
-def _first_scale(fp16: Mapping[str, Any]) -> float:
-    """Return the loss scale of the first step: a fixed one, or the initial one of a dynamic scale."""
-    power = fp16.get("initial_scale_power")
-    return float(fp16.get("loss_scale") or (FIRST_SCALE if power is None else 2**power))
-
-
 def mean(values: Sequence[float]) -> float:
     """Return the mean."""
     return math.fsum(values) / len(values)
@@ -227,12 +217,10 @@ def mean(values: Sequence[float]) -> float:
 def _mean_rank(replicas: Sequence[Mapping[str, Any]]) -> RankFacts:
     """Average a rank of the pipeline over all processes that have it."""
 
-    def own(name: str) -> float:
-        return mean([replica[f"{name}_seconds"] for replica in replicas])
-
-    def summed(name: str) -> float:
-        return mean([math.fsum(phase[f"{name}_seconds"] for phase in replica["phases"]) for replica in replicas])
-
+    names = ("data_wait", "load", "reduce", "optimizer", "agreement_wait", "ema", "other")
+    own = {name: mean([replica[f"{name}_seconds"] for replica in replicas]) for name in names}
+    for name in ("wait", "send"):
+        own[name] = mean([math.fsum(phase[f"{name}_seconds"] for phase in one["phases"]) for one in replicas])
     phases = [
         PhaseCosts(
             mean([phase["forward_seconds_per_micro_batch"] for phase in same]),
@@ -242,8 +230,7 @@ def _mean_rank(replicas: Sequence[Mapping[str, Any]]) -> RankFacts:
         )
         for same in zip(*(replica["phases"] for replica in replicas), strict=True)
     ]
-    names = ("data_wait", "load", "reduce", "optimizer", "agreement_wait", "ema", "other")
-    return RankFacts(tuple(phases), wait=summed("wait"), send=summed("send"), **{name: own(name) for name in names})
+    return RankFacts(tuple(phases), **own)
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:

@@ -90,16 +90,14 @@ class Candidate:
     def of(ds: ResolvedDsConfig, checkpoint_interval: int) -> Candidate:
         """Return the layout of a resolved configuration, with activation checkpointing as decided here."""
         layout = ds.layout
-        return Candidate(
-            layout.stages,
-            layout.replicas,
-            ds.schedule,
-            layout.micro_batch_images,
-            layout.micro_batches,
-            checkpoint_interval,
-            ds.zero_stage,
-            offloads(ds.blocks),
-        )
+        sizes = layout.micro_batch_images, layout.micro_batches
+        memory = checkpoint_interval, ds.zero_stage, offloads(ds.blocks)
+        return Candidate(layout.stages, layout.replicas, ds.schedule, *sizes, *memory)
+
+    @property
+    def images(self) -> int:
+        """Number of images of an optimizer step."""
+        return self.replicas * self.micro_batches * self.micro_batch_images
 
     @property
     def apart(self) -> AcrossHosts:
@@ -128,9 +126,7 @@ def offloads(config: Mapping[str, Any]) -> bool:
 def layouts(job: Workload, devices: int, *, offload: bool, nodes: int = 1) -> Iterator[Candidate]:
     """Yield all layouts of a job that divide devices, layers and batch without remainder.
 
-    ``offload`` allows Adam's state in host memory. Micro-batches number between 1 and 64 per stage, for the fold at
-    least 2 per rank; a given ``train.accumulation`` leaves one choice. In several nodes either stages or replicas are
-    split over them.
+    ``offload`` allows Adam's state in host memory; a given ``train.accumulation`` leaves one number of micro-batches.
     """
     batch, wanted, zeros = job.spec.train.batch_images, job.spec.train.accumulation, _zero_choices(job, offload)
     for stages in _divisors(devices):

@@ -187,6 +187,7 @@ class Kept:
 
 
 def _kept(job: Workload, layout: Candidate, bounds: Sequence[int]) -> tuple[tuple[Kept, ...], ...]:
+    """Return the bytes that each rank keeps in each of its phases."""
     sizes = job.arithmetic_bytes, job.stored_bytes
     return _kept_by_rank(job.layers, bounds, layout.schedule, layout.checkpoint_interval, *sizes)
 
@@ -195,7 +196,6 @@ def _kept(job: Workload, layout: Candidate, bounds: Sequence[int]) -> tuple[tupl
 def _kept_by_rank(
     layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule, interval: int, wide: int, stored: int
 ) -> tuple[tuple[Kept, ...], ...]:
-    """Return the bytes that each rank keeps in each of its phases."""
     return tuple(
         tuple(
             kept(layers, segment, interval, wide, stored, holds_skips=schedule == "folded" and phase == 0)

@@ -120,17 +120,9 @@ def plan_run(
     ds = resolve(config, spec, world_size=world_size, stages=stages, path=ds_path)
     layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
     bounds = partition(layers, ds.layout.stages, ds.planned_partition, ds.schedule)
-    return RunPlan(
-        spec,
-        spec_path,
-        ds,
-        ds_path,
-        layers,
-        bounds,
-        describe(layers, bounds, ds.schedule),
-        hosts=("0",) * world_size if hosts is None else tuple(hosts),
-        chosen=chosen,
-    )
+    names = ("0",) * world_size if hosts is None else tuple(hosts)
+    table = describe(layers, bounds, ds.schedule)
+    return RunPlan(spec, spec_path, ds, ds_path, layers, bounds, table, names, chosen)
 
 
 def on_hosts(plan: RunPlan, names: Sequence[str]) -> RunPlan:
@@ -142,29 +134,24 @@ def stage_table(plan: RunPlan) -> str:
     """Return the stages as a table: layers, parameters, forward flops, bytes sent per step."""
     header = ("stage", "layers", "first", "last", "parameters", "forward GFLOP/image", "share", "sent MB/step")
     grid = plan.grid() if plan.several_hosts else None
-    rows = [(*header, *(["host"] if grid else []))]
-    total = max(2 * plan.macs, 1)
+    rows = [[*header, *(["host"] if grid else [])]]
     for stage in plan.stages:
-        rows.append(
-            (
-                f"{stage.index} on rank {stage.rank}" if plan.ds.schedule == "folded" else str(stage.index),
-                str(stage.layers),
-                stage.first_layer,
-                stage.last_layer,
-                f"{stage.parameters:,}",
-                f"{stage.forward_flops / 1e9:.4f}",
-                f"{stage.forward_flops / total:.1%}",
-                f"{plan.sent_bytes(stage) / 1e6:.2f}",
-                *([_named(grid.hosts_of(stage.rank))] if grid else []),
-            )
-        )
+        row = [
+            f"{stage.index} on rank {stage.rank}" if plan.ds.schedule == "folded" else str(stage.index),
+            str(stage.layers),
+            stage.first_layer,
+            stage.last_layer,
+            f"{stage.parameters:,}",
+            f"{stage.forward_flops / 1e9:.4f}",
+            f"{stage.forward_flops / (2 * plan.macs):.1%}",
+            f"{plan.sent_bytes(stage) / 1e6:.2f}",
+        ]
+        if grid:
+            names = list(dict.fromkeys(map(str, grid.hosts_of(stage.rank))))
+            few = len(names) <= MOST_HOSTS
+            row.append(", ".join(names) if few else f"{names[0]} ... {names[-1]} ({len(names)})")
+        rows.append(row)
     return "\n".join(aligned(rows, left={2, 3, len(header)}))
-
-
-def _named(hosts: Sequence[object]) -> str:
-    """Return the hosts of a stage, or their number."""
-    names = list(dict.fromkeys(map(str, hosts)))
-    return ", ".join(names) if len(names) <= MOST_HOSTS else f"{names[0]} ... {names[-1]} ({len(names)})"
 
 
 def hosts_line(plan: RunPlan) -> str | None:

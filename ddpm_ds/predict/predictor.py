@@ -45,17 +45,11 @@ class Prediction:
     memory: tuple[Memory, ...]
     """Memory of each rank of the pipeline."""
     traffic: Traffic
-    images_per_second: float
-
-    @property
-    def fullest(self) -> int:
-        """Rank of the pipeline with the largest memory."""
-        return max(range(len(self.memory)), key=lambda rank: self.memory[rank].total)
 
     @property
     def peak(self) -> Memory:
         """Memory of the fullest rank."""
-        return self.memory[self.fullest]
+        return max(self.memory, key=lambda memory: memory.total)
 
 
 @dataclass
@@ -83,27 +77,23 @@ class Predictor:
         """Return whether every rank fits its memory, if need be with cuts made for that, which are used from
         then on.
         """
-        if self._excess(layout, self.bounds(layout)) <= 0:
+        usable = limit = self.machine.usable_bytes
+
+        def excess(bounds: Bounds) -> int:
+            return max(memory.total for memory in pipeline_memory(self.job, layout, bounds)) - usable
+
+        if excess(self.bounds(layout)) <= 0:
             return True
-        if layout.stages == 1:
-            return False
-        limit = self.machine.usable_bytes
-        for _ in range(SQUEEZES):
+        for _ in range(SQUEEZES if layout.stages > 1 else 0):
             room = Room(limit, lambda rank, phase: layer_bytes(self.job, layout, rank, phase))
             bounds = self._fastest_cut(layout, room)
             if bounds is None:
                 return False
-            excess = self._excess(layout, bounds)
-            if excess <= 0:
+            if (over := excess(bounds)) <= 0:
                 self._squeezed[layout] = bounds
                 return True
-            limit -= excess
+            limit -= over
         return False
-
-    def _excess(self, layout: Candidate, bounds: Bounds) -> int:
-        """Return the bytes that the fullest rank holds beyond its device's memory."""
-        fullest = max(memory.total for memory in pipeline_memory(self.job, layout, bounds))
-        return fullest - self.machine.usable_bytes
 
     def knows_times(self, layout: Candidate) -> bool:
         """Return whether the layers' times are already known for this micro-batch."""
@@ -151,7 +141,6 @@ class Predictor:
             update_seconds=update,
             memory=self.memory(layout),
             traffic=step_traffic(self.job, self.machine, layout, self.bounds(layout)),
-            images_per_second=self.job.spec.train.batch_images / step,
         )
 
     def _step_seconds(self, layout: Candidate) -> float:

@@ -16,13 +16,12 @@ from ddpm_ds.predict.simulate import Simulation
 
 def report(plan: Plan, machine: Machine) -> str:
     """Return everything that ``ddpm-ds plan`` prints of its result."""
-    first = plan.best[0]
     return "\n".join(
         [
             *aligned(_rows(plan.best, several_nodes=machine.nodes > 1)),
             "",
             f"memory of 1, MiB per device (fits up to {machine.usable_bytes / 2**20:,.0f})",
-            *aligned(_memory_rows(first)),
+            *aligned(_memory_rows(plan.best[0])),
             "",
             textwrap.fill(why(plan, machine), 112, break_on_hyphens=False),
         ]
@@ -49,11 +48,11 @@ def why(plan: Plan, machine: Machine) -> str:
     if machine.nodes > 1:
         sentences.append(_apart(first, plan.turned))
     if plan.tempting is not None:
-        misfit, rank, memory = plan.tempting, plan.tempting.fullest, plan.tempting.peak
+        misfit, memory = plan.tempting, plan.tempting.peak
         largest = max(memory.parts, key=lambda name: memory.parts[name])
         sentences.append(
             f"{misfit.layout.words()} would take {1 - misfit.step_seconds / first.step_seconds:.1%} less, but is "
-            f"{gib(memory.total - machine.usable_bytes)} over on rank {rank} "
+            f"{gib(memory.total - machine.usable_bytes)} over on rank {misfit.memory.index(memory)} "
             f"({largest} {gib(memory.parts[largest])} of {gib(memory.total)})."
         )
     return " ".join(sentences)
@@ -85,46 +84,37 @@ def _difference(first: Prediction, other: Prediction) -> str:
     recomputes = other.layout.checkpoint_interval and not first.layout.checkpoint_interval
     sizes = f"micro-batches of {other.layout.micro_batch_images} against {first.layout.micro_batch_images}"
     cause = "activations are computed again" if recomputes else sizes
-    return max(
-        (waits, f"a device waits {_milliseconds(waits)} more for other stages"),
-        (passes, f"forwards and backwards take {_milliseconds(passes)} more on a device ({cause})"),
-        (update, f"gradients and weights take {_milliseconds(update)} more"),
-    )[1]
-
-
-def _rows(best: Sequence[Prediction], *, several_nodes: bool) -> list[tuple[str, ...]]:
-    header: tuple[str, ...] = (
-        "",
-        "stages",
-        "replicas",
-        "schedule",
-        "micro-batches",
-        "recompute",
-        "ZeRO",
-        "step ms",
-        "images/s",
+    seconds, words = max(
+        (waits, "a device waits {} more for other stages"),
+        (passes, f"forwards and backwards take {{}} more on a device ({cause})"),
+        (update, "gradients and weights take {} more"),
     )
-    header += ("bubble", "GiB/device", "GB on wires")
-    rows = [header + (("across nodes", "GB between", "from one") if several_nodes else ())]
+    return words.format(f"{1e3 * seconds:,.3g} ms")
+
+
+def _rows(best: Sequence[Prediction], *, several_nodes: bool) -> list[list[str]]:
+    rows = []
     for number, prediction in enumerate(best, start=1):
         layout, wires = prediction.layout, prediction.traffic
-        rate = prediction.images_per_second
-        row = (
-            str(number),
-            str(layout.stages),
-            str(layout.replicas),
-            layout.schedule if layout.stages > 1 else "-",
-            f"{layout.micro_batches} x {layout.micro_batch_images}",
-            f"every {layout.checkpoint_interval}" if layout.checkpoint_interval else "-",
-            f"{layout.zero_stage}{' offload' if layout.offload else ''}",
-            f"{1e3 * prediction.step_seconds:,.5g}",
-            f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}",
-            f"{prediction.bubble:.1%}",
-            f"{prediction.peak.total / GIB:.2f}",
-            f"{(wires.within_hosts + wires.between_hosts) / 1e9:.3f}",
-        )
-        crossing = (layout.apart, f"{wires.between_hosts / 1e9:.3f}", f"{wires.busiest / 1e9:.3f}")
-        rows.append(row + (crossing if several_nodes else ()))
+        rate = layout.images / prediction.step_seconds
+        cells = {
+            "": str(number),
+            "stages": str(layout.stages),
+            "replicas": str(layout.replicas),
+            "schedule": layout.schedule if layout.stages > 1 else "-",
+            "micro-batches": f"{layout.micro_batches} x {layout.micro_batch_images}",
+            "recompute": f"every {layout.checkpoint_interval}" if layout.checkpoint_interval else "-",
+            "ZeRO": f"{layout.zero_stage}{' offload' if layout.offload else ''}",
+            "step ms": f"{1e3 * prediction.step_seconds:,.5g}",
+            "images/s": f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}",
+            "bubble": f"{prediction.bubble:.1%}",
+            "GiB/device": f"{prediction.peak.total / GIB:.2f}",
+            "GB on wires": f"{(wires.within_hosts + wires.between_hosts) / 1e9:.3f}",
+        }
+        if several_nodes:
+            cells |= {"across nodes": layout.apart, "GB between": f"{wires.between_hosts / 1e9:.3f}"}
+            cells |= {"from one": f"{wires.busiest / 1e9:.3f}"}
+        rows += [list(cells), list(cells.values())] if number == 1 else [list(cells.values())]
     return rows
 
 
@@ -135,10 +125,6 @@ def _memory_rows(prediction: Prediction) -> list[tuple[str, ...]]:
         sizes = [*memory.parts.values(), memory.total, *([memory.host] if offload else [])]
         rows.append((str(rank), *(f"{size / 2**20:,.1f}" for size in sizes)))
     return rows
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:,.3g} ms"
 
 
 def draw_timeline(simulation: Simulation, title: str, path: Path) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ddpm_ds.command_line import GIB, gib
 from ddpm_ds.config.ds_config import resolve
 from ddpm_ds.errors import LayoutError, UserError
-from ddpm_ds.predict.layouts import Candidate, Workload, ds_config, layouts
+from ddpm_ds.pipeline.placement import AcrossHosts
+from ddpm_ds.predict.layouts import Candidate, ds_config, layouts
 from ddpm_ds.predict.predictor import Prediction, Predictor
 
 
@@ -40,9 +40,12 @@ def search(predictor: Predictor, top: int, among: Sequence[Candidate] | None = N
     fitting, misfits = sort_out(predictor, candidates(predictor) if among is None else among)
     if not fitting:
         raise _nothing(predictor, misfits)
-    best = _fastest(predictor, fitting, top)
+    best, turned = _fastest(predictor, fitting, top), None
+    if (across := best[0].layout.across) != "auto":
+        other: AcrossHosts = "replicas" if across == "stages" else "stages"
+        turned = predictor.predict(replace(best[0].layout, across=other))
     tempting = _tempting(predictor, misfits, best[0].step_seconds)
-    return Plan(best, len(fitting), len(misfits), tempting, _turned(predictor, best[0].layout))
+    return Plan(best, len(fitting), len(misfits), tempting, turned)
 
 
 def candidates(predictor: Predictor) -> list[Candidate]:
@@ -61,12 +64,11 @@ def candidates(predictor: Predictor) -> list[Candidate]:
             accepted[kind] = _is_accepted(predictor, layout)
         if not accepted[kind]:
             continue
-        if not layout.checkpoint_interval:
+        if layout.checkpoint_interval:
+            like, needs = replace(layout, checkpoint_interval=1), _needs(predictor, layout)
+            recomputing[like] = min(recomputing.get(like, (needs, layout)), (needs, layout), key=lambda pair: pair[0])
+        else:
             chosen.append(layout)
-            continue
-        like, needs = replace(layout, checkpoint_interval=1), _needs(predictor, layout)
-        if like not in recomputing or needs < recomputing[like][0]:
-            recomputing[like] = needs, layout
     return chosen + [layout for _, layout in recomputing.values()]
 
 
@@ -100,12 +102,6 @@ def _fastest(predictor: Predictor, fitting: Sequence[Candidate], top: int) -> tu
     return tuple(sorted(best.values(), key=_order)[:top])
 
 
-def _turned(predictor: Predictor, layout: Candidate) -> Prediction | None:
-    if layout.across == "auto":
-        return None
-    return predictor.predict(replace(layout, across="replicas" if layout.across == "stages" else "stages"))
-
-
 def _order(prediction: Prediction) -> tuple[float, int]:
     """Sort key: the fastest first, and of equally fast ones the one that needs least memory."""
     return prediction.step_seconds, prediction.peak.total
@@ -129,41 +125,35 @@ def _tempting(predictor: Predictor, misfits: Sequence[Candidate], limit: float) 
 
 def _is_accepted(predictor: Predictor, layout: Candidate) -> bool:
     """Whether training would accept a layout's JSON."""
-    job, world_size = predictor.job, layout.stages * layout.replicas
-    config = ds_config(job, layout, predictor.bounds(layout))
+    config = ds_config(predictor.job, layout, predictor.bounds(layout))
     try:
-        resolve(config, job.spec, world_size=world_size, stages=None, path="plan")
+        resolve(config, predictor.job.spec, world_size=layout.stages * layout.replicas, stages=None, path="plan")
     except UserError:
         return False
     return True
 
 
 def _nothing(predictor: Predictor, misfits: Sequence[Candidate]) -> LayoutError:
-    """Return the error for no layout that fits the memory."""
+    """Return the error for no layout that divides devices, layers and batch, or none that fits the memory."""
     job, machine = predictor.job, predictor.machine
+    batch, wanted, devices = job.spec.train.batch_images, job.spec.train.accumulation, machine.devices
+    if not misfits and wanted != "auto":
+        return LayoutError(
+            f"train.accumulation = {wanted} and train.batch_images = {batch} leave no layout on {devices} devices; use "
+            f"--set train.accumulation=auto or another batch"
+        )
     if not misfits:
-        return _unshared(job, machine.devices)
+        return LayoutError(
+            f"--devices {devices} can't share train.batch_images = {batch} and the U-Net's {len(job.layers)} layers; "
+            f"use --set train.batch_images={-(-batch // devices) * devices} or another number of devices"
+        )
     nearest = min(misfits, key=lambda layout: _needs(predictor, layout))
     needs, rank = max((memory.total, -rank) for rank, memory in enumerate(predictor.memory(nearest)))
     device = machine.memory_bytes * needs / machine.usable_bytes
     return LayoutError(
-        f"nothing fits {machine.devices} devices of {gib(machine.memory_bytes)} ({gib(machine.usable_bytes)} of it "
-        f"usable); the nearest, {nearest.words()}, is {gib(needs - machine.usable_bytes)} over on rank {-rank}; use "
-        f"more devices, devices of {_rounded_up(device)} or a smaller train.batch_images"
-    )
-
-
-def _unshared(job: Workload, devices: int) -> LayoutError:
-    """Return the error for devices, layers and batch without a common layout, whatever the memory."""
-    batch, wanted = job.spec.train.batch_images, job.spec.train.accumulation
-    if wanted != "auto":
-        return LayoutError(
-            f"train.accumulation = {json.dumps(wanted)} and train.batch_images = {batch} leave no layout on "
-            f"{devices} devices; use --set train.accumulation=auto or another batch"
-        )
-    return LayoutError(
-        f"--devices {devices} can't share train.batch_images = {batch} and the U-Net's {len(job.layers)} layers; use "
-        f"--set train.batch_images={-(-batch // devices) * devices} or another number of devices"
+        f"nothing fits {devices} devices of {gib(machine.memory_bytes)} ({gib(machine.usable_bytes)} of it usable); "
+        f"the nearest, {nearest.words()}, is {gib(needs - machine.usable_bytes)} over on rank {-rank}; use more "
+        f"devices, devices of {_rounded_up(device)} or a smaller train.batch_images"
     )
 
 

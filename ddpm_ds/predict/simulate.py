@@ -106,7 +106,7 @@ def simulate(
 
     Raises:
         ValueError: the schedule can't have so few micro-batches.
-        RuntimeError: the streams wait for each other for ever, which is a bug of the schedule.
+        RuntimeError: the streams wait for each other for ever: a bug of the schedule.
     """
     ranks = [_Rank(number, own, keep_events) for number, own in enumerate(costs)]
     programs = [deque(program(schedule, micro_batches, len(costs), number)) for number in range(len(costs))]

@@ -8,7 +8,6 @@ sending, reducing and updating go as fast as they did.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -67,32 +66,26 @@ class Model:
 
     def _rates_of(self, segment: Segment, phase: PhaseCosts) -> list[LayerRate]:
         own, startup_of = self.job.layers[segment.start : segment.stop], self.facts.device.startup_of
+        starts, whole = [startup_of([layer]) for layer in own], startup_of(own)
         work = sum(layer.macs for layer in own) * self.now.micro_batch_images
-        startup = startup_of(own)
 
         def rates(measured: float, startup: float) -> tuple[float, float]:
             """Return the share of the layers' start-up that counts, and seconds per multiply-accumulate."""
             share = min(1.0, MOST_STARTUP * measured / startup) if startup else 0.0
             return share, (measured - share * startup) / work
 
-        starts = [startup_of([layer]) for layer in own]
-        share, per_mac = rates(phase.forward_seconds, startup.forward)
+        share, per_mac = rates(phase.forward_seconds, whole.forward)
         forwards = [(share * start.forward, per_mac * layer.macs) for layer, start in zip(own, starts, strict=True)]
-        share, per_mac = rates(self._own_backward(segment, phase, forwards), startup.backward)
+        backward = phase.backward_seconds
+        if self.now.checkpoint_interval:  # without the forwards that are computed again, all but the first layer's
+            again = forwards[1:] if segment.start == 0 else forwards
+            recomputed = math.fsum(start + self.now.micro_batch_images * per_image for start, per_image in again)
+            backward = max(backward - recomputed, LEAST_BACKWARD * backward)
+        share, per_mac = rates(backward, whole.backward)
         return [
             LayerRate(LayerSeconds(forward[0], share * start.backward), LayerSeconds(forward[1], per_mac * layer.macs))
             for layer, start, forward in zip(own, starts, forwards, strict=True)
         ]
-
-    def _own_backward(self, segment: Segment, phase: PhaseCosts, forwards: Sequence[tuple[float, float]]) -> float:
-        """Return the seconds of a phase's backward without the forwards that it recomputes, all but the first
-        layer's.
-        """
-        if not self.now.checkpoint_interval:
-            return phase.backward_seconds
-        again = forwards[1:] if segment.start == 0 else forwards
-        recomputed = math.fsum(start + self.now.micro_batch_images * per_image for start, per_image in again)
-        return max(phase.backward_seconds - recomputed, LEAST_BACKWARD * phase.backward_seconds)
 
     @cached_property
     def recomputation_seconds(self) -> float:

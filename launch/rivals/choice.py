@@ -46,13 +46,8 @@ TIMED_SECONDS = 120.0
 """Time that all rounds together may take where their number, or that of their steps, is not given."""
 
 
-def reference_of(row: str, names: Sequence[str]) -> str:
-    """The row of ``--one-device`` that ``row`` is compared to: the first one with the same U-Net."""
-    return next(name for name in names if (name in OTHER_UNETS) == (row in OTHER_UNETS))
-
-
 def choose(asked: Sequence[str], why_not: Callable[[str], str | None]) -> tuple[list[str], dict[str, str]]:
-    """The rows that run, and those that can't with the reasons.
+    """Return the rows that run, and those that can't with the reasons.
 
     Raises:
         LayoutError: none can.
@@ -65,9 +60,8 @@ def choose(asked: Sequence[str], why_not: Callable[[str], str | None]) -> tuple[
 
 
 def why_not_in_layout(row: str, plan: RunPlan) -> str | None:
-    """Why a row of :data:`ROWS` can't run in this layout; None where it can."""
-    layout = plan.ds.layout
-    processes, stages = layout.world_size, layout.stages
+    """Return why a row of :data:`ROWS` can't run in this layout; None where it can."""
+    layout, processes, stages = plan.ds.layout, plan.ds.layout.world_size, plan.ds.layout.stages
     if row == "plain" and processes > 1:
         return f"has one process, and {processes} were started"
     if row in ("folded", "stock-default", "torch") and stages == 1:
@@ -82,15 +76,13 @@ def why_not_in_layout(row: str, plan: RunPlan) -> str | None:
     if row == "ddp" and processes == 1:
         return "needs 2 processes"
     if row in ("ddp", "zero2") and layout.batch_images % (processes * layout.micro_batch_images):
-        return (
-            f"{layout.batch_images} images don't make micro-batches of {layout.micro_batch_images} on {processes} "
-            f"replicas"
-        )
+        size = layout.micro_batch_images
+        return f"{layout.batch_images} images don't make micro-batches of {size} on {processes} replicas"
     return None
 
 
 def bounds_of(plan: RunPlan, schedule: Schedule) -> tuple[int, ...]:
-    """The cuts of this project's engine under ``schedule``: the plan's, or those that it would have under it.
+    """Return the cuts of this project's engine under ``schedule``: the plan's, or those that it would have under it.
 
     Raises:
         LayoutError: the U-Net has no such cuts.
@@ -102,13 +94,13 @@ def bounds_of(plan: RunPlan, schedule: Schedule) -> tuple[int, ...]:
 
 
 def replica_micro_batches(plan: RunPlan) -> int:
-    """Micro-batches of a step where every process is a replica; each has as many images as in the pipeline."""
+    """Return the micro-batches of a step where every process is a replica; they are as large as in the pipeline."""
     layout = plan.ds.layout
     return layout.batch_images // (layout.world_size * layout.micro_batch_images)
 
 
 def rounds_and_steps(rounds: int | None, steps: int | None, seconds: float) -> tuple[int, int]:
-    """Rounds, and steps of each row in a round, as asked or as time allows; one step of all rows takes ``seconds``."""
+    """Return the rounds, and each row's steps in one, as asked or as time allows; one of all takes ``seconds``."""
     affordable = TIMED_SECONDS / seconds
     if rounds is None:
         rounds = max(LEAST_ROUNDS, min(ROUNDS, int(affordable / (steps or 1))))

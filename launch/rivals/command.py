@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ddpm_ds.cli.train import add_run_options
@@ -13,16 +13,7 @@ from ddpm_ds.errors import BadNumbersError, DeviceLostError, LayoutError, SpecEr
 from ddpm_ds.predict.plan import RunPlan, plan_run
 from ddpm_ds.processes.ranks import print_once, set_environment
 from ddpm_ds.tracking.run_folder import OUTPUT_ROOT
-from rivals.choice import (
-    CPU_IMAGES,
-    LEAST_ROUNDS,
-    MOST_STEPS,
-    ONE_DEVICE_ROWS,
-    ROUNDS,
-    ROWS,
-    choose,
-    why_not_in_layout,
-)
+from rivals.choice import CPU_IMAGES, LEAST_ROUNDS, ONE_DEVICE_ROWS, ROUNDS, ROWS, choose, why_not_in_layout
 
 DESCRIPTION = """\
 Ways of training one U-Net side by side: the same images, noise, batch, micro-batches and learning rates on the
@@ -64,15 +55,16 @@ exit codes
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options of a benchmark.
+    """Return the options of a benchmark.
 
     Raises:
         SpecError: an option is unknown or has a wrong value.
     """
+    meanings = ["".join(f"  {name:20}{what}\n" for name, what in rows.items()) for rows in (ROWS, ONE_DEVICE_ROWS)]
     parser = OneLineParser(
         prog="deepspeed [launcher options] launch/bench.py",
         description=DESCRIPTION,
-        epilog=f"rows\n{_meanings(ROWS)}\nrows of --one-device\n{_meanings(ONE_DEVICE_ROWS)}\n{EXAMPLES}",
+        epilog="rows\n{}\nrows of --one-device\n{}\n{}".format(*meanings, EXAMPLES),
     )
     add_run_options(parser)
     parser.add_argument(
@@ -82,27 +74,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     def number(option: str, explanation: str, default: int | None = None) -> None:
         parser.add_argument(option, type=positive, default=default, metavar="N", help=explanation)
 
-    batch = f"(default: the spec's batch on a GPU, {CPU_IMAGES} on a CPU)"
-    number("--images", f"with --one-device: images of a step {batch}")
+    number("--images", f"with --one-device: images of a step (default: the spec's on a GPU, {CPU_IMAGES} on a CPU)")
     parser.add_argument(
         "--rows",
         type=lambda text: [name.strip() for name in text.split(",")],
-        default=None,
         metavar="ROW,ROW,...",
         help="which rows, see below (default: all that can run; with --one-device on a CPU none that takes minutes)",
     )
-    number(
-        "--rounds",
-        f"turns of each row (default 15; with --one-device {ROUNDS}, or {LEAST_ROUNDS} where steps are long)",
-    )
-    several = f"(default 20; with --one-device what fits two minutes, or {MOST_STEPS})"
-    number("--steps-per-round", f"steps of each row in a round {several}")
+    number("--rounds", f"turns of each row (default 15; with --one-device {ROUNDS}, or {LEAST_ROUNDS} of long steps)")
+    number("--steps-per-round", "steps of each row in a round (default 20; with --one-device what fits two minutes)")
     number("--compared-steps", "first steps, whose losses are compared (default 50)", 50)
     parser.add_argument(
         "--memory", action="store_true", help="measure the peak memory of each row, in processes that train it alone"
     )
-    parser.add_argument("--memory-of", default=None, help=argparse.SUPPRESS)  # a child of --memory
-    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write every number here")
+    parser.add_argument("--memory-of", help=argparse.SUPPRESS)  # a child of --memory
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here")
     parser.add_argument(
         "--mlflow",
         action="store_true",
@@ -120,10 +106,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _meanings(rows: Mapping[str, str]) -> str:
-    return "".join(f"  {name:20}{meaning}\n" for name, meaning in rows.items())
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     try:
@@ -131,10 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parse(arguments)
         if options.json is not None:
             check_writable("--json", options.json)
-        if options.one_device:
-            _one_device(options)
-        else:
-            _benchmark(options)
+        (_one_device if options.one_device else _benchmark)(options)
     except DeviceLostError as error:  # nothing that waits for the device may follow
         print_once(f"ddpm_ds: error: {error}")
         os._exit(error.exit_code)
@@ -145,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _benchmark(options: argparse.Namespace) -> None:
-    """Ways of training one U-Net on all processes."""
+    """Compare ways of training one U-Net on all processes."""
     plan = _plan(options, options.overrides)
     names, not_run = choose(options.rows or list(ROWS), lambda row: why_not_in_layout(row, plan))
     from ddpm_ds.device import choose_device  # torch, now that everything cheap is checked
@@ -157,7 +136,7 @@ def _benchmark(options: argparse.Namespace) -> None:
 
 
 def _one_device(options: argparse.Namespace) -> None:
-    """One U-Net in one process.
+    """Compare ways of training one U-Net in one process.
 
     Raises:
         LayoutError: several processes were started.
@@ -171,10 +150,9 @@ def _one_device(options: argparse.Namespace) -> None:
     images = options.images or (CPU_IMAGES if device.type == "cpu" else None)
     batch = [] if images is None else [f"train.batch_images={images}"]
     overrides = [*options.overrides, *batch, "train.accumulation=1"]
-    plan = _plan(options, overrides)
     from rivals.one_device import run_one_device
 
-    run_one_device(plan, device, overrides, options)
+    run_one_device(_plan(options, overrides), device, overrides, options)
 
 
 def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> RunPlan:

@@ -48,7 +48,7 @@ def layout_of(grid: Any | None) -> Iterator[None]:
 
 
 def with_zero_stage(config: dict[str, Any], stage: int) -> dict[str, Any]:
-    """The same under another ZeRO stage; buckets are given, since DeepSpeed's own would take gigabytes."""
+    """Return the same under another ZeRO stage; buckets are given, since DeepSpeed's own would take gigabytes."""
     buckets = {"reduce_bucket_size": BUCKET_ELEMENTS, "allgather_bucket_size": BUCKET_ELEMENTS} if stage else {}
     return {**config, "zero_optimization": {**buckets, **config.get("zero_optimization", {}), "stage": stage}}
 
@@ -58,8 +58,8 @@ class OurPipeline:
 
     def __init__(self, setting: Setting, schedule: Schedule) -> None:
         plan = setting.plan
-        self.name = f"ddpm_ds {'1F1B' if schedule == '1f1b' else schedule}, {plan.ds.precision}, "
-        self.name += f"ZeRO-{plan.ds.zero_stage}"
+        schedule_name = "1F1B" if schedule == "1f1b" else schedule
+        self.name = f"ddpm_ds {schedule_name}, {plan.ds.precision}, ZeRO-{plan.ds.zero_stage}"
         self.note = ""
         self.is_pipeline = plan.ds.layout.stages > 1
         self._replicas = plan.ds.layout.replicas
@@ -143,7 +143,7 @@ class ZeroWithoutPipeline:
         self._replicas, self._micro_batches = dist.get_world_size(), replica_micro_batches(plan)
         self._batches = setting.batches(self._replicas, dist.get_rank())
         config = with_zero_stage(plan.ds.for_deepspeed(), 2)
-        config = {name: block for name, block in config.items() if name != "pipeline"}
+        config.pop("pipeline", None)
         config["gradient_accumulation_steps"] = self._micro_batches
         with layout_of(None), quiet_deepspeed(setting.verbose):
             unet = UNet(plan.layers, plan.spec.train.seed)
@@ -244,12 +244,12 @@ class StockPipeline:
 
 
 def stock_zero_stage(plan: RunPlan) -> tuple[int, str]:
-    """The ZeRO stage that the stock engine runs under where the JSON asks for another one, and why."""
-    asked = plan.ds.zero_stage
+    """Return the ZeRO stage that the stock engine runs under, and why where the JSON asks for another one."""
+    asked, clips = plan.ds.zero_stage, plan.ds.blocks.get("gradient_clipping", 1.0)
     if asked == 2:
         return 1, "ZeRO-1, since it refuses ZeRO-2"
     if asked == 0 and plan.ds.precision == "fp16":
         return 1, "ZeRO-1, since without ZeRO it forgets the loss scale"
-    if asked == 0 and plan.ds.layout.stages > 1 and plan.ds.blocks.get("gradient_clipping", 1.0):
+    if asked == 0 and plan.ds.layout.stages > 1 and clips:
         return 1, "ZeRO-1, since without ZeRO it clips by the first stage's norm alone"
     return asked, ""

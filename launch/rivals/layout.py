@@ -6,7 +6,6 @@ import argparse
 import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
@@ -22,32 +21,30 @@ from rivals.loops import DataParallel, PlainLoop
 from rivals.measure import LOSS_TOLERANCE, check_losses, ratios, time_rounds
 from rivals.observation import Observation, observe, peak_in_child, print_peak
 from rivals.pipelining import TorchPipeline
-from rivals.report import Report, Result, about, common_lines, milliseconds, versions
+from rivals.report import Report, Result, about, common_lines, versions
 from rivals.rows import Row, Setting
 
 
 def build_row(name: str, setting: Setting) -> Row:
-    """The row with a name of :data:`rivals.choice.ROWS`; every process calls this."""
-    rows: dict[str, Callable[[], Row]] = {
-        "plain": lambda: PlainLoop(setting),
-        "1f1b": lambda: OurPipeline(setting, "1f1b"),
-        "folded": lambda: OurPipeline(setting, "folded"),
-        "traced": lambda: TracedPipeline(setting),
-        "stock": lambda: StockPipeline(setting, default_cuts=False),
-        "stock-default": lambda: StockPipeline(setting, default_cuts=True),
-        "torch": lambda: TorchPipeline(setting),
-        "ddp": lambda: DataParallel(setting),
-        "zero2": lambda: ZeroWithoutPipeline(setting),
+    """Return the row with a name of :data:`rivals.choice.ROWS`; every process calls this."""
+    if name in ("1f1b", "folded"):
+        return OurPipeline(setting, "folded" if name == "folded" else "1f1b")
+    if name in ("stock", "stock-default"):
+        return StockPipeline(setting, default_cuts=name == "stock-default")
+    rows: dict[str, Callable[[Setting], Row]] = {
+        "plain": PlainLoop,
+        "traced": TracedPipeline,
+        "torch": TorchPipeline,
+        "ddp": DataParallel,
+        "zero2": ZeroWithoutPipeline,
     }
-    return rows[name]()
+    return rows[name](setting)
 
 
 def run_layout(
     plan: RunPlan, device: torch.device, names: Sequence[str], not_run: Mapping[str, str], options: argparse.Namespace
 ) -> None:
-    """Compare the losses of all rows, time them in turn, and publish what was found.
-
-    Every process calls this. ``not_run`` are the rows left out and why.
+    """Compare the losses of all rows, time them in turn, and publish the report; every process calls this.
 
     Raises:
         UserError: something given is wrong; raised before any process group exists.
@@ -130,47 +127,33 @@ def layout_result(
     ``observed`` and peak bytes are by rank.
     """
     step, ratio = Spread.of(seconds), Spread.of(ratios(seconds, reference))
-    speed = images / step.median
     sent = max(seen.message_bytes + seen.collective_bytes for seen in observed) / 1e6
     bubble = sum(seen.idle for seen in observed) / len(observed) if row.is_pipeline else None
-    peak, first = None if peaks is None else max(peaks) / 1e6, seconds is reference
-    return Result(
-        {
-            "row": name,
-            "name": row.name,
-            "note": row.note,
-            "images_per_second": speed,
-            "step_seconds": asdict(step),
-            "ratio": asdict(ratio),
-            "round_step_seconds": seconds,
-            "first_losses": losses,
-            "largest_loss_difference": loss_difference,
-            "rank_message_bytes": [seen.message_bytes for seen in observed],
-            "rank_collective_bytes": [seen.collective_bytes for seen in observed],
-            "bubble": bubble,
-            "rank_peak_bytes": peaks,
-        },
-        {
-            "row": name,
-            "step ms": step.as_milliseconds(),
-            "images/s": f"{speed:,.4g}",
-            "time ratio": "1" if first else ratio.as_ratio(),
-            "sent MB": f"{sent:.2f}",
-            "bubble": "-" if bubble is None else f"{bubble:.1%}",
-            "peak MB": "" if peak is None else f"{peak:.0f}",
-            "loss difference": "" if first else f"{loss_difference:.1e}",
-            "what": row.name,
-        },
-        {
-            "step_ms": 1e3 * step.median,
-            "images_per_second": speed,
-            "time_ratio": ratio.median,
-            "time_ratio_low": ratio.low,
-            "time_ratio_high": ratio.high,
-            "sent_mb": sent,
-            "loss_difference": loss_difference,
-            "bubble": bubble,
-            "peak_mb": peak,
-        },
-        {"round_step_ms": milliseconds(seconds), "first_loss": losses},
-    )
+    first = seconds is reference
+    numbers = {
+        "row": name,
+        "name": row.name,
+        "note": row.note,
+        "images_per_second": images / step.median,
+        "step_seconds": step,
+        "ratio": ratio,
+        "round_step_seconds": seconds,
+        "first_losses": losses,
+        "largest_loss_difference": loss_difference,
+        "rank_message_bytes": [seen.message_bytes for seen in observed],
+        "rank_collective_bytes": [seen.collective_bytes for seen in observed],
+        "bubble": bubble,
+        "rank_peak_bytes": peaks,
+    }
+    cells = {
+        "row": name,
+        "step ms": step.as_milliseconds(),
+        "images/s": f"{images / step.median:,.4g}",
+        "time ratio": "1" if first else ratio.as_ratio(),
+        "sent MB": f"{sent:.2f}",
+        "bubble": "-" if bubble is None else f"{bubble:.1%}",
+        "peak MB": "" if peaks is None else f"{max(peaks) / 1e6:.0f}",
+        "loss difference": "" if first else f"{loss_difference:.1e}",
+        "what": row.name,
+    }
+    return Result(numbers, cells)

@@ -104,7 +104,7 @@ class Optimizer:
             parameter.grad = None
 
     def gradient_norm(self, loss: Tensor, scale: float) -> float:
-        """The norm of ``loss``'s gradient, without changing anything; not finite where ``scale`` makes it overflow."""
+        """Return the norm of ``loss``'s gradient and change nothing; not finite where ``scale`` makes it overflow."""
         (loss * scale).backward()
         gradients = [one.grad.float() for one in self._parameters if one.grad is not None]
         self.drop_gradients()
@@ -136,7 +136,7 @@ class Loop:
         self._device, self._objective = setting.device, setting.objective()
 
     def predict(self, inputs: Sequence[Tensor], images: Tensor) -> Tensor:
-        """(N, C, H, W) of (x_t, t) or (x_t, t, labels); ``images`` (N,) are positions, as loaded."""
+        """Return (N, C, H, W) of (x_t, t) or (x_t, t, labels); ``images`` (N,) are positions, as loaded."""
         prediction: Tensor = self.model(*inputs, images=images.to(self._device, non_blocking=True))
         return prediction
 
@@ -146,7 +146,7 @@ class Loop:
         return loss
 
     def forward_backward(self) -> Tensor:
-        """A step without the optimizer."""
+        """Take a step without the optimizer."""
         loss = self._backward()
         self.optimizer.drop_gradients()
         return loss
@@ -177,7 +177,7 @@ class Loop:
         return prediction, self._objective.loss(prediction, prepared)
 
     def _accumulation(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        """A context around a micro-batch's forward and backward."""
+        """Return a context around a micro-batch's forward and backward."""
         return contextlib.nullcontext()
 
 

@@ -25,16 +25,16 @@ from ddpm_ds.train.meters import peak_memory_bytes
 from rivals.rows import Row
 
 RING_SHARE: dict[str, Callable[[int, int, int], float]] = {
-    "allreduce_": lambda first, second, n: 2 * first * (n - 1) / n,
-    "allreduce_coalesced_": lambda first, second, n: 2 * first * (n - 1) / n,
-    "broadcast_": lambda first, second, n: first * (n - 1) / n,
-    "reduce_": lambda first, second, n: first * (n - 1) / n,
-    "allgather_": lambda outputs, inputs, n: inputs * (n - 1),
-    "_allgather_base_": lambda outputs, inputs, n: inputs * (n - 1),
-    "allgather_into_tensor_coalesced_": lambda outputs, inputs, n: inputs * (n - 1),
-    "reduce_scatter_": lambda outputs, inputs, n: outputs * (n - 1),
-    "_reduce_scatter_base_": lambda outputs, inputs, n: outputs * (n - 1),
-    "reduce_scatter_tensor_coalesced_": lambda outputs, inputs, n: outputs * (n - 1),
+    **dict.fromkeys(("allreduce_", "allreduce_coalesced_"), lambda first, second, n: 2 * first * (n - 1) / n),
+    **dict.fromkeys(("broadcast_", "reduce_"), lambda first, second, n: first * (n - 1) / n),
+    **dict.fromkeys(
+        ("allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_"),
+        lambda outputs, inputs, n: inputs * (n - 1),
+    ),
+    **dict.fromkeys(
+        ("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
+        lambda outputs, inputs, n: outputs * (n - 1),
+    ),
 }
 """Bytes that each of n processes sends in a collective, from the bytes of its first two arguments, as a ring of
 processes does it; what a library really does may be another algorithm of about that cost."""
@@ -115,21 +115,19 @@ class SentBytes(TorchDispatchMode):
 
     def _count(self, schema: Any, arguments: Sequence[Any]) -> None:
         name = schema.name.removeprefix("c10d::")
-        if name in SILENT:
-            return
         if name == "send":
             self.message_bytes += _bytes(arguments[0])
-            return
-        if name not in RING_SHARE:
-            raise NotImplementedError(f"what {schema.name} sends is not known here; add it to RING_SHARE")
-        position = [argument.name for argument in schema.arguments].index("process_group")
-        processes = dist.ProcessGroup.unbox(arguments[position]).size()
-        self.collective_bytes += RING_SHARE[name](_bytes(arguments[0]), _bytes(arguments[1]), processes)
+        elif name not in SILENT:
+            if name not in RING_SHARE:
+                raise NotImplementedError(f"what {schema.name} sends is not known here; add it to RING_SHARE")
+            position = [argument.name for argument in schema.arguments].index("process_group")
+            processes = dist.ProcessGroup.unbox(arguments[position]).size()
+            self.collective_bytes += RING_SHARE[name](_bytes(arguments[0]), _bytes(arguments[1]), processes)
 
 
 def _bytes(tensors: Any) -> int:
-    """Bytes of every tensor in a list of any depth."""
-    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor))
+    """Return the bytes of every tensor in a list of any depth."""
+    return sum(leaf.nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor))
 
 
 @dataclass(frozen=True)
@@ -137,9 +135,9 @@ class Observation:
     """Observation of one process in a step of one row."""
 
     message_bytes: int
-    """Sent in messages to one other process."""
+    """Bytes sent in messages to one other process."""
     collective_bytes: int
-    """Sent as a part of collectives, see :data:`RING_SHARE`."""
+    """Bytes sent as a part of collectives, by :data:`RING_SHARE`."""
     idle: float
     """Share of the step's time outside of forward and backward."""
 
@@ -164,9 +162,8 @@ def observe(row: Row, steps: int, device: torch.device) -> Observation:
 
 
 def peak_in_child(row: str) -> int:
-    """Peak bytes of ``row`` in a child of this process, which trains nothing else: in one process rows can't be told
-    apart, since what one has freed the next one takes. Every process calls this at the same time; the children find
-    each other at a port of their own.
+    """Return the peak bytes of ``row`` in a child of this process that trains nothing else; in one process what a row
+    has freed the next one takes. Every process calls this; the children find each other at a port of their own.
 
     Raises:
         RuntimeError: a child failed; with the end of what it printed.
@@ -185,9 +182,8 @@ def peak_in_child(row: str) -> int:
 
 
 def print_peak(build: Callable[[], Row], device: torch.device) -> None:
-    """The child's part: print the most bytes held in the steps of a row, more than were held before it was built.
-
-    On a GPU those of tensors on it, on a CPU those of the resident set.
+    """Print, in the child, the bytes by which a row's steps raise the peak of its tensors on a GPU, or of the resident
+    set on a CPU.
     """
     before = 0 if device.type == "cuda" else psutil.Process().memory_info().rss
     row = build()

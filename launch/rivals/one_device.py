@@ -7,7 +7,7 @@ import gc
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from tqdm import tqdm
@@ -21,12 +21,12 @@ from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.train.meters import peak_memory_bytes
 from ddpm_ds.unet.operations import arithmetic_dtype
-from rivals.choice import ONE_DEVICE_ROWS, OTHER_UNETS, choose, reference_of, rounds_and_steps
+from rivals.choice import ONE_DEVICE_ROWS, OTHER_UNETS, choose, rounds_and_steps
 from rivals.deepspeed_rows import OneStageEngine
 from rivals.loops import Loop, Probe
 from rivals.measure import check_probe, ratios, time_rounds, tolerance
 from rivals.observation import peak_in_child, print_peak
-from rivals.report import Report, Result, about, common_lines, milliseconds, versions
+from rivals.report import Report, Result, about, common_lines, versions
 from rivals.rows import Setting
 from rivals.unets import (
     PACKAGES,
@@ -44,7 +44,7 @@ WARM_STEPS = 2
 
 
 def build_row(name: str, setting: Setting, missing: dict[str, str]) -> Loop | OneStageEngine:
-    """The row with a name of :data:`rivals.choice.ONE_DEVICE_ROWS`."""
+    """Return the row with a name of :data:`rivals.choice.ONE_DEVICE_ROWS`."""
     match name:
         case "diffusers" | "diffusers-compiled":
             return DiffusersLoop(setting, compiled=name == "diffusers-compiled")
@@ -63,8 +63,10 @@ class Warm:
 
     row: Loop | OneStageEngine
     probe: Probe
+    reference: str
+    """The first row with the same U-Net, to which it is compared."""
     differences: dict[str, float]
-    """Differences from the first row of the same U-Net (:func:`rivals.measure.check_probe`); empty for that row."""
+    """Differences from that row (:func:`rivals.measure.check_probe`); empty for a U-Net of another kind."""
     seconds: float
     """Time of the last warm step."""
     peak_bytes: int | None
@@ -72,9 +74,7 @@ class Warm:
 
 
 def run_one_device(plan: RunPlan, device: torch.device, overrides: Sequence[str], options: argparse.Namespace) -> None:
-    """Compare what rows compute, time them in turn, and publish what was found.
-
-    Rows that were not named are all that can run, except on a CPU those that would take minutes.
+    """Compare what rows compute, time them in turn, and publish the report.
 
     Raises:
         UserError: something given is wrong.
@@ -117,7 +117,7 @@ def run_one_device(plan: RunPlan, device: torch.device, overrides: Sequence[str]
         tolerance=allowed,
         rounds=rounds,
         steps_per_round=steps,
-        engine_over_bare=None if over is None else asdict(over),
+        engine_over_bare=over,
     )
     head = [
         f"U-Net        {plan.spec.name} with {plan.ds_path}, {precision}, dropout {dropout:g}",
@@ -137,7 +137,7 @@ def run_one_device(plan: RunPlan, device: torch.device, overrides: Sequence[str]
 def warm_rows(
     names: Sequence[str], setting: Setting, missing: dict[str, str], allowed: float, *, memory: bool
 ) -> dict[str, Warm]:
-    """All rows, compared with each other and warm; they live side by side.
+    """Return all rows, compared with each other and warm; they live side by side.
 
     ``memory`` asks for peaks on a CPU, each measured in a child; on a GPU they are known without one.
 
@@ -165,12 +165,14 @@ def warm_rows(
                 f"row {name} no longer fits the device beside {', '.join(warm) or 'nothing'}; name fewer rows in "
                 f"--rows, or take less than --images {setting.plan.ds.layout.micro_batch_images}"
             ) from None
-        first, differences = reference_of(name, names), dict[str, float]()
+        first = next(other for other in names if (other in OTHER_UNETS) == (name in OTHER_UNETS))
+        differences = {}
         if name not in OTHER_UNETS:
             differences = check_probe(name, probe, first, warm[first].probe if first in warm else probe, allowed)
         elif not math.isfinite(probe.loss + probe.gradient_norm):
             raise BadNumbersError(f"{name} has loss {probe.loss} and gradients of norm {probe.gradient_norm}")
-        warm[name] = Warm(row, probe, differences, seconds, peak_memory_bytes(device) - before if on_gpu else peak)
+        peak = peak_memory_bytes(device) - before if on_gpu else peak
+        warm[name] = Warm(row, probe, first, differences, seconds, peak)
     return warm
 
 
@@ -182,59 +184,44 @@ def one_device_result(
     ``whole`` are the seconds of a step by row and round, ``part`` those of the same without its optimizer; ``images``
     are those of a step, ``peak`` is in flops per second of matrix products.
     """
-    row, probe, reference = one.row, one.probe, reference_of(name, list(whole))
+    row, reference = one.row, one.reference
     first, other = name == reference, not one.differences
     step, part_step = Spread.of(whole[name]), Spread.of(part) if part else None
     speed, rate = Spread.of(ratios(whole[reference], whole[name])), images / step.median
-    mfu, memory = 6 * row.macs * rate / peak, None if one.peak_bytes is None else one.peak_bytes / 1e6
+    mfu = 6 * row.macs * rate / peak
     prediction, gradient = one.differences.get("prediction"), one.differences.get("gradients' norm")
-    return Result(
-        {
-            "row": name,
-            "name": row.name,
-            "note": row.note,
-            "reference": reference,
-            "parameters": row.parameters,
-            "macs": row.macs,
-            "images_per_second": rate,
-            "step_seconds": asdict(step),
-            "forward_backward_seconds": None if part_step is None else asdict(part_step),
-            "speed": asdict(speed),
-            "mfu": mfu,
-            "peak_bytes": one.peak_bytes,
-            "loss": probe.loss,
-            "gradient_norm": probe.gradient_norm,
-            "prediction_difference": prediction,
-            "gradient_norm_difference": gradient,
-            "round_step_seconds": whole[name],
-            "round_forward_backward_seconds": part,
-        },
-        {
-            "row": name,
-            "step ms": step.as_milliseconds(),
-            "fwd+bwd ms": "-" if part_step is None else part_step.as_milliseconds(),
-            "images/s": f"{rate:,.4g}",
-            "speed": "1" if first else speed.as_ratio(),
-            "MFU": f"{mfu:.1%}",
-            "peak MB": "" if memory is None else f"{memory:,.0f}",
-            "prediction": "" if first or prediction is None else f"{prediction:.1e}",
-            "gradient": "" if first or gradient is None else f"{gradient:.1e}",
-            "parameters": f"{row.parameters:,}" if first or other else "",
-            "MACs/image": f"{row.macs / 1e9:.4g} G" if first or other else "",
-            "what": row.name,
-        },
-        {
-            "step_ms": 1e3 * step.median,
-            "images_per_second": rate,
-            "speed": speed.median,
-            "speed_low": speed.low,
-            "speed_high": speed.high,
-            "mfu": mfu,
-            "forward_backward_ms": None if part_step is None else 1e3 * part_step.median,
-            "peak_mb": memory,
-            "prediction_difference": prediction,
-            "gradient_norm_difference": gradient,
-        },
-        {"round_step_ms": milliseconds(whole[name]), "round_forward_backward_ms": milliseconds(part)},
-        block=int(other),
-    )
+    numbers = {
+        "row": name,
+        "name": row.name,
+        "note": row.note,
+        "reference": reference,
+        "parameters": row.parameters,
+        "macs": row.macs,
+        "images_per_second": rate,
+        "step_seconds": step,
+        "forward_backward_seconds": part_step,
+        "speed": speed,
+        "mfu": mfu,
+        "peak_bytes": one.peak_bytes,
+        "loss": one.probe.loss,
+        "gradient_norm": one.probe.gradient_norm,
+        "prediction_difference": prediction,
+        "gradient_norm_difference": gradient,
+        "round_step_seconds": whole[name],
+        "round_forward_backward_seconds": part,
+    }
+    cells = {
+        "row": name,
+        "step ms": step.as_milliseconds(),
+        "fwd+bwd ms": "-" if part_step is None else part_step.as_milliseconds(),
+        "images/s": f"{rate:,.4g}",
+        "speed": "1" if first else speed.as_ratio(),
+        "MFU": f"{mfu:.1%}",
+        "peak MB": "" if one.peak_bytes is None else f"{one.peak_bytes / 1e6:,.0f}",
+        "prediction": "" if first or prediction is None else f"{prediction:.1e}",
+        "gradient": "" if first or gradient is None else f"{gradient:.1e}",
+        "parameters": f"{row.parameters:,}" if first or other else "",
+        "MACs/image": f"{row.macs / 1e9:.4g} G" if first or other else "",
+        "what": row.name,
+    }
+    return Result(numbers, cells, block=int(other))

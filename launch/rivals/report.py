@@ -10,8 +10,9 @@ import shlex
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 
 import ddpm_ds
 from ddpm_ds.command_line import aligned
+from ddpm_ds.experiments.data_rate import Spread
 from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.tracking.run_folder import OUTPUT_ROOT
 from ddpm_ds.tracking.tracker import RunLink, Tracker
@@ -38,16 +40,24 @@ class Result:
     """Values for JSON: "row" as ``--rows`` takes it, its "name" and "note", and the measurements."""
     cells: dict[str, str]
     """Texts by column of the table."""
-    metrics: dict[str, float | None]
-    """Values for MLflow; None was not measured."""
-    series: dict[str, Sequence[float]]
-    """Series for MLflow, by round or by step."""
     block: int = 0
     """Number of the table in which the row is; rows of one table are compared with each other."""
 
-    @property
-    def measured(self) -> dict[str, float]:
-        return {name: value for name, value in self.metrics.items() if value is not None}
+    def metrics(self) -> dict[str, float]:
+        """Return the measured numbers for MLflow; of a spread the median, and its quartiles as ``_low`` and
+        ``_high``.
+        """
+        found: dict[str, float] = {}
+        for name, value in self.numbers.items():
+            if isinstance(value, Spread):
+                found |= {name: value.median, f"{name}_low": value.low, f"{name}_high": value.high}
+            elif isinstance(value, (int, float)):
+                found[name] = value
+        return found
+
+    def series(self) -> dict[str, list[float]]:
+        """Return the measurements by round, step or rank."""
+        return {name: value for name, value in self.numbers.items() if isinstance(value, list)}
 
 
 @dataclass(frozen=True)
@@ -63,7 +73,7 @@ class Report:
     """Lines below the table, besides the rows' notes and the rows that did not run."""
 
     def table(self) -> str:
-        """The report as text."""
+        """Return the report as text."""
         numbers = [row.numbers for row in self.rows]
         below = [f"{row['row']}: {row['note']}" for row in numbers if row["note"]]
         below += [*self.remarks, *(f"{row['row']} did not run: {row['reason']}" for row in self.about["not_run"])]
@@ -71,8 +81,8 @@ class Report:
         return "\n\n".join("\n".join(block) for block in (self.head, *blocks, below) if block)
 
     def json(self) -> str:
-        """The report as a file."""
-        return json.dumps({**self.about, "rows": [row.numbers for row in self.rows]}, indent=2) + "\n"
+        """Return the report as the text of a file."""
+        return json.dumps({**self.about, "rows": [row.numbers for row in self.rows]}, indent=2, default=asdict) + "\n"
 
     def publish(self, plan: RunPlan, options: argparse.Namespace) -> None:
         """Print the table, write the file and log the MLflow runs that were asked for."""
@@ -83,10 +93,14 @@ class Report:
             print(f"MLflow: {record(self, plan, OUTPUT_ROOT).open_with}", flush=True)
 
 
+def _columns(rows: Sequence[dict[str, str]]) -> list[str]:
+    """Return aligned lines below their heading; a column that no row has anything in is left out."""
+    names = [name for name in (rows[0] if rows else ()) if any(row[name] for row in rows)]
+    return aligned([names, *([row[name] for name in names] for row in rows)], left=range(len(names))) if rows else []
+
+
 def about(setting: Setting, overrides: Sequence[str], not_run: Mapping[str, str], **more: Any) -> dict[str, Any]:
-    """Return the facts of every report in JSON, and ``more``; ``load_before`` is the Unix load average of the minute
-    before.
-    """
+    """Return the facts of every report in JSON, and ``more``."""
     words = [word for word in sys.argv if not word.startswith("--local_rank")]
     return {
         "name": setting.plan.spec.name,
@@ -104,7 +118,7 @@ def about(setting: Setting, overrides: Sequence[str], not_run: Mapping[str, str]
 
 
 def common_lines(about: Mapping[str, Any]) -> list[str]:
-    """Lines that stand above every table."""
+    """Return the lines that stand above every table."""
     return [
         f"machine      {about['machine']}, load {about['load_before']:.1f} before",
         f"versions     {', '.join(f'{name} {number}' for name, number in about['versions'].items())}",
@@ -113,24 +127,19 @@ def common_lines(about: Mapping[str, Any]) -> list[str]:
 
 
 def machine(device: torch.device) -> str:
-    """Processor or GPU, and how many cores and threads compute."""
-    cores = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
+    """Return the GPU, or the processor, with its cores and the threads that compute."""
     path = Path("/proc/cpuinfo")  # Python knows the name on few systems
     lines = path.read_text().splitlines() if path.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    processor = names[0] if names else platform.processor() or platform.machine()
-    host = f"{processor}, {cores} cores, {torch.get_num_threads()} threads per process"
+    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    cores = psutil.cpu_count(logical=False) or psutil.cpu_count()
+    host = f"{names[0] if names else platform.machine()}, {cores} cores, {torch.get_num_threads()} threads per process"
     return f"{torch.cuda.get_device_name(device)} ({host})" if device.type == "cuda" else host
 
 
 def versions(packages: Sequence[str] = ()) -> dict[str, str]:
-    """Versions of what was run: this project, Python, PyTorch, DeepSpeed and some more ``packages``."""
+    """Return the versions of what was run: this project, Python, PyTorch, DeepSpeed and some more ``packages``."""
     known = {"ddpm_ds": ddpm_ds.__version__, "python": platform.python_version()}
     return known | {name: version(name) for name in ("torch", "deepspeed", *packages)}
-
-
-def milliseconds(seconds: Sequence[float]) -> list[float]:
-    return [1e3 * value for value in seconds]
 
 
 def record(report: Report, plan: RunPlan, root: Path) -> RunLink:
@@ -139,52 +148,32 @@ def record(report: Report, plan: RunPlan, root: Path) -> RunLink:
     What MLflow does not take is left in ``root``, where its store is if none is named.
     """
     root.mkdir(parents=True, exist_ok=True)
-    whole = uuid.uuid4().hex
+    facts, whole = report.about, uuid.uuid4().hex
     shared = {
         "spec": plan.spec.model_dump(mode="json"),
         "ds_config": plan.ds.as_json(),
         "layout": vars(plan.ds.layout),
-        "machine": report.about["machine"],
+        "machine": facts["machine"],
     }
     tags = {"kind": "benchmark", "mlflow.source.name": "launch/bench.py"}
-    tags |= {f"version.{name}": number for name, number in report.about["versions"].items()}
-
-    def start(run_name: str, params: dict[str, object], identity: str | None = None) -> Tracker:
-        return Tracker.start(
-            EXPERIMENT,
-            run_name,
-            output_root=root,
-            run_dir=root,
-            params={**shared, **params},
-            tags=tags,
-            identity=identity,
-            parent=None if identity else whole,
-        )
-
-    layout, command = report.about["layout"], report.about["command"]
-    parent = start(f"{report.about['name']} {layout}", {"command": command}, identity=whole)
+    tags |= {f"version.{name}": number for name, number in facts["versions"].items()}
+    start = partial(Tracker.start, EXPERIMENT, output_root=root, run_dir=root, tags=tags)
+    params = shared | {"command": facts["command"]}
+    parent = start(f"{facts['name']} {facts['layout']}", params=params, identity=whole)
     for row in report.rows:
-        parent.metrics({f"{row.numbers['row']}.{metric}": value for metric, value in row.measured.items()}, 0)
+        parent.metrics({f"{row.numbers['row']}.{metric}": value for metric, value in row.metrics().items()}, 0)
     parent.text(report.table() + "\n", "table.txt")
     parent.text(report.json(), "report.json")
     link = parent.finish("FINISHED")  # before its children, which look for it
     children = []
     for row in report.rows:
-        params = {name: row.numbers[name] for name in ("row", "name", "note")}
-        children.append(start(params["row"], params))
-    for row, child in zip(report.rows, children, strict=True):
-        child.metrics(row.measured, 0)
-        for metric, values in row.series.items():
+        params = shared | {name: row.numbers[name] for name in ("row", "name", "note")}
+        child = start(row.numbers["row"], params=params, parent=whole)
+        child.metrics(row.metrics(), 0)
+        for name, values in row.series().items():
             for number, value in enumerate(values):
-                child.metrics({metric: value}, number)
+                child.metrics({name: value}, number)
+        children.append(child)
     for child in children:
         child.finish("FINISHED")
     return link
-
-
-def _columns(rows: Sequence[dict[str, str]]) -> list[str]:
-    """Aligned lines below their heading; a column that no row has anything in is left out."""
-    if not rows:
-        return []
-    names = [name for name in rows[0] if any(row[name] for row in rows)]
-    return aligned([names, *([row[name] for name in names] for row in rows)], left=range(len(names)))

@@ -50,7 +50,7 @@ class Setting:
 
     @classmethod
     def prepare(cls, plan: RunPlan, device: torch.device, *, verbose: bool) -> Setting:
-        """The images, threads and decided configuration of this process, before any process group exists.
+        """Prepare images, threads and configuration of this process, before any process group exists.
 
         Raises:
             UserError: something given is wrong.
@@ -66,7 +66,7 @@ class Setting:
         return Denoising(self.plan.spec, self.device)
 
     def batches(self, replicas: int, replica: int) -> Iterator[MicroBatch]:
-        """The endless micro-batches of one of ``replicas``, from the first image on, on the device."""
+        """Yield the endless micro-batches of one of ``replicas``, from the first image on, on the device."""
         return replica_batches(self.plan, self.store, self.device, replicas=replicas, replica=replica)
 
     @property
@@ -80,5 +80,5 @@ class Setting:
         return f"activation checkpointing {f'every {interval} layers' if interval else 'off'}"
 
     def unchecked(self) -> str:
-        """The note of a row that recomputes nothing, where the configuration asks for it."""
+        """Return the note of a row that recomputes nothing, where the configuration asks for it."""
         return "no activation checkpointing" if self.checkpoint_interval else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddpm_ds.command_line import cache_folder
-from ddpm_ds.config.spec import UnetSpec
 from ddpm_ds.config.spec_file import SPECS, load_spec
 from ddpm_ds.device import DTYPES
 from ddpm_ds.errors import DsConfigError
@@ -32,13 +31,14 @@ PACKAGES = {
     "lucidrains": "denoising_diffusion_pytorch",
 }
 """The package that a row imports."""
-DIM64_IMAGES = (3, 32)
-"""Channels and size of the images of launch/specs/cifar10_dim64.yaml."""
+DIM64, DIM64_IMAGES = SPECS / "cifar10_dim64.yaml", (3, 32)
+"""Spec of another U-Net, and the channels and size of its images."""
 
 
 def comparable_unet(setting: Setting) -> UNet:
-    """Our U-Net in fp32 on the CPU, with the weights that training begins with but none of them zero: a U-Net that ends
-    with zeros predicts zero, whatever happens before."""
+    """Return our U-Net in fp32 on the CPU, with the weights that training begins with but none of them zero: a U-Net
+    that ends with zeros predicts zero, whatever happens before.
+    """
     unet = UNet(setting.plan.layers, setting.plan.spec.train.seed)
     generator = torch.Generator().manual_seed(setting.plan.spec.train.seed)
     for parameter in unet.parameters():
@@ -59,32 +59,27 @@ class Switches:
     fused_adamw: bool = False
 
     def __str__(self) -> str:
-        names = {
-            "channels-last": self.channels_last,
-            f"fused {'masks' if self.kernels == 'masks' else 'kernels'}": self.kernels != "reference",
-            "compiled": self.compiled,
-            "fused AdamW": self.fused_adamw,
-        }
-        return ", ".join(name for name, on in names.items() if on) or "nothing switched on"
+        words = ["channels-last"] * self.channels_last
+        words += [] if self.kernels == "reference" else ["fused masks" if self.kernels == "masks" else "fused kernels"]
+        words += ["compiled"] * self.compiled + ["fused AdamW"] * self.fused_adamw
+        return ", ".join(words) or "nothing switched on"
 
 
-def switches_of(row: str, setting: Setting, missing: dict[str, str]) -> Switches:
+def switches_of(row: str, setting: Setting, missing: Collection[str]) -> Switches:
     """Return the options of a row of ours; ``missing`` is the result of :func:`missing_switches`."""
-    fused: Kernels = "reference" if "fused-kernels" in missing else "fused"
     if row == "bare":
         plan, ds = setting.plan, setting.plan.ds
         dtype, images = DTYPES[ds.precision][1], ds.layout.micro_batch_images
         kernels, _ = choose_kernels(ds.kernels, plan.layers, setting.device, dtype, images)
         return Switches(True, kernels, ds.compile, bool(ds.blocks["optimizer"]["params"].get("fused")))
-    return {
-        "plain": Switches(),
-        "channels-last": Switches(channels_last=True),
-        "fused-kernels": Switches(channels_last=True, kernels="fused"),
-        "compile": Switches(compiled=True),
-        "fused-adamw": Switches(fused_adamw=True),
-        "all": Switches(True, fused, compiled="compile" not in missing, fused_adamw=True),
-        "ours-dim64": Switches(True, fused, fused_adamw=True),
-    }[row]
+    everything = row in ("all", "ours-dim64")
+    fused = row == "fused-kernels" or (everything and "fused-kernels" not in missing)
+    return Switches(
+        channels_last=everything or row in ("channels-last", "fused-kernels"),
+        kernels="fused" if fused else "reference",
+        compiled=row == "compile" or (row == "all" and "compile" not in missing),
+        fused_adamw=everything or row == "fused-adamw",
+    )
 
 
 class OurLoop(Loop):
@@ -112,10 +107,7 @@ class AutocastLoop(Loop):
 
     def predict(self, inputs: Sequence[Tensor], images: Tensor) -> Tensor:
         with self._autocast:
-            return self._predict(*inputs)
-
-    def _predict(self, *inputs: Tensor) -> Tensor:
-        prediction: Tensor = self.model(*inputs)
+            prediction: Tensor = self.model(*inputs)
         return prediction
 
 
@@ -132,9 +124,10 @@ class DiffusersLoop(AutocastLoop):
         super().__init__(setting, model, f"diffusers UNet2DModel{', compiled' if compiled else ''}")
         self._call = torch.compile(self.model) if compiled else self.model
 
-    def _predict(self, *inputs: Tensor) -> Tensor:
+    def predict(self, inputs: Sequence[Tensor], images: Tensor) -> Tensor:
         x_t, t, *labels = inputs
-        prediction: Tensor = self._call(x_t, t, class_labels=labels[0] if labels else None, return_dict=False)[0]
+        with self._autocast:
+            prediction: Tensor = self._call(x_t, t, class_labels=labels[0] if labels else None, return_dict=False)[0]
         return prediction
 
 
@@ -146,7 +139,7 @@ class LucidrainsLoop(AutocastLoop):
             warnings.simplefilter("ignore", FutureWarning)
             from denoising_diffusion_pytorch import Unet
 
-        data, widths = setting.plan.spec.data, dim64_unet()
+        data, widths = setting.plan.spec.data, load_spec(DIM64, []).unet
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(setting.plan.spec.train.seed)
             model = Unet(dim=widths.channels, dim_mults=widths.multipliers, channels=data.channels)
@@ -157,26 +150,21 @@ class LucidrainsLoop(AutocastLoop):
         self.macs = counter.get_total_flops() // 2
 
 
-def dim64_unet() -> UnetSpec:
-    """The U-Net of launch/specs/cifar10_dim64.yaml."""
-    return load_spec(SPECS / "cifar10_dim64.yaml", []).unet
-
-
 def dim64(setting: Setting) -> Setting:
-    """The same images, objective and optimizer with the U-Net of launch/specs/cifar10_dim64.yaml."""
-    plan, unet = setting.plan, dim64_unet()
+    """Return the same images, objective and optimizer with the U-Net of launch/specs/cifar10_dim64.yaml."""
+    plan, unet = setting.plan, load_spec(DIM64, []).unet
     spec = plan.spec.model_copy(update={"unet": unet})
     layers = unet_layers(unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
     return replace(setting, plan=replace(plan, spec=spec, layers=layers))
 
 
 def missing_switches(setting: Setting, names: Sequence[str] | None) -> dict[str, str]:
-    """Why this device can't do something, or takes minutes: "compile", "fused-kernels", "autocast".
+    """Return why this device can't do something, or takes minutes: "compile", "fused-kernels", "autocast".
 
     ``names`` are the rows that were named, if any: what takes minutes is done for those.
     """
     device, precision, named = setting.device, setting.plan.ds.precision, set(names or ())
-    missing = {}
+    dtype, missing = DTYPES[precision][1], {}
     if device.type == "cpu" and named.isdisjoint(COMPILED):
         missing["compile"] = "compiling takes minutes on a CPU; name the row in --rows"
     else:
@@ -188,7 +176,6 @@ def missing_switches(setting: Setting, names: Sequence[str] | None) -> dict[str,
         check_kernels("fused", device)
     except DsConfigError as error:
         missing["fused-kernels"] = str(error)
-    dtype = DTYPES[precision][1]
     if arithmetic_dtype(device.type, dtype) is not dtype and named.isdisjoint(PACKAGES):
         missing["autocast"] = (
             f"autocast computes in {precision}, in which convolutions on this CPU "
@@ -198,7 +185,7 @@ def missing_switches(setting: Setting, names: Sequence[str] | None) -> dict[str,
 
 
 def why_not_here(row: str, setting: Setting, missing: dict[str, str]) -> str | None:
-    """Why a row of ``--one-device`` can't run here, or was not named; None where it runs."""
+    """Return why a row of ``--one-device`` can't run here, or was not named; None where it runs."""
     package = PACKAGES.get(row)
     if package is not None and find_spec(package) is None:
         return f"{package} is not installed; pip install 'ddpm_ds[bench]'"

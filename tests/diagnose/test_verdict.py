@@ -20,6 +20,16 @@ from ddpm_ds.predict.memory import pipeline_memory
 from ddpm_ds.predict.whatif import Model
 from tests.diagnose.planted_facts import BATCH, Bench
 
+EDITS = {
+    "data wait": "--set data.workers=1",
+    "imbalance": '"pipeline": {"partition": "measured"}',
+    "bubble": '"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 32',
+    "communication": '"pipeline": {"schedule": "folded"}',
+    "low utilisation": '"train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 2',
+    "recomputation": '"pipeline": {"activation_checkpoint_interval": 0}',
+    "optimizer": '"zero_optimization": {"stage": 1}',
+}
+"""By cost, the change to try under 1F1B as it is typed."""
 FAULTS = {
     "data wait": Bench(read_seconds=5e-4),
     "imbalance": Bench(cuts=(3,)),
@@ -59,10 +69,11 @@ def test_the_fault_is_named_with_a_change_that_training_accepts_and_that_saves_w
     assert sum(found.shares.values()) == pytest.approx(1.0) and min(found.shares.values()) >= 0
     assert model.step_seconds(model.now) == pytest.approx(before.step_seconds, rel=0.01)
     assert found.change is not None
+    assert bench.schedule == "folded" or found.change.edit == EDITS[fault]
     assert (found.change_for == fault) == ((fault, bench.schedule) != ("communication", "folded"))
     check_accepted(before, found.change, tmp_path)
     saved = 1 - changed(bench, found.change).traced().step_seconds / before.step_seconds
-    assert found.expected_gain == pytest.approx(saved, abs=0.02)
+    assert found.change.gain == pytest.approx(saved, abs=0.02)
     assert saved > 0.02
 
 
@@ -83,14 +94,12 @@ def check_accepted(facts: FinishedRun, change: Change, folder: Path) -> None:
 def changed(bench: Bench, change: Change) -> Bench:
     """The machine with a change made."""
     pipeline = change.config.get("pipeline", {})
+    zero = change.config.get("zero_optimization", {})
     values: dict[str, Any] = {"cuts": None} if "partition" in pipeline else {}
-    values |= {"schedule": pipeline["schedule"]} if "schedule" in pipeline else {}
     values |= {"interval": 0} if "activation_checkpoint_interval" in pipeline else {}
-    values |= (
-        {"zero_stage": change.config["zero_optimization"]["stage"]} if "zero_optimization" in change.config else {}
-    )
-    if "gradient_accumulation_steps" in change.config:
-        values["micro_batches"] = change.config["gradient_accumulation_steps"]
+    values |= {"zero_stage": zero["stage"]} if zero else {}
+    values["schedule"] = pipeline.get("schedule", bench.schedule)
+    values["micro_batches"] = change.config.get("gradient_accumulation_steps", bench.micro_batches)
     for option in change.options:
         name, _, value = option.replace("--set ", "").replace("-p ", "-p=").partition("=")
         if name == "-p":
@@ -99,22 +108,6 @@ def changed(bench: Bench, change: Change) -> Bench:
             assert name == "data.workers"
             values["workers"] = int(value)
     return replace(bench, **values)
-
-
-@pytest.mark.parametrize(
-    ("fault", "typed"),
-    [
-        ("data wait", "--set data.workers=1"),
-        ("imbalance", '"pipeline": {"partition": "measured"}'),
-        ("bubble", '"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 32'),
-        ("communication", '"pipeline": {"schedule": "folded"}'),
-        ("low utilisation", '"train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 2'),
-        ("recomputation", '"pipeline": {"activation_checkpoint_interval": 0}'),
-        ("optimizer", '"zero_optimization": {"stage": 1}'),
-    ],
-)
-def test_the_change_to_try_is_written_as_it_is_typed(fault: str, typed: str) -> None:
-    assert edit(verdict(FAULTS[fault].traced())) == typed
 
 
 def test_a_run_in_which_little_is_lost_is_healthy() -> None:
@@ -135,12 +128,9 @@ def test_the_text_is_a_table_and_sentences_with_numbers_and_the_tags_are_short()
     assert "23% less time per image, 1.30 times the images per second" in " ".join(said.split())
     assert all(len(line) <= 112 for line in said.splitlines())
     assert tags(found) == {"verdict.top": "data wait", "verdict.share": "23.1%", "verdict.try": "--set data.workers=1"}
-
-
-def test_shown_words_may_differ_from_a_tag() -> None:
-    found = verdict(FAULTS["low utilisation"].traced())
-    assert "\nlargest cost: kernel start-up, " in text(found) and "low utilisation" not in text(found)
-    assert tags(found)["verdict.top"] == "low utilisation"
+    starting = verdict(FAULTS["low utilisation"].traced())  # which has another name in the text than as a tag
+    assert "\nlargest cost: kernel start-up, " in text(starting) and "low utilisation" not in text(starting)
+    assert tags(starting)["verdict.top"] == "low utilisation"
 
 
 def test_as_many_loaders_as_keep_up() -> None:
@@ -171,7 +161,8 @@ def test_skipped_steps_are_a_cost_with_a_loss_scale_to_begin_with() -> None:
     found = verdict(Bench().traced(overflows=Overflows(8, 32, 2.0**16, 2.0**8)))
     assert found.top == "overflow steps"
     assert found.shares["overflow steps"] == pytest.approx(0.25)
-    assert (edit(found), found.expected_gain) == ('"fp16": {"initial_scale_power": 8}', pytest.approx(0.25))
+    assert found.change is not None and found.change.gain == pytest.approx(0.25)
+    assert found.change.edit == '"fp16": {"initial_scale_power": 8}'
     found = verdict(Bench().traced(overflows=Overflows(8, 32, 2.0**16, 2.0**16)))  # the scale comes back
     assert edit(found) == '"fp16": {"enabled": false}, "bf16": {"enabled": true}'
 
@@ -189,8 +180,8 @@ def test_pauses_are_a_share_of_the_run(pauses: Pauses, evaluation_seconds: float
     assert found.top == top
     assert found.shares[top] == pytest.approx(0.2)
     assert sum(found.shares.values()) == pytest.approx(1.0)
-    assert edit(found) == typed
-    assert found.expected_gain == pytest.approx(0.2, abs=0.04)
+    assert found.change is not None and found.change.edit == typed
+    assert found.change.gain == pytest.approx(0.2, abs=0.04)
 
 
 def test_without_a_better_setting_nothing_is_named() -> None:

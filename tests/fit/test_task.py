@@ -18,13 +18,7 @@ ZERO = REPOSITORY / "ds_configs" / "zero0_fp32.json"
 FOLDED = REPOSITORY / "ds_configs" / "folded_zero2_fp16.json"
 
 
-def task(
-    *overrides: str,
-    stages: int = 1,
-    replicas: int = 1,
-    config: Path = ZERO,
-    **values: Any,
-) -> Task:
+def task(*overrides: str, stages: int = 1, replicas: int = 1, config: Path = ZERO, **values: Any) -> Task:
     """The search of a layout of the digits."""
     limits = {"device": "cpu", "budget_bytes": 2**30, "most_bytes": None, "steps": 1, "hang_seconds": 600.0}
     layout = TrialLayout(stages, replicas)
@@ -62,16 +56,8 @@ def test_with_accumulation_any_micro_batch_is_possible_and_the_batch_grows(tmp_p
 
 
 def test_what_the_json_says_of_its_own_micro_batch_is_replaced(tmp_path: Path) -> None:
-    config = write_json(
-        tmp_path / "ds.json",
-        {
-            "train_micro_batch_size_per_gpu": 8,
-            "gradient_accumulation_steps": 2,
-            "gradient_clipping": 0.5,
-            "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
-        },
-    )
-    filled = task("optimizer.warmup_images=0", config=config).config(4)
+    given = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
+    filled = task("optimizer.warmup_images=0", config=write_json(tmp_path / "ds.json", given)).config(4)
     assert (filled["train_micro_batch_size_per_gpu"], filled["gradient_accumulation_steps"]) == (4, 16)
     assert filled["gradient_clipping"] == 0.5 and filled["pipeline"] == {"stages": 1}
 
@@ -98,22 +84,17 @@ def test_a_task_is_read_as_it_was_written() -> None:
     assert Task.model_validate_json(written.model_dump_json()) == written
 
 
-DIVISORS_OF_360 = [size for size in range(1, 361) if 360 % size == 0]
-
-
-@pytest.mark.parametrize("sizes", [range(1, 70), DIVISORS_OF_360, [7], [3, 4, 5, 50, 51], [6, 1000]], ids=str)
+@pytest.mark.parametrize("sizes", [range(1, 70), [7], [3, 4, 5, 50, 51], [6, 1000]], ids=str)
 def test_the_largest_that_fits_is_found_whatever_the_budget(sizes: Sequence[int]) -> None:
     for budget in range(sizes[-1] + 2):
         asked: list[int] = []
 
         def fits(size: int, budget: int = budget, asked: list[int] = asked) -> bool:
-            failed = [other for other in asked if other > budget]
-            assert not failed or size < min(failed)  # what is larger than what died is not tried
+            assert all(size < other for other in asked if other > budget)  # what is larger than what died is not tried
             asked.append(size)
             return size <= budget
 
-        expected = max((size for size in sizes if size <= budget), default=None)
-        assert largest_fitting(sizes, fits) == expected
+        assert largest_fitting(sizes, fits) == max((size for size in sizes if size <= budget), default=None)
         assert len(asked) == len(set(asked))
         assert asked[0] == sizes[0]  # of which it can be said what it needs, if it does not fit
         assert len(asked) <= 2 * math.log2(len(sizes)) + 2 + math.log2(sizes[-1] / sizes[0])

@@ -104,8 +104,7 @@ def test_a_run_is_concluded_with_its_device_and_its_verdict(tmp_path: Path) -> N
 
 
 def test_start_up_is_of_the_kinds_of_layers() -> None:
-    spec = tiny_spec()
-    layers = unet_layers(spec.unet, image_channels=1, image_size=8)
+    layers = unet_layers(tiny_spec().unet, image_channels=1, image_size=8)
     device = measure_device(layers, torch.device("cpu"), "fp32")
     assert set(device.startup) == {type(layer).__name__ for layer in layers}
     blocks = [layer for layer in layers if type(layer).__name__ == "BlockLayer"]

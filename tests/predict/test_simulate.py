@@ -33,7 +33,7 @@ def rank(forward: float, backward: float, down: int = 0, up: int = 0) -> RankCos
     return RankCosts((PhaseCosts(forward, backward, activation_bytes=down, gradient_bytes=up),))
 
 
-@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 1), (1, 4), (2, 1), (2, 8), (3, 2), (4, 16), (8, 32)])
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 4), (2, 1), (3, 2), (8, 32)])
 def test_the_bubble_of_1f1b_is_its_formula(ranks: int, micro_batches: int) -> None:
     found = simulate("1f1b", micro_batches, [ONE_PHASE] * ranks)
     assert found.bubble == pytest.approx((ranks - 1) / (micro_batches + ranks - 1))
@@ -77,8 +77,8 @@ def test_messages_of_a_direction_queue_and_those_of_the_other_do_not() -> None:
 
 
 def test_a_fast_and_a_slow_link_are_told_apart() -> None:
-    slow_in_the_middle = lambda source, target: Link(1.0 if {source, target} == {1, 2} else 100.0)  # noqa: E731
-    found = simulate("1f1b", 1, [rank(1, 1, 100, 100)] * 4, slow_in_the_middle)
+    links = {(1, 2): Link(1.0), (2, 1): Link(1.0)}  # slow in the middle
+    found = simulate("1f1b", 1, [rank(1, 1, 100, 100)] * 4, lambda *ends: links.get(ends, Link(100.0)))
     assert found.step_seconds == pytest.approx(8 + 2 * (1 + 100 + 1))
 
 
@@ -102,17 +102,12 @@ def test_a_step_lies_between_its_bounds_and_better_links_never_slow_it(seed: int
     schedule: Schedule = rng.choice(["1f1b", "folded"])
     ranks = rng.randint(2, 4)
     micro_batches = rng.randint(2 * ranks, 4 * ranks)
-    costs = [
-        RankCosts(
-            tuple(
-                PhaseCosts(rng.random(), rng.random(), rng.randint(0, 9), rng.randint(0, 9))
-                for _ in range(2 if schedule == "folded" else 1)
-            ),
-            rng.random(),
-            rng.random(),
-        )
-        for _ in range(ranks)
-    ]
+
+    def phase() -> PhaseCosts:
+        return PhaseCosts(rng.random(), rng.random(), rng.randint(0, 9), rng.randint(0, 9))
+
+    phases = 2 if schedule == "folded" else 1
+    costs = [RankCosts(tuple(phase() for _ in range(phases)), rng.random(), rng.random()) for _ in range(ranks)]
     free, fast, slow = (
         simulate(schedule, micro_batches, costs, lambda *_, own=own: own, keep_events=True)
         for own in map(Link, (float("inf"), 100.0, 10.0))
@@ -122,11 +117,6 @@ def test_a_step_lies_between_its_bounds_and_better_links_never_slow_it(seed: int
     for events in slow.events:
         assert all(before.end <= after.start + 1e-12 for before, after in itertools.pairwise(events))
     assert simulate(schedule, micro_batches, costs).step_seconds == free.step_seconds
-
-
-def test_too_few_micro_batches_for_the_fold_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least 2 \\* 2"):
-        simulate("folded", 3, [TWO_PHASES] * 2)
 
 
 @pytest.fixture

@@ -9,8 +9,6 @@ from rivals.choice import (
     ROWS,
     bounds_of,
     choose,
-    reference_of,
-    replica_micro_batches,
     rounds_and_steps,
     why_not_in_layout,
 )
@@ -58,18 +56,10 @@ def test_a_row_that_cannot_run_says_why(layout: dict[str, Any], reasons: dict[st
         assert said in found[row]
 
 
-def test_a_fold_that_the_unet_has_no_cuts_for_is_left_out() -> None:
-    assert "mirrored cuts" in (why_not_in_layout("folded", plan_of(16, 16, batch=64, micro=32)) or "")
-
-
-def test_replicas_without_a_pipeline_share_the_same_micro_batches() -> None:
-    plan = plan_of(4, 2)
-    assert plan.ds.layout.micro_batches * plan.ds.layout.replicas == 4 * replica_micro_batches(plan)
-
-
 def test_the_plans_own_cuts_are_used_and_others_made_for_the_other_schedule() -> None:
     plan = plan_of(2, 2)
     assert bounds_of(plan, "1f1b") == plan.bounds and len(bounds_of(plan, "folded")) == 5
+    assert "mirrored cuts" in (why_not_in_layout("folded", plan_of(16, 16, batch=64, micro=32)) or "")
 
 
 @pytest.mark.parametrize(
@@ -94,11 +84,6 @@ def test_rows_that_can_not_run_are_left_out_and_all_of_them_are_refused() -> Non
     assert choose(["1f1b", "torch"], reasons.get) == (["1f1b"], {"torch": "needs 2 stages"})
     with pytest.raises(LayoutError, match="leaves nothing to run: torch: needs 2 stages; ddp: needs 2 processes"):
         choose(["torch", "ddp"], reasons.get)
-
-
-def test_a_unet_of_its_own_is_compared_with_such_alone() -> None:
-    names = ["all", "diffusers", "lucidrains", "ours-dim64"]
-    assert [reference_of(name, names) for name in names] == ["all", "all", "lucidrains", "lucidrains"]
 
 
 def test_time_that_is_left_open_is_used_up_to_a_limit() -> None:

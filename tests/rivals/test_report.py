@@ -15,6 +15,7 @@ from rivals.observation import Observation
 from rivals.one_device import Warm, one_device_result
 from rivals.report import Report, record
 
+from ddpm_ds.experiments.data_rate import Spread
 from ddpm_ds.predict.plan import plan_run
 from tests.launching import REPOSITORY
 
@@ -52,9 +53,9 @@ def one_device_report(peak_bytes: int | None = None) -> Report:
     same = {"prediction": 2e-6, "loss": 0.0, "gradients' norm": 3e-7}
     whole = {"diffusers": [0.9, 1.0, 12.5], "engine": [0.6, 0.5, 12.5], "lucidrains": [0.9, 1.0, 12.5]}
     warm = {
-        "diffusers": Warm(row(name="diffusers UNet2DModel"), probe, dict.fromkeys(same, 0.0), 1.0, peak_bytes),
-        "engine": Warm(row(name="ddpm_ds 1F1B", note="kernels: reference"), probe, same, 1.0, peak_bytes),
-        "lucidrains": Warm(row(name="theirs", parameters=35_719_555), probe, {}, 1.0, peak_bytes),
+        "diffusers": Warm(row(name="UNet2DModel"), probe, "diffusers", dict.fromkeys(same, 0.0), 1.0, peak_bytes),
+        "engine": Warm(row(name="1F1B", note="kernels: reference"), probe, "diffusers", same, 1.0, peak_bytes),
+        "lucidrains": Warm(row(name="theirs", parameters=35_719_555), probe, "lucidrains", {}, 1.0, peak_bytes),
     }
     parts = {"diffusers": [0.7, 0.75, 0.8]}
     rows = [one_device_result(name, warm[name], whole, parts.get(name, []), 8, 1e12) for name in warm]
@@ -67,6 +68,7 @@ def test_the_table_has_a_line_for_each_row_and_the_notes_below() -> None:
     assert head == ["machine      one"] and "peak" not in header and "bubble" in header
     assert ours[:6] == ["1f1b", "500", "(450-550)", "64", "1", "3.00"] and "12.5%" in ours
     assert ddp[4:6] == ["1.500", "(1.500-1.500)"] and "-" in ddp and "2.0e-07" in ddp
+    assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0)  # a single round
     assert below == ["ddp: no checkpointing", "plain did not run: has one process, and 2 were started"]
 
 
@@ -92,18 +94,14 @@ class FakeTracker:
 
     started: ClassVar[list[FakeTracker]] = []
 
-    def __init__(self, run_name: str, options: dict[str, Any]) -> None:
+    def __init__(self, experiment: str, run_name: str, **options: Any) -> None:
         self.run_name, self.options, self.ended = run_name, options, False
         self.numbers: dict[str, float] = {}
         self.series: dict[str, list[float]] = {}
         self.texts: dict[str, str] = {}
         # a child looks for its parent when it starts
         self.parent_ended = bool(self.started) and self.started[0].ended
-
-    @classmethod
-    def start(cls, experiment: str, run_name: str, **options: Any) -> FakeTracker:
-        cls.started.append(cls(run_name, options))
-        return cls.started[-1]
+        self.started.append(self)
 
     def metrics(self, values: dict[str, float], step: int) -> None:
         self.numbers |= values
@@ -124,7 +122,7 @@ def test_mlflow_gets_a_run_with_the_table_and_one_for_each_row_under_it(
     report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeTracker, "started", [])
-    monkeypatch.setattr("rivals.report.Tracker", FakeTracker)
+    monkeypatch.setattr("rivals.report.Tracker.start", FakeTracker)
     plan = plan_run(REPOSITORY / "launch" / "specs" / "digits.yaml", [], CONFIG, world_size=2, stages=2)
     assert record(report, plan, tmp_path) == "link"
     parent, *children = FakeTracker.started
@@ -133,8 +131,9 @@ def test_mlflow_gets_a_run_with_the_table_and_one_for_each_row_under_it(
     assert [one["row"] for one in json.loads(parent.texts["report.json"])["rows"]] == [one.run_name for one in children]
     for child, result in zip(children, report.rows, strict=True):
         assert child.parent_ended and child.ended and child.options["parent"] == parent.options["identity"]
-        assert child.series["round_step_ms"] == [1e3 * value for value in result.numbers["round_step_seconds"]]
-        assert all(parent.numbers[f"{child.run_name}.{name}"] == value for name, value in result.measured.items())
+        assert child.series["round_step_seconds"] == result.numbers["round_step_seconds"]
+        assert all(parent.numbers[f"{child.run_name}.{name}"] == value for name, value in result.metrics().items())
+        assert child.numbers["step_seconds"] == result.numbers["step_seconds"].median
         assert None not in child.numbers.values()
-    missing = "bubble" if "bubble" in children[0].numbers else "forward_backward_ms"
+    missing = "bubble" if "bubble" in children[0].numbers else "forward_backward_seconds"
     assert missing in children[0].numbers and missing not in children[1].numbers
