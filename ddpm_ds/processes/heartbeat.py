@@ -20,12 +20,13 @@ wait, and none is blamed.
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -44,6 +45,8 @@ ANSWER_SECONDS = 0.2
 """Time in which a device says whether it has unfinished work."""
 
 VERDICT = "verdict"
+FIRST_MESSAGE = json.dumps([0, 0, "running", "-"])
+"""Beats, steps, state and place of a rank that has not been heard yet."""
 
 
 def make_store(rank: int, world_size: int, *, timeout_seconds: float = 60.0) -> dist.TCPStore | None:
@@ -58,7 +61,7 @@ def make_store(rank: int, world_size: int, *, timeout_seconds: float = 60.0) -> 
     if rank == 0:
         store = dist.TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
         for peer in range(world_size):
-            store.set(_key(peer), Peer().text)  # reading a key that is missing would block
+            store.set(_key(peer), FIRST_MESSAGE)  # reading a key that is missing would block
         store.set(VERDICT, "")
         port = [store.port]
     dist.broadcast_object_list(port, src=0)
@@ -72,45 +75,33 @@ def make_store(rank: int, world_size: int, *, timeout_seconds: float = 60.0) -> 
 class Peer:
     """The newest message of a rank, and when that changed, on the reader's clock."""
 
-    text: str = "0 0 running -"
-    """Beats, steps, state (running, waiting, paused or left) and the place in the code."""
+    beats: int = 0
+    steps: int = 0
+    """A pause counts as one step after another."""
+    state: str = "running"
+    """running, waiting, paused or left."""
+    place: str = "-"
+    """Where its main thread is in the code."""
     beat_at: float = 0.0
     step_at: float = 0.0
-    """A pause counts as one step after another."""
 
-    def read(self, text: str, now: float) -> None:
+    def read(self, now: float, beats: int, steps: int, state: str, place: str) -> None:
         """Take what was just read from the store."""
-        if text != self.text:
+        if beats != self.beats:
             self.beat_at = now
-            if text.split()[1] != self.text.split()[1] or self.state == "paused":
+            if steps != self.steps or self.state == "paused":
                 self.step_at = now
-            self.text = text
-
-    @property
-    def state(self) -> str:
-        return self.text.split()[2]
-
-    @property
-    def place(self) -> str:
-        return self.text.split(maxsplit=3)[3]
+            self.beats, self.steps, self.state, self.place = beats, steps, state, place
 
 
 @dataclass(frozen=True)
 class Judgement:
     """A reason why the run can't go on; the first that is written to the store counts for all ranks."""
 
-    ranks: tuple[int, ...]
+    ranks: list[int]
     reason: str
     code: int = EXIT_PEER_LOST
     """The exit code of all ranks."""
-
-    def encode(self) -> str:
-        return f"{self.code} {','.join(map(str, self.ranks))} {self.reason}"
-
-    @classmethod
-    def decode(cls, text: str) -> Judgement:
-        code, ranks, reason = text.split(maxsplit=2)
-        return cls(tuple(map(int, ranks.split(","))), reason, int(code))
 
 
 class DeviceWork:
@@ -200,21 +191,21 @@ class Heartbeat(threading.Thread):
     def _exchange(self, state: str, place: str) -> bool:
         """Write about this rank, read about all; False when there is no store any more."""
         assert self._store is not None
-        beats = int(self.peers[self._rank].text.split()[0]) + 1
         try:
-            self._store.set(_key(self._rank), f"{beats} {self.steps} {state} {place}")
+            message = [self.peers[self._rank].beats + 1, self.steps, state, place]
+            self._store.set(_key(self._rank), json.dumps(message))
             if self.proposal:
-                self._store.compare_set(VERDICT, "", self.proposal.encode())
+                self._store.compare_set(VERDICT, "", json.dumps(asdict(self.proposal)))
             values = self._store.multi_get([*map(_key, range(len(self.peers))), VERDICT])
         except Exception:  # whatever a store raises when its server has gone
             self.closed = self.peers[0].state != "left"
             return False
-        *texts, verdict = (value.decode() for value in values)
-        now = self.answer_at = self._clock()
-        for peer, text in zip(self.peers, texts, strict=True):
-            peer.read(text, now)
+        *messages, verdict = values
+        self.answer_at = self._clock()
+        for peer, message in zip(self.peers, messages, strict=True):
+            peer.read(self.answer_at, *json.loads(message))
         if verdict:
-            self.verdict = Judgement.decode(verdict)
+            self.verdict = Judgement(**json.loads(verdict))
         return True
 
 

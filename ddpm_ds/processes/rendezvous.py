@@ -116,26 +116,27 @@ class Rendezvous:
     def _wait(self, store: dist.Store, keys: list[str]) -> None:
         """Wait for the keys of all ranks. Which of them are missing is looked up no more often than they beat."""
         started = looked_at = time.monotonic()
-        heard: dict[int, tuple[bytes, float]] = {}  # each rank's newest beat, and when it was first seen
+        heard = [(b"", started)] * self.world_size  # each rank's newest beat, and when it was first seen
         while not store.check(keys):
             if store.check([REFUSAL]):
                 refusal = json.loads(store.get(REFUSAL))
                 raise HostError(f"rank {refusal['rank']} (host {refusal['host']}): {refusal['why']}")
             time.sleep(POLL_SECONDS)
-            if time.monotonic() - looked_at < BEAT_SECONDS:
+            if (now := time.monotonic()) - looked_at < BEAT_SECONDS:
                 continue
-            looked_at = time.monotonic()
+            looked_at = now
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            absent = [rank for rank in missing if not store.check([f"beat/{rank}"])]
-            if absent and time.monotonic() - started > self._start_seconds:
+            for rank in missing:
+                beat = store.get(f"beat/{rank}") if store.check([f"beat/{rank}"]) else b""
+                if beat != heard[rank][0]:
+                    heard[rank] = beat, now
+            absent = [rank for rank in missing if not heard[rank][0]]
+            if absent and now - started > self._start_seconds:
                 raise PeerLostError(
                     f"{_ranks(absent)} did not come within {self._start_seconds:g} s: not started, or unable to reach "
                     f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}; ddpm-ds doctor --hostfile FILE checks it"
                 )
-            for rank in set(missing) - set(absent):
-                if (beat := store.get(f"beat/{rank}")) != heard.get(rank, (b"",))[0]:
-                    heard[rank] = beat, looked_at
-            silent = [rank for rank in missing if rank in heard and looked_at - heard[rank][1] > SILENCE_SECONDS]
+            silent = [rank for rank in missing if heard[rank][0] and now - heard[rank][1] > SILENCE_SECONDS]
             if silent:
                 raise PeerLostError(f"{_ranks(silent)} {'has' if len(silent) == 1 else 'have'} gone while starting")
 

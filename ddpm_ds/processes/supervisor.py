@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -192,23 +193,21 @@ class _Start:
         return ours | ssh_environment(ours)
 
     def _wait(self) -> int:
-        stop_until = lost_until = float("inf")
+        """Wait until the launcher ends, or has to be ended; returns the exit code of this start."""
+        limits: dict[int, float] = {}  # times at which everything is ended, by the exit code of that
         while (code := self._launcher.poll()) is None and self._signals.count < 2:
-            if self._signals.count and stop_until == float("inf"):
-                stop_until = time.monotonic() + self._grace_seconds
+            now = time.monotonic()
+            if self._signals.count and EXIT_PREEMPTED not in limits:
+                limits[EXIT_PREEMPTED] = now + self._grace_seconds
                 if not self._ask_to_stop(self._signals.last.name):
-                    self._log(f"{self._signals.last.name}: stopped before any rank had started")
-                    if self._launch.remote:  # it would end every launcher of this user, whatever its job, on all hosts
-                        self._launcher.kill()
-                    _send(signal.SIGTERM, self._processes())
-                    self._wait_until_gone(SETTLE_SECONDS)
+                    self._stop_launcher()
                     return EXIT_PREEMPTED
-            if time.monotonic() > stop_until:
+            if EXIT_PEER_LOST not in limits and read_exits(self._exit_file).failure == EXIT_PEER_LOST:
+                limits[EXIT_PEER_LOST] = now + LOSING_SECONDS
+            if now > limits.get(EXIT_PREEMPTED, math.inf):
                 self._log(f"not saved within {self._grace_seconds:g} s: ending everything; what was saved before stays")
                 return EXIT_PREEMPTED
-            if lost_until == float("inf") and read_exits(self._exit_file).failure == EXIT_PEER_LOST:
-                lost_until = time.monotonic() + LOSING_SECONDS
-            if time.monotonic() > lost_until:
+            if now > limits.get(EXIT_PEER_LOST, math.inf):
                 self._log(f"ranks were lost {LOSING_SECONDS:g} s ago and the launcher has not ended: ending it")
                 return EXIT_PEER_LOST
             time.sleep(POLL_SECONDS)
@@ -222,6 +221,14 @@ class _Start:
         record = read_exits(self._exit_file)
         witnessed = not self._launch.remote or self._exit_file.stat().st_size > 0
         return exit_code(code, record, stopping=self._signals.count > 0, orphaned=orphaned, witnessed=witnessed)
+
+    def _stop_launcher(self) -> None:
+        """End a launcher that has no ranks yet, and what it has started."""
+        self._log(f"{self._signals.last.name}: stopped before any rank had started")
+        if self._launch.remote:  # it would end every launcher of this user, whatever its job, on all hosts
+            self._launcher.kill()
+        _send(signal.SIGTERM, self._processes())
+        self._wait_until_gone(SETTLE_SECONDS)
 
     def _ask_to_stop(self, why: str) -> bool:
         """Signal the ranks, if there are any. Their children are theirs to end."""

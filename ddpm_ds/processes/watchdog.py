@@ -100,7 +100,7 @@ class Watchdog:
             time.sleep(JUDGE_SECONDS)
         finding = finding or self._silent(max(wait_seconds / 2, 4 * BEAT_SECONDS))
         self._heartbeat.proposal = finding
-        return list(finding.ranks) if finding else []
+        return finding.ranks if finding else []
 
     def fail(self, line: str, code: int) -> None:
         """End all ranks with a ``code`` because of what may be known to this one alone; it says the ``line``.
@@ -111,7 +111,7 @@ class Watchdog:
         heartbeat, self._asked = self._heartbeat, True
         if not heartbeat.is_alive():
             return
-        found = heartbeat.proposal = Judgement((self._rank,), line, code)
+        found = heartbeat.proposal = Judgement([self._rank], line, code)
         until = time.monotonic() + LAST_WORDS_SECONDS
         while heartbeat.verdict is None and heartbeat.is_alive() and time.monotonic() < until:
             time.sleep(JUDGE_SECONDS)
@@ -121,7 +121,7 @@ class Watchdog:
         """End the watch and tell the others that this rank leaves: as intended, which is no reason for them to
         leave, or because of a ``failure`` that they don't know of, which is."""
         if failure:
-            self._heartbeat.proposal = Judgement((self._rank,), f"{self.names[self._rank]} has failed ({failure})")
+            self._heartbeat.proposal = Judgement([self._rank], f"{self.names[self._rank]} has failed ({failure})")
         self._stopped.set()
         self._heartbeat.leave()
 
@@ -170,11 +170,11 @@ class Watchdog:
         if heartbeat.verdict:
             return heartbeat.verdict
         if heartbeat.closed:
-            return Judgement((0,), f"{self.names[0]} has gone")
+            return Judgement([0], f"{self.names[0]} has gone")
         if not heartbeat.is_alive():  # a single rank, or rank 0 has left as intended
             return None
         if self._now - heartbeat.answer_at > self._dead_seconds:
-            return Judgement((0,), f"{self.names[0]} has not answered for {self._dead_seconds:g} s")
+            return Judgement([0], f"{self.names[0]} has not answered for {self._dead_seconds:g} s")
         return self._silent(self._dead_seconds, together_seconds=TOGETHER_BEATS * BEAT_SECONDS)
 
     def _silent(self, seconds: float, *, together_seconds: float = 0.0) -> Judgement | None:
@@ -190,7 +190,7 @@ class Watchdog:
         if not ranks or any(awaited_from < silence <= seconds for silence in silences.values()):
             return None
         who = ", ".join(self.names[rank] for rank in ranks)
-        return Judgement(tuple(ranks), f"{who} {'has' if len(ranks) == 1 else 'have'} not answered for {seconds:g} s")
+        return Judgement(ranks, f"{who} {'has' if len(ranks) == 1 else 'have'} not answered for {seconds:g} s")
 
     def _hung(self) -> Judgement | None:
         """A rank that hangs soon stops all others, so the run hangs when no rank goes on. To blame are those that
@@ -203,14 +203,14 @@ class Watchdog:
         who = ", ".join(f"{self.names[rank]} hangs in {peer.place}" for rank, peer in blamed.items())
         if not blamed:
             who = ", ".join(f"{self.names[rank]} waits in {peer.place}" for rank, peer in at_work.items())
-        return Judgement(tuple(blamed or at_work), f"no step for {self._hang_seconds:g} s, {who}")
+        return Judgement(list(blamed or at_work), f"no step for {self._hang_seconds:g} s, {who}")
 
     def _end(self, finding: Judgement) -> None:
         self._heartbeat.proposal = finding
         line = finding.reason
         if finding.code == EXIT_PEER_LOST:
             line = f"{finding.reason}: ending {self.names[self._rank]}; the run can be resumed"
-        if finding.code == EXIT_PEER_LOST or finding.ranks == (self._rank,):
+        if finding.code == EXIT_PEER_LOST or finding.ranks == [self._rank]:
             saying = threading.Thread(target=self._log, args=(line,), daemon=True)  # a lock it needs may be lost too
             saying.start()
             saying.join(timeout=LAST_WORDS_SECONDS)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from ddpm_ds.errors import HostError, LayoutError, PeerLostError, SpecError
 from ddpm_ds.predict.plan import RunPlan, plan_run
@@ -148,50 +146,3 @@ def test_what_differs_is_named_with_both_values() -> None:
         assert isinstance(error, HostError)
         assert "host worker-2 (rank 2) differs from host worker-1 (rank 0)" in str(error)
         assert f"train.seed is 7, not {plans[0].spec.train.seed}; give all hosts the same file" in str(error)
-
-
-H100 = {"id": "GPU-a", "model": "H100 80.00 GiB", "settings": {"NCCL_MAX_P2P_NCHANNELS": "8"}}
-
-
-def gpus_of(others: Sequence[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> str | None:
-    """The remark of rank 0, on an H100, on what the ``others`` say of their GPUs, each on a host of its own."""
-    _names.host = "worker-0"
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setenv("NCCL_MAX_P2P_NCHANNELS", "8")
-    properties = SimpleNamespace(uuid="GPU-a", name="H100", total_memory=80 * 2**30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    together = Rendezvous(1.0)
-    together.hosts = tuple(f"worker-{rank}" for rank in range(1 + len(others)))
-    monkeypatch.setattr(together, "agree", lambda topic, facts: [facts, *others])
-    return agreement.check_gpus(together, torch.device("cuda", 0))
-
-
-def test_two_ranks_on_one_gpu_are_named_unless_nccl_is_told_to_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(agreement.SHARED_GPU, raising=False)
-    others = [{**H100, "id": "GPU-b"}, {**H100, "id": "GPU-a"}]
-    said = r"host worker-0 \(rank 0\) and host worker-2 \(rank 2\) have one GPU between them \(H100 80.00 GiB, GPU-a\)"
-    with pytest.raises(HostError, match=said):
-        gpus_of(others, monkeypatch)
-    monkeypatch.setenv(agreement.SHARED_GPU, "1")
-    assert gpus_of(others, monkeypatch) is None
-
-
-def test_gpus_of_several_models_are_a_remark_and_settings_that_differ_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    others = [{**H100, "id": "GPU-b"}, {**H100, "id": "GPU-c", "model": "A100 40.00 GiB"}]
-    said = gpus_of(others, monkeypatch)
-    assert said is not None and said.startswith("GPUs of several models (2 x H100 80.00 GiB, 1 x A100 40.00 GiB): ")
-    others[0]["settings"] = {"NCCL_MAX_P2P_NCHANNELS": "16"}
-    said = r"worker-1 \(rank 1\) differs from .*: NCCL_MAX_P2P_NCHANNELS is 16, not 8; set it alike"
-    with pytest.raises(HostError, match=said):
-        gpus_of(others, monkeypatch)
-
-
-def test_on_a_cpu_nobody_asks_for_gpus_and_a_version_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    _names.host = "worker-1"
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    alone = Rendezvous(1.0)
-    assert agreement.check_gpus(alone, torch.device("cpu")) is None
-    alone.hosts = ("worker-1", "worker-2")
-    for said, expected in (({"torch": "2.11.0"}, "2.11.0"), ({}, "unset")):
-        with pytest.raises(HostError, match=f"version of torch is {expected}, not 2.14.1; install the same"):
-            agreement._check(alone, "version of ", [{"torch": "2.14.1"}, said], "install the same versions")
