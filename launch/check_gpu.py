@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import signal
 import statistics
 import subprocess
@@ -80,10 +81,9 @@ class Outcome:
     """Traceback and last lines of the log, if it failed."""
 
     @property
-    def status(self) -> Status:
-        """The status of the worst row."""
-        order: tuple[Status, ...] = ("fail", "pass", "measured", "skipped")
-        return min((row.status for row in self.rows), key=order.index, default="fail")
+    def failed(self) -> bool:
+        """Whether a row failed, or nothing was found at all."""
+        return not self.rows or any(row.status == "fail" for row in self.rows)
 
 
 class CommandFailed(Exception):
@@ -92,9 +92,7 @@ class CommandFailed(Exception):
 
 @dataclass(frozen=True)
 class Machine:
-    """Place to run the checks. Each command is a Python program in a process group of its own, with a log of
-    its own.
-    """
+    """Place to run the checks, with a folder for their commands and logs."""
 
     work: Path
     device: Literal["cpu", "cuda"]
@@ -109,15 +107,9 @@ class Machine:
         return self.device == "cuda"
 
     def run(
-        self,
-        name: str,
-        *words: str | Path,
-        seconds: float,
-        good: Sequence[int] = (0,),
-        meanwhile: Callable[[], None] = lambda: None,
-        **environment: str,
+        self, name: str, *words: str | Path, seconds: float, good: Sequence[int] = (0,), **environment: str
     ) -> None:
-        """Run a program, and call ``meanwhile`` while it runs; what it prints goes to ``name``.log.
+        """Run a Python program in a process group of its own; what it prints goes to ``name``.log.
 
         Raises:
             CommandFailed: its exit code is not among ``good``, or it ran for ``seconds`` or until the deadline.
@@ -126,8 +118,8 @@ class Machine:
         path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
         ours = {"PYTHONPATH": path, "DS_ACCELERATOR": self.device, "XDG_CACHE_HOME": str(self.work / "cache")}
         begin = time.monotonic()
-        ends, file = min(begin + seconds, self.deadline), self.work / f"{name}.log"
-        with file.open("w") as log:
+        ends = min(begin + seconds, self.deadline)
+        with (self.work / f"{name}.log").open("w") as log:
             print(shlex.join(command), file=log, flush=True)
             process = subprocess.Popen(
                 command,
@@ -140,7 +132,6 @@ class Machine:
             )
             try:
                 while (code := process.poll()) is None and time.monotonic() < ends and not self.stopping.is_set():
-                    meanwhile()
                     time.sleep(0.02)
             finally:
                 with contextlib.suppress(ProcessLookupError):
@@ -157,19 +148,18 @@ class Machine:
         self.run(name, "-m", "deepspeed.launcher.runner", *options, *words, **how)
 
     def train(self, name: str, config: Path, *options: str | Path, launched: bool = False, **how: Any) -> list[Metrics]:
-        """Train in the folder ``name``, in one process or under the launcher, which takes longer to start.
-
-        Returns the metrics of each log point.
-        """
+        """Train in the folder ``name``, in one process or under the launcher; return the metrics of each log point."""
         run = functools.partial(self.launch, name, 1) if launched else functools.partial(self.run, name)
         folder = self.work / name
         run(TRAIN, "--deepspeed_config", config, "--run-dir", folder, *options, **how)
         return [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
 
-    def measure(self, what: str, seconds: float) -> Any:
-        """Return the result of a function of ``MEASUREMENTS``, run in a process of its own."""
-        out = self.work / f"{what}.json"
-        self.run(what, __file__, "--measure", what, "--work", self.work, "--out", out, seconds=seconds)
+    def measure(self, function: Callable[[Path], Any], seconds: float) -> Any:
+        """Return the result of a function of this file, run in a process of its own with the folder of the check."""
+        name, out = function.__name__, self.work / f"{function.__name__}.json"
+        call = f"check_gpu.{name}(pathlib.Path({str(self.work)!r}))"
+        program = f"import json, pathlib; from launch import check_gpu; json.dump({call}, open({str(out)!r}, 'w'))"
+        self.run(name, "-c", program, seconds=seconds)
         return json.loads(out.read_text())
 
 
@@ -250,20 +240,21 @@ def main_job(machine: Machine) -> Iterator[Finding]:
 
 def resume(machine: Machine) -> Iterator[Finding]:
     """A run that is stopped in the middle and resumed, also on the CPU, beside one that never was; samples from it."""
-    images, folder, asked = 6400 if machine.on_gpu else 1280, machine.work / "stopped", threading.Event()
+    images, folder = 6400 if machine.on_gpu else 1280, machine.work / "stopped"
 
     def final_loss(name: str, *words: str | Path, **how: Any) -> float:
         options = (*settings(train__images=images, logging__log_every_images=images // 20), "--trace-steps", "none")
         return machine.train(name, CONFIGS / "zero2_fp16.json", *options, *words, seconds=150, **how)[-1]["train/loss"]
 
     def ask_to_stop() -> None:
-        if (folder / METRICS).exists() and not asked.is_set():
-            (folder / "save_and_stop").touch()
-            asked.set()
+        ends = time.monotonic() + 150
+        while not (folder / METRICS).exists() and time.monotonic() < ends and not machine.stopping.is_set():
+            time.sleep(0.02)
+        folder.mkdir(exist_ok=True)
+        (folder / "save_and_stop").touch()
 
-    undisturbed, _ = together(
-        lambda: final_loss("undisturbed"),
-        lambda: final_loss("stopped", good=(EXIT_PREEMPTED,), meanwhile=ask_to_stop),
+    undisturbed, *_ = together(
+        lambda: final_loss("undisturbed"), lambda: final_loss("stopped", good=(EXIT_PREEMPTED,)), ask_to_stop
     )
     (checkpoint,) = checkpoints_of(folder).glob("images-*")
     done, picture = int(checkpoint.name.removeprefix("images-")), machine.work / "samples.png"
@@ -297,14 +288,14 @@ def memory(machine: Machine) -> Iterator[Finding]:
     points = machine.train("fitted", answer, *options, *length, seconds=120)
     yield judged("fit's answer trains", len(points) == 3, f"{len(points)} steps of {images} images", "3 steps")
     if machine.on_gpu:  # a process on a CPU holds its libraries as well, which the planner does not count
-        said["the planner"] = machine.measure("plan", seconds=60)
+        said["the planner"] = machine.measure(planned_bytes, seconds=60)
     held = points[-1]["perf/peak_memory_bytes"]
     for name, told in said.items():
         words = f"{told / 2**30:.2f} GiB by {name}, {held / 2**30:.2f} GiB held"
         yield judged(f"memory by {name}", 0.8 <= told / held <= 1.25, words, "0.8 to 1.25 of what is held")
 
 
-def measure_plan(work: Path) -> int:
+def planned_bytes(work: Path) -> int:
     """Bytes that the planner predicts for the run that ``memory`` makes."""
     from ddpm_ds.config.spec_file import load_spec
     from ddpm_ds.predict.costs import analytic_times
@@ -349,7 +340,7 @@ def kernels(machine: Machine) -> Iterator[Finding]:
     if not machine.on_gpu:
         yield Finding("fused normalisation", "no GPU", "skipped")
         return
-    found = machine.measure("norms", seconds=150)
+    found = machine.measure(kernel_times, seconds=150)
     for precision, (chosen, trial) in found["choices"].items():
         seconds = {way: trial[f"{way}_seconds"] for way in ("fused", "reference")}
         words = ", ".join(f"{way} {1e3 * of:.3g} ms" for way, of in seconds.items())
@@ -360,7 +351,7 @@ def kernels(machine: Machine) -> Iterator[Finding]:
         yield Finding(f"fused normalisation, {shape}", f"{share:.0%} of the copy bandwidth", "measured")
 
 
-def measure_norms(work: Path) -> dict[str, dict[str, Any]]:
+def kernel_times(work: Path) -> dict[str, dict[str, Any]]:
     """Return the choice and times of both kinds by precision, and the share of the copy bandwidth by shape."""
     import torch
 
@@ -448,7 +439,6 @@ BESIDE: dict[str, Check] = {
 """Checks in which nothing is timed: they run at the same time, as far as there are cores."""
 ALONE: dict[str, Check] = {"bench": one_device, "kernels": kernels, "compile": compiled, "several": several}
 CHECKS = BESIDE | ALONE
-MEASUREMENTS: dict[str, Callable[[Path], Any]] = {"norms": measure_norms, "plan": measure_plan}
 CORES = 3
 """Cores for a check that runs beside others."""
 
@@ -480,7 +470,7 @@ def run_check(name: str, machine: Machine) -> Outcome:
     except Exception as error:  # such as a report without a key
         outcome.rows.append(Finding(name, f"{type(error).__name__}: {error}", "fail"))
         outcome.details = traceback.format_exc()
-    if outcome.status == "fail":
+    if outcome.failed:
         for log in sorted(machine.work.glob("*.log"), key=lambda log: log.stat().st_mtime)[-MOST_LOGS:]:
             lines = log.read_text(errors="replace").splitlines()
             outcome.details += "\n".join([f"{log.name}: {lines[0]}", *lines[1:][-LOG_LINES:], ""])
@@ -493,29 +483,26 @@ def facts(machine: Machine) -> dict[str, str]:
     import torch
 
     found = {"date": datetime.now().astimezone().isoformat(timespec="minutes")}
-    found["commit"] = first_line("git", "describe", "--always", "--dirty")
+
+    def first_line(*command: str) -> str:
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=20)
+        return next(iter(done.stdout.splitlines()), "unknown")
+
+    if shutil.which("git"):
+        found["commit"] = first_line("git", "describe", "--always", "--dirty")
     if machine.on_gpu:
         cards = [torch.cuda.get_device_properties(number) for number in range(machine.gpus)]
         found["GPUs"] = ", ".join(f"{card.name} ({card.total_memory / 2**30:.0f} GiB)" for card in cards)
         found["driver"] = first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         found["CUDA"] = str(torch.version.cuda)
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    found["processor"] = f"{models[0].partition(': ')[2] if models else platform.machine()}, {os.cpu_count()} cores"
+    models = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    found["processor"] = f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores"
     found["Python"] = platform.python_version()
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     return found
-
-
-def first_line(*command: str) -> str:
-    """The first line that a program prints, where it is there and works."""
-    try:
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=20, check=True)
-        return done.stdout.splitlines()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return "unknown"
 
 
 def markdown(about: dict[str, str], outcomes: Sequence[Outcome]) -> str:
@@ -532,12 +519,14 @@ def markdown(about: dict[str, str], outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options.
+def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Machine]:
+    """Return the options, and the machine that they describe.
 
     Raises:
-        UserError: an option is unknown or has a wrong value.
+        UserError: an option is unknown or has a wrong value, there is no GPU, or a folder can't be used.
     """
+    import torch
+
     listed = "".join(f"  {name:11}{check.__doc__}\n" for name, check in CHECKS.items())
     parser = OneLineParser(
         prog="python launch/check_gpu.py", description=DESCRIPTION, epilog=f"checks\n{listed}\n{EXIT_CODES}"
@@ -547,25 +536,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
     parser.add_argument("--minutes", type=float, default=10.0, metavar="M", help="what all checks may take (10)")
     parser.add_argument("--only", default=",".join(CHECKS), metavar="CHECK,...", help="some checks (default: all)")
-    parser.add_argument("--measure", choices=MEASUREMENTS, help=argparse.SUPPRESS)  # of Machine.measure
     options = parser.parse_args(arguments)
     options.only = [name.strip() for name in options.only.split(",")]
     for name in options.only:
         if name not in CHECKS:
             raise SpecError(f"--only: {name!r} is no check; checks are {', '.join(CHECKS)}")
     check_writable("--out", options.out)
-    return options
-
-
-def this_machine(options: argparse.Namespace) -> Machine:
-    """The machine as the options say.
-
-    Raises:
-        LayoutError: a GPU was asked for, and there is none.
-        OutputError: the folder for runs can't be made, or holds those of another time.
-    """
-    import torch
-
     gpus = 0 if options.device == "cpu" else torch.cuda.device_count()
     if options.device == "cuda" and not gpus:
         raise LayoutError("--device = cuda, but PyTorch finds no CUDA device; use --device cpu, or fix the driver")
@@ -577,17 +553,13 @@ def this_machine(options: argparse.Namespace) -> Machine:
     if any(work.iterdir()):
         raise OutputError(f"--work {work} is not empty; its runs would be resumed: name a new folder")
     deadline = time.monotonic() + 60 * options.minutes
-    return Machine(work.resolve(), "cuda" if gpus else "cpu", gpus, deadline)
+    return options, Machine(work.resolve(), "cuda" if gpus else "cpu", gpus, deadline)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the checks and return the exit code."""
     try:
-        options = parse(arguments)
-        if options.measure is not None:
-            options.out.write_text(json.dumps(MEASUREMENTS[options.measure](options.work)))
-            return 0
-        machine = this_machine(options)
+        options, machine = parse(arguments)
     except UserError as error:
         print(f"check_gpu: error: {error}", file=sys.stderr)
         return error.exit_code
@@ -595,11 +567,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for outcome in run_checks(options.only, machine):
         outcomes = sorted([*outcomes, outcome], key=lambda one: list(CHECKS).index(one.name))
         options.out.write_text(markdown(about, outcomes))
-        print(f"{outcome.name:10} {outcome.seconds:4.0f} s  {outcome.status}", flush=True)
+        print(f"{outcome.name:10} {outcome.seconds:4.0f} s  {'FAILED' if outcome.failed else 'ok'}", flush=True)
         for row in outcome.rows:
             print(f"    {row.status:8}  {row.name}: {row.measured}", flush=True)
     print(f"report {options.out}, runs and logs {machine.work}")
-    return int(any(outcome.status == "fail" for outcome in outcomes))
+    return int(any(outcome.failed for outcome in outcomes))
 
 
 if __name__ == "__main__":
