@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
+import json
 import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from ddpm_ds.cli.train import parse
-from ddpm_ds.command_line import add_spec_options, positive
+from ddpm_ds.command_line import add_spec_options, counted, positive
 from ddpm_ds.config.ds_config import check_ds_config, read_ds_config
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.errors import EXIT_PREEMPTED, OutputError
-from ddpm_ds.experiments.sweep import TRAIN, Sweep, digest, heard_signals, run_command
+from ddpm_ds.experiments.sweep import TRAIN, Sweep, heard_signals, run_command
 from ddpm_ds.experiments.trials import BASELINE, SHORTHANDS, Trial, make_trials, parse_variables, plan_trials
 from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.tracking.run_folder import claim_folder
@@ -24,7 +27,6 @@ from ddpm_ds.tracking.runs import ExperimentError, add_runs_option
 
 PARENT_SECONDS = 30.0
 """Seconds that the first trial waits until its parent run is in MLflow."""
-TICK_SECONDS = 1.0
 OWN_OPTIONS = {
     "spec": "--spec",
     "overrides": "--set",
@@ -124,10 +126,9 @@ def _sweep(options: argparse.Namespace) -> int:
                 raise ExperimentError(
                     f"{option} after --: trial {trial.label} has {plan.steps} steps; use some of those"
                 )
-    content = digest(
-        spec.model_dump(mode="json"), config, options.vary, options.full, options.processes, options.train_options
-    )
-    sweep = Sweep(options.runs / f"vary-{spec.name}-{content}", trials)
+    asked_for = [options.vary, options.full, options.processes, options.train_options]
+    content = json.dumps([spec.model_dump(mode="json"), config, *asked_for], sort_keys=True).encode()
+    sweep = Sweep(options.runs / f"vary-{spec.name}-{hashlib.sha256(content).hexdigest()[:8]}", trials)
     print(_describe(sweep, plans), flush=True)
     return 0 if options.dry_run else _train(sweep, plans, options)
 
@@ -156,22 +157,18 @@ def _check_train_options(options: argparse.Namespace) -> argparse.Namespace:
 def _describe(sweep: Sweep, plans: Sequence[RunPlan]) -> str:
     """Return the trials and their layouts as text."""
     endings = sweep.endings()
-    lines = [f"sweep        {sweep.folder}, {_count(len(sweep.trials), 'trial')}"]
+    lines = [f"sweep        {sweep.folder}, {counted(len(sweep.trials), 'trial')}"]
     for trial, plan in zip(sweep.trials, plans, strict=True):
         layout = plan.ds.layout
         state = " (done)" if trial.name in endings and endings[trial.name].finished else ""
         lines.append(
-            f"  {trial.label}: {_count(layout.stages, 'stage')} x {_count(layout.replicas, 'replica')}, "
+            f"  {trial.label}: {counted(layout.stages, 'stage')} x {counted(layout.replicas, 'replica')}, "
             f"{plan.ds.precision}, ZeRO-{plan.ds.zero_stage}, "
-            f"{_count(layout.micro_batches, 'micro-batch', 'es')} of {layout.micro_batch_images}, "
+            f"{counted(layout.micro_batches, 'micro-batch')} of {layout.micro_batch_images}, "
             f"{plan.steps:,} steps{state}"
         )
     values = ", ".join(f"{name}={value}" for name, value in sweep.trials[0].values.items())
     return "\n".join([*lines, f"{BASELINE}     {values}"])
-
-
-def _count(number: int, what: str, plural: str = "s") -> str:
-    return f"{number} {what}{plural if number != 1 else ''}"
 
 
 def _train(sweep: Sweep, plans: Sequence[RunPlan], options: argparse.Namespace) -> int:
@@ -211,7 +208,8 @@ def _train(sweep: Sweep, plans: Sequence[RunPlan], options: argparse.Namespace) 
                 sweep.prepare(trial, plan.spec)
                 log(f"{trial.label}: started, its output is in {sweep.log(trial)}")
                 command = sweep.command(trial, identity, options.grace_seconds, options.train_options)
-                ending = run_command(command, sweep.log(trial), heard, _ticker(bar, sweep, trial, plan))
+                tick = partial(_show_progress, bar, done, sweep, trial, plan.spec.train.images)
+                ending = run_command(command, sweep.log(trial), heard, tick)
                 sweep.remember(trial, ending)
                 log(f"{trial.label}: {ending.words()} after {ending.seconds:,.0f} s")
                 if ending.stopped:
@@ -229,18 +227,11 @@ def _train(sweep: Sweep, plans: Sequence[RunPlan], options: argparse.Namespace) 
     return code
 
 
-def _ticker(bar: Any, sweep: Sweep, trial: Trial, plan: RunPlan) -> Callable[[], None]:
-    """Return a function that moves the bar while a trial is trained."""
-    done, total, shown_at = bar.n, plan.spec.train.images, 0.0
-
-    def tick() -> None:
-        nonlocal shown_at
-        if not bar.disable and time.monotonic() - shown_at >= TICK_SECONDS:
-            shown_at, images = time.monotonic(), sweep.progress(trial)
-            bar.n = round(done + min(images / total, 1.0), 2)
-            bar.set_postfix_str(f"{trial.label}, {images:,}/{total:,} images")
-
-    return tick
+def _show_progress(bar: Any, done: int, sweep: Sweep, trial: Trial, total: int) -> None:
+    """Move the bar while a trial is trained, by its share of ``total`` images."""
+    images = sweep.progress(trial)
+    bar.n = round(done + min(images / total, 1.0), 2)
+    bar.set_postfix_str(f"{trial.label}, {images:,}/{total:,} images")
 
 
 def _outcome(sweep: Sweep, *, stopped: bool) -> tuple[int, Literal["FINISHED", "FAILED", "KILLED"]]:

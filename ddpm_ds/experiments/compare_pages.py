@@ -8,18 +8,16 @@ import math
 import re
 import textwrap
 from collections.abc import Sequence
-from itertools import zip_longest
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from ddpm_ds.command_line import aligned
 from ddpm_ds.experiments.compare import Compared, Comparison, direction, unit
 from ddpm_ds.tracking.runs import Point, RecordedRun
 
-WIDEST_NAME, WIDEST_RUN = 56, 28  # characters; what is longer takes several lines
-GAP = "  "
 ARTIFACT_FOLDER = "comparison"
 """Folder of the parent run's artifacts that holds the comparison of its children."""
 FOLDER = Path(__file__).parent
@@ -33,19 +31,19 @@ CLOCK = ((3600, "h"), (60, "min"), (1, "s"))
 PNG = b"\x89PNG\r\n\x1a\n"
 MOST_PICTURES, MOST_PICTURE_BYTES = 4, 2**21  # of one run, of one picture
 
-Row = tuple[str, ...]
-
 
 def terminal(comparison: Comparison, width: int = 120) -> str:
-    """Return the table in lines of at most ``width`` characters, as many runs side by side as fit; then notes and
-    verdicts.
-    """
-    rows = [tuple(map(_printable, row)) for row in table_rows(comparison)]
-    most = [min(WIDEST_NAME, width // 2)] + [WIDEST_RUN] * (len(rows[0]) - 1)
-    widths = [min(widest, max(map(len, cells))) for widest, cells in zip(most, zip(*rows, strict=True), strict=True)]
+    """Return the table, as many runs side by side as fit into ``width`` characters; then notes and verdicts."""
+    rows = [[_printable(cell) for cell in row] for row in table_rows(comparison)]
+    widths = [max(map(len, cells)) + 2 for cells in zip(*rows, strict=True)]
     parts = [textwrap.fill(_printable(f"{comparison.title}. {comparison.explained}"), width)]
-    for runs in _side_by_side(widths, width):
-        parts.append("\n".join(line for row in rows for line in _lines(row, [0, 1, *runs], widths)))
+    begin = 2
+    while begin < len(widths):
+        end = begin + 1
+        while end < len(widths) and sum(widths[:2]) + sum(widths[begin : end + 1]) - 2 <= width:
+            end += 1
+        parts.append("\n".join(aligned([row[:2] + row[begin:end] for row in rows], left={0, 1})))
+        begin = end
     if said := [line for one in comparison.runs for line in _about_lines(one, width)]:
         parts.append("\n".join(said))
     return "\n\n".join(parts)
@@ -64,10 +62,10 @@ def markdown(comparison: Comparison) -> str:
     return "\n".join(lines) + "\n"
 
 
-def table_rows(comparison: Comparison) -> list[Row]:
+def table_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     """Return name, better direction and a cell for each run: status of unfinished runs, parameters, metrics."""
     runs = comparison.runs
-    rows: list[Row] = [("", "better", *(one.label for one in runs))]
+    rows: list[tuple[str, ...]] = [("", "better", *(one.label for one in runs))]
     if comparison.unfinished:
         rows.append(("status", "", *(one.run.status for one in runs)))
     for name in comparison.parameters:
@@ -84,29 +82,6 @@ def about(one: Compared) -> list[tuple[str, str]]:
     between = "; the largest cost takes " if top == "healthy" else ", "
     said = [("note", one.run.note.strip()), ("verdict", between.join(filter(None, (top, share)))), ("try", change)]
     return [(title, text) for title, text in said if text and (top or title == "note")]
-
-
-def _side_by_side(widths: Sequence[int], width: int) -> list[list[int]]:
-    """Return the runs' columns in groups that fit beside the first two columns, at least one in each."""
-    groups: list[list[int]] = []
-    free = -1
-    for column in range(2, len(widths)):
-        free -= widths[column] + len(GAP)
-        if free < 0:
-            groups.append([])
-            free = width - sum(widths[:2]) - len(GAP) - widths[column] - len(GAP)
-        groups[-1].append(column)
-    return groups
-
-
-def _lines(row: Row, columns: Sequence[int], widths: Sequence[int]) -> list[str]:
-    """Return a row as aligned lines: names to the left, runs to the right."""
-    cells = [textwrap.wrap(row[column], widths[column], break_on_hyphens=False) for column in columns]
-    lines = []
-    for texts in zip_longest(*cells, fillvalue=""):
-        aligned = [f"{text:{'<' if c < 2 else '>'}{widths[c]}}" for c, text in zip(columns, texts, strict=True)]
-        lines.append(GAP.join(aligned).rstrip())
-    return lines
 
 
 def _about_lines(one: Compared, width: int) -> list[str]:
@@ -171,9 +146,7 @@ def timelines(run: RecordedRun) -> list[tuple[str, str]]:
 
 
 def fewer(points: Sequence[Point], most: int) -> list[Point]:
-    """Return at most ``most`` of the points, with the lowest and the highest of each stretch, so that no peak
-    is lost.
-    """
+    """Return at most ``most`` points, with the lowest and the highest of each stretch, so that no peak is lost."""
     if len(points) <= most:
         return list(points)
 
@@ -186,9 +159,7 @@ def fewer(points: Sequence[Point], most: int) -> list[Point]:
 
 
 def _data(comparison: Comparison) -> dict[str, Any]:
-    """Return the data of the page's program: curves in the unit that suits the metric, and the orders of runs by
-    metric.
-    """
+    """Return the data of the page's program: curves in suitable units, and the orders of runs by metric."""
     names, runs = dict.fromkeys((*LOSSES, *comparison.metrics)), comparison.runs
     most = max(100, min(POINTS // len(runs), POINTS_OF_CURVE))
     histories = {

@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import shutil
 import signal
@@ -25,7 +24,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import yaml
 
@@ -43,7 +41,7 @@ from ddpm_ds.tracking.tracker import Tracker
 
 TRAIN = SPECS.with_name("train.py")
 ENDINGS, ASKED_CONFIG, LOG = "grid.json", "asked_ds_config.json", "output.log"
-POLL_SECONDS = 0.2
+POLL_SECONDS = 0.5
 LAST_LINES = 8
 WHAT_CODES_MEAN = {
     **MEANINGS,
@@ -78,11 +76,6 @@ class Ending:
             return "done"
         meaning = "ended at once by a signal" if self.stopped else "of the launcher"
         return f"exit code {self.exit_code} ({WHAT_CODES_MEAN.get(self.exit_code, meaning)})"
-
-
-def digest(*content: Any) -> str:
-    """Return a few characters that are the same for the same content."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
 
 
 class Sweep:
@@ -141,7 +134,7 @@ class Sweep:
     ) -> tuple[Tracker, str]:
         """Begin or resume the sweep's run in MLflow; return it and its identity."""
         own = {KIND_TAG: SWEEP, "vary.name": self.folder.name, "mlflow.source.name": "ddpm-ds sweep"}
-        tags = labels(self.folder, note, log) | own
+        tags = labels(self.folder, note, log) | own  # before there is an identity: a run that has one keeps its note
         identity = RunFolder(self.folder).identity()
         tracker = Tracker.start(
             experiment,

@@ -131,12 +131,6 @@ def test_fifty_runs_fit_into_the_width_of_the_terminal(width: int) -> None:
         assert text.count(f"trial-{trial:02d}") == 1 + (trial == 0)  # the baseline is named above the table
 
 
-def test_a_long_name_takes_several_lines_and_loses_nothing() -> None:
-    name = "a-name-" + "that-goes-on-" * 8 + "end"
-    header = [line.strip() for line in terminal(comparison([held(name, SLOW)]), 100).splitlines()[1:]]
-    assert name in "".join(line.removeprefix("better").strip() for line in header)
-
-
 def test_what_users_wrote_changes_neither_the_terminal_nor_markdown() -> None:
     tags = {"mlflow.note.content": "\x1b[31mred\x1b[0m | <b>*bold*</b>"}
     compared = comparison([held("a|b\x1b[2J", SLOW, tags=tags), held("`c`_d_", FAST)])
