@@ -59,29 +59,27 @@ def deliver(
     """Yield all values of ``wanted``, as (its index, first element, values); every rank must iterate it to its end.
 
     Values are (length,) fp32, in host memory or on ``device``, which is what the process group sends from. Values from
-    other hosts are announced through ``say`` on rank 0; a rank that receives many shows a bar.
+    other hosts are announced through ``log`` on rank 0; a rank that receives many shows a bar.
 
     Raises:
         CheckpointError: a file is damaged.
     """
     groups = whole.groups
-    reader = Reader(whole.path, None if groups.shared else whole.here) if whole.here else None
+    reader = Reader(whole.path, whole.manifest, whole.here)
     needs: list[tuple[int, Wanted]] = []
     for index, want in enumerate(wanted):
         at = want.start
-        for start, stop in [(want.start, want.stop)] if groups.shared else _covered(reader, want):
+        for start, stop in reader.covered(*want):
             needs += [(index, want._replace(start=at, stop=start))] if at < start else []
-            yield index, start, _read(reader, want._replace(start=start, stop=stop))
+            yield index, start, reader.read(want.kind, want.name, start, stop - start)
             at = stop
         needs += [(index, want._replace(start=at))] if at < want.stop else []
-    transfers = [] if groups.shared else _transfers(whole, reader, needs, gather)
+    transfers = _transfers(whole, reader, needs, gather)
     if not transfers:
         return
     if groups.rank == 0:
-        sources, targets = (
-            ", ".join(sorted({groups.hosts[rank] for rank in ranks}))
-            for ranks in ({one.source for one in transfers}, {one.target for one in transfers})
-        )
+        sources = ", ".join(sorted({groups.hosts[one.source] for one in transfers}))
+        targets = ", ".join(sorted({groups.hosts[one.target] for one in transfers}))
         megabytes = sum(one.values.bytes for one in transfers) / 1e6
         log(f"{whole.path.name}: {megabytes:,.1f} MB of it go from host {sources} to host {targets}")
     mine = sum(one.values.bytes for one in transfers if one.target == groups.rank)
@@ -89,7 +87,8 @@ def deliver(
     with tqdm(total=mine, desc=f"fetching {whole.path.name}", unit="B", unit_scale=True, disable=hidden) as bar:
         for source, target, number, piece in transfers:  # in one order on all ranks, so that no two wait for each other
             if source == groups.rank:
-                dist.send(_read(reader, piece).to(device), target)
+                values = reader.read(piece.kind, piece.name, piece.start, piece.stop - piece.start)
+                dist.send(values.to(device), target)
             elif target == groups.rank:
                 values = torch.empty(piece.stop - piece.start, device=device)
                 dist.recv(values, source)
@@ -98,7 +97,7 @@ def deliver(
 
 
 def _transfers(
-    whole: CompleteCheckpoint, reader: Reader | None, needs: Sequence[tuple[int, Wanted]], gather: Gather
+    whole: CompleteCheckpoint, reader: Reader, needs: Sequence[tuple[int, Wanted]], gather: Gather
 ) -> list[_Transfer]:
     """Plan the transfers, the same list on all ranks. Where several have a value the lowest leader sends it."""
     asked = [
@@ -106,7 +105,7 @@ def _transfers(
     ]
     if not asked:
         return []
-    offers = gather([_covered(reader, want) if whole.groups.leads else [] for _, _, want in asked])
+    offers = gather([reader.covered(*want) if whole.groups.leads else [] for _, _, want in asked])
     transfers = []
     for number, (target, index, want) in enumerate(asked):
         at = want.start
@@ -123,12 +122,3 @@ def _transfers(
             what = f"values {at} and following of {want.kind} of {want.name} are in none of the files on any host"
             raise unusable(whole.path, what)
     return transfers
-
-
-def _covered(reader: Reader | None, want: Wanted) -> list[tuple[int, int]]:
-    return reader.covered(*want) if reader else []
-
-
-def _read(reader: Reader | None, want: Wanted) -> Tensor:
-    assert reader is not None
-    return reader.read(want.kind, want.name, want.start, want.stop - want.start)

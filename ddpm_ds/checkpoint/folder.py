@@ -1,4 +1,4 @@
-"""Folder of a run's checkpoints: names, the newest good one, the ones to delete, and atomic changes.
+"""Folder of a run's checkpoints: names, the ones to delete, and atomic changes.
 
 ::
 
@@ -20,11 +20,11 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ddpm_ds.checkpoint.groups import PROBE
-from ddpm_ds.checkpoint.manifest import read_manifest, verify
+from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.errors import CheckpointError
 from ddpm_ds.files import sync, write_file
 
@@ -50,26 +50,6 @@ def names(folder: Path) -> list[str]:
     found = {path.name: images_of(path.name) for path in folder.glob("images-*") if path.is_dir()}
     counted = {name: images for name, images in found.items() if images is not None}
     return sorted(counted, key=counted.__getitem__)
-
-
-def newest_good(folder: Path, log: Callable[[str], None], progress: bool = False) -> Path | None:
-    """Return the newest checkpoint whose checksums are right; None where there are no checkpoints.
-
-    Each one that is skipped is reported through ``say`` in a line. After a crash, call :func:`clean` first.
-
-    Raises:
-        CheckpointError: there are checkpoints, but none can be used. Starting anew would be no resume.
-    """
-    for name in reversed(found := names(folder)):
-        try:
-            verify(folder / name, read_manifest(folder / name), progress)
-        except CheckpointError as error:
-            log(str(error))
-        else:
-            return folder / name
-    if found:
-        raise CheckpointError(f"none of the {len(found)} checkpoints in {folder} can be used; restore one from a copy")
-    return None
 
 
 def to_delete(names: Sequence[str], keep_last: int | None, keep_every_images: int | None) -> list[str]:
@@ -126,20 +106,6 @@ def clean(folder: Path) -> None:
     for prefix in (WRITING, _DELETING, REPLACED):
         for leftover in folder.glob(f"{prefix}*"):
             shutil.rmtree(leftover, ignore_errors=True)
-
-
-def scratch(folder: Path, name: str, attempt: int) -> Path:
-    """Return the folder in which the ranks write checkpoint ``name`` before it is complete; the same path for all of
-    them.
-    """
-    return folder / f"{WRITING}{name}.{attempt}"
-
-
-def remove_scratch_before(folder: Path, attempt: int) -> None:
-    """Remove what earlier attempts of this process left, such as the parts of ranks that were slower to fail."""
-    for path in folder.glob(f"{WRITING}*"):
-        if path.suffix[1:].isdigit() and int(path.suffix[1:]) < attempt:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def put_in_place(written: Path, target: Path) -> None:

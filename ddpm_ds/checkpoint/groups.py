@@ -52,8 +52,8 @@ class Groups:
     """Lowest rank that sees the same folder, for every rank."""
 
     @classmethod
-    def one_folder(cls, rank: int, world_size: int) -> Groups:
-        """All ranks see one folder."""
+    def one_folder(cls, rank: int = 0, world_size: int = 1) -> Groups:
+        """Return the group of ranks that all see one folder; by default of a process alone."""
         return cls(rank, ("",) * world_size, (0,) * world_size)
 
     @property
@@ -87,8 +87,6 @@ def find_groups(folder: Path, rank: int, hosts: Sequence[str], gather: Gather) -
     Every rank leaves an empty file and looks for those of the others by their names, which are new each time: a network
     file system may answer from its memory of a folder's list, or of a name that it was asked for before.
     """
-    if len(hosts) == 1:
-        return Groups(rank, tuple(hosts), (rank,))
     token = gather(secrets.token_hex(8))[0]
     probes = [folder / f"{PROBE}{token}-{other}" for other in range(len(hosts))]
     with contextlib.suppress(OSError):
@@ -130,85 +128,54 @@ class Leaders:
         self.attempt = 0
         """Number of the checkpoint that all keys in the store belong to, the same on all ranks."""
 
-    def collect(self, topic: str, text: str) -> list[str]:
-        """Give ``text`` to rank 0. Returns there what all leaders have given, elsewhere nothing.
+    def agree(self, topic: str, text: str = "", answer: Callable[[list[str]], str] = lambda texts: "") -> str:
+        """Give ``text`` to rank 0, which answers all leaders once it has the texts of all; return the answer.
 
         Raises:
-            CalledOff: on rank 0: another leader has a problem, or nothing came from it.
-        """
-        if self._groups.rank:
-            self._set(topic, text, self._groups.rank)
-            return []
-        return [text, *(self._receive(topic, rank) for rank in self._groups.leaders[1:])]
-
-    def publish(self, topic: str, text: str = "") -> str:
-        """Give every leader the ``text`` of rank 0.
-
-        Raises:
-            CalledOff: on the others: rank 0 has called the checkpoint off.
+            CalledOff: on rank 0: another leader has a problem, or nothing came from it. On the others: rank 0 has
+                called the checkpoint off.
             NotSaved: on the others: nothing came from rank 0.
         """
-        if self._groups.shared:
-            return text
-        if self._groups.rank == 0:
-            self._set(topic, text)
-            return text
-        if not self._wait(topic, 0, "called off"):
-            raise NotSaved(f"rank 0 has not answered for {self._seconds:g} s")
-        if not self._has(topic):
-            raise CalledOff(self._get("called off"))
-        return self._get(topic)
+        others = self._groups.leaders[1:]
+        if self._groups.rank:
+            self._set(topic, self._groups.rank, text)
+            return self._wait(topic, 0, "called off")
+        texts = [text]
+        for rank in others:
+            texts.append(self._wait(topic, rank, "problem"))
+            self.forget(topic, rank)
+        answered = answer(texts)
+        if others:
+            self._set(topic, 0, answered)
+        return answered
 
-    def all_are(self, topic: str) -> None:
-        """Wait until every leader has called this. Raises as :meth:`collect` and :meth:`publish` do."""
-        self.collect(topic, "")
-        self.publish(topic)
-
-    def forget(self, topic: str) -> None:
-        """Delete what rank 0 published, on rank 0, once all have read it."""
-        if self._groups.rank == 0 and not self._groups.shared:
-            self._delete(topic)
+    def forget(self, topic: str, rank: int = 0) -> None:
+        """Delete what a leader wrote in the store, on rank 0, once it has been read."""
+        if self._groups.rank == 0 and self._store is not None:
+            self._store.delete_key(self._key(topic, rank))
 
     def fail(self, reason: str) -> None:
         """Report a problem to rank 0; on rank 0, cancel the checkpoint."""
         if not self._groups.shared:
             with contextlib.suppress(Exception):  # whatever a store raises when rank 0 has gone
-                self._set("problem" if self._groups.rank else "called off", reason)
+                self._set("problem" if self._groups.rank else "called off", 0, reason)
 
-    def _receive(self, topic: str, rank: int) -> str:
-        if not self._wait(topic, rank, "problem"):
-            raise CalledOff(f"{self._groups.name(rank)} has not answered for {self._seconds:g} s")
-        if self._has("problem"):
-            raise CalledOff(self._get("problem"))
-        text = self._get(topic, rank)
-        self._delete(topic, rank)
-        return text
-
-    def _wait(self, topic: str, rank: int, otherwise: str) -> bool:
-        """Wait for a key, or for the one that reports trouble; return whether either came in time."""
+    def _wait(self, topic: str, rank: int, trouble: str) -> str:
+        """Return the text of a key as soon as it exists; for a missing key the store itself would wait."""
+        assert self._store is not None
         deadline = time.monotonic() + self._seconds
-        while not (self._has(topic, rank) or self._has(otherwise)):
+        while not self._store.check([self._key(topic, rank)]):
+            if self._store.check([self._key(trouble, 0)]):
+                raise CalledOff(self._store.get(self._key(trouble, 0)).decode())
             if time.monotonic() > deadline:
-                return False
+                reason = f"{self._groups.name(rank)} has not answered for {self._seconds:g} s"
+                raise NotSaved(reason) if self._groups.rank else CalledOff(reason)
             time.sleep(POLL_SECONDS)
-        return True
-
-    def _key(self, topic: str, rank: int) -> str:
-        return f"checkpoint/{self.attempt}/{topic}/{rank}"
-
-    def _has(self, topic: str, rank: int = 0) -> bool:
-        assert self._store is not None
-        return bool(self._store.check([self._key(topic, rank)]))
-
-    def _get(self, topic: str, rank: int = 0) -> str:
-        """Return the text of a key that exists; for a missing key the store would wait."""
-        assert self._store is not None
         return self._store.get(self._key(topic, rank)).decode()
 
-    def _set(self, topic: str, text: str, rank: int = 0) -> None:
+    def _set(self, topic: str, rank: int, text: str) -> None:
         assert self._store is not None
         self._store.set(self._key(topic, rank), text)
 
-    def _delete(self, topic: str, rank: int = 0) -> None:
-        assert self._store is not None
-        self._store.delete_key(self._key(topic, rank))
+    def _key(self, topic: str, rank: int) -> str:
+        return f"checkpoint/{self.attempt}/{topic}/{rank}"

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 from tqdm import tqdm
 
 import ddpm_ds
@@ -23,6 +23,9 @@ MANIFEST, STATE = "manifest.json", "state.json"
 BAR_BYTES = 10**9
 """Bytes below which a check takes about a second and shows no bar."""
 _BLANK = "0" * 64
+
+Span = tuple[str, str, int, int]
+"""Values of a fragment: (kind, name of the parameter, first element, number of elements)."""
 
 
 class _Record(BaseModel):
@@ -67,15 +70,13 @@ class Part(_Record):
 
     file: str
     entry: FileEntry
-    fragments: list[tuple[str, str, int, int]]
-    """(kind, name, start, length) in the order of the file."""
-
-
-class GroupParts(_Record):
-    """Records of all files of a group, from its leader to rank 0."""
-
     place: Place
-    parts: list[Part]
+    fragments: list[Span]
+    """In the order of the file."""
+
+
+Parts = TypeAdapter(list[Part])
+"""Records of all files of a group, from its leader to rank 0."""
 
 
 class Manifest(Description):
@@ -107,20 +108,18 @@ class Manifest(Description):
         return blank.replace(_BLANK.encode(), hashlib.sha256(blank).hexdigest().encode(), 1)
 
 
-def manifest_of(description: Description, state: bytes, groups: Sequence[str]) -> Manifest:
-    """The manifest of what all groups (:class:`GroupParts` as JSON) have written, and of ``state.json``.
+def manifest_of(description: Description, state: bytes, parts: Sequence[Part], *, places: bool) -> Manifest:
+    """Return the manifest of ``parts``, the files of all ranks, and of ``state.json``; with ``places`` if asked for.
 
     Raises:
         ValueError: not every element was written once, or two ranks wrote files of one name.
     """
-    written = [GroupParts.model_validate_json(text) for text in groups]
-    placed = [(group.place, part) for group in written for part in group.parts if part.fragments]
-    files = {part.file: part.entry for _, part in placed}
-    if len(files) != len(placed):
+    parts = [part for part in parts if part.fragments]
+    files = {part.file: part.entry for part in parts}
+    if len(files) != len(parts):
         raise ValueError("two ranks wrote parts of one name")
-    kinds = check_coverage(description.parameters, (fragment for _, part in placed for fragment in part.fragments))
+    kinds = check_coverage(description.parameters, (fragment for part in parts for fragment in part.fragments))
     files[STATE] = FileEntry(bytes=len(state), sha256=hashlib.sha256(state).hexdigest())
-    places = {part.file: place for place, part in placed} if len(written) > 1 else {}
     return Manifest(
         **dict(description),
         format=FORMAT,
@@ -128,15 +127,12 @@ def manifest_of(description: Description, state: bytes, groups: Sequence[str]) -
         created=datetime.now(UTC),
         kinds=kinds,
         files=dict(sorted(files.items())),
-        places=dict(sorted(places.items())),
+        places={part.file: part.place for part in sorted(parts, key=lambda part: part.file)} if places else {},
     )
 
 
-def check_coverage(
-    parameters: Mapping[str, tuple[int, ...]], fragments: Iterable[tuple[str, str, int, int]]
-) -> tuple[str, ...]:
-    """Return the kinds among ``fragments`` (kind, name, start, length), each of which covers every parameter exactly
-    once.
+def check_coverage(parameters: Mapping[str, tuple[int, ...]], fragments: Iterable[Span]) -> tuple[str, ...]:
+    """Return the kinds among ``fragments``, each of which covers every parameter exactly once.
 
     Raises:
         ValueError: a kind lacks elements, has some twice, or belongs to an unknown parameter.
@@ -202,9 +198,7 @@ def read_bytes(checkpoint: Path, name: str) -> bytes:
 
 
 def files_here(checkpoint: Path, manifest: Manifest) -> list[str]:
-    """Return the names of the manifest's files that are in the checkpoint's folder on this host, without
-    checking them.
-    """
+    """Return the names of the manifest's files that are on this host, without checking them."""
     return [name for name in manifest.files if (checkpoint / name).exists()]
 
 
@@ -241,8 +235,6 @@ def verify(checkpoint: Path, manifest: Manifest, progress: bool) -> None:
         CheckpointError: a file is missing, cut short, too long or has another checksum.
     """
     check_all_here(checkpoint, manifest)
-    for name in manifest.files:
-        check_size(checkpoint, name, manifest)
     for _, text in damages(checkpoint, manifest, manifest.files, progress):
         raise CheckpointError(text)
 
@@ -259,22 +251,15 @@ def damages(checkpoint: Path, manifest: Manifest, names: Collection[str], progre
                 yield name, str(damage)
 
 
-def check_size(checkpoint: Path, name: str, manifest: Manifest) -> None:
-    """Raise CheckpointError when a file is missing or its size is wrong."""
-    try:
-        found = (checkpoint / name).stat().st_size
-    except OSError as error:
-        raise unusable(checkpoint, f"{name} can't be read ({error.strerror})") from None
-    if found != (expected := manifest.files[name].bytes):
-        raise unusable(checkpoint, f"{name} has {found:,} bytes, {expected:,} were written")
-
-
 def check_bytes(checkpoint: Path, name: str, manifest: Manifest, bar: tqdm[Any] | None = None) -> None:
     """Raise CheckpointError when a file's bytes are not those that were written; advances ``bar`` by its bytes."""
-    check_size(checkpoint, name, manifest)
+    path, expected = checkpoint / name, manifest.files[name]
     try:
-        found = sha256_of(checkpoint / name, bar)
+        size = path.stat().st_size
+        digest = sha256_of(path, bar) if size == expected.bytes else None
     except OSError as error:
         raise unusable(checkpoint, f"{name} can't be read ({error.strerror})") from None
-    if found != manifest.files[name].sha256:
+    if digest is None:
+        raise unusable(checkpoint, f"{name} has {size:,} bytes, {expected.bytes:,} were written")
+    if digest != expected.sha256:
         raise unusable(checkpoint, f"{name} has another checksum than {MANIFEST} says")

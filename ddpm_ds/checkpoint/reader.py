@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +18,9 @@ from tqdm import tqdm
 
 from ddpm_ds.checkpoint.manifest import (
     STATE,
+    Manifest,
     check_all_here,
     check_bytes,
-    check_size,
     read_bytes,
     read_manifest,
     unusable,
@@ -45,15 +45,16 @@ class _Span(NamedTuple):
 class Reader:
     """An open checkpoint. A file's checksum is compared before the first value is read from it.
 
-    ``only`` are the files to read where this host lacks some.
+    Where the manifest is known and this host lacks some of its files, ``manifest`` and ``only``, the files to read, are
+    given.
 
     Raises:
         CheckpointError: anything of the checkpoint is missing, damaged or of another format; so do all methods.
     """
 
-    def __init__(self, path: Path, only: Collection[str] | None = None) -> None:
+    def __init__(self, path: Path, manifest: Manifest | None = None, only: Collection[str] | None = None) -> None:
         self.path = path
-        self.manifest = read_manifest(path)
+        self.manifest = manifest or read_manifest(path)
         if only is None:
             check_all_here(path, self.manifest)
         self._listed = [name for name in self.manifest.files if only is None or name in only]
@@ -66,11 +67,6 @@ class Reader:
         self._files: dict[str, Any] = {}
         self._spans: dict[tuple[str, str], list[_Span]] = {}
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """Kinds of values that are kept of every parameter."""
-        return self.manifest.kinds
-
     def verify(self, progress: bool = False) -> None:
         """Compare the checksums of all files."""
         verify(self.path, self.manifest, progress)
@@ -82,8 +78,8 @@ class Reader:
         (length,) fp32 in host memory, a copy. Only the files that hold them are checked and only their pages are read.
         Raises ValueError when the parameter has no such values.
         """
-        if kind not in self.kinds:
-            raise unusable(self.path, f"it has no {kind}, only {', '.join(self.kinds)}")
+        if kind not in self.manifest.kinds:
+            raise unusable(self.path, f"it has no {kind}, only {', '.join(self.manifest.kinds)}")
         if name not in self.manifest.parameters:
             raise unusable(self.path, f"it has no parameter {name}, so it is of another U-Net")
         elements = math.prod(self.manifest.parameters[name])
@@ -119,8 +115,6 @@ class Reader:
 
     def _check(self, name: str) -> None:
         if name not in self._verified:
-            if name not in self.manifest.files:
-                raise unusable(self.path, f"its manifest does not list {name}")
             check_bytes(self.path, name, self.manifest)
             self._verified.add(name)
 
@@ -137,19 +131,17 @@ class Reader:
             self._spans = {key: sorted(found) for key, found in spans.items()}
         return self._spans.get((kind, name), [])
 
-    def _fragments(self, file: str) -> list[tuple[str, str, _Span]]:
-        check_size(self.path, file, self.manifest)
-        found = []
+    def _fragments(self, file: str) -> Iterator[tuple[str, str, _Span]]:
         try:
             opened = self._files[file] = safe_open(self.path / file, framework="pt")
             for key in opened.keys():  # noqa: SIM118 - not a mapping
                 kind, rest = key.split("/", 1)
                 name, start = rest.rsplit("@", 1)
                 length = math.prod(opened.get_slice(key).get_shape())
-                found.append((kind, name, _Span(int(start), int(start) + length, file, key)))
+                yield kind, name, _Span(int(start), int(start) + length, file, key)
         except (OSError, SafetensorError, ValueError):
+            self._check(file)  # says what is wrong with it
             raise unusable(self.path, f"{file} is damaged") from None
-        return found
 
 
 def header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> bytes:
@@ -183,8 +175,9 @@ def consolidate(path: Path, out: Path, kind: str = "ema", dtype: Dtype = "fp32",
     parameters = reader.manifest.parameters
     if out.exists():
         raise OutputError(f"{out} exists; name a new file, or remove it first")
-    if kind not in reader.kinds:
-        raise CheckpointError(f"checkpoint {path} has no {kind} weights, only {', '.join(reader.kinds)}; choose others")
+    if kind not in reader.manifest.kinds:
+        kinds = ", ".join(reader.manifest.kinds)
+        raise CheckpointError(f"checkpoint {path} has no {kind} weights, only {kinds}; choose others")
     reader.verify(progress)
     code, torch_dtype = DTYPES[dtype]
     metadata = {"format": "pt", "kind": kind, "images": str(reader.manifest.images)}

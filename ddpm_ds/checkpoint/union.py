@@ -114,7 +114,7 @@ def newest(
 ) -> CompleteCheckpoint | None:
     """The newest checkpoint that is whole, of at most ``until`` images; None where no host has any.
 
-    Each one that is skipped is reported through ``say`` on rank 0, with what is missing where. Call :func:`settle`
+    Each one that is skipped is reported through ``log`` on rank 0, with what is missing where. Call :func:`settle`
     first.
 
     Raises:
@@ -139,6 +139,16 @@ def newest(
     if elsewhere is None:
         raise NoCheckpointError(f"{none}; restore one from a copy")
     raise NoCheckpointError(f"{none}: {elsewhere}; {BRING_BACK}")
+
+
+def newest_good(folder: Path, log: Callable[[str], None]) -> Path | None:
+    """Return the path of :func:`newest` for a process alone.
+
+    Raises:
+        NoCheckpointError: there are checkpoints, but none can be used.
+    """
+    found = newest(folder, Groups.one_folder(), lambda value: [value], log)
+    return found.path if found else None
 
 
 def whole(path: Path, groups: Groups, gather: Gather, *, progress: bool = False) -> CompleteCheckpoint:
@@ -215,11 +225,12 @@ def _lacks(
     def about(host: str) -> str:
         return " (it has that no more)" if host in groups.hosts else " (a host that is not in this run)"
 
-    rest = [
+    rest = ", ".join(
         f"host {groups.hosts[rank]} has {', '.join(name for name in here if name != STATE) or 'none of the others'}"
         for rank, here in holders.items()
-    ]
-    return f"checkpoint {path.name} lacks {written(manifest, gone, about)}; {', '.join(rest)}"
+    )
+    lacks = f"checkpoint {path.name} lacks {written(manifest, gone, about)}"
+    return lacks if groups.shared else f"{lacks}; {rest}"
 
 
 def _read(path: Path, name: str, source: int, groups: Groups, gather: Gather) -> bytes:

@@ -20,7 +20,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,31 +29,12 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from ddpm_ds.checkpoint.folder import (
-    checkpoint_name,
-    clean,
-    names,
-    put_in_place,
-    remove_scratch_before,
-    scratch,
-    take_back,
-    tidy,
-)
+from ddpm_ds.checkpoint.folder import WRITING, checkpoint_name, clean, names, put_in_place, take_back, tidy
 from ddpm_ds.checkpoint.groups import CalledOff, Groups, Leaders, NotSaved
-from ddpm_ds.checkpoint.manifest import (
-    MANIFEST,
-    STATE,
-    Description,
-    FileEntry,
-    GroupParts,
-    Part,
-    Place,
-    manifest_of,
-)
+from ddpm_ds.checkpoint.manifest import MANIFEST, STATE, Description, FileEntry, Part, Parts, Place, Span, manifest_of
 from ddpm_ds.checkpoint.reader import header
 from ddpm_ds.files import replace_file, sync, write_file
 
-WRITE_BYTES = 2**24
 POLL_SECONDS = 0.02
 
 
@@ -105,70 +86,45 @@ class HostCopy:
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
 
-    def chunks(self) -> Iterator[memoryview]:
-        """The bytes that were copied."""
-        raw = self._values.numpy().data[: self._used]
-        step = WRITE_BYTES // raw.itemsize
-        for at in range(0, self._used, step):
-            yield raw[at : at + step].cast("B")
-
-
-@dataclass(frozen=True)
-class _Work:
-    """Copy of everything that one checkpoint is written from."""
-
-    part: str
-    fragments: list[tuple[str, str, int, int]]
-    """(kind, name, start, length), in the order of the host copy."""
-    description: Description
-    state: bytes
-    scratch: Path
-
-    @property
-    def name(self) -> str:
-        return checkpoint_name(self.description.images)
+    def raw(self) -> memoryview:
+        """Return the bytes that were copied."""
+        return self._values.numpy()[: self._used].view("uint8").data
 
 
 class Writer:
     """One rank's share in writing checkpoints into ``folder``.
 
-    ``groups`` says which ranks see the same folder of that name, all of them where it is None; ``store`` is the
-    key-value store of the leaders of several groups. Make it on every rank before training communicates: the leaders
-    remove what killed processes left (for several folders :func:`ddpm_ds.checkpoint.union.settle` has done so). Every
-    rank calls :meth:`begin` for every checkpoint, with no fragments if it owns none. File errors never raise into
-    training: rank 0 reports through ``say`` (from a thread) in one line what was lost, and earlier checkpoints stay.
-    ``keep_last`` and ``keep_every_images``: :func:`ddpm_ds.checkpoint.folder.to_delete`. Holds a copy of this rank's
-    fragments in host memory, pinned where they come from CUDA.
+    ``groups`` says which ranks see the same folder of that name; where there are several, ``store`` is the key-value
+    store of their leaders. Make it on every rank before training communicates: the leaders remove what killed processes
+    left (for several folders :func:`ddpm_ds.checkpoint.union.settle` has done so). Every rank calls :meth:`begin` for
+    every checkpoint, with no fragments if it owns none. File errors never raise into training: rank 0 reports through
+    ``log`` (from a thread) in one line what was lost, and earlier checkpoints stay. ``keep_last`` and
+    ``keep_every_images``: :func:`ddpm_ds.checkpoint.folder.to_delete`. Holds a copy of this rank's fragments in host
+    memory, pinned where they come from CUDA.
     """
 
     def __init__(
         self,
         folder: Path,
-        rank: int,
-        world_size: int,
+        groups: Groups,
         *,
         log: Callable[[str], None],
         keep_last: int | None = None,
         keep_every_images: int | None = None,
         time_limit_seconds: float = 600.0,
-        groups: Groups | None = None,
         store: Store | None = None,
     ) -> None:
         self.seconds_blocked = 0.0
-        """Seconds for which the last :meth:`begin` held training up, including the wait for the checkpoint
-        before it.
-        """
-        self._folder, self._rank = folder, rank
-        self._groups = groups or Groups.one_folder(rank, world_size)
-        self._leaders = Leaders(self._groups, store, time_limit_seconds)
-        self._log = log
+        """Seconds for which the last :meth:`begin` held training up, with the wait for the checkpoint before it."""
+        self._folder, self._groups, self._log = folder, groups, log
+        self._leaders = Leaders(groups, store, time_limit_seconds)
         self._keep = keep_last, keep_every_images
         self._time_limit_seconds = time_limit_seconds
         self._attempt = 0
         self._thread: threading.Thread | None = None
         self._saved = True
         self._host = HostCopy()
-        if self._groups.leads:
+        if groups.leads:
             with contextlib.suppress(OSError):
                 clean(folder)
 
@@ -188,120 +144,124 @@ class Writer:
         self._attempt += 1
         fragments = [fragment for fragment in fragments if fragment.values.numel()]
         self._host.take(fragments)
-        work = _Work(
-            part,
-            [(fragment.kind, fragment.name, fragment.start, fragment.values.numel()) for fragment in fragments],
-            description.model_copy(deep=True),
-            (json.dumps(dict(state), indent=2) + "\n").encode(),
-            scratch(self._folder, checkpoint_name(description.images), self._attempt),
-        )
-        self._thread = threading.Thread(target=self._write, args=(work,), name="checkpoint", daemon=True)
+        spans = [(fragment.kind, fragment.name, fragment.start, fragment.values.numel()) for fragment in fragments]
+        text = json.dumps(dict(state), indent=2) + "\n"
+        copies = f"{part}.safetensors", spans, description.model_copy(deep=True), text
+        self._thread = threading.Thread(target=self._write, args=copies, name="checkpoint", daemon=True)
         self._thread.start()
         self.seconds_blocked = time.monotonic() - started
 
     def wait(self) -> bool:
-        """Wait for the last checkpoint; return whether it is complete, on ranks that don't lead whether their
-        part is.
+        """Wait for the last checkpoint; return whether it is complete, on ranks that don't lead whether their part
+        is.
         """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         return self._saved
 
-    def _write(self, work: _Work) -> None:
+    def _write(self, file: str, spans: list[Span], description: Description, state: str) -> None:
         """Write a checkpoint; this is all that the thread does."""
         self._saved = False
+        name = checkpoint_name(description.images)
+        scratch = self._folder / f"{WRITING}{name}.{self._attempt}"  # the same for all ranks
         try:
             if self._groups.leads:
                 self._leaders.attempt = self._attempt
-                remove_scratch_before(self._folder, self._attempt)
-            self._write_part(work)
+                self._remove_earlier_attempts()
+            self._write_part(scratch, file, spans)
             if self._groups.leads:
-                self._complete(work)
+                self._complete(scratch, description, state)
             self._saved = True
         except Exception as error:
-            self._give_up(work, error)
+            self._give_up(scratch, file, name, error)
             return
         if self._groups.leads:
-            self._tidy(work.name)
+            self._tidy(name)
 
-    def _write_part(self, work: _Work) -> None:
+    def _remove_earlier_attempts(self) -> None:
+        """Remove what earlier attempts of this process left, such as the parts of ranks that were slower to fail."""
+        for path in self._folder.glob(f"{WRITING}*"):
+            if path.suffix[1:].isdigit() and int(path.suffix[1:]) < self._attempt:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _write_part(self, scratch: Path, file: str, spans: list[Span]) -> None:
         """Write this rank's file, then its record."""
-        work.scratch.mkdir(parents=True, exist_ok=True)
-        keys = [(f"{kind}/{name}@{start}", "F32", (n,), n) for kind, name, start, n in work.fragments]
+        scratch.mkdir(parents=True, exist_ok=True)
+        keys = [(f"{kind}/{name}@{start}", "F32", (n,), n) for kind, name, start, n in spans]
         digest, size = hashlib.sha256(), 0
-        file_name = f"{work.part}.safetensors"
-        with (work.scratch / file_name).open("wb") as file:
-            pieces: tuple[bytes | memoryview, ...] = (header(keys, {}), *self._host.chunks())
-            for chunk in pieces:
-                digest.update(chunk)
-                file.write(chunk)
-                size += len(chunk)
-            file.flush()
-            os.fsync(file.fileno())
+        with (scratch / file).open("wb") as stream:
+            for piece in (header(keys, {}), self._host.raw()):
+                digest.update(piece)
+                stream.write(piece)
+                size += len(piece)
+            stream.flush()
+            os.fsync(stream.fileno())
+        place = Place(host=self._groups.hosts[self._groups.rank], folder=str(self._folder.absolute()))
         entry = FileEntry(bytes=size, sha256=digest.hexdigest())
-        record = Part(file=file_name, entry=entry, fragments=work.fragments)
-        replace_file(work.scratch / _record(self._rank), record.model_dump_json().encode())  # the leader syncs
+        record = Part(file=file, entry=entry, place=place, fragments=spans)
+        replace_file(scratch / _record(self._groups.rank), record.model_dump_json().encode())  # the leader syncs
 
-    def _complete(self, work: _Work) -> None:
+    def _complete(self, scratch: Path, description: Description, state: str) -> None:
         """Wait on a leader for all parts, have rank 0 check them, and put the checkpoint in place."""
-        parts = self._parts(work.scratch)
-        place = Place(host=self._groups.hosts[self._rank], folder=str(self._folder.absolute()))
-        groups = self._leaders.collect("parts", GroupParts(place=place, parts=parts).model_dump_json())
-        complete = ""
-        if self._rank == 0:
-            text = manifest_of(work.description, work.state, groups).dump().decode()
-            complete = json.dumps([text, work.state.decode()])
-        manifest, state = json.loads(self._leaders.publish("manifest", complete))
-        write_file(work.scratch / STATE, state.encode())
-        write_file(work.scratch / MANIFEST, manifest.encode())
-        for path in list(work.scratch.iterdir()):
+
+        def describe(texts: list[str]) -> str:
+            parts = [part for text in texts for part in Parts.validate_json(text)]
+            manifest = manifest_of(description, state.encode(), parts, places=not self._groups.shared)
+            return json.dumps([manifest.dump().decode(), state])
+
+        parts = self._parts(scratch)
+        manifest, state = json.loads(self._leaders.agree("manifest", Parts.dump_json(parts).decode(), describe))
+        write_file(scratch / STATE, state.encode())
+        write_file(scratch / MANIFEST, manifest.encode())
+        for path in list(scratch.iterdir()):
             if path.name not in (STATE, MANIFEST, *(part.file for part in parts if part.fragments)):
                 path.unlink()
-        sync(work.scratch)
-        self._leaders.all_are("ready")
+        sync(scratch)
+        self._leaders.agree("ready")
         self._leaders.forget("manifest")
-        put_in_place(work.scratch, self._folder / work.name)
+        target = self._folder / checkpoint_name(description.images)
+        put_in_place(scratch, target)
         try:
-            self._leaders.all_are("placed")
+            self._leaders.agree("placed")
         except CalledOff:
-            take_back(self._folder / work.name)
+            take_back(target)
             raise
 
-    def _parts(self, folder: Path) -> list[Part]:
+    def _parts(self, scratch: Path) -> list[Part]:
         """Return the records of all ranks of this folder, as soon as they exist."""
         deadline = time.monotonic() + self._time_limit_seconds
         while True:
-            there = {path.name for path in folder.iterdir()}
+            there = {path.name for path in scratch.iterdir()}
             for failed in (name for name in there if name.endswith(".failed")):
-                raise NotSaved((folder / failed).read_text())
+                raise NotSaved((scratch / failed).read_text())
             missing = [rank for rank in self._groups.members if _record(rank) not in there]
             if not missing:
                 break
             if time.monotonic() > deadline:
                 ranks = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-                where = "" if self._groups.shared else f" on host {self._groups.hosts[self._rank]}"
+                where = "" if self._groups.shared else f" on host {self._groups.hosts[self._groups.rank]}"
                 raise NotSaved(f"rank {ranks}{where} had not written its part after {self._time_limit_seconds:g} s")
             time.sleep(POLL_SECONDS)
-        return [Part.model_validate_json((folder / _record(rank)).read_bytes()) for rank in self._groups.members]
+        return [Part.model_validate_json((scratch / _record(rank)).read_bytes()) for rank in self._groups.members]
 
-    def _give_up(self, work: _Work, error: Exception) -> None:
+    def _give_up(self, scratch: Path, file: str, name: str, error: Exception) -> None:
         """Remove what is half-written; rank 0 reports it, another rank tells its leader, and that one rank 0."""
-        named = self._rank != 0 or not self._groups.shared
-        reason = f"{self._groups.name(self._rank)}: {_reason(error)}" if named else _reason(error)
-        reason = str(error) if isinstance(error, NotSaved) else reason
+        rank, reason = self._groups.rank, _reason(error)
+        if not isinstance(error, NotSaved) and (rank != 0 or not self._groups.shared):
+            reason = f"{self._groups.name(rank)}: {reason}"
         if not self._groups.leads:
             with contextlib.suppress(OSError):
-                (work.scratch / f"{work.part}.safetensors").unlink(missing_ok=True)  # makes room for the message
-                write_file(work.scratch / f"rank{self._rank}.failed", reason.encode())
+                (scratch / file).unlink(missing_ok=True)  # makes room for the message
+                write_file(scratch / f"rank{rank}.failed", reason.encode())
             return
-        shutil.rmtree(work.scratch, ignore_errors=True)
-        if self._rank == 0 or not isinstance(error, CalledOff):
+        shutil.rmtree(scratch, ignore_errors=True)
+        if rank == 0 or not isinstance(error, CalledOff):
             self._leaders.fail(reason)
-        if self._rank == 0:
+        if rank == 0:
             before = names(self._folder)
             lost = f"{before[-1]} stays, only the time since is at risk" if before else "there is none before it"
-            self._log(f"checkpoint {work.name} was not saved: {reason}; {lost}")
+            self._log(f"checkpoint {name} was not saved: {reason}; {lost}")
 
     def _tidy(self, name: str) -> None:
         try:
@@ -309,7 +269,7 @@ class Writer:
         except Exception as error:
             self._log(f"checkpoint {name} is saved, but older ones or `latest` could not be changed: {_reason(error)}")
             return
-        if abandoned and self._rank == 0:
+        if abandoned and self._groups.rank == 0:
             self._log(f"the run went on from before them: checkpoints renamed to {', '.join(abandoned)}")
 
 
@@ -319,6 +279,8 @@ def _record(rank: int) -> str:
 
 def _reason(error: Exception) -> str:
     """Return the reason for an error, in the file system's words where it came from there."""
+    if isinstance(error, NotSaved):
+        return str(error)
     if isinstance(error, OSError) and error.strerror:
         where = f" ({Path(error.filename).name})" if error.filename else ""
         return error.strerror + where

@@ -19,9 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ddpm_ds.checkpoint.folder import newest_good
 from ddpm_ds.checkpoint.manifest import MANIFEST
 from ddpm_ds.checkpoint.reader import Reader
+from ddpm_ds.checkpoint.union import newest_good
 from ddpm_ds.config.spec import DiffusionSpec, RunSpec, SamplerSpec, UnetSpec, with_current_names
 from ddpm_ds.diffusion.diffusers_config import diffusion_from_scheduler
 from ddpm_ds.errors import CheckpointError
@@ -122,8 +122,8 @@ def load_trained(
 
 def _load_checkpoint(path: Path, weights: Weights, device: torch.device | str, dtype: torch.dtype) -> Trained:
     reader, kind = Reader(path), KINDS[weights]
-    if kind not in reader.kinds:
-        others = [name for name, stored in KINDS.items() if stored in reader.kinds]
+    if kind not in reader.manifest.kinds:
+        others = [name for name, stored in KINDS.items() if stored in reader.manifest.kinds]
         raise CheckpointError(f"checkpoint {path} has no {weights} weights; it has {', '.join(others) or 'none'}")
     try:
         spec = RunSpec.model_validate(with_current_names(reader.manifest.spec))

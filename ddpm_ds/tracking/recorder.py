@@ -6,8 +6,8 @@ import contextlib
 import json
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
@@ -129,30 +129,22 @@ class Recorder:
         self.tracker.metrics(values, step)
 
 
-@dataclass(frozen=True)
-class Resumed:
-    """Position from which a run is resumed."""
-
-    checkpoint: Path
-    changed: tuple[str, ...]
-    """Settings that have changed since, by dotted key."""
-
-
 @contextlib.contextmanager
 def recorded(
     plan: RunPlan,
     run_dir: Path,
     device: torch.device,
     line: ProgressLine | None,
-    resumed: Resumed | None,
+    checkpoint: Path | None,
+    changed: Sequence[str],
     *,
     note: str | None = None,
     parent: str | None = None,
 ) -> Iterator[Recorder]:
     """The run's folder and its MLflow run, on rank 0; ended as FAILED or KILLED when the body raises.
 
-    ``line`` is None on other ranks, ``resumed`` for a run that begins; ``note`` is the reason for a new run, ``parent``
-    the identity of its parent run.
+    ``line`` is None on other ranks. ``checkpoint`` is the one that the run resumes from, ``changed`` names the settings
+    that have changed since; ``note`` is the reason for a new run, ``parent`` the identity of its parent run.
     """
     if line is None:
         yield Recorder()
@@ -167,8 +159,8 @@ def recorded(
     for name, text in contents.items():
         (run_dir / name).write_text(text)
     tags = _tags(plan) | labels(run_dir, note, line.log)
-    if resumed is not None:
-        tags["resume_count"] = str(folder.add_resume(resumed.checkpoint, resumed.changed))
+    if checkpoint is not None:
+        tags["resume_count"] = str(folder.add_resume(checkpoint, changed))
     tracker = Tracker.start(
         plan.spec.logging.experiment,
         run_dir.name,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ class Run:
     plan: RunPlan
     engine: UnetPipelineEngine
     batches: Callable[[], Iterator[Any] | None]
-    """Function that opens the micro-batches from the engine's progress on; None on a stage that reads none."""
+    """Function that opens the micro-batches from the engine's progress on; gives None on a stage that reads none."""
     ema: Ema
     saver: Saver
     requests: Requests
@@ -55,7 +54,7 @@ def train(run: Run) -> Interval:
     engine, total = run.engine, run.plan.spec.train.images
     every = run.plan.spec.logging.log_every_images
     meter = Meter()
-    batches = _timed(meter, run.batches())
+    batches = meter.timed(run.batches())
     while True:
         before = engine.images_seen
         run.observer.begin_step(engine.global_steps + 1)
@@ -74,7 +73,7 @@ def train(run: Run) -> Interval:
         if trouble:
             _roll_back(run, trouble)
             meter, save = Meter(), False
-            batches = _timed(meter, run.batches())
+            batches = meter.timed(run.batches())
             continue
         with run.observer.span("inspection"):
             run.validation.after_step(before, done)  # before the save: a run that dies in between draws again
@@ -96,26 +95,11 @@ def train(run: Run) -> Interval:
             raise Preempted(f"asked to stop after {engine.images_seen:,} images")
 
 
-def _timed(meter: Meter, batches: Iterator[Any] | None) -> Iterator[Any] | None:
-    return None if batches is None else meter.timed(batches)
-
-
 def _log(run: Run, meter: Meter) -> Interval:
     """Make one log point; waits for the device, and for the other ranks."""
     engine = run.engine
     gathered = gather(meter.read(), engine)
-    norm = engine.gradient_norm()
-    values = metrics(
-        gathered.interval,
-        images_seen=engine.images_seen,
-        learning_rate=engine.get_lr()[0],
-        grad_norm=norm if math.isfinite(norm) else None,
-        loss_scale=engine.loss_scale(),
-        skipped_steps=engine.skipped_steps,
-        macs_per_image=run.plan.macs,
-        stage_peak_memory_bytes=gathered.stage_peak_memory_bytes,
-        peak_reserved_bytes=gathered.peak_reserved_bytes,
-    )
+    values = metrics(gathered, engine, run.plan.macs)
     run.recorder.point(values, engine.global_steps, fp16=engine.fp16_enabled())
     return gathered.interval
 

@@ -6,13 +6,12 @@ and reads them once, at the log point.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import resource
-import sys
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -56,9 +55,9 @@ class Meter:
         if self._sums is not None:
             self._sums.zero_()
 
-    def timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the same batches; the time spent waiting for each one is counted as data wait."""
-        while True:
+    def timed(self, batches: Iterator[Batch] | None) -> Iterator[Batch]:
+        """Yield the same batches, of None nothing; the time spent waiting for each one is counted as data wait."""
+        while batches is not None:
             begin = self._clock()
             try:
                 batch = next(batches)
@@ -100,12 +99,8 @@ def peak_memory_bytes(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    with contextlib.suppress(OSError), open("/proc/self/status") as status:
-        for line in status:
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on Linux not less than what the parent held at the fork
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
 
 
 def peak_reserved_bytes(device: torch.device) -> int:
@@ -122,59 +117,14 @@ def model_tflops(macs_per_image: int, images_per_second: float, devices: int) ->
     return macs_per_image * FLOPS_PER_MAC * PASSES_PER_STEP * images_per_second / devices / 1e12
 
 
-def metrics(
-    interval: Interval,
-    *,
-    images_seen: int,
-    learning_rate: float,
-    grad_norm: float | None,
-    loss_scale: float,
-    skipped_steps: int,
-    macs_per_image: int,
-    stage_peak_memory_bytes: Sequence[Sequence[int]],
-    peak_reserved_bytes: int,
-) -> dict[str, float]:
-    """Return one log point of a whole run. Its names are a contract: dashboards and comparisons read them.
-
-    Args:
-        interval: images of all replicas; ``perf/step_seconds`` and ``perf/data_wait_seconds`` are its means per step.
-        images_seen, skipped_steps: since the run began.
-        grad_norm: of the last step, before clipping; None leaves it out.
-        loss_scale: of the next step; 1 where the loss is not scaled.
-        macs_per_image: multiply-accumulates of one image's forward pass through the whole U-Net.
-        stage_peak_memory_bytes: ``[stage][replica]``, one number per device.
-        peak_reserved_bytes: of the device where it is most; 0 leaves it out.
-    """
-    images_per_second = interval.images / interval.seconds
-    devices = sum(len(replicas) for replicas in stage_peak_memory_bytes)
-    peaks = [float(max(replicas)) for replicas in stage_peak_memory_bytes]
-    values = {
-        "train/loss": interval.loss,
-        "train/lr": learning_rate,
-        "train/loss_scale": loss_scale,
-        "train/skipped_steps": float(skipped_steps),
-        "progress/images": float(images_seen),
-        "perf/images_per_second": images_per_second,
-        "perf/step_seconds": interval.seconds / interval.steps,
-        "perf/data_wait_seconds": interval.data_wait_seconds / interval.steps,
-        "perf/model_tflops_per_device": model_tflops(macs_per_image, images_per_second, devices),
-        "perf/peak_memory_bytes": max(peaks),
-    }
-    if grad_norm is not None:
-        values["train/grad_norm"] = grad_norm
-    if peak_reserved_bytes:
-        values["perf/peak_reserved_bytes"] = float(peak_reserved_bytes)
-    return values | {f"perf/stage{stage}_peak_memory_bytes": peak for stage, peak in enumerate(peaks)}
-
-
 @dataclass(frozen=True)
 class Gathered:
     """An interval of all ranks together."""
 
     interval: Interval
     """Loss over all replicas, images of the whole batch, the longest data wait and the slowest clock of all ranks."""
-    stage_peak_memory_bytes: tuple[tuple[int, ...], ...]
-    """Peak bytes per stage and replica."""
+    stage_peak_memory_bytes: Sequence[Sequence[int]]
+    """Peak bytes ``[stage][replica]``, one number per device."""
     peak_reserved_bytes: int
     """The most that the allocator of one device has reserved; 0 on CPUs."""
 
@@ -184,29 +134,52 @@ def gather(interval: Interval, engine: UnetPipelineEngine) -> Gathered:
 
     Only the stage with the last layer knows a loss; its replicas saw equal numbers of images.
     """
-    mine = torch.tensor(
-        [
-            engine.stage_id,
-            peak_memory_bytes(engine.device),
-            interval.loss,
-            interval.non_finite_steps,
-            interval.data_wait_seconds,
-            interval.seconds,
-            peak_reserved_bytes(engine.device),
-        ],
-        dtype=torch.float64,
-        device=engine.device,
-    )
+    device = engine.device
+    waits = [interval.data_wait_seconds, interval.seconds]
+    memory = [peak_memory_bytes(device), peak_reserved_bytes(device)]
+    numbers = [engine.stage_id, interval.loss, interval.non_finite_steps, *waits, *memory]
+    mine = torch.tensor(numbers, dtype=torch.float64, device=device)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
-    rows = torch.stack(everyone).tolist()
-    last = [row for row in rows if row[0] == engine.loss_stage]
+    stages, losses, bad, data_waits, seconds, peaks, reserved = torch.stack(everyone, dim=1).tolist()
+    last = [rank for rank, stage in enumerate(stages) if stage == engine.loss_stage]
     combined = dataclasses.replace(
         interval,
-        loss=sum(row[2] for row in last) / len(last),
-        non_finite_steps=int(max(row[3] for row in last)),
-        data_wait_seconds=max(row[4] for row in rows),
-        seconds=max(row[5] for row in rows),
+        loss=sum(losses[rank] for rank in last) / len(last),
+        non_finite_steps=int(max(bad[rank] for rank in last)),
+        data_wait_seconds=max(data_waits),
+        seconds=max(seconds),
     )
-    peaks = tuple(tuple(int(row[1]) for row in rows if row[0] == stage) for stage in range(engine.num_stages))
-    return Gathered(combined, peaks, int(max(row[6] for row in rows)))
+    by_stage = [
+        [int(peak) for peak, of in zip(peaks, stages, strict=True) if of == stage] for stage in range(engine.num_stages)
+    ]
+    return Gathered(combined, by_stage, int(max(reserved)))
+
+
+def metrics(gathered: Gathered, engine: UnetPipelineEngine, macs_per_image: int) -> dict[str, float]:
+    """Return one log point of a whole run. Its names are a contract: dashboards and comparisons read them.
+
+    ``perf/step_seconds`` and ``perf/data_wait_seconds`` are means per step. ``macs_per_image`` are the
+    multiply-accumulates of one image's forward pass through the whole U-Net.
+    """
+    interval = gathered.interval
+    images_per_second = interval.images / interval.seconds
+    devices = sum(len(replicas) for replicas in gathered.stage_peak_memory_bytes)
+    peaks = [float(max(replicas)) for replicas in gathered.stage_peak_memory_bytes]
+    values = {
+        "train/loss": interval.loss,
+        "train/lr": engine.get_lr()[0],
+        "train/loss_scale": engine.loss_scale(),
+        "train/skipped_steps": float(engine.skipped_steps),
+        "progress/images": float(engine.images_seen),
+        "perf/images_per_second": images_per_second,
+        "perf/step_seconds": interval.seconds / interval.steps,
+        "perf/data_wait_seconds": interval.data_wait_seconds / interval.steps,
+        "perf/model_tflops_per_device": model_tflops(macs_per_image, images_per_second, devices),
+        "perf/peak_memory_bytes": max(peaks),
+    }
+    if math.isfinite(norm := engine.gradient_norm()):
+        values["train/grad_norm"] = norm
+    if gathered.peak_reserved_bytes:
+        values["perf/peak_reserved_bytes"] = float(gathered.peak_reserved_bytes)
+    return values | {f"perf/stage{stage}_peak_memory_bytes": peak for stage, peak in enumerate(peaks)}

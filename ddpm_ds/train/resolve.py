@@ -1,4 +1,4 @@
-"""Decisions that only a process with its device can take: threads, kernels that work, recomputation, cuts by time."""
+"""Decisions that only a process with its device can take: threads, recomputation, cuts by time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from ddpm_ds.config.ds_config import ResolvedDsConfig
 from ddpm_ds.device import memory_bytes
 from ddpm_ds.observe.device_speed import measured_times
 from ddpm_ds.pipeline.cuts import describe
@@ -17,19 +16,6 @@ from ddpm_ds.predict.layouts import Candidate, Workload
 from ddpm_ds.predict.memory import checkpoint_interval
 from ddpm_ds.predict.plan import RunPlan, stage_table
 from ddpm_ds.processes.process_group import decided_by_rank_0
-from ddpm_ds.unet.kernel_choice import check_kernels
-from ddpm_ds.unet.model import check_compiler
-
-
-def check_arithmetic(ds: ResolvedDsConfig, device: torch.device) -> None:
-    """Raise an error unless the JSON's kernels and compilation can work on a device.
-
-    Raises:
-        DsConfigError: it can't.
-    """
-    check_kernels(ds.kernels, device)
-    if ds.compile:
-        check_compiler(device)
 
 
 def share_threads(device: torch.device) -> None:
@@ -43,11 +29,7 @@ def cut_by_time(plan: RunPlan, device: torch.device) -> RunPlan:
     if plan.ds.partition != "measured" or plan.ds.layout.stages == 1:
         return plan
     bounds = decided_by_rank_0(
-        lambda: measured_cuts(
-            plan.spec,
-            plan.ds,
-            lambda job: measured_times(job.layers, device, job.precision),
-        )
+        lambda: measured_cuts(plan.spec, plan.ds, lambda job: measured_times(job.layers, device, job.precision))
     )
     plan = replace(plan, bounds=bounds, stages=describe(plan.layers, bounds, plan.ds.schedule))
     if dist.get_rank() == 0:

@@ -138,23 +138,20 @@ class Saver:
         *,
         data_sha256: dict[str, str],
         log: Callable[[str], None],
-        groups: Groups | None = None,
+        groups: Groups,
         store: dist.Store | None = None,
     ) -> None:
-        rank, world_size = dist.get_rank(), dist.get_world_size()
         self._plan, self._engine, self._ema = plan, engine, ema
         self._folder, self._data_sha256, self._log = folder, data_sha256, log
-        self._groups = groups or Groups.one_folder(rank, world_size)
+        self._groups = groups
         spec = plan.spec.checkpoint
         self._every = spec.every_images
         self._writer = Writer(
             folder,
-            rank,
-            world_size,
-            log=log if rank == 0 else print_to_stderr,
+            groups,
+            log=log if groups.rank == 0 else print_to_stderr,
             keep_last=spec.keep_last,
             keep_every_images=spec.keep_every_images,
-            groups=self._groups,
             store=store,
         )
         self._shapes = parameter_shapes(plan.layers)

@@ -15,14 +15,14 @@ import torch.distributed as dist
 
 from ddpm_ds.checkpoint.union import CompleteCheckpoint
 from ddpm_ds.data.cache import DatasetCache
-from ddpm_ds.data.loader import Indices, split
+from ddpm_ds.data.loader import split
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.device import DTYPES
 from ddpm_ds.diagnose import verdict
 from ddpm_ds.errors import KNOWN_TO_ALL_RANKS, SpecError
 from ddpm_ds.observe.flops import FlopsProfile
 from ddpm_ds.observe.kernels import KernelProfile
-from ddpm_ds.observe.observer import Observer, Observers, PauseClock
+from ddpm_ds.observe.observer import Observers, PauseClock
 from ddpm_ds.observe.timeline import Timeline
 from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
@@ -33,14 +33,14 @@ from ddpm_ds.processes.rendezvous import Rendezvous
 from ddpm_ds.processes.requests import Requests
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.tracking.progress import ProgressLine, summary
-from ddpm_ds.tracking.recorder import Recorder, Resumed, recorded
+from ddpm_ds.tracking.recorder import Recorder, recorded
 from ddpm_ds.tracking.run_folder import checkpoints_of
 from ddpm_ds.tracking.system_metrics import system_metrics
 from ddpm_ds.train.agreement import check_alike, check_gpus, check_same_images
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.loop import Run, train
 from ddpm_ds.train.objective import Denoising, replica_batches
-from ddpm_ds.train.resolve import check_arithmetic, cut_by_time, decide, share_threads
+from ddpm_ds.train.resolve import cut_by_time, decide, share_threads
 from ddpm_ds.train.resume import (
     Claim,
     InitialWeights,
@@ -52,7 +52,8 @@ from ddpm_ds.train.resume import (
 )
 from ddpm_ds.train.saving import Saver, gather_objects, start_from
 from ddpm_ds.train.validation import HeldOutLoss, Validation
-from ddpm_ds.unet.model import parameter_shapes
+from ddpm_ds.unet.kernel_choice import check_kernels
+from ddpm_ds.unet.model import check_compiler, parameter_shapes
 from ddpm_ds.unet.operations import widening
 
 
@@ -66,7 +67,8 @@ class Prepared:
     claim: Claim
     checkpoint: CompleteCheckpoint | None
     """The checkpoint that the run resumes from; None starts anew."""
-    resumed: Resumed | None
+    changed: list[str]
+    """Settings that have changed since that checkpoint, by dotted key."""
     initial: InitialWeights | None
     progress: ProgressLine | None
     """Progress line, on rank 0."""
@@ -99,17 +101,23 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
             work=DeviceWork.of(device),
         ) as watchdog:
             with watchdog.blamed(), watchdog.pause():
-                plan, engine, ema = _build(prepared.plan, device, verbose=options.verbose)
-            chosen = replace(plan, ds=replace(plan.ds, kernels=engine.kernels))
-            labels = {"note": options.note, "parent": options.parent_run}
-            run_dir, line = prepared.claim.run_dir, prepared.progress
-            with recorded(chosen, run_dir, device, line, prepared.resumed, **labels) as recorder:
+                plan = cut_by_time(prepared.plan, device)
+                objective, seed = Denoising(plan.spec, device), plan.spec.train.seed
+                engine = build_engine(plan.layers, plan.bounds, plan.ds, objective, seed=seed, verbose=options.verbose)
+                ema = Ema(engine, plan.spec.ema)
+            with recorded(
+                replace(plan, ds=replace(plan.ds, kernels=engine.kernels)),
+                prepared.claim.run_dir,
+                device,
+                prepared.progress,
+                prepared.checkpoint.path if prepared.checkpoint else None,
+                prepared.changed,
+                note=options.note,
+                parent=options.parent_run,
+            ) as recorder:
                 if plan.ds.kernels == "auto" and device.type == "cuda":
                     recorder.log(engine.why_kernels)
-                with watchdog.blamed(), watchdog.pause():
-                    saver = _open_checkpoints(prepared, plan, engine, ema, recorder, watchdog)
-                    observer = _observe(plan, engine, recorder, run_dir, options)
-                _train(plan, prepared, engine, ema, saver, observer, recorder, watchdog)
+                _train(plan, prepared, engine, ema, recorder, watchdog, options)
         dist.barrier()
 
 
@@ -120,7 +128,9 @@ def _prepare(
     rank = rendezvous.rank
     check_alike(rendezvous, plan, device.type)
     mixed_gpus = check_gpus(rendezvous, device)
-    check_arithmetic(plan.ds, device)
+    check_kernels(plan.ds.kernels, device)
+    if plan.ds.compile:
+        check_compiler(device)
     hosts_planned = hosts_line(plan)
     plan = on_hosts(plan, rendezvous.hosts)
     store = prepare(plan.spec.data, progress=int(os.environ["LOCAL_RANK"]) == 0)
@@ -131,10 +141,11 @@ def _prepare(
     log: Callable[[str], None] = progress.log if progress is not None else lambda line: None
     gather = gather_in(rendezvous)
     claim = claim_run(run_dir, rank, rendezvous.hosts, gather)  # before anything in it is read
-    checkpoint, resumed, initial = find_checkpoint(claim.run_dir, options.resume, claim.groups, gather, log), None, None
+    checkpoint = find_checkpoint(claim.run_dir, options.resume, claim.groups, gather, log)
+    changed: list[str] = []
+    initial = None
     if checkpoint is not None:
         changed = check_resume(checkpoint, plan.spec, plan.ds.as_json(), store.meta.sha256)
-        resumed = Resumed(checkpoint.path, tuple(changed))
         log(f"resuming from {checkpoint.path}")
         for change in changed:
             log(f"  changed since: {change}")
@@ -150,7 +161,7 @@ def _prepare(
         ):
             if notice is not None:
                 print(notice, flush=True)
-    return Prepared(plan, store, claim, checkpoint, resumed, initial, progress)
+    return Prepared(plan, store, claim, checkpoint, changed, initial, progress)
 
 
 def check_store(store: DatasetCache, plan: RunPlan) -> None:
@@ -165,65 +176,43 @@ def check_store(store: DatasetCache, plan: RunPlan) -> None:
         raise SpecError(f"unet.classes = {asked}, but the images have {classes} classes; --set unet.classes={classes}")
 
 
-def _build(plan: RunPlan, device: torch.device, *, verbose: bool) -> tuple[RunPlan, UnetPipelineEngine, Ema]:
-    """Return the engine of this rank, the averaged weights beside it, and the plan with its cuts; collective."""
-    plan = cut_by_time(plan, device)
-    objective, seed = Denoising(plan.spec, device), plan.spec.train.seed
-    engine = build_engine(plan.layers, plan.bounds, plan.ds, objective, seed=seed, verbose=verbose)
-    return plan, engine, Ema(engine, plan.spec.ema)
-
-
-def _open_checkpoints(
-    prepared: Prepared, plan: RunPlan, engine: UnetPipelineEngine, ema: Ema, recorder: Recorder, watchdog: Watchdog
-) -> Saver:
-    """Open the run's checkpoints, and load the one to resume from; collective."""
-    run_dir, groups = prepared.claim.run_dir, prepared.claim.groups
-    share_record(run_dir, groups, gather_objects)
-    saver = Saver(
-        plan,
-        engine,
-        ema,
-        checkpoints_of(run_dir),
-        data_sha256=prepared.store.meta.sha256,
-        log=recorder.log,
-        groups=groups,
-        store=watchdog.store,
-    )
-    if prepared.checkpoint is not None:
-        saver.load(prepared.checkpoint)
-    elif prepared.initial is not None:
-        start_from(engine, ema, prepared.initial)
-    return saver
-
-
-def _observe(
-    plan: RunPlan, engine: UnetPipelineEngine, recorder: Recorder, run_dir: Path, options: argparse.Namespace
-) -> Observer:
-    """Return observers of the steps that the JSON and the command line name."""
-    flops, precision, macs = plan.ds.blocks.get("flops_profiler", {}), plan.ds.precision, plan.macs
-    trace = run_dir / "trace"
-    return Observers(
-        [
-            FlopsProfile(engine, plan.layers, flops, run_dir / "flops", recorder, steps=plan.steps),
-            Timeline(engine, options.trace_steps, trace, recorder, precision=precision, macs_per_image=macs),
-            KernelProfile(engine, options.profile_kernels, run_dir / "kernels", recorder),
-            PauseClock(run_dir if dist.get_rank() == 0 else None),
-        ]
-    )
-
-
 def _train(
     plan: RunPlan,
     prepared: Prepared,
     engine: UnetPipelineEngine,
     ema: Ema,
-    saver: Saver,
-    observer: Observer,
     recorder: Recorder,
     watchdog: Watchdog,
+    options: argparse.Namespace,
 ) -> None:
-    """Train to the end, then report where the time went and how the run ended."""
-    run_dir, store = prepared.claim.run_dir, prepared.store
+    """Load the checkpoint, train to the end, then report where the time went and how the run ended."""
+    run_dir, groups, store = prepared.claim.run_dir, prepared.claim.groups, prepared.store
+    with watchdog.blamed(), watchdog.pause():
+        share_record(run_dir, groups, gather_objects)
+        saver = Saver(
+            plan,
+            engine,
+            ema,
+            checkpoints_of(run_dir),
+            data_sha256=store.meta.sha256,
+            log=recorder.log,
+            groups=groups,
+            store=watchdog.store,
+        )
+        if prepared.checkpoint is not None:
+            saver.load(prepared.checkpoint)
+        elif prepared.initial is not None:
+            start_from(engine, ema, prepared.initial)
+        flops, precision, macs = plan.ds.blocks.get("flops_profiler", {}), plan.ds.precision, plan.macs
+        trace = run_dir / "trace"
+        observer = Observers(
+            [
+                FlopsProfile(engine, plan.layers, flops, run_dir / "flops", recorder, steps=plan.steps),
+                Timeline(engine, options.trace_steps, trace, recorder, precision=precision, macs_per_image=macs),
+                KernelProfile(engine, options.profile_kernels, run_dir / "kernels", recorder),
+                PauseClock(run_dir if dist.get_rank() == 0 else None),
+            ]
+        )
     started, first = time.monotonic(), engine.images_seen
     if first >= plan.spec.train.images:
         recorder.log(f"the run has already seen its {first:,} images; raise train.images to train further")
@@ -233,18 +222,21 @@ def _train(
     among, held_out = split(len(store), plan.spec.data.held_out_images)
     losses = HeldOutLoss(plan.spec, engine, store, held_out) if len(held_out) else None
     validation = Validation(plan.spec, engine, ema, losses, watchdog, recorder)
-    run = Run(
-        plan,
-        engine,
-        lambda: _batches(plan, store, among, engine),
-        ema,
-        saver,
-        requests,
-        watchdog,
-        validation,
-        observer,
-        recorder,
-    )
+
+    def batches() -> Iterator[Any] | None:
+        """Return this replica's micro-batches from the engine's progress on, on the stages that read data."""
+        if not engine.reads_data:
+            return None
+        replicas, replica = plan.ds.layout.replicas, engine.grid.get_data_parallel_id()
+        return replica_batches(
+            plan,
+            store,
+            engine.device,
+            replicas=replicas,
+            replica=replica,
+            among=among,
+            start_images=engine.next_index,
+        )
 
     def finish() -> None:
         """Let no rank leave before the last checkpoint is on the disk."""
@@ -254,6 +246,7 @@ def _train(
         watchdog.stop()
         requests.close()
 
+    run = Run(plan, engine, batches, ema, saver, requests, watchdog, validation, observer, recorder)
     try:
         with watchdog.blamed(), system_metrics(watchdog.store, recorder.tracker):
             last = train(run)
@@ -284,15 +277,4 @@ def _train(
             link=link,
         ),
         flush=True,
-    )
-
-
-def _batches(plan: RunPlan, store: DatasetCache, among: Indices, engine: UnetPipelineEngine) -> Iterator[Any] | None:
-    """Return this replica's micro-batches from the engine's progress on, on the stages that read data."""
-    if not engine.reads_data:
-        return None
-    replica, replicas = engine.grid.get_data_parallel_id(), plan.ds.layout.replicas
-    first = engine.next_index
-    return replica_batches(
-        plan, store, engine.device, replicas=replicas, replica=replica, among=among, start_images=first
     )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.checkpoint.folder import checkpoint_name
+from ddpm_ds.checkpoint.groups import Groups
 from ddpm_ds.checkpoint.manifest import Description
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.writer import Fragment, Writer
@@ -67,7 +68,8 @@ def save(
     """Write a checkpoint by ``len(cuts) + 1`` ranks in this process; returns what was said."""
     said: list[str] = []
     bounds = (0, *sorted(cuts), total(shapes))
-    writers = [Writer(folder, rank, len(bounds) - 1, log=said.append, **options) for rank in range(len(bounds) - 1)]
+    count = len(bounds) - 1
+    writers = [Writer(folder, Groups.one_folder(rank, count), log=said.append, **options) for rank in range(count)]
     for rank, (writer, (start, stop)) in enumerate(zip(writers, itertools.pairwise(bounds), strict=True)):
         writer.begin(
             f"rank{rank}", fragments_of(images, start, stop, shapes), describe(images, shapes), {"images": images}
@@ -80,7 +82,7 @@ def save(
 def check(path: Path, images: int, shapes: Shapes = SHAPES) -> None:
     """Every value of the checkpoint is what was written; raises CheckpointError where the reader does."""
     reader = Reader(path)
-    assert (reader.state, reader.manifest.images, reader.kinds) == ({"images": images}, images, KINDS)
+    assert (reader.state, reader.manifest.images, reader.manifest.kinds) == ({"images": images}, images, KINDS)
     assert path.name == checkpoint_name(images)
     for kind in KINDS:
         for name, shape in shapes.items():

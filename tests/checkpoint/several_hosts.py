@@ -69,10 +69,8 @@ class Hosts:
         return [
             Writer(
                 folder,
-                rank,
-                len(self.ranks),
+                self.groups(rank),
                 log=self.said.append if rank == 0 else self.failures.append,
-                groups=self.groups(rank),
                 store=self.store,
                 time_limit_seconds=seconds,
                 **options,

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpm_ds.checkpoint import manifest as manifest_module
-from ddpm_ds.checkpoint.folder import newest_good
 from ddpm_ds.checkpoint.manifest import FORMAT, Manifest, read_manifest
 from ddpm_ds.checkpoint.reader import Reader
+from ddpm_ds.checkpoint.union import newest_good
 from ddpm_ds.errors import CheckpointError
 from tests.checkpoint.saving import KINDS, SHAPES, check, save, values_of
 
@@ -85,7 +85,7 @@ def test_damage_is_refused_or_the_older_checkpoint_is_taken(
         file.write_bytes(before)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", ["manifest.json", "state.json"])
 def test_no_byte_of_any_file_is_beyond_the_checksums(folder: Path, name: str) -> None:
     file = folder / "images-000000002" / name
     before = file.read_bytes()

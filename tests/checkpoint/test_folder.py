@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpm_ds.checkpoint.folder import checkpoint_name, clean, names, newest_good, to_delete
+from ddpm_ds.checkpoint.folder import checkpoint_name, clean, names, to_delete
+from ddpm_ds.checkpoint.union import newest_good
 from ddpm_ds.errors import CheckpointError
 from tests.checkpoint.saving import check, save
 
@@ -63,7 +64,7 @@ def test_newest_good_falls_back_to_the_one_before_and_says_so(tmp_path: Path) ->
     (tmp_path / "images-000000002" / "rank0.safetensors").write_bytes(b"short")
     said: list[str] = []
     assert newest_good(tmp_path, said.append) == tmp_path / "images-000000001"
-    assert "images-000000003 is unusable: state.json" in said[0]
+    assert "images-000000003 lacks state.json" in said[0]
     assert "images-000000002 is unusable: rank0.safetensors" in said[1]
     assert len(said) == 2 and not any("\n" in line for line in said)
 

@@ -52,7 +52,9 @@ def check_values(checkpoint: CompleteCheckpoint, hosts: Hosts, images: int) -> N
         path = hosts.folders[rank] / checkpoint.path.name
         if not path.exists():
             continue
-        reader = Reader(path, only=[name for name in checkpoint.manifest.files if (path / name).exists()])
+        reader = Reader(
+            path, checkpoint.manifest, [name for name in checkpoint.manifest.files if (path / name).exists()]
+        )
         for kind in KINDS:
             for name, shape in SHAPES.items():
                 expected = values_of(kind, name, images, math.prod(shape))

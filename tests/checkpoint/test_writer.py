@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from ddpm_ds.checkpoint.folder import names
+from ddpm_ds.checkpoint.groups import Groups
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.writer import Fragment, Writer
 from tests.checkpoint.saving import KINDS, SHAPES, Shapes, check, describe, fragments_of, save, total, values_of
@@ -83,7 +84,7 @@ def test_begin_does_not_wait_for_the_disk_and_training_may_then_change_everythin
     fragments, description, state = fragments_of(5, 0, total()), describe(5), {"images": 5}
     for fragment in fragments:
         fragment.values.requires_grad_()  # parameters are taken without their graph
-    writer = Writer(tmp_path, 0, 1, log=print)
+    writer = Writer(tmp_path, Groups.one_folder(), log=print)
     writer.begin("all", fragments, description, state)
     for fragment in fragments:
         fragment.values.detach().fill_(float("nan"))
@@ -107,7 +108,7 @@ def test_fragments_are_fp32_and_flat(values: torch.Tensor) -> None:
 def test_a_rank_whose_part_does_not_come_costs_one_line(tmp_path: Path) -> None:
     save(tmp_path, 1)
     said: list[str] = []
-    writer = Writer(tmp_path, 0, 3, log=said.append, time_limit_seconds=0.2)
+    writer = Writer(tmp_path, Groups.one_folder(0, 3), log=said.append, time_limit_seconds=0.2)
     writer.begin("all", fragments_of(2, 0, total()), describe(2), {})
     writer.begin("all", fragments_of(3, 0, total()), describe(3), {})
     assert len(said) == 1, "a second begin waits for the first"
@@ -125,7 +126,7 @@ def test_rank_0_says_what_another_rank_met(tmp_path: Path) -> None:
     assert line.startswith("checkpoint images-000000001 was not saved: ") and line.endswith("there is none before it")
     (tmp_path / "file").unlink()
     said: list[str] = []
-    writers = [Writer(tmp_path, rank, 2, log=said.append) for rank in range(2)]
+    writers = [Writer(tmp_path, Groups.one_folder(rank, 2), log=said.append) for rank in range(2)]
     for rank, part in enumerate(("stage0", "no-such-folder/stage1")):
         writers[rank].begin(part, fragments_of(2, 50 * rank, 50 if rank == 0 else total()), describe(2), {})
     assert [writer.wait() for writer in writers] == [False, False]
@@ -144,7 +145,7 @@ def test_fragments_that_overlap_or_leave_gaps_are_no_checkpoint(
     tmp_path: Path, start: int, stop: int, words: str
 ) -> None:
     said: list[str] = []
-    writers = [Writer(tmp_path, rank, 2, log=said.append) for rank in range(2)]
+    writers = [Writer(tmp_path, Groups.one_folder(rank, 2), log=said.append) for rank in range(2)]
     writers[0].begin("rank0", fragments_of(1, 0, 50), describe(1), {})
     writers[1].begin("rank1", fragments_of(1, start, stop), describe(1), {})
     assert [writer.wait() for writer in writers] == [False, True]
@@ -246,7 +247,9 @@ def test_a_rename_that_fails_gives_the_replaced_checkpoint_back(
 
 def test_what_a_slower_rank_left_of_a_failed_checkpoint_is_removed_by_the_next(tmp_path: Path) -> None:
     said: list[str] = []
-    writers = [Writer(tmp_path, rank, 2, log=said.append, time_limit_seconds=0.1) for rank in range(2)]
+    writers = [
+        Writer(tmp_path, Groups.one_folder(rank, 2), log=said.append, time_limit_seconds=0.1) for rank in range(2)
+    ]
     writers[0].begin("rank0", fragments_of(1, 0, 50), describe(1), {})
     assert not writers[0].wait()
     writers[1].begin("rank1", fragments_of(1, 50, total()), describe(1), {})  # too late: rank 0 has given up

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ddpm_ds.checkpoint.groups import Groups
 from ddpm_ds.checkpoint.manifest import Description
 from ddpm_ds.checkpoint.writer import Fragment, Writer
 from ddpm_ds.config.spec import RunSpec, SamplerSpec
@@ -85,7 +86,10 @@ def plant(
     total = sum(map(math.prod, shapes.values()))
     bounds = list(itertools.pairwise((0, *(int(cut * total) for cut in cuts), total)))
     said: list[str] = []
-    writers = [Writer(run_dir / "checkpoints", rank, len(bounds), log=said.append) for rank in range(len(bounds))]
+    writers = [
+        Writer(run_dir / "checkpoints", Groups.one_folder(rank, len(bounds)), log=said.append)
+        for rank in range(len(bounds))
+    ]
     for rank, (writer, (start, stop)) in enumerate(zip(writers, bounds, strict=True)):
         fragments = []
         for kind, unet in unets.items():

@@ -141,7 +141,7 @@ def test_without_a_shared_folder_each_host_keeps_its_own_and_the_run_resumes_fro
         shutil.copytree(folder / "checkpoints" / "images-000000160", tmp_path / "merged", dirs_exist_ok=True)
     expected, found = end_of(one_host), Reader(tmp_path / "merged")
     assert found.state == expected.state
-    for kind in expected.kinds:
+    for kind in expected.manifest.kinds:
         for name in expected.manifest.parameters:
             assert torch.equal(found.read(kind, name), expected.read(kind, name)), f"{kind} of {name}: bit for bit"
     assert losses(one) + losses(two) == losses(one_host)

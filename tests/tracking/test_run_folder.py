@@ -32,7 +32,7 @@ SHAPES: dict[str, tuple[int, ...]] = {"0.weight": (3, 2)}
 
 def save(run_dir: Path, images: int) -> Path:
     """A checkpoint of a run of one rank."""
-    writer = Writer(checkpoints_of(run_dir), 0, 1, log=pytest.fail)
+    writer = Writer(checkpoints_of(run_dir), Groups.one_folder(), log=pytest.fail)
     writer.begin("rank0", fragments_of(images, 0, 6, SHAPES), describe(images, SHAPES), {"images": images})
     assert writer.wait()
     return checkpoints_of(run_dir) / checkpoint_name(images)

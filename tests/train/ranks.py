@@ -135,6 +135,6 @@ def mlflow_run(run_dir: Path) -> tuple[MlflowClient, Run]:
 
 def the_same(one: Reader, other: Reader) -> bool:
     """Whether two checkpoints hold the same state, bit for bit, whatever the spec says of lengths and cadences."""
-    kinds, parameters = one.kinds, one.manifest.parameters
-    assert (kinds, parameters, one.state) == (other.kinds, other.manifest.parameters, other.state)
+    kinds, parameters = one.manifest.kinds, one.manifest.parameters
+    assert (kinds, parameters, one.state) == (other.manifest.kinds, other.manifest.parameters, other.state)
     return all(torch.equal(one.read(kind, name), other.read(kind, name)) for kind in kinds for name in parameters)

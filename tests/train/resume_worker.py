@@ -161,9 +161,9 @@ def run_course(course: Course, folder: Path) -> None:
             "stage_elements": sum(parameter.numel() for parameter in engine.module.parameters()),
             "shadow_elements": sum(shadow.numel() for shadow in ema.shadows),
         }
-        saver = Saver(plan, engine, ema, there, data_sha256={}, log=lambda line: print(line, flush=True))
+        groups = Groups.one_folder(dist.get_rank(), dist.get_world_size())
+        saver = Saver(plan, engine, ema, there, data_sha256={}, log=lambda line: print(line, flush=True), groups=groups)
         if source:
-            groups = Groups.one_folder(dist.get_rank(), dist.get_world_size())
             saver.load(whole(Path(source), groups, gather_objects))
         else:
             train(plan, engine, ema, report, swap=False)

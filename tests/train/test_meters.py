@@ -6,11 +6,22 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
-from ddpm_ds.train.meters import Interval, Meter, metrics, model_tflops, peak_memory_bytes, peak_reserved_bytes
+from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.train.meters import (
+    Gathered,
+    Interval,
+    Meter,
+    metrics,
+    model_tflops,
+    peak_memory_bytes,
+    peak_reserved_bytes,
+)
 
 
 def ticks(*times: float) -> Callable[[], float]:
@@ -102,17 +113,9 @@ def test_model_flops_are_six_per_forward_multiply_accumulate() -> None:
 )
 def test_the_names_of_metrics_are_a_contract(reserved: int, on_cuda: dict[str, float]) -> None:
     interval = Interval(steps=4, images=400, seconds=2.0, loss=0.5, non_finite_steps=0, data_wait_seconds=0.4)
-    values = metrics(
-        interval,
-        images_seen=4000,
-        learning_rate=1e-4,
-        grad_norm=0.25,
-        loss_scale=65536.0,
-        skipped_steps=3,
-        macs_per_image=10**9,
-        stage_peak_memory_bytes=[[5, 7], [6, 4]],
-        peak_reserved_bytes=reserved,
-    )
+    numbers = {"get_lr": lambda: [1e-4], "loss_scale": lambda: 65536.0, "gradient_norm": lambda: 0.25}
+    engine = SimpleNamespace(images_seen=4000, skipped_steps=3, **numbers)
+    values = metrics(Gathered(interval, [[5, 7], [6, 4]], reserved), cast(UnetPipelineEngine, engine), 10**9)
     assert values == {
         "train/loss": 0.5,
         "train/grad_norm": 0.25,

@@ -67,7 +67,7 @@ def test_stopped_and_resumed_is_never_stopped_bit_for_bit(layout: str, precision
     for loss, expected in zip(courses.losses(course, source), courses.losses(source), strict=True):
         assert equal_or_both_nan(loss, expected)
     end, expected_end = courses.end(course, source), courses.end(source)
-    assert end.kinds == KINDS
+    assert end.manifest.kinds == KINDS
     for kind, name in itertools.product(KINDS, end.manifest.parameters):
         assert torch.equal(end.read(kind, name), expected_end.read(kind, name)), f"{kind} of {name}"
     assert end.state == expected_end.state
