@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ddpm_ds.checkpoint.folder import (
     REPLACED,
@@ -60,14 +60,6 @@ class CompleteCheckpoint:
     """The ranks by the folder of it that they see."""
 
 
-class _Problems(NamedTuple):
-    """Reasons why a checkpoint can't be used."""
-
-    lines: list[str]
-    elsewhere: bool
-    """Whether files are missing that another host wrote and may still have."""
-
-
 def settle(folder: Path, groups: Groups, gather: Gather) -> None:
     """Remove what killed processes left in every group's folder, and finish or undo it. No process may be writing.
 
@@ -79,12 +71,8 @@ def settle(folder: Path, groups: Groups, gather: Gather) -> None:
     """
 
     def in_place_anywhere(asked: Sequence[Sequence[Sequence[str]]]) -> set[tuple[str, str]]:
-        """Return the checkpoints (name, checksum of the manifest) that a group asks for and that are in place in any
-        group.
-        """
+        """Return the checkpoints (name, checksum of the manifest) of ``asked`` that are in place in any group."""
         pairs = sorted({(name, sha256) for theirs in asked for name, sha256 in theirs})
-        if not pairs:
-            return set()
         here = [pair for pair in pairs if groups.leads and _digest(folder / pair[0]) == pair[1]]
         return {(name, sha256) for theirs in gather(here) for name, sha256 in theirs}
 
@@ -124,21 +112,18 @@ def newest(
     found = {name for group in gather(names(folder) if groups.leads else []) for name in group}
     counted = {name: images_of(name) or 0 for name in found}
     usable = [name for name in counted if until is None or counted[name] <= until]
-    problems: list[_Problems] = []
+    problems: list[list[str]] = []
     for name in sorted(usable, key=counted.__getitem__, reverse=True):
         outcome = _examine(folder / name, groups, gather, progress)
         if isinstance(outcome, CompleteCheckpoint):
             return outcome
         problems.append(outcome)
-        for line in outcome.lines if groups.rank == 0 else ():
+        for line in outcome if groups.rank == 0 else ():
             log(line)
     if not problems:
         return None
-    none = f"none of the {len(problems)} checkpoints in {folder} can be used"
-    elsewhere = next((outcome.lines[-1] for outcome in problems if outcome.elsewhere), None)
-    if elsewhere is None:
-        raise NoCheckpointError(f"{none}; restore one from a copy")
-    raise NoCheckpointError(f"{none}: {elsewhere}; {BRING_BACK}")
+    none = f"none of the {len(problems)} checkpoints in {folder} can be used; restore one from a copy"
+    raise NoCheckpointError(f"{none}: {problems[0][-1]}")
 
 
 def newest_good(folder: Path, log: Callable[[str], None]) -> Path | None:
@@ -160,23 +145,21 @@ def whole(path: Path, groups: Groups, gather: Gather, *, progress: bool = False)
     outcome = _examine(path, groups, gather, progress)
     if isinstance(outcome, CompleteCheckpoint):
         return outcome
-    raise CheckpointError("; ".join([*outcome.lines, *[BRING_BACK][: outcome.elsewhere]]))
+    raise CheckpointError("; ".join(outcome))
 
 
-def _examine(path: Path, groups: Groups, gather: Gather, progress: bool) -> CompleteCheckpoint | _Problems:
+def _examine(path: Path, groups: Groups, gather: Gather, progress: bool) -> CompleteCheckpoint | list[str]:
     """Return the checkpoint at ``path``, or the reasons why it can't be used."""
     looks = {rank: look for rank, look in enumerate(gather(_look(path, groups))) if look is not None}
     lines = [_on_host(groups, rank, look["damage"]) for rank, look in looks.items() if "damage" in look]
     created = {look["sha256"]: look["created"] for look in looks.values() if "sha256" in look}
-    elsewhere = False
     for sha256 in sorted(created, key=created.__getitem__, reverse=True):
         holders = {rank: look["here"] for rank, look in looks.items() if look.get("sha256") == sha256}
         outcome = _assemble(path, holders, groups, gather, progress)
         if isinstance(outcome, CompleteCheckpoint):
             return outcome
-        lines += outcome.lines
-        elsewhere |= outcome.elsewhere
-    return _Problems(lines or [str(unusable(path, f"{MANIFEST} can't be read (No such file or directory)"))], elsewhere)
+        lines += outcome
+    return lines or [str(unusable(path, f"{MANIFEST} can't be read (No such file or directory)"))]
 
 
 def _look(path: Path, groups: Groups) -> dict[str, Any] | None:
@@ -195,17 +178,16 @@ def _look(path: Path, groups: Groups) -> dict[str, Any] | None:
 
 def _assemble(
     path: Path, holders: dict[int, list[str]], groups: Groups, gather: Gather, progress: bool
-) -> CompleteCheckpoint | _Problems:
+) -> CompleteCheckpoint | list[str]:
     """The checkpoint of one manifest, from the files that the ``holders``, leaders by rank, have of it."""
     manifest = Manifest.model_validate_json(_read(path, MANIFEST, min(holders), groups, gather))
     if gone := _in_none(manifest, holders):
-        return _Problems([_lacks(path, manifest, gone, holders, groups)], any(name in manifest.places for name in gone))
+        return [_lacks(path, manifest, gone, holders, groups)]
     found = gather(list(damages(path, manifest, holders.get(groups.rank, ()), progress)))
     for rank, here in holders.items():
         holders[rank] = [name for name in here if name not in dict(found[rank])]
     if _in_none(manifest, holders):
-        lines = [_on_host(groups, rank, text) for rank, damaged in enumerate(found) for _, text in damaged]
-        return _Problems(lines, elsewhere=False)
+        return [_on_host(groups, rank, text) for rank, damaged in enumerate(found) for _, text in damaged]
     source = min(rank for rank, here in holders.items() if STATE in here)
     state = json.loads(_read(path, STATE, source, groups, gather))
     return CompleteCheckpoint(path, manifest, state, tuple(holders.get(groups.leader_of[groups.rank], ())), groups)
@@ -229,8 +211,12 @@ def _lacks(
         f"host {groups.hosts[rank]} has {', '.join(name for name in here if name != STATE) or 'none of the others'}"
         for rank, here in holders.items()
     )
-    lacks = f"checkpoint {path.name} lacks {written(manifest, gone, about)}"
-    return lacks if groups.shared else f"{lacks}; {rest}"
+    parts = [f"checkpoint {path.name} lacks {written(manifest, gone, about)}"]
+    if any(groups.hosts):
+        parts.append(rest)
+    if any(name in manifest.places for name in gone):
+        parts.append(BRING_BACK)
+    return "; ".join(parts)
 
 
 def _read(path: Path, name: str, source: int, groups: Groups, gather: Gather) -> bytes:

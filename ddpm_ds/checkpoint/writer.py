@@ -21,9 +21,8 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,13 +37,8 @@ from ddpm_ds.files import replace_file, sync, write_file
 POLL_SECONDS = 0.02
 
 
-@dataclass(frozen=True)
-class Fragment:
-    """Piece of one parameter, or of one kind of its state, that only this rank owns.
-
-    Raises:
-        TypeError: the values are not flat and fp32.
-    """
+class Fragment(NamedTuple):
+    """Piece of one parameter, or of one kind of its state, that only this rank owns."""
 
     kind: str
     """``master``, ``exp_avg``, ``exp_avg_sq``, ``ema``, ...: no slash."""
@@ -53,11 +47,6 @@ class Fragment:
     start: int
     """Index of the first value in the flattened parameter."""
     values: Tensor  # (length,) fp32, any device
-
-    def __post_init__(self) -> None:
-        if self.values.dtype != torch.float32 or self.values.ndim != 1:
-            found = f"{self.values.dtype} of shape {tuple(self.values.shape)}"
-            raise TypeError(f"{self.kind} of {self.name} is {found}; a fragment is 1-D fp32")
 
 
 class HostCopy:
@@ -114,8 +103,6 @@ class Writer:
         time_limit_seconds: float = 600.0,
         store: Store | None = None,
     ) -> None:
-        self.seconds_blocked = 0.0
-        """Seconds for which the last :meth:`begin` held training up, with the wait for the checkpoint before it."""
         self._folder, self._groups, self._log = folder, groups, log
         self._leaders = Leaders(groups, store, time_limit_seconds)
         self._keep = keep_last, keep_every_images
@@ -130,8 +117,10 @@ class Writer:
 
     def begin(
         self, part: str, fragments: Sequence[Fragment], description: Description, state: Mapping[str, Any]
-    ) -> None:
+    ) -> float:
         """Copy ``fragments`` and start to write them; returns when they and the values may change again.
+
+        Returns the seconds for which training was held up, with the wait for the checkpoint before this one.
 
         ``part`` names this rank's file, such as ``stage0-replica1``; ``description`` and ``state`` (what JSON can
         hold) are those of rank 0. A checkpoint of the same number of images is replaced.
@@ -149,7 +138,7 @@ class Writer:
         copies = f"{part}.safetensors", spans, description.model_copy(deep=True), text
         self._thread = threading.Thread(target=self._write, args=copies, name="checkpoint", daemon=True)
         self._thread.start()
-        self.seconds_blocked = time.monotonic() - started
+        return time.monotonic() - started
 
     def wait(self) -> bool:
         """Wait for the last checkpoint; return whether it is complete, on ranks that don't lead whether their part

@@ -10,10 +10,10 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ddpm_ds.errors import UserError
 from ddpm_ds.tracking.run_folder import FOLDER_TAG, NOTE_TAG, OUTPUT_ROOT, identity_of
@@ -35,6 +35,8 @@ NOTE_CHARACTERS = 8000
 SHORTEST_ID = 6
 """Fewest hexadecimal digits that are taken for the beginning of an id."""
 NEAR_NAMES = 3
+MOST_FOUND = 50_000
+"""Most runs, or experiments, that MLflow returns for one question."""
 NO_PROGRESS_BAR = {"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}
 
 
@@ -209,7 +211,7 @@ def _unclear(what: str, text: str, found: Sequence[RecordedRun], uri: str) -> Ex
         ids = ", ".join(run.id for run in found[:NEAR_NAMES])
         return ExperimentError(f"{len(found)} runs are called {text} in {without_password(uri)}: {ids}; name one by id")
     with _speaking_to(uri) as client:
-        experiments = [experiment.name for experiment in _pages(client.search_experiments)]
+        experiments = [experiment.name for experiment in client.search_experiments(max_results=MOST_FOUND)]
     runs = [run.name for run in _runs(uri, "")]
     near = difflib.get_close_matches(text, list(dict.fromkeys([*runs, *experiments])), n=NEAR_NAMES, cutoff=0.5)
     latest = list(dict.fromkeys(reversed(runs)))[:NEAR_NAMES]
@@ -220,21 +222,10 @@ def _unclear(what: str, text: str, found: Sequence[RecordedRun], uri: str) -> Ex
 def _runs(uri: str, filter_string: str, experiment_ids: Sequence[str] | None = None) -> list[RecordedRun]:
     """Return the runs of a store that match a filter, in the order of their start."""
     with _speaking_to(uri) as client:
-        names = {experiment.experiment_id: experiment.name for experiment in _pages(client.search_experiments)}
+        names = {found.experiment_id: found.name for found in client.search_experiments(max_results=MOST_FOUND)}
         among = list(names) if experiment_ids is None else list(experiment_ids)
-        order = ["attributes.start_time ASC"]
-        found = _pages(
-            lambda page_token: client.search_runs(among, filter_string, order_by=order, page_token=page_token)
-        )
+        found = client.search_runs(among, filter_string, order_by=["attributes.start_time ASC"], max_results=MOST_FOUND)
         return [_read(run, names[run.info.experiment_id], uri) for run in found]
-
-
-def _pages(search: Callable[..., Any]) -> Iterator[Any]:
-    page = search(page_token=None)
-    yield from page
-    while page.token:
-        page = search(page_token=page.token)
-        yield from page
 
 
 def _read(run: Run, experiment: str, uri: str) -> RecordedRun:

@@ -44,8 +44,9 @@ def check_alike(rendezvous: Rendezvous, plan: RunPlan, device: str) -> None:
         HostError: how a rank differs from rank 0, and how to fix it.
         PeerLostError: a rank did not come.
     """
+    versions = {"python": ".".join(map(str, sys.version_info[:2])), **{name: version(name) for name in PACKAGES}}
     about = {
-        "version of ": (_versions(), "install the same versions on all hosts"),
+        "version of ": (versions, "install the same versions on all hosts"),
         "": ({"ddpm_ds/*.py": source_checksum()}, "bring all hosts to one commit, with the same changes"),
         f"{plan.spec_path}: ": (plan.spec.model_dump(mode="json"), "give all hosts the same file and --set"),
         f"{plan.ds_path}: ": (plan.ds.as_json(), "give all hosts the same file and -p"),
@@ -101,10 +102,6 @@ def check_same_images(rendezvous: Rendezvous, sha256: Mapping[str, str]) -> None
     """
     remedy = "give all hosts the same images, or a data.store_root that all of them see"
     _check(rendezvous, "prepared images: ", rendezvous.agree("images", dict(sha256)), remedy)
-
-
-def _versions() -> dict[str, str]:
-    return {"python": ".".join(map(str, sys.version_info[:2])), **{name: version(name) for name in PACKAGES}}
 
 
 def _check(rendezvous: Rendezvous, title: str, said: Sequence[Mapping[str, Any]], remedy: str) -> None:

@@ -69,7 +69,7 @@ def load_state(
 ) -> None:
     """Put a checkpoint into the engine, whatever layout and hosts wrote it; collective.
 
-    Values from other hosts are announced through ``say`` on rank 0.
+    Values from other hosts are announced through ``log`` on rank 0.
     """
     state = whole.state
     moments = [moment for moment in MOMENTS if moment in whole.manifest.kinds]
@@ -124,9 +124,9 @@ def _moments(engine: UnetPipelineEngine, master: Tensor, steps: int) -> dict[str
 class Saver:
     """Saver of this rank's share of checkpoints into ``folder``; all methods are collective.
 
-    ``data_sha256`` are the checksums of the data-set cache, ``say`` shows a line on rank 0. ``groups`` are the ranks by
-    the folder of that name that they see, all of them the same one where it is None; ``store``, of
-    :func:`ddpm_ds.processes.heartbeat.make_store`, is needed where there are several.
+    ``data_sha256`` are the checksums of the data-set cache, ``log`` shows a line on rank 0. ``groups`` are the ranks by
+    the folder of that name that they see; where there are several, ``store`` is that of
+    :func:`ddpm_ds.processes.heartbeat.make_store`.
     """
 
     def __init__(
@@ -176,8 +176,7 @@ class Saver:
         )
         part = f"stage{engine.stage_id}-replica{engine.grid.get_data_parallel_id()}"
         scalars = {**state_scalars(engine), "rewinds": self.rollbacks}
-        self._writer.begin(part, state_fragments(engine, self._ema), description, scalars)
-        return self._writer.seconds_blocked
+        return self._writer.begin(part, state_fragments(engine, self._ema), description, scalars)
 
     def wait(self) -> bool:
         """Wait until the last checkpoint is on the disk; return whether it is, as rank 0 knows."""
@@ -203,7 +202,7 @@ class Saver:
         bad_until, rollbacks = engine.next_index, self.rollbacks + 1
         if rollbacks > limit:
             raise BadNumbersError(f"{trouble}; the run was rolled back {limit} times (bad_numbers.max_rollbacks)")
-        checkpoint = self._newest()
+        checkpoint = self.before_now()
         if checkpoint is None:
             raise BadNumbersError(f"{trouble}; bad_numbers.policy = rollback found no checkpoint to go back to")
         self.load(checkpoint)
@@ -212,7 +211,7 @@ class Saver:
         done = f"rolled back to {checkpoint.path.name}, leaving out the images since"
         return f"{trouble}; {done} (rollback {rollbacks} of {limit})"
 
-    def _newest(self) -> CompleteCheckpoint | None:
+    def before_now(self) -> CompleteCheckpoint | None:
         """Return the newest good checkpoint up to now; later ones are of a course that the run has left."""
         try:
             return newest(self._folder, self._groups, gather_objects, self._log, until=self._engine.images_seen)

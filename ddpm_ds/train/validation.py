@@ -102,10 +102,20 @@ def draw_previews(spec: RunSpec, engine: UnetPipelineEngine, watchdog: Watchdog)
     images = max(1, min(engine.micro_batch_size, math.ceil(count / (replicas * engine.num_stages))))
     rounds = math.ceil(count / (replicas * images))
     replica = engine.grid.get_data_parallel_id()
+    data, classes = spec.data, spec.unet.classes
     drawings = []
-    if engine.is_first_stage():
-        firsts = [(number * replicas + replica) * images for number in range(rounds)]
-        drawings = [_drawing(spec, sampler, first, images, engine.device) for first in firsts]
+    for number in range(rounds) if engine.is_first_stage() else ():
+        index = torch.arange(images, device=engine.device) + (number * replicas + replica) * images
+        drawing = Drawing(
+            sampler,
+            seed=SAMPLE_SEED,
+            index=index,
+            shape=(data.channels, data.image_size, data.image_size),
+            labels=None if classes is None else index % classes,
+            guidance=spec.sampler.guidance,
+            no_label=classes,
+        )
+        drawings.append(drawing)
     ForwardPipeline(engine, images * (2 if spec.sampler.guides else 1)).run(
         rounds * len(sampler.timesteps),
         lambda number: drawings[number % rounds].inputs(),
@@ -120,20 +130,6 @@ def draw_previews(spec: RunSpec, engine: UnetPipelineEngine, watchdog: Watchdog)
     dist.all_gather(everyone, mine, group=engine.grid.get_data_parallel_group())
     drawn = torch.stack(everyone, dim=1).flatten(0, 2)[:count].cpu()  # in the order of their index
     return drawn if dist.get_rank() == 0 else None
-
-
-def _drawing(spec: RunSpec, sampler: Sampler, first: int, images: int, device: torch.device) -> Drawing:
-    index = torch.arange(first, first + images, device=device)
-    classes = spec.unet.classes
-    return Drawing(
-        sampler,
-        seed=SAMPLE_SEED,
-        index=index,
-        shape=(spec.data.channels, spec.data.image_size, spec.data.image_size),
-        labels=None if classes is None else index % classes,
-        guidance=spec.sampler.guidance,
-        no_label=classes,
-    )
 
 
 class Validation:

@@ -26,9 +26,9 @@ def main(folder: Path) -> None:
     writer = Writer(folder, Groups.one_folder(), log=print, keep_last=2)
     for images in range(1, 7):
         started = time.monotonic()
-        writer.begin("stage0-replica0", fragments, describe(images, shapes), {})
+        blocked = writer.begin("stage0-replica0", fragments, describe(images, shapes), {})
         assert writer.wait()
-        print(f"blocked {writer.seconds_blocked:.3f} s, on the disk after {time.monotonic() - started:.2f} s")
+        print(f"blocked {blocked:.3f} s, on the disk after {time.monotonic() - started:.2f} s")
     started = time.monotonic()
     newest = folder / "images-000000006"
     verify(newest, read_manifest(newest), progress=False)

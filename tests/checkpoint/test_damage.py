@@ -105,14 +105,6 @@ def test_a_name_changed_in_a_header_is_blamed_on_its_file(folder: Path, tmp_path
         Reader(copy).read("ema", "0.conv.bias")
 
 
-def test_files_of_two_checkpoints_do_not_mix(folder: Path, tmp_path: Path) -> None:
-    for name in FILES:
-        copy = Path(shutil.copytree(folder / "images-000000002", tmp_path / name / "images-000000002"))
-        shutil.copy(folder / "images-000000001" / name, copy / name)
-        with pytest.raises((CheckpointError, AssertionError)):
-            check(copy, 2)
-
-
 def test_what_the_checkpoint_does_not_have_and_a_foreign_format_are_named(folder: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(folder / "images-000000002", tmp_path / "images-000000002"))
     reader = Reader(copy)

@@ -22,7 +22,7 @@ from ddpm_ds.checkpoint.delivery import Wanted, deliver
 from ddpm_ds.checkpoint.groups import Gather, Groups, find_groups
 from ddpm_ds.checkpoint.manifest import MANIFEST, STATE, read_manifest
 from ddpm_ds.checkpoint.reader import Reader
-from ddpm_ds.checkpoint.union import CompleteCheckpoint, whole
+from ddpm_ds.checkpoint.union import BRING_BACK, CompleteCheckpoint, whole
 from ddpm_ds.cli.main import main
 from tests.checkpoint.saving import KINDS, SHAPES, describe, fragments_of, total, values_of
 from tests.checkpoint.several_hosts import Hosts, files
@@ -113,12 +113,12 @@ def test_what_is_missing_is_named_with_the_host_and_folder_that_wrote_it(two: Ho
     there = two.folders[2]
     assert two.said == [
         f"checkpoint {TWO} lacks rank3.safetensors, which host b wrote in {there} (it has that no more); host a has "
-        "rank0.safetensors, rank1.safetensors, host b has rank2.safetensors"
+        f"rank0.safetensors, rank1.safetensors, host b has rank2.safetensors; {BRING_BACK}"
     ]
     shutil.rmtree(there)
     error = two.error()
     assert "none of the 2 checkpoints in" in error and f"host b wrote in {there} (it has that no more)" in error
-    assert error.endswith("start the run with that host as well, or copy the folder from there to a host of this run")
+    assert error.endswith(BRING_BACK)
 
 
 def test_missing_hosts_are_named_and_a_run_never_starts_anew_for_a_fresh_host(two: Hosts, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_a_rollback_goes_to_the_newest_good_checkpoint_of_its_own_past(tmp_path:
     saver._log = said.append
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        checkpoint = saver._newest()
+        checkpoint = saver.before_now()
         assert checkpoint is not None and checkpoint.path == good
         assert len(said) == 1 and damaged.name in said[0]
     finally:

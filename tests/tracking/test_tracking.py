@@ -6,12 +6,12 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -73,61 +73,61 @@ class FakeTracker:
     def __init__(self) -> None:
         self.metrics: list[tuple[str, float, int]] = []
         self.status = ""
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.uri = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        self._server: ThreadingHTTPServer | None = None
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, self))
+        self.uri = f"http://127.0.0.1:{self._server.server_port}"
+
+        self._serving: threading.Thread | None = None
 
     def refuse_connections(self) -> None:
-        self._socket.close()
+        if self._serving is not None:
+            self._server.shutdown()
+        self._server.server_close()
 
     def answer(self) -> None:
-        fake = self
+        self._server = ThreadingHTTPServer(("127.0.0.1", self._server.server_port), partial(Handler, self))
+        self._serving = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._serving.start()
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                path = self.path.rsplit("mlflow/", 1)[-1]
-                run = {"info": {"run_id": "r", "experiment_id": "7", "status": "RUNNING", "start_time": 1}, "data": {}}
-                replies: dict[str, dict[str, Any]] = {"experiments/create": {"experiment_id": "7"}}
-                replies["runs/create"] = {"run": run}
-                fake.metrics += [(m["key"], m["value"], int(m["step"])) for m in body.get("metrics", [])]
-                fake.status = body["status"] if path == "runs/update" else fake.status
-                self.reply(200, replies.get(path, {}))
+    def heard(self, path: str, body: dict[str, Any]) -> None:
+        self.metrics += [(m["key"], m["value"], int(m["step"])) for m in body.get("metrics", [])]
+        if path.endswith("runs/update"):
+            self.status = body["status"]
 
-            def do_GET(self) -> None:
-                if "get-by-name" in self.path:
-                    self.reply(404, {"error_code": "RESOURCE_DOES_NOT_EXIST", "message": "no such experiment"})
-                else:
-                    self.reply(200, {"run": {"info": {"run_id": "r", "experiment_id": "7"}, "data": {}}})
 
-            def reply(self, code: int, content: dict[str, Any]) -> None:
-                body = json.dumps(content).encode()
-                self.send_response(code)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+class Handler(BaseHTTPRequestHandler):
+    """Answers whatever is asked with the one run, but for the experiment's name, which is new."""
 
-            def log_message(self, *_: Any) -> None:
-                pass
+    def __init__(self, tracker: FakeTracker, *arguments: Any) -> None:
+        self.tracker = tracker
+        super().__init__(*arguments)
 
-        port = int(self.uri.rsplit(":", 1)[1])
-        self._socket.close()
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+    def do_POST(self) -> None:
+        self.tracker.heard(self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        info = {"run_id": "r", "experiment_id": "7", "status": "RUNNING", "start_time": 1}
+        self.reply(200, {"experiment_id": "7", "run": {"info": info, "data": {}}} if "create" in self.path else {})
 
-    def close(self) -> None:
-        self._socket.close()
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
+    def do_GET(self) -> None:
+        if "get-by-name" in self.path:
+            self.reply(404, {"error_code": "RESOURCE_DOES_NOT_EXIST", "message": "no such experiment"})
+        else:
+            self.reply(200, {"run": {"info": {"run_id": "r", "experiment_id": "7"}, "data": {}}})
+
+    def reply(self, code: int, content: dict[str, Any]) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
 
 
 @pytest.fixture
 def fake_tracker() -> Iterator[FakeTracker]:
     fake = FakeTracker()
     yield fake
-    fake.close()
+    fake.refuse_connections()
 
 
 def test_a_run_holds_params_tags_metrics_and_artifacts(root: Path) -> None:

@@ -41,10 +41,6 @@ LAYOUTS = {
     "1x4": Layout(1, 4, zero=1, accumulation=1),
     "2x2 folded": Layout(2, 2, zero=2, accumulation=4, recompute=3, schedule="folded"),
 }
-OTHERWISE = {
-    "2x2": Layout(2, 2, zero=0, accumulation=4, recompute=2),
-}
-"""The same processes with another ZeRO stage, other micro-batches and other checkpointing."""
 PRECISIONS = ("fp32", "fp16")
 
 
@@ -126,10 +122,6 @@ def train_all(folder: Path) -> Courses:
     for name, precision in both:
         sources = [f"{source}-{precision}" for source in sources_of(name, precision)]
         again.append(courses.course(f"resumed-{name}-{precision}", LAYOUTS[name], precision, sources))
-    for name, layout in OTHERWISE.items():
-        for precision in PRECISIONS:
-            sources = [f"{name}-{precision}", f"1x1-{precision}"]
-            again.append(courses.course(f"otherwise-{name}-{precision}", layout, precision, sources))
     again.append(courses.course("to-fp32", LAYOUTS["1x1"], "fp32", ["calm-fp16"]))
     again.append(courses.course("to-fp16", LAYOUTS["2x2"], "fp16", ["2x2-fp32", "1x4-fp32"], overflow=False))
     courses.train([*whole, *again])

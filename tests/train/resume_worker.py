@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,14 @@ from torch import Tensor
 
 from ddpm_ds.checkpoint.groups import Groups
 from ddpm_ds.checkpoint.union import whole
-from ddpm_ds.data.loader import MicroBatch, micro_batches
+from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.predict.plan import RunPlan, plan_run
 from ddpm_ds.train.ema import Ema
-from ddpm_ds.train.objective import Denoising, Noised
+from ddpm_ds.train.objective import Denoising, Noised, replica_batches
 from ddpm_ds.train.saving import Saver, gather_objects
 
 STEPS = 3
@@ -62,20 +61,6 @@ class Overflowing(Denoising):
         return prepared._replace(eps=prepared.eps.masked_fill(bad[:, None, None, None], torch.nan))
 
 
-def batches_of(plan: RunPlan, engine: UnetPipelineEngine) -> Iterator[MicroBatch]:
-    """This replica's micro-batches from the engine's progress on."""
-    layout = plan.ds.layout
-    return micro_batches(
-        prepare(plan.spec.data),
-        seed=plan.spec.train.seed,
-        batch_images=layout.batch_images,
-        micro_batch_images=layout.micro_batch_images,
-        replicas=layout.replicas,
-        replica=engine.grid.get_data_parallel_id(),
-        start_images=engine.next_index,
-    )
-
-
 def loss_of_all(engine: UnetPipelineEngine, loss: Tensor) -> float:
     """Mean over the replicas of the last stage, in one order of summation."""
     losses: list[Any] = [None] * dist.get_world_size()
@@ -92,37 +77,17 @@ def averaged(old: list[Tensor], engine: UnetPipelineEngine) -> list[Tensor]:
     return [kept * mean + (1 - kept) * master for mean, master in zip(old, masters, strict=True)]
 
 
-def swap_for_a_while(engine: UnetPipelineEngine, ema: Ema) -> dict[str, bool]:
-    """Whether the layers use the average while it is applied, on all replicas, and nothing has changed afterwards."""
-
-    def weights() -> Tensor:
-        return torch.cat([parameter.detach().view(-1) for parameter in engine.module.parameters()])
-
-    def everything() -> Tensor:
-        return torch.cat(
-            [weights().float(), *(part.detach().view(-1) for part in insides.masters(engine) + ema.shadows)]
-        )
-
-    before, dtype = everything(), weights().dtype
-    shadows = {
-        (piece.name, piece.first): piece.of(ema.shadow_of(piece.master)).to(dtype, copy=True)
-        for piece in insides.owned_pieces(engine)
-    }
-    named = {name: parameter.detach().view(-1) for name, parameter in engine.module.named_parameters()}
-    with ema.applied():
-        own = all(
-            torch.equal(named[name][first : first + len(shadow)], shadow) for (name, first), shadow in shadows.items()
-        )
-        replicas: list[Any] = [None] * engine.dp_world_size
-        dist.all_gather_object(replicas, weights(), group=engine.grid.get_data_parallel_group())
-        same = all(torch.equal(replica, weights()) for replica in replicas)
-    return {"applied": own and same, "put_back": torch.equal(everything(), before)}
-
-
-def train(plan: RunPlan, engine: UnetPipelineEngine, ema: Ema, report: dict[str, Any], *, swap: bool) -> None:
-    """``STEPS`` steps; adds what they gave to ``report``. ``swap``: with the average applied for a while between."""
-    batches = batches_of(plan, engine)
-    for step in range(STEPS):
+def train(plan: RunPlan, engine: UnetPipelineEngine, ema: Ema, report: dict[str, Any]) -> None:
+    """``STEPS`` steps; adds what they gave to ``report``."""
+    batches = replica_batches(
+        plan,
+        prepare(plan.spec.data),
+        engine.device,
+        replicas=plan.ds.layout.replicas,
+        replica=engine.grid.get_data_parallel_id(),
+        start_images=engine.next_index,
+    )
+    for _ in range(STEPS):
         expected = [shadow.double() for shadow in ema.shadows]
         loss = engine.train_batch(batches)
         ema.update()
@@ -130,28 +95,14 @@ def train(plan: RunPlan, engine: UnetPipelineEngine, ema: Ema, report: dict[str,
         expected = averaged(expected, engine)
         errors = [(shadow - mean).abs().max().item() for shadow, mean in zip(ema.shadows, expected, strict=True)]
         report["ema_errors"].append(max(errors))
-        if swap and step == 1:
-            report["swap"] = swap_for_a_while(engine, ema)
 
 
 def run_course(course: Course, folder: Path) -> None:
     """All of a course, in one engine."""
-    overrides = [f"train.accumulation={course.accumulation}"]
-    plan = plan_run(
-        Path(course.spec),
-        overrides,
-        Path(course.ds_config),
-        world_size=dist.get_world_size(),
-        stages=course.stages,
-    )
+    changes, world_size = [f"train.accumulation={course.accumulation}"], dist.get_world_size()
+    plan = plan_run(Path(course.spec), changes, Path(course.ds_config), world_size=world_size, stages=course.stages)
     objective = (Overflowing if course.overflow else Denoising)(plan.spec, torch.device("cpu"))
-    engine = build_engine(
-        plan.layers,
-        plan.bounds,
-        plan.ds,
-        objective,
-        seed=plan.spec.train.seed,
-    )
+    engine = build_engine(plan.layers, plan.bounds, plan.ds, objective, seed=plan.spec.train.seed)
     ema = Ema(engine, plan.spec.ema)
     for name, source in (course.sources or {"whole": ""}).items():
         there = folder / course.name / name
@@ -166,9 +117,9 @@ def run_course(course: Course, folder: Path) -> None:
         if source:
             saver.load(whole(Path(source), groups, gather_objects))
         else:
-            train(plan, engine, ema, report, swap=False)
+            train(plan, engine, ema, report)
             saver.save()
-        train(plan, engine, ema, report, swap=bool(source))
+        train(plan, engine, ema, report)
         saver.save()
         saver.wait()
         dist.barrier()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import cast
 
+import psutil
 import pytest
 import torch
 
@@ -81,20 +80,11 @@ def test_waiting_for_batches_is_counted_and_work_between_them_is_not() -> None:
     assert meter.read().data_wait_seconds == 0.75
 
 
-def test_peak_memory_of_a_cpu_process_is_what_it_has_held_and_not_what_its_parent_did() -> None:
-    program = """if 1:
-        import sys, types
-        sys.modules["ddpm_ds.pipeline.engine"] = types.SimpleNamespace(UnetPipelineEngine=None)  # takes long to import
-        import torch
-        from ddpm_ds.train.meters import peak_memory_bytes
-        before = peak_memory_bytes(torch.device("cpu"))
-        held = torch.ones(2 * before, dtype=torch.uint8)  # the process may hold less now than at its peak
-        print(before, peak_memory_bytes(torch.device("cpu")))
-    """
-    parents = torch.ones(2**30, dtype=torch.uint8)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    before, peak = map(int, done.stdout.split())
-    assert before < parents.numel() and 1.8 * before < peak < 3.5 * before
+def test_peak_memory_of_a_cpu_process_is_the_most_that_it_has_held() -> None:
+    held = psutil.Process().memory_info().rss
+    ones = torch.ones(2**28, dtype=torch.uint8)
+    del ones  # it counts although it is gone
+    assert peak_memory_bytes(torch.device("cpu")) > held + 0.9 * 2**28
 
 
 def test_on_cuda_what_is_reserved_is_told_from_what_tensors_take(monkeypatch: pytest.MonkeyPatch) -> None:
