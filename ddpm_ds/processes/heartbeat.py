@@ -192,20 +192,19 @@ class Heartbeat(threading.Thread):
         """Write about this rank, read about all; False when there is no store any more."""
         assert self._store is not None
         try:
-            message = [self.peers[self._rank].beats + 1, self.steps, state, place]
-            self._store.set(_key(self._rank), json.dumps(message))
+            beat = json.dumps([self.peers[self._rank].beats + 1, self.steps, state, place])
+            self._store.set(_key(self._rank), beat)
             if self.proposal:
                 self._store.compare_set(VERDICT, "", json.dumps(asdict(self.proposal)))
             values = self._store.multi_get([*map(_key, range(len(self.peers))), VERDICT])
         except Exception:  # whatever a store raises when its server has gone
             self.closed = self.peers[0].state != "left"
             return False
-        *messages, verdict = values
         self.answer_at = self._clock()
-        for peer, message in zip(self.peers, messages, strict=True):
+        for peer, message in zip(self.peers, values[:-1], strict=True):
             peer.read(self.answer_at, *json.loads(message))
-        if verdict:
-            self.verdict = Judgement(**json.loads(verdict))
+        if values[-1]:
+            self.verdict = Judgement(**json.loads(values[-1]))
         return True
 
 
