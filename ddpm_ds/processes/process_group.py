@@ -79,17 +79,12 @@ def _join() -> None:
     except dist.DistBackendError as error:
         if not on_several_hosts():
             raise
-        raise _not_connected(error) from error
+        raise HostError(
+            f"rank {os.environ['RANK']} (host {host_name()}) can't connect to the ranks of other hosts over interface "
+            f"{os.environ.get(GLOO_INTERFACE, 'unknown')} ({str(error).splitlines()[0]}); ddpm-ds doctor --hostfile "
+            f"FILE tests every pair of hosts, and {GLOO_INTERFACE} or NCCL_SOCKET_IFNAME chooses another interface"
+        ) from error
     deepspeed.init_distributed(verbose=False)
-
-
-def _not_connected(error: Exception) -> HostError:
-    """The error of ranks on several hosts that can't connect, with what the collectives' library tells."""
-    return HostError(
-        f"rank {os.environ['RANK']} (host {host_name()}) can't connect to the ranks of other hosts over interface "
-        f"{os.environ.get(GLOO_INTERFACE, 'unknown')} ({str(error).splitlines()[0]}); ddpm-ds doctor --hostfile FILE "
-        f"tests every pair of hosts, and {GLOO_INTERFACE} or NCCL_SOCKET_IFNAME chooses another interface"
-    )
 
 
 def decided_by_rank_0(decide: Callable[[], Value]) -> Value:

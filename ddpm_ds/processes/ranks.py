@@ -133,8 +133,10 @@ class Launcher:
         self._closed = False
         self._outputs = select.poll()
         for descriptor in (1, 2):
-            if _is_pipe(descriptor):
-                self._outputs.register(descriptor, 0)
+            with contextlib.suppress(OSError):  # closed
+                mode = os.fstat(descriptor).st_mode
+                if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
+                    self._outputs.register(descriptor, 0)
 
     def is_gone(self) -> bool:
         """Whether it has gone; from then on what this process prints goes nowhere, where it would fail."""
@@ -145,14 +147,6 @@ class Launcher:
             os.close(nowhere)
             self._closed = True
         return self._closed or (self._parent is not None and os.getppid() != self._parent)
-
-
-def _is_pipe(descriptor: int) -> bool:
-    try:
-        mode = os.fstat(descriptor).st_mode
-    except OSError:  # closed
-        return False
-    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
 
 
 def print_once(line: str) -> None:

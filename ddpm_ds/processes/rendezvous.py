@@ -51,15 +51,10 @@ class Rendezvous:
         if self._store is not None:
             threading.Thread(target=self._beat, name="rendezvous", daemon=True).start()
 
-    @property
-    def several_hosts(self) -> bool:
-        """Whether the ranks are on more than one host."""
-        return len(set(self.hosts)) > 1
-
     def name(self, rank: int, stage: int | None = None) -> str:
         """A rank as a user knows it: ``rank 2 (stage 1, host b)``; the host where there is more than one."""
         facts = [f"stage {stage}"] if stage is not None else []
-        facts += [f"host {self.hosts[rank]}"] if self.several_hosts else []
+        facts += [f"host {self.hosts[rank]}"] if len(set(self.hosts)) > 1 else []
         return f"rank {rank} ({', '.join(facts)})" if facts else f"rank {rank}"
 
     def host_of(self, rank: int) -> str:

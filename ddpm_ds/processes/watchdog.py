@@ -89,19 +89,6 @@ class Watchdog:
             self.progress()
             self._heartbeat.pauses -= 1
 
-    def who_is_missing(self, wait_seconds: float) -> list[int]:
-        """The ranks to blame for a collective that raised, found within ``wait_seconds``; empty if all are alive.
-
-        From this call on it is the caller who ends this rank. The other ranks hear what was found and end as well.
-        """
-        self._asked = True
-        until = time.monotonic() + wait_seconds
-        while (finding := self._lost()) is None and time.monotonic() < until:
-            time.sleep(JUDGE_SECONDS)
-        finding = finding or self._silent(max(wait_seconds / 2, 4 * BEAT_SECONDS))
-        self._heartbeat.proposal = finding
-        return finding.ranks if finding else []
-
     def fail(self, line: str, code: int) -> None:
         """End all ranks with a ``code`` because of what may be known to this one alone; it says the ``line``.
 
@@ -148,12 +135,22 @@ class Watchdog:
         except (UserError, *KNOWN_TO_ALL_RANKS):
             raise
         except BaseException as error:
-            missing = self.who_is_missing(WAIT_FOR_CULPRIT_SECONDS) if isinstance(error, RuntimeError) else []
-            self.stop(failure=type(error).__name__)
-            if not missing:
+            finding = self._missing(WAIT_FOR_CULPRIT_SECONDS) if isinstance(error, RuntimeError) else None
+            self.stop(failure=None if finding else type(error).__name__)
+            if finding is None:
                 raise
-            gone = ", ".join(self.names[rank] for rank in missing)
+            gone = ", ".join(self.names[rank] for rank in finding.ranks)
             raise PeerLostError(f"{gone} is gone ({str(error).splitlines()[0]}); the run can be resumed") from error
+
+    def _missing(self, wait_seconds: float) -> Judgement | None:
+        """Find the ranks to blame for a collective that raised; the other ranks hear of it. From this call on it is
+        the caller who ends this rank."""
+        self._asked = True
+        until = time.monotonic() + wait_seconds
+        while (finding := self._lost()) is None and time.monotonic() < until:
+            time.sleep(JUDGE_SECONDS)
+        self._heartbeat.proposal = finding or self._silent(max(wait_seconds / 2, 4 * BEAT_SECONDS))
+        return self._heartbeat.proposal
 
     def _judge(self) -> None:
         """The clock stands still while this process is stopped or starved: its own absence is not that of others."""
