@@ -58,7 +58,7 @@ def layout_list(text: str) -> list[TrialLayout]:
     Raises:
         argparse.ArgumentTypeError: one has another form.
     """
-    found = {}
+    found: dict[TrialLayout, None] = {}
     for part in text.split(","):
         match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", part.strip())
         if match is None:
@@ -78,47 +78,28 @@ def size_list(text: str) -> list[int]:
 
 def add_fit(verbs: argparse._SubParsersAction[Any]) -> None:
     """Add the verb ``fit``."""
-    parser = verbs.add_parser(
-        "fit",
-        help="find the largest micro-batch that fits the devices, and the one to train with",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-    )
+    about = "find the largest micro-batch that fits the devices, and the one to train with"
+    parser = verbs.add_parser("fit", help=about, description=DESCRIPTION, epilog=EXAMPLES)
     add_spec_options(parser, DEFAULT_SPEC)
-    parser.add_argument(
-        "--deepspeed_config", type=Path, required=True, metavar="JSON", help="DeepSpeed JSON to train with"
-    )
+    parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="JSON", help="JSON to train with")
     parser.add_argument(
         "--processes", type=positive, metavar="N", help="processes to lay out (default: one for each GPU, else 1)"
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("-p", "--pipeline-stages", type=positive, metavar="STAGES", help="try this layout alone")
-    which.add_argument(
-        "--layouts",
-        type=layout_list,
-        metavar="PxR,...",
-        help="try these layouts, stages x replicas (default: all of N processes)",
-    )
+    tried = "try these layouts, stages x replicas (default: all of N processes)"
+    which.add_argument("--layouts", type=layout_list, metavar="PxR,...", help=tried)
     parser.add_argument(
         "--micro-batch", type=size_list, default=[], metavar="N,...", help="try only these (default: all)"
     )
     parser.add_argument(
         "--accumulation", type=positive, metavar="M", help="keep M micro-batches a step, and let the batch grow"
     )
-    parser.add_argument(
-        "--memory-budget",
-        type=memory_size,
-        metavar="SIZE",
-        help="memory of a process, such as 4GiB (default: the GPU's memory; on a CPU its share of what is free)",
-    )
+    budget = "memory of a process, such as 4GiB (default: the GPU's memory; on a CPU its share of what is free)"
+    parser.add_argument("--memory-budget", type=memory_size, metavar="SIZE", help=budget)
     parser.add_argument("--steps", type=positive, default=3, metavar="N", help="timed steps of a trial (default 3)")
-    parser.add_argument(
-        "--hang-seconds",
-        type=seconds,
-        default=HANG_SECONDS,
-        metavar="S",
-        help=f"time without a step after which a trial has failed ({HANG_SECONDS:g})",
-    )
+    hang = f"time without a step after which a trial has failed ({HANG_SECONDS:g})"
+    parser.add_argument("--hang-seconds", type=seconds, default=HANG_SECONDS, metavar="S", help=hang)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the DeepSpeed JSON to train with")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number")

@@ -42,29 +42,17 @@ docs/planner.md says what is predicted from what.
 
 def add_plan(verbs: argparse._SubParsersAction[Any]) -> None:
     """Add the verb ``plan``."""
-    parser = verbs.add_parser(
-        "plan",
-        help="predict the fastest layout on given devices",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-    )
+    about = "predict the fastest layout on given devices"
+    parser = verbs.add_parser("plan", help=about, description=DESCRIPTION, epilog=EXAMPLES)
     add_spec_options(parser)
-    parser.add_argument(
-        "--deepspeed_config", type=Path, required=True, metavar="JSON", help="DeepSpeed JSON that the plan completes"
-    )
+    parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="JSON", help="JSON to complete")
     parser.add_argument("--devices", type=positive, required=True, metavar="N", help="processes to train with")
     parser.add_argument("--nodes", type=positive, default=1, metavar="N", help="hosts that share them (default 1)")
     parser.add_argument("--device-kind", choices=tuple(KINDS), help="default: this machine's GPU, else cpu")
     parser.add_argument("--device-memory", type=memory_size, metavar="SIZE", help="memory of one device, such as 80GiB")
-    parser.add_argument(
-        "--tflops", type=teraflops, metavar="X", help="TFLOP/s that a device reaches in large convolutions"
-    )
-    parser.add_argument(
-        "--bandwidth", type=bandwidth, metavar="Y", help="bandwidth between devices of a node, such as 300GB/s"
-    )
-    parser.add_argument(
-        "--inter-node", type=bandwidth, metavar="Z", help="bandwidth from a device to another node, such as 200Gbit/s"
-    )
+    parser.add_argument("--tflops", type=teraflops, metavar="X", help="TFLOP/s that a device reaches in convolutions")
+    parser.add_argument("--bandwidth", type=bandwidth, metavar="Y", help="between devices of a node, such as 300GB/s")
+    parser.add_argument("--inter-node", type=bandwidth, metavar="Z", help="to another node, such as 200Gbit/s")
     parser.add_argument("--measure", action="store_true", help="time the layers on this machine; times are cached")
     parser.add_argument("--top", type=positive, default=10, metavar="N", help="layouts to print (default 10)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the DeepSpeed JSON of the first one")

@@ -96,17 +96,15 @@ def why(found: Sequence[Found]) -> str:
     ]
     if largest is not chosen:
         sentences.append(f"The largest that fits is {largest.micro_batch_images}: {told(largest)}.")
-    others = [one for one in found if one is not best]
-    if others:
+    if others := [one for one in found if one is not best]:
         second = winner(others)
         share = second.knee.images_per_second / chosen.images_per_second
         sentences.append(f"Of the other layouts {second.layout} is next, with {share:.0%} of its images/s.")
-    for one in found:
-        if one.is_limit:
-            sentences.append(
-                f"{one.layout}: {one.largest.micro_batch_images} is the largest that could be tried, not the memory's "
-                f"limit."
-            )
+    sentences += [
+        f"{one.layout}: {one.largest.micro_batch_images} is the largest that could be tried, not the memory's limit."
+        for one in found
+        if one.is_limit
+    ]
     return " ".join(sentences)
 
 

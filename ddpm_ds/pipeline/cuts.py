@@ -326,6 +326,9 @@ class Stage:
     index: int
     rank: int
     """Rank in the pipeline that holds the stage."""
+    start: int
+    stop: int
+    """Layers ``start`` to ``stop - 1`` of the list."""
     first_layer: str
     last_layer: str
     layers: int
@@ -336,19 +339,23 @@ class Stage:
     """Elements per image kept from forward to backward without checkpointing."""
     sent_elements: int
     """Elements per image sent to another rank in forward; the gradient comes back in backward."""
+    received_elements: int
+    """Elements per image received from another rank in forward."""
 
 
 def describe(layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule = "1f1b") -> tuple[Stage, ...]:
     """Return the stages of a partition, in the order of the layers."""
     count = len(bounds) - 1
     ranks = count // 2 if schedule == "folded" else count
-    stages = []
+    stages: list[Stage] = []
     for index, (start, stop) in enumerate(itertools.pairwise(bounds)):
         own = layers[start:stop]
         stages.append(
             Stage(
                 index=index,
                 rank=min(index, count - 1 - index) if schedule == "folded" else index,
+                start=start,
+                stop=stop,
                 first_layer=own[0].name,
                 last_layer=own[-1].name,
                 layers=len(own),
@@ -358,6 +365,7 @@ def describe(layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule 
                 sent_elements=sum(map(math.prod, sent_shapes(layers, stop, phase=index // ranks, schedule=schedule)))
                 if stop < len(layers) and not (schedule == "folded" and index == ranks - 1)
                 else 0,
+                received_elements=stages[-1].sent_elements if stages else 0,
             )
         )
     return tuple(stages)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from ddpm_ds.observe.device_speed import LayerSeconds, LayerTimes
 from ddpm_ds.pipeline.placement import AcrossHosts, Grid, Sharing, Traffic, exchange, sharing, traffic
-from ddpm_ds.predict.layouts import Candidate, Workload, rank_segments
+from ddpm_ds.predict.layouts import Candidate, Workload, rank_stages
 from ddpm_ds.predict.machine import Machine
 from ddpm_ds.predict.simulate import Link, PhaseCosts, RankCosts
 from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer
@@ -50,23 +50,23 @@ def step_costs(
         send_seconds_per_byte: what a message takes the rank that sends it.
     """
     costs = []
-    for rank, segments in enumerate(rank_segments(layers, bounds, layout.schedule)):
+    for rank, stages in enumerate(rank_stages(layers, bounds, layout.schedule)):
         phases = []
-        for phase, segment in enumerate(segments):
-            own = times[segment.start : segment.stop]
+        for phase, stage in enumerate(stages):
+            own = times[stage.start : stage.stop]
             forward, backward = sum(layer.forward for layer in own), sum(layer.backward for layer in own)
             if layout.checkpoint_interval:
-                backward += sum(layer.forward for layer in own[segment.start == 0 :])  # the first is never repeated
+                backward += sum(layer.forward for layer in own[stage.start == 0 :])  # the first is never repeated
             if layout.zero_stage == 2:
-                backward += reduce(rank, segment.parameters)
+                backward += reduce(rank, stage.parameters)
             sent, received = (
                 elements * layout.micro_batch_images * element_bytes
-                for elements in (segment.sent_elements, segment.received_elements)
+                for elements in (stage.sent_elements, stage.received_elements)
             )
             forward += sent * send_seconds_per_byte + (load(rank) if phase == 0 else 0.0)
             backward += received * send_seconds_per_byte
             phases.append(PhaseCosts(forward, backward, activation_bytes=sent, gradient_bytes=received))
-        parameters = sum(segment.parameters for segment in segments)
+        parameters = sum(stage.parameters for stage in stages)
         reduction = reduce(rank, parameters) if layout.zero_stage < 2 else 0.0
         costs.append(RankCosts(tuple(phases), reduction, update(rank, parameters)))
     return costs

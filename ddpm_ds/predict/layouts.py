@@ -14,7 +14,7 @@ from ddpm_ds.command_line import counted
 from ddpm_ds.config.ds_config import BUCKET_ELEMENTS, ELEMENT_BYTES, ResolvedDsConfig, precision
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.device import DTYPES, Dtype
-from ddpm_ds.pipeline.cuts import Schedule, describe, stages_of
+from ddpm_ds.pipeline.cuts import Schedule, Stage, describe, stages_of
 from ddpm_ds.pipeline.placement import ACROSS_HOSTS, AcrossHosts
 from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.operations import arithmetic_dtype
@@ -90,9 +90,8 @@ class Candidate:
     def of(ds: ResolvedDsConfig, checkpoint_interval: int) -> Candidate:
         """Return the layout of a resolved configuration, with activation checkpointing as decided here."""
         layout = ds.layout
-        sizes = layout.micro_batch_images, layout.micro_batches
-        memory = checkpoint_interval, ds.zero_stage, offloads(ds.blocks)
-        return Candidate(layout.stages, layout.replicas, ds.schedule, *sizes, *memory)
+        sizes = layout.micro_batch_images, layout.micro_batches, checkpoint_interval
+        return Candidate(layout.stages, layout.replicas, ds.schedule, *sizes, ds.zero_stage, offloads(ds.blocks))
 
     @property
     def images(self) -> int:
@@ -185,29 +184,9 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // divisor for divisor in small)})
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Layers of one phase of a rank; elements are per image."""
-
-    start: int
-    stop: int
-    parameters: int
-    sent_elements: int
-    """Elements of a message to the next rank; as many come back as gradients."""
-    received_elements: int
-    """Elements of a message from the rank before."""
-
-
 @functools.lru_cache(maxsize=4096)
-def rank_segments(
-    layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule
-) -> tuple[tuple[Segment, ...], ...]:
-    """Return the phases of each rank: one under 1F1B, two in the fold."""
+def rank_stages(layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule) -> tuple[tuple[Stage, ...], ...]:
+    """Return the stages of each rank by phase: one under 1F1B, two in the fold."""
     stages = describe(layers, bounds, schedule)
-    sent = [0, *(stage.sent_elements for stage in stages)]
-    segments = [
-        Segment(bounds[i], bounds[i + 1], stage.parameters, sent_elements=sent[i + 1], received_elements=sent[i])
-        for i, stage in enumerate(stages)
-    ]
     ranks = 1 + max(stage.rank for stage in stages)
-    return tuple(tuple(segments[stage] for stage in stages_of(rank, ranks, schedule)) for rank in range(ranks))
+    return tuple(tuple(stages[stage] for stage in stages_of(rank, ranks, schedule)) for rank in range(ranks))

@@ -10,10 +10,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from ddpm_ds.pipeline.cuts import Schedule
+from ddpm_ds.pipeline.cuts import Schedule, Stage
 from ddpm_ds.pipeline.order import pipeline_edges
 from ddpm_ds.pipeline.schedule import program
-from ddpm_ds.predict.layouts import Candidate, Segment, Workload, rank_segments
+from ddpm_ds.predict.layouts import Candidate, Workload, rank_stages
 from ddpm_ds.unet.layers import BlockLayer, DownsampleLayer, Layer, UpsampleLayer
 
 ACTIVATION_SHARE = 0.5
@@ -65,11 +65,11 @@ def pipeline_memory(job: Workload, layout: Candidate, bounds: Sequence[int]) -> 
     """
     found = []
     for rank, keeps in enumerate(_kept(job, layout, bounds)):
-        own = rank_segments(job.layers, bounds, layout.schedule)[rank]
-        state = _State(job, layout, sum(segment.parameters for segment in own))
+        own = rank_stages(job.layers, bounds, layout.schedule)[rank]
+        state = _State(job, layout, sum(stage.parameters for stage in own))
         activations = _activations(layout, rank, keeps)
         # in each channel one message: received ahead of its use, or sent and not delivered
-        messages = sum(2 * (segment.sent_elements + segment.received_elements) for segment in own)
+        messages = sum(2 * (stage.sent_elements + stage.received_elements) for stage in own)
         working = max(layout.micro_batch_images * phase.working + phase.working_copies for phase in keeps)
         buffers = state.bucket + messages * layout.micro_batch_images * job.stored_bytes + working
         if state.gradients + activations + buffers < state.update:
@@ -198,48 +198,46 @@ def _kept_by_rank(
 ) -> tuple[tuple[Kept, ...], ...]:
     return tuple(
         tuple(
-            kept(layers, segment, interval, wide, stored, holds_skips=schedule == "folded" and phase == 0)
-            for phase, segment in enumerate(own)
+            kept(layers, stage, interval, wide, stored, holds_skips=schedule == "folded" and phase == 0)
+            for phase, stage in enumerate(own)
         )
-        for own in rank_segments(layers, bounds, schedule)
+        for own in rank_stages(layers, bounds, schedule)
     )
 
 
-def kept(
-    layers: Sequence[Layer], segment: Segment, interval: int, wide: int, stored: int, *, holds_skips: bool
-) -> Kept:
-    """Return the bytes of a segment that autograd, checkpoints of ``interval`` layers (0: none) and the fold keep.
+def kept(layers: Sequence[Layer], stage: Stage, interval: int, wide: int, stored: int, *, holds_skips: bool) -> Kept:
+    """Return the bytes of a stage that autograd, checkpoints of ``interval`` layers (0: none) and the fold keep.
 
     ``wide`` and ``stored`` are the bytes of an element in arithmetic and of a weight; ``holds_skips`` says whether
     skips stay on the rank, as in phase 0 of a fold.
     """
-    places = range(segment.start, segment.stop)
+    places = range(stage.start, stage.stop)
     sizes = {place: math.prod(layers[place].output_shape) for place in places}
     skips = {place for place in places if layers[place].pushes and holds_skips}
     skip_elements = sum(sizes[skip] for skip in skips)
     copied = 4 if wide > stored else 0  # bytes of a weight's copy
     if not interval:
-        own = layers[segment.start : segment.stop]
+        own = layers[stage.start : stage.stop]
         copies_of_skips = sum(sizes[skip] for skip in skips if copied or _copies_its_input(layers[skip + 1]))
         return Kept(
             layers=wide * sum(layer.activation_elements for layer in own),
-            beside=stored * (copies_of_skips + segment.received_elements),
-            copies=copied * segment.parameters,
+            beside=stored * (copies_of_skips + stage.received_elements),
+            copies=copied * stage.parameters,
             skips=stored * skip_elements,
             working=wide * _beyond_kept(own),
             working_copies=0,
         )
-    first = max(segment.start, 1)  # the first layer, which makes emb, is never computed again
-    groups = [range(start, min(start + interval, segment.stop)) for start in range(first, segment.stop, interval)]
+    first = max(stage.start, 1)  # the first layer, which makes emb, is never computed again
+    groups = [range(start, min(start + interval, stage.stop)) for start in range(first, stage.stop, interval)]
     tensors = {group[0] - 1 for group in groups[1:]} | skips
     for group in groups:
-        tensors |= {skip for skip in _popped(layers, group.start, group.stop) if segment.start <= skip < group.start}
-    embed = layers[:1] if segment.start == 0 else []
+        tensors |= {skip for skip in _popped(layers, group.start, group.stop) if stage.start <= skip < group.start}
+    embed = layers[:1] if stage.start == 0 else []
     largest = max((sum(layers[place].activation_elements for place in group) for group in groups), default=0)
     weights = max((sum(layers[place].parameters for place in group) for group in groups), default=0)
     return Kept(
         layers=wide * sum(layer.activation_elements for layer in embed),
-        beside=stored * (sum(sizes[tensor] for tensor in tensors) + segment.received_elements),
+        beside=stored * (sum(sizes[tensor] for tensor in tensors) + stage.received_elements),
         copies=copied * sum(layer.parameters for layer in embed),
         skips=stored * skip_elements,
         working=wide * (max(_working_elements(layers[place]) for place in places) + largest),

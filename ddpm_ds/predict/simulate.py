@@ -144,12 +144,7 @@ def simulate(
                 seconds = own.forward_seconds if instruction == "ForwardPass" else own.backward_seconds
                 rank.spend(instruction, phase, micro_batch, ready, seconds)
             steps.popleft()
-    stuck = [
-        f"rank {number} in {steps[0].instruction} {steps[0].micro_batch} of phase {steps[0].phase}"
-        for number, steps in enumerate(programs)
-        if steps
-    ]
-    if stuck:
+    if stuck := [f"rank {number} in {steps[0]}" for number, steps in enumerate(programs) if steps]:
         raise RuntimeError(f"the {schedule} schedule with {micro_batches} micro-batches deadlocks: {'; '.join(stuck)}")
 
     for rank in ranks:

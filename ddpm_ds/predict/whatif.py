@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ddpm_ds.observe.device_speed import LayerSeconds
+from ddpm_ds.pipeline.cuts import Stage
 from ddpm_ds.predict.costs import step_costs
 from ddpm_ds.predict.finished_run import FinishedRun, Setup, mean
-from ddpm_ds.predict.layouts import Segment, rank_segments
+from ddpm_ds.predict.layouts import rank_stages
 from ddpm_ds.predict.machine import usable
 from ddpm_ds.predict.memory import activation_bytes, pipeline_memory
 from ddpm_ds.predict.simulate import Link, PhaseCosts, simulate
@@ -50,22 +51,19 @@ class Model:
 
     def __init__(self, facts: FinishedRun) -> None:
         self.facts, self.job, self.now = facts, facts.job, facts.setup
-
-    def segments(self, way: Setup) -> tuple[tuple[Segment, ...], ...]:
-        """The layers of each rank, by phase."""
-        return rank_segments(self.job.layers, way.bounds, way.schedule)
+        self._stages = rank_stages(self.job.layers, self.now.bounds, self.now.schedule)
 
     @cached_property
     def layers(self) -> list[LayerRate]:
         """The rates of every layer."""
         rates: dict[int, LayerRate] = {}
-        for own, segments in zip(self.facts.ranks, self.segments(self.now), strict=True):
-            for phase, segment in zip(own.phases, segments, strict=True):
-                rates |= enumerate(self._rates_of(segment, phase), segment.start)
+        for own, stages in zip(self.facts.ranks, self._stages, strict=True):
+            for phase, stage in zip(own.phases, stages, strict=True):
+                rates |= enumerate(self._rates_of(stage, phase), stage.start)
         return [rates[number] for number in range(len(self.job.layers))]
 
-    def _rates_of(self, segment: Segment, phase: PhaseCosts) -> list[LayerRate]:
-        own, startup_of = self.job.layers[segment.start : segment.stop], self.facts.device.startup_of
+    def _rates_of(self, stage: Stage, phase: PhaseCosts) -> list[LayerRate]:
+        own, startup_of = self.job.layers[stage.start : stage.stop], self.facts.device.startup_of
         starts, whole = [startup_of([layer]) for layer in own], startup_of(own)
         work = sum(layer.macs for layer in own) * self.now.micro_batch_images
 
@@ -78,7 +76,7 @@ class Model:
         forwards = [(share * start.forward, per_mac * layer.macs) for layer, start in zip(own, starts, strict=True)]
         backward = phase.backward_seconds
         if self.now.checkpoint_interval:  # without the forwards that are computed again, all but the first layer's
-            again = forwards[1:] if segment.start == 0 else forwards
+            again = forwards[1:] if stage.start == 0 else forwards
             recomputed = math.fsum(start + self.now.micro_batch_images * per_image for start, per_image in again)
             backward = max(backward - recomputed, LEAST_BACKWARD * backward)
         share, per_mac = rates(backward, whole.backward)
@@ -177,7 +175,7 @@ class Model:
     def _send(self) -> float:
         """Seconds per sent byte, on the rank that sends it."""
         now = self.now
-        elements = sum(one.sent_elements + one.received_elements for own in self.segments(now) for one in own)
+        elements = sum(one.sent_elements + one.received_elements for own in self._stages for one in own)
         sent = elements * now.element_bytes * now.micro_batches * now.micro_batch_images
         return self._total("send") / sent if sent else 0.0
 

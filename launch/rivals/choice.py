@@ -38,12 +38,10 @@ ONE_DEVICE_ROWS = {
 OTHER_UNETS = ("lucidrains", "ours-dim64")
 """Rows whose U-Net is another one; they are compared with each other only."""
 COMPILED = ("diffusers-compiled", "compile")
+ROUNDS, STEPS = {"layout": 15, "cuda": 5, "cpu": 3}, {"layout": 20, "cuda": 20, "cpu": 2}
+"""Rounds, and steps of a round, where they are not given: on all processes, and of ``--one-device`` by device."""
 CPU_IMAGES = 8
 """Images of a step of ``--one-device`` on a CPU, unless ``--images`` says otherwise."""
-LEAST_ROUNDS, ROUNDS, MOST_STEPS = 3, 5, 20
-"""Fewest and most rounds, and most steps of a round, of ``--one-device`` where they are not given."""
-TIMED_SECONDS = 120.0
-"""Time that all rounds together may take where their number, or that of their steps, is not given."""
 
 
 def choose(asked: Sequence[str], why_not: Callable[[str], str | None]) -> tuple[list[str], dict[str, str]]:
@@ -97,13 +95,3 @@ def replica_micro_batches(plan: RunPlan) -> int:
     """Return the micro-batches of a step where every process is a replica; they are as large as in the pipeline."""
     layout = plan.ds.layout
     return layout.batch_images // (layout.world_size * layout.micro_batch_images)
-
-
-def rounds_and_steps(rounds: int | None, steps: int | None, seconds: float) -> tuple[int, int]:
-    """Return the rounds, and each row's steps in one, as asked or as time allows; one of all takes ``seconds``."""
-    affordable = TIMED_SECONDS / seconds
-    if rounds is None:
-        rounds = max(LEAST_ROUNDS, min(ROUNDS, int(affordable / (steps or 1))))
-    if steps is None:
-        steps = max(1, min(MOST_STEPS, int(affordable / rounds)))
-    return rounds, steps

@@ -13,7 +13,7 @@ from ddpm_ds.errors import BadNumbersError, DeviceLostError, LayoutError, SpecEr
 from ddpm_ds.predict.plan import RunPlan, plan_run
 from ddpm_ds.processes.ranks import print_once, set_environment
 from ddpm_ds.tracking.run_folder import OUTPUT_ROOT
-from rivals.choice import CPU_IMAGES, LEAST_ROUNDS, ONE_DEVICE_ROWS, ROUNDS, ROWS, choose, why_not_in_layout
+from rivals.choice import CPU_IMAGES, ONE_DEVICE_ROWS, ROUNDS, ROWS, STEPS, choose, why_not_in_layout
 
 DESCRIPTION = """\
 Ways of training one U-Net side by side: the same images, noise, batch, micro-batches and learning rates on the
@@ -81,8 +81,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="ROW,ROW,...",
         help="which rows, see below (default: all that can run; with --one-device on a CPU none that takes minutes)",
     )
-    number("--rounds", f"turns of each row (default 15; with --one-device {ROUNDS}, or {LEAST_ROUNDS} of long steps)")
-    number("--steps-per-round", "steps of each row in a round (default 20; with --one-device what fits two minutes)")
+    default = "(default {layout}; with --one-device {cuda} on a GPU, {cpu} on a CPU)"
+    number("--rounds", f"turns of each row {default.format(**ROUNDS)}")
+    number("--steps-per-round", f"steps of each row in a round {default.format(**STEPS)}")
     number("--compared-steps", "first steps, whose losses are compared (default 50)", 50)
     parser.add_argument(
         "--memory", action="store_true", help="measure the peak memory of each row, in processes that train it alone"

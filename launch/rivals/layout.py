@@ -16,6 +16,7 @@ from ddpm_ds.experiments.data_rate import Spread
 from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.train.saving import gather_objects
+from rivals.choice import ROUNDS, STEPS
 from rivals.deepspeed_rows import OurPipeline, StockPipeline, TracedPipeline, ZeroWithoutPipeline
 from rivals.loops import DataParallel, PlainLoop
 from rivals.measure import LOSS_TOLERANCE, check_losses, ratios, time_rounds
@@ -51,7 +52,8 @@ def run_layout(
         BadNumbersError: the rows' losses differ by more than rounding.
     """
     setting = Setting.prepare(plan, device, verbose=options.verbose)
-    rounds, steps, layout = options.rounds or 15, options.steps_per_round or 20, plan.ds.layout
+    layout = plan.ds.layout
+    rounds, steps = options.rounds or ROUNDS["layout"], options.steps_per_round or STEPS["layout"]
     with process_group():
         if options.memory_of is not None:
             print_peak(lambda: build_row(options.memory_of, setting), device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +20,7 @@ from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.train.meters import peak_memory_bytes
 from ddpm_ds.unet.operations import arithmetic_dtype
-from rivals.choice import ONE_DEVICE_ROWS, OTHER_UNETS, choose, rounds_and_steps
+from rivals.choice import ONE_DEVICE_ROWS, OTHER_UNETS, ROUNDS, STEPS, choose
 from rivals.deepspeed_rows import OneStageEngine
 from rivals.loops import Loop, Probe
 from rivals.measure import check_probe, ratios, time_rounds, tolerance
@@ -67,8 +66,6 @@ class Warm:
     """The first row with the same U-Net, to which it is compared."""
     differences: dict[str, float]
     """Differences from that row (:func:`rivals.measure.check_probe`); empty for a U-Net of another kind."""
-    seconds: float
-    """Time of the last warm step."""
     peak_bytes: int | None
     """Peak added by this row on a GPU; on a CPU that of a process that trains it alone, None where not asked for."""
 
@@ -85,6 +82,7 @@ def run_one_device(plan: RunPlan, device: torch.device, overrides: Sequence[str]
     names, not_run = choose(options.rows or list(ONE_DEVICE_ROWS), lambda name: why_not_here(name, setting, missing))
     arithmetic = arithmetic_dtype(device.type, DTYPES[plan.ds.precision][1])
     allowed, images = tolerance(plan.ds.precision, device), plan.ds.layout.micro_batch_images
+    rounds, steps = options.rounds or ROUNDS[device.type], options.steps_per_round or STEPS[device.type]
     with process_group():
         if options.memory_of is not None:
             print_peak(lambda: build_row(options.memory_of, setting, missing), device)
@@ -93,8 +91,6 @@ def run_one_device(plan: RunPlan, device: torch.device, overrides: Sequence[str]
         warm = warm_rows(names, setting, missing, allowed, memory=options.memory)
         gc.collect()
         parts = {name: part for name, one in warm.items() if (part := one.row.forward_backward) is not None}
-        once = sum(one.seconds * (1 + (name in parts)) for name, one in warm.items())
-        rounds, steps = rounds_and_steps(options.rounds, options.steps_per_round, once)
         timed = [*(one.row.step for one in warm.values()), *parts.values()]
         with tqdm(total=rounds, desc="measuring", unit="round") as bar:
             seconds = time_rounds(timed, rounds, steps, lambda: wait_for_device(device), bar.update)
@@ -156,10 +152,8 @@ def warm_rows(
             probe = row.probe(micro_batch)
             for _ in range(WARM_STEPS):
                 forget_peaks(device)  # the first step tries algorithms
-                begin = time.perf_counter()
                 row.step()
                 wait_for_device(device)
-                seconds = time.perf_counter() - begin
         except torch.OutOfMemoryError:
             raise LayoutError(
                 f"row {name} no longer fits the device beside {', '.join(warm) or 'nothing'}; name fewer rows in "
@@ -172,7 +166,7 @@ def warm_rows(
         elif not math.isfinite(probe.loss + probe.gradient_norm):
             raise BadNumbersError(f"{name} has loss {probe.loss} and gradients of norm {probe.gradient_norm}")
         peak = peak_memory_bytes(device) - before if on_gpu else peak
-        warm[name] = Warm(row, probe, first, differences, seconds, peak)
+        warm[name] = Warm(row, probe, first, differences, peak)
     return warm
 
 

@@ -186,10 +186,9 @@ def missing_switches(setting: Setting, names: Sequence[str] | None) -> dict[str,
 
 def why_not_here(row: str, setting: Setting, missing: dict[str, str]) -> str | None:
     """Return why a row of ``--one-device`` can't run here, or was not named; None where it runs."""
-    package = PACKAGES.get(row)
+    package, data = PACKAGES.get(row), setting.plan.spec.data
     if package is not None and find_spec(package) is None:
         return f"{package} is not installed; pip install 'ddpm_ds[bench]'"
-    data = setting.plan.spec.data
     if row in OTHER_UNETS and (data.channels, data.image_size) != DIM64_IMAGES:
         return "its images are 32x32x3; use --spec launch/specs/cifar10.yaml"
     if package == "diffusers":

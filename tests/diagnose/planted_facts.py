@@ -15,7 +15,7 @@ from ddpm_ds.observe.device_speed import Device, LayerSeconds, write_device
 from ddpm_ds.observe.observer import Pauses
 from ddpm_ds.pipeline.cuts import Schedule, partition, weighted
 from ddpm_ds.predict.finished_run import FinishedRun, Overflows, RankFacts, Setup
-from ddpm_ds.predict.layouts import Workload, rank_segments
+from ddpm_ds.predict.layouts import Workload, rank_stages
 from ddpm_ds.predict.simulate import Link, PhaseCosts, RankCosts, simulate
 from ddpm_ds.unet.layers import Layer, unet_layers
 from tests.launching import tiny_spec
@@ -84,15 +84,15 @@ class Bench:
     def rank(self, number: int) -> tuple[RankFacts, RankCosts]:
         """A rank's trace without its waiting, and its costs for the simulator."""
         phases = []
-        segments = rank_segments(self.layers, self.bounds, self.schedule)[number]
-        for segment in segments:
-            own = self.layers[segment.start : segment.stop]
+        stages = rank_stages(self.layers, self.bounds, self.schedule)[number]
+        for stage in stages:
+            own = self.layers[stage.start : stage.stop]
             forward = sum(self.start_seconds + self.images * layer.macs / self.macs_per_second for layer in own)
-            sizes = [4 * self.images * size for size in (segment.sent_elements, segment.received_elements)]
+            sizes = [4 * self.images * size for size in (stage.sent_elements, stage.received_elements)]
             phases.append(PhaseCosts(forward, (3 if self.interval else 2) * forward, *sizes))
         loads = number == 0 or (self.schedule == "1f1b" and number == self.ranks - 1)
         reading = self.read_seconds * self.images if loads and not self.workers else 0.0  # loaders read ahead
-        owned = sum(segment.parameters for segment in segments) / (self.replicas if self.zero_stage else 1)
+        owned = sum(stage.parameters for stage in stages) / (self.replicas if self.zero_stage else 1)
         update = owned * self.update_seconds
         first, *rest = phases
         with_reading = replace(first, forward_seconds=first.forward_seconds + reading)

@@ -14,7 +14,7 @@ from ddpm_ds.cli.runs import add_diagnose
 from ddpm_ds.diagnose.verdict import SHOWN, Verdict, verdict
 from ddpm_ds.errors import OutputError, UserError
 from ddpm_ds.predict.finished_run import facts_of
-from ddpm_ds.predict.whatif import Model
+from ddpm_ds.predict.layouts import rank_stages
 from ddpm_ds.tracking.runs import ExperimentError
 from ddpm_ds.tracking.worker import START_TAG
 from tests.diagnose.planted_facts import Bench, write_run
@@ -94,10 +94,10 @@ def test_the_fault_is_named_from_the_files_of_a_run(fault: str, bench: Bench, tm
 @pytest.mark.launch
 def test_messages_are_as_long_as_the_model_says(folder: Path) -> None:
     facts = facts_of(folder / "slow_link")
-    model = Model(facts)
-    for own, segments in zip(facts.ranks, model.segments(model.now), strict=True):
-        for phase, segment in zip(own.phases, segments, strict=True):
-            sizes = [4 * model.now.micro_batch_images * n for n in (segment.sent_elements, segment.received_elements)]
+    layout = facts.setup
+    for own, stages in zip(facts.ranks, rank_stages(facts.job.layers, layout.bounds, layout.schedule), strict=True):
+        for phase, stage in zip(own.phases, stages, strict=True):
+            sizes = [4 * layout.micro_batch_images * n for n in (stage.sent_elements, stage.received_elements)]
             assert sizes == [phase.activation_bytes, phase.gradient_bytes]
 
 

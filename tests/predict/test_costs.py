@@ -13,7 +13,7 @@ from ddpm_ds.observe.device_speed import LayerSeconds
 from ddpm_ds.pipeline.cuts import partition, sent_shapes
 from ddpm_ds.pipeline.placement import ACROSS_HOSTS, Grid, run_exchange, traffic
 from ddpm_ds.predict.costs import link, planned_costs, ring_bandwidth, ring_seconds, step_traffic
-from ddpm_ds.predict.layouts import Candidate, ds_config, rank_segments
+from ddpm_ds.predict.layouts import Candidate, ds_config, rank_stages
 from tests.predict.small import small_job, small_machine
 
 FOLD = Candidate(2, 4, "folded", 2, 8, 0, 1, False)
@@ -73,7 +73,7 @@ def test_a_rank_holds_its_layers_and_sends_what_crosses_its_cuts() -> None:
     size = lambda place, phase: sum(  # noqa: E731
         math.prod(shape) for shape in sent_shapes(layers, cut[place], phase=phase, schedule="folded")
     )
-    outer, inner = rank_segments(layers, cut, "folded")
+    outer, inner = rank_stages(layers, cut, "folded")
     assert [(one.start, one.stop) for one in (*outer, *inner)] == [cut[0:2], cut[3:5], cut[1:3], cut[2:4]]
     assert sum(one.parameters for own in (outer, inner) for one in own) == sum(layer.parameters for layer in layers)
     assert [(one.received_elements, one.sent_elements) for one in outer] == [(0, size(1, 0)), (size(3, 1), 0)]
@@ -91,7 +91,7 @@ def test_recomputing_adds_a_forward_to_the_backward_but_not_the_first_layer() ->
     )
     assert [(phase.forward_seconds, phase.backward_seconds) for phase in plain] == [(n, 10 * n) for n in outer]
     assert [phase.backward_seconds for phase in again] == [11 * outer[0] - 1, 11 * outer[1]]
-    sent, received = (rank_segments(job.layers, bounds, "folded")[0][phase] for phase in (0, 1))
+    sent, received = (rank_stages(job.layers, bounds, "folded")[0][phase] for phase in (0, 1))
     assert (plain[0].activation_bytes, plain[0].gradient_bytes) == (sent.sent_elements * 2 * 4, 0)
     assert (plain[1].activation_bytes, plain[1].gradient_bytes) == (0, received.received_elements * 2 * 4)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ddpm_ds.pipeline.schedule import program
-from ddpm_ds.predict.layouts import Candidate, Segment, Workload, rank_segments
+from ddpm_ds.predict.layouts import Candidate, Workload, rank_stages
 from ddpm_ds.predict.memory import (
     COLLECTIVE_BYTES,
     EDGE_BYTES,
@@ -110,7 +110,7 @@ def test_the_first_of_two_stages_holds_two_micro_batches_and_the_second_what_it_
     layout, cut = Candidate(2, 1, "1f1b", 3, 8, 0, 0, False), 5
     bounds = (0, cut, len(job.layers))
     kept_elements = [sum(one.activation_elements for one in part) for part in (job.layers[:cut], job.layers[cut:])]
-    received = rank_segments(job.layers, bounds, "1f1b")[1][0].received_elements
+    received = rank_stages(job.layers, bounds, "1f1b")[1][0].received_elements
     assert activation_bytes(job, layout, bounds) == 3 * 4 * max(2 * kept_elements[0], kept_elements[1])
     assert [rank.activations for rank in pipeline_memory(job, layout, bounds)] == [
         2 * 3 * kept_elements[0] * 4,
@@ -121,11 +121,11 @@ def test_the_first_of_two_stages_holds_two_micro_batches_and_the_second_what_it_
 def test_checkpointing_keeps_what_layers_begin_with_and_skips_once() -> None:
     """The tiny U-Net: the h that each layer after the first takes; its skips are among them."""
     layers = small_job().layers
-    segment = Segment(0, len(layers), 0, 0, 0)
-    one, two = (kept(layers, segment, interval, 0, 1, holds_skips=False) for interval in (1, 2))
+    stage = rank_stages(layers, (0, len(layers)), "1f1b")[0][0]
+    one, two = (kept(layers, stage, interval, 0, 1, holds_skips=False) for interval in (1, 2))
     sizes = [layer.out_channels * layer.out_resolution**2 for layer in layers]
     assert one.beside == sum(sizes[1:-1])  # the image that layer 1 takes is not made by a layer with gradient
-    wide = kept(layers, segment, 1, 1, 0, holds_skips=False)
+    wide = kept(layers, stage, 1, 1, 0, holds_skips=False)
     assert wide.layers == layers[0].activation_elements
     assert wide.working > max(layer.activation_elements for layer in layers[1:])  # and what it begins with
     assert wide.working_copies == 4 * max(layer.parameters for layer in layers[1:])
@@ -136,7 +136,8 @@ def test_checkpointing_keeps_what_layers_begin_with_and_skips_once() -> None:
 
 def test_checkpointing_in_a_fold_keeps_the_skips_for_the_other_phase() -> None:
     layers, stop = small_job().layers, 7
-    held, left = (kept(layers, Segment(0, stop, 0, 0, 0), 4, 0, 1, holds_skips=skips) for skips in (True, False))
+    stage = rank_stages(layers, (0, stop, len(layers)), "1f1b")[0][0]
+    held, left = (kept(layers, stage, 4, 0, 1, holds_skips=skips) for skips in (True, False))
     sizes = [layer.out_channels * layer.out_resolution**2 for layer in layers]
     pushed = {place for place, layer in enumerate(layers[:stop]) if layer.pushes}
     assert len(pushed) > 2 and held.skips == sum(sizes[place] for place in pushed)

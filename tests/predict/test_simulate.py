@@ -133,7 +133,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[PipeInstruct
 def test_streams_that_wait_for_each_other_are_a_deadlock(streams: list[tuple[PipeInstruction, ...]]) -> None:
     streams.append((RecvGrad(0), BackwardPass(0), ForwardPass(0), SendActivation(0)))
     streams.append((RecvActivation(0), ForwardPass(0), BackwardPass(0), SendGrad(0)))
-    with pytest.raises(RuntimeError, match="deadlocks: rank 0 in BackwardPass 0 of phase 0; rank 1 in ForwardPass 0"):
+    with pytest.raises(RuntimeError, match=r"deadlocks: rank 0 in .*'BackwardPass'.*; rank 1 in .*'ForwardPass'"):
         simulate("1f1b", 1, [ONE_PHASE] * 2)
 
 

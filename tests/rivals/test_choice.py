@@ -9,7 +9,6 @@ from rivals.choice import (
     ROWS,
     bounds_of,
     choose,
-    rounds_and_steps,
     why_not_in_layout,
 )
 from rivals.deepspeed_rows import stock_zero_stage
@@ -84,10 +83,3 @@ def test_rows_that_can_not_run_are_left_out_and_all_of_them_are_refused() -> Non
     assert choose(["1f1b", "torch"], reasons.get) == (["1f1b"], {"torch": "needs 2 stages"})
     with pytest.raises(LayoutError, match="leaves nothing to run: torch: needs 2 stages; ddp: needs 2 processes"):
         choose(["torch", "ddp"], reasons.get)
-
-
-def test_time_that_is_left_open_is_used_up_to_a_limit() -> None:
-    assert rounds_and_steps(None, None, 1e-3) == (5, 20)
-    assert rounds_and_steps(None, None, 12.0) == (5, 2)
-    assert rounds_and_steps(None, None, 100.0) == (3, 1)
-    assert rounds_and_steps(7, 3, 1e3) == (7, 3)

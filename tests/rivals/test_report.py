@@ -53,9 +53,9 @@ def one_device_report(peak_bytes: int | None = None) -> Report:
     same = {"prediction": 2e-6, "loss": 0.0, "gradients' norm": 3e-7}
     whole = {"diffusers": [0.9, 1.0, 12.5], "engine": [0.6, 0.5, 12.5], "lucidrains": [0.9, 1.0, 12.5]}
     warm = {
-        "diffusers": Warm(row(name="UNet2DModel"), probe, "diffusers", dict.fromkeys(same, 0.0), 1.0, peak_bytes),
-        "engine": Warm(row(name="1F1B", note="kernels: reference"), probe, "diffusers", same, 1.0, peak_bytes),
-        "lucidrains": Warm(row(name="theirs", parameters=35_719_555), probe, "lucidrains", {}, 1.0, peak_bytes),
+        "diffusers": Warm(row(name="UNet2DModel"), probe, "diffusers", dict.fromkeys(same, 0.0), peak_bytes),
+        "engine": Warm(row(name="1F1B", note="kernels: reference"), probe, "diffusers", same, peak_bytes),
+        "lucidrains": Warm(row(name="theirs", parameters=35_719_555), probe, "lucidrains", {}, peak_bytes),
     }
     parts = {"diffusers": [0.7, 0.75, 0.8]}
     rows = [one_device_result(name, warm[name], whole, parts.get(name, []), 8, 1e12) for name in warm]
