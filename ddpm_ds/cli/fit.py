@@ -188,9 +188,7 @@ def _tasks(
 
 
 def _limits(options: argparse.Namespace, layout: TrialLayout, device: str) -> tuple[int | None, int | None]:
-    """Return the bytes that a process may hold (None: the device's), and those to find out what it needs (None: no
-    more).
-    """
+    """Return the most bytes of a process (None: the device's), and of one that finds out its need (None: no more)."""
     budget, most = options.memory_budget, EVERYTHING
     if device == "cpu":
         import psutil
@@ -206,9 +204,7 @@ def _limits(options: argparse.Namespace, layout: TrialLayout, device: str) -> tu
 
 
 def _search(tasks: Sequence[Task], folder: Path) -> tuple[list[Found], dict[TrialLayout, int]]:
-    """Search each layout; return the results, and the bytes that the smallest micro-batch needs where it does
-    not fit.
-    """
+    """Search each layout; return the results, and the bytes needed where the smallest micro-batch does not fit."""
     found, needs = [], {}
     for task in tasks:
         print(task.layout.words(), flush=True)

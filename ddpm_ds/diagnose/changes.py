@@ -181,9 +181,7 @@ def stages(model: Model) -> Ideas:
 
 
 def batches(model: Model, *, part: str) -> Ideas:
-    """Propose a batch twice as large, as more micro-batches or as larger ones; learning rate and warm-up are left to
-    the user.
-    """
+    """Propose a batch twice as large, by more micro-batches or by larger ones."""
     way = replace(model.now, **{part: 2 * getattr(model.now, part)})
     options, config = _sharing(model, way)
     words = "A batch twice as large, which learns differently: look at optimizer.learning_rate too"

@@ -81,9 +81,7 @@ def _devices(config: Mapping[str, Any], world_size: int) -> Machine:
 
 
 def _layouts(ds: ResolvedDsConfig, predictor: Predictor) -> list[Candidate]:
-    """Return a configuration's layouts: without and with recomputation where that is left open; none if it can't be
-    cut.
-    """
+    """Return a configuration's layouts, with and without recomputation if that is open; none without cuts."""
     intervals = (0, 1) if ds.checkpoint_interval == "auto" else (ds.checkpoint_interval,)
     layouts = [Candidate.of(ds, interval) for interval in intervals]
     if not predictor.can_cut(layouts[0]):

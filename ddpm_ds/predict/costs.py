@@ -98,9 +98,7 @@ def planned_costs(
 
 
 def analytic_times(job: Workload, machine: Machine) -> LayerTimes:
-    """Return a function that estimates layers' times from arithmetic, memory traffic and a fixed start; a backward is
-    two forwards.
-    """
+    """Return a function that estimates layers' times from arithmetic, memory traffic and a fixed start."""
 
     def seconds(layer: Layer, images: int) -> LayerSeconds:
         arithmetic = 2 * layer.macs * images / machine.flops
@@ -156,9 +154,7 @@ def ring_bandwidth(machine: Machine, layout: Candidate, rank: int) -> float:
 
 
 def ring_seconds(machine: Machine, layout: Candidate, rank: int, size: float, passes: int) -> float:
-    """Return the seconds in which a rank's replicas all-reduce ``size`` bytes (2 passes) or gather them (1); 0 for no
-    bytes.
-    """
+    """Return the seconds in which a rank's replicas all-reduce ``size`` bytes (2 passes) or gather them (1)."""
     count = layout.replicas
     if count == 1 or not size:
         return 0.0

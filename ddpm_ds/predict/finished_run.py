@@ -112,9 +112,7 @@ class FinishedRun:
 
     @property
     def mfu(self) -> float | None:
-        """Return the model's flops of a traced step as a share of what the devices could do meanwhile; None means
-        unknown.
-        """
+        """Model flops of a traced step, as a share of what the devices could do meanwhile; None is unknown."""
         flops = 2 * PASSES_PER_STEP * sum(layer.macs for layer in self.job.layers) * self.setup.images
         could = self.peak_flops_per_second * self.setup.stages * self.setup.replicas * self.step_seconds
         return flops / could if could else None

@@ -48,9 +48,7 @@ KINDS = {
     "rtx3090": DeviceKind(71, 36, 24, 936, 32, 12.5),
     "cpu": DeviceKind(0.1, 0.1, 8, 10, 2.5, 1.25),
 }
-"""Data sheets by the name that ``--device-kind`` takes. ``cpu`` is one core, which computes half precision in
-single.
-"""
+"""Data sheets by ``--device-kind``; ``cpu`` is one core, which computes half precision in single."""
 
 
 @dataclass(frozen=True)
@@ -150,9 +148,7 @@ def machine(
 
 
 def kind_of(name: str) -> str | None:
-    """Return the kind of a CUDA device by its name, such as ``NVIDIA A100-SXM4-80GB``; None if it is not in
-    the table.
-    """
+    """Return the kind of a CUDA device by its name, such as ``NVIDIA A100-SXM4-80GB``; None if unknown."""
     plain = name.lower().replace(" ", "").replace("geforce", "")
     if "a100" in plain:
         return "a100-80" if "80gb" in plain else "a100-40"

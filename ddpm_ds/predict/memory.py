@@ -102,9 +102,7 @@ def checkpoint_interval(job: Workload, layout: Candidate, bounds: Sequence[int],
 
 
 def communicator_bytes(layout: Candidate, rank: int) -> int:
-    """Return the bytes that NCCL takes on a GPU: for the whole job, a stage's replicas, a pipeline's ranks, and each
-    edge.
-    """
+    """Return the bytes that NCCL takes on a GPU, for groups of processes and for edges of the pipeline."""
     groups = (layout.stages * layout.replicas, layout.replicas, layout.stages)
     edges = pipeline_edges(layout.stages, 2 if layout.schedule == "folded" else 1)
     own = sum(rank in (edge.source, edge.target) for edge in edges)

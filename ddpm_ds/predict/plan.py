@@ -155,9 +155,7 @@ def stage_table(plan: RunPlan) -> str:
 
 
 def hosts_line(plan: RunPlan) -> str | None:
-    """Return a line on the bytes that cross hosts in a step, also with the other axis across them; None for
-    one host.
-    """
+    """Return a line on the bytes that cross hosts in a step, either way round; None for one host."""
     if not plan.hosts:
         return "hosts        of different sizes: who is where, and what crosses, is known when the ranks have met"
     if not plan.several_hosts:

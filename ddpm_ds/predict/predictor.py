@@ -17,9 +17,7 @@ from ddpm_ds.predict.memory import Memory, layer_bytes, pipeline_memory
 from ddpm_ds.predict.simulate import RankCosts, Simulation, simulate
 
 HIDDEN = (0.0, 0.3, 1.0)
-"""Shares of the time of messages tried in the search for cuts: how much of it other micro-batches hide depends on the
-schedule, so the simulator decides between the results.
-"""
+"""Shares of messages' time that cuts are searched with; the simulator chooses, since the schedule hides some of it."""
 SQUEEZES = 4
 """Number of searches for cuts that leave more room, when those found hold more than was computed layer by layer."""
 FEW_PER_RANK = 4
@@ -74,9 +72,7 @@ class Predictor:
         return bounds
 
     def fits(self, layout: Candidate) -> bool:
-        """Return whether every rank fits its memory, if need be with cuts made for that, which are used from
-        then on.
-        """
+        """Return whether every rank fits its memory, if need be with cuts made for that and used from then on."""
         usable = limit = self.machine.usable_bytes
 
         def excess(bounds: Bounds) -> int:

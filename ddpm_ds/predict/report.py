@@ -29,9 +29,7 @@ def report(plan: Plan, machine: Machine) -> str:
 
 
 def why(plan: Plan, machine: Machine) -> str:
-    """Return sentences on why the first layout is the fastest, which of its bytes cross nodes, and what more memory
-    would do.
-    """
+    """Return sentences: why the first layout is fastest, what crosses nodes, what more memory would do."""
     first, *others = plan.best
     sentences = [
         f"1 is the fastest of {plan.fitting:,} layouts that fit; {plan.misfits:,} don't. Its devices spend "

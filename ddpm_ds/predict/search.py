@@ -49,9 +49,7 @@ def search(predictor: Predictor, top: int, among: Sequence[Candidate] | None = N
 
 
 def candidates(predictor: Predictor) -> list[Candidate]:
-    """Return layouts that training accepts; of the intervals between kept activations the one that needs
-    least memory.
-    """
+    """Return layouts that training accepts; of those that recompute, with the interval that needs least memory."""
     chosen: list[Candidate] = []
     recomputing: dict[Candidate, tuple[int, Candidate]] = {}
     accepted: dict[tuple[str, int, bool, int], bool] = {}

@@ -31,9 +31,7 @@ class PhaseCosts:
 
     forward_seconds: float
     backward_seconds: float
-    """Seconds of the backward, with recomputation of checkpointed activations and ZeRO-2's reduction after each
-    micro-batch.
-    """
+    """Seconds of the backward, with recomputation and ZeRO-2's reduction after each micro-batch."""
     activation_bytes: int = 0
     """Bytes of the message to the next stage; not used where the schedule sends none."""
     gradient_bytes: int = 0

@@ -45,9 +45,7 @@ class LayerRate:
 
 
 class Model:
-    """Predictor of a run's steps; for the traced step it returns the measured time, unless that was faster than its
-    parts.
-    """
+    """Predictor of a run's steps; for the traced layout it returns the traced seconds."""
 
     def __init__(self, facts: FinishedRun) -> None:
         self.facts, self.job, self.now = facts, facts.job, facts.setup
@@ -105,9 +103,7 @@ class Model:
 
     @cached_property
     def bytes_per_second(self) -> float:
-        """Speed of the links between ranks, in bytes per second: infinite, or such that the predicted step equals the
-        traced one.
-        """
+        """Bytes per second between ranks with which the predicted step equals the traced one; may be infinite."""
         if self.now.stages == 1 or self._step(self.now, math.inf) >= self.facts.step_seconds:
             return math.inf
         slow, fast = math.log(SLOWEST_LINK), math.log(FASTEST_LINK)
@@ -146,9 +142,7 @@ class Model:
         return step.step_seconds + mean([rank.other for rank in self.facts.ranks])
 
     def _reduce_seconds(self, way: Setup, parameters: int, bytes_per_second: float) -> float:
-        """Return the seconds to reduce gradients among replicas; 0 under ZeRO-2, where the measured backward includes
-        them.
-        """
+        """Return the seconds to reduce gradients among replicas; 0 where the measured backward includes them."""
         now = self.now
         if way.replicas == 1 or (now.replicas > 1 and now.zero_stage == way.zero_stage == 2):
             return 0.0
@@ -188,9 +182,7 @@ class Model:
     # ---------------------------------------------------------------- memory
 
     def fits(self, way: Setup) -> bool:
-        """Return whether a layout fits the devices' memory; where that is unknown, whether it takes no more
-        than now.
-        """
+        """Return whether a layout fits the devices' memory or, if that is unknown, takes no more than now."""
         most, memory = self._peak_bytes(self.now), self.facts.device.memory_bytes
         if memory is not None:
             most = max(most, usable(memory, on_cpu=self.job.on_cpu))

@@ -31,8 +31,6 @@ weights none of which is zero; then the rows take turns. A speed of 1.5 says: 1.
 
 EXAMPLES = """\
 examples
-  deepspeed --num_gpus 1 launch/bench.py --deepspeed_config ds_configs/zero2_fp16.json --rows plain,1f1b
-      what the engine costs beside a plain loop: the main job's U-Net, about a minute on two cores
   OMP_NUM_THREADS=1 deepspeed --num_gpus 4 launch/bench.py -p 4 --deepspeed_config ds_configs/zero1_fp32.json \\
       --spec launch/specs/cifar10.yaml --set data.source=digits --set data.workers=0 \\
       --set train.batch_images=32 --set train.accumulation=16 --rounds 5 --steps-per-round 2 --compared-steps 3
@@ -42,12 +40,6 @@ examples
   python launch/bench.py --one-device --deepspeed_config ds_configs/zero1_fp32.json --spec launch/specs/cifar10.yaml \\
       --set data.source=digits --set data.workers=0
       CIFAR-10's U-Net under diffusers and under ours, one switch at a time; some minutes on two cores
-  python launch/bench.py --one-device --deepspeed_config ds_configs/zero2_fp16.json --spec launch/specs/cifar10.yaml \\
-      --rows diffusers,diffusers-compiled,all,bare,engine
-      on a GPU with the spec's batch of 128: how much faster than diffusers, and what the engine costs
-
-on a shared machine
-  OMP_NUM_THREADS=1 deepspeed ... keeps a neighbour from stalling all threads; wide quartiles say: measure again
 
 exit codes
   0 done   2 bad input, nothing was started   3 the losses differ   1 a bug

@@ -113,9 +113,7 @@ class OneStageEngine(OurPipeline):
         insides.refresh_weights(self._engine)
 
     def probe(self, micro_batch: MicroBatch) -> Probe:
-        """Return prediction, loss and gradient norm of ``micro_batch``; the gradients are those of a step, so the
-        weights move once.
-        """
+        """Return prediction, loss and gradient norm of ``micro_batch``; this is a step, so the weights move once."""
         engine = self._engine
         with layout_of(engine.mpu), without_dropout(engine.module):
             with torch.no_grad():

@@ -182,9 +182,7 @@ def peak_in_child(row: str) -> int:
 
 
 def print_peak(build: Callable[[], Row], device: torch.device) -> None:
-    """Print, in the child, the bytes by which a row's steps raise the peak of its tensors on a GPU, or of the resident
-    set on a CPU.
-    """
+    """Print, in the child, by how much a row's steps raise the peak of its tensors, on a CPU of its resident set."""
     before = 0 if device.type == "cuda" else psutil.Process().memory_info().rss
     row = build()
     for _ in range(MEMORY_STEPS):

@@ -44,9 +44,7 @@ class Result:
     """Number of the table in which the row is; rows of one table are compared with each other."""
 
     def metrics(self) -> dict[str, float]:
-        """Return the measured numbers for MLflow; of a spread the median, and its quartiles as ``_low`` and
-        ``_high``.
-        """
+        """Return the measured numbers for MLflow; of a spread the median, and ``_low`` and ``_high`` quartiles."""
         found: dict[str, float] = {}
         for name, value in self.numbers.items():
             if isinstance(value, Spread):

@@ -36,9 +36,7 @@ DIM64, DIM64_IMAGES = SPECS / "cifar10_dim64.yaml", (3, 32)
 
 
 def comparable_unet(setting: Setting) -> UNet:
-    """Return our U-Net in fp32 on the CPU, with the weights that training begins with but none of them zero: a U-Net
-    that ends with zeros predicts zero, whatever happens before.
-    """
+    """Return our U-Net in fp32 on the CPU, with no weight zero: one that ends with zeros always predicts zero."""
     unet = UNet(setting.plan.layers, setting.plan.spec.train.seed)
     generator = torch.Generator().manual_seed(setting.plan.spec.train.seed)
     for parameter in unet.parameters():

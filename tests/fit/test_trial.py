@@ -33,7 +33,7 @@ def held() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def play(monkeypatch: pytest.MonkeyPatch, measure: Callable[..., Answer]) -> None:
+def play(monkeypatch: pytest.MonkeyPatch, measure: Callable[..., Answer | None]) -> None:
     """Let children do this instead of training; PyTorch is not imported."""
     stand_in = types.ModuleType("ddpm_ds.fit.measure")
     stand_in.measure = measure  # type: ignore[attr-defined]
@@ -77,29 +77,22 @@ def test_when_nothing_fits_it_is_found_out_what_is_needed(tmp_path: Path, monkey
 
 
 def test_a_killed_child_does_not_fit_and_a_bug_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def short(plan: Any, *others: Any) -> Answer:
-        raise MemoryError
+    def raising(error: Exception) -> Callable[..., Answer]:
+        def measure(plan: Any, *others: Any) -> Answer:
+            raise error
 
-    def killed(plan: Any, *others: Any) -> Answer:
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError
-
-    def wrong(plan: Any, *others: Any) -> Answer:
-        raise ZeroDivisionError("a bug")
-
-    def refused(plan: Any, *others: Any) -> Answer:
-        raise LayoutError("2 processes on 1 device")
+        return measure
 
     others = set(psutil.Process().children())  # of tests before
     trials = Trials(task(), tmp_path, 0)
-    play(monkeypatch, short)
+    play(monkeypatch, raising(MemoryError()))
     assert trials.run(1, 2**40).why == "rank 0 ran out of memory"
-    play(monkeypatch, killed)
+    play(monkeypatch, lambda *told: os.kill(os.getpid(), signal.SIGKILL))
     assert trials.run(1, 2**40).why == "rank 0 was killed (SIGKILL)"
-    play(monkeypatch, wrong)
+    play(monkeypatch, raising(ZeroDivisionError("a bug")))
     with pytest.raises(TrialError, match=r"ZeroDivisionError: a bug"):
         trials.run(1, 2**40)
-    play(monkeypatch, refused)
+    play(monkeypatch, raising(LayoutError("2 processes on 1 device")))
     result = search(task(sizes=(1, 2), budget_bytes=2**40), tmp_path / "refused", 0)
     assert (result["failure"], result["refused"], result["trials"]) == ("2 processes on 1 device", True, [])
     assert set(psutil.Process().children()) <= others

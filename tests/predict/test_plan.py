@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,10 +19,12 @@ def plan(hosts: tuple[str, ...] | None, config: Path = CONFIG, stages: int = 2, 
     return plan_run(DIGITS, [], config, world_size=world_size, stages=stages, hosts=hosts)
 
 
-def asked(folder: Path, **pipeline: Any) -> Path:
+@pytest.fixture
+def turned(tmp_path: Path) -> Path:
+    """A DeepSpeed JSON that splits replicas over hosts."""
     config = read_ds_config(CONFIG)
-    config["pipeline"] |= pipeline
-    return write_json(folder / "ds.json", config)
+    config["pipeline"]["across_hosts"] = "replicas"
+    return write_json(tmp_path / "ds.json", config)
 
 
 def test_a_plan_is_said_in_words_that_fit_its_numbers() -> None:
@@ -41,8 +42,8 @@ def test_a_plan_is_said_in_words_that_fit_its_numbers() -> None:
         assert line in lines
 
 
-def test_one_host_has_no_word_of_hosts(tmp_path: Path) -> None:
-    one = plan(None, asked(tmp_path, across_hosts="replicas"))
+def test_one_host_has_no_word_of_hosts(turned: Path) -> None:
+    one = plan(None, turned)
     assert one.across == "stages"
     assert "host" not in stage_table(one) and "\nhosts " not in describe_plan(one, Path("runs/x"))
 
@@ -62,13 +63,12 @@ def test_several_hosts_are_told_what_crosses_them_and_what_else_could() -> None:
     assert two.across == "stages"
 
 
-def test_the_json_decides_otherwise(tmp_path: Path) -> None:
-    turned = plan(TWO_BY_TWO, asked(tmp_path, across_hosts="replicas"))
-    assert turned.across == "replicas"
-    line = hosts_line(turned)
+def test_the_json_decides_otherwise(turned: Path) -> None:
+    other = plan(TWO_BY_TWO, turned)
+    line = hosts_line(other)
     assert line is not None and "replicas across hosts: 23.85 MB a step, 22.44 MB of gradients and 1.403 MB of" in line
     assert "stages across would be 1.475 MB" in line
-    assert [row.split("  ")[-1] for row in stage_table(turned).splitlines()][1:] == ["0, 1", "0, 1"]
+    assert [row.split("  ")[-1] for row in stage_table(other).splitlines()][1:] == ["0, 1", "0, 1"]
 
 
 def test_hosts_get_their_names_when_the_ranks_have_met() -> None:
