@@ -14,9 +14,3 @@ def test_what_is_missing_is_named_and_one_of_several_will_do(request: pytest.Fix
         pytest_runtest_setup(request.node)
     said = "needs programs that are not installed: no-such-program, no-such-program or none-either"
     assert skipped.value.msg == said
-
-
-def test_a_test_that_needs_nothing_or_finds_all_is_run(request: pytest.FixtureRequest) -> None:
-    pytest_runtest_setup(request.node)
-    request.node.add_marker(pytest.mark.needs_programs("sh"))
-    pytest_runtest_setup(request.node)

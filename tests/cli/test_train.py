@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,13 +28,6 @@ def one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
 
 
-def edited(path: Path, **changes: Any) -> Path:
-    """A copy of the main DeepSpeed JSON with some keys changed."""
-    target = path / "edited.json"
-    target.write_text(json.dumps({**json.loads(MAIN.read_text()), **changes}))
-    return target
-
-
 def run(*arguments: object, config: Path = MAIN) -> int:
     return command.main(["--deepspeed_config", str(config), *map(str, arguments)])
 
@@ -53,8 +45,6 @@ def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: obje
     ("arguments", "said"),
     [
         (["--set", "unet.chanels=64"], "did you mean unet.channels?"),
-        (["--set", "train.batch_images"], "section.key=value"),
-        (["--set", "data.image_size=9"], "can't be halved"),
         (["--spec", "nowhere.yaml"], "no such run spec"),
         (["-p", "2"], "don't divide 1 processes"),
         (["--sett", "x=1"], "unrecognized arguments"),
@@ -67,18 +57,10 @@ def test_bad_options_are_refused(
     assert said in refused(capsys, tmp_path, *arguments)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"gradient_cliping": 1.0}, "did you mean gradient_clipping?"),
-        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage"),
-        ({"train_batch_size": 60}, "train_batch_size = 60 contradicts the spec"),
-    ],
-)
-def test_a_bad_json_is_refused(
-    changes: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert said in refused(capsys, tmp_path, config=edited(tmp_path, **changes))
+def test_a_bad_json_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    edited = tmp_path / "edited.json"
+    edited.write_text(json.dumps({**json.loads(MAIN.read_text()), "gradient_cliping": 1.0}))
+    assert "did you mean gradient_clipping?" in refused(capsys, tmp_path, config=edited)
 
 
 def test_more_stages_than_layers_are_refused(
@@ -137,20 +119,15 @@ def test_a_run_folder_that_is_taken_is_refused(
     assert said in refused(capsys, tmp_path, "--run-dir", "old", "--resume", resume)
 
 
-@pytest.mark.parametrize("way", ["option", "environment"])
-def test_cuda_asked_for_and_absent_is_refused(
-    way: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_cuda_asked_for_by_the_environment_and_absent_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr("ddpm_ds.device._gpus", lambda: 0)
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if way == "environment":
-        monkeypatch.setenv("DS_ACCELERATOR", "cuda")
-        said = refused(capsys, tmp_path)
-    else:
-        said = refused(capsys, tmp_path, "--device", "cuda")
-    assert "finds no CUDA device; use --device cpu" in said
+    monkeypatch.setenv("DS_ACCELERATOR", "cuda")
+    assert "finds no CUDA device; use --device cpu" in refused(capsys, tmp_path)
 
 
 def test_on_cuda_cudnn_times_its_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,17 +136,6 @@ def test_on_cuda_cudnn_times_its_algorithms(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("torch.backends.cudnn.benchmark", False)
     assert choose_device("cpu").type == "cpu" and not torch.backends.cudnn.benchmark
     assert choose_device("cuda").type == "cuda" and torch.backends.cudnn.benchmark
-
-
-def test_more_processes_than_cuda_devices_are_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "2")
-    assert "2 processes were started on a host with 1 CUDA devices" in refused(capsys, tmp_path, "--device", "cuda")
 
 
 def test_dry_run_prints_batch_layout_and_stages_and_starts_nothing(
