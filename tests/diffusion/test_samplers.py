@@ -299,7 +299,7 @@ def test_clipping_keeps_half_precision_predictions_harmless_at_no_signal(
         # The image is the last x0. Wherever x_t has come to, the exact prediction for it gives 0.5: off are only the
         # prediction, by half a unit of its precision, and three roundings of terms up to x_t to fp32.
         level = NoiseLevel.of(alpha_bars(diffusion)[sampler.timesteps[-1]])
-        grows = {"eps": level.noise / level.signal, "x0": 1.0, "v": level.noise}[objective]
+        grows: Any = {"eps": level.noise / level.signal, "x0": 1.0, "v": level.noise}[objective]
         x_t, prediction = (tensor.abs().max().item() for tensor in seen[-1])
         rounding = prediction * torch.finfo(dtype).eps / 2 * grows + 3 * x_t * 2**-24 / level.signal
         assert (drawn - point).abs().max() <= rounding

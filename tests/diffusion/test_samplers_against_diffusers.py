@@ -64,7 +64,7 @@ def compare(diffusion: DiffusionSpec, spec: SamplerSpec) -> None:
     x_t, x0 = normal(0), None
     for number, (t, next_t) in enumerate(zip(sampler.timesteps, (*sampler.timesteps[1:], -1), strict=True)):
         prediction, noise = normal(1 + number, 1.5), normal(100 + number)
-        tolerance = {}
+        tolerance: dict[str, Any] = {}
         if spec.kind == "ddpm":
             theirs = scheduler.step(prediction, t, x_t, generator=torch.Generator().manual_seed(100 + number))
             # After the last timestep diffusers adds noise to the image, unless that timestep is 0.
