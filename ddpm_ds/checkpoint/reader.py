@@ -102,16 +102,9 @@ class Reader:
         return values
 
     def covered(self, kind: str, name: str, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the runs of these values that its files hold: (start, stop) each, in order and disjoint."""
-        runs: list[tuple[int, int]] = []
-        for span in self._spans_of(kind, name):
-            low, high = max(start, span.start), min(stop, span.stop)
-            if low >= high:
-                continue
-            if runs and runs[-1][1] >= low:
-                low, high = runs[-1][0], max(runs.pop()[1], high)
-            runs.append((low, high))
-        return runs
+        """Return which of these values its files hold: (start, stop) of each piece, in order."""
+        spans = [(max(start, span.start), min(stop, span.stop)) for span in self._spans_of(kind, name)]
+        return [(low, high) for low, high in spans if low < high]
 
     def _check(self, name: str) -> None:
         if name not in self._verified:

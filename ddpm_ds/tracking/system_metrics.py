@@ -89,10 +89,8 @@ def system_metrics(store: dist.Store | None, tracker: Tracker | None, log: Log =
     Does nothing on a rank that is not the first of its host. The environment of rank 0 says for all hosts whether
     metrics are read and how often.
 
-    Args:
-        store: that of the ranks; None for a single rank.
-        tracker: on rank 0.
-        log: shows one line to the user; called from another thread.
+    ``store`` is that of the ranks, None for a single one; ``tracker`` is that of rank 0. ``log`` shows one line to the
+    user, and is called from another thread.
     """
     rank, host, ending = int(os.environ["RANK"]), host_name(), threading.Event()
     jobs: list[Callable[[], None]] = []

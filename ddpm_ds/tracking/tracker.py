@@ -131,17 +131,10 @@ class Tracker:
     ) -> Tracker:
         """Begin a run, or resume the one of this ``identity``, whose params are left as they are.
 
-        Args:
-            experiment: name of the experiment.
-            run_name: name of the run.
-            output_root: folder of ``mlflow.db`` and ``mlartifacts``, unless ``MLFLOW_TRACKING_URI`` names a tracker.
-            run_dir: where what can't be sent is kept.
-            params: may be nested.
-            tags: set at every start.
-            artifacts: files to log first.
-            identity: finds the run again.
-            parent: the identity of the run that this one is a child of.
-            log: shows one line to the user; called from another thread.
+        ``output_root`` is the folder of ``mlflow.db`` and ``mlartifacts``, unless ``MLFLOW_TRACKING_URI`` names a
+        tracker; ``run_dir`` is where records are kept that can't be sent. ``params`` may be nested, ``tags`` are set at
+        every start, ``artifacts`` are logged first. ``parent`` is the identity of the run that this one is a child of.
+        ``log`` shows one line to the user, and is called from another thread.
         """
         start = {
             "id": identity or uuid.uuid4().hex,

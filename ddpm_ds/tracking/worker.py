@@ -50,13 +50,10 @@ def reason(error: BaseException) -> str:
 
 
 class Worker:
-    """Sends the records of a journal.
+    """Sends the records of the journal with this file descriptor.
 
-    Args:
-        journal: file descriptor.
-        sent: bytes of the journal whose records MLflow has; the start, which comes first, is needed all the same.
-        trainer: id of the process that writes the journal, if it still runs.
-        replies: where the trainer listens.
+    MLflow has those of its first ``sent`` bytes; the start, which comes first, is needed all the same. ``trainer`` is
+    the id of the process that writes the journal, if it still runs, and hears the ``replies``.
     """
 
     def __init__(self, journal: int, sent: int = 0, trainer: int | None = None, replies: IO[str] | None = None) -> None:

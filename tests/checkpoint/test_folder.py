@@ -57,18 +57,6 @@ def test_writer_applies_the_keep_rules(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [*named(20, 40, 50), "latest"]
 
 
-def test_newest_good_falls_back_to_the_one_before_and_says_so(tmp_path: Path) -> None:
-    for images in (1, 2, 3):
-        save(tmp_path, images)
-    (tmp_path / "images-000000003" / "state.json").unlink()
-    (tmp_path / "images-000000002" / "rank0.safetensors").write_bytes(b"short")
-    said: list[str] = []
-    assert newest_good(tmp_path, said.append) == tmp_path / "images-000000001"
-    assert "images-000000003 lacks state.json" in said[0]
-    assert "images-000000002 is unusable: rank0.safetensors" in said[1]
-    assert len(said) == 2 and not any("\n" in line for line in said)
-
-
 def test_names_are_sorted_and_no_checkpoint_is_none_but_none_that_is_good_is_an_error(tmp_path: Path) -> None:
     said: list[str] = []
     complete = ["images-000000020", "images-000000100", "images-1000000000000"]
