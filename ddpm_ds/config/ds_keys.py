@@ -216,11 +216,11 @@ KEYS: dict[str, Key] = {
     "flops_profiler": Key(BLOCK, "DeepSpeed's profile of each stage's forward, in RUN_DIR/flops and in MLflow."),
     "flops_profiler.enabled": Key(SWITCH, "Profile one forward of one step."),
     "flops_profiler.profile_step": Key(POSITIVE, "Which optimizer step of the run, from 1; 1 if not given."),
-    "flops_profiler.top_modules": Key(POSITIVE, "How many of the largest modules the summary names."),
+    "flops_profiler.top_modules": Key(POSITIVE, "How many of the largest modules the summary names; 1 if not given."),
     "flops_profiler.module_depth": Key(
         DEPTH, "Depth of the summary: 0 the stage, 1 its layers, 2 their parts; -1 all."
     ),
-    "flops_profiler.detailed": Key(SWITCH, "Print the whole tree of modules."),
+    "flops_profiler.detailed": Key(SWITCH, "Print the whole tree of modules; true if not given."),
     "flops_profiler.output_file": Key(
         TEXT_OR_NULL, "For the stages' texts, instead of RUN_DIR/flops/flops; `.stage0.txt` ... are appended."
     ),
