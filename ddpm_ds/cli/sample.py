@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -241,7 +241,7 @@ def _sample(options: argparse.Namespace) -> int:
         raise SpecError(f"--mlflow logs a grid, and --out {out} is a {kind}; leave one of them out")
     partial = out.with_name(f".{out.name}.partial")
     folder = PngFolder(out, request) if kind == "folder" else BatchFolder(partial, request)
-    log = print if rank == 0 else _log_nothing
+    log: Callable[[str], None] = print if rank == 0 else lambda line: None
     done = kind != "folder" and check_file(out, request)
     if not done:
         folder.check()
@@ -264,10 +264,6 @@ def _sample(options: argparse.Namespace) -> int:
     if options.mlflow and rank == 0:
         record_child(trained, "sample", request.model_dump(exclude={"batch_images"}), artifacts={out: ""})
     return 0
-
-
-def _log_nothing(line: str) -> None:
-    """Stand in for print on other ranks than 0."""
 
 
 def _summary(request: Request) -> str:

@@ -11,10 +11,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +27,6 @@ from ddpm_ds.files import sha256_of
 
 FORMAT = 1
 IMAGES, LABELS, META, SKIPPED = "images.npy", "labels.npy", "meta.json", "skipped.txt"
-BAR_BYTES = 10**9
-"""Bytes below which a check takes about a second and shows no bar."""
 
 
 class CacheMeta(BaseModel):
@@ -107,11 +105,9 @@ class DatasetCache:
 
     @property
     def key(self) -> str:
-        """Return the key of exactly these images: their checksum in hexadecimal, hashed with the size of crops."""
+        """Return a hexadecimal key of exactly these images: their checksum, hashed with the size of crops."""
         checksum = self.meta.sha256[IMAGES]
-        if self.cropped is None:
-            return checksum
-        return hashlib.sha256(f"{checksum} {self.cropped}".encode()).hexdigest()
+        return checksum if self.cropped is None else sha256(f"{checksum} {self.cropped}".encode()).hexdigest()
 
 
 def _reopen(path: Path, cropped: int | None) -> DatasetCache:
@@ -120,10 +116,10 @@ def _reopen(path: Path, cropped: int | None) -> DatasetCache:
 
 
 def checksums(folder: Path, progress: bool) -> dict[str, str]:
-    """Return the SHA-256 of the arrays in ``folder``, by file name; shows a bar on stderr when they are big."""
+    """Return the SHA-256 of the arrays in ``folder``, by file name; shows a bar on stderr after a second."""
     total = sum((folder / name).stat().st_size for name in (IMAGES, LABELS))
-    hidden = not progress or total < BAR_BYTES
-    with tqdm(total=total, desc=f"checking {folder.name}", unit="B", unit_scale=True, disable=hidden) as bar:
+    title = f"checking {folder.name}"
+    with tqdm(total=total, desc=title, unit="B", unit_scale=True, delay=1, disable=not progress) as bar:
         return {name: sha256_of(folder / name, bar) for name in (IMAGES, LABELS)}
 
 

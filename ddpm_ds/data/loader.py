@@ -110,14 +110,8 @@ def micro_batches(
     return (micro_batch for read in reads for micro_batch in _parts(read, micro_batch_images, pin_memory))
 
 
-class _Read(NamedTuple):
-    """Micro-batches read together in one tensor, since sending a tensor between processes takes milliseconds whatever
-    its size.
-    """
-
-    images: Tensor  # (n, C, H, W) uint8
-    labels: Indices  # (n,)
-    index: Indices  # type: ignore[assignment]  # (n,)
+_Read = tuple[Tensor, Indices, Indices]
+"""Images, labels and index of some micro-batches. One tensor only: to send one to a process takes milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -150,13 +144,11 @@ class _Reads(Dataset[_Read]):
         images = torch.empty((len(stored), *self.cache.meta.shape), dtype=torch.uint8, pin_memory=self.pin_memory)
         # The one copy. In its other modes numpy copies into a buffer first; an order's positions are in range.
         np.take(self.cache.images, stored, axis=0, out=images.numpy(), mode="clip")
-        return _Read(images, self.cache.labels[stored], index)
+        return images, self.cache.labels[stored], index
 
 
 def _one_ahead(reads: Iterator[_Read]) -> Iterator[_Read]:
-    """Yield the same reads, each made by a thread while the one before is used: numpy releases the interpreter as it
-    copies.
-    """
+    """Yield the same reads, each made by a thread while the one before is used."""
     with ThreadPoolExecutor(1) as thread:
         coming = thread.submit(next, reads)
         while True:
@@ -166,10 +158,10 @@ def _one_ahead(reads: Iterator[_Read]) -> Iterator[_Read]:
 
 def _parts(read: _Read, size: int, pin_memory: bool) -> Iterator[MicroBatch]:
     """Yield the micro-batches of a read, as views."""
-    labels, index = torch.from_numpy(read.labels), torch.from_numpy(read.index)
+    images, labels, index = read[0], torch.from_numpy(read[1]), torch.from_numpy(read[2])
     if pin_memory:
         labels, index = labels.pin_memory(), index.pin_memory()
-    return map(MicroBatch, read.images.split(size), labels.split(size), index.split(size))
+    return map(MicroBatch, images.split(size), labels.split(size), index.split(size))
 
 
 def _as_it_is(read: Any) -> Any:
@@ -185,8 +177,7 @@ def on_device(batches: Iterator[MicroBatch], device: torch.device) -> Iterator[M
         copies        1     2     3           4
         current       .  1111111  2222222222  3333333
 
-    That needs ``batches`` in pinned memory. Without CUDA they are passed through. One micro-batch is read ahead; an
-    error of ``batches`` is raised where that one was to be read.
+    That needs ``batches`` in pinned memory. Without CUDA they are passed through.
     """
     return _copied_ahead(batches, device) if device.type == "cuda" else batches
 

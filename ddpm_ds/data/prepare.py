@@ -107,7 +107,12 @@ def _write(folder: Path, source: Source, spec: DataSpec, title: str, progress: b
             bar.update()
             if isinstance(image, UnreadableImage):
                 skipped.append(image)
-                _check_share(skipped, len(source), spec)
+                if len(skipped) > spec.max_bad_fraction * len(source):
+                    raise DataError(
+                        f"data.max_bad_fraction = {spec.max_bad_fraction:g} is passed: {len(skipped)} of "
+                        f"{len(source)} images are unreadable so far, first {skipped[0]}; fix or remove them, or raise "
+                        "it to skip them"
+                    )
                 continue
             pixels, label = image
             file.write(pixels.transpose(2, 0, 1).tobytes())  # (C, H, W)
@@ -151,11 +156,3 @@ def _read(source: Source) -> Iterator[tuple[Pixels, int] | UnreadableImage]:
     with ThreadPoolExecutor() as threads:
         for first in range(0, len(source), READ_AHEAD):
             yield from threads.map(read, range(first, min(first + READ_AHEAD, len(source))))
-
-
-def _check_share(skipped: list[UnreadableImage], count: int, spec: DataSpec) -> None:
-    if len(skipped) > spec.max_bad_fraction * count:
-        raise DataError(
-            f"data.max_bad_fraction = {spec.max_bad_fraction:g} is passed: {len(skipped)} of {count} images are "
-            f"unreadable so far, first {skipped[0]}; fix or remove them, or raise it to skip them"
-        )

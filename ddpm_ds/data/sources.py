@@ -54,13 +54,23 @@ class Source(Protocol):
 def open_source(spec: DataSpec, progress: bool = False) -> Source:
     """Open the source that ``spec.source`` names; ``progress`` shows a bar while CIFAR-10 is downloaded.
 
-    Raises DataError: folder missing or without images, download impossible.
+    Raises:
+        DataError: folder missing or without images, download impossible.
     """
     if spec.source == "digits":
         return _digits(spec)
-    if spec.source == "cifar10":
-        return _cifar10(spec, progress)
-    return FolderSource(spec)
+    return _cifar10(spec, progress) if spec.source == "cifar10" else FolderSource(spec)
+
+
+@contextlib.contextmanager
+def network_limit(seconds: float) -> Iterator[None]:
+    """Limit every wait for an answer of the network; downloads by torchvision and torch.hub have no limit."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(seconds)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)
 
 
 def fit(image: Image.Image, size: int, channels: int) -> Pixels:
@@ -107,19 +117,16 @@ def _cifar10(spec: DataSpec, progress: bool) -> Source:
     from torchvision.datasets import CIFAR10  # imports torch
 
     folder = spec.store_root / "downloads"
-    timeout = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(NETWORK_TIMEOUT_SECONDS)
+    # torchvision's progress bar has no switch of its own
+    silent = contextlib.nullcontext() if progress else contextlib.redirect_stderr(io.StringIO())
     try:
-        # torchvision's progress bar has no switch of its own
-        with contextlib.nullcontext() if progress else contextlib.redirect_stderr(io.StringIO()):
+        with network_limit(NETWORK_TIMEOUT_SECONDS), silent:
             cifar = CIFAR10(str(folder), train=True, download=True)
     except (OSError, HTTPException, RuntimeError) as error:
         raise DataError(
             f"data.source = cifar10 can't be downloaded ({_one_line(error)}); "
             f"get {CIFAR10.url} by hand and put it at {folder / CIFAR10.filename}"
         ) from error
-    finally:
-        socket.setdefaulttimeout(timeout)
     return ArraySource("cifar10", tuple(cifar.classes), cifar.data, cifar.targets, spec.stored_size, spec.channels)
 
 

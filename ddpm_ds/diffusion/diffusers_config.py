@@ -90,12 +90,7 @@ def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec) -> dict[str
 class _SchedulerArguments(Arguments):
     """Arguments for adding noise, with their defaults; the others are for drawing images."""
 
-    class_names: ClassVar[tuple[str, ...]] = (
-        "DDPMScheduler",
-        "DDIMScheduler",
-        "PNDMScheduler",
-        "DPMSolverMultistepScheduler",
-    )
+    class_names: ClassVar = ("DDPMScheduler", "DDIMScheduler", "PNDMScheduler", "DPMSolverMultistepScheduler")
 
     num_train_timesteps: PositiveInt = 1000
     beta_start: Beta = 0.0001
@@ -116,18 +111,15 @@ def diffusion_from_scheduler(config: Mapping[str, Any], base: DiffusionSpec | No
         ValueError: ours can't express it; one line with the key, its value and what is possible.
     """
     found = _SchedulerArguments.read(config)
-    changes: dict[str, Any] = {
-        "timesteps": found.num_train_timesteps,
-        "objective": {theirs: ours for ours, theirs in PREDICTIONS.items()}[found.prediction_type],
-        **_schedule(found),
-    }
+    objective = {theirs: ours for ours, theirs in PREDICTIONS.items()}[found.prediction_type]
+    changes = {"timesteps": found.num_train_timesteps, "objective": objective, **_schedule(found)}
     return (base or DiffusionSpec()).model_copy(update=changes)
 
 
 def _schedule(found: _SchedulerArguments) -> dict[str, Any]:
     """Return our name of the schedule, and its range where it has one."""
     if found.trained_betas is not None:
-        return _schedule_of(found.trained_betas, found.num_train_timesteps)
+        return _schedule_with(found.trained_betas, found.num_train_timesteps)
     if found.beta_schedule == "linear":
         return {"schedule": "linear", "beta_start": found.beta_start, "beta_end": found.beta_end}
     if found.beta_schedule == "squaredcos_cap_v2":
@@ -136,7 +128,7 @@ def _schedule(found: _SchedulerArguments) -> dict[str, Any]:
     raise refused("beta_schedule", found.beta_schedule, why)
 
 
-def _schedule_of(trained: tuple[float, ...], timesteps: int) -> dict[str, Any]:
+def _schedule_with(trained: tuple[float, ...], timesteps: int) -> dict[str, Any]:
     """Return the schedule with these betas, up to the rounding of fp32."""
     if len(trained) != timesteps:
         raise refused("trained_betas", trained, f"{len(trained)} betas for num_train_timesteps = {timesteps}")

@@ -37,24 +37,18 @@ class Diffusion:
         Images that are larger than `size` are cropped to (N, C, size, size), each at a place of its own. Source: DDPM
         (Ho et al. 2020), section 3.3.
         """
-        if size is not None and images.shape[-1] > size:
-            images = self._crop(images, index, size)
+        if size is not None and images.shape[-1] > size:  # one of the places where it fits, all equally probable
+            places = images.shape[-1] - size + 1
+            place = keyed.integers(self.seed, Stream.CROP, index, places**2)  # (N,)
+            crops = images.unfold(2, size, 1).unfold(3, size, 1)  # (N, C, places, places, size, size), a view
+            each = torch.arange(len(images), device=images.device)
+            images = crops[each, :, place // places, place % places]  # (N, C, size, size)
         if flips:
             mirrored = keyed.integers(self.seed, Stream.FLIP, index, 2).bool()  # (N,)
             images = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
         pixels = images.to(torch.float32, memory_format=torch.channels_last)
         # Dividing by 127.5 is exact at 0 and 255; multiplying by 2 / 255 is not.
         return pixels.div_(127.5).sub_(1.0)  # (N, C, H, W)
-
-    def _crop(self, images: Tensor, index: Tensor, size: int) -> Tensor:
-        """Return pixels (N, C, size, size) of square images from one of the places where they fit, all equally
-        probable.
-        """
-        places = images.shape[-1] - size + 1
-        place = keyed.integers(self.seed, Stream.CROP, index, places**2)  # (N,)
-        top, left = place // places, place % places
-        crops = images.unfold(2, size, 1).unfold(3, size, 1)  # (N, C, places, places, size, size), a view
-        return crops[torch.arange(len(images), device=images.device), :, top, left]  # (N, C, size, size)
 
     def draw(self, index: Tensor, shape: torch.Size | tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Draw timesteps and noise for images of `shape` (N, C, H, W): t (N,) int64 in [0, T), eps float32 of `shape`.

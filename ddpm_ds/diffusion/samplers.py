@@ -30,7 +30,7 @@ class Coefficients(NamedTuple):
 
 
 class SamplerStep(NamedTuple):
-    """Result of a step, (N, C, H, W) float32 each."""
+    """Result of a step, (N, C, H, W) each."""
 
     x: Tensor
     """x at the next timestep; after the last step the image."""
@@ -63,12 +63,9 @@ class Sampler:
     ) -> SamplerStep:
         """Go from x_t at ``timesteps[number]`` to the next timestep, or to the image after the last one.
 
-        Args:
-            number: which step, from 0.
-            x_t: (N, C, H, W) float32.
-            prediction: of the U-Net for x_t, (N, C, H, W) of any float dtype.
-            noise: standard normal, (N, C, H, W) float32; not used unless :meth:`needs_noise`.
-            previous_x0: :attr:`SamplerStep.x0` of the step before; None at the first.
+        ``x_t``, the U-Net's ``prediction`` for it (of any float dtype), the standard normal ``noise`` (not used unless
+        :meth:`needs_noise`) and ``previous_x0`` (x0 of the step before; None at the first) are (N, C, H, W). The dtype
+        is that of ``x_t``.
         """
         x0 = self._clipped(to_x0(self.objective, prediction.to(x_t.dtype), x_t, self._levels[number]))
         if number == len(self._coefficients):
@@ -76,10 +73,10 @@ class Sampler:
         part = self._coefficients[number]
         x = part.x_t * x_t + part.x0 * x0
         if part.previous_x0:
-            assert previous_x0 is not None, f"step {number} needs the x0 of the step before"
+            assert previous_x0 is not None
             x = x + part.previous_x0 * previous_x0
         if part.noise:
-            assert noise is not None, f"step {number} needs noise"
+            assert noise is not None
             x = x + part.noise * noise
         return SamplerStep(x, x0)
 
@@ -102,19 +99,14 @@ class Sampler:
 def visited(sampler: SamplerSpec, timesteps: int) -> tuple[int, ...]:
     """Return the `steps` timesteps of [0, T) that are visited, strictly falling.
 
-    They are those of the diffusers scheduler of the same kind (DDPMScheduler, DDIMScheduler,
-    DPMSolverMultistepScheduler) and spacing, with S steps:
+    They are those of the diffusers scheduler of the same kind and spacing, with S steps:
 
     - trailing: T - 1 and down by T / S, rounded, for every kind.
     - leading: multiples of T // S from 0 up; for dpm_solver of T // (S + 1), without 0.
     - linspace: S points from T - 1 to 0, rounded; for dpm_solver S + 1 points, without 0.
 
-    Where diffusers has no falling list of S timesteps this one has: all of them when S = T, T - 1 for one step of
-    linspace, and S of them, not S + 1 down to -1, for those S of trailing at which its float arithmetic overruns.
-    The previous timestep is always the next in the list. DDIMScheduler takes T // S off instead, which is the same for
-    leading, and for trailing where S divides T, but not for linspace.
-
-    Source: Lin et al. 2023, table 2.
+    Where diffusers has no falling list of S timesteps this one has: all of them when S = T, and T - 1 for one step of
+    linspace. The previous timestep is always the next in the list. Source: Lin et al. 2023, table 2.
     """
     steps = sampler.steps_of(timesteps)
     if steps == timesteps:
@@ -204,14 +196,8 @@ class Drawing:
     without + w (with - without), for any objective. With w = 1 only the labels are asked for, with w = 0 only "no
     label". Source: Ho and Salimans 2022, eq. 6, whose w is ours - 1.
 
-    Args:
-        sampler: how.
-        seed: in [0, 2^32).
-        index: which images, (N,) int64.
-        shape: (C, H, W) of an image.
-        labels: (N,) int64 on the device of `index`; None without classes, or to let the U-Net take "no label".
-        guidance: w; without labels it has no effect.
-        no_label: the label that means none, where there are labels and guidance is not 1.
+    `index` (N,) int64 are the images, of `shape` (C, H, W), and `labels` (N,) int64 their labels on the same device, or
+    None without classes or to let the U-Net take "no label", whose number is `no_label`.
     """
 
     def __init__(
@@ -231,7 +217,7 @@ class Drawing:
         self._guidance = guidance
         self._guided = labels is not None and guidance not in (0.0, 1.0)
         if labels is not None and guidance != 1.0:
-            assert no_label is not None, f"guidance {guidance:g} needs the label that means none"
+            assert no_label is not None
             none = torch.full_like(labels, no_label)
             labels = torch.cat([labels, none]) if self._guided else none
         self._labels = labels  # (M,)

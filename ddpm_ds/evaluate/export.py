@@ -31,7 +31,6 @@ import torch
 import yaml
 from pydantic import ValidationError
 from safetensors.torch import save
-from torch import Tensor
 
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
@@ -90,7 +89,7 @@ def without_labels(trained: Trained, row: int) -> Trained:
     The embedding of label ``row`` moves into the bias that is added just before it: exact but for rounding.
     """
     spec = trained.unet_spec.model_copy(update={"classes": None})
-    folded = replace(trained, unet_spec=spec, sampler=trained.sampler.model_copy(update={"guidance": 1.0}))
+    folded = replace(trained, unet_spec=spec)
     unet = UNet(folded.layers, 0).eval().requires_grad_(False)
     state = trained.unet.layers.state_dict()
     state["0.linear2.bias"] = state["0.linear2.bias"] + state.pop("0.label_embedding.weight")[row]
@@ -123,11 +122,11 @@ def write_pipeline(trained: Trained, folder: Path, precision: Precision) -> None
         unet = diffusers_config(trained.unet_spec, image_channels=channels, image_size=size)
     except ValueError as error:
         raise CheckpointError(f"{trained.origin} can't be exported: {error}") from None
-    classes = {"unet": "UNet2DModel", "scheduler": "DDPMScheduler"}
+    parts = {"unet": ["diffusers", "UNet2DModel"], "scheduler": ["diffusers", "DDPMScheduler"]}
     configs = {
         "unet/" + CONFIG: ("UNet2DModel", unet),
         "scheduler/" + SCHEDULER_CONFIG: ("DDPMScheduler", scheduler_config(trained.diffusion, trained.sampler)),
-        "model_index.json": ("DDPMPipeline", {part: ["diffusers", name] for part, name in classes.items()}),
+        "model_index.json": ("DDPMPipeline", parts),
     }
     for name, (class_name, values) in configs.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -160,7 +159,11 @@ def check_in_diffusers(trained: Trained, folder: Path) -> str:
     pipeline = diffusers.DDPMPipeline.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False)
     alpha_bar = alpha_bars(trained.diffusion)
     schedule = (pipeline.scheduler.alphas_cumprod.double() - alpha_bar).abs().max().item()
-    inputs = _examples(trained)
+    generator = torch.Generator().manual_seed(0)
+    x_t = torch.randn(4, *trained.image_shape, generator=generator, dtype=torch.float64)
+    t = torch.randint(0, min(trained.diffusion.timesteps, COMPARED_TIMESTEPS), (4,), generator=generator)
+    classes = trained.unet_spec.classes
+    inputs = (x_t, t) if classes is None else (x_t, t, torch.randint(0, classes + 1, (4,), generator=generator))
     theirs = pipeline.unet.double()(*inputs).sample
     ours = copy.deepcopy(trained.unet).double()(*inputs)
     prediction = ((ours - theirs).abs().max() / ours.abs().max().clamp(min=1e-30)).item()
@@ -176,15 +179,6 @@ def check_in_diffusers(trained: Trained, folder: Path) -> str:
     )
 
 
-def _examples(trained: Trained) -> tuple[Tensor, ...]:
-    """Four random x_t in fp64, t and, for a class-conditional U-Net, labels."""
-    generator = torch.Generator().manual_seed(0)
-    x_t = torch.randn(4, *trained.image_shape, generator=generator, dtype=torch.float64)
-    t = torch.randint(0, min(trained.diffusion.timesteps, COMPARED_TIMESTEPS), (4,), generator=generator)
-    classes = trained.unet_spec.classes
-    return (x_t, t) if classes is None else (x_t, t, torch.randint(0, classes + 1, (4,), generator=generator))
-
-
 WEIGHTS_FILE, SPEC_FILE = "weights.safetensors", "spec.yaml"
 ANY_UNET = ("channels=2", "multipliers=[1]", "attention_resolutions=[]", "head_channels=null", "norm_groups=1")
 """Overrides for a U-Net that fits images of any size, used only until the model's own replaces it."""
@@ -193,8 +187,8 @@ ANY_UNET = ("channels=2", "multipliers=[1]", "attention_resolutions=[]", "head_c
 def import_weights(path: Path, base: Path, overrides: Sequence[str], out: Path) -> list[str]:
     """Write ``out``: the weights of the diffusers folder ``path`` and ``base`` as a spec that begins with them.
 
-    The model decides everything in the spec's sections `unet` and `diffusion` but dropout, loss and weighting, which
-    the weights don't depend on. Returns what was done, in lines.
+    The model decides everything in the spec's sections `unet` and `diffusion` but dropout, loss and weighting. Returns
+    what was done, in lines.
 
     Raises:
         CheckpointError: ``path`` holds no model, a damaged one, or one that our U-Net can't express.

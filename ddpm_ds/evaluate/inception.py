@@ -7,11 +7,9 @@ brightness, colours and which pixels vary together; it does not compare with any
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import pickle
-import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -24,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
-from tqdm import tqdm
 
+from ddpm_ds.data.sources import network_limit
 from ddpm_ds.errors import EvaluationError
 from ddpm_ds.files import sha256_of
 
@@ -156,7 +154,7 @@ def _downloaded() -> Path:
         return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _answers_in(ANSWER_SECONDS):
+        with network_limit(ANSWER_SECONDS):
             torch.hub.download_url_to_file(url, str(path), hash_prefix=path.stem.rsplit("-", 1)[1])
     except (OSError, RuntimeError) as error:
         reason = error.reason if isinstance(error, URLError) else error
@@ -167,23 +165,12 @@ def _downloaded() -> Path:
     return path
 
 
-@contextlib.contextmanager
-def _answers_in(seconds: float) -> Iterator[None]:
-    """Limit every wait for the network; the function that downloads has no limit of its own."""
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(seconds)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(before)
-
-
 def inception_scores(
     inception: Inception,
     images: Pixels,
     reference: Pixels,
     *,
-    reference_sha256: str,
+    key: str,
     cache: Path,
     wanted: Collection[str],
     device: torch.device,
@@ -191,35 +178,34 @@ def inception_scores(
     """Return ``fid``, ``kid`` and ``kid_std``, ``precision`` and ``recall`` of uint8 images (N, C, H, W) against
     others.
 
-    ``wanted`` is some of ``fid``, ``kid``, ``pr``. The features of the reference are kept in ``cache``, by
-    ``reference_sha256``, the weights and the version of torch-fidelity.
+    ``wanted`` is some of ``fid``, ``kid``, ``pr``. The features of the reference are kept in ``cache``, by its ``key``,
+    the weights and the version of torch-fidelity.
     """
     from torch_fidelity import calculate_metrics
 
-    kept = f"{reference_sha256[:16]}-{version('torch-fidelity')}-{inception.digest[:16]}"
+    kept = f"{key[:16]}-{version('torch-fidelity')}-{inception.digest[:16]}"
     _drop_damaged(cache, kept)
-    with _bar(images, "features of samples") as samples_bar, _bar(reference, "features of reference") as reference_bar:
-        found = calculate_metrics(
-            input1=_Rgb(images, samples_bar),
-            input2=_Rgb(reference, reference_bar),
-            input2_cache_name=kept,
-            cache_root=str(cache),
-            fid="fid" in wanted,
-            kid="kid" in wanted,
-            prc="pr" in wanted,
-            feature_extractor=EXTRACTOR,
-            feature_extractor_weights_path=str(inception.weights),
-            feature_layer_fid=LAYER,
-            feature_layer_kid=LAYER,
-            feature_layer_prc=LAYER,
-            kid_subsets=KID_SUBSETS,
-            kid_subset_size=kid_subset_images(len(images), len(reference)),
-            prc_neighborhood=NEIGHBOUR,
-            prc_batch_size=DISTANCES_AT_ONCE,
-            save_cpu_ram=True,  # no loader processes, no whole matrix of distances
-            cuda=device.type == "cuda",
-            verbose=False,
-        )
+    found = calculate_metrics(
+        input1=_Rgb(images),
+        input2=_Rgb(reference),
+        input2_cache_name=kept,
+        cache_root=str(cache),
+        fid="fid" in wanted,
+        kid="kid" in wanted,
+        prc="pr" in wanted,
+        feature_extractor=EXTRACTOR,
+        feature_extractor_weights_path=str(inception.weights),
+        feature_layer_fid=LAYER,
+        feature_layer_kid=LAYER,
+        feature_layer_prc=LAYER,
+        kid_subsets=KID_SUBSETS,
+        kid_subset_size=kid_subset_images(len(images), len(reference)),
+        prc_neighborhood=NEIGHBOUR,
+        prc_batch_size=DISTANCES_AT_ONCE,
+        save_cpu_ram=True,  # no loader processes, no whole matrix of distances
+        cuda=device.type == "cuda",
+        verbose=True,  # its bars, on stderr
+    )
     names = {
         "fid": "frechet_inception_distance",
         "kid": "kernel_inception_distance_mean",
@@ -245,19 +231,14 @@ def _drop_damaged(cache: Path, kept: str) -> None:
             path.unlink()
 
 
-def _bar(images: Pixels, title: str) -> tqdm[Any]:
-    return tqdm(total=len(images), desc=title, unit=" images", leave=False)
-
-
 class _Rgb(Dataset[Tensor]):
-    """Images as torch-fidelity takes them, uint8 RGB (3, H, W); shows a bar on their first reading."""
+    """Images as torch-fidelity takes them, uint8 RGB (3, H, W)."""
 
-    def __init__(self, images: Pixels, bar: tqdm[Any]) -> None:
-        self._images, self._bar = images, bar
+    def __init__(self, images: Pixels) -> None:
+        self._images = images
 
     def __len__(self) -> int:
         return len(self._images)
 
     def __getitem__(self, i: int) -> Tensor:
-        self._bar.update(max(0, i + 1 - self._bar.n))
         return torch.from_numpy(np.array(self._images[i])).expand(3, -1, -1)  # grey three times

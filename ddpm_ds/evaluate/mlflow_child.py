@@ -24,13 +24,12 @@ def record_child(
 ) -> None:
     """Record finished work as a child of the run that ``trained`` was saved by, and print where it is.
 
-    Called when the work is done, so that work that is interrupted leaves no run behind. If the weights are not in a
-    run's folder, there is no parent run, so nothing is recorded and one line says so. Records that MLflow does not
-    accept are left in the run's folder, as in training.
+    Weights outside a run's folder have no parent, so nothing is recorded and one line says so. Records that MLflow does
+    not accept are left in the run's folder, as in training.
 
-    ``params`` may be nested. The step of ``metrics`` is the images that the checkpoint has seen, which compares runs of
-    any batch. ``artifacts`` are files and folders, each with the folder of the run's artifacts that it goes into.
-    ``model_name`` makes the artifacts' folder ``export`` a version of that registered model. ``say`` reports problems.
+    ``params`` may be nested. The step of ``metrics`` is the images that the checkpoint has seen. ``artifacts`` are
+    files and folders, each with the folder of artifacts that it goes into. ``model_name`` makes the artifacts' folder
+    ``export`` a version of that registered model. ``log`` reports problems.
     """
     if trained.run_dir is None or trained.spec is None:
         log(f"{trained.origin} is not in the folder of a run, so nothing is recorded in MLflow")

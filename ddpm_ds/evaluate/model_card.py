@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -79,40 +80,23 @@ def model_card(trained: Trained, *, precision: str, label: str | None, picture: 
     ``label`` says which label was folded into the weights, if any; ``picture`` names the grid of samples.
     """
     channels, size, _ = trained.image_shape
-    classes, steps, task = trained.unet_spec.classes, trained.diffusion.timesteps, "unconditional-image-generation"
-    front = {
-        "license": "apache-2.0",
-        "library_name": "diffusers",
-        **({"pipeline_tag": task} if classes is None else {}),
-        "tags": ["diffusers", "ddpm", "ddpm_ds", task if classes is None else "class-conditional"],
-    }
+    diffusion, spec, losses = trained.diffusion, trained.spec, last_losses(trained)
+    classes, steps, task = trained.unet_spec.classes, diffusion.timesteps, "unconditional-image-generation"
+    tags = ["diffusers", "ddpm", "ddpm_ds", "class-conditional" if classes is not None else task]
+    front: dict[str, object] = {"license": "apache-2.0", "library_name": "diffusers", "tags": tags}
     shape = f"{size}x{size} pixels and {channels} channel{'s' if channels > 1 else ''}"
+    parameters = sum(parameter.numel() for parameter in trained.unet.parameters())
+    facts = {"parameters": f"{parameters:,} in {precision}", "weights": WEIGHTS[trained.weights]}
     if classes is None:
+        front["pipeline_tag"] = task
         # This scheduler has no clipping of its own, but its thresholding with the bound 1 is one.
         options = ", thresholding=True" if trained.sampler.clip == "static" else ""
         usage = UNCONDITIONAL.format(steps=steps, fast_steps=min(20, steps), options=options)
     else:
+        facts["classes"] = f"{classes}, and no label"
         usage = CONDITIONAL.format(classes=classes, last_class=classes - 1, channels=channels, size=size, steps=steps)
-    facts = _facts(trained, precision, label, shape)
-    return CARD.format(
-        front=yaml.safe_dump(front, sort_keys=False),
-        title=trained.spec.name if trained.spec else Path(trained.origin).resolve().name,
-        shape=shape,
-        picture=f"\n![samples]({picture})\n" if picture else "",
-        rows="\n".join(f"| {name} | {value} |" for name, value in facts.items()),
-        usage=usage,
-    )
-
-
-def _facts(trained: Trained, precision: str, label: str | None, shape: str) -> dict[str, str]:
-    """Return the rows of the table, as far as they are known."""
-    diffusion, spec, losses = trained.diffusion, trained.spec, last_losses(trained)
-    parameters = sum(parameter.numel() for parameter in trained.unet.parameters())
-    facts = {"parameters": f"{parameters:,} in {precision}", "weights": WEIGHTS[trained.weights]}
     if label is not None:
         facts["label"] = f"{label}, folded into the time embedding"
-    elif trained.unet_spec.classes is not None:
-        facts["classes"] = f"{trained.unet_spec.classes}, and no label"
     if spec is not None:
         facts["data"] = f"{spec.data.source}, {shape}"
         facts["images seen"] = f"{trained.images_seen:,}, {spec.train.batch_images} per step"
@@ -122,7 +106,14 @@ def _facts(trained: Trained, precision: str, label: str | None, shape: str) -> d
         facts["held-out loss"] = f"{losses['eval/loss']:.4f} on {spec.data.held_out_images:,} images, averaged weights"
     facts["noise schedule"] = f"{diffusion.schedule}, {diffusion.timesteps:,} timesteps"
     facts["prediction"] = diffusion.objective
-    return facts
+    return CARD.format(
+        front=yaml.safe_dump(front, sort_keys=False),
+        title=spec.name if spec else Path(trained.origin).resolve().name,
+        shape=shape,
+        picture=f"\n![samples]({picture})\n" if picture else "",
+        rows="\n".join(f"| {name} | {value} |" for name, value in facts.items()),
+        usage=usage,
+    )
 
 
 def last_losses(trained: Trained) -> dict[str, float]:
@@ -134,11 +125,9 @@ def last_losses(trained: Trained) -> dict[str, float]:
     for name, metric in ((METRICS, "train/loss"), (EVALUATIONS, "eval/loss")):
         file = trained.run_dir / name
         for line in file.read_text().splitlines() if file.is_file() else []:
-            try:
+            with suppress(ValueError, KeyError, TypeError):  # cut off when the disk was full, or without this metric
                 point = json.loads(line)
                 # After a rollback a lower step follows a higher one, and is the course that was kept.
                 if point["step"] <= last_step:
                     found[metric] = float(point[metric])
-            except (ValueError, KeyError, TypeError):  # cut off when the disk was full, or without this metric
-                continue
     return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.distributed as dist
@@ -102,13 +102,12 @@ class Request(BaseModel):
         """Return the names of the values that decide pixels and differ in ``there``; empty where the images are the
         same.
         """
-        mine, theirs = self._flat(left_out), there._flat(left_out)
+        ignored = {"origin", "weights", "images_seen", "sampler", *left_out}
+        mine, theirs = (
+            request.model_dump(exclude=ignored) | {f"sampler.{name}": value for name, value in request.sampler}
+            for request in (self, there)
+        )
         return ", ".join("weights" if name == "digest" else name for name in mine if mine[name] != theirs[name])
-
-    def _flat(self, left_out: Sequence[str]) -> dict[str, Any]:
-        """Return the values that decide pixels, those of the sampler under dotted names."""
-        values = self.model_dump(exclude={"origin", "weights", "images_seen", "sampler", *left_out})
-        return values | {f"sampler.{name}": value for name, value in self.sampler}
 
 
 def draw(
@@ -157,26 +156,23 @@ def draw_missing(trained: Trained, request: Request, folder: ImageFolder, rank: 
         if done := len(folder.there()):
             print(f"{done:,} of {request.count:,} images are there from before", flush=True)
     if world_size == 1:
-        _draw_share(trained, request, folder, 0, 1)
+        draw_share(trained, request, folder, 0, 1)
         return
     dist.init_process_group("gloo", timeout=JOIN_LIMIT)
     try:
-        _draw_share(trained, request, folder, rank, world_size)
-        _wait_for_others()
+        draw_share(trained, request, folder, rank, world_size)
+        try:
+            dist.monitored_barrier(timeout=WAIT_LIMIT)
+        except RuntimeError:
+            raise PeerLostError(
+                "another process was lost before it had done its share; what is done is kept, start it again"
+            ) from None
     finally:
         dist.destroy_process_group()  # a process that leaves with a gloo group can abort after it has succeeded
 
 
-def _wait_for_others() -> None:
-    try:
-        dist.monitored_barrier(timeout=WAIT_LIMIT)
-    except RuntimeError:
-        raise PeerLostError(
-            "another process was lost before it had done its share; what is done is kept, start it again"
-        ) from None
-
-
-def _draw_share(trained: Trained, request: Request, folder: ImageFolder, rank: int, world_size: int) -> None:
+def draw_share(trained: Trained, request: Request, folder: ImageFolder, rank: int, world_size: int) -> None:
+    """Draw the images that ``folder`` lacks of every ``world_size``-th batch, without waiting for other processes."""
     there = folder.there()
     with tqdm(
         total=request.count,
@@ -195,17 +191,15 @@ def _draw_share(trained: Trained, request: Request, folder: ImageFolder, rank: i
 
         for batch in request.batches[rank::world_size]:
             if index := [i for i in batch if i not in there]:
-                folder.keep(index, _draw_batch(trained, request, index, show))
+                labels, numbers = request.labels_of(index), torch.tensor(index)
+                try:
+                    images = draw(trained, request.sampler, numbers, labels=labels, seed=request.seed, after_step=show)
+                except torch.OutOfMemoryError:
+                    raise LayoutError(
+                        f"--batch-images = {request.batch_images}: the device has no memory for so many images at "
+                        "once; use fewer"
+                    ) from None
+                folder.keep(index, images)
                 bar.update(len(index))
             if rank == 0 and world_size > 1:
                 bar.update(len(folder.there()) - bar.n)  # the others' images too
-
-
-def _draw_batch(trained: Trained, request: Request, index: list[int], after_step: Callable[[int], None]) -> Tensor:
-    labels, seed = request.labels_of(index), request.seed
-    try:
-        return draw(trained, request.sampler, torch.tensor(index), labels=labels, seed=seed, after_step=after_step)
-    except torch.OutOfMemoryError:
-        raise LayoutError(
-            f"--batch-images = {request.batch_images}: the device has no memory for so many images at once; use fewer"
-        ) from None

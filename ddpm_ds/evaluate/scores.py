@@ -22,13 +22,14 @@ from ddpm_ds.command_line import aligned, cache_folder
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.loader import shuffled
 from ddpm_ds.data.pictures import grid, write_png
-from ddpm_ds.data.prepare import cache_path, prepare
+from ddpm_ds.data.prepare import prepare
 from ddpm_ds.errors import DataError, EvaluationError, OutputError
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, OF_INCEPTION
 from ddpm_ds.evaluate.classifier import DigitsClassifier
 from ddpm_ds.evaluate.inception import (
     LARGEST_SIDE_PIXELS,
     Gaussian,
+    Inception,
     Pixels,
     Unavailable,
     find_inception,
@@ -60,9 +61,6 @@ def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
             "--dataset DIR"
         )
     else:
-        path, source = cache_path(spec.data), spec.data.path
-        if not path.exists() and source is not None and not source.is_dir():
-            raise DataError(f"there are neither prepared images at {path} nor a folder {source}; give --dataset DIR")
         reference = prepare(spec.data, progress=True)
     if spec is not None:
         if reference.meta.sha256 != read_manifest(Path(origin)).data_sha256:
@@ -142,29 +140,27 @@ class Scorer:
 
     def scores(self, images: Pixels, labels: Tensor | None, device: torch.device) -> list[Score]:
         """Score uint8 ``images`` (N, C, H, W); ``labels`` (N,) are the classes that they were asked to be, if any."""
-        found = self._inception_scores(images, device)
+        found = [] if self._inception is None else self._inception_scores(self._inception, images, device)
         if "pixel" in self._wanted:
             found.append(self._pixel_score(images))
         if "digits" in self._wanted:
             found += self._digits_scores(images, labels)
         return found
 
-    def _inception_scores(self, images: Pixels, device: torch.device) -> list[Score]:
-        if self._inception is None:
-            return []
+    def _inception_scores(self, inception: Inception, images: Pixels, device: torch.device) -> list[Score]:
         reference = self._reference
         values = inception_scores(
-            self._inception,
+            inception,
             images,
             reference.images,
-            reference_sha256=reference.key,
+            key=reference.key,
             cache=self._cache,
             wanted=self._wanted,
             device=device,
         )
         subset = kid_subset_images(len(images), len(reference))
         details = {"kid": {"standard_deviation": values.pop("kid_std", None), "subset_images": subset}}
-        counts = (len(images), len(reference), self._inception.tool)
+        counts = (len(images), len(reference), inception.tool)
         return [
             Score(
                 f"{name}_{short(len(images))}",
@@ -227,19 +223,13 @@ def cache_beside(dataset: Path) -> Path:
     Raises:
         OutputError: neither can be written.
     """
-    folder = dataset.resolve().parent / "evaluation_cache"
-    with contextlib.suppress(OSError):
-        folder.mkdir(exist_ok=True)
-    if os.access(folder, os.W_OK):
-        return folder
-    own = cache_folder()
-    try:
-        own.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(
-            f"{own} can't be made ({error.strerror}), nor {folder}; name a folder for caches with XDG_CACHE_HOME"
-        ) from None
-    return own
+    beside, own = dataset.resolve().parent / "evaluation_cache", cache_folder()
+    for folder in (beside, own):
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK):
+                return folder
+    raise OutputError(f"neither {beside} nor {own} can be written; name a folder for caches with XDG_CACHE_HOME")
 
 
 def short(count: int) -> str:
@@ -261,11 +251,12 @@ def table(scores: Sequence[Score], request: Request) -> str:
         value, real = _number(score.value), _number(score.real)
         rows.append((score.title, value, real, f"{score.samples:,}", f"{score.references:,}", *how, score.tool))
     lines = aligned(rows, TEXT_COLUMNS)
-    for details in (score.details for score in scores if "shares" in score.details):
-        shares: dict[str, Any] = {"samples": details["shares"], "of real": details["shares_real"]}
-        classes = ("class", *map(str, range(len(shares["samples"]))))
-        percentages = [(title, *(f"{share:.1%}" for share in found)) for title, found in shares.items()]
-        lines += ["", *aligned([classes, *percentages], {0})]
+    for score in scores:
+        if "shares" in score.details:
+            found: dict[str, Any] = {"samples": score.details["shares"], "of real": score.details["shares_real"]}
+            classes = ("class", *map(str, range(len(found["samples"]))))
+            shares = [(title, *(f"{share:.1%}" for share in row)) for title, row in found.items()]
+            lines += ["", *aligned([classes, *shares], {0})]
     return "\n".join(lines)
 
 

@@ -107,15 +107,14 @@ def load_trained(
     if weights != "ema":
         raise CheckpointError(f"{found} is an export, which has weights of one kind; leave out --weights {weights}")
     folder = DiffusersFolder(found)
-    diffusion = folder.diffusion()
     return Trained(
         unet=_filled(folder.layers, folder.tensors().items(), found, device, dtype),
         unet_spec=folder.unet,
-        diffusion=diffusion,
+        diffusion=folder.diffusion(),
         sampler=SamplerSpec(),
         image_shape=(folder.image_channels, folder.image_size, folder.image_size),
         origin=str(found),
-        digest=folder.digest(),
+        digest=sha256_of(folder.weights),
         weights="export",
     )
 
@@ -170,10 +169,10 @@ def _filled(
     parameters = dict(unet.layers.named_parameters())
     for name, tensor in tensors:
         parameters[name].copy_(tensor)
-        if not parameters[name].isfinite().all():
-            if tensor.isfinite().all():
-                raise CheckpointError(f"{name} of {path} has values beyond {_name(dtype)}; use fp32")
+        if not tensor.isfinite().all():
             raise CheckpointError(f"{name} of {path} has values that are not finite; use weights from before")
+        if not parameters[name].isfinite().all():
+            raise CheckpointError(f"{name} of {path} has values beyond {_name(dtype)}; use fp32")
     return unet
 
 
@@ -219,12 +218,12 @@ class DiffusersFolder:
                 f"{self.path} holds no {SCHEDULER_CONFIG}, so its noise schedule is not known; add the one it was "
                 f"trained with"
             )
+        config = _read_json(self._scheduler)
         try:
-            return diffusion_from_scheduler(_read_json(self._scheduler), base)
+            return diffusion_from_scheduler(config, base)
         except ValueError as error:
-            raise CheckpointError(
-                f"{self._scheduler} is not a diffusion process that ddpm_ds can express: {error}"
-            ) from None
+            what = "not a diffusion process that ddpm_ds can express"
+            raise CheckpointError(f"{self._scheduler} is {what}: {error}") from None
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of our U-Net in fp32, by global name."""
@@ -241,10 +240,6 @@ class DiffusersFolder:
                 what = f"{stored[name]} is {_name(found.dtype)} of shape {tuple(found.shape)}"
                 raise CheckpointError(f"{misfit}{what}, not floats of {tuple(expected.shape)}")
         return {name: tensor.float() for name, tensor in from_diffusers(state, self.layers).items()}
-
-    def digest(self) -> str:
-        """The sha256 of the file of weights."""
-        return sha256_of(self.weights)
 
 
 def _read_weights(path: Path) -> Mapping[str, Tensor]:
@@ -266,9 +261,9 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{path} can't be read ({error.strerror})") from None
     except ValueError:
-        raise CheckpointError(f"{path} is damaged: it is not JSON") from None
+        values = None
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path} is no configuration: it should be a JSON object")
+        raise CheckpointError(f"{path} is damaged: it should be a JSON object")
     return values
 
 

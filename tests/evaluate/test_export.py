@@ -24,9 +24,9 @@ from ddpm_ds.checkpoint.reader import consolidate
 from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
-from ddpm_ds.errors import CheckpointError, OutputError, SpecError
+from ddpm_ds.errors import CheckpointError, SpecError
 from ddpm_ds.evaluate import export
-from ddpm_ds.evaluate.export import check_in_diffusers, import_weights, rounded, without_labels, write_pipeline
+from ddpm_ds.evaluate.export import import_weights, rounded, write_pipeline
 from ddpm_ds.evaluate.model_card import last_losses, model_card
 from ddpm_ds.evaluate.trained import DiffusersFolder, Trained, load_trained
 from ddpm_ds.train.resume import InitialWeights
@@ -146,36 +146,18 @@ def test_the_folder_is_complete_and_its_samples_are_those_of_ddpm_ds_sample(
         assert difference.max() <= 1, "up to rounding: the batches differ"
 
 
-def test_weights_raw_are_those_as_trained(checkpoint: Path, tmp_path: Path) -> None:
-    for kind in ("ema", "raw"):
-        options = ["--weights", kind, "--samples", "0"]
-        assert main(["export", str(checkpoint), str(tmp_path / kind), *options]) == 0
-        assert same_weights(load_trained(tmp_path / kind).unet, load_trained(checkpoint, weights=kind).unet)
-    assert load_trained(tmp_path / "ema").digest != load_trained(tmp_path / "raw").digest
-
-
 def test_fp16_rounds_the_weights_and_what_it_cannot_hold_is_refused_by_name(checkpoint: Path, tmp_path: Path) -> None:
-    for dtype in ("fp32", "fp16"):
-        assert main(["export", str(checkpoint), str(tmp_path / dtype), "--dtype", dtype, "--samples", "0"]) == 0
-    half, full = (load_file(tmp_path / dtype / "unet" / export.WEIGHTS[0]) for dtype in ("fp16", "fp32"))
+    options = ["--dtype", "fp16", "--weights", "raw", "--samples", "0"]
+    assert main(["export", str(checkpoint), str(tmp_path / "half"), *options]) == 0
+    assert main(["export", str(checkpoint), str(tmp_path / "raw"), "--weights", "raw", "--samples", "0"]) == 0
+    assert same_weights(load_trained(tmp_path / "raw").unet, load_trained(checkpoint, weights="raw").unet)
+    half, full = (load_file(tmp_path / name / "unet" / export.WEIGHTS[0]) for name in ("half", "raw"))
     assert all(half[name].dtype is torch.float16 and torch.equal(half[name], full[name].half()) for name in full)
     trained = trained_of(tiny_spec())
     trained.unet.get_parameter("layers.1.conv.bias")[2] = 7e4
     rounded(trained, "fp32")
     with pytest.raises(CheckpointError, match=r"1\.conv\.bias of memory has values beyond fp16; use --dtype fp32"):
         rounded(trained, "fp16")
-
-
-@pytest.mark.parametrize("label", [0, 10])
-def test_a_folded_label_changes_one_bias_by_one_sum(label: int) -> None:
-    trained = trained_of(tiny_spec(sampler={"guidance": 2.0}))
-    folded = without_labels(trained, label)
-    expected = dict(trained.unet.layers.state_dict())
-    expected["0.linear2.bias"] = expected["0.linear2.bias"] + expected.pop("0.label_embedding.weight")[label]
-    found = folded.unet.layers.state_dict()
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
-    assert folded.unet_spec.classes is None and folded.sampler.guidance == 1.0
-    assert trained.unet_spec.classes == 10, "the original is as it was"
 
 
 def test_with_a_folded_label_the_pipeline_needs_none(checkpoint: Path, tmp_path: Path) -> None:
@@ -266,38 +248,22 @@ def test_what_diffusers_reads_otherwise_or_is_interrupted_leaves_nothing(
     assert not any(tmp_path.iterdir())
 
 
-def test_the_check_itself_finds_a_difference(tmp_path: Path) -> None:
-    trained = trained_of(tiny_spec())
-    write_pipeline(trained, tmp_path, "fp32")
-    assert "within" in check_in_diffusers(trained, tmp_path)
-    with pytest.raises(OutputError, match="predictions differ by"):
-        check_in_diffusers(trained_of(tiny_spec(), seed=2), tmp_path)
-
-
 BAD_EXPORTS: dict[str, tuple[list[str], str]] = {
     "not empty": (["CHECKPOINT", "FULL"], "FULL exists and is not empty; name a new folder"),
-    "a file": (["CHECKPOINT", "FULL/file"], "FULL/file exists and is no folder"),
     "in a file": (["CHECKPOINT", "FULL/file/hub"], "can't be written"),
     "no checkpoint": (["missing", "OUT"], "missing does not exist; name a checkpoint"),
-    "neither": (["FULL", "OUT"], "FULL holds no weights; name a checkpoint"),
     "label of no class": (
         ["CHECKPOINT", "OUT", "--label", "10"],
         "--label 10 is out of range: the U-Net has 10 classes",
     ),
     "label without classes": (["UNLABELLED", "OUT", "--label", "1"], "--label 1: the U-Net has no classes"),
-    "label of no kind": (["CHECKPOINT", "OUT", "--label", "-1"], "--label: '-1' is not none or a class|expected one"),
+    "label of no kind": (["CHECKPOINT", "OUT", "--label", "x"], "--label: 'x' is not none or a class"),
     "too many samples": (["CHECKPOINT", "OUT", "--samples", "65"], "'65' is not a number from 0 to 64"),
-    "dtype": (["CHECKPOINT", "OUT", "--dtype", "bf16"], "bf16.*fp32"),
     "register": (["CHECKPOINT", "OUT", "--register", "digits"], "--register digits: .* is not in the folder of a run"),
-    "no folder": (["CHECKPOINT"], "DIR; ddpm-ds export --help explains"),
 }
 BAD_IMPORTS: dict[str, tuple[list[str], str]] = {
     "image size": (["--set", "data.image_size=16"], r"data.image_size = 16, but .* has 8; --set data.image_size=8"),
-    "channels": (["--set", "data.channels=3"], "data.channels = 3, but .* has 1; --set data.channels=1"),
-    "unknown key": (["--set", "unet.windows=3"], "unet.windows is unknown"),
-    "guidance": (["--set", "sampler.steps=2000", "--set", "diffusion.timesteps=3000"], "sampler.steps = 2000 is above"),
-    "no spec": (["--spec", "missing.yaml"], "no such run spec"),
-    "not empty": (["--out", "FULL"], "is not empty; name a new folder"),
+    "steps": (["--set", "sampler.steps=2000", "--set", "diffusion.timesteps=3000"], "sampler.steps = 2000 is above"),
     "a file": (["--out", __file__], "is no folder; name a new folder"),
 }
 
@@ -446,9 +412,8 @@ def shapes_of(**unet: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in unet_of(spec, 1).layers.named_parameters()}
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-def test_a_consolidated_checkpoint_is_read_piece_by_piece(checkpoint: Path, tmp_path: Path, dtype: Any) -> None:
-    consolidate(checkpoint, tmp_path / "weights.safetensors", "ema", dtype)
+def test_a_consolidated_checkpoint_is_read_piece_by_piece(checkpoint: Path, tmp_path: Path) -> None:
+    consolidate(checkpoint, tmp_path / "weights.safetensors", "ema", "bf16")
     stored = load_file(tmp_path / "weights.safetensors")
     read = InitialWeights(tmp_path / "weights.safetensors", shapes_of())
     for name, tensor in stored.items():

@@ -120,7 +120,6 @@ def test_another_kind_begins_with_its_own_steps_and_no_noise() -> None:
         (["--steps", "1001"], "--steps = 1001 is above the 1000 timesteps; use fewer"),
         (["--steps", "0"], "--steps 0: input should be greater than 0"),
         (["--eta", "0.5"], "--eta = 0.5 is of ddim, not of dpm_solver; use --sampler ddim or eta 0"),
-        (["--sampler", "ddim", "--eta", "nan"], "--eta nan: input should be a finite number"),
         (
             ["--variance", "small"],
             "--variance is an option of ddpm, not of dpm_solver; leave it out or use --sampler ddpm",
@@ -180,14 +179,6 @@ def test_a_folder_of_pngs_numbered_by_image(planted: Path, tmp_path: Path, sampl
     assert not {"first", "count", "batch_images"} & set(record)
 
 
-@pytest.mark.parametrize("name", ["x.npz", "x.png"])
-def test_the_record_of_a_file_says_how_it_was_drawn(name: str, tmp_path: Path, sample: Sample) -> None:
-    sample("--count", 2, "--first", 3, "--seed", 4, "--labels", "7", "--out", tmp_path / name)
-    record = record_of(tmp_path / name)
-    assert record is not None and record.sampler == FAST_SAMPLER
-    assert (record.first, record.count, record.seed, record.labels, record.images_seen) == (3, 2, 4, (7,), 320)
-
-
 def test_weights_precision_and_batches(tmp_path: Path, sample: Sample) -> None:
     def values(*arguments: object) -> np.ndarray:
         out = tmp_path / f"{len(list(tmp_path.iterdir()))}.npz"
@@ -201,7 +192,7 @@ def test_weights_precision_and_batches(tmp_path: Path, sample: Sample) -> None:
     assert said.startswith("fp16 on a CPU: stored in fp16, computed in fp32\n")
 
 
-@pytest.mark.parametrize("name", ["x.npz", "x.png", "pngs", "folder.png"])
+@pytest.mark.parametrize("name", ["x.npz", "pngs", "folder.png"])
 def test_what_is_not_ours_is_never_overwritten(name: str, tmp_path: Path, sample: Sample) -> None:
     mine = tmp_path / name
     if name in ("pngs", "folder.png"):
@@ -216,13 +207,9 @@ def test_what_is_not_ours_is_never_overwritten(name: str, tmp_path: Path, sample
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--sampler euler", "argument --sampler: invalid choice: 'euler'"),
-        ("--sampler ddpm --eta 0.5", "--eta = 0.5 is of ddim, not of ddpm"),
         ("--labels 10", "--labels 10 is out of range: the U-Net has 10 classes, 0 to 9"),
         ("--labels 0,1,-2", "--labels 0,1,-2 is none of all, none, a class such as 3"),
         ("--labels none --guidance 3", "--guidance 3 needs classes to guide to"),
-        ("--count 0", "argument --count: '0' is not a positive number"),
-        ("--first -1", "argument --first"),
         ("--seed 4294967296", "argument --seed: '4294967296' is not a number from 0 to 2^32 - 1"),
         ("--out OUT/x.jpg", "the suffix .jpg is of no format; use .png, .npz or none, or say --format"),
         ("--out OUT/x.png --format npz", "has the suffix of a grid, not of --format npz"),
@@ -260,7 +247,7 @@ def test_the_grid_is_logged_where_that_is_asked_for(
     assert child.artifacts == [("y.png", "")] and child.status == "FINISHED"
 
 
-@pytest.mark.parametrize("name", ["x.npz", "x.png", "pngs"])
+@pytest.mark.parametrize("name", ["x.npz", "pngs"])
 def test_what_was_interrupted_goes_on_where_it_was(
     name: str, tmp_path: Path, sample: Sample, watch_drawing: Watch
 ) -> None:
@@ -305,6 +292,8 @@ def test_a_finished_file_is_there_already_or_refused(
     out = tmp_path / name
     sample("--count", 4, "--out", out)
     content, drawn = out.read_bytes(), watch_drawing()
+    record = record_of(out)
+    assert record is not None and (record.sampler, record.count, record.images_seen) == (FAST_SAMPLER, 4, 320)
     assert sample("--count", 4, "--out", out, "--batch-images", 2).startswith(f"{out}: already there, 4 images")
     (tmp_path / "moved").symlink_to(planted)
     assert "already there" in sample("--count", 4, "--out", out, run_dir=tmp_path / "moved")
@@ -354,20 +343,19 @@ def test_processes_draw_every_other_batch_and_together_all(trained: Trained, tmp
     folders = [PngFolder(tmp_path / name, request) for name in ("one", "two")]
     for folder in folders:
         folder.claim()
-    sampling._draw_share(trained, request, folders[0], 0, 1)
+    sampling.draw_share(trained, request, folders[0], 0, 1)
     for rank, after in ((1, {4, 5, 6, 10, 11}), (0, set(range(1, 12)))):
-        sampling._draw_share(trained, request, folders[1], rank, 2)
+        sampling.draw_share(trained, request, folders[1], rank, 2)
         assert folders[1].there() == after
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
 
 
 def test_an_error_of_several_processes_is_one_line(
-    planted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    planted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
-    out = tmp_path / "x.png"
-    assert sample_launched([str(planted), "--local_rank=0", *FAST, "--labels", "11", "--out", str(out)]) == 2
+    assert sample_launched([str(planted), "--local_rank=0", *FAST, "--labels", "11"]) == 2
     assert capsys.readouterr().err.startswith("ddpm_ds: error: --labels 11 is out of range")
 
 
