@@ -11,21 +11,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 from tqdm import tqdm
 
 from ddpm_ds.errors import DataError
 from ddpm_ds.files import sha256_of
 
-FORMAT = 1
+FORMAT: Final = 1
 IMAGES, LABELS, META, SKIPPED = "images.npy", "labels.npy", "meta.json", "skipped.txt"
 
 
@@ -34,7 +34,7 @@ class CacheMeta(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    format: int
+    format: Literal[1]
     source: str
     folder: str | None
     count: int
@@ -67,7 +67,7 @@ class DatasetCache:
         if not path.is_dir():
             raise DataError(f"there is no data-set cache at {path}; make it with: ddpm-ds prepare")
         try:
-            meta = _read_meta(path)
+            meta = CacheMeta.model_validate_json((path / META).read_bytes())
             if verify:
                 for name, checksum in checksums(path, progress).items():
                     if meta.sha256.get(name) != checksum:
@@ -76,6 +76,8 @@ class DatasetCache:
             labels = np.load(path / LABELS)
         except OSError as error:
             raise _damaged(path, f"{error.filename or path} can't be read ({error.strerror or error})") from error
+        except ValidationError as error:
+            raise _damaged(path, f"{META} is not that of a data-set cache of format {FORMAT}") from error
         except (ValueError, EOFError) as error:  # what numpy raises on a broken header or too few bytes
             raise _damaged(path, "images.npy or labels.npy is cut short or no numpy file") from error
         if images.dtype != np.uint8 or images.shape != (meta.count, *meta.shape):
@@ -121,17 +123,6 @@ def checksums(folder: Path, progress: bool) -> dict[str, str]:
     title = f"checking {folder.name}"
     with tqdm(total=total, desc=title, unit="B", unit_scale=True, delay=1, disable=not progress) as bar:
         return {name: sha256_of(folder / name, bar) for name in (IMAGES, LABELS)}
-
-
-def _read_meta(path: Path) -> CacheMeta:
-    text = (path / META).read_text(encoding="utf-8")
-    try:
-        found = json.loads(text)["format"]
-        if found == FORMAT:
-            return CacheMeta.model_validate_json(text)
-    except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(path, f"{META} is not that of a data-set cache") from error
-    raise _damaged(path, f"its format is {found}, this version reads format {FORMAT}")
 
 
 def _damaged(path: Path, what: str) -> DataError:

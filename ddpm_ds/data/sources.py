@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,21 +33,6 @@ class UnreadableImage(Exception):
         super().__init__(f"{name}: {reason}")
         self.name = name
         self.reason = reason
-
-
-class Source(Protocol):
-    """Labelled images in a fixed order.
-
-    ``source[i]`` is ``(pixels, label)``: uint8 ``(stored_size, stored_size, channels)`` and an index into
-    ``classes``. It raises :class:`UnreadableImage`, and may be called from several threads.
-    """
-
-    name: str
-    classes: tuple[str, ...]
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, i: int, /) -> tuple[Pixels, int]: ...
 
 
 def open_source(spec: DataSpec, progress: bool = False) -> Source:
@@ -88,7 +72,11 @@ def fit(image: Image.Image, size: int, channels: int) -> Pixels:
 
 @dataclass
 class ArraySource:
-    """Source that fits in memory."""
+    """Source that fits in memory.
+
+    As that of every source, ``self[i]`` is ``(pixels, label)``: uint8 ``(stored_size, stored_size, channels)`` and an
+    index into ``classes``; it may be called from several threads.
+    """
 
     name: str
     classes: tuple[str, ...]
@@ -104,7 +92,7 @@ class ArraySource:
         return fit(Image.fromarray(self.images[i]), self.size, self.channels), self.labels[i]
 
 
-def _digits(spec: DataSpec) -> Source:
+def _digits(spec: DataSpec) -> ArraySource:
     from sklearn.datasets import load_digits  # takes a second
 
     digits = load_digits()
@@ -113,7 +101,7 @@ def _digits(spec: DataSpec) -> Source:
     return ArraySource("digits", classes, images, digits.target.tolist(), spec.stored_size, spec.channels)
 
 
-def _cifar10(spec: DataSpec, progress: bool) -> Source:
+def _cifar10(spec: DataSpec, progress: bool) -> ArraySource:
     from torchvision.datasets import CIFAR10  # imports torch
 
     folder = spec.store_root / "downloads"
@@ -135,7 +123,7 @@ class FolderSource:
 
     Images that lie in the folder itself are of class ``.``; names that begin with a dot are skipped. Images are turned
     as their EXIF orientation says, and scaled up where they are smaller than asked (:func:`fit`); of several frames the
-    first counts; 16-bit grey becomes 8-bit.
+    first counts; 16-bit grey becomes 8-bit. An image that can't be read raises :class:`UnreadableImage`.
     """
 
     name = "folder"
@@ -212,3 +200,6 @@ def _printable(path: str) -> str:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
+
+
+Source = ArraySource | FolderSource

@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save
 from torch import Tensor
 
 import ddpm_ds
@@ -27,8 +25,6 @@ from ddpm_ds.errors import DataError, EvaluationError, OutputError
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, OF_INCEPTION
 from ddpm_ds.evaluate.classifier import DigitsClassifier
 from ddpm_ds.evaluate.inception import (
-    LARGEST_SIDE_PIXELS,
-    Gaussian,
     Inception,
     Pixels,
     Unavailable,
@@ -114,7 +110,7 @@ class Scorer:
 
         Raises:
             EvaluationError: a score was asked for by name and can't be computed.
-            OutputError: there is no folder to cache the reference's statistics.
+            OutputError: there is no folder to keep Inception's features of the reference.
         """
         if len(reference) < FEWEST_IMAGES:
             raise EvaluationError(
@@ -173,33 +169,19 @@ class Scorer:
         ]
 
     def _pixel_score(self, images: Pixels) -> Score:
-        reference, halves = self._pixels_of_reference()
+        real = self._reference.images
+        reference = pixel_gaussian(real)
+        halves = [pixel_gaussian(real[np.sort(half)]) for half in np.array_split(shuffled(len(real)), 2)]
         return Score(
             f"pixel_frechet_{short(len(images))}",
             f"pixel Fréchet distance, {reference.dims:,} dims",
             frechet_distance(pixel_gaussian(images), reference),
             len(images),
-            len(self._reference),
+            len(real),
             f"ddpm_ds {ddpm_ds.__version__}",
-            real=halves,
+            real=frechet_distance(*halves),
             details={"dims": reference.dims, "real_is": "between two halves of the reference"},
         )
-
-    def _pixels_of_reference(self) -> tuple[Gaussian, float]:
-        """Return the Gaussian of the reference, and the distance between those of its halves; kept in the cache."""
-        images = self._reference.images
-        path = self._cache / f"{self._reference.key[:16]}-pixels{LARGEST_SIDE_PIXELS}.safetensors"
-        try:
-            kept = load_file(path)
-            return Gaussian(kept["mean"], kept["covariance"]), float(kept["halves"])
-        except (OSError, SafetensorError, KeyError):  # not there, or damaged
-            fitted = pixel_gaussian(images)
-            halves = [np.sort(half) for half in np.array_split(shuffled(len(images)), 2)]
-            distance = frechet_distance(*(pixel_gaussian(images[half]) for half in halves))
-            values = {"mean": fitted.mean, "covariance": fitted.covariance, "halves": np.array(distance)}
-            with contextlib.suppress(OSError):  # it only saves time
-                write_file(path, save(values))
-            return fitted, distance
 
     def _digits_scores(self, images: Pixels, labels: Tensor | None) -> list[Score]:
         classifier = DigitsClassifier(np.asarray(self._reference.images), self._reference.labels)
@@ -218,7 +200,7 @@ class Scorer:
 
 
 def cache_beside(dataset: Path) -> Path:
-    """Return the cache folder of the reference's statistics: beside the data set, or in the home folder's cache.
+    """Return the folder where features of the reference are kept: beside the data set, or in the home folder's cache.
 
     Raises:
         OutputError: neither can be written.

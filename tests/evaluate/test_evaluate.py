@@ -23,7 +23,7 @@ from ddpm_ds.errors import DataError
 from ddpm_ds.evaluate import inception, sampling, scores, trained
 from ddpm_ds.evaluate.classifier import DigitsClassifier, Reading
 from ddpm_ds.evaluate.inception import Unavailable
-from ddpm_ds.evaluate.scores import cache_beside, labels_like, open_reference, short
+from ddpm_ds.evaluate.scores import cache_beside, labels_like, open_reference
 from tests.evaluate.planted import UNLABELLED, plant, trained_of
 from tests.launching import tiny_spec
 
@@ -194,28 +194,10 @@ def test_an_export_is_compared_with_a_data_set_that_is_named_and_recorded_nowher
     assert report(tmp_path / "evaluations")["weights"] == "export"
 
 
-def test_statistics_of_the_reference_are_kept_beside_it(
-    tmp_path: Path, evaluate: Evaluate, run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_data_set_that_has_moved_is_named(tmp_path: Path, evaluate: Evaluate, run_dir: Path) -> None:
     moved = prepare(DataSpec(source="digits", image_size=8, channels=1, store_root=tmp_path / "moved"))
-    arguments = ("--count", 20, "--metrics", "pixel", "--dataset", moved.path)
-    evaluate(*arguments)
+    evaluate("--count", 20, "--metrics", "pixel", "--dataset", moved.path)
     assert report(run_dir / "evaluations")["reference"]["store"] == str(moved.path)
-    before = by_name(report(run_dir / "evaluations"))
-    fit, fitted = scores.pixel_gaussian, list[int]()
-
-    def watched(images: scores.Pixels) -> scores.Gaussian:
-        fitted.append(len(images))
-        return fit(images)
-
-    monkeypatch.setattr(scores, "pixel_gaussian", watched)
-    evaluate(*arguments)
-    assert fitted == [20] and by_name(report(run_dir / "evaluations")) == before
-    (kept,) = (moved.path.parent / "evaluation_cache").iterdir()
-    assert kept.name.startswith(f"{moved.meta.sha256['images.npy'][:16]}-pixels")
-    kept.write_bytes(b"damaged")
-    evaluate(*arguments)
-    assert len(fitted) == 5 and by_name(report(run_dir / "evaluations")) == before
 
 
 @pytest.mark.parametrize(
@@ -277,23 +259,16 @@ def test_a_read_only_data_folder_keeps_its_statistics_in_the_home_folders_cache(
     assert cache_beside(tmp_path / "data" / "digits") == tmp_path / "home" / "ddpm_ds"
 
 
-def test_counts_in_names() -> None:
-    assert [short(count) for count in (50_000, 10_000, 500, 2500)] == ["50k", "10k", "500", "2500"]
-
-
 def test_the_classifier_reads_real_digits_that_it_has_not_seen_and_is_sure_of_nothing_else(
     digits: DatasetCache,
 ) -> None:
     images, labels = np.asarray(digits.images), digits.labels
     classifier = DigitsClassifier(images, labels)
-    assert classifier.real_accuracy > 0.97 and 0.95 < classifier.real.top_probability < 1.0
     assert (classifier.trained_on, len(classifier.real.labels)) == (1347, 450)
-    assert classifier.real.balance > 0.99 and sum(classifier.real.shares) == pytest.approx(1.0)
+    assert classifier.real_accuracy > 0.97 and classifier.real.top_probability < 1.0
     noise = np.random.Generator(np.random.Philox(0)).integers(0, 256, (300, 1, 8, 8), np.uint8)
     for other in (noise, np.full_like(noise, 127), np.zeros_like(noise)):
         assert classifier.read(other).top_probability < 0.35
-    sevens = classifier.read(images[labels == 7])
-    assert sevens.shares[7] > 0.97 and sevens.balance < 0.1 and len(sevens.shares) == 10
     large = images.repeat(2, 2).repeat(2, 3).repeat(3, 1)  # prepared larger and in colour
     assert classifier.read(large).labels.tolist() == classifier.read(images).labels.tolist()
 

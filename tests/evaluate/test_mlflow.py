@@ -19,8 +19,7 @@ from ddpm_ds.evaluate.trained import load_trained
 from ddpm_ds.tracking.run_folder import RunFolder
 from ddpm_ds.tracking.tracker import Tracker
 from ddpm_ds.tracking.worker import START_TAG
-from tests.evaluate.planted import FAST, plant, trained_of
-from tests.launching import tiny_spec
+from tests.evaluate.planted import FAST, plant
 
 
 def no_network(weights: Path | None) -> Any:
@@ -95,10 +94,3 @@ def test_scores_and_exports_are_children_of_the_run_with_params_tags_metrics_and
     assert unet == ["export/unet/config.json", "export/unet/diffusion_pytorch_model.safetensors"]
     (version,) = client.search_model_versions("name = 'digits-unet'")
     assert (version.run_id, version.source) == (run_id, f"{export.info.artifact_uri}/export")
-
-
-def test_weights_outside_a_run_are_recorded_nowhere_and_that_is_said(trackers: list[Any]) -> None:
-    said: list[str] = []
-    record_child(trained_of(tiny_spec()), "evaluate", {}, artifacts={}, log=said.append)
-    assert trackers == []
-    assert said == ["memory is not in the folder of a run, so nothing is recorded in MLflow"]

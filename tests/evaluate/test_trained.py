@@ -39,13 +39,6 @@ def test_weights_of_any_layout_are_whole(tmp_path: Path, cuts: Sequence[int]) ->
     assert not trained.unet.training and not any(parameter.requires_grad for parameter in trained.unet.parameters())
 
 
-def test_weights_are_in_the_dtype_that_was_asked_for(tmp_path: Path) -> None:
-    plant(tmp_path / "run")
-    half = load_trained(tmp_path / "run", dtype=torch.bfloat16)
-    assert {parameter.dtype for parameter in half.unet.parameters()} == {torch.bfloat16}
-    assert same_weights(half.unet, unet_of(tiny_spec(), 1).bfloat16())
-
-
 def test_a_run_is_its_newest_good_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = plant(tmp_path / "run", 320), plant(tmp_path / "run", 640)
     assert find_trained(tmp_path / "run") == second and load_trained(tmp_path / "run").images_seen == 640
