@@ -1,5 +1,1 @@
-"""The mathematics of diffusion: schedules, objectives and the process, as pure tensors."""
-
-from ddpm_ds.diffusion.process import Diffusion
-
-__all__ = ["Diffusion"]
+"""The mathematics of diffusion: schedules, objectives, the process and samplers, as pure tensors."""

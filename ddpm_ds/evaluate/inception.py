@@ -57,11 +57,6 @@ class Gaussian:
     mean: Array
     covariance: Array
 
-    @property
-    def dims(self) -> int:
-        """Number of dimensions, D."""
-        return len(self.mean)
-
 
 def frechet_distance(a: Gaussian, b: Gaussian) -> float:
     """Return |m_a - m_b|^2 + tr(A + B - 2 (A B)^(1/2)), the squared 2-Wasserstein distance (Dowson and Landau 1982).

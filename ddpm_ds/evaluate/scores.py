@@ -171,16 +171,17 @@ class Scorer:
     def _pixel_score(self, images: Pixels) -> Score:
         real = self._reference.images
         reference = pixel_gaussian(real)
+        dims = len(reference.mean)
         halves = [pixel_gaussian(real[np.sort(half)]) for half in np.array_split(shuffled(len(real)), 2)]
         return Score(
             f"pixel_frechet_{short(len(images))}",
-            f"pixel Fréchet distance, {reference.dims:,} dims",
+            f"pixel Fréchet distance, {dims:,} dims",
             frechet_distance(pixel_gaussian(images), reference),
             len(images),
             len(real),
             f"ddpm_ds {ddpm_ds.__version__}",
             real=frechet_distance(*halves),
-            details={"dims": reference.dims, "real_is": "between two halves of the reference"},
+            details={"dims": dims, "real_is": "between two halves of the reference"},
         )
 
     def _digits_scores(self, images: Pixels, labels: Tensor | None) -> list[Score]:

@@ -12,8 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from ddpm_ds import keyed
 from ddpm_ds.config.spec import DiffusionSpec
-from ddpm_ds.diffusion import Diffusion
 from ddpm_ds.diffusion.objective import alpha_bars
+from ddpm_ds.diffusion.process import Diffusion
 from ddpm_ds.keyed import Stream
 
 

@@ -84,7 +84,7 @@ def test_large_images_are_averaged_over_boxes(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(inception, "LARGEST_SIDE_PIXELS", 8)
     small = generator().integers(0, 256, (40, 3, 8, 8), np.uint8)
     large = pixel_gaussian(small.repeat(2, 2).repeat(2, 3))
-    assert large.dims == 3 * 8 * 8
+    assert len(large.mean) == 3 * 8 * 8
     np.testing.assert_allclose(large.covariance, pixel_gaussian(small).covariance, atol=1e-12)
     pair = np.array([[[[0, 255] * 8] * 16]] * 2, np.uint8)  # a fine pattern has the mean of its boxes
     np.testing.assert_allclose(pixel_gaussian(pair).mean, 0.0, atol=1e-12)
