@@ -22,7 +22,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
 
 import psutil
 
@@ -54,13 +53,6 @@ PidFile none
 """
 
 
-class Traffic(NamedTuple):
-    """Bytes that the link of one host has carried, frame headers included."""
-
-    sent: int
-    received: int
-
-
 class Host:
     """One of the hosts; made by ``Hosts``.
 
@@ -82,12 +74,8 @@ class Host:
         self._programs: list[Program] = []
         self._files = 0
         self._write_files()
-        self.boot()
-
-    def boot(self) -> None:
-        """Switch it on, or on again after ``kill``; what was private to it no longer is."""
         own = ["--net", "--pid", "--uts", "--mount", "--mount-proc"]
-        visible = map(str, self._hosts.visible)
+        visible = map(str, hosts.visible)
         self._inside = Namespace(own, ["bash", str(BOOT), self.name, str(self.folder), *visible])
         try:
             self._plug_in()
@@ -280,30 +268,14 @@ class Hosts:
         return path
 
     def stall(self) -> None:
-        """Let the switch drop every frame, without a word to either side, until ``heal``."""
-        self._set_ports("disabled")
-
-    def heal(self) -> None:
-        """End a stall."""
-        self._set_ports("forwarding")
-
-    def slow(self, rate: str) -> None:
-        """Limit what every host receives from the others to ``rate``, in the words of tc (``"200mbit"``)."""
+        """Let the switch drop every frame from now on, without a word to either side."""
         for port in self._links():
-            self.switch.call(*f"tc qdisc replace dev {port} root tbf rate {rate} burst 256kb latency 400ms".split())
+            self.switch.call("bridge", "link", "set", "dev", port, "state", "disabled")
 
-    def bytes_between(self) -> dict[str, Traffic]:
-        """What each host that is on has sent to the others and received from them since it was switched on."""
+    def bytes_sent(self) -> dict[str, int]:
+        """Bytes that each host that is on has sent to the others, frame headers included."""
         links = self._links()  # the switch receives what the host sends
-        return {
-            host.name: Traffic(links[host.port]["rx"]["bytes"], links[host.port]["tx"]["bytes"])
-            for host in self._hosts
-            if host.port in links
-        }
-
-    def _set_ports(self, state: str) -> None:
-        for port in self._links():
-            self.switch.call("bridge", "link", "set", "dev", port, "state", state)
+        return {host.name: links[host.port]["rx"]["bytes"] for host in self._hosts if host.port in links}
 
     def _links(self) -> dict[str, dict[str, dict[str, int]]]:
         """The counters of the switch's ports by their name."""

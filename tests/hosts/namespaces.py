@@ -17,7 +17,6 @@ PROGRAMS = (
     "nsenter",
     "ip",
     "bridge",
-    "tc",
     "mount",
     "hostname",
     "ps",

@@ -47,7 +47,7 @@ def test_equal_hosts_are_good_and_their_network_is_measured(hosts: Hosts, tmp_pa
         for bandwidth in (there, back):
             number, unit = bandwidth.split()
             assert float(number) * {"MB/s": 1e6, "GB/s": 1e9}[unit] > 10e6
-    assert max(traffic.sent for traffic in hosts.bytes_between().values()) < 800 * 2**20  # also on a network that bills
+    assert max(hosts.bytes_sent().values()) < 800 * 2**20  # also on a network that bills
     assert read_environment(file) | {"GLOO_SOCKET_IFNAME": "eth0", "DS_ACCELERATOR": "cpu"} == read_environment(file)
     assert "secrets: MLFLOW_TRACKING_TOKEN" in done.stdout and "hush" not in file.read_text() + done.stdout
     assert not hosts[1].processes(r"ddpm_ds\.cluster")
@@ -76,10 +76,3 @@ def test_what_differs_is_named_with_its_host_and_the_fix(hosts: Hosts, tmp_path:
         f"version of pydantic is 2.11.0, not {here}; install the same versions on all hosts" in done.stdout
     )
     assert not two.processes("train.py") and not (tmp_path / "run").exists()
-
-    for process in two.processes("sshd"):
-        process.kill()
-    done = one.run([*DOCTOR, "--hostfile", str(hostfile), "--no-network"], timeout=120)
-    assert done.returncode == 2
-    assert re.search(r"^! worker-2, ssh: .*Connection refused; start sshd on worker-2", done.stdout, re.MULTILINE)
-    assert "! worker-1" not in done.stdout

@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from tests.hosts.hosts import Host, Hosts
-from tests.hosts.namespaces import why_not
 from tests.launching import REPOSITORY
 
 COPY_BYTES = 4 * 2**20
@@ -73,50 +72,28 @@ def test_a_host_is_like_a_machine_of_its_own(hosts: Hosts, tmp_path: Path) -> No
     assert say(one, f"cat {tmp_path}/version; ls {tmp_path}/checkpoints") == "1"
 
 
-def test_the_switch_counts_stalls_and_slows_what_passes_between_hosts(hosts: Hosts) -> None:
+def test_the_switch_counts_what_passes_and_hosts_that_stall_or_are_killed_are_silent(hosts: Hosts) -> None:
     one, two = hosts
-    before = hosts.bytes_between()
+    before = hosts.bytes_sent()[one.name]
     for host in hosts:  # of which only one copy crosses
         copy = f"head -c {COPY_BYTES} /dev/zero | ssh {host.name} wc -c | grep -qx {COPY_BYTES}"
         say(one, f"set -o pipefail; {copy}")
-    sent = hosts.bytes_between()[one.name].sent - before[one.name].sent
-    assert COPY_BYTES < sent < 1.03 * COPY_BYTES
+    assert COPY_BYTES < hosts.bytes_sent()[one.name] - before < 1.03 * COPY_BYTES
 
-    def received() -> int:
-        return hosts.bytes_between()[two.name].received
-
-    endless = one.start(["sh", "-c", "ssh worker-2 'cat >/dev/null' </dev/zero"])
-    begin = received()
-    wait_for(lambda: received() > begin + COPY_BYTES)
-    hosts.stall()
-    stalled = received()
-    with pytest.raises(subprocess.TimeoutExpired):
-        say(one, "ssh worker-2 true", timeout=1.0)
-    assert received() == stalled and endless.poll() is None
-    assert len(one.processes("ssh worker-2")) == 2, "the shell and ssh: what took too long was killed"
-    hosts.slow("8mbit")
-    hosts.heal()
-    wait_for(lambda: received() > stalled)
-    began, healed = time.monotonic(), received()
-    time.sleep(0.5)
-    assert 0 < received() - healed < 1e6 * (time.monotonic() - began) + 300e3, "bytes, of which a burst may be ahead"
-    endless.end()
-
-
-def test_a_killed_host_is_silent_until_it_is_switched_on_again(hosts: Hosts) -> None:
-    one, two = hosts[0], hosts[1]
     sleeper = two.start(["sh", "-c", "sleep 3602 & wait"])
     session = one.start(["ssh", "worker-2", "sleep 3603"])
     wait_for(lambda: len(two.processes("sleep 360[23]")) == 3)  # and a shell
     assert not one.processes("sleep 3602")
+    hosts.stall()
+    with pytest.raises(subprocess.TimeoutExpired):
+        say(one, "ssh worker-2 true", timeout=1.0)
+    assert len(one.processes("ssh worker-2")) == 1, "what took too long was killed"
     two.kill()
-    assert sleeper.returncode == -signal.SIGKILL and two.processes() == [] and two.name not in hosts.bytes_between()
+    assert sleeper.returncode == -signal.SIGKILL and two.processes() == [] and two.name not in hosts.bytes_sent()
     time.sleep(0.2)
     assert session.poll() is None, "nothing said that the connection is gone"
     session.send_signal(signal.SIGTERM)
     assert session.wait(10) == 255
-    two.boot()
-    assert say(one, "ssh worker-2 hostname") == "worker-2"
 
 
 def test_nothing_is_left_of_hosts_whose_maker_was_killed(can_make_hosts: None, tmp_path: Path) -> None:
@@ -132,8 +109,3 @@ def test_nothing_is_left_of_hosts_whose_maker_was_killed(can_make_hosts: None, t
     assert Path("/proc/mounts").read_text() == mounts
     commands = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
     assert not any(str(tmp_path) in command for command in commands)
-
-
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert why_not() == "only root can make hosts on one machine"

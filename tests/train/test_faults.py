@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 import pytest
@@ -24,28 +24,27 @@ from tests.train.ranks import QUIET, TRAIN, Ranks, arguments, end_of, mlflow_run
 pytestmark = pytest.mark.launch
 
 FAULTY = Path(__file__).with_name("failing_rank.py")
-IMAGES_PER_START = 360
-"""Training for each kill, longer than it waits."""
-CHECKPOINTS = ("checkpoint.every_images=40", "checkpoint.keep_last=2")
-LOOKS = ("samples.every_images=160", "evaluation.every_images=160")
-START_SECONDS, TRAINING_SECONDS = 8.0, 0.3
-"""Random kills come within these times of the start of the processes, and of their first new step."""
-
-Moment = Literal["starting", "training", "writing"]
+CHANGES = (
+    "train.images=720",
+    "checkpoint.every_images=40",
+    "checkpoint.keep_last=2",
+    "samples.every_images=160",
+    "evaluation.every_images=160",
+)
+START_SECONDS = 8.0
+"""A kill at the start comes within this time of the start of the processes."""
+PATIENCE_SECONDS = 600.0
 
 
 class Supervised:
-    """A run under ``ddpm-ds run``; whatever is left of it is killed at the end of the ``with`` block."""
+    """Two stages under ``ddpm-ds run``; whatever is left of them is killed at the end of the ``with`` block."""
 
-    def __init__(
-        self, run_dir: Path, changes: Sequence[str], *, processes: int, stages: int, config: str, restarts: int
-    ) -> None:
-        self.run_dir, self.processes = run_dir, processes
+    def __init__(self, run_dir: Path, changes: Sequence[str], restarts: int) -> None:
+        self.run_dir = run_dir
         self._output = run_dir.with_name(f"{run_dir.name}.output")
         command = [sys.executable, "-m", "ddpm_ds.cli.main", "run", "--max-restarts", str(restarts), "--"]
-        command += ["--num_gpus", str(processes), "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
-        command.append(str(TRAIN))
-        command += arguments(run_dir, changes, config, ["-p", str(stages)])
+        command += ["--num_gpus", "2", "--master_addr", "127.0.0.1", "--master_port", str(free_port()), str(TRAIN)]
+        command += arguments(run_dir, changes, "zero2_fp16.json", ["-p", "2"])
         with self._output.open("w") as output:
             variables = {**os.environ, **QUIET}
             self.supervisor = psutil.Popen(command, env=variables, cwd=REPOSITORY, stdout=output, stderr=output)
@@ -77,50 +76,36 @@ class Supervised:
                     found.append(process)
         return found
 
-    def until(self, happened: Callable[[], bool], timeout: float = 600.0, pause: float = 0.05) -> bool:
-        """Wait for something, looking every ``pause`` seconds; whether it happened before the run was over."""
-        deadline = time.monotonic() + timeout
-        while self.supervisor.poll() is None:
-            if happened():
-                return True
-            assert time.monotonic() < deadline, self.said[-6000:]
+    def until(self, happened: Callable[[], bool], pause: float = 0.05) -> None:
+        """Wait for something that happens before the run is over, looking every ``pause`` seconds."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not happened():
+            assert self.supervisor.poll() is None and time.monotonic() < deadline, self.said[-6000:]
             time.sleep(pause)
-        return False
 
-    def writing(self) -> bool:
-        """Whether a checkpoint is being written."""
-        return any(self.run_dir.glob("checkpoints/.writing-*"))
-
-
-def kill_one(run: Supervised, moment: Moment, randomness: random.Random) -> None:
-    """Kill a rank of this start at some moment."""
-    trained = len(points(run.run_dir))
-    assert run.until(lambda: len(run.ranks()) == run.processes), run.said[-6000:]
-    ranks = run.ranks()
-    if moment == "starting":
-        time.sleep(randomness.uniform(0, START_SECONDS))
-    else:
-        assert run.until(lambda: len(points(run.run_dir)) > trained, pause=0.01), run.said[-6000:]
-        time.sleep(randomness.uniform(0, TRAINING_SECONDS))
-    if moment == "writing":
-        assert run.until(run.writing, pause=0.001), run.said[-6000:]
-    randomness.choice(ranks).kill()
-    assert run.until(lambda: not set(ranks) & set(run.ranks())), run.said[-6000:]
+    def kill_one(self, writing: bool, randomness: random.Random) -> None:
+        """Kill a rank of this start as it starts, or when it has trained and a checkpoint is being written."""
+        trained = len(points(self.run_dir))
+        self.until(lambda: len(self.ranks()) == 2)
+        ranks = self.ranks()
+        if writing:
+            self.until(lambda: len(points(self.run_dir)) > trained, pause=0.01)
+            self.until(lambda: any(self.run_dir.glob("checkpoints/.writing-*")), pause=0.001)
+        else:
+            time.sleep(randomness.uniform(0, START_SECONDS))
+        randomness.choice(ranks).kill()
+        self.until(lambda: not set(ranks) & set(self.ranks()))
 
 
-def end_undisturbed(run_dir: Path, moments: Sequence[Moment], *, stages: int, replicas: int, config: str) -> None:
-    """Train a run twice, once with a kill at each of ``moments``; they end alike."""
-    processes, randomness = stages * replicas, random.Random(len(moments))
-    changes = (f"train.images={IMAGES_PER_START * (len(moments) + 1)}", *CHECKPOINTS, *LOOKS)
-    undisturbed = run_dir.with_name("undisturbed")
-    with Ranks(undisturbed, *changes, config=config, count=processes, options=["-p", str(stages)]) as ranks:
-        assert ranks.codes(1500) == [0] * processes, ranks.said[-4000:]
-    restarts = len(moments)  # several kills in a row may come before a new checkpoint
-    with Supervised(run_dir, changes, processes=processes, stages=stages, config=config, restarts=restarts) as run:
-        for moment in moments:
-            kill_one(run, moment, randomness)
-        run.until(lambda: False, timeout=1500)
-        assert run.supervisor.wait() == 0, run.said[-6000:]
+@pytest.mark.long
+def test_a_rank_killed_at_the_start_and_one_killed_while_a_checkpoint_is_written_change_nothing(tmp_path: Path) -> None:
+    run_dir, undisturbed, randomness = tmp_path / "disturbed", tmp_path / "undisturbed", random.Random(1)
+    with Ranks(undisturbed, *CHANGES) as ranks:
+        assert ranks.codes() == [0, 0], ranks.said[-4000:]
+    with Supervised(run_dir, CHANGES, restarts=2) as run:
+        run.kill_one(writing=False, randomness=randomness)
+        run.kill_one(writing=True, randomness=randomness)
+        assert run.supervisor.wait(PATIENCE_SECONDS) == 0, run.said[-6000:]
         assert "Traceback" not in run.said
     assert the_same(end_of(run_dir), end_of(undisturbed))
     assert [(point["step"], point["train/loss"]) for point in points(run_dir)] == [
@@ -130,19 +115,6 @@ def end_undisturbed(run_dir: Path, moments: Sequence[Moment], *, stages: int, re
     steps = [point.step for point in client.get_metric_history(finished.info.run_id, "train/loss")]
     assert finished.info.status == "FINISHED" and steps == sorted(set(steps)) and len(steps) > 0
     assert not list((run_dir / "checkpoints").glob(".*"))
-
-
-@pytest.mark.parametrize(
-    ("stages", "replicas", "moments"),
-    [
-        pytest.param(2, 1, ["writing"], id="while a checkpoint is written"),
-        pytest.param(2, 2, ["starting"], id="at the start"),
-    ],
-)
-@pytest.mark.long
-def test_a_killed_rank_changes_nothing(stages: int, replicas: int, moments: list[Moment], tmp_path: Path) -> None:
-    run_dir = tmp_path / "disturbed"
-    end_undisturbed(run_dir, moments, stages=stages, replicas=replicas, config="zero2_fp16.json")
 
 
 def faulty(run_dir: Path, fault: str, *changes: str, exits: Path) -> tuple[list[int], list[str]]:
