@@ -29,7 +29,6 @@ def task(*overrides: str, stages: int = 1, replicas: int = 1, config: Path = ZER
 @pytest.mark.parametrize(
     ("stages", "replicas", "config", "sizes"),
     [
-        (1, 1, ZERO, [1, 2, 3, 4, 6, 8, 12, 16, 24, 48]),
         (2, 2, ZERO, [1, 2, 3, 4, 6, 8, 12, 24]),
         (2, 1, FOLDED, [1, 2, 3, 4, 6, 8, 12]),  # of which there are 4 or more
         (4, 1, FOLDED, [1, 2, 3, 4, 6]),

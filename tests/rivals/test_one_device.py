@@ -178,3 +178,11 @@ def test_rows_that_do_not_fit_the_device_together_are_named(store_root: Path, mo
     monkeypatch.setattr(one_device, "build_row", full)
     with pytest.raises(LayoutError, match="row all no longer fits the device beside plain; name fewer rows"):
         one_device.warm_rows(["plain", "all"], setting(store_root), {}, 1e-4, memory=False)
+
+
+def test_a_unet_of_its_own_is_compared_with_such_alone(store_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_device, "build_row", lambda name, own, missing: OurLoop(own, Switches()))
+    names = ["plain", "all", "lucidrains", "ours-dim64"]
+    warm = one_device.warm_rows(names, setting(store_root), {}, 1e-4, memory=False)
+    assert [warm[name].reference for name in names] == ["plain", "plain", "lucidrains", "lucidrains"]
+    assert [bool(warm[name].differences) for name in names] == [True, True, False, False]

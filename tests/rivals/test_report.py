@@ -133,7 +133,12 @@ def test_mlflow_gets_a_run_with_the_table_and_one_for_each_row_under_it(
         assert child.parent_ended and child.ended and child.options["parent"] == parent.options["identity"]
         assert child.series["round_step_seconds"] == result.numbers["round_step_seconds"]
         assert all(parent.numbers[f"{child.run_name}.{name}"] == value for name, value in result.metrics().items())
-        assert child.numbers["step_seconds"] == result.numbers["step_seconds"].median
+        step = result.numbers["step_seconds"]
+        assert [child.numbers[f"step_seconds{end}"] for end in ("", "_low", "_high")] == [
+            step.median,
+            step.low,
+            step.high,
+        ]
         assert None not in child.numbers.values()
     missing = "bubble" if "bubble" in children[0].numbers else "forward_backward_seconds"
     assert missing in children[0].numbers and missing not in children[1].numbers
