@@ -130,7 +130,7 @@ class FlopsProfile(Observer):
         if name != "ForwardPass" or phase not in self._left:
             execute()
             return
-        first, stop = self._engine.ends(phase)
+        first, stop = self._engine.module.ends(phase)
         modules = {index: self._engine.module.get_submodule(str(index)) for index in range(first, stop)}
         seconds, text = profile_layers(modules, execute, self._settings, step=self._step)
         images = self._engine.micro_batch_size

@@ -21,7 +21,6 @@ from ddpm_ds.command_line import cache_folder
 from ddpm_ds.config.ds_config import ResolvedDsConfig
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.engine import Objective, UnetPipelineEngine
-from ddpm_ds.pipeline.folded import FoldedEngine
 from ddpm_ds.pipeline.module import FoldedUnetModule, UnetPipelineModule
 from ddpm_ds.pipeline.placement import AcrossHosts
 from ddpm_ds.unet.kernel_choice import choose_kernels
@@ -86,11 +85,10 @@ def build_engine(
     """
     gc.collect()  # an engine of before waits for the device when it is collected, be it in the middle of a step
     with quiet_deepspeed(verbose):
-        folded = resolved.schedule == "folded"
         across: AcrossHosts = "replicas" if resolved.across_hosts == "replicas" else "stages"
-        module = (FoldedUnetModule if folded else UnetPipelineModule)(layers, bounds, seed, across)
-        with insides.pipeline_engine(FoldedEngine if folded else UnetPipelineEngine):
-            engine, *_ = deepspeed.initialize(model=module, config=resolved.for_deepspeed())
+        kind = FoldedUnetModule if resolved.schedule == "folded" else UnetPipelineModule
+        with insides.pipeline_engine(UnetPipelineEngine):
+            engine, *_ = deepspeed.initialize(model=kind(layers, bounds, seed, across), config=resolved.for_deepspeed())
     assert isinstance(engine, UnetPipelineEngine)
     engine.objective = objective
     dtype = next(engine.module.parameters()).dtype

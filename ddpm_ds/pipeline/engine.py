@@ -1,4 +1,4 @@
-"""DeepSpeed's 1F1B pipeline engine, taught to train a U-Net.
+"""DeepSpeed's pipeline engine, taught to train a U-Net under 1F1B and in a fold.
 
 The schedule is DeepSpeed's own instruction stream. Its instructions are executed differently:
 
@@ -8,22 +8,12 @@ The schedule is DeepSpeed's own instruction stream. Its instructions are execute
   partition and finished once;
 - a boundary's tensors travel as one message, are used where they were received, and no tensor crosses twice;
 - what is random is keyed by the image, so each stage knows its micro-batch from arithmetic alone.
-
-    instruction      stage s                                          touches
-    LoadMicroBatch   next micro-batch, noised (first), target (last)  loads[b]
-    RecvActivation   nothing: asked for before, waited for below
-    ForwardPass      one message to leaf tensors; walk the layers;    inputs[b]
-                     loss on the last stage                           outputs[b]
-    SendActivation   one message; autograd alone keeps the rest       outputs[b]
-    RecvGrad         nothing: asked for before, waited for below
-    BackwardPass     one message; one autograd walk; ZeRO-2           inputs[b].grad
-    SendGrad         one message; the buffer is free again            inputs[b]
-    ReduceGrads, OptimizerStep
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -32,15 +22,16 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.cuts import sent_shapes
+from ddpm_ds.pipeline.flight import Flight, Passage, as_leaves, edge
 from ddpm_ds.pipeline.messages import Channel, StageChannels, open_p2p_groups, runs_behind
 from ddpm_ds.pipeline.module import UnetPipelineModule, checkpoint_function, forget_peaks, warm_up
 from ddpm_ds.pipeline.order import Edge, Kind
 from ddpm_ds.pipeline.schedule import instruction_stream, most_in_flight
-from ddpm_ds.unet.blocks import Carry, newest_skip_is_h, pack, unpack
+from ddpm_ds.unet.blocks import Carry
 from ddpm_ds.unet.operations import Kernels, KeyedDropout, set_image_index
 
 
@@ -68,6 +59,7 @@ INSTRUCTIONS = {
     schedule.RecvActivation: "_exec_nothing",
     schedule.SendGrad: "_exec_send_grads",
     schedule.RecvGrad: "_exec_nothing",
+    schedule.CommitP2P: "_exec_nothing",
 }
 """Name of the method that executes each instruction."""
 
@@ -76,7 +68,7 @@ CAUTIOUS_STEPS = 2
 
 
 class UnetPipelineEngine(PipelineEngine):
-    """1F1B over the stages of one U-Net, with ZeRO-0/1/2, fp16, bf16 and fp32.
+    """1F1B or the fold over the stages of one U-Net, with ZeRO-0/1/2, fp16, bf16 and fp32.
 
     Built by :func:`ddpm_ds.pipeline.build.build_engine`, which sets ``objective``.
     """
@@ -85,8 +77,6 @@ class UnetPipelineEngine(PipelineEngine):
     kernels: Kernels = "reference"
     """Kernels of the layers' normalisations; set by :func:`build_engine`, with the reason."""
     why_kernels = ""
-    phases = 1
-    """Number of stages that a rank holds."""
     compiled = False
     """Whether layers are compiled when they first run; set by :func:`build_engine`."""
 
@@ -94,6 +84,8 @@ class UnetPipelineEngine(PipelineEngine):
         super().__init__(*args, **kwargs)
         module = self.module
         assert isinstance(module, UnetPipelineModule)
+        self.phases = module.phases
+        """Number of stages that a rank holds."""
         if module.get_tied_weights_and_groups():
             raise RuntimeError("tied layers are not supported: ZeRO-2 frees their gradients before they are shared")
         insides.leave_forward_and_timing_to_us(self)
@@ -117,31 +109,26 @@ class UnetPipelineEngine(PipelineEngine):
         """Sum of the last batch's micro-batch losses on the last stage; zero elsewhere."""
         self._step_loss_scale = 1.0
         self._dropouts = [part for part in module.modules() if isinstance(part, KeyedDropout)]
+        self._flights: dict[int, Flight] = {}  # by the micro-batch's number in this step
+        self._executed: Counter[tuple[str, int]] = Counter()  # in this step, by instruction and phase
         self._connected = open_p2p_groups(self.grid.pipe_groups, self.phases, self.device)
         self._channels = [self.stage_channels(phase, self.micro_batch_size) for phase in range(self.phases)]
         self._cautious_steps = CAUTIOUS_STEPS
         self._watchers = 0
         self._warm: set[tuple[int, bool]] = set()
 
-    def neighbours(self, phase: int) -> tuple[int | None, int | None]:
-        """Return the ranks of the pipeline that the carry comes from and goes to; None where it begins, ends
-        or turns.
-        """
-        before = None if self.is_first_stage() else self.prev_stage
-        return before, None if self.stage_id == self.num_stages - 1 else self.next_stage
-
-    def ends(self, phase: int) -> tuple[int, int]:
-        """Return the layers [first, stop) of this rank's stage of a phase."""
-        return self.module.first, self.module.stop
-
     def own_layers(self) -> dict[int, nn.Module]:
         """Return the layers of all of this rank's stages, by their index in the list."""
-        ends = (self.ends(phase) for phase in range(self.phases))
+        ends = (self.module.ends(phase) for phase in range(self.phases))
         return {index: self.module.get_submodule(str(index)) for first, stop in ends for index in range(first, stop)}
 
     def stage_channels(self, phase: int, images: int) -> StageChannels:
         """Return the channels of a stage for the carry of ``images`` images and its gradients."""
-        (before, after), (first, stop), own = self.neighbours(phase), self.ends(phase), self.stage_id
+        (first, stop), own = self.module.ends(phase), self.stage_id
+        before = None if self.is_first_stage() else self.prev_stage
+        after = None if own == self.num_stages - 1 else self.next_stage
+        if phase == 1:
+            before, after = after, before
 
         def channel(kind: Kind, cut: int, source: int | None, target: int | None) -> Channel | None:
             if source is None or target is None:
@@ -195,7 +182,7 @@ class UnetPipelineEngine(PipelineEngine):
                 self.own_layers(),
                 self.module.unet_layers,
                 images,
-                stage_begins=[self.ends(phase)[0] for phase in range(self.phases)],
+                stage_begins=[self.module.ends(phase)[0] for phase in range(self.phases)],
                 gradients=gradients,
                 recompute=gradients and self.module.activation_checkpoint_interval > 0,
             )
@@ -214,7 +201,7 @@ class UnetPipelineEngine(PipelineEngine):
     @property
     def loss_stage(self) -> int:
         """Rank of a pipeline that knows the loss."""
-        return self.num_stages - 1
+        return self.num_stages - 1 if self.phases == 1 else 0
 
     @property
     def reads_data(self) -> bool:
@@ -239,14 +226,18 @@ class UnetPipelineEngine(PipelineEngine):
         self.module.train()
         self.warm_up(self.micro_batch_size, gradients=True)
         self.loss_sum = torch.zeros((), device=self.device)
-        self._forwards = 0
+        insides.forget_offloaded_gradients(self)
         scale = insides.loss_scale(self)
         self._step_loss_scale = scale
         by_host = runs_behind(self.device) and bool(self._cautious_steps or self._watchers)
         self._cautious_steps = max(self._cautious_steps - 1, 0)
         for channels in self._channels:
             channels.begin(self.micro_batches, by_host=by_host)
-        self._exec_schedule(self._train_schedule())
+        self._executed.clear()
+        self._flights.clear()
+        kind, count = self.module.schedule, self.micro_batches
+        self._exec_schedule(instruction_stream(kind, micro_batches=count, ranks=self.num_stages, rank=self.stage_id))
+        self._flights.clear()
         for channels in self._channels:
             channels.drain()
         self.images_seen += self.train_batch_size()
@@ -283,20 +274,8 @@ class UnetPipelineEngine(PipelineEngine):
         stuck = self.optimizer.overflow and scale <= floor
         self.consecutive_overflows_at_floor = self.consecutive_overflows_at_floor + 1 if stuck else 0
 
-    def _train_schedule(self) -> schedule.PipeSchedule:
-        return instruction_stream(
-            self.module.schedule, micro_batches=self.micro_batches, ranks=self.num_stages, rank=self.stage_id
-        )
-
-    def _reserve_pipe_buffers(self, num_buffers: int) -> None:
-        for name in ("loads", "inputs", "outputs", "image_index"):
-            held = self.pipe_buffers.setdefault(name, [])
-            held.extend([None] * (num_buffers - len(held)))
-        self.num_pipe_buffers = num_buffers
-
     def _exec_schedule(self, pipe_schedule: schedule.PipeSchedule) -> None:
         """Execute an instruction stream; the one place where an instruction runs."""
-        self._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
         timed = self.wall_clock_breakdown()
         for commands in pipe_schedule.steps():
             for command in commands:
@@ -311,109 +290,89 @@ class UnetPipelineEngine(PipelineEngine):
 
     # ---------------------------------------------------------------- instructions
 
+    def _flight(self, instruction: str, phase: int) -> Flight:
+        """Return the micro-batch of an instruction: the n-th of a kind in a phase is that of micro-batch n."""
+        number = self._executed[instruction, phase]
+        self._executed[instruction, phase] += 1
+        if number not in self._flights:
+            # micro-batch m of replica r has the positions from (m R + r) n on
+            micro = self.micro_batch_size
+            first = self.next_index + (number * self.dp_world_size + self.grid.get_data_parallel_id()) * micro
+            images = torch.arange(first, first + micro, device=self.device)
+            self._flights[number] = Flight(images, tuple(Passage() for _ in range(self.phases)))
+        return self._flights[number]
+
     def _exec_load_micro_batch(self, buffer_id: int) -> None:
-        prepared = self.objective.prepare(next(self.data_iterator))
-        self.pipe_buffers["loads"][buffer_id] = prepared
-        if self.is_first_stage():
-            self.pipe_buffers["inputs"][buffer_id] = self.in_message_dtype(self.objective.inputs(prepared))
+        self._flight("LoadMicroBatch", 0).prepared = self.objective.prepare(next(self.data_iterator))
 
     def _exec_nothing(self, **arguments: int) -> None:
-        """Do nothing: nothing is tied, and a message is waited for where it is used, so that what is ready is sent
-        first.
-        """
+        """Do nothing: nothing is tied, and a message is waited for where it is used."""
 
-    def _exec_forward_pass(self, buffer_id: int) -> None:
-        index = self._image_index(self._forwards)
-        self._forwards += 1
-        self.pipe_buffers["image_index"][buffer_id] = index
-        set_image_index(self._dropouts, index)
-        if self.is_first_stage():
-            carry = self.pipe_buffers["inputs"][buffer_id]
+    def _exec_forward_pass(self, buffer_id: int, phase: int = 0) -> None:
+        flight, channels = self._flight("ForwardPass", phase), self._channels[phase]
+        passage, ends = flight.passages[phase], phase == self.phases - 1
+        set_image_index(self._dropouts, flight.images)
+        if channels.activations_in is not None:
+            passage.leaves = tuple(leaf.requires_grad_() for leaf in self.receive(channels.activations_in))
+        if phase == 0 and self.is_first_stage():
+            carry = self.in_message_dtype(self.objective.inputs(flight.prepared))
         else:
-            leaves = self._receive_leaves(phase=0)
-            self.pipe_buffers["inputs"][buffer_id] = leaves
-            carry = self.unpacked(leaves)
-        outputs = self.walk(0, carry)
-        if self.is_last_stage():
-            outputs = (edge(self._loss(outputs, self.pipe_buffers["loads"][buffer_id])),)
+            carry = self.module.unpacked(phase, passage.leaves, flight.kept)
+        outputs = self.module.walk(phase, carry)
+        if ends and self.stage_id == self.loss_stage:
+            loss = self.objective.loss(outputs, flight.prepared)
+            self.loss_sum += loss.detach()
+            passage.roots = (edge(loss),)
         else:
-            outputs = self.packed(outputs)
-        self.pipe_buffers["loads"][buffer_id] = None
-        self.pipe_buffers["outputs"][buffer_id] = outputs
+            sent, kept = self.module.packed(phase, outputs)
+            passage.roots = tuple(map(edge, sent))
+            if not ends:
+                flight.kept_roots, flight.kept = tuple(map(edge, kept)), as_leaves(kept)
+            if channels.activations_out is not None:
+                passage.unsent = sent
+            else:
+                flight.passages[phase + 1].leaves = as_leaves(sent)
+        if ends:
+            flight.prepared = None
 
-    def walk(self, phase: int, carry: Carry) -> Any:
-        """Run this rank's layers of a phase; return a carry, or after the last layer the prediction."""
-        return self.module(carry)
-
-    def unpacked(self, received: Carry) -> Carry:
-        """Return the carry at this stage's beginning from the received tensors."""
-        return unpack(received, newest_skip_is_h(self.module.unet_layers, self.module.first))
-
-    def packed(self, carry: Carry) -> Carry:
-        """Return the part of the carry that is sent at this stage's end."""
-        return pack(carry, newest_skip_is_h(self.module.unet_layers, self.module.stop))
-
-    def _receive_leaves(self, phase: int) -> Carry:
-        """Return the next carry from the stage before, as leaves that gather gradients."""
-        channel = self._channels[phase].activations_in
-        assert channel is not None
-        return tuple(leaf.requires_grad_() for leaf in self.receive(channel))
-
-    def _receive_gradients(self, phase: int) -> Carry:
-        """Return the next gradients from the stage after."""
-        channel = self._channels[phase].gradients_in
-        assert channel is not None
-        return self.receive(channel)
-
-    def _loss(self, prediction: Tensor, prepared: Any) -> Tensor:
-        """Return the loss of a micro-batch, and add it to the batch's."""
-        loss = self.objective.loss(prediction, prepared)
-        self.loss_sum += loss.detach()
-        return loss
-
-    def _loss_gradient(self) -> Tensor:
-        """Return the factor on a micro-batch's loss before backward."""
-        return torch.full((), self._step_loss_scale / self.micro_batches, device=self.device)
-
-    def _send_activations(self, phase: int, carry: Carry) -> tuple[GradientEdge | None, ...]:
-        """Send the output of a stage; return its place in the graph, which is enough for backward, so its memory may be
-        freed.
-        """
+    def _exec_send_activations(self, buffer_id: int, phase: int = 0) -> None:
+        """Send a stage's output; its place in the graph is enough for backward, so its memory may be freed."""
+        passage = self._flight("SendActivation", phase).passages[phase]
         channel = self._channels[phase].activations_out
         assert channel is not None
-        channel.send(carry)
-        return tuple(map(edge, carry))
+        channel.send(passage.unsent)
+        passage.unsent = ()
 
-    def _send_gradients(self, phase: int, leaves: Carry) -> None:
-        """Send the gradients of the received tensors; emb's may be missing, since the last layers of a U-Net don't use
-        it.
-        """
-        channel = self._channels[phase].gradients_out
-        assert channel is not None
-        channel.send([leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves])
-
-    def _exec_send_activations(self, buffer_id: int) -> None:
-        outputs = self.pipe_buffers["outputs"]
-        outputs[buffer_id] = self._send_activations(0, outputs[buffer_id])
-
-    def _exec_backward_pass(self, buffer_id: int) -> None:
-        outputs = self.pipe_buffers["outputs"][buffer_id]
-        gradients = (self._loss_gradient(),) if self.is_last_stage() else self._receive_gradients(phase=0)
-        self._backward(list(zip(outputs, gradients, strict=True)), self.pipe_buffers["image_index"][buffer_id])
-        self.pipe_buffers["outputs"][buffer_id] = None
-        if self.is_first_stage():
-            self.pipe_buffers["inputs"][buffer_id] = None
-
-    def _backward(self, begin: Sequence[tuple[GradientEdge | None, Tensor | None]], image_index: Tensor) -> None:
-        """Walk a stage's graph of one micro-batch once, from (place in the graph, gradient) on, where both exist."""
+    def _exec_backward_pass(self, buffer_id: int, phase: int = 0) -> None:
+        """Walk a stage's graph of one micro-batch once, from all outputs that have a gradient."""
+        flight, channels = self._flight("BackwardPass", phase), self._channels[phase]
+        passage = flight.passages[phase]
+        gradients: Sequence[Tensor | None]
+        if channels.gradients_in is not None:
+            gradients = self.receive(channels.gradients_in)
+        elif phase == self.phases - 1:
+            gradients = [torch.full((), self._step_loss_scale / self.micro_batches, device=self.device)]
+        else:
+            turned = flight.passages[phase + 1]
+            gradients, turned.leaves = [leaf.grad for leaf in turned.leaves], ()
+        begin: list[tuple[GradientEdge | None, Tensor | None]] = list(zip(passage.roots, gradients, strict=True))
+        passage.roots = ()
+        if phase == 0:
+            begin += zip(flight.kept_roots, (leaf.grad for leaf in flight.kept), strict=True)
+            flight.kept_roots = flight.kept = ()
         pairs = [(root, gradient) for root, gradient in begin if root is not None and gradient is not None]
-        set_image_index(self._dropouts, image_index)
+        set_image_index(self._dropouts, flight.images)
         with insides.micro_batch_backward(self):
             torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
 
-    def _exec_send_grads(self, buffer_id: int) -> None:
-        self._send_gradients(0, self.pipe_buffers["inputs"][buffer_id])
-        self.pipe_buffers["inputs"][buffer_id] = None
+    def _exec_send_grads(self, buffer_id: int, phase: int = 0) -> None:
+        """Send the gradients of the received tensors; emb has none where a U-Net's last layers don't use it."""
+        passage = self._flight("SendGrad", phase).passages[phase]
+        gradients = [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in passage.leaves]
+        channel = self._channels[phase].gradients_out
+        assert channel is not None
+        channel.send(gradients)
+        passage.leaves = ()
 
     def _exec_reduce_grads(self) -> None:
         if self.zero_optimization_partition_gradients():
@@ -439,16 +398,3 @@ class UnetPipelineEngine(PipelineEngine):
         dist.all_reduce(squared, group=self.grid.get_model_parallel_group())
         self._global_grad_norm = squared.sqrt()
         torch.nn.utils.clip_grads_with_norm_(parameters, self.gradient_clipping(), self._global_grad_norm)
-
-    def _image_index(self, number: int) -> Tensor:
-        """Return the image index of a micro-batch of this step: number m of replica r takes positions from (m R + r) n
-        on.
-        """
-        replicas, micro = self.dp_world_size, self.micro_batch_size
-        first = self.next_index + (number * replicas + self.grid.get_data_parallel_id()) * micro
-        return torch.arange(first, first + micro, device=self.device)
-
-
-def edge(tensor: Tensor) -> GradientEdge | None:
-    """Return the place of a tensor in its graph, which is enough for a backward; None where there is no graph."""
-    return get_gradient_edge(tensor) if tensor.requires_grad else None

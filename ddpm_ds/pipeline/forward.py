@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.folded import FoldedEngine
 from ddpm_ds.pipeline.messages import Channel, runs_behind
 from ddpm_ds.pipeline.order import Edge
 from ddpm_ds.unet.blocks import Carry
@@ -34,9 +33,14 @@ class ForwardPipeline:
 
     def __init__(self, engine: UnetPipelineEngine, images: int) -> None:
         self._engine, self._images = engine, images
-        self._way: _Folded | _Straight = (
-            _Folded(engine, images) if isinstance(engine, FoldedEngine) else _Straight(engine, images)
-        )
+        self._channels = [engine.stage_channels(phase, images) for phase in range(engine.phases)]
+        self._predictions: Channel | None = None
+        """Way back of predictions, where the last stage is on another rank than the first."""
+        if engine.loss_stage > 0 and engine.stage_id in (0, engine.loss_stage):
+            shape = (images, *engine.module.unet_layers[0].output_shape)
+            self._predictions = engine.channel(Edge("predictions", 0, engine.loss_stage, 0), [shape], torch.float32)
+        self._under_way: deque[Carry] = deque()
+        """What this rank keeps of calls until it ends them: emb and skips in a fold; at its turn h before them."""
 
     @torch.no_grad()
     def run(
@@ -52,110 +56,68 @@ class ForwardPipeline:
         engine.module.eval()
         try:
             first = engine.warm_up(self._images, gradients=False)
-            by_host = first and runs_behind(engine.device)
-            self._way.run(calls, give, take, max(1, min(depth, calls)), progress, by_host=by_host)
+            self._run(calls, give, take, max(1, min(depth, calls)), progress, first and runs_behind(engine.device))
         finally:
             engine.module.train()
             engine.be_cautious()
 
-
-class _Straight:
-    """Calls under 1F1B: stage after stage; the last one sends its predictions to the first."""
-
-    def __init__(self, engine: UnetPipelineEngine, images: int) -> None:
-        self._engine = engine
-        self._channels = engine.stage_channels(0, images)
-        self._predictions: Channel | None = None
-        if engine.num_stages > 1 and engine.stage_id in (0, engine.loss_stage):
-            shape = (images, *engine.module.unet_layers[0].output_shape)
-            self._predictions = engine.channel(Edge("predictions", 0, engine.loss_stage, 0), [shape], torch.float32)
-
-    def run(
-        self, calls: int, give: Give, take: Take, depth: int, progress: Callable[[], None], *, by_host: bool
-    ) -> None:
-        self._channels.begin(calls, by_host=by_host, gradients=False)
-        if self._predictions is not None:
-            self._predictions.by_host = by_host
-        if self._engine.is_first_stage():
-            self._lead(calls, give, take, min(depth, 2 * self._engine.num_stages), progress)
-        else:
-            self._follow(calls, progress)
-        self._channels.drain()
-        if self._predictions is not None:
-            self._predictions.drain()
-
-    def _lead(self, calls: int, give: Give, take: Take, depth: int, progress: Callable[[], None]) -> None:
-        engine = self._engine
-        if self._predictions is None:
-            for number in range(calls):
-                take(number, engine.walk(0, engine.in_message_dtype(give(number))).float())
-                progress()
-            return
-        self._predictions.start_receiving(calls)
-        for number in range(calls + depth):
-            if number >= depth:
-                take(number - depth, self._predictions.receive()[0])
-                progress()
-            if number < calls:
-                self._send_on(engine.walk(0, engine.in_message_dtype(give(number))))
-
-    def _follow(self, calls: int, progress: Callable[[], None]) -> None:
-        engine, activations = self._engine, self._channels.activations_in
-        assert activations is not None
-        for _ in range(calls):
-            outputs = engine.walk(0, engine.unpacked(activations.receive()))
-            if self._predictions is not None:
-                self._predictions.send([outputs.float()])
-            else:
-                self._send_on(outputs)
-            progress()
-
-    def _send_on(self, outputs: Carry) -> None:
-        assert self._channels.activations_out is not None
-        self._channels.activations_out.send(self._engine.packed(outputs))
-
-
-class _Folded:
-    """Calls in a fold: down the ranks and up again; each rank keeps emb and its skips in between."""
-
-    def __init__(self, engine: FoldedEngine, images: int) -> None:
-        self._engine = engine
-        self._down, self._up = (engine.stage_channels(phase, images) for phase in range(engine.phases))
-        self._kept: deque[Carry] = deque()
-        """Calls that have gone down and not come up: on the last rank h, then emb and the skips."""
-
-    def run(
-        self, calls: int, give: Give, take: Take, depth: int, progress: Callable[[], None], *, by_host: bool
-    ) -> None:
-        engine = self._engine
-        # A call that this rank has sent down comes back when the ranks below have done two stages each.
-        lead = min(depth, 2 * (engine.num_stages - 1 - engine.stage_id) + 1) - 1
-        for channels in (self._down, self._up):
+    def _run(self, calls: int, give: Give, take: Take, depth: int, progress: Callable[[], None], by_host: bool) -> None:
+        engine, predictions = self._engine, self._predictions
+        for channels in self._channels:
             channels.begin(calls, by_host=by_host, gradients=False)
+        if predictions is not None:
+            predictions.by_host = by_host
+            if engine.is_first_stage():
+                predictions.start_receiving(calls)
+        lead = min(depth, self._most_ahead()) - 1
         for number in range(calls + lead):
             if number < calls:
-                self._go_down(number, give)
+                self._under_way.append(self._pass(0, engine.in_message_dtype(give(number)) if self._gives else ()))
             if number >= lead:
-                self._come_up(number - lead, take)
+                outputs = self._under_way.popleft()
+                if engine.phases == 2:
+                    outputs = self._pass(1, outputs)
+                if predictions is not None and engine.is_first_stage():
+                    outputs = predictions.receive()
+                if self._gives:
+                    take(number - lead, outputs[0].float())
                 progress()
-        for channels in (self._down, self._up):
+        for channels in self._channels:
             channels.drain()
+        if predictions is not None:
+            predictions.drain()
 
-    def _go_down(self, number: int, give: Give) -> None:
-        engine, channels = self._engine, self._down
-        carry = channels.activations_in.receive() if channels.activations_in else engine.in_message_dtype(give(number))
-        h, *kept = engine.walk(0, carry)
-        if channels.activations_out is None:
-            kept.insert(0, h)
-        else:
-            channels.activations_out.send((h, kept[0]))
-        self._kept.append(tuple(kept))
+    @property
+    def _gives(self) -> bool:
+        """Whether this rank gives inputs and takes predictions."""
+        return self._engine.is_first_stage()
 
-    def _come_up(self, number: int, take: Take) -> None:
-        channels, kept = self._up, self._kept.popleft()
-        received = channels.activations_in.receive() if channels.activations_in else ()
-        outputs = self._engine.walk(1, (*received, *kept))
+    def _most_ahead(self) -> int:
+        """Return the largest number of calls that this rank begins before it ends the first of them.
+
+        A call that a rank of the fold has sent down comes back when the ranks below have done two stages each.
+        """
+        engine = self._engine
+        if engine.phases == 2:
+            return 2 * (engine.num_stages - 1 - engine.stage_id) + 1
+        return 2 * engine.num_stages if engine.is_first_stage() and engine.num_stages > 1 else 1
+
+    def _pass(self, phase: int, carry: Carry) -> Carry:
+        """Run a stage on the inputs, or on what it receives and what phase 0 kept (``carry``); send its output on.
+
+        Returns what stays on this rank: for the next phase, or the prediction.
+        """
+        engine, channels = self._engine, self._channels[phase]
+        if phase or not self._gives:
+            received = channels.activations_in.receive() if channels.activations_in else ()
+            carry = engine.module.unpacked(phase, received, carry)
+        outputs = engine.module.walk(phase, carry)
+        if phase == engine.phases - 1 and engine.stage_id == engine.loss_stage:
+            if self._predictions is not None:
+                self._predictions.send([outputs.float()])
+            return (outputs,)
+        sent, kept = engine.module.packed(phase, outputs)
         if channels.activations_out is None:
-            take(number, outputs.float())
-        else:
-            channels.activations_out.send(outputs[:1])
+            return (*sent, *kept)
+        channels.activations_out.send(sent)
+        return kept

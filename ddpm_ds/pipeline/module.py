@@ -42,13 +42,15 @@ class UnetPipelineModule(PipelineModule):
     """
 
     schedule: Schedule = "1f1b"
+    phases = 1
+    """Number of stages that a rank holds."""
 
     def __init__(
         self, layers: Sequence[Layer], bounds: Sequence[int], seed: int, across: AcrossHosts = "stages"
     ) -> None:
         self.unet_layers = tuple(layers)
         self._bounds = tuple(bounds)
-        stages = (len(bounds) - 1) // (2 if self.schedule == "folded" else 1)
+        stages = (len(bounds) - 1) // self.phases
         super().__init__(
             layers=[UnetLayerSpec(layer, index, seed) for index, layer in enumerate(layers)],
             topology=insides.topology(across, stages, dist.get_world_size() // stages),
@@ -58,6 +60,24 @@ class UnetPipelineModule(PipelineModule):
         self.parts = list(self._bounds)
         ((self.first, self.stop),) = segments(self._bounds, self.schedule, self.stage_id)
         self._set_bounds(start=self.first, stop=self.stop)
+
+    def ends(self, phase: int) -> tuple[int, int]:
+        """Return the layers [first, stop) of this rank's stage of a phase."""
+        return self.first, self.stop
+
+    def walk(self, phase: int, carry: Carry) -> Any:
+        """Run this rank's layers of a phase; return a carry, or after the last layer the prediction."""
+        return self(carry)
+
+    def unpacked(self, phase: int, received: Carry, kept: Carry) -> Carry:
+        """Return the carry at a stage's beginning, from what came from another rank and what stayed on this one."""
+        return unpack(received, newest_skip_is_h(self.unet_layers, self.first))
+
+    def packed(self, phase: int, carry: Carry) -> tuple[Carry, Carry]:
+        """Return the parts of the carry at a stage's end that are sent, and that stay on this rank for its next
+        phase.
+        """
+        return pack(carry, newest_skip_is_h(self.unet_layers, self.stop)), ()
 
     def forward(self, inputs: Carry) -> Carry | Tensor:
         """Walk this stage's layers, recomputing groups of ``activation_checkpoint_interval`` of them in backward."""
@@ -113,6 +133,7 @@ class FoldedUnetModule(UnetPipelineModule, DualPipeVModule):
     """The two stages of one rank of the fold; :meth:`forward` walks the one that ``activate_phase`` has chosen."""
 
     schedule: Schedule = "folded"
+    phases = 2
 
     def _partition_layers(self, method: str = "uniform") -> None:
         self.num_stages *= 2  # as the parent counts them from here on
@@ -123,6 +144,23 @@ class FoldedUnetModule(UnetPipelineModule, DualPipeVModule):
         """Let :meth:`forward` walk the stage of phase 0, down the U-Net, or of phase 1, up it."""
         super().activate_phase(phase)
         self.first, self.stop = self.phase_bounds[phase]
+
+    def ends(self, phase: int) -> tuple[int, int]:
+        return self.phase_bounds[phase]
+
+    def walk(self, phase: int, carry: Carry) -> Any:
+        self.activate_phase(phase)
+        return self(carry)
+
+    def unpacked(self, phase: int, received: Carry, kept: Carry) -> Carry:
+        return (*received, *kept)
+
+    def packed(self, phase: int, carry: Carry) -> tuple[Carry, Carry]:
+        h, emb, *_ = carry
+        if phase == 1:
+            return (h,), ()
+        turns = self.phase_bounds[0][1] == self.phase_bounds[1][0]
+        return ((h,) if turns else (h, emb)), carry[1:]
 
 
 def checkpoint_function(use_reentrant: bool) -> Callable[..., Carry | Tensor]:

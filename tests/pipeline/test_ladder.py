@@ -10,17 +10,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ddpm_ds.pipeline.placement import Grid
 from tests.launching import launch, write_json
-from tests.pipeline.ladder_worker import Case, Precision
+from tests.pipeline.ladder_worker import Case, Precision, layers_of, spec_of
+from tests.unet.variants import narrowing, rounding
 
 WORKER = Path(__file__).with_name("ladder_worker.py")
 
-LOSS_TOLERANCE: dict[Precision, float] = {"fp32": 1e-6, "fp16": 1e-4, "bf16": 2e-3}
-GRADIENT_TOLERANCE: dict[Precision, float] = {"fp32": 1e-5, "fp16": 2e-2, "bf16": 6e-2}
+LAYERS = layers_of(spec_of(compiled=False))
+# Two fp32 walks forwards and backwards differ by the order of their sums. In 16 bits each layer rounds h and its
+# branch, there and back; a loss or a norm, which adds up thousands of values, rounds with the walk forwards alone.
+GRADIENT_TOLERANCE: dict[Precision, float] = {
+    "fp32": 2 * rounding(LAYERS),
+    "fp16": narrowing(2 * 2 * len(LAYERS), torch.float16),
+    "bf16": narrowing(2 * 2 * len(LAYERS), torch.bfloat16),
+}
+LOSS_TOLERANCE: dict[Precision, float] = {
+    "fp32": rounding(LAYERS),
+    "fp16": narrowing(len(LAYERS), torch.float16),
+    "bf16": narrowing(len(LAYERS), torch.bfloat16),
+}
 LATER = {"fp32": 10, "fp16": 1, "bf16": 2}
-"""Rounding of the first step is amplified by Adam's division, so the second step may differ this much more."""
+"""Growth of an error by a step: Adam divides by the gradient's own size, so a weight whose gradient is mostly rounding
+moves as far as any other. In 16 bits the stored weight rounds such moves away."""
 SMALL_BYTES = 128
 """Messages for overflow, norm and padding, which the planner does not count."""
 
@@ -52,14 +66,13 @@ BY_FOUR = [
 SOME: tuple[tuple[int, Precision, int], ...] = ((0, "fp32", 0), (1, "fp16", 0), (2, "fp32", 2), (2, "fp16", 1))
 ONE_PROCESS = [Case(1, 1, *ways, micro_batches=2) for ways in (*SOME, (0, "fp16", 0))]
 MORE_BY_TWO = [
-    *(Case(2, 1, *ways) for ways in (*SOME, (0, "fp16", 1), (2, "fp16", 0))),
+    *(Case(2, 1, *ways) for ways in (*SOME[1:], (0, "fp16", 1))),
     *(Case(2, 1, *ways, schedule="folded") for ways in SOME),
     Case(2, 1, 1, "fp32", 2, reentrant=True, compile=True),
     Case(2, 1, 0, "bf16", 0, fused=True),
 ]
 MORE_BY_FOUR = [
     *(Case(2, 2, *ways) for ways in SOME),
-    *(Case(4, 1, *ways) for ways in SOME),
     Case(1, 4, 2, "fp16", 0, micro_batches=2),
     Case(2, 2, 1, "fp16", 2, reentrant=True),
     Case(4, 1, 2, "fp32", 0, micro_batches=1),
@@ -149,9 +162,7 @@ def compare(case: Case, ranks: list[list[dict[str, Any]]]) -> list[str]:
         for record in records:
             where = f"step {step}, stage {record['stage']}"
             for quantity, expected in (("loss", "expected_loss"), ("gradient_norm", "expected_gradient_norm")):
-                if not math.isclose(
-                    record[quantity], record[expected], rel_tol=10 * slack * LOSS_TOLERANCE[case.precision]
-                ):
+                if not math.isclose(record[quantity], record[expected], rel_tol=slack * LOSS_TOLERANCE[case.precision]):
                     found.append(f"{where}: {quantity} {record[quantity]} instead of {record[expected]}")
             for kind, sent, expected in zip(
                 ("messages", "collectives"),

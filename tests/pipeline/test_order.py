@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.pipeline.cuts import Schedule
-from ddpm_ds.pipeline.forward import _Folded, _Straight
+from ddpm_ds.pipeline.forward import ForwardPipeline
 from ddpm_ds.pipeline.messages import StageChannels
 from ddpm_ds.pipeline.order import (
     Edge,
@@ -30,7 +30,7 @@ from ddpm_ds.predict.simulate import PhaseCosts, RankCosts, simulate
 from tests.launching import fork_ranks
 
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "folded")
-RANKS = (2, 3, 4, 5, 6, 7, 8, 12, 16)
+RANKS = (2, 3, 4, 5, 8)
 PASSES = ("ForwardPass", "BackwardPass")
 
 
@@ -163,7 +163,8 @@ class RecordedEngine:
         self.log, self.module, self._device_waits = OrderLog(by_host), self, device_waits
         self.unet_layers = [type("Layer", (), {"output_shape": (1,)})]
         self.most = 2 * ranks + 1 if schedule == "folded" else ranks + 1
-        self.packed = self.unpacked = self.in_message_dtype = lambda carry: carry
+        self.in_message_dtype = lambda carry: carry
+        self.unpacked = lambda phase, received, kept: (*received, *kept)
 
     def is_first_stage(self) -> bool:
         return self.stage_id == 0
@@ -179,6 +180,9 @@ class RecordedEngine:
         ends = itertools.product(("activations", "gradients"), (False, True))
         return StageChannels(*(own.get(end) for end in ends))
 
+    def packed(self, phase: int, carry: Any) -> Any:
+        return carry[:1], carry[1:] if self.phases == 2 and phase == 0 else ()
+
     def walk(self, phase: int, carry: Any) -> Any:
         self.log.operations.append(Operation("pass", name="ForwardPass"))
         if self._device_waits:
@@ -186,15 +190,18 @@ class RecordedEngine:
         last = self.phases - 1 == phase and self.stage_id == self.loss_stage
         return torch.zeros(1) if last else (torch.zeros(1),) * 3
 
+    def warm_up(self, images: int, *, gradients: bool) -> bool:
+        return False
+
+    def eval(self) -> None: ...
+
+    train = be_cautious = eval
+
 
 def forward_order(schedule: Schedule, ranks: int, rank: int, calls: int, depth: int, **ways: bool) -> list[Operation]:
     """What a rank posts and waits for in the forward pipeline."""
     engine: Any = RecordedEngine(schedule, ranks, rank, **ways)
-    pipeline = (_Folded if schedule == "folded" else _Straight)(engine, 1)
-    take: Callable[[int, Tensor], None] = lambda number, prediction: None  # noqa: E731
-    pipeline.run(
-        calls, lambda number: (torch.zeros(1),), take, min(depth, calls), lambda: None, by_host=engine.log.by_host
-    )
+    ForwardPipeline(engine, 1).run(calls, lambda number: (torch.zeros(1),), lambda number, found: None, depth=depth)
     return list(engine.log.operations)
 
 

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from ddpm_ds.errors import LayoutError
-from ddpm_ds.pipeline.cuts import Room, balanced, boundary_elements, describe, partition
+from ddpm_ds.pipeline.cuts import Room, balanced, describe, partition
 from ddpm_ds.unet.layers import unet_layers
 from tests.launching import tiny_spec
 
@@ -66,12 +66,6 @@ def test_stages_cover_all_layers_once(method: str, stages: int) -> None:
     assert sum(row.layers for row in rows) == len(LAYERS) and all(row.layers for row in rows)
     assert sum(row.parameters for row in rows) == sum(layer.parameters for layer in LAYERS)
     assert rows[-1].sent_elements == 0 and all(row.sent_elements for row in rows[:-1])
-
-
-def test_the_newest_skip_does_not_cross_twice() -> None:
-    after_conv_in = 2
-    assert LAYERS[1].pushes
-    assert boundary_elements(LAYERS, after_conv_in) == 8 * 8 * 8 + 32  # h, which is the skip, and emb
 
 
 def test_given_cuts_are_taken_as_they_are() -> None:

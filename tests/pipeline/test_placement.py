@@ -125,13 +125,6 @@ def test_the_bytes_that_cross_hosts_are_those_of_every_message(
     )
 
 
-@pytest.mark.parametrize("across", ACROSS_HOSTS)
-def test_a_rank_is_where_its_coordinates_are(across: AcrossHosts) -> None:
-    grid = Grid(3, 4, across, hosts_of(4, 4, 4))
-    assert [grid.rank(*grid.coordinates(rank)) for rank in range(12)] == list(range(12))
-    assert {grid.coordinates(rank) for rank in range(12)} == {(s, r) for s in range(3) for r in range(4)}
-
-
 def test_the_axis_that_is_said_is_the_one_that_is_split() -> None:
     hosts = hosts_of(4, 4)
     by_stages, by_replicas = (Grid(2, 4, across, hosts) for across in ACROSS_HOSTS)

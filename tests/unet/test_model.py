@@ -14,7 +14,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from ddpm_ds.errors import DsConfigError
 from ddpm_ds.unet.model import UNet, build_layer, check_compiler, compile_layers
-from tests.unet.variants import batch, layers_of, random_unet
+from tests.unet.variants import batch, layers_of, random_unet, rounding
 
 
 def test_weights_are_a_function_of_seed_and_index_alone() -> None:
@@ -59,13 +59,14 @@ def test_weights_start_as_in_ddpm() -> None:
 
 
 def test_label_changes_the_prediction_and_no_label_is_the_row_after_the_last_class() -> None:
-    unet = random_unet(layers_of("classes"))
+    layers = layers_of("classes")
+    unet = random_unet(layers)
     x_t, t, _ = batch("classes")
     none = unet(x_t, t, torch.tensor([10, 10]))
     assert torch.equal(unet(x_t, t), none)
     mixed = unet(x_t, t, torch.tensor([3, 10]))
     assert not torch.allclose(mixed[0], none[0])
-    torch.testing.assert_close(mixed[1], none[1])
+    assert (mixed[1] - none[1]).norm() <= rounding(layers) * none[1].norm()
 
 
 PROGRAM = """
@@ -80,18 +81,19 @@ from tests.unet.variants import batch, layers_of, random_unet, rounding
 torch.set_num_threads(1)
 layers = layers_of("bare")
 ours, plain = random_unet(layers), random_unet(layers)
-compile_layers(list(ours.layers), Path(sys.argv[1]))
+some = ours.layers[:4]  # embed, conv_in and two blocks of one shape
+compile_layers(list(some), Path(sys.argv[1]))
 graphs = []
-for step in range(3):
+for step in range(int(sys.argv[2])):
     for unet in (ours, plain):
         unet.zero_grad()
         unet(*batch("bare", seed=step)).square().mean().backward()
     graphs.append(counters["stats"]["unique_graphs"])
     for own, other in zip(ours.parameters(), plain.parameters(), strict=True):
         assert (own.grad - other.grad).norm() <= 2 * rounding(layers) * (other.grad.norm() + 1e-3)
-assert graphs[0] == graphs[2], f"compiled again: {graphs}"
-shapes = len({type(layer).__name__ + str([p.shape for p in layer.parameters()]) for layer in ours.layers})
-assert graphs[0] == shapes, f"{graphs[0]} graphs for {shapes} shapes of layers"
+assert graphs[0] == graphs[-1], f"compiled again: {graphs}"
+shapes = len({type(layer).__name__ + str([p.shape for p in layer.parameters()]) for layer in some})
+assert graphs[0] == shapes < len(some), f"{graphs[0]} graphs for {shapes} shapes of layers"
 found = counters["inductor"]
 print("kept", found["fxgraph_cache_hit"], found["fxgraph_cache_miss"])
 """
@@ -102,14 +104,14 @@ def test_compiled_for_real_once_per_shape_and_kept_for_the_next_run(tmp_path: Pa
     environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
     said = [
         subprocess.run(
-            [sys.executable, "-c", PROGRAM, str(tmp_path)],
+            [sys.executable, "-c", PROGRAM, str(tmp_path), steps],
             env=environment,
             capture_output=True,
             text=True,
             check=True,
             timeout=500,
         ).stdout
-        for _ in range(2)
+        for steps in "31"
     ]
     (_, _, built), (_, kept, built_again) = map(str.split, said)
     assert int(built) > 0 and int(kept) >= int(built) and built_again == "0"

@@ -44,6 +44,11 @@ def rounding(layers: tuple[Layer, ...]) -> float:
     return 4 * additions**0.5 * 2.0**-24
 
 
+def narrowing(roundings: int, dtype: torch.dtype) -> float:
+    """Four standard deviations of the relative error of rounding so often to a data type, half a unit each time."""
+    return 4 * roundings**0.5 * torch.finfo(dtype).eps / 2
+
+
 def random_unet(layers: tuple[Layer, ...], seed: int = 0) -> UNet:
     """A U-Net without zeros in its weights, which would hide most of it, told that images 7 and 8 come next."""
     unet = UNet(layers, seed)
