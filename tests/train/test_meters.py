@@ -29,21 +29,13 @@ def ticks(*times: float) -> Callable[[], float]:
     return lambda: next(left)
 
 
-def test_an_interval_has_the_mean_loss_per_image_and_all_of_the_time() -> None:
-    meter = Meter(clock=ticks(10.0, 14.0))
+def test_an_interval_has_the_mean_loss_per_image_and_all_of_the_time_and_the_next_begins_anew() -> None:
+    meter = Meter(clock=ticks(10.0, 14.0, 19.0))
     meter.step(torch.tensor(1.0), images=300)
     meter.step(torch.tensor(1001.0, dtype=torch.float16), images=100)  # their product is beyond fp16
-    expected = Interval(steps=2, images=400, seconds=4.0, loss=251.0, non_finite_steps=0, data_wait_seconds=0.0)
-    assert meter.read() == expected
-
-
-def test_reading_begins_a_new_interval() -> None:
-    meter = Meter(clock=ticks(0.0, 1.0, 5.0))
-    meter.step(torch.tensor(100.0), images=8)
-    first = meter.read()
+    assert meter.read() == Interval(2, 400, seconds=4.0, loss=251.0, non_finite_steps=0, data_wait_seconds=0.0)
     meter.step(torch.tensor(2.0), images=4)
-    second = meter.read()
-    assert (first.loss, first.images, second.loss, second.images, second.seconds) == (100.0, 8, 2.0, 4, 4.0)
+    assert meter.read() == Interval(1, 4, seconds=5.0, loss=2.0, non_finite_steps=0, data_wait_seconds=0.0)
 
 
 def test_a_step_does_not_keep_the_tensor_it_was_given() -> None:
