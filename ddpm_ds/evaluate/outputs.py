@@ -21,7 +21,7 @@ from torch import Tensor
 from ddpm_ds.data.pictures import grid, picture, write_png
 from ddpm_ds.errors import OutputError
 from ddpm_ds.evaluate.sampling import Request
-from ddpm_ds.files import write_file
+from ddpm_ds.files import sync, write_file
 
 RECORD = "sampling.json"
 PNG_KEY = "sampling"
@@ -41,15 +41,17 @@ def writing(path: Path) -> Iterator[None]:
 
 
 class ImageFolder:
-    """Folder of finished images and the record of their request.
+    """Folder of finished images and their record.
 
     Raises:
         OutputError: all methods, where the file system refuses.
     """
 
-    def __init__(self, folder: Path, request: Request, left_out: tuple[str, ...] = ()) -> None:
-        """Take the request; its fields ``left_out`` make no difference in this folder."""
-        self._folder, self._request, self._left_out = folder, request, left_out
+    left_out: tuple[str, ...] = ()
+    """Fields of the request that make no difference in this folder."""
+
+    def __init__(self, folder: Path, request: Request) -> None:
+        self._folder, self._request = folder, request
 
     def check(self) -> None:
         """Raise OutputError where the folder holds anything but images of this request; writes nothing."""
@@ -59,13 +61,13 @@ class ImageFolder:
         kept = self._folder.iterdir() if self._folder.is_dir() else [self._folder]
         if any(path != record and not path.name.startswith(".") for path in kept):
             there = Request.read(record.read_bytes()) if record.is_file() else None
-            _refuse_other(self._folder, self._request, there, self._left_out)
+            _refuse_other(self._folder, self._request, there, self.left_out)
 
     def claim(self) -> None:
         """Write the record; called by one process, before any :meth:`keep`."""
         with writing(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_file(self._folder / RECORD, self._request.dump(*self._left_out))
+            write_file(self._folder / RECORD, self._request.dump(*self.left_out))
 
     def there(self) -> set[int]:
         """Return the numbers of the requested images that exist."""
@@ -82,8 +84,7 @@ class ImageFolder:
 class PngFolder(ImageFolder):
     """PNG files named by image number. More images of the same kind may be added at any time."""
 
-    def __init__(self, folder: Path, request: Request) -> None:
-        super().__init__(folder, request, ("first", "count", "batch_images"))
+    left_out = ("first", "count", "batch_images")
 
     def there(self) -> set[int]:
         names = self._names()
@@ -96,41 +97,56 @@ class PngFolder(ImageFolder):
 
 
 class BatchFolder(ImageFolder):
-    """Finished batches, ``000000064.npy`` by their first image, and at the end ``images.npy``, all of them; uint8
-    (N, C, H, W) each.
+    """Finished batches, and at the end all images in one file.
+
+    ::
+
+        DIR/
+            sampling.json    the request
+            000000000.npy    a finished batch by its first image, uint8 (N, C, H, W)
+            000000064.npy
+            images.npy       all of them, once all are there; the batches are gone then
     """
 
     def __init__(self, folder: Path, request: Request) -> None:
+        super().__init__(folder, request)
         self._whole = folder / "images.npy"
         # Once all images are there, in which batches they were drawn no longer matters.
-        super().__init__(folder, request, ("batch_images",) if self._whole.exists() else ())
+        self.left_out = ("batch_images",) if self._whole.exists() else ()
 
     def there(self) -> set[int]:
-        if self._whole.exists():
-            return set(self._request.index)
         names = self._names()
+        if self._whole.name in names:
+            return set(self._request.index)
         return {i for batch in self._request.batches if self._path(batch).name in names for i in batch}
 
     def keep(self, index: Sequence[int], images: Tensor) -> None:
-        self._write(self._path(index), images.numpy())
+        content = io.BytesIO()
+        np.save(content, images.numpy())
+        with writing(self._folder):
+            write_file(self._path(index), content.getvalue())
 
     def images(self) -> np.ndarray:
         """Return all images in order, (N, C, H, W) uint8, mapped into memory; called when none is missing."""
-        batches = [self._path(batch) for batch in self._request.batches]
-        if not self._whole.exists():
-            self._write(self._whole, np.concatenate([np.load(path) for path in batches]))
-        for path in batches:
-            path.unlink(missing_ok=True)
+        with writing(self._folder):
+            if not self._whole.exists():
+                self._join_batches()
+            for batch in self._request.batches:
+                self._path(batch).unlink(missing_ok=True)
         return np.load(self._whole, mmap_mode="r")
+
+    def _join_batches(self) -> None:
+        temporary = self._whole.with_name(".images.npy.tmp")
+        shape = np.load(self._path(self._request.batches[0]), mmap_mode="r").shape[1:]
+        whole = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.uint8, shape=(self._request.count, *shape))
+        for batch in self._request.batches:
+            start = batch.start - self._request.first
+            whole[start : start + len(batch)] = np.load(self._path(batch))
+        whole.flush()
+        temporary.replace(self._whole)
 
     def _path(self, batch: Sequence[int]) -> Path:
         return self._folder / f"{batch[0]:09}.npy"
-
-    def _write(self, path: Path, images: np.ndarray) -> None:
-        content = io.BytesIO()
-        np.save(content, images)
-        with writing(self._folder):
-            write_file(path, content.getvalue())
 
 
 def check_file(path: Path, request: Request) -> bool:
@@ -153,28 +169,26 @@ def write_grid(path: Path, images: np.ndarray, request: Request) -> None:
     """
     text = PngImagePlugin.PngInfo()
     text.add_itxt(PNG_KEY, request.dump("batch_images").decode())
-    content = io.BytesIO()
-    grid(torch.from_numpy(np.array(images))).save(content, format="PNG", pnginfo=text)
-    with writing(path):
-        write_file(path, content.getvalue())
+    with _complete(path) as temporary:
+        grid(torch.from_numpy(np.array(images))).save(temporary, format="PNG", pnginfo=text)
 
 
 def write_npz(path: Path, images: np.ndarray, request: Request) -> None:
     """Write an archive that numpy loads: arr_0 images (N, H, W, C) uint8, arr_1 labels (N,) int64 if there are any.
 
-    Names and order of axes are those of guided-diffusion (Dhariwal and Nichol 2021), which evaluators read. The record
-    is the archive's comment.
+    Names and order of axes are those of guided-diffusion (Dhariwal and Nichol 2021), which evaluators read.
+    ``images`` (N, C, H, W) may be mapped from a file: numpy copies it in pieces. The record is the archive's comment.
 
     Raises:
         OutputError: it can't be written.
     """
     labels = request.labels_of(request.index)
-    content = io.BytesIO()
-    np.savez(content, images.transpose(0, 2, 3, 1), *([] if labels is None else [labels.numpy()]))
-    with zipfile.ZipFile(content, "a") as archive:
-        archive.comment = request.dump("batch_images")
-    with writing(path):
-        write_file(path, content.getvalue())
+    arrays = [images.transpose(0, 2, 3, 1), *([] if labels is None else [labels.numpy()])]
+    with _complete(path) as temporary:
+        with temporary.open("wb") as file:
+            np.savez(file, *arrays)
+        with zipfile.ZipFile(temporary, "a") as archive:
+            archive.comment = request.dump("batch_images")
 
 
 WRITERS = {"grid": write_grid, "npz": write_npz}
@@ -197,3 +211,17 @@ def _refuse_other(path: Path, asked: Request, there: Request | None, left_out: S
         raise OutputError(f"{path} exists and does not say how it was drawn; remove it, or name another --out")
     if difference := asked.difference(there, *left_out):
         raise OutputError(f"{path} was drawn with another {difference}; remove it, or name another --out")
+
+
+@contextlib.contextmanager
+def _complete(path: Path) -> Iterator[Path]:
+    """Yield a temporary file that becomes ``path`` and survives a power cut, since the batches it was made of are
+    removed next.
+    """
+    temporary = path.with_name(f".{path.name}.writing")
+    with writing(path):
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync(path.parent)
