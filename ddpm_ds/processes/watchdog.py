@@ -136,6 +136,8 @@ class Watchdog:
             raise
         except BaseException as error:
             finding = self._missing(WAIT_FOR_CULPRIT_SECONDS) if isinstance(error, RuntimeError) else None
+            if finding is not None and finding.code != EXIT_PEER_LOST:
+                self._end(finding)  # another rank has said why all end, and was gone before this one's judge heard it
             self.stop(failure=None if finding else type(error).__name__)
             if finding is None:
                 raise

@@ -246,6 +246,17 @@ def test_a_collective_that_raised_is_explained_by_who_is_missing(
     }
 
 
+def test_a_collective_that_raised_since_another_rank_had_ended_all_ends_with_the_code_of_that_one(
+    watch: Watched, events: Events
+) -> None:
+    first, second = watch(0, 2), watch(1, 2)
+    first._asked = True  # its judge comes too late
+    second.fail("the file is bad", 2)
+    with pytest.raises(PeerLostError), first.blamed():
+        raise RuntimeError("closed")
+    assert take(events, 3) == {(1, "the file is bad"), (1, 2), (0, 2)}
+
+
 def test_a_single_rank_watches_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "WAIT_FOR_CULPRIT_SECONDS", 0.1)
     alone = Watchdog(0, NAMES[:1], make_store(0, 1), dead_seconds=0, hang_seconds=0)
