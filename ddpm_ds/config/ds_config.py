@@ -149,7 +149,7 @@ class ResolvedDsConfig:
 
     layout: Layout
     partition: Literal["flops", "measured", "parameters", "uniform"] | list[int]
-    schedule: Literal["1f1b", "folded"]
+    schedule: Literal["1f1b", "folded", "planned"]
     checkpoint_interval: int | Literal["auto"]
     """Layers between kept activations; 0 keeps all."""
     use_reentrant: bool
@@ -297,9 +297,10 @@ def _layout(config: dict[str, Any], spec: RunSpec, world_size: int, asked_stages
             f'{micro_batches} micro-batches of {micro}; write "auto" for train_micro_batch_size_per_gpu and '
             f"gradient_accumulation_steps, or change train.batch_images or train.accumulation"
         )
-    if schedule == "folded" and stages == 1:
+    if schedule != "1f1b" and stages == 1:
         raise LayoutError(
-            'pipeline.schedule = "folded" has nothing to fold on one stage; use "1f1b", or start 2 processes and -p 2'
+            f'pipeline.schedule = "{schedule}" has nothing to fold on one stage; use "1f1b", or start 2 processes and '
+            "-p 2"
         )
     if schedule == "folded" and micro_batches < 2 * stages:
         raise LayoutError(
@@ -313,7 +314,7 @@ def _layout(config: dict[str, Any], spec: RunSpec, world_size: int, asked_stages
 def _stages(config: dict[str, Any], schedule: str, world_size: int, asked: int | None) -> int:
     pipeline = config.get("pipeline", {})
     stages, partition = _given(pipeline, "stages", None), pipeline.get("partition")
-    per_rank = 2 if schedule == "folded" else 1
+    per_rank = 1 if schedule == "1f1b" else 2
     if asked is not None:
         name, stages = f"-p {asked}", asked
     elif stages is not None:

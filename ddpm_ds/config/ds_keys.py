@@ -171,9 +171,9 @@ KEYS: dict[str, Key] = {
         auto='"flops"',
     ),
     "pipeline.schedule": Key(
-        one_of("1f1b", "folded"),
+        one_of("1f1b", "folded", "planned"),
         "This project's key: one forward, one backward in turn; or DualPipeV over mirrored stages, two on each rank, "
-        "where skips stay.",
+        "where skips stay; or on the same stages an order made for the run, with weight gradients apart.",
         auto='"1f1b"',
     ),
     "pipeline.across_hosts": Key(

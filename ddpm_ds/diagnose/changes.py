@@ -12,7 +12,7 @@ from typing import Any
 
 from ddpm_ds.command_line import counted
 from ddpm_ds.errors import LayoutError
-from ddpm_ds.pipeline.cuts import Schedule, partition, weighted
+from ddpm_ds.pipeline.cuts import Schedule, folds, partition, weighted
 from ddpm_ds.predict.finished_run import FinishedRun, Setup
 from ddpm_ds.predict.whatif import Model
 
@@ -109,7 +109,7 @@ def _sharing(model: Model, way: Setup) -> tuple[tuple[str, ...], dict[str, Any]]
 def schedules(model: Model) -> Ideas:
     """Propose the other schedule."""
     now = model.now
-    other: Schedule = "1f1b" if now.schedule == "folded" else "folded"
+    other: Schedule = "1f1b" if folds(now.schedule) else "folded"
     if now.stages == 1 or (other == "folded" and now.micro_batches < 2 * now.stages):
         return
     words = (

@@ -24,6 +24,7 @@ from ddpm_ds.diagnose.changes import LEAST_GAIN, Change, best_change, stepping
 from ddpm_ds.errors import UserError
 from ddpm_ds.observe.device_speed import measure_device, write_device
 from ddpm_ds.predict.finished_run import FinishedRun, RankFacts, facts_of, mean
+from ddpm_ds.predict.scheduler import order_of
 from ddpm_ds.predict.simulate import PhaseCosts, RankCosts, simulate
 from ddpm_ds.predict.whatif import Model, reads_data
 
@@ -189,7 +190,8 @@ def _waits(model: Model) -> dict[str, float]:
 
 def _idle(model: Model, ranks: Sequence[tuple[PhaseCosts, ...]]) -> float:
     """Return the mean seconds that a rank waits in a step on free links."""
-    return mean(simulate(model.now.schedule, model.now.micro_batches, list(map(RankCosts, ranks))).wait_seconds)
+    schedule, count, costs = model.now.schedule, model.now.micro_batches, list(map(RankCosts, ranks))
+    return mean(simulate(schedule, count, costs, programs=order_of(schedule, count, costs)).wait_seconds)
 
 
 def _mean_phase(same: Sequence[PhaseCosts]) -> PhaseCosts:

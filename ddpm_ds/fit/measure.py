@@ -21,7 +21,7 @@ from ddpm_ds.processes.process_group import group_timeout, process_group
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.meters import peak_memory_bytes, peak_reserved_bytes
 from ddpm_ds.train.objective import Denoising, replica_batches
-from ddpm_ds.train.resolve import cut_by_time, decide, share_threads
+from ddpm_ds.train.resolve import cut_and_ordered, decide, share_threads
 
 MOST_WARM_UP_STEPS = 40
 """Largest number of steps in which fp16 may find a loss scale; a step that overflows is not a whole step."""
@@ -58,7 +58,7 @@ def measure(
     store = DatasetCache.open(cache_path(plan.spec.data), verify=False)
     plan = decide(replace(plan, ds=plan.ds.without_reports()), own)
     with process_group(group_timeout(hang_seconds)):
-        seconds = _train(cut_by_time(plan, own), store, own, steps, progress)
+        seconds = _train(cut_and_ordered(plan, own), store, own, steps, progress)
         peak = peak_reserved_bytes(own) or peak_memory_bytes(own)
         dist.barrier()  # none leaves, and is thought to have failed, before all are done
     interval = plan.ds.checkpoint_interval
@@ -77,7 +77,8 @@ def _train(
     plan: RunPlan, store: DatasetCache, device: torch.device, steps: int, progress: Callable[[], object]
 ) -> list[float]:
     """Return the seconds of each timed step."""
-    engine = build_engine(plan.layers, plan.bounds, plan.ds, Denoising(plan.spec, device), seed=plan.spec.train.seed)
+    seed, objective = plan.spec.train.seed, Denoising(plan.spec, device)
+    engine = build_engine(plan.layers, plan.bounds, plan.ds, objective, seed=seed, programs=plan.programs)
     ema = Ema(engine, plan.spec.ema)
     batches = None
     if engine.reads_data:

@@ -29,6 +29,7 @@ from ddpm_ds.command_line import aligned
 from ddpm_ds.observe.observer import Observer, Report, gathered, instructions_wrapped, keep
 from ddpm_ds.pipeline.cuts import stages_of
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.pipeline.schedule import Instruction
 from ddpm_ds.unet.layers import Layer
 
 
@@ -125,9 +126,10 @@ class FlopsProfile(Observer):
             return
         self._report.log(f"flops_profiler.profile_step = {self._step}, but {why}: nothing is profiled; write {fix}")
 
-    def _around(self, name: str, phase: int, execute: Callable[[], None]) -> None:
+    def _around(self, instruction: Instruction, execute: Callable[[], None]) -> None:
         """Profile the first forward pass of each of this rank's stages."""
-        if name != "ForwardPass" or phase not in self._left:
+        phase = instruction.phase
+        if instruction.name != "ForwardPass" or phase not in self._left:
             execute()
             return
         first, stop = self._engine.module.ends(phase)

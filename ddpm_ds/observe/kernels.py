@@ -30,6 +30,7 @@ from ddpm_ds.device import wait_for_device
 from ddpm_ds.observe.kernel_groups import GROUPS, INSTRUCTION, SPAN, WAIT, Shares, operations_of, shares
 from ddpm_ds.observe.observer import Observer, Report, gathered, instructions_wrapped, keep
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.pipeline.schedule import Instruction
 
 TABLE_ROWS = 100
 WIDEST_NAME = 60
@@ -166,9 +167,9 @@ class KernelProfile(Observer):
         return RankProfile(self._recorded, own, _rows(averages, self._on_device), table, trace, kept)
 
 
-def _labelled(name: str, phase: int, execute: Callable[[], None]) -> None:
+def _labelled(instruction: Instruction, execute: Callable[[], None]) -> None:
     """Execute an instruction as a range of the profile."""
-    with record_function(INSTRUCTION + name):
+    with record_function(INSTRUCTION + instruction.name):
         execute()
 
 

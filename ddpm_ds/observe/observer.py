@@ -19,6 +19,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
+from ddpm_ds.pipeline.schedule import Instruction
+
 Value = TypeVar("Value")
 
 
@@ -75,31 +77,31 @@ class Observers(Observer):
 
 
 @contextlib.contextmanager
-def instructions_wrapped(engine: Any, around: Callable[[str, int, Callable[[], None]], None]) -> Iterator[None]:
-    """Call ``around(name, phase, execute)`` for every instruction of the engine's schedule, instead of ``execute()``.
+def instructions_wrapped(engine: Any, around: Callable[[Instruction, Callable[[], None]], None]) -> Iterator[None]:
+    """Call ``around(instruction, execute)`` for every instruction of the engine's program, instead of ``execute()``.
 
     Afterwards the engine is as before. Where another observer has wrapped the same instruction meanwhile, its wrapper
     stays and this one passes the instruction through.
     """
     active = True
 
-    def wrapped(name: str, execute: Callable[..., None]) -> Callable[..., None]:
-        def run(**arguments: Any) -> None:
+    def wrapped(execute: Callable[[Instruction], None]) -> Callable[[Instruction], None]:
+        def run(instruction: Instruction) -> None:
             if active:
-                around(name, arguments.get("phase", 0), functools.partial(execute, **arguments))
+                around(instruction, functools.partial(execute, instruction))
             else:
-                execute(**arguments)
+                execute(instruction)
 
         return run
 
     before = dict(engine.execute)
-    ours = {kind: wrapped(kind.__name__, execute) for kind, execute in before.items()}
+    ours = {name: wrapped(execute) for name, execute in before.items()}
     engine.execute.update(ours)
     try:
         yield
     finally:
         active = False
-        engine.execute.update({kind: before[kind] for kind in before if engine.execute[kind] is ours[kind]})
+        engine.execute.update({name: before[name] for name in before if engine.execute[name] is ours[name]})
 
 
 def gathered(own: Value) -> list[Value] | None:

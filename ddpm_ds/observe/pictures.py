@@ -16,11 +16,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from ddpm_ds.observe.recording import RankTrace
-from ddpm_ds.pipeline.schedule import Event
+from ddpm_ds.pipeline.schedule import PASSES, Event
 
 LOOKS: dict[str, tuple[str, ...]] = {
     "ForwardPass": ("forward", "#3b7dd8", "#8fbcf0"),
     "BackwardPass": ("backward", "#e07b39", "#f5bd8b"),
+    "InputGradients": ("input gradients", "#e07b39", "#f5bd8b"),
+    "WeightGradients": ("weight gradients", "#b5542a", "#d98e63"),
     "DataWait": ("wait for data", "#c22f2f"),
     "LoadMicroBatch": ("load", "#d8a8a8"),
     "SendActivation": ("send activations", "#2b2b2b", "#2b2b2b"),
@@ -35,7 +37,6 @@ LOOKS: dict[str, tuple[str, ...]] = {
     "inspection": ("sampling and validation", "#cbbf9f"),
 }
 """Name of an event and the colour of its box by phase; an event without a colour is a wait and stays empty."""
-PASSES = ("ForwardPass", "BackwardPass")
 PROCESS = 1
 STEPS_ROW = 1
 """Thread id of the row above the ranks, which shows the steps."""

@@ -7,7 +7,6 @@ as it was. A wait inside an instruction becomes an event of its own, and the ins
     ForwardPass      RecvActivation, until its message is there; then ForwardPass
     BackwardPass     RecvGrad, likewise; then BackwardPass, with recomputation and with what ZeRO-2 reduces in it
 
-The instructions RecvActivation, RecvGrad, ReduceTiedGrads and CommitP2P do nothing in these engines and leave no event.
 :func:`aligned` puts the ranks' events on one clock and finds how long ranks waited for each other.
 """
 
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
@@ -28,17 +26,13 @@ from ddpm_ds.observe.observer import instructions_wrapped
 from ddpm_ds.pipeline.cuts import stages_of
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.messages import Channel
-from ddpm_ds.pipeline.schedule import Event
+from ddpm_ds.pipeline.schedule import Event, Instruction
 
 Value = TypeVar("Value")
 BARRIERS = 8
 """Number of barriers that the ranks pass to compare their clocks."""
-NOTHING = {"RecvActivation", "RecvGrad", "ReduceTiedGrads", "CommitP2P"}
-"""Instructions that do nothing in these engines."""
-RECEIVES = {"ForwardPass": "RecvActivation", "BackwardPass": "RecvGrad"}
+RECEIVES = {"ForwardPass": "RecvActivation", "BackwardPass": "RecvGrad", "InputGradients": "RecvGrad"}
 """Name of the wait for a message inside an instruction, by the instruction."""
-ONCE = {"ReduceGrads", "OptimizerStep"}
-"""Instructions executed once per step, not per micro-batch."""
 WAIT_FOR_RANKS = "WaitForRanks"
 """Name of the event of waiting for ranks that must agree on a step, or whose gradients are to be added."""
 
@@ -139,7 +133,6 @@ class Recording:
     def begin_step(self, step: int) -> None:
         """End the step before and begin this one."""
         self._events: list[tuple[str, int, int, Any, Any]] = []
-        self._numbers: Counter[tuple[str, int]] = Counter()
         self._steps.append((step, self._clock.mark(), self._events))
 
     @contextlib.contextmanager
@@ -175,12 +168,9 @@ class Recording:
         timed = tuple(Event(*event[:3], *span) for event, span in zip(events, spans, strict=True))
         return TracedStep(number, first, last, timed)
 
-    def _timed(self, name: str, phase: int, execute: Callable[[], None]) -> None:
-        if name in NOTHING:
-            execute()
-            return
-        number = -1 if name in ONCE else self._numbers[name, phase]
-        self._numbers[name, phase] += 1
+    def _timed(self, instruction: Instruction, execute: Callable[[], None]) -> None:
+        name, phase, numbers = instruction
+        number = numbers[0] if numbers else -1
         self._inside, self._resumed = (name, phase, number), None
         begin = self._clock.mark()
         with self._timed_loader() if name == "LoadMicroBatch" else contextlib.nullcontext():

@@ -99,7 +99,7 @@ class Timeline(Observer):
     def _summary(self, traces: Sequence[RankTrace], clock_error_seconds: float, peak: float) -> dict[str, Any]:
         engine, ranks = self._engine, [rank_seconds(trace) for trace in traces]
         return {
-            "schedule": engine.module.schedule,
+            "schedule": engine.schedule,
             "micro_batches": engine.micro_batches,  # of a replica's step
             "micro_batch_images": engine.micro_batch_size,
             "pipeline_ranks": engine.num_stages,

@@ -27,7 +27,7 @@ OWN = {
 """Events of a rank as a whole, by the name under which their seconds are summed."""
 PHASES = {
     "forward": ["ForwardPass"],
-    "backward": ["BackwardPass"],
+    "backward": ["BackwardPass", "InputGradients", "WeightGradients"],
     "wait": ["RecvActivation", "RecvGrad"],  # for messages
     "send": ["SendActivation", "SendGrad"],
 }
@@ -55,8 +55,10 @@ def rank_seconds(trace: RankTrace) -> dict[str, Any]:
             f"{kind}_seconds": sum(sum(taken[name, phase]) for name in names) / steps for kind, names in kinds.items()
         }
 
-    def each(name: str, phase: int) -> float:
-        return sum(taken[name, phase]) / max(len(taken[name, phase]), 1)
+    def each(kind: str, phase: int) -> float:
+        names = PHASES | {"weights": ["WeightGradients"]}
+        forwards = len(taken["ForwardPass", phase])  # one for each micro-batch
+        return sum(sum(taken[name, phase]) for name in names[kind]) / max(forwards, 1)
 
     whole = sum(step.end - step.start for step in trace.steps) / steps
     pauses = seconds(PAUSES)
@@ -72,8 +74,9 @@ def rank_seconds(trace: RankTrace) -> dict[str, Any]:
             {
                 "stage": stage,
                 **seconds(PHASES, phase),
-                "forward_seconds_per_micro_batch": each("ForwardPass", phase),
-                "backward_seconds_per_micro_batch": each("BackwardPass", phase),
+                "forward_seconds_per_micro_batch": each("forward", phase),
+                "backward_seconds_per_micro_batch": each("backward", phase),
+                "weight_seconds_per_micro_batch": each("weights", phase),
                 "activation_bytes": activation_bytes,
                 "gradient_bytes": gradient_bytes,
             }

@@ -20,9 +20,11 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from ddpm_ds.command_line import cache_folder
 from ddpm_ds.config.ds_config import ResolvedDsConfig
 from ddpm_ds.pipeline import deepspeed_insides as insides
+from ddpm_ds.pipeline.cuts import folds
 from ddpm_ds.pipeline.engine import Objective, UnetPipelineEngine
 from ddpm_ds.pipeline.module import FoldedUnetModule, UnetPipelineModule
 from ddpm_ds.pipeline.placement import AcrossHosts
+from ddpm_ds.pipeline.schedule import Program, program
 from ddpm_ds.unet.kernel_choice import choose_kernels
 from ddpm_ds.unet.layers import Layer
 from ddpm_ds.unet.model import compile_layers
@@ -74,11 +76,13 @@ def build_engine(
     objective: Objective,
     *,
     seed: int,
+    programs: Sequence[Program] | None = None,
     verbose: bool = False,
 ) -> UnetPipelineEngine:
     """Build this process's share of the U-Net and its engine; collective over all processes.
 
-    ``bounds`` come from :func:`ddpm_ds.pipeline.cuts.partition`. The process group must exist.
+    ``bounds`` come from :func:`ddpm_ds.pipeline.cuts.partition`; without ``programs`` the ranks follow the schedule's
+    own. The process group must exist.
 
     Raises:
         DsConfigError: the fused kernels were asked for and fail, or have broken a GPU; on all ranks alike.
@@ -86,11 +90,11 @@ def build_engine(
     gc.collect()  # an engine of before waits for the device when it is collected, be it in the middle of a step
     with quiet_deepspeed(verbose):
         across: AcrossHosts = "replicas" if resolved.across_hosts == "replicas" else "stages"
-        kind = FoldedUnetModule if resolved.schedule == "folded" else UnetPipelineModule
+        kind = FoldedUnetModule if folds(resolved.schedule) else UnetPipelineModule
         with insides.pipeline_engine(UnetPipelineEngine):
             engine, *_ = deepspeed.initialize(model=kind(layers, bounds, seed, across), config=resolved.for_deepspeed())
     assert isinstance(engine, UnetPipelineEngine)
-    engine.objective = objective
+    engine.objective, engine.schedule = objective, resolved.schedule
     dtype = next(engine.module.parameters()).dtype
     engine.kernels, engine.why_kernels = choose_kernels(
         resolved.kernels, layers, engine.device, dtype, engine.micro_batch_size, said_by_all
@@ -100,6 +104,10 @@ def build_engine(
     if resolved.compile:
         engine.compiled = True
         compile_layers(modules, cache_folder() / "compiled")
+    if programs is None:
+        count, ranks = engine.micro_batches, engine.num_stages
+        programs = [program(resolved.schedule, count, ranks, rank) for rank in range(ranks)]
+    engine.follow(programs)
     return engine
 
 

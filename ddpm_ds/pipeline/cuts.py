@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 
 PartitionMethod = Literal["flops", "parameters", "uniform"]
-Schedule = Literal["1f1b", "folded"]
+Schedule = Literal["1f1b", "folded", "planned"]
+"""1F1B in a line; DualPipeV in a fold; in a fold, an order made for the run's own costs."""
 
 CROSSING_MACS = 65
 """Cost of an element that crosses a cut for a rank on either side, there and back, in multiply-accumulates of a
@@ -42,6 +43,11 @@ forward.
 A processor's core computes so many in the time in which it copies the element. An H100 computes 800 while its NVLink
 carries it, but its copy engines do that beside other micro-batches.
 """
+
+
+def folds(schedule: Schedule) -> bool:
+    """Return whether a rank holds two mirrored stages, or one of a line."""
+    return schedule != "1f1b"
 
 
 @dataclass(frozen=True)
@@ -128,8 +134,8 @@ def mirrored_cuts(
     if lightest_chain([parts] * ranks, prices) is None:
         most = next(count for count in range(ranks - 1, 0, -1) if lightest_chain([parts] * count, prices))
         raise LayoutError(
-            f'pipeline.stages = {ranks}, but with pipeline.schedule = "folded" this U-Net has mirrored cuts for {most} '
-            f"at most; use fewer stages"
+            f"pipeline.stages = {ranks}, but a fold of this U-Net has mirrored cuts for {most} at most; "
+            "use fewer stages"
         )
     edges, middles = [parts] * ranks, {node: [turn for turn in turns if node[0] < turn < node[1]] for node in nodes}
     if room is not None:
@@ -251,7 +257,7 @@ def weighted(
     Raises:
         LayoutError: the list can't be cut into so many, or not within the ``room``.
     """
-    if schedule == "folded":
+    if folds(schedule):
         return mirrored_cuts(layers, weights, stages, crossing, room)
     if stages > len(layers):
         raise LayoutError(
@@ -261,14 +267,14 @@ def weighted(
 
 
 def _given(layers: Sequence[Layer], stages: int, cuts: Sequence[int], schedule: Schedule) -> tuple[int, ...]:
-    count = 2 * stages if schedule == "folded" else stages
+    count = 2 * stages if folds(schedule) else stages
     bounds = (0, *(int(cut) for cut in cuts), len(layers))
     if len(bounds) != count + 1 or any(left >= right for left, right in itertools.pairwise(bounds)):
         raise LayoutError(
             f"pipeline.partition = {list(cuts)} does not cut {len(layers)} layers into {count} stages; "
             f"give {count - 1} increasing positions between 1 and {len(layers) - 1}"
         )
-    if schedule == "folded":
+    if folds(schedule):
         check_mirrored(layers, bounds)
     return bounds
 
@@ -310,12 +316,12 @@ def boundary_elements(layers: Sequence[Layer], cut: int) -> int:
 
 def stages_of(rank: int, ranks: int, schedule: Schedule) -> tuple[int, ...]:
     """Return the stages that a rank holds, in the order in which a micro-batch meets them."""
-    return (rank, 2 * ranks - 1 - rank) if schedule == "folded" else (rank,)
+    return (rank, 2 * ranks - 1 - rank) if folds(schedule) else (rank,)
 
 
 def segments(bounds: Sequence[int], schedule: Schedule, rank: int) -> tuple[tuple[int, int], ...]:
     """Return the layers [start, stop) that a rank owns: one range, or for the fold those of phase 0 and of phase 1."""
-    ranks = (len(bounds) - 1) // (2 if schedule == "folded" else 1)
+    ranks = (len(bounds) - 1) // (2 if folds(schedule) else 1)
     return tuple((bounds[stage], bounds[stage + 1]) for stage in stages_of(rank, ranks, schedule))
 
 
@@ -346,14 +352,14 @@ class Stage:
 def describe(layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule = "1f1b") -> tuple[Stage, ...]:
     """Return the stages of a partition, in the order of the layers."""
     count = len(bounds) - 1
-    ranks = count // 2 if schedule == "folded" else count
+    ranks = count // 2 if folds(schedule) else count
     stages: list[Stage] = []
     for index, (start, stop) in enumerate(itertools.pairwise(bounds)):
         own = layers[start:stop]
         stages.append(
             Stage(
                 index=index,
-                rank=min(index, count - 1 - index) if schedule == "folded" else index,
+                rank=min(index, count - 1 - index) if folds(schedule) else index,
                 start=start,
                 stop=stop,
                 first_layer=own[0].name,
@@ -363,7 +369,7 @@ def describe(layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule 
                 forward_flops=2 * sum(layer.macs for layer in own),
                 activation_elements=sum(layer.activation_elements for layer in own),
                 sent_elements=sum(map(math.prod, sent_shapes(layers, stop, phase=index // ranks, schedule=schedule)))
-                if stop < len(layers) and not (schedule == "folded" and index == ranks - 1)
+                if stop < len(layers) and not (folds(schedule) and index == ranks - 1)
                 else 0,
                 received_elements=stages[-1].sent_elements if stages else 0,
             )

@@ -1,11 +1,13 @@
-"""DeepSpeed's pipeline engine, taught to train a U-Net under 1F1B and in a fold.
+"""DeepSpeed's pipeline engine, taught to train a U-Net by any program.
 
-The schedule is DeepSpeed's own instruction stream. Its instructions are executed differently:
+A program (:mod:`ddpm_ds.pipeline.schedule`) lists what a rank does in a step, and the engine does it in that order:
 
 - a stage's backward is ONE walk of its graph, ``torch.autograd.backward(all outputs, all gradients)``; the stock
   engine walks it once per output tensor, and a U-Net stage has an output per live skip;
-- ZeRO-2 works: gradients are reduced and partitioned after each micro-batch's backward, accumulated in the owner's
-  partition and finished once;
+- large weight gradients may wait for a pass of their own, which computes those of several micro-batches at once
+  (:mod:`ddpm_ds.unet.weight_gradients`);
+- ZeRO-2 works: gradients are reduced and partitioned after each backward or weight-gradient pass, accumulated in the
+  owner's partition and finished once;
 - a boundary's tensors travel as one message, are used where they were received, and no tensor crosses twice;
 - what is random is keyed by the image, so each stage knows its micro-batch from arithmetic alone.
 """
@@ -13,26 +15,25 @@ The schedule is DeepSpeed's own instruction stream. Its instructions are execute
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from ddpm_ds.pipeline import deepspeed_insides as insides
-from ddpm_ds.pipeline.cuts import sent_shapes
+from ddpm_ds.pipeline.cuts import Schedule, sent_shapes
 from ddpm_ds.pipeline.flight import Flight, Passage, as_leaves, edge
 from ddpm_ds.pipeline.messages import Channel, StageChannels, open_p2p_groups, runs_behind
 from ddpm_ds.pipeline.module import UnetPipelineModule, checkpoint_function, forget_peaks, warm_up
 from ddpm_ds.pipeline.order import Edge, Kind
-from ddpm_ds.pipeline.schedule import instruction_stream, most_in_flight
-from ddpm_ds.unet.blocks import Carry
-from ddpm_ds.unet.operations import Kernels, KeyedDropout, set_image_index
+from ddpm_ds.pipeline.schedule import Instruction, Program, check_programs, most_in_flight, neighbours
+from ddpm_ds.unet.blocks import Carry, large_weights
+from ddpm_ds.unet.operations import Convolution, Kernels, KeyedDropout, Linear, set_image_index
+from ddpm_ds.unet.weight_gradients import WaitingGradients
 
 
 class Objective(Protocol):
@@ -48,27 +49,12 @@ class Objective(Protocol):
         """Return the mean loss of the micro-batch: a scalar in fp32."""
 
 
-INSTRUCTIONS = {
-    schedule.OptimizerStep: "_exec_optimizer_step",
-    schedule.ReduceGrads: "_exec_reduce_grads",
-    schedule.ReduceTiedGrads: "_exec_nothing",
-    schedule.LoadMicroBatch: "_exec_load_micro_batch",
-    schedule.ForwardPass: "_exec_forward_pass",
-    schedule.BackwardPass: "_exec_backward_pass",
-    schedule.SendActivation: "_exec_send_activations",
-    schedule.RecvActivation: "_exec_nothing",
-    schedule.SendGrad: "_exec_send_grads",
-    schedule.RecvGrad: "_exec_nothing",
-    schedule.CommitP2P: "_exec_nothing",
-}
-"""Name of the method that executes each instruction."""
-
 CAUTIOUS_STEPS = 2
 """Number of first steps of a process in which kernels are loaded and the allocator finds its peak."""
 
 
 class UnetPipelineEngine(PipelineEngine):
-    """1F1B or the fold over the stages of one U-Net, with ZeRO-0/1/2, fp16, bf16 and fp32.
+    """One program for each rank over the stages of one U-Net, with ZeRO-0/1/2, fp16, bf16 and fp32.
 
     Built by :func:`ddpm_ds.pipeline.build.build_engine`, which sets ``objective``.
     """
@@ -77,6 +63,8 @@ class UnetPipelineEngine(PipelineEngine):
     kernels: Kernels = "reference"
     """Kernels of the layers' normalisations; set by :func:`build_engine`, with the reason."""
     why_kernels = ""
+    schedule: Schedule = "1f1b"
+    """The JSON's schedule; set by :func:`build_engine`."""
     compiled = False
     """Whether layers are compiled when they first run; set by :func:`build_engine`."""
 
@@ -93,8 +81,16 @@ class UnetPipelineEngine(PipelineEngine):
         insides.forget_first_optimizer_step(self)
         module.activation_checkpoint_func = checkpoint_function(self._config.pipeline["use_reentrant"])
 
-        self.execute: dict[type[schedule.PipeInstruction], Callable[..., None]] = {
-            instruction: getattr(self, method) for instruction, method in INSTRUCTIONS.items()
+        self.execute: dict[str, Callable[[Instruction], None]] = {
+            "LoadMicroBatch": self._load,
+            "ForwardPass": self._forward,
+            "SendActivation": self._send_activations,
+            "BackwardPass": self._backward,
+            "InputGradients": self._backward,
+            "WeightGradients": self._weight_gradients,
+            "SendGrad": self._send_gradients,
+            "ReduceGrads": self._reduce,
+            "OptimizerStep": self._step,
         }
         """Functions that execute each instruction; an observer may wrap an entry."""
         self.receive: Callable[[Channel], Carry] = Channel.receive
@@ -110,12 +106,36 @@ class UnetPipelineEngine(PipelineEngine):
         self._step_loss_scale = 1.0
         self._dropouts = [part for part in module.modules() if isinstance(part, KeyedDropout)]
         self._flights: dict[int, Flight] = {}  # by the micro-batch's number in this step
-        self._executed: Counter[tuple[str, int]] = Counter()  # in this step, by instruction and phase
+        self.programs: tuple[Program, ...] = ()
+        """Programs of all ranks of a pipeline; set by :meth:`follow`."""
+        self._waiting: WaitingGradients | None = None
+        """Weight gradients that wait for a pass of their own, where the programs have such passes."""
         self._connected = open_p2p_groups(self.grid.pipe_groups, self.phases, self.device)
-        self._channels = [self.stage_channels(phase, self.micro_batch_size) for phase in range(self.phases)]
+        self._channels: list[StageChannels] = []
         self._cautious_steps = CAUTIOUS_STEPS
         self._watchers = 0
         self._warm: set[tuple[int, bool]] = set()
+
+    def follow(self, programs: Sequence[Program]) -> None:
+        """Execute these programs from the next step on; all ranks of a pipeline call this with the same.
+
+        Raises:
+            ValueError: they would not compute one step's gradients, or split backwards of compiled layers.
+        """
+        check_programs(programs, self.module.schedule, self.micro_batches)
+        split = any(one.name == "WeightGradients" for own in programs for one in own)
+        if split and self.compiled:
+            raise ValueError("weight gradients can't have passes of their own where layers are compiled")
+        self.programs = tuple(programs)
+        self._waiting = WaitingGradients() if split else None
+        for layer in self._large_weights(range(self.phases)):
+            layer.waiting = self._waiting
+        self._channels = [self.stage_channels(phase, self.micro_batch_size) for phase in range(self.phases)]
+
+    def _large_weights(self, phases: Iterable[int]) -> list[Convolution | Linear]:
+        """Return the parts of this rank's layers of some phases whose weight gradients may wait."""
+        own = (self.module.get_submodule(str(index)) for phase in phases for index in range(*self.module.ends(phase)))
+        return [part for layer in own for part in large_weights(layer)]
 
     def own_layers(self) -> dict[int, nn.Module]:
         """Return the layers of all of this rank's stages, by their index in the list."""
@@ -125,10 +145,7 @@ class UnetPipelineEngine(PipelineEngine):
     def stage_channels(self, phase: int, images: int) -> StageChannels:
         """Return the channels of a stage for the carry of ``images`` images and its gradients."""
         (first, stop), own = self.module.ends(phase), self.stage_id
-        before = None if self.is_first_stage() else self.prev_stage
-        after = None if own == self.num_stages - 1 else self.next_stage
-        if phase == 1:
-            before, after = after, before
+        before, after = neighbours(self.module.schedule, self.num_stages, own, phase)
 
         def channel(kind: Kind, cut: int, source: int | None, target: int | None) -> Channel | None:
             if source is None or target is None:
@@ -146,8 +163,7 @@ class UnetPipelineEngine(PipelineEngine):
 
     def channel(self, edge: Edge, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Channel:
         """Return this rank's end of an edge."""
-        most = most_in_flight(self.module.schedule, self.num_stages)
-        return Channel(shapes, dtype, self.device, self._connected[edge], most)
+        return Channel(shapes, dtype, self.device, self._connected[edge], most_in_flight(self.programs))
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -188,6 +204,8 @@ class UnetPipelineEngine(PipelineEngine):
             )
             if gradients:
                 forget_peaks(self.device)
+            if self._waiting is not None:
+                self._waiting.clear()
         return True
 
     def _message_dtype(self) -> torch.dtype:
@@ -233,10 +251,9 @@ class UnetPipelineEngine(PipelineEngine):
         self._cautious_steps = max(self._cautious_steps - 1, 0)
         for channels in self._channels:
             channels.begin(self.micro_batches, by_host=by_host)
-        self._executed.clear()
         self._flights.clear()
-        kind, count = self.module.schedule, self.micro_batches
-        self._exec_schedule(instruction_stream(kind, micro_batches=count, ranks=self.num_stages, rank=self.stage_id))
+        for instruction in self.programs[self.stage_id]:
+            self._run(instruction)
         self._flights.clear()
         for channels in self._channels:
             channels.drain()
@@ -274,26 +291,23 @@ class UnetPipelineEngine(PipelineEngine):
         stuck = self.optimizer.overflow and scale <= floor
         self.consecutive_overflows_at_floor = self.consecutive_overflows_at_floor + 1 if stuck else 0
 
-    def _exec_schedule(self, pipe_schedule: schedule.PipeSchedule) -> None:
-        """Execute an instruction stream; the one place where an instruction runs."""
-        timed = self.wall_clock_breakdown()
-        for commands in pipe_schedule.steps():
-            for command in commands:
-                if timed:
-                    self.timers(command.name).start()
-                self.execute[type(command)](**command.kwargs)
-                if timed:
-                    self.timers(command.name).stop()
-        every = self.steps_per_print()
-        if timed and every and self.global_steps % every == 0:
-            self.timers.log([kind.__name__ for kind in self.execute], normalizer=every)
+    def _run(self, instruction: Instruction) -> None:
+        """Execute an instruction; the one place where an instruction runs."""
+        timed, name = self.wall_clock_breakdown(), instruction.name
+        if timed:
+            self.timers(name).start()
+        self.execute[name](instruction)
+        if timed:
+            self.timers(name).stop()
+            every = self.steps_per_print()
+            if name == "OptimizerStep" and every and self.global_steps % every == 0:
+                self.timers.log(list(self.execute), normalizer=every)
 
     # ---------------------------------------------------------------- instructions
 
-    def _flight(self, instruction: str, phase: int) -> Flight:
-        """Return the micro-batch of an instruction: the n-th of a kind in a phase is that of micro-batch n."""
-        number = self._executed[instruction, phase]
-        self._executed[instruction, phase] += 1
+    def _flight(self, instruction: Instruction) -> Flight:
+        """Return the micro-batch of an instruction that has one."""
+        (number,) = instruction.micro_batches
         if number not in self._flights:
             # micro-batch m of replica r has the positions from (m R + r) n on
             micro = self.micro_batch_size
@@ -302,14 +316,12 @@ class UnetPipelineEngine(PipelineEngine):
             self._flights[number] = Flight(images, tuple(Passage() for _ in range(self.phases)))
         return self._flights[number]
 
-    def _exec_load_micro_batch(self, buffer_id: int) -> None:
-        self._flight("LoadMicroBatch", 0).prepared = self.objective.prepare(next(self.data_iterator))
+    def _load(self, own: Instruction) -> None:
+        self._flight(own).prepared = self.objective.prepare(next(self.data_iterator))
 
-    def _exec_nothing(self, **arguments: int) -> None:
-        """Do nothing: nothing is tied, and a message is waited for where it is used."""
-
-    def _exec_forward_pass(self, buffer_id: int, phase: int = 0) -> None:
-        flight, channels = self._flight("ForwardPass", phase), self._channels[phase]
+    def _forward(self, own: Instruction) -> None:
+        phase = own.phase
+        flight, channels = self._flight(own), self._channels[phase]
         passage, ends = flight.passages[phase], phase == self.phases - 1
         set_image_index(self._dropouts, flight.images)
         if channels.activations_in is not None:
@@ -335,17 +347,18 @@ class UnetPipelineEngine(PipelineEngine):
         if ends:
             flight.prepared = None
 
-    def _exec_send_activations(self, buffer_id: int, phase: int = 0) -> None:
+    def _send_activations(self, own: Instruction) -> None:
         """Send a stage's output; its place in the graph is enough for backward, so its memory may be freed."""
-        passage = self._flight("SendActivation", phase).passages[phase]
-        channel = self._channels[phase].activations_out
+        passage = self._flight(own).passages[own.phase]
+        channel = self._channels[own.phase].activations_out
         assert channel is not None
         channel.send(passage.unsent)
         passage.unsent = ()
 
-    def _exec_backward_pass(self, buffer_id: int, phase: int = 0) -> None:
+    def _backward(self, own: Instruction) -> None:
         """Walk a stage's graph of one micro-batch once, from all outputs that have a gradient."""
-        flight, channels = self._flight("BackwardPass", phase), self._channels[phase]
+        phase = own.phase
+        flight, channels = self._flight(own), self._channels[phase]
         passage = flight.passages[phase]
         gradients: Sequence[Tensor | None]
         if channels.gradients_in is not None:
@@ -362,29 +375,40 @@ class UnetPipelineEngine(PipelineEngine):
             flight.kept_roots = flight.kept = ()
         pairs = [(root, gradient) for root, gradient in begin if root is not None and gradient is not None]
         set_image_index(self._dropouts, flight.images)
+        if self._waiting is not None:
+            (self._waiting.number,) = own.micro_batches
         with insides.micro_batch_backward(self):
             torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
+            if self._waiting is not None and own.name == "BackwardPass":
+                self._waiting.compute(self._large_weights([phase]), own.micro_batches)
 
-    def _exec_send_grads(self, buffer_id: int, phase: int = 0) -> None:
+    def _weight_gradients(self, own: Instruction) -> None:
+        assert self._waiting is not None
+        with insides.micro_batch_backward(self):
+            self._waiting.compute(self._large_weights([own.phase]), own.micro_batches)
+
+    def _send_gradients(self, own: Instruction) -> None:
         """Send the gradients of the received tensors; emb has none where a U-Net's last layers don't use it."""
-        passage = self._flight("SendGrad", phase).passages[phase]
+        passage = self._flight(own).passages[own.phase]
         gradients = [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in passage.leaves]
-        channel = self._channels[phase].gradients_out
+        channel = self._channels[own.phase].gradients_out
         assert channel is not None
         channel.send(gradients)
         passage.leaves = ()
 
-    def _exec_reduce_grads(self) -> None:
+    def _reduce(self, _: Instruction) -> None:
+        if self._waiting is not None:
+            self._waiting.check_empty()
         if self.zero_optimization_partition_gradients():
             insides.finish_partitioned_gradients(self)
         else:
-            super()._exec_reduce_grads()
+            self._exec_reduce_grads()
 
-    def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+    def _step(self, _: Instruction) -> None:
         self._force_grad_boundary = True
         try:
             with insides.scale_updated_afterwards(self), insides.one_wait(self):
-                self._take_model_step(lr_kwargs)
+                self._take_model_step(None)
         finally:
             self._force_grad_boundary = False
 

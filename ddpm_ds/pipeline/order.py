@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
-from ddpm_ds.pipeline.schedule import Schedule, most_in_flight, program
+from ddpm_ds.pipeline.schedule import PASSES, Program, Schedule, most_in_flight, neighbours, phases_of
 
 Kind = Literal["activations", "gradients", "predictions"]
 Message = TypeVar("Message")
@@ -173,8 +173,7 @@ class RecordedEnd(EdgeEnd[None]):
 
 def training_order(
     schedule: Schedule,
-    micro_batches: int,
-    ranks: int,
+    programs: Sequence[Program],
     rank: int,
     *,
     device_waits: Collection[str] = (),
@@ -183,36 +182,36 @@ def training_order(
     seconds: Callable[[str, int], float] = lambda instruction, phase: 1.0,
     end_of_edge: type[RecordedEnd] = RecordedEnd,
 ) -> list[Operation]:
-    """Return what one rank of a pipeline posts and waits for in a training step, as the engines do.
+    """Return what one rank of a pipeline posts and waits for in a training step, as the engine does.
 
     Args:
-        device_waits: passes, ``ForwardPass`` or ``BackwardPass``, inside of which the rank waits for its whole device.
-        by_host: messages go from host to host, as in the engines' cautious steps.
+        programs: of all ranks.
+        device_waits: passes inside of which the rank waits for its whole device.
+        by_host: messages go from host to host, as in the engine's cautious steps.
         reduces: the replicas reduce gradients after each backward, as under ZeRO-2.
         seconds: of a pass, by its instruction and phase.
         end_of_edge: when ends of edges post and wait.
-
-    Raises:
-        ValueError: the schedule can't have so few micro-batches.
     """
-    log, most = OrderLog(by_host), most_in_flight(schedule, ranks)
-    edges = [edge for edge in pipeline_edges(ranks, 2 if schedule == "folded" else 1) if edge.kind != "predictions"]
+    log, most, ranks = OrderLog(by_host), most_in_flight(programs), len(programs)
+    edges = [edge for edge in pipeline_edges(ranks, phases_of(schedule)) if edge.kind != "predictions"]
     sends = {(edge.kind, edge.phase): end_of_edge(log, edge, most) for edge in edges if edge.source == rank}
     receives = {(edge.kind, edge.phase): end_of_edge(log, edge, most) for edge in edges if edge.target == rank}
-    for end in receives.values():
-        end.start_receiving(micro_batches)
-    for instruction, phase, _, needs_message in program(schedule, micro_batches, ranks, rank):
-        kind: Kind = "activations" if instruction in ("ForwardPass", "SendActivation") else "gradients"
-        if instruction in ("SendActivation", "SendGrad"):
+    own = programs[rank]
+    for (_, phase), end in receives.items():
+        end.start_receiving(sum(one.name == "ForwardPass" and one.phase == phase for one in own))
+    for name, phase, _ in own:
+        kind: Kind = "activations" if name in ("ForwardPass", "SendActivation") else "gradients"
+        if name in ("SendActivation", "SendGrad"):
             sends[kind, phase].post_message(None)
-            continue
-        if needs_message:
-            receives[kind, phase].next_message()
-        log.operations.append(Operation("pass", name=instruction, seconds=seconds(instruction, phase)))
-        if instruction in device_waits:
-            log.operations.append(Operation("device"))
-        if instruction == "BackwardPass" and reduces:
-            log.operations.append(Operation("together", name=f"the replicas of rank {rank}"))
+        elif name in PASSES:
+            before, after = neighbours(schedule, ranks, rank, phase)
+            if name != "WeightGradients" and (before if kind == "activations" else after) is not None:
+                receives[kind, phase].next_message()
+            log.operations.append(Operation("pass", name=name, seconds=seconds(name, phase)))
+            if name in device_waits:
+                log.operations.append(Operation("device"))
+            if name in ("BackwardPass", "InputGradients", "WeightGradients") and reduces:
+                log.operations.append(Operation("together", name=f"the replicas of rank {rank}"))
     log.operations.append(Operation("together", name="all ranks"))
     for end in sends.values():
         end.drain()

@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from ddpm_ds.config.ds_config import ELEMENT_BYTES, ResolvedDsConfig
-from ddpm_ds.pipeline.cuts import Schedule, segments, sent_shapes
+from ddpm_ds.pipeline.cuts import Schedule, folds, segments, sent_shapes
 from ddpm_ds.unet.layers import Layer
 
 AcrossHosts = Literal["stages", "replicas"]
@@ -145,8 +145,7 @@ def exchange(
     shared: Sharing,
 ) -> Exchange:
     """Return the bytes sent by a step of ``images`` images for each replica."""
-    folded = schedule == "folded"
-    ranks = (len(bounds) - 1) // (2 if folded else 1)
+    ranks = (len(bounds) - 1) // (2 if folds(schedule) else 1)
     width, ring = images * ELEMENT_BYTES[precision], (replicas - 1) / replicas
 
     def elements(cut: int, phase: int) -> int:

@@ -1,6 +1,8 @@
-"""Order of the instructions that a rank executes, from DeepSpeed's two schedules.
+"""Schedules as data: the instructions that each rank executes in one optimizer step, in order.
 
-1f1b     stage s on rank s.
+A placement says which stages a rank holds.
+
+1f1b     a line: stage s on rank s.
 
 folded   a V over 2P stages: rank r holds stage r (phase 0, on the way down the U-Net) and stage 2P - 1 - r (phase 1,
          on the way up), so that what an encoder layer gives a decoder layer never leaves its rank::
@@ -9,38 +11,55 @@ folded   a V over 2P stages: rank r holds stage r (phase 0, on the way down the 
              rank 1       stage 1 ─▶ ...              ... ◀─ stage 2P - 2
              rank P - 1       stage P - 1 ───turn───▶ stage P
 
-The engines execute these streams, and the simulator walks the same ones.
+A schedule is an order of passes for each rank; :func:`completed` adds what follows from it: loads just before their
+pass, sends just after it, and at the end the reduction and the optimizer's step. DeepSpeed's schedules are two
+producers of such orders. The engine executes programs, the simulator and the model of communicators walk the same ones.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
 
 from deepspeed.runtime.pipe import schedule as instructions
-from deepspeed.runtime.pipe.schedule import DualPipeVSchedule, PipeSchedule, TrainSchedule
+from deepspeed.runtime.pipe.schedule import DualPipeVSchedule, TrainSchedule
 
-from ddpm_ds.pipeline.cuts import Schedule
+from ddpm_ds.pipeline.cuts import Schedule, folds
+
+Name = Literal[
+    "LoadMicroBatch",
+    "ForwardPass",
+    "BackwardPass",
+    "InputGradients",
+    "WeightGradients",
+    "SendActivation",
+    "SendGrad",
+    "ReduceGrads",
+    "OptimizerStep",
+]
+BACKWARDS: tuple[Name, ...] = ("BackwardPass", "InputGradients")
+"""Passes that give gradients to the stage before: a whole backward, and one that leaves the weights' for later."""
+PASSES: tuple[Name, ...] = ("ForwardPass", *BACKWARDS, "WeightGradients")
+"""Instructions that compute with the layers."""
 
 
-def instruction_stream(schedule: Schedule, *, micro_batches: int, ranks: int, rank: int) -> PipeSchedule:
-    """Return the instructions of one training step on one rank of a pipeline; ``steps()`` yields them in groups.
+class Instruction(NamedTuple):
+    """Instruction of a rank's program."""
 
-    Raises:
-        ValueError: the fold is given fewer than ``2 * ranks`` micro-batches.
-    """
-    kind = DualPipeVSchedule if schedule == "folded" else TrainSchedule
-    return kind(micro_batches=micro_batches, stages=ranks, stage_id=rank)
+    name: Name
+    phase: int = 0
+    micro_batches: tuple[int, ...] = ()
+    """Numbers of the micro-batches within the step: one, but for WeightGradients, which may take several; none for
+    ReduceGrads and OptimizerStep."""
+
+    def __str__(self) -> str:
+        numbers = ", ".join(map(str, self.micro_batches))
+        return f"{self.name} {numbers} of phase {self.phase}" if numbers else self.name
 
 
-def most_in_flight(schedule: Schedule, ranks: int) -> int:
-    """Return the largest number of messages of one channel, sent but not yet received, that does not hold up the
-    schedule.
-
-    A rank goes back with a micro-batch only when the next rank has done so, and holds no more than so many.
-    """
-    return (2 * ranks if schedule == "folded" else ranks) + 1
+Program = tuple[Instruction, ...]
 
 
 class Event(NamedTuple):
@@ -54,54 +73,132 @@ class Event(NamedTuple):
     end: float
 
 
-class Step(NamedTuple):
-    """Instruction of a rank's program, with the micro-batch that DeepSpeed's buffer numbers hide."""
-
-    instruction: str
-    phase: int
-    micro_batch: int
-    receives: bool
-    """Whether the input of this pass is a message from another rank."""
+def phases_of(schedule: Schedule) -> int:
+    """Return the number of stages that a rank holds."""
+    return 2 if folds(schedule) else 1
 
 
-_RECEIVES = {instructions.RecvActivation: "ForwardPass", instructions.RecvGrad: "BackwardPass"}
-_TIMED = (
-    instructions.ForwardPass,
-    instructions.BackwardPass,
-    instructions.SendActivation,
-    instructions.SendGrad,
-)
+def neighbours(schedule: Schedule, ranks: int, rank: int, phase: int) -> tuple[int | None, int | None]:
+    """Return the ranks that a stage's carry comes from and goes to; None where it begins, ends or turns."""
+    up, down = rank - 1 if rank else None, rank + 1 if rank < ranks - 1 else None
+    return (up, down) if phase == 0 else (down, up)
+
+
+def loss_rank(schedule: Schedule, ranks: int) -> int:
+    """Return the rank that computes the loss, in its last phase."""
+    return ranks - 1 if phases_of(schedule) == 1 else 0
+
+
+def most_in_flight(programs: Sequence[Program]) -> int:
+    """Return the largest number of messages of one channel, sent but not yet received, that does not hold up the ranks.
+
+    A message is received before the pass that needs it, so no more are under way than a rank holds micro-batches.
+    """
+    most = 0
+    for own in programs:
+        held: Counter[int] = Counter()
+        for name, phase, _ in own:
+            held[phase] += (name == "ForwardPass") - (name in BACKWARDS)
+            most = max(most, held[phase])
+    return most + 1
+
+
+def completed(passes: Iterable[Instruction], schedule: Schedule, ranks: int, rank: int) -> Program:
+    """Return the whole program of a rank from its passes: with loads, with sends at once, and the end of the step."""
+    program: list[Instruction] = []
+    last = phases_of(schedule) - 1
+    for own in passes:
+        before, after = neighbours(schedule, ranks, rank, own.phase)
+        loads = (rank == 0 and own.phase == 0) or (last == 0 and rank == ranks - 1)
+        if own.name == "ForwardPass" and loads:
+            program.append(own._replace(name="LoadMicroBatch"))
+        program.append(own)
+        if own.name == "ForwardPass" and after is not None:
+            program.append(own._replace(name="SendActivation"))
+        if own.name in BACKWARDS and before is not None:
+            program.append(own._replace(name="SendGrad"))
+    return (*program, Instruction("ReduceGrads"), Instruction("OptimizerStep"))
 
 
 @functools.lru_cache(maxsize=4096)
-def program(schedule: Schedule, micro_batches: int, ranks: int, rank: int) -> tuple[Step, ...]:
-    """Return the passes and sends of a rank's instruction stream, in order, up to the reduction of its gradients.
-
-    The n-th pass, send or receive of a kind in a phase is that of micro-batch n.
+def program(schedule: Schedule, micro_batches: int, ranks: int, rank: int) -> Program:
+    """Return a rank's program by DeepSpeed's schedule of this name: 1F1B, or for the fold DualPipeV.
 
     Raises:
-        ValueError: the schedule can't have so few micro-batches.
-        RuntimeError: a pass comes before the receive of its message, or something follows the reduction.
+        ValueError: the fold is given fewer than ``2 * ranks`` micro-batches, or the schedule has no order of its own.
     """
+    if schedule == "planned":
+        raise ValueError("the order of a planned schedule follows from costs")
+    kind = DualPipeVSchedule if schedule == "folded" else TrainSchedule
+    names: dict[type, Name] = {instructions.ForwardPass: "ForwardPass", instructions.BackwardPass: "BackwardPass"}
     counted: Counter[tuple[str, int]] = Counter()
-    received: Counter[tuple[str, int]] = Counter()
-    steps: list[Step] = []
-    reduced = False
-    for commands in instruction_stream(schedule, micro_batches=micro_batches, ranks=ranks, rank=rank).steps():
+    passes = []
+    for commands in kind(micro_batches=micro_batches, stages=ranks, stage_id=rank).steps():
         for command in commands:
-            kind, phase = type(command), command.kwargs.get("phase", 0)
-            if kind in _RECEIVES:
-                received[_RECEIVES[kind], phase] += 1
-            elif kind in _TIMED:
-                key = (kind.__name__, phase)
-                if reduced:
-                    raise RuntimeError(f"rank {rank} of {ranks}: {kind.__name__} comes after the gradients are reduced")
-                if received[key] and received[key] <= counted[key]:
-                    raise RuntimeError(f"rank {rank} of {ranks}: {kind.__name__} {counted[key]} has nothing to work on")
-                steps.append(Step(*key, counted[key], received[key] > 0))
-                counted[key] += 1
-            reduced |= kind is instructions.ReduceGrads
-    for key, count in received.items():
-        if count != counted[key]:
-            raise RuntimeError(f"rank {rank} of {ranks}: {count} messages for {counted[key]} times {key[0]}")
-    return tuple(steps)
+            if (name := names.get(type(command))) is not None:
+                phase = command.kwargs.get("phase", 0)
+                passes.append(Instruction(name, phase, (counted[name, phase],)))
+                counted[name, phase] += 1
+    return completed(passes, schedule, ranks, rank)
+
+
+def written(own: Program) -> str:
+    """Return a program's passes in one line: f and b for forward and backward of phase 0, i for input gradients and w
+    for weight gradients, capital letters for phase 1, then the micro-batches.
+    """
+    letters = dict(zip(PASSES, "fbiw", strict=True))
+    words = []
+    for name, phase, numbers in own:
+        if name in letters:
+            letter = letters[name].upper() if phase else letters[name]
+            words.append(letter + ",".join(map(str, numbers)))
+    return " ".join(words)
+
+
+def check_programs(programs: Sequence[Program], schedule: Schedule, micro_batches: int) -> None:
+    """Refuse programs that would not compute one step's gradients, each once.
+
+    Every rank passes each micro-batch forwards once in each of its phases and backwards once, in the order of their
+    numbers, so that messages of an edge are sent and received in the same order; phase 1 after phase 0 forwards,
+    before it backwards; a micro-batch's weight gradients after its input gradients, once.
+
+    Raises:
+        ValueError: a program breaks one of these rules; the message names the rank and the micro-batch.
+    """
+    phases = range(phases_of(schedule))
+    for rank, own in enumerate(programs):
+        where = f"rank {rank} of {len(programs)}"
+        done: dict[tuple[str, int], list[int]] = {
+            (kind, phase): [] for kind in ("forward", "backward", "split", "weights") for phase in phases
+        }
+        for name, phase, numbers in own:
+            for number in numbers:
+                what = f"{where}: {name} of micro-batch {number} in phase {phase}"
+                if name == "ForwardPass":
+                    if phase and number not in done["forward", 0]:
+                        raise ValueError(f"{what} comes before that of phase 0")
+                    done["forward", phase].append(number)
+                elif name in BACKWARDS:
+                    if number not in done["forward", phases[-1]]:
+                        raise ValueError(f"{what} comes before its forward")
+                    if phase < phases[-1] and number not in done["backward", phases[-1]]:
+                        raise ValueError(f"{what} comes before that of phase {phases[-1]}")
+                    done["backward", phase].append(number)
+                    if name == "InputGradients":
+                        done["split", phase].append(number)
+                elif name == "WeightGradients":
+                    if number not in done["split", phase]:
+                        raise ValueError(f"{what} comes before its InputGradients")
+                    done["weights", phase].append(number)
+        for phase in phases:
+            for kind in ("forward", "backward"):
+                if (found := done[kind, phase]) != list(range(micro_batches)):
+                    expected = f"not 0 to {micro_batches - 1} in order"
+                    raise ValueError(f"{where}: {kind}s of phase {phase} are {found}, {expected}")
+            if sorted(done["weights", phase]) != sorted(done["split", phase]):
+                raise ValueError(
+                    f"{where}: weight gradients of phase {phase} are of {sorted(done['weights', phase])}, but input "
+                    f"gradients were split for {sorted(done['split', phase])}"
+                )
+        if own != completed((one for one in own if one.name in PASSES), schedule, len(programs), rank):
+            raise ValueError(f"{where}: loads, sends or the end of the step are not where they belong")

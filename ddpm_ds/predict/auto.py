@@ -18,6 +18,7 @@ from ddpm_ds.errors import LayoutError
 from ddpm_ds.observe.device_speed import LayerTimes
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.placement import across_hosts, launched_hosts
+from ddpm_ds.pipeline.schedule import Program
 from ddpm_ds.predict.costs import analytic_times
 from ddpm_ds.predict.layouts import Candidate, Workload
 from ddpm_ds.predict.machine import Machine, machine, most_alike, this_machine
@@ -67,6 +68,14 @@ def measured_cuts(spec: RunSpec, ds: ResolvedDsConfig, times: Callable[[Workload
         )
     best = next((layout for layout in layouts if predictor.fits(layout)), layouts[-1])
     return predictor.bounds(best)
+
+
+def planned_programs(spec: RunSpec, ds: ResolvedDsConfig, bounds: tuple[int, ...]) -> tuple[Program, ...] | None:
+    """Return the order of a decided run whose schedule is planned, by computed times of layers; None for others."""
+    devices = _devices(ds.blocks, ds.layout.world_size)
+    job = Workload(spec, {**ds.blocks, "compile": ds.compile}, devices.is_cpu)
+    layout = Candidate.of(ds, int(ds.checkpoint_interval))
+    return Predictor(job, devices, analytic_times(job, devices)).programs(layout, layout.micro_batches, bounds)
 
 
 def _devices(config: Mapping[str, Any], world_size: int) -> Machine:

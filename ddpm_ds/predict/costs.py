@@ -57,19 +57,32 @@ def step_costs(
             forward, backward = sum(layer.forward for layer in own), sum(layer.backward for layer in own)
             if layout.checkpoint_interval:
                 backward += sum(layer.forward for layer in own[stage.start == 0 :])  # the first is never repeated
+            weights = sum(
+                layer.backward * weight_share(one)
+                for layer, one in zip(own, layers[stage.start : stage.stop], strict=True)
+            )
             if layout.zero_stage == 2:
                 backward += reduce(rank, stage.parameters)
+                weights += reduce(rank, stage.parameters)
             sent, received = (
                 elements * layout.micro_batch_images * element_bytes
                 for elements in (stage.sent_elements, stage.received_elements)
             )
             forward += sent * send_seconds_per_byte + (load(rank) if phase == 0 else 0.0)
             backward += received * send_seconds_per_byte
-            phases.append(PhaseCosts(forward, backward, activation_bytes=sent, gradient_bytes=received))
+            phases.append(PhaseCosts(forward, backward, sent, received, weights))
         parameters = sum(stage.parameters for stage in stages)
         reduction = reduce(rank, parameters) if layout.zero_stage < 2 else 0.0
         costs.append(RankCosts(tuple(phases), reduction, update(rank, parameters)))
     return costs
+
+
+def weight_share(layer: Layer) -> float:
+    """Return the share of a layer's backward that its weight gradients take: half of it, where weights do all its
+    products.
+    """
+    of_weights = layer.parameters * math.prod(layer.output_shape[1:])
+    return 0.5 * min(1.0, of_weights / layer.macs) if layer.macs else 0.0
 
 
 def planned_costs(

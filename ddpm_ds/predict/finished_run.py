@@ -225,6 +225,7 @@ def _mean_rank(replicas: Sequence[Mapping[str, Any]]) -> RankFacts:
             mean([phase["backward_seconds_per_micro_batch"] for phase in same]),
             same[0]["activation_bytes"],
             same[0]["gradient_bytes"],
+            mean([phase.get("weight_seconds_per_micro_batch", 0.0) for phase in same]),
         )
         for same in zip(*(replica["phases"] for replica in replicas), strict=True)
     ]

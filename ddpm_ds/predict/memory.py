@@ -10,10 +10,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from ddpm_ds.pipeline.cuts import Schedule, Stage
+from ddpm_ds.pipeline.cuts import Schedule, Stage, folds
 from ddpm_ds.pipeline.order import pipeline_edges
-from ddpm_ds.pipeline.schedule import program
+from ddpm_ds.pipeline.schedule import BACKWARDS, phases_of
 from ddpm_ds.predict.layouts import Candidate, Workload, rank_stages
+from ddpm_ds.predict.scheduler import typical_programs
 from ddpm_ds.unet.layers import BlockLayer, DownsampleLayer, Layer, UpsampleLayer
 
 ACTIVATION_SHARE = 0.5
@@ -104,7 +105,7 @@ def checkpoint_interval(job: Workload, layout: Candidate, bounds: Sequence[int],
 def communicator_bytes(layout: Candidate, rank: int) -> int:
     """Return the bytes that NCCL takes on a GPU, for groups of processes and for edges of the pipeline."""
     groups = (layout.stages * layout.replicas, layout.replicas, layout.stages)
-    edges = pipeline_edges(layout.stages, 2 if layout.schedule == "folded" else 1)
+    edges = pipeline_edges(layout.stages, phases_of(layout.schedule))
     own = sum(rank in (edge.source, edge.target) for edge in edges)
     return COLLECTIVE_BYTES * sum(members > 1 for members in groups) + EDGE_BYTES * own
 
@@ -196,7 +197,7 @@ def _kept_by_rank(
 ) -> tuple[tuple[Kept, ...], ...]:
     return tuple(
         tuple(
-            kept(layers, stage, interval, wide, stored, holds_skips=schedule == "folded" and phase == 0)
+            kept(layers, stage, interval, wide, stored, holds_skips=folds(schedule) and phase == 0)
             for phase, stage in enumerate(own)
         )
         for own in rank_stages(layers, bounds, schedule)
@@ -253,13 +254,13 @@ def moments(schedule: Schedule, micro_batches: int, ranks: int, rank: int) -> tu
     held = [0, 0]
     between = 0
     seen: set[tuple[int, int, int]] = set()
-    for step in program(schedule, micro_batches, ranks, rank):
-        if step.instruction == "ForwardPass":
-            held[step.phase] += 1
-        elif step.instruction == "BackwardPass":
-            held[step.phase] -= 1
-            if schedule == "folded":
-                between += 1 if step.phase else -1
+    for name, phase, numbers in typical_programs(schedule, micro_batches, ranks)[rank]:
+        if name == "ForwardPass":
+            held[phase] += 1
+        elif name in ("BackwardPass", "WeightGradients"):  # until then input and output gradient of a layer are kept
+            held[phase] -= len(numbers)
+        if name in BACKWARDS and folds(schedule):
+            between += 1 if phase else -1
         seen.add((held[0], held[1], between))
     return tuple(
         moment

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddpm_ds.command_line import aligned, counted
 from ddpm_ds.config.ds_config import (
@@ -20,9 +21,12 @@ from ddpm_ds.config.ds_config import (
 )
 from ddpm_ds.config.spec import HELD_OUT_QUANTILES, RunSpec
 from ddpm_ds.config.spec_file import load_spec
-from ddpm_ds.pipeline.cuts import Stage, describe, partition
+from ddpm_ds.pipeline.cuts import Stage, describe, folds, partition
 from ddpm_ds.pipeline.placement import AcrossHosts, Exchange, Grid, across_hosts, run_exchange, traffic
 from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer, unet_layers
+
+if TYPE_CHECKING:
+    from ddpm_ds.pipeline.schedule import Program  # brings DeepSpeed, which a plan does without
 
 MOST_HOSTS = 3
 """Most hosts that a cell of the table of stages names."""
@@ -41,6 +45,8 @@ class RunPlan:
     stages: tuple[Stage, ...]
     hosts: tuple[str, ...]
     """Host of each global rank; empty while unknown, since hosts may differ in their number of ranks."""
+    programs: tuple[Program, ...] | None = None
+    """Programs of the ranks of a pipeline, where the schedule is planned and has been decided."""
     chosen: str | None = None
     """Reason for this number of stages, where the planner chose it."""
 
@@ -122,7 +128,7 @@ def plan_run(
     bounds = partition(layers, ds.layout.stages, ds.planned_partition, ds.schedule)
     names = ("0",) * world_size if hosts is None else tuple(hosts)
     table = describe(layers, bounds, ds.schedule)
-    return RunPlan(spec, spec_path, ds, ds_path, layers, bounds, table, names, chosen)
+    return RunPlan(spec, spec_path, ds, ds_path, layers, bounds, table, names, chosen=chosen)
 
 
 def on_hosts(plan: RunPlan, names: Sequence[str]) -> RunPlan:
@@ -137,7 +143,7 @@ def stage_table(plan: RunPlan) -> str:
     rows = [[*header, *(["host"] if grid else [])]]
     for stage in plan.stages:
         row = [
-            f"{stage.index} on rank {stage.rank}" if plan.ds.schedule == "folded" else str(stage.index),
+            f"{stage.index} on rank {stage.rank}" if folds(plan.ds.schedule) else str(stage.index),
             str(stage.layers),
             stage.first_layer,
             stage.last_layer,

@@ -10,10 +10,12 @@ from ddpm_ds.errors import LayoutError
 from ddpm_ds.observe.device_speed import LayerSeconds, LayerTimes
 from ddpm_ds.pipeline.cuts import Room, weighted
 from ddpm_ds.pipeline.placement import Traffic
+from ddpm_ds.pipeline.schedule import Program
 from ddpm_ds.predict.costs import crossing_seconds, link, planned_costs, step_traffic
 from ddpm_ds.predict.layouts import Candidate, Workload
 from ddpm_ds.predict.machine import Machine
 from ddpm_ds.predict.memory import Memory, layer_bytes, pipeline_memory
+from ddpm_ds.predict.scheduler import order_of
 from ddpm_ds.predict.simulate import RankCosts, Simulation, simulate
 
 HIDDEN = (0.0, 0.3, 1.0)
@@ -122,7 +124,16 @@ class Predictor:
         """Simulate a step of a layout, or of the same with another number of micro-batches or other cuts."""
         count = layout.micro_batches if micro_batches is None else micro_batches
         between = link(self.machine, layout)
-        return simulate(layout.schedule, count, self.costs(layout, bounds), between, keep_events=keep_events)
+        costs, made = self.costs(layout, bounds), self.programs(layout, count, bounds)
+        return simulate(layout.schedule, count, costs, between, programs=made, keep_events=keep_events)
+
+    def programs(
+        self, layout: Candidate, micro_batches: int, bounds: Bounds | None = None
+    ) -> tuple[Program, ...] | None:
+        """Return the programs of a planned schedule; None where the schedule's name says them."""
+        splits = not self.job.config.get("compile", False)
+        between = link(self.machine, layout)
+        return order_of(layout.schedule, micro_batches, self.costs(layout, bounds), between, splits=splits)
 
     def predict(self, layout: Candidate) -> Prediction:
         """Predict everything about a layout."""

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ddpm_ds.pipeline.cuts import Schedule
-from ddpm_ds.pipeline.schedule import Event, program
+from ddpm_ds.pipeline.schedule import BACKWARDS, Event, Name, Program, neighbours, program
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,25 @@ class PhaseCosts:
     """Bytes of the message to the next stage; not used where the schedule sends none."""
     gradient_bytes: int = 0
     """Bytes of the message to the previous stage; not used where the schedule sends none."""
+    weight_seconds: float = 0.0
+    """Seconds of ``backward_seconds`` that weight gradients take, where they have a pass of their own."""
 
     @property
     def pass_seconds(self) -> float:
         """Seconds of a forward and a backward."""
         return self.forward_seconds + self.backward_seconds
+
+    def seconds(self, name: Name) -> float:
+        """Return the seconds of a pass."""
+        match name:
+            case "ForwardPass":
+                return self.forward_seconds
+            case "InputGradients":
+                return self.backward_seconds - self.weight_seconds
+            case "WeightGradients":
+                return self.weight_seconds
+            case _:
+                return self.backward_seconds
 
 
 @dataclass(frozen=True)
@@ -96,53 +110,59 @@ def simulate(
     costs: Sequence[RankCosts],
     link: Callable[[int, int], Link] = lambda source, target: FREE,
     *,
+    programs: Sequence[Program] | None = None,
     keep_events: bool = False,
 ) -> Simulation:
-    """Simulate one step of a pipeline of ``len(costs)`` ranks.
+    """Simulate one step of a pipeline of ``len(costs)`` ranks, by ``programs`` or by those of the schedule's name.
 
     ``link(source, target)`` gives the link from one rank to a neighbour. Takes a microsecond or so per instruction.
 
     Raises:
         ValueError: the schedule can't have so few micro-batches.
-        RuntimeError: the streams wait for each other for ever: a bug of the schedule.
+        RuntimeError: the programs wait for each other for ever: a bug of the schedule.
     """
     ranks = [_Rank(number, own, keep_events) for number, own in enumerate(costs)]
-    programs = [deque(program(schedule, micro_batches, len(costs), number)) for number in range(len(costs))]
+    if programs is None:
+        programs = [program(schedule, micro_batches, len(costs), number) for number in range(len(costs))]
+    left = [deque(own) for own in programs]
     links = functools.cache(link)
+    route = functools.cache(functools.partial(neighbours, schedule, len(costs)))
     free_at: dict[tuple[int, int], float] = defaultdict(float)  # when a direction has sent its last message
-    arrivals: dict[tuple[int, str, int], deque[float]] = defaultdict(deque)  # by rank, pass and phase
+    arrivals: dict[tuple[int, bool, int], deque[float]] = defaultdict(deque)  # by rank, direction and phase
 
     def send(source: int, phase: int, forward: bool) -> int:
         """Post a message; return the rank that receives it."""
-        target = source + (1 if forward == (phase == 0) else -1)
+        target = route(source, phase)[1 if forward else 0]
+        assert target is not None
         own, wire = costs[source].phases[phase], links(source, target)
         size = own.activation_bytes if forward else own.gradient_bytes
         leaves = max(ranks[source].now, free_at[source, target]) + size / wire.bytes_per_second
         free_at[source, target] = leaves
-        arrivals[target, "ForwardPass" if forward else "BackwardPass", phase].append(leaves + wire.latency_seconds)
+        arrivals[target, forward, phase].append(leaves + wire.latency_seconds)
         return target
 
     runnable = deque(range(len(costs)))
     while runnable:
         rank = ranks[runnable.popleft()]
-        steps = programs[rank.number]
+        steps = left[rank.number]
         while steps:
-            instruction, phase, micro_batch, receives = steps[0]
-            if instruction in ("SendActivation", "SendGrad"):
-                target = send(rank.number, phase, instruction == "SendActivation")
+            name, phase, numbers = steps[0]
+            if name in ("SendActivation", "SendGrad"):
+                target = send(rank.number, phase, name == "SendActivation")
                 if target not in runnable:
                     runnable.append(target)
-            else:
-                ready = rank.now
-                if receives:
-                    if not (arrived := arrivals[rank.number, instruction, phase]):
+            elif name in ("ForwardPass", *BACKWARDS):
+                ready, forward = rank.now, name == "ForwardPass"
+                if route(rank.number, phase)[0 if forward else 1] is not None:
+                    if not (arrived := arrivals[rank.number, forward, phase]):
                         break
                     ready = max(ready, arrived.popleft())
-                own = rank.costs.phases[phase]
-                seconds = own.forward_seconds if instruction == "ForwardPass" else own.backward_seconds
-                rank.spend(instruction, phase, micro_batch, ready, seconds)
+                rank.spend(name, phase, numbers[0], ready, rank.costs.phases[phase].seconds(name))
+            elif name == "WeightGradients":
+                seconds = len(numbers) * rank.costs.phases[phase].seconds(name)
+                rank.spend(name, phase, numbers[0], rank.now, seconds)
             steps.popleft()
-    if stuck := [f"rank {number} in {steps[0]}" for number, steps in enumerate(programs) if steps]:
+    if stuck := [f"rank {number} in {steps[0]}" for number, steps in enumerate(left) if steps]:
         raise RuntimeError(f"the {schedule} schedule with {micro_batches} micro-batches deadlocks: {'; '.join(stuck)}")
 
     for rank in ranks:

@@ -18,6 +18,7 @@ from ddpm_ds.predict.finished_run import FinishedRun, Setup, mean
 from ddpm_ds.predict.layouts import rank_stages
 from ddpm_ds.predict.machine import usable
 from ddpm_ds.predict.memory import activation_bytes, pipeline_memory
+from ddpm_ds.predict.scheduler import order_of
 from ddpm_ds.predict.simulate import Link, PhaseCosts, simulate
 
 MOST_STARTUP = 0.9
@@ -138,7 +139,8 @@ class Model:
             load=lambda rank: images * each if reads_data(way, rank) else 0.0,
             send_seconds_per_byte=self._send,
         )
-        step = simulate(way.schedule, way.micro_batches, costs, lambda *_: link)
+        order = order_of(way.schedule, way.micro_batches, costs, lambda *_: link)
+        step = simulate(way.schedule, way.micro_batches, costs, lambda *_: link, programs=order)
         return step.step_seconds + mean([rank.other for rank in self.facts.ranks])
 
     def _reduce_seconds(self, way: Setup, parameters: int, bytes_per_second: float) -> float:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ddpm_ds.device import memory_bytes
 from ddpm_ds.observe.device_speed import measured_times
 from ddpm_ds.pipeline.cuts import describe
-from ddpm_ds.predict.auto import measured_cuts
+from ddpm_ds.predict.auto import measured_cuts, planned_programs
 from ddpm_ds.predict.layouts import Candidate, Workload
 from ddpm_ds.predict.memory import checkpoint_interval
 from ddpm_ds.predict.plan import RunPlan, stage_table
@@ -24,8 +24,17 @@ def share_threads(device: torch.device) -> None:
         torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
-def cut_by_time(plan: RunPlan, device: torch.device) -> RunPlan:
-    """Return the plan with cuts by the layers' seconds on rank 0's device, where the JSON asks for that."""
+def cut_and_ordered(plan: RunPlan, device: torch.device) -> RunPlan:
+    """Return the decided plan with cuts by the layers' seconds on rank 0's device and the order of a planned schedule,
+    where the JSON asks for them. Collective.
+    """
+    plan = _cut_by_time(plan, device)
+    if plan.ds.schedule != "planned":
+        return plan
+    return replace(plan, programs=decided_by_rank_0(lambda: planned_programs(plan.spec, plan.ds, plan.bounds)))
+
+
+def _cut_by_time(plan: RunPlan, device: torch.device) -> RunPlan:
     if plan.ds.partition != "measured" or plan.ds.layout.stages == 1:
         return plan
     bounds = decided_by_rank_0(

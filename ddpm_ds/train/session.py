@@ -40,7 +40,7 @@ from ddpm_ds.train.agreement import check_alike, check_gpus, check_same_images
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.loop import Run, train
 from ddpm_ds.train.objective import Denoising, replica_batches
-from ddpm_ds.train.resolve import cut_by_time, decide, share_threads
+from ddpm_ds.train.resolve import cut_and_ordered, decide, share_threads
 from ddpm_ds.train.resume import (
     Claim,
     InitialWeights,
@@ -101,9 +101,10 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
             work=DeviceWork.of(device),
         ) as watchdog:
             with watchdog.blamed(), watchdog.pause():
-                plan = cut_by_time(prepared.plan, device)
+                plan = cut_and_ordered(prepared.plan, device)
                 objective, seed = Denoising(plan.spec, device), plan.spec.train.seed
-                engine = build_engine(plan.layers, plan.bounds, plan.ds, objective, seed=seed, verbose=options.verbose)
+                how: dict[str, Any] = {"seed": seed, "programs": plan.programs, "verbose": options.verbose}
+                engine = build_engine(plan.layers, plan.bounds, plan.ds, objective, **how)
                 ema = Ema(engine, plan.spec.ema)
             with recorded(
                 replace(plan, ds=replace(plan.ds, kernels=engine.kernels)),

@@ -57,6 +57,16 @@ def unpack(tensors: Carry, newest_skip_is_h: bool) -> Carry:
     return (*tensors, tensors[0]) if newest_skip_is_h else tensors
 
 
+def large_weights(layer: nn.Module) -> list[Convolution | Linear]:
+    """Return the parts of a layer that apply a weight to every pixel, whose gradients are worth a pass of their own."""
+    return [
+        part
+        for module in layer.modules()
+        for part in module.children()
+        if isinstance(part, Convolution) or (isinstance(part, Linear) and isinstance(module, Attention))
+    ]
+
+
 class CarryLayer(nn.Module):
     """A layer of the list: pops a skip if it should, computes the new h, pushes it if it should."""
 

@@ -12,10 +12,11 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.grad import conv2d_input
+from torch.nn.grad import conv2d_input, conv2d_weight
 
 from ddpm_ds.keyed import Stream, keep_mask
 from ddpm_ds.unet.fused_norm import fused_norm_silu
+from ddpm_ds.unet.weight_gradients import Wait, WaitingGradients
 
 WIDENED_ON_CPU = (
     (torch.float16,)
@@ -61,7 +62,7 @@ def widening(device_type: str, stored: torch.dtype) -> str | None:
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor, stride: int, padding: int) -> Tensor:
     """Convolve x (N, C, H, W) with weight (O, C, k, k): (N, O, H', W') in the memory format that both have."""
-    if _by_products(x, weight, stride, padding):
+    if weight.requires_grad and torch.is_grad_enabled() and _by_products(x, weight, stride, padding):
         return _Convolution3x3.apply(x, weight, bias)
     return F.conv2d(x, weight, bias, stride, padding)
 
@@ -71,8 +72,6 @@ def _by_products(x: Tensor, weight: Tensor, stride: int, padding: int) -> bool:
         x.device.type == "cpu"
         and BY_PRODUCTS
         and x.dtype is torch.float32
-        and weight.requires_grad
-        and torch.is_grad_enabled()
         and (stride, padding) == (1, 1)
         and weight.shape[2:] == (3, 3)
         and min(weight.shape[:2]) >= FEWEST_CHANNELS
@@ -143,11 +142,23 @@ class Convolution(nn.Module):
         self.starts_at_zero = starts_at_zero
         self.memory_format = torch.channels_last
         """Memory format of images and weights in the arithmetic; tensors in another one are copied."""
+        self.waiting: WaitingGradients | None = None
+        """Queue for the weight gradient; without one it is computed in the backward."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.to(x.dtype).permute(0, 3, 1, 2)  # (out, in, k, k)
+        waits = self.waiting is not None and torch.is_grad_enabled()
+        weight = (self.weight.detach() if waits else self.weight).to(x.dtype).permute(0, 3, 1, 2)  # (out, in, k, k)
         x, weight = (tensor.contiguous(memory_format=self.memory_format) for tensor in (x, weight))
-        return convolution(x, weight, self.bias.to(x.dtype), self.stride, self.padding)
+        y = convolution(x, weight, self.bias.to(x.dtype), self.stride, self.padding)
+        return Wait.apply(y, x.detach(), self) if waits else y
+
+    def weight_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
+        """Return the weight's gradient (out, k, k, in) from x (N, C, H, W) and the output's gradient."""
+        shape = self.weight.permute(0, 3, 1, 2)
+        if _by_products(x, shape, self.stride, self.padding):
+            return _weight_backward(gradient.contiguous(memory_format=torch.channels_last), x)
+        size = (shape.shape[0], shape.shape[1], *shape.shape[2:])
+        return conv2d_weight(x, size, gradient, self.stride, self.padding).permute(0, 2, 3, 1)
 
     @torch.no_grad()
     def draw(self, generator: torch.Generator) -> None:
@@ -164,12 +175,20 @@ class Linear(nn.Linear):
         super().__init__(channels, out_channels)
         self.parts = parts
         self.starts_at_zero = starts_at_zero
+        self.waiting: WaitingGradients | None = None
+        """Queue for the weight gradient; without one it is computed in the backward."""
 
     def reset_parameters(self) -> None:
         """Leave the weights undrawn; the inherited method would draw from torch's global generator."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+        waits = self.waiting is not None and torch.is_grad_enabled()
+        y = F.linear(x, (self.weight.detach() if waits else self.weight).to(x.dtype), self.bias.to(x.dtype))
+        return Wait.apply(y, x.detach(), self) if waits else y
+
+    def weight_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
+        """Return the weight's gradient (out, in) from x (..., in) and the output's gradient (..., out)."""
+        return gradient.flatten(0, -2).t() @ x.flatten(0, -2)
 
     @torch.no_grad()
     def draw(self, generator: torch.Generator) -> None:

@@ -12,6 +12,7 @@ ROWS = {
     "plain": "PyTorch without DeepSpeed in one process, in fp32",
     "1f1b": "this project's engine under 1F1B",
     "folded": "this project's engine under the folded schedule",
+    "planned": "this project's engine under an order made for the run, weight gradients apart",
     "traced": "the engine of the JSON's schedule, each step traced, which shows what a timeline costs",
     "stock": "DeepSpeed's own pipeline engine, skips as a tuple, with this project's cuts",
     "stock-default": "the same with DeepSpeed's default cuts, by parameters",
@@ -62,11 +63,11 @@ def why_not_in_layout(row: str, plan: RunPlan) -> str | None:
     layout, processes, stages = plan.ds.layout, plan.ds.layout.world_size, plan.ds.layout.stages
     if row == "plain" and processes > 1:
         return f"has one process, and {processes} were started"
-    if row in ("folded", "stock-default", "torch") and stages == 1:
+    if row in ("folded", "planned", "stock-default", "torch") and stages == 1:
         return "needs 2 stages"
-    if row == "folded":
-        if layout.micro_batches < 2 * stages:
-            return f"needs {2 * stages} micro-batches, and the batch has {layout.micro_batches}"
+    if row == "folded" and layout.micro_batches < 2 * stages:
+        return f"needs {2 * stages} micro-batches, and the batch has {layout.micro_batches}"
+    if row in ("folded", "planned"):
         try:
             bounds_of(plan, "folded")
         except LayoutError as error:

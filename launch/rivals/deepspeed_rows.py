@@ -22,6 +22,7 @@ from ddpm_ds.observe.recording import Recording
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.build import build_engine, quiet_deepspeed
 from ddpm_ds.pipeline.cuts import Schedule
+from ddpm_ds.predict.auto import planned_programs
 from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.train.objective import Noised
 from ddpm_ds.unet.layers import Layer
@@ -54,7 +55,7 @@ def with_zero_stage(config: dict[str, Any], stage: int) -> dict[str, Any]:
 
 
 class OurPipeline:
-    """This project's engine with the given DeepSpeed JSON, under one of its two schedules."""
+    """This project's engine with the given DeepSpeed JSON, under one of its schedules."""
 
     def __init__(self, setting: Setting, schedule: Schedule) -> None:
         plan = setting.plan
@@ -63,13 +64,15 @@ class OurPipeline:
         self.note = ""
         self.is_pipeline = plan.ds.layout.stages > 1
         self._replicas = plan.ds.layout.replicas
+        ds, bounds = replace(plan.ds, schedule=schedule), bounds_of(plan, schedule)
         with layout_of(None):
             self._engine = build_engine(
                 plan.layers,
-                bounds_of(plan, schedule),
-                replace(plan.ds, schedule=schedule),
+                bounds,
+                ds,
                 setting.objective(),
                 seed=plan.spec.train.seed,
+                programs=planned_programs(plan.spec, ds, bounds),
                 verbose=setting.verbose,
             )
         self._batches = None

@@ -6,6 +6,7 @@ import argparse
 import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from tqdm import tqdm
 
 from ddpm_ds.device import wait_for_device
 from ddpm_ds.experiments.data_rate import Spread
+from ddpm_ds.pipeline.cuts import Schedule
 from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.train.saving import gather_objects
@@ -25,11 +27,14 @@ from rivals.pipelining import TorchPipeline
 from rivals.report import Report, Result, about, common_lines, versions
 from rivals.rows import Row, Setting
 
+SCHEDULES: dict[str, Schedule] = {name: name for name in get_args(Schedule)}
+"""Schedules of this project's rows, by the rows' names."""
+
 
 def build_row(name: str, setting: Setting) -> Row:
     """Return the row with a name of :data:`rivals.choice.ROWS`; every process calls this."""
-    if name in ("1f1b", "folded"):
-        return OurPipeline(setting, "folded" if name == "folded" else "1f1b")
+    if name in SCHEDULES:
+        return OurPipeline(setting, SCHEDULES[name])
     if name in ("stock", "stock-default"):
         return StockPipeline(setting, default_cuts=name == "stock-default")
     rows: dict[str, Callable[[Setting], Row]] = {

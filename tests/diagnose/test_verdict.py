@@ -114,7 +114,7 @@ def test_a_run_in_which_little_is_lost_is_healthy() -> None:
     found = verdict(Bench(schedule="folded", micro_batches=32).traced())
     assert found.healthy
     assert found.shares[USEFUL] > 0.9
-    assert "\nhealthy: no cost takes 5% of the time; largest cost: bubble, " in text(found)
+    assert "\nhealthy: no cost takes 5% of the time; largest cost: imbalance, " in text(found)
     assert tags(found)["verdict.top"] == "healthy"
 
 

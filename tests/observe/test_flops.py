@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.pipe.schedule import ForwardPass
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddpm_ds.observe.flops import FlopsProfile, profile_layers
 from ddpm_ds.observe.observer import instructions_wrapped
+from ddpm_ds.pipeline.schedule import Instruction
 from tests.observe.conftest import CASES, Observed
 from tests.observe.observed_worker import FLOPS_STEP, LAYERS, SETTINGS
 from tests.observe.told import Told
@@ -57,8 +57,8 @@ class OneStage:
         self.module, self.stage_id, self.num_stages, self.micro_batch_size = unet.layers, 0, 1, 2
         self.global_steps = global_steps
         self.grid = SimpleNamespace(get_data_parallel_id=lambda: 0)
-        self.forward = lambda **_: unet(*batch(name))
-        self.execute = {ForwardPass: self.forward}
+        self.forward = lambda *_: unet(*batch(name))
+        self.execute = {"ForwardPass": self.forward}
         self.messages_by_host = False
 
     @contextlib.contextmanager
@@ -74,12 +74,12 @@ def observe(folder: Path, steps: list[int], settings: dict[str, Any], *, engine:
     observer = FlopsProfile(engine, engine.layers, settings, folder, told, steps=10)  # type: ignore[arg-type]
     for step in steps:
         observer.begin_step(step)
-        profiled = engine.execute[ForwardPass] is not engine.forward
+        profiled = engine.execute["ForwardPass"] is not engine.forward
         assert engine.messages_by_host == profiled, "the profiler waits for the device"
         for number in range(2):
-            engine.execute[ForwardPass](buffer_id=number)
+            engine.execute["ForwardPass"](Instruction("ForwardPass", 0, (number,)))
     observer.finish()
-    assert engine.execute[ForwardPass] is engine.forward
+    assert engine.execute["ForwardPass"] is engine.forward
     return told
 
 
@@ -132,19 +132,21 @@ def test_a_run_is_profiled_once(tmp_path: Path) -> None:
 
 def test_an_instruction_that_another_observer_has_wrapped_meanwhile_stays_wrapped_and_passes_through() -> None:
     calls: list[Any] = []
-    engine = SimpleNamespace(execute={ForwardPass: lambda **_: calls.append("forward")})
+    engine = SimpleNamespace(execute={"ForwardPass": lambda _: calls.append("forward")})
 
-    def around(name: str, phase: int, execute: Callable[[], None]) -> None:
-        calls.append((name, phase))
+    own = Instruction("ForwardPass", 1, (0,))
+
+    def around(instruction: Instruction, execute: Callable[[], None]) -> None:
+        calls.append(instruction)
         execute()
 
     with instructions_wrapped(engine, around):
-        ours = engine.execute[ForwardPass]
-        engine.execute[ForwardPass] = theirs = lambda **arguments: ours(**arguments)
-        theirs(phase=1)
-    theirs(phase=1)
-    assert engine.execute[ForwardPass] is theirs
-    assert calls == [("ForwardPass", 1), "forward", "forward"]
+        ours = engine.execute["ForwardPass"]
+        engine.execute["ForwardPass"] = theirs = lambda instruction: ours(instruction)
+        theirs(own)
+    theirs(own)
+    assert engine.execute["ForwardPass"] is theirs
+    assert calls == [own, "forward", "forward"]
 
 
 @pytest.mark.usefixtures("alone")

@@ -16,7 +16,7 @@ from ddpm_ds.observe.pictures import draw_median_step, draw_step, write_trace
 from ddpm_ds.observe.recording import RankTrace, TracedStep
 from ddpm_ds.observe.timeline import Timeline
 from ddpm_ds.pipeline.cuts import Schedule
-from ddpm_ds.pipeline.schedule import Event, instruction_stream
+from ddpm_ds.pipeline.schedule import Event, neighbours, program
 from tests.observe.conftest import CASES, LOADER_SECONDS, Observed
 from tests.observe.told import Told
 
@@ -53,21 +53,14 @@ def slices(folder: Path, rank: int, step: int) -> list[dict[str, Any]]:
 
 
 def executed(schedule: Schedule, rank: int) -> list[tuple[str, int]]:
-    """What a rank of two does in a step, in order, with phases: the stream, its waits where they take place."""
-    received: dict[tuple[str, int], int] = {}
+    """What a rank of two does in a step, in order, with phases: its program, its waits where they take place."""
     done = []
-    for commands in instruction_stream(schedule, micro_batches=4, ranks=2, rank=rank).steps():
-        for command in commands:
-            name, phase = command.name, command.kwargs.get("phase", 0)
-            if name in ("RecvActivation", "RecvGrad"):
-                received[name, phase] = received.get((name, phase), 0) + 1
-                continue
-            if name in ("ReduceTiedGrads", "CommitP2P"):
-                continue
-            wait = WAITS.get(name, "")
-            if wait == "DataWait" or received.get((wait, phase)):
-                done.append((wait, phase))
-            done.append((name, phase))
+    for name, phase, _ in program(schedule, 4, 2, rank):
+        before, after = neighbours(schedule, 2, rank, phase)
+        waits = {"LoadMicroBatch": True, "ForwardPass": before is not None, "BackwardPass": after is not None}
+        if waits.get(name):
+            done.append((WAITS[name], phase))
+        done.append((str(name), phase))
     return [*done, ("EMA", 0), ("inspection", 0)]
 
 

@@ -23,7 +23,6 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer
-from deepspeed.runtime.pipe import schedule
 from rivals.observation import SentBytes
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -38,6 +37,7 @@ from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.cuts import Schedule, partition
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.placement import AcrossHosts, run_exchange
+from ddpm_ds.pipeline.schedule import Instruction
 from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.unet import model
@@ -45,6 +45,7 @@ from ddpm_ds.unet import model as compiled
 from ddpm_ds.unet.layers import Layer, unet_layers
 from tests.launching import tiny_spec
 from tests.pipeline.batches import device, global_batch, micro_batches
+from tests.pipeline.random_programs import random_programs
 
 STEPS = 2
 Precision = Literal["fp32", "fp16", "bf16"]
@@ -71,6 +72,8 @@ class Case:
     compile: bool = False
     fused: bool = False
     kernels: Literal["reference", "fused"] = "reference"
+    random_programs: int | None = None
+    """Seed of programs in the place of the schedule's own."""
 
     def resolved(self, batch: int) -> ResolvedDsConfig:
         """The configuration that crosses into the engine, for so many images a step."""
@@ -194,15 +197,15 @@ def watch_gradients(engine: UnetPipelineEngine, sent: SentBytes) -> dict[str, Te
     What is sent for that is not counted.
     """
     seen: dict[str, Tensor] = {}
-    step = engine.execute[schedule.OptimizerStep]
+    step = engine.execute["OptimizerStep"]
 
-    def observed(**arguments: Any) -> None:
+    def observed(instruction: Instruction) -> None:
         before = sent.collective_bytes
         seen.update({name: gradient.clone() for name, gradient in engine.named_gradients().items()})
         sent.collective_bytes = before
-        step(**arguments)
+        step(instruction)
 
-    engine.execute[schedule.OptimizerStep] = observed
+    engine.execute["OptimizerStep"] = observed
     return seen
 
 
@@ -227,6 +230,9 @@ def run_case(case: Case) -> list[dict[str, Any]]:
     """Train the case next to its reference; one record a step."""
     spec = spec_of(case.compile)
     engine = case.engine(spec)
+    split = case.random_programs is not None  # gradients of several micro-batches are reduced at once
+    if case.random_programs is not None:
+        engine.follow(random_programs(case.schedule, case.micro_batches, case.stages, case.random_programs))
     engine._cautious_steps = 1  # messages of the second step go from device to device on GPUs as well
     sent = SentBytes()
     seen = watch_gradients(engine, sent)
@@ -256,7 +262,7 @@ def run_case(case: Case) -> list[dict[str, Any]]:
                 "moment_errors": moment_errors,
                 "stage": engine.stage_id,
                 "coordinates": [engine.stage_id, engine.grid.get_data_parallel_id()],
-                "sent": None if case.compile else [sent.message_bytes, sent.collective_bytes],
+                "sent": None if case.compile or split else [sent.message_bytes, sent.collective_bytes],
                 "expected_sent": expected_sent,
                 "graphs": counters["stats"]["unique_graphs"],
             }

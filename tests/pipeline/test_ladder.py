@@ -45,6 +45,8 @@ BY_TWO = [
     Case(2, 1, 1, "fp16", 1, schedule="folded"),
     Case(1, 2, 2, "fp16", 1, micro_batches=2, compile=True, fused=True),
     Case(2, 1, 2, "fp32", 1, schedule="folded", compile=True, fused=True),
+    Case(2, 1, 2, "fp32", 1, reentrant=True, schedule="folded", random_programs=1),
+    Case(2, 1, 1, "fp16", 0, random_programs=2),
 ]
 BY_FOUR = [
     Case(2, 2, 0, "fp16", 1, across="replicas"),
@@ -60,6 +62,8 @@ BY_FOUR = [
     Case(2, 2, 2, "fp16", 1, schedule="folded"),
     Case(2, 2, 2, "fp32", 0, offload=True, schedule="folded"),
     Case(4, 1, 0, "fp32", 0, micro_batches=8, schedule="folded"),
+    Case(2, 2, 2, "fp16", 1, schedule="folded", random_programs=3),
+    Case(4, 1, 1, "fp32", 2, offload=True, micro_batches=8, schedule="folded", random_programs=4),
 ]
 """The core: every factor at least once, in both schedules the ones that their code treats differently."""
 
@@ -84,6 +88,9 @@ MORE_BY_FOUR = [
     Case(2, 2, 2, "fp32", 1, reentrant=True, schedule="folded"),
     Case(2, 2, 2, "bf16", 0, fp32_accumulation=True, schedule="folded"),
     Case(4, 1, 2, "fp32", 3, micro_batches=16, schedule="folded"),
+    Case(1, 4, 2, "bf16", 0, random_programs=5),
+    Case(2, 2, 2, "fp32", 0, offload=True, random_programs=6),
+    Case(2, 2, 0, "fp16", 0, schedule="folded", growing_scale=True, random_programs=7),
 ]
 """Other combinations of the same factors."""
 ONE_GPU = [

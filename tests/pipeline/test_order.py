@@ -26,6 +26,7 @@ from ddpm_ds.pipeline.order import (
     pipeline_edges,
     training_order,
 )
+from ddpm_ds.pipeline.schedule import program
 from ddpm_ds.predict.simulate import PhaseCosts, RankCosts, simulate
 from tests.launching import fork_ranks
 
@@ -52,7 +53,8 @@ def step(
     **ways: Any,
 ) -> float:
     """A training step on log."""
-    return execute([training_order(schedule, count, ranks, rank, **ways) for rank in range(ranks)], communicator)
+    programs = [program(schedule, count, ranks, rank) for rank in range(ranks)]
+    return execute([training_order(schedule, programs, rank, **ways) for rank in range(ranks)], communicator)
 
 
 def one_for_each_direction(edge: Edge) -> Hashable:
@@ -235,11 +237,12 @@ def test_the_engines_post_what_the_model_posts(schedule: Schedule, tmp_path: Pat
     log = tmp_path / "log"
     forked = fork_ranks(ranks, worker, schedule, str(count), str(tmp_path), stdout=log, stderr=log)
     assert [rank.wait(timeout=300) for rank in forked] == [0] * ranks, log.read_text()
+    programs = [program(schedule, count, ranks, rank) for rank in range(ranks)]
     for rank in range(ranks):
         posted = json.loads((tmp_path / f"rank{rank}.json").read_text())
         expected = [
             [operation.does, list(operation.edge), operation.number]
-            for operation in training_order(schedule, count, ranks, rank)
+            for operation in training_order(schedule, programs, rank)
             if operation.edge is not None
         ]
         assert posted == expected

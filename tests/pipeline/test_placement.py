@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import pytest
-from deepspeed.runtime.pipe.schedule import SendActivation, SendGrad
 
 from ddpm_ds.config.ds_config import ResolvedDsConfig, resolve
 from ddpm_ds.pipeline.cuts import Schedule, partition, segments, sent_shapes
@@ -24,7 +23,7 @@ from ddpm_ds.pipeline.placement import (
     sharing,
     traffic,
 )
-from ddpm_ds.pipeline.schedule import instruction_stream
+from ddpm_ds.pipeline.schedule import program
 from ddpm_ds.unet.layers import unet_layers
 from tests.launching import tiny_spec
 
@@ -45,16 +44,14 @@ Send = tuple[str, int, int, float]
 def every_message(
     grid: Grid, schedule: Schedule, bounds: tuple[int, ...], micro_batches: int, size: int
 ) -> Iterator[Send]:
-    """What the instruction streams of all pipelines send, with ``size`` bytes for an element of a micro-batch."""
+    """What the programs of all pipelines send, with ``size`` bytes for an element of a micro-batch."""
     for replica in range(grid.replicas):
         for stage in range(grid.stages):
-            stream = instruction_stream(schedule, micro_batches=micro_batches, ranks=grid.stages, rank=stage)
-            for command in (command for commands in stream.steps() for command in commands):
-                if not isinstance(command, SendActivation | SendGrad):
+            for name, phase, _ in program(schedule, micro_batches, grid.stages, stage):
+                if name not in ("SendActivation", "SendGrad"):
                     continue
-                phase = command.kwargs.get("phase", 0)
                 start, stop = segments(bounds, schedule, stage)[phase]
-                forward = isinstance(command, SendActivation)
+                forward = name == "SendActivation"
                 shapes = sent_shapes(LAYERS, stop if forward else start, phase=phase, schedule=schedule)
                 target = stage + (1 if forward == (phase == 0) else -1)
                 here, there = grid.rank(stage, replica), grid.rank(target, replica)

@@ -154,8 +154,8 @@ def test_the_fold_is_fullest_at_one_moment_not_the_sum_of_two(ranks: int) -> Non
     for rank in range(ranks):
         held, seen = [0, 0], []
         for step in program("folded", 4 * ranks, ranks, rank):
-            if step.instruction in ("ForwardPass", "BackwardPass"):
-                held[step.phase] += 1 if step.instruction == "ForwardPass" else -1
+            if step.name in ("ForwardPass", "BackwardPass"):
+                held[step.phase] += 1 if step.name == "ForwardPass" else -1
                 seen.append(tuple(held))
         found = moments("folded", 4 * ranks, ranks, rank)
         for weights in ((1, 1), (5, 1), (1, 5)):

@@ -43,7 +43,13 @@ def plan_of(
         ),
         (
             {"processes": 1, "stages": 1},
-            {"folded": "needs 2 stages", "stock-default": "needs 2", "torch": "needs 2", "ddp": "needs 2 processes"},
+            {
+                "folded": "needs 2 stages",
+                "planned": "needs 2 stages",
+                "stock-default": "needs 2",
+                "torch": "needs 2",
+                "ddp": "needs 2 processes",
+            },
         ),
     ],
 )

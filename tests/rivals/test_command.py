@@ -28,7 +28,7 @@ TINY = [
     "optimizer.epsilon=0.01",  # with gradients too small to be clipped: Adam would hide a wrong scale of them
 ]
 STEPS = 8
-PIPELINES = {"1f1b", "folded", "traced", "stock", "stock-default", "torch"}
+PIPELINES = {"1f1b", "folded", "planned", "traced", "stock", "stock-default", "torch"}
 
 
 def arguments(config: str, folder: Path, *others: str) -> list[str]:
@@ -131,7 +131,13 @@ def test_every_row_trains_the_same_on_two_stages_and_what_it_sends_is_counted(
     plan = plan_run(DIGITS, TINY, REPOSITORY / "ds_configs" / config, world_size=processes, stages=2)
     images, replicas = plan.images_per_replica, plan.ds.layout.replicas
     line = sent_1f1b(plan)
-    for name, sent in (("1f1b", line), ("folded", sent_folded(plan)), ("traced", line), ("torch", line)):
+    for name, sent in (
+        ("1f1b", line),
+        ("folded", sent_folded(plan)),
+        ("planned", sent_folded(plan)),
+        ("traced", line),
+        ("torch", line),
+    ):
         size = 4 if name == "torch" else element_bytes
         assert found[name]["rank_message_bytes"] == [size * images * count for count in sent for _ in range(replicas)]
     ring = 2 * (processes - 1) / processes

@@ -93,15 +93,16 @@ def test_golden_losses(one_process: Path) -> None:
 
 @pytest.mark.launch
 @pytest.mark.long
-@pytest.mark.parametrize(("stages", "schedule"), [(2, "folded"), (4, "1f1b"), (1, "1f1b")])
+@pytest.mark.parametrize(("stages", "schedule"), [(2, "folded"), (2, "planned"), (4, "1f1b"), (1, "1f1b")])
 def test_any_layout_of_four_processes_gives_the_same_curve_as_one_process(
     stages: int, schedule: str, one_process: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "runs" / f"four-{stages}"
+    folder = tmp_path / "runs" / f"four-{stages}-{schedule}"
     config = json.loads((REPOSITORY / "ds_configs" / "zero0_fp32.json").read_text())
     config["pipeline"]["schedule"] = schedule
     done = train(4, folder, "-p", str(stages), config=str(write_json(tmp_path / "config.json", config)))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert (folder / "programs.txt").exists() == (schedule == "planned")
     losses = curve(folder)
     assert len(losses) == 10 and mlflow_run(folder)[1].data.params["derived.stages"] == str(stages)
     assert losses == pytest.approx(curve(one_process), rel=1e-5)

@@ -13,6 +13,7 @@ from ddpm_ds.unet.operations import (
     _by_products,
     _Convolution3x3,
     arithmetic_dtype,
+    convolution,
     set_image_index,
     widening,
 )
@@ -74,10 +75,13 @@ def test_other_convolutions_are_left_to_pytorch(
     stride: int, padding: int, dtype: torch.dtype, contiguous: bool, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(operations, "BY_PRODUCTS", True)
-    x, weight, _ = tensors(torch.float32)
+    x, weight, bias = tensors(torch.float32)
     assert _by_products(x, weight.requires_grad_(), 1, 1)
     with torch.no_grad():
-        assert not _by_products(x, weight, 1, 1)
+        assert convolution(x, weight, bias, 1, 1).grad_fn is None
+    detached = convolution(x.requires_grad_(), weight.detach(), bias, 1, 1)
+    assert type(detached.grad_fn).__name__ == "ConvolutionBackward0", "its weight gradient waits, or nobody asks for it"
+    x = x.detach()
     x = x.to(dtype)[:, :width].contiguous(memory_format=torch.contiguous_format if contiguous else torch.channels_last)
     weight = weight.detach().to(dtype)[:, :width].contiguous(memory_format=torch.channels_last).requires_grad_()
     assert not _by_products(x, weight, stride, padding)

@@ -1,0 +1,199 @@
+"""Scheduler: the order of passes for a run's own costs, with weight gradients in passes of their own.
+
+:func:`planned` lets the ranks work greedily in simulated time. A free rank takes the first of its passes, in an order
+of preference, whose input is there; weight gradients wait until nothing else can start, since nobody waits for them.
+Some orders of preference and limits are tried, beside the schedule that has a name, and the shortest simulated step
+wins.
+The idea is that of zero-bubble schedules (Qi et al. 2023, arXiv:2401.10241), for stages that are not equal.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Literal
+
+from ddpm_ds.pipeline.cuts import Schedule, folds
+from ddpm_ds.pipeline.schedule import Instruction, Name, Program, completed, neighbours, phases_of, program
+from ddpm_ds.predict.simulate import FREE, Link, PhaseCosts, RankCosts, simulate
+
+Pass = tuple[Literal["forward", "backward"], int]
+"""Kind and phase of a pass."""
+PREFERENCES: dict[int, tuple[tuple[Pass, ...], ...]] = {
+    1: ((("backward", 0), ("forward", 0)), (("forward", 0), ("backward", 0))),
+    2: (
+        (("backward", 1), ("backward", 0), ("forward", 1), ("forward", 0)),
+        (("backward", 1), ("forward", 1), ("backward", 0), ("forward", 0)),
+        (("backward", 0), ("backward", 1), ("forward", 1), ("forward", 0)),
+        (("forward", 1), ("backward", 1), ("backward", 0), ("forward", 0)),
+    ),
+}
+"""Orders of preference that are tried, by the number of phases."""
+MOST_TRIED_PASSES = 100_000
+"""Passes of all ranks and tries together, beyond which the first order of preference alone is tried."""
+
+
+def planned(
+    schedule: Schedule,
+    micro_batches: int,
+    costs: Sequence[RankCosts],
+    link: Callable[[int, int], Link] = lambda source, target: FREE,
+    *,
+    most_held: int,
+    splits: bool = True,
+) -> tuple[Program, ...]:
+    """Return the programs of all ranks whose simulated step is the shortest that is found; a function of the arguments
+    alone.
+
+    Args:
+        schedule: whose placement of stages the ranks have; the named order of that placement is tried as well.
+        most_held: micro-batches that a rank may have between their first forward and the last of their gradients.
+        splits: whether weight gradients may have passes of their own.
+    """
+    ranks = len(costs)
+    tried: list[tuple[Program, ...]] = []
+    named: Schedule = "folded" if folds(schedule) else "1f1b"
+    with suppress(ValueError):  # too few micro-batches for a fold
+        tried.append(tuple(program(named, micro_batches, ranks, rank) for rank in range(ranks)))
+    preferences = PREFERENCES[phases_of(schedule)]
+    limits = sorted({most_held, max(1, most_held - 1), max(1, most_held - ranks // 2)}, reverse=True)
+    ways = list(itertools.product(preferences, limits))
+    passes = 3 * ranks * micro_batches * phases_of(schedule)
+    for preference, limit in ways[: max(1, MOST_TRIED_PASSES // passes)]:
+        made = _Greedy(schedule, micro_batches, costs, link, preference, limit, splits).run()
+        tried.append(tuple(completed(own, schedule, ranks, rank) for rank, own in enumerate(made)))
+    return min(
+        tried, key=lambda programs: simulate(schedule, micro_batches, costs, link, programs=programs).step_seconds
+    )
+
+
+def most_held(ranks: int) -> int:
+    """Return how many micro-batches a rank of a planned pipeline holds: about as many as in DualPipeV."""
+    return 2 * ranks
+
+
+def order_of(
+    schedule: Schedule,
+    micro_batches: int,
+    costs: Sequence[RankCosts],
+    link: Callable[[int, int], Link] = lambda source, target: FREE,
+    *,
+    splits: bool = True,
+) -> tuple[Program, ...] | None:
+    """Return the programs of a planned schedule, for :func:`simulate`; None where the schedule's name says them."""
+    if schedule != "planned":
+        return None
+    return planned(schedule, micro_batches, costs, link, most_held=most_held(len(costs)), splits=splits)
+
+
+@functools.lru_cache(maxsize=1024)
+def typical_programs(schedule: Schedule, micro_batches: int, ranks: int) -> tuple[Program, ...]:
+    """Return the programs of all ranks; for a planned schedule those of stages whose passes all take equally long."""
+    if schedule != "planned":
+        return tuple(program(schedule, micro_batches, ranks, rank) for rank in range(ranks))
+    costs = [RankCosts((PhaseCosts(1.0, 2.0, weight_seconds=1.0),) * phases_of(schedule))] * ranks
+    return planned(schedule, micro_batches, costs, most_held=most_held(ranks))
+
+
+class _Greedy:
+    """Ranks that each take the first pass that can start."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        micro_batches: int,
+        costs: Sequence[RankCosts],
+        link: Callable[[int, int], Link],
+        preference: Sequence[Pass],
+        most_held: int,
+        splits: bool,
+    ) -> None:
+        self._micro_batches, self._costs, self._link = micro_batches, costs, link
+        self._preference, self._most_held = preference, most_held
+        self._backward: Name = "InputGradients" if splits else "BackwardPass"
+        self._last = phases_of(schedule) - 1
+        ranks = len(costs)
+        self._routes = [
+            [neighbours(schedule, ranks, rank, phase) for phase in range(self._last + 1)] for rank in range(ranks)
+        ]
+        self._done: list[dict[Pass, int]] = [defaultdict(int) for _ in costs]
+        """By rank, how many passes of a kind are done or have begun."""
+        self._ready: list[dict[Pass, deque[float]]] = [defaultdict(deque) for _ in costs]
+        """By rank, when the inputs of the next passes of a kind are there."""
+        self._waiting: list[dict[int, list[int]]] = [defaultdict(list) for _ in costs]
+        """By rank and phase, micro-batches whose weight gradients are still to be computed."""
+        self._free_at: dict[tuple[int, int], float] = defaultdict(float)
+        self._wakes = [(0.0, rank) for rank in range(ranks)]
+        for rank, routes in enumerate(self._routes):
+            if routes[0][0] is None:
+                self._ready[rank]["forward", 0].extend([0.0] * micro_batches)
+
+    def run(self) -> list[list[Instruction]]:
+        """Return the passes of each rank, in order."""
+        orders: list[list[Instruction]] = [[] for _ in self._costs]
+        busy_until = [0.0] * len(orders)
+        while self._wakes:
+            now, rank = heapq.heappop(self._wakes)
+            if now < busy_until[rank]:
+                continue
+            own = self._next(rank, now)
+            if own is None:
+                continue
+            orders[rank].append(own)
+            seconds = len(own.micro_batches) * self._costs[rank].phases[own.phase].seconds(own.name)
+            busy_until[rank] = now + seconds
+            heapq.heappush(self._wakes, (busy_until[rank], rank))
+            self._give(rank, own, busy_until[rank])
+        return orders
+
+    def _next(self, rank: int, now: float) -> Instruction | None:
+        """Return the pass that a free rank begins, if it can begin any."""
+        done, ready = self._done[rank], self._ready[rank]
+        held = done["forward", 0] - done["backward", 0] + len(self._waiting[rank][0])
+        for kind, phase in self._preference:
+            arrivals = ready[kind, phase]
+            if not arrivals or arrivals[0] > now or (kind == "forward" and phase == 0 and held >= self._most_held):
+                continue
+            arrivals.popleft()
+            number = done[kind, phase]
+            done[kind, phase] += 1
+            if kind == "forward":
+                return Instruction("ForwardPass", phase, (number,))
+            if self._backward == "InputGradients":
+                self._waiting[rank][phase].append(number)
+            return Instruction(self._backward, phase, (number,))
+        for phase in range(self._last, -1, -1):
+            if waiting := self._waiting[rank][phase]:
+                all_done = done["backward", 0] == self._micro_batches
+                numbers = tuple(waiting) if all_done else (waiting[0],)
+                del waiting[: len(numbers)]
+                return Instruction("WeightGradients", phase, numbers)
+        return None
+
+    def _give(self, rank: int, own: Instruction, done_at: float) -> None:
+        """Let the passes that follow from this one begin: of this rank, or of the one that it sends to."""
+        if own.name == "WeightGradients":
+            return
+        forward = own.name == "ForwardPass"
+        target = self._routes[rank][own.phase][1 if forward else 0]
+        if target is not None:
+            phase_costs, wire = self._costs[rank].phases[own.phase], self._link(rank, target)
+            size = phase_costs.activation_bytes if forward else phase_costs.gradient_bytes
+            leaves = max(done_at, self._free_at[rank, target]) + size / wire.bytes_per_second
+            self._free_at[rank, target] = leaves
+            arrives = leaves + wire.latency_seconds
+            self._ready[target]["forward" if forward else "backward", own.phase].append(arrives)
+            heapq.heappush(self._wakes, (arrives, target))
+        for following in self._following(rank, own.phase, forward):
+            self._ready[rank][following].append(done_at)
+
+    def _following(self, rank: int, phase: int, forward: bool) -> Iterator[Pass]:
+        """Yield the passes of this rank whose input this pass has made."""
+        if forward and self._routes[rank][phase][1] is None:
+            yield ("forward", phase + 1) if phase < self._last else ("backward", phase)
+        if not forward and self._routes[rank][phase][0] is None and phase:
+            yield "backward", phase - 1

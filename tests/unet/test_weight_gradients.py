@@ -1,0 +1,111 @@
+"""Weight gradients that wait: the same as a backward's, in any grouping, each given to its weight once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ddpm_ds.unet.blocks import large_weights
+from ddpm_ds.unet.layers import unet_layers
+from ddpm_ds.unet.model import UNet
+from ddpm_ds.unet.operations import set_image_index
+from ddpm_ds.unet.weight_gradients import WaitingGradients
+from tests.launching import tiny_spec
+
+SPEC = tiny_spec()
+LAYERS = unet_layers(SPEC.unet, image_channels=SPEC.data.channels, image_size=SPEC.data.image_size)
+MICRO_BATCHES, IMAGES = 4, 3
+ROUNDINGS = {torch.float32: 64, torch.bfloat16: 8, torch.float16: 8}
+"""Roundings of an element of a gradient: of its sum over pixels and images in fp32, of each micro-batch's and of the
+sum over them in half precision; as a random walk, the square root of some thousands and of some tens."""
+
+
+def unet(dtype: torch.dtype) -> UNet:
+    """A U-Net whose every gradient is alive."""
+    made, generator = UNet(LAYERS, 0), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return made.to(dtype)
+
+
+def backwards(net: UNet, waiting: WaitingGradients | None, *, recompute: bool | None = None) -> None:
+    """Forward and backward of every micro-batch; ``recompute`` checkpoints the U-Net, reentrant or not."""
+    shape = (MICRO_BATCHES, IMAGES, SPEC.data.channels, SPEC.data.image_size, SPEC.data.image_size)
+    images = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    for number, x in enumerate(images):
+        if waiting is not None:
+            waiting.number = number
+        inputs = (x.requires_grad_(), torch.arange(IMAGES) + number, None, torch.arange(IMAGES))
+        if recompute is None:
+            y = net(*inputs)
+        else:
+            y = checkpoint(net, *inputs, use_reentrant=recompute, preserve_rng_state=False)
+        y.float().square().mean().backward()
+
+
+def gradients(net: UNet) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in net.named_parameters():
+        assert parameter.grad is not None, name
+        found[name] = parameter.grad.float()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "recompute"),
+    [
+        (torch.float32, None),
+        (torch.float32, True),
+        (torch.float32, False),
+        (torch.float16, None),
+        (torch.bfloat16, None),
+    ],
+)
+def test_every_gradient_is_that_of_whole_backwards_in_any_grouping(dtype: torch.dtype, recompute: bool | None) -> None:
+    whole = unet(dtype)
+    backwards(whole, None)
+    split, waiting = unet(dtype), WaitingGradients()
+    large = [part for layer in split.layers for part in large_weights(layer)]
+    given = dict.fromkeys(large, 0)
+    for part in large:
+        part.waiting = waiting
+        part.weight.register_post_accumulate_grad_hook(lambda _, part=part: given.update({part: given[part] + 1}))
+    backwards(split, waiting, recompute=recompute)
+    assert all(part.weight.grad is None for part in large) and set(given.values()) == {0}
+    waiting.compute(large, [2, 0])
+    waiting.compute(large, [1])
+    with pytest.raises(RuntimeError, match=r"of micro-batches \[3\] were never computed"):
+        waiting.check_empty()
+    waiting.compute(large, [3])
+    waiting.check_empty()
+    assert set(given.values()) == {3}, "a hook of a weight runs once a pass"
+    limit = ROUNDINGS[dtype] * torch.finfo(dtype).eps
+    for name, expected in gradients(whole).items():
+        found = gradients(split)[name]
+        assert (found - expected).norm() <= limit * expected.norm(), name
+
+
+def test_a_pass_before_its_backward_and_a_weight_that_is_used_twice_are_errors() -> None:
+    net, waiting = unet(torch.float32), WaitingGradients()
+    large = [part for layer in net.layers for part in large_weights(layer)]
+    for part in large:
+        part.waiting = waiting
+    with pytest.raises(KeyError):
+        waiting.compute(large, [0])
+    waiting.put(large[0], torch.zeros(1), torch.zeros(1))
+    with pytest.raises(RuntimeError, match="is used twice in a micro-batch"):
+        waiting.put(large[0], torch.zeros(1), torch.zeros(1))
+
+
+def test_without_gradients_nothing_waits() -> None:
+    net, waiting = unet(torch.float32), WaitingGradients()
+    for layer in net.layers:
+        for part in large_weights(layer):
+            part.waiting = waiting
+    set_image_index(net.layers, torch.zeros(1).long())
+    with torch.no_grad():
+        net(torch.zeros(1, SPEC.data.channels, SPEC.data.image_size, SPEC.data.image_size), torch.zeros(1).long())
+    waiting.check_empty()
