@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.grad import conv2d_input, conv2d_weight
+from torch.nn.grad import conv2d_input
 
 from ddpm_ds.keyed import Stream, keep_mask
 from ddpm_ds.unet.fused_norm import fused_norm_silu
@@ -149,16 +149,18 @@ class Convolution(nn.Module):
         waits = self.waiting is not None and torch.is_grad_enabled()
         weight = (self.weight.detach() if waits else self.weight).to(x.dtype).permute(0, 3, 1, 2)  # (out, in, k, k)
         x, weight = (tensor.contiguous(memory_format=self.memory_format) for tensor in (x, weight))
-        y = convolution(x, weight, self.bias.to(x.dtype), self.stride, self.padding)
-        return Wait.apply(y, x.detach(), self) if waits else y
+        bias = self.bias.to(x.dtype)
+        y = convolution(x, weight, bias.detach() if waits else bias, self.stride, self.padding)
+        return Wait.apply(y, x.detach(), bias, self) if waits else y
 
     def weight_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
         """Return the weight's gradient (out, k, k, in) from x (N, C, H, W) and the output's gradient."""
-        shape = self.weight.permute(0, 3, 1, 2)
-        if _by_products(x, shape, self.stride, self.padding):
+        like = x.new_empty(self.weight.shape).permute(0, 3, 1, 2)  # (out, in, k, k), of which only the layout counts
+        if _by_products(x, like, self.stride, self.padding):
             return _weight_backward(gradient.contiguous(memory_format=torch.channels_last), x)
-        size = (shape.shape[0], shape.shape[1], *shape.shape[2:])
-        return conv2d_weight(x, size, gradient, self.stride, self.padding).permute(0, 2, 3, 1)
+        where: Any = ([self.stride] * 2, [self.padding] * 2, [1, 1], False, [0, 0], 1)
+        found = torch.ops.aten.convolution_backward(gradient, x, like, None, *where, [False, True, False])[1]
+        return found.permute(0, 2, 3, 1)
 
     @torch.no_grad()
     def draw(self, generator: torch.Generator) -> None:
@@ -183,8 +185,9 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         waits = self.waiting is not None and torch.is_grad_enabled()
-        y = F.linear(x, (self.weight.detach() if waits else self.weight).to(x.dtype), self.bias.to(x.dtype))
-        return Wait.apply(y, x.detach(), self) if waits else y
+        weight, bias = (self.weight.detach() if waits else self.weight).to(x.dtype), self.bias.to(x.dtype)
+        y = F.linear(x, weight, bias.detach() if waits else bias)
+        return Wait.apply(y, x.detach(), bias, self) if waits else y
 
     def weight_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
         """Return the weight's gradient (out, in) from x (..., in) and the output's gradient (..., out)."""

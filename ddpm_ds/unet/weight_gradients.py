@@ -63,16 +63,20 @@ class WaitingGradients:
 
 
 class Wait(torch.autograd.Function):
-    """Identity on a layer's output whose backward queues the layer's weight gradient."""
+    """Identity on a layer's output whose backward queues the layer's weight gradient, and gives the bias its own.
+
+    Asked for the bias's gradient, oneDNN's convolution would compute the weight's as well.
+    """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, layer: Convolution | Linear) -> Tensor:
+    def forward(ctx: Any, y: Tensor, x: Tensor, bias: Tensor, layer: Convolution | Linear) -> Tensor:
         ctx.save_for_backward(x)
         ctx.layer = layer
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor, None]:
         (x,) = ctx.saved_tensors
         ctx.layer.waiting.put(ctx.layer, x, gradient)
-        return gradient, None, None
+        channels = 1 if x.ndim == 4 else x.ndim - 1
+        return gradient, None, gradient.sum([dim for dim in range(x.ndim) if dim != channels]), None
