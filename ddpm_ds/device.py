@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import re
 import warnings
@@ -28,6 +30,10 @@ LOCKING_ENVIRONMENT = {
     "NCCL_LAUNCH_ORDER_IMPLICIT": "messages to one rank would wait for those to another, in an order that is not alike",
 }
 """Variables that stop a pipeline of several stages for ever unless they are 0, and why."""
+
+KEPT_MEMORY = {"MMAP_THRESHOLD": (-3, 2**31 - 1), "TRIM_THRESHOLD": (-1, -1), "TOP_PAD": (-2, 256 * 2**20)}
+"""Settings of glibc's malloc by their names in the environment: number and value. It keeps large blocks for the next
+pass instead of giving them back to the system, which would clear every page again (docs/ds_configs.md)."""
 
 
 def choose_device(wanted: str, stages: int = 1) -> torch.device:
@@ -57,6 +63,7 @@ def choose_device(wanted: str, stages: int = 1) -> torch.device:
         raise LayoutError(f"{asked_by} = cuda, but {_why_no_device()}")
     if not devices:
         os.environ["DS_ACCELERATOR"] = "cpu"
+        _keep_freed_memory()
         return torch.device("cpu")
     if local_size > devices:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -102,6 +109,15 @@ def wait_for_stream(device: torch.device) -> None:
     """Wait until a device has finished the work of the current stream; messages on other streams continue."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+def _keep_freed_memory() -> None:
+    """Set :data:`KEPT_MEMORY` where malloc is glibc's, except what the user's environment sets."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        for name, (number, value) in KEPT_MEMORY.items():
+            if f"MALLOC_{name}_" not in os.environ:
+                mallopt(number, value)
 
 
 def _prepare_messages() -> dict[str, str]:
