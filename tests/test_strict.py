@@ -33,25 +33,29 @@ def run(processes: int, *words: str, log: Path, **environment: str) -> list[int]
             rank.kill()
 
 
-def config_of(folder: Path, name: str) -> str:
-    """A DeepSpeed JSON of the project whose flops profile is of the fourth step."""
-    config = json.loads((REPOSITORY / "ds_configs" / name).read_text())
+def config_of(folder: Path, schedule: str) -> str:
+    """The main JSON under a schedule, with a flops profile of the fourth step."""
+    config = json.loads((REPOSITORY / "ds_configs" / "zero2_fp16.json").read_text())
     config["flops_profiler"] = {"enabled": True, "profile_step": 4}
-    path = folder / name
+    config["pipeline"]["schedule"] = schedule
+    path = folder / "ds.json"
     path.write_text(json.dumps(config))
     return str(path)
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
+    ("schedule", "layout"),
     [
-        pytest.param("zero2_fp16.json", ("-p", "4"), id="4 stages", marks=pytest.mark.long),
-        pytest.param("folded_zero2_fp16.json", ("-p", "2"), id="fold of 2 x 2 replicas"),
+        pytest.param("1f1b", ("-p", "4"), id="4 stages", marks=pytest.mark.long),
+        pytest.param("folded", ("-p", "2"), id="fold of 2 x 2 replicas", marks=pytest.mark.long),
+        pytest.param("planned", ("-p", "2"), id="planned order of 2 x 2 replicas"),
     ],
 )
-def test_a_run_that_is_watched_in_every_way_does_not_lock(name: str, layout: tuple[str, str], tmp_path: Path) -> None:
+def test_a_run_that_is_watched_in_every_way_does_not_lock(
+    schedule: str, layout: tuple[str, str], tmp_path: Path
+) -> None:
     """ZeRO-2, samples, held-out losses, checkpoints, flops, kernels and a trace; losses are those of plain gloo."""
-    config, log = config_of(tmp_path, name), tmp_path / "log"
+    config, log = config_of(tmp_path, schedule), tmp_path / "log"
     words = arguments(tmp_path / "run", (*DEEP, *LENGTH), config, (*layout, *WATCHED))
     assert run(4, str(TRAIN), *words, log=log) == [0] * 4, log.read_text()[-6000:]
     said = log.read_text()
@@ -95,7 +99,7 @@ def test_the_benchmark_does_not_lock(tmp_path: Path) -> None:
     "mutant", ["a wait in a forward", *(pytest.param(one, marks=pytest.mark.long) for one in list(MUTANTS)[::2])]
 )
 def test_what_nccl_would_not_survive_locks_here(mutant: str, tmp_path: Path) -> None:
-    config, log = config_of(tmp_path, "folded_zero2_fp16.json"), tmp_path / "log"
+    config, log = config_of(tmp_path, "folded"), tmp_path / "log"
     words = arguments(tmp_path / "run", (*DEEP, *LENGTH), config, ("-p", "4"))
     codes = run(4, str(TRAIN), *words, log=log, STRICT_MUTANT=mutant, STRICT_SECONDS="6")
     assert LOCKED in codes, log.read_text()[-6000:]

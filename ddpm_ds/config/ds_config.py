@@ -109,6 +109,13 @@ def _check_together(config: dict[str, Any]) -> None:
             raise DsConfigError(f"optimizer.params.{variant} is PyTorch's; it needs torch_adam = true, or remove it")
     if params.get("fused") and params.get("foreach"):
         raise DsConfigError("optimizer.params.fused and foreach are both true; keep one")
+    pipeline = config.get("pipeline", {})
+    for name in ("in_flight", "replan"):
+        if _given(pipeline, "schedule", "planned") != "planned" and pipeline.get(name, "auto") not in ("auto", False):
+            raise DsConfigError(
+                f"pipeline.{name} = {shown(pipeline[name])} belongs to a planned schedule, and pipeline.schedule is "
+                f'"{pipeline["schedule"]}"; remove one of them'
+            )
     if "scheduler" in config:
         kind = config["scheduler"].get("type")
         if kind is None:
@@ -150,6 +157,10 @@ class ResolvedDsConfig:
     layout: Layout
     partition: Literal["flops", "measured", "parameters", "uniform"] | list[int]
     schedule: Literal["1f1b", "folded", "planned"]
+    in_flight: int | Literal["auto"]
+    """Most micro-batches that a rank of a planned pipeline holds."""
+    replan: bool
+    """Whether the order of a planned schedule is made again from the traced steps."""
     checkpoint_interval: int | Literal["auto"]
     """Layers between kept activations; 0 keeps all."""
     use_reentrant: bool
@@ -182,6 +193,8 @@ class ResolvedDsConfig:
             "stages": self.layout.stages,
             "partition": self.partition,
             "schedule": self.schedule,
+            "in_flight": self.in_flight,
+            "replan": self.replan,
             "across_hosts": self.across_hosts,
             "activation_checkpoint_interval": self.checkpoint_interval,
             "use_reentrant": self.use_reentrant,
@@ -205,6 +218,7 @@ class ResolvedDsConfig:
         ours = ("compile", "kernels", "flops_profiler")
         undecided = {"activation_checkpoint_interval": 0, "across_hosts": "stages"}
         config = {name: copy.deepcopy(value) for name, value in self.as_json().items() if name not in ours}
+        del config["pipeline"]["in_flight"], config["pipeline"]["replan"]
         config["pipeline"] |= {name: value for name, value in undecided.items() if config["pipeline"][name] == "auto"}
         return config
 
@@ -254,7 +268,9 @@ def resolve(
     return ResolvedDsConfig(
         layout=layout,
         partition=_given(pipeline, "partition", "flops"),
-        schedule=_given(pipeline, "schedule", "1f1b"),
+        schedule=_schedule(pipeline, layout.stages),
+        in_flight=pipeline.get("in_flight", "auto"),
+        replan=pipeline.get("replan", False),
         checkpoint_interval=pipeline.get("activation_checkpoint_interval", "auto"),
         use_reentrant=pipeline.get("use_reentrant", False),
         across_hosts=pipeline.get("across_hosts", "auto"),
@@ -262,6 +278,14 @@ def resolve(
         compile=blocks.pop("compile", False),
         blocks={**blocks, "pipeline": own} if own else blocks,
     )
+
+
+def _schedule(pipeline: dict[str, Any], stages: int) -> Literal["1f1b", "folded", "planned"]:
+    """Return the schedule of a JSON's block: given, or planned wherever its cuts allow that; one stage is a line."""
+    cuts = pipeline.get("partition")
+    line = stages == 1 or (isinstance(cuts, list) and len(cuts) == stages - 1)
+    schedule: Literal["1f1b", "folded", "planned"] = _given(pipeline, "schedule", "1f1b" if line else "planned")
+    return "1f1b" if stages == 1 and schedule == "planned" else schedule
 
 
 def leaves_stages_open(config: dict[str, Any], world_size: int) -> bool:
@@ -281,8 +305,8 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _layout(config: dict[str, Any], spec: RunSpec, world_size: int, asked_stages: int | None) -> Layout:
-    schedule = _given(config.get("pipeline", {}), "schedule", "1f1b")
-    stages = _stages(config, schedule, world_size, asked_stages)
+    stages = _stages(config, world_size, asked_stages)
+    schedule = _schedule(config.get("pipeline", {}), stages)
     replicas, batch = world_size // stages, spec.train.batch_images
     if batch % replicas:
         raise LayoutError(
@@ -311,16 +335,16 @@ def _layout(config: dict[str, Any], spec: RunSpec, world_size: int, asked_stages
     return Layout(world_size, stages, replicas, batch, micro, micro_batches)
 
 
-def _stages(config: dict[str, Any], schedule: str, world_size: int, asked: int | None) -> int:
+def _stages(config: dict[str, Any], world_size: int, asked: int | None) -> int:
     pipeline = config.get("pipeline", {})
     stages, partition = _given(pipeline, "stages", None), pipeline.get("partition")
-    per_rank = 1 if schedule == "1f1b" else 2
+    per_rank = {None: (1, 2), "1f1b": (1,)}.get(_given(pipeline, "schedule", None), (2,))
     if asked is not None:
         name, stages = f"-p {asked}", asked
     elif stages is not None:
         name = f"pipeline.stages = {stages}"
     elif isinstance(partition, list):
-        name, stages = f"pipeline.partition = {partition}", (len(partition) + 1) // per_rank
+        name, stages = f"pipeline.partition = {partition}", (len(partition) + 1) // per_rank[0]
     elif world_size == 1:
         name, stages = "one process", 1
     else:
@@ -331,9 +355,11 @@ def _stages(config: dict[str, Any], schedule: str, world_size: int, asked: int |
             f"{name} makes {stages} stages, which don't divide {world_size} processes; use {' or '.join(fitting)} "
             f"stages or another number of processes"
         )
-    cuts = per_rank * stages - 1
-    if isinstance(partition, list) and len(partition) != cuts:
-        raise LayoutError(f"{name} needs {cuts} cuts, but pipeline.partition = {partition}; change one of them")
+    cuts = [count * stages - 1 for count in per_rank]
+    if isinstance(partition, list) and len(partition) not in cuts:
+        raise LayoutError(
+            f"{name} needs {' or '.join(map(str, cuts))} cuts, but pipeline.partition = {partition}; change one of them"
+        )
     return int(stages)
 
 

@@ -174,7 +174,19 @@ KEYS: dict[str, Key] = {
         one_of("1f1b", "folded", "planned"),
         "This project's key: one forward, one backward in turn; or DualPipeV over mirrored stages, two on each rank, "
         "where skips stay; or on the same stages an order made for the run, with weight gradients apart.",
-        auto='"1f1b"',
+        auto='"planned"; "1f1b" on one stage, and where a list in `partition` has one cut fewer than `stages`',
+    ),
+    "pipeline.in_flight": Key(
+        POSITIVE,
+        "This project's key, for a planned schedule: most micro-batches that a rank holds, from their first forward to "
+        "their last weight gradients. Fewer take less memory. A single stage computes the weight gradients of so many "
+        "together.",
+        auto="two for each stage, three under ZeRO-2 with replicas, or one where memory is short; 1 on a single stage",
+    ),
+    "pipeline.replan": Key(
+        SWITCH,
+        "This project's key: after the traced steps make the order of a planned schedule again, from what they took. "
+        "Numbers change by rounding, at a step that depends on no time. The default is false.",
     ),
     "pipeline.across_hosts": Key(
         one_of("stages", "replicas"),

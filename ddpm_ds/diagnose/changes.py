@@ -12,7 +12,7 @@ from typing import Any
 
 from ddpm_ds.command_line import counted
 from ddpm_ds.errors import LayoutError
-from ddpm_ds.pipeline.cuts import Schedule, folds, partition, weighted
+from ddpm_ds.pipeline.cuts import Schedule, partition, weighted
 from ddpm_ds.predict.finished_run import FinishedRun, Setup
 from ddpm_ds.predict.whatif import Model
 
@@ -107,14 +107,14 @@ def _sharing(model: Model, way: Setup) -> tuple[tuple[str, ...], dict[str, Any]]
 
 
 def schedules(model: Model) -> Ideas:
-    """Propose the other schedule."""
+    """Propose the planned schedule, or 1F1B instead of it."""
     now = model.now
-    other: Schedule = "1f1b" if folds(now.schedule) else "folded"
-    if now.stages == 1 or (other == "folded" and now.micro_batches < 2 * now.stages):
+    if now.stages == 1:
         return
+    other: Schedule = "1f1b" if now.schedule == "planned" else "planned"
     words = (
-        "The folded schedule keeps skips on the rank that makes them, and has a smaller bubble"
-        if other == "folded"
+        "An order made for the run, with weight gradients in passes of their own, leaves almost no bubble"
+        if other == "planned"
         else "The 1f1b schedule has no second visit to each rank"
     )
     if cut := _cut(model, now.stages, other):
@@ -167,7 +167,7 @@ def stages(model: Model) -> Ideas:
     for ranks in range(1, world + 1):
         if world % ranks or ranks == now.stages or now.images * ranks % per_step:
             continue
-        schedule: Schedule = "1f1b" if ranks == 1 else now.schedule
+        schedule: Schedule = "1f1b" if ranks == 1 else "planned" if now.stages == 1 else now.schedule
         count, replicas = now.images * ranks // per_step, world // ranks
         cut = _cut(model, ranks, schedule)
         if cut is None or (schedule == "folded" and count < 2 * ranks):
@@ -175,6 +175,7 @@ def stages(model: Model) -> Ideas:
         bounds, pipeline = cut
         pipeline = ({"schedule": schedule} if schedule != now.schedule else {}) | pipeline
         way = replace(now, stages=ranks, schedule=schedule, bounds=bounds, replicas=replicas, micro_batches=count)
+        way = replace(way, in_flight=None)
         options, config = _sharing(model, way)
         words = f"{counted(ranks, 'stage')} x {counted(replicas, 'replica')} instead of {now.stages} x {now.replicas}"
         yield words, way, (f"-p {ranks}", *options), config | ({"pipeline": pipeline} if pipeline else {})

@@ -190,12 +190,16 @@ def _waits(model: Model) -> dict[str, float]:
 
 def _idle(model: Model, ranks: Sequence[tuple[PhaseCosts, ...]]) -> float:
     """Return the mean seconds that a rank waits in a step on free links."""
-    schedule, count, costs = model.now.schedule, model.now.micro_batches, list(map(RankCosts, ranks))
-    return mean(simulate(schedule, count, costs, programs=order_of(schedule, count, costs)).wait_seconds)
+    now, costs = model.now, list(map(RankCosts, ranks))
+    return mean(simulate(now.schedule, now.micro_batches, costs, programs=order_of(now, costs)).wait_seconds)
 
 
 def _mean_phase(same: Sequence[PhaseCosts]) -> PhaseCosts:
-    return PhaseCosts(mean([phase.forward_seconds for phase in same]), mean([phase.backward_seconds for phase in same]))
+    return PhaseCosts(
+        mean([phase.forward_seconds for phase in same]),
+        mean([phase.backward_seconds for phase in same]),
+        weight_seconds=mean([phase.weight_seconds for phase in same]),
+    )
 
 
 def _with_loading(model: Model, number: int) -> tuple[PhaseCosts, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import fmean
@@ -23,6 +23,8 @@ from ddpm_ds.observe.observer import Observer, Report, gathered, keep
 from ddpm_ds.observe.recording import RankTrace, Recording, aligned
 from ddpm_ds.observe.trace_metrics import rank_seconds, timeline_metrics
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.pipeline.schedule import PROGRAMS, Program, written
+from ddpm_ds.processes.process_group import decided_by_rank_0
 
 MOST_EVENTS = 400_000
 """Most events of all ranks in one trace of several steps: a file of 60 MB, which a browser can still open."""
@@ -44,13 +46,15 @@ class Timeline(Observer):
         steps: range,
         folder: Path,
         report: Report,
-        *,
         precision: Dtype,
         macs_per_image: int,
+        replan: Callable[[Mapping[str, Any]], tuple[Program, ...]] | None = None,
     ) -> None:
         """Trace ``steps`` into ``folder``, the first of them up to :data:`MOST_EVENTS`.
 
-        ``macs_per_image`` are the multiply-accumulates of one image's forward pass through the whole U-Net.
+        ``macs_per_image`` are the multiply-accumulates of one image's forward pass through the whole U-Net. ``replan``
+        makes the ranks' programs from a trace's summary; they are followed from the next step on, and as many steps
+        are traced once more.
         """
         self._engine, self._folder, self._report = engine, folder, report
         self._precision, self._macs = precision, macs_per_image
@@ -61,6 +65,8 @@ class Timeline(Observer):
                 f"--trace-steps {steps[0]}-{steps[-1]}: only steps {self._steps[0]}-{self._steps[-1]} are traced; "
                 f"a trace has at most {MOST_EVENTS:,} events, and a step may have {per_step:,} on each rank"
             )
+        self._replan, self._seconds_before = replan, 0.0
+        self._summary_of_last: Mapping[str, Any] = {}
         self._recording: Recording | None = None
         self._done = not steps
 
@@ -75,6 +81,29 @@ class Timeline(Observer):
             self._recording.begin_step(step)
         else:
             self.finish()
+            if self._replan is not None and self._follow(self._replan):
+                self._steps, self._done = range(step, step + len(self._steps)), False
+                self._recording = Recording(self._engine, step)
+            self._replan = None
+
+    def _follow(self, replan: Callable[[Mapping[str, Any]], tuple[Program, ...]]) -> bool:
+        """Let all ranks follow the programs that rank 0 makes from the trace; return whether they are others."""
+        programs = decided_by_rank_0(lambda: replan(self._summary_of_last))
+        if programs == self._engine.programs:
+            self._report.log("the passes keep their order: the traced steps make the same")
+            return False
+        self._engine.follow(programs)
+        self._engine.be_cautious()
+        if dist.get_rank() == 0:
+            self._seconds_before = self._summary_of_last["step_seconds"]
+            file = self._folder.parent / PROGRAMS
+            if keep(self._report, "", lambda: self._write_programs(file)):
+                self._report.log(f"the passes have an order made from the traced steps from here on: {file}")
+        return True
+
+    def _write_programs(self, file: Path) -> list[Path]:
+        file.write_text(written(self._engine.programs))
+        return [file]
 
     def span(self, name: str) -> AbstractContextManager[Any]:
         return self._recording.span(name) if self._recording is not None else contextlib.nullcontext()
@@ -90,9 +119,12 @@ class Timeline(Observer):
         if traces is None:
             return
         ranks, error = aligned(traces)
-        summary = self._summary(ranks, error, peak)
+        summary = self._summary_of_last = self._summary(ranks, error, peak)
         first, last = summary["first_step"], summary["last_step"]
-        self._report.observed(timeline_metrics(summary, self._macs), last)
+        values = timeline_metrics(summary, self._macs)
+        if self._seconds_before:
+            values["perf/replan_gain"] = 1 - summary["step_seconds"] / self._seconds_before
+        self._report.observed(values, last)
         if keep(self._report, "trace", lambda: self._write(ranks, summary)):
             self._report.log(f"traced steps {first}-{last}: {self._folder / f'steps-{first}-{last}'}.png and .json")
 

@@ -18,9 +18,10 @@ Both searches look for the lightest path through the possible cuts (:func:`light
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -135,7 +136,7 @@ def mirrored_cuts(
         most = next(count for count in range(ranks - 1, 0, -1) if lightest_chain([parts] * count, prices))
         raise LayoutError(
             f"pipeline.stages = {ranks}, but a fold of this U-Net has mirrored cuts for {most} at most; "
-            "use fewer stages"
+            'use fewer stages, or "1f1b" as pipeline.schedule'
         )
     edges, middles = [parts] * ranks, {node: [turn for turn in turns if node[0] < turn < node[1]] for node in nodes}
     if room is not None:
@@ -195,6 +196,25 @@ def check_mirrored(layers: Sequence[Layer], bounds: Sequence[int]) -> None:
                 f"pipeline.partition: the cuts {cut} and {mirror} are not mirrored: {live[cut]} skips are alive at one "
                 f"and {live[mirror]} at the other; with {cut} goes {' or '.join(fitting)}"
             )
+
+
+def neighbouring(layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule) -> Iterator[tuple[int, ...]]:
+    """Yield the bounds in which one cut, or one mirrored pair of a fold, is up to two layers further on or back."""
+    stages, steps = len(bounds) - 1, (-2, -1, 1, 2)
+    if folds(schedule):
+        middle = stages // 2
+        pairs = itertools.product(range(1, middle), (0, *steps), (0, *steps))
+        moves = [{place: down, stages - place: up} for place, down, up in pairs if down or up]
+        moves += [{middle: step} for step in steps]
+    else:
+        moves = [{place: step} for place in range(1, stages) for step in steps]
+    for move in moves:
+        moved = tuple(bound + move.get(place, 0) for place, bound in enumerate(bounds))
+        if all(left < right for left, right in itertools.pairwise(moved)):
+            with contextlib.suppress(LayoutError):
+                if folds(schedule):
+                    check_mirrored(layers, moved)
+                yield moved
 
 
 def live_skips(layers: Sequence[Layer]) -> list[int]:

@@ -4,7 +4,7 @@ A program (:mod:`ddpm_ds.pipeline.schedule`) lists what a rank does in a step, a
 
 - a stage's backward is ONE walk of its graph, ``torch.autograd.backward(all outputs, all gradients)``; the stock
   engine walks it once per output tensor, and a U-Net stage has an output per live skip;
-- large weight gradients may wait for a pass of their own, which computes those of several micro-batches at once
+- weight gradients may wait for a pass of their own, which computes those of several micro-batches at once
   (:mod:`ddpm_ds.unet.weight_gradients`);
 - ZeRO-2 works: gradients are reduced and partitioned after each backward or weight-gradient pass, accumulated in the
   owner's partition and finished once;
@@ -31,7 +31,7 @@ from ddpm_ds.pipeline.messages import Channel, StageChannels, open_p2p_groups, r
 from ddpm_ds.pipeline.module import UnetPipelineModule, checkpoint_function, forget_peaks, warm_up
 from ddpm_ds.pipeline.order import Edge, Kind
 from ddpm_ds.pipeline.schedule import Instruction, Program, check_programs, most_in_flight, neighbours
-from ddpm_ds.unet.blocks import Carry, large_weights
+from ddpm_ds.unet.blocks import Carry, weighted_parts
 from ddpm_ds.unet.operations import Convolution, Kernels, KeyedDropout, Linear, set_image_index
 from ddpm_ds.unet.weight_gradients import WaitingGradients
 
@@ -128,14 +128,14 @@ class UnetPipelineEngine(PipelineEngine):
             raise ValueError("weight gradients can't have passes of their own where layers are compiled")
         self.programs = tuple(programs)
         self._waiting = WaitingGradients() if split else None
-        for layer in self._large_weights(range(self.phases)):
+        for layer in self._weighted_parts(range(self.phases)):
             layer.waiting = self._waiting
         self._channels = [self.stage_channels(phase, self.micro_batch_size) for phase in range(self.phases)]
 
-    def _large_weights(self, phases: Iterable[int]) -> list[Convolution | Linear]:
+    def _weighted_parts(self, phases: Iterable[int]) -> list[Convolution | Linear]:
         """Return the parts of this rank's layers of some phases whose weight gradients may wait."""
         own = (self.module.get_submodule(str(index)) for phase in phases for index in range(*self.module.ends(phase)))
-        return [part for layer in own for part in large_weights(layer)]
+        return [part for layer in own for part in weighted_parts(layer)]
 
     def own_layers(self) -> dict[int, nn.Module]:
         """Return the layers of all of this rank's stages, by their index in the list."""
@@ -380,12 +380,12 @@ class UnetPipelineEngine(PipelineEngine):
         with insides.micro_batch_backward(self):
             torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
             if self._waiting is not None and own.name == "BackwardPass":
-                self._waiting.compute(self._large_weights([phase]), own.micro_batches)
+                self._waiting.compute(self._weighted_parts([phase]), own.micro_batches)
 
     def _weight_gradients(self, own: Instruction) -> None:
         assert self._waiting is not None
         with insides.micro_batch_backward(self):
-            self._waiting.compute(self._large_weights([own.phase]), own.micro_batches)
+            self._waiting.compute(self._weighted_parts([own.phase]), own.micro_batches)
 
     def _send_gradients(self, own: Instruction) -> None:
         """Send the gradients of the received tensors; emb has none where a U-Net's last layers don't use it."""

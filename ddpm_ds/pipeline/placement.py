@@ -143,8 +143,13 @@ def exchange(
     images: int,
     precision: Literal["fp32", "fp16", "bf16"],
     shared: Sharing,
+    reductions: Sequence[Sequence[float]] | None = None,
 ) -> Exchange:
-    """Return the bytes sent by a step of ``images`` images for each replica."""
+    """Return the bytes sent by a step of ``images`` images for each replica.
+
+    ``reductions`` says by rank and phase how often ZeRO-2 reduces weight gradients, where they have passes of their
+    own; all other gradients are reduced after each micro-batch.
+    """
     ranks = (len(bounds) - 1) // (2 if folds(schedule) else 1)
     width, ring = images * ELEMENT_BYTES[precision], (replicas - 1) / replicas
 
@@ -159,17 +164,39 @@ def exchange(
         sum(layer.parameters for start, stop in segments(bounds, schedule, rank) for layer in layers[start:stop])
         for rank in range(ranks)
     ]
-    gradient = shared.reductions * shared.passes * shared.gradient_bytes * ring
+    reduced: list[float] = [shared.reductions * count for count in parameters]
+    if reductions is not None and shared.reductions > 1:
+        reduced = [
+            sum(
+                count * layer.weights + shared.reductions * layer.vectors
+                for count, (start, stop) in zip(counts, segments(bounds, schedule, rank), strict=True)
+                for layer in layers[start:stop]
+            )
+            for rank, counts in enumerate(reductions)
+        ]
+    gradient = shared.passes * shared.gradient_bytes * ring
     return Exchange(
         messages=tuple(messages),
-        gradients=tuple(gradient * count for count in parameters),
+        gradients=tuple(gradient * count for count in reduced),
         weights=tuple(shared.weight_bytes * ring * count for count in parameters),
     )
 
 
-def run_exchange(ds: ResolvedDsConfig, layers: Sequence[Layer], bounds: Sequence[int]) -> Exchange:
-    """Return the bytes sent by a step of a run."""
+def run_exchange(
+    ds: ResolvedDsConfig,
+    layers: Sequence[Layer],
+    bounds: Sequence[int],
+    reductions: Sequence[Sequence[float]] | None = None,
+) -> Exchange:
+    """Return the bytes sent by a step of a run; ``reductions`` as in :func:`exchange`.
+
+    Where these are not known yet, a pass of weight gradients is taken to be of half of the micro-batches in flight.
+    """
     layout = ds.layout
+    if reductions is None and ds.schedule == "planned" and not ds.compile:
+        held = 3 * layout.stages if ds.in_flight == "auto" else ds.in_flight
+        passes = math.ceil(layout.micro_batches / max(1, held // 2))
+        reductions = [[passes, passes]] * layout.stages
     return exchange(
         layers,
         bounds,
@@ -178,6 +205,7 @@ def run_exchange(ds: ResolvedDsConfig, layers: Sequence[Layer], bounds: Sequence
         images=layout.batch_images // layout.replicas,
         precision=ds.precision,
         shared=sharing(ds.blocks, precision=ds.precision, zero_stage=ds.zero_stage, micro_batches=layout.micro_batches),
+        reductions=reductions,
     )
 
 

@@ -60,6 +60,8 @@ class Instruction(NamedTuple):
 
 
 Program = tuple[Instruction, ...]
+PROGRAMS = "programs.txt"
+"""File of a run's folder with the passes of every rank, where they are planned."""
 
 
 class Event(NamedTuple):
@@ -103,6 +105,25 @@ def most_in_flight(programs: Sequence[Program]) -> int:
     return most + 1
 
 
+def most_held(own: Program) -> int:
+    """Return how many micro-batches a rank holds at most, from their first forward to their last weight gradients."""
+    begun = most = 0
+    over = {phase: 0 for _, phase, _ in own}
+    for name, phase, numbers in own:
+        if name == "ForwardPass" and phase == 0:
+            begun += 1
+        elif name in ("BackwardPass", "WeightGradients"):
+            over[phase] += len(numbers)
+        most = max(most, begun - min(over.values()))
+    return most
+
+
+def weight_passes(programs: Sequence[Program], schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+    """Return by rank and phase how many passes compute weight gradients; ZeRO-2 reduces them after each."""
+    counts = (Counter(one.phase for one in own if one.name in ("BackwardPass", "WeightGradients")) for own in programs)
+    return tuple(tuple(count[phase] for phase in range(phases_of(schedule))) for count in counts)
+
+
 def completed(passes: Iterable[Instruction], schedule: Schedule, ranks: int, rank: int) -> Program:
     """Return the whole program of a rank from its passes: with loads, with sends at once, and the end of the step."""
     program: list[Instruction] = []
@@ -142,17 +163,50 @@ def program(schedule: Schedule, micro_batches: int, ranks: int, rank: int) -> Pr
     return completed(passes, schedule, ranks, rank)
 
 
-def written(own: Program) -> str:
-    """Return a program's passes in one line: f and b for forward and backward of phase 0, i for input gradients and w
-    for weight gradients, capital letters for phase 1, then the micro-batches.
+def zero_bubble_v(micro_batches: int, ranks: int, rank: int) -> Program:
+    """Return a rank's program by ZB-V (Qi et al. 2024, arXiv:2405.15362): on a fold, every backward split in two.
+
+    It leaves no bubble where forwards, input gradients and weight gradients of all stages take equally long.
+    """
+    names: dict[str, Name] = {"f": "ForwardPass", "i": "InputGradients", "w": "WeightGradients"}
+    inside, count = ranks - rank, max(2 * ranks - 1, micro_batches)
+    begin = ["f0"] * (2 * inside - 1) + ["f1", "f0"] * rank + ["f1", "i1", "w1"] * inside
+    steady = ["f0", "i0", "w0", "f1", "i1", "w1"] * (count - ranks)
+    end = ["i0", "i1"] * rank + ["i0", "w0"] * inside + ["w1"] * count + ["w0"] * count
+    counted: Counter[str] = Counter()
+    passes = []
+    for word in begin + steady + end:
+        if (number := counted[word]) < micro_batches:
+            passes.append(Instruction(names[word[0]], int(word[1]), (number,)))
+        counted[word] += 1
+    return completed(passes, "planned", ranks, rank)
+
+
+def accumulated(micro_batches: int, together: int) -> Program:
+    """Return the program of a single stage that computes the weight gradients of ``together`` micro-batches at once."""
+    passes = []
+    for first in range(0, micro_batches, together):
+        numbers = tuple(range(first, min(first + together, micro_batches)))
+        for number in numbers:
+            passes += [Instruction("ForwardPass", 0, (number,)), Instruction("InputGradients", 0, (number,))]
+        passes.append(Instruction("WeightGradients", 0, numbers))
+    return completed(passes, "1f1b", 1, 0)
+
+
+def written(programs: Sequence[Program]) -> str:
+    """Return the passes of each rank in a line: f and b for forward and backward of phase 0, i for input gradients and
+    w for weight gradients, capital letters for phase 1, then the micro-batches.
     """
     letters = dict(zip(PASSES, "fbiw", strict=True))
-    words = []
-    for name, phase, numbers in own:
-        if name in letters:
-            letter = letters[name].upper() if phase else letters[name]
-            words.append(letter + ",".join(map(str, numbers)))
-    return " ".join(words)
+
+    def words(own: Program) -> str:
+        passes = [one for one in own if one.name in letters]
+        return " ".join(
+            (letters[name].upper() if phase else letters[name]) + ",".join(map(str, numbers))
+            for name, phase, numbers in passes
+        )
+
+    return "".join(f"rank {rank}: {words(own)}\n" for rank, own in enumerate(programs))
 
 
 def check_programs(programs: Sequence[Program], schedule: Schedule, micro_batches: int) -> None:

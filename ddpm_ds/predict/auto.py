@@ -19,11 +19,14 @@ from ddpm_ds.observe.device_speed import LayerTimes
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.placement import across_hosts, launched_hosts
 from ddpm_ds.pipeline.schedule import Program
-from ddpm_ds.predict.costs import analytic_times
+from ddpm_ds.predict.costs import analytic_times, link
+from ddpm_ds.predict.finished_run import mean_rank
 from ddpm_ds.predict.layouts import Candidate, Workload
 from ddpm_ds.predict.machine import Machine, machine, most_alike, this_machine
 from ddpm_ds.predict.predictor import Predictor
+from ddpm_ds.predict.scheduler import order_of
 from ddpm_ds.predict.search import search
+from ddpm_ds.predict.simulate import PhaseCosts, RankCosts
 
 
 def choose_stages(spec: RunSpec, config: dict[str, Any], path: Path, *, world_size: int) -> tuple[int, str]:
@@ -66,16 +69,54 @@ def measured_cuts(spec: RunSpec, ds: ResolvedDsConfig, times: Callable[[Workload
         raise LayoutError(
             f"the U-Net's {len(job.layers)} layers can't be cut into {ds.layout.stages} stages; use fewer"
         )
-    best = next((layout for layout in layouts if predictor.fits(layout)), layouts[-1])
-    return predictor.bounds(best)
+    best = next((layout for layout in layouts if predictor.fits(layout)), None)
+    if best is not None:
+        predictor.improve(best)
+    return predictor.bounds(best or layouts[-1])
 
 
-def planned_programs(spec: RunSpec, ds: ResolvedDsConfig, bounds: tuple[int, ...]) -> tuple[Program, ...] | None:
-    """Return the order of a decided run whose schedule is planned, by computed times of layers; None for others."""
+def planned_order(
+    spec: RunSpec, ds: ResolvedDsConfig, bounds: tuple[int, ...], times: Callable[[Workload], LayerTimes] | None = None
+) -> tuple[Program, ...] | None:
+    """Return the programs of a decided run whose schedule is planned, or whose single stage holds several
+    micro-batches; None for others.
+
+    ``times`` measures layers; without it their seconds are computed.
+    """
+    if ds.schedule != "planned" and (ds.layout.stages > 1 or ds.in_flight in ("auto", 1)):
+        return None
     devices = _devices(ds.blocks, ds.layout.world_size)
     job = Workload(spec, {**ds.blocks, "compile": ds.compile}, devices.is_cpu)
-    layout = Candidate.of(ds, int(ds.checkpoint_interval))
-    return Predictor(job, devices, analytic_times(job, devices)).programs(layout, layout.micro_batches, bounds)
+    predictor = Predictor(job, devices, times(job) if times else analytic_times(job, devices))
+    return predictor.programs(Candidate.of(ds, int(ds.checkpoint_interval)), bounds)
+
+
+def planned_again(
+    spec: RunSpec, ds: ResolvedDsConfig, bounds: tuple[int, ...], summary: Mapping[str, Any]
+) -> tuple[Program, ...]:
+    """Return the programs of a planned schedule by the seconds of a trace's summary.
+
+    Of what is not measured the computed share counts: weight gradients in whole backwards, and what a pass of weight
+    gradients takes once for all its micro-batches.
+    """
+    devices = _devices(ds.blocks, ds.layout.world_size)
+    job, layout = Workload(spec, ds.blocks, devices.is_cpu), Candidate.of(ds, int(ds.checkpoint_interval))
+    computed = Predictor(job, devices, analytic_times(job, devices)).costs(layout, bounds)
+
+    def divided(found: PhaseCosts, expected: PhaseCosts) -> PhaseCosts:
+        whole = expected.weight_seconds + expected.weight_pass_seconds
+        weights = found.weight_seconds or found.backward_seconds * whole / expected.backward_seconds
+        once = weights * expected.weight_pass_seconds / whole if whole else 0.0
+        return replace(found, weight_seconds=weights - once, weight_pass_seconds=once)
+
+    costs = []
+    for rank, own in enumerate(computed):
+        found = mean_rank([one for one in summary["ranks"] if one["pipeline_rank"] == rank])
+        phases = tuple(map(divided, found.phases, own.phases))
+        costs.append(RankCosts(phases, found.reduce, found.optimizer))
+    made = order_of(layout, costs, link(devices, layout), splits=not ds.compile)
+    assert made is not None
+    return made
 
 
 def _devices(config: Mapping[str, Any], world_size: int) -> Machine:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from ddpm_ds.observe.device_speed import LayerSeconds, LayerTimes
 from ddpm_ds.pipeline.placement import AcrossHosts, Grid, Sharing, Traffic, exchange, sharing, traffic
+from ddpm_ds.pipeline.schedule import Program, weight_passes
 from ddpm_ds.predict.layouts import Candidate, Workload, rank_stages
 from ddpm_ds.predict.machine import Machine
 from ddpm_ds.predict.simulate import Link, PhaseCosts, RankCosts
@@ -61,16 +62,14 @@ def step_costs(
                 layer.backward * weight_share(one)
                 for layer, one in zip(own, layers[stage.start : stage.stop], strict=True)
             )
-            if layout.zero_stage == 2:
-                backward += reduce(rank, stage.parameters)
-                weights += reduce(rank, stage.parameters)
+            reduction = reduce(rank, stage.parameters) if layout.zero_stage == 2 else 0.0
             sent, received = (
                 elements * layout.micro_batch_images * element_bytes
                 for elements in (stage.sent_elements, stage.received_elements)
             )
             forward += sent * send_seconds_per_byte + (load(rank) if phase == 0 else 0.0)
-            backward += received * send_seconds_per_byte
-            phases.append(PhaseCosts(forward, backward, sent, received, weights))
+            backward += received * send_seconds_per_byte + reduction
+            phases.append(PhaseCosts(forward, backward, sent, received, weights, reduction))
         parameters = sum(stage.parameters for stage in stages)
         reduction = reduce(rank, parameters) if layout.zero_stage < 2 else 0.0
         costs.append(RankCosts(tuple(phases), reduction, update(rank, parameters)))
@@ -81,7 +80,7 @@ def weight_share(layer: Layer) -> float:
     """Return the share of a layer's backward that its weight gradients take: half of it, where weights do all its
     products.
     """
-    of_weights = layer.parameters * math.prod(layer.output_shape[1:])
+    of_weights = layer.weights * math.prod(layer.output_shape[1:])
     return 0.5 * min(1.0, of_weights / layer.macs) if layer.macs else 0.0
 
 
@@ -182,7 +181,13 @@ def shared(job: Workload, layout: Candidate) -> Sharing:
     )
 
 
-def step_traffic(job: Workload, machine: Machine, layout: Candidate, bounds: Sequence[int]) -> Traffic:
+def step_traffic(
+    job: Workload,
+    machine: Machine,
+    layout: Candidate,
+    bounds: Sequence[int],
+    programs: Sequence[Program] | None = None,
+) -> Traffic:
     """Return the bytes of a step on all connections: messages between stages, gradients and weights among replicas."""
     sent = exchange(
         job.layers,
@@ -192,5 +197,13 @@ def step_traffic(job: Workload, machine: Machine, layout: Candidate, bounds: Seq
         images=layout.micro_batches * layout.micro_batch_images,
         precision=job.precision,
         shared=shared(job, layout),
+        reductions=None if programs is None else _reductions(programs, layout),
     )
     return traffic(grid(machine, layout), sent)
+
+
+def _reductions(programs: Sequence[Program], layout: Candidate) -> list[list[float]]:
+    """Return by rank and phase how often ZeRO-2 reduces weight gradients; programs may be of fewer micro-batches."""
+    of = max(number for own in programs for one in own for number in one.micro_batches) + 1
+    counts = weight_passes(programs, layout.schedule)
+    return [[count * layout.micro_batches / of for count in own] for own in counts]

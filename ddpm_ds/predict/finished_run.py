@@ -149,7 +149,7 @@ def _read(run_dir: Path) -> FinishedRun:
         setup=_setup(run_dir, job, summary),
         partition=tuple(method) if isinstance(method, list) else method,
         ranks=tuple(
-            _mean_rank([one for one in summary["ranks"] if one["pipeline_rank"] == rank])
+            mean_rank([one for one in summary["ranks"] if one["pipeline_rank"] == rank])
             for rank in range(summary["pipeline_ranks"])
         ),
         step_seconds=summary["step_seconds"],
@@ -190,6 +190,7 @@ def _setup(run_dir: Path, job: Workload, summary: Mapping[str, Any]) -> Setup:
         checkpoint_interval=pipeline["activation_checkpoint_interval"],
         zero_stage=zero_stage(config),
         offload=offloads(config),
+        in_flight=None if (held := pipeline.get("in_flight", "auto")) == "auto" else held,
         bounds=bounds,
         element_bytes=ELEMENT_BYTES[job.precision],
     )
@@ -212,7 +213,7 @@ def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def _mean_rank(replicas: Sequence[Mapping[str, Any]]) -> RankFacts:
+def mean_rank(replicas: Sequence[Mapping[str, Any]]) -> RankFacts:
     """Average a rank of the pipeline over all processes that have it."""
 
     names = ("data_wait", "load", "reduce", "optimizer", "agreement_wait", "ema", "other")

@@ -85,13 +85,34 @@ class Candidate:
     """Whether Adam's state and the averaged weights are in host memory."""
     across: AcrossHosts | Literal["auto"] = "auto"
     """Axis that is split over nodes; "auto" where it makes no difference."""
+    in_flight: int | None = None
+    """Most micro-batches that a rank of a planned pipeline holds; None for the usual number."""
 
     @staticmethod
     def of(ds: ResolvedDsConfig, checkpoint_interval: int) -> Candidate:
         """Return the layout of a resolved configuration, with activation checkpointing as decided here."""
         layout = ds.layout
         sizes = layout.micro_batch_images, layout.micro_batches, checkpoint_interval
-        return Candidate(layout.stages, layout.replicas, ds.schedule, *sizes, ds.zero_stage, offloads(ds.blocks))
+        return Candidate(
+            layout.stages,
+            layout.replicas,
+            ds.schedule,
+            *sizes,
+            ds.zero_stage,
+            offloads(ds.blocks),
+            in_flight=None if ds.in_flight == "auto" else ds.in_flight,
+        )
+
+    @property
+    def most_held(self) -> int:
+        """Most micro-batches that a rank of a planned pipeline holds: usually two for each stage, as in DualPipeV.
+
+        Where ZeRO-2 reduces gradients among replicas after each pass of weight gradients, more of them wait for it. A
+        single stage usually holds one; it holds more to compute their weight gradients together.
+        """
+        if self.stages == 1:
+            return self.in_flight or 1
+        return self.in_flight or (3 if self.zero_stage == 2 and self.replicas > 1 else 2) * self.stages
 
     @property
     def images(self) -> int:
@@ -109,10 +130,11 @@ class Candidate:
         """Return the layout in a few words, for a sentence."""
         schedule = f" ({self.schedule})" if self.stages > 1 else ""
         recompute = ", recomputing activations" if self.checkpoint_interval else ""
+        held = f", {self.in_flight} in flight" if self.in_flight else ""
         across = "" if self.across == "auto" else f", {self.across} across nodes"
         return (
             f"{counted(self.stages, 'stage')}{schedule} x {counted(self.replicas, 'replica')}{across}, "
-            f"{counted(self.micro_batches, 'micro-batch')} of {self.micro_batch_images}, "
+            f"{counted(self.micro_batches, 'micro-batch')} of {self.micro_batch_images}{held}, "
             f"ZeRO-{self.zero_stage}{' with offload' if self.offload else ''}{recompute}"
         )
 
@@ -136,15 +158,15 @@ def layouts(job: Workload, devices: int, *, offload: bool, nodes: int = 1) -> It
         places: Sequence[AcrossHosts | Literal["auto"]] = (
             ACROSS_HOSTS if nodes > 1 and stages > 1 and replicas > 1 else ("auto",)
         )
-        schedules: list[Schedule] = ["1f1b", "folded"] if 1 < stages <= len(job.layers) // 2 else ["1f1b"]
-        for schedule, count in itertools.product(schedules, _divisors(share)):
-            fewest = 2 * stages if schedule == "folded" else 1
-            if not fewest <= count <= most or wanted not in ("auto", count):
+        schedules: list[tuple[Schedule, int | None]] = [("1f1b", None)]
+        if 1 < stages <= len(job.layers) // 2:
+            schedules += [("planned", None), ("planned", stages)]  # faster, or with half of the activations
+        for (schedule, in_flight), count in itertools.product(schedules, _divisors(share)):
+            if count > most or wanted not in ("auto", count) or (in_flight is not None and count <= in_flight):
                 continue
             for (zero_stage, offloaded), interval, across in itertools.product(zeros, (0, *INTERVALS), places):
-                yield Candidate(
-                    stages, replicas, schedule, share // count, count, interval, zero_stage, offloaded, across
-                )
+                sizes = share // count, count, interval
+                yield Candidate(stages, replicas, schedule, *sizes, zero_stage, offloaded, across, in_flight)
 
 
 def ds_config(job: Workload, layout: Candidate, bounds: Sequence[int]) -> dict[str, Any]:
@@ -155,6 +177,7 @@ def ds_config(job: Workload, layout: Candidate, bounds: Sequence[int]) -> dict[s
     config.setdefault("pipeline", {}).update(
         stages=layout.stages,
         schedule=layout.schedule,
+        in_flight=layout.in_flight or "auto",
         partition=[int(cut) for cut in bounds[1:-1]] if layout.stages > 1 else "flops",
         across_hosts=layout.across,
         activation_checkpoint_interval=layout.checkpoint_interval,

@@ -245,16 +245,18 @@ def kept(layers: Sequence[Layer], stage: Stage, interval: int, wide: int, stored
 
 
 @functools.lru_cache(maxsize=65536)
-def moments(schedule: Schedule, micro_batches: int, ranks: int, rank: int) -> tuple[tuple[int, int, int], ...]:
+def moments(
+    schedule: Schedule, micro_batches: int, ranks: int, rank: int, most_held: int = 0
+) -> tuple[tuple[int, int, int], ...]:
     """Return the fullest moments of a rank's step, as (micro-batches held by phase 0, by phase 1, between their
     backwards).
 
-    None of them is below another in all three.
+    None of them is below another in all three. ``most_held`` is as in :class:`Candidate`.
     """
     held = [0, 0]
     between = 0
     seen: set[tuple[int, int, int]] = set()
-    for name, phase, numbers in typical_programs(schedule, micro_batches, ranks)[rank]:
+    for name, phase, numbers in typical_programs(schedule, micro_batches, ranks, most_held)[rank]:
         if name == "ForwardPass":
             held[phase] += 1
         elif name in ("BackwardPass", "WeightGradients"):  # until then input and output gradient of a layer are kept
@@ -270,7 +272,8 @@ def moments(schedule: Schedule, micro_batches: int, ranks: int, rank: int) -> tu
 
 
 def _moments(layout: Candidate, rank: int) -> Sequence[tuple[int, int, int]]:
-    return moments(layout.schedule, min(layout.micro_batches, FILLING * layout.stages), layout.stages, rank)
+    count = min(layout.micro_batches, FILLING * layout.stages)
+    return moments(layout.schedule, count, layout.stages, rank, layout.most_held)
 
 
 def _activations(layout: Candidate, rank: int, keeps: Sequence[Kept]) -> int:

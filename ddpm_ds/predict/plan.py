@@ -82,7 +82,11 @@ class RunPlan:
     @property
     def exchange(self) -> Exchange:
         """The bytes that a step sends."""
-        return run_exchange(self.ds, self.layers, self.bounds)
+        if self.programs is None:
+            return run_exchange(self.ds, self.layers, self.bounds)
+        from ddpm_ds.pipeline.schedule import weight_passes  # DeepSpeed, which has been imported where programs are
+
+        return run_exchange(self.ds, self.layers, self.bounds, weight_passes(self.programs, self.ds.schedule))
 
     def sent_bytes(self, stage: Stage) -> int:
         """Bytes that ``stage`` sends to the next one in one step; as many come back as gradients."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.observe.device_speed import LayerSeconds, LayerTimes
-from ddpm_ds.pipeline.cuts import Room, weighted
+from ddpm_ds.pipeline.cuts import Room, neighbouring, weighted
 from ddpm_ds.pipeline.placement import Traffic
 from ddpm_ds.pipeline.schedule import Program
 from ddpm_ds.predict.costs import crossing_seconds, link, planned_costs, step_traffic
@@ -26,6 +26,11 @@ FEW_PER_RANK = 4
 """Number of micro-batches per rank for comparing cuts."""
 SIMULATED = 2048
 """Ranks times micro-batches up to which a step is simulated whole; beyond, one more micro-batch adds the same time."""
+
+MOST_IMPROVED = 8
+"""Ranks up to which single cuts are moved, each move being simulated."""
+LEAST_GAIN = 1e-3
+"""Share of a step for which a cut is moved."""
 
 Bounds = tuple[int, ...]
 
@@ -61,7 +66,9 @@ class Predictor:
     times: LayerTimes
     _times: dict[int, Sequence[LayerSeconds]] = field(default_factory=dict)
     _cuts: dict[tuple[str, int, int, str], Bounds | None] = field(default_factory=dict)
-    _squeezed: dict[Candidate, Bounds] = field(default_factory=dict)
+    _own_cuts: dict[Candidate, Bounds] = field(default_factory=dict)
+    """Cuts made for one layout alone."""
+    _programs: dict[tuple[Candidate, Bounds], tuple[Program, ...] | None] = field(default_factory=dict)
 
     def can_cut(self, layout: Candidate) -> bool:
         """Return whether the U-Net can be cut into so many stages."""
@@ -88,10 +95,33 @@ class Predictor:
             if bounds is None:
                 return False
             if (over := excess(bounds)) <= 0:
-                self._squeezed[layout] = bounds
+                self._own_cuts[layout] = bounds
                 return True
             limit -= over
         return False
+
+    def improve(self, layout: Candidate) -> None:
+        """Move cuts of a layout that fits, from now on, as long as its simulated step gets shorter and it still fits.
+
+        The cuts found before make the busiest rank's passes shortest; this counts the optimizer and the order as well.
+        """
+        if not 1 < layout.stages <= MOST_IMPROVED:
+            return
+        few, usable = min(layout.micro_batches, FEW_PER_RANK * layout.stages), self.machine.usable_bytes
+
+        def seconds(bounds: Bounds) -> float:
+            return self.simulate(layout, few, bounds).step_seconds
+
+        best: Bounds = ()
+        better = self.bounds(layout)
+        while best != better:
+            best, shortest = better, seconds(better)
+            for moved in neighbouring(self.job.layers, best, layout.schedule):
+                if (taken := seconds(moved)) < shortest * (1 - LEAST_GAIN) and all(
+                    memory.total <= usable for memory in pipeline_memory(self.job, layout, moved)
+                ):
+                    better, shortest = moved, taken
+        self._own_cuts[layout] = best
 
     def knows_times(self, layout: Candidate) -> bool:
         """Return whether the layers' times are already known for this micro-batch."""
@@ -108,8 +138,12 @@ class Predictor:
 
     def lower_bound(self, layout: Candidate) -> float:
         """Return a lower bound of a step's seconds: the busiest rank's work."""
+        more = layout.micro_batches - 1 if layout.schedule == "planned" and self._splits else 0
         return max(
-            layout.micro_batches * rank.pass_seconds + rank.reduce_seconds + rank.optimizer_seconds
+            layout.micro_batches * rank.pass_seconds
+            - more * rank.weight_pass_seconds
+            + rank.reduce_seconds
+            + rank.optimizer_seconds
             for rank in self.costs(layout)
         )
 
@@ -122,41 +156,54 @@ class Predictor:
         keep_events: bool = False,
     ) -> Simulation:
         """Simulate a step of a layout, or of the same with another number of micro-batches or other cuts."""
-        count = layout.micro_batches if micro_batches is None else micro_batches
+        count, cuts = micro_batches or layout.micro_batches, bounds or self.bounds(layout)
+        costs, made = self.costs(layout, cuts), self.programs(replace(layout, micro_batches=count), cuts)
         between = link(self.machine, layout)
-        costs, made = self.costs(layout, bounds), self.programs(layout, count, bounds)
         return simulate(layout.schedule, count, costs, between, programs=made, keep_events=keep_events)
 
-    def programs(
-        self, layout: Candidate, micro_batches: int, bounds: Bounds | None = None
-    ) -> tuple[Program, ...] | None:
+    def programs(self, layout: Candidate, bounds: Bounds) -> tuple[Program, ...] | None:
         """Return the programs of a planned schedule; None where the schedule's name says them."""
-        splits = not self.job.config.get("compile", False)
-        between = link(self.machine, layout)
-        return order_of(layout.schedule, micro_batches, self.costs(layout, bounds), between, splits=splits)
+        if (layout, bounds) not in self._programs:
+            between = link(self.machine, layout)
+            made = order_of(layout, self.costs(layout, bounds), between, splits=self._splits)
+            self._programs[layout, bounds] = made
+        return self._programs[layout, bounds]
+
+    @property
+    def _splits(self) -> bool:
+        return not self.job.config.get("compile", False)
 
     def predict(self, layout: Candidate) -> Prediction:
         """Predict everything about a layout."""
-        costs, step = self.costs(layout), self._step_seconds(layout)
-        passes = sum(rank.pass_seconds for rank in costs) * layout.micro_batches / layout.stages
+        costs, bounds, most = self.costs(layout), self.bounds(layout), _most_simulated(layout)
+        step, busy = self._step_and_busy(layout)
         update = sum(rank.reduce_seconds + rank.optimizer_seconds for rank in costs) / layout.stages
+        # the reductions of ZeRO-2 follow the order of the passes, of which the first tell the others
+        order = self.programs(replace(layout, micro_batches=min(layout.micro_batches, most)), bounds)
         return Prediction(
             layout=layout,
             step_seconds=step,
-            bubble=max(0.0, 1 - (passes + update) / step),
-            pass_seconds=passes,
+            bubble=max(0.0, 1 - busy / step),
+            pass_seconds=busy - update,
             update_seconds=update,
             memory=self.memory(layout),
-            traffic=step_traffic(self.job, self.machine, layout, self.bounds(layout)),
+            traffic=step_traffic(self.job, self.machine, layout, bounds, order),
         )
 
-    def _step_seconds(self, layout: Candidate) -> float:
-        most = max(SIMULATED // layout.stages, 4 * layout.stages)
+    def _step_and_busy(self, layout: Candidate) -> tuple[float, float]:
+        """Return the seconds of a step, and those in which a device is busy, in the mean."""
+
+        def simulated(count: int) -> tuple[float, float]:
+            step = self.simulate(layout, count)
+            return step.step_seconds, sum(step.busy_seconds) / layout.stages
+
+        most = _most_simulated(layout)
         if layout.micro_batches <= most:
-            return self.simulate(layout).step_seconds
-        fewer = 3 * most // 4
-        some, more = (self.simulate(layout, count).step_seconds for count in (fewer, most))
-        return more + (layout.micro_batches - most) * (more - some) / (most - fewer)
+            return simulated(layout.micro_batches)
+        fewer = most // 2
+        (step, busy), (longer, busier) = simulated(fewer), simulated(most)
+        further = (layout.micro_batches - most) / (most - fewer)
+        return longer + further * (longer - step), busier + further * (busier - busy)
 
     def _layer_times(self, images: int) -> Sequence[LayerSeconds]:
         if images not in self._times:
@@ -164,8 +211,8 @@ class Predictor:
         return self._times[images]
 
     def _cut(self, layout: Candidate) -> Bounds | None:
-        if layout in self._squeezed:
-            return self._squeezed[layout]
+        if layout in self._own_cuts:
+            return self._own_cuts[layout]
         key = (layout.schedule, layout.stages, layout.micro_batch_images, layout.across)
         if key not in self._cuts:
             self._cuts[key] = self._fastest_cut(layout, None)
@@ -186,3 +233,7 @@ class Predictor:
             return next(iter(found), None)
         count = min(layout.micro_batches, FEW_PER_RANK * layout.stages)
         return min(found, key=lambda cut: self.simulate(layout, count, cut).step_seconds)
+
+
+def _most_simulated(layout: Candidate) -> int:
+    return max(SIMULATED // layout.stages, 4 * layout.most_held)

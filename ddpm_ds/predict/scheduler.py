@@ -2,7 +2,7 @@
 
 :func:`planned` lets the ranks work greedily in simulated time. A free rank takes the first of its passes, in an order
 of preference, whose input is there; weight gradients wait until nothing else can start, since nobody waits for them.
-Some orders of preference and limits are tried, beside the schedule that has a name, and the shortest simulated step
+Some orders of preference and limits are tried, beside the schedules that have a name, and the shortest simulated step
 wins.
 The idea is that of zero-bubble schedules (Qi et al. 2023, arXiv:2401.10241), for stages that are not equal.
 """
@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Literal
 
+from ddpm_ds.pipeline import schedule as schedules
 from ddpm_ds.pipeline.cuts import Schedule, folds
 from ddpm_ds.pipeline.schedule import Instruction, Name, Program, completed, neighbours, phases_of, program
+from ddpm_ds.predict.layouts import Candidate
 from ddpm_ds.predict.simulate import FREE, Link, PhaseCosts, RankCosts, simulate
 
 Pass = tuple[Literal["forward", "backward"], int]
@@ -33,7 +35,7 @@ PREFERENCES: dict[int, tuple[tuple[Pass, ...], ...]] = {
     ),
 }
 """Orders of preference that are tried, by the number of phases."""
-MOST_TRIED_PASSES = 100_000
+MOST_TRIED_PASSES = 50_000
 """Passes of all ranks and tries together, beyond which the first order of preference alone is tried."""
 
 
@@ -50,57 +52,67 @@ def planned(
     alone.
 
     Args:
-        schedule: whose placement of stages the ranks have; the named order of that placement is tried as well.
+        schedule: whose placement of stages the ranks have; 1F1B, or DualPipeV and ZB-V on a fold, are tried as well.
         most_held: micro-batches that a rank may have between their first forward and the last of their gradients.
         splits: whether weight gradients may have passes of their own.
     """
     ranks = len(costs)
-    tried: list[tuple[Program, ...]] = []
+    known: list[tuple[Program, ...]] = []
     named: Schedule = "folded" if folds(schedule) else "1f1b"
     with suppress(ValueError):  # too few micro-batches for a fold
-        tried.append(tuple(program(named, micro_batches, ranks, rank) for rank in range(ranks)))
+        known.append(tuple(program(named, micro_batches, ranks, rank) for rank in range(ranks)))
+    if splits and folds(schedule):
+        known.append(tuple(schedules.zero_bubble_v(micro_batches, ranks, rank) for rank in range(ranks)))
+    tried: list[tuple[Program, ...]] = []
     preferences = PREFERENCES[phases_of(schedule)]
     limits = sorted({most_held, max(1, most_held - 1), max(1, most_held - ranks // 2)}, reverse=True)
-    ways = list(itertools.product(preferences, limits))
+    shared = splits and any(phase.weight_pass_seconds for own in costs for phase in own.phases)
+    together = [count for count in (most_held, most_held // 2, 2) if count > 1] if shared else []
+    ways = list(itertools.product([*together, 1], preferences, limits))
     passes = 3 * ranks * micro_batches * phases_of(schedule)
-    for preference, limit in ways[: max(1, MOST_TRIED_PASSES // passes)]:
-        made = _Greedy(schedule, micro_batches, costs, link, preference, limit, splits).run()
+    for count, preference, limit in ways[: max(1, MOST_TRIED_PASSES // passes)]:
+        made = _Greedy(schedule, micro_batches, costs, link, preference, limit, count, splits).run()
         tried.append(tuple(completed(own, schedule, ranks, rank) for rank, own in enumerate(made)))
+    tried += [programs for programs in known if max(map(schedules.most_held, programs)) <= most_held]
     return min(
         tried, key=lambda programs: simulate(schedule, micro_batches, costs, link, programs=programs).step_seconds
     )
 
 
-def most_held(ranks: int) -> int:
-    """Return how many micro-batches a rank of a planned pipeline holds: about as many as in DualPipeV."""
-    return 2 * ranks
-
-
 def order_of(
-    schedule: Schedule,
-    micro_batches: int,
+    layout: Candidate,
     costs: Sequence[RankCosts],
     link: Callable[[int, int], Link] = lambda source, target: FREE,
     *,
     splits: bool = True,
 ) -> tuple[Program, ...] | None:
-    """Return the programs of a planned schedule, for :func:`simulate`; None where the schedule's name says them."""
-    if schedule != "planned":
+    """Return the programs of a layout's planned schedule, for :func:`simulate`, or of a single stage that holds several
+    micro-batches; None where the schedule's name says them.
+    """
+    if layout.stages == 1 and layout.most_held > 1 and splits:
+        return (schedules.accumulated(layout.micro_batches, layout.most_held),)
+    if layout.schedule != "planned":
         return None
-    return planned(schedule, micro_batches, costs, link, most_held=most_held(len(costs)), splits=splits)
+    return planned(layout.schedule, layout.micro_batches, costs, link, most_held=layout.most_held, splits=splits)
 
 
 @functools.lru_cache(maxsize=1024)
-def typical_programs(schedule: Schedule, micro_batches: int, ranks: int) -> tuple[Program, ...]:
+def typical_programs(schedule: Schedule, micro_batches: int, ranks: int, most_held: int) -> tuple[Program, ...]:
     """Return the programs of all ranks; for a planned schedule those of stages whose passes all take equally long."""
+    if ranks == 1 and most_held > 1:
+        return (schedules.accumulated(micro_batches, most_held),)
     if schedule != "planned":
         return tuple(program(schedule, micro_batches, ranks, rank) for rank in range(ranks))
     costs = [RankCosts((PhaseCosts(1.0, 2.0, weight_seconds=1.0),) * phases_of(schedule))] * ranks
-    return planned(schedule, micro_batches, costs, most_held=most_held(ranks))
+    return planned(schedule, micro_batches, costs, most_held=most_held)
 
 
 class _Greedy:
-    """Ranks that each take the first pass that can start."""
+    """Ranks that each take the first pass that can start.
+
+    ``most_held`` is as in :func:`planned`. ``together`` is the number of micro-batches whose weight gradients a pass
+    takes, unless no more of them come or memory is full.
+    """
 
     def __init__(
         self,
@@ -110,10 +122,11 @@ class _Greedy:
         link: Callable[[int, int], Link],
         preference: Sequence[Pass],
         most_held: int,
+        together: int,
         splits: bool,
     ) -> None:
         self._micro_batches, self._costs, self._link = micro_batches, costs, link
-        self._preference, self._most_held = preference, most_held
+        self._preference, self._most_held, self._together = preference, most_held, together
         self._backward: Name = "InputGradients" if splits else "BackwardPass"
         self._last = phases_of(schedule) - 1
         ranks = len(costs)
@@ -144,7 +157,7 @@ class _Greedy:
             if own is None:
                 continue
             orders[rank].append(own)
-            seconds = len(own.micro_batches) * self._costs[rank].phases[own.phase].seconds(own.name)
+            seconds = self._costs[rank].phases[own.phase].seconds(own.name, len(own.micro_batches))
             busy_until[rank] = now + seconds
             heapq.heappush(self._wakes, (busy_until[rank], rank))
             self._give(rank, own, busy_until[rank])
@@ -153,7 +166,9 @@ class _Greedy:
     def _next(self, rank: int, now: float) -> Instruction | None:
         """Return the pass that a free rank begins, if it can begin any."""
         done, ready = self._done[rank], self._ready[rank]
-        held = done["forward", 0] - done["backward", 0] + len(self._waiting[rank][0])
+        phases = range(self._last + 1)
+        over = [done["backward", phase] - len(self._waiting[rank][phase]) for phase in phases]
+        held = done["forward", 0] - min(over)
         for kind, phase in self._preference:
             arrivals = ready[kind, phase]
             if not arrivals or arrivals[0] > now or (kind == "forward" and phase == 0 and held >= self._most_held):
@@ -166,10 +181,12 @@ class _Greedy:
             if self._backward == "InputGradients":
                 self._waiting[rank][phase].append(number)
             return Instruction(self._backward, phase, (number,))
+        all_done, full = done["backward", 0] == self._micro_batches, held >= self._most_held
         for phase in range(self._last, -1, -1):
-            if waiting := self._waiting[rank][phase]:
-                all_done = done["backward", 0] == self._micro_batches
-                numbers = tuple(waiting) if all_done else (waiting[0],)
+            waiting = self._waiting[rank][phase]
+            no_more = done["backward", phase] == self._micro_batches
+            if waiting and ((full and over[phase] == min(over)) or no_more or len(waiting) >= self._together):
+                numbers = tuple(waiting if all_done else waiting[: self._together])
                 del waiting[: len(numbers)]
                 return Instruction("WeightGradients", phase, numbers)
         return None

@@ -38,21 +38,23 @@ class PhaseCosts:
     """Bytes of the message to the previous stage; not used where the schedule sends none."""
     weight_seconds: float = 0.0
     """Seconds of ``backward_seconds`` that weight gradients take, where they have a pass of their own."""
+    weight_pass_seconds: float = 0.0
+    """Seconds of ``backward_seconds`` that such a pass takes once, for all its micro-batches: ZeRO-2's reduction."""
 
     @property
     def pass_seconds(self) -> float:
         """Seconds of a forward and a backward."""
         return self.forward_seconds + self.backward_seconds
 
-    def seconds(self, name: Name) -> float:
-        """Return the seconds of a pass."""
+    def seconds(self, name: Name, micro_batches: int = 1) -> float:
+        """Return the seconds of a pass over so many micro-batches."""
         match name:
             case "ForwardPass":
                 return self.forward_seconds
             case "InputGradients":
-                return self.backward_seconds - self.weight_seconds
+                return self.backward_seconds - self.weight_seconds - self.weight_pass_seconds
             case "WeightGradients":
-                return self.weight_seconds
+                return micro_batches * self.weight_seconds + self.weight_pass_seconds
             case _:
                 return self.backward_seconds
 
@@ -69,6 +71,11 @@ class RankCosts:
     def pass_seconds(self) -> float:
         """Seconds of one micro-batch's forwards and backwards."""
         return sum(phase.pass_seconds for phase in self.phases)
+
+    @property
+    def weight_pass_seconds(self) -> float:
+        """Seconds of these that passes of weight gradients take once, for all their micro-batches."""
+        return sum(phase.weight_pass_seconds for phase in self.phases)
 
 
 @dataclass(frozen=True)
@@ -159,8 +166,7 @@ def simulate(
                     ready = max(ready, arrived.popleft())
                 rank.spend(name, phase, numbers[0], ready, rank.costs.phases[phase].seconds(name))
             elif name == "WeightGradients":
-                seconds = len(numbers) * rank.costs.phases[phase].seconds(name)
-                rank.spend(name, phase, numbers[0], rank.now, seconds)
+                rank.spend(name, phase, numbers[0], rank.now, rank.costs.phases[phase].seconds(name, len(numbers)))
             steps.popleft()
     if stuck := [f"rank {number} in {steps[0]}" for number, steps in enumerate(left) if steps]:
         raise RuntimeError(f"the {schedule} schedule with {micro_batches} micro-batches deadlocks: {'; '.join(stuck)}")

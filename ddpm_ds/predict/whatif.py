@@ -139,7 +139,7 @@ class Model:
             load=lambda rank: images * each if reads_data(way, rank) else 0.0,
             send_seconds_per_byte=self._send,
         )
-        order = order_of(way.schedule, way.micro_batches, costs, lambda *_: link)
+        order = order_of(way, costs, lambda *_: link)
         step = simulate(way.schedule, way.micro_batches, costs, lambda *_: link, programs=order)
         return step.step_seconds + mean([rank.other for rank in self.facts.ranks])
 

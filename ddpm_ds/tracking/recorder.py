@@ -19,7 +19,7 @@ from torch import Tensor
 import ddpm_ds
 from ddpm_ds.data.pictures import grid, write_png
 from ddpm_ds.errors import Preempted
-from ddpm_ds.pipeline.schedule import written
+from ddpm_ds.pipeline.schedule import PROGRAMS, written
 from ddpm_ds.predict.plan import RunPlan, stage_table
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.run_folder import EVALUATIONS, METRICS, OBSERVATIONS, RunFolder, labels
@@ -158,7 +158,7 @@ def recorded(
         "stages.txt": stage_table(plan) + "\n",
     }
     if plan.programs is not None:
-        contents["programs.txt"] = "".join(f"rank {n}: {written(own)}\n" for n, own in enumerate(plan.programs))
+        contents[PROGRAMS] = written(plan.programs)
     for name, text in contents.items():
         (run_dir / name).write_text(text)
     tags = _tags(plan) | labels(run_dir, note, line.log)

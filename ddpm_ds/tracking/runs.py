@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ddpm_ds.errors import UserError
 from ddpm_ds.tracking.run_folder import FOLDER_TAG, NOTE_TAG, OUTPUT_ROOT, identity_of
-from ddpm_ds.tracking.tracker import MLFLOW, resolve_uri, without_password
+from ddpm_ds.tracking.tracker import MLFLOW, SQLITE, resolve_uri, without_password
 from ddpm_ds.tracking.worker import PARENT_TAG, START_TAG, reason
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ KIND_TAG = "kind"
 SWEEP = "vary"
 """Kind of the run whose children are the trials of a sweep."""
 FAILURES = ("FAILED", "KILLED")
-SQLITE = "sqlite:///"
 NOTE_CHARACTERS = 8000
 """MLflow's limit for the value of a tag."""
 SHORTEST_ID = 6

@@ -42,10 +42,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
+import psutil
+
 Record = dict[str, Any]
 
 WORKER = "ddpm_ds.tracking.worker"
+COMPUTING_SECONDS = 1.0  # of a worker that is at work while one waits for it
 WORKERS = 2  # the first, and one more if it dies
+SQLITE = "sqlite:///"
 UNSENT_FILE = "mlflow_unsent.jsonl"
 PARAM_CHARACTERS = 6000  # MLflow's limit for the value of a param
 MLFLOW = {
@@ -90,7 +94,7 @@ def without_password(text: str) -> str:
 
 def resolve_uri(output_root: Path | str) -> str:
     """Return the tracker of the runs in an output root: ``MLFLOW_TRACKING_URI``, else SQLite in the root."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{output_root}/mlflow.db"
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"{SQLITE}{output_root}/mlflow.db"
 
 
 def keep_unsent(start: Record, records: Iterable[Record]) -> str:
@@ -200,11 +204,14 @@ class Tracker:
         self._put({"register": name, "folder": folder})
 
     def finish(self, status: Literal["FINISHED", "FAILED", "KILLED"], timeout_seconds: float = 30.0) -> RunLink:
-        """End the run. Waits up to ``timeout_seconds`` until all is sent and then leaves the rest in
-        ``<run_dir>/mlflow_unsent.jsonl``. A second call only returns the link."""
+        """End the run. Waits until all is sent, or the worker has waited for MLflow for about ``timeout_seconds``, and
+        then leaves the rest in ``<run_dir>/mlflow_unsent.jsonl``. A second call only returns the link."""
         if self._link is None:
             self._put({"finish": status, "time": now_ms()})
-            self._supervisor.join(timeout_seconds)
+            before, computed = -COMPUTING_SECONDS, self._worker_cpu_seconds()
+            while self._supervisor.is_alive() and computed - before >= COMPUTING_SECONDS:
+                self._supervisor.join(timeout_seconds)
+                before, computed = computed, self._worker_cpu_seconds()
             with self._lock:
                 self._closed = True
                 self._process.kill()
@@ -215,6 +222,14 @@ class Tracker:
             os.close(self._journal)
             self._link = self._make_link()
         return self._link
+
+    def _worker_cpu_seconds(self) -> float:
+        """Return the seconds that the worker has computed; on a busy machine MLflow takes long to start."""
+        try:
+            times = psutil.Process(self._process.pid).cpu_times()
+        except psutil.Error:
+            return 0.0
+        return float(times.user + times.system)
 
     def _put(self, record: Record) -> None:
         with self._lock, suppress(OSError):  # a full disk: tried again with the next record

@@ -26,7 +26,7 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from ddpm_ds.tracking.tracker import Record, keep_unsent, now_ms, print_to_stderr, resolve_uri, without_password
+from ddpm_ds.tracking.tracker import SQLITE, Record, keep_unsent, now_ms, print_to_stderr, resolve_uri, without_password
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -190,7 +190,10 @@ class Worker:
 
         start, uri = self._start, resolve_uri(self._start["output_root"])
         mlflow.set_tracking_uri(uri)
-        with _one_at_a_time(Path(start["output_root"])) if uri.startswith("sqlite") else nullcontext():
+        file = Path(uri.removeprefix(SQLITE)) if uri.startswith(SQLITE) and "?" not in uri else None
+        with _one_at_a_time(file.parent) if file is not None else nullcontext():
+            if file is not None:
+                _make_database(file)
             self._client = client = mlflow.MlflowClient(uri)
             if experiment := client.get_experiment_by_name(start["experiment"]):
                 experiment_id = experiment.experiment_id
@@ -259,11 +262,22 @@ class Worker:
 
 @contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Hold back other workers of the same output root: two that create one database at once corrupt it."""
+    """Hold back other workers of the same folder: two that create one database at once corrupt it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".mlflow.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def _make_database(path: Path) -> None:
+    """Make a database that is not there, under another name first: a process that is killed leaves none half-made."""
+    import mlflow
+
+    if not path.exists():
+        new = path.with_name(f".{path.name}.new")
+        new.unlink(missing_ok=True)
+        mlflow.MlflowClient(f"{SQLITE}{new}").search_experiments(max_results=1)
+        new.replace(path)
 
 
 def main() -> None:

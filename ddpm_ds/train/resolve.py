@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 
 from ddpm_ds.device import memory_bytes
-from ddpm_ds.observe.device_speed import measured_times
+from ddpm_ds.observe.device_speed import LayerTimes, measured_times
 from ddpm_ds.pipeline.cuts import describe
-from ddpm_ds.predict.auto import measured_cuts, planned_programs
+from ddpm_ds.predict.auto import measured_cuts, planned_order
 from ddpm_ds.predict.layouts import Candidate, Workload
-from ddpm_ds.predict.memory import checkpoint_interval
+from ddpm_ds.predict.machine import usable
+from ddpm_ds.predict.memory import checkpoint_interval, pipeline_memory
 from ddpm_ds.predict.plan import RunPlan, stage_table
 from ddpm_ds.processes.process_group import decided_by_rank_0
 
@@ -28,28 +29,34 @@ def cut_and_ordered(plan: RunPlan, device: torch.device) -> RunPlan:
     """Return the decided plan with cuts by the layers' seconds on rank 0's device and the order of a planned schedule,
     where the JSON asks for them. Collective.
     """
-    plan = _cut_by_time(plan, device)
-    if plan.ds.schedule != "planned":
-        return plan
-    return replace(plan, programs=decided_by_rank_0(lambda: planned_programs(plan.spec, plan.ds, plan.bounds)))
+    measured = plan.ds.partition == "measured" and plan.ds.layout.stages > 1
 
+    def times(job: Workload) -> LayerTimes:
+        return measured_times(job.layers, device, job.precision)
 
-def _cut_by_time(plan: RunPlan, device: torch.device) -> RunPlan:
-    if plan.ds.partition != "measured" or plan.ds.layout.stages == 1:
-        return plan
-    bounds = decided_by_rank_0(
-        lambda: measured_cuts(plan.spec, plan.ds, lambda job: measured_times(job.layers, device, job.precision))
-    )
-    plan = replace(plan, bounds=bounds, stages=describe(plan.layers, bounds, plan.ds.schedule))
-    if dist.get_rank() == 0:
-        print(f"\ncut by the layers' times on this device\n{stage_table(plan)}", flush=True)
-    return plan
+    if measured:
+        bounds = decided_by_rank_0(lambda: measured_cuts(plan.spec, plan.ds, times))
+        plan = replace(plan, bounds=bounds, stages=describe(plan.layers, bounds, plan.ds.schedule))
+        if dist.get_rank() == 0:
+            print(f"\ncut by the layers' times on this device\n{stage_table(plan)}", flush=True)
+    order = decided_by_rank_0(lambda: planned_order(plan.spec, plan.ds, plan.bounds, times if measured else None))
+    return replace(plan, programs=order)
 
 
 def decide(plan: RunPlan, device: torch.device) -> RunPlan:
-    """Return the plan with the axis split over hosts and the recomputation that this device's memory needs."""
-    interval = plan.ds.checkpoint_interval
+    """Return the plan with the axis split over hosts, and with the recomputation and the number of micro-batches in
+    flight that this device's memory needs.
+    """
+    interval, in_flight, memory = plan.ds.checkpoint_interval, plan.ds.in_flight, memory_bytes(device)
+    job = Workload(plan.spec, plan.ds.blocks, on_cpu=device.type == "cpu")
     if interval == "auto":
-        job = Workload(plan.spec, plan.ds.blocks, on_cpu=device.type == "cpu")
-        interval = checkpoint_interval(job, Candidate.of(plan.ds, 0), plan.bounds, memory_bytes(device))
-    return replace(plan, ds=replace(plan.ds, checkpoint_interval=interval, across_hosts=plan.across))
+        fewest = replace(
+            Candidate.of(plan.ds, 0), in_flight=plan.ds.layout.stages if in_flight == "auto" else in_flight
+        )
+        interval = checkpoint_interval(job, fewest, plan.bounds, memory)
+    if in_flight == "auto" and plan.ds.schedule == "planned":
+        layout = Candidate.of(plan.ds, interval)
+        fullest = max(rank.total for rank in pipeline_memory(job, layout, plan.bounds))
+        in_flight = layout.most_held if fullest <= usable(memory, on_cpu=job.on_cpu) else layout.stages
+    decided = replace(plan.ds, checkpoint_interval=interval, in_flight=in_flight, across_hosts=plan.across)
+    return replace(plan, ds=decided)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from ddpm_ds.observe.observer import Observers, PauseClock
 from ddpm_ds.observe.timeline import Timeline
 from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.predict.auto import planned_again
 from ddpm_ds.predict.plan import RunPlan, hosts_line, on_hosts
 from ddpm_ds.processes.heartbeat import DeviceWork, make_store
 from ddpm_ds.processes.process_group import group_timeout, process_group
@@ -206,10 +208,13 @@ def _train(
             start_from(engine, ema, prepared.initial)
         flops, precision, macs = plan.ds.blocks.get("flops_profiler", {}), plan.ds.precision, plan.macs
         trace = run_dir / "trace"
+        replan = None
+        if plan.ds.replan and plan.ds.schedule == "planned":
+            replan = functools.partial(planned_again, plan.spec, plan.ds, plan.bounds)
         observer = Observers(
             [
                 FlopsProfile(engine, plan.layers, flops, run_dir / "flops", recorder, steps=plan.steps),
-                Timeline(engine, options.trace_steps, trace, recorder, precision=precision, macs_per_image=macs),
+                Timeline(engine, options.trace_steps, trace, recorder, precision, macs, replan),
                 KernelProfile(engine, options.profile_kernels, run_dir / "kernels", recorder),
                 PauseClock(run_dir if dist.get_rank() == 0 else None),
             ]

@@ -57,14 +57,9 @@ def unpack(tensors: Carry, newest_skip_is_h: bool) -> Carry:
     return (*tensors, tensors[0]) if newest_skip_is_h else tensors
 
 
-def large_weights(layer: nn.Module) -> list[Convolution | Linear]:
-    """Return the parts of a layer that apply a weight to every pixel, whose gradients are worth a pass of their own."""
-    return [
-        part
-        for module in layer.modules()
-        for part in module.children()
-        if isinstance(part, Convolution) or (isinstance(part, Linear) and isinstance(module, Attention))
-    ]
+def weighted_parts(layer: nn.Module) -> list[Convolution | Linear]:
+    """Return the convolutions and linear layers of a layer, whose weight gradients may have a pass of their own."""
+    return [part for part in layer.modules() if isinstance(part, (Convolution, Linear))]
 
 
 class CarryLayer(nn.Module):

@@ -51,9 +51,19 @@ class Layer:
         return self.out_resolution**2
 
     @property
+    def weights(self) -> int:
+        """Number of elements of the weights of convolutions and linear layers."""
+        raise NotImplementedError
+
+    @property
+    def vectors(self) -> int:
+        """Number of all other trainable parameters: biases, scales and shifts, and the embedding of labels."""
+        raise NotImplementedError
+
+    @property
     def parameters(self) -> int:
         """Number of trainable parameters."""
-        raise NotImplementedError
+        return self.weights + self.vectors
 
     @property
     def macs(self) -> int:
@@ -80,13 +90,17 @@ class EmbedLayer(Layer):
     classes: int | None
 
     @property
-    def parameters(self) -> int:
+    def weights(self) -> int:
+        return (self.sinusoid_channels + self.embedding_channels) * self.embedding_channels
+
+    @property
+    def vectors(self) -> int:
         labels = 0 if self.classes is None else self.classes + 1
-        return (self.sinusoid_channels + 1 + self.embedding_channels + 1 + labels) * self.embedding_channels
+        return (2 + labels) * self.embedding_channels
 
     @property
     def macs(self) -> int:
-        return self.sinusoid_channels * self.embedding_channels + self.embedding_channels**2
+        return self.weights
 
     @property
     def activation_elements(self) -> int:
@@ -98,12 +112,16 @@ class ConvolutionLayer(Layer):
     """Layer with one 3x3 convolution."""
 
     @property
-    def parameters(self) -> int:
-        return (9 * self.in_channels + 1) * self.out_channels
+    def weights(self) -> int:
+        return 9 * self.in_channels * self.out_channels
+
+    @property
+    def vectors(self) -> int:
+        return self.out_channels
 
     @property
     def macs(self) -> int:
-        return 9 * self.in_channels * self.out_channels * self.pixels
+        return self.weights * self.pixels
 
     @property
     def activation_elements(self) -> int:
@@ -140,8 +158,8 @@ class OutputLayer(ConvolutionLayer):
     epsilon: float
 
     @property
-    def parameters(self) -> int:
-        return super().parameters + 2 * self.in_channels
+    def vectors(self) -> int:
+        return self.out_channels + 2 * self.in_channels
 
     @property
     def activation_elements(self) -> int:
@@ -173,16 +191,21 @@ class BlockLayer(Layer):
         return 2 * self.out_channels if self.scale_shift else self.out_channels
 
     @property
-    def parameters(self) -> int:
-        width, out = self.width, self.out_channels
-        convolutions = (9 * width + 1) * out + (9 * out + 1) * out + (width + 1) * out * self.has_shortcut
-        return convolutions + 2 * width + 2 * out + (self.embedding_channels + 1) * self.time_channels
+    def _convolved(self) -> int:
+        """Number of elements of the convolutions' weights."""
+        return (9 * self.width + 9 * self.out_channels + self.width * self.has_shortcut) * self.out_channels
+
+    @property
+    def weights(self) -> int:
+        return self._convolved + self.embedding_channels * self.time_channels
+
+    @property
+    def vectors(self) -> int:
+        return 2 * self.width + (4 + self.has_shortcut) * self.out_channels + self.time_channels
 
     @property
     def macs(self) -> int:
-        width, out = self.width, self.out_channels
-        per_pixel = 9 * width * out + 9 * out * out + width * out * self.has_shortcut
-        return per_pixel * self.pixels + self.embedding_channels * self.time_channels
+        return self._convolved * self.pixels + self.embedding_channels * self.time_channels
 
     @property
     def activation_elements(self) -> int:
@@ -202,8 +225,12 @@ class AttentionLayer(Layer):
     heads: int
 
     @property
-    def parameters(self) -> int:
-        return (2 + 4 * (self.in_channels + 1)) * self.in_channels
+    def weights(self) -> int:
+        return 4 * self.in_channels**2
+
+    @property
+    def vectors(self) -> int:
+        return 6 * self.in_channels
 
     @property
     def macs(self) -> int:

@@ -1,14 +1,14 @@
 """Weight gradients apart from input gradients: a backward leaves them, and several micro-batches are done at once.
 
-A convolution or projection whose weight gradient waits computes with the detached weight, and a node of the graph
+A convolution or linear layer whose weight gradient waits computes with the detached weight, and a node of the graph
 behind it queues what the gradient is made of: the layer's input, which autograd keeps anyway, and its output's
-gradient. Biases, normalisations and the embedding's layers have small gradients, which stay in the backward.
+gradient. Biases and normalisations have small gradients, which stay in the backward.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,12 +19,20 @@ if TYPE_CHECKING:
     from ddpm_ds.unet.operations import Convolution, Linear
 
 
+ENOUGH_PIXELS = {"cpu": 512, "cuda": 8192}
+"""Pixels, of all images together, from which on more of them make a product no faster: micro-batches are joined until
+there are so many. Measured on a CPU (docs/performance.md), estimated for a GPU."""
+
+Pair = tuple[Tensor, Tensor]
+"""A layer's input and its output's gradient."""
+
+
 class WaitingGradients:
     """Queue of the weight gradients of some layers; ``number`` is the micro-batch that goes backwards."""
 
     def __init__(self) -> None:
         self.number = 0
-        self._queued: dict[int, dict[nn.Module, tuple[Tensor, Tensor]]] = defaultdict(dict)
+        self._queued: dict[int, dict[nn.Module, Pair]] = defaultdict(dict)
 
     def put(self, layer: Convolution | Linear, x: Tensor, gradient: Tensor) -> None:
         """Queue a layer's input and its output's gradient.
@@ -40,14 +48,15 @@ class WaitingGradients:
     def compute(self, layers: Iterable[Convolution | Linear], numbers: Sequence[int]) -> None:
         """Compute the weight gradients of some layers for some micro-batches at once, and give each weight its sum.
 
-        A weight gets it as from a backward, so that hooks run, once.
+        The sum is made in the arithmetic's dtype. A weight gets it as from a backward, so that hooks run, once.
         """
         for layer in layers:
-            found = [self._queued[number].pop(layer) for number in numbers]
-            x, gradient = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*found, strict=True))
-            with torch.no_grad():
-                weight_gradient = layer.weight_gradient(x, gradient).to(layer.weight.dtype)
-            torch.autograd.backward([get_gradient_edge(layer.weight)], [weight_gradient])
+            total: Tensor | None = None
+            for x, gradient in _joined([self._queued[number].pop(layer) for number in numbers]):
+                part = layer.weight_gradient(x, gradient)
+                total = part if total is None else total.add_(part)
+            assert total is not None
+            torch.autograd.backward([get_gradient_edge(layer.weight)], [total.to(layer.weight.dtype)])
         for number in numbers:
             if not self._queued[number]:
                 del self._queued[number]
@@ -60,6 +69,19 @@ class WaitingGradients:
         """Raise RuntimeError if the gradient of a weight is still waiting, or was of another micro-batch."""
         if self._queued:
             raise RuntimeError(f"weight gradients of micro-batches {sorted(self._queued)} were never computed")
+
+
+def _joined(pairs: Sequence[Pair]) -> Iterator[Pair]:
+    """Yield the pairs of several micro-batches, small ones joined."""
+    waiting: list[Pair] = []
+    pixels = 0
+    for number, (x, gradient) in enumerate(pairs, 1):
+        waiting.append((x, gradient))
+        pixels += gradient.numel() // gradient.shape[1 if gradient.ndim == 4 else -1]
+        if pixels >= ENOUGH_PIXELS[x.device.type] or number == len(pairs):
+            xs, gradients = zip(*waiting, strict=True)
+            yield waiting[0] if len(waiting) == 1 else (torch.cat(xs), torch.cat(gradients))
+            waiting, pixels = [], 0
 
 
 class Wait(torch.autograd.Function):

@@ -17,10 +17,20 @@ ROWS = {
     "stock": "DeepSpeed's own pipeline engine, skips as a tuple, with this project's cuts",
     "stock-default": "the same with DeepSpeed's default cuts, by parameters",
     "torch": "torch.distributed.pipelining, Schedule1F1B, with this project's cuts, in fp32",
+    "torch-interleaved": "the same, ScheduleInterleaved1F1B, two stages on each rank",
+    "torch-zbv": "the same, ScheduleZBVZeroBubble",
+    "torch-dualpipev": "the same, ScheduleDualPipeV",
     "ddp": "PyTorch's DistributedDataParallel over all processes, in fp32",
     "zero2": "DeepSpeed's ZeRO-2 over all processes, without a pipeline",
 }
 """Names and meanings, in the table's order: the first that runs is what the others are compared to."""
+TORCH_SCHEDULES = {
+    "torch": "Schedule1F1B",
+    "torch-interleaved": "ScheduleInterleaved1F1B",
+    "torch-zbv": "ScheduleZBVZeroBubble",
+    "torch-dualpipev": "ScheduleDualPipeV",
+}
+"""Schedules of PyTorch, by the rows that have them."""
 ONE_DEVICE_ROWS = {
     "diffusers": "diffusers' UNet2DModel in a plain PyTorch loop, autocast, AdamW",
     "diffusers-compiled": "the same under torch.compile",
@@ -63,9 +73,9 @@ def why_not_in_layout(row: str, plan: RunPlan) -> str | None:
     layout, processes, stages = plan.ds.layout, plan.ds.layout.world_size, plan.ds.layout.stages
     if row == "plain" and processes > 1:
         return f"has one process, and {processes} were started"
-    if row in ("folded", "planned", "stock-default", "torch") and stages == 1:
+    if row in ("folded", "planned", "stock-default", *TORCH_SCHEDULES) and stages == 1:
         return "needs 2 stages"
-    if row == "folded" and layout.micro_batches < 2 * stages:
+    if row in ("folded", "torch-dualpipev") and layout.micro_batches < 2 * stages:
         return f"needs {2 * stages} micro-batches, and the batch has {layout.micro_batches}"
     if row in ("folded", "planned"):
         try:

@@ -22,9 +22,9 @@ from ddpm_ds.observe.recording import Recording
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.build import build_engine, quiet_deepspeed
 from ddpm_ds.pipeline.cuts import Schedule
-from ddpm_ds.predict.auto import planned_programs
 from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.train.objective import Noised
+from ddpm_ds.train.resolve import cut_and_ordered
 from ddpm_ds.unet.layers import Layer
 from ddpm_ds.unet.model import UNet, build_layer
 from ddpm_ds.unet.operations import KeyedDropout, set_image_index
@@ -64,15 +64,17 @@ class OurPipeline:
         self.note = ""
         self.is_pipeline = plan.ds.layout.stages > 1
         self._replicas = plan.ds.layout.replicas
-        ds, bounds = replace(plan.ds, schedule=schedule), bounds_of(plan, schedule)
+        bounds = bounds_of(plan, schedule)
+        plan = replace(plan, ds=replace(plan.ds, schedule=schedule), bounds=bounds)
         with layout_of(None):
+            plan = cut_and_ordered(plan, setting.device)
             self._engine = build_engine(
                 plan.layers,
-                bounds,
-                ds,
+                plan.bounds,
+                plan.ds,
                 setting.objective(),
                 seed=plan.spec.train.seed,
-                programs=planned_programs(plan.spec, ds, bounds),
+                programs=plan.programs,
                 verbose=setting.verbose,
             )
         self._batches = None

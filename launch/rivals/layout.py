@@ -18,7 +18,7 @@ from ddpm_ds.pipeline.cuts import Schedule
 from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.train.saving import gather_objects
-from rivals.choice import ROUNDS, STEPS
+from rivals.choice import ROUNDS, STEPS, TORCH_SCHEDULES
 from rivals.deepspeed_rows import OurPipeline, StockPipeline, TracedPipeline, ZeroWithoutPipeline
 from rivals.loops import DataParallel, PlainLoop
 from rivals.measure import LOSS_TOLERANCE, check_losses, ratios, time_rounds
@@ -37,10 +37,11 @@ def build_row(name: str, setting: Setting) -> Row:
         return OurPipeline(setting, SCHEDULES[name])
     if name in ("stock", "stock-default"):
         return StockPipeline(setting, default_cuts=name == "stock-default")
+    if name in TORCH_SCHEDULES:
+        return TorchPipeline(setting, TORCH_SCHEDULES[name])
     rows: dict[str, Callable[[Setting], Row]] = {
         "plain": PlainLoop,
         "traced": TracedPipeline,
-        "torch": TorchPipeline,
         "ddp": DataParallel,
         "zero2": ZeroWithoutPipeline,
     }

@@ -22,6 +22,7 @@ from ddpm_ds.pipeline.module import forget_peaks
 from ddpm_ds.processes.process_group import decided_by_rank_0
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.train.meters import peak_memory_bytes
+from ddpm_ds.unet.weight_gradients import WaitingGradients
 from rivals.rows import Row
 
 RING_SHARE: dict[str, Callable[[int, int, int], float]] = {
@@ -40,14 +41,19 @@ RING_SHARE: dict[str, Callable[[int, int, int], float]] = {
 processes does it; what a library really does may be another algorithm of about that cost."""
 SILENT = ("recv_", "recv_any_source_", "barrier", "monitored_barrier_")
 """Operators that send nothing worth counting."""
+BACKWARDS: tuple[tuple[Any, str], ...] = (
+    (torch.autograd, "backward"),
+    (torch.autograd, "grad"),
+    (WaitingGradients, "compute"),
+)
+"""Functions that compute gradients: those of PyTorch, and of this project's passes of weight gradients."""
 MEMORY_STEPS = 2
 """Steps of a process whose memory is measured: the second has the optimizer's state and the gradients at once."""
 PREFIX = "peak bytes: "
 
 
 class BusyTime:
-    """While entered, adds up the seconds in modules' forwards and in ``torch.autograd.backward``; nested calls count
-    once.
+    """While entered, adds up the seconds in modules' forwards and in :data:`BACKWARDS`; nested calls count once.
 
     ``synchronize`` waits for the stream on which a call has only queued its work; not for the whole device, which may
     have a message to receive that depends on what this process is about to send.
@@ -61,16 +67,19 @@ class BusyTime:
         self._depth, self._begin = 0, 0.0
 
     def __enter__(self) -> BusyTime:
-        backward = self._backward = torch.autograd.backward
+        def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+            def timed(*args: Any, **kwargs: Any) -> Any:
+                self._begin_call()
+                try:
+                    return call(*args, **kwargs)
+                finally:
+                    self._end_call()
 
-        def watched(*args: Any, **kwargs: Any) -> None:
-            self._begin_call()
-            try:
-                backward(*args, **kwargs)
-            finally:
-                self._end_call()
+            return timed
 
-        torch.autograd.backward = watched
+        self._calls = [(owner, name, getattr(owner, name)) for owner, name in BACKWARDS]
+        for owner, name, call in self._calls:
+            setattr(owner, name, watched(call))
         self._hooks = (
             register_module_forward_pre_hook(lambda module, inputs: self._begin_call()),
             register_module_forward_hook(lambda module, inputs, outputs: self._end_call(), always_call=True),
@@ -78,7 +87,8 @@ class BusyTime:
         return self
 
     def __exit__(self, *error: object) -> None:
-        torch.autograd.backward = self._backward
+        for owner, name, call in self._calls:
+            setattr(owner, name, call)
         for hook in self._hooks:
             hook.remove()
 

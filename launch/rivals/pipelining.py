@@ -1,16 +1,18 @@
-"""The row of PyTorch's own pipeline, ``torch.distributed.pipelining``, over the same stages."""
+"""Rows of PyTorch's own pipelines, ``torch.distributed.pipelining``, over stages of the same layers."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.train.objective import Noised
 from ddpm_ds.unet.blocks import newest_skip_is_h, pack, unpack
 from ddpm_ds.unet.layers import Layer, boundary_shapes
@@ -38,6 +40,9 @@ class StageModule(nn.Module):
     def forward(self, *received: Tensor, images: Tensor) -> Tensor | tuple[Tensor, ...]:
         """``images`` (N,) int64 is the images' index."""
         set_image_index(self._dropouts, images)
+        for tensor in received:
+            if tensor.requires_grad:  # its gradient is sent as it is, and a split backward leaves it channels-last
+                tensor.register_hook(Tensor.contiguous)
         carry = unpack(received, self._skip_is_h_in)
         for layer in self.layers:
             carry = layer(carry)
@@ -47,14 +52,19 @@ class StageModule(nn.Module):
 
 
 class TorchPipeline:
-    """``Schedule1F1B``; replicas, where there are any, are averaged by DistributedDataParallel around a stage."""
+    """A schedule of PyTorch; replicas, where there are any, are averaged by DistributedDataParallel around a stage.
+
+    1F1B has this project's cuts. The others have two stages on each rank, cut evenly by flops.
+    """
 
     is_pipeline = True
-    name = "torch.distributed.pipelining 1F1B, our cuts, fp32"
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, schedule: str) -> None:
         plan = setting.plan
-        layout, bounds = plan.ds.layout, bounds_of(plan, "1f1b")
+        layout, single = plan.ds.layout, schedule == "Schedule1F1B"
+        self.name = f"torch.distributed.pipelining {schedule.removeprefix('Schedule')}, fp32"
+        count = layout.stages * (1 if single else 2)
+        bounds = bounds_of(plan, "1f1b") if single else partition(plan.layers, count, "flops")
         mesh = init_device_mesh(
             setting.device.type, (layout.stages, layout.replicas), mesh_dim_names=("stage", "replica")
         )
@@ -63,27 +73,36 @@ class TorchPipeline:
         self._stage_group = mesh.get_group("stage")
         self._objective = setting.objective()
         self._batches = setting.batches(layout.replicas, replica)
-        self._first, self._last = stage == 0, stage == layout.stages - 1
         self._micro_batches, self._replicas, self._device = layout.micro_batches, layout.replicas, setting.device
-        module: nn.Module = StageModule(plan.layers, bounds[stage], bounds[stage + 1], plan.spec.train.seed)
-        module.to(setting.device)
-        if layout.replicas > 1:
-            module = DistributedDataParallel(module, process_group=mesh.get_group("replica"))
-        self._schedule = Schedule1F1B(
-            PipelineStage(
-                module,
-                stage,
-                layout.stages,
-                setting.device,
-                input_args=_like_crossing(setting, bounds[stage]),
-                output_args=_like_crossing(setting, bounds[stage + 1]),
-                group=self._stage_group,
-            ),
+        ranks = layout.stages
+        second = stage + ranks if schedule == "ScheduleInterleaved1F1B" else count - 1 - stage
+        own = [stage] if single else [stage, second]
+        self._first, self._last = 0 in own, count - 1 in own
+        modules, stages = nn.ModuleList(), []
+        for index in own:
+            module: nn.Module = StageModule(plan.layers, bounds[index], bounds[index + 1], plan.spec.train.seed)
+            module.to(setting.device)
+            if layout.replicas > 1:
+                module = DistributedDataParallel(module, process_group=mesh.get_group("replica"))
+            modules.append(module)
+            stages.append(
+                PipelineStage(
+                    module,
+                    index,
+                    count,
+                    setting.device,
+                    input_args=_like_crossing(setting, bounds[index]),
+                    output_args=_like_crossing(setting, bounds[index + 1]),
+                    group=self._stage_group,
+                )
+            )
+        self._schedule: Any = getattr(schedules, schedule)(
+            stages[0] if single else stages,
             n_microbatches=layout.micro_batches,
             loss_fn=self._loss,
             scale_grads=False,
         )
-        self._optimizer = Optimizer(setting, module.parameters())
+        self._optimizer = Optimizer(setting, modules.parameters())
         self._prepared: list[Noised] = []
         """The micro-batches of this step, on the first and on the last stage."""
 

@@ -14,7 +14,7 @@ from ddpm_ds.cli import train as command
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.data.prepare import cache_path, prepare
 from ddpm_ds.device import choose_device
-from tests.launching import REPOSITORY
+from tests.launching import REPOSITORY, write_json
 
 DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
 MAIN = REPOSITORY / "ds_configs" / "zero2_fp16.json"
@@ -67,7 +67,11 @@ def test_more_stages_than_layers_are_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "32")
-    assert "use at most 17 stages" in refused(capsys, tmp_path, "-p", "32")
+    assert "has mirrored cuts for 7 at most; use fewer stages" in refused(capsys, tmp_path, "-p", "32")
+    values = json.loads(MAIN.read_text())
+    values["pipeline"]["schedule"] = "1f1b"
+    line = write_json(tmp_path / "line.json", values)
+    assert "use at most 17 stages" in refused(capsys, tmp_path, "-p", "32", config=line)
 
 
 @pytest.mark.parametrize("folder", ["nowhere", "empty"])
@@ -145,7 +149,7 @@ def test_dry_run_prints_batch_layout_and_stages_and_starts_nothing(
     assert run("-p", "2", "--run-dir", "out/mine", "--dry-run") == 0
     out = capsys.readouterr().out
     for expected in (
-        "4 processes: 2 stages x 2 replicas, schedule 1f1b",
+        "4 processes: 2 stages x 2 replicas, schedule planned",
         "64 images = 8 micro-batches of 4 x 2 replicas",
         "701,345 parameters in 17 layers",
         "128,000 images = 2,000 steps",

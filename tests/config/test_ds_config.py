@@ -186,9 +186,12 @@ def test_keys_that_are_left_out_are_filled_like_auto() -> None:
     resolved = filled(short, world_size=2, stages=2)
     assert resolved.blocks["optimizer"]["params"]["lr"] == 1e-3
     assert resolved.blocks["scheduler"]["params"]["warmup_type"] == "linear"  # DeepSpeed's own default is log
-    assert (resolved.layout.stages, resolved.partition, resolved.schedule) == (2, "flops", "1f1b")
+    assert (resolved.layout.stages, resolved.partition, resolved.schedule) == (2, "flops", "planned")
     assert (resolved.precision, resolved.zero_stage, resolved.checkpoint_interval) == ("fp32", 0, "auto")
-    assert resolved.as_json()["pipeline"]["use_reentrant"] is False
+    pipeline = resolved.as_json()["pipeline"]
+    assert (pipeline["use_reentrant"], pipeline["schedule"], pipeline["in_flight"]) == (False, "planned", "auto")
+    assert "in_flight" not in resolved.for_deepspeed()["pipeline"]
+    assert filled(short).schedule == "1f1b"
 
 
 @pytest.mark.parametrize(("interval", "given_to_deepspeed"), [("auto", 0), (3, 3)])
@@ -250,9 +253,16 @@ def test_the_spec_or_the_json_may_ask_for_an_accumulation_or_a_micro_batch() -> 
     assert filled(config(gradient_accumulation_steps=4)).layout.micro_batch_images == 16
 
 
-def test_a_list_of_cuts_makes_its_number_of_stages() -> None:
-    resolved = filled(config(pipeline__partition=[3, 7, 9]), world_size=8)
-    assert (resolved.layout.stages, resolved.partition) == (4, [3, 7, 9])
+def test_a_list_of_cuts_makes_its_number_of_stages_and_with_the_stages_its_schedule() -> None:
+    cuts = config(pipeline__partition=[3, 7, 9])
+    for stages, made, schedule in ((None, 4, "1f1b"), (4, 4, "1f1b"), (2, 2, "planned")):
+        resolved = filled(cuts, world_size=8, stages=stages)
+        assert (resolved.layout.stages, resolved.partition, resolved.schedule) == (made, [3, 7, 9], schedule)
+
+
+def test_the_json_may_say_how_many_micro_batches_are_in_flight() -> None:
+    assert filled(config(pipeline__in_flight=3), world_size=2, stages=2).in_flight == 3
+    assert "pipeline.in_flight = 0 should be a whole number > 0" in refusal(config(pipeline__in_flight=0))
 
 
 def test_a_fold_has_two_stages_of_the_unet_on_each_rank() -> None:
@@ -270,7 +280,13 @@ def test_the_command_line_wins_over_the_json() -> None:
     [
         ({}, [], {"world_size": 4, "stages": 3}, ["-p 3", "4 processes", "use 1 or 2 or 4 stages"]),
         ({"pipeline__partition": [2, 5]}, [], {"world_size": 4}, ["pipeline.partition = [2, 5]", "3 stages"]),
-        ({"pipeline__partition": [2, 5]}, [], {"world_size": 4, "stages": 2}, ["-p 2 needs 1 cuts"]),
+        ({"pipeline__partition": [2, 5]}, [], {"world_size": 4, "stages": 2}, ["-p 2 needs 1 or 3 cuts"]),
+        (
+            {"pipeline__schedule": "1f1b", "pipeline__partition": [2, 5, 9]},
+            [],
+            {"world_size": 4, "stages": 2},
+            ["-p 2 needs 1 cuts"],
+        ),
         ({}, [], {"world_size": 3, "stages": 1}, ["train.batch_images = 64", "3 replicas", "batch_images=66"]),
         (
             {"pipeline__schedule": "folded", "pipeline__partition": [2, 9]},

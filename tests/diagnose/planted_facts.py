@@ -14,8 +14,10 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.observe.device_speed import Device, LayerSeconds, write_device
 from ddpm_ds.observe.observer import Pauses
 from ddpm_ds.pipeline.cuts import Schedule, partition, weighted
+from ddpm_ds.predict.costs import weight_share
 from ddpm_ds.predict.finished_run import FinishedRun, Overflows, RankFacts, Setup
 from ddpm_ds.predict.layouts import Workload, rank_stages
+from ddpm_ds.predict.scheduler import order_of
 from ddpm_ds.predict.simulate import Link, PhaseCosts, RankCosts, simulate
 from ddpm_ds.unet.layers import Layer, unet_layers
 from tests.launching import tiny_spec
@@ -34,6 +36,7 @@ class Bench:
     cuts: tuple[int, ...] | None = None
     """None makes the ranks' flops as equal as can be."""
     interval: int = 0
+    in_flight: int | None = None
     workers: int = 0
     zero_stage: int = 0
     start_seconds: float = 1e-6
@@ -76,6 +79,7 @@ class Bench:
             "pipeline": {
                 "stages": self.ranks,
                 "schedule": self.schedule,
+                "in_flight": self.in_flight or "auto",
                 "partition": list(self.cuts) if self.cuts else "measured",
                 "activation_checkpoint_interval": self.interval,
             },
@@ -87,9 +91,11 @@ class Bench:
         stages = rank_stages(self.layers, self.bounds, self.schedule)[number]
         for stage in stages:
             own = self.layers[stage.start : stage.stop]
-            forward = sum(self.start_seconds + self.images * layer.macs / self.macs_per_second for layer in own)
-            sizes = [4 * self.images * size for size in (stage.sent_elements, stage.received_elements)]
-            phases.append(PhaseCosts(forward, (3 if self.interval else 2) * forward, *sizes))
+            forwards = [self.start_seconds + self.images * layer.macs / self.macs_per_second for layer in own]
+            forward = sum(forwards)
+            weights = sum(2 * one * weight_share(layer) for one, layer in zip(forwards, own, strict=True))
+            sent, received = (4 * self.images * size for size in (stage.sent_elements, stage.received_elements))
+            phases.append(PhaseCosts(forward, (3 if self.interval else 2) * forward, sent, received, weights))
         loads = number == 0 or (self.schedule == "1f1b" and number == self.ranks - 1)
         reading = self.read_seconds * self.images if loads and not self.workers else 0.0  # loaders read ahead
         owned = sum(stage.parameters for stage in stages) / (self.replicas if self.zero_stage else 1)
@@ -104,21 +110,16 @@ class Bench:
     def traced(self, **other: Any) -> FinishedRun:
         """A traced step of it, with some facts replaced."""
         ranks, costs = zip(*(self.rank(number) for number in range(self.ranks)), strict=True)
-        step = simulate(self.schedule, self.micro_batches, costs, lambda *_: Link(self.bytes_per_second))
+        sizes = self.images, self.micro_batches, self.interval, self.zero_stage
+        others: dict[str, Any] = {"offload": False, "in_flight": self.in_flight, "bounds": self.bounds}
+        setup = Setup(self.ranks, self.replicas, self.schedule, *sizes, **others)
+        link = Link(self.bytes_per_second)
+        order = order_of(setup, costs, lambda *_: link)
+        step = simulate(self.schedule, self.micro_batches, costs, lambda *_: link, programs=order)
         start = LayerSeconds(self.start_seconds, 2 * self.start_seconds)
         facts = FinishedRun(
             job=Workload(self.spec, self.config, on_cpu=True),
-            setup=Setup(
-                self.ranks,
-                self.replicas,
-                self.schedule,
-                self.images,
-                self.micro_batches,
-                self.interval,
-                self.zero_stage,
-                offload=False,
-                bounds=self.bounds,
-            ),
+            setup=setup,
             partition=self.cuts or "measured",
             ranks=tuple(replace(rank, wait=wait) for rank, wait in zip(ranks, step.wait_seconds, strict=True)),
             step_seconds=step.step_seconds,
@@ -153,6 +154,7 @@ def write_run(run_dir: Path, facts: FinishedRun, **summary: Any) -> Path:
                 {
                     "forward_seconds_per_micro_batch": phase.forward_seconds,
                     "backward_seconds_per_micro_batch": phase.backward_seconds,
+                    "weight_seconds_per_micro_batch": phase.weight_seconds,
                     "wait_seconds": own.wait / len(own.phases),
                     "send_seconds": own.send / len(own.phases),
                     "activation_bytes": phase.activation_bytes,

@@ -77,7 +77,7 @@ def run(entry: dict[str, Any]) -> dict[str, Any]:
     observers = Observers(
         [
             FlopsProfile(engine, LAYERS, SETTINGS, folder / "flops", told, steps=8),
-            Timeline(engine, TRACED, folder / "trace", told, precision=case.precision, macs_per_image=macs),
+            Timeline(engine, TRACED, folder / "trace", told, case.precision, macs),
             KernelProfile(engine, PROFILED, folder / "kernels", told),
         ]
     )

@@ -201,7 +201,7 @@ def test_a_trace_has_as_many_steps_as_fit_and_says_so(tmp_path: Path, monkeypatc
     told = Told()
     monkeypatch.setattr(timeline.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(timeline, "MOST_EVENTS", 1000)
-    Timeline(engine, range(20, 40), tmp_path, told, precision="fp32", macs_per_image=1)
+    Timeline(engine, range(20, 40), tmp_path, told, "fp32", 1)
     assert told.logged == [
         "--trace-steps 20-39: only steps 20-21 are traced; a trace has at most 1,000 events, "
         "and a step may have 168 on each rank"

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import unittest.mock
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -37,7 +37,7 @@ from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.cuts import Schedule, partition
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.placement import AcrossHosts, run_exchange
-from ddpm_ds.pipeline.schedule import Instruction
+from ddpm_ds.pipeline.schedule import Instruction, Program, weight_passes
 from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.unet import model
@@ -99,6 +99,8 @@ class Case:
             layout=Layout(self.stages * self.replicas, self.stages, self.replicas, batch, micro, self.micro_batches),
             partition="flops",
             schedule=self.schedule,
+            in_flight="auto",
+            replan=False,
             checkpoint_interval=self.checkpoint,
             use_reentrant=self.reentrant,
             across_hosts=self.across,
@@ -209,11 +211,12 @@ def watch_gradients(engine: UnetPipelineEngine, sent: SentBytes) -> dict[str, Te
     return seen
 
 
-def sent_by(case: Case, spec: RunSpec, stage: int) -> list[float]:
+def sent_by(case: Case, spec: RunSpec, programs: Sequence[Program], stage: int) -> list[float]:
     """Bytes of messages and of collectives that a rank of the pipeline sends in a step, as the planner counts them."""
     layers = layers_of(spec)
     bounds = partition(layers, case.stages, "flops", case.schedule)
-    sent = run_exchange(case.resolved(spec.train.batch_images), layers, bounds)
+    reductions = weight_passes(programs, case.schedule)
+    sent = run_exchange(case.resolved(spec.train.batch_images), layers, bounds, reductions)
     return [float(sum(sent.messages[max(stage - 1, 0) : stage + 1])), sent.gradients[stage] + sent.weights[stage]]
 
 
@@ -230,13 +233,12 @@ def run_case(case: Case) -> list[dict[str, Any]]:
     """Train the case next to its reference; one record a step."""
     spec = spec_of(case.compile)
     engine = case.engine(spec)
-    split = case.random_programs is not None  # gradients of several micro-batches are reduced at once
     if case.random_programs is not None:
         engine.follow(random_programs(case.schedule, case.micro_batches, case.stages, case.random_programs))
     engine._cautious_steps = 1  # messages of the second step go from device to device on GPUs as well
     sent = SentBytes()
     seen = watch_gradients(engine, sent)
-    expected_sent = sent_by(case, spec, engine.stage_id)
+    expected_sent = sent_by(case, spec, engine.programs, engine.stage_id)
     records = []
     for step, expected in enumerate(expected_steps(case.precision, case.compile)):
         counted = step == 0 and not case.compile  # what is compiled runs as it is written where operators are watched
@@ -262,7 +264,7 @@ def run_case(case: Case) -> list[dict[str, Any]]:
                 "moment_errors": moment_errors,
                 "stage": engine.stage_id,
                 "coordinates": [engine.stage_id, engine.grid.get_data_parallel_id()],
-                "sent": None if case.compile or split else [sent.message_bytes, sent.collective_bytes],
+                "sent": None if case.compile else [sent.message_bytes, sent.collective_bytes],
                 "expected_sent": expected_sent,
                 "graphs": counters["stats"]["unique_graphs"],
             }

@@ -16,7 +16,7 @@ from torch import Tensor
 from ddpm_ds.config.spec import UnetSpec
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.pipeline import cuts as fold
-from ddpm_ds.pipeline.cuts import Room, describe, partition, segments, sent_shapes, weighted
+from ddpm_ds.pipeline.cuts import Room, Schedule, describe, partition, segments, sent_shapes, weighted
 from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.model import UNet
 from tests.launching import tiny_spec
@@ -168,6 +168,25 @@ def test_the_heaviest_rank_is_the_lightest_possible_in_its_room_and_then_the_lea
         return
     found = weighted(LAYERS, weights, ranks, "folded", crossing=crossing, room=room)
     assert fits(found) and judge(found) == pytest.approx(min(map(judge, fitting)))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "folded"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_neighbours_of_cuts_are_all_with_one_cut_or_pair_moved_by_two_layers_at_most(
+    ranks: int, schedule: Schedule
+) -> None:
+    count = len(LAYERS)
+    lines = [(0, *cuts, count) for cuts in itertools.combinations(range(1, count), ranks - 1)]
+    known = all_folds(LAYERS, ranks) if schedule == "folded" else lines
+
+    def near(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+        moved = [place for place, (here, there) in enumerate(zip(one, other, strict=True)) if here != there]
+        pair = {min(place, len(one) - 1 - place) if schedule == "folded" else place for place in moved}
+        return len(pair) == 1 and all(abs(one[place] - other[place]) <= 2 for place in moved)
+
+    for bounds in random.Random(0).sample(known, min(len(known), 5)):
+        found = list(fold.neighbouring(LAYERS, bounds, schedule))
+        assert sorted(found) == sorted(other for other in known if near(bounds, other))
 
 
 def test_nothing_but_h_and_emb_crosses() -> None:

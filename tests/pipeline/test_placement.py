@@ -122,6 +122,22 @@ def test_the_bytes_that_cross_hosts_are_those_of_every_message(
     )
 
 
+def test_zero_2_reduces_weight_gradients_after_their_own_passes_and_all_others_after_each_micro_batch() -> None:
+    """Two replicas of eight micro-batches: half of 4 bytes each goes around the ring, twice."""
+    bounds = partition(LAYERS, 2, "flops", "planned")
+
+    def gradients(shared: Sharing, reductions: list[list[float]] | None = None) -> tuple[float, ...]:
+        how: dict[str, Any] = {"images": 8, "precision": "fp32", "shared": shared, "reductions": reductions}
+        return exchange(LAYERS, bounds, "planned", replicas=2, **how).gradients
+
+    each, once = Sharing(8, 2, 4, 4), Sharing(1, 2, 4, 4)
+    (down, up), _ = ([LAYERS[start:stop] for start, stop in segments(bounds, "planned", rank)] for rank in range(2))
+    weights = sum(3 * layer.weights for layer in down) + sum(1.5 * layer.weights for layer in up)
+    vectors = sum(layer.parameters - layer.weights for layer in (*down, *up))
+    assert gradients(each, [[3, 1.5], [8, 8]]) == (4 * weights + 4 * 8 * vectors, gradients(each)[1])
+    assert gradients(once, [[3, 1.5], [8, 8]]) == gradients(once)
+
+
 def test_the_axis_that_is_said_is_the_one_that_is_split() -> None:
     hosts = hosts_of(4, 4)
     by_stages, by_replicas = (Grid(2, 4, across, hosts) for across in ACROSS_HOSTS)
@@ -135,7 +151,7 @@ def test_the_axis_that_is_said_is_the_one_that_is_split() -> None:
 
 def resolved(stages: int, world_size: int = 4, **config: Any) -> ResolvedDsConfig:
     spec = tiny_spec(train={"batch_images": config.pop("batch_images", 16)})
-    values = {"optimizer": ADAMW, **config}
+    values = {"optimizer": ADAMW, **config, "pipeline": {"schedule": "1f1b", **config.get("pipeline", {})}}
     return resolve(values, spec, world_size=world_size, stages=stages, path="ds.json")
 
 

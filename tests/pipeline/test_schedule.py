@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import pytest
+from torch.distributed.pipelining import schedules as torch_schedules
 
 from ddpm_ds.pipeline.cuts import Schedule, segments, stages_of
-from ddpm_ds.pipeline.schedule import Instruction, Program, check_programs, most_in_flight, program
+from ddpm_ds.pipeline.schedule import (
+    Instruction,
+    Program,
+    accumulated,
+    check_programs,
+    most_held,
+    most_in_flight,
+    program,
+    weight_passes,
+    written,
+    zero_bubble_v,
+)
 from ddpm_ds.predict.simulate import PhaseCosts, RankCosts, simulate
 from tests.pipeline.random_programs import random_programs
 
@@ -78,6 +90,29 @@ def test_any_order_that_the_format_allows_passes_the_check_and_runs_to_its_end(
         assert simulate(schedule, micro_batches, costs, programs=made).step_seconds > 0
         assert 1 < most_in_flight(made) <= micro_batches + 1
     check_programs(programs(schedule, ranks, micro_batches), schedule, micro_batches)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_zero_bubble_v_is_the_order_that_pytorch_has(ranks: int) -> None:
+    theirs = torch_schedules.ScheduleZBVZeroBubble.__new__(torch_schedules.ScheduleZBVZeroBubble)
+    theirs.pp_group_size, theirs.num_stages = ranks, 2 * ranks
+    names = {"F": "ForwardPass", "I": "InputGradients", "W": "WeightGradients"}
+    for count in (1, ranks, 2 * ranks - 1, 2 * ranks + 3):
+        theirs._n_microbatches = count
+        made = [zero_bubble_v(count, ranks, rank) for rank in range(ranks)]
+        check_programs(made, "folded", count)
+        for rank, own in enumerate(made):
+            order = [action for action in theirs._calculate_single_rank_operations(rank) if action is not None]
+            assert [one for one in own if one.name in names.values()] == [
+                (names[kind.value], int(stage != rank), (number,)) for stage, kind, number, *_ in order
+            ]
+
+
+def test_a_single_stage_computes_weight_gradients_of_some_micro_batches_together() -> None:
+    own = accumulated(5, 2)
+    check_programs([own], "1f1b", 5)
+    assert written([own]) == "rank 0: f0 i0 f1 i1 w0,1 f2 i2 f3 i3 w2,3 f4 i4 w4\n"
+    assert (most_held(own), weight_passes([own], "1f1b")) == (2, ((3,),))
 
 
 def changed(own: Program, *changes: tuple[int, list[Instruction]]) -> Program:

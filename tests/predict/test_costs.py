@@ -10,10 +10,12 @@ import pytest
 
 from ddpm_ds.config.ds_config import resolve
 from ddpm_ds.observe.device_speed import LayerSeconds
-from ddpm_ds.pipeline.cuts import partition, sent_shapes
+from ddpm_ds.pipeline.cuts import Schedule, partition, sent_shapes
 from ddpm_ds.pipeline.placement import ACROSS_HOSTS, Grid, run_exchange, traffic
+from ddpm_ds.pipeline.schedule import weight_passes
 from ddpm_ds.predict.costs import link, planned_costs, ring_bandwidth, ring_seconds, step_traffic
 from ddpm_ds.predict.layouts import Candidate, ds_config, rank_stages
+from ddpm_ds.predict.scheduler import typical_programs
 from tests.predict.small import small_job, small_machine
 
 FOLD = Candidate(2, 4, "folded", 2, 8, 0, 1, False)
@@ -47,23 +49,26 @@ def test_an_all_reduce_goes_around_the_ring_twice() -> None:
     assert ring_seconds(machine, replace(alone, replicas=1), 0, 800, 2) == 0
 
 
-def test_bytes_of_a_step_are_those_of_the_placement() -> None:
-    """As a run of the same layout, cuts and hosts counts them (tests/pipeline/test_placement.py)."""
+@pytest.mark.parametrize("schedule", ["1f1b", "planned"])
+def test_bytes_of_a_step_are_those_of_the_placement(schedule: Schedule) -> None:
+    """As a run of the same layout, cuts, order and hosts counts them (tests/pipeline/test_placement.py)."""
     job = small_job(bf16={"enabled": True}, zero_optimization={"stage": 2})
-    layout, hosts = Candidate(2, 2, "1f1b", 2, 4, 0, 2, False), ("0", "0", "1", "1")
-    bounds = partition(job.layers, 2, "flops")
+    layout, hosts = Candidate(2, 2, schedule, 2, 4, 0, 2, False), ("0", "0", "1", "1")
+    bounds = partition(job.layers, 2, "flops", schedule)
+    half = typical_programs(schedule, 2, 2, most_held=2)  # twice as many micro-batches have twice as many passes
+    passes = [[2 * count for count in own] for own in weight_passes(half, schedule)]
     config = ds_config(job, layout, bounds)
     ds = resolve(config, job.spec, world_size=4, stages=None, path="ds.json")
     for across in ACROSS_HOSTS:
-        planned = step_traffic(job, small_machine(4, nodes=2), replace(layout, across=across), bounds)
-        counted = traffic(Grid(2, 2, across, hosts), run_exchange(ds, job.layers, bounds))
+        planned = step_traffic(job, small_machine(4, nodes=2), replace(layout, across=across), bounds, half)
+        counted = traffic(Grid(2, 2, across, hosts), run_exchange(ds, job.layers, bounds, passes))
         assert (planned.activations, planned.gradients, planned.weights) == (
             counted.activations,
             counted.gradients,
             counted.weights,
         )
         assert list(planned.sent.values()) == list(counted.sent.values())
-    here = step_traffic(job, small_machine(4), layout, bounds)
+    here = step_traffic(job, small_machine(4), layout, bounds, half)
     assert here.between_hosts == 0 and here.within_hosts == planned.within_hosts + planned.between_hosts
 
 
@@ -105,4 +110,5 @@ def test_zero_2_reduces_after_each_micro_batch_and_zero_1_once() -> None:
     )
     assert once.reduce_seconds > 0 == each.reduce_seconds
     assert each.pass_seconds == pytest.approx(once.pass_seconds + once.reduce_seconds)
+    assert each.weight_pass_seconds == pytest.approx(once.reduce_seconds) and once.weight_pass_seconds == 0
     assert each.optimizer_seconds == once.optimizer_seconds

@@ -21,10 +21,11 @@ from tests.launching import tiny_spec
 BENCHES = [
     Bench(micro_batches=4, zero_stage=1, replicas=2, cuts=(5,)),
     Bench(schedule="folded", micro_batches=8, interval=1),
+    Bench(schedule="planned", in_flight=2),
 ]
 
 
-@pytest.mark.parametrize("bench", BENCHES, ids=["1f1b", "folded"])
+@pytest.mark.parametrize("bench", BENCHES, ids=lambda bench: bench.schedule)
 def test_facts_are_what_the_folder_says(bench: Bench, tmp_path: Path) -> None:
     facts = bench.traced()
     run_dir = write_run(tmp_path / "run", facts)

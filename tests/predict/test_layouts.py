@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,8 +51,18 @@ def test_every_candidate_is_shared_without_remainder_and_accepted(
         assert partition(job.layers, read.layout.stages, read.partition, read.schedule) == bounds
     assert len({layout.stages for layout in found}) > 1
     assert {layout.zero_stage for layout in found} == zero_stages
-    folds = [layout for layout in found if layout.schedule == "folded"]
-    assert folds and all(one.stages > 1 and one.micro_batches >= 2 * one.stages for one in folds)
+    planned = [layout for layout in found if layout.schedule == "planned"]
+    assert all(one.stages > 1 for one in planned) and {one.schedule for one in found} == {"1f1b", "planned"}
+    fewer = [one for one in planned if one.in_flight is not None]
+    assert fewer and all(one.in_flight == one.stages == one.most_held < one.micro_batches for one in fewer)
+    assert {replace(one, in_flight=None, checkpoint_interval=0) for one in fewer} < set(planned)
+
+
+def test_usually_two_micro_batches_are_held_for_each_stage_and_three_where_zero_2_reduces_after_each_pass() -> None:
+    usual = Candidate(4, 2, "planned", 1, 16, 0, 1, False)
+    others = (replace(usual, zero_stage=2), replace(usual, zero_stage=2, replicas=1), replace(usual, in_flight=5))
+    assert [one.most_held for one in (usual, *others)] == [8, 12, 8, 5]
+    assert "16 micro-batches of 1, 5 in flight, ZeRO-1" in others[-1].words() and "flight" not in usual.words()
 
 
 def test_a_given_accumulation_is_kept_and_offload_needs_a_host_and_zero() -> None:
@@ -80,6 +91,7 @@ def test_the_json_keeps_what_a_layout_does_not_decide() -> None:
         "pipeline": {
             "stages": 2,
             "schedule": "1f1b",
+            "in_flight": "auto",
             "partition": [5],
             "across_hosts": "auto",
             "activation_checkpoint_interval": 1,

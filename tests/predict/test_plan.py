@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 
@@ -15,16 +17,13 @@ CONFIG = REPOSITORY / "ds_configs" / "zero2_fp16.json"
 TWO_BY_TWO = ("0", "0", "1", "1")
 
 
-def plan(hosts: tuple[str, ...] | None, config: Path = CONFIG, stages: int = 2, world_size: int = 4) -> RunPlan:
-    return plan_run(DIGITS, [], config, world_size=world_size, stages=stages, hosts=hosts)
-
-
-@pytest.fixture
-def turned(tmp_path: Path) -> Path:
-    """A DeepSpeed JSON that splits replicas over hosts."""
+def plan(hosts: tuple[str, ...] | None, stages: int = 2, world_size: int = 4, **pipeline: Any) -> RunPlan:
+    """The plan of the main JSON under 1F1B, with other changes of its block of the pipeline."""
     config = read_ds_config(CONFIG)
-    config["pipeline"]["across_hosts"] = "replicas"
-    return write_json(tmp_path / "ds.json", config)
+    config["pipeline"] |= {"schedule": "1f1b", **pipeline}
+    with TemporaryDirectory() as folder:
+        file = write_json(Path(folder, "ds.json"), config)
+        return plan_run(DIGITS, [], file, world_size=world_size, stages=stages, hosts=hosts)
 
 
 def test_a_plan_is_said_in_words_that_fit_its_numbers() -> None:
@@ -42,8 +41,8 @@ def test_a_plan_is_said_in_words_that_fit_its_numbers() -> None:
         assert line in lines
 
 
-def test_one_host_has_no_word_of_hosts(turned: Path) -> None:
-    one = plan(None, turned)
+def test_one_host_has_no_word_of_hosts() -> None:
+    one = plan(None, across_hosts="replicas")
     assert one.across == "stages"
     assert "host" not in stage_table(one) and "\nhosts " not in describe_plan(one, Path("runs/x"))
 
@@ -63,8 +62,8 @@ def test_several_hosts_are_told_what_crosses_them_and_what_else_could() -> None:
     assert two.across == "stages"
 
 
-def test_the_json_decides_otherwise(turned: Path) -> None:
-    other = plan(TWO_BY_TWO, turned)
+def test_the_json_decides_otherwise() -> None:
+    other = plan(TWO_BY_TWO, across_hosts="replicas")
     line = hosts_line(other)
     assert line is not None and "replicas across hosts: 23.85 MB a step, 22.44 MB of gradients and 1.403 MB of" in line
     assert "stages across would be 1.475 MB" in line
@@ -76,7 +75,9 @@ def test_hosts_get_their_names_when_the_ranks_have_met() -> None:
     assert [row.split()[-1] for row in stage_table(met).splitlines()] == ["host", "worker-1", "worker-2"]
     assert hosts_line(met) == hosts_line(plan(TWO_BY_TWO))
     assert on_hosts(plan(TWO_BY_TWO), ["same"] * 4).hosts == TWO_BY_TWO
-    many = plan(tuple(str(rank) for rank in range(8)), stages=2, world_size=8)
+    fold = stage_table(plan(TWO_BY_TWO, schedule="auto")).splitlines()[1:]
+    assert [(row.split()[3], row.split()[-1]) for row in fold] == [("0", "0"), ("1", "1"), ("1", "1"), ("0", "0")]
+    many = plan(tuple(str(rank) for rank in range(8)), world_size=8)
     assert [row.split("  ")[-1] for row in stage_table(many).splitlines()][1:] == ["0 ... 3 (4)", "4 ... 7 (4)"]
 
 

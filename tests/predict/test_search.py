@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ddpm_ds.errors import LayoutError
-from ddpm_ds.pipeline.cuts import boundary_elements
+from ddpm_ds.pipeline.cuts import boundary_elements, neighbouring
 from ddpm_ds.predict import memory
 from ddpm_ds.predict import predictor as predict
 from ddpm_ds.predict.layouts import Candidate, ds_config
@@ -54,14 +54,18 @@ def test_the_first_is_the_fastest_of_all_and_the_others_follow_with_a_reason(pre
 
 
 def test_many_micro_batches_are_extrapolated_to_what_their_simulation_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From four times as many as a rank holds on, one more adds the same; an order made for another number of them is
+    not quite the same order."""
     monkeypatch.setattr(predict, "SIMULATED", 1)
     predictor = small_predictor(4, small_job(tiny_spec(train={"batch_images": 64})), **SLOW_LINKS)
-    many = [one for one in candidates(predictor) if one.micro_batches > 4 * one.stages > 4]
-    assert {one.schedule for one in many} == {"1f1b", "folded"}
+    many = [one for one in candidates(predictor) if one.stages > 1 and one.micro_batches > 4 * one.most_held]
+    assert {(one.schedule, one.in_flight) for one in many} == {(name, None) for name in ("1f1b", "planned")} | {
+        ("planned", stages) for stages in (2, 4)
+    }
     for layout in many[::4]:
-        exact = predictor.simulate(layout)
-        assert predictor.predict(layout).step_seconds == pytest.approx(exact.step_seconds, rel=0.02)
-        assert predictor.predict(layout).bubble == pytest.approx(exact.bubble, abs=0.02)
+        exact, tolerance = predictor.simulate(layout), 0.02 if layout.schedule == "1f1b" else 0.05
+        assert predictor.predict(layout).step_seconds == pytest.approx(exact.step_seconds, rel=tolerance)
+        assert predictor.predict(layout).bubble == pytest.approx(exact.bubble, abs=tolerance)
 
 
 def test_a_little_less_memory_than_the_first_needs_makes_another_the_first(predictor: Predictor) -> None:
@@ -121,7 +125,7 @@ def test_cuts_are_made_for_the_links_of_a_placement() -> None:
     assert apart.predict(by_stages).step_seconds > near.predict(by_stages).step_seconds
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "folded"])
+@pytest.mark.parametrize("schedule", ["1f1b", "planned"])
 def test_a_layout_that_does_not_fit_is_cut_for_its_memory_before_it_is_given_up(
     schedule: str, no_communicators: None
 ) -> None:
@@ -132,8 +136,22 @@ def test_a_layout_that_does_not_fit_is_cut_for_its_memory_before_it_is_given_up(
     tight = small_predictor(4, job, memory_bytes=int(0.95 * needs / USABLE_MEMORY))
     assert tight.fits(layout) and tight.bounds(layout) != free.bounds(layout)
     assert tight.predict(layout).peak.total <= tight.machine.usable_bytes
-    assert tight.predict(layout).step_seconds >= free.predict(layout).step_seconds
+    assert tight.lower_bound(layout) > free.lower_bound(layout)  # the busiest rank has more to do
     assert not small_predictor(4, job, memory_bytes=needs // 3).fits(layout)
+
+
+def test_cuts_are_moved_as_long_as_a_step_gets_shorter_and_fits(no_communicators: None) -> None:
+    layout, free = Candidate(2, 2, "planned", 2, 4, 0, 2, False, in_flight=2), small_predictor(4, **SLOW_LINKS)
+    found, peak = free.bounds(layout), free.predict(layout).peak.total
+    free.improve(layout)
+    best, moved = free.bounds(layout), free.predict(layout)
+    around = [free.simulate(layout, bounds=cuts) for cuts in neighbouring(free.job.layers, best, "planned")]
+    assert moved.step_seconds * (1 - predict.LEAST_GAIN) <= min(step.step_seconds for step in around)
+    assert moved.step_seconds < free.simulate(layout, bounds=found).step_seconds and moved.peak.total > peak
+    tight = small_predictor(4, memory_bytes=int(peak / USABLE_MEMORY) + 1, **SLOW_LINKS)
+    tight.improve(layout)
+    assert tight.predict(layout).peak.total <= tight.machine.usable_bytes
+    assert tight.predict(layout).step_seconds <= free.simulate(layout, bounds=found).step_seconds
 
 
 def test_cuts_heed_messages_where_that_is_faster(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:

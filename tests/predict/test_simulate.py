@@ -114,11 +114,14 @@ def test_programs_that_wait_for_each_other_are_a_deadlock() -> None:
         simulate("1f1b", 1, [ONE_PHASE] * 2, programs=[first, second])
 
 
-def test_a_weight_gradient_pass_takes_its_share_of_the_backward_for_each_micro_batch() -> None:
-    costs = [RankCosts((PhaseCosts(1.0, 5.0, weight_seconds=2.0),))]
+@pytest.mark.parametrize(("once", "ends"), [(0.0, [1, 4, 5, 8, 12]), (0.5, [1, 4, 5, 8, 12.5])])
+def test_a_weight_gradient_pass_takes_its_share_of_each_backward_and_what_it_takes_once(
+    once: float, ends: list[float]
+) -> None:
+    costs = [RankCosts((PhaseCosts(1.0, 5.0 + once, weight_seconds=2.0, weight_pass_seconds=once),))]
     passes = [("ForwardPass", 0), ("InputGradients", 0), ("ForwardPass", 1), ("InputGradients", 1)]
     split = [Instruction(name, 0, (number,)) for name, number in passes]  # type: ignore[arg-type]
     own = completed([*split, Instruction("WeightGradients", 0, (0, 1))], "1f1b", 1, 0)
     found = simulate("1f1b", 2, costs, programs=[own], keep_events=True)
-    assert [event.end for event in found.events[0]] == [1, 4, 5, 8, 12]
-    assert found.step_seconds == simulate("1f1b", 2, costs).step_seconds == 12
+    assert [event.end for event in found.events[0]] == ends
+    assert found.step_seconds == simulate("1f1b", 2, costs).step_seconds - once == sum(found.busy_seconds)

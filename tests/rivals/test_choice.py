@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from rivals.choice import (
     ROWS,
+    TORCH_SCHEDULES,
     bounds_of,
     choose,
     why_not_in_layout,
@@ -35,19 +37,26 @@ def plan_of(
         ({"processes": 2, "stages": 2}, {"plain": "has one process, and 2 were started"}),
         (
             {"processes": 4, "stages": 2, "micro": 2},
-            {"plain": "has one process, and 4", "folded": "needs 4 micro-batches, and the batch has 2"},
+            {
+                "plain": "has one process, and 4",
+                "folded": "needs 4 micro-batches, and the batch has 2",
+                "torch-dualpipev": "needs 4 micro-batches",
+            },
         ),
         (
             {"processes": 4, "stages": 2, "batch": 24, "micro": 3},
-            {"plain": "has one", "folded": "needs 4", "ddp": "24 images don't", "zero2": "micro-batches of 4 on 4"},
+            {
+                "plain": "has one",
+                "folded": "needs 4",
+                "torch-dualpipev": "needs 4",
+                "ddp": "24 images don't",
+                "zero2": "micro-batches of 4 on 4",
+            },
         ),
         (
             {"processes": 1, "stages": 1},
             {
-                "folded": "needs 2 stages",
-                "planned": "needs 2 stages",
-                "stock-default": "needs 2",
-                "torch": "needs 2",
+                **dict.fromkeys(("folded", "planned", "stock-default", *TORCH_SCHEDULES), "needs 2 stages"),
                 "ddp": "needs 2 processes",
             },
         ),
@@ -61,10 +70,12 @@ def test_a_row_that_cannot_run_says_why(layout: dict[str, Any], reasons: dict[st
         assert said in found[row]
 
 
-def test_the_plans_own_cuts_are_used_and_others_made_for_the_other_schedule() -> None:
+def test_the_plans_own_cuts_are_used_and_others_made_for_the_other_schedules() -> None:
     plan = plan_of(2, 2)
-    assert bounds_of(plan, "1f1b") == plan.bounds and len(bounds_of(plan, "folded")) == 5
-    assert "mirrored cuts" in (why_not_in_layout("folded", plan_of(16, 16, batch=64, micro=32)) or "")
+    assert bounds_of(plan, "planned") == plan.bounds == bounds_of(plan, "folded") and len(bounds_of(plan, "1f1b")) == 3
+    deep = replace(plan.ds.layout, stages=16, micro_batches=32)
+    line = replace(plan, ds=replace(plan.ds, schedule="1f1b", layout=deep))
+    assert "mirrored cuts" in (why_not_in_layout("folded", line) or "")
 
 
 @pytest.mark.parametrize(

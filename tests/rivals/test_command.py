@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from rivals import command
-from rivals.choice import ONE_DEVICE_ROWS, ROWS, bounds_of
+from rivals.choice import ONE_DEVICE_ROWS, ROWS, TORCH_SCHEDULES, bounds_of
 
 from ddpm_ds.predict.plan import RunPlan, plan_run
 from ddpm_ds.unet.layers import boundary_shapes
@@ -28,7 +28,7 @@ TINY = [
     "optimizer.epsilon=0.01",  # with gradients too small to be clipped: Adam would hide a wrong scale of them
 ]
 STEPS = 8
-PIPELINES = {"1f1b", "folded", "planned", "traced", "stock", "stock-default", "torch"}
+PIPELINES = {"1f1b", "folded", "planned", "traced", "stock", "stock-default", *TORCH_SCHEDULES}
 
 
 def arguments(config: str, folder: Path, *others: str) -> list[str]:
@@ -130,14 +130,8 @@ def test_every_row_trains_the_same_on_two_stages_and_what_it_sends_is_counted(
             assert 0 < row["bubble"] < 1
     plan = plan_run(DIGITS, TINY, REPOSITORY / "ds_configs" / config, world_size=processes, stages=2)
     images, replicas = plan.images_per_replica, plan.ds.layout.replicas
-    line = sent_1f1b(plan)
-    for name, sent in (
-        ("1f1b", line),
-        ("folded", sent_folded(plan)),
-        ("planned", sent_folded(plan)),
-        ("traced", line),
-        ("torch", line),
-    ):
+    line, fold = sent_1f1b(plan), sent_folded(plan)
+    for name, sent in (("1f1b", line), ("folded", fold), ("planned", fold), ("traced", fold), ("torch", line)):
         size = 4 if name == "torch" else element_bytes
         assert found[name]["rank_message_bytes"] == [size * images * count for count in sent for _ in range(replicas)]
     ring = 2 * (processes - 1) / processes

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -355,3 +357,15 @@ def test_a_full_or_missing_run_folder_is_said_in_one_line(tmp_path: Path) -> Non
     line = keep_unsent(options, [{"finish": "FAILED", "time": 1}])
     assert "1 record could not be sent" in line and "No such file" in line and "\n" not in line
     assert os.fstat(module._new_journal(options)).st_size > 0, "kept in memory then"
+
+
+def test_a_database_is_made_whole_or_not_at_all(root: Path) -> None:
+    """What a killed worker has left half-made is made anew, and nobody sees a database without its tables."""
+    database = root / "mlflow.db"
+    database.rename(root / ".mlflow.db.new").write_bytes(b"half")
+    tracker = start(root)
+    wait_for(database.exists)
+    with contextlib.closing(sqlite3.connect(database)) as opened:
+        assert opened.execute("select count(*) from runs").fetchone() in ((0,), (1,))
+    assert tracker.finish("FINISHED", PATIENCE_SECONDS).run_id is not None
+    assert sorted(path.name for path in root.glob("*mlflow.db*")) == ["mlflow.db"]

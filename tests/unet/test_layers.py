@@ -7,6 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddpm_ds.config.spec import UnetSpec
+from ddpm_ds.unet.blocks import weighted_parts
 from ddpm_ds.unet.layers import boundary_shapes, unet_layers
 from tests.unet.variants import VARIANTS, batch, layers_of, random_unet
 
@@ -58,6 +59,7 @@ def test_parameters_macs_and_activations_are_those_of_the_modules(name: str) -> 
     images = 2
     for layer, module in zip(layers, modules, strict=True):
         assert layer.parameters == sum(parameter.numel() for parameter in module.parameters()), layer.name
+        assert layer.weights == sum(part.weight.numel() for part in weighted_parts(module)), layer.name
 
         inputs = tuple(tensor.requires_grad_(tensor.is_floating_point()) for tensor in carry)
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # the only one it knows on CPU

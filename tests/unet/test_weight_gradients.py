@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ddpm_ds.unet.blocks import large_weights
+from ddpm_ds.unet import weight_gradients
+from ddpm_ds.unet.blocks import weighted_parts
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
 from ddpm_ds.unet.operations import set_image_index
@@ -55,20 +56,24 @@ def gradients(net: UNet) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "recompute"),
+    ("dtype", "recompute", "enough"),
     [
-        (torch.float32, None),
-        (torch.float32, True),
-        (torch.float32, False),
-        (torch.float16, None),
-        (torch.bfloat16, None),
+        (torch.float32, None, 512),
+        (torch.float32, None, 100),  # fewer than a micro-batch has at full resolution, more than two have at half
+        (torch.float32, True, 512),
+        (torch.float32, False, 512),
+        (torch.float16, None, 100),
+        (torch.bfloat16, None, 512),
     ],
 )
-def test_every_gradient_is_that_of_whole_backwards_in_any_grouping(dtype: torch.dtype, recompute: bool | None) -> None:
+def test_every_gradient_is_that_of_whole_backwards_in_any_grouping(
+    dtype: torch.dtype, recompute: bool | None, enough: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(weight_gradients.ENOUGH_PIXELS, "cpu", enough)
     whole = unet(dtype)
     backwards(whole, None)
     split, waiting = unet(dtype), WaitingGradients()
-    large = [part for layer in split.layers for part in large_weights(layer)]
+    large = [part for layer in split.layers for part in weighted_parts(layer)]
     given = dict.fromkeys(large, 0)
     for part in large:
         part.waiting = waiting
@@ -90,7 +95,7 @@ def test_every_gradient_is_that_of_whole_backwards_in_any_grouping(dtype: torch.
 
 def test_a_pass_before_its_backward_and_a_weight_that_is_used_twice_are_errors() -> None:
     net, waiting = unet(torch.float32), WaitingGradients()
-    large = [part for layer in net.layers for part in large_weights(layer)]
+    large = [part for layer in net.layers for part in weighted_parts(layer)]
     for part in large:
         part.waiting = waiting
     with pytest.raises(KeyError):
@@ -103,7 +108,7 @@ def test_a_pass_before_its_backward_and_a_weight_that_is_used_twice_are_errors()
 def test_without_gradients_nothing_waits() -> None:
     net, waiting = unet(torch.float32), WaitingGradients()
     for layer in net.layers:
-        for part in large_weights(layer):
+        for part in weighted_parts(layer):
             part.waiting = waiting
     set_image_index(net.layers, torch.zeros(1).long())
     with torch.no_grad():
