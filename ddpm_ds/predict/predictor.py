@@ -107,18 +107,18 @@ class Predictor:
         """
         if not 1 < layout.stages <= MOST_IMPROVED:
             return
-        few, usable = min(layout.micro_batches, FEW_PER_RANK * layout.stages), self.machine.usable_bytes
-
-        def seconds(bounds: Bounds) -> float:
-            return self.simulate(layout, few, bounds).step_seconds
-
+        few = replace(layout, micro_batches=min(layout.micro_batches, FEW_PER_RANK * layout.stages))
+        usable = self.machine.usable_bytes
         best: Bounds = ()
         better = self.bounds(layout)
         while best != better:
-            best, shortest = better, seconds(better)
+            best, shortest = better, self.simulate(few, bounds=better).step_seconds
             for moved in neighbouring(self.job.layers, best, layout.schedule):
-                if (taken := seconds(moved)) < shortest * (1 - LEAST_GAIN) and all(
-                    memory.total <= usable for memory in pipeline_memory(self.job, layout, moved)
+                limit = shortest * (1 - LEAST_GAIN)
+                if (
+                    self.lower_bound(few, moved) < limit
+                    and (taken := self.simulate(few, bounds=moved).step_seconds) < limit
+                    and all(memory.total <= usable for memory in pipeline_memory(self.job, layout, moved))
                 ):
                     better, shortest = moved, taken
         self._own_cuts[layout] = best
@@ -136,7 +136,7 @@ class Predictor:
         times = self._layer_times(layout.micro_batch_images)
         return planned_costs(self.job, self.machine, layout, bounds or self.bounds(layout), times)
 
-    def lower_bound(self, layout: Candidate) -> float:
+    def lower_bound(self, layout: Candidate, bounds: Bounds | None = None) -> float:
         """Return a lower bound of a step's seconds: the busiest rank's work."""
         more = layout.micro_batches - 1 if layout.schedule == "planned" and self._splits else 0
         return max(
@@ -144,7 +144,7 @@ class Predictor:
             - more * rank.weight_pass_seconds
             + rank.reduce_seconds
             + rank.optimizer_seconds
-            for rank in self.costs(layout)
+            for rank in self.costs(layout, bounds)
         )
 
     def simulate(

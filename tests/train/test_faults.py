@@ -4,6 +4,7 @@ disturbed; it alone can't go on, and all end."""
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import sys
@@ -118,11 +119,15 @@ def test_a_rank_killed_at_the_start_and_one_killed_while_a_checkpoint_is_written
 
 
 def faulty(run_dir: Path, fault: str, *changes: str, exits: Path) -> tuple[list[int], list[str]]:
-    """Exit codes of two stages, of which the last meets a fault, and the lines that they print."""
+    """Exit codes of two stages of a line, of which the last, which reads images, meets a fault, and what they print."""
     exits.touch()
+    line = json.loads((REPOSITORY / "ds_configs/zero2_fp16.json").read_text())
+    line["pipeline"]["schedule"] = "1f1b"
+    config = run_dir.with_name("line.json")
+    config.write_text(json.dumps(line))
     options = ["--hang-seconds", "600"]  # so that nothing but the fault ends them in time
     environment: dict[str, Any] = {"FAULT": fault, EXIT_FILE_VARIABLE: str(exits)}
-    with Ranks(run_dir, *changes, options=options, script=FAULTY, **environment) as ranks:
+    with Ranks(run_dir, *changes, options=options, config=str(config), script=FAULTY, **environment) as ranks:
         return ranks.codes(), ranks.said.splitlines()
 
 
