@@ -78,7 +78,7 @@ def test_a_resume_on_another_layout_with_a_folder_for_each_host_does_not_lock(tm
         folder.mkdir()
     log, hosts = tmp_path / "log", {"STRICT_FOLDERS": ":".join(map(str, folders))}
     length = ("data.store_root=data", *DEEP, *LENGTH)
-    first = arguments(Path("run"), length, "zero2_fp16.json", ("-p", "4"))
+    first = arguments(Path("run"), length, config_of(tmp_path, "1f1b"), ("-p", "4"))
     assert run(4, str(TRAIN), *first, log=log, **hosts) == [0] * 4, log.read_text()[-6000:]
     longer = (*length, "train.images=192")
     second = arguments(Path("run"), longer, "folded_zero2_fp16.json", ("-p", "2"))

@@ -77,6 +77,8 @@ def why_not_in_layout(row: str, plan: RunPlan) -> str | None:
         return "needs 2 stages"
     if row in ("folded", "torch-dualpipev") and layout.micro_batches < 2 * stages:
         return f"needs {2 * stages} micro-batches, and the batch has {layout.micro_batches}"
+    if row in ("torch-zbv", "torch-dualpipev") and layout.replicas > 1:
+        return "DistributedDataParallel misses the weight gradients of a split backward, so replicas would differ"
     if row in ("folded", "planned"):
         try:
             bounds_of(plan, "folded")

@@ -40,6 +40,7 @@ def plan_of(
             {
                 "plain": "has one process, and 4",
                 "folded": "needs 4 micro-batches, and the batch has 2",
+                "torch-zbv": "misses the weight gradients of a split backward",
                 "torch-dualpipev": "needs 4 micro-batches",
             },
         ),
@@ -48,6 +49,7 @@ def plan_of(
             {
                 "plain": "has one",
                 "folded": "needs 4",
+                "torch-zbv": "misses the weight",
                 "torch-dualpipev": "needs 4",
                 "ddp": "24 images don't",
                 "zero2": "micro-batches of 4 on 4",
