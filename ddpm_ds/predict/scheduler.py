@@ -35,7 +35,7 @@ PREFERENCES: dict[int, tuple[tuple[Pass, ...], ...]] = {
     ),
 }
 """Orders of preference that are tried, by the number of phases."""
-MOST_TRIED_PASSES = 50_000
+MOST_TRIED_PASSES = 25_000
 """Passes of all ranks and tries together, beyond which the first order of preference alone is tried."""
 
 
