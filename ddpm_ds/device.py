@@ -33,7 +33,7 @@ LOCKING_ENVIRONMENT = {
 
 KEPT_MEMORY = {"MMAP_THRESHOLD": (-3, 2**31 - 1), "TRIM_THRESHOLD": (-1, -1), "TOP_PAD": (-2, 64 * 2**20)}
 """Settings of glibc's malloc by their names in the environment: number and value. It keeps large blocks for the next
-pass instead of giving them back to the system, which would clear every page again (docs/ds_configs.md)."""
+pass instead of giving them back to the system, which would clear every page again (docs/performance.md)."""
 
 
 def choose_device(wanted: str, stages: int = 1) -> torch.device:
