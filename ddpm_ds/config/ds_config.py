@@ -182,6 +182,11 @@ class ResolvedDsConfig:
         return zero_stage(self.blocks)
 
     @property
+    def is_ordered(self) -> bool:
+        """Whether an order of passes is made for the run: its schedule is planned, or one stage holds micro-batches."""
+        return self.schedule == "planned" or (self.layout.stages == 1 and self.in_flight not in ("auto", 1))
+
+    @property
     def planned_partition(self) -> Literal["flops", "parameters", "uniform"] | list[int]:
         """Return the method or positions by which the U-Net is cut until its layers are timed."""
         return "flops" if self.partition == "measured" else self.partition

@@ -174,8 +174,15 @@ def stages(model: Model) -> Ideas:
             continue
         bounds, pipeline = cut
         pipeline = ({"schedule": schedule} if schedule != now.schedule else {}) | pipeline
-        way = replace(now, stages=ranks, schedule=schedule, bounds=bounds, replicas=replicas, micro_batches=count)
-        way = replace(way, in_flight=None)
+        way = replace(
+            now,
+            stages=ranks,
+            schedule=schedule,
+            bounds=bounds,
+            replicas=replicas,
+            micro_batches=count,
+            in_flight=None,
+        )
         options, config = _sharing(model, way)
         words = f"{counted(ranks, 'stage')} x {counted(replicas, 'replica')} instead of {now.stages} x {now.replicas}"
         yield words, way, (f"-p {ranks}", *options), config | ({"pipeline": pipeline} if pipeline else {})

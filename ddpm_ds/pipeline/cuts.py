@@ -51,6 +51,14 @@ def folds(schedule: Schedule) -> bool:
     return schedule != "1f1b"
 
 
+def usual_in_flight(stages: int, *, reduces: bool) -> int:
+    """Return how many micro-batches a rank of a planned pipeline usually holds: two for each stage, as in DualPipeV.
+
+    Where ZeRO-2 ``reduces`` gradients among replicas after each pass of weight gradients, more of them wait for it.
+    """
+    return (3 if reduces else 2) * stages
+
+
 @dataclass(frozen=True)
 class Room:
     """Memory that ranks may fill."""

@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from ddpm_ds.config.ds_config import ELEMENT_BYTES, ResolvedDsConfig
-from ddpm_ds.pipeline.cuts import Schedule, folds, segments, sent_shapes
+from ddpm_ds.pipeline.cuts import Schedule, folds, segments, sent_shapes, usual_in_flight
 from ddpm_ds.unet.layers import Layer
 
 AcrossHosts = Literal["stages", "replicas"]
@@ -194,7 +194,7 @@ def run_exchange(
     """
     layout = ds.layout
     if reductions is None and ds.schedule == "planned" and not ds.compile:
-        held = 3 * layout.stages if ds.in_flight == "auto" else ds.in_flight
+        held = usual_in_flight(layout.stages, reduces=True) if ds.in_flight == "auto" else ds.in_flight
         passes = math.ceil(layout.micro_batches / max(1, held // 2))
         reductions = [[passes, passes]] * layout.stages
     return exchange(

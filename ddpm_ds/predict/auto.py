@@ -20,7 +20,7 @@ from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.placement import across_hosts, launched_hosts
 from ddpm_ds.pipeline.schedule import Program
 from ddpm_ds.predict.costs import analytic_times, link
-from ddpm_ds.predict.finished_run import mean_rank
+from ddpm_ds.predict.finished_run import mean_ranks
 from ddpm_ds.predict.layouts import Candidate, Workload
 from ddpm_ds.predict.machine import Machine, machine, most_alike, this_machine
 from ddpm_ds.predict.predictor import Predictor
@@ -78,13 +78,11 @@ def measured_cuts(spec: RunSpec, ds: ResolvedDsConfig, times: Callable[[Workload
 def planned_order(
     spec: RunSpec, ds: ResolvedDsConfig, bounds: tuple[int, ...], times: Callable[[Workload], LayerTimes] | None = None
 ) -> tuple[Program, ...] | None:
-    """Return the programs of a decided run whose schedule is planned, or whose single stage holds several
-    micro-batches; None for others.
+    """Return the programs of a decided run that :attr:`ResolvedDsConfig.is_ordered`; None for a single stage under
+    compile.
 
     ``times`` measures layers; without it their seconds are computed.
     """
-    if ds.schedule != "planned" and (ds.layout.stages > 1 or ds.in_flight in ("auto", 1)):
-        return None
     devices = _devices(ds.blocks, ds.layout.world_size)
     job = Workload(spec, {**ds.blocks, "compile": ds.compile}, devices.is_cpu)
     predictor = Predictor(job, devices, times(job) if times else analytic_times(job, devices))
@@ -110,8 +108,7 @@ def planned_again(
         return replace(found, weight_seconds=weights - once, weight_pass_seconds=once)
 
     costs = []
-    for rank, own in enumerate(computed):
-        found = mean_rank([one for one in summary["ranks"] if one["pipeline_rank"] == rank])
+    for found, own in zip(mean_ranks(summary), computed, strict=True):
         phases = tuple(map(divided, found.phases, own.phases))
         costs.append(RankCosts(phases, found.reduce, found.optimizer))
     made = order_of(layout, costs, link(devices, layout), splits=not ds.compile)

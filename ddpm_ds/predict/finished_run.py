@@ -148,10 +148,7 @@ def _read(run_dir: Path) -> FinishedRun:
         job=job,
         setup=_setup(run_dir, job, summary),
         partition=tuple(method) if isinstance(method, list) else method,
-        ranks=tuple(
-            mean_rank([one for one in summary["ranks"] if one["pipeline_rank"] == rank])
-            for rank in range(summary["pipeline_ranks"])
-        ),
+        ranks=mean_ranks(summary),
         step_seconds=summary["step_seconds"],
         peak_flops_per_second=summary.get("peak_flops_per_second") or 0.0,
         overflows=Overflows(
@@ -213,7 +210,15 @@ def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def mean_rank(replicas: Sequence[Mapping[str, Any]]) -> RankFacts:
+def mean_ranks(summary: Mapping[str, Any]) -> tuple[RankFacts, ...]:
+    """Return the ranks of one pipeline from a trace's summary."""
+    return tuple(
+        _mean_rank([one for one in summary["ranks"] if one["pipeline_rank"] == rank])
+        for rank in range(summary["pipeline_ranks"])
+    )
+
+
+def _mean_rank(replicas: Sequence[Mapping[str, Any]]) -> RankFacts:
     """Average a rank of the pipeline over all processes that have it."""
 
     names = ("data_wait", "load", "reduce", "optimizer", "agreement_wait", "ema", "other")

@@ -14,7 +14,7 @@ from ddpm_ds.command_line import counted
 from ddpm_ds.config.ds_config import BUCKET_ELEMENTS, ELEMENT_BYTES, ResolvedDsConfig, precision
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.device import DTYPES, Dtype
-from ddpm_ds.pipeline.cuts import Schedule, Stage, describe, stages_of
+from ddpm_ds.pipeline.cuts import Schedule, Stage, describe, stages_of, usual_in_flight
 from ddpm_ds.pipeline.placement import ACROSS_HOSTS, AcrossHosts
 from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.operations import arithmetic_dtype
@@ -105,14 +105,13 @@ class Candidate:
 
     @property
     def most_held(self) -> int:
-        """Most micro-batches that a rank of a planned pipeline holds: usually two for each stage, as in DualPipeV.
-
-        Where ZeRO-2 reduces gradients among replicas after each pass of weight gradients, more of them wait for it. A
-        single stage usually holds one; it holds more to compute their weight gradients together.
+        """Most micro-batches that a rank of a planned pipeline holds, or a single stage, whose weight gradients it then
+        computes together; usually one there.
         """
         if self.stages == 1:
             return self.in_flight or 1
-        return self.in_flight or (3 if self.zero_stage == 2 and self.replicas > 1 else 2) * self.stages
+        reduces = self.zero_stage == 2 and self.replicas > 1
+        return self.in_flight or usual_in_flight(self.stages, reduces=reduces)
 
     @property
     def images(self) -> int:

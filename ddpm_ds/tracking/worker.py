@@ -191,7 +191,8 @@ class Worker:
         start, uri = self._start, resolve_uri(self._start["output_root"])
         mlflow.set_tracking_uri(uri)
         file = Path(uri.removeprefix(SQLITE)) if uri.startswith(SQLITE) and "?" not in uri else None
-        with _one_at_a_time(file.parent) if file is not None else nullcontext():
+        folder = Path(start["output_root"]) if file is None else file.parent
+        with _one_at_a_time(folder) if uri.startswith("sqlite") else nullcontext():
             if file is not None:
                 _make_database(file)
             self._client = client = mlflow.MlflowClient(uri)

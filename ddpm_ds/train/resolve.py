@@ -39,6 +39,8 @@ def cut_and_ordered(plan: RunPlan, device: torch.device) -> RunPlan:
         plan = replace(plan, bounds=bounds, stages=describe(plan.layers, bounds, plan.ds.schedule))
         if dist.get_rank() == 0:
             print(f"\ncut by the layers' times on this device\n{stage_table(plan)}", flush=True)
+    if not plan.ds.is_ordered:
+        return plan
     order = decided_by_rank_0(lambda: planned_order(plan.spec, plan.ds, plan.bounds, times if measured else None))
     return replace(plan, programs=order)
 

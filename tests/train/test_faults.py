@@ -19,7 +19,7 @@ import pytest
 
 from ddpm_ds.errors import EXIT_PEER_LOST
 from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitRecord, read_exits
-from tests.launching import REPOSITORY, free_port
+from tests.launching import REPOSITORY, free_port, write_json
 from tests.train.ranks import QUIET, TRAIN, Ranks, arguments, end_of, mlflow_run, points, the_same
 
 pytestmark = pytest.mark.launch
@@ -123,8 +123,7 @@ def faulty(run_dir: Path, fault: str, *changes: str, exits: Path) -> tuple[list[
     exits.touch()
     line = json.loads((REPOSITORY / "ds_configs/zero2_fp16.json").read_text())
     line["pipeline"]["schedule"] = "1f1b"
-    config = run_dir.with_name("line.json")
-    config.write_text(json.dumps(line))
+    config = write_json(run_dir.with_name("line.json"), line)
     options = ["--hang-seconds", "600"]  # so that nothing but the fault ends them in time
     environment: dict[str, Any] = {"FAULT": fault, EXIT_FILE_VARIABLE: str(exits)}
     with Ranks(run_dir, *changes, options=options, config=str(config), script=FAULTY, **environment) as ranks:
