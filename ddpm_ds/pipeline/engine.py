@@ -30,7 +30,7 @@ from ddpm_ds.pipeline.flight import Flight, Passage, as_leaves, edge
 from ddpm_ds.pipeline.messages import Channel, StageChannels, open_p2p_groups, runs_behind
 from ddpm_ds.pipeline.module import UnetPipelineModule, checkpoint_function, forget_peaks, warm_up
 from ddpm_ds.pipeline.order import Edge, Kind
-from ddpm_ds.pipeline.schedule import Instruction, Program, check_programs, most_in_flight, neighbours
+from ddpm_ds.pipeline.schedule import Instruction, Program, check_programs, most_in_flight, neighbours, split_passes
 from ddpm_ds.unet.blocks import Carry, weighted_parts
 from ddpm_ds.unet.operations import Convolution, Kernels, KeyedDropout, Linear, set_image_index
 from ddpm_ds.unet.weight_gradients import WaitingGradients
@@ -123,11 +123,11 @@ class UnetPipelineEngine(PipelineEngine):
             ValueError: they would not compute one step's gradients, or split backwards of compiled layers.
         """
         check_programs(programs, self.module.schedule, self.micro_batches)
-        split = any(one.name == "WeightGradients" for own in programs for one in own)
-        if split and self.compiled:
+        split = [split_passes(own) for own in programs]
+        if any(split) and self.compiled:
             raise ValueError("weight gradients can't have passes of their own where layers are compiled")
         self.programs = tuple(programs)
-        self._waiting = WaitingGradients() if split else None
+        self._waiting = WaitingGradients(split[self.stage_id]) if split[self.stage_id] else None
         for layer in self._weighted_parts(range(self.phases)):
             layer.waiting = self._waiting
         self._channels = [self.stage_channels(phase, self.micro_batch_size) for phase in range(self.phases)]
@@ -316,6 +316,12 @@ class UnetPipelineEngine(PipelineEngine):
             self._flights[number] = Flight(images, tuple(Passage() for _ in range(self.phases)))
         return self._flights[number]
 
+    def _begin(self, own: Instruction) -> None:
+        """Tell the layers which images' forward runs next, or whose backward, and whether weight gradients wait."""
+        set_image_index(self._dropouts, self._flight(own).images)
+        if self._waiting is not None:
+            self._waiting.begin(own.phase, *own.micro_batches)
+
     def _load(self, own: Instruction) -> None:
         self._flight(own).prepared = self.objective.prepare(next(self.data_iterator))
 
@@ -323,7 +329,7 @@ class UnetPipelineEngine(PipelineEngine):
         phase = own.phase
         flight, channels = self._flight(own), self._channels[phase]
         passage, ends = flight.passages[phase], phase == self.phases - 1
-        set_image_index(self._dropouts, flight.images)
+        self._begin(own)
         if channels.activations_in is not None:
             passage.leaves = tuple(leaf.requires_grad_() for leaf in self.receive(channels.activations_in))
         if phase == 0 and self.is_first_stage():
@@ -374,13 +380,9 @@ class UnetPipelineEngine(PipelineEngine):
             begin += zip(flight.kept_roots, (leaf.grad for leaf in flight.kept), strict=True)
             flight.kept_roots = flight.kept = ()
         pairs = [(root, gradient) for root, gradient in begin if root is not None and gradient is not None]
-        set_image_index(self._dropouts, flight.images)
-        if self._waiting is not None:
-            (self._waiting.number,) = own.micro_batches
+        self._begin(own)
         with insides.micro_batch_backward(self):
             torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
-            if self._waiting is not None and own.name == "BackwardPass":
-                self._waiting.compute(self._weighted_parts([phase]), own.micro_batches)
 
     def _weight_gradients(self, own: Instruction) -> None:
         assert self._waiting is not None

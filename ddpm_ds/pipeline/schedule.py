@@ -118,6 +118,11 @@ def most_held(own: Program) -> int:
     return most
 
 
+def split_passes(own: Program) -> set[tuple[int, int]]:
+    """Return the phases and micro-batches whose weight gradients have passes of their own."""
+    return {(one.phase, number) for one in own if one.name == "InputGradients" for number in one.micro_batches}
+
+
 def weight_passes(programs: Sequence[Program], schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     """Return by rank and phase how many passes compute weight gradients; ZeRO-2 reduces them after each."""
     counts = (Counter(one.phase for one in own if one.name in ("BackwardPass", "WeightGradients")) for own in programs)

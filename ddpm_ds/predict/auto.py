@@ -19,7 +19,7 @@ from ddpm_ds.observe.device_speed import LayerTimes
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.placement import across_hosts, launched_hosts
 from ddpm_ds.pipeline.schedule import Program
-from ddpm_ds.predict.costs import analytic_times, link
+from ddpm_ds.predict.costs import APART, analytic_times, link
 from ddpm_ds.predict.finished_run import mean_ranks
 from ddpm_ds.predict.layouts import Candidate, Workload
 from ddpm_ds.predict.machine import Machine, machine, most_alike, this_machine
@@ -105,7 +105,8 @@ def planned_again(
         whole = expected.weight_seconds + expected.weight_pass_seconds
         weights = found.weight_seconds or found.backward_seconds * whole / expected.backward_seconds
         once = weights * expected.weight_pass_seconds / whole if whole else 0.0
-        return replace(found, weight_seconds=weights - once, weight_pass_seconds=once)
+        apart = APART * weights
+        return replace(found, weight_seconds=weights - once, weight_pass_seconds=once, apart_seconds=apart)
 
     costs = []
     for found, own in zip(mean_ranks(summary), computed, strict=True):

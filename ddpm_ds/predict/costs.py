@@ -24,6 +24,10 @@ ADAM_BYTES = 34
 EMA_BYTES = 12
 """Bytes per parameter that the averaged weights read and write."""
 
+APART = 0.1
+"""Seconds that a pass of weight gradients costs beside whole backwards, as a share of a micro-batch's weight gradients.
+Measured on a CPU (docs/performance.md)."""
+
 Seconds = Callable[[int, int], float]
 """Function from a rank and a number of parameters to seconds."""
 
@@ -69,7 +73,7 @@ def step_costs(
             )
             forward += sent * send_seconds_per_byte + (load(rank) if phase == 0 else 0.0)
             backward += received * send_seconds_per_byte + reduction
-            phases.append(PhaseCosts(forward, backward, sent, received, weights, reduction))
+            phases.append(PhaseCosts(forward, backward, sent, received, weights, reduction, APART * weights))
         parameters = sum(stage.parameters for stage in stages)
         reduction = reduce(rank, parameters) if layout.zero_stage < 2 else 0.0
         costs.append(RankCosts(tuple(phases), reduction, update(rank, parameters)))

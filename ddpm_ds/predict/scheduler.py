@@ -19,7 +19,7 @@ from typing import Literal
 
 from ddpm_ds.pipeline import schedule as schedules
 from ddpm_ds.pipeline.cuts import Schedule, folds
-from ddpm_ds.pipeline.schedule import Instruction, Name, Program, completed, neighbours, phases_of, program
+from ddpm_ds.pipeline.schedule import PASSES, Instruction, Name, Program, completed, neighbours, phases_of, program
 from ddpm_ds.predict.layouts import Candidate
 from ddpm_ds.predict.simulate import FREE, Link, PhaseCosts, RankCosts, simulate
 
@@ -28,13 +28,15 @@ Pass = tuple[Literal["forward", "backward"], int]
 PREFERENCES: dict[int, tuple[tuple[Pass, ...], ...]] = {
     1: ((("backward", 0), ("forward", 0)), (("forward", 0), ("backward", 0))),
     2: (
-        (("backward", 1), ("backward", 0), ("forward", 1), ("forward", 0)),
-        (("backward", 1), ("forward", 1), ("backward", 0), ("forward", 0)),
-        (("backward", 0), ("backward", 1), ("forward", 1), ("forward", 0)),
         (("forward", 1), ("backward", 1), ("backward", 0), ("forward", 0)),
+        (("backward", 1), ("forward", 1), ("backward", 0), ("forward", 0)),
+        (("backward", 1), ("backward", 0), ("forward", 1), ("forward", 0)),
+        (("backward", 0), ("backward", 1), ("forward", 1), ("forward", 0)),
     ),
 }
 """Orders of preference that are tried, by the number of phases."""
+FEW = (4, 3, 2)
+"""Numbers of micro-batches whose weight gradients a pass takes, that are tried beside all that are held and half."""
 MOST_TRIED_PASSES = 25_000
 """Passes of all ranks and tries together, beyond which the first order of preference alone is tried."""
 
@@ -66,17 +68,45 @@ def planned(
     tried: list[tuple[Program, ...]] = []
     preferences = PREFERENCES[phases_of(schedule)]
     limits = sorted({most_held, max(1, most_held - 1), max(1, most_held - ranks // 2)}, reverse=True)
-    shared = splits and any(phase.weight_pass_seconds for own in costs for phase in own.phases)
-    together = [count for count in (most_held, most_held // 2, 2) if count > 1] if shared else []
-    ways = list(itertools.product([*together, 1], preferences, limits))
-    passes = 3 * ranks * micro_batches * phases_of(schedule)
-    for count, preference, limit in ways[: max(1, MOST_TRIED_PASSES // passes)]:
-        made = _Greedy(schedule, micro_batches, costs, link, preference, limit, count, splits).run()
-        tried.append(tuple(completed(own, schedule, ranks, rank) for rank, own in enumerate(made)))
-    tried += [programs for programs in known if max(map(schedules.most_held, programs)) <= most_held]
-    return min(
-        tried, key=lambda programs: simulate(schedule, micro_batches, costs, link, programs=programs).step_seconds
+    phases = [phase for own in costs for phase in own.phases] if splits else []
+    many, few = [most_held, most_held // 2], [count for count in FEW if count <= most_held]
+    together = [*many, *few] if any(phase.weight_pass_seconds for phase in phases) else [*few, *many]
+    counts = dict.fromkeys(
+        [*together, 1] if any(one.weight_pass_seconds + one.apart_seconds for one in phases) else [1]
     )
+    ways = list(itertools.product(limits, preferences, filter(None, counts)))
+    passes = 3 * ranks * micro_batches * phases_of(schedule)
+    for limit, preference, count in ways[: max(1, MOST_TRIED_PASSES // passes)]:
+        made = _Greedy(schedule, micro_batches, costs, link, preference, limit, count, splits).run()
+        tried.append(_whole(made, schedule, lambda rank, phase: neighbours(schedule, ranks, rank, phase)[0] is None))
+    tried += [programs for programs in known if max(map(schedules.most_held, programs)) <= most_held]
+
+    def seconds(programs: Sequence[Program]) -> float:
+        return simulate(schedule, micro_batches, costs, link, programs=programs).step_seconds
+
+    best = min(tried, key=seconds)
+    return min(_whole(best, schedule, lambda rank, phase: True), best, key=seconds)
+
+
+def _whole(
+    programs: Sequence[Sequence[Instruction]], schedule: Schedule, where: Callable[[int, int], bool]
+) -> tuple[Program, ...]:
+    """Return programs in which backwards are whole, in some phases of some ranks, if their weight gradients come next
+    and alone.
+    """
+    joined = []
+    for rank, own in enumerate(programs):
+        passes: list[Instruction] = []
+        for one in own:
+            if one.name not in PASSES:
+                continue
+            split = Instruction("InputGradients", one.phase, one.micro_batches)
+            if one.name == "WeightGradients" and passes and passes[-1] == split and where(rank, one.phase):
+                passes[-1] = split._replace(name="BackwardPass")
+            else:
+                passes.append(one)
+        joined.append(completed(passes, schedule, len(programs), rank))
+    return tuple(joined)
 
 
 def order_of(

@@ -40,6 +40,8 @@ class PhaseCosts:
     """Seconds of ``backward_seconds`` that weight gradients take, where they have a pass of their own."""
     weight_pass_seconds: float = 0.0
     """Seconds of ``backward_seconds`` that such a pass takes once, for all its micro-batches: ZeRO-2's reduction."""
+    apart_seconds: float = 0.0
+    """Seconds that such a pass takes beside those of ``backward_seconds``, once."""
 
     @property
     def pass_seconds(self) -> float:
@@ -54,7 +56,7 @@ class PhaseCosts:
             case "InputGradients":
                 return self.backward_seconds - self.weight_seconds - self.weight_pass_seconds
             case "WeightGradients":
-                return micro_batches * self.weight_seconds + self.weight_pass_seconds
+                return micro_batches * self.weight_seconds + self.weight_pass_seconds + self.apart_seconds
             case _:
                 return self.backward_seconds
 

@@ -146,7 +146,7 @@ class Convolution(nn.Module):
         """Queue for the weight gradient; without one it is computed in the backward."""
 
     def forward(self, x: Tensor) -> Tensor:
-        waits = self.waiting is not None and torch.is_grad_enabled()
+        waits = self.waiting is not None and self.waiting.open and torch.is_grad_enabled()
         weight = (self.weight.detach() if waits else self.weight).to(x.dtype).permute(0, 3, 1, 2)  # (out, in, k, k)
         x, weight = (tensor.contiguous(memory_format=self.memory_format) for tensor in (x, weight))
         bias = self.bias.to(x.dtype)
@@ -184,7 +184,7 @@ class Linear(nn.Linear):
         """Leave the weights undrawn; the inherited method would draw from torch's global generator."""
 
     def forward(self, x: Tensor) -> Tensor:
-        waits = self.waiting is not None and torch.is_grad_enabled()
+        waits = self.waiting is not None and self.waiting.open and torch.is_grad_enabled()
         weight, bias = (self.weight.detach() if waits else self.weight).to(x.dtype), self.bias.to(x.dtype)
         y = F.linear(x, weight, bias.detach() if waits else bias)
         return Wait.apply(y, x.detach(), bias, self) if waits else y

@@ -8,7 +8,7 @@ gradient. Biases and normalisations have small gradients, which stay in the back
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,11 +28,23 @@ Pair = tuple[Tensor, Tensor]
 
 
 class WaitingGradients:
-    """Queue of the weight gradients of some layers; ``number`` is the micro-batch that goes backwards."""
+    """Queue of the weight gradients of some layers.
 
-    def __init__(self) -> None:
+    Args:
+        split: phases and micro-batches whose weight gradients wait; those of all others are computed in the backward.
+    """
+
+    def __init__(self, split: Collection[tuple[int, int]]) -> None:
+        self._split = split
         self.number = 0
+        """Micro-batch of the pass that is running."""
+        self.open = True
+        """Whether the weight gradients of this pass wait."""
         self._queued: dict[int, dict[nn.Module, Pair]] = defaultdict(dict)
+
+    def begin(self, phase: int, number: int) -> None:
+        """Note which forward or backward runs next."""
+        self.number, self.open = number, (phase, number) in self._split
 
     def put(self, layer: Convolution | Linear, x: Tensor, gradient: Tensor) -> None:
         """Queue a layer's input and its output's gradient.

@@ -14,7 +14,7 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.observe.device_speed import Device, LayerSeconds, write_device
 from ddpm_ds.observe.observer import Pauses
 from ddpm_ds.pipeline.cuts import Schedule, partition, weighted
-from ddpm_ds.predict.costs import weight_share
+from ddpm_ds.predict.costs import APART, weight_share
 from ddpm_ds.predict.finished_run import FinishedRun, Overflows, RankFacts, Setup
 from ddpm_ds.predict.layouts import Workload, rank_stages
 from ddpm_ds.predict.scheduler import order_of
@@ -95,7 +95,11 @@ class Bench:
             forward = sum(forwards)
             weights = sum(2 * one * weight_share(layer) for one, layer in zip(forwards, own, strict=True))
             sent, received = (4 * self.images * size for size in (stage.sent_elements, stage.received_elements))
-            phases.append(PhaseCosts(forward, (3 if self.interval else 2) * forward, sent, received, weights))
+            phases.append(
+                PhaseCosts(
+                    forward, (3 if self.interval else 2) * forward, sent, received, weights, 0.0, APART * weights
+                )
+            )
         loads = number == 0 or (self.schedule == "1f1b" and number == self.ranks - 1)
         reading = self.read_seconds * self.images if loads and not self.workers else 0.0  # loaders read ahead
         owned = sum(stage.parameters for stage in stages) / (self.replicas if self.zero_stage else 1)
@@ -103,7 +107,11 @@ class Bench:
         first, *rest = phases
         with_reading = replace(first, forward_seconds=first.forward_seconds + reading)
         return (
-            RankFacts(tuple(phases), data_wait=self.micro_batches * reading, optimizer=update),
+            RankFacts(
+                tuple(replace(phase, apart_seconds=0.0) for phase in phases),
+                data_wait=self.micro_batches * reading,
+                optimizer=update,
+            ),
             RankCosts((with_reading, *rest), optimizer_seconds=update),
         )
 

@@ -11,7 +11,16 @@ import pytest
 
 from ddpm_ds.pipeline.cuts import Schedule
 from ddpm_ds.pipeline.order import execute, training_order
-from ddpm_ds.pipeline.schedule import Program, check_programs, phases_of, program, weight_passes
+from ddpm_ds.pipeline.schedule import (
+    PASSES,
+    Program,
+    check_programs,
+    neighbours,
+    phases_of,
+    program,
+    split_passes,
+    weight_passes,
+)
 from ddpm_ds.predict.scheduler import planned
 from ddpm_ds.predict.simulate import Link, PhaseCosts, RankCosts, simulate
 
@@ -65,11 +74,28 @@ def test_what_a_pass_of_weight_gradients_takes_once_is_taken_for_several_micro_b
     assert work(costs, 8) <= together < alone
 
 
+@pytest.mark.parametrize("apart", [0.1, 5.0])
+def test_a_backward_whose_weight_gradients_would_come_next_is_whole_where_nobody_waits_for_its_input_gradients(
+    apart: float,
+) -> None:
+    """And where a pass apart costs more than it saves, every backward."""
+    costs = [RankCosts((replace(EQUAL, apart_seconds=apart),) * 2)] * 2
+    programs = planned("planned", 8, costs, most_held=4)
+    for rank, own in enumerate(programs):
+        passes = [one for one in own if one.name in PASSES]
+        for one, following in itertools.pairwise(passes):
+            sends = neighbours("planned", 2, rank, one.phase)[0] is not None
+            together = (following.phase, following.micro_batches) == (one.phase, one.micro_batches)
+            assert sends or not together or (one.name, following.name) != ("InputGradients", "WeightGradients")
+    assert any(map(split_passes, programs)) == (apart < 1)
+
+
 def random_costs(rng: random.Random, ranks: int, phases: int) -> list[RankCosts]:
     def phase() -> PhaseCosts:
         backward, once = rng.uniform(1, 4), rng.choice([0.0, rng.uniform(0, 1)])
         weights = backward * rng.uniform(0.2, 0.6)
-        return PhaseCosts(rng.uniform(0.5, 2), backward + once, 1, 1, weights, weight_pass_seconds=once)
+        apart = rng.choice([0.0, 0.1 * weights])
+        return PhaseCosts(rng.uniform(0.5, 2), backward + once, 1, 1, weights, once, apart)
 
     return [RankCosts(tuple(phase() for _ in range(phases))) for _ in range(ranks)]
 
