@@ -16,6 +16,7 @@ from ddpm_ds.errors import BadNumbersError, DeviceLostError, PeerLostError, Pree
 from ddpm_ds.pipeline.placement import launched_hosts
 from ddpm_ds.predict.plan import describe_plan, plan_run
 from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS, print_once, record_exit, set_environment
+from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.run_folder import OUTPUT_ROOT, check_output, new_run_dir
 
 TRACED_STEPS = range(20, 23)
@@ -158,12 +159,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(describe_plan(plan, run_dir), flush=True)
             if options.dry_run:
                 return 0
-            from ddpm_ds.device import choose_device  # torch, now that everything cheap is checked
+            line = ProgressLine(plan.spec.train.images) if os.environ["RANK"] == "0" else None
+            with line.doing("starting PyTorch and DeepSpeed") if line is not None else contextlib.nullcontext():
+                from ddpm_ds.device import choose_device  # torch, now that everything cheap is checked
 
-            device = choose_device(options.device, plan.ds.layout.stages)
-        from ddpm_ds.train.session import run_training  # deepspeed, which asks for its device when it is imported
-
-        run_training(plan, run_dir, device, options)
+                device = choose_device(options.device, plan.ds.layout.stages)
+                # deepspeed, which asks for its device when it is imported
+                from ddpm_ds.train.session import run_training
+        try:
+            run_training(plan, run_dir, device, options, line)
+        finally:
+            if line is not None:
+                line.close()
     except PeerLostError as error:  # nothing that waits for the others, not even leaving their group, may follow
         print(f"ddpm_ds: error: {error}", file=sys.stderr, flush=True)
         os._exit(record_exit(error.exit_code))

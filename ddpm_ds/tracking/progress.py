@@ -1,4 +1,4 @@
-"""Output of a run: the progress line while it trains, and the summary at its end."""
+"""Output of a run: what it is doing and how far it is, and the summary at its end."""
 
 from __future__ import annotations
 
@@ -7,13 +7,22 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
-from ddpm_ds.tracking.tracker import RunLink
+from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from ddpm_ds.tracking.tracker import RunLink
 
 SECONDS_BETWEEN_UPDATES = 0.2
+TICK_SECONDS = 0.5
+"""How often the clock of an activity moves on a terminal."""
+QUIET_SECONDS = 5.0
+"""Longest silence where there is no terminal, while a run is young; later a sixtieth of its age."""
+BEFORE, BAR = "{desc}", "{percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} images{desc}{postfix}"
+"""Forms of tqdm's bar before the first step and from then on."""
 
 
 def duration(seconds: float) -> str:
@@ -24,7 +33,11 @@ def duration(seconds: float) -> str:
 
 
 class ProgressLine:
-    """One line about a run: rewritten in place on a terminal, printed at each log point elsewhere."""
+    """Progress of a run: a bar that is rewritten in place on a terminal, lines elsewhere.
+
+    A thread keeps it moving while nothing is reported, so that a run which is at work never looks like one that hangs.
+    Methods may be called from any thread.
+    """
 
     def __init__(
         self, total_images: int, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
@@ -32,60 +45,129 @@ class ProgressLine:
         self._total = total_images
         self._stream = stream or sys.stderr
         self._clock = clock
-        self._terminal = self._stream.isatty()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._images: int | None = None
         self._images_per_second = 0.0
-        self._values: list[str] = []
-        self._scale: list[str] = []
-        self._shown = ""
-        self._shown_at = -SECONDS_BETWEEN_UPDATES
+        self._has_log_point = False
+        self._loss: float | None = None
+        self._scale: float | None = None
+        self._activity: tuple[str, float] | None = None
+        self._began = self._wrote = clock()
+        self._measured: tuple[int, float] | None = None
+        """Images and time of the first step, from which the rate counts until a log point has one."""
+        self._bar: tqdm[NoReturn] | None = None
+        if self._stream.isatty():
+            self._bar = tqdm(total=total_images, file=self._stream, bar_format=BEFORE, nrows=24)
+        self._closed = threading.Event()
+        threading.Thread(target=self._keep_ticking, daemon=True).start()
+
+    @contextlib.contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Show what the run is doing inside this context, and for how long: ``building the pipeline``."""
+        outer = self._activity
+        self._enter((what, self._clock()))
+        try:
+            yield
+        finally:
+            self._enter(outer)
 
     def step(self, images_seen: int) -> None:
-        """Show on a terminal, a few times per second, that training progresses. Reads nothing from the device."""
-        if self._terminal and self._clock() - self._shown_at >= SECONDS_BETWEEN_UPDATES:
-            self._show(images_seen)
+        """Note that a step has ended, and show it a few times per second at most. Reads nothing from the device."""
+        with self._lock:
+            first, self._images = self._images is None, images_seen
+            now = self._clock()
+            if self._measured is None:
+                self._measured = images_seen, now
+            elif not self._has_log_point and images_seen > self._measured[0] and now > self._measured[1]:
+                self._images_per_second = (images_seen - self._measured[0]) / (now - self._measured[1])
+            if self._bar is not None and (first or now - self._wrote >= SECONDS_BETWEEN_UPDATES):
+                self._show()
+
+    def first_loss(self, loss: float) -> None:
+        """Show the first step's loss, until a log point has the mean of several."""
+        with self._lock:
+            self._loss = loss
+            self._show()
 
     def log_point(
         self, images_seen: int, *, loss: float, images_per_second: float, loss_scale: float | None = None
     ) -> None:
         """Show the values of a log point; ``loss_scale`` is None where the loss is not scaled."""
-        self._images_per_second = images_per_second
-        self._values = [f"loss {loss:.4f}", f"{images_per_second:,.4g} images/s"]
-        self._scale = [] if loss_scale is None else [f"loss scale {loss_scale:g}"]
-        self._show(images_seen)
+        with self._lock:
+            self._images, self._images_per_second, self._has_log_point = images_seen, images_per_second, True
+            self._loss, self._scale = loss, loss_scale
+            self._show()
 
     def log(self, line: str) -> None:
-        """Print a line above the progress line. May be called from any thread."""
+        """Print a line above the progress line."""
         with self._lock:
-            self._write(f"\r\x1b[K{line}\n{self._shown}" if self._shown else f"{line}\n")
+            self._write(line)
 
     def close(self) -> None:
         """End the progress line, so that what is printed next begins on a new one."""
+        self._closed.set()
+        with self._lock, contextlib.suppress(OSError):
+            if self._bar is not None:
+                self._bar.leave = self._images is not None
+                self._bar.close()
+                self._bar = None
+
+    def _enter(self, activity: tuple[str, float] | None) -> None:
         with self._lock:
-            if self._shown:
-                self._write("\n")
-                self._shown = ""
+            self._activity = activity
+            if self._bar is not None or (activity is not None and self._clock() - self._wrote >= QUIET_SECONDS):
+                self._show()
 
-    def _show(self, images_seen: int) -> None:
-        line = self._line(images_seen)
+    def tick(self) -> None:
+        """Redraw a terminal's line; elsewhere write one if there has been none for long."""
         with self._lock:
-            if self._terminal:
-                self._shown = line[: shutil.get_terminal_size().columns - 1]  # a line that wraps can't be rewritten
-                self._shown_at = self._clock()
-                self._write(f"\r\x1b[K{self._shown}")
-            else:
-                self._write(f"{line}\n")
+            now = self._clock()
+            quiet = max(QUIET_SECONDS, (now - self._began) / 60)
+            if not self._closed.is_set() and (self._bar is not None or now - self._wrote >= quiet):
+                self._show()
 
-    def _line(self, images_seen: int) -> str:
-        parts = [f"{images_seen:,}/{self._total:,} images ({images_seen / self._total:.0%})", *self._values]
-        if self._images_per_second:
-            parts.append(f"{duration(max(self._total - images_seen, 0) / self._images_per_second)} left")
-        return "  ".join(parts + self._scale)
+    def _keep_ticking(self) -> None:
+        while not self._closed.wait(TICK_SECONDS):
+            self.tick()
 
-    def _write(self, text: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # nobody reads it any more; the run ends in order all the same
-            self._stream.write(text)
+    def _show(self) -> None:
+        if self._bar is None:
+            if line := "  ".join(filter(None, (self._line(), self._doing()))):
+                self._write(line)
+            return
+        with contextlib.suppress(OSError):  # the terminal has gone; the run ends in order all the same
+            doing = self._doing()
+            self._bar.bar_format = BEFORE if self._images is None else BAR
+            self._bar.n, self._bar.ncols = self._images or 0, shutil.get_terminal_size().columns - 1
+            self._bar.set_postfix_str("  ".join(self._numbers()), refresh=False)
+            self._bar.set_description_str(doing if self._images is None else f"  {doing}" * bool(doing), refresh=False)
+            self._bar.refresh()
+        self._wrote = self._clock()
+
+    def _doing(self) -> str:
+        if self._activity is None:
+            return ""
+        what, since = self._activity
+        seconds = int(self._clock() - since)
+        return f"{what}, {seconds} s" if seconds else what
+
+    def _numbers(self) -> list[str]:
+        parts = [] if self._loss is None else [f"loss {self._loss:.4f}"]
+        if rate := self._images_per_second:
+            parts += [f"{rate:,.4g} images/s", f"{duration(max(self._total - (self._images or 0), 0) / rate)} left"]
+        return parts if self._scale is None else [*parts, f"loss scale {self._scale:g}"]
+
+    def _line(self) -> str:
+        if self._images is None:
+            return ""
+        share = f"{self._images:,}/{self._total:,} images ({self._images / self._total:.0%})"
+        return "  ".join((share, *self._numbers()))
+
+    def _write(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            tqdm.write(line, file=self._stream)
             self._stream.flush()
+        self._wrote = self._clock()
 
 
 def summary(

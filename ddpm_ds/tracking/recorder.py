@@ -47,6 +47,15 @@ class Recorder:
         if self.line is not None:
             self.line.step(images_seen)
 
+    def first_loss(self, loss: float) -> None:
+        """Show the first step's loss."""
+        if self.line is not None:
+            self.line.first_loss(loss)
+
+    def doing(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Show what the run is doing inside this context."""
+        return self.line.doing(what) if self.line is not None else contextlib.nullcontext()
+
     def log(self, line: str) -> None:
         """Show a line above the progress line."""
         if self.line is not None:
@@ -117,8 +126,10 @@ class Recorder:
         """End the line and the MLflow run; return where the run is, on rank 0."""
         if self.line is None or self.tracker is None:
             return None
+        with self.line.doing("sending the last numbers to MLflow"):
+            link = self.tracker.finish(status)
         self.line.close()
-        return self.tracker.finish(status)
+        return link
 
     def _write(self, name: str, values: Mapping[str, float], step: int) -> None:
         if self.tracker is None or self.folder is None or step <= self._logged[name]:

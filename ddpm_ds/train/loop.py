@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -55,14 +56,19 @@ def train(run: Run) -> Interval:
     every = run.plan.spec.logging.log_every_images
     meter = Meter()
     batches = meter.timed(run.batches())
+    first = True
     while True:
         before = engine.images_seen
         run.observer.begin_step(engine.global_steps + 1)
-        meter.step(engine.train_batch(batches), images=engine.train_batch_size())
+        with run.recorder.doing("taking the first step") if first else contextlib.nullcontext():
+            meter.step(engine.train_batch(batches), images=engine.train_batch_size())
         with run.observer.span("EMA"):
             run.ema.update()
         run.watchdog.progress()
         run.recorder.step(engine.images_seen)
+        if first:  # the loss is on the screen before the first log point
+            run.recorder.first_loss(gather(meter.so_far(), engine).interval.loss)
+            first = False
         asked = run.requests.poll()
         done = engine.images_seen >= total
         save = done or asked.save or asked.stop or run.saver.due(before, engine.images_seen)

@@ -42,7 +42,7 @@ class Interval:
 
 
 class Meter:
-    """Gathers steps until :meth:`read`. No method but ``read`` waits for the device."""
+    """Gathers steps until :meth:`read`. Only ``read`` and ``so_far`` wait for the device."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -77,9 +77,15 @@ class Meter:
 
     def read(self) -> Interval:
         """Return the interval that ends now, and begin the next. Synchronises host and device, once."""
+        interval = self.so_far()
+        self._begin_interval(self._begin + interval.seconds)
+        return interval
+
+    def so_far(self) -> Interval:
+        """Return the interval from its begin until now. Synchronises host and device, once."""
         weighted, images, finite_steps = (0.0, 0.0, 0.0) if self._sums is None else self._sums.tolist()
         now = self._clock()  # after the device has caught up, so that its work is in the time
-        interval = Interval(
+        return Interval(
             steps=self._steps,
             images=self._images,
             seconds=now - self._begin,
@@ -87,8 +93,6 @@ class Meter:
             non_finite_steps=self._steps - int(finite_steps),
             data_wait_seconds=self._data_wait_seconds,
         )
-        self._begin_interval(now)
-        return interval
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import time
@@ -72,12 +73,14 @@ class Prepared:
     changed: list[str]
     """Settings that have changed since that checkpoint, by dotted key."""
     initial: InitialWeights | None
-    progress: ProgressLine | None
-    """Progress line, on rank 0."""
 
 
-def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: argparse.Namespace) -> None:
+def run_training(
+    plan: RunPlan, run_dir: Path, device: torch.device, options: argparse.Namespace, progress: ProgressLine | None
+) -> None:
     """Train as planned on this process's ``device``; every rank calls this. Rank 0's ``run_dir`` counts.
+
+    ``progress`` is None on all ranks but 0.
 
     Raises:
         UserError: something given is wrong, here or on another host; raised before anything is trained.
@@ -87,9 +90,11 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
     """
     use_host_accelerator()
     share_threads(device)
-    rendezvous = Rendezvous(options.start_seconds)
-    with rendezvous.telling():
-        prepared = _prepare(plan, run_dir, device, options, rendezvous)
+    doing = progress.doing if progress is not None else lambda what: contextlib.nullcontext()
+    with doing("waiting for all processes"):
+        rendezvous = Rendezvous(options.start_seconds)
+    with rendezvous.telling(), doing("checking the run's files and images"):
+        prepared = _prepare(plan, run_dir, device, options, rendezvous, progress)
     with process_group(group_timeout(options.hang_seconds, options.dead_seconds)):
         rendezvous.close()
         places = prepared.plan.grid()
@@ -102,7 +107,7 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
             hang_seconds=options.hang_seconds,
             work=DeviceWork.of(device),
         ) as watchdog:
-            with watchdog.blamed(), watchdog.pause():
+            with watchdog.blamed(), watchdog.pause(), doing("building the pipeline"):
                 plan = cut_and_ordered(prepared.plan, device)
                 objective, seed = Denoising(plan.spec, device), plan.spec.train.seed
                 how: dict[str, Any] = {"seed": seed, "programs": plan.programs, "verbose": options.verbose}
@@ -112,7 +117,7 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
                 replace(plan, ds=replace(plan.ds, kernels=engine.kernels)),
                 prepared.claim.run_dir,
                 device,
-                prepared.progress,
+                progress,
                 prepared.checkpoint.path if prepared.checkpoint else None,
                 prepared.changed,
                 note=options.note,
@@ -125,7 +130,12 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
 
 
 def _prepare(
-    plan: RunPlan, run_dir: Path, device: torch.device, options: argparse.Namespace, rendezvous: Rendezvous
+    plan: RunPlan,
+    run_dir: Path,
+    device: torch.device,
+    options: argparse.Namespace,
+    rendezvous: Rendezvous,
+    progress: ProgressLine | None,
 ) -> Prepared:
     """Check this rank's files, device and images against those of the others, and claim the run's folder."""
     rank = rendezvous.rank
@@ -140,7 +150,6 @@ def _prepare(
     check_store(store, plan)
     check_same_images(rendezvous, store.meta.sha256)
     plan = decide(plan, device)
-    progress = ProgressLine(plan.spec.train.images) if rank == 0 else None
     log: Callable[[str], None] = progress.log if progress is not None else lambda line: None
     gather = gather_in(rendezvous)
     claim = claim_run(run_dir, rank, rendezvous.hosts, gather)  # before anything in it is read
@@ -164,7 +173,7 @@ def _prepare(
         ):
             if notice is not None:
                 print(notice, flush=True)
-    return Prepared(plan, store, claim, checkpoint, changed, initial, progress)
+    return Prepared(plan, store, claim, checkpoint, changed, initial)
 
 
 def check_store(store: DatasetCache, plan: RunPlan) -> None:
@@ -246,7 +255,7 @@ def _train(
 
     def finish() -> None:
         """Let no rank leave before the last checkpoint is on the disk."""
-        with watchdog.pause():
+        with watchdog.pause(), recorder.doing("writing the last checkpoint"):
             saver.wait()
             dist.barrier()
         watchdog.stop()

@@ -161,11 +161,13 @@ class Validation:
         engine, begin = self._engine, time.perf_counter()
         with self._ema.applied():
             if samples:
-                images, seconds = draw_previews(self._spec, engine, self._watchdog), time.perf_counter() - begin
+                with self._recorder.doing("drawing samples"):
+                    images, seconds = draw_previews(self._spec, engine, self._watchdog), time.perf_counter() - begin
                 self._recorder.samples(images, seconds, engine.images_seen, engine.global_steps)
             if measure and self._held_out is not None:
                 begin_measuring = time.perf_counter()
-                values = self._held_out.measure(self._watchdog)
+                with self._recorder.doing("measuring the held-out loss"):
+                    values = self._held_out.measure(self._watchdog)
                 values["perf/evaluation_seconds"] = time.perf_counter() - begin_measuring
                 self._recorder.evaluation(values, engine.global_steps)
         self.seconds += time.perf_counter() - begin

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,63 +17,145 @@ from ddpm_ds.tracking.tracker import RunLink
 
 
 class Terminal(io.StringIO):
+    encoding = "utf-8"
+
     def isatty(self) -> bool:
         return True
 
     def screen(self) -> list[str]:
-        """What the user sees: a carriage return with an erase begins the line again."""
-        return [line.rsplit("\r\x1b[K", 1)[-1] for line in self.getvalue().split("\n")]
+        """What the user sees: what follows a carriage return is written over the line."""
+        lines = []
+        for line in self.getvalue().split("\n"):
+            shown = ""
+            for text in line.split("\r"):
+                shown = text + shown[len(text) :]
+            lines.append(shown.rstrip())
+        return lines
 
 
-@pytest.fixture(autouse=True)
-def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress.shutil, "get_terminal_size", lambda: os.terminal_size((100, 24)))
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
-def test_a_log_file_gets_one_plain_line_per_log_point() -> None:
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def line_on(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[io.StringIO], ProgressLine]]:
+    """Progress lines of 1,000 images on 80 columns, whose own clock ticks only where a test calls ``_tick``."""
+    monkeypatch.setattr(progress.shutil, "get_terminal_size", lambda: os.terminal_size((80, 24)))
+    monkeypatch.setattr(progress, "TICK_SECONDS", 1e6)
+    lines = []
+
+    def made(stream: io.StringIO) -> ProgressLine:
+        lines.append(ProgressLine(1000, stream=stream, clock=clock))
+        return lines[-1]
+
+    yield made
+    for line in lines:
+        line.close()
+
+
+def test_a_log_file_gets_plain_lines_at_log_points_and_where_it_would_be_silent(
+    line_on: Callable[[io.StringIO], ProgressLine], clock: Clock
+) -> None:
     stream = io.StringIO()
-    line = ProgressLine(96_000, stream=stream)
-    for images in (12_000, 12_800):
+    line = line_on(stream)
+    with line.doing("building the pipeline"):
+        for clock.now in (1.0, 5.0, 6.0):
+            line.tick()
+    clock.now = 10.0
+    for images in (10, 20):
+        clock.now += 1.0
         line.step(images)
-    line.log_point(12_800, loss=0.21341, images_per_second=1536.2, loss_scale=65536.0)
-    line.log_point(96_000, loss=0.1, images_per_second=1536.2)
+    line.first_loss(0.98765)
+    clock.now = 15.0
+    line.tick()
+    line.log_point(500, loss=0.21341, images_per_second=250.0, loss_scale=65536.0)
     line.log("something else")
+    clock.now, lasted = 600.0, 9.9
+    line.log_point(1000, loss=0.1, images_per_second=250.0)
+    with line.doing("drawing samples"):
+        clock.now += lasted  # a sixtieth of the run's age is longer
+        line.tick()
+        clock.now += lasted
+        line.tick()
     line.close()
+    line.tick()
     assert stream.getvalue().splitlines() == [
-        "12,800/96,000 images (13%)  loss 0.2134  1,536 images/s  0:54 left  loss scale 65536",
-        "96,000/96,000 images (100%)  loss 0.1000  1,536 images/s  0:00 left",
+        "building the pipeline, 5 s",
+        "20/1,000 images (2%)  loss 0.9877  10 images/s  1:38 left",
+        "500/1,000 images (50%)  loss 0.2134  250 images/s  0:02 left  loss scale 65536",
         "something else",
+        "1,000/1,000 images (100%)  loss 0.1000  250 images/s  0:00 left",
+        "1,000/1,000 images (100%)  loss 0.1000  250 images/s  0:00 left  drawing samples, 19 s",
     ]
     assert "\r" not in stream.getvalue() and stream.getvalue().endswith("\n")
 
 
-def test_a_terminal_gets_one_line_that_is_rewritten_below_what_others_say_cut_to_its_width_and_ended(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_terminal_gets_one_line_that_moves_below_what_others_say_and_fits_it(
+    line_on: Callable[[io.StringIO], ProgressLine], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = Terminal()
-    line = ProgressLine(1000, stream=stream, clock=iter(range(100)).__next__)
+    line = line_on(stream)
     line.log("early")
+    with line.doing("building the pipeline"):
+        clock.now = 2.0
+        line.tick()
+        assert stream.screen()[-1] == "building the pipeline, 2 s"
     line.step(10)
-    assert stream.screen() == ["early", "10/1,000 images (1%)"]
+    assert stream.screen()[0] == "early" and stream.screen()[-1] == "  1%|          | 10/1000 images"
+    clock.now = 3.0
+    line.step(30)
+    assert stream.screen()[-1] == "  3%|▎         | 30/1000 images, 20 images/s  0:48 left"
     line.log_point(100, loss=0.5, images_per_second=10.0)
     line.log("MLflow fails")
-    line.step(200)
-    assert stream.screen()[1:] == ["MLflow fails", "200/1,000 images (20%)  loss 0.5000  10 images/s  1:20 left"]
+    assert stream.screen()[1:] == [
+        "MLflow fails",
+        " 10%|█         | 100/1000 images, loss 0.5000  10 images/s  1:30 left",
+    ]
+    with line.doing("drawing samples"):
+        assert " 10%|█         | 100/1000 images  drawing samples, loss" in stream.screen()[-1]
     monkeypatch.setattr(progress.shutil, "get_terminal_size", lambda: os.terminal_size((20, 24)))
+    clock.now = 4.0
     line.step(300)
-    assert stream.screen()[-1] == "300/1,000 images (3"
+    assert len(stream.screen()[-1]) < 80 and stream.getvalue().rsplit("\r", 1)[-1].strip().startswith("30%")
     line.close()
     line.close()
-    assert len(stream.screen()) == 4 and stream.screen()[-1] == ""
+    assert stream.screen()[-1] == ""
 
 
-def test_steps_rewrite_the_line_a_few_times_per_second_at_most() -> None:
-    stream, now = Terminal(), [0.0]
-    line = ProgressLine(1000, stream=stream, clock=lambda: now[0])
-    for images in range(100):
-        now[0] = images * 0.01
+def test_steps_rewrite_the_line_a_few_times_per_second_at_most(
+    line_on: Callable[[io.StringIO], ProgressLine], clock: Clock
+) -> None:
+    stream = Terminal()
+    line = line_on(stream)
+    before = stream.getvalue().count("\r")
+    for images in range(1, 100):
+        clock.now = images * 0.01
         line.step(images)
-    assert stream.getvalue().count("\r") == 5
+    assert stream.getvalue().count("\r") - before <= 6
+
+
+def test_a_clock_moves_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "TICK_SECONDS", 0.01)
+    stream = Terminal()
+    line = ProgressLine(1000, stream=stream)
+    try:
+        with line.doing("importing"):
+            deadline, before = time.monotonic() + 60, len(stream.getvalue())
+            while len(stream.getvalue()) == before and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert len(stream.getvalue()) > before
+    finally:
+        line.close()
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (3599, "59:59"), (36061, "10:01:01")])
