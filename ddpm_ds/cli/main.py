@@ -1,55 +1,35 @@
-"""The ``ddpm-ds`` command, for everything around training. Training itself is started by DeepSpeed's launcher."""
+"""The ``ddpm-ds`` command: training and everything around it."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import signal
 import sys
 from collections.abc import Sequence
 
+import ddpm_ds
 from ddpm_ds.cli.bench_data import add_bench_data
 from ddpm_ds.cli.checkpoint import add_checkpoint
 from ddpm_ds.cli.doctor import add_doctor
 from ddpm_ds.cli.evaluate import add_evaluate
 from ddpm_ds.cli.export import add_export, add_import
 from ddpm_ds.cli.fit import add_fit
+from ddpm_ds.cli.launch import add_run, add_train
 from ddpm_ds.cli.plan import add_plan
 from ddpm_ds.cli.runs import add_compare, add_diagnose, add_note
 from ddpm_ds.cli.sample import add_sample
 from ddpm_ds.cli.sweep import add_sweep
-from ddpm_ds.command_line import OneLineParser, add_spec_options, natural
+from ddpm_ds.command_line import OneLineParser, add_spec_options
 from ddpm_ds.errors import UserError
-from ddpm_ds.processes.supervisor import supervise
 
 EPILOG = """\
 training
+  ddpm-ds train --deepspeed_config ds_configs/zero2_fp16.json
   deepspeed launch/train.py --deepspeed_config ds_configs/zero2_fp16.json
-  ddpm-ds run -- launch/train.py --deepspeed_config ds_configs/zero2_fp16.json --run-dir runs/digits
 
 exit codes
   0 done   2 bad input, nothing was done   130 interrupted   1 a bug; of run, see run --help
-"""
-
-RUN_DESCRIPTION = """\
-Start DeepSpeed's launcher and stay with it: SIGTERM, SIGINT, SIGUSR1 and SIGHUP make the ranks finish their step,
-save and stop, a second one ends them at once; when ranks are lost, the run is started again and resumes from the
-newest checkpoint of its --run-dir, which has to be given; and nothing is left running. On several hosts it is started
-on one of the hostfile, best the first, and each start reads the hostfile anew.
-"""
-
-RUN_EPILOG = """\
-examples
-  ddpm-ds run -- launch/train.py --deepspeed_config ds_configs/zero2_fp16.json --run-dir runs/digits
-  ddpm-ds run --max-restarts 3 -- --num_gpus 4 launch/train.py -p 2 \\
-      --deepspeed_config ds_configs/zero2_fp16.json --run-dir runs/digits
-  ddpm-ds run --max-restarts 3 -- --hostfile hostfile launch/train.py -p 2 \\
-      --deepspeed_config ds_configs/zero2_fp16.json --run-dir runs/digits
-
-exit codes (docs/exit_codes.md)
-  0 done   2 bad input   3 the numbers went bad   75 stopped and saved, start it again   76 ranks were lost
-  129 to 143 ended at once by a second signal   1 a bug
 """
 
 
@@ -57,12 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code; what a user did wrong is one line on stderr and exit code 2."""
     parser = OneLineParser(
         prog="ddpm-ds",
-        description="Diffusion U-Nets on DeepSpeed pipelines: everything but the training run.",
+        description="Train diffusion U-Nets on DeepSpeed pipelines, and everything around it.",
         epilog=EPILOG,
     )
+    parser.add_argument("--version", action="version", version=f"ddpm_ds {ddpm_ds.__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     for add in (
-        _add_run,
+        add_train,
+        add_run,
         add_doctor,
         add_plan,
         add_fit,
@@ -81,53 +63,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):
         add(verbs)
     try:
-        options = parser.parse_args(arguments)
+        given = sys.argv[1:] if arguments is None else list(arguments)
+        options = parser.parse_args(given)
+        options.arguments = given[1:]
         return options.run(options) or 0
     except UserError as error:
         print(f"ddpm-ds: error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-
-
-def _add_run(verbs: argparse._SubParsersAction[OneLineParser]) -> None:
-    parser = verbs.add_parser(
-        "run",
-        help="train under DeepSpeed's launcher, with restarts, orderly stops and clear exit codes",
-        description=RUN_DESCRIPTION,
-        epilog=RUN_EPILOG,
-    )
-    parser.add_argument(
-        "--max-restarts",
-        type=natural,
-        default=0,
-        metavar="N",
-        help="restarts in a row without a new checkpoint (default 0)",
-    )
-    parser.add_argument(
-        "--grace-seconds",
-        type=float,
-        default=300.0,
-        metavar="S",
-        help="seconds for the ranks to save and stop after a signal (default 300)",
-    )
-    parser.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="-- ...", help="arguments of deepspeed: its options, script"
-    )
-    parser.set_defaults(run=_run)
-
-
-def _run(options: argparse.Namespace) -> int:
-    def log(line: str) -> None:
-        with contextlib.suppress(OSError):  # the terminal may have gone
-            print(f"ddpm-ds run: {line}", file=sys.stderr, flush=True)
-
-    return supervise(
-        options.command[options.command[:1] == ["--"] :],
-        max_restarts=options.max_restarts,
-        grace_seconds=options.grace_seconds,
-        log=log,
-    )
 
 
 def _add_prepare(verbs: argparse._SubParsersAction[OneLineParser]) -> None:

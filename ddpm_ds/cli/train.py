@@ -1,4 +1,4 @@
-"""The command line of ``launch/train.py``."""
+"""The training program: what every rank runs, started by DeepSpeed's launcher. ``launch/train.py`` is the same."""
 
 from __future__ import annotations
 
@@ -14,8 +14,15 @@ from ddpm_ds.command_line import OneLineParser, add_spec_options, seconds, step_
 from ddpm_ds.config.spec_file import DEFAULT_SPEC
 from ddpm_ds.errors import BadNumbersError, DeviceLostError, PeerLostError, Preempted, SpecError, UserError
 from ddpm_ds.pipeline.placement import launched_hosts
-from ddpm_ds.predict.plan import describe_plan, plan_run
-from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS, print_once, record_exit, set_environment
+from ddpm_ds.predict.plan import RunPlan, describe_plan, plan_run
+from ddpm_ds.processes.ranks import (
+    DEAD_SECONDS,
+    HANG_SECONDS,
+    print_once,
+    record_exit,
+    recorded,
+    set_environment,
+)
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.run_folder import OUTPUT_ROOT, check_output, new_run_dir
 
@@ -79,6 +86,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=DESCRIPTION,
         epilog=EXAMPLES,
     )
+    add_train_options(parser)
+    return parser.parse_args(arguments)
+
+
+def add_train_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a training run."""
     add_run_options(parser)
     parser.add_argument(
         "--run-dir",
@@ -132,8 +145,28 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--note", default=None, metavar="TEXT", help="why this run is made; kept with it in MLflow")
     parser.add_argument("--parent-run", default=None, metavar="IDENTITY", help=argparse.SUPPRESS)  # of ddpm-ds vary
+    parser.add_argument("--described", action="store_true", help=argparse.SUPPRESS)  # by ddpm-ds train, already
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and exit")
-    return parser.parse_args(arguments)
+
+
+def checked(options: argparse.Namespace, world_size: int, hosts: Sequence[str] | None) -> tuple[RunPlan, Path]:
+    """Return the plan of a run and its folder, checked before anything is started; ``hosts`` are those of the ranks.
+
+    Raises:
+        UserError: something given is wrong.
+    """
+    plan = plan_run(
+        options.spec,
+        options.overrides,
+        options.deepspeed_config,
+        world_size=world_size,
+        stages=options.pipeline_stages,
+        device=options.device,
+        hosts=hosts,
+    )
+    options.trace_steps = _traced(options.trace_steps, plan.steps)
+    _check_steps("--profile-kernels", options.profile_kernels, plan.steps)
+    return plan, options.run_dir or new_run_dir(plan.spec.name)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -142,21 +175,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         set_environment()
         with _told_to_other_hosts():
             options = parse(arguments)
-            plan = plan_run(
-                options.spec,
-                options.overrides,
-                options.deepspeed_config,
-                world_size=int(os.environ["WORLD_SIZE"]),
-                stages=options.pipeline_stages,
-                device=options.device,
-                hosts=launched_hosts(int(os.environ["WORLD_SIZE"])),
-            )
-            options.trace_steps = _traced(options.trace_steps, plan.steps)
-            _check_steps("--profile-kernels", options.profile_kernels, plan.steps)
-            run_dir = options.run_dir or new_run_dir(plan.spec.name)
+            world_size = int(os.environ["WORLD_SIZE"])
+            plan, run_dir = checked(options, world_size, launched_hosts(world_size))
             if int(os.environ["RANK"]) == 0:
                 check_output(run_dir, options.resume)
-                print(describe_plan(plan, run_dir), flush=True)
+                if not options.described:
+                    print(describe_plan(plan, run_dir), flush=True)
             if options.dry_run:
                 return 0
             line = ProgressLine(plan.spec.train.images) if os.environ["RANK"] == "0" else None
@@ -212,3 +236,7 @@ def _check_steps(option: str, asked: range, steps: int) -> None:
     """Raise an error for steps that the run never takes."""
     if asked and asked[-1] > steps:
         raise SpecError(f"{option} {asked[0]}-{asked[-1]}, but the run has {steps} steps; use steps up to {steps}")
+
+
+if __name__ == "__main__":
+    sys.exit(recorded(main))

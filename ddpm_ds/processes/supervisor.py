@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 
@@ -57,12 +58,13 @@ def supervise(
     grace_seconds: float,
     pause_seconds: float = 1.0,
     log: Callable[[str], None],
+    starting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> int:
     """Run DeepSpeed's launcher with the arguments ``command``, again where it helps; returns the exit code of the last.
 
     A start that wrote a checkpoint gives the restarts used so far back. Each start reads the hostfile anew; after one
-    on several hosts the next uses another port, where no straggler of the last one can join in. Must run in the main
-    thread.
+    on several hosts the next uses another port, where no straggler of the last one can join in. ``starting`` is entered
+    while the launcher has not started a rank of this host. Must run in the main thread.
 
     Raises:
         SpecError: ``command`` has no --run-dir; see also :func:`read_launch` and :func:`find_environment`.
@@ -73,7 +75,7 @@ def supervise(
         while True:
             before = _content(latest)
             launch = read_launch(command)
-            code = _Start(launch, launch.port + ports, signals, grace_seconds, log).run()
+            code = _Start(launch, launch.port + ports, signals, grace_seconds, log, starting).run()
             ports += launch.remote
             if code in FINAL or signals.count:
                 return code
@@ -156,10 +158,18 @@ class _Start:
     """One start of the launcher, in a session of its own, so that a terminal's Ctrl-C does not reach the ranks."""
 
     def __init__(
-        self, launch: Launch, port: int, signals: _Signals, grace_seconds: float, log: Callable[[str], None]
+        self,
+        launch: Launch,
+        port: int,
+        signals: _Signals,
+        grace_seconds: float,
+        log: Callable[[str], None],
+        starting: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._launch, self._port, self._signals = launch, port, signals
         self._grace_seconds, self._log = grace_seconds, log
+        self._starting = contextlib.ExitStack()
+        self._starting.enter_context(starting())
 
     def run(self) -> int:
         """Start, wait, and leave nothing running."""
@@ -175,6 +185,7 @@ class _Start:
             try:
                 code = self._wait()
             finally:
+                self._starting.close()
                 self._kill()
         if self._signals.count > 1:
             self._log(f"{self._signals.last.name}: ended everything at once")
@@ -197,6 +208,8 @@ class _Start:
         limits: dict[int, float] = {}  # times at which everything is ended, by the exit code of that
         while (code := self._launcher.poll()) is None and self._signals.count < 2:
             now = time.monotonic()
+            if self._exit_file.stat().st_size or self._signals.count:
+                self._starting.close()
             if self._signals.count and EXIT_PREEMPTED not in limits:
                 limits[EXIT_PREEMPTED] = now + self._grace_seconds
                 if not self._ask_to_stop(self._signals.last.name):

@@ -1,0 +1,205 @@
+"""Verbs that start training: ``train``, and ``run`` for every option of DeepSpeed's launcher."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ddpm_ds.checkpoint.folder import LATEST
+from ddpm_ds.cli.train import add_train_options, checked
+from ddpm_ds.command_line import OneLineParser, natural, positive
+from ddpm_ds.predict.plan import describe_plan
+from ddpm_ds.processes.hosts import read_hostfile
+from ddpm_ds.processes.ranks import free_port
+from ddpm_ds.processes.supervisor import supervise
+from ddpm_ds.tracking.progress import ProgressLine
+from ddpm_ds.tracking.run_folder import check_output, checkpoints_of
+
+GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""Device files without which a host has no GPU, so that nobody needs to ask PyTorch, which takes seconds."""
+TRAIN_DESCRIPTION = """\
+Train a diffusion U-Net: check everything, start DeepSpeed's launcher, stay with it, and say at the end what was saved
+and how to go on. Ctrl-C or SIGTERM lets the ranks finish their step and save; a second one ends them at once.
+
+The run spec (YAML) says what is trained, the DeepSpeed JSON how. Processes are stages x replicas: -p sets the stages.
+"""
+TRAIN_EPILOG = """\
+examples
+  ddpm-ds train --deepspeed_config ds_configs/zero2_fp16.json
+      handwritten digits on this machine, fp16 and ZeRO-2
+  ddpm-ds train --processes 4 -p 2 --deepspeed_config ds_configs/zero2_fp16.json
+      2 stages x 2 replicas
+  ddpm-ds train --hostfile hostfile -p 4 --deepspeed_config ds_configs/zero2_fp16.json --spec launch/specs/cifar10.yaml
+      on several hosts; --dry-run says what would run
+
+exit codes are those of run (docs/exit_codes.md)
+"""
+RUN_DESCRIPTION = """\
+Start DeepSpeed's launcher and stay with it: SIGTERM, SIGINT, SIGUSR1 and SIGHUP make the ranks finish their step,
+save and stop, a second one ends them at once; when ranks are lost, the run is started again and resumes from the
+newest checkpoint of its --run-dir, which has to be given; and nothing is left running. On several hosts it is started
+on one of the hostfile, best the first, and each start reads the hostfile anew.
+"""
+
+RUN_EPILOG = """\
+examples
+  ddpm-ds run -- launch/train.py --deepspeed_config ds_configs/zero2_fp16.json --run-dir runs/digits
+  ddpm-ds run --max-restarts 3 -- --num_gpus 4 launch/train.py -p 2 \\
+      --deepspeed_config ds_configs/zero2_fp16.json --run-dir runs/digits
+  ddpm-ds run --max-restarts 3 -- --hostfile hostfile launch/train.py -p 2 \\
+      --deepspeed_config ds_configs/zero2_fp16.json --run-dir runs/digits
+
+exit codes (docs/exit_codes.md)
+  0 done   2 bad input   3 the numbers went bad   75 stopped and saved, start it again   76 ranks were lost
+  129 to 143 ended at once by a second signal   1 a bug
+"""
+
+
+def add_train(verbs: argparse._SubParsersAction[OneLineParser]) -> None:
+    """Add the verb ``train``."""
+    parser = verbs.add_parser(
+        "train", help="train a U-Net on this machine or on several", description=TRAIN_DESCRIPTION, epilog=TRAIN_EPILOG
+    )
+    _add_launch_options(parser)
+    add_train_options(parser)
+    parser.set_defaults(run=_train)
+
+
+def _add_launch_options(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--processes",
+        type=positive,
+        default=None,
+        metavar="N",
+        help="processes on this machine (default: one for each GPU, or one)",
+    )
+    where.add_argument(
+        "--hostfile", type=Path, default=None, metavar="FILE", help="hosts and their processes, as DeepSpeed reads them"
+    )
+    _add_restart_options(parser)
+
+
+def _train(options: argparse.Namespace) -> int:
+    if options.hostfile is not None:
+        hosts = tuple(host for host, slots in read_hostfile(options.hostfile).items() for _ in range(slots))
+        where, rendezvous = ["--hostfile", str(options.hostfile)], []
+    else:
+        hosts = ("0",) * (options.processes or _devices(options.device))
+        where = ["--num_gpus", str(len(hosts))]
+        rendezvous = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]  # beside other runs
+        if not _has_gpu():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed looks for one, and says so
+    plan, run_dir = checked(options, len(hosts), hosts)
+    check_output(run_dir, options.resume)
+    print(describe_plan(plan, run_dir), flush=True)
+    if options.dry_run:
+        return 0
+    launcher = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_launch_options(launcher)
+    asked = launcher.parse_known_args(options.arguments)[1]
+    if plan.chosen is not None:
+        asked += ["-p", str(plan.ds.layout.stages)]
+    if options.run_dir is None:
+        asked += ["--run-dir", str(run_dir)]
+    script = ["--module", "ddpm_ds.cli.train", *asked]
+    print(f"starting     {shlex.join(['deepspeed', *where, *script])}", flush=True)
+    code = supervise(
+        [*where, *rendezvous, "--log_level", "critical", *script, "--described"],
+        max_restarts=options.max_restarts,
+        grace_seconds=options.grace_seconds,
+        log=functools.partial(_log, "train"),
+        starting=_starting,
+    )
+    given = options.arguments if options.run_dir else [*options.arguments, "--run-dir", str(run_dir)]
+    _log("train", _outcome(code, run_dir, given))
+    return code
+
+
+def _devices(asked: str) -> int:
+    """Return the number of this host's GPUs, or 1 for its CPU."""
+    if asked == "cpu" or not _has_gpu():
+        return 1
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+def _has_gpu() -> bool:
+    return any(Path(file).exists() for file in GPU_FILES)
+
+
+@contextlib.contextmanager
+def _starting() -> Iterator[None]:
+    line = ProgressLine(1)
+    try:
+        with line.doing("starting the processes"):
+            yield
+    finally:
+        line.close()
+
+
+def _outcome(code: int, run_dir: Path, arguments: Sequence[str]) -> str:
+    """Return a line on what a run has left and the command that goes on."""
+    latest = checkpoints_of(run_dir) / LATEST
+    saved = latest.read_text().strip().removeprefix("images-") if latest.is_file() else ""
+    if code == 0:
+        return f"done; draw from it with: {shlex.join(['ddpm-ds', 'sample', str(run_dir)])}"
+    resume = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    resume.add_argument("--resume")
+    again = shlex.join(["ddpm-ds", "train", *resume.parse_known_args(arguments)[1]])
+    if saved:
+        return f"saved after {int(saved):,} images in {run_dir}; go on with: {again}"
+    return f"nothing was saved; start again with: {again}"
+
+
+def add_run(verbs: argparse._SubParsersAction[OneLineParser]) -> None:
+    """Add the verb ``run``."""
+    parser = verbs.add_parser(
+        "run",
+        help="train under DeepSpeed's launcher, with restarts, orderly stops and clear exit codes",
+        description=RUN_DESCRIPTION,
+        epilog=RUN_EPILOG,
+    )
+    _add_restart_options(parser)
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="-- ...", help="arguments of deepspeed: its options, script"
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    return supervise(
+        options.command[options.command[:1] == ["--"] :],
+        max_restarts=options.max_restarts,
+        grace_seconds=options.grace_seconds,
+        log=functools.partial(_log, "run"),
+    )
+
+
+def _add_restart_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-restarts",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="restarts in a row without a new checkpoint (default 0)",
+    )
+    parser.add_argument(
+        "--grace-seconds",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="seconds for the ranks to save and stop after a signal (default 300)",
+    )
+
+
+def _log(verb: str, line: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal may have gone
+        print(f"ddpm-ds {verb}: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,127 @@
+"""``ddpm-ds train``: typed in a terminal, stopped with Ctrl-C, and gone on with the command that it prints."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ddpm_ds.cli.launch import _outcome
+from ddpm_ds.cli.main import main
+from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED
+from tests.forking import ONE_THREAD, REPOSITORY
+from tests.launching import tiny_spec
+
+CONFIG = REPOSITORY / "ds_configs" / "zero1_fp32.json"
+PATIENCE_SECONDS = 600.0
+
+
+class Terminal:
+    """A command in a terminal of 80 columns, of which it knows nothing else."""
+
+    def __init__(self, command: list[str], folder: Path) -> None:
+        ours, its = pty.openpty()
+        termios.tcsetwinsize(its, (24, 80))
+        environment = {**os.environ, **ONE_THREAD, "PYTHONPATH": str(REPOSITORY), "HOME": str(folder)}
+        words = [sys.executable, "-m", "ddpm_ds.cli.main", *command[1:]]
+        self.process = subprocess.Popen(
+            words, stdin=its, stdout=its, stderr=its, cwd=folder, env=environment, start_new_session=True
+        )
+        os.close(its)
+        self._terminal, self.text = ours, ""
+
+    def read(self, until: Callable[[str], bool]) -> None:
+        """Read until the text that has appeared is enough, or the command has ended."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not until(self.text) and time.monotonic() < deadline:
+            try:
+                self.text += os.read(self._terminal, 2**16).decode(errors="replace")
+            except OSError:  # nobody has the terminal open any more
+                return
+
+    def ended(self) -> int:
+        """The exit code; leaves the lines that were on the screen in ``lines``."""
+        self.read(lambda text: False)
+        os.close(self._terminal)
+        self.lines = [line.rsplit("\r", 1)[-1] for line in self.text.replace("\r\n", "\n").split("\n")]
+        return self.process.wait(PATIENCE_SECONDS)
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    values = tiny_spec(train={"images": 3200, "batch_images": 16}).model_dump(mode="json", exclude_defaults=True)
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+@pytest.mark.launch
+def test_it_shows_what_it_does_saves_at_ctrl_c_and_the_command_that_it_prints_goes_on(
+    spec: Path, tmp_path: Path
+) -> None:
+    words = f"ddpm-ds train --processes 2 -p 2 --deepspeed_config {CONFIG} --spec {spec} --run-dir run"
+    first = Terminal(words.split(), tmp_path)
+    first.read(lambda text: re.search(r"\d/3200 images.* loss \d", text) is not None)
+    first.process.send_signal(signal.SIGINT)
+    assert first.ended() == EXIT_PREEMPTED, first.text
+    shown = ["starting the processes", "starting PyTorch and DeepSpeed", "building the pipeline"]
+    places = [first.text.find(what) for what in shown]
+    assert -1 not in places and places == sorted(places), first.text
+    last = first.lines[-2]
+    saved = re.fullmatch(r"ddpm-ds train: saved after ([\d,]+) images in run; go on with: (.*)", last)
+    assert saved is not None, first.lines[-5:]
+    second = Terminal(shlex.split(saved[2]), tmp_path)
+    assert second.ended() == 0, second.text
+    assert f"images-{int(saved[1].replace(',', '')):09}" in second.text, "resumed"
+    assert second.lines[-2] == "ddpm-ds train: done; draw from it with: ddpm-ds sample run"
+    for text in (first.text, second.text):
+        assert "Traceback" not in text and "KeyboardInterrupt" not in text
+        assert re.search(r"^\[20\d\d-", text, re.MULTILINE) is None, "a dated line of DeepSpeed's"
+
+
+def test_a_dry_run_and_bad_input_take_no_launcher_and_no_torch(spec: Path, tmp_path: Path) -> None:
+    def run(*options: str) -> tuple[int, str]:
+        code = f"""
+import sys
+from ddpm_ds.cli.main import main
+code = main({["train", "--deepspeed_config", str(CONFIG), "--spec", str(spec), *options]!r})
+assert not {{"torch", "deepspeed"}} & set(sys.modules)
+sys.exit(code)
+"""
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+        return done.returncode, done.stdout + done.stderr
+
+    code, text = run("--processes", "4", "-p", "2", "--dry-run")
+    assert code == 0 and "4 processes: 2 stages x 2 replicas" in text
+    assert run("--processes", "3", "-p", "2")[0] == EXIT_BAD_INPUT
+    code, text = run("--processes", "2", "--hostfile", "hosts")
+    assert code == EXIT_BAD_INPUT and len(text.splitlines()) == 1 and "--processes" in text
+    assert not list(tmp_path.glob("runs*"))
+
+
+def test_a_hostfile_counts_processes_and_hosts(spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
+    words = ["--deepspeed_config", str(CONFIG), "--spec", str(spec), "--hostfile", str(tmp_path / "hosts")]
+    assert main(["train", *words, "-p", "2", "--run-dir", str(tmp_path / "run"), "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "4 processes: 2 stages x 2 replicas" in said and "hosts        2 x 2 processes" in said
+
+
+def test_the_last_line_says_what_is_saved_and_how_to_go_on(tmp_path: Path) -> None:
+    given = ["--spec", "my spec.yaml", "--resume", "never", "--run-dir", str(tmp_path)]
+    again = f"ddpm-ds train --spec 'my spec.yaml' --run-dir {tmp_path}"
+    assert _outcome(1, tmp_path, given) == f"nothing was saved; start again with: {again}"
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest").write_text("images-000064000\n")
+    assert _outcome(76, tmp_path, given) == f"saved after 64,000 images in {tmp_path}; go on with: {again}"
