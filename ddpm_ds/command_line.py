@@ -44,7 +44,7 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
-        help="change one value of the spec; may be repeated",
+        help="change one value of the spec, or with ds.KEY=VALUE of the DeepSpeed JSON; may be repeated",
     )
 
 

@@ -16,7 +16,7 @@ from ddpm_ds.cluster.report import findings, report
 from ddpm_ds.cluster.survey import PlannedRun, Survey, survey
 from ddpm_ds.cluster.travel import chosen_by_hosts, exported, merge_into, secrets, travelling
 from ddpm_ds.command_line import add_spec_options, check_writable, positive
-from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec
+from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec, spec_overrides
 from ddpm_ds.errors import EXIT_BAD_INPUT
 from ddpm_ds.processes.hosts import (
     DEFAULT_HOSTFILE,
@@ -114,7 +114,7 @@ def _doctor(options: argparse.Namespace) -> int:
         hosts = read_hostfile(options.hostfile or DEFAULT_HOSTFILE)
     local = len(hosts) == 1 and this_host(hosts) is not None
     if options.deepspeed_config is not None:
-        read_ds_config(options.deepspeed_config)
+        read_ds_config(options.deepspeed_config, options.overrides)
     run = _planned_run(options, local)
     seen = survey(
         hosts,
@@ -144,7 +144,7 @@ def _planned_run(options: argparse.Namespace, local: bool) -> PlannedRun:
     """
     from ddpm_ds.unet.layers import unet_layers
 
-    spec = load_spec(options.spec, options.overrides)
+    spec = load_spec(options.spec, spec_overrides(options.overrides))
     layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
     travels, file, folder = travelling(os.environ), find_environment(), str(Path.cwd())
     if options.write_env is not None:
@@ -156,7 +156,7 @@ def _planned_run(options: argparse.Namespace, local: bool) -> PlannedRun:
         environment=exported(os.environ, file, folder),
         travels={} if local else travels,
         spec=str(options.spec),
-        overrides=tuple(options.overrides),
+        overrides=tuple(spec_overrides(options.overrides)),
         ds_config=None if options.deepspeed_config is None else str(options.deepspeed_config),
         run_dir=str(options.run_dir),
         checkpoint_bytes=CHECKPOINT_BYTES * sum(layer.parameters for layer in layers) * (spec.checkpoint.keep_last + 1),

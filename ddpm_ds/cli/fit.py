@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_ds.command_line import add_spec_options, check_writable, gib, memory_size, positive, seconds
-from ddpm_ds.config.spec_file import DEFAULT_SPEC
+from ddpm_ds.config.spec_file import DEFAULT_SPEC, JSON_PREFIX
 from ddpm_ds.errors import LayoutError, SpecError
 from ddpm_ds.fit.child import TriedSize
 from ddpm_ds.fit.report import Found, draw, numbers, table, why, winner
@@ -241,15 +241,19 @@ def _report(options: argparse.Namespace, found: Sequence[Found]) -> None:
     task, size = winner(found).task, winner(found).knee.micro_batch_images
     print(f"\n{table(found)}\n\n{textwrap.fill(why(found), 112, break_on_hyphens=False)}\n")
     config = task.config(size)
-    keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    print(json.dumps({key: config[key] for key in keys} | {"pipeline": {"stages": task.layout.stages}}, indent=2))
+    changes = list(task.changes(size))
     if options.out is not None:
         options.out.write_text(json.dumps(config, indent=2) + "\n")
-    command = ["deepspeed", "--num_gpus", str(task.layout.processes), "launch/train.py"]
+    else:
+        keys = {key: config[key] for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")}
+        keys["pipeline.stages"] = task.layout.stages
+        changes += [change for change in task.overrides if change.startswith(JSON_PREFIX)]
+        changes += [f"{JSON_PREFIX}{key}={value}" for key, value in keys.items()]
+    command = ["ddpm-ds", "train", "--processes", str(task.layout.processes)]
     command += [] if task.spec == DEFAULT_SPEC else ["--spec", str(task.spec)]
     command += ["--deepspeed_config", str(options.out or task.ds_config)]
-    command += [word for change in task.changes(size) for word in ("--set", change)]
-    print(f"\n{'train with it' if options.out else 'with these in the JSON (--out writes it)'}: {shlex.join(command)}")
+    command += [word for change in changes for word in ("--set", change)]
+    print(f"train with it: {shlex.join(command)}")
     if options.json is not None:
         about = {"command": shlex.join(["ddpm-ds", *sys.argv[1:]]), "spec": str(task.spec), "ds_config": config}
         options.json.write_text(json.dumps(numbers(found, **about), indent=2) + "\n")

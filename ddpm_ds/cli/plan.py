@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpm_ds.command_line import add_spec_options, bandwidth, check_writable, memory_size, positive, teraflops
 from ddpm_ds.config.ds_config import check_ds_config, precision, read_ds_config
-from ddpm_ds.config.spec_file import load_spec
+from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.predict.machine import KINDS, Machine, machine, this_machine
 from ddpm_ds.processes.ranks import set_environment
@@ -28,12 +29,12 @@ is trained; step times come from a simulator that executes the instruction strea
 
 EXAMPLES = """\
 examples
-  ddpm-ds plan --spec launch/specs/cifar10.yaml --deepspeed_config ds_configs/zero2_bf16.json --devices 8
+  ddpm-ds plan --spec launch/specs/cifar10.yaml --deepspeed_config ds_configs/zero2_bf16.json --processes 8
       8 devices like those of this machine, else one core each
   ddpm-ds plan --spec launch/specs/folder.yaml --set data.path=photos --deepspeed_config ds_configs/zero2_bf16.json \\
-      --devices 16 --nodes 2 --device-kind a100-40 --inter-node 12.5GB/s --out plan.json --timeline plan.png
+      --processes 16 --nodes 2 --device-kind a100-40 --inter-node 12.5GB/s --out plan.json --timeline plan.png
       two nodes of A100s that are not here; write the JSON to train with and draw the step
-  ddpm-ds plan --spec launch/specs/cifar10.yaml --deepspeed_config ds_configs/zero0_fp32.json --devices 2 --measure
+  ddpm-ds plan --spec launch/specs/cifar10.yaml --deepspeed_config ds_configs/zero0_fp32.json --processes 2 --measure
       time each layer on this machine instead of computing its cost
 
 docs/planner.md says what is predicted from what.
@@ -46,7 +47,15 @@ def add_plan(verbs: argparse._SubParsersAction[Any]) -> None:
     parser = verbs.add_parser("plan", help=about, description=DESCRIPTION, epilog=EXAMPLES)
     add_spec_options(parser)
     parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="JSON", help="JSON to complete")
-    parser.add_argument("--devices", type=positive, required=True, metavar="N", help="processes to train with")
+    parser.add_argument(
+        "--processes",
+        "--devices",
+        dest="devices",
+        type=positive,
+        required=True,
+        metavar="N",
+        help="processes to train with",
+    )
     parser.add_argument("--nodes", type=positive, default=1, metavar="N", help="hosts that share them (default 1)")
     parser.add_argument("--device-kind", choices=tuple(KINDS), help="default: this machine's GPU, else cpu")
     parser.add_argument("--device-memory", type=memory_size, metavar="SIZE", help="memory of one device, such as 80GiB")
@@ -64,8 +73,8 @@ def _plan(options: argparse.Namespace) -> None:
     for name, path in (("--out", options.out), ("--timeline", options.timeline)):
         if path is not None:
             check_writable(name, path)
-    spec = load_spec(options.spec, options.overrides)
-    config = read_ds_config(options.deepspeed_config)
+    spec = load_spec(options.spec, spec_overrides(options.overrides))
+    config = read_ds_config(options.deepspeed_config, options.overrides)
     check_ds_config(config, options.deepspeed_config)
     if options.measure and options.tflops:
         raise LayoutError("--tflops says nothing of layers that are timed; leave it or --measure out")
@@ -108,7 +117,11 @@ def _plan(options: argparse.Namespace) -> None:
     if options.out is not None:
         filled = ds_config(job, first, predictor.bounds(first))
         options.out.write_text(json.dumps(filled, indent=2) + "\n")
-        print(f"\n{options.out}: the DeepSpeed JSON of 1; train with {options.devices} processes")
+        where = ["--processes", str(options.devices)] if options.nodes == 1 else ["--hostfile", "hostfile"]
+        command = ["ddpm-ds", "train", *where, "--deepspeed_config", str(options.out)]
+        command += ["--spec", str(options.spec)]
+        command += [word for change in spec_overrides(options.overrides) for word in ("--set", change)]
+        print(f"\ntrain with 1: {shlex.join(command)}")
     if options.timeline is not None:
         draw_timeline(predictor.simulate(first, keep_events=True), f"{spec.name}: {first.words()}", options.timeline)
         print(f"{options.timeline}: its step")

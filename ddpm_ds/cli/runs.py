@@ -169,13 +169,13 @@ def _diagnose(options: argparse.Namespace) -> None:
     from ddpm_ds.predict.finished_run import facts_of
 
     found = verdict(facts_of(folder))
-    print(text(found), end="")
+    print(text(found, folder), end="")
     try:
-        (folder / VERDICT).write_text(text(found))
+        (folder / VERDICT).write_text(text(found, folder))
     except OSError as error:
         print(f"ddpm-ds diagnose: {folder / VERDICT} can't be written ({error.strerror})", file=sys.stderr)
     if run is not None:
-        missing = keep_with(run.id, run.tracking_uri, {VERDICT: text(found)}, tags(found))
+        missing = keep_with(run.id, run.tracking_uri, {VERDICT: text(found, folder)}, tags(found))
     if missing:
         print(f"ddpm-ds diagnose: not kept in MLflow: {missing}", file=sys.stderr)
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from ddpm_ds.cli.train import parse
 from ddpm_ds.command_line import add_spec_options, counted, positive
 from ddpm_ds.config.ds_config import check_ds_config, read_ds_config
-from ddpm_ds.config.spec_file import load_spec
+from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import EXIT_PREEMPTED, OutputError
 from ddpm_ds.experiments.sweep import TRAIN, Sweep, heard_signals, run_command
 from ddpm_ds.experiments.trials import BASELINE, SHORTHANDS, Trial, make_trials, parse_variables, plan_trials
@@ -109,14 +109,15 @@ def add_sweep(verbs: argparse._SubParsersAction[Any]) -> None:
 
 def _sweep(options: argparse.Namespace) -> int:
     asked = _check_train_options(options)
-    spec, config = load_spec(options.spec, options.overrides), read_ds_config(options.deepspeed_config)
+    own = spec_overrides(options.overrides)
+    spec, config = load_spec(options.spec, own), read_ds_config(options.deepspeed_config, options.overrides)
     check_ds_config(config, options.deepspeed_config)
     variables = parse_variables(options.vary)
     if asked.pipeline_stages is not None and "stages" in variables:
         raise ExperimentError(
             f"-p {asked.pipeline_stages} after -- and --vary stages say the same thing twice; leave one out"
         )
-    trials = make_trials(variables, config, options.overrides, options.processes, full=options.full)
+    trials = make_trials(variables, config, own, options.processes, full=options.full)
     plans = plan_trials(
         trials, options.spec, options.deepspeed_config, stages=asked.pipeline_stages, device=asked.device
     )

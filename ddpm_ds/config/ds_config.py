@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from ddpm_ds.config.ds_keys import BLOCK, KEYS, REFUSED, children, zero_only_keys
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.config.spec_file import shown
+from ddpm_ds.config.spec_file import JSON_PREFIX, shown
 from ddpm_ds.errors import DsConfigError, LayoutError
 
 _WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "last_batch_iteration")
@@ -233,8 +233,41 @@ class ResolvedDsConfig:
         return replace(self, blocks={name: block for name, block in self.blocks.items() if name not in reports})
 
 
-def read_ds_config(path: Path | str) -> dict[str, Any]:
-    """Read a DeepSpeed JSON; duplicated keys are refused. Raises :class:`DsConfigError`."""
+def read_ds_config(path: Path | str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Read a DeepSpeed JSON, and apply the ``ds.block.key=value`` among the overrides.
+
+    Raises:
+        DsConfigError: the file can't be read, a key comes twice, or an override names no key.
+    """
+    config = _read(path)
+    for item in overrides:
+        key, equals, value = item.partition("=")
+        if key.startswith(JSON_PREFIX):
+            if not equals:
+                raise DsConfigError(f"--set {item}: write ds.block.key=value, such as ds.pipeline.schedule=1f1b")
+            set_key(config, key.removeprefix(JSON_PREFIX).strip(), value, f"--set {item}")
+    return config
+
+
+def set_key(config: dict[str, Any], path: str, text: str, origin: str) -> None:
+    """Put a value into a DeepSpeed JSON: JSON, or any other text as it is, so that quotes can be left out.
+
+    Raises:
+        DsConfigError: ``path`` leads through something that is no block; the message begins with ``origin``.
+    """
+    *blocks, name = path.split(".")
+    for depth, block in enumerate(blocks, start=1):
+        config = config.setdefault(block, {})
+        if not isinstance(config, dict):
+            where = ".".join(blocks[:depth])
+            raise DsConfigError(f"{origin}: {where} is no block of the JSON; name a key of a block")
+    try:
+        config[name] = json.loads(text)
+    except ValueError:
+        config[name] = text.strip()
+
+
+def _read(path: Path | str) -> dict[str, Any]:
     try:
         config = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
     except FileNotFoundError:
@@ -328,8 +361,7 @@ def _layout(config: dict[str, Any], spec: RunSpec, world_size: int, asked_stages
         )
     if schedule != "1f1b" and stages == 1:
         raise LayoutError(
-            f'pipeline.schedule = "{schedule}" has nothing to fold on one stage; use "1f1b", or start 2 processes and '
-            "-p 2"
+            f'pipeline.schedule = "{schedule}" has nothing to fold on one stage; use "1f1b", or --processes 2 -p 2'
         )
     if schedule == "folded" and micro_batches < 2 * stages:
         raise LayoutError(
@@ -356,9 +388,10 @@ def _stages(config: dict[str, Any], world_size: int, asked: int | None) -> int:
         raise LayoutError(f"pipeline.stages is auto for {world_size} processes; say how many stages with -p")
     if stages < 1 or world_size % stages:
         fitting = [str(count) for count in range(1, world_size + 1) if world_size % count == 0]
+        more = f", or --processes {-(-world_size // stages) * stages}" if stages > 0 else ""
         raise LayoutError(
             f"{name} makes {stages} stages, which don't divide {world_size} processes; use {' or '.join(fitting)} "
-            f"stages or another number of processes"
+            f"stages{more}"
         )
     cuts = [count * stages - 1 for count in per_rank]
     if isinstance(partition, list) and len(partition) not in cuts:

@@ -15,6 +15,9 @@ from pydantic import ValidationError
 from ddpm_ds.config.spec import RunSpec, Section, with_current_names
 from ddpm_ds.errors import SpecError
 
+JSON_PREFIX = "ds."
+"""Beginning of overrides that change the DeepSpeed JSON instead of the spec."""
+
 
 class _Loader(yaml.SafeLoader):
     """YAML in which a duplicated key is an error, 1e-4 is a number and a date is text."""
@@ -36,6 +39,11 @@ _Loader.yaml_implicit_resolvers = {
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
+
+
+def spec_overrides(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides that are not of the DeepSpeed JSON, for :func:`load_spec`."""
+    return [item for item in overrides if not item.startswith(JSON_PREFIX)]
 
 
 def load_spec(path: Path | str, overrides: Sequence[str] = ()) -> RunSpec:
@@ -113,6 +121,8 @@ def _override(values: dict[str, Any], item: str) -> str:
     key = key.strip()
     if not (equals and key):
         raise SpecError(f"--set {item}: write section.key=value, such as unet.dropout=0.1")
+    if key.startswith(JSON_PREFIX):
+        raise SpecError(f"--set {item}: this command reads no DeepSpeed JSON; leave it out")
     *sections, name = key.split(".")
     if _section_at((*sections, name)):
         raise SpecError(f"--set {item}: {key} is a section; set one of its keys, such as {key}.{_fields(key)[0]}")

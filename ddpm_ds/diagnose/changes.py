@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -42,9 +43,18 @@ class Change:
 
     @property
     def edit(self) -> str:
-        """Text of the change as it is typed."""
-        keys = json.dumps(self.config)[1:-1]
-        return " and in the DeepSpeed JSON ".join(part for part in (" ".join(self.options), keys) if part)
+        """The change as it is typed, as options of ``ddpm-ds train``."""
+        keys = (f"--set {shlex.quote(f'ds.{key}')}" for key in _leaves(self.config))
+        return " ".join((*self.options, *keys))
+
+
+def _leaves(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield ``block.key=value`` of each value."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from (f"{key}.{leaf}" for leaf in _leaves(value))
+        else:
+            yield f"{key}={value if isinstance(value, str) else json.dumps(value, separators=(',', ':'))}"
 
 
 Ideas = Iterator[tuple[str, Setup | float, tuple[str, ...], dict[str, Any]]]

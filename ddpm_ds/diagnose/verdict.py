@@ -12,6 +12,7 @@ explained by simulating the same schedule, one cause after the other::
 from __future__ import annotations
 
 import math
+import shlex
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -55,6 +56,8 @@ class Verdict:
     """Change to try next; None where no setting of this project makes the run faster."""
     change_for: str
     """Cost that the change lowers: the largest for which there is one."""
+    processes: int
+    """Processes of the run."""
 
     @property
     def healthy(self) -> bool:
@@ -69,7 +72,8 @@ def verdict(facts: FinishedRun) -> Verdict:
     costs = [name for name in found if name != USEFUL]
     changes = ((name, best_change(model, name)) for name in costs if found[name] >= LEAST_GAIN)
     lowered, change = next(((name, change) for name, change in changes if change is not None), (costs[0], None))
-    return Verdict(found, costs[0], _evidence(model, costs[0], found[costs[0]]), change, change_for=lowered)
+    evidence, processes = _evidence(model, costs[0], found[costs[0]]), facts.setup.stages * facts.setup.replicas
+    return Verdict(found, costs[0], evidence, change, change_for=lowered, processes=processes)
 
 
 def conclude(run_dir: Path, log: Callable[[str], None]) -> Verdict | None:
@@ -84,15 +88,15 @@ def conclude(run_dir: Path, log: Callable[[str], None]) -> Verdict | None:
         device = measure_device(facts.job.layers, kind, facts.job.precision)
         found = verdict(replace(facts, device=device))
         write_device(run_dir, device)
-        (run_dir / VERDICT).write_text(text(found))
+        (run_dir / VERDICT).write_text(text(found, run_dir))
     except (UserError, OSError) as error:
         log(f"no verdict: {error}")
         return None
     return found
 
 
-def text(found: Verdict) -> str:
-    """Return a table of the shares, and conclusions in a few sentences."""
+def text(found: Verdict, run_dir: Path) -> str:
+    """Return a table of the shares, and conclusions in a few sentences, with the command to try next."""
     names = {name: SHOWN.get(name, name) for name in found.shares}
     width = max(map(len, names.values()))
     lines = ["where the time went", ""]
@@ -110,7 +114,10 @@ def text(found: Verdict) -> str:
         if found.change_for != found.top:
             lines.append(f"Nothing is predicted to lower that. Against {names[found.change_for]}:")
         faster = f"{gain:.0%} less time per image, {1 / (1 - gain):.2f} times the images per second"
-        lines += [f"try next: {found.change.edit}", _wrapped(f"{found.change.words}. Predicted: {faster}.")]
+        files = {"--spec": run_dir / "spec.yaml", "--deepspeed_config": run_dir / "ds_config.json"}
+        same = " ".join(f"{option} {shlex.quote(str(path))}" for option, path in files.items())
+        command = f"ddpm-ds train {same} --processes {found.processes} {found.change.edit}"
+        lines += [f"try next: {command}", _wrapped(f"{found.change.words}. Predicted: {faster}.")]
     return "\n".join(lines) + "\n"
 
 

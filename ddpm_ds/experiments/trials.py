@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_ds.command_line import positive
-from ddpm_ds.config.ds_config import check_ds_config, leaves_stages_open
+from ddpm_ds.config.ds_config import check_ds_config, leaves_stages_open, set_key
 from ddpm_ds.config.ds_keys import zero_only_keys
+from ddpm_ds.config.spec_file import JSON_PREFIX
 from ddpm_ds.errors import UserError
 from ddpm_ds.predict.plan import RunPlan, plan_run
 from ddpm_ds.processes.ranks import set_environment
@@ -28,7 +29,6 @@ from ddpm_ds.tracking.runs import ExperimentError
 
 BASELINE = "baseline"
 """Name of the trial that has the first value of every variable."""
-JSON_PREFIX = "ds."
 JSON_KEYS = {
     "stages": "pipeline.stages",
     "schedule": "pipeline.schedule",
@@ -194,7 +194,7 @@ def _edit(config: dict[str, Any], name: str, value: str) -> list[str]:
         except argparse.ArgumentTypeError as error:
             raise ExperimentError(f"--vary processes={value}: {error}") from None
     elif name in JSON_KEYS or name.startswith(JSON_PREFIX):
-        _set_path(config, JSON_KEYS.get(name, name.removeprefix(JSON_PREFIX)), _json(value))
+        set_key(config, JSON_KEYS.get(name, name.removeprefix(JSON_PREFIX)), value, f"--vary {name}={value}")
         if name == "micro_batch_images":  # the number of micro-batches follows, so that the batch stays what it is
             config["gradient_accumulation_steps"] = "auto"
             return ["train.accumulation=auto"]
@@ -221,21 +221,3 @@ def _leave_out_what_zero_reads(config: dict[str, Any]) -> None:
     for block, name in zero_only_keys():
         if isinstance(config.get(block), dict):
             config[block].pop(name, None)
-
-
-def _set_path(config: dict[str, Any], path: str, value: Any) -> None:
-    *blocks, name = path.split(".")
-    for depth, block in enumerate(blocks, start=1):
-        config = config.setdefault(block, {})
-        if not isinstance(config, dict):
-            where = ".".join(blocks[:depth])
-            raise ExperimentError(f"--vary {JSON_PREFIX}{path}: {where} is no block of the JSON; name a key of a block")
-    config[name] = value
-
-
-def _json(text: str) -> Any:
-    """Return a JSON value; other text is returned as it is, so that quotes can be left out."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

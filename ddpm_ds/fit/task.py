@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from ddpm_ds.command_line import counted
 from ddpm_ds.config.ds_config import read_ds_config, resolve
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.config.spec_file import load_spec
+from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import EXIT_PREEMPTED, LayoutError, SpecError, UserError
 from ddpm_ds.predict.plan import RunPlan, plan_run
 from ddpm_ds.processes.ranks import free_port
@@ -150,9 +150,9 @@ class Task(BaseModel, frozen=True, ser_json_inf_nan="constants"):
     def changes(self, size: int) -> tuple[str, ...]:
         """Return the overrides of the spec with micro-batches of ``size`` images."""
         if self.accumulation is None:
-            return self.overrides
+            return tuple(spec_overrides(self.overrides))
         batch = self.layout.replicas * self.accumulation * size
-        return (*self.overrides, f"train.batch_images={batch}", "train.accumulation=auto")
+        return (*spec_overrides(self.overrides), f"train.batch_images={batch}", "train.accumulation=auto")
 
     def load_spec(self, size: int) -> RunSpec:
         """Load the spec of a trial. Raises SpecError."""
@@ -164,7 +164,7 @@ class Task(BaseModel, frozen=True, ser_json_inf_nan="constants"):
         Raises:
             DsConfigError, SpecError: the JSON or the spec can't be read.
         """
-        config = read_ds_config(self.ds_config)
+        config = read_ds_config(self.ds_config, self.overrides)
         config["train_micro_batch_size_per_gpu"] = size
         if self.accumulation is None:
             share = self.load_spec(size).train.batch_images // self.layout.replicas

@@ -129,8 +129,8 @@ def machine(
     if devices % nodes:
         more = -(-devices // nodes) * nodes
         raise LayoutError(
-            f"--devices {devices} can't be shared evenly by --nodes {nodes}; use --devices {more} or a number of nodes "
-            f"that divides {devices}"
+            f"--processes {devices} can't be shared evenly by --nodes {nodes}; use --processes {more} or a number of "
+            f"nodes that divides {devices}"
         )
     sheet = KINDS[kind]
     teraflops = sheet.half_teraflops if half else sheet.single_teraflops

@@ -20,7 +20,7 @@ from ddpm_ds.config.ds_config import (
     resolve,
 )
 from ddpm_ds.config.spec import HELD_OUT_QUANTILES, RunSpec
-from ddpm_ds.config.spec_file import load_spec
+from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.pipeline.cuts import Stage, describe, folds, partition
 from ddpm_ds.pipeline.placement import AcrossHosts, Exchange, Grid, across_hosts, run_exchange, traffic
 from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer, unet_layers
@@ -110,15 +110,16 @@ def plan_run(
 ) -> RunPlan:
     """Read and check everything that can be checked before anything is started.
 
-    Where neither ``stages`` nor the JSON gives the number of stages, the planner chooses it, for ``device`` as in
-    ``--device``; only then PyTorch and DeepSpeed are imported. ``hosts`` are those of each rank, by
-    :func:`ddpm_ds.pipeline.placement.launched_hosts`; without them there is one.
+    Overrides that begin with ``ds.`` change the JSON, others the spec. Where neither ``stages`` nor the JSON gives the
+    number of stages, the planner chooses it, for ``device`` as in ``--device``; only then PyTorch and DeepSpeed are
+    imported. ``hosts`` are those of each rank, by :func:`ddpm_ds.pipeline.placement.launched_hosts`; without them there
+    is one.
 
     Raises:
         SpecError, DsConfigError, LayoutError: one line each, before anything is started.
     """
-    spec = load_spec(spec_path, overrides)
-    config, chosen = read_ds_config(ds_path), None
+    spec = load_spec(spec_path, spec_overrides(overrides))
+    config, chosen = read_ds_config(ds_path, overrides), None
     check_ds_config(config, ds_path)
     if stages is None and leaves_stages_open(config, world_size):
         from ddpm_ds.device import choose_device

@@ -142,7 +142,7 @@ def _nothing(predictor: Predictor, misfits: Sequence[Candidate]) -> LayoutError:
         )
     if not misfits:
         return LayoutError(
-            f"--devices {devices} can't share train.batch_images = {batch} and the U-Net's {len(job.layers)} layers; "
+            f"--processes {devices} can't share train.batch_images = {batch} and the U-Net's {len(job.layers)} layers; "
             f"use --set train.batch_images={-(-batch // devices) * devices} or another number of devices"
         )
     nearest = min(misfits, key=lambda layout: _needs(predictor, layout))

@@ -279,7 +279,7 @@ def _train(
     if link is None:
         return
     if found is not None:
-        print(f"\n{verdict.text(found)}", flush=True)
+        print(f"\n{verdict.text(found, run_dir)}", flush=True)
     print(
         summary(
             loss=last.loss,

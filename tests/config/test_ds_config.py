@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from ddpm_ds.config.ds_config import BUCKET_ELEMENTS, check_ds_config, read_ds_config, resolve
 from ddpm_ds.config.ds_keys import BLOCK, KEYS, REFUSED, children, ds_config_markdown
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.config.spec_file import load_spec
-from ddpm_ds.errors import DsConfigError, LayoutError
+from ddpm_ds.config.spec_file import SPECS, load_spec, spec_overrides
+from ddpm_ds.errors import DsConfigError, LayoutError, SpecError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((REPOSITORY / "ds_configs").glob("*.json"))
@@ -482,6 +482,27 @@ def test_a_bad_file_is_one_line(tmp_path: Path, text: str, words: list[str]) -> 
     assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_values_of_the_json_are_set_like_those_of_the_spec(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"pipeline": {"stages": 2}, "gradient_clipping": 1.0}')
+    changes = ["unet.channels=8", "ds.pipeline.schedule=1f1b", "ds.pipeline.partition=[3]", "ds.fp16.enabled=true"]
+    pipeline = {"stages": 2, "schedule": "1f1b", "partition": [3]}
+    assert read_ds_config(file, changes) == {
+        "pipeline": pipeline,
+        "gradient_clipping": 1.0,
+        "fp16": {"enabled": True},
+    }
+    assert spec_overrides(changes) == ["unet.channels=8"]
+    for bad, words in (
+        ("ds.gradient_clipping.value=1", "--set ds.gradient_clipping.value=1: gradient_clipping is no block"),
+        ("ds.pipeline.schedule", "write ds.block.key=value"),
+    ):
+        with pytest.raises(DsConfigError, match=words):
+            read_ds_config(file, [bad])
+    with pytest.raises(SpecError, match="this command reads no DeepSpeed JSON"):
+        load_spec(SPECS / "digits.yaml", ["ds.fp16.enabled=true"])
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,25 +11,25 @@ from typing import Any
 import pytest
 import yaml
 
-from ddpm_ds.config.ds_config import resolve
-from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.diagnose.changes import Change
 from ddpm_ds.diagnose.verdict import USEFUL, Verdict, shares, tags, text, verdict
 from ddpm_ds.observe.device_speed import Device
 from ddpm_ds.observe.observer import Pauses
 from ddpm_ds.predict.finished_run import FinishedRun, Overflows
 from ddpm_ds.predict.memory import pipeline_memory
+from ddpm_ds.predict.plan import plan_run
 from ddpm_ds.predict.whatif import Model
 from tests.diagnose.planted_facts import BATCH, Bench
 
+RUN = Path("runs/a b")
 EDITS = {
     "data wait": "--set data.workers=1",
-    "imbalance": '"pipeline": {"partition": "measured"}',
-    "bubble": '"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 32',
-    "communication": '"pipeline": {"schedule": "planned"}',
-    "low utilisation": '"train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 2',
-    "recomputation": '"pipeline": {"activation_checkpoint_interval": 0}',
-    "optimizer": '"zero_optimization": {"stage": 1}',
+    "imbalance": "--set ds.pipeline.partition=measured",
+    "bubble": "--set ds.train_micro_batch_size_per_gpu=1 --set ds.gradient_accumulation_steps=32",
+    "communication": "--set ds.pipeline.schedule=planned",
+    "low utilisation": "--set ds.train_micro_batch_size_per_gpu=16 --set ds.gradient_accumulation_steps=2",
+    "recomputation": "--set ds.pipeline.activation_checkpoint_interval=0",
+    "optimizer": "--set ds.zero_optimization.stage=1",
 }
 """By cost, the change to try under 1F1B as it is typed."""
 FAULTS = {
@@ -80,17 +82,14 @@ def test_the_fault_is_named_with_a_change_that_training_accepts_and_that_saves_w
 
 
 def check_accepted(facts: FinishedRun, change: Change, folder: Path) -> None:
-    """Resolve the run's configuration with a change made."""
-    config = dict(facts.job.config)
-    for key, value in change.config.items():
-        config[key] = config.get(key, {}) | value if isinstance(value, dict) else value
-    options = " ".join(change.options).split()
+    """Resolve the run's files with the change as it would be typed."""
+    options = shlex.split(change.edit)
     overrides = [options[place + 1] for place, option in enumerate(options) if option == "--set"]
     stages = int(options[options.index("-p") + 1]) if "-p" in options else None
-    file = folder / "spec.yaml"
-    file.write_text(yaml.safe_dump(facts.spec.model_dump(mode="json")))
-    world = facts.setup.stages * facts.setup.replicas
-    resolve(config, load_spec(file, overrides), world_size=world, stages=stages, path="changed.json")
+    spec, config = folder / "spec.yaml", folder / "ds_config.json"
+    spec.write_text(yaml.safe_dump(facts.spec.model_dump(mode="json")))
+    config.write_text(json.dumps(facts.job.config))
+    plan_run(spec, overrides, config, world_size=facts.setup.stages * facts.setup.replicas, stages=stages)
 
 
 def changed(bench: Bench, change: Change) -> Bench:
@@ -116,22 +115,25 @@ def test_a_run_in_which_little_is_lost_is_healthy() -> None:
     found = verdict(Bench(schedule="folded", micro_batches=32).traced())
     assert found.healthy
     assert found.shares[USEFUL] > 0.9
-    assert "\nhealthy: no cost takes 5% of the time; largest cost: imbalance, " in text(found)
+    assert "\nhealthy: no cost takes 5% of the time; largest cost: imbalance, " in text(found, RUN)
     assert tags(found)["verdict.top"] == "healthy"
 
 
 def test_the_text_is_a_table_and_sentences_with_numbers_and_the_tags_are_short() -> None:
     found = verdict(FAULTS["data wait"].traced())
-    said = text(found)
+    said = text(found, RUN)
     assert said.startswith("where the time went\n\n  useful work ") and " 68.1%  #####" in said
     assert " ".join(said.split()).count(" data wait 23.1% ######### ") == 1
     assert "\nlargest cost: data wait, 23.1%: rank 0 waits 16 ms of a 73.5 ms step" in said
-    assert "\ntry next: --set data.workers=1\n" in said
+    files = "--spec 'runs/a b/spec.yaml' --deepspeed_config 'runs/a b/ds_config.json'"
+    command = f"try next: ddpm-ds train {files} --processes 2 --set data.workers=1"
+    assert command in said.splitlines()
     assert "23% less time per image, 1.30 times the images per second" in " ".join(said.split())
-    assert all(len(line) <= 112 for line in said.splitlines())
+    assert all(len(line) <= 112 or line == command for line in said.splitlines())
     assert tags(found) == {"verdict.top": "data wait", "verdict.share": "23.1%", "verdict.try": "--set data.workers=1"}
     starting = verdict(FAULTS["low utilisation"].traced())  # which has another name in the text than as a tag
-    assert "\nlargest cost: kernel start-up, " in text(starting) and "low utilisation" not in text(starting)
+    said = text(starting, RUN)
+    assert "\nlargest cost: kernel start-up, " in said and "low utilisation" not in said
     assert tags(starting)["verdict.top"] == "low utilisation"
 
 
@@ -164,9 +166,9 @@ def test_skipped_steps_are_a_cost_with_a_loss_scale_to_begin_with() -> None:
     assert found.top == "overflow steps"
     assert found.shares["overflow steps"] == pytest.approx(0.25)
     assert found.change is not None and found.change.gain == pytest.approx(0.25)
-    assert found.change.edit == '"fp16": {"initial_scale_power": 8}'
+    assert found.change.edit == "--set ds.fp16.initial_scale_power=8"
     found = verdict(Bench().traced(overflows=Overflows(8, 32, 2.0**16, 2.0**16)))  # the scale comes back
-    assert edit(found) == '"fp16": {"enabled": false}, "bf16": {"enabled": true}'
+    assert edit(found) == "--set ds.fp16.enabled=false --set ds.bf16.enabled=true"
 
 
 @pytest.mark.parametrize(
@@ -193,7 +195,7 @@ def test_without_a_better_setting_nothing_is_named() -> None:
     found = verdict(busy)
     assert (found.top, found.change) == ("transfers", None)
     assert found.shares["transfers"] == pytest.approx(0.5, abs=0.01)
-    assert "try next: nothing" in text(found)
+    assert "try next: nothing" in text(found, RUN)
 
 
 def test_a_change_against_another_cost_says_so() -> None:
@@ -201,7 +203,10 @@ def test_a_change_against_another_cost_says_so() -> None:
     bubble."""
     found = verdict(ORDERED["communication"].traced())
     assert (found.top, found.change_for) == ("communication", "bubble")
-    assert "Nothing is predicted to lower that. Against bubble:\ntry next: " in text(found)
+    assert (
+        "Nothing is predicted to lower that. Against bubble:\ntry next: ddpm-ds train --spec 'runs/a b/spec.yaml' "
+        in text(found, RUN)
+    )
 
 
 def test_unequal_stages_of_a_planned_run_are_no_bubble() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ddpm_ds.config.ds_config import read_ds_config
+from ddpm_ds.errors import UserError
 from ddpm_ds.experiments.trials import DYNAMIC_FP16, Trial, make_trials, parse_variables, plan_trials
 from ddpm_ds.tracking.runs import ExperimentError
 from tests.launching import REPOSITORY
@@ -107,7 +108,7 @@ def test_the_planner_is_asked_for_stages_elsewhere(tmp_path: Path) -> None:
     ],
 )
 def test_a_variable_that_can_not_be_is_said_in_one_line(items: list[str], said: str) -> None:
-    with pytest.raises(ExperimentError) as error:
+    with pytest.raises(UserError) as error:
         made_of(*items)
     assert said in str(error.value) and "\n" not in str(error.value)
 
