@@ -109,7 +109,9 @@ def _plan(options: argparse.Namespace) -> None:
         filled = ds_config(job, first, predictor.bounds(first))
         options.out.write_text(json.dumps(filled, indent=2) + "\n")
         print(f"\n{options.out}: the DeepSpeed JSON of 1; train with {options.devices} processes")
-    if options.timeline is not None:
+    if options.timeline is not None and first.stages == 1:
+        print(f"{options.timeline}: not drawn, as 1 has one stage and waits for no other")
+    elif options.timeline is not None:
         draw_timeline(predictor.simulate(first, keep_events=True), f"{spec.name}: {first.words()}", options.timeline)
         print(f"{options.timeline}: its step")
 
