@@ -49,7 +49,7 @@ CHARACTER = 0.014
 """Width of a character as a share of the picture's width; a box has room for its number and one more."""
 VISIBLE = 0.001
 """Smallest width of a box that can be seen, as a share of the picture's width."""
-TITLE_CHARACTERS = 68
+TITLE_CHARACTERS = 72
 MOST_ROWS = 32
 """Largest number of rows for which the picture grows, and of ranks that are named at its side."""
 

@@ -221,7 +221,7 @@ def test_letters_of_a_picture_can_be_read_400_pixels_wide(tmp_path: Path, monkey
         figure = drawn.pop()
         words = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text()]
         inches = float(figure.get_size_inches()[0])
-        assert min(text.get_fontsize() / 72 for text in words) / inches * 400 >= 8.8, "pixels"
+        assert min(float(text.get_fontsize()) / 72 for text in words) / inches * 400 >= 8.8, "pixels"
         said = " ".join(text.get_text() for text in words)
         for phrase in (
             "pipeline rank",
