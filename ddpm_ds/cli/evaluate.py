@@ -86,7 +86,7 @@ def _metrics(text: str) -> tuple[str, ...]:
 def _evaluate(options: argparse.Namespace) -> None:
     set_environment()
     from ddpm_ds.evaluate.mlflow_child import record_child
-    from ddpm_ds.evaluate.outputs import BatchFolder, writing
+    from ddpm_ds.evaluate.outputs import BatchFolder, titled_grid, writing
     from ddpm_ds.evaluate.sampling import Request, draw_missing
     from ddpm_ds.evaluate.scores import Scorer, about, labels_like, open_reference, table, write_report
 
@@ -117,7 +117,9 @@ def _evaluate(options: argparse.Namespace) -> None:
     print(f"\n{table(scores, request)}\n")
     facts = about(request, reference)
     with writing(folder):
-        files = write_report(folder, facts, scores, images[:GRID_IMAGES])
+        labelled = request.labels_of(request.index[:GRID_IMAGES])
+        samples = titled_grid(trained, sampler, images[:GRID_IMAGES], labelled)
+        files = write_report(folder, facts, scores, samples)
     metrics = {name: value for score in scores for name, value in score.metrics.items()}
     record_child(trained, "evaluate", facts, metrics=metrics, artifacts=dict.fromkeys(files, ""))
 

@@ -113,11 +113,12 @@ def _samples(text: str) -> int:
 
 def _export(options: argparse.Namespace) -> None:
     set_environment()
-    from ddpm_ds.data.pictures import grid, write_png
+    from ddpm_ds.data.pictures import write_png
     from ddpm_ds.device import choose_device
     from ddpm_ds.evaluate.export import check_in_diffusers, new_folder, rounded, without_labels, write_pipeline
     from ddpm_ds.evaluate.mlflow_child import record_child
     from ddpm_ds.evaluate.model_card import model_card
+    from ddpm_ds.evaluate.outputs import titled_grid
     from ddpm_ds.evaluate.trained import load_trained
 
     device = choose_device(options.device)
@@ -135,7 +136,8 @@ def _export(options: argparse.Namespace) -> None:
         compared = check_in_diffusers(trained, folder)
         picture = "samples.png" if options.samples else None
         if picture:
-            write_png(grid(_draw(trained, options.samples, device)), folder / picture)
+            images, labels = _draw(trained, options.samples, device)
+            write_png(titled_grid(trained, trained.sampler, images.numpy(), labels), folder / picture)
         card = model_card(trained, precision=options.dtype, label=options.label, picture=picture)
         (folder / "README.md").write_text(card)
     size = sum(file.stat().st_size for file in options.out.rglob("*"))
@@ -163,19 +165,20 @@ def _row(label: str | None, classes: int | None) -> int | None:
     return int(label)
 
 
-def _draw(trained: Trained, count: int, device: torch.device) -> Tensor:
-    """Draw images with the run's own sampler, uint8 (count, C, H, W); with classes, each in turn."""
+def _draw(trained: Trained, count: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Draw images with the run's own sampler, uint8 (count, C, H, W); with classes, each in turn: return labels too."""
     import torch
     from tqdm import tqdm
 
     from ddpm_ds.evaluate.sampling import draw
 
     trained = replace(trained, unet=copy.deepcopy(trained.unet).to(device))
-    classes, drawn = trained.unet_spec.classes, []
-    for index in tqdm(torch.arange(count).split(DRAWN_AT_ONCE), desc="drawing", unit="batch", disable=None):
-        labels = None if classes is None else index % classes
-        drawn.append(draw(trained, trained.sampler, index, labels=labels, seed=0))
-    return torch.cat(drawn)
+    index, classes, drawn = torch.arange(count), trained.unet_spec.classes, []
+    labels = None if classes is None else index % classes
+    for part in tqdm(index.split(DRAWN_AT_ONCE), desc="drawing", unit="batch", disable=None):
+        of_part = None if labels is None else labels[part]
+        drawn.append(draw(trained, trained.sampler, part, labels=of_part, seed=0))
+    return torch.cat(drawn), labels
 
 
 def _import(options: argparse.Namespace) -> None:

@@ -122,7 +122,9 @@ def _plan(options: argparse.Namespace) -> None:
         command += ["--spec", str(options.spec)]
         command += [word for change in spec_overrides(options.overrides) for word in ("--set", change)]
         print(f"\ntrain with 1: {shlex.join(command)}")
-    if options.timeline is not None:
+    if options.timeline is not None and first.stages == 1:
+        print(f"{options.timeline}: not drawn, as 1 has one stage and waits for no other")
+    elif options.timeline is not None:
         draw_timeline(predictor.simulate(first, keep_events=True), f"{spec.name}: {first.words()}", options.timeline)
         print(f"{options.timeline}: its step")
 

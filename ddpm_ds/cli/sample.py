@@ -228,7 +228,7 @@ def _sample(options: argparse.Namespace) -> int:
     """Run the verb, or this process's share of it."""
     set_environment()
     from ddpm_ds.evaluate.mlflow_child import record_child
-    from ddpm_ds.evaluate.outputs import WRITERS, BatchFolder, PngFolder, check_file
+    from ddpm_ds.evaluate.outputs import BatchFolder, PngFolder, check_file, titled_grid, write_grid, write_npz
     from ddpm_ds.evaluate.sampling import Request, draw_missing
     from ddpm_ds.unet.operations import widening
 
@@ -254,7 +254,11 @@ def _sample(options: argparse.Namespace) -> int:
     try:
         draw_missing(trained, request, folder, rank, world_size)
         if rank == 0 and isinstance(folder, BatchFolder):
-            WRITERS[kind](out, folder.images(), request)
+            if kind == "npz":
+                write_npz(out, folder.images(), request)
+            else:
+                samples = titled_grid(trained, sampler, folder.images(), request.labels_of(request.index))
+                write_grid(out, samples, request)
             shutil.rmtree(partial, ignore_errors=True)
     except KeyboardInterrupt:
         kept = len(folder.there())

@@ -1,18 +1,30 @@
-"""Conversion of uint8 tensors to PNG files and grids."""
+"""Conversion of uint8 tensors to PNG files, to grids with a title and labels, and of grids to an animation.
+
+Grids are for people: their images may be enlarged. Whoever needs the pixels reads the tensors.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
 
-GAP_PIXELS = 2
-SMALLEST_SIDE_PIXELS = 32
-"""Side in pixels below which images are enlarged in a grid, by a whole factor."""
+from ddpm_ds.config.spec import SamplerSpec
+
+GUTTER_PIXELS = 2
+GREY = 208
+"""Value of the gutters and of the ground under title and labels."""
+SMALLEST_SIDE_PIXELS = 512
+"""Width or height that a grid has at least: its images are enlarged by a whole factor."""
+SMALLEST_LABEL_PIXELS = 11
+MOST_FRAMES, MOST_FRAME_PIXELS = 32, 720  # of an animation, of its longer side
+FRAME_MS, LAST_FRAME_MS = 300, 2000
+WEIGHTS = {"ema": "averaged weights", "raw": "weights as trained", "export": "exported weights"}
 
 
 def picture(image: Tensor) -> Image.Image:
@@ -21,21 +33,80 @@ def picture(image: Tensor) -> Image.Image:
     return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
 
 
-def grid(images: Tensor, columns: int | None = None) -> Image.Image:
-    """Return uint8 images (N, C, H, W) row by row in one picture, as square as possible unless ``columns`` is given."""
-    count, _, height, width = images.shape
-    factor = max(1, math.ceil(SMALLEST_SIDE_PIXELS / min(height, width)))
-    images = images.repeat_interleave(factor, 2).repeat_interleave(factor, 3)
-    columns = columns or math.ceil(math.sqrt(count))
-    rows = math.ceil(count / columns)
-    blank = torch.full((rows * columns - count, *images.shape[1:]), 255, dtype=torch.uint8)
-    cells = F.pad(torch.cat([images.cpu(), blank]), (GAP_PIXELS,) * 4, value=255)  # (rows x columns, C, h, w)
-    _, channels, h, w = cells.shape
-    return picture(cells.view(rows, columns, channels, h, w).permute(2, 0, 3, 1, 4).reshape(channels, rows * h, -1))
+def grid_title(run: str, images_seen: int | None, sampler: SamplerSpec, timesteps: int, weights: str) -> str:
+    """Return the two lines above a grid of samples: run and images seen; sampler and kind of weights."""
+    seen = "" if images_seen is None else f", {images_seen:,} images seen"
+    return f"{run}{seen}\n{sampler.kind} in {sampler.steps_of(timesteps)} steps, {WEIGHTS[weights]}"
+
+
+def grid(images: Tensor, title: str = "", labels: Sequence[str] = ()) -> Image.Image:
+    """Return uint8 images (N, C, H, W) row by row in one picture, as square as possible.
+
+    The lines of the title stand above; the labels, one for each image unless there are none, below their images.
+    """
+    columns = math.ceil(math.sqrt(len(images)))
+    rows = math.ceil(len(images) / columns)
+    factor = math.ceil(SMALLEST_SIDE_PIXELS / max(columns * images.shape[3], rows * images.shape[2]))
+    images = images.cpu().repeat_interleave(factor, 2).repeat_interleave(factor, 3)
+    _, channels, height, width = images.shape
+    blank = torch.full((rows * columns - len(images), channels, height, width), GREY, dtype=torch.uint8)
+    title_size = columns * width // 30
+    title_font = ImageFont.load_default(title_size)
+    font = ImageFont.load_default(max(SMALLEST_LABEL_PIXELS, min(title_size, height // 6)))
+    label_height = _line_height(font) if labels else 0
+    cells = F.pad(torch.cat([images, blank]), (0, GUTTER_PIXELS, 0, GUTTER_PIXELS + label_height), value=GREY)
+    _, _, h, w = cells.shape  # of a cell, with the gutter to its right and below
+    tiles = cells.view(rows, columns, channels, h, w).permute(2, 0, 3, 1, 4).reshape(channels, rows * h, columns * w)
+    lines = title.splitlines()
+    top = GUTTER_PIXELS + len(lines) * _line_height(title_font)
+    drawn = picture(F.pad(tiles, (GUTTER_PIXELS, 0, top, 0), value=GREY))
+    pen = ImageDraw.Draw(drawn)
+    for number, line in enumerate(lines):
+        at = (2 * GUTTER_PIXELS, GUTTER_PIXELS + number * _line_height(title_font))
+        pen.text(at, _shortened(line, title_font, columns * w), fill="black", font=title_font)
+    short = {label: _shortened(label, font, width) for label in set(labels)}
+    for number, label in enumerate(labels):
+        row, column = divmod(number, columns)
+        middle = GUTTER_PIXELS + column * w + width // 2
+        pen.text((middle, top + row * h + height), short[label], fill="black", font=font, anchor="ma")
+    return drawn
+
+
+def _line_height(font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> int:
+    return math.ceil(font.getbbox("Ág")[3]) + GUTTER_PIXELS
+
+
+def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
+    """Return the beginning of a line that is ``width`` pixels wide at most."""
+    text = " ".join(text.split())
+    length = len(text)
+    while length and font.getlength(text[:length] + "..." * (length < len(text))) > width:
+        length -= 1
+    return text[:length] + "..." * (length < len(text))
 
 
 def write_png(image: Image.Image, path: Path) -> None:
     """Write a PNG file that is complete or does not exist."""
     temporary = path.with_name(f".{path.name}.writing")
     image.save(temporary, format="PNG")
+    temporary.replace(path)
+
+
+def write_animation(files: Sequence[Path], path: Path) -> None:
+    """Write picture files as a GIF that is complete or does not exist, in the size of the last, 720 pixels at most.
+
+    Of more than 32 files, 32 are shown, the first and the last among them.
+    """
+    count = min(len(files), MOST_FRAMES)
+    with Image.open(files[-1]) as last:
+        size = ImageOps.contain(last, (min(max(last.size), MOST_FRAME_PIXELS),) * 2).size
+    frames = []
+    for number in range(count):
+        with Image.open(files[number * (len(files) - 1) // max(1, count - 1)]) as image:
+            frame = ImageOps.pad(image, size, color="lightgrey")
+            fast = Image.Quantize.FASTOCTREE  # the default takes seconds for a frame of noise
+            frames.append(frame if frame.mode == "L" else frame.quantize(method=fast, dither=Image.Dither.NONE))
+    durations = [FRAME_MS] * (count - 1) + [LAST_FRAME_MS]
+    temporary = path.with_name(f".{path.name}.writing")
+    frames[0].save(temporary, "GIF", save_all=True, append_images=frames[1:], duration=durations, loop=0)
     temporary.replace(path)

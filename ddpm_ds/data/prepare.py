@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from hashlib import sha256
@@ -16,7 +16,7 @@ from uuid import uuid4
 import numpy as np
 from tqdm import tqdm
 
-from ddpm_ds.config.spec import DataSpec
+from ddpm_ds.config.spec import DataSpec, RunSpec
 from ddpm_ds.data.cache import FORMAT, IMAGES, LABELS, META, SKIPPED, CacheMeta, DatasetCache, checksums
 from ddpm_ds.data.sources import Pixels, Source, UnreadableImage, open_source
 from ddpm_ds.errors import DataError
@@ -34,6 +34,16 @@ def cache_path(spec: DataSpec) -> Path:
     if spec.source == "folder" and spec.path is not None:
         name += f"-{sha256(os.fsencode(spec.path.resolve())).hexdigest()[:8]}"
     return spec.store_root / name
+
+
+def class_names(spec: RunSpec) -> Sequence[str]:
+    """Return the names of the U-Net's classes, none where it has none; their numbers where no cache names as many."""
+    numbers = [str(label) for label in range(spec.unet.classes or 0)]
+    try:
+        names = CacheMeta.model_validate_json((cache_path(spec.data) / META).read_bytes()).classes
+    except (OSError, ValueError):
+        return numbers
+    return names if len(names) == len(numbers) else numbers
 
 
 def prepare(spec: DataSpec, progress: bool = False) -> DatasetCache:

@@ -15,12 +15,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import PngImagePlugin
+from PIL import Image, PngImagePlugin
 from torch import Tensor
 
-from ddpm_ds.data.pictures import grid, picture, write_png
+from ddpm_ds.config.spec import SamplerSpec
+from ddpm_ds.data.pictures import grid, grid_title, picture, write_png
+from ddpm_ds.data.prepare import class_names
 from ddpm_ds.errors import OutputError
 from ddpm_ds.evaluate.sampling import Request
+from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.files import sync, write_file
 
 RECORD = "sampling.json"
@@ -161,8 +164,17 @@ def check_file(path: Path, request: Request) -> bool:
     return True
 
 
-def write_grid(path: Path, images: np.ndarray, request: Request) -> None:
-    """Write all images (N, C, H, W) uint8 into one PNG file.
+def titled_grid(trained: Trained, sampler: SamplerSpec, images: np.ndarray, labels: Tensor | None) -> Image.Image:
+    """Return images (N, C, H, W) uint8 in a grid, with what drew them as its title and the names of labels (N,)."""
+    run = (trained.run_dir or Path(trained.origin)).resolve().name
+    title = grid_title(run, trained.images_seen, sampler, trained.diffusion.timesteps, trained.weights)
+    names = [] if trained.spec is None else class_names(trained.spec)
+    classes = [] if labels is None else labels.tolist()
+    return grid(torch.from_numpy(np.array(images)), title, [names[label] if names else str(label) for label in classes])
+
+
+def write_grid(path: Path, image: Image.Image, request: Request) -> None:
+    """Write a grid of the requested images into a PNG file.
 
     Raises:
         OutputError: it can't be written.
@@ -170,7 +182,7 @@ def write_grid(path: Path, images: np.ndarray, request: Request) -> None:
     text = PngImagePlugin.PngInfo()
     text.add_itxt(PNG_KEY, request.dump("batch_images").decode())
     with _complete(path) as temporary:
-        grid(torch.from_numpy(np.array(images))).save(temporary, format="PNG", pnginfo=text)
+        image.save(temporary, format="PNG", pnginfo=text)
 
 
 def write_npz(path: Path, images: np.ndarray, request: Request) -> None:
@@ -189,9 +201,6 @@ def write_npz(path: Path, images: np.ndarray, request: Request) -> None:
             np.savez(file, *arrays)
         with zipfile.ZipFile(temporary, "a") as archive:
             archive.comment = request.dump("batch_images")
-
-
-WRITERS = {"grid": write_grid, "npz": write_npz}
 
 
 def record_of(path: Path) -> Request | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 import ddpm_ds
@@ -19,7 +20,7 @@ from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.command_line import aligned, cache_folder
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.loader import shuffled
-from ddpm_ds.data.pictures import grid, write_png
+from ddpm_ds.data.pictures import write_png
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.errors import DataError, EvaluationError, OutputError
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS, OF_INCEPTION
@@ -256,8 +257,8 @@ def about(request: Request, reference: DatasetCache) -> dict[str, Any]:
     return {**drawn, "labels": labels, "reference": real, "version": versions}
 
 
-def write_report(folder: Path, facts: Mapping[str, Any], scores: Sequence[Score], pictured: Pixels) -> list[Path]:
-    """Write and return ``scores.json``, the scores and the facts :func:`about` them, and ``samples.png``.
+def write_report(folder: Path, facts: Mapping[str, Any], scores: Sequence[Score], samples: Image.Image) -> list[Path]:
+    """Write and return ``scores.json``, the scores and the facts :func:`about` them, and ``samples.png``, a grid.
 
     Scores of an earlier evaluation of the same images against the same reference stay, unless they are computed again.
 
@@ -274,5 +275,5 @@ def write_report(folder: Path, facts: Mapping[str, Any], scores: Sequence[Score]
     names = {score["name"] for score in new}
     content = {**facts, "scores": [score for score in kept if score["name"] not in names] + new}
     write_file(path, (json.dumps(content, indent=2) + "\n").encode())
-    write_png(grid(torch.from_numpy(np.array(pictured))), picture)
+    write_png(samples, picture)
     return [path, picture]

@@ -16,6 +16,7 @@ from markupsafe import Markup, escape
 
 from ddpm_ds.command_line import aligned
 from ddpm_ds.experiments.compare import Compared, Comparison, direction, unit
+from ddpm_ds.tracking.run_folder import SAMPLES_KEY
 from ddpm_ds.tracking.runs import Point, RecordedRun
 
 ARTIFACT_FOLDER = "comparison"
@@ -28,6 +29,8 @@ DASHES = ("", "8 4", "2 4", "10 4 2 4", "18 4")  # of lines: 50 runs differ in c
 POINTS, POINTS_OF_CURVE = 20_000, 600
 """Largest number of points of all runs' curves of one metric, and of one curve, so that the page stays small."""
 CLOCK = ((3600, "h"), (60, "min"), (1, "s"))
+SAMPLES = re.compile(rf"/{SAMPLES_KEY}\W+step\W+(?P<step>\d+)\W+timestamp\W+(?P<at>\d+)\W.*\.png$")
+"""Path of a picture drawn while training; MLflow separates the parts of its name by + or %."""
 PNG = b"\x89PNG\r\n\x1a\n"
 MOST_PICTURES, MOST_PICTURE_BYTES = 4, 2**21  # of one run, of one picture
 
@@ -107,7 +110,7 @@ def _inert(text: str, *, code: bool = False) -> str:
 
 
 def page(comparison: Comparison) -> str:
-    """Return the HTML page; the runs' histories and timelines are read from MLflow.
+    """Return the HTML page; the runs' histories, samples and timelines are read from MLflow.
 
     Raises:
         ExperimentError: MLflow does not answer.
@@ -125,7 +128,8 @@ def page(comparison: Comparison) -> str:
         comparison=comparison,
         rows=[(name, direction(name), comparison.cells(name)) for name in comparison.metrics],
         about=[about(one) for one in comparison.runs],
-        timelines=[timelines(one.run) for one in comparison.runs],
+        samples=[_pictures(one.run, latest_samples(one.run)) for one in comparison.runs],
+        timelines=[_pictures(one.run, timelines(one.run)) for one in comparison.runs],
         data=(data := _data(comparison)),
         lines=data["runs"],
         style=(FOLDER / "compare_page.css").read_text(encoding="utf-8"),
@@ -134,9 +138,19 @@ def page(comparison: Comparison) -> str:
     )
 
 
-def timelines(run: RecordedRun) -> list[tuple[str, str]]:
-    """Return the pictures of traced steps among a run's artifacts, as (name, data URI)."""
-    paths = [path for path in run.artifacts("trace") if path.endswith(".png")][:MOST_PICTURES]
+def timelines(run: RecordedRun) -> list[str]:
+    """Return the paths of pictures of traced steps among a run's artifacts."""
+    return [path for path in run.artifacts("trace") if path.endswith(".png")][:MOST_PICTURES]
+
+
+def latest_samples(run: RecordedRun) -> list[str]:
+    """Return the path of the last picture drawn while training among a run's artifacts, if there is one."""
+    drawn = [found for path in run.artifacts("images") if (found := SAMPLES.search(path))]
+    return [found.string for found in sorted(drawn, key=lambda found: (int(found["step"]), int(found["at"])))[-1:]]
+
+
+def _pictures(run: RecordedRun, paths: Sequence[str]) -> list[tuple[str, str]]:
+    """Return those artifacts that are PNG files of bounded size, as (name, data URI)."""
     contents = [(PurePosixPath(path).name, run.read_artifact(path)) for path in paths]
     return [
         (name, f"data:image/png;base64,{base64.b64encode(content).decode()}")

@@ -146,18 +146,21 @@ def draw(found: Sequence[Found], title: str, budget_bytes: int | None, path: Pat
         for axes, values in ((speed, rates), (memory, held)):
             axes.plot(sizes, values, "o-", markersize=4, color=colour, label=one.layout.words())
             axes.plot(sizes[knee], values[knee], "o", markersize=12, fillstyle="none", color=colour)
-        if failed := [trial.micro_batch_images for trial in one.trials if not trial.fits]:
-            speed.plot([sizes[-1], min(failed)], [rates[-1]] * 2, "x:", markevery=[1], color=colour, linewidth=1)
+        for trial in one.trials:
+            if trial.step_seconds and not trial.fits:  # over the budget; what runs out of memory is not timed
+                speed.plot(trial.micro_batch_images, trial.images_per_second, "x", color=colour)
+                memory.plot(trial.micro_batch_images, trial.peak_bytes / GIB, "x", color=colour)
     if budget_bytes is not None:
         memory.axhline(budget_bytes / GIB, color="black", linewidth=1, linestyle="--", label="budget")
     speed.set_xscale("log", base=2)
     speed.xaxis.set_major_formatter("{x:g}")
-    speed.set_ylabel("images/s")
-    memory.set_ylabel("GiB, fullest process")
-    memory.set_xlabel("images of a micro-batch")
+    speed.set_ylabel("images per second")
+    memory.set_ylabel("memory of the fullest process, GiB")
+    memory.set_xlabel("images in a micro-batch")
     for axes in (speed, memory):
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.25)
         axes.legend(frameon=False, fontsize=8)
-    speed.set_title(f"{title}\nring: the knee, within {KNEE:.0%} of the fastest; x: does not fit", fontsize=10)
+    marks = f"ring: smallest within {KNEE:.0%} of the fastest; cross: measured, over the budget"
+    speed.set_title(f"{title}\n{marks}", fontsize=10)
     figure.savefig(path, format="png", metadata={"Software": None})

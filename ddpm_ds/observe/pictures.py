@@ -1,12 +1,14 @@
 """Traced steps as files: for ui.perfetto.dev or chrome://tracing, and as a picture.
 
 The trace has a row for each rank and a slice for each event. The picture shows one step: a row for each rank, a box for
-each instruction, gaps where the rank waits. Both need aligned traces.
+each instruction, grey where the rank waits; it can be read 400 pixels wide. Both need aligned traces.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,16 +38,20 @@ LOOKS: dict[str, tuple[str, ...]] = {
     "checkpoint": ("checkpoint", "#8a7a5c"),
     "inspection": ("sampling and validation", "#cbbf9f"),
 }
-"""Name of an event and the colour of its box by phase; an event without a colour is a wait and stays empty."""
+"""Name of an event and the colour of its box by phase; an event without a colour is a wait."""
+WAITING = "#e4e4e4"
 PROCESS = 1
 STEPS_ROW = 1
 """Thread id of the row above the ranks, which shows the steps."""
 NAMED_BOXES = 600
 """Largest number of boxes in a picture for the number of the micro-batch to be written into them."""
-CHARACTER = 0.006
+CHARACTER = 0.014
 """Width of a character as a share of the picture's width; a box has room for its number and one more."""
 VISIBLE = 0.001
 """Smallest width of a box that can be seen, as a share of the picture's width."""
+TITLE_CHARACTERS = 72
+MOST_ROWS = 32
+"""Largest number of rows for which the picture grows, and of ranks that are named at its side."""
 
 
 def write_trace(ranks: Sequence[RankTrace], title: str, path: Path) -> None:
@@ -96,14 +102,22 @@ def draw_median_step(ranks: Sequence[RankTrace], title: str, path: Path) -> None
     waited = sum(event.end - event.start for events in rows for event in events if event.instruction in waits)
     bubble = waited / sum(step.end - step.start for step in chosen)
     title = f"step {chosen[0].number}: {title}\n{1e3 * seconds:,.4g} ms, bubble {bubble:.1%}"
-    draw_step(rows, seconds, [rank_name(trace, ranks) for trace in ranks], title, path)
+    replicas = any(trace.replica for trace in ranks)
+    names = [f"{trace.stages[0]}, replica {trace.replica}" if replicas else str(trace.stages[0]) for trace in ranks]
+    draw_step(rows, seconds, names, title, path)
 
 
 def draw_step(rows: Sequence[Sequence[Event]], seconds: float, names: Sequence[str], title: str, path: Path) -> None:
-    """Write a step of length ``seconds`` as a PNG, with a row of events, in seconds from its start, for each name."""
-    figure = Figure(figsize=(12, 1.6 + 0.45 * min(len(rows), 32)), dpi=110, layout="constrained")
+    """Write a step of length ``seconds`` as a PNG, with a row of events, in seconds from its start, for each name.
+
+    The names are those of pipeline ranks.
+    """
+    figure = Figure(figsize=(4.4, 2.6 + 0.3 * min(len(rows), MOST_ROWS)), dpi=300, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    axes.tick_params(labelsize=7.5)
+    for row in range(len(rows)):
+        axes.broken_barh([(0, seconds)], (row - 0.42, 0.84), facecolors=WAITING)
     numbered = sum(event.instruction in PASSES for events in rows for event in events) <= NAMED_BOXES
     labels: dict[str, str] = {}
     folds = any(event.phase for events in rows for event in events)
@@ -111,22 +125,26 @@ def draw_step(rows: Sequence[Sequence[Event]], seconds: float, names: Sequence[s
         for phase, colour in enumerate(colours):
             for row, events in enumerate(rows):
                 boxes = [event for event in events if (event.instruction, event.phase) == (name, phase)]
-                spans = [(1e3 * box.start, 1e3 * (box.end - box.start)) for box in boxes]
-                axes.broken_barh(spans, (row - 0.42, 0.84), facecolors=colour, edgecolors="white", linewidth=0.5)
+                spans = [(box.start, box.end - box.start) for box in boxes]
+                axes.broken_barh(spans, (row - 0.42, 0.84), facecolors=colour, edgecolors="white", linewidth=0.25)
                 if any(box.end - box.start >= VISIBLE * seconds for box in boxes):
                     labels.setdefault(colour, _label(name, phase, folds=folds))
                 for box in boxes if numbered and name in PASSES else ():
-                    number, middle = str(box.micro_batch), 1e3 * (box.start + box.end) / 2
+                    number, middle = str(box.micro_batch), (box.start + box.end) / 2
                     if box.end - box.start > CHARACTER * (1 + len(number)) * seconds:
                         axes.text(middle, row, number, ha="center", va="center", fontsize=7, color="black")
-    axes.set_yticks(range(len(rows)), names)
+    labels[WAITING] = "waiting"
+    named = range(0, len(rows), math.ceil(len(rows) / MOST_ROWS))
+    axes.set_yticks(named, [names[row] for row in named])
     axes.set_ylim(len(rows) - 0.45, -0.55)
-    axes.set_xlim(0, 1e3 * seconds)
-    axes.set_xlabel("ms from the start of the step; numbers are micro-batches, gaps are waiting")
-    axes.set_title(title, fontsize=10)
+    axes.set_xlim(0, seconds)
+    axes.set_xlabel("seconds since the start of the step; numbers: micro-batches", fontsize=8)
+    axes.set_ylabel("pipeline rank", fontsize=8)
+    lines = [line for given in title.splitlines() for line in textwrap.wrap(given, TITLE_CHARACTERS)]
+    figure.suptitle("\n".join(lines), fontsize=8.5)
     axes.spines[["top", "right"]].set_visible(False)
     legend = [Patch(color=colour, label=label) for colour, label in labels.items()]
-    figure.legend(handles=legend, loc="outside lower center", ncols=6, frameon=False, fontsize=8)
+    figure.legend(handles=legend, loc="outside lower center", ncols=2, frameon=False, fontsize=7.5)
     figure.savefig(path, format="png", metadata={"Software": None})  # no version in it: equal steps, equal files
 
 

@@ -1,7 +1,7 @@
 """Timeline: traces chosen steps of a run on every rank, and writes them on rank 0 when they are over.
 
 RUN_DIR/trace/steps-20-22.json   for ui.perfetto.dev: a row for each rank, a slice for each instruction
-RUN_DIR/trace/steps-20-22.png    one of them: the step of median length
+RUN_DIR/trace/steps-20-22.png    one of them: the step of median length; not of a single stage, where nothing waits
 RUN_DIR/trace/summary.json       seconds of each kind, see :mod:`ddpm_ds.observe.trace_metrics`
 """
 
@@ -126,7 +126,8 @@ class Timeline(Observer):
             values["perf/replan_gain"] = 1 - summary["step_seconds"] / self._seconds_before
         self._report.observed(values, last)
         if keep(self._report, "trace", lambda: self._write(ranks, summary)):
-            self._report.log(f"traced steps {first}-{last}: {self._folder / f'steps-{first}-{last}'}.png and .json")
+            suffixes = ".png and .json" if self._engine.num_stages > 1 else ".json"
+            self._report.log(f"traced steps {first}-{last}: {self._folder / f'steps-{first}-{last}'}{suffixes}")
 
     def _summary(self, traces: Sequence[RankTrace], clock_error_seconds: float, peak: float) -> dict[str, Any]:
         engine, ranks = self._engine, [rank_seconds(trace) for trace in traces]
@@ -154,9 +155,12 @@ class Timeline(Observer):
         micro_batches = f"{summary['micro_batches']} micro-batches of {summary['micro_batch_images']}"
         title = f"{summary['schedule']}, {summary['pipeline_ranks']} ranks{replicas}, {micro_batches}"
         name = f"steps-{summary['first_step']}-{summary['last_step']}"
-        files = [self._folder / file for file in (f"{name}.json", f"{name}.png", "summary.json")]
+        trace, picture = (self._folder / f"{name}.{suffix}" for suffix in ("json", "png"))
+        facts = self._folder / "summary.json"
         self._folder.mkdir(parents=True, exist_ok=True)
-        write_trace(ranks, title, files[0])
-        draw_median_step(ranks, title, files[1])
-        files[2].write_text(json.dumps(summary, indent=2) + "\n")
-        return files
+        write_trace(ranks, title, trace)
+        facts.write_text(json.dumps(summary, indent=2) + "\n")
+        if self._engine.num_stages == 1:
+            return [trace, facts]
+        draw_median_step(ranks, title, picture)
+        return [trace, picture, facts]

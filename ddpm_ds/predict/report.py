@@ -128,6 +128,6 @@ def _memory_rows(prediction: Prediction) -> list[tuple[str, ...]]:
 def draw_timeline(simulation: Simulation, title: str, path: Path) -> None:
     """Write the step as a PNG, in the colours of measured ones. The simulation must have kept its events."""
     seconds = simulation.step_seconds
-    names = [f"rank {rank}" for rank in range(len(simulation.events))]
+    names = [str(rank) for rank in range(len(simulation.events))]
     title = f"{title}\n{1e3 * seconds:,.4g} ms, bubble {simulation.bubble:.1%}"
     draw_step(simulation.events, seconds, names, title, path)

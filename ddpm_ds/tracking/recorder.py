@@ -17,16 +17,23 @@ import yaml
 from torch import Tensor
 
 import ddpm_ds
-from ddpm_ds.data.pictures import grid, write_png
+from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.data.pictures import grid, grid_title, write_animation, write_png
+from ddpm_ds.data.prepare import class_names
 from ddpm_ds.errors import Preempted
 from ddpm_ds.pipeline.schedule import PROGRAMS, written
 from ddpm_ds.predict.plan import RunPlan, stage_table
 from ddpm_ds.tracking.progress import ProgressLine
-from ddpm_ds.tracking.run_folder import EVALUATIONS, METRICS, OBSERVATIONS, RunFolder, labels
+from ddpm_ds.tracking.run_folder import (
+    ANIMATION,
+    EVALUATIONS,
+    METRICS,
+    OBSERVATIONS,
+    SAMPLES_KEY,
+    RunFolder,
+    labels,
+)
 from ddpm_ds.tracking.tracker import RunLink, Tracker
-
-SAMPLES_KEY = "samples_ema"
-"""Key under which MLflow keeps the pictures, with a slider over steps."""
 
 
 class Recorder:
@@ -36,9 +43,13 @@ class Recorder:
     """
 
     def __init__(
-        self, line: ProgressLine | None = None, tracker: Tracker | None = None, folder: RunFolder | None = None
+        self,
+        line: ProgressLine | None = None,
+        tracker: Tracker | None = None,
+        folder: RunFolder | None = None,
+        spec: RunSpec | None = None,
     ) -> None:
-        self.line, self.tracker, self.folder = line, tracker, folder
+        self.line, self.tracker, self.folder, self._spec = line, tracker, folder, spec
         names = (METRICS, EVALUATIONS, OBSERVATIONS)
         self._logged = {name: folder.logged_step(name) if folder else 0 for name in names}
 
@@ -79,14 +90,17 @@ class Recorder:
 
     def samples(self, images: Tensor | None, seconds: float, images_seen: int, step: int) -> None:
         """Record a picture that took ``seconds`` to draw; an existing one was logged before the run was resumed."""
-        if self.tracker is None or self.folder is None or images is None:
+        if self.tracker is None or self.folder is None or self._spec is None or images is None:
             return
+        spec, run = self._spec, self.folder.path.resolve().name
         path = self.folder.samples(images_seen)
         if path.exists():
             return
         try:
             path.parent.mkdir(exist_ok=True)
-            write_png(grid(images), path)
+            title = grid_title(run, images_seen, spec.sampler, spec.diffusion.timesteps, "ema")
+            names = class_names(spec)
+            write_png(grid(images, title, [names[i % len(names)] for i in range(len(images)) if names]), path)
         except OSError as error:
             self.log(f"{path} can't be written ({error.strerror}); training continues")
             return
@@ -126,10 +140,23 @@ class Recorder:
         """End the line and the MLflow run; return where the run is, on rank 0."""
         if self.line is None or self.tracker is None:
             return None
+        self._animate()
         with self.line.doing("sending the last numbers to MLflow"):
             link = self.tracker.finish(status)
         self.line.close()
         return link
+
+    def _animate(self) -> None:
+        """Write and keep the run's pictures so far as an animation; all are drawn from the same noise."""
+        if self.tracker is None or self.folder is None or len(files := self.folder.all_samples()) < 2:
+            return
+        path = self.folder.path / ANIMATION
+        try:
+            write_animation(files, path)
+        except OSError as error:
+            self.log(f"{path} can't be written ({error.strerror or error})")
+        else:
+            self.tracker.artifact(path)
 
     def _write(self, name: str, values: Mapping[str, float], step: int) -> None:
         if self.tracker is None or self.folder is None or step <= self._logged[name]:
@@ -187,7 +214,7 @@ def recorded(
         parent=parent,
         log=line.log,
     )
-    recorder = Recorder(line, tracker, folder)
+    recorder = Recorder(line, tracker, folder, plan.spec)
     try:
         yield recorder
     except BaseException as error:

@@ -20,6 +20,10 @@ OUTPUT_ROOT = Path("runs")
 """Folder for runs that are given none."""
 METRICS, EVALUATIONS, OBSERVATIONS = "metrics.jsonl", "evaluations.jsonl", "observations.jsonl"
 """Files of log points, of held-out losses, and of observers' measurements."""
+SAMPLES_KEY = "samples_ema"
+"""Key under which MLflow keeps the pictures drawn while training, with a slider over steps."""
+ANIMATION = "progress.gif"
+"""File with the pictures drawn while training, one after the other."""
 IDENTITY = "identity"
 """File with the identity of the folder's MLflow run."""
 LOCK = ".lock"
@@ -146,9 +150,13 @@ class RunFolder:
         """Return the path of the picture drawn after ``images_seen`` images."""
         return self.path / "samples" / f"images-{images_seen:09}.png"
 
+    def all_samples(self) -> list[Path]:
+        """Return the paths of the pictures that exist, in the order of their images."""
+        return sorted((self.path / "samples").glob("images-*.png"))
+
     def forget_samples(self, images_seen: int) -> None:
         """Remove the pictures drawn after more than ``images_seen``: they are of a course that the run has left."""
-        for path in (self.path / "samples").glob("images-*.png"):
+        for path in self.all_samples():
             if path.name > self.samples(images_seen).name:
                 path.unlink(missing_ok=True)
 

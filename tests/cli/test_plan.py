@@ -49,6 +49,12 @@ def test_prints_the_best_and_writes_json_and_timeline(tmp_path: Path, capsys: py
     assert colours is not None and {(59, 125, 216), (224, 123, 57)} <= {colour for _, colour in colours}
 
 
+def test_one_stage_has_no_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "plan.png"
+    plan(tmp_path, "--devices", "1", "--device-kind", "l4", "--timeline", str(picture))
+    assert f"{picture}: not drawn, as 1 has one stage" in capsys.readouterr().out and not picture.exists()
+
+
 def test_timed_layers_are_planned_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

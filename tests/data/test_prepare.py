@@ -17,8 +17,10 @@ from PIL import Image
 import ddpm_ds
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data import sources
-from ddpm_ds.data.prepare import cache_path, prepare
+from ddpm_ds.data.cache import CacheMeta
+from ddpm_ds.data.prepare import cache_path, class_names, prepare
 from ddpm_ds.errors import DataError
+from tests.launching import tiny_spec
 
 SpecOf = Callable[..., DataSpec]
 
@@ -208,3 +210,23 @@ def test_preparing_digits_does_not_import_torch(tmp_path: Path) -> None:
     )
     home = Path(ddpm_ds.__file__).parents[1]
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=home, timeout=60).returncode == 0
+
+
+def test_classes_have_the_names_of_the_cache_and_numbers_where_it_has_none(tmp_path: Path) -> None:
+    spec = tiny_spec(data={"source": "folder", "path": str(tmp_path / "pictures"), "store_root": str(tmp_path)})
+    assert class_names(spec) == [str(label) for label in range(10)]
+    cache_path(spec.data).mkdir()
+    for names, expected in ((10, ("cat",) * 10), (9, [str(label) for label in range(10)])):
+        meta = CacheMeta(
+            format=1,
+            source="folder",
+            folder=None,
+            count=0,
+            shape=(1, 8, 8),
+            classes=("cat",) * names,
+            skipped=0,
+            sha256={},
+        )
+        (cache_path(spec.data) / "meta.json").write_text(meta.model_dump_json())
+        assert class_names(spec) == expected
+    assert not class_names(tiny_spec(unet={"classes": None}, train={"label_drop": 0.0}))

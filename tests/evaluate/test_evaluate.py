@@ -99,7 +99,7 @@ def test_real_digits_score_as_real_ones_and_noise_does_not(
     assert real["pixel_frechet_600"]["value"] < 1.0 < noise["pixel_frechet_600"]["value"]
     assert 0.0 < real["pixel_frechet_600"]["real"] < 1.0, "the distance between two halves of the real digits"
     (picture,) = (run_dir / "real").glob("*/samples.png")
-    assert Image.open(picture).size[0] > 100
+    assert Image.open(picture).size == (530, 694), "enlarged, with a title and labels"
 
 
 def test_other_metrics_draw_nothing_anew_and_leave_the_scores_that_are_there(

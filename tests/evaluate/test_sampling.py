@@ -146,7 +146,9 @@ def test_a_grid_of_64_goes_into_the_runs_folder(planted: Path, sample: Sample) -
     out = planted / "samples-000000320.png"
     assert sample() == f"{out}: 64 images by ddim in 3 steps, seed 0, ema weights after 320 images\n"
     wanted = expected(planted, 64, torch.arange(64) % 10)
-    assert np.asarray(Image.open(out)).tolist() == np.asarray(grid(wanted)).tolist()
+    title = f"{planted.name}, 320 images seen\nddim in 3 steps, averaged weights"
+    labelled = grid(wanted, title, [str(i % 10) for i in range(64)])
+    assert np.asarray(Image.open(out)).tolist() == np.asarray(labelled).tolist()
     assert sorted(path.name for path in planted.iterdir()) == ["checkpoints", out.name]
     out.unlink()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import json
 import re
@@ -117,6 +118,28 @@ def test_thinned_curves_keep_every_peak() -> None:
     assert kept == sorted(kept)
 
 
+def test_the_latest_samples_of_each_run_stand_side_by_side() -> None:
+    def named(step: int, at: int, suffix: str = "png") -> str:
+        return f"images/samples_ema%step%{step}%timestamp%{at}%1234.{suffix}"  # as MLflow names them
+
+    drawn = [PNG + name for name in (b"early", b"before the rollback", b"latest", b"other")]
+    pictures = dict(zip((named(900, 3), named(1000, 1), named(1000, 2), "images/else.png"), drawn, strict=True))
+    runs = [held("one", {"train/loss": losses(3)}, pictures=pictures | {named(1000, 4, "webp"): b"small"})]
+    runs += [
+        held("two", {"train/loss": losses(3)}, pictures={named(20, 1): drawn[0]}),
+        held("none", {"train/loss": losses(3)}),
+    ]
+    text = page(comparison(runs))
+    found = re.findall(
+        r'<figure data-run="(\d)"><figcaption>(\w+)</figcaption><img src="data:image/png;base64,(.*?)"', text
+    )
+    assert found == [
+        (str(run), name, base64.b64encode(drawn[place]).decode()) for run, name, place in ((0, "one", 2), (1, "two", 0))
+    ]
+    assert text.index('class="cards"') < text.index("<figure"), "side by side"
+    assert "Latest samples" not in page(comparison(runs[2:]))
+
+
 def test_only_pictures_of_bounded_size_become_timelines() -> None:
     pictures = {"trace/a.png": DOT, "trace/b.png": b"<svg>", "trace/c.png": DOT + bytes(MOST_PICTURE_BYTES)}
     run = held("traced", {"train/loss": losses(3)}, pictures=pictures | {"trace/trace.json": b"{}"})
@@ -132,6 +155,20 @@ def test_a_browser_opens_the_page_without_a_complaint_and_what_users_wrote_does_
     assert complaints == []
     assert "<title>3 runs of digits</title>" in elements
     assert elements.count('class="course') == 3
+
+
+@pytest.mark.needs_programs(CHROMIUM)
+def test_a_page_of_many_runs_does_not_scroll_sideways_on_a_phone(tmp_path: Path) -> None:
+    runs = [held(f"run-{number}", {"train/loss": losses(3, number)}) for number in range(12)]
+    path = tmp_path / "page.html"
+    driven = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page(comparison(runs)))
+    frame = '<iframe width="400" height="900" srcdoc="' + html.escape(driven) + '"></iframe>'  # windows are wider
+    said = """<script>onload = () => {
+        const { scrollWidth, clientWidth } = document.querySelector("iframe").contentDocument.documentElement;
+        document.title = `${scrollWidth - clientWidth} beyond ${Math.ceil(clientWidth / 100)}00`;
+    }</script>"""
+    path.write_text(f"<!doctype html><title></title>{frame}{said}")
+    assert "<title>0 beyond 400</title>" in opened(path, tmp_path / "profile")[0]
 
 
 @pytest.mark.needs_programs(CHROMIUM)

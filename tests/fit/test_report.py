@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from ddpm_ds.fit.child import TriedSize
@@ -60,6 +64,17 @@ def test_the_picture_has_a_curve_for_each_layout(tmp_path: Path) -> None:
         assert image.format == "PNG" and image.width > 800
         colours = image.convert("RGB").getcolors(2**20)
     assert colours is not None and {(59, 125, 216), (224, 123, 57)} <= {colour for _, colour in colours}
+
+
+def test_crosses_are_where_something_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    over = replace(trial(4, 70, 3), fits=False, why="rank 0 took over 2.00 GiB")
+    found = Found(task(replicas=2), (trial(1, 50, 0.5), trial(2, 97, 1), over, trial(8, 0, 1.5)), is_limit=False)
+    draw([found], "a test", 2 * GIB, tmp_path / "fit.png")
+    lines = [[line for line in axes.lines if line.get_marker() == "x"] for axes in figures[0].axes]
+    crosses = [[np.ravel(line.get_xydata()).tolist() for line in those] for those in lines]
+    assert crosses == [[[4, 70]], [[4, 3]]]
 
 
 def test_the_knee_is_the_smallest_that_is_nearly_the_fastest() -> None:

@@ -8,7 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 from PIL import Image
 
 from ddpm_ds.observe import timeline
@@ -137,12 +140,16 @@ def test_metrics_files_and_the_wait_for_the_loader_are_reported(observed: Observ
             f"perf/{metric}" for metric in RUN_METRICS
         }
         assert 0 < values["perf/bubble_fraction"] < 1 and values["perf/imbalance"] >= 0 and values["perf/mfu"] > 0
-        files = ["trace/steps-2-3.json", "trace/steps-2-3.png", "trace/summary.json"]
+        drawn = ["trace/steps-2-3.png"] if name != "replicas" else []  # one stage waits for no other
+        files = ["trace/steps-2-3.json", *drawn, "trace/summary.json"]
         assert [file for file in told["artifacts"] if file.startswith("trace")] == files
-        assert sum("traced steps 2-3" in line for line in told["logged"]) == 1
-        with Image.open(observed.folder / name / "trace" / "steps-2-3.png") as picture:
-            colours = picture.convert("RGB").getcolors(2**20)
-        assert colours is not None and {(59, 125, 216), (224, 123, 57)} <= {colour for _, colour in colours}
+        assert (observed.folder / name / "trace" / "steps-2-3.png").exists() == bool(drawn)
+        (line,) = (line for line in told["logged"] if "traced steps 2-3" in line)
+        assert line.endswith("steps-2-3.png and .json" if drawn else "steps-2-3.json")
+        for file in drawn:
+            with Image.open(observed.folder / name / file) as picture:
+                colours = picture.convert("RGB").getcolors(2**20)
+            assert colours is not None and {(59, 125, 216), (224, 123, 57)} <= {colour for _, colour in colours}
         if name == "folded":
             assert values["stage0/load_seconds"] >= 4 * LOADER_SECONDS
             assert values["perf/data_wait_fraction"] * values["perf/traced_step_seconds"] > 0.9 * 4 * LOADER_SECONDS
@@ -182,18 +189,51 @@ def test_trace_is_what_perfetto_reads(tmp_path: Path) -> None:
     assert [record["ts"] for record in boxes if record["tid"] == 3] == [0.0, 250_000.0, 500_000.0, 625_000.0]
 
 
-def test_picture_is_of_the_median_step_and_leaves_waiting_empty(tmp_path: Path) -> None:
+def test_picture_is_of_the_median_step_and_waiting_is_grey(tmp_path: Path) -> None:
     path, alone = tmp_path / "steps.png", tmp_path / "alone.png"
     draw_median_step(ranks_of(step(20, 0.0, 0.9), step(21, 0.9, 0.2), step(22, 1.1, 0.5)), "digits", path)
     rows = [[Event("ForwardPass", 1, 3, 0.0, 0.25), Event("RecvGrad", 1, 3, 0.25, 0.5)]] * 2
-    names = [f"rank {rank}: stages 0 and 1, replica {rank}" for rank in range(2)]
-    draw_step(rows, 0.5, names, "step 22: digits\n500 ms, bubble 50.0%", alone)
+    draw_step(rows, 0.5, ["0, replica 0", "0, replica 1"], "step 22: digits\n500 ms, bubble 50.0%", alone)
     assert path.read_bytes() == alone.read_bytes()
     with Image.open(path) as picture:
-        colours = picture.convert("RGB").getcolors(2**20)
-        assert colours is not None
-        painted = sum(count for count, colour in colours if colour == (143, 188, 240))
-        assert 0.12 < painted / (picture.width * picture.height) < 0.2  # half of the rows
+        pixels = np.asarray(picture.convert("RGBA"))
+    forward, waiting = ((pixels == (*colour, 255)).all(2).sum() for colour in ((143, 188, 240), (228, 228, 228)))
+    assert 0.9 < forward / waiting < 1, "half of the rows; a number is written into the forwards"
+    assert (pixels[..., 3] == 255).all() and np.median(pixels[..., :3]) == 255, "legible on dark pages too"
+
+
+def test_letters_of_a_picture_can_be_read_400_pixels_wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Figure] = []
+
+    def keep(figure: Figure, *arguments: Any, **options: Any) -> None:
+        drawn.append(figure)
+        save(figure, *arguments, **options)
+
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", keep)
+    kinds: list[Any] = ["BackwardPass", "InputGradients", "WeightGradients", "DataWait", "ReduceGrads", "EMA"]
+    events = [
+        Event(kind, 1 if number == 1 else 0, 3, 0.1 * number, 0.1 * number + 0.1) for number, kind in enumerate(kinds)
+    ]
+    for ranks in (1, 40):
+        names = [str(rank) for rank in range(ranks)]
+        draw_step([events] * ranks, 0.9, names, "step 3: " + "words " * 20, tmp_path / "x.png")
+        figure = drawn.pop()
+        words = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text()]
+        inches = float(figure.get_size_inches()[0])
+        assert min(float(text.get_fontsize()) / 72 for text in words) / inches * 400 >= 8.8, "pixels"
+        said = " ".join(text.get_text() for text in words)
+        for phrase in (
+            "pipeline rank",
+            "seconds since the start of the step",
+            "waiting",
+            "input gradients, decoder half",
+        ):
+            assert phrase in said
+        boxes = [text.get_window_extent() for text in words]
+        assert min(box.x0 for box in boxes) >= 0 and max(box.x1 for box in boxes) <= figure.bbox.width
+        sides = sorted((side.y0, side.y1) for side in map(Text.get_window_extent, figure.axes[0].get_yticklabels()))
+        assert all(below[1] <= above[0] for below, above in pairwise(sides))
 
 
 def test_a_trace_has_as_many_steps_as_fit_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
+from PIL import Image, ImageSequence
 
 from ddpm_ds.checkpoint.folder import checkpoint_name
 from ddpm_ds.checkpoint.groups import Groups
@@ -26,7 +27,9 @@ from ddpm_ds.tracking.tracker import Tracker
 from ddpm_ds.train.resume import claim_run, find_checkpoint
 from ddpm_ds.train.saving import Saver
 from tests.checkpoint.saving import describe, fragments_of
+from tests.launching import tiny_spec
 
+SPEC = tiny_spec()
 SHAPES: dict[str, tuple[int, ...]] = {"0.weight": (3, 2)}
 
 
@@ -123,7 +126,7 @@ def recorder(run_dir: Path) -> tuple[Recorder, list[str], Mock]:
     line, tracking = Mock(spec=ProgressLine), Mock(spec=Tracker)
     said: list[str] = []
     line.log.side_effect = said.append
-    return Recorder(line, tracking, RunFolder(run_dir)), said, tracking
+    return Recorder(line, tracking, RunFolder(run_dir), SPEC), said, tracking
 
 
 def steps(tracking: Mock) -> list[int]:
@@ -162,6 +165,23 @@ def test_a_picture_is_drawn_and_logged_once_for_each_step_of_a_course(tmp_path: 
     folder = RunFolder(tmp_path)
     assert tracking.image.call_args.args == (folder.samples(160), "samples_ema", 20)
     assert folder.samples(80).exists() and folder.samples(160).exists()
+
+
+def test_a_run_ends_with_all_its_pictures_as_an_animation_however_often_it_was_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "progress.gif"
+    for number, images_seen in enumerate((80, 160, 240)):
+        made, said, tracking = recorder(tmp_path)
+        assert path.exists() == (number == 2), "one picture shows no progress"
+        made.samples(torch.full((2, 1, 8, 8), 80 * number, dtype=torch.uint8), 0.1, images_seen, images_seen)
+        made.finish("KILLED" if number < 2 else "FINISHED")
+        assert tracking.artifact.called == (number > 0) and not said
+    assert tracking.artifact.call_args.args == (path,)
+    with Image.open(path) as gif:
+        frames = [gif.convert("L").getpixel((100, gif.height - 100)) for _ in ImageSequence.Iterator(gif)]
+    assert frames == [0, 80, 160]
+    RunFolder(tmp_path).samples(240).write_bytes(b"cut off")
+    made.finish("FINISHED")
+    assert len(said) == 1 and said[0].startswith(f"{path} can't be written")
 
 
 def test_a_held_out_loss_is_logged_although_the_point_of_its_step_was(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from PIL import Image
+from PIL import Image, ImageSequence
 
 from tests.launching import REPOSITORY, launch, run_ranks, write_json
 from tests.train.ranks import mlflow_run
@@ -64,8 +64,11 @@ def curve(folder: Path, name: str = "train/loss") -> list[float]:
     return [point.value for point in client.get_metric_history(run.info.run_id, name)]
 
 
-def pixels_of(picture: Path) -> npt.NDArray[np.int64]:
-    return np.array(Image.open(picture), np.int64)
+def tiles_of(picture: Path) -> npt.NDArray[np.int64]:
+    """The nine samples of a picture (3 x 3, enlarged 22 times, under the title), each pixel once."""
+    pixels = np.array(Image.open(picture), np.int64)
+    assert pixels.shape[0] > pixels.shape[1] == 2 + 3 * 178, "a title"
+    return pixels[-3 * 178 :, 2:].reshape(3, 178, 3, 178)[:, :176:22, :, :176:22]
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +111,7 @@ def test_any_layout_of_four_processes_gives_the_same_curve_as_one_process(
     assert losses == pytest.approx(curve(one_process), rel=1e-5)
     assert curve(folder, "eval/loss") == pytest.approx(curve(one_process, "eval/loss"), rel=1e-4)
     for images in (800, 1600):
-        drawn, expected = (pixels_of(run / "samples" / f"images-{images:09}.png") for run in (folder, one_process))
+        drawn, expected = (tiles_of(run / "samples" / f"images-{images:09}.png") for run in (folder, one_process))
         assert drawn.shape == expected.shape and np.abs(drawn - expected).max() <= 1
 
 
@@ -129,7 +132,7 @@ def test_a_run_is_in_mlflow_with_all_its_metrics_params_tags_and_files(one_proce
     assert run.data.tags.keys() >= {"git_commit", "git_dirty", "host", "world_size", "stage_cuts", "version.torch"}
     assert run.data.tags.keys() >= {"verdict.top", "verdict.share", "verdict.try"}
     kept = {file.path for file in client.list_artifacts(run.info.run_id)}
-    assert kept >= {"spec.yaml", "ds_config.json", "trace", "verdict.txt"}
+    assert kept >= {"spec.yaml", "ds_config.json", "trace", "verdict.txt", "progress.gif"}
 
 
 @pytest.mark.launch
@@ -139,7 +142,10 @@ def test_a_run_has_pictures_and_held_out_losses_at_their_cadence(one_process: Pa
         "images-000000800.png",
         "images-000001600.png",
     ]
-    assert pixels_of(one_process / "samples" / "images-000001600.png").shape == (108, 108)  # 3 x 3, enlarged 4 times
+    tiles = [tiles_of(one_process / "samples" / f"images-{images:09}.png") for images in (800, 1600)]
+    assert np.abs(tiles[0] - tiles[1]).max() > 1, "those of an image are of other weights"
+    with Image.open(one_process / "progress.gif") as gif:
+        assert len(list(ImageSequence.Iterator(gif))) == 2
     logged = [Path(file.path).name for file in client.list_artifacts(run.info.run_id, "images")]
     steps = [re.match(r"samples_ema.step.(\d+).*\.png", name) for name in logged]  # MLflow separates by + or %
     assert sorted(step[1] for step in steps if step) == ["25", "50"]
