@@ -16,6 +16,7 @@ from ddpm_ds.errors import BadNumbersError, DeviceLostError, PeerLostError, Pree
 from ddpm_ds.pipeline.placement import launched_hosts
 from ddpm_ds.predict.plan import describe_plan, plan_run
 from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS, print_once, record_exit, set_environment
+from ddpm_ds.tracking.mirrors import check_trackers
 from ddpm_ds.tracking.run_folder import OUTPUT_ROOT, check_output, new_run_dir
 
 TRACED_STEPS = range(20, 23)
@@ -155,6 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run_dir = options.run_dir or new_run_dir(plan.spec.name)
             if int(os.environ["RANK"]) == 0:
                 check_output(run_dir, options.resume)
+                check_trackers(plan.spec.logging.trackers)
                 print(describe_plan(plan, run_dir), flush=True)
             if options.dry_run:
                 return 0

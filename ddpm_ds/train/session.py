@@ -110,6 +110,7 @@ def run_training(plan: RunPlan, run_dir: Path, device: torch.device, options: ar
                 ema = Ema(engine, plan.spec.ema)
             with recorded(
                 replace(plan, ds=replace(plan.ds, kernels=engine.kernels)),
+                prepared.store,
                 prepared.claim.run_dir,
                 device,
                 prepared.progress,
