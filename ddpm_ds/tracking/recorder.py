@@ -172,7 +172,7 @@ def recorded(
         (run_dir / name).write_text(text)
     settings = flatten({**spec, "ds_config": config, "derived": _derived(plan, device)})
     tags = _tags(plan) | labels(run_dir, note, line.log)
-    params = _parameters(settings, tags)
+    params = parameters(settings, tags)
     tags |= {name: value for name, value in settings.items() if is_derived(name) and name not in params}
     if checkpoint is not None:
         tags["resume_count"] = str(folder.add_resume(checkpoint, changed))
@@ -198,7 +198,7 @@ def recorded(
         raise
 
 
-def _parameters(settings: Mapping[str, str], tags: Mapping[str, str]) -> dict[str, str]:
+def parameters(settings: Mapping[str, str], tags: Mapping[str, str]) -> dict[str, str]:
     """Return the settings that become parameters: those that people vary, and those that the run's sweep varies."""
     keys = (*PARAMETERS, *tags.get(VARIED_TAG, "").split())
     return {name: value for name, value in settings.items() if any(f"{name}.".startswith(f"{key}.") for key in keys)}

@@ -1,6 +1,6 @@
 """Experiment tracking that training never waits for.
 
-    training ── records ──▶ journal ──▶ worker process ──▶ MLflow
+    training ── records ──▶ journal ──▶ worker process ──▶ MLflow, and what logging.trackers names
                                               │
        log lines ◀── supervising thread ◀── replies
 

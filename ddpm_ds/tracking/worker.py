@@ -189,7 +189,7 @@ class Worker:
             case {"text": text, "name": name}:
                 client.log_text(run, text, name)
             case {"tags": tags} | {"numbers": tags}:
-                tags = {name: str(value) for name, value in tags.items()}
+                tags = {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in tags.items()}
                 client.log_batch(run, tags=[RunTag(*tag) for tag in tags.items()], synchronous=True)
             case {"register": name, "folder": folder}:
                 self._register(name, folder)
