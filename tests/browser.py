@@ -43,6 +43,7 @@ class Browser:
         self._number, self._session, self._heard = 0, "", b""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.call("Emulation.setFocusEmulationEnabled", enabled=True)
 
     def __enter__(self) -> Browser:
         return self
@@ -86,6 +87,13 @@ class Browser:
             assert time.monotonic() < deadline, f"{script}: {self.ask('document.body.innerText')}"
             time.sleep(0.2)
         return value
+
+    def click(self, element: str) -> None:
+        """Click the middle of the element that a JavaScript expression gives."""
+        box = f"(({element}).scrollIntoView(), ({element}).getBoundingClientRect())"
+        left, top = self.ask(f"[{box}.left + {box}.width / 2, {box}.top + {box}.height / 2]")
+        for kind in ("mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=kind, x=left, y=top, button="left", clickCount=1)
 
     def press(self, key: str, code: int) -> None:
         """Press a key where the focus is."""

@@ -90,9 +90,8 @@ def test_wandb_hears_what_mlflow_hears_and_its_failure_is_its_own(root: Path, mo
     said: list[str] = []
     for steps in (range(1, 3), range(2, 5)):
         record(root, "wandb", steps, said)
-    heard: list[tuple[str, Any]] = [
-        json.loads(line) for line in (root / "run" / "wandb.jsonl").read_text().splitlines()
-    ]
+    lines = (root / "run" / "wandb.jsonl").read_text().splitlines()
+    heard: list[list[Any]] = [json.loads(line) for line in lines]
     identity = RunFolder(root / "run").identity()
     assert [value for what, value in heard if what == "init"] == [[identity, "allow", {"unet.channels": "8"}]] * 2
     logged = [value for what, value in heard if what == "log"]
