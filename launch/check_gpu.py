@@ -289,7 +289,7 @@ def memory(machine: Machine) -> Iterator[Finding]:
     yield judged("fit's answer trains", len(points) == 3, f"{len(points)} steps of {images} images", "3 steps")
     if machine.on_gpu:  # a process on a CPU holds its libraries as well, which the planner does not count
         said["the planner"] = machine.measure(planned_bytes, seconds=60)
-    held = points[-1]["perf/peak_memory_bytes"]
+    held = points[-1]["usage/peak_memory_bytes"]
     for name, told in said.items():
         words = f"{told / 2**30:.2f} GiB by {name}, {held / 2**30:.2f} GiB held"
         yield judged(f"memory by {name}", 0.8 <= told / held <= 1.25, words, "0.8 to 1.25 of what is held")
@@ -396,7 +396,7 @@ def compiled(machine: Machine) -> Iterator[Finding]:
     logged = [number for number, line in enumerate(lines) if " images (" in line]  # a line for each step
     late = sum("Recompiling" in line for line in lines[logged[0] : logged[-1]])
     yield judged("compile, after the first step", not late, f"{late} recompilations", "0")
-    timed = ([point["perf/step_seconds"] for point in points[steps // 2 :]] for points in runs.values())
+    timed = ([point["usage/step_seconds"] for point in points[steps // 2 :]] for points in runs.values())
     eager, fast = map(statistics.median, timed)
     yield Finding(
         "compile, speed", f"{1e3 * fast:.4g} ms a step, {eager / fast:.2f} times as fast as eager", "measured"

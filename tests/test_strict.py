@@ -84,7 +84,7 @@ def test_a_resume_on_another_layout_with_a_folder_for_each_host_does_not_lock(tm
     second = arguments(Path("run"), longer, "folded_zero2_fp16.json", ("-p", "2"))
     assert run(4, str(TRAIN), *second, log=log, **hosts) == [0] * 4, log.read_text()[-6000:]
     assert "go from host" in log.read_text()
-    assert points(tmp_path / "a" / "run")[-1]["progress/images"] == 192
+    assert points(tmp_path / "a" / "run")[-1]["train/seen_images"] == 192
 
 
 def test_the_benchmark_does_not_lock(tmp_path: Path) -> None:

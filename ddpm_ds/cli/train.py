@@ -23,6 +23,7 @@ from ddpm_ds.processes.ranks import (
     recorded,
     set_environment,
 )
+from ddpm_ds.tracking.mirrors import check_trackers
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.run_folder import OUTPUT_ROOT, check_output, new_run_dir
 
@@ -179,6 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             plan, run_dir = checked(options, world_size, launched_hosts(world_size))
             if int(os.environ["RANK"]) == 0:
                 check_output(run_dir, options.resume)
+                check_trackers(plan.spec.logging.trackers)
                 if not options.described:
                     print(describe_plan(plan, run_dir), flush=True)
             if options.dry_run:

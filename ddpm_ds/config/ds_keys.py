@@ -285,7 +285,7 @@ _REFUSED: dict[str, str] = {
     "the ZeRO-2 path is tested with it on; write true": "zero_optimization.contiguous_gradients=true",
     "DeepSpeed reads it and never uses it": """
         zero_optimization.allgather_partitions=true disable_allgather=false checkpoint.checkpoint_serialization=true""",
-    "train/grad_norm and the finite check need it": "zero_optimization.compute_grad_norm=true",
+    "train/total_grad_norm and the finite check need it": "zero_optimization.compute_grad_norm=true",
     "every parameter has a gradient; remove the key": "zero_optimization.ignore_unused_parameters=true",
     "it reorders the flat partitions and was not tested under a pipeline; remove the key": """
         zero_optimization.round_robin_gradients=false zero_optimization.parameter_alignment=false""",

@@ -237,6 +237,8 @@ class LoggingSpec(Section):
     """Images between two points of the loss curve; each point is the mean over them."""
     experiment: str = "ddpm_ds"
     """Name of the MLflow experiment."""
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Trackers beside MLflow that get the same metrics and pictures; each needs the extra of its name."""
 
 
 class RunSpec(Section):

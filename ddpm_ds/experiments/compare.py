@@ -17,14 +17,14 @@ from typing import Literal
 from ddpm_ds.errors import UserError
 from ddpm_ds.tracking.runs import FAILURES, RecordedRun
 
-PROGRESS = "progress/images"
+PROGRESS = "train/seen_images"
 DEFAULT = (
     PROGRESS,
     "train/loss",
     "eval/loss",
     "perf/images_per_second",
-    "perf/step_seconds",
-    "perf/peak_memory_bytes",
+    "usage/step_seconds",
+    "usage/peak_memory_bytes",
     "perf/bubble_fraction",
     "perf/mfu",
     "perf/data_wait_fraction",
@@ -37,9 +37,9 @@ LOWER = (
     *("*loss", "*_seconds", "*_bytes", "*_fraction", "*_ms", "*fid", "*kid"),
     *("perf/imbalance", "train/skipped_steps", "train/rewinds"),
 )
-HIGHER = ("*_per_second", "perf/*tflops*", "perf/mfu")
+HIGHER = ("*_per_second", "usage/*tflops*", "perf/mfu")
 SHARES = ("*_fraction", "perf/mfu", "perf/imbalance")
-PACES = ("perf/*_seconds", "perf/*_per_second", "perf/*tflops*")
+PACES = ("perf/*_per_second", "usage/*_seconds", "usage/*tflops*")
 """Metrics measured at each log point: their median counts, without the first point, which warms up."""
 UNITS = {
     "_bytes": ((2**30, " GiB"), (2**20, " MiB"), (2**10, " KiB"), (1, " B")),
@@ -235,7 +235,7 @@ def comparison(
         compared[run.id] = Compared(
             run=run,
             label=labels[run.id],
-            parameters={name: run.params[name] for name in differing if name in run.params},
+            parameters={name: run.settings[name] for name in differing if name in run.settings},
             values=values[run.id],
             ratios={name: value for name, value in ratios.items() if value is not None},
         )
@@ -275,10 +275,10 @@ def _check_common(
 
 
 def _differing(runs: Sequence[RecordedRun]) -> tuple[str, ...]:
-    """Return parameters that are not the same in all runs: the spec's first, then the JSON's and those derived from
+    """Return settings that are not the same in all runs: the spec's first, then the JSON's and those derived from
     both.
     """
-    values = {name: [run.params.get(name) for run in runs] for run in runs for name in run.params}
+    values = {name: [run.settings.get(name) for run in runs] for run in runs for name in run.settings}
     differing = [
         name
         for name, of_runs in values.items()

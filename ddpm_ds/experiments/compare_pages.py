@@ -29,8 +29,8 @@ DASHES = ("", "8 4", "2 4", "10 4 2 4", "18 4")  # of lines: 50 runs differ in c
 POINTS, POINTS_OF_CURVE = 20_000, 600
 """Largest number of points of all runs' curves of one metric, and of one curve, so that the page stays small."""
 CLOCK = ((3600, "h"), (60, "min"), (1, "s"))
-SAMPLES = re.compile(rf"/{SAMPLES_KEY}\W+step\W+(?P<step>\d+)\W+timestamp\W+(?P<at>\d+)\W.*\.png$")
-"""Path of a picture drawn while training; MLflow separates the parts of its name by + or %."""
+SAMPLES = re.compile(rf"\b{SAMPLES_KEY.rpartition('/')[2]}\W+step\W+(?P<step>\d+)\W+timestamp\W+(?P<at>\d+)\W.*\.png$")
+"""Path of a picture drawn while training; MLflow separates the parts of its name by + or %, and writes # for /."""
 PNG = b"\x89PNG\r\n\x1a\n"
 MOST_PICTURES, MOST_PICTURE_BYTES = 4, 2**21  # of one run, of one picture
 

@@ -36,7 +36,7 @@ from ddpm_ds.experiments.trials import BASELINE, Trial
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.supervisor import MEANINGS, STOP_SIGNALS
 from ddpm_ds.tracking.run_folder import METRICS, RunFolder, identity_of, labels, write_labels
-from ddpm_ds.tracking.runs import KIND_TAG, SWEEP, find_run
+from ddpm_ds.tracking.runs import KIND_TAG, SWEEP, VARIED_TAG, find_run
 from ddpm_ds.tracking.tracker import Tracker
 
 TRAIN = SPECS.with_name("train.py")
@@ -111,7 +111,8 @@ class Sweep:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "spec.yaml").write_text(yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False))
         (run_dir / ASKED_CONFIG).write_text(json.dumps(trial.config, indent=2) + "\n")
-        write_labels(run_dir, {"vary.name": self.folder.name, "vary.changed": trial.label})
+        tags = {"vary.name": self.folder.name, "vary.changed": trial.label, VARIED_TAG: " ".join(trial.settings)}
+        write_labels(run_dir, tags)
 
     def command(self, trial: Trial, parent: str, grace_seconds: float, options: Sequence[str]) -> list[str]:
         """Return the command that starts a trial as a child of the run with the identity ``parent``."""
@@ -126,7 +127,7 @@ class Sweep:
         """Return the images that a trial has seen at its last log point."""
         with contextlib.suppress(OSError, IndexError, ValueError, KeyError):  # none yet, or being written
             last = (self.run_dir(trial) / METRICS).read_text().splitlines()[-1]
-            return int(json.loads(last)["progress/images"])
+            return int(json.loads(last)["train/seen_images"])
         return 0
 
     def begin(

@@ -37,7 +37,8 @@ JSON_KEYS = {
     "recompute": "pipeline.activation_checkpoint_interval",
     "partition": "pipeline.partition",
 }
-SHORTHANDS = ("precision", "processes", *JSON_KEYS)
+DERIVED = {"precision": "precision", "processes": "world_size"}
+SHORTHANDS = (*DERIVED, *JSON_KEYS)
 """Short names of common variables."""
 PRECISIONS = ("fp32", "fp16", "bf16")
 DYNAMIC_FP16 = {
@@ -72,6 +73,11 @@ class Trial:
     def label(self) -> str:
         """Return the trial's name in output."""
         return self.changed or BASELINE
+
+    @property
+    def settings(self) -> list[str]:
+        """Return the names that the variables have among the settings of a run."""
+        return [_setting(name) for name in self.values]
 
 
 def parse_variables(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -182,6 +188,15 @@ def _plan_as_a_rank(trial: Trial, spec: Path, ds_config: Path, device: str) -> R
         os.environ[name] = str(trial.processes)
     set_environment()
     return _plan(trial, spec, ds_config, None, device)
+
+
+def _setting(name: str) -> str:
+    """Return the name that a variable has among the settings of a run."""
+    if name in DERIVED:
+        return f"derived.{DERIVED[name]}"
+    if name in JSON_KEYS or name.startswith(JSON_PREFIX):
+        return f"ds_config.{JSON_KEYS.get(name, name.removeprefix(JSON_PREFIX))}"
+    return name
 
 
 def _edit(config: dict[str, Any], name: str, value: str) -> list[str]:

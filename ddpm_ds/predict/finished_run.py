@@ -159,7 +159,7 @@ def _read(run_dir: Path) -> FinishedRun:
         ),
         pauses=read_pauses(run_dir),
         evaluation_seconds=math.fsum(
-            point.get("perf/evaluation_seconds", 0.0) for point in _lines(run_dir / "evaluations.jsonl")[:-1]
+            point.get("usage/evaluation_seconds", 0.0) for point in _lines(run_dir / "evaluations.jsonl")[:-1]
         ),
         device=read_device(run_dir),
     )

@@ -193,6 +193,7 @@ def summary(
         "skipped steps": f"{skipped_steps:,} of {steps:,}",
         "run folder": str(run_dir),
         "MLflow run": link.run_id or f"not reached at {link.tracking_uri}",
-        "open it with": link.open_with,
+        "serve it with": link.command,
+        "open it at": link.url,
     }
-    return "\n".join(f"{name:<26}{value}" for name, value in rows.items())
+    return "\n".join(f"{name:<26}{value}" for name, value in rows.items() if value is not None)

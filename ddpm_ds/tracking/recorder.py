@@ -18,6 +18,7 @@ from torch import Tensor
 
 import ddpm_ds
 from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.data.cache import IMAGES, DatasetCache
 from ddpm_ds.data.pictures import grid, grid_title, write_animation, write_png
 from ddpm_ds.data.prepare import class_names
 from ddpm_ds.errors import Preempted
@@ -33,7 +34,15 @@ from ddpm_ds.tracking.run_folder import (
     RunFolder,
     labels,
 )
-from ddpm_ds.tracking.tracker import RunLink, Tracker
+from ddpm_ds.tracking.runs import VARIED_TAG, is_derived
+from ddpm_ds.tracking.tracker import RunLink, Tracker, flatten
+
+PARAMETERS = (
+    *("data.image_size", "unet.channels", "optimizer.learning_rate"),
+    *("train.images", "train.batch_images", "train.seed"),
+    *("derived.world_size", "derived.stages", "derived.zero_stage", "derived.precision"),
+)
+"""Settings that people vary: the parameters of a run, which MLflow prints beside every picture."""
 
 
 class Recorder:
@@ -76,7 +85,7 @@ class Recorder:
         """Record a log point, by the names of :func:`ddpm_ds.train.meters.metrics`."""
         if self.line is not None:
             self.line.log_point(
-                int(values["progress/images"]),
+                int(values["train/seen_images"]),
                 loss=values["train/loss"],
                 images_per_second=values["perf/images_per_second"],
                 loss_scale=values["train/loss_scale"] if fp16 else None,
@@ -86,7 +95,7 @@ class Recorder:
     def checkpoint(self, seconds: float, step: int) -> None:
         """Record that a checkpoint was begun, and held training up for ``seconds``."""
         if self.tracker is not None and step > self._logged[METRICS]:
-            self.tracker.metrics({"perf/checkpoint_seconds": seconds}, step)
+            self.tracker.metrics({"usage/checkpoint_seconds": seconds}, step)
 
     def samples(self, images: Tensor | None, seconds: float, images_seen: int, step: int) -> None:
         """Record a picture that took ``seconds`` to draw; an existing one was logged before the run was resumed."""
@@ -105,7 +114,7 @@ class Recorder:
             self.log(f"{path} can't be written ({error.strerror}); training continues")
             return
         self.tracker.image(path, SAMPLES_KEY, step)
-        self.tracker.metrics({"perf/samples_seconds": seconds}, step)
+        self.tracker.metrics({"usage/samples_seconds": seconds}, step)
 
     def evaluation(self, values: Mapping[str, float], step: int) -> None:
         """Record the held-out loss, by the names of :meth:`ddpm_ds.train.validation.HeldOutLoss.measure`."""
@@ -114,7 +123,7 @@ class Recorder:
         self._write(EVALUATIONS, values, step)
 
     def observed(self, values: Mapping[str, float], step: int) -> None:
-        """Record measurements of an observer of steps."""
+        """Record measurements of an observer of steps, which are made once and so make no curve."""
         self._write(OBSERVATIONS, values, step)
 
     def artifact(self, path: Path, folder: str = "") -> None:
@@ -134,7 +143,7 @@ class Recorder:
         if self.tracker is not None and self.folder is not None:
             self.folder.forget_samples(images_seen)
             self.tracker.text(what + "\n", f"rewinds/{times}.txt")
-            self.tracker.metrics({"train/rewinds": float(times)}, step)
+            self.tracker.numbers({"train/rewinds": float(times)}, step)
 
     def finish(self, status: Literal["FINISHED", "FAILED", "KILLED"]) -> RunLink | None:
         """End the line and the MLflow run; return where the run is, on rank 0."""
@@ -165,12 +174,13 @@ class Recorder:
             self.folder.append(name, values, step)  # first: a process that dies now won't log the point again
         except OSError as error:
             self.log(f"{name} can't be written ({error.strerror}); training continues")
-        self.tracker.metrics(values, step)
+        (self.tracker.numbers if name == OBSERVATIONS else self.tracker.metrics)(values, step)
 
 
 @contextlib.contextmanager
 def recorded(
     plan: RunPlan,
+    store: DatasetCache,
     run_dir: Path,
     device: torch.device,
     line: ProgressLine | None,
@@ -199,7 +209,10 @@ def recorded(
         contents[PROGRAMS] = written(plan.programs)
     for name, text in contents.items():
         (run_dir / name).write_text(text)
+    settings = flatten({**spec, "ds_config": config, "derived": _derived(plan, device)})
     tags = _tags(plan) | labels(run_dir, note, line.log)
+    params = parameters(settings, tags)
+    tags |= {name: value for name, value in settings.items() if is_derived(name) and name not in params}
     if checkpoint is not None:
         tags["resume_count"] = str(folder.add_resume(checkpoint, changed))
     tracker = Tracker.start(
@@ -207,9 +220,11 @@ def recorded(
         run_dir.name,
         output_root=run_dir.parent,
         run_dir=run_dir,
-        params={**spec, "ds_config": config, "derived": _derived(plan, device)},
+        params=params,
         tags=tags,
         artifacts=[run_dir / name for name in contents],
+        dataset=_dataset(store),
+        trackers=plan.spec.logging.trackers,
         identity=folder.identity(),
         parent=parent,
         log=line.log,
@@ -222,8 +237,21 @@ def recorded(
         raise
 
 
+def parameters(settings: Mapping[str, str], tags: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings that become parameters: those that people vary, and those that the run's sweep varies."""
+    keys = (*PARAMETERS, *tags.get(VARIED_TAG, "").split())
+    return {name: value for name, value in settings.items() if any(f"{name}.".startswith(f"{key}.") for key in keys)}
+
+
+def _dataset(store: DatasetCache) -> dict[str, str]:
+    """Return how MLflow names the images, the digest of their content, and the folder that they are in."""
+    meta = store.meta
+    name = Path(meta.folder).name if meta.folder else meta.source
+    return {"name": f"{name}-{meta.shape[-1]}px", "digest": meta.sha256[IMAGES], "source": str(store.path)}
+
+
 def _derived(plan: RunPlan, device: torch.device) -> dict[str, object]:
-    """Return params that follow from spec, JSON and machine."""
+    """Return settings that follow from spec, JSON and machine."""
     return {
         **asdict(plan.ds.layout),
         "parameters": plan.parameters,

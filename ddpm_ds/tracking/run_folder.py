@@ -20,8 +20,9 @@ OUTPUT_ROOT = Path("runs")
 """Folder for runs that are given none."""
 METRICS, EVALUATIONS, OBSERVATIONS = "metrics.jsonl", "evaluations.jsonl", "observations.jsonl"
 """Files of log points, of held-out losses, and of observers' measurements."""
-SAMPLES_KEY = "samples_ema"
-"""Key under which MLflow keeps the pictures drawn while training, with a slider over steps."""
+SAMPLES_KEY = "eval/samples_ema"
+"""Key under which MLflow keeps the pictures drawn while training, with a slider over steps, beside the chart of
+``eval/loss``."""
 ANIMATION = "progress.gif"
 """File with the pictures drawn while training, one after the other."""
 IDENTITY = "identity"

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import difflib
 import functools
+import json
 import logging
 import os
 import re
@@ -15,10 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import yaml
+
 from ddpm_ds.errors import UserError
 from ddpm_ds.tracking.run_folder import FOLDER_TAG, NOTE_TAG, OUTPUT_ROOT, identity_of
-from ddpm_ds.tracking.tracker import MLFLOW, SQLITE, resolve_uri, without_password
-from ddpm_ds.tracking.worker import PARENT_TAG, START_TAG, reason
+from ddpm_ds.tracking.tracker import MLFLOW, SQLITE, flatten, numbers_of, reason, resolve_uri, without_password
+from ddpm_ds.tracking.worker import PARENT_TAG, START_TAG
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -28,6 +31,8 @@ KIND_TAG = "kind"
 """Tag of every run that is not a training run: evaluate, sample, export, benchmark, vary."""
 SWEEP = "vary"
 """Kind of the run whose children are the trials of a sweep."""
+VARIED_TAG = "vary.keys"
+"""Tag of a trial with the settings that its sweep varies, separated by spaces."""
 FAILURES = ("FAILED", "KILLED")
 NOTE_CHARACTERS = 8000
 """MLflow's limit for the value of a tag."""
@@ -63,7 +68,7 @@ class RecordedRun:
     start_ms: int
     params: dict[str, str]
     metrics: dict[str, float]
-    """Last value of each metric."""
+    """Last value of each metric, and numbers that were measured once, which are tags."""
     tags: dict[str, str]
     folder: Path | None
     """Folder of the run, where it is on this machine."""
@@ -76,6 +81,14 @@ class RecordedRun:
     def note(self) -> str:
         """Text on why the run was made and what was learned; empty where there is none."""
         return self.tags.get(NOTE_TAG, "")
+
+    @functools.cached_property
+    def settings(self) -> dict[str, str]:
+        """Everything that the run was started with: its parameters, what follows from them, spec and DeepSpeed JSON."""
+        derived = {name: value for name, value in self.tags.items() if is_derived(name)}
+        spec, config = (self.read_artifact(name) for name in ("spec.yaml", "ds_config.json"))
+        written = flatten(yaml.safe_load(spec)) if spec else {}
+        return self.params | derived | written | (flatten({"ds_config": json.loads(config)}) if config else {})
 
     def history(self, name: str) -> list[Point]:
         """Return all values of a metric in the order of their steps; for a step repeated after a rollback, the last."""
@@ -110,6 +123,11 @@ class RecordedRun:
             )
         with _speaking_to(self.tracking_uri) as client:
             client.set_tag(self.id, NOTE_TAG, note)
+
+
+def is_derived(name: str) -> bool:
+    """Return whether a setting is neither of the spec nor of the DeepSpeed JSON, but follows from them."""
+    return name.startswith("derived.")
 
 
 def keep_with(
@@ -236,7 +254,7 @@ def _read(run: Run, experiment: str, uri: str) -> RecordedRun:
         status=info.status,
         start_ms=info.start_time,
         params=dict(data.params),
-        metrics=dict(data.metrics),
+        metrics=numbers_of(data.tags) | data.metrics,
         tags=dict(data.tags),
         folder=_folder(data.tags, info.run_name, uri),
         parent=data.tags.get(PARENT_TAG),

@@ -1,6 +1,6 @@
 """Experiment tracking that training never waits for.
 
-    training ── records ──▶ journal ──▶ worker process ──▶ MLflow
+    training ── records ──▶ journal ──▶ worker process ──▶ MLflow, and what logging.trackers names
                                               │
        log lines ◀── supervising thread ◀── replies
 
@@ -17,6 +17,7 @@ The journal has one JSON object per line:
     {"artifact": path, "folder": name}
     {"image": path, "key": name, "step": int, "time": milliseconds}
     {"text": content, "name": file name}
+    {"numbers": {name: value}, "step": int, "time": milliseconds}    measured once: tags in MLflow, so no charts
     {"tags": {name: value}}
     {"register": model name, "folder": of the run's artifacts}
     {"finish": "FINISHED" | "FAILED" | "KILLED", "time": milliseconds}
@@ -26,6 +27,7 @@ and the worker replies {"run": ids}, {"sent": bytes of the journal that MLflow h
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import re
@@ -36,7 +38,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +53,9 @@ COMPUTING_SECONDS = 1.0  # of a worker that is at work while one waits for it
 WORKERS = 2  # the first, and one more if it dies
 SQLITE = "sqlite:///"
 UNSENT_FILE = "mlflow_unsent.jsonl"
+LOCAL_UI = "http://127.0.0.1:5000"  # where `mlflow ui` listens
+TRAINING_MODE = "workflowType=machine_learning"  # of MLflow's UI, which otherwise opens in the one for language models
+USER_TAG = "mlflow.user"
 PARAM_CHARACTERS = 6000  # MLflow's limit for the value of a param
 MLFLOW = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -62,12 +67,28 @@ MLFLOW = {
 
 @dataclass(frozen=True)
 class RunLink:
-    """Location of a run. ``run_id`` is None when the tracker was never reached; ``open_with`` is a URL or a command."""
+    """Location of a run. ``run_id`` is None when MLflow was never reached."""
 
     run_id: str | None
     experiment_id: str | None
     tracking_uri: str
-    open_with: str
+    url: str
+    """Page of the run, in the mode of MLflow's UI for model training."""
+    command: str | None
+    """Command that serves the page; None where a server does."""
+
+    @property
+    def open_with(self) -> str:
+        """Everything needed to see the run, in one line."""
+        return self.url if self.command is None else f"{self.command}  and open  {self.url}"
+
+
+def user_name() -> str:
+    """Return the login name; that of a user without one, as in some containers, is its number."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # in Python 3.11 and 3.13
+        return str(os.getuid())
 
 
 def now_ms() -> int:
@@ -87,9 +108,25 @@ def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:
     return flat
 
 
+def numbers_of(tags: Mapping[str, str]) -> dict[str, float]:
+    """Return the numbers among a run's tags: those measured once, whose names have a slash as those of metrics do."""
+    numbers: dict[str, float] = {}
+    for name, value in tags.items():
+        with suppress(ValueError):
+            numbers |= {name: float(value)} if "/" in name else {}
+    return numbers
+
+
 def without_password(text: str) -> str:
     """Return the text without the user and password of every URI in it."""
     return re.sub(r"://[^/@\s]+@", "://", text)
+
+
+def reason(error: BaseException) -> str:
+    """Return the first cause of an error, in one line."""
+    while cause := error.__cause__ or error.__context__:
+        error = cause
+    return without_password(" ".join(str(error).split())[:200]) or type(error).__name__
 
 
 def resolve_uri(output_root: Path | str) -> str:
@@ -129,6 +166,8 @@ class Tracker:
         params: Mapping[str, object],
         tags: Mapping[str, str],
         artifacts: Iterable[Path] = (),
+        dataset: Mapping[str, str] | None = None,
+        trackers: Sequence[str] = (),
         identity: str | None = None,
         parent: str | None = None,
         log: Callable[[str], None] = print_to_stderr,
@@ -137,7 +176,9 @@ class Tracker:
 
         ``output_root`` is the folder of ``mlflow.db`` and ``mlartifacts``, unless ``MLFLOW_TRACKING_URI`` names a
         tracker; ``run_dir`` is where records are kept that can't be sent. ``params`` may be nested, ``tags`` are set at
-        every start, ``artifacts`` are logged first. ``parent`` is the identity of the run that this one is a child of.
+        every start, ``artifacts`` are logged first. ``dataset`` has the ``name`` of the training images, the ``digest``
+        of their content and their ``source``. ``trackers`` names those beside MLflow, which have the same names of
+        metrics (:mod:`ddpm_ds.tracking.mirrors`). ``parent`` is the identity of the run that this one is a child of.
         ``log`` shows one line to the user, and is called from another thread.
         """
         start = {
@@ -148,7 +189,9 @@ class Tracker:
             "output_root": str(output_root.resolve()),
             "run_dir": str(run_dir.resolve()),
             "params": flatten(params),
-            "tags": dict(tags),
+            "tags": {USER_TAG: user_name(), **tags},
+            "dataset": dataset,
+            "trackers": list(trackers),
             "parent": parent,
         }
         tracker = cls(start, log)
@@ -177,6 +220,10 @@ class Tracker:
     def metrics(self, values: Mapping[str, float], step: int) -> None:
         """Log values at an optimizer step, with the time of this call."""
         self._put({"metrics": {name: float(value) for name, value in values.items()}, "step": step, "time": now_ms()})
+
+    def numbers(self, values: Mapping[str, float], step: int) -> None:
+        """Log values that are measured once, at this optimizer step: MLflow shows them as tags, not as charts."""
+        self._put({"numbers": {name: float(value) for name, value in values.items()}, "step": step, "time": now_ms()})
 
     def system_metrics(self, values: Mapping[str, float], node: str | None = None) -> None:
         """Log values as ``system/...``, or ``system/<node>/...``, with the time of this call."""
@@ -279,11 +326,11 @@ class Tracker:
     def _make_link(self) -> RunLink:
         uri, run_id = without_password(resolve_uri(self._start["output_root"])), self.run_id
         experiment_id = self._run.get("experiment_id")
-        if not uri.startswith(("http://", "https://")):
-            open_with = f"mlflow ui --backend-store-uri {shlex.quote(uri)}"  # listens on loopback only
-        else:
-            open_with = f"{uri.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}" if run_id else uri
-        return RunLink(run_id, experiment_id, uri, open_with)
+        served = uri.startswith(("http://", "https://"))
+        page = f"/#/experiments/{experiment_id}/runs/{run_id}?{TRAINING_MODE}" if run_id else ""
+        url = f"{uri.rstrip('/') if served else LOCAL_UI}{page}"
+        command = None if served else f"mlflow ui --backend-store-uri {shlex.quote(uri)}"  # listens on loopback only
+        return RunLink(run_id, experiment_id, uri, url, command)
 
 
 def _new_journal(start: Record) -> int:

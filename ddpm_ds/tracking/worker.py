@@ -26,11 +26,21 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from ddpm_ds.tracking.tracker import SQLITE, Record, keep_unsent, now_ms, print_to_stderr, resolve_uri, without_password
+from ddpm_ds.tracking.mirrors import Mirrors
+from ddpm_ds.tracking.tracker import (
+    SQLITE,
+    Record,
+    keep_unsent,
+    now_ms,
+    print_to_stderr,
+    reason,
+    resolve_uri,
+    without_password,
+)
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import Run
+    from mlflow.entities import DatasetInput, Run
 
 POLL_SECONDS = 0.1
 FLUSH_SECONDS = 20.0  # after the trainer died; DeepSpeed's launcher kills what is left of a rank after 30
@@ -38,15 +48,10 @@ LONGEST_PAUSE_SECONDS = 30.0
 RECORDS_PER_REQUEST = 1000
 START_TAG = "ddpm_ds.start"  # finds the run again when the answer to its creation was lost
 PARENT_TAG = "mlflow.parentRunId"  # by which MLflow shows a run under another one
+EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # by which MLflow's UI chooses its mode
+DIGEST_CHARACTERS = 36  # MLflow's limit for the digest of a data set
 REFUSALS = ("BAD_REQUEST", "INVALID_PARAMETER_VALUE", "INVALID_STATE", "RESOURCE_DOES_NOT_EXIST")
 DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
-
-
-def reason(error: BaseException) -> str:
-    """Return the first cause of an error, in one line."""
-    while cause := error.__cause__ or error.__context__:
-        error = cause
-    return without_password(" ".join(str(error).split())[:200]) or type(error).__name__
 
 
 class Worker:
@@ -62,12 +67,13 @@ class Worker:
         self._records: deque[tuple[Record, int]] = deque()  # read but not accepted yet, and where each ends
         self._end, self._tail = sent, b""  # of the last record that was read, and the beginning of the next
         self._start: Record = {}
+        self._said: set[str] = set()
+        self._mirrors: Mirrors | None = None
         if sent:
             first = json.loads(os.pread(journal, sent, 0).split(b"\n", 1)[0])
             self._start = first["start"]
-            self._records.append((first, sent))
+            self._add(first, sent)
         self._ended = not sent  # the last run that was started is finished, so that nothing more will come
-        self._said: set[str] = set()
         self._down = False
         self._client: MlflowClient
         self._run: Run
@@ -86,6 +92,8 @@ class Worker:
             if self._down and not self._records:
                 self._down = False
                 self._log("up", f"MLflow at {self._uri} answers again; everything has been sent")
+        if self._mirrors is not None:
+            self._mirrors.join()
 
     def _wait_for_records(self) -> bool:
         """Return whether there is a record to send; False when all are sent and no more will come."""
@@ -104,11 +112,19 @@ class Worker:
                 for line in lines:
                     self._end += len(line) + 1
                     record = json.loads(line)
-                    self._records.append((record, self._end))
+                    self._add(record, self._end)
                     self._ended = "finish" in record or (self._ended and "start" not in record)
             if alone and not self._ended:
-                self._records.append(({"finish": "FAILED", "time": now_ms()}, self._end))
+                self._add({"finish": "FAILED", "time": now_ms()}, self._end)
                 self._ended = True
+
+    def _add(self, record: Record, end: int) -> None:
+        """Queue a record for MLflow, and hand it to the other trackers; of a run that is sent later they have all."""
+        self._records.append((record, end))
+        if "start" in record and self._trainer is not None:
+            self._mirrors = Mirrors(record["start"].get("trackers", ()), self._log)
+        if self._mirrors is not None:
+            self._mirrors.put(record)
 
     def _survive_trainer(self) -> None:
         """Limit the time that this process outlives the trainer; remaining records are then kept in the run folder."""
@@ -172,7 +188,8 @@ class Worker:
                     client.log_image(run, image, key=key, step=step, timestamp=at, synchronous=True)
             case {"text": text, "name": name}:
                 client.log_text(run, text, name)
-            case {"tags": tags}:
+            case {"tags": tags} | {"numbers": tags}:
+                tags = {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in tags.items()}
                 client.log_batch(run, tags=[RunTag(*tag) for tag in tags.items()], synchronous=True)
             case {"register": name, "folder": folder}:
                 self._register(name, folder)
@@ -202,7 +219,7 @@ class Worker:
                 # A server knows where artifacts go; a bare database would have them in the working folder.
                 bare = uri.split(":")[0].split("+")[0] in DATABASES
                 location = (Path(start["output_root"]) / "mlartifacts").as_uri() if bare else None
-                experiment_id = client.create_experiment(start["experiment"], location)
+                experiment_id = client.create_experiment(start["experiment"], location, EXPERIMENT_TAGS)
             if found := self._find(experiment_id, start["id"]):
                 client.update_run(found.info.run_id, status="RUNNING")
             else:
@@ -214,6 +231,8 @@ class Worker:
             tags = start["tags"] | ({PARENT_TAG: parent.info.run_id} if parent else {})
             params, run_tags = [Param(*param) for param in new.items()], [RunTag(*tag) for tag in tags.items()]
             client.log_batch(run_id, params=params, tags=run_tags, synchronous=True)
+            if start.get("dataset"):
+                client.log_inputs(run_id, [_dataset_input(**start["dataset"])])
         self._reply({"run": {"run_id": run_id, "experiment_id": experiment_id}})
         if start.get("parent") and parent is None and PARENT_TAG not in found.data.tags:
             self._log(
@@ -259,6 +278,15 @@ class Worker:
             else:
                 with suppress(OSError):
                     print_to_stderr(line)
+
+
+def _dataset_input(name: str, digest: str, source: str) -> DatasetInput:
+    """Return a run's training images for MLflow, which shows the whole digest beside where they are."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    where = json.dumps({"uri": source, "sha256": digest})
+    dataset = Dataset(name, digest[:DIGEST_CHARACTERS], "local", where)
+    return DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])
 
 
 @contextmanager

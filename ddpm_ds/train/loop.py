@@ -54,6 +54,8 @@ def train(run: Run) -> Interval:
     """
     engine, total = run.engine, run.plan.spec.train.images
     every = run.plan.spec.logging.log_every_images
+    with run.observer.span("inspection"):
+        run.validation.before_first_step()
     meter = Meter()
     batches = meter.timed(run.batches())
     first = True

@@ -163,7 +163,7 @@ def gather(interval: Interval, engine: UnetPipelineEngine) -> Gathered:
 def metrics(gathered: Gathered, engine: UnetPipelineEngine, macs_per_image: int) -> dict[str, float]:
     """Return one log point of a whole run. Its names are a contract: dashboards and comparisons read them.
 
-    ``perf/step_seconds`` and ``perf/data_wait_seconds`` are means per step. ``macs_per_image`` are the
+    ``usage/step_seconds`` and ``usage/data_wait_seconds`` are means per step. ``macs_per_image`` are the
     multiply-accumulates of one image's forward pass through the whole U-Net.
     """
     interval = gathered.interval
@@ -175,15 +175,15 @@ def metrics(gathered: Gathered, engine: UnetPipelineEngine, macs_per_image: int)
         "train/lr": engine.get_lr()[0],
         "train/loss_scale": engine.loss_scale(),
         "train/skipped_steps": float(engine.skipped_steps),
-        "progress/images": float(engine.images_seen),
+        "train/seen_images": float(engine.images_seen),
         "perf/images_per_second": images_per_second,
-        "perf/step_seconds": interval.seconds / interval.steps,
-        "perf/data_wait_seconds": interval.data_wait_seconds / interval.steps,
-        "perf/model_tflops_per_device": model_tflops(macs_per_image, images_per_second, devices),
-        "perf/peak_memory_bytes": max(peaks),
+        "usage/step_seconds": interval.seconds / interval.steps,
+        "usage/data_wait_seconds": interval.data_wait_seconds / interval.steps,
+        "usage/model_tflops_per_device": model_tflops(macs_per_image, images_per_second, devices),
+        "usage/peak_memory_bytes": max(peaks),
     }
     if math.isfinite(norm := engine.gradient_norm()):
-        values["train/grad_norm"] = norm
+        values["train/total_grad_norm"] = norm
     if gathered.peak_reserved_bytes:
-        values["perf/peak_reserved_bytes"] = float(gathered.peak_reserved_bytes)
-    return values | {f"perf/stage{stage}_peak_memory_bytes": peak for stage, peak in enumerate(peaks)}
+        values["usage/peak_reserved_bytes"] = float(gathered.peak_reserved_bytes)
+    return values | {f"usage/stage{stage}_peak_memory_bytes": peak for stage, peak in enumerate(peaks)}

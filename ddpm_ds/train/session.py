@@ -115,6 +115,7 @@ def run_training(
                 ema = Ema(engine, plan.spec.ema)
             with recorded(
                 replace(plan, ds=replace(plan.ds, kernels=engine.kernels)),
+                prepared.store,
                 prepared.claim.run_dir,
                 device,
                 progress,

@@ -46,7 +46,7 @@ class HeldOutLoss:
         self._noised: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
 
     def measure(self, watchdog: Watchdog) -> dict[str, float]:
-        """``eval/loss_t10`` to ``eval/loss_t90`` and their mean ``eval/loss``: the loss of training, no flips.
+        """``eval/loss``, the loss of training without flips, is the mean of ``validation/loss_t10`` to ``loss_t90``.
 
         (quantile, part of the images) are shared out to the replicas. Collective over all ranks; all first stages
         get the numbers.
@@ -70,7 +70,8 @@ class HeldOutLoss:
             return {}
         dist.all_reduce(sums, group=engine.grid.get_data_parallel_group())
         losses = (sums / len(self._positions)).tolist()
-        values = {f"eval/loss_t{quantile}": loss for quantile, loss in zip(HELD_OUT_QUANTILES, losses, strict=True)}
+        by_quantile = zip(HELD_OUT_QUANTILES, losses, strict=True)
+        values = {f"validation/loss_t{quantile}": loss for quantile, loss in by_quantile}
         return {"eval/loss": sum(losses) / len(losses), **values}
 
     def _inputs(self, number: int, timestep: int, part: int) -> Carry:
@@ -161,16 +162,31 @@ class Validation:
         engine, begin = self._engine, time.perf_counter()
         with self._ema.applied():
             if samples:
-                with self._recorder.doing("drawing samples"):
-                    images, seconds = draw_previews(self._spec, engine, self._watchdog), time.perf_counter() - begin
-                self._recorder.samples(images, seconds, engine.images_seen, engine.global_steps)
+                self._draw(begin)
             if measure and self._held_out is not None:
                 begin_measuring = time.perf_counter()
                 with self._recorder.doing("measuring the held-out loss"):
                     values = self._held_out.measure(self._watchdog)
-                values["perf/evaluation_seconds"] = time.perf_counter() - begin_measuring
+                values["usage/evaluation_seconds"] = time.perf_counter() - begin_measuring
                 self._recorder.evaluation(values, engine.global_steps)
         self.seconds += time.perf_counter() - begin
+
+    def before_first_step(self) -> None:
+        """Draw the samples of the initial weights, unless samples are off or the run is resumed.
+
+        It costs as much as any other samples, and changes no number of the run: every draw is keyed by its image.
+        """
+        if self._spec.samples.every_images is not None and not self._engine.global_steps:
+            begin = time.perf_counter()
+            with self._ema.applied():
+                self._draw(begin)
+            self.seconds += time.perf_counter() - begin
+
+    def _draw(self, begin: float) -> None:
+        with self._recorder.doing("drawing samples"):
+            images = draw_previews(self._spec, self._engine, self._watchdog)
+        seconds = time.perf_counter() - begin
+        self._recorder.samples(images, seconds, self._engine.images_seen, self._engine.global_steps)
 
     def _due(self, every: int | None, before: int, done: bool) -> bool:
         return every is not None and (done or self._engine.images_seen // every > before // every)

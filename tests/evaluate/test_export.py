@@ -194,7 +194,7 @@ def test_the_model_card_has_the_licence_and_the_runs_numbers(tmp_path: Path) -> 
         "".join(json.dumps({"step": step, "train/loss": loss}) + "\n" for step, loss in points) + '{"step": 2'
     )
     (run_dir / "evaluations.jsonl").write_text(
-        json.dumps({"step": 20, "eval/loss": 0.375, "eval/loss_t10": 1.0}) + "\n"
+        json.dumps({"step": 20, "eval/loss": 0.375, "validation/loss_t10": 1.0}) + "\n"
     )
     trained = load_trained(checkpoint)
     assert last_losses(trained) == {"train/loss": 0.25, "eval/loss": 0.375}

@@ -145,9 +145,9 @@ def test_what_users_wrote_changes_neither_the_terminal_nor_markdown() -> None:
     [
         ("train/loss", 0.031257, "0.03126"),
         ("perf/images_per_second", 12345.6, "12,346"),
-        ("perf/step_seconds", 0.01234, "12.34 ms"),
-        ("perf/step_seconds", 0.0, "0"),
-        ("perf/peak_memory_bytes", 3 * 2**29, "1.5 GiB"),
+        ("usage/step_seconds", 0.01234, "12.34 ms"),
+        ("usage/step_seconds", 0.0, "0"),
+        ("usage/peak_memory_bytes", 3 * 2**29, "1.5 GiB"),
         ("perf/mfu", 0.4321, "43.2%"),
         ("eval/fid", None, "-"),
         ("train/loss", math.nan, "nan"),
@@ -158,11 +158,11 @@ def test_numbers_have_units(name: str, value: float | None, written: str) -> Non
 
 
 def test_directions_and_ratios() -> None:
-    names = ("train/loss", "train/loss_scale", "perf/mfu", "progress/images")
+    names = ("train/loss", "train/loss_scale", "perf/mfu", "train/seen_images")
     assert [direction(name) for name in names] == ["lower", "", "higher", ""]
     assert ratio(1.0, 0.0) is None and ratio(math.nan, 1.0) is None and ratio(None, 1.0) is None
     assert judged("train/loss", 0.9) == "better" and judged("perf/mfu", 0.9) == "worse"
-    assert judged("train/loss", 1.001) == "" and judged("progress/images", 2.0) == ""
+    assert judged("train/loss", 1.001) == "" and judged("train/seen_images", 2.0) == ""
     assert [times(value) for value in (2.0, 0.5, 0.9998, 1234.0, None)] == ["2.00x", "0.500x", "1.00x", "1,234x", ""]
 
 

@@ -6,7 +6,6 @@ import base64
 import html
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,9 @@ import pytest
 from ddpm_ds.experiments.compare import comparison
 from ddpm_ds.experiments.compare_pages import MOST_PICTURE_BYTES, PNG, fewer, page
 from ddpm_ds.tracking.runs import Point
+from tests.browser import CHROMIUM, FLAGS, chromium
 from tests.experiments.planted_runs import HeldRun, held, losses
 
-CHROMIUM = "chromium|chromium-browser|google-chrome"
-"""Names that it has in distributions."""
 BROWSER_SECONDS = 120
 HOSTILE = "\"'></script></style><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
 DOT = PNG + bytes.fromhex(
@@ -74,12 +72,10 @@ def three() -> list[HeldRun]:
 
 def opened(path: Path, profile: Path) -> tuple[str, list[str]]:
     """A page's elements after its scripts have run, and what the browser's console says."""
-    browser = next(name for name in CHROMIUM.split("|") if shutil.which(name))
-    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
-    flags += ["--disable-background-networking", "--disable-component-update", f"--user-data-dir={profile}"]
+    flags = [*FLAGS, f"--user-data-dir={profile}"]
     flags += ["--enable-logging=stderr", "--v=0", "--virtual-time-budget=2000", "--window-size=1200,900"]
     done = subprocess.run(
-        [browser, *flags, "--dump-dom", path.as_uri()], capture_output=True, text=True, timeout=BROWSER_SECONDS
+        [chromium(), *flags, "--dump-dom", path.as_uri()], capture_output=True, text=True, timeout=BROWSER_SECONDS
     )
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 

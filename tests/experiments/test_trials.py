@@ -12,7 +12,9 @@ import pytest
 from ddpm_ds.config.ds_config import read_ds_config
 from ddpm_ds.errors import UserError
 from ddpm_ds.experiments.trials import DYNAMIC_FP16, Trial, make_trials, parse_variables, plan_trials
-from ddpm_ds.tracking.runs import ExperimentError
+from ddpm_ds.tracking.recorder import parameters
+from ddpm_ds.tracking.runs import VARIED_TAG, ExperimentError
+from ddpm_ds.tracking.tracker import flatten
 from tests.launching import REPOSITORY
 
 SPEC = REPOSITORY / "launch" / "specs" / "digits.yaml"
@@ -55,6 +57,22 @@ def test_shorthands_edit_the_json_and_other_names_are_spec_and_json_keys() -> No
     assert trial.config["gradient_clipping"] == 0.5 and trial.config["fp16"]["loss_scale"] == 128
     assert trial.overrides == ("train.seed=3", "train.accumulation=auto", "unet.multipliers=[1,2]")
     assert trial.name == trial.name.replace("/", "") and trial.changed == ""
+
+
+def test_what_a_sweep_varies_is_always_a_parameter_of_its_trials() -> None:
+    names = ["processes", "precision", "schedule", "ds.fp16.loss_scale_window", "unet.multipliers"]
+    trial = Trial("one", dict.fromkeys(names, "1"), "", 1, (), {})
+    derived = {"world_size": 1, "precision": "fp32", "parameters": 10}
+    json_of_run = {"pipeline": {"schedule": "1f1b"}, "fp16": {"loss_scale_window": 500, "hysteresis": 2}}
+    settings = flatten({"unet": {"multipliers": (1, 2)}, "ema": {}, "derived": derived, "ds_config": json_of_run})
+    assert set(parameters(settings, {VARIED_TAG: " ".join(trial.settings)})) == {
+        "derived.world_size",
+        "derived.precision",
+        "ds_config.pipeline.schedule",
+        "ds_config.fp16.loss_scale_window",
+        "unet.multipliers",
+    }
+    assert set(parameters(settings, {})) == {"derived.world_size", "derived.precision"}
 
 
 @pytest.mark.parametrize("config", sorted(path.name for path in CONFIGS.glob("*.json") if "folded" not in path.name))

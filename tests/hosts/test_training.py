@@ -219,7 +219,7 @@ def test_a_run_outlives_a_dropped_ssh_and_a_host_that_falls_silent_and_dies(
 
     def lose_host() -> None:
         hosts.hostfile(hostfile, slots=2, names=["worker-1"])
-        set_images(spec, int(points(run_dir)[-1]["progress/images"]) + 48)
+        set_images(spec, int(points(run_dir)[-1]["train/seen_images"]) + 48)
         hosts.stall()
 
     until(lambda: logged(run_dir) >= LOGGED)

@@ -53,7 +53,7 @@ def test_the_loss_curve_and_the_pauses_are_read(tmp_path: Path) -> None:
     ]
     lines = [json.dumps(point) for point in points]
     (run_dir / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 3']))
-    (run_dir / "evaluations.jsonl").write_text('{"step": 20, "perf/evaluation_seconds": 1.5}\n' * 3)
+    (run_dir / "evaluations.jsonl").write_text('{"step": 20, "usage/evaluation_seconds": 1.5}\n' * 3)
     (run_dir / "trace" / "pauses.json").write_text(json.dumps(vars(Pauses(50.0, 2.0, 4.0))))
     facts = facts_of(run_dir)
     assert facts.job.precision == "fp16" and facts.setup.element_bytes == 2

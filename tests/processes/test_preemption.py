@@ -41,7 +41,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
         ranks.until_images(2 * BATCH)
         (run_dir / "save").touch()
         ranks.until(lambda: len(checkpoints(run_dir)) > 0)
-        ranks.until_images(points(run_dir)[-1]["progress/images"] + 8 * BATCH)
+        ranks.until_images(points(run_dir)[-1]["train/seen_images"] + 8 * BATCH)
         saved = checkpoints(run_dir)
         ranks.signal(1, signal.SIGTERM)
         assert ranks.codes() == [75, 75] and mlflow_run(run_dir)[1].info.status == "KILLED"
@@ -76,7 +76,7 @@ def test_it_ends_as_if_nothing_had_happened(story: Story) -> None:
 def test_it_is_one_mlflow_run_with_every_step_once(story: Story) -> None:
     client, run = mlflow_run(story.run_dir)
     assert run.info.status == "FINISHED" and run.data.tags["resume_count"] == "1"
-    for metric in ("train/loss", "perf/checkpoint_seconds"):
+    for metric in ("train/loss", "usage/checkpoint_seconds"):
         steps = [point.step for point in client.get_metric_history(run.info.run_id, metric)]
         assert steps == sorted(set(steps)) and steps[-1] == story.images // BATCH, metric
     assert [point["step"] for point in points(story.run_dir)] == [

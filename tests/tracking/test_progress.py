@@ -164,7 +164,8 @@ def test_durations(seconds: float, text: str) -> None:
 
 
 def test_the_summary_says_what_came_out_and_where_it_is() -> None:
-    link = RunLink("abc", "1", "sqlite:////runs/mlflow.db", "mlflow ui --backend-store-uri sqlite:////runs/mlflow.db")
+    uri = "sqlite:////runs/mlflow.db"
+    link = RunLink("abc", "1", uri, "http://127.0.0.1:5000/#/runs/abc", f"mlflow ui --backend-store-uri {uri}")
 
     def text(link: RunLink) -> str:
         seconds: dict[str, Any] = {"seconds": 100.0, "validation_seconds": 1.5, "run_dir": Path("runs/digits")}
@@ -177,7 +178,8 @@ def test_the_summary_says_what_came_out_and_where_it_is() -> None:
         "skipped steps             3 of 2,000",
         "run folder                runs/digits",
         "MLflow run                abc",
-        "open it with              mlflow ui --backend-store-uri sqlite:////runs/mlflow.db",
+        "serve it with             mlflow ui --backend-store-uri sqlite:////runs/mlflow.db",
+        "open it at                http://127.0.0.1:5000/#/runs/abc",
     ]
-    unreached = RunLink(None, None, "http://127.0.0.1:5000", "http://127.0.0.1:5000")
-    assert "not reached at http://127.0.0.1:5000" in text(unreached)
+    unreached = RunLink(None, None, "http://127.0.0.1:5000", "http://127.0.0.1:5000", None)
+    assert "not reached at http://127.0.0.1:5000" in text(unreached) and "serve" not in text(unreached)

@@ -21,7 +21,7 @@ from ddpm_ds.checkpoint.writer import Writer
 from ddpm_ds.errors import CheckpointError, OutputError
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.tracking.progress import ProgressLine
-from ddpm_ds.tracking.recorder import Recorder
+from ddpm_ds.tracking.recorder import SAMPLES_KEY, Recorder
 from ddpm_ds.tracking.run_folder import LOCK, METRICS, RunFolder, check_output, checkpoints_of, claim_folder
 from ddpm_ds.tracking.tracker import Tracker
 from ddpm_ds.train.resume import claim_run, find_checkpoint
@@ -118,7 +118,7 @@ def test_a_point_cut_off_by_a_full_disk_costs_no_other(tmp_path: Path) -> None:
     assert json.loads(file.read_text().splitlines()[-1]) == {"step": 20, "train/loss": 0.25}
 
 
-POINT = {"progress/images": 8.0, "train/loss": 0.5, "perf/images_per_second": 1.0}
+POINT = {"train/seen_images": 8.0, "train/loss": 0.5, "perf/images_per_second": 1.0}
 
 
 def recorder(run_dir: Path) -> tuple[Recorder, list[str], Mock]:
@@ -150,7 +150,8 @@ def test_a_step_that_is_repeated_is_not_logged_again(tmp_path: Path) -> None:
     assert steps(tracking) == [40, 40]
     second.rolled_back("went back", 1, 80, 20)
     second.point(POINT, 30, fp16=False)
-    assert said == ["went back"] and steps(tracking) == [40, 40, 20, 30], "a new course is logged"
+    assert tracking.numbers.call_args.args == ({"train/rewinds": 1.0}, 20)
+    assert said == ["went back"] and steps(tracking) == [40, 40, 30], "a new course is logged"
 
 
 def test_a_picture_is_drawn_and_logged_once_for_each_step_of_a_course(tmp_path: Path) -> None:
@@ -163,7 +164,7 @@ def test_a_picture_is_drawn_and_logged_once_for_each_step_of_a_course(tmp_path: 
     made.rolled_back("went back", 1, 80, 10)
     made.samples(images, 0.1, 160, 20)
     folder = RunFolder(tmp_path)
-    assert tracking.image.call_args.args == (folder.samples(160), "samples_ema", 20)
+    assert tracking.image.call_args.args == (folder.samples(160), SAMPLES_KEY, 20)
     assert folder.samples(80).exists() and folder.samples(160).exists()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import json
 import os
 import shutil
@@ -140,10 +141,12 @@ def test_a_run_holds_params_tags_metrics_and_artifacts(root: Path) -> None:
         params={"unet": {"channels": 32, "multipliers": (1, 2), "classes": None}, "long": "x" * 7000, **many},
         tags={"git.commit": "abc"},
         artifacts=[root / "run" / "spec.yaml"],
+        dataset={"name": "digits-8px", "digest": "d" * 64, "source": "/data/digits"},
     )
     before_ms = time.time() * 1000
     for step in range(600):
-        tracker.metrics({"train/loss": 1.0 / (step + 1), "train/grad_norm": float("nan")}, step)
+        tracker.metrics({"train/loss": 1.0 / (step + 1), "train/total_grad_norm": float("nan")}, step)
+    tracker.numbers({"perf/mfu": 0.25}, 600)
     tracker.system_metrics({"cpu": 50.0})
     tracker.system_metrics({"cpu": 25.0}, "b")
     after_ms = time.time() * 1000
@@ -154,7 +157,11 @@ def test_a_run_holds_params_tags_metrics_and_artifacts(root: Path) -> None:
     assert (run.info.status, run.info.run_id, run.info.run_name) == ("FINISHED", link.run_id, "name")
     assert run.data.params["unet.channels"] == "32" and run.data.params["unet.multipliers"] == "[1, 2]"
     assert run.data.params["derived.119"] == "119" and len(run.data.params["long"]) == 6000
-    assert run.data.tags["git.commit"] == "abc"
+    assert run.data.tags["git.commit"] == "abc" and run.data.tags["mlflow.user"] == getpass.getuser()
+    assert run.data.tags["perf/mfu"] == "0.25" and "perf/mfu" not in run.data.metrics
+    assert run.inputs is not None
+    (images,) = (given.dataset for given in run.inputs.dataset_inputs)
+    assert (images.name, images.digest) == ("digits-8px", "d" * 36) and "d" * 64 in images.source
     assert history(root, "train/loss") == [(step, 1.0 / (step + 1)) for step in range(600)]
     assert (run.data.metrics["system/cpu"], run.data.metrics["system/b/cpu"]) == (50.0, 25.0)
     client = MlflowClient(link.tracking_uri)
@@ -164,7 +171,9 @@ def test_a_run_holds_params_tags_metrics_and_artifacts(root: Path) -> None:
     assert 0 <= seconds <= PATIENCE_SECONDS, "the step is the seconds since the run began"
     assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["spec.yaml", "verdict.txt"]
     assert run.info.artifact_uri.startswith((root / "mlartifacts").as_uri())
-    assert link.open_with == f"mlflow ui --backend-store-uri sqlite:///{root}/mlflow.db"
+    assert link.command == f"mlflow ui --backend-store-uri sqlite:///{root}/mlflow.db"
+    page = f"/#/experiments/{run.info.experiment_id}/runs/{link.run_id}?workflowType=machine_learning"
+    assert link.url == f"http://127.0.0.1:5000{page}"
     assert {path.name for path in (root / "run").iterdir()} == {"spec.yaml"}
 
 
@@ -207,7 +216,8 @@ def test_a_tracker_that_is_down_is_named_once_and_caught_up_with(
     link = tracker.finish("FINISHED", PATIENCE_SECONDS)
     assert fake_tracker.metrics == [("train/loss", float(step), step) for step in range(50)]
     assert fake_tracker.status == "FINISHED" and len(said) == 2
-    assert link == RunLink("r", "7", fake_tracker.uri, f"{fake_tracker.uri}/#/experiments/7/runs/r")
+    page = f"{fake_tracker.uri}/#/experiments/7/runs/r?workflowType=machine_learning"
+    assert link == RunLink("r", "7", fake_tracker.uri, page, None)
     assert "secret" not in repr((link, said)) and not (root / "run" / UNSENT_FILE).exists()
 
 

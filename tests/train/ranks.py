@@ -98,7 +98,7 @@ class Ranks:
 
     def until_images(self, images: int) -> None:
         """Wait until so many images are in the loss curve."""
-        self.until(lambda: any(point["progress/images"] >= images for point in points(self._run_dir)))
+        self.until(lambda: any(point["train/seen_images"] >= images for point in points(self._run_dir)))
 
     def signal(self, rank: int, number: signal.Signals) -> None:
         self.processes[rank].send_signal(number)

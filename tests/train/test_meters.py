@@ -99,7 +99,7 @@ def test_model_flops_are_six_per_forward_multiply_accumulate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reserved", "on_cuda"), [(0, {}), (9, {"perf/peak_reserved_bytes": 9.0})], ids=["cpu", "cuda"]
+    ("reserved", "on_cuda"), [(0, {}), (9, {"usage/peak_reserved_bytes": 9.0})], ids=["cpu", "cuda"]
 )
 def test_the_names_of_metrics_are_a_contract(reserved: int, on_cuda: dict[str, float]) -> None:
     interval = Interval(steps=4, images=400, seconds=2.0, loss=0.5, non_finite_steps=0, data_wait_seconds=0.4)
@@ -108,17 +108,17 @@ def test_the_names_of_metrics_are_a_contract(reserved: int, on_cuda: dict[str, f
     values = metrics(Gathered(interval, [[5, 7], [6, 4]], reserved), cast(UnetPipelineEngine, engine), 10**9)
     assert values == {
         "train/loss": 0.5,
-        "train/grad_norm": 0.25,
+        "train/total_grad_norm": 0.25,
         "train/lr": 1e-4,
         "train/loss_scale": 65536.0,
         "train/skipped_steps": 3.0,
-        "progress/images": 4000.0,
+        "train/seen_images": 4000.0,
         "perf/images_per_second": 200.0,
-        "perf/step_seconds": 0.5,
-        "perf/data_wait_seconds": 0.1,
-        "perf/model_tflops_per_device": pytest.approx(0.3),
-        "perf/peak_memory_bytes": 7.0,
-        "perf/stage0_peak_memory_bytes": 7.0,
-        "perf/stage1_peak_memory_bytes": 6.0,
+        "usage/step_seconds": 0.5,
+        "usage/data_wait_seconds": 0.1,
+        "usage/model_tflops_per_device": pytest.approx(0.3),
+        "usage/peak_memory_bytes": 7.0,
+        "usage/stage0_peak_memory_bytes": 7.0,
+        "usage/stage1_peak_memory_bytes": 6.0,
         **on_cuda,
     }

@@ -32,9 +32,9 @@ def check_it_ended_well(run_dir: Path, said: str, skipped: int) -> None:
     state = end_of(run_dir).state
     assert (state["images_seen"], state["skipped_images"], state["rewinds"]) == (IMAGES, skipped, 1)
     client, run = mlflow_run(run_dir)
-    assert run.info.status == "FINISHED" and run.data.metrics["train/rewinds"] == 1
+    assert run.info.status == "FINISHED" and run.data.tags["train/rewinds"] == "1"
     assert [file.path for file in client.list_artifacts(run.info.run_id, "rewinds")] == ["rewinds/1.txt"]
-    after = [point for point in points(run_dir) if point["progress/images"] > SAVED][-10:]
+    after = [point for point in points(run_dir) if point["train/seen_images"] > SAVED][-10:]
     assert all(math.isfinite(point["train/loss"]) and point["train/loss"] < 2 for point in after)
     assert points(run_dir)[-1]["train/loss"] < 0.5
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import math
 import re
@@ -14,6 +15,9 @@ import numpy.typing as npt
 import pytest
 from PIL import Image, ImageSequence
 
+from ddpm_ds.tracking.recorder import PARAMETERS
+from ddpm_ds.tracking.runs import find_run
+from ddpm_ds.tracking.tracker import numbers_of
 from tests.launching import REPOSITORY, launch, run_ranks, write_json
 from tests.train.ranks import mlflow_run
 
@@ -119,16 +123,22 @@ def test_any_layout_of_four_processes_gives_the_same_curve_as_one_process(
 def test_a_run_is_in_mlflow_with_all_its_metrics_params_tags_and_files(one_process: Path) -> None:
     client, run = mlflow_run(one_process)
     assert run.info.status == "FINISHED"
-    seen = {"stage0/forward_seconds", "stage0/backward_seconds", "perf/bubble_fraction", "perf/mfu", "perf/run_seconds"}
-    seen |= {"train/loss", "perf/images_per_second", "perf/stage0_peak_memory_bytes"}  # and what the meters' tests name
-    assert set(run.data.metrics) >= seen
+    curves = {"train/loss", "perf/images_per_second", "usage/stage0_peak_memory_bytes"}  # and what meters' tests name
+    assert set(run.data.metrics) >= curves
+    once = {"stage0/forward_seconds", "stage0/backward_seconds", "perf/bubble_fraction", "perf/mfu", "perf/run_seconds"}
+    assert numbers_of(run.data.tags).keys() >= once and not once & set(run.data.metrics), "one number is no chart"
     assert all(math.isfinite(value) for value in run.data.metrics.values())
-    assert run.data.metrics["progress/images"] == 1600
+    assert run.data.metrics["train/seen_images"] == 1600
     history = client.get_metric_history(run.info.run_id, "train/loss")
     assert [point.step for point in history] == list(range(5, 51, 5))
-    assert {"unet.channels": "8", "ds_config.zero_optimization.stage": "0", "derived.steps": "50"}.items() <= (
-        run.data.params.items()
-    )
+    assert run.data.params.keys() == set(PARAMETERS)
+    assert {"unet.channels": "8", "derived.precision": "fp32"}.items() <= run.data.params.items()
+    written = {"ema.halflife_images": "500000", "ds_config.zero_optimization.stage": "0", "derived.steps": "50"}
+    assert written.items() <= find_run(str(one_process)).settings.items()
+    assert run.inputs is not None
+    (images,) = (given.dataset for given in run.inputs.dataset_inputs)
+    assert images.name == "digits-8px" and json.loads(images.source)["sha256"].startswith(images.digest)
+    assert run.data.tags["mlflow.user"] == getpass.getuser()
     assert run.data.tags.keys() >= {"git_commit", "git_dirty", "host", "world_size", "stage_cuts", "version.torch"}
     assert run.data.tags.keys() >= {"verdict.top", "verdict.share", "verdict.try"}
     kept = {file.path for file in client.list_artifacts(run.info.run_id)}
@@ -139,6 +149,7 @@ def test_a_run_is_in_mlflow_with_all_its_metrics_params_tags_and_files(one_proce
 def test_a_run_has_pictures_and_held_out_losses_at_their_cadence(one_process: Path) -> None:
     client, run = mlflow_run(one_process)
     assert sorted(path.name for path in (one_process / "samples").iterdir()) == [
+        "images-000000000.png",
         "images-000000800.png",
         "images-000001600.png",
     ]
@@ -147,15 +158,15 @@ def test_a_run_has_pictures_and_held_out_losses_at_their_cadence(one_process: Pa
     with Image.open(one_process / "progress.gif") as gif:
         assert len(list(ImageSequence.Iterator(gif))) == 2
     logged = [Path(file.path).name for file in client.list_artifacts(run.info.run_id, "images")]
-    steps = [re.match(r"samples_ema.step.(\d+).*\.png", name) for name in logged]  # MLflow separates by + or %
-    assert sorted(step[1] for step in steps if step) == ["25", "50"]
-    for name in ("eval/loss", *(f"eval/loss_t{percent}" for percent in range(10, 100, 10))):
+    steps = [re.match(r"eval.samples_ema.step.(\d+).*\.png", name) for name in logged]  # MLflow separates by + or %
+    assert sorted(int(step[1]) for step in steps if step) == [0, 25, 50], "the slider begins with a picture"
+    for name in ("eval/loss", *(f"validation/loss_t{percent}" for percent in range(10, 100, 10))):
         assert [point.step for point in client.get_metric_history(run.info.run_id, name)] == [25, 50], name
     assert curve(one_process, "eval/loss")[1] < curve(one_process, "eval/loss")[0]
-    nine = [run.data.metrics[f"eval/loss_t{percent}"] for percent in range(10, 100, 10)]
+    nine = [run.data.metrics[f"validation/loss_t{percent}"] for percent in range(10, 100, 10)]
     assert sum(nine) / 9 == pytest.approx(run.data.metrics["eval/loss"])
     assert nine[0] > 2 * nine[8]  # noise is hardest to tell where there is little of it
-    assert run.data.metrics.keys() >= {"perf/samples_seconds", "perf/evaluation_seconds"}
+    assert run.data.metrics.keys() >= {"usage/samples_seconds", "usage/evaluation_seconds"}
 
 
 @pytest.mark.launch
@@ -165,7 +176,7 @@ def test_a_run_shows_progress_and_ends_with_a_summary_and_no_chatter(one_process
     for expected in ("1,600/1,600 images (100%)", "final loss", "mlflow ui --backend-store-uri", str(one_process)):
         assert any(expected in line for line in shown), expected
     plan = ("run ", "data", "U-Net", "precision", "layout", "batch", "length", "samples", "validation", "outputs")
-    ends = ("final", "trained", "sampling and validation", "skipped", "MLflow", "open")
+    ends = ("final", "trained", "sampling and validation", "skipped", "MLflow", "serve", "open")
     known = (*plan, "stage", "    0", "preparing", "held-out loss", *ends, "fp16", "flops of step", "traced steps")
     begin = shown.index("where the time went")
     verdict = shown[begin : next(place for place, line in enumerate(shown) if line.startswith("final"))]
@@ -199,11 +210,10 @@ def test_the_main_config_trains_on_two_processes_with_profiling_keys_on(tmp_path
     assert sorted(file.path for file in client.list_artifacts(run.info.run_id, "flops")) == [
         f"flops/{name}" for name in names
     ]
-    (total,) = client.get_metric_history(run.info.run_id, "flops/forward_gflops")
-    modelled = float(run.data.params["derived.forward_gflops_per_image"])
-    images = int(run.data.params["derived.micro_batch_images"])
-    assert total.step == 3 and total.value == pytest.approx(modelled * images)
-    assert run.data.metrics["train/loss_scale"] == 65536 and "perf/stage1_peak_memory_bytes" in run.data.metrics
+    modelled = float(run.data.tags["derived.forward_gflops_per_image"])
+    images = int(run.data.tags["derived.micro_batch_images"])
+    assert numbers_of(run.data.tags)["flops/forward_gflops"] == pytest.approx(modelled * images)
+    assert run.data.metrics["train/loss_scale"] == 65536 and "usage/stage1_peak_memory_bytes" in run.data.metrics
 
 
 @pytest.mark.launch

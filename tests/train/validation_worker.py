@@ -124,7 +124,7 @@ def measured_alone(spec: RunSpec, unet: UNet, store: DatasetCache) -> dict[str, 
         t = torch.full((HELD_OUT,), 10 * percent - 1)
         eps = normal(NOISE_SEED, Stream.HELD_OUT + 10 * percent - 1, index, 64).view_as(x0)
         prediction = unet(diffusion.noised(x0, t, eps), t, labels)
-        values[f"eval/loss_t{percent}"] = diffusion.loss(prediction, x0, eps, t).item()
+        values[f"validation/loss_t{percent}"] = diffusion.loss(prediction, x0, eps, t).item()
     return {"eval/loss": sum(values.values()) / 9, **values}
 
 

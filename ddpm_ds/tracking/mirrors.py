@@ -1,0 +1,159 @@
+"""Trackers beside MLflow, fed by MLflow's process: TensorBoard and Weights & Biases, with the same names of metrics.
+
+Each gets every record when it is read, in a thread of its own, so none waits for another or for MLflow. One that fails
+is reported once, and misses the records that it refused.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Protocol
+
+from ddpm_ds.errors import SpecError
+from ddpm_ds.tracking.run_folder import IDENTITY
+from ddpm_ds.tracking.tracker import Record, reason
+
+TENSORBOARD_FOLDER = "tensorboard"
+"""Folder of a run's folder that TensorBoard reads."""
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Check that what ``logging.trackers`` names is installed.
+
+    Raises:
+        SpecError: a package is missing; the message has the command that installs it.
+    """
+    for name in names:
+        if find_spec(name) is None:
+            raise SpecError(f"logging.trackers has {name}, which is not installed; pip install 'ddpm_ds[{name}]'")
+
+
+class Mirror(Protocol):
+    """A tracker that is sent the records of one run, which :mod:`ddpm_ds.tracking.tracker` documents."""
+
+    def __init__(self, start: Record) -> None:
+        """Begin the run of a start record, or continue it."""
+
+    def send(self, record: Record) -> None:
+        """Take in one record; those that mean nothing here are left out."""
+
+    def close(self, status: str) -> None:
+        """End the run."""
+
+
+class TensorBoard:
+    """Event files in the folder ``tensorboard`` of the run's folder; a resumed run adds one to them."""
+
+    def __init__(self, start: Record) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        run_dir = Path(start["run_dir"])
+        identity = run_dir / IDENTITY  # as old as the run, which may have been resumed
+        self._began = identity.stat().st_mtime if identity.exists() else start["time"] / 1000
+        self._writer = SummaryWriter(str(run_dir / TENSORBOARD_FOLDER), flush_secs=10)
+        rows = "".join(f"| {name} | {value} |\n" for name, value in start["params"].items())
+        self._writer.add_text("parameters", f"| name | value |\n|---|---|\n{rows}", 0)
+
+    def send(self, record: Record) -> None:
+        match record:
+            case {"metrics": values, "time": at} | {"numbers": values, "time": at}:
+                step = int(record.get("step", at / 1000 - self._began))
+                for name, value in values.items():
+                    self._writer.add_scalar(name, value, step, walltime=at / 1000)
+            case {"image": path, "key": key, "step": step, "time": at}:
+                import numpy as np
+                from PIL import Image
+
+                with Image.open(path) as image:
+                    pixels = np.asarray(image.convert("RGB"))
+                self._writer.add_image(key, pixels, step, walltime=at / 1000, dataformats="HWC")
+
+    def close(self, status: str) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """Run of the project that is called as the experiment, under the run's identity, so that a resume continues it.
+
+    Account and mode are the environment's: ``wandb login``, or ``WANDB_MODE=offline`` for a run that is sent later.
+    """
+
+    def __init__(self, start: Record) -> None:
+        import wandb
+
+        self._image = wandb.Image
+        self._run = wandb.init(
+            project=start["experiment"],
+            name=start["run_name"],
+            id=start["id"],
+            resume="allow",
+            dir=start["run_dir"],
+            config=start["params"],
+            settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
+        )
+        self._run.define_metric("*", step_metric="step")  # a resumed run repeats steps, which its own may not
+        self._run.define_metric("system/*", step_metric="time")
+
+    def send(self, record: Record) -> None:
+        match record:
+            case {"metrics": values, "step": step}:
+                self._run.log({**values, "step": step})
+            case {"metrics": values, "time": at}:
+                self._run.log({**values, "time": at / 1000})
+            case {"image": path, "key": key, "step": step}:
+                self._run.log({key: self._image(path), "step": step})
+            case {"numbers": values}:
+                self._run.summary.update(values)
+            case {"tags": tags}:
+                self._run.config.update(tags, allow_val_change=True)
+
+    def close(self, status: str) -> None:
+        self._run.finish(exit_code=0 if status == "FINISHED" else 1)
+
+
+KINDS: dict[str, type[Mirror]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+"""Trackers by their names in ``logging.trackers``, which are also those of their packages."""
+
+
+class Mirrors:
+    """Threads that feed the trackers of ``logging.trackers``; ``log`` shows a line, once for each topic."""
+
+    def __init__(self, names: Sequence[str], log: Callable[[str, str], None]) -> None:
+        self._log = log
+        self._queues: list[queue.SimpleQueue[Record]] = [queue.SimpleQueue() for _ in names]
+        self._threads = [
+            threading.Thread(target=self._feed, args=(name, records), daemon=True)
+            for name, records in zip(names, self._queues, strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, record: Record) -> None:
+        """Hand a record to every tracker; waits for none."""
+        for records in self._queues:
+            records.put(record)
+
+    def join(self) -> None:
+        """Wait until every tracker has ended the run."""
+        for thread in self._threads:
+            thread.join()
+
+    def _feed(self, name: str, records: queue.SimpleQueue[Record]) -> None:
+        mirror: Mirror | None = None
+        while True:
+            record = records.get()
+            try:
+                if "start" in record:
+                    mirror = KINDS[name](record["start"])
+                elif mirror is not None and "finish" in record:
+                    mirror.close(record["finish"])
+                elif mirror is not None:
+                    mirror.send(record)
+            except Exception as error:  # whatever it is, training and MLflow must not see it
+                self._log(name, f"{name} fails ({reason(error)}); training continues, and MLflow has everything")
+            if "finish" in record:
+                return

@@ -1,0 +1,135 @@
+"""Trackers beside MLflow: the same names, a resumed run that goes on, and a failure that only they have."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mlflow import MlflowClient
+from PIL import Image
+
+from ddpm_ds.errors import SpecError
+from ddpm_ds.tracking import mirrors
+from ddpm_ds.tracking.mirrors import KINDS, check_trackers
+from ddpm_ds.tracking.run_folder import RunFolder
+from ddpm_ds.tracking.tracker import Tracker
+
+PATIENCE_SECONDS = 240.0
+WANDB = """
+import json, pathlib
+
+class Run:
+    def __init__(self, **options):
+        self.file = pathlib.Path(options["dir"]) / "wandb.jsonl"
+        self.summary = self.config = self
+        self.note("init", [options["id"], options["resume"], options["config"]])
+    def note(self, what, value):
+        with self.file.open("a") as file:
+            file.write(json.dumps([what, value], default=str) + "\\n")
+    def define_metric(self, name, step_metric): pass
+    def log(self, values):
+        if values.get("train/loss") == 3.0:
+            raise OSError("no room")
+        self.note("log", values)
+    def update(self, values, allow_val_change=False): self.note("update", values)
+    def finish(self, exit_code): self.note("finish", exit_code)
+
+Image = str
+Settings = dict
+init = lambda **options: Run(**options)
+"""
+"""As much of wandb's interface as is used, which writes down what it hears."""
+
+
+@pytest.fixture
+def root(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An output root with an empty store, and the folder `run` of a run with a picture."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    (tmp_path / "run").mkdir()
+    Image.fromarray(np.full((16, 16), 200, np.uint8)).save(tmp_path / "run" / "picture.png")
+    return tmp_path
+
+
+def record(root: Path, tracker: str, steps: range, said: list[str]) -> None:
+    """Record a process of the run, which has a loss of its step's number."""
+    run = Tracker.start(
+        "digits",
+        "name",
+        output_root=root,
+        run_dir=root / "run",
+        params={"unet.channels": 8},
+        tags={},
+        trackers=[tracker],
+        identity=RunFolder(root / "run").identity(),
+        log=said.append,
+    )
+    for step in steps:
+        run.metrics({"train/loss": float(step), "eval/loss": 0.5}, step)
+    run.numbers({"perf/mfu": 0.25}, steps[-1])
+    run.system_metrics({"cpu": 50.0})
+    run.image(root / "run" / "picture.png", "eval/samples_ema", steps[-1])
+    run.finish("FINISHED", PATIENCE_SECONDS)
+
+
+def in_mlflow(root: Path) -> list[float]:
+    """The losses that MLflow has."""
+    client = MlflowClient(f"sqlite:///{root}/mlflow.db")
+    (run,) = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+    return [point.value for point in client.get_metric_history(run.info.run_id, "train/loss")]
+
+
+def test_wandb_hears_what_mlflow_hears_and_its_failure_is_its_own(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / "packages").mkdir()
+    (root / "packages" / "wandb.py").write_text(WANDB)
+    monkeypatch.syspath_prepend(str(root / "packages"))
+    said: list[str] = []
+    for steps in (range(1, 3), range(2, 5)):
+        record(root, "wandb", steps, said)
+    lines = (root / "run" / "wandb.jsonl").read_text().splitlines()
+    heard: list[list[Any]] = [json.loads(line) for line in lines]
+    identity = RunFolder(root / "run").identity()
+    assert [value for what, value in heard if what == "init"] == [[identity, "allow", {"unet.channels": "8"}]] * 2
+    logged = [value for what, value in heard if what == "log"]
+    assert [(value["step"], value["train/loss"]) for value in logged if "train/loss" in value] == [
+        *((step, float(step)) for step in (1, 2, 2, 4)),
+    ]
+    assert sum("eval/samples_ema" in value for value in logged) == sum("system/cpu" in value for value in logged) == 2
+    assert heard.count(["update", {"perf/mfu": 0.25}]) == heard.count(["finish", 0]) == 2
+    assert said == ["wandb fails (no room); training continues, and MLflow has everything"]
+    assert in_mlflow(root) == [1.0, 2.0, 2.0, 3.0, 4.0]
+
+
+def test_tensorboard_has_the_curves_and_pictures_of_a_resumed_run(root: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    said: list[str] = []
+    for steps in (range(1, 3), range(3, 5)):
+        record(root, "tensorboard", steps, said)
+    read = events.EventAccumulator(str(root / "run" / mirrors.TENSORBOARD_FOLDER)).Reload()
+    assert read.Tags()["scalars"] == ["train/loss", "eval/loss", "perf/mfu", "system/cpu"]
+    assert [(point.step, point.value) for point in read.Scalars("train/loss")] == [(step, step) for step in range(1, 5)]
+    assert [(picture.step, picture.width) for picture in read.Images("eval/samples_ema")] == [(2, 16), (4, 16)]
+    assert said == []
+
+
+def test_wandb_itself_takes_the_records_offline(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    said: list[str] = []
+    for steps in (range(1, 3), range(2, 5)):
+        record(root, "wandb", steps, said)
+    assert said == []
+    files = list((root / "run" / "wandb").glob(f"offline-run-*/run-{RunFolder(root / 'run').identity()}.wandb"))
+    assert len(files) == 2 and all(b"train/loss" in file.read_bytes() for file in files)
+
+
+def test_a_tracker_that_is_not_installed_is_refused_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirrors, "find_spec", lambda name: None)
+    check_trackers([])
+    for name in KINDS:
+        with pytest.raises(SpecError, match=rf"logging.trackers has {name}, .*; pip install 'ddpm_ds\[{name}\]'"):
+            check_trackers([name])
