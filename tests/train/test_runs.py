@@ -133,7 +133,7 @@ def test_a_run_is_in_mlflow_with_all_its_metrics_params_tags_and_files(one_proce
     assert [point.step for point in history] == list(range(5, 51, 5))
     assert run.data.params.keys() == set(PARAMETERS)
     assert {"unet.channels": "8", "derived.precision": "fp32"}.items() <= run.data.params.items()
-    written = {"ema.halflife_images": "500000", "ds_config.zero_optimization.stage": "0", "derived.steps": "50"}
+    written = {"samples.count": "9", "ds_config.zero_optimization.stage": "0", "derived.steps": "50"}
     assert written.items() <= find_run(str(one_process)).settings.items()
     assert run.inputs is not None
     (images,) = (given.dataset for given in run.inputs.dataset_inputs)
