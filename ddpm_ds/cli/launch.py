@@ -18,6 +18,7 @@ from ddpm_ds.predict.plan import describe_plan
 from ddpm_ds.processes.hosts import read_hostfile
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.supervisor import supervise
+from ddpm_ds.tracking.mirrors import check_trackers
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.run_folder import check_output, checkpoints_of
 
@@ -98,6 +99,7 @@ def _train(options: argparse.Namespace) -> int:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed looks for one, and says so
     plan, run_dir = checked(options, len(hosts), hosts)
     check_output(run_dir, options.resume)
+    check_trackers(plan.spec.logging.trackers)
     print(describe_plan(plan, run_dir), flush=True)
     if options.dry_run:
         return 0

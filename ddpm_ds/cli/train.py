@@ -173,30 +173,29 @@ def checked(options: argparse.Namespace, world_size: int, hosts: Sequence[str] |
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     try:
-        set_environment()
-        with _told_to_other_hosts():
-            options = parse(arguments)
-            world_size = int(os.environ["WORLD_SIZE"])
-            plan, run_dir = checked(options, world_size, launched_hosts(world_size))
-            if int(os.environ["RANK"]) == 0:
-                check_output(run_dir, options.resume)
-                check_trackers(plan.spec.logging.trackers)
-                if not options.described:
-                    print(describe_plan(plan, run_dir), flush=True)
-            if options.dry_run:
-                return 0
-            line = ProgressLine(plan.spec.train.images) if os.environ["RANK"] == "0" else None
-            with line.doing("starting PyTorch and DeepSpeed") if line is not None else contextlib.nullcontext():
-                from ddpm_ds.device import choose_device  # torch, now that everything cheap is checked
+        with contextlib.ExitStack() as screen:  # its line is ended before an error is printed
+            set_environment()
+            with _told_to_other_hosts():
+                options = parse(arguments)
+                world_size = int(os.environ["WORLD_SIZE"])
+                plan, run_dir = checked(options, world_size, launched_hosts(world_size))
+                if int(os.environ["RANK"]) == 0:
+                    check_output(run_dir, options.resume)
+                    check_trackers(plan.spec.logging.trackers)
+                    if not options.described:
+                        print(describe_plan(plan, run_dir), flush=True)
+                if options.dry_run:
+                    return 0
+                line = None
+                if os.environ["RANK"] == "0":
+                    line = screen.enter_context(contextlib.closing(ProgressLine(plan.spec.train.images)))
+                with line.doing("starting PyTorch and DeepSpeed") if line is not None else contextlib.nullcontext():
+                    from ddpm_ds.device import choose_device  # torch, now that everything cheap is checked
 
-                device = choose_device(options.device, plan.ds.layout.stages)
-                # deepspeed, which asks for its device when it is imported
-                from ddpm_ds.train.session import run_training
-        try:
+                    device = choose_device(options.device, plan.ds.layout.stages)
+                    # deepspeed, which asks for its device when it is imported
+                    from ddpm_ds.train.session import run_training
             run_training(plan, run_dir, device, options, line)
-        finally:
-            if line is not None:
-                line.close()
     except PeerLostError as error:  # nothing that waits for the others, not even leaving their group, may follow
         print(f"ddpm_ds: error: {error}", file=sys.stderr, flush=True)
         os._exit(record_exit(error.exit_code))
