@@ -116,7 +116,7 @@ def test_thinned_curves_keep_every_peak() -> None:
 
 def test_the_latest_samples_of_each_run_stand_side_by_side() -> None:
     def named(step: int, at: int, suffix: str = "png") -> str:
-        return f"images/samples_ema%step%{step}%timestamp%{at}%1234.{suffix}"  # as MLflow names them
+        return f"images/eval#samples_ema%step%{step}%timestamp%{at}%1234.{suffix}"  # as MLflow names them
 
     drawn = [PNG + name for name in (b"early", b"before the rollback", b"latest", b"other")]
     pictures = dict(zip((named(900, 3), named(1000, 1), named(1000, 2), "images/else.png"), drawn, strict=True))
