@@ -156,7 +156,7 @@ def test_a_run_has_pictures_and_held_out_losses_at_their_cadence(one_process: Pa
     tiles = [tiles_of(one_process / "samples" / f"images-{images:09}.png") for images in (800, 1600)]
     assert np.abs(tiles[0] - tiles[1]).max() > 1, "those of an image are of other weights"
     with Image.open(one_process / "progress.gif") as gif:
-        assert len(list(ImageSequence.Iterator(gif))) == 2
+        assert len(list(ImageSequence.Iterator(gif))) == 3
     logged = [Path(file.path).name for file in client.list_artifacts(run.info.run_id, "images")]
     steps = [re.match(r"eval.samples_ema.step.(\d+).*\.png", name) for name in logged]  # MLflow separates by + or %
     assert sorted(int(step[1]) for step in steps if step) == [0, 25, 50], "the slider begins with a picture"
@@ -177,7 +177,19 @@ def test_a_run_shows_progress_and_ends_with_a_summary_and_no_chatter(one_process
         assert any(expected in line for line in shown), expected
     plan = ("run ", "data", "U-Net", "precision", "layout", "batch", "length", "samples", "validation", "outputs")
     ends = ("final", "trained", "sampling and validation", "skipped", "MLflow", "serve", "open")
-    known = (*plan, "stage", "    0", "preparing", "held-out loss", *ends, "fp16", "flops of step", "traced steps")
+    busy = ("starting PyTorch", "waiting for all", "checking the run", "building the", "taking the", "sending the")
+    known = (
+        *plan,
+        *busy,
+        "stage",
+        "    0",
+        "preparing",
+        "held-out loss",
+        *ends,
+        "fp16",
+        "flops of step",
+        "traced steps",
+    )
     begin = shown.index("where the time went")
     verdict = shown[begin : next(place for place, line in enumerate(shown) if line.startswith("final"))]
     assert any(line.startswith("  useful work") for line in verdict) and "try next: " in "\n".join(verdict)
