@@ -49,7 +49,6 @@ def add_plan(verbs: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="JSON", help="JSON to complete")
     parser.add_argument(
         "--processes",
-        "--devices",
         dest="devices",
         type=positive,
         required=True,

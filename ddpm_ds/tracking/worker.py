@@ -26,6 +26,8 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from PIL import Image  # here, since two threads that import it at once can each see half of it
+
 from ddpm_ds.tracking.mirrors import Mirrors
 from ddpm_ds.tracking.tracker import (
     SQLITE,
@@ -182,8 +184,6 @@ class Worker:
             case {"artifact": path, "folder": folder}:
                 client.log_artifact(run, path, folder or None)
             case {"image": path, "key": key, "step": step, "time": at}:
-                from PIL import Image
-
                 with Image.open(path) as image:
                     client.log_image(run, image, key=key, step=step, timestamp=at, synchronous=True)
             case {"text": text, "name": name}:

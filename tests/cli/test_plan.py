@@ -35,7 +35,7 @@ def test_prints_the_best_and_writes_json_and_timeline(tmp_path: Path, capsys: py
     out, picture = tmp_path / "plan.json", tmp_path / "plan.png"
     rates = ["--tflops", "1", "--bandwidth", "1MB/s", "--inter-node", "8Mbit/s", "--device-memory", "4GiB"]
     files = ["--out", str(out), "--timeline", str(picture)]
-    plan(tmp_path, "--devices", "4", "--nodes", "2", "--device-kind", "l4", *rates, *files, "--top", "3")
+    plan(tmp_path, "--processes", "4", "--nodes", "2", "--device-kind", "l4", *rates, *files, "--top", "3")
     printed = capsys.readouterr().out
     assert "4 x l4 in 2 nodes: 1 TFLOP/s reached, 4 GiB each, 0.001 GB/s between devices, 0.001" in printed
     assert "across nodes" in printed and "across nodes: " in printed and "\n3 " in printed and "\n4 " not in printed
@@ -51,7 +51,7 @@ def test_prints_the_best_and_writes_json_and_timeline(tmp_path: Path, capsys: py
 
 def test_one_stage_has_no_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "plan.png"
-    plan(tmp_path, "--devices", "1", "--device-kind", "l4", "--timeline", str(picture))
+    plan(tmp_path, "--processes", "1", "--device-kind", "l4", "--timeline", str(picture))
     assert f"{picture}: not drawn, as 1 has one stage" in capsys.readouterr().out and not picture.exists()
 
 
@@ -61,7 +61,7 @@ def test_timed_layers_are_planned_with(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr("ddpm_ds.observe.device_speed.ENOUGH_SECONDS", 0.0)
-    plan(tmp_path, "--devices", "2", "--device-kind", "cpu", "--measure", "--top", "1")
+    plan(tmp_path, "--processes", "2", "--device-kind", "cpu", "--measure", "--top", "1")
     assert "layers   timed on this machine" in capsys.readouterr().out
     assert (tmp_path / "ddpm_ds" / "layer_times.json").exists()
 
@@ -69,16 +69,16 @@ def test_timed_layers_are_planned_with(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--devices 0", "argument --devices: '0' is not a positive number"),
-        ("--devices 8 --device-memory 80gb", "has unknown unit 'gb'; write 80GB"),
-        ("--devices 8 --bandwidth 10GB", "argument --bandwidth: '10GB' has unknown unit 'GB'; give a speed such as"),
-        ("--devices 8 --nodes 3 --device-kind l4", "--devices 8 can't be shared evenly by --nodes 3"),
-        ("--devices 8 --device-kind z80", "argument --device-kind: invalid choice: 'z80'"),
-        ("--devices 2 --device-kind l4 --device-memory 200KiB", "nothing fits 2 devices of 0.2 MiB"),
-        ("--devices 512 --device-kind l4", "--devices 512 can't share train.batch_images = 16"),
-        ("--devices 2 --measure --tflops 3", "--tflops says nothing of layers that are timed"),
-        ("--devices 2 --out nowhere/plan.json", "--out nowhere/plan.json can't be written"),
-        ("--devices 2 --timeline .", "--timeline . can't be written"),
+        ("--processes 0", "argument --processes: '0' is not a positive number"),
+        ("--processes 8 --device-memory 80gb", "has unknown unit 'gb'; write 80GB"),
+        ("--processes 8 --bandwidth 10GB", "argument --bandwidth: '10GB' has unknown unit 'GB'; give a speed such as"),
+        ("--processes 8 --nodes 3 --device-kind l4", "--processes 8 can't be shared evenly by --nodes 3"),
+        ("--processes 8 --device-kind z80", "argument --device-kind: invalid choice: 'z80'"),
+        ("--processes 2 --device-kind l4 --device-memory 200KiB", "nothing fits 2 devices of 0.2 MiB"),
+        ("--processes 512 --device-kind l4", "--processes 512 can't share train.batch_images = 16"),
+        ("--processes 2 --measure --tflops 3", "--tflops says nothing of layers that are timed"),
+        ("--processes 2 --out nowhere/plan.json", "--out nowhere/plan.json can't be written"),
+        ("--processes 2 --timeline .", "--timeline . can't be written"),
     ],
 )
 def test_what_is_wrong_is_one_line(tmp_path: Path, options: str, message: str) -> None:
@@ -89,4 +89,4 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, options: str, message: str) -
 
 def test_a_wrong_json_is_refused_as_training_refuses_it(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"zero_optimization.stage = 3 should be 0 or 1 or 2"):
-        plan(tmp_path, "--devices", "2", config={"optimizer": ADAMW, "zero_optimization": {"stage": 3}})
+        plan(tmp_path, "--processes", "2", config={"optimizer": ADAMW, "zero_optimization": {"stage": 3}})

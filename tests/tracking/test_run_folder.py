@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -123,7 +123,7 @@ POINT = {"train/seen_images": 8.0, "train/loss": 0.5, "perf/images_per_second": 
 
 def recorder(run_dir: Path) -> tuple[Recorder, list[str], Mock]:
     """What records a run that was resumed in the folder, the lines that it shows, and what stands for MLflow."""
-    line, tracking = Mock(spec=ProgressLine), Mock(spec=Tracker)
+    line, tracking = MagicMock(spec=ProgressLine), Mock(spec=Tracker)
     said: list[str] = []
     line.log.side_effect = said.append
     return Recorder(line, tracking, RunFolder(run_dir), SPEC), said, tracking
