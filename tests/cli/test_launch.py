@@ -61,7 +61,7 @@ class Terminal:
 @pytest.fixture
 def spec(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.yaml"
-    values = tiny_spec(train={"images": 3200, "batch_images": 16}).model_dump(mode="json", exclude_defaults=True)
+    values = tiny_spec(train={"images": 800, "batch_images": 16}).model_dump(mode="json", exclude_defaults=True)
     path.write_text(yaml.safe_dump(values))
     return path
 
@@ -72,7 +72,7 @@ def test_it_shows_what_it_does_saves_at_ctrl_c_and_the_command_that_it_prints_go
 ) -> None:
     words = f"ddpm-ds train --processes 2 -p 2 --deepspeed_config {CONFIG} --spec {spec} --run-dir run"
     first = Terminal(words.split(), tmp_path)
-    first.read(lambda text: re.search(r"\d/3200 images.* loss \d", text) is not None)
+    first.read(lambda text: re.search(r"\d/800 images.* loss \d", text) is not None)
     first.process.send_signal(signal.SIGINT)
     assert first.ended() == EXIT_PREEMPTED, first.text
     shown = ["starting the processes", "starting PyTorch and DeepSpeed", "building the pipeline"]
