@@ -136,6 +136,21 @@ def newest_good(folder: Path, log: Callable[[str], None]) -> Path | None:
     return found.path if found else None
 
 
+def checkpoint_at(path: Path, log: Callable[[str], None]) -> Path:
+    """Return ``path``, or where it is a run's folder its newest good checkpoint.
+
+    Raises:
+        NoCheckpointError: the run has no good checkpoint.
+    """
+    folder = path / "checkpoints"
+    if (path / MANIFEST).exists() or not folder.is_dir():
+        return path
+    found = newest_good(folder, log)
+    if found is None:
+        raise NoCheckpointError(f"run {path} has no checkpoint yet; name a run that has saved, or a checkpoint")
+    return found
+
+
 def whole(path: Path, groups: Groups, gather: Gather, *, progress: bool = False) -> CompleteCheckpoint:
     """Return the checkpoint at ``path``.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ddpm_ds.command_line import aligned
 from ddpm_ds.errors import CheckpointError
+from ddpm_ds.tracking.tracker import print_to_stderr
 
 EXAMPLES = """\
 examples
@@ -18,6 +19,7 @@ examples
   ddpm-ds checkpoint consolidate runs/digits/checkpoints/images-000012800 digits.safetensors --dtype fp16
 """
 
+WHICH = "folder of a checkpoint, or of a run for its newest good one"
 KINDS = {"ema": "ema", "raw": "master"}
 
 
@@ -46,7 +48,7 @@ def add_checkpoint(verbs: argparse._SubParsersAction[Any]) -> None:
     one.set_defaults(run=_verify)
 
     one = inner.add_parser("describe", help="show when, how and from what a checkpoint was made")
-    one.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of a checkpoint")
+    one.add_argument("path", type=Path, metavar="CHECKPOINT|RUN_DIR", help=WHICH)
     one.set_defaults(run=_describe)
 
     one = inner.add_parser(
@@ -55,7 +57,7 @@ def add_checkpoint(verbs: argparse._SubParsersAction[Any]) -> None:
         description="Write the whole weights of a checkpoint into one safetensors file, under their global names. Host "
         "memory is one tensor.",
     )
-    one.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of a checkpoint")
+    one.add_argument("path", type=Path, metavar="CHECKPOINT|RUN_DIR", help=WHICH)
     one.add_argument("out", type=Path, metavar="OUT", help="file to write; must not exist")
     one.add_argument("--weights", choices=KINDS, default="ema", help="averaged or as trained (default ema)")
     one.add_argument("--dtype", choices=("fp32", "fp16", "bf16"), default="fp32", help="default fp32")
@@ -108,11 +110,13 @@ def _describe(options: argparse.Namespace) -> None:
     import yaml
 
     from ddpm_ds.checkpoint.manifest import read_manifest
+    from ddpm_ds.checkpoint.union import checkpoint_at
 
-    manifest = read_manifest(options.checkpoint)
+    checkpoint = checkpoint_at(options.path, print_to_stderr)
+    manifest = read_manifest(checkpoint)
     elements = sum(math.prod(shape) for shape in manifest.parameters.values())
     print(
-        f"checkpoint   {options.checkpoint.name}, format {manifest.format}, by ddpm_ds {manifest.version}\n"
+        f"checkpoint   {checkpoint.name}, format {manifest.format}, by ddpm_ds {manifest.version}\n"
         f"written      {manifest.created:%Y-%m-%d %H:%M:%S} UTC\n"
         f"progress     {manifest.images:,} images, {manifest.step:,} steps\n"
         f"holds        {', '.join(manifest.kinds)} of {elements:,} parameters in {len(manifest.parameters)} tensors\n"
@@ -130,9 +134,11 @@ def _consolidate(options: argparse.Namespace) -> None:
     import torch
 
     from ddpm_ds.checkpoint.reader import consolidate
+    from ddpm_ds.checkpoint.union import checkpoint_at
 
     torch.set_num_threads(1)  # it is the disk's work; threads that wait for each other on a busy host only slow it
-    consolidate(options.checkpoint, options.out, KINDS[options.weights], options.dtype, progress=True)
+    checkpoint = checkpoint_at(options.path, print_to_stderr)
+    consolidate(checkpoint, options.out, KINDS[options.weights], options.dtype, progress=True)
     print(f"{options.out}: {options.weights} weights in {options.dtype}, {options.out.stat().st_size / 1e6:,.1f} MB")
 
 

@@ -55,11 +55,9 @@ def add_evaluate(verbs: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument(
         "--dataset",
-        "--store",
-        dest="dataset",
         type=Path,
         metavar="DIR",
-        help="folder of the prepared real images, for an export or where it has moved (--store is its old name)",
+        help="folder of the prepared real images, for an export or where it has moved",
     )
     parser.add_argument(
         "--inception-weights", type=Path, metavar="FILE", help="torch-fidelity's weights, instead of a download"

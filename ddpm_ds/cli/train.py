@@ -105,8 +105,9 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume",
         default="auto",
-        metavar="auto|never|CHECKPOINT",
-        help="auto: from the newest good checkpoint of --run-dir, if any (default); or from a checkpoint of any run",
+        metavar="auto|never|CHECKPOINT|RUN_DIR",
+        help="auto: from the newest good checkpoint of --run-dir, if any (default); or from a checkpoint of any run, "
+        "or its newest good one",
     )
     parser.add_argument(
         "--start-seconds",

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ddpm_ds.checkpoint.manifest import MANIFEST
 from ddpm_ds.checkpoint.reader import Reader
-from ddpm_ds.checkpoint.union import newest_good
+from ddpm_ds.checkpoint.union import checkpoint_at
 from ddpm_ds.config.spec import DiffusionSpec, RunSpec, SamplerSpec, UnetSpec, with_current_names
 from ddpm_ds.diffusion.diffusers_config import diffusion_from_scheduler
 from ddpm_ds.errors import CheckpointError
@@ -79,10 +79,7 @@ def find_trained(path: Path) -> Path:
     if (path / MANIFEST).is_file() or DiffusersFolder.at(path):
         return path
     if checkpoints_of(path).is_dir():
-        newest = newest_good(checkpoints_of(path), log=print_to_stderr)
-        if newest is None:
-            raise CheckpointError(f"run {path} has no checkpoint yet; name a run that has saved, or a checkpoint")
-        return newest
+        return checkpoint_at(path, log=print_to_stderr)
     what = "holds no weights" if path.is_dir() else "is no folder" if path.exists() else "does not exist"
     raise CheckpointError(
         f"{path} {what}; name a checkpoint ({MANIFEST}), a run's folder (checkpoints/) or an export (unet/config.json)"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from ddpm_ds.errors import UserError
-from ddpm_ds.tracking.runs import FAILURES, RecordedRun
+from ddpm_ds.tracking.runs import FAILURES, RecordedRun, mean_of_points
 
 PROGRESS = "train/seen_images"
 DEFAULT = (
@@ -40,7 +39,7 @@ LOWER = (
 HIGHER = ("*_per_second", "usage/*tflops*", "perf/mfu")
 SHARES = ("*_fraction", "perf/mfu", "perf/imbalance")
 PACES = ("perf/*_per_second", "usage/*_seconds", "usage/*tflops*")
-"""Metrics measured at each log point: their median counts, without the first point, which warms up."""
+"""Metrics measured at each log point, of which :func:`~ddpm_ds.tracking.runs.mean_of_points` counts."""
 UNITS = {
     "_bytes": ((2**30, " GiB"), (2**20, " MiB"), (2**10, " KiB"), (1, " B")),
     "_seconds": ((1, " s"), (1e-3, " ms"), (1e-6, " µs")),
@@ -70,7 +69,7 @@ def direction(name: str) -> Literal["lower", "higher", ""]:
 
 
 def is_pace(name: str) -> bool:
-    """Return whether the median of a run's log points counts, rather than the last one."""
+    """Return whether the mean over a run's log points counts, rather than the last one."""
     return _matches(name, PACES)
 
 
@@ -176,9 +175,7 @@ class Comparison:
             same = "" if self.parameters else "; no parameter differs"
             sentences.append(f"Ratios are to {self.baseline.label}{same}.")
         if any(map(is_pace, self.metrics)):
-            sentences.append(
-                "Times and rates are medians over log points without the first, all else is the last value."
-            )
+            sentences.append("Times and rates are means over all log points but the first, all else is the last value.")
         return " ".join(sentences)
 
     @property
@@ -257,8 +254,8 @@ def _metrics(runs: Sequence[RecordedRun], asked_for: Sequence[str] | None) -> tu
 
 def _value(run: RecordedRun, name: str) -> float:
     """Return the value of a run's metric that is compared."""
-    if is_pace(name) and (points := [point.value for point in run.history(name)]):
-        return statistics.median(points[1:] or points)
+    if is_pace(name) and (points := [(point.step, point.value) for point in run.history(name)]):
+        return mean_of_points(name, points)
     return run.metrics[name]
 
 

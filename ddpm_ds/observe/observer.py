@@ -150,7 +150,8 @@ class PauseClock(Observer):
     """Clock that adds up the pauses of a run and writes :data:`FILE` at its end; ``run_dir`` is None on ranks other
     than 0.
 
-    Pauses after the last step do not count: every run is saved and sampled at its end, however rarely before.
+    Pauses before the first step and after the last do not count: every run is saved and sampled at its end, however
+    rarely before.
     """
 
     def __init__(self, run_dir: Path | None, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -162,6 +163,7 @@ class PauseClock(Observer):
     def begin_step(self, step: int) -> None:
         if self._begin is None:
             self._begin = self._clock()
+            self._since_step.clear()
         self._paused += self._since_step
         self._since_step.clear()
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 from tqdm import tqdm
 
 if TYPE_CHECKING:
+    from ddpm_ds.observe.observer import Pauses
     from ddpm_ds.tracking.tracker import RunLink
 
 SECONDS_BETWEEN_UPDATES = 0.2
@@ -174,8 +175,8 @@ def summary(
     *,
     loss: float,
     images: int,
-    seconds: float,
-    validation_seconds: float,
+    images_per_second: float,
+    pauses: Pauses,
     steps: int,
     skipped_steps: int,
     run_dir: Path,
@@ -183,13 +184,14 @@ def summary(
 ) -> str:
     """Return the summary at the end of a run, in a few lines.
 
-    ``loss`` is the mean over the last log interval; ``validation_seconds`` of all ``seconds`` were spent on sampling
-    and validation.
+    ``loss`` is the mean over the last log interval, ``images_per_second`` that of
+    :func:`~ddpm_ds.tracking.runs.mean_of_points`; times and shares are those of the verdict.
     """
+    shares = f"sampling and validation {pauses.inspection_share:.1%}, checkpoints {pauses.checkpoint_share:.1%}"
     rows = {
         "final loss": f"{loss:.4f}",
-        "trained": f"{images:,} images in {duration(seconds)}, {images / seconds:,.4g} images/s",
-        "sampling and validation": f"{duration(validation_seconds)} ({validation_seconds / seconds:.1%} of the time)",
+        "trained": f"{images:,} images in {duration(pauses.seconds)}; {shares} of the time",
+        "speed": f"{images_per_second:,.4g} images/s, without these pauses and the first log interval",
         "skipped steps": f"{skipped_steps:,} of {steps:,}",
         "run folder": str(run_dir),
         "MLflow run": link.run_id or f"not reached at {link.tracking_uri}",

@@ -34,9 +34,10 @@ from ddpm_ds.tracking.run_folder import (
     RunFolder,
     labels,
 )
-from ddpm_ds.tracking.runs import VARIED_TAG, is_derived
+from ddpm_ds.tracking.runs import VARIED_TAG, is_derived, mean_of_points
 from ddpm_ds.tracking.tracker import RunLink, Tracker, flatten
 
+RATE = "perf/images_per_second"
 PARAMETERS = (
     *("data.image_size", "unet.channels", "optimizer.learning_rate"),
     *("train.images", "train.batch_images", "train.seed"),
@@ -87,10 +88,16 @@ class Recorder:
             self.line.log_point(
                 int(values["train/seen_images"]),
                 loss=values["train/loss"],
-                images_per_second=values["perf/images_per_second"],
+                images_per_second=values[RATE],
                 loss_scale=values["train/loss_scale"] if fp16 else None,
             )
         self._write(METRICS, values, step)
+
+    def images_per_second(self) -> float:
+        """Return the speed of the whole run, of its log points as :func:`mean_of_points` says; 0 without any."""
+        points = self.folder.points(METRICS) if self.folder is not None else []
+        rates = {point["step"]: point[RATE] for point in points}  # of a step repeated after a rollback the last
+        return mean_of_points(RATE, sorted(rates.items())) if rates else 0.0
 
     def checkpoint(self, seconds: float, step: int) -> None:
         """Record that a checkpoint was begun, and held training up for ``seconds``."""

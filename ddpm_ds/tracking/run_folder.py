@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from ddpm_ds.errors import OutputError
 from ddpm_ds.files import write_file
@@ -132,13 +133,16 @@ class RunFolder:
 
         A resumed run repeats steps, and logs none of them twice. After a rollback the last step is not the highest.
         """
-        file = self.path / name
-        for line in reversed(file.read_text().splitlines() if file.exists() else []):
-            try:
-                return int(json.loads(line)["step"])
-            except ValueError:  # cut off when the disk was full
-                continue
-        return 0
+        points = self.points(name)
+        return int(points[-1]["step"]) if points else 0
+
+    def points(self, name: str) -> list[dict[str, Any]]:
+        """Return the points of one of these files; one that was cut off when the disk was full is left out."""
+        file, found = self.path / name, []
+        for line in file.read_text().splitlines() if file.exists() else []:
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+        return found
 
     def append(self, name: str, values: Mapping[str, float], step: int) -> None:
         """Add a point to one of these files, on a line of its own."""

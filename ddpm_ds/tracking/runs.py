@@ -6,10 +6,12 @@ import argparse
 import contextlib
 import difflib
 import functools
+import itertools
 import json
 import logging
 import os
 import re
+import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,6 +56,19 @@ class Point(NamedTuple):
     step: int
     time_ms: int
     value: float
+
+
+def mean_of_points(name: str, points: Sequence[tuple[int, float]]) -> float:
+    """Return the one number that stands for a time or rate of a run: (step, value) of each log point to their mean.
+
+    The first point is left out, since it contains the start, unless it is the only one. Each other one counts by the
+    steps since the point before, and a rate by its seconds, so that images per second are all images over all seconds.
+    """
+    if len(points) < 2:
+        return points[0][1]
+    steps = [after - before for (before, _), (after, _) in itertools.pairwise(points)]
+    mean = statistics.fmean if name.endswith("_seconds") else statistics.harmonic_mean
+    return mean([value for _, value in points[1:]], steps)
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,7 @@ def train(run: Run) -> Interval:
     """
     engine, total = run.engine, run.plan.spec.train.images
     every = run.plan.spec.logging.log_every_images
-    with run.observer.span("inspection"):
-        run.validation.before_first_step()
+    run.validation.before_first_step()
     meter = Meter()
     batches = meter.timed(run.batches())
     first = True
@@ -83,10 +82,11 @@ def train(run: Run) -> Interval:
             meter, save = Meter(), False
             batches = meter.timed(run.batches())
             continue
-        with run.observer.span("inspection"):
-            run.validation.after_step(before, done)  # before the save: a run that dies in between draws again
+        if run.validation.due(before, done):  # before the save: a run that dies in between draws again
+            with meter.paused(), run.observer.span("inspection"):
+                run.validation.after_step(before, done)
         if save:
-            with run.observer.span("checkpoint"):
+            with meter.paused(), run.observer.span("checkpoint"):
                 seconds = run.saver.save()
             run.recorder.checkpoint(seconds, engine.global_steps)
             run.requests.saved()

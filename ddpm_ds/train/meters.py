@@ -6,6 +6,7 @@ and reads them once, at the log point.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -28,7 +29,10 @@ FLOPS_PER_MAC = 2
 
 @dataclass(frozen=True)
 class Interval:
-    """Means and sums over the steps between two log points; times are of the host's clock and cover everything."""
+    """Means and sums over the steps between two log points; times are of the host's clock.
+
+    They cover everything but pauses: samples, validation and checkpoints.
+    """
 
     steps: int
     images: int
@@ -42,7 +46,7 @@ class Interval:
 
 
 class Meter:
-    """Gathers steps until :meth:`read`. Only ``read`` and ``so_far`` wait for the device."""
+    """Gathers steps until :meth:`read`. Only ``read``, ``so_far`` and ``paused`` wait for the device."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -74,6 +78,15 @@ class Meter:
         self._sums = ones if self._sums is None else self._sums.add_(ones)
         self._steps += 1
         self._images += images
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time inside this context out of the interval. Steps that the device still computes count before."""
+        if self._sums is not None:
+            self._sums.tolist()
+        begin = self._clock()
+        yield
+        self._begin += self._clock() - begin
 
     def read(self) -> Interval:
         """Return the interval that ends now, and begin the next. Synchronises host and device, once."""

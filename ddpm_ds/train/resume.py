@@ -141,16 +141,23 @@ def find_checkpoint(
 ) -> CompleteCheckpoint | None:
     """Return the checkpoint to resume from, its checksums verified; None starts from the beginning. Collective.
 
-    ``resume`` is ``auto`` (the run folder's newest good one), ``never``, or the path of a checkpoint.
+    ``resume`` is ``auto`` (the run folder's newest good one), ``never``, or the path of a checkpoint or of another
+    run's folder, of which it is the newest good one.
 
     Raises:
-        CheckpointError: the path is no good checkpoint, or the run folder has checkpoints and none is good.
+        CheckpointError: the path is no good checkpoint, or the folder has checkpoints and none is good.
     """
     if resume == "never":
         return None
     if resume == "auto":
         return newest(checkpoints_of(run_dir), groups, gather, log, progress=True)
     path = Path(resume)
+    if any(gather(checkpoints_of(path).is_dir())):
+        folder = checkpoints_of(path)
+        found = newest(folder, find_groups(folder, groups.rank, groups.hosts, gather), gather, log, progress=True)
+        if found is None:
+            raise CheckpointError(f"--resume {path}: this run has no checkpoint yet; name one that has saved")
+        return found
     return whole(path, find_groups(path.parent, groups.rank, groups.hosts, gather), gather, progress=True)
 
 

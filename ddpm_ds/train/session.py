@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import functools
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from ddpm_ds.diagnose import verdict
 from ddpm_ds.errors import KNOWN_TO_ALL_RANKS, SpecError
 from ddpm_ds.observe.flops import FlopsProfile
 from ddpm_ds.observe.kernels import KernelProfile
-from ddpm_ds.observe.observer import Observers, PauseClock
+from ddpm_ds.observe.observer import Observers, PauseClock, read_pauses
 from ddpm_ds.observe.timeline import Timeline
 from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
@@ -229,7 +228,7 @@ def _train(
                 PauseClock(run_dir if dist.get_rank() == 0 else None),
             ]
         )
-    started, first = time.monotonic(), engine.images_seen
+    first = engine.images_seen
     if first >= plan.spec.train.images:
         recorder.log(f"the run has already seen its {first:,} images; raise train.images to train further")
         recorder.finish("FINISHED")
@@ -266,12 +265,12 @@ def _train(
     try:
         with watchdog.blamed(), system_metrics(watchdog.store, recorder.tracker):
             last = train(run)
-        seconds = time.monotonic() - started
     except KNOWN_TO_ALL_RANKS:
         finish()
         raise
     finish()
-    recorder.observed({"perf/run_seconds": seconds}, engine.global_steps)
+    pauses = read_pauses(run_dir)
+    recorder.observed({"perf/run_seconds": pauses.seconds}, engine.global_steps)
     found = verdict.conclude(run_dir, recorder.log) if dist.get_rank() == 0 else None
     if found is not None:
         recorder.artifact(run_dir / verdict.VERDICT)
@@ -285,8 +284,8 @@ def _train(
         summary(
             loss=last.loss,
             images=engine.images_seen - first,
-            seconds=seconds,
-            validation_seconds=validation.seconds,
+            images_per_second=recorder.images_per_second(),
+            pauses=pauses,
             steps=engine.global_steps,
             skipped_steps=engine.skipped_steps,
             run_dir=run_dir,

@@ -150,26 +150,23 @@ class Validation:
     ) -> None:
         self._spec, self._engine, self._ema = spec, engine, ema
         self._held_out, self._watchdog, self._recorder = held_out, watchdog, recorder
-        self.seconds = 0.0
-        """Seconds spent so far."""
+
+    def due(self, before: int, done: bool) -> bool:
+        """Return whether the step from ``before`` images on passed a point of a cadence, or was the last."""
+        return self._samples_due(before, done) or self._losses_due(before, done)
 
     def after_step(self, before: int, done: bool) -> None:
-        """Sample and validate if the step from ``before`` images on passed a point of a cadence, or was the last."""
-        samples = self._due(self._spec.samples.every_images, before, done)
-        measure = self._held_out is not None and self._due(self._spec.evaluation.every_images, before, done)
-        if not (samples or measure):
-            return
+        """Draw the samples and measure the loss that are due after the step from ``before`` images on."""
         engine, begin = self._engine, time.perf_counter()
         with self._ema.applied():
-            if samples:
+            if self._samples_due(before, done):
                 self._draw(begin)
-            if measure and self._held_out is not None:
+            if self._held_out is not None and self._losses_due(before, done):
                 begin_measuring = time.perf_counter()
                 with self._recorder.doing("measuring the held-out loss"):
                     values = self._held_out.measure(self._watchdog)
                 values["usage/evaluation_seconds"] = time.perf_counter() - begin_measuring
                 self._recorder.evaluation(values, engine.global_steps)
-        self.seconds += time.perf_counter() - begin
 
     def before_first_step(self) -> None:
         """Draw the samples of the initial weights, unless samples are off or the run is resumed.
@@ -180,13 +177,18 @@ class Validation:
             begin = time.perf_counter()
             with self._ema.applied():
                 self._draw(begin)
-            self.seconds += time.perf_counter() - begin
 
     def _draw(self, begin: float) -> None:
         with self._recorder.doing("drawing samples"):
             images = draw_previews(self._spec, self._engine, self._watchdog)
         seconds = time.perf_counter() - begin
         self._recorder.samples(images, seconds, self._engine.images_seen, self._engine.global_steps)
+
+    def _samples_due(self, before: int, done: bool) -> bool:
+        return self._due(self._spec.samples.every_images, before, done)
+
+    def _losses_due(self, before: int, done: bool) -> bool:
+        return self._held_out is not None and self._due(self._spec.evaluation.every_images, before, done)
 
     def _due(self, every: int | None, before: int, done: bool) -> bool:
         return every is not None and (done or self._engine.images_seen // every > before // every)

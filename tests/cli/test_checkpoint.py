@@ -70,6 +70,8 @@ def test_describe_says_what_it_was_made_from(run_dir: Path, capsys: pytest.Captu
         "fp16:",
     ):
         assert words in out
+    assert main(["checkpoint", "describe", str(run_dir)]) == 0
+    assert "20,000 images" in capsys.readouterr().out, "a run's newest"
 
 
 @pytest.mark.parametrize(("option", "kind"), [([], "ema"), (["--weights", "raw", "--dtype", "fp32"], "master")])
@@ -89,7 +91,7 @@ def test_wrong_paths_are_one_line_and_exit_code_2(
     assert "there are no checkpoints in" in error_of(["list", str(tmp_path)], capsys)
     for verb in ("verify", "describe"):
         assert "manifest.json can't be read (No such file or directory)" in error_of([verb, str(tmp_path)], capsys)
-    assert "manifest.json can't be read" in error_of(["consolidate", str(run_dir), str(tmp_path / "x")], capsys)
+    assert "manifest.json can't be read" in error_of(["consolidate", str(tmp_path), str(tmp_path / "x")], capsys)
     assert "VERB" in error_of([], capsys)
     assert "fp8" in error_of(["consolidate", str(run_dir), str(tmp_path / "x"), "--dtype", "fp8"], capsys)
 

@@ -189,7 +189,7 @@ def test_an_export_is_compared_with_a_data_set_that_is_named_and_recorded_nowher
 ) -> None:
     exported(tmp_path, monkeypatch)
     assert "name the folder of its prepared images with --dataset DIR" in evaluate("--count", 20, code=2)
-    out = evaluate("--count", 20, "--store", digits.path, "--metrics", "pixel")  # the option's old name
+    out = evaluate("--count", 20, "--dataset", digits.path, "--metrics", "pixel")
     assert "export is not in the folder of a run, so nothing is recorded in MLflow" in out and trackers == []
     assert report(tmp_path / "evaluations")["weights"] == "export"
 

@@ -28,8 +28,8 @@ from ddpm_ds.experiments.compare_pages import markdown, terminal
 from ddpm_ds.tracking.runs import ExperimentError
 from tests.experiments.planted_runs import PlantedStore, held, losses
 
-SLOW = {"train/loss": [0.9, 0.5, 0.4], "perf/images_per_second": [10.0, 100.0, 102.0, 98.0]}
-FAST = {"train/loss": [0.9, 0.6, 0.2], "perf/images_per_second": [20.0, 200.0, 210.0, 190.0]}
+SLOW = {"train/loss": [0.9, 0.5, 0.4], "perf/images_per_second": [8.0, 128.0, 64.0, 128.0]}
+FAST = {"train/loss": [0.9, 0.6, 0.2], "perf/images_per_second": [16.0, 256.0, 128.0, 256.0]}
 
 
 def of(compared: Comparison, label: str) -> Compared:
@@ -52,10 +52,11 @@ def test_what_the_json_says_is_not_repeated() -> None:
     assert comparison(runs).parameters == ("ds_config.pipeline.stages", "derived.world_size")
 
 
-def test_rates_count_by_their_median_without_the_first_point_and_losses_by_their_last() -> None:
+def test_rates_count_by_their_mean_without_the_first_point_and_losses_by_their_last() -> None:
+    """Images per second are all images over all seconds: three equal intervals of 1, 2 and 1 seconds, say."""
     compared = comparison([held("slow", SLOW), held("fast", FAST)])
-    assert dict(of(compared, "slow").values) == {"train/loss": 0.4, "perf/images_per_second": 100.0}
-    assert dict(of(compared, "fast").values) == {"train/loss": 0.2, "perf/images_per_second": 200.0}
+    assert dict(of(compared, "slow").values) == {"train/loss": 0.4, "perf/images_per_second": 96.0}
+    assert dict(of(compared, "fast").values) == {"train/loss": 0.2, "perf/images_per_second": 192.0}
 
 
 def test_ratios_are_to_the_baseline_whose_own_are_one() -> None:
@@ -197,7 +198,7 @@ def test_the_verb_compares_a_sweeps_trials_and_keeps_the_comparison_with_the_swe
     output = capsys.readouterr().out
     assert "derived.precision" in output and "train.batch_images" not in output
     (line,) = (line for line in output.splitlines() if line.startswith("perf/images_per_second"))
-    assert line.split() == ["perf/images_per_second", "higher", "100", "(0.500x)", "200", "(1.00x)"]
+    assert line.split() == ["perf/images_per_second", "higher", "96", "(0.500x)", "192", "(1.00x)"]
     page = (tmp_path / "c.html").read_text()
     kept = {path.name: path.read_text() for path in (root / "mlartifacts").rglob("comparison/*")}
     assert set(kept) == {"comparison.html", "comparison.md"} and kept["comparison.html"] == page

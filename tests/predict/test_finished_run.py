@@ -113,9 +113,11 @@ def test_start_up_is_of_the_kinds_of_layers() -> None:
     assert Device().startup_of(blocks).backward == 0
 
 
-def test_pauses_are_those_between_steps_and_not_those_at_the_end(tmp_path: Path) -> None:
+def test_pauses_are_those_between_steps_and_neither_before_nor_after(tmp_path: Path) -> None:
     now = 0.0
     clock = PauseClock(tmp_path, lambda: now)
+    with clock.span("inspection"):
+        now += 100  # the samples of the initial weights
     for step, pause in ((1, "EMA"), (2, "checkpoint"), (3, "inspection"), (4, "checkpoint")):
         clock.begin_step(step)
         now += 10

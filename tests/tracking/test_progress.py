@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ddpm_ds.observe.observer import Pauses
 from ddpm_ds.tracking import progress
 from ddpm_ds.tracking.progress import ProgressLine, duration, summary
 from ddpm_ds.tracking.tracker import RunLink
@@ -168,13 +169,14 @@ def test_the_summary_says_what_came_out_and_where_it_is() -> None:
     link = RunLink("abc", "1", uri, "http://127.0.0.1:5000/#/runs/abc", f"mlflow ui --backend-store-uri {uri}")
 
     def text(link: RunLink) -> str:
-        seconds: dict[str, Any] = {"seconds": 100.0, "validation_seconds": 1.5, "run_dir": Path("runs/digits")}
-        return summary(loss=0.11468, images=128_000, steps=2000, skipped_steps=3, link=link, **seconds)
+        pauses = Pauses(seconds=100.0, checkpoint_seconds=0.2, inspection_seconds=1.5)
+        speed: dict[str, Any] = {"images_per_second": 1302.4, "pauses": pauses, "run_dir": Path("runs/digits")}
+        return summary(loss=0.11468, images=128_000, steps=2000, skipped_steps=3, link=link, **speed)
 
     assert text(link).splitlines() == [
         "final loss                0.1147",
-        "trained                   128,000 images in 1:40, 1,280 images/s",
-        "sampling and validation   0:02 (1.5% of the time)",
+        "trained                   128,000 images in 1:40; sampling and validation 1.5%, checkpoints 0.2% of the time",
+        "speed                     1,302 images/s, without these pauses and the first log interval",
         "skipped steps             3 of 2,000",
         "run folder                runs/digits",
         "MLflow run                abc",

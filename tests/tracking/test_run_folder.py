@@ -59,6 +59,10 @@ def test_a_run_goes_on_from_its_newest_checkpoint_unless_told_otherwise(tmp_path
     assert found(tmp_path, "auto") == new
     assert found(tmp_path, "never") is None
     assert found(tmp_path / "elsewhere", str(old)) == old
+    assert found(tmp_path / "elsewhere", str(tmp_path)) == new
+    with pytest.raises(CheckpointError, match="this run has no checkpoint yet; name one that has saved"):
+        (tmp_path / "young" / "checkpoints").mkdir(parents=True)
+        found(tmp_path / "elsewhere", str(tmp_path / "young"))
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_a_word_and_refused_when_asked_for(tmp_path: Path) -> None:

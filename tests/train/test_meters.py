@@ -39,6 +39,19 @@ def test_an_interval_has_the_mean_loss_per_image_and_all_of_the_time_and_the_nex
     assert meter.read() == Interval(1, 4, seconds=5.0, loss=2.0, non_finite_steps=0, data_wait_seconds=0.0)
 
 
+def test_pauses_are_left_out_of_an_interval_and_steps_that_the_device_still_computes_are_not() -> None:
+    meter = Meter(clock=ticks(0.0, 6.0, 16.0, 20.0, 21.0))
+    meter.step(torch.tensor(1.0), images=40)
+    with meter.paused():
+        pass
+    assert meter.read().seconds == 10.0
+    assert meter.so_far().seconds == 1.0, "the next interval begins where this one ends"
+    meter = Meter()
+    meter.step(torch.zeros((), device="meta"), images=2)
+    with pytest.raises(NotImplementedError, match="meta"), meter.paused():  # it waits for the device
+        pass
+
+
 def test_a_step_does_not_keep_the_tensor_it_was_given() -> None:
     meter = Meter()
     loss = torch.tensor(1.0)

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image, ImageSequence
 
 from ddpm_ds.tracking.recorder import PARAMETERS
-from ddpm_ds.tracking.runs import find_run
+from ddpm_ds.tracking.runs import find_run, mean_of_points
 from ddpm_ds.tracking.tracker import numbers_of
 from tests.launching import REPOSITORY, launch, run_ranks, write_json
 from tests.train.ranks import mlflow_run
@@ -176,7 +176,7 @@ def test_a_run_shows_progress_and_ends_with_a_summary_and_no_chatter(one_process
     for expected in ("1,600/1,600 images (100%)", "final loss", "mlflow ui --backend-store-uri", str(one_process)):
         assert any(expected in line for line in shown), expected
     plan = ("run ", "data", "U-Net", "precision", "layout", "batch", "length", "samples", "validation", "outputs")
-    ends = ("final", "trained", "sampling and validation", "skipped", "MLflow", "serve", "open")
+    ends = ("final", "trained", "speed", "skipped", "MLflow", "serve", "open")
     busy = ("starting PyTorch", "waiting for all", "checking the run", "building the", "taking the", "sending the")
     known = (
         *plan,
@@ -193,6 +193,13 @@ def test_a_run_shows_progress_and_ends_with_a_summary_and_no_chatter(one_process
     begin = shown.index("where the time went")
     verdict = shown[begin : next(place for place, line in enumerate(shown) if line.startswith("final"))]
     assert any(line.startswith("  useful work") for line in verdict) and "try next: " in "\n".join(verdict)
+    # what the summary says is what verdict and comparison say
+    (trained,), (speed,) = ([line for line in shown if line.startswith(word)] for word in ("trained", "speed"))
+    (share,) = re.findall(r"sampling and validation +([\d.]+%)", "\n".join(verdict))
+    assert f"sampling and validation {share}, checkpoints" in trained
+    run = find_run(str(one_process))
+    rates = [(point.step, point.value) for point in run.history("perf/images_per_second")]
+    assert f" {mean_of_points('perf/images_per_second', rates):,.4g} images/s, " in speed
     chatter = [line for line in shown if not line.startswith(known) and "images (" not in line and line not in verdict]
     assert not chatter, "\n".join(chatter)
 
