@@ -219,7 +219,10 @@ class Predictor:
         return self._cuts[key]
 
     def _fastest_cut(self, layout: Candidate, room: Room | None) -> Bounds | None:
-        """The fastest, as simulated, of cuts with more and less attention to messages; None where there are none."""
+        """The fastest of cuts with more and less attention to messages, as simulated; None where there are none.
+
+        Of those for some ``room`` the one with the least work for its busiest rank: there are many to try.
+        """
         times = self._layer_times(layout.micro_batch_images)
         seconds = [layer.forward + layer.backward for layer in times]
         crossing = crossing_seconds(self.job, self.machine, layout)
@@ -231,6 +234,8 @@ class Predictor:
                 found[cut] = None
         if len(found) < 2:
             return next(iter(found), None)
+        if room is not None:
+            return min(found, key=lambda cut: self.lower_bound(layout, cut))
         count = min(layout.micro_batches, FEW_PER_RANK * layout.stages)
         return min(found, key=lambda cut: self.simulate(layout, count, cut).step_seconds)
 
