@@ -50,6 +50,7 @@ Record = dict[str, Any]
 
 WORKER = "ddpm_ds.tracking.worker"
 COMPUTING_SECONDS = 1.0  # of a worker that is at work while one waits for it
+DOWN_SECONDS = 3.0  # for a tracker that refuses everything when the run ends
 WORKERS = 2  # the first, and one more if it dies
 SQLITE = "sqlite:///"
 UNSENT_FILE = "mlflow_unsent.jsonl"
@@ -207,6 +208,7 @@ class Tracker:
         self._closed = False
         self._sent = os.fstat(self._journal).st_size  # every worker reads the start besides
         self._run: dict[str, str] = {}
+        self._down = False  # what was last tried failed
         self._link: RunLink | None = None
         self._process = self._start_worker()
         self._supervisor = threading.Thread(target=self._supervise, name="tracker", daemon=True)
@@ -251,13 +253,18 @@ class Tracker:
         self._put({"register": name, "folder": folder})
 
     def finish(self, status: Literal["FINISHED", "FAILED", "KILLED"], timeout_seconds: float = 30.0) -> RunLink:
-        """End the run. Waits until all is sent, or the worker has waited for MLflow for about ``timeout_seconds``, and
-        then leaves the rest in ``<run_dir>/mlflow_unsent.jsonl``. A second call only returns the link."""
+        """End the run. Waits until all is sent, or the worker has waited for MLflow for about ``timeout_seconds``, 3 s
+        for one that is down, and then leaves the rest in ``<run_dir>/mlflow_unsent.jsonl``. A second call only returns
+        the link."""
         if self._link is None:
             self._put({"finish": status, "time": now_ms()})
             before, computed = -COMPUTING_SECONDS, self._worker_cpu_seconds()
             while self._supervisor.is_alive() and computed - before >= COMPUTING_SECONDS:
-                self._supervisor.join(timeout_seconds)
+                begin = time.monotonic()
+                while self._supervisor.is_alive() and time.monotonic() < begin + (
+                    min(timeout_seconds, DOWN_SECONDS) if self._down else timeout_seconds
+                ):
+                    self._supervisor.join(0.1)
                 before, computed = computed, self._worker_cpu_seconds()
             with self._lock:
                 self._closed = True
@@ -322,6 +329,7 @@ class Tracker:
             self._log(reply["log"])
         self._run = reply.get("run", self._run)
         self._sent = reply.get("sent", self._sent)
+        self._down = reply.get("down", self._down and "sent" not in reply)
 
     def _make_link(self) -> RunLink:
         uri, run_id = without_password(resolve_uri(self._start["output_root"])), self.run_id

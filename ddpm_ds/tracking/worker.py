@@ -158,6 +158,7 @@ class Worker:
                     kept = keep_unsent(self._start, batch)
                     return self._log("refused", f"MLflow refused a record ({reason(error)}): {kept}")
                 self._down = True
+                self._reply({"down": True})
                 self._log(
                     "down", f"MLflow at {self._uri} fails ({reason(error)}); training continues, it is tried again"
                 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import json
+import math
 import os
 import shutil
 import signal
@@ -219,6 +220,19 @@ def test_a_tracker_that_is_down_is_named_once_and_caught_up_with(
     page = f"{fake_tracker.uri}/#/experiments/7/runs/r?workflowType=machine_learning"
     assert link == RunLink("r", "7", fake_tracker.uri, page, None)
     assert "secret" not in repr((link, said)) and not (root / "run" / UNSENT_FILE).exists()
+
+
+def test_the_end_of_a_run_does_not_wait_for_a_tracker_that_is_down(
+    root: Path, fake_tracker: FakeTracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_tracker.refuse_connections()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", fake_tracker.uri)
+    monkeypatch.setattr(module, "COMPUTING_SECONDS", math.inf)
+    said: list[str] = []
+    tracker = start(root, log=said.append)
+    wait_for(lambda: said)
+    assert tracker.finish("FINISHED", timeout_seconds=math.inf).run_id is None, "or this never ends"
+    assert len(unsent(root)) == 2 and "could not be sent" in said[-1]
 
 
 def test_a_tracker_that_hangs_holds_up_nothing_and_what_is_unsent_can_be_sent_later(
