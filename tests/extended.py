@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from ddpm_ds.config.spec import DataSpec, DiffusionSpec
 from ddpm_ds.data.sources import SOURCES, ArraySource, SourceKind
 from ddpm_ds.diffusion.choices import OBJECTIVES, SAMPLERS, SCHEDULES, NoiseSchedule, Objective, SamplerKind, ddim
 
-REGISTRIES = {
+REGISTRIES: dict[str, dict[str, Any]] = {
     "data.source": SOURCES,
     "diffusion.schedule": SCHEDULES,
     "diffusion.objective": OBJECTIVES,

@@ -193,6 +193,8 @@ def _labels(options: argparse.Namespace, classes: int | None) -> tuple[int, ...]
     Raises:
         SpecError: there are no classes, or not these.
     """
+    from ddpm_ds.evaluate.sampling import check_label
+
     text = options.labels
     if text == "none" or (text is None and classes is None):
         if options.guidance not in (None, 1.0):
@@ -206,8 +208,7 @@ def _labels(options: argparse.Namespace, classes: int | None) -> tuple[int, ...]
     if not all(word.isdecimal() for word in words):
         raise SpecError(f"--labels {text} is none of all, none, a class such as 3, or classes such as 0,1,2")
     labels = tuple(int(word) for word in words)
-    if max(labels) >= classes:
-        raise SpecError(f"--labels {max(labels)} is out of range: the U-Net has {classes} classes, 0 to {classes - 1}")
+    check_label(max(labels), classes)
     return labels
 
 

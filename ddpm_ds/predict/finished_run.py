@@ -15,6 +15,7 @@ from ddpm_ds.config.ds_config import ELEMENT_BYTES, zero_stage
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.errors import OutputError
+from ddpm_ds.files import read_points
 from ddpm_ds.observe.device_speed import Device, read_device
 from ddpm_ds.observe.observer import Pauses, read_pauses
 from ddpm_ds.predict.layouts import Candidate, Workload, offloads
@@ -139,7 +140,7 @@ def facts_of(run_dir: Path) -> FinishedRun:
 def _read(run_dir: Path) -> FinishedRun:
     config = json.loads((run_dir / "ds_config.json").read_text())
     summary = json.loads((run_dir / SUMMARY).read_text())
-    points = _lines(run_dir / "metrics.jsonl")
+    points = read_points(run_dir / "metrics.jsonl")
     last = points[-1] if points else {}
     method = config["pipeline"]["partition"]
     job = Workload(load_spec(run_dir / "spec.yaml", []), config, on_cpu=summary["device"] == "cpu")
@@ -159,7 +160,7 @@ def _read(run_dir: Path) -> FinishedRun:
         ),
         pauses=read_pauses(run_dir),
         evaluation_seconds=math.fsum(
-            point.get("usage/evaluation_seconds", 0.0) for point in _lines(run_dir / "evaluations.jsonl")[:-1]
+            point.get("usage/evaluation_seconds", 0.0) for point in read_points(run_dir / "evaluations.jsonl")[:-1]
         ),
         device=read_device(run_dir),
     )
@@ -236,14 +237,3 @@ def _mean_rank(replicas: Sequence[Mapping[str, Any]]) -> RankFacts:
         for same in zip(*(replica["phases"] for replica in replicas), strict=True)
     ]
     return RankFacts(tuple(phases), **own)
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a file of points; a line that was cut off when the disk was full is left out."""
-    found = []
-    for line in file.read_text().splitlines() if file.exists() else []:
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found
