@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
@@ -24,19 +24,11 @@ PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 
 
-class Choice(Protocol):
-    """Entry of a registry of choices."""
-
-    @property
-    def about(self) -> str:
-        """Words for the documentation."""
-
-
 @dataclass(frozen=True)
 class OneOf:
     """Annotation of a text field that takes one of the names of a registry, which may still grow."""
 
-    choices: Mapping[str, Choice]
+    choices: Mapping[str, Any]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._known, handler(source))
@@ -50,8 +42,8 @@ class OneOf:
         return name
 
 
-def _listed(what: str, choices: Mapping[str, Choice]) -> str:
-    """Return the documentation of a field that takes one of these names."""
+def _listed(what: str, choices: Mapping[str, Any]) -> str:
+    """Return the documentation of a field that takes one of these names, each in the words of its entry."""
     return f"{what}: {', '.join(f'{name} ({choice.about})' for name, choice in choices.items())}."
 
 

@@ -43,23 +43,16 @@ class UnreadableImage(Exception):
 
 
 class Source(Protocol):
-    """Images of an opened source, with their classes."""
+    """Opened source of images, whose items may be asked for by several threads.
+
+    ``self[i]`` is ``(pixels, label)``: uint8 ``(stored_size, stored_size, channels)`` and an index into ``classes``; it
+    raises :class:`UnreadableImage` for an image to skip.
+    """
 
     @property
-    def classes(self) -> tuple[str, ...]:
-        """Names of the classes, by label."""
-
-    def __len__(self) -> int:
-        """Return the number of images, unreadable ones included."""
-
-    def __getitem__(self, i: int, /) -> tuple[Pixels, int]:
-        """Return image ``i``, uint8 ``(stored_size, stored_size, channels)``, and its label, an index into ``classes``.
-
-        May be called from several threads.
-
-        Raises:
-            UnreadableImage: it is skipped.
-        """
+    def classes(self) -> tuple[str, ...]: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, i: int, /) -> tuple[Pixels, int]: ...
 
 
 @dataclass(frozen=True)

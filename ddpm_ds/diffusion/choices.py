@@ -213,26 +213,26 @@ def _log_snr(alpha_bar: float) -> float:
     return math.log(alpha_bar / (1.0 - alpha_bar))
 
 
-def _ddpm_steps(spec: SamplerSpec, alpha_bar: Sequence[float]) -> list[Coefficients]:
-    return [ancestral(here, there, large=spec.variance == "large") for here, there in pairwise(alpha_bar)]
-
-
-def _ddim_steps(spec: SamplerSpec, alpha_bar: Sequence[float]) -> list[Coefficients]:
-    return [ddim(here, there, eta=spec.eta) for here, there in pairwise(alpha_bar)]
-
-
-def _dpm_solver_steps(spec: SamplerSpec, alpha_bar: Sequence[float]) -> list[Coefficients]:
-    befores = (None, *alpha_bar)
-    return [
-        dpm_solver(here, there, before) for before, (here, there) in zip(befores, pairwise(alpha_bar), strict=False)
-    ]
-
-
 SAMPLERS = {
-    "ddpm": SamplerKind("ancestral, DDPM", _ddpm_steps, steps=None, options=frozenset({"variance"})),
-    "ddim": SamplerKind("DDIM, with as much noise as `eta` says", _ddim_steps, steps=50, options=frozenset({"eta"})),
+    "ddpm": SamplerKind(
+        "ancestral, DDPM",
+        lambda spec, levels: [ancestral(*pair, large=spec.variance == "large") for pair in pairwise(levels)],
+        steps=None,
+        options=frozenset({"variance"}),
+    ),
+    "ddim": SamplerKind(
+        "DDIM, with as much noise as `eta` says",
+        lambda spec, levels: [ddim(*pair, eta=spec.eta) for pair in pairwise(levels)],
+        steps=50,
+        options=frozenset({"eta"}),
+    ),
     "dpm_solver": SamplerKind(
-        "DPM-Solver++ 2M, fast and deterministic", _dpm_solver_steps, steps=20, leaves_out_zero=True
+        "DPM-Solver++ 2M, fast and deterministic",
+        lambda spec, levels: [
+            dpm_solver(*pair, before) for before, pair in zip([None, *levels], pairwise(levels), strict=False)
+        ],
+        steps=20,
+        leaves_out_zero=True,
     ),
 }
 """Samplers by `sampler.kind`."""
