@@ -169,6 +169,8 @@ def sample(
         raise SpecError(str(error)) from None
     if labels == "all":
         labels = None if classes is None else range(classes)
+    if labels is not None and not labels:
+        raise SpecError("labels = [] names no class; use None to draw without labels")
     for label in labels or ():
         check_label(label, classes)
     request = Request.of(trained, sampler, labels, seed=seed, first=first, count=count, batch_images=batch_images)
