@@ -1,3 +1,47 @@
-"""Train pixel-space diffusion U-Nets on DeepSpeed's pipeline engine, from a laptop CPU to many nodes."""
+"""Train pixel-space diffusion U-Nets on DeepSpeed's pipeline engine, from a laptop CPU to many nodes.
+
+What a script needs is here, and ``docs/python.md`` shows it at work::
+
+    load_spec     read a run spec
+    plan          predict the fastest ways to lay a run out on some devices
+    open_run      read a run's folder: spec, metrics, checkpoints, verdict
+    load_trained  load weights into a plain U-Net
+    sample        draw images from them
+    SamplerSpec   how images are drawn
+
+A name is imported when it is first used, so ``import ddpm_ds`` brings no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 __version__ = "0.2.0"
+__all__ = ["SamplerSpec", "load_spec", "load_trained", "open_run", "plan", "sample"]
+
+if TYPE_CHECKING:
+    from ddpm_ds.config.spec import SamplerSpec
+    from ddpm_ds.config.spec_file import load_spec
+    from ddpm_ds.evaluate.sampling import sample
+    from ddpm_ds.evaluate.trained import load_trained
+    from ddpm_ds.predict.planner import plan
+    from ddpm_ds.tracking.runs import open_run
+else:  # where a type checker saw __getattr__, it would take every name for one of the package
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+_MODULES = {
+    "SamplerSpec": "config.spec",
+    "load_spec": "config.spec_file",
+    "load_trained": "evaluate.trained",
+    "open_run": "tracking.runs",
+    "plan": "predict.planner",
+    "sample": "evaluate.sampling",
+}
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -49,3 +50,23 @@ def sha256_of(path: Path, bar: tqdm[Any] | None = None) -> str:
             if bar is not None:
                 bar.update(len(chunk))
     return digest.hexdigest()
+
+
+METRICS, EVALUATIONS, OBSERVATIONS = "metrics.jsonl", "evaluations.jsonl", "observations.jsonl"
+"""Files of a run's folder with log points, held-out losses, and observers' measurements."""
+
+
+def read_points(path: Path) -> list[dict[str, Any]]:
+    """Return the points of a file of JSON lines, each with its ``step``, in the order of the file; none without a file.
+
+    A line that was cut off when the disk was full is left out.
+    """
+    found = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            point = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(point, dict) and "step" in point:
+            found.append(point)
+    return found

@@ -37,8 +37,9 @@ sys.path.insert(0, str(REPOSITORY))  # the tests are not part of an installed pa
 from ddpm_ds.command_line import OneLineParser, check_writable  # noqa: E402
 from ddpm_ds.config.spec_file import SPECS  # noqa: E402
 from ddpm_ds.errors import EXIT_PREEMPTED, LayoutError, OutputError, SpecError, UserError  # noqa: E402
+from ddpm_ds.files import METRICS  # noqa: E402
 from ddpm_ds.processes.ranks import free_port  # noqa: E402
-from ddpm_ds.tracking.run_folder import METRICS, checkpoints_of  # noqa: E402
+from ddpm_ds.tracking.run_folder import checkpoints_of  # noqa: E402
 
 CONFIGS, TRAIN, BENCH = (REPOSITORY / name for name in ("ds_configs", "launch/train.py", "launch/bench.py"))
 LADDER = REPOSITORY / "tests" / "pipeline" / "test_ladder.py"

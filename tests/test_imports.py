@@ -37,6 +37,9 @@ ROOMS = (
     "cli",
 )
 
+# The one look ahead: the run spec checks names against the registries of what it can choose, which are light.
+LOOKS_AHEAD = {("ddpm_ds.config.spec", "ddpm_ds.data.sources"), ("ddpm_ds.config.spec", "ddpm_ds.diffusion.choices")}
+
 HEAVY = {"torch", "numpy", "deepspeed", "mlflow"}
 
 # What a room, or a file of one, may not import from outside, wherever in a file.
@@ -93,7 +96,10 @@ def test_imports_never_run_back(module: str) -> None:
     backwards = [
         name
         for name in imported(module)
-        if name.startswith("ddpm_ds.") and ROOMS.index(room_of(name)) > own and room_of(name) != room_of(module)
+        if name.startswith("ddpm_ds.")
+        and ROOMS.index(room_of(name)) > own
+        and room_of(name) != room_of(module)
+        and (module, name) not in LOOKS_AHEAD
     ]
     assert backwards == []
 

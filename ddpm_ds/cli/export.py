@@ -7,17 +7,11 @@ import copy
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddpm_ds.command_line import add_overrides, whole
 from ddpm_ds.errors import SpecError
 from ddpm_ds.processes.ranks import set_environment
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from ddpm_ds.evaluate.trained import Trained
 
 MOST_SAMPLES = 64
 DRAWN_AT_ONCE = 16
@@ -113,12 +107,15 @@ def _samples(text: str) -> int:
 
 def _export(options: argparse.Namespace) -> None:
     set_environment()
+    import torch
+
     from ddpm_ds.data.pictures import write_png
     from ddpm_ds.device import choose_device
     from ddpm_ds.evaluate.export import check_in_diffusers, new_folder, rounded, without_labels, write_pipeline
     from ddpm_ds.evaluate.mlflow_child import record_child
     from ddpm_ds.evaluate.model_card import model_card
     from ddpm_ds.evaluate.outputs import titled_grid
+    from ddpm_ds.evaluate.sampling import sample
     from ddpm_ds.evaluate.trained import load_trained
 
     device = choose_device(options.device)
@@ -136,7 +133,10 @@ def _export(options: argparse.Namespace) -> None:
         compared = check_in_diffusers(trained, folder)
         picture = "samples.png" if options.samples else None
         if picture:
-            images, labels = _draw(trained, options.samples, device)
+            drawing = replace(trained, unet=copy.deepcopy(trained.unet).to(device))
+            images = sample(drawing, options.samples, batch_images=DRAWN_AT_ONCE, progress=True)
+            classes = trained.unet_spec.classes
+            labels = None if classes is None else torch.arange(options.samples) % classes
             write_png(titled_grid(trained, trained.sampler, images.numpy(), labels), folder / picture)
         card = model_card(trained, precision=options.dtype, label=options.label, picture=picture)
         (folder / "README.md").write_text(card)
@@ -163,22 +163,6 @@ def _row(label: str | None, classes: int | None) -> int | None:
     if int(label) >= classes:
         raise SpecError(f"--label {label} is out of range: the U-Net has {classes} classes, 0 to {classes - 1}")
     return int(label)
-
-
-def _draw(trained: Trained, count: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Draw images with the run's own sampler, uint8 (count, C, H, W); with classes, each in turn: return labels too."""
-    import torch
-    from tqdm import tqdm
-
-    from ddpm_ds.evaluate.sampling import draw
-
-    trained = replace(trained, unet=copy.deepcopy(trained.unet).to(device))
-    index, classes, drawn = torch.arange(count), trained.unet_spec.classes, []
-    labels = None if classes is None else index % classes
-    for part in tqdm(index.split(DRAWN_AT_ONCE), desc="drawing", unit="batch", disable=None):
-        of_part = None if labels is None else labels[part]
-        drawn.append(draw(trained, trained.sampler, part, labels=of_part, seed=0))
-    return torch.cat(drawn), labels
 
 
 def _import(options: argparse.Namespace) -> None:

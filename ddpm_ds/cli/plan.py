@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpm_ds.command_line import add_spec_options, bandwidth, check_writable, memory_size, positive, teraflops
-from ddpm_ds.config.ds_config import check_ds_config, precision, read_ds_config
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import LayoutError
-from ddpm_ds.predict.machine import KINDS, Machine, machine, this_machine
+from ddpm_ds.predict.machine import KINDS, Machine
+from ddpm_ds.predict.planner import plan
 from ddpm_ds.processes.ranks import set_environment
 
 if TYPE_CHECKING:
@@ -73,49 +73,34 @@ def _plan(options: argparse.Namespace) -> None:
         if path is not None:
             check_writable(name, path)
     spec = load_spec(options.spec, spec_overrides(options.overrides))
-    config = read_ds_config(options.deepspeed_config, options.overrides)
-    check_ds_config(config, options.deepspeed_config)
     if options.measure and options.tflops:
         raise LayoutError("--tflops says nothing of layers that are timed; leave it or --measure out")
     set_environment()
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing is trained: DeepSpeed need not look for devices
-    from ddpm_ds.predict.costs import analytic_times  # deepspeed, now that everything cheap is checked
-    from ddpm_ds.predict.layouts import Workload, ds_config
-    from ddpm_ds.predict.predictor import Predictor
-    from ddpm_ds.predict.report import draw_timeline, report
-    from ddpm_ds.predict.search import candidates, search, sort_out
-
-    kind, memory = options.device_kind, options.device_memory
-    if kind is None:
-        kind, here = this_machine(options.devices // options.nodes or 1)
-        memory = memory or here
-    if kind is None:
-        raise LayoutError(f"this machine's GPU is not in the planner's table; use --device-kind {' or '.join(KINDS)}")
-    devices = machine(
-        kind,
-        half=precision(config) != "fp32",
-        devices=options.devices,
+    found = plan(
+        spec,
+        options.deepspeed_config,
+        options.overrides,
+        processes=options.devices,
         nodes=options.nodes,
-        memory_bytes=memory,
+        device_kind=options.device_kind,
+        device_memory=options.device_memory,
         flops=options.tflops,
         link_bandwidth=options.bandwidth,
         network_bandwidth=options.inter_node,
+        times=_measured if options.measure else None,
+        top=options.top,
     )
-    job = Workload(spec, config, devices.is_cpu)
-    predictor = Predictor(job, devices, analytic_times(job, devices))
-    among = candidates(predictor)
-    if options.measure and (fitting := sort_out(predictor, among)[0]):  # nothing is timed for what does not fit
-        among, predictor = fitting, Predictor(job, devices, _measured(job, devices))
-    plan = search(predictor, options.top, among)
+    from ddpm_ds.predict.report import draw_timeline, report  # deepspeed, which the planner has imported
+
+    predictor, job, devices = found.predictor, found.predictor.job, found.predictor.machine
     parameters = sum(layer.parameters for layer in job.layers)
     print(f"U-Net    {spec.name}: {parameters:,} parameters, {job.precision}, {spec.train.batch_images} images a step")
     print(f"devices  {devices.words()}")
     print(f"layers   {'timed on this machine' if options.measure else 'computed, not timed (--measure times them)'}\n")
-    print(report(plan, devices))
-    first = plan.best[0].layout
+    print(report(found, devices))
+    first = found.best[0].layout
     if options.out is not None:
-        filled = ds_config(job, first, predictor.bounds(first))
-        options.out.write_text(json.dumps(filled, indent=2) + "\n")
+        options.out.write_text(json.dumps(found.ds_config(), indent=2) + "\n")
         where = ["--processes", str(options.devices)] if options.nodes == 1 else ["--hostfile", "hostfile"]
         command = ["ddpm-ds", "train", *where, "--deepspeed_config", str(options.out)]
         command += ["--spec", str(options.spec)]

@@ -165,7 +165,8 @@ def add_diagnose(verbs: argparse._SubParsersAction[Any]) -> None:
 def _diagnose(options: argparse.Namespace) -> None:
     folder, run, missing = _find(options.name, options.runs)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing is trained: DeepSpeed need not look for devices
-    from ddpm_ds.diagnose.verdict import VERDICT, tags, text, verdict  # deepspeed, whose schedules are simulated
+    from ddpm_ds.diagnose import VERDICT
+    from ddpm_ds.diagnose.verdict import tags, text, verdict  # deepspeed, whose schedules are simulated
     from ddpm_ds.predict.finished_run import facts_of
 
     found = verdict(facts_of(folder))
@@ -192,6 +193,4 @@ def _find(name: str, root: Path) -> tuple[Path, RecordedRun | None, str | None]:
         if Path(name).is_dir():
             return Path(name), None, str(error)
         raise
-    if run.folder is None:
-        raise ExperimentError(f"the folder of run {run.name} is not on this machine; diagnose it where it was trained")
-    return run.folder, run, None
+    return run.open().folder, run, None

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from ddpm_ds.command_line import OneLineParser, natural, positive, seed
 from ddpm_ds.config.spec import SamplerSpec, check_sampler
+from ddpm_ds.diffusion.choices import SAMPLERS, samplers_with
 from ddpm_ds.errors import PeerLostError, SpecError, UserError
 from ddpm_ds.processes.ranks import print_once, record_exit, set_environment
 
@@ -119,11 +120,11 @@ def add_drawing_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampler", "defaults are those of the section `sampler` of the run")
     group.add_argument(
         "--sampler",
-        choices=_choices("kind"),
+        choices=tuple(SAMPLERS),
         help="ddpm adds noise in every step, ddim may (--eta), dpm_solver needs the fewest steps",
     )
     group.add_argument(
-        "--steps", type=int, metavar="N", help="evaluations of the U-Net per image (20 dpm_solver, 50 ddim, all ddpm)"
+        "--steps", type=int, metavar="N", help="evaluations of the U-Net per image (default: see sampler.steps)"
     )
     group.add_argument("--eta", type=float, metavar="X", help="noise that ddim adds: 0 none, 1 as much as ddpm")
     group.add_argument("--spacing", choices=_choices("spacing"), help="which timesteps are visited")
@@ -174,12 +175,15 @@ def sampler_from(
         fault = error.errors()[0]
         message = fault["msg"][:1].lower() + fault["msg"][1:]
         raise SpecError(f"--{fault['loc'][0]} {fault['input']}: {message}") from None
-    if options.variance is not None and changed.kind != "ddpm":
-        raise SpecError(f"--variance is an option of ddpm, not of {changed.kind}; leave it out or use --sampler ddpm")
+    if options.variance is not None and "variance" not in SAMPLERS[changed.kind].options:
+        readers = samplers_with("variance")
+        raise SpecError(
+            f"--variance is an option of {readers}, not of {changed.kind}; leave it out or use --sampler {readers}"
+        )
     try:
         check_sampler(changed, timesteps=timesteps, classes=classes)
     except ValueError as error:
-        raise SpecError(str(error).replace("sampler.", "--").replace("use kind ddim", "use --sampler ddim")) from None
+        raise SpecError(str(error).replace("sampler.", "--").replace("use kind ", "use --sampler ")) from None
     return changed
 
 
@@ -189,6 +193,8 @@ def _labels(options: argparse.Namespace, classes: int | None) -> tuple[int, ...]
     Raises:
         SpecError: there are no classes, or not these.
     """
+    from ddpm_ds.evaluate.sampling import check_label
+
     text = options.labels
     if text == "none" or (text is None and classes is None):
         if options.guidance not in (None, 1.0):
@@ -202,8 +208,7 @@ def _labels(options: argparse.Namespace, classes: int | None) -> tuple[int, ...]
     if not all(word.isdecimal() for word in words):
         raise SpecError(f"--labels {text} is none of all, none, a class such as 3, or classes such as 0,1,2")
     labels = tuple(int(word) for word in words)
-    if max(labels) >= classes:
-        raise SpecError(f"--labels {max(labels)} is out of range: the U-Net has {classes} classes, 0 to {classes - 1}")
+    check_label(max(labels), classes)
     return labels
 
 

@@ -7,14 +7,44 @@ appears in ``docs/spec.md`` and in the JSON schema that editors read.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticKnownError, core_schema
+
+from ddpm_ds.data.sources import SOURCES
+from ddpm_ds.diffusion.choices import OBJECTIVES, SAMPLERS, SCHEDULES, samplers_with
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Annotation of a text field that takes one of the names of a registry, which may still grow."""
+
+    choices: Mapping[str, Any]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._known, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {**handler(schema), "enum": [*self.choices]}
+
+    def _known(self, name: str) -> str:
+        if name not in self.choices:
+            raise PydanticKnownError("literal_error", {"expected": " or ".join(map(repr, self.choices))})
+        return name
+
+
+def _listed(what: str, choices: Mapping[str, Any]) -> str:
+    """Return the documentation of a field that takes one of these names, each in the words of its entry."""
+    return f"{what}: {', '.join(f'{name} ({choice.about})' for name, choice in choices.items())}."
 
 
 class Section(BaseModel):
@@ -26,10 +56,9 @@ class Section(BaseModel):
 class DataSpec(Section):
     """Which images are learned."""
 
-    source: Literal["digits", "cifar10", "folder"]
-    """Where images come from: scikit-learn's 8x8 digits, torchvision's CIFAR-10, or a folder of image files."""
+    source: Annotated[str, OneOf(SOURCES), Field(description=_listed("Where images come from", SOURCES))]
     path: Path | None = None
-    """The image folder of source `folder`; subfolders are classes. Not used by the other sources."""
+    """What the source reads: for `folder` a folder of images, whose subfolders are classes. Others refuse a path."""
     image_size: PositiveInt
     """Height and width in pixels of what is learned; images are scaled, up or down, and centre-cropped."""
     crop_from: PositiveInt | None = None
@@ -44,7 +73,7 @@ class DataSpec(Section):
     max_bad_fraction: Fraction = 0.01
     """Share of unreadable images above which preparation fails; below it they are skipped and reported."""
     store_root: Path = Path("data")
-    """Folder of data-set caches; a cache's own folder name follows from source, size and channels."""
+    """Folder of data-set caches; a cache's own folder name follows from source, size, channels and path."""
     workers: Annotated[int, Field(ge=0)] = 0
     """Loader processes per rank that loads data. 0 reads in the training process, which is fastest for small images."""
 
@@ -93,16 +122,16 @@ class UnetSpec(Section):
 class DiffusionSpec(Section):
     """The forward process and what the U-Net predicts."""
 
-    schedule: Literal["linear", "cosine", "sigmoid"] = "linear"
-    """Noise schedule: linear betas (DDPM), cosine (Improved DDPM) or sigmoid (Jabri et al.)."""
+    schedule: Annotated[str, OneOf(SCHEDULES), Field(description=_listed("Noise schedule", SCHEDULES))] = "linear"
     timesteps: PositiveInt = 1000
     """Number of noise levels T."""
     beta_start: PositiveFloat = 1e-4
     """First beta of the linear schedule."""
     beta_end: PositiveFloat = 0.02
     """Last beta of the linear schedule."""
-    objective: Literal["eps", "x0", "v"] = "eps"
-    """What the U-Net predicts: the noise, the clean image, or v (Salimans and Ho)."""
+    objective: Annotated[str, OneOf(OBJECTIVES), Field(description=_listed("What the U-Net predicts", OBJECTIVES))] = (
+        "eps"
+    )
     loss: Literal["l1", "l2", "huber"] = "l2"
     """Distance between prediction and target, averaged over pixels, in fp32."""
     huber_delta: PositiveFloat = 0.1
@@ -179,13 +208,16 @@ class BadNumbersSpec(Section):
     """Rollbacks after which the run is ended all the same."""
 
 
+_STEPS = "Evaluations of the U-Net per image; null means {}.".format(
+    ", ".join(f"{kind.steps or 'all timesteps'} for {name}" for name, kind in SAMPLERS.items())
+)
+
+
 class SamplerSpec(Section):
     """How images are drawn, while training and by `ddpm-ds sample`."""
 
-    kind: Literal["ddpm", "ddim", "dpm_solver"] = "dpm_solver"
-    """Ancestral (DDPM), DDIM, or the fast deterministic DPM-Solver++ (2M)."""
-    steps: PositiveInt | None = None
-    """Evaluations of the U-Net per image; null means 20 for dpm_solver, 50 for ddim, all timesteps for ddpm."""
+    kind: Annotated[str, OneOf(SAMPLERS), Field(description=_listed("Sampler", SAMPLERS))] = "dpm_solver"
+    steps: Annotated[PositiveInt | None, Field(description=_STEPS)] = None
     spacing: Literal["trailing", "leading", "linspace"] = "trailing"
     """Which timesteps are visited (names of diffusers): trailing starts at the last one, as training does."""
     eta: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
@@ -206,8 +238,7 @@ class SamplerSpec(Section):
 
     def steps_of(self, timesteps: int) -> int:
         """Evaluations of the U-Net per image, with a null filled in."""
-        defaults = {"dpm_solver": min(20, timesteps), "ddim": min(50, timesteps), "ddpm": timesteps}
-        return self.steps or defaults[self.kind]
+        return self.steps or min(SAMPLERS[self.kind].steps or timesteps, timesteps)
 
 
 class SamplesSpec(Section):
@@ -294,10 +325,14 @@ def with_current_names(values: Any) -> Any:
 
 def _check_data(spec: RunSpec) -> None:
     data = spec.data
-    if data.source == "folder" and data.path is None:
-        raise ValueError("data.path is missing; source folder needs it: --set data.path=FOLDER")
-    if data.source != "folder" and data.path is not None:
-        raise ValueError(f"data.path = {data.path} is not read by source {data.source}; remove it or use source folder")
+    wanted = SOURCES[data.source].path
+    if wanted is not None and data.path is None:
+        raise ValueError(f"data.path is missing; source {data.source} needs it: --set data.path={wanted}")
+    if wanted is None and data.path is not None:
+        readers = " or ".join(name for name, source in SOURCES.items() if source.path is not None)
+        raise ValueError(
+            f"data.path = {data.path} is not read by source {data.source}; remove it or use source {readers}"
+        )
     if data.crop_from is not None and data.crop_from < data.image_size:
         raise ValueError(
             f"data.crop_from = {data.crop_from} is below data.image_size = {data.image_size}, the size of the crops; "
@@ -338,7 +373,7 @@ def _check_unet(spec: RunSpec) -> None:
 
 def _check_training(spec: RunSpec) -> None:
     diffusion, train = spec.diffusion, spec.train
-    if diffusion.schedule == "linear" and not diffusion.beta_start < diffusion.beta_end < 1:
+    if SCHEDULES[diffusion.schedule].reads_beta_range and not diffusion.beta_start < diffusion.beta_end < 1:
         raise ValueError(
             f"diffusion.beta_start = {diffusion.beta_start} and beta_end = {diffusion.beta_end} must rise and stay "
             f"below 1, as DDPM's 0.0001 and 0.02 do"
@@ -358,8 +393,11 @@ def check_sampler(sampler: SamplerSpec, *, timesteps: int, classes: int | None) 
     """Check a sampler against the diffusion process and the U-Net; raises ValueError with one line."""
     if sampler.steps is not None and sampler.steps > timesteps:
         raise ValueError(f"sampler.steps = {sampler.steps} is above the {timesteps} timesteps; use fewer")
-    if sampler.eta and sampler.kind != "ddim":
-        raise ValueError(f"sampler.eta = {sampler.eta:g} is of ddim, not of {sampler.kind}; use kind ddim or eta 0")
+    if sampler.eta and "eta" not in SAMPLERS[sampler.kind].options:
+        readers = samplers_with("eta")
+        raise ValueError(
+            f"sampler.eta = {sampler.eta:g} is of {readers}, not of {sampler.kind}; use kind {readers} or eta 0"
+        )
     if sampler.guidance != 1.0 and classes is None:
         raise ValueError(
             f"sampler.guidance = {sampler.guidance:g} needs a class-conditional U-Net; leave it at 1, or train one "

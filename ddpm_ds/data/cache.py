@@ -2,7 +2,7 @@
 
 ::
 
-    <store_root>/<source>-<size>px-<channels>ch[-<hash of folder>]/
+    <store_root>/<source>-<size>px-<channels>ch[-<hash of path>]/
         images.npy    uint8 (N, C, H, W)
         labels.npy    int64 (N,)
         meta.json     CacheMeta

@@ -27,11 +27,11 @@ READ_AHEAD = 256
 
 
 def cache_path(spec: DataSpec) -> Path:
-    """Return the folder of the cache: a function of source, size, channels and, for source ``folder``, its absolute
-    path.
+    """Return the folder of the cache: a function of everything that a source reads, which is the spec's source, stored
+    size, channels and, where there is one, absolute path.
     """
     name = f"{spec.source}-{spec.stored_size}px-{spec.channels}ch"
-    if spec.source == "folder" and spec.path is not None:
+    if spec.path is not None:
         name += f"-{sha256(os.fsencode(spec.path.resolve())).hexdigest()[:8]}"
     return spec.store_root / name
 
@@ -135,8 +135,8 @@ def _write(folder: Path, source: Source, spec: DataSpec, title: str, progress: b
         (folder / SKIPPED).write_text(report, encoding="utf-8", errors="backslashreplace")
     meta = CacheMeta(
         format=FORMAT,
-        source=source.name,
-        folder=str(spec.path) if spec.source == "folder" else None,
+        source=spec.source,
+        folder=None if spec.path is None else str(spec.path),
         count=len(labels),
         shape=shape,
         classes=source.classes,

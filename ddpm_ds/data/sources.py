@@ -1,4 +1,8 @@
-"""Sources of images: digits, CIFAR-10, a folder. Each gives every image in the size and colours of the spec."""
+"""Sources of images: digits, CIFAR-10, a folder. Each gives every image in the size and colours of the spec.
+
+To add one, write it here with an entry in SOURCES. The run spec reads the entries without numpy and Pillow, so this
+module imports them only to read images.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,22 @@ import contextlib
 import io
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-from PIL import Image, ImageOps
-
-from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.errors import DataError
 
-Pixels = npt.NDArray[np.uint8]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from PIL import Image
+
+    from ddpm_ds.config.spec import DataSpec
+
+Pixels: TypeAlias = "npt.NDArray[np.uint8]"
 
 NOT_PICTURES = {"BUFR", "EPS", "GRIB", "HDF5", "IPTC", "MPEG", "WMF"}
 """Formats that Pillow recognises by name but can't decode by itself, or that hold no pictures."""
@@ -35,15 +42,38 @@ class UnreadableImage(Exception):
         self.reason = reason
 
 
+class Source(Protocol):
+    """Opened source of images, whose items may be asked for by several threads.
+
+    ``self[i]`` is ``(pixels, label)``: uint8 ``(stored_size, stored_size, channels)`` and an index into ``classes``; it
+    raises :class:`UnreadableImage` for an image to skip.
+    """
+
+    @property
+    def classes(self) -> tuple[str, ...]: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, i: int, /) -> tuple[Pixels, int]: ...
+
+
+@dataclass(frozen=True)
+class SourceKind:
+    """Kind of source, and what it reads besides the size and the channels of the spec."""
+
+    about: str
+    """Words for the documentation of the spec."""
+    open: Callable[[DataSpec, bool], Source]
+    """Function that opens it; the second argument shows a bar while it is downloaded. Raises DataError."""
+    path: str | None = None
+    """Word for what `data.path` names, such as FOLDER; None means that it reads no path."""
+
+
 def open_source(spec: DataSpec, progress: bool = False) -> Source:
-    """Open the source that ``spec.source`` names; ``progress`` shows a bar while CIFAR-10 is downloaded.
+    """Open the source that ``spec.source`` names; ``progress`` shows a bar while it is downloaded.
 
     Raises:
         DataError: folder missing or without images, download impossible.
     """
-    if spec.source == "digits":
-        return _digits(spec)
-    return _cifar10(spec, progress) if spec.source == "cifar10" else FolderSource(spec)
+    return SOURCES[spec.source].open(spec, progress)
 
 
 @contextlib.contextmanager
@@ -62,6 +92,9 @@ def fit(image: Image.Image, size: int, channels: int) -> Pixels:
 
     Transparent pixels become white. An image that already fits is returned unchanged.
     """
+    import numpy as np
+    from PIL import Image, ImageOps
+
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
@@ -72,13 +105,8 @@ def fit(image: Image.Image, size: int, channels: int) -> Pixels:
 
 @dataclass
 class ArraySource:
-    """Source that fits in memory.
+    """Source that fits in memory."""
 
-    As that of every source, ``self[i]`` is ``(pixels, label)``: uint8 ``(stored_size, stored_size, channels)`` and an
-    index into ``classes``; it may be called from several threads.
-    """
-
-    name: str
     classes: tuple[str, ...]
     images: Pixels = field(repr=False)  # (N, H, W) or (N, H, W, 3)
     labels: list[int] = field(repr=False)
@@ -89,16 +117,19 @@ class ArraySource:
         return len(self.images)
 
     def __getitem__(self, i: int, /) -> tuple[Pixels, int]:
+        from PIL import Image
+
         return fit(Image.fromarray(self.images[i]), self.size, self.channels), self.labels[i]
 
 
-def _digits(spec: DataSpec) -> ArraySource:
+def _digits(spec: DataSpec, progress: bool) -> ArraySource:
+    import numpy as np
     from sklearn.datasets import load_digits  # takes a second
 
     digits = load_digits()
     images = np.rint(digits.images * (255 / 16)).astype(np.uint8)  # (1797, 8, 8), stored as 0..16
     classes = tuple(str(name) for name in digits.target_names)
-    return ArraySource("digits", classes, images, digits.target.tolist(), spec.stored_size, spec.channels)
+    return ArraySource(classes, images, digits.target.tolist(), spec.stored_size, spec.channels)
 
 
 def _cifar10(spec: DataSpec, progress: bool) -> ArraySource:
@@ -115,7 +146,7 @@ def _cifar10(spec: DataSpec, progress: bool) -> ArraySource:
             f"data.source = cifar10 can't be downloaded ({_one_line(error)}); "
             f"get {CIFAR10.url} by hand and put it at {folder / CIFAR10.filename}"
         ) from error
-    return ArraySource("cifar10", tuple(cifar.classes), cifar.data, cifar.targets, spec.stored_size, spec.channels)
+    return ArraySource(tuple(cifar.classes), cifar.data, cifar.targets, spec.stored_size, spec.channels)
 
 
 class FolderSource:
@@ -126,9 +157,7 @@ class FolderSource:
     first counts; 16-bit grey becomes 8-bit. An image that can't be read raises :class:`UnreadableImage`.
     """
 
-    name = "folder"
-
-    def __init__(self, spec: DataSpec) -> None:
+    def __init__(self, spec: DataSpec, progress: bool = False) -> None:
         assert spec.path is not None  # the run spec checks it
         if not spec.path.is_dir():
             what = "is not a folder" if spec.path.exists() else "does not exist"
@@ -160,6 +189,8 @@ class FolderSource:
 
 def _image_files(root: Path) -> Iterator[Path]:
     """Yield the relative paths of the files under ``root`` that Pillow can decode, by their extension."""
+    from PIL import Image
+
     extensions = {
         extension
         for extension, kind in Image.registered_extensions().items()
@@ -182,6 +213,9 @@ def _refuse(error: OSError) -> None:
 
 
 def _decode(path: Path, size: int) -> Image.Image:
+    import numpy as np
+    from PIL import Image, ImageOps
+
     with Image.open(path) as file:
         # JPEG scales down while decoding, several times faster; twice the size keeps Lanczos' quality
         file.draft(None, (2 * size, 2 * size))
@@ -202,4 +236,9 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-Source = ArraySource | FolderSource
+SOURCES = {
+    "digits": SourceKind("scikit-learn's, 8x8 pixels", _digits),
+    "cifar10": SourceKind("torchvision's, downloaded", _cifar10),
+    "folder": SourceKind("image files, `path` names their folder", FolderSource, path="FOLDER"),
+}
+"""Sources by `data.source`."""

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from ddpm_ds.command_line import counted, gib
+from ddpm_ds.diagnose import VERDICT
 from ddpm_ds.diagnose.changes import LEAST_GAIN, Change, best_change, stepping
 from ddpm_ds.errors import UserError
 from ddpm_ds.observe.device_speed import measure_device, write_device
@@ -36,8 +37,6 @@ BAR = 40
 """Characters of a bar that stands for all of the time."""
 LINE = 112
 """Characters of a line, unless it is a command."""
-VERDICT = "verdict.txt"
-"""Name of the file in a run's folder."""
 SHOWN = {"low utilisation": "kernel start-up", "sampling pauses": "sampling and validation"}
 """Names shown to users for shares whose MLflow tag is less clear."""
 

@@ -12,6 +12,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ddpm_ds.config.spec import DiffusionSpec, PositiveInt, SamplerSpec
+from ddpm_ds.diffusion.choices import OBJECTIVES, SCHEDULES
 from ddpm_ds.diffusion.objective import betas
 
 LONGEST_VALUE = 80
@@ -56,8 +57,8 @@ def refused(key: str, value: Any, why: str) -> ValueError:
 
 Beta = Annotated[float, Field(gt=0.0, lt=1.0)]
 
-PREDICTIONS = {"eps": "epsilon", "x0": "sample", "v": "v_prediction"}
-"""Names in diffusers of the U-Net's objective, by ours."""
+EXPLICIT = "trained_betas"
+"""Argument of diffusers' schedulers with the betas of a schedule that has no name there."""
 UNLIMITED = 1e6
 """Bound of the range of dynamic clipping in diffusers, which requires one; ours is not bounded."""
 
@@ -65,16 +66,26 @@ UNLIMITED = 1e6
 def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec) -> dict[str, Any]:
     """Return the arguments of the ``DDPMScheduler`` that adds noise as a run did, and samples with its clipping and
     variance.
+
+    Raises:
+        ValueError: diffusers has no such noise schedule or objective; one line with the key and its value.
     """
+    schedule, objective = SCHEDULES[diffusion.schedule].diffusers, OBJECTIVES[diffusion.objective].diffusers
+    for key, value, name in (
+        ("diffusion.schedule", diffusion.schedule, schedule),
+        ("diffusion.objective", diffusion.objective, objective),
+    ):
+        if name is None:
+            raise refused(key, value, "diffusers has none like it; draw with ddpm-ds sample instead")
     dynamic = sampler.clip == "dynamic"
     return {
         "num_train_timesteps": diffusion.timesteps,
         "beta_start": diffusion.beta_start,
         "beta_end": diffusion.beta_end,
-        "beta_schedule": "squaredcos_cap_v2" if diffusion.schedule == "cosine" else "linear",
-        # diffusers' "sigmoid" is another schedule: sigmoid in the betas, not in alpha_bar.
-        "trained_betas": betas(diffusion).tolist() if diffusion.schedule == "sigmoid" else None,
-        "prediction_type": PREDICTIONS[diffusion.objective],
+        # Not read beside explicit betas, but some name has to be there.
+        "beta_schedule": "linear" if schedule == EXPLICIT else schedule,
+        "trained_betas": betas(diffusion).tolist() if schedule == EXPLICIT else None,
+        "prediction_type": objective,
         "variance_type": f"fixed_{sampler.variance}",
         "clip_sample": sampler.clip == "static",
         "clip_sample_range": 1.0,
@@ -111,7 +122,7 @@ def diffusion_from_scheduler(config: Mapping[str, Any], base: DiffusionSpec | No
         ValueError: ours can't express it; one line with the key, its value and what is possible.
     """
     found = _SchedulerArguments.read(config)
-    objective = {theirs: ours for ours, theirs in PREDICTIONS.items()}[found.prediction_type]
+    objective = next(name for name, ours in OBJECTIVES.items() if ours.diffusers == found.prediction_type)
     changes = {"timesteps": found.num_train_timesteps, "objective": objective, **_schedule(found)}
     return (base or DiffusionSpec()).model_copy(update=changes)
 
@@ -120,21 +131,26 @@ def _schedule(found: _SchedulerArguments) -> dict[str, Any]:
     """Return our name of the schedule, and its range where it has one."""
     if found.trained_betas is not None:
         return _schedule_with(found.trained_betas, found.num_train_timesteps)
-    if found.beta_schedule == "linear":
-        return {"schedule": "linear", "beta_start": found.beta_start, "beta_end": found.beta_end}
-    if found.beta_schedule == "squaredcos_cap_v2":
-        return {"schedule": "cosine"}
-    why = "ours are linear and squaredcos_cap_v2, and a sigmoid in alpha_bar given as trained_betas"
-    raise refused("beta_schedule", found.beta_schedule, why)
+    for name, ours in SCHEDULES.items():
+        if found.beta_schedule == ours.diffusers != EXPLICIT:
+            return _with_range(name, found.beta_start, found.beta_end)
+    named = " and ".join(ours.diffusers for ours in SCHEDULES.values() if ours.diffusers not in (EXPLICIT, None))
+    raise refused("beta_schedule", found.beta_schedule, f"ours are {named}; others are read from {EXPLICIT}")
+
+
+def _with_range(schedule: str, start: float, end: float) -> dict[str, Any]:
+    """Return a schedule, with its first and last beta where it reads them."""
+    beta_range = {"beta_start": start, "beta_end": end} if SCHEDULES[schedule].reads_beta_range else {}
+    return {"schedule": schedule, **beta_range}
 
 
 def _schedule_with(trained: tuple[float, ...], timesteps: int) -> dict[str, Any]:
     """Return the schedule with these betas, up to the rounding of fp32."""
     if len(trained) != timesteps:
-        raise refused("trained_betas", trained, f"{len(trained)} betas for num_train_timesteps = {timesteps}")
-    linear = {"schedule": "linear", "beta_start": trained[0], "beta_end": trained[-1]}
-    for candidate in (linear, {"schedule": "cosine"}, {"schedule": "sigmoid"}):
+        raise refused(EXPLICIT, trained, f"{len(trained)} betas for num_train_timesteps = {timesteps}")
+    for name in SCHEDULES:
+        candidate = _with_range(name, trained[0], trained[-1])
         ours = betas(DiffusionSpec.model_validate({"timesteps": timesteps, **candidate}))
         if torch.allclose(torch.tensor(trained, dtype=torch.float64), ours, rtol=1e-4, atol=2e-7):
             return candidate
-    raise refused("trained_betas", trained, "they are not those of our schedules linear, cosine and sigmoid")
+    raise refused(EXPLICIT, trained, f"they are not those of our schedules {', '.join(SCHEDULES)}")

@@ -10,6 +10,7 @@ from torch import Tensor
 from ddpm_ds import keyed
 from ddpm_ds.config.spec import DiffusionSpec
 from ddpm_ds.diffusion import objective
+from ddpm_ds.diffusion.choices import OBJECTIVES
 from ddpm_ds.diffusion.objective import NoiseLevel
 from ddpm_ds.keyed import Stream
 
@@ -73,7 +74,7 @@ class Diffusion:
 
     def losses(self, prediction: Tensor, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
         """Return each image's weight times distance, (N,) float32; `prediction` may be of any float dtype."""
-        target = objective.target(self.spec.objective, x0, eps, self.level(t))
+        target = OBJECTIVES[self.spec.objective].target(x0, eps, self.level(t))
         distance = objective.distance(self.spec.loss, prediction, target, self.spec.huber_delta)
         return self._weights[t] * distance  # (N,)
 

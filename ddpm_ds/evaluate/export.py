@@ -115,17 +115,18 @@ def write_pipeline(trained: Trained, folder: Path, precision: Precision) -> None
     """Write the configurations and the weights of a ``DDPMPipeline`` into ``folder``.
 
     Raises:
-        CheckpointError: diffusers has no such U-Net.
+        CheckpointError: diffusers has no such U-Net, noise schedule or objective.
     """
     channels, size, _ = trained.image_shape
     try:
         unet = diffusers_config(trained.unet_spec, image_channels=channels, image_size=size)
+        scheduler = scheduler_config(trained.diffusion, trained.sampler)
     except ValueError as error:
         raise CheckpointError(f"{trained.origin} can't be exported: {error}") from None
     parts = {"unet": ["diffusers", "UNet2DModel"], "scheduler": ["diffusers", "DDPMScheduler"]}
     configs = {
         "unet/" + CONFIG: ("UNet2DModel", unet),
-        "scheduler/" + SCHEDULER_CONFIG: ("DDPMScheduler", scheduler_config(trained.diffusion, trained.sampler)),
+        "scheduler/" + SCHEDULER_CONFIG: ("DDPMScheduler", scheduler),
         "model_index.json": ("DDPMPipeline", parts),
     }
     for name, (class_name, values) in configs.items():

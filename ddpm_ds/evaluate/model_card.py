@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from contextlib import suppress
+import math
 from pathlib import Path
 
 import yaml
 
 from ddpm_ds.evaluate.trained import Trained
-from ddpm_ds.tracking.run_folder import EVALUATIONS, METRICS
+from ddpm_ds.tracking.runs import Run
 
 WEIGHTS = {"ema": "averaged over training (EMA)", "raw": "as trained, not averaged", "export": "of an export"}
 CARD = """\
@@ -121,13 +120,9 @@ def last_losses(trained: Trained) -> dict[str, float]:
     if trained.run_dir is None or trained.spec is None or trained.images_seen is None:
         return {}
     last_step = trained.images_seen // trained.spec.train.batch_images
-    found = {}
-    for name, metric in ((METRICS, "train/loss"), (EVALUATIONS, "eval/loss")):
-        file = trained.run_dir / name
-        for line in file.read_text().splitlines() if file.is_file() else []:
-            with suppress(ValueError, KeyError, TypeError):  # cut off when the disk was full, or without this metric
-                point = json.loads(line)
-                # After a rollback a lower step follows a higher one, and is the course that was kept.
-                if point["step"] <= last_step:
-                    found[metric] = float(point[metric])
+    run, found = Run(trained.run_dir), {}
+    for columns, metric in ((run.metrics, "train/loss"), (run.evaluations, "eval/loss")):
+        for step, value in zip(columns.get("step", ()), columns.get(metric, ()), strict=False):
+            if step <= last_step and not math.isnan(value):
+                found[metric] = value
     return found

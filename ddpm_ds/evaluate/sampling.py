@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 from tqdm import tqdm
 
-from ddpm_ds.config.spec import SamplerSpec
+from ddpm_ds.config.spec import SamplerSpec, check_sampler
 from ddpm_ds.device import DTYPES
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
-from ddpm_ds.errors import LayoutError, PeerLostError
+from ddpm_ds.errors import LayoutError, PeerLostError, SpecError
 from ddpm_ds.evaluate.trained import Trained
 
 if TYPE_CHECKING:
@@ -140,6 +140,53 @@ def draw(
             if after_step is not None:
                 after_step(number + 1)
         return drawing.images().cpu()
+
+
+def sample(
+    trained: Trained,
+    count: int = 64,
+    *,
+    sampler: SamplerSpec | None = None,
+    labels: Sequence[int] | Literal["all"] | None = "all",
+    seed: int = 0,
+    first: int = 0,
+    batch_images: int = 64,
+    progress: bool = False,
+) -> Tensor:
+    """Draw the images ``first`` to ``first + count - 1`` of a seed, uint8 (count, C, H, W) on the CPU.
+
+    They are those of ``ddpm-ds sample`` with these values, up to rounding. ``sampler`` is the run's unless it is given.
+    Image i gets the label number i modulo the number of ``labels``; by default that is each class in turn, and None
+    draws without labels. ``batch_images`` are drawn at once; ``progress`` shows a bar.
+
+    Raises:
+        SpecError: the sampler does not fit the diffusion process or the U-Net, or there is no such class.
+    """
+    sampler, classes = sampler or trained.sampler, trained.unet_spec.classes
+    try:
+        check_sampler(sampler, timesteps=trained.diffusion.timesteps, classes=classes)
+    except ValueError as error:
+        raise SpecError(str(error)) from None
+    if labels == "all":
+        labels = None if classes is None else range(classes)
+    if labels is not None and not labels:
+        raise SpecError("labels = [] names no class; use None to draw without labels")
+    for label in labels or ():
+        check_label(label, classes)
+    request = Request.of(trained, sampler, labels, seed=seed, first=first, count=count, batch_images=batch_images)
+    drawn = [
+        draw(trained, request.sampler, torch.tensor(batch), labels=request.labels_of(batch), seed=seed)
+        for batch in tqdm(request.batches, desc="drawing", unit="batch", disable=None if progress else True)
+    ]
+    return torch.cat(drawn)
+
+
+def check_label(label: int, classes: int | None) -> None:
+    """Raise SpecError for a label that is none of the U-Net's classes."""
+    if classes is None:
+        raise SpecError(f"--labels {label}: the U-Net has no classes (unet.classes is null); leave it out")
+    if not 0 <= label < classes:
+        raise SpecError(f"--labels {label} is out of range: the U-Net has {classes} classes, 0 to {classes - 1}")
 
 
 def draw_missing(trained: Trained, request: Request, folder: ImageFolder, rank: int = 0, world_size: int = 1) -> None:

@@ -87,18 +87,20 @@ def find_trained(path: Path) -> Path:
 
 
 def load_trained(
-    path: Path,
+    path: Path | str,
     *,
     weights: Weights = "ema",
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Trained:
-    """Load the weights of :func:`find_trained`, on ``device`` and in ``dtype``.
+    """Load a U-Net, on ``device`` and in ``dtype``: of a run's newest checkpoint, of a checkpoint or of an export.
+
+    ``weights`` are ``ema``, averaged over training, or ``raw``, as trained; an export has one kind, loaded as ``ema``.
 
     Raises:
         CheckpointError: there are no such weights, they are damaged, or not finite in ``dtype``.
     """
-    found = find_trained(path)
+    found = find_trained(Path(path))
     if (found / MANIFEST).is_file():
         return _load_checkpoint(found, weights, device, dtype)
     if weights != "ema":

@@ -33,9 +33,10 @@ from ddpm_ds.config.spec_file import SPECS
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PREEMPTED, UserError
 from ddpm_ds.experiments.compare_pages import ARTIFACT_FOLDER
 from ddpm_ds.experiments.trials import BASELINE, Trial
+from ddpm_ds.files import METRICS
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.supervisor import MEANINGS, STOP_SIGNALS
-from ddpm_ds.tracking.run_folder import METRICS, RunFolder, identity_of, labels, write_labels
+from ddpm_ds.tracking.run_folder import RunFolder, identity_of, labels, write_labels
 from ddpm_ds.tracking.runs import KIND_TAG, SWEEP, VARIED_TAG, find_run
 from ddpm_ds.tracking.tracker import Tracker
 

@@ -15,11 +15,11 @@ from ddpm_ds.config.ds_config import ELEMENT_BYTES, zero_stage
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.errors import OutputError
+from ddpm_ds.files import EVALUATIONS, METRICS, read_points
 from ddpm_ds.observe.device_speed import Device, read_device
 from ddpm_ds.observe.observer import Pauses, read_pauses
 from ddpm_ds.predict.layouts import Candidate, Workload, offloads
 from ddpm_ds.predict.simulate import PhaseCosts
-from ddpm_ds.tracking.run_folder import EVALUATIONS, METRICS, RunFolder
 from ddpm_ds.unet.layers import PASSES_PER_STEP
 
 SUMMARY = Path("trace") / "summary.json"
@@ -140,7 +140,7 @@ def facts_of(run_dir: Path) -> FinishedRun:
 def _read(run_dir: Path) -> FinishedRun:
     config = json.loads((run_dir / "ds_config.json").read_text())
     summary = json.loads((run_dir / SUMMARY).read_text())
-    points = RunFolder(run_dir).points(METRICS)
+    points = read_points(run_dir / METRICS)
     last = points[-1] if points else {}
     method = config["pipeline"]["partition"]
     job = Workload(load_spec(run_dir / "spec.yaml", []), config, on_cpu=summary["device"] == "cpu")
@@ -160,7 +160,7 @@ def _read(run_dir: Path) -> FinishedRun:
         ),
         pauses=read_pauses(run_dir),
         evaluation_seconds=math.fsum(
-            point.get("usage/evaluation_seconds", 0.0) for point in RunFolder(run_dir).points(EVALUATIONS)[:-1]
+            point.get("usage/evaluation_seconds", 0.0) for point in read_points(run_dir / EVALUATIONS)[:-1]
         ),
         device=read_device(run_dir),
     )

@@ -124,8 +124,10 @@ def machine(
     """Return devices of a kind of :data:`KINDS`; given values replace those of the data sheet. ``half``: fp16 or bf16.
 
     Raises:
-        LayoutError: the devices can't be divided evenly among the nodes.
+        LayoutError: there is no such kind, or the devices can't be divided evenly among the nodes.
     """
+    if kind not in KINDS:
+        raise LayoutError(f"--device-kind {kind} is not in the planner's table; use {' or '.join(KINDS)}")
     if devices % nodes:
         more = -(-devices // nodes) * nodes
         raise LayoutError(

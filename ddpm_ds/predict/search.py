@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ddpm_ds.command_line import GIB, gib
 from ddpm_ds.config.ds_config import resolve
@@ -17,6 +18,8 @@ from ddpm_ds.predict.predictor import Prediction, Predictor
 class Plan:
     """Result of a search."""
 
+    predictor: Predictor = field(repr=False)
+    """Predictor of the job on its machine, which knows the details of each layout."""
     best: tuple[Prediction, ...]
     """Fastest layouts first, each with another number of stages, schedule or micro-batch than those before it."""
     fitting: int
@@ -27,6 +30,11 @@ class Plan:
     """Fastest of the layouts that don't fit, where it would beat the best."""
     turned: Prediction | None = None
     """Best layout with its other axis across nodes, where there are several."""
+
+    def ds_config(self, number: int = 0) -> dict[str, Any]:
+        """Return the DeepSpeed JSON that trains with layout ``number`` of the best."""
+        layout = self.best[number].layout
+        return ds_config(self.predictor.job, layout, self.predictor.bounds(layout))
 
 
 def search(predictor: Predictor, top: int, among: Sequence[Candidate] | None = None) -> Plan:
@@ -45,7 +53,7 @@ def search(predictor: Predictor, top: int, among: Sequence[Candidate] | None = N
         other: AcrossHosts = "replicas" if across == "stages" else "stages"
         turned = predictor.predict(replace(best[0].layout, across=other))
     tempting = _tempting(predictor, misfits, best[0].step_seconds)
-    return Plan(best, len(fitting), len(misfits), tempting, turned)
+    return Plan(predictor, best, len(fitting), len(misfits), tempting, turned)
 
 
 def candidates(predictor: Predictor) -> list[Candidate]:

@@ -22,22 +22,19 @@ from ddpm_ds.data.cache import IMAGES, DatasetCache
 from ddpm_ds.data.pictures import grid, grid_title, write_animation, write_png
 from ddpm_ds.data.prepare import class_names
 from ddpm_ds.errors import Preempted
+from ddpm_ds.files import EVALUATIONS, METRICS, OBSERVATIONS
 from ddpm_ds.pipeline.schedule import PROGRAMS, written
 from ddpm_ds.predict.plan import RunPlan, stage_table
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.run_folder import (
     ANIMATION,
-    EVALUATIONS,
-    METRICS,
-    OBSERVATIONS,
     SAMPLES_KEY,
     RunFolder,
     labels,
 )
-from ddpm_ds.tracking.runs import VARIED_TAG, is_derived, mean_of_points
+from ddpm_ds.tracking.runs import RATE, VARIED_TAG, Run, is_derived
 from ddpm_ds.tracking.tracker import RunLink, Tracker, flatten
 
-RATE = "perf/images_per_second"
 PARAMETERS = (
     *("data.image_size", "unet.channels", "optimizer.learning_rate"),
     *("train.images", "train.batch_images", "train.seed"),
@@ -94,10 +91,8 @@ class Recorder:
         self._write(METRICS, values, step)
 
     def images_per_second(self) -> float:
-        """Return the speed of the whole run, of its log points as :func:`mean_of_points` says; 0 without any."""
-        points = self.folder.points(METRICS) if self.folder is not None else []
-        rates = {point["step"]: point[RATE] for point in points}  # of a step repeated after a rollback the last
-        return mean_of_points(RATE, sorted(rates.items())) if rates else 0.0
+        """Return the speed of the whole run; 0 on ranks other than 0."""
+        return Run(self.folder.path).images_per_second if self.folder is not None else 0.0
 
     def checkpoint(self, seconds: float, step: int) -> None:
         """Record that a checkpoint was begun, and held training up for ``seconds``."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
@@ -12,15 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from ddpm_ds.errors import OutputError
-from ddpm_ds.files import write_file
+from ddpm_ds.files import read_points, write_file
 
 OUTPUT_ROOT = Path("runs")
 """Folder for runs that are given none."""
-METRICS, EVALUATIONS, OBSERVATIONS = "metrics.jsonl", "evaluations.jsonl", "observations.jsonl"
-"""Files of log points, of held-out losses, and of observers' measurements."""
 SAMPLES_KEY = "eval/samples_ema"
 """Key under which MLflow keeps the pictures drawn while training, with a slider over steps, beside the chart of
 ``eval/loss``."""
@@ -133,16 +130,8 @@ class RunFolder:
 
         A resumed run repeats steps, and logs none of them twice. After a rollback the last step is not the highest.
         """
-        points = self.points(name)
+        points = read_points(self.path / name)
         return int(points[-1]["step"]) if points else 0
-
-    def points(self, name: str) -> list[dict[str, Any]]:
-        """Return the points of one of these files; one that was cut off when the disk was full is left out."""
-        file, found = self.path / name, []
-        for line in file.read_text().splitlines() if file.exists() else []:
-            with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
-        return found
 
     def append(self, name: str, values: Mapping[str, float], step: int) -> None:
         """Add a point to one of these files, on a line of its own."""

@@ -1,4 +1,6 @@
-"""Runs read back from MLflow, found by folder, id or name. Imports no torch, and MLflow only when needed."""
+"""Runs read back from their folders and from MLflow, found by folder, id or name. Imports no torch, and MLflow only
+when needed.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import functools
 import itertools
 import json
 import logging
+import math
 import os
 import re
 import statistics
@@ -16,19 +19,32 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
+from ddpm_ds.checkpoint import folder as checkpoint_folder
+from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.config.spec_file import load_spec
+from ddpm_ds.diagnose import VERDICT
 from ddpm_ds.errors import UserError
-from ddpm_ds.tracking.run_folder import FOLDER_TAG, NOTE_TAG, OUTPUT_ROOT, identity_of
+from ddpm_ds.files import EVALUATIONS, METRICS, read_points
+from ddpm_ds.tracking.run_folder import (
+    FOLDER_TAG,
+    NOTE_TAG,
+    OUTPUT_ROOT,
+    checkpoints_of,
+    identity_of,
+)
 from ddpm_ds.tracking.tracker import MLFLOW, SQLITE, flatten, numbers_of, reason, resolve_uri, without_password
 from ddpm_ds.tracking.worker import PARENT_TAG, START_TAG
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import Run
+    from mlflow.entities import Run as MlflowRun
 
+RATE = "perf/images_per_second"
+"""Metric that a log point has of the steps since the one before, without pauses."""
 KIND_TAG = "kind"
 """Tag of every run that is not a training run: evaluate, sample, export, benchmark, vary."""
 SWEEP = "vary"
@@ -72,6 +88,81 @@ def mean_of_points(name: str, points: Sequence[tuple[int, float]]) -> float:
 
 
 @dataclass(frozen=True)
+class Run:
+    """Run as its folder has it, also while it trains: every property reads the files anew.
+
+    A file that is not there yet raises OSError, where the property does not say otherwise.
+    """
+
+    folder: Path
+
+    @property
+    def spec(self) -> RunSpec:
+        """The run spec. Raises SpecError where it can't be read."""
+        return load_spec(self.folder / "spec.yaml")
+
+    @property
+    def ds_config(self) -> dict[str, Any]:
+        """The DeepSpeed JSON that it trains with, every ``auto`` filled in."""
+        config: dict[str, Any] = json.loads((self.folder / "ds_config.json").read_text())
+        return config
+
+    @property
+    def metrics(self) -> dict[str, list[float]]:
+        """Columns of the log points, by the metrics' names in MLflow and ``step``: as long as one another, in the order
+        of the steps, NaN where a point has no such value.
+        """
+        return _columns(self.folder / METRICS)
+
+    @property
+    def images_per_second(self) -> float:
+        """Speed of the whole run without pauses, as :func:`mean_of_points` says; 0 before the first log point."""
+        metrics = self.metrics
+        points = (
+            [(int(step), rate) for step, rate in zip(metrics["step"], metrics[RATE], strict=True)] if metrics else []
+        )
+        return mean_of_points(RATE, points) if points else 0.0
+
+    @property
+    def evaluations(self) -> dict[str, list[float]]:
+        """Columns of the held-out losses, as in :attr:`metrics`."""
+        return _columns(self.folder / EVALUATIONS)
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """Folders of the complete checkpoints on this host, oldest first; their checksums are not verified."""
+        folder = checkpoints_of(self.folder)
+        return [folder / name for name in checkpoint_folder.names(folder)]
+
+    @property
+    def verdict(self) -> str | None:
+        """Text on where the time went and what to change; None before the end, or if no step was traced."""
+        file = self.folder / VERDICT
+        return file.read_text() if file.is_file() else None
+
+
+def _columns(file: Path) -> dict[str, list[float]]:
+    points: list[dict[str, float]] = []
+    for point in read_points(file):
+        while points and points[-1]["step"] >= point["step"]:  # of a course that a rollback has left
+            points.pop()
+        points.append(point)
+    names = dict.fromkeys(name for point in points for name in point)
+    return {name: [point.get(name, math.nan) for point in points] for name in names}
+
+
+def open_run(run: Path | str, *, root: Path = OUTPUT_ROOT) -> Run:
+    """Return the run in a folder or, of that id or name, in MLflow as :func:`find_run` finds it.
+
+    Raises:
+        ExperimentError: there is no such run, or its folder is not on this machine.
+    """
+    if (Path(run) / "spec.yaml").is_file():
+        return Run(Path(run))
+    return find_run(str(run), root=root).open()
+
+
+@dataclass(frozen=True)
 class RecordedRun:
     """Run as MLflow has it."""
 
@@ -104,6 +195,18 @@ class RecordedRun:
         spec, config = (self.read_artifact(name) for name in ("spec.yaml", "ds_config.json"))
         written = flatten(yaml.safe_load(spec)) if spec else {}
         return self.params | derived | written | (flatten({"ds_config": json.loads(config)}) if config else {})
+
+    def open(self) -> Run:
+        """Return the run as its folder has it.
+
+        Raises:
+            ExperimentError: the folder is not on this machine.
+        """
+        if self.folder is None:
+            raise ExperimentError(
+                f"the folder of run {self.name} is not on this machine; go on where it was trained, or copy it here"
+            )
+        return Run(self.folder)
 
     def history(self, name: str) -> list[Point]:
         """Return all values of a metric in the order of their steps; for a step repeated after a rollback, the last."""
@@ -260,7 +363,7 @@ def _runs(uri: str, filter_string: str, experiment_ids: Sequence[str] | None = N
         return [_read(run, names[run.info.experiment_id], uri) for run in found]
 
 
-def _read(run: Run, experiment: str, uri: str) -> RecordedRun:
+def _read(run: MlflowRun, experiment: str, uri: str) -> RecordedRun:
     info, data = run.info, run.data
     return RecordedRun(
         id=info.run_id,

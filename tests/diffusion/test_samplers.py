@@ -19,15 +19,13 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
+from ddpm_ds.diffusion.choices import OBJECTIVES, SCHEDULES, Coefficients, ancestral, ddim, dpm_solver
 from ddpm_ds.diffusion.objective import NoiseLevel, alpha_bars, betas
-from ddpm_ds.diffusion.objective import target as target_of
-from ddpm_ds.diffusion.samplers import Coefficients, Sampler, ancestral, ddim, dpm_solver, visited
+from ddpm_ds.diffusion.samplers import Sampler, visited
 from tests.diffusion.sampling import sample
 
 KINDS = ("ddpm", "ddim", "dpm_solver")
 SPACINGS = ("trailing", "leading", "linspace")
-SCHEDULES: tuple[Any, ...] = ("linear", "cosine", "sigmoid")
-OBJECTIVES: tuple[Any, ...] = ("eps", "x0", "v")
 
 
 def sampler_of(diffusion: DiffusionSpec | None = None, **values: Any) -> Sampler:
@@ -51,7 +49,7 @@ def gaussian(diffusion: DiffusionSpec, mu: float, s: float) -> Callable[[Tensor,
         variance = (level.signal * s) ** 2 + level.noise**2
         centred = x_t.double() - level.signal * mu
         x0, eps = mu + level.signal * s**2 / variance * centred, level.noise / variance * centred
-        return target_of(diffusion.objective, x0, eps, level)
+        return OBJECTIVES[diffusion.objective].target(x0, eps, level)
 
     return denoise
 

@@ -19,10 +19,11 @@ from ddpm_ds.checkpoint.groups import Groups
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.checkpoint.writer import Writer
 from ddpm_ds.errors import CheckpointError, OutputError
+from ddpm_ds.files import METRICS
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.recorder import SAMPLES_KEY, Recorder
-from ddpm_ds.tracking.run_folder import LOCK, METRICS, RunFolder, check_output, checkpoints_of, claim_folder
+from ddpm_ds.tracking.run_folder import LOCK, RunFolder, check_output, checkpoints_of, claim_folder
 from ddpm_ds.tracking.tracker import Tracker
 from ddpm_ds.train.resume import claim_run, find_checkpoint
 from ddpm_ds.train.saving import Saver

@@ -1,0 +1,238 @@
+"""Noise schedules, objectives and samplers that a run spec can name, each with everything that the choice decides.
+
+To add one, write its function here and an entry in SCHEDULES, OBJECTIVES or SAMPLERS; the spec, its JSON schema,
+training, sampling, export and the command lines read the entry. The spec is read without PyTorch, so this module
+imports it only to compute with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+from ddpm_ds.errors import SpecError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
+    from ddpm_ds.diffusion.objective import NoiseLevel
+
+MAX_BETA = 0.999
+"""Largest beta, which keeps the last step from being a singularity (Nichol and Dhariwal 2021, section 3.2)."""
+
+
+@dataclass(frozen=True)
+class NoiseSchedule:
+    """Variance of the noise that each step of the forward process adds."""
+
+    about: str
+    """Words for the documentation of the spec."""
+    betas: Callable[[DiffusionSpec], Tensor]
+    """Function that returns the variances, (T,) float64 on the CPU."""
+    diffusers: str | None
+    """Name as a `beta_schedule` of diffusers, or `trained_betas` to export the list of betas; None is not exported."""
+    reads_beta_range: bool = False
+    """Whether it goes from `diffusion.beta_start` to `diffusion.beta_end`."""
+
+
+def _linear(spec: DiffusionSpec) -> Tensor:
+    """Return betas on a line. Source: DDPM (Ho et al. 2020), section 4.
+
+    Raises:
+        SpecError: a beta is not below 1.
+    """
+    import torch
+
+    for key in ("beta_start", "beta_end"):
+        if getattr(spec, key) >= 1.0:
+            raise SpecError(f"diffusion.{key} = {getattr(spec, key)} is not below 1; DDPM uses 1e-4 to 0.02")
+    return torch.linspace(spec.beta_start, spec.beta_end, spec.timesteps, dtype=torch.float64)
+
+
+def _cosine(spec: DiffusionSpec) -> Tensor:
+    """Return betas of a squared cosine in alpha_bar. Source: Nichol and Dhariwal 2021, eq. 17, with s = 0.008."""
+    offset = 0.008
+    f = ((_progress(spec) + offset) / (1.0 + offset) * math.pi / 2.0).cos() ** 2
+    return _betas_of(f / f[0])
+
+
+def _sigmoid(spec: DiffusionSpec) -> Tensor:
+    """Return betas of a sigmoid in alpha_bar. Source: Jabri et al. 2022; Chen 2023, algorithm 1, from -3 to 3 with tau
+    = 1.
+    """
+    start, end, tau = -3.0, 3.0, 1.0
+    curve = ((start + (end - start) * _progress(spec)) / tau).sigmoid()
+    return _betas_of((curve[-1] - curve) / (curve[-1] - curve[0]))
+
+
+def _progress(spec: DiffusionSpec) -> Tensor:
+    """Return t / T from 0 to 1, (T + 1,) float64."""
+    import torch
+
+    return torch.linspace(0.0, 1.0, spec.timesteps + 1, dtype=torch.float64)
+
+
+def _betas_of(remaining: Tensor) -> Tensor:
+    """Return the betas (T,) of the shares of the image's variance that remain, (T + 1,) falling from 1."""
+    return (1.0 - remaining[1:] / remaining[:-1]).clamp(max=MAX_BETA)
+
+
+SCHEDULES = {
+    "linear": NoiseSchedule("betas on a line, DDPM", _linear, "linear", reads_beta_range=True),
+    "cosine": NoiseSchedule("Improved DDPM", _cosine, "squaredcos_cap_v2"),
+    # diffusers' "sigmoid" is another schedule: sigmoid in the betas, not in alpha_bar.
+    "sigmoid": NoiseSchedule("Jabri et al.", _sigmoid, "trained_betas"),
+}
+"""Noise schedules by `diffusion.schedule`."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What the U-Net predicts, and how the clean image and the weight of the loss follow from it."""
+
+    about: str
+    """Words for the documentation of the spec."""
+    target: Callable[[Tensor, Tensor, NoiseLevel], Tensor]
+    """Function of x0 and eps (N, C, H, W) and the noise level that returns what is to be predicted, (N, C, H, W)."""
+    to_x0: Callable[[Tensor, Tensor, NoiseLevel], Tensor]
+    """Function of prediction and x_t (N, C, H, W) and the noise level that returns the clean image, (N, C, H, W)."""
+    min_snr: Callable[[Tensor, float], Tensor]
+    """Function of the signal-to-noise ratio and gamma that returns the weight min(snr, gamma) of the error of x0 as one
+    of the error of this prediction, in the ratio's shape."""
+    diffusers: str | None
+    """Name as a `prediction_type` of diffusers; None is not exported."""
+
+
+OBJECTIVES = {
+    "eps": Objective(
+        "the noise",
+        target=lambda x0, eps, level: eps,
+        to_x0=lambda prediction, x_t, level: (x_t - level.noise * prediction) / level.signal,
+        min_snr=lambda ratio, gamma: (gamma / ratio).clamp(max=1.0),  # min(snr, gamma) / snr, without 0 / 0
+        diffusers="epsilon",
+    ),
+    "x0": Objective(
+        "the clean image",
+        target=lambda x0, eps, level: x0,
+        to_x0=lambda prediction, x_t, level: prediction,
+        min_snr=lambda ratio, gamma: ratio.clamp(max=gamma),
+        diffusers="sample",
+    ),
+    "v": Objective(
+        "Salimans and Ho",
+        target=lambda x0, eps, level: level.signal * eps - level.noise * x0,
+        to_x0=lambda prediction, x_t, level: level.signal * x_t - level.noise * prediction,
+        min_snr=lambda ratio, gamma: ratio.clamp(max=gamma) / (ratio + 1.0),
+        diffusers="v_prediction",
+    ),
+}
+"""Objectives by `diffusion.objective`. Sources: DDPM, eq. 14 and 15 (eps); Salimans and Ho 2022, section 4 (v)."""
+
+
+class Coefficients(NamedTuple):
+    """Factors of the terms of a sampler's step."""
+
+    x_t: float
+    x0: float
+    previous_x0: float = 0.0
+    noise: float = 0.0
+
+
+@dataclass(frozen=True)
+class SamplerKind:
+    """Kind of sampler: the coefficients of its steps, and which timesteps it visits unless the spec says otherwise."""
+
+    about: str
+    """Words for the documentation of the spec."""
+    coefficients: Callable[[SamplerSpec, Sequence[float]], list[Coefficients]]
+    """Function of the spec and alpha_bar at each visited timestep that returns the coefficients of all steps but the
+    last."""
+    steps: int | None
+    """Evaluations of the U-Net per image unless the spec gives a number; None is all timesteps."""
+    options: frozenset[str] = frozenset()
+    """Those of `eta` and `variance` that it reads."""
+    leaves_out_zero: bool = False
+    """Whether leading and linspace spacing divide the timesteps by one step more, and leave out timestep 0."""
+
+
+def samplers_with(option: str) -> str:
+    """Return the names of the samplers that read an option, for messages: ``ddim or other``."""
+    return " or ".join(name for name, kind in SAMPLERS.items() if option in kind.options)
+
+
+def ancestral(here: float, there: float, *, large: bool) -> Coefficients:
+    """Return the DDPM step from alpha_bar `here` to `there`, with the variance of the posterior, or beta where `large`.
+
+    Source: DDPM (Ho et al. 2020), eq. 6 and 7, and 3.2 for the variances; over more than one timestep alpha is
+    here / there, Improved DDPM (Nichol and Dhariwal 2021), section 4.
+    """
+    alpha = here / there
+    return Coefficients(
+        x_t=math.sqrt(alpha) * (1.0 - there) / (1.0 - here),
+        x0=math.sqrt(there) * (1.0 - alpha) / (1.0 - here),
+        noise=math.sqrt(1.0 - alpha if large else _posterior_variance(here, there)),
+    )
+
+
+def ddim(here: float, there: float, *, eta: float) -> Coefficients:
+    """Return the DDIM step from alpha_bar `here` to `there`; eps is the rest of x_t after x0, so clipping x0 changes
+    it.
+
+    Source: DDIM (Song et al. 2021), eq. 12 and 16.
+    """
+    variance = eta**2 * _posterior_variance(here, there)
+    eps = math.sqrt(max(0.0, 1.0 - there - variance))
+    x_t = eps / math.sqrt(1.0 - here)  # eps = (x_t - sqrt(here) x0) / sqrt(1 - here)
+    return Coefficients(x_t=x_t, x0=math.sqrt(there) - x_t * math.sqrt(here), noise=math.sqrt(variance))
+
+
+def dpm_solver(here: float, there: float, before: float | None) -> Coefficients:
+    """Return the DPM-Solver++ step (2M, midpoint) from alpha_bar `here` to `there`, after a step from `before`.
+
+    The first-order step is DDIM's; the second order leans x0 away from the x0 of the step before, by half the ratio of
+    the two steps in log(signal / noise). Source: Lu et al. 2022, "DPM-Solver++", algorithm 2.
+    """
+    first = ddim(here, there, eta=0.0)
+    if before is None:
+        return first
+    lean = (_log_snr(there) - _log_snr(here)) / (_log_snr(here) - _log_snr(before)) / 2.0
+    return first._replace(x0=first.x0 * (1.0 + lean), previous_x0=-first.x0 * lean)
+
+
+def _posterior_variance(here: float, there: float) -> float:
+    """Return the variance of x at `there` given x at `here` and the clean image. Source: DDPM, eq. 7."""
+    return (1.0 - there) / (1.0 - here) * (1.0 - here / there)
+
+
+def _log_snr(alpha_bar: float) -> float:
+    """Return the logarithm of the signal-to-noise ratio, twice that of signal / noise."""
+    return math.log(alpha_bar / (1.0 - alpha_bar))
+
+
+SAMPLERS = {
+    "ddpm": SamplerKind(
+        "ancestral, DDPM",
+        lambda spec, levels: [ancestral(*pair, large=spec.variance == "large") for pair in pairwise(levels)],
+        steps=None,
+        options=frozenset({"variance"}),
+    ),
+    "ddim": SamplerKind(
+        "DDIM, with as much noise as `eta` says",
+        lambda spec, levels: [ddim(*pair, eta=spec.eta) for pair in pairwise(levels)],
+        steps=50,
+        options=frozenset({"eta"}),
+    ),
+    "dpm_solver": SamplerKind(
+        "DPM-Solver++ 2M, fast and deterministic",
+        lambda spec, levels: [
+            dpm_solver(*pair, before) for before, pair in zip([None, *levels], pairwise(levels), strict=False)
+        ],
+        steps=20,
+        leaves_out_zero=True,
+    ),
+}
+"""Samplers by `sampler.kind`."""

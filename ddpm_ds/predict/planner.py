@@ -1,0 +1,89 @@
+"""The planner in one call, for scripts and ``ddpm-ds plan``. PyTorch and DeepSpeed are imported when it is called."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddpm_ds.config.ds_config import check_ds_config, precision, read_ds_config
+from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.errors import LayoutError
+from ddpm_ds.predict.machine import KINDS, Machine, machine, this_machine
+
+if TYPE_CHECKING:
+    from ddpm_ds.observe.device_speed import LayerTimes
+    from ddpm_ds.predict.layouts import Workload
+    from ddpm_ds.predict.search import Plan
+
+
+def plan(
+    spec: RunSpec,
+    ds_config: Path | str,
+    overrides: Sequence[str] = (),
+    *,
+    processes: int,
+    nodes: int = 1,
+    device_kind: str | None = None,
+    device_memory: int | None = None,
+    flops: float | None = None,
+    link_bandwidth: float | None = None,
+    network_bandwidth: float | None = None,
+    times: Callable[[Workload, Machine], LayerTimes] | None = None,
+    top: int = 10,
+) -> Plan:
+    """Return the ``top`` fastest ways to lay out a run on ``processes`` devices, with the memory and time of each.
+
+    ``ds_config`` is the path of a DeepSpeed JSON, which ``ds.block.key=value`` among the overrides change. Devices are
+    like this machine's, or of a kind of :data:`ddpm_ds.predict.machine.KINDS`; given values replace those of its data
+    sheet: ``device_memory`` in bytes of one device, ``flops`` per second, ``link_bandwidth`` between devices of a node
+    and ``network_bandwidth`` between nodes in bytes per second. ``times`` times the layers of layouts that fit; without
+    it times are computed. Nothing is trained, and no other process is needed.
+
+    Raises:
+        DsConfigError: the JSON can't be read, or training would refuse it.
+        LayoutError: no layout divides devices, layers and batch, or none fits; or the devices are unknown.
+    """
+    config = read_ds_config(ds_config, overrides)
+    check_ds_config(config, ds_config)
+    if device_kind is None:
+        device_kind, here = this_machine(processes // nodes or 1)
+        device_memory = device_memory or here
+    if device_kind is None:
+        raise LayoutError(f"this machine's GPU is not in the planner's table; use --device-kind {' or '.join(KINDS)}")
+    devices = machine(
+        device_kind,
+        half=precision(config) != "fp32",
+        devices=processes,
+        nodes=nodes,
+        memory_bytes=device_memory,
+        flops=flops,
+        link_bandwidth=link_bandwidth,
+        network_bandwidth=network_bandwidth,
+    )
+    with _without_accelerator():
+        from ddpm_ds.predict.costs import analytic_times
+        from ddpm_ds.predict.layouts import Workload
+        from ddpm_ds.predict.predictor import Predictor
+        from ddpm_ds.predict.search import candidates, search, sort_out
+
+    job = Workload(spec, config, devices.is_cpu)
+    predictor = Predictor(job, devices, analytic_times(job, devices))
+    among = candidates(predictor)
+    if times is not None and (fitting := sort_out(predictor, among)[0]):  # nothing is timed for what does not fit
+        among, predictor = fitting, Predictor(job, devices, times(job, devices))
+    return search(predictor, top, among)
+
+
+@contextlib.contextmanager
+def _without_accelerator() -> Iterator[None]:
+    """Let DeepSpeed look for no devices while it is imported; what the caller starts later may use them."""
+    given = os.environ.get("DS_ACCELERATOR")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ["DS_ACCELERATOR"]

@@ -1,0 +1,138 @@
+"""What a run spec chooses by name: a source, schedule, objective or sampler needs one entry of a registry, no more."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ddpm_ds.config.spec import DataSpec
+from ddpm_ds.config.spec_file import load_spec, spec_schema
+from ddpm_ds.data.prepare import cache_path, prepare
+from ddpm_ds.diffusion.choices import OBJECTIVES, SCHEDULES
+from ddpm_ds.diffusion.diffusers_config import scheduler_config
+from ddpm_ds.errors import SpecError
+from tests import extended
+from tests.extended import NEW, REGISTRIES
+from tests.launching import REPOSITORY, run_ranks, tiny_spec
+
+DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
+DOCUMENTS = {"data.source": "data.md", "diffusion.schedule": "export.md", "sampler.kind": "sampling.md"}
+"""Pages that list the names of a registry besides docs/spec.md."""
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """One more choice of each kind."""
+    extended.register()
+    yield
+    for key, name in NEW.items():
+        REGISTRIES[key].pop(name)
+
+
+def pictures(path: Path, seed: int = 0) -> Path:
+    """A file of 16 small dark and bright pictures."""
+    values = np.random.default_rng(seed).integers(0, 100, (16, 8, 8), np.uint8)
+    labels = np.arange(16) % 2
+    np.savez(path, images=values + 150 * labels.astype(np.uint8)[:, None, None], labels=labels)
+    return path
+
+
+def choices_of(key: str) -> list[str]:
+    """The names that the JSON schema of the spec lists for a key."""
+    section, field = key.split(".")
+    schema: dict[str, Any] = spec_schema()
+    (definition,) = [
+        part for part in schema["$defs"].values() if field in part["properties"] and "enum" in part["properties"][field]
+    ]
+    assert schema["properties"][section]["$ref"].endswith(definition["title"])
+    return list(definition["properties"][field]["enum"])
+
+
+@pytest.mark.launch
+def test_a_choice_of_each_kind_that_was_only_registered_trains_and_draws_and_is_not_exported(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    worker = Path(extended.__file__)
+    done = run_ranks(
+        1, worker, str(run_dir), str(pictures(tmp_path / "a.npz")), MLFLOW_TRACKING_URI="", XDG_CACHE_HOME=str(tmp_path)
+    )
+    said = done.stdout + done.stderr
+    assert "exit codes 0 0 2" in done.stdout, said[-4000:]
+    points = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [point["train/seen_images"] for point in points] == [16, 32, 48, 64]
+    assert "4 images by jump in 3 steps" in said and list(run_dir.glob("samples-*.png"))
+    (refusal,) = [line for line in done.stderr.splitlines() if "can't be exported" in line]
+    assert 'diffusion.schedule = "flat": diffusers has none like it' in refusal
+    assert not (tmp_path / "hub").exists()
+
+
+@pytest.mark.parametrize("key", REGISTRIES)
+def test_the_spec_takes_what_is_registered_and_lists_it_where_a_name_is_unknown(registered: None, key: str) -> None:
+    assert choices_of(key) == list(REGISTRIES[key]) and NEW[key] in choices_of(key)
+    path = ["data.path=a.npz"] if key == "data.source" else []
+    section, field = key.split(".")
+    spec = load_spec(DIGITS, [f"{key}={NEW[key]}", *path])
+    assert getattr(getattr(spec, section), field) == NEW[key]
+    with pytest.raises(SpecError) as caught:
+        load_spec(DIGITS, [f"{key}=nothing"])
+    listed = " or ".join(f'"{name}"' for name in REGISTRIES[key])
+    assert str(caught.value) == f'--set {key}=nothing: {key} = "nothing" should be {listed}'
+
+
+def test_a_source_with_a_path_says_what_it_takes_it_for(registered: None) -> None:
+    with pytest.raises(SpecError, match=r"data\.path is missing; source npz needs it: --set data\.path=FILE\.npz"):
+        load_spec(DIGITS, ["data.source=npz"])
+    with pytest.raises(SpecError, match="not read by source digits; remove it or use source folder or npz"):
+        load_spec(DIGITS, ["data.path=a.npz"])
+
+
+def test_two_files_of_one_source_are_two_stores(registered: None, tmp_path: Path) -> None:
+    files = [pictures(tmp_path / "a.npz", seed=0), pictures(tmp_path / "b.npz", seed=1)]
+    one, other = (
+        prepare(DataSpec(source="npz", path=file, image_size=8, channels=1, store_root=tmp_path)) for file in files
+    )
+    assert one.path != other.path and not np.array_equal(one.images, other.images)
+    assert (one.meta.source, one.meta.folder, one.meta.classes) == ("npz", str(files[0]), ("dark", "bright"))
+
+
+def test_a_store_is_named_after_all_that_decides_its_images(tmp_path: Path) -> None:
+    others = {
+        "source": "cifar10",
+        "path": tmp_path,
+        "image_size": 16,
+        "crop_from": 12,
+        "channels": 3,
+        "store_root": tmp_path,
+    }
+    of_training = {"horizontal_flips", "held_out_images", "max_bad_fraction", "workers"}
+    assert {*others, *of_training} == set(DataSpec.model_fields), "does the new key decide what is prepared?"
+    spec = DataSpec(source="digits", image_size=8, channels=1)
+    named = [cache_path(spec.model_copy(update={key: value})) for key, value in others.items()]
+    assert len({cache_path(spec), *named}) == 1 + len(others)
+    assert cache_path(spec) == Path("data/digits-8px-1ch"), "stores that exist keep their names"
+
+
+@pytest.mark.parametrize("key", ["diffusion.schedule", "diffusion.objective"])
+def test_what_diffusers_does_not_know_is_refused_by_name(registered: None, key: str) -> None:
+    spec = tiny_spec(diffusion={key.split(".")[1]: NEW[key]})
+    with pytest.raises(ValueError, match=rf'^{key} = "{NEW[key]}": diffusers has none like it; draw with'):
+        scheduler_config(spec.diffusion, spec.sampler)
+
+
+def test_no_name_of_diffusers_stands_for_two_of_ours() -> None:
+    schedules = [one.diffusers for one in SCHEDULES.values() if one.diffusers != "trained_betas"]
+    predictions = [one.diffusers for one in OBJECTIVES.values()]
+    for names in (schedules, predictions):
+        assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("key", REGISTRIES)
+def test_the_documents_have_every_name(key: str) -> None:
+    for page in filter(None, ("spec.md", DOCUMENTS.get(key))):
+        text = (REPOSITORY / "docs" / page).read_text()
+        missing = [name for name in REGISTRIES[key] if f"`{name}`" not in text and f'"{name}"' not in text]
+        assert missing == [], page
