@@ -1,0 +1,78 @@
+"""The commands of the tutorial and of the README's first screen, typed one after another in a terminal.
+
+A comment before a block of the tutorial says what is appended to it here, so that it trains less. The output that the
+page shows below a block ends as it does here, numbers aside.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.forking import REPOSITORY
+from tests.launching import free_port
+from tests.terminal import Terminal
+
+BLOCK = re.compile(
+    r"(?:<!-- a test types this with: (?P<shorter>[^\n]*) -->\n)?"
+    r"```bash\n(?P<command>.*?)\n```\n"
+    r"(?:\n(?P<shown>(?:(?: {4}[^\n]*)?\n)+))?",
+    re.DOTALL,
+)
+SIGN_OF_LIFE_SECONDS = 60.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with what a fresh clone offers to the commands."""
+    for name in ("ds_configs", "launch"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    return tmp_path
+
+
+def type_in(command: str, folder: Path) -> Terminal:
+    """Type a command, wait for its end, and look at the screen."""
+    begun = time.monotonic()
+    terminal = Terminal(["bash", "-ec", command], folder)
+    terminal.read(lambda text: text.strip() != "")
+    assert time.monotonic() - begun < SIGN_OF_LIFE_SECONDS, command
+    assert terminal.ended() == 0, terminal.text
+    return terminal
+
+
+def last_line(text: list[str]) -> str:
+    """Return the last line that is not empty, with 0 for every number."""
+    return re.sub(r"\d[\d,.]*", "0", [line.strip() for line in text if line.strip()][-1])
+
+
+@pytest.mark.launch
+@pytest.mark.long
+def test_the_tutorial_works_as_it_is_typed(folder: Path) -> None:
+    blocks = [match.groupdict() for match in BLOCK.finditer((REPOSITORY / "docs" / "tutorial.md").read_text())]
+    assert [block["command"].split()[:2] for block in blocks] == [
+        ["python", "-"],
+        ["cat", ">"],
+        ["ddpm-ds", "train"],
+        ["ddpm-ds", "train"],
+        ["ddpm-ds", "sample"],
+        ["ddpm-ds", "train"],
+        ["ddpm-ds", "diagnose"],
+    ]
+    for block in blocks:
+        screen = type_in(f"{block['command']} {block['shorter'] or ''}".strip(), folder)
+        screen.assert_clean()
+        if block["shown"]:
+            assert last_line(screen.lines) == last_line(block["shown"].splitlines())
+    assert (folder / "samples.png").is_file()
+
+
+@pytest.mark.launch
+def test_the_main_job_of_the_readme_works_as_it_is_typed(folder: Path) -> None:
+    (command,) = re.findall(r"^    pip install -e \. && deepspeed (.*)$", (REPOSITORY / "README.md").read_text(), re.M)
+    screen = type_in(f"deepspeed --master_port {free_port()} {command} --set train.images=320", folder)
+    assert "Traceback" not in screen.text, screen.text
+    ends = [line for line in screen.lines if line and not line.startswith("[20")]  # those are the launcher's
+    assert re.fullmatch(r"open it at +http://127\.0\.0\.1:5000/\S+", ends[-1]), screen.text

@@ -1,0 +1,58 @@
+"""A command as a person sees it: typed in a terminal of 80 columns."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tests.forking import ONE_THREAD, REPOSITORY
+
+PATIENCE_SECONDS = 600.0
+PROGRAM = [sys.executable, "-m", "ddpm_ds.cli.main"]
+"""What ``ddpm-ds`` starts, of this repository and no other that is installed."""
+
+
+class Terminal:
+    """A command in a terminal of 80 columns, of which it knows nothing else.
+
+    ``folder`` is its working folder and its home, and it finds the programs of this Python first.
+    """
+
+    def __init__(self, words: Sequence[str], folder: Path) -> None:
+        ours, its = pty.openpty()
+        termios.tcsetwinsize(its, (24, 80))
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        environment = {**os.environ, **ONE_THREAD, "PATH": path, "PYTHONPATH": str(REPOSITORY), "HOME": str(folder)}
+        self.process = subprocess.Popen(
+            words, stdin=its, stdout=its, stderr=its, cwd=folder, env=environment, start_new_session=True
+        )
+        os.close(its)
+        self._terminal, self.text = ours, ""
+
+    def read(self, until: Callable[[str], bool]) -> None:
+        """Read until the text that has appeared is enough, or the command has ended."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not until(self.text) and time.monotonic() < deadline:
+            try:
+                self.text += os.read(self._terminal, 2**16).decode(errors="replace")
+            except OSError:  # nobody has the terminal open any more
+                return
+
+    def ended(self) -> int:
+        """The exit code; leaves the lines that were on the screen in ``lines``."""
+        self.read(lambda text: False)
+        os.close(self._terminal)
+        self.lines = [line.rsplit("\r", 1)[-1] for line in self.text.replace("\r\n", "\n").split("\n")]
+        return self.process.wait(PATIENCE_SECONDS)
+
+    def assert_clean(self) -> None:
+        """Fail where a person would have seen what is not for them: a traceback, a dated line of DeepSpeed's."""
+        assert "Traceback" not in self.text and "KeyboardInterrupt" not in self.text, self.text
+        assert re.search(r"^\[20\d\d-", self.text, re.MULTILINE) is None, self.text
