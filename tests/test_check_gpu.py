@@ -212,6 +212,7 @@ def test_every_test_that_needs_a_gpu_has_the_mark_by_which_the_program_finds_it(
     assert otherwise == []
 
 
+@pytest.mark.long
 @pytest.mark.launch
 def test_one_device_is_measured_on_a_cpu(tmp_path: Path) -> None:
     code, report = run(tmp_path, "--only", "bench,kernels")

@@ -43,11 +43,12 @@ def config_of(folder: Path, schedule: str) -> str:
     return str(path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("schedule", "layout"),
     [
-        pytest.param("1f1b", ("-p", "4"), id="4 stages", marks=pytest.mark.long),
-        pytest.param("folded", ("-p", "2"), id="fold of 2 x 2 replicas", marks=pytest.mark.long),
+        pytest.param("1f1b", ("-p", "4"), id="4 stages"),
+        pytest.param("folded", ("-p", "2"), id="fold of 2 x 2 replicas"),
         pytest.param("planned", ("-p", "2"), id="planned order of 2 x 2 replicas"),
     ],
 )

@@ -19,8 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ddpm_ds.observe.flops import FlopsProfile, profile_layers
 from ddpm_ds.observe.observer import instructions_wrapped
 from ddpm_ds.pipeline.schedule import Instruction
-from tests.observe.conftest import CASES, Observed
-from tests.observe.observed_worker import FLOPS_STEP, LAYERS, SETTINGS
+from tests.observe.observed_worker import SETTINGS
 from tests.observe.told import Told
 from tests.unet.variants import VARIANTS, batch, layers_of, random_unet
 
@@ -158,36 +157,3 @@ def test_output_file_is_where_the_texts_go_and_a_disk_that_refuses_stops_nothing
     told = observe(tmp_path / "file", [1], SETTINGS)
     assert len(told.metrics) == 1 and not told.artifacts
     assert told.logged == [f"{tmp_path / 'file'} can't be written (File exists); training continues"]
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize("name", ["linear", "folded", "replicas"])
-def test_every_layout_is_profiled_with_recomputation_and_in_half_precision(observed: Observed, name: str) -> None:
-    folder, told, (case, _) = observed.folder / name / "flops", observed.ranks[0][name], CASES[name]
-    profile, fold = json.loads((folder / "flops.json").read_text()), case.schedule == "folded"
-    stages = range(2 * case.stages if fold else case.stages)
-    texts = [f"flops.stage{stage}.txt" for stage in stages]
-    files = [f"flops/{text}" for text in (*texts, "table.txt", "flops.json")]
-    assert [file for file in told["artifacts"] if file.startswith("flops")] == files
-    step, metrics = told["metrics"][0]
-    assert step == FLOPS_STEP == profile["step"]
-    units = {f"flops/stage{stage}_{unit}" for stage in stages for unit in ("gflops", "latency_ms")}
-    assert metrics.keys() == {"flops/forward_gflops", *units} and min(metrics.values()) > 0
-    gflops = [metrics[f"flops/stage{stage}_gflops"] for stage in stages]
-    assert metrics["flops/forward_gflops"] == pytest.approx(sum(gflops), rel=1e-12)
-
-    images = profile["micro_batch_images"]
-    assert images == 16 // case.replicas // case.micro_batches
-    assert [(layer["name"], layer["total"]["macs"]) for layer in profile["layers"]] == [
-        (layer.name, layer.macs * images) for layer in LAYERS
-    ]
-    owner = [min(stage, 2 * case.stages - 1 - stage) if fold else stage for stage in stages]
-    assert [(stage["stage"], stage["rank"]) for stage in profile["stages"]] == list(enumerate(owner))
-    for stage, text in enumerate((folder / text).read_text() for text in texts):
-        assert text.startswith(f"stage {stage} of {len(stages)}, on rank {owner[stage]}: layers ")
-        # What checkpointing computes again is in no count: DeepSpeed's multiply-accumulates are the table's.
-        macs = profile["stages"][stage]["total"]["macs"]
-        assert f"{macs / 1e6:.2f} MMACs" in text or f"{macs / 1e3:.2f} KMACs" in text
-        assert "DeepSpeed Flops Profiler" in text and "UnetStage(" in text
-    (said,) = (line for line in told["logged"] if line.startswith(f"flops of step {step}: "))
-    assert said.endswith("table.txt")

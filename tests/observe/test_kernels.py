@@ -19,7 +19,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from ddpm_ds.observe.kernel_groups import GROUPS, ProfiledOperation, group_of_each, operations_of, shares
 from ddpm_ds.observe.kernels import KernelProfile, bounded
-from tests.observe.conftest import Observed
 from tests.observe.told import Told
 
 NODE = "autograd::engine::evaluate_function: "
@@ -228,39 +227,6 @@ def test_a_trace_that_is_too_large_keeps_its_beginning() -> None:
 
 
 # ---------------------------------------------------------------- two ranks
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize(("name", "steps", "last"), [("linear", 1, 5), ("folded", 2, 6), ("replicas", 1, 5)])
-def test_steps_are_profiled_once_on_all_ranks_and_written_by_rank_0(
-    name: str, steps: int, last: int, observed: Observed
-) -> None:
-    told, folder = observed.ranks[0][name], observed.folder / name / "kernels"
-    ((step, values),) = [(step, values) for step, values in told["metrics"] if "kernels/total_seconds" in values]
-    assert step == last
-    assert set(values) == {*(f"kernels/{group}_seconds" for group in GROUPS), "kernels/total_seconds"}
-    total = values.pop("kernels/total_seconds")
-    assert sum(values.values()) == pytest.approx(total)
-    # All of the recorded time but what is done between steps belongs to a group, whatever else the machine does.
-    groups = [group for group in GROUPS if group not in ("launch_overhead", "communication", "synchronisation")]
-    assert all(values[f"kernels/{group}_seconds"] > 0 for group in groups)
-    assert values["kernels/launch_overhead_seconds"] == 0 < values["kernels/synchronisation_seconds"]
-
-    files = ["groups.txt", *(f"rank{rank}{end}" for rank in range(2) for end in (".txt", ".trace.json.gz"))]
-    assert [file for file in told["artifacts"] if file.startswith("kernels")] == [f"kernels/{file}" for file in files]
-    text = (folder / "groups.txt").read_text()
-    assert text.startswith(f"{steps} optimizer step") and f"up to number {last}, all ranks" in text
-    assert "convolution backward" in text and "aten::convolution_backward" in text
-    for rank in range(2):
-        table = (folder / f"rank{rank}.txt").read_text()
-        for column in ("Self CPU", "CPU total", "Self CPU Mem", "# of Calls", "instruction BackwardPass"):
-            assert column in table, column
-        events = json.loads(gzip.decompress((folder / f"rank{rank}.trace.json.gz").read_bytes()))["traceEvents"]
-        seen = {one["name"] for one in events}
-        assert {one for one in seen if one.startswith("ProfilerStep")} == {
-            f"ProfilerStep#{number}" for number in range(last - steps + 1, last + 1)
-        }
-        assert {"instruction ForwardPass", "instruction BackwardPass", "between steps: EMA"} <= seen
 
 
 def test_a_run_that_was_resumed_after_the_steps_says_so(tmp_path: Path) -> None:
