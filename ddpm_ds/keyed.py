@@ -21,7 +21,8 @@ class Stream(IntEnum):
     """Purpose of a draw; two streams of one image are independent.
 
     Dropout of layer i uses DROPOUT + i, the held-out noise at timestep t HELD_OUT + t. A drawn image begins with the
-    noise of SAMPLE and is given that of SAMPLE + 1 + t on leaving timestep t.
+    noise of SAMPLE and is given that of SAMPLE + 1 + t on leaving timestep t. Where noise levels are continuous, t is
+    the per cent of training below the held-out level, and the number of the sampler's step.
     """
 
     TIMESTEP = 0

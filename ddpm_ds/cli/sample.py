@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from pydantic import ValidationError
 
 from ddpm_ds.command_line import OneLineParser, natural, positive, seed
-from ddpm_ds.config.spec import SamplerSpec, check_sampler
+from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec, check_sampler
 from ddpm_ds.diffusion.choices import SAMPLERS, samplers_with
 from ddpm_ds.errors import PeerLostError, SpecError, UserError
 from ddpm_ds.processes.ranks import print_once, record_exit, set_environment
@@ -45,7 +45,7 @@ exit codes
 """
 
 SUFFIXES = {"grid": ".png", "npz": ".npz", "folder": ""}
-FLAGS = ("steps", "eta", "spacing", "variance", "clip", "guidance")
+FLAGS = ("steps", "eta", "churn", "spacing", "variance", "clip", "guidance")
 """Fields of the sampler that have an option of their name; `kind` has --sampler."""
 
 
@@ -121,12 +121,11 @@ def add_drawing_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sampler",
         choices=tuple(SAMPLERS),
-        help="ddpm adds noise in every step, ddim may (--eta), dpm_solver needs the fewest steps",
+        help="ddpm adds noise in every step, ddim may (--eta), dpm_solver needs the fewest steps, heun is EDM's",
     )
-    group.add_argument(
-        "--steps", type=int, metavar="N", help="evaluations of the U-Net per image (default: see sampler.steps)"
-    )
+    group.add_argument("--steps", type=int, metavar="N", help="steps from noise to image (default: see sampler.steps)")
     group.add_argument("--eta", type=float, metavar="X", help="noise that ddim adds: 0 none, 1 as much as ddpm")
+    group.add_argument("--churn", type=float, metavar="X", help="noise that heun adds: 0 none, EDM's S_churn")
     group.add_argument("--spacing", choices=_choices("spacing"), help="which timesteps are visited")
     group.add_argument("--variance", choices=_choices("variance"), help="variance of ddpm's steps")
     group.add_argument("--clip", choices=_choices("clip"), help="how predicted clean images are kept in range")
@@ -152,12 +151,12 @@ def load(options: argparse.Namespace) -> tuple[Trained, SamplerSpec]:
 
     device, (_, dtype) = choose_device(options.device), DTYPES[options.precision]
     trained = load_trained(options.path, weights=options.weights, device=device, dtype=dtype)
-    timesteps, classes = trained.diffusion.timesteps, trained.unet_spec.classes
-    return trained, sampler_from(options, trained.sampler, timesteps=timesteps, classes=classes)
+    sampler = sampler_from(options, trained.sampler, trained.diffusion, classes=trained.unet_spec.classes)
+    return trained, sampler
 
 
 def sampler_from(
-    options: argparse.Namespace, sampler: SamplerSpec, *, timesteps: int, classes: int | None
+    options: argparse.Namespace, sampler: SamplerSpec, diffusion: DiffusionSpec, *, classes: int | None
 ) -> SamplerSpec:
     """Return the run's sampler, changed by the options.
 
@@ -168,7 +167,7 @@ def sampler_from(
     """
     changes = {name: value for name in FLAGS if (value := getattr(options, name)) is not None}
     if options.sampler not in (None, sampler.kind):
-        changes = {"kind": options.sampler, "steps": None, "eta": 0.0, **changes}
+        changes = {"kind": options.sampler, "steps": None, "eta": 0.0, "churn": 0.0, **changes}
     try:
         changed = SamplerSpec.model_validate({**sampler.model_dump(), **changes})
     except ValidationError as error:
@@ -181,7 +180,7 @@ def sampler_from(
             f"--variance is an option of {readers}, not of {changed.kind}; leave it out or use --sampler {readers}"
         )
     try:
-        check_sampler(changed, timesteps=timesteps, classes=classes)
+        check_sampler(changed, diffusion, classes=classes)
     except ValueError as error:
         raise SpecError(str(error).replace("sampler.", "--").replace("use kind ", "use --sampler ")) from None
     return changed

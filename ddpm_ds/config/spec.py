@@ -17,7 +17,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 from ddpm_ds.data.sources import SOURCES
-from ddpm_ds.diffusion.choices import OBJECTIVES, SAMPLERS, SCHEDULES, samplers_with
+from ddpm_ds.diffusion.choices import OBJECTIVES, SAMPLERS, SCHEDULES, ContinuousSchedule, samplers_with
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -124,7 +124,7 @@ class DiffusionSpec(Section):
 
     schedule: Annotated[str, OneOf(SCHEDULES), Field(description=_listed("Noise schedule", SCHEDULES))] = "linear"
     timesteps: PositiveInt = 1000
-    """Number of noise levels T."""
+    """Number of noise levels T; edm and flow have none."""
     beta_start: PositiveFloat = 1e-4
     """First beta of the linear schedule."""
     beta_end: PositiveFloat = 0.02
@@ -132,12 +132,18 @@ class DiffusionSpec(Section):
     objective: Annotated[str, OneOf(OBJECTIVES), Field(description=_listed("What the U-Net predicts", OBJECTIVES))] = (
         "eps"
     )
+    sigma_data: PositiveFloat = 0.5
+    """Standard deviation that edm takes images in [-1, 1] to have."""
+    noise_mean: float | None = None
+    """Mean of log(sigma) of edm, of the logit of the time of flow; null means -1.2 (EDM) and 0. EDM2 uses -0.4."""
+    noise_std: PositiveFloat | None = None
+    """Standard deviation of the same; null means 1.2 (EDM) and 1. EDM2 uses 1.0."""
     loss: Literal["l1", "l2", "huber"] = "l2"
     """Distance between prediction and target, averaged over pixels, in fp32."""
     huber_delta: PositiveFloat = 0.1
     """Where the Huber loss turns from squared to linear."""
     weighting: Literal["uniform", "min_snr"] = "uniform"
-    """Weight of a timestep's loss: equal, or min-SNR-gamma (Hang et al.)."""
+    """Weight of a timestep's loss: equal, or min-SNR-gamma (Hang et al.). For edm "uniform" is the paper's."""
     min_snr_gamma: PositiveFloat = 5.0
     """Gamma of min-SNR weighting."""
 
@@ -208,7 +214,7 @@ class BadNumbersSpec(Section):
     """Rollbacks after which the run is ended all the same."""
 
 
-_STEPS = "Evaluations of the U-Net per image; null means {}.".format(
+_STEPS = "Steps to an image, an evaluation of the U-Net each, under heun two but in the last; null means {}.".format(
     ", ".join(f"{kind.steps or 'all timesteps'} for {name}" for name, kind in SAMPLERS.items())
 )
 
@@ -220,6 +226,18 @@ class SamplerSpec(Section):
     steps: Annotated[PositiveInt | None, Field(description=_STEPS)] = None
     spacing: Literal["trailing", "leading", "linspace"] = "trailing"
     """Which timesteps are visited (names of diffusers): trailing starts at the last one, as training does."""
+    sigma_max: PositiveFloat = 80.0
+    """Noise level at which drawing begins under edm."""
+    sigma_min: PositiveFloat = 0.002
+    """Noise level at which the last step begins under edm."""
+    rho: PositiveFloat = 7.0
+    """How much closer the steps of edm are at low noise."""
+    churn: Annotated[float, Field(ge=0.0)] = 0.0
+    """Noise that heun adds before its steps (S_churn of Karras et al.); 0 draws without."""
+    churn_between: tuple[Annotated[float, Field(ge=0.0)], PositiveFloat] = (0.0, 1e9)
+    """Lowest and highest noise level at which churn is added (S_tmin and S_tmax)."""
+    churn_noise: PositiveFloat = 1.0
+    """Factor of the noise that churn adds (S_noise)."""
     eta: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Noise that ddim adds: 0 none, 1 as much as ddpm."""
     variance: Literal["small", "large"] = "large"
@@ -236,9 +254,18 @@ class SamplerSpec(Section):
         """Whether each step evaluates the U-Net twice, with the class and without it."""
         return self.guidance not in (0.0, 1.0)
 
-    def steps_of(self, timesteps: int) -> int:
-        """Evaluations of the U-Net per image, with a null filled in."""
-        return self.steps or min(SAMPLERS[self.kind].steps or timesteps, timesteps)
+    def steps_of(self, diffusion: DiffusionSpec) -> int:
+        """Steps from noise to image, with a null filled in."""
+        usual = SAMPLERS[self.kind].steps
+        if isinstance(SCHEDULES[diffusion.schedule], ContinuousSchedule):
+            assert self.steps or usual, "check_sampler refuses it"
+            return self.steps or usual or 0
+        return self.steps or min(usual or diffusion.timesteps, diffusion.timesteps)
+
+    def evaluations_of(self, diffusion: DiffusionSpec) -> int:
+        """Evaluations of the U-Net per image."""
+        steps = self.steps_of(diffusion)
+        return 2 * steps - 1 if SAMPLERS[self.kind].corrects else steps
 
 
 class SamplesSpec(Section):
@@ -251,7 +278,7 @@ class SamplesSpec(Section):
 
 
 HELD_OUT_QUANTILES = tuple(range(10, 100, 10))
-"""Timesteps at which the held-out loss is measured, in per cent of all."""
+"""Noise levels at which the held-out loss is measured: so many per cent of the training is at lower ones."""
 
 
 class EvaluationSpec(Section):
@@ -308,7 +335,7 @@ class RunSpec(Section):
         _check_data(self)
         _check_unet(self)
         _check_training(self)
-        check_sampler(self.sampler, timesteps=self.diffusion.timesteps, classes=self.unet.classes)
+        check_sampler(self.sampler, self.diffusion, classes=self.unet.classes)
         return self
 
 
@@ -373,7 +400,19 @@ def _check_unet(spec: RunSpec) -> None:
 
 def _check_training(spec: RunSpec) -> None:
     diffusion, train = spec.diffusion, spec.train
-    if SCHEDULES[diffusion.schedule].reads_beta_range and not diffusion.beta_start < diffusion.beta_end < 1:
+    schedule = SCHEDULES[diffusion.schedule]
+    if isinstance(schedule, ContinuousSchedule):
+        if diffusion.objective != schedule.objective:
+            raise ValueError(
+                f"diffusion.objective = {diffusion.objective} does not go with schedule {diffusion.schedule}; "
+                f"use {schedule.objective}"
+            )
+        if diffusion.weighting != "uniform":
+            raise ValueError(
+                f"diffusion.weighting = {diffusion.weighting} needs timesteps, which schedule {diffusion.schedule} "
+                "does not have; use uniform"
+            )
+    elif schedule.reads_beta_range and not diffusion.beta_start < diffusion.beta_end < 1:
         raise ValueError(
             f"diffusion.beta_start = {diffusion.beta_start} and beta_end = {diffusion.beta_end} must rise and stay "
             f"below 1, as DDPM's 0.0001 and 0.02 do"
@@ -389,10 +428,31 @@ def _check_training(spec: RunSpec) -> None:
         )
 
 
-def check_sampler(sampler: SamplerSpec, *, timesteps: int, classes: int | None) -> None:
+def check_sampler(sampler: SamplerSpec, diffusion: DiffusionSpec, *, classes: int | None) -> None:
     """Check a sampler against the diffusion process and the U-Net; raises ValueError with one line."""
-    if sampler.steps is not None and sampler.steps > timesteps:
-        raise ValueError(f"sampler.steps = {sampler.steps} is above the {timesteps} timesteps; use fewer")
+    kind = SAMPLERS[sampler.kind]
+    if isinstance(SCHEDULES[diffusion.schedule], ContinuousSchedule):
+        if sampler.steps is None and kind.steps is None:
+            raise ValueError(
+                f"sampler.steps = null means all timesteps for {sampler.kind}, and schedule {diffusion.schedule} has "
+                "none; give a number"
+            )
+        if kind.corrects and diffusion.schedule == "flow":
+            raise ValueError(
+                f"sampler.kind = {sampler.kind} is for noise that is finite, and flow begins with noise alone; use "
+                "ddim or dpm_solver"
+            )
+    elif sampler.steps is not None and sampler.steps > diffusion.timesteps:
+        raise ValueError(f"sampler.steps = {sampler.steps} is above the {diffusion.timesteps} timesteps; use fewer")
+    if sampler.sigma_min >= sampler.sigma_max:
+        raise ValueError(
+            f"sampler.sigma_min = {sampler.sigma_min:g} and sigma_max = {sampler.sigma_max:g} must rise, as EDM's "
+            "0.002 and 80 do"
+        )
+    if sampler.churn and "churn" not in kind.options:
+        raise ValueError(
+            f"sampler.churn = {sampler.churn:g} is of {samplers_with('churn')}, not of {sampler.kind}; use that, or 0"
+        )
     if sampler.eta and "eta" not in SAMPLERS[sampler.kind].options:
         readers = samplers_with("eta")
         raise ValueError(

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
 
-from ddpm_ds.config.spec import SamplerSpec
+from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
 
 GUTTER_PIXELS = 2
 GREY = 208
@@ -33,10 +33,10 @@ def picture(image: Tensor) -> Image.Image:
     return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
 
 
-def grid_title(run: str, images_seen: int | None, sampler: SamplerSpec, timesteps: int, weights: str) -> str:
+def grid_title(run: str, images_seen: int | None, sampler: SamplerSpec, diffusion: DiffusionSpec, weights: str) -> str:
     """Return the two lines above a grid of samples: run and images seen; sampler and kind of weights."""
     seen = "" if images_seen is None else f", {images_seen:,} images seen"
-    return f"{run}{seen}\n{sampler.kind} in {sampler.steps_of(timesteps)} steps, {WEIGHTS[weights]}"
+    return f"{run}{seen}\n{sampler.kind} in {sampler.steps_of(diffusion)} steps, {WEIGHTS[weights]}"
 
 
 def grid(images: Tensor, title: str = "", labels: Sequence[str] = ()) -> Image.Image:

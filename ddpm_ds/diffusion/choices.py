@@ -1,8 +1,8 @@
 """Noise schedules, objectives and samplers that a run spec can name, each with everything that the choice decides.
 
-To add one, write its function here and an entry in SCHEDULES, OBJECTIVES or SAMPLERS; the spec, its JSON schema,
-training, sampling, export and the command lines read the entry. The spec is read without PyTorch, so this module
-imports it only to compute with it.
+A schedule has timesteps (DDPM) or continuous noise levels (EDM, flow matching). To add a choice, write its function
+here and an entry in SCHEDULES, OBJECTIVES or SAMPLERS; the spec, its JSON schema, training, sampling, export and the
+command lines read the entry. The spec is read without PyTorch, so this module imports it only to compute with it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
-    from ddpm_ds.diffusion.objective import NoiseLevel
+    from ddpm_ds.diffusion.levels import NoiseLevel
 
 MAX_BETA = 0.999
 """Largest beta, which keeps the last step from being a singularity (Nichol and Dhariwal 2021, section 3.2)."""
@@ -27,7 +27,7 @@ MAX_BETA = 0.999
 
 @dataclass(frozen=True)
 class NoiseSchedule:
-    """Variance of the noise that each step of the forward process adds."""
+    """Variance of the noise that each of T steps of the forward process adds; the U-Net is told the timestep."""
 
     about: str
     """Words for the documentation of the spec."""
@@ -37,6 +37,26 @@ class NoiseSchedule:
     """Name as a `beta_schedule` of diffusers, or `trained_betas` to export the list of betas; None is not exported."""
     reads_beta_range: bool = False
     """Whether it goes from `diffusion.beta_start` to `diffusion.beta_end`."""
+
+
+@dataclass(frozen=True)
+class ContinuousSchedule:
+    """Noise levels that are any real number; the U-Net is told `t`, a function of the level."""
+
+    about: str
+    """Words for the documentation of the spec."""
+    time: Callable[[DiffusionSpec, Tensor], Tensor]
+    """Function of standard normal draws that returns the t that is trained at, in their shape and dtype."""
+    level: Callable[[DiffusionSpec, Tensor], NoiseLevel]
+    """Function of t that returns the noise level, in its shape and dtype."""
+    visited: Callable[[SamplerSpec, int], Sequence[float]]
+    """Function of the sampler and its number of steps that returns t at each evaluation, from noise to image."""
+    noise_mean: float
+    """Mean that null for `diffusion.noise_mean` means."""
+    noise_std: float
+    """Standard deviation that null for `diffusion.noise_std` means."""
+    objective: str
+    """What the U-Net predicts."""
 
 
 def _linear(spec: DiffusionSpec) -> Tensor:
@@ -81,13 +101,89 @@ def _betas_of(remaining: Tensor) -> Tensor:
     return (1.0 - remaining[1:] / remaining[:-1]).clamp(max=MAX_BETA)
 
 
-SCHEDULES = {
+def _noise(spec: DiffusionSpec, normal: Tensor) -> Tensor:
+    """Return draws with the mean and standard deviation of the spec, of standard normal ones."""
+    kind = SCHEDULES[spec.schedule]
+    assert isinstance(kind, ContinuousSchedule)
+    mean = kind.noise_mean if spec.noise_mean is None else spec.noise_mean
+    std = kind.noise_std if spec.noise_std is None else spec.noise_std
+    return mean + std * normal
+
+
+def _edm_level(spec: DiffusionSpec, t: Tensor) -> NoiseLevel:
+    """Return the level sigma = exp(4 t), scaled to unit variance. Source: Karras et al. 2022, table 1 (c_in,
+    c_noise).
+    """
+    from ddpm_ds.diffusion.levels import NoiseLevel
+
+    sigma = (4.0 * t).exp()
+    scale = (sigma**2 + spec.sigma_data**2).rsqrt()  # c_in
+    return NoiseLevel(scale, scale * sigma, spec.sigma_data)
+
+
+def _edm_visited(spec: SamplerSpec, steps: int) -> Sequence[float]:
+    """Return t at falling sigmas, higher by the churn where a step begins. Source: Karras et al. 2022, eq. 5 and
+    algorithm 2.
+    """
+    high, low = spec.sigma_max ** (1.0 / spec.rho), spec.sigma_min ** (1.0 / spec.rho)
+    sigmas = [(high + number / max(steps - 1, 1) * (low - high)) ** spec.rho for number in range(steps)]
+    growth = 1.0 + min(spec.churn / steps, math.sqrt(2.0) - 1.0)
+    lowest, highest = spec.churn_between
+    churned = [sigma * growth if lowest <= sigma <= highest else sigma for sigma in sigmas]
+    return [math.log(sigma) / 4.0 for sigma in evaluations(spec, sigmas, churned)]
+
+
+def evaluations(spec: SamplerSpec, ends: Sequence[float], begins: Sequence[float] | None = None) -> list[float]:
+    """Return where a sampler evaluates the U-Net whose steps begin at ``begins`` and end at the next of ``ends``, the
+    same unless they are given: at each beginning, and where steps are corrected at each end as well.
+    """
+    begins = [*(ends if begins is None else begins)]
+    if not SAMPLERS[spec.kind].corrects:
+        return begins
+    rest = zip(ends[1:], begins[1:], strict=True)
+    return [begins[0], *(t for end, begin in rest for t in (end, begin))]
+
+
+def _flow_level(spec: DiffusionSpec, t: Tensor) -> NoiseLevel:
+    """Return the level on the line from the image, t = 0, to noise, t = 1000. Source: Lipman et al. 2023."""
+    from ddpm_ds.diffusion.levels import NoiseLevel
+
+    return NoiseLevel(1.0 - t / FLOW_TIMES, t / FLOW_TIMES)
+
+
+FLOW_TIMES = 1000.0
+"""Time at which flow matching has noise alone: the sinusoidal embedding is made for times of this size."""
+
+SCHEDULES: dict[str, NoiseSchedule | ContinuousSchedule] = {
     "linear": NoiseSchedule("betas on a line, DDPM", _linear, "linear", reads_beta_range=True),
     "cosine": NoiseSchedule("Improved DDPM", _cosine, "squaredcos_cap_v2"),
     # diffusers' "sigmoid" is another schedule: sigmoid in the betas, not in alpha_bar.
     "sigmoid": NoiseSchedule("Jabri et al.", _sigmoid, "trained_betas"),
+    "edm": ContinuousSchedule(
+        "log-normal sigmas, Karras et al.",
+        time=lambda spec, normal: _noise(spec, normal) / 4.0,  # c_noise = log(sigma) / 4
+        level=_edm_level,
+        visited=_edm_visited,
+        noise_mean=-1.2,
+        noise_std=1.2,
+        objective="v",
+    ),
+    "flow": ContinuousSchedule(
+        "a line between image and noise, Lipman et al., at logit-normal times, Esser et al.",
+        time=lambda spec, normal: FLOW_TIMES * _noise(spec, normal).sigmoid(),
+        level=_flow_level,
+        visited=lambda spec, steps: [FLOW_TIMES * (steps - number) / steps for number in range(steps)],
+        noise_mean=0.0,
+        noise_std=1.0,
+        objective="velocity",
+    ),
 }
 """Noise schedules by `diffusion.schedule`."""
+
+
+def timestep_schedules() -> dict[str, NoiseSchedule]:
+    """Return the schedules with timesteps, by name."""
+    return {name: kind for name, kind in SCHEDULES.items() if isinstance(kind, NoiseSchedule)}
 
 
 @dataclass(frozen=True)
@@ -123,14 +219,22 @@ OBJECTIVES = {
         diffusers="sample",
     ),
     "v": Objective(
-        "Salimans and Ho",
-        target=lambda x0, eps, level: level.signal * eps - level.noise * x0,
-        to_x0=lambda prediction, x_t, level: level.signal * x_t - level.noise * prediction,
+        "Salimans and Ho; under edm what Karras et al. call -F",
+        target=lambda x0, eps, level: level.signal * level.data * eps - level.noise / level.data * x0,
+        to_x0=lambda prediction, x_t, level: level.data * (level.signal * level.data * x_t - level.noise * prediction),
         min_snr=lambda ratio, gamma: ratio.clamp(max=gamma) / (ratio + 1.0),
         diffusers="v_prediction",
     ),
+    "velocity": Objective(
+        "noise minus image, flow matching",
+        target=lambda x0, eps, level: eps - x0,
+        to_x0=lambda prediction, x_t, level: (x_t - level.noise * prediction) / (level.signal + level.noise),
+        min_snr=lambda ratio, gamma: ratio.clamp(max=gamma) / (ratio.sqrt() + 1.0) ** 2,
+        diffusers=None,
+    ),
 }
-"""Objectives by `diffusion.objective`. Sources: DDPM, eq. 14 and 15 (eps); Salimans and Ho 2022, section 4 (v)."""
+"""Objectives by `diffusion.objective`. Sources: DDPM, eq. 14 and 15 (eps); Salimans and Ho 2022, section 4 (v), whose v
+is the -F of Karras et al. 2022, eq. 8, for images of standard deviation 1; Lipman et al. 2023 (velocity)."""
 
 
 class Coefficients(NamedTuple):
@@ -154,7 +258,9 @@ class SamplerKind:
     steps: int | None
     """Evaluations of the U-Net per image unless the spec gives a number; None is all timesteps."""
     options: frozenset[str] = frozenset()
-    """Those of `eta` and `variance` that it reads."""
+    """Those of `eta`, `variance` and `churn` that it reads."""
+    corrects: bool = False
+    """Whether a second evaluation at the end of each step but the last corrects it."""
     leaves_out_zero: bool = False
     """Whether leading and linspace spacing divide the timesteps by one step more, and leave out timestep 0."""
 
@@ -203,14 +309,35 @@ def dpm_solver(here: float, there: float, before: float | None) -> Coefficients:
     return first._replace(x0=first.x0 * (1.0 + lean), previous_x0=-first.x0 * lean)
 
 
+def heun(before: float, here: float, there: float, noise: float) -> Coefficients:
+    """Return the correction at alpha_bar `here` of a :func:`ddim` step from `before`, and the way to `there`.
+
+    The slope is that of both ends instead of that of the beginning: in x = x_t / sqrt(alpha_bar), which is the image
+    plus noise of sigma, x changes by (1 - sigma before / sigma here) / 2 of the difference of the two x0. Where `there`
+    is noisier than `here`, `noise` times what is missing is added. Source: Karras et al. 2022, algorithms 1 and 2.
+    """
+    sigma_before, sigma_here, sigma_there = (math.exp(-_log_snr(level) / 2.0) for level in (before, here, there))
+    lean = math.sqrt(there) * (1.0 - sigma_before / sigma_here) / 2.0
+    missing = math.sqrt(max(sigma_there**2 - sigma_here**2, 0.0)) if there != here else 0.0
+    return Coefficients(math.sqrt(there / here), -lean, lean, math.sqrt(there) * missing * noise)
+
+
+def _heun(spec: SamplerSpec, levels: Sequence[float]) -> list[Coefficients]:
+    """Return steps and corrections in turn."""
+    return [
+        heun(levels[number - 1], here, there, spec.churn_noise) if number % 2 else ddim(here, there, eta=0.0)
+        for number, (here, there) in enumerate(pairwise(levels))
+    ]
+
+
 def _posterior_variance(here: float, there: float) -> float:
     """Return the variance of x at `there` given x at `here` and the clean image. Source: DDPM, eq. 7."""
     return (1.0 - there) / (1.0 - here) * (1.0 - here / there)
 
 
 def _log_snr(alpha_bar: float) -> float:
-    """Return the logarithm of the signal-to-noise ratio, twice that of signal / noise."""
-    return math.log(alpha_bar / (1.0 - alpha_bar))
+    """Return the logarithm of the signal-to-noise ratio, twice that of signal / noise; of noise alone -inf."""
+    return math.log(alpha_bar / (1.0 - alpha_bar)) if alpha_bar else -math.inf
 
 
 SAMPLERS = {
@@ -233,6 +360,13 @@ SAMPLERS = {
         ],
         steps=20,
         leaves_out_zero=True,
+    ),
+    "heun": SamplerKind(
+        "EDM's, of second order, twice the evaluations",
+        _heun,
+        steps=18,
+        options=frozenset({"churn"}),
+        corrects=True,
     ),
 }
 """Samplers by `sampler.kind`."""

@@ -12,8 +12,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ddpm_ds.config.spec import DiffusionSpec, PositiveInt, SamplerSpec
-from ddpm_ds.diffusion.choices import OBJECTIVES, SCHEDULES
-from ddpm_ds.diffusion.objective import betas
+from ddpm_ds.diffusion.choices import OBJECTIVES, timestep_schedules
+from ddpm_ds.diffusion.levels import betas
 
 LONGEST_VALUE = 80
 
@@ -70,7 +70,8 @@ def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec) -> dict[str
     Raises:
         ValueError: diffusers has no such noise schedule or objective; one line with the key and its value.
     """
-    schedule, objective = SCHEDULES[diffusion.schedule].diffusers, OBJECTIVES[diffusion.objective].diffusers
+    ours, objective = timestep_schedules().get(diffusion.schedule), OBJECTIVES[diffusion.objective].diffusers
+    schedule = ours and ours.diffusers
     for key, value, name in (
         ("diffusion.schedule", diffusion.schedule, schedule),
         ("diffusion.objective", diffusion.objective, objective),
@@ -131,16 +132,17 @@ def _schedule(found: _SchedulerArguments) -> dict[str, Any]:
     """Return our name of the schedule, and its range where it has one."""
     if found.trained_betas is not None:
         return _schedule_with(found.trained_betas, found.num_train_timesteps)
-    for name, ours in SCHEDULES.items():
+    schedules = timestep_schedules()
+    for name, ours in schedules.items():
         if found.beta_schedule == ours.diffusers != EXPLICIT:
             return _with_range(name, found.beta_start, found.beta_end)
-    named = " and ".join(ours.diffusers for ours in SCHEDULES.values() if ours.diffusers not in (EXPLICIT, None))
+    named = " and ".join(ours.diffusers for ours in schedules.values() if ours.diffusers not in (EXPLICIT, None))
     raise refused("beta_schedule", found.beta_schedule, f"ours are {named}; others are read from {EXPLICIT}")
 
 
 def _with_range(schedule: str, start: float, end: float) -> dict[str, Any]:
     """Return a schedule, with its first and last beta where it reads them."""
-    beta_range = {"beta_start": start, "beta_end": end} if SCHEDULES[schedule].reads_beta_range else {}
+    beta_range = {"beta_start": start, "beta_end": end} if timestep_schedules()[schedule].reads_beta_range else {}
     return {"schedule": schedule, **beta_range}
 
 
@@ -148,9 +150,9 @@ def _schedule_with(trained: tuple[float, ...], timesteps: int) -> dict[str, Any]
     """Return the schedule with these betas, up to the rounding of fp32."""
     if len(trained) != timesteps:
         raise refused(EXPLICIT, trained, f"{len(trained)} betas for num_train_timesteps = {timesteps}")
-    for name in SCHEDULES:
+    for name in timestep_schedules():
         candidate = _with_range(name, trained[0], trained[-1])
         ours = betas(DiffusionSpec.model_validate({"timesteps": timesteps, **candidate}))
         if torch.allclose(torch.tensor(trained, dtype=torch.float64), ours, rtol=1e-4, atol=2e-7):
             return candidate
-    raise refused(EXPLICIT, trained, f"they are not those of our schedules {', '.join(SCHEDULES)}")
+    raise refused(EXPLICIT, trained, f"they are not those of our schedules {', '.join(timestep_schedules())}")

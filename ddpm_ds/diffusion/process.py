@@ -11,12 +11,12 @@ from ddpm_ds import keyed
 from ddpm_ds.config.spec import DiffusionSpec
 from ddpm_ds.diffusion import objective
 from ddpm_ds.diffusion.choices import OBJECTIVES
-from ddpm_ds.diffusion.objective import NoiseLevel
+from ddpm_ds.diffusion.levels import NoiseLevel, levels_of
 from ddpm_ds.keyed import Stream
 
 
 class Diffusion:
-    """Forward process and loss of a run; stateless but for float32 tables on `device`.
+    """Forward process and loss of a run; stateless but for the tables of its :attr:`levels` on `device`.
 
     All tensors given to it are on `device`. `index` is the (N,) int64 image index of :mod:`ddpm_ds.keyed`. Nothing
     waits for the device. Images and noise are channels-last: (N, C, H, W) tensors that lie in memory as (N, H, W, C).
@@ -26,11 +26,9 @@ class Diffusion:
     """
 
     def __init__(self, spec: DiffusionSpec, seed: int, device: torch.device | str) -> None:
-        alpha_bar = objective.alpha_bars(spec)  # (T,) float64: round once, at the end
         self.spec = spec
         self.seed = seed
-        self._levels = NoiseLevel(*(table.float().to(device) for table in NoiseLevel.of(alpha_bar)))
-        self._weights = objective.weights(spec, alpha_bar).float().to(device)
+        self.levels = levels_of(spec, device)
 
     def prepare(self, images: Tensor, index: Tensor, flips: bool, size: int | None = None) -> Tensor:
         """Turn uint8 (N, C, H, W) into float32 in [-1, 1], with half of the images mirrored where `flips`.
@@ -52,20 +50,19 @@ class Diffusion:
         return pixels.div_(127.5).sub_(1.0)  # (N, C, H, W)
 
     def draw(self, index: Tensor, shape: torch.Size | tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Draw timesteps and noise for images of `shape` (N, C, H, W): t (N,) int64 in [0, T), eps float32 of `shape`.
-
-        Source: DDPM, algorithm 1. Our t is the paper's t - 1.
+        """Draw noise levels and noise for images of `shape` (N, C, H, W): t (N,) of :attr:`levels` and eps, float32 of
+        `shape`.
         """
-        t = keyed.integers(self.seed, Stream.TIMESTEP, index, self.spec.timesteps)
+        t = self.levels.draw(self.seed, index)
         eps = keyed.normal(self.seed, Stream.NOISE, index, math.prod(shape[1:])).reshape(shape)
         return t, eps.contiguous(memory_format=torch.channels_last)  # (N,), (N, C, H, W)
 
     def level(self, t: Tensor) -> NoiseLevel:
-        """Return the noise level of each image's timestep, (N, 1, 1, 1) float32 each."""
-        return NoiseLevel(*(table[t][:, None, None, None] for table in self._levels))
+        """Return the noise level of each image, (N, 1, 1, 1) float32."""
+        return self.levels.level(t).each()
 
     def noised(self, x0: Tensor, t: Tensor, eps: Tensor) -> Tensor:
-        """Return x_t, float32 (N, C, H, W). Source: DDPM, eq. 4."""
+        """Return x_t, float32 (N, C, H, W)."""
         return objective.add_noise(x0, eps, self.level(t))
 
     def loss(self, prediction: Tensor, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
@@ -76,7 +73,7 @@ class Diffusion:
         """Return each image's weight times distance, (N,) float32; `prediction` may be of any float dtype."""
         target = OBJECTIVES[self.spec.objective].target(x0, eps, self.level(t))
         distance = objective.distance(self.spec.loss, prediction, target, self.spec.huber_delta)
-        return self._weights[t] * distance  # (N,)
+        return self.levels.weights(t) * distance  # (N,)
 
     def drop_labels(self, labels: Tensor, index: Tensor, share: float, none_label: int) -> Tensor:
         """Return labels (N,), of which `share` are replaced by `none_label`. Source: Ho and Salimans 2022,

@@ -1,13 +1,15 @@
 """Samplers, which turn noise into images with one evaluation of the U-Net per step.
 
 Every sampler's step mixes x_t, the predicted clean image x0, the x0 of the step before and fresh noise. They differ in
-the four coefficients, which :data:`ddpm_ds.diffusion.choices.SAMPLERS` computes in float64 from alpha_bar. A
+the four coefficients, which :data:`ddpm_ds.diffusion.choices.SAMPLERS` computes in float64 from alpha_bar; x_t of
+another standard deviation than 1 is one factor more. A
 :class:`Drawing` is the state of some unfinished images; any denoiser can drive it, such as a pipeline of stages.
 """
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import NamedTuple, assert_never
 
 import torch
@@ -15,8 +17,8 @@ from torch import Tensor
 
 from ddpm_ds import keyed
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
-from ddpm_ds.diffusion.choices import OBJECTIVES, SAMPLERS
-from ddpm_ds.diffusion.objective import NoiseLevel, alpha_bars
+from ddpm_ds.diffusion.choices import OBJECTIVES, SAMPLERS, Coefficients
+from ddpm_ds.diffusion.levels import levels_of
 from ddpm_ds.keyed import Stream
 
 
@@ -24,7 +26,7 @@ class SamplerStep(NamedTuple):
     """Result of a step, (N, C, H, W) each."""
 
     x: Tensor
-    """x at the next timestep; after the last step the image."""
+    """x at the next visit; after the last step the image."""
     x0: Tensor
     """Clean image as predicted here, clipped; the next step's `previous_x0`."""
 
@@ -32,19 +34,24 @@ class SamplerStep(NamedTuple):
 class Sampler:
     """Sampler of a spec; immutable. The specs must agree, see :func:`ddpm_ds.config.spec.check_sampler`.
 
-    The step that leaves the last timestep returns x0 as it is, without noise.
+    The step that leaves the last visited noise level returns x0 as it is, without noise.
     """
 
     def __init__(self, sampler: SamplerSpec, diffusion: DiffusionSpec) -> None:
-        alpha_bar = alpha_bars(diffusion)  # (T,) float64
         self.spec = sampler
         self._to_x0 = OBJECTIVES[diffusion.objective].to_x0
-        self.timesteps = visited(sampler, diffusion.timesteps)
-        """Timesteps at which the U-Net is evaluated, falling, each in [0, T)."""
+        levels = levels_of(diffusion)
         # A float64 scalar leaves float32 images float32, and on the CPU it makes no device wait.
-        self._levels = [NoiseLevel.of(alpha_bar[t]) for t in self.timesteps]
-        alpha_bars_visited = [float(alpha_bar[t]) for t in self.timesteps]
-        self._coefficients = SAMPLERS[sampler.kind].coefficients(sampler, alpha_bars_visited)
+        self.visits = levels.visits(sampler)
+        """Where the U-Net is evaluated, from noise to image."""
+        self.times = tuple(visit.t for visit in self.visits)
+        """What the U-Net is told there: falling timesteps, or functions of the noise level."""
+        self.t_dtype = levels.dtype
+        parts = SAMPLERS[sampler.kind].coefficients(sampler, [visit.alpha_bar for visit in self.visits])
+        self._coefficients = [
+            Coefficients(part.x_t * there.size / here.size, *(factor * there.size for factor in part[1:]))
+            for part, (here, there) in zip(parts, pairwise(self.visits), strict=True)
+        ]
 
     def needs_noise(self, number: int) -> bool:
         """Return whether step `number` adds noise; the last one never does."""
@@ -53,13 +60,13 @@ class Sampler:
     def step(
         self, number: int, x_t: Tensor, prediction: Tensor, *, noise: Tensor | None, previous_x0: Tensor | None
     ) -> SamplerStep:
-        """Go from x_t at ``timesteps[number]`` to the next timestep, or to the image after the last one.
+        """Go from x_t at ``visits[number]`` to the next one, or to the image after the last.
 
         ``x_t``, the U-Net's ``prediction`` for it (of any float dtype), the standard normal ``noise`` (not used unless
         :meth:`needs_noise`) and ``previous_x0`` (x0 of the step before; None at the first) are (N, C, H, W). The dtype
         is that of ``x_t``.
         """
-        x0 = self._clipped(self._to_x0(prediction.to(x_t.dtype), x_t, self._levels[number]))
+        x0 = self._clipped(self._to_x0(prediction.to(x_t.dtype), x_t, self.visits[number].level))
         if number == len(self._coefficients):
             return SamplerStep(x0, x0)
         part = self._coefficients[number]
@@ -92,39 +99,6 @@ class Sampler:
                 assert_never(unknown)
 
 
-def visited(sampler: SamplerSpec, timesteps: int) -> tuple[int, ...]:
-    """Return the `steps` timesteps of [0, T) that are visited, strictly falling.
-
-    They are those of the diffusers scheduler of the same kind and spacing, with S steps:
-
-    - trailing: T - 1 and down by T / S, rounded, for every kind.
-    - leading: multiples of T // S from 0 up; for a kind that leaves out 0, as dpm_solver does, of T // (S + 1).
-    - linspace: S points from T - 1 to 0, rounded; for a kind that leaves out 0 S + 1 points, without 0.
-
-    Where diffusers has no falling list of S timesteps this one has: all of them when S = T, and T - 1 for one step of
-    linspace. The previous timestep is always the next in the list. Source: Lin et al. 2023, table 2.
-    """
-    steps = sampler.steps_of(timesteps)
-    if steps == timesteps:
-        return tuple(reversed(range(timesteps)))
-    points = steps + 1 if SAMPLERS[sampler.kind].leaves_out_zero else steps
-    # With S < T neighbours are more than 1 apart before rounding, so they stay apart: 1 + 1 / S is far above the
-    # error of floats, and two halves that round to the same even number are exactly 1 apart.
-    match sampler.spacing:
-        case "trailing":
-            gap = timesteps - (timesteps - timesteps / steps)  # as numpy.arange has it, so that halves round alike
-            return tuple(round(timesteps - number * gap) - 1 for number in range(steps))
-        case "leading":
-            return tuple(timesteps // points * point for point in reversed(range(points)))[:steps]
-        case "linspace":
-            if points == 1:
-                return (timesteps - 1,)
-            gap = (timesteps - 1) / (points - 1)
-            return tuple(round(point * gap) for point in reversed(range(points)))[:steps]
-        case unknown:
-            assert_never(unknown)
-
-
 class Drawing:
     """Images on their way from noise: :meth:`inputs` go to the U-Net, its prediction to :meth:`take`, `calls` times.
 
@@ -151,7 +125,7 @@ class Drawing:
         guidance: float,
         no_label: int | None,
     ) -> None:
-        self.calls = len(sampler.timesteps)
+        self.calls = len(sampler.times)
         """Number of evaluations of the U-Net in all."""
         self._sampler, self._seed, self._index, self._shape = sampler, seed, index, shape
         self._guidance = guidance
@@ -162,17 +136,19 @@ class Drawing:
             labels = torch.cat([labels, none]) if self._guided else none
         self._labels = labels  # (M,)
         self._x = self._noise(Stream.SAMPLE)  # (N, C, H, W)
+        if sampler.t_dtype.is_floating_point:  # with timesteps the share of the image at the first is taken for none
+            self._x = sampler.visits[0].level.noise * self._x
         self._x0: Tensor | None = None
         self._taken = 0
 
     def inputs(self) -> tuple[Tensor, ...]:
-        """Return the next inputs of the U-Net: x_t (M, C, H, W) float32, t (M,) int64 and, with labels, labels (M,)
-        int64.
+        """Return the next inputs of the U-Net: x_t (M, C, H, W) float32, t (M,) and, with labels, labels (M,) int64.
 
         M is N, or 2 N under guidance: all images with their labels, then all without.
         """
         x_t = torch.cat([self._x, self._x]) if self._guided else self._x
-        t = torch.full((len(x_t),), self._sampler.timesteps[self._taken], dtype=torch.int64, device=x_t.device)
+        time, dtype = self._sampler.times[self._taken], self._sampler.t_dtype
+        t = torch.full((len(x_t),), time, dtype=dtype, device=x_t.device)
         return (x_t, t) if self._labels is None else (x_t, t, self._labels)
 
     def take(self, prediction: Tensor) -> None:
@@ -183,7 +159,7 @@ class Drawing:
             prediction = unlabelled + self._guidance * (labelled - unlabelled)  # (N, C, H, W)
         sampler, number = self._sampler, self._taken
         needed = sampler.needs_noise(number)
-        noise = self._noise(Stream.SAMPLE + 1 + sampler.timesteps[number]) if needed else None
+        noise = self._noise(sampler.visits[number].stream) if needed else None
         self._x, self._x0 = sampler.step(number, self._x, prediction, noise=noise, previous_x0=self._x0)
         self._taken += 1
 

@@ -36,7 +36,7 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.device import DTYPES
 from ddpm_ds.diffusion.diffusers_config import scheduler_config
-from ddpm_ds.diffusion.objective import alpha_bars
+from ddpm_ds.diffusion.levels import alpha_bars
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
 from ddpm_ds.evaluate.trained import CONFIG, SCHEDULER_CONFIG, WEIGHTS, DiffusersFolder, Trained
 from ddpm_ds.files import sync

@@ -167,7 +167,7 @@ def check_file(path: Path, request: Request) -> bool:
 def titled_grid(trained: Trained, sampler: SamplerSpec, images: np.ndarray, labels: Tensor | None) -> Image.Image:
     """Return images (N, C, H, W) uint8 in a grid, with what drew them as its title and the names of labels (N,)."""
     run = (trained.run_dir or Path(trained.origin)).resolve().name
-    title = grid_title(run, trained.images_seen, sampler, trained.diffusion.timesteps, trained.weights)
+    title = grid_title(run, trained.images_seen, sampler, trained.diffusion, trained.weights)
     names = [] if trained.spec is None else class_names(trained.spec)
     classes = [] if labels is None else labels.tolist()
     return grid(torch.from_numpy(np.array(images)), title, [names[label] if names else str(label) for label in classes])

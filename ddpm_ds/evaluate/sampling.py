@@ -66,7 +66,7 @@ class Request(BaseModel):
             images_seen=trained.images_seen,
             digest=trained.digest,
             precision=next(name for name, (_, dtype) in DTYPES.items() if dtype is stored),
-            sampler=sampler.model_copy(update={"steps": sampler.steps_of(trained.diffusion.timesteps)}),
+            sampler=sampler.model_copy(update={"steps": sampler.steps_of(trained.diffusion)}),
             labels=None if labels is None else tuple(labels),
             **numbers,
         )
@@ -164,7 +164,7 @@ def sample(
     """
     sampler, classes = sampler or trained.sampler, trained.unet_spec.classes
     try:
-        check_sampler(sampler, timesteps=trained.diffusion.timesteps, classes=classes)
+        check_sampler(sampler, trained.diffusion, classes=classes)
     except ValueError as error:
         raise SpecError(str(error)) from None
     if labels == "all":

@@ -199,9 +199,9 @@ def describe_plan(plan: RunPlan, run_dir: Path) -> str:
             recompute = "off"
         case interval:
             recompute = f"every {counted(interval, 'layer')}"
-    steps = spec.sampler.steps_of(spec.diffusion.timesteps)
+    steps = spec.sampler.steps_of(spec.diffusion)
     levels, held_out = len(HELD_OUT_QUANTILES), spec.data.held_out_images
-    drawn = spec.samples.count * steps * (1 + spec.sampler.guides)
+    drawn = spec.samples.count * spec.sampler.evaluations_of(spec.diffusion) * (1 + spec.sampler.guides)
     lines = [
         f"run          {spec.name}: {plan.spec_path} with {plan.ds_path}",
         f"data         {data.source}, {data.image_size}x{data.image_size}x{data.channels}"

@@ -109,7 +109,7 @@ class Recorder:
             return
         try:
             path.parent.mkdir(exist_ok=True)
-            title = grid_title(run, images_seen, spec.sampler, spec.diffusion.timesteps, "ema")
+            title = grid_title(run, images_seen, spec.sampler, spec.diffusion, "ema")
             names = class_names(spec)
             write_png(grid(images, title, [names[i % len(names)] for i in range(len(images)) if names]), path)
         except OSError as error:

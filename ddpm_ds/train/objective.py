@@ -23,7 +23,7 @@ class Noised(NamedTuple):
     x0: Tensor
     """(N, C, H, W) fp32 in [-1, 1]"""
     t: Tensor
-    """(N,) int64"""
+    """(N,) int64, or float32 where noise levels are continuous"""
     eps: Tensor
     """(N, C, H, W) fp32"""
     labels: Tensor | None

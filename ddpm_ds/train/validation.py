@@ -18,7 +18,7 @@ from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.loader import Indices
 from ddpm_ds.diffusion.process import Diffusion
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
-from ddpm_ds.keyed import SAMPLE_SEED, Stream
+from ddpm_ds.keyed import SAMPLE_SEED
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.forward import ForwardPipeline
 from ddpm_ds.processes.watchdog import Watchdog
@@ -39,9 +39,7 @@ class HeldOutLoss:
         self._engine, self._classes = engine, spec.unet.classes
         self._store, self._positions = store.centre(spec.data.image_size), positions
         self._diffusion = Diffusion(spec.diffusion, NOISE_SEED, engine.device)
-        self._timesteps = [
-            max(round(spec.diffusion.timesteps * quantile / 100) - 1, 0) for quantile in HELD_OUT_QUANTILES
-        ]
+        self._held_out_at = [self._diffusion.levels.quantile(quantile) for quantile in HELD_OUT_QUANTILES]
         self._images = min(engine.micro_batch_size, len(positions))
         self._noised: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
 
@@ -58,7 +56,7 @@ class HeldOutLoss:
 
         def give(number: int) -> Carry:
             quantile, part = divmod(mine[number], parts)
-            return self._inputs(number, self._timesteps[quantile], part)
+            return self._inputs(number, self._held_out_at[quantile], part)
 
         def take(number: int, prediction: Tensor) -> None:
             x0, eps, t, counts = self._noised.pop(number)
@@ -74,17 +72,17 @@ class HeldOutLoss:
         values = {f"validation/loss_t{quantile}": loss for quantile, loss in by_quantile}
         return {"eval/loss": sum(losses) / len(losses), **values}
 
-    def _inputs(self, number: int, timestep: int, part: int) -> Carry:
+    def _inputs(self, number: int, level: tuple[float, int], part: int) -> Carry:
         """Return x_t, t and labels of one part; the last one is filled up with images that don't count."""
-        device, size = self._engine.device, self._images
+        device, size, (time, stream) = self._engine.device, self._images, level
         index = torch.arange(part * size, (part + 1) * size)
         counts = (index < len(self._positions)).double().to(device)
         index = index.clamp(max=len(self._positions) - 1)
         stored = self._positions[index.numpy()]
         index = index.to(device)
         x0 = self._diffusion.prepare(torch.from_numpy(self._store.images[stored]).to(device), index, flips=False)
-        t = torch.full_like(index, timestep)
-        eps = keyed.normal(NOISE_SEED, Stream.HELD_OUT + timestep, index, x0[0].numel()).view_as(x0)
+        t = torch.full_like(index, time, dtype=self._diffusion.levels.dtype)
+        eps = keyed.normal(NOISE_SEED, stream, index, x0[0].numel()).view_as(x0)
         eps = eps.contiguous(memory_format=torch.channels_last)
         self._noised[number] = x0, eps, t, counts
         x_t = self._diffusion.noised(x0, t, eps)
@@ -118,7 +116,7 @@ def draw_previews(spec: RunSpec, engine: UnetPipelineEngine, watchdog: Watchdog)
         )
         drawings.append(drawing)
     ForwardPipeline(engine, images * (2 if spec.sampler.guides else 1)).run(
-        rounds * len(sampler.timesteps),
+        rounds * len(sampler.times),
         lambda number: drawings[number % rounds].inputs(),
         lambda number, prediction: drawings[number % rounds].take(prediction),
         depth=rounds,

@@ -102,8 +102,8 @@ def sinusoid(t: Tensor, channels: int, *, sine_first: bool, shift: int) -> Tenso
 class Embed(nn.Module):
     """First layer: ``(x_t, t)`` or ``(x_t, t, labels)`` to the carry ``(x_t, emb)`` in the dtype of the weights.
 
-    x_t (N, C, H, W), t (N,) int64, labels (N,) int64. Without labels a class-conditional U-Net takes "no label",
-    which is the label `classes`.
+    x_t (N, C, H, W), t (N,) int64 or float32, labels (N,) int64. Without labels a class-conditional U-Net takes "no
+    label", which is the label `classes`.
     """
 
     def __init__(self, layer: EmbedLayer) -> None:
@@ -120,7 +120,7 @@ class Embed(nn.Module):
         x_t = x_t.to(self.linear1.weight.dtype, memory_format=torch.channels_last)
         label = None
         if self.layer.classes is not None:
-            label = labels[0] if labels else torch.full_like(t, self.layer.classes)
+            label = labels[0] if labels else torch.full_like(t, self.layer.classes, dtype=torch.int64)
         return x_t, self.compute(t, label, arithmetic_dtype(x_t.device.type, x_t.dtype)).to(x_t.dtype)
 
     def compute(self, t: Tensor, label: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image, ImageSequence
 
-from ddpm_ds.config.spec import SamplerSpec
+from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.data.pictures import GREY, grid, grid_title, picture, write_animation, write_png
 
 
@@ -52,10 +52,11 @@ def test_title_and_labels_stand_around_the_images_and_cover_none() -> None:
 
 def test_the_title_says_which_run_drew_what() -> None:
     made = SamplerSpec(kind="ddim")
-    assert grid_title("digits", 128_000, made, 1000, "ema") == (
+    assert grid_title("digits", 128_000, made, DiffusionSpec(), "ema") == (
         "digits, 128,000 images seen\nddim in 50 steps, averaged weights"
     )
-    assert grid_title("hub", None, made, 20, "export") == "hub\nddim in 20 steps, exported weights"
+    few = DiffusionSpec(timesteps=20)
+    assert grid_title("hub", None, made, few, "export") == "hub\nddim in 20 steps, exported weights"
 
 
 def test_an_animation_goes_from_the_first_picture_to_the_last_in_few_frames(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -10,7 +11,7 @@ from ddpm_ds.diffusion.samplers import Sampler
 
 
 def sample(
-    sampler: Sampler, denoise: Callable[[Tensor, int], Tensor], x: Tensor, noise: Callable[[int], Tensor]
+    sampler: Sampler, denoise: Callable[[Tensor, Any], Tensor], x: Tensor, noise: Callable[[Any], Tensor]
 ) -> Tensor:
     """The image (N, C, H, W) that begins as the noise `x` (N, C, H, W), in the dtype of `x`.
 
@@ -18,7 +19,7 @@ def sample(
     on leaving timestep t, asked for where it is needed.
     """
     previous_x0 = None
-    for number, t in enumerate(sampler.timesteps):
+    for number, t in enumerate(sampler.times):
         added = noise(t) if sampler.needs_noise(number) else None
         x, previous_x0 = sampler.step(number, x, denoise(x, t), noise=added, previous_x0=previous_x0)
     return x

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.diffusion.diffusers_config import _SchedulerArguments, diffusion_from_scheduler, scheduler_config
-from ddpm_ds.diffusion.objective import alpha_bars, betas
+from ddpm_ds.diffusion.levels import alpha_bars, betas
 from tests.launching import REPOSITORY
 
 DDPM_CIFAR10: dict[str, Any] = {  # google/ddpm-cifar10-32

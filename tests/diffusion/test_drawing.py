@@ -74,8 +74,8 @@ def test_a_drawing_is_the_sampler_with_keyed_noise(kind: str) -> None:
         sampler, lambda x_t, t: unet(x_t, torch.tensor([t, t])), noise(Stream.SAMPLE), lambda t: noise(2**21 + 1 + t)
     )
     drawing = drawing_of(sampler, index)
-    assert drawing.calls == len(sampler.timesteps) == 6
-    for t in sampler.timesteps:
+    assert drawing.calls == len(sampler.times) == 6
+    for t in sampler.times:
         with pytest.raises(AssertionError, match="of 6 predictions are still to take"):
             drawing.images()
         x_t, asked = drawing.inputs()

@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ddpm_ds.config.spec import DiffusionSpec
-from ddpm_ds.diffusion.choices import MAX_BETA, OBJECTIVES, SCHEDULES
-from ddpm_ds.diffusion.objective import Loss, NoiseLevel, add_noise, alpha_bars, betas, distance, weights
+from ddpm_ds.diffusion.choices import MAX_BETA, OBJECTIVES, timestep_schedules
+from ddpm_ds.diffusion.levels import NoiseLevel, alpha_bars, betas, weights
+from ddpm_ds.diffusion.objective import Loss, add_noise, distance
 from ddpm_ds.errors import SpecError
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", timestep_schedules())
 @pytest.mark.parametrize("timesteps", [1, 2, 10, 1000, 4000])
 def test_alpha_bar_falls_strictly_between_1_and_0(schedule: Any, timesteps: int) -> None:
     alpha_bar = alpha_bars(DiffusionSpec(schedule=schedule, timesteps=timesteps))
@@ -74,10 +75,10 @@ def sample(count: int) -> tuple[Tensor, Tensor]:
 
 
 def level_of(alpha_bar: Tensor) -> NoiseLevel:
-    return NoiseLevel(*(part[:, None, None, None] for part in NoiseLevel.of(alpha_bar)))
+    return NoiseLevel.of(alpha_bar).each()
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", timestep_schedules())
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_the_exact_prediction_gives_back_the_image(objective: str, schedule: Any) -> None:
     alpha_bar = alpha_bars(DiffusionSpec(schedule=schedule))

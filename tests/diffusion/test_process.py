@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ddpm_ds import keyed
 from ddpm_ds.config.spec import DiffusionSpec
-from ddpm_ds.diffusion.objective import alpha_bars
+from ddpm_ds.diffusion.levels import alpha_bars
 from ddpm_ds.diffusion.process import Diffusion
 from ddpm_ds.keyed import Stream
 
@@ -123,8 +123,9 @@ def test_timesteps_cover_all_levels(timesteps: int) -> None:
 def test_noise_levels_are_as_exact_as_float32_allows() -> None:
     for schedule in ("linear", "cosine", "sigmoid"):
         diffusion = process(schedule=schedule, weighting="min_snr")
-        assert {table.dtype for table in (*diffusion._levels, diffusion._weights)} == {torch.float32}
         level, alpha_bar = diffusion.level(torch.arange(1000)), alpha_bars(diffusion.spec)
+        weight = diffusion.levels.weights(torch.arange(1000))
+        assert {part.dtype for part in (level.signal, level.noise, weight)} == {torch.float32}
         assert level.signal.shape == level.noise.shape == (1000, 1, 1, 1)
         x_t = diffusion.noised(torch.ones(1000, 1, 2, 2), torch.arange(1000), torch.full((1000, 1, 2, 2), 2.0))
         assert torch.equal(x_t, (level.signal + 2.0 * level.noise).expand_as(x_t))

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
-from ddpm_ds.diffusion.choices import OBJECTIVES, SCHEDULES, Coefficients, ancestral, ddim, dpm_solver
-from ddpm_ds.diffusion.objective import NoiseLevel, alpha_bars, betas
-from ddpm_ds.diffusion.samplers import Sampler, visited
+from ddpm_ds.diffusion.choices import OBJECTIVES, Coefficients, ancestral, ddim, dpm_solver, timestep_schedules
+from ddpm_ds.diffusion.levels import NoiseLevel, alpha_bars, betas, visited
+from ddpm_ds.diffusion.samplers import Sampler
 from tests.diffusion.sampling import sample
 
 KINDS = ("ddpm", "ddim", "dpm_solver")
@@ -40,7 +40,7 @@ def no_noise(t: int) -> Tensor:
     raise AssertionError(f"noise was asked for at timestep {t}")
 
 
-def gaussian(diffusion: DiffusionSpec, mu: float, s: float) -> Callable[[Tensor, int], Tensor]:
+def gaussian(diffusion: DiffusionSpec, mu: float, s: float) -> Callable[[Tensor, Any], Tensor]:
     """The best denoiser of data ~ N(mu, s^2), in the objective of `diffusion`, float64."""
     levels = NoiseLevel.of(alpha_bars(diffusion))
 
@@ -62,15 +62,15 @@ def gaussian(diffusion: DiffusionSpec, mu: float, s: float) -> Callable[[Tensor,
 def test_timesteps_fall_strictly_for_every_number_of_steps(kind: Any, spacing: Any) -> None:
     for total in (*range(1, 41), 100):
         for steps in range(1, total + 1):
-            t = visited(SamplerSpec(kind=kind, spacing=spacing, steps=steps), total)
+            t = visited(SamplerSpec(kind=kind, spacing=spacing, steps=steps), DiffusionSpec(timesteps=total))
             assert len(t) == steps and sorted(set(t), reverse=True) == list(t) and t[-1] >= 0 and t[0] < total
             assert spacing == "leading" or t[0] == total - 1
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("ddpm", 1000), ("ddim", 50), ("dpm_solver", 20)])
 def test_steps_that_are_not_given_are_those_of_the_kind(kind: Any, expected: int) -> None:
-    assert len(sampler_of(kind=kind).timesteps) == expected
-    assert len(sampler_of(DiffusionSpec(timesteps=8), kind=kind).timesteps) == 8
+    assert len(sampler_of(kind=kind).times) == expected
+    assert len(sampler_of(DiffusionSpec(timesteps=8), kind=kind).times) == 8
 
 
 # The papers' algorithms
@@ -186,7 +186,7 @@ def test_the_error_falls_with_the_order_of_the_solver(kind: Any, order: int) -> 
     for steps in (16, 32, 64, 128):
         sampler = sampler_of(diffusion, kind=kind, steps=steps, clip="none")
         x, x0 = start, None
-        for number, t in enumerate(sampler.timesteps[: sampler.timesteps.index(end)]):
+        for number, t in enumerate(sampler.times[: sampler.times.index(end)]):
             x, x0 = sampler.step(number, x, denoise(x, t), noise=None, previous_x0=x0)
         errors.append((x - exact).abs().max().item())
     ratios = [before / after for before, after in pairwise(errors)]
@@ -195,7 +195,7 @@ def test_the_error_falls_with_the_order_of_the_solver(kind: Any, order: int) -> 
 
 @pytest.mark.parametrize("kind", ["ddim", "dpm_solver"])
 @pytest.mark.parametrize("spacing", SPACINGS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", timestep_schedules())
 def test_deterministic_samplers_are_exact_for_data_that_is_a_point(schedule: Any, spacing: Any, kind: Any) -> None:
     diffusion = DiffusionSpec(schedule=schedule)
     sampler = sampler_of(diffusion, kind=kind, steps=20, spacing=spacing, clip="none")
@@ -206,7 +206,7 @@ def test_deterministic_samplers_are_exact_for_data_that_is_a_point(schedule: Any
         torch.testing.assert_close(x_t, levels.signal[t] * 0.3 + levels.noise[t] * eps)
         return denoise(x_t, t)
 
-    first = sampler.timesteps[0]
+    first = int(sampler.times[0])
     drawn = sample(sampler, on_the_path, levels.signal[first] * 0.3 + levels.noise[first] * eps, no_noise)
     torch.testing.assert_close(drawn, torch.full_like(drawn, 0.3))
 
@@ -219,10 +219,10 @@ def test_each_variance_of_ddpm_is_exact_for_the_data_it_is_exact_for(
     # Source: DDPM, section 3.2: beta for x0 ~ N(0, 1), the posterior's for x0 a point.
     diffusion = DiffusionSpec(objective="v")
     sampler = sampler_of(diffusion, kind="ddpm", variance=variance, steps=steps, clip="none")
-    denoise, alpha_bar = gaussian(diffusion, mu, s), alpha_bars(diffusion)[list(sampler.timesteps)]
+    denoise, alpha_bar = gaussian(diffusion, mu, s), alpha_bars(diffusion)[list(sampler.times)]
     expected = torch.stack((alpha_bar.sqrt() * mu, alpha_bar * s**2 + 1 - alpha_bar), dim=1)  # (S, mean and variance)
     found, (mean, spread) = [], expected[0].tolist()
-    for number, t in enumerate(sampler.timesteps):
+    for number, t in enumerate(sampler.times):
         found.append((mean, spread))
         # The step is linear, so three probes give the mean and variance of what it makes.
         x_t = torch.tensor([mean, mean + 1.0, mean], dtype=torch.float64).reshape(3, 1, 1, 1)
@@ -232,7 +232,7 @@ def test_each_variance_of_ddpm_is_exact_for_the_data_it_is_exact_for(
     torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), expected)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", timestep_schedules())
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_objective_draws_the_same_images(kind: Any, schedule: Any) -> None:
     drawn = []
@@ -247,7 +247,7 @@ def test_every_objective_draws_the_same_images(kind: Any, schedule: Any) -> None
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", timestep_schedules())
 def test_clipping_keeps_half_precision_predictions_harmless_at_no_signal(
     schedule: Any, objective: Any, kind: Any
 ) -> None:
@@ -268,8 +268,13 @@ def test_clipping_keeps_half_precision_predictions_harmless_at_no_signal(
         assert all(x_t.dtype == torch.float32 and x_t.abs().max() < 6 for x_t, _ in seen)
         # The image is the last x0. Wherever x_t has come to, the exact prediction for it gives 0.5: off are only the
         # prediction, by half a unit of its precision, and three roundings of terms up to x_t to fp32.
-        level = NoiseLevel.of(alpha_bars(diffusion)[sampler.timesteps[-1]])
-        grows: Any = {"eps": level.noise / level.signal, "x0": 1.0, "v": level.noise}[objective]
+        level = NoiseLevel.of(alpha_bars(diffusion)[int(sampler.times[-1])])
+        grows: Any = {
+            "eps": level.noise / level.signal,
+            "x0": 1.0,
+            "v": level.noise,
+            "velocity": level.noise / (level.signal + level.noise),
+        }[objective]
         x_t, prediction = (tensor.abs().max().item() for tensor in seen[-1])
         rounding = prediction * torch.finfo(dtype).eps / 2 * grows + 3 * x_t * 2**-24 / level.signal
         assert (drawn - point).abs().max() <= rounding

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.diffusion.diffusers_config import scheduler_config
-from ddpm_ds.diffusion.objective import alpha_bars
-from ddpm_ds.diffusion.samplers import Sampler, visited
+from ddpm_ds.diffusion.levels import alpha_bars, visited
+from ddpm_ds.diffusion.samplers import Sampler
 from tests.diffusion.sampling import sample
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers, an optional extra, is not installed")
@@ -47,7 +47,7 @@ def scheduler_of(diffusion: DiffusionSpec, sampler: SamplerSpec, *, exact: bool 
     alpha_bar = alpha_bars(diffusion)
     if exact:
         scheduler.alphas_cumprod = alpha_bar
-    scheduler.set_timesteps(sampler.steps_of(diffusion.timesteps))
+    scheduler.set_timesteps(sampler.steps_of(diffusion))
     if exact and sampler.kind == "dpm_solver":
         sigmas = ((1 - alpha_bar) / alpha_bar).sqrt()[scheduler.timesteps]
         scheduler.sigmas = torch.cat([sigmas, torch.zeros(1, dtype=torch.float64)])
@@ -62,7 +62,7 @@ def compare(diffusion: DiffusionSpec, spec: SamplerSpec) -> None:
     """Take every step with both, from our x_t in fp64."""
     sampler, scheduler = Sampler(spec, diffusion), scheduler_of(diffusion, spec)
     x_t, x0 = normal(0), None
-    for number, (t, next_t) in enumerate(zip(sampler.timesteps, (*sampler.timesteps[1:], -1), strict=True)):
+    for number, (t, next_t) in enumerate(zip(sampler.times, (*sampler.times[1:], -1), strict=True)):
         prediction, noise = normal(1 + number, 1.5), normal(100 + number)
         tolerance: dict[str, Any] = {}
         if spec.kind == "ddpm":
@@ -71,9 +71,9 @@ def compare(diffusion: DiffusionSpec, spec: SamplerSpec) -> None:
             expected_x0 = theirs.pred_original_sample
             expected = theirs.prev_sample if next_t >= 0 else expected_x0
         elif spec.kind == "ddim":
-            if spec.spacing == "linspace" or 1000 % len(sampler.timesteps):
+            if spec.spacing == "linspace" or 1000 % len(sampler.times):
                 # diffusers goes T // S down, wherever the next timestep is: make that the way to it.
-                scheduler.num_inference_steps = Fraction(1000, t - next_t)
+                scheduler.num_inference_steps = Fraction(1000, int(t - next_t))
             how = {"eta": spec.eta, "use_clipped_model_output": True, "variance_noise": noise}
             theirs = scheduler.step(prediction, t, x_t, **how)
             expected, expected_x0 = theirs.prev_sample, theirs.pred_original_sample
@@ -123,7 +123,7 @@ def test_timesteps_are_those_of_diffusers_where_it_has_enough(
     steps, total = steps_and_timesteps
     diffusion, spec = DiffusionSpec(timesteps=total), SamplerSpec(kind=kind, spacing=spacing, steps=steps)
     theirs = scheduler_of(diffusion, spec, exact=False).timesteps.tolist()
-    ours = list(visited(spec, total))
+    ours = list(visited(spec, diffusion))
     if len(theirs) == steps + 1:  # the rounding of numpy.arange
         assert spacing == "trailing" and theirs.pop() == -1
     if (spacing, steps) == ("linspace", 1) and kind != "dpm_solver":

@@ -21,7 +21,7 @@ from torch import Tensor
 from ddpm_ds.cli.main import main
 from ddpm_ds.cli.sample import add_drawing_options, sampler_from
 from ddpm_ds.cli.sample import main as sample_launched
-from ddpm_ds.config.spec import SamplerSpec
+from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.data.pictures import grid
 from ddpm_ds.errors import SpecError
 from ddpm_ds.evaluate import outputs, sampling
@@ -95,7 +95,7 @@ def test_half_precision_draws_nearly_the_same(trained: Trained, dtype: torch.dty
 def made_of(run: SamplerSpec, *arguments: str, classes: int | None = 10) -> SamplerSpec:
     parser = argparse.ArgumentParser()
     add_drawing_options(parser)
-    return sampler_from(parser.parse_args(["PATH", *arguments]), run, timesteps=1000, classes=classes)
+    return sampler_from(parser.parse_args(["PATH", *arguments]), run, DiffusionSpec(), classes=classes)
 
 
 def test_options_change_the_runs_own_sampler() -> None:
@@ -110,7 +110,7 @@ def test_options_change_the_runs_own_sampler() -> None:
 def test_another_kind_begins_with_its_own_steps_and_no_noise() -> None:
     run = SamplerSpec(kind="ddim", steps=200, eta=1.0, guidance=2.0)
     changed = made_of(run, "--sampler", "dpm_solver")
-    assert (changed.steps_of(1000), changed.eta, changed.guidance) == (20, 0.0, 2.0)
+    assert (changed.steps_of(DiffusionSpec()), changed.eta, changed.guidance) == (20, 0.0, 2.0)
     assert made_of(run, "--sampler", "dpm_solver", "--steps", "5").steps == 5
 
 

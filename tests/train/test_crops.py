@@ -17,6 +17,7 @@ from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.loader import micro_batches, split
 from ddpm_ds.data.prepare import cache_path, prepare
 from ddpm_ds.errors import CheckpointError
+from ddpm_ds.keyed import Stream
 from ddpm_ds.train.objective import Denoising, Noised
 from ddpm_ds.train.resume import check_resume
 from ddpm_ds.train.validation import HeldOutLoss
@@ -70,7 +71,7 @@ def test_held_out_loss_is_of_centres(spec: RunSpec, store: DatasetCache) -> None
     _, positions = split(len(store), 20)
     engine = cast(Any, SimpleNamespace(device=CPU, micro_batch_size=16))
     held_out = HeldOutLoss(spec, engine, store, positions)
-    x_t, *_ = held_out._inputs(0, timestep=5, part=0)
+    x_t, *_ = held_out._inputs(0, (5, Stream.HELD_OUT + 5), part=0)
     x0, eps, *_ = held_out._noised[0]
     expected = torch.from_numpy(np.asarray(store.images)[positions[:16], :, 1:9, 1:9]) / 127.5 - 1.0
     assert torch.equal(x0, expected)

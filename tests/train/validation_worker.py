@@ -8,7 +8,7 @@ Rank r writes ``REPORT_FOLDER/rank{r}.json``: a record for each case.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -53,10 +53,13 @@ class Look:
     count: int = 10
     schedule: Schedule = "1f1b"
     across: AcrossHosts = "stages"
+    process: dict[str, str] = field(default_factory=dict)
 
     def spec(self) -> RunSpec:
         sampler = {"kind": self.kind, "steps": 3, "guidance": self.guidance}
-        return tiny_spec(sampler=sampler, samples={"count": self.count}, data={"held_out_images": HELD_OUT})
+        return tiny_spec(
+            diffusion=self.process, sampler=sampler, samples={"count": self.count}, data={"held_out_images": HELD_OUT}
+        )
 
 
 def store_of(spec: RunSpec) -> DatasetCache:
@@ -121,8 +124,10 @@ def measured_alone(spec: RunSpec, unet: UNet, store: DatasetCache) -> dict[str, 
     labels = torch.from_numpy(store.labels[positions])
     values = {}
     for percent in range(10, 100, 10):
-        t = torch.full((HELD_OUT,), 10 * percent - 1)
-        eps = normal(NOISE_SEED, Stream.HELD_OUT + 10 * percent - 1, index, 64).view_as(x0)
+        time, stream = diffusion.levels.quantile(percent)
+        assert spec.diffusion.schedule == "edm" or (time, stream) == (10 * percent - 1, Stream.HELD_OUT + time)
+        t = torch.full((HELD_OUT,), time)
+        eps = normal(NOISE_SEED, stream, index, 64).view_as(x0)
         prediction = unet(diffusion.noised(x0, t, eps), t, labels)
         values[f"validation/loss_t{percent}"] = diffusion.loss(prediction, x0, eps, t).item()
     return {"eval/loss": sum(values.values()) / 9, **values}

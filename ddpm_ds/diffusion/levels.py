@@ -1,0 +1,227 @@
+"""Noise levels of a diffusion process: which are trained at, what the U-Net is told of them, which samplers visit.
+
+A noise level is the pair (signal, noise): x_t = signal x0 + noise eps. With timesteps it is
+(sqrt(alpha_bar), sqrt(1 - alpha_bar)) rather than alpha_bar, since in float32 1 - alpha_bar loses three digits at the
+first timesteps. Tables are float64 on the CPU, because betas of 1e-4 and signals of 1e-9 meet in 1 - alpha_bar. Index 0
+is the paper's t = 1: the least noise, never none.
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+from typing import NamedTuple, Protocol, assert_never
+
+import torch
+from torch import Tensor
+
+from ddpm_ds import keyed
+from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
+from ddpm_ds.diffusion.choices import OBJECTIVES, SAMPLERS, SCHEDULES, ContinuousSchedule, evaluations
+from ddpm_ds.keyed import Stream
+
+
+def betas(spec: DiffusionSpec) -> Tensor:
+    """Return the variance of the noise that each step adds, (T,) float64; the schedules are in
+    :data:`ddpm_ds.diffusion.choices.SCHEDULES`.
+
+    Raises:
+        SpecError: a beta of the linear schedule is not below 1.
+    """
+    schedule = SCHEDULES[spec.schedule]
+    assert not isinstance(schedule, ContinuousSchedule), "it has no timesteps"
+    return schedule.betas(spec)
+
+
+def alpha_bars(spec: DiffusionSpec) -> Tensor:
+    """Return the share of the image's variance that is left, strictly falling, (T,) float64. Source: DDPM, above eq. 4.
+
+    Raises:
+        SpecError: a beta of the linear schedule is not below 1.
+    """
+    return torch.cumprod(1.0 - betas(spec), dim=0)
+
+
+class NoiseLevel(NamedTuple):
+    """Factors of the image and of the noise in x_t; each broadcasts over (N, C, H, W)."""
+
+    signal: Tensor
+    """With timesteps sqrt(alpha_bar)."""
+    noise: Tensor
+    """With timesteps sqrt(1 - alpha_bar)."""
+    data: float = 1.0
+    """Standard deviation that the process takes images to have: (signal data)^2 + noise^2 is 1 but in flow matching."""
+
+    @classmethod
+    def of(cls, alpha_bar: Tensor) -> NoiseLevel:
+        """Return the level of a float64 alpha_bar, in the same shape and dtype."""
+        return cls(alpha_bar.sqrt(), (1.0 - alpha_bar).sqrt())
+
+    def each(self) -> NoiseLevel:
+        """Return the levels (N,) as (N, 1, 1, 1)."""
+        return NoiseLevel(self.signal[:, None, None, None], self.noise[:, None, None, None], self.data)
+
+
+class Visit(NamedTuple):
+    """Evaluation of the U-Net by a sampler."""
+
+    t: float
+    """What the U-Net is told of the noise level: an int with timesteps."""
+    level: NoiseLevel
+    """Noise level, float64 scalars."""
+    alpha_bar: float
+    """Share of the image in the variance of x_t, for an image of variance 1."""
+    size: float
+    """Standard deviation of x_t, for an image of variance 1; 1 with timesteps."""
+    stream: int
+    """Stream of the noise that is added on leaving it."""
+
+
+class Levels(Protocol):
+    """Noise levels of a process, on a device; `t` (N,) is int64 with timesteps, float32 where levels are continuous."""
+
+    dtype: torch.dtype
+    """That of t."""
+
+    def draw(self, seed: int, index: Tensor) -> Tensor:
+        """Return the t at which each image is trained, (N,); `index` (N,) int64 are image indices."""
+
+    def level(self, t: Tensor) -> NoiseLevel:
+        """Return the noise levels, (N,) float32 each."""
+
+    def weights(self, t: Tensor) -> Tensor:
+        """Return the weight of each loss, (N,) float32."""
+
+    def quantile(self, percent: int) -> tuple[float, int]:
+        """Return the t below which so many per cent of the training is, and the stream of its held-out noise."""
+
+    def visits(self, sampler: SamplerSpec) -> list[Visit]:
+        """Return the evaluations of a sampler, from noise to image."""
+
+
+class Timesteps:
+    """Levels of T timesteps, as in DDPM; stateless but for float32 tables on `device`.
+
+    Raises:
+        SpecError: the schedule is impossible.
+    """
+
+    dtype = torch.int64
+
+    def __init__(self, spec: DiffusionSpec, device: torch.device | str = "cpu") -> None:
+        self._spec = spec
+        self._alpha_bar = alpha_bars(spec)  # (T,) float64: round once, at the end
+        signal, noise, _ = NoiseLevel.of(self._alpha_bar)
+        self._signal, self._noise = signal.float().to(device), noise.float().to(device)
+        self._weights = weights(spec, self._alpha_bar).float().to(device)
+
+    def draw(self, seed: int, index: Tensor) -> Tensor:
+        """Source: DDPM, algorithm 1. Our t is the paper's t - 1."""
+        return keyed.integers(seed, Stream.TIMESTEP, index, self._spec.timesteps)
+
+    def level(self, t: Tensor) -> NoiseLevel:
+        return NoiseLevel(self._signal[t], self._noise[t])
+
+    def weights(self, t: Tensor) -> Tensor:
+        return self._weights[t]
+
+    def quantile(self, percent: int) -> tuple[int, int]:
+        t = max(round(self._spec.timesteps * percent / 100) - 1, 0)
+        return t, Stream.HELD_OUT + t
+
+    def visits(self, sampler: SamplerSpec) -> list[Visit]:
+        return [
+            Visit(t, NoiseLevel.of(self._alpha_bar[t]), float(self._alpha_bar[t]), 1.0, Stream.SAMPLE + 1 + t)
+            for t in map(int, evaluations(sampler, visited(sampler, self._spec)))
+        ]
+
+
+class Continuous:
+    """Levels of a :class:`ddpm_ds.diffusion.choices.ContinuousSchedule`; stateless."""
+
+    dtype = torch.float32
+
+    def __init__(self, spec: DiffusionSpec) -> None:
+        schedule = SCHEDULES[spec.schedule]
+        assert isinstance(schedule, ContinuousSchedule)
+        self._spec, self._schedule = spec, schedule
+
+    def draw(self, seed: int, index: Tensor) -> Tensor:
+        return self._schedule.time(self._spec, keyed.normal(seed, Stream.TIMESTEP, index, 1)[:, 0])
+
+    def level(self, t: Tensor) -> NoiseLevel:
+        return self._schedule.level(self._spec, t)
+
+    def weights(self, t: Tensor) -> Tensor:
+        """All 1: Karras et al. 2022, eq. 8, cancel the weight of the loss of F."""
+        return torch.ones_like(t)
+
+    def quantile(self, percent: int) -> tuple[float, int]:
+        normal = torch.tensor(NormalDist().inv_cdf(percent / 100), dtype=torch.float64)
+        return float(self._schedule.time(self._spec, normal)), Stream.HELD_OUT + percent
+
+    def visits(self, sampler: SamplerSpec) -> list[Visit]:
+        times = self._schedule.visited(sampler, sampler.steps_of(self._spec))
+        levels = [self._schedule.level(self._spec, torch.tensor(t, dtype=torch.float64)) for t in times]
+        sizes = [math.hypot(level.signal, level.noise) for level in levels]
+        return [
+            Visit(t, level, (float(level.signal) / size) ** 2, size, Stream.SAMPLE + 1 + number)
+            for number, (t, level, size) in enumerate(zip(times, levels, sizes, strict=True))
+        ]
+
+
+def levels_of(spec: DiffusionSpec, device: torch.device | str = "cpu") -> Levels:
+    """Return the noise levels of a process, with their tables on `device`.
+
+    Raises:
+        SpecError: the schedule is impossible.
+    """
+    return Continuous(spec) if isinstance(SCHEDULES[spec.schedule], ContinuousSchedule) else Timesteps(spec, device)
+
+
+def weights(spec: DiffusionSpec, alpha_bar: Tensor) -> Tensor:
+    """Return the weight of each timestep's loss, in the shape and dtype of alpha_bar (float64).
+
+    min_snr is min(snr, gamma) as a weight of the squared error of x0. The error of eps is snr times, that of v
+    snr + 1 times the error of x0, so their weights are divided by it. Source: Hang et al. 2023 (Min-SNR-gamma).
+    """
+    match spec.weighting:
+        case "uniform":
+            return torch.ones_like(alpha_bar)
+        case "min_snr":
+            return OBJECTIVES[spec.objective].min_snr(alpha_bar / (1.0 - alpha_bar), spec.min_snr_gamma)
+        case unknown:
+            assert_never(unknown)
+
+
+def visited(sampler: SamplerSpec, diffusion: DiffusionSpec) -> tuple[int, ...]:
+    """Return the `steps` timesteps of [0, T) that are visited, strictly falling.
+
+    They are those of the diffusers scheduler of the same kind and spacing, with S steps:
+
+    - trailing: T - 1 and down by T / S, rounded, for every kind.
+    - leading: multiples of T // S from 0 up; for a kind that leaves out 0, as dpm_solver does, of T // (S + 1).
+    - linspace: S points from T - 1 to 0, rounded; for a kind that leaves out 0 S + 1 points, without 0.
+
+    Where diffusers has no falling list of S timesteps this one has: all of them when S = T, and T - 1 for one step of
+    linspace. The previous timestep is always the next in the list. Source: Lin et al. 2023, table 2.
+    """
+    steps, timesteps = sampler.steps_of(diffusion), diffusion.timesteps
+    if steps == timesteps:
+        return tuple(reversed(range(timesteps)))
+    points = steps + 1 if SAMPLERS[sampler.kind].leaves_out_zero else steps
+    # With S < T neighbours are more than 1 apart before rounding, so they stay apart: 1 + 1 / S is far above the
+    # error of floats, and two halves that round to the same even number are exactly 1 apart.
+    match sampler.spacing:
+        case "trailing":
+            gap = timesteps - (timesteps - timesteps / steps)  # as numpy.arange has it, so that halves round alike
+            return tuple(round(timesteps - number * gap) - 1 for number in range(steps))
+        case "leading":
+            return tuple(timesteps // points * point for point in reversed(range(points)))[:steps]
+        case "linspace":
+            if points == 1:
+                return (timesteps - 1,)
+            gap = (timesteps - 1) / (points - 1)
+            return tuple(round(point * gap) for point in reversed(range(points)))[:steps]
+        case unknown:
+            assert_never(unknown)

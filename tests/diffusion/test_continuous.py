@@ -1,0 +1,236 @@
+"""EDM and flow matching are the papers' formulas, in training and in drawing.
+
+What must be equal is compared in float64, in which ``assert_close`` allows 1e-7. An error of 2^-53 is divided by the
+smallest signal, 1 / 80, in each of fifty steps at most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from torch import Tensor
+
+from ddpm_ds import keyed
+from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec, check_sampler
+from ddpm_ds.diffusion.choices import OBJECTIVES
+from ddpm_ds.diffusion.levels import Continuous, NoiseLevel
+from ddpm_ds.diffusion.process import Diffusion
+from ddpm_ds.diffusion.samplers import Drawing, Sampler
+from ddpm_ds.keyed import Stream
+from tests.diffusion.sampling import sample
+from tests.launching import tiny_spec
+
+EDM = DiffusionSpec(schedule="edm", objective="v", sigma_data=0.6)
+FLOW = DiffusionSpec(schedule="flow", objective="velocity")
+SHAPE = (5, 3, 4, 4)
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape or SHAPE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def network(x: Tensor, t: Any) -> Tensor:
+    """Any function of the scaled input and of t."""
+    return torch.sin(3.0 * x + 0.7 * t) + 0.1 * x.flip(-1)
+
+
+def edm_denoiser(scaled: Callable[[Tensor, float], Tensor]) -> Callable[[Tensor, float], Tensor]:
+    """D of Karras et al. 2022, eq. 7 and table 1, in x = image + sigma noise; F is minus the U-Net's prediction."""
+
+    def denoise(x: Tensor, sigma: float) -> Tensor:
+        root = math.sqrt(sigma**2 + 0.6**2)
+        c_skip, c_out, c_in, c_noise = 0.6**2 / root**2, sigma * 0.6 / root, 1.0 / root, math.log(sigma) / 4.0
+        return c_skip * x - c_out * scaled(c_in * x, c_noise)
+
+    return denoise
+
+
+def test_edm_trains_the_loss_of_karras_et_al() -> None:
+    x0, eps, sigma = normal(0), normal(1), torch.tensor([0.002, 0.1, 0.6, 5.0, 80.0], dtype=torch.float64)
+    t = sigma.log() / 4.0
+    level = Continuous(EDM).level(t).each()
+    x = x0 + sigma[:, None, None, None] * eps
+    prediction = network(level.signal * x0 + level.noise * eps, t[:, None, None, None])
+    denoise = edm_denoiser(network)
+    expected = torch.stack([denoise(*pair) for pair in zip(x, sigma.tolist(), strict=True)])
+    found = OBJECTIVES["v"].to_x0(prediction, level.signal * x0 + level.noise * eps, level)
+    torch.testing.assert_close(found, expected)
+    # eq. 2 with the weight of table 1 is the unweighted error of the prediction
+    weight = (sigma**2 + 0.6**2) / (sigma * 0.6) ** 2
+    loss = weight * (expected - x0).square().mean(dim=(1, 2, 3))
+    error = (prediction - OBJECTIVES["v"].target(x0, eps, level)).square().mean(dim=(1, 2, 3))
+    torch.testing.assert_close(error, loss, rtol=1e-6, atol=0.0)
+
+
+def test_flow_matching_predicts_the_way_from_image_to_noise() -> None:
+    x0, eps, t = normal(0), normal(1), torch.tensor([0.0, 250.0, 500.0, 900.0, 1000.0], dtype=torch.float64)
+    level, time = Continuous(FLOW).level(t).each(), (t / 1000)[:, None, None, None]
+    x_t = level.signal * x0 + level.noise * eps
+    torch.testing.assert_close(x_t, (1 - time) * x0 + time * eps)
+    target = OBJECTIVES["velocity"].target(x0, eps, level)
+    torch.testing.assert_close(target, eps - x0)
+    torch.testing.assert_close(OBJECTIVES["velocity"].to_x0(target, x_t, level), x0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "of_level"),
+    [
+        (EDM, lambda t: (4.0 * t + 1.2) / 1.2),
+        (EDM.model_copy(update={"noise_mean": -0.4, "noise_std": 1.0}), lambda t: 4.0 * t + 0.4),
+        (FLOW, lambda t: (t / 1000).logit()),
+    ],
+    ids=["edm", "edm2", "flow"],
+)
+def test_noise_levels_are_drawn_by_the_image_from_the_papers_distribution(spec: DiffusionSpec, of_level: Any) -> None:
+    process, index = Diffusion(spec, 3, "cpu"), torch.arange(20_000)
+    t, _ = process.draw(index, (20_000, 1, 2, 2))
+    assert t.dtype == torch.float32 and torch.equal(process.draw(index[7:9], (2, 1, 2, 2))[0], t[7:9])
+    z = of_level(t.double())
+    # means of 20,000 draws: five standard errors
+    assert z.mean().abs() < 5 / math.sqrt(20_000) and (z.var() - 1).abs() < 5 * math.sqrt(2 / 20_000)
+    for percent in (10, 50, 90):
+        below, stream = process.levels.quantile(percent)
+        share = (t < below).double().mean() - percent / 100
+        assert share.abs() < 5 * math.sqrt(0.25 / 20_000) and stream == Stream.HELD_OUT + percent
+
+
+def heun_of_the_paper(
+    denoise: Callable[[Tensor, float], Tensor],
+    eps: Tensor,
+    sigmas: list[float],
+    spec: SamplerSpec,
+    noises: list[Tensor],
+) -> Tensor:
+    """Algorithm 2 of Karras et al. 2022; without churn it is algorithm 1."""
+    steps, x, low_high = len(sigmas), eps * sigmas[0], spec.churn_between
+    for number, (sigma, end) in enumerate(zip(sigmas, [*sigmas[1:], 0.0], strict=True)):
+        gamma = min(spec.churn / steps, math.sqrt(2) - 1) if low_high[0] <= sigma <= low_high[1] else 0.0
+        raised = sigma + gamma * sigma
+        x = x + math.sqrt(raised**2 - sigma**2) * spec.churn_noise * noises[number]
+        slope = (x - denoise(x, raised)) / raised
+        following = x + (end - raised) * slope
+        if end:
+            following = x + (end - raised) * (slope + (following - denoise(following, end)) / end) / 2
+        x = following
+    return x
+
+
+@pytest.mark.parametrize("steps", [1, 2, 18])
+@pytest.mark.parametrize("churn", [0.0, 5.0, 100.0])
+def test_heun_is_the_algorithm_of_the_paper(churn: float, steps: int) -> None:
+    spec = SamplerSpec(
+        kind="heun", steps=steps, churn=churn, churn_between=(0.05, 50.0), churn_noise=1.003, sigma_max=60, clip="none"
+    )
+    sampler, roots = Sampler(spec, EDM), [60.0 ** (1 / 7), 0.002 ** (1 / 7)]
+    sigmas = [(roots[0] + i / max(steps - 1, 1) * (roots[1] - roots[0])) ** 7 for i in range(steps)]
+    assert len(sampler.visits) == 2 * steps - 1 == spec.evaluations_of(EDM)
+    noises = [normal(10 + number) for number in range(steps)]
+    # our noise is added on leaving the correction that ends a step, so before the next one
+    streams = {Stream.SAMPLE + 2 * number: noises[number] for number in range(1, steps)}
+    by_time = {visit.t: streams[visit.stream] for visit in sampler.visits if visit.stream in streams}
+    scale = 60.0 / math.sqrt(60.0**2 + 0.6**2)
+    drawn = sample(sampler, network, scale * normal(0), lambda t: by_time[t])
+    torch.testing.assert_close(drawn, heun_of_the_paper(edm_denoiser(network), normal(0), sigmas, spec, noises))
+    asked = [sampler.needs_noise(number) for number in range(len(sampler.visits))]
+    assert any(asked) == bool(churn and steps > 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "theirs"), [("ddim", "EDMEulerScheduler"), ("dpm_solver", "EDMDPMSolverMultistepScheduler")]
+)
+def test_other_samplers_of_edm_are_those_of_diffusers(kind: str, theirs: str) -> None:
+    diffusion = EDM.model_copy(update={"sigma_data": 0.5})
+    sampler = Sampler(SamplerSpec(kind=kind, steps=12, clip="none"), diffusion)
+    options: dict[str, Any] = {"euler_at_final": True} if kind == "dpm_solver" else {}
+    scheduler = getattr(diffusers, theirs)(sigma_data=0.5, prediction_type="v_prediction", **options)
+    scheduler.set_timesteps(12)
+    x = normal(0).float() * scheduler.sigmas[0]
+    for t in scheduler.timesteps:
+        scaled = scheduler.scale_model_input(x, t)
+        x = scheduler.step(network(scaled, t), t, x).prev_sample
+    start = sampler.visits[0].level.noise * normal(0).float()
+    drawn = sample(sampler, network, start, lambda t: pytest.fail("no noise"))
+    assert sampler.times == pytest.approx(scheduler.timesteps.tolist(), rel=1e-5)
+    # float32, in which sigmas of 80 meet images of 1: 80 x 2^-24 in each of 12 steps
+    torch.testing.assert_close(drawn, x, rtol=0.0, atol=12 * 80 * 2.0**-24)
+
+
+def test_eulers_steps_of_flow_matching_go_along_the_velocity() -> None:
+    x, steps = normal(0), 8
+    sampler = Sampler(SamplerSpec(kind="ddim", steps=steps, clip="none"), FLOW)
+    expected = x
+    for number in range(steps):
+        time = 1 - number / steps
+        expected = expected - network(expected, 1000 * time) / steps
+    drawn = sample(sampler, network, x, lambda t: pytest.fail("no noise"))
+    torch.testing.assert_close(drawn, expected)
+
+
+@pytest.mark.parametrize(("diffusion", "kind", "order"), [(EDM, "ddim", 1), (EDM, "heun", 2), (EDM, "dpm_solver", 2)])
+def test_errors_shrink_by_the_order_of_the_sampler(diffusion: DiffusionSpec, kind: str, order: int) -> None:
+    """Data ~ N(0.3, 0.5^2), whose best denoiser is known, and whose images are those of its noise in a straight way."""
+
+    def exact(x_t: Tensor, level: NoiseLevel) -> Tensor:
+        variance = (level.signal * 0.5) ** 2 + level.noise**2
+        centred = x_t - level.signal * 0.3
+        x0, eps = 0.3 + level.signal * 0.25 / variance * centred, level.noise / variance * centred
+        return OBJECTIVES["v"].target(x0, eps, level)
+
+    errors = []
+    for steps in (32, 64, 128):
+        spec = SamplerSpec(kind=kind, steps=steps, clip="none", sigma_min=0.02, sigma_max=20)
+        sampler = Sampler(spec, diffusion)
+        levels = {visit.t: visit.level for visit in sampler.visits}
+        first, last = sampler.visits[0].level, sampler.visits[-1].level
+        x = first.signal * 0.3 + (first.signal**2 * 0.25 + first.noise**2).sqrt() * normal(4)
+        wanted = last.signal * 0.3 + (last.signal**2 * 0.25 + last.noise**2).sqrt() * normal(4)
+        previous = None
+        for number, t in enumerate(sampler.times[:-1]):
+            x, previous = sampler.step(number, x, exact(x, levels[t]), noise=None, previous_x0=previous)
+        errors.append((x - wanted).abs().max().item())
+    assert [one / two for one, two in pairwise(errors)] == pytest.approx([2.0**order] * 2, rel=0.2)
+
+
+@pytest.mark.parametrize(("diffusion", "kind"), [(EDM, "heun"), (EDM, "ddpm"), (FLOW, "dpm_solver"), (FLOW, "ddpm")])
+def test_drawings_are_finite_and_do_not_depend_on_the_batch(diffusion: DiffusionSpec, kind: str) -> None:
+    sampler = Sampler(SamplerSpec(kind=kind, steps=7, churn=3.0 * (kind == "heun")), diffusion)
+
+    def drawn(index: Tensor) -> Tensor:
+        drawing = Drawing(sampler, seed=1, index=index, shape=(3, 4, 4), labels=None, guidance=1.0, no_label=None)
+        for number in range(drawing.calls):
+            x_t, t = drawing.inputs()
+            assert t.dtype == torch.float32 and x_t.isfinite().all() and x_t.abs().max() < 8, number
+            drawing.take(network(x_t, t[:, None, None, None]))
+        return drawing.images()
+
+    whole = drawn(torch.arange(6))
+    assert (drawn(torch.tensor([4, 2])).int() - whole[[4, 2]].int()).abs().max() <= 1
+    assert len(whole.unique()) > 10
+
+
+@pytest.mark.parametrize(
+    ("diffusion", "sampler", "said"),
+    [
+        ({"schedule": "edm"}, {}, "diffusion.objective = eps does not go with schedule edm; use v"),
+        ({"schedule": "flow", "objective": "v"}, {}, "objective = v does not go with schedule flow; use velocity"),
+        ({"schedule": "edm", "objective": "v", "weighting": "min_snr"}, {}, "min_snr needs timesteps.*use uniform"),
+        ({"schedule": "edm", "objective": "v"}, {"kind": "ddpm"}, "steps = null means all timesteps.*give a number"),
+        ({"schedule": "flow", "objective": "velocity"}, {"kind": "heun"}, "kind = heun is for noise that is finite"),
+        ({}, {"sigma_min": 1, "sigma_max": 0.5}, "sigma_min = 1 and sigma_max = 0.5 must rise"),
+        ({}, {"churn": 3}, "churn = 3 is of heun, not of dpm_solver"),
+    ],
+)
+def test_what_does_not_go_together_is_said(diffusion: Any, sampler: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        tiny_spec(diffusion=diffusion, sampler=sampler)
+
+
+def test_a_number_of_timesteps_does_not_bound_the_steps_of_edm() -> None:
+    check_sampler(SamplerSpec(kind="heun", steps=2000), EDM, classes=None)
+    assert keyed.Stream.SAMPLE + 4000 < 2**32
