@@ -13,7 +13,7 @@ import pytest
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.config.spec_file import load_spec, spec_schema
 from ddpm_ds.data.prepare import cache_path, prepare
-from ddpm_ds.diffusion.choices import OBJECTIVES, timestep_schedules
+from ddpm_ds.diffusion.choices import OBJECTIVES, SCHEDULES
 from ddpm_ds.diffusion.diffusers_config import scheduler_config
 from ddpm_ds.errors import SpecError
 from tests import extended
@@ -124,7 +124,7 @@ def test_what_diffusers_does_not_know_is_refused_by_name(registered: None, key: 
 
 
 def test_no_name_of_diffusers_stands_for_two_of_ours() -> None:
-    schedules = [one.diffusers for one in timestep_schedules().values() if one.diffusers != "trained_betas"]
+    schedules = [one.diffusers for one in SCHEDULES.values() if one.diffusers not in ("trained_betas", None)]
     predictions = [one.diffusers for one in OBJECTIVES.values()]
     for names in (schedules, predictions):
         assert len(set(names)) == len(names)

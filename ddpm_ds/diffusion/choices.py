@@ -57,6 +57,8 @@ class ContinuousSchedule:
     """Standard deviation that null for `diffusion.noise_std` means."""
     objective: str
     """What the U-Net predicts."""
+    diffusers: str | None
+    """Name as a class of schedulers of diffusers; None is not exported."""
 
 
 def _linear(spec: DiffusionSpec) -> Tensor:
@@ -167,6 +169,7 @@ SCHEDULES: dict[str, NoiseSchedule | ContinuousSchedule] = {
         noise_mean=-1.2,
         noise_std=1.2,
         objective="v",
+        diffusers="EDMEulerScheduler",
     ),
     "flow": ContinuousSchedule(
         "a line between image and noise, Lipman et al., at logit-normal times, Esser et al.",
@@ -176,6 +179,7 @@ SCHEDULES: dict[str, NoiseSchedule | ContinuousSchedule] = {
         noise_mean=0.0,
         noise_std=1.0,
         objective="velocity",
+        diffusers=None,
     ),
 }
 """Noise schedules by `diffusion.schedule`."""

@@ -1,5 +1,5 @@
-"""Configurations of diffusers: their arguments, checked for types and ranges, and the ``DDPMScheduler`` that equals a
-diffusion process of ours, in both directions. diffusers itself is not needed.
+"""Configurations of diffusers: their arguments, checked for types and ranges, and the scheduler that equals a diffusion
+process of ours, in both directions: ``DDPMScheduler``, or of EDM ``EDMEulerScheduler``. diffusers itself is not needed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ddpm_ds.config.spec import DiffusionSpec, PositiveInt, SamplerSpec
-from ddpm_ds.diffusion.choices import OBJECTIVES, timestep_schedules
+from ddpm_ds.diffusion.choices import OBJECTIVES, SCHEDULES, ContinuousSchedule, timestep_schedules
 from ddpm_ds.diffusion.levels import betas
 
 LONGEST_VALUE = 80
@@ -63,21 +63,36 @@ UNLIMITED = 1e6
 """Bound of the range of dynamic clipping in diffusers, which requires one; ours is not bounded."""
 
 
+def scheduler_class(diffusion: DiffusionSpec) -> str:
+    """Return the name of the class whose arguments are those of :func:`scheduler_config`."""
+    ours = SCHEDULES[diffusion.schedule]
+    return ours.diffusers or "" if isinstance(ours, ContinuousSchedule) else "DDPMScheduler"
+
+
 def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec) -> dict[str, Any]:
-    """Return the arguments of the ``DDPMScheduler`` that adds noise as a run did, and samples with its clipping and
-    variance.
+    """Return the arguments of the scheduler that adds noise as a run did; a ``DDPMScheduler`` samples with the run's
+    clipping and variance, too.
 
     Raises:
         ValueError: diffusers has no such noise schedule or objective; one line with the key and its value.
     """
-    ours, objective = timestep_schedules().get(diffusion.schedule), OBJECTIVES[diffusion.objective].diffusers
-    schedule = ours and ours.diffusers
+    schedule, objective = SCHEDULES[diffusion.schedule].diffusers, OBJECTIVES[diffusion.objective].diffusers
     for key, value, name in (
         ("diffusion.schedule", diffusion.schedule, schedule),
         ("diffusion.objective", diffusion.objective, objective),
     ):
         if name is None:
             raise refused(key, value, "diffusers has none like it; draw with ddpm-ds sample instead")
+    if isinstance(SCHEDULES[diffusion.schedule], ContinuousSchedule):
+        return {
+            "sigma_min": sampler.sigma_min,
+            "sigma_max": sampler.sigma_max,
+            "sigma_data": diffusion.sigma_data,
+            "sigma_schedule": "karras",
+            "prediction_type": objective,
+            "rho": sampler.rho,
+            "final_sigmas_type": "zero",
+        }
     dynamic = sampler.clip == "dynamic"
     return {
         "num_train_timesteps": diffusion.timesteps,
@@ -113,6 +128,15 @@ class _SchedulerArguments(Arguments):
     rescale_betas_zero_snr: Literal[False] = False
 
 
+class _EdmArguments(Arguments):
+    """Arguments for adding noise as EDM does; the others are for drawing images."""
+
+    class_names: ClassVar = ("EDMEulerScheduler", "EDMDPMSolverMultistepScheduler")
+
+    sigma_data: Annotated[float, Field(gt=0.0)] = 0.5
+    prediction_type: Literal["v_prediction"]  # their default is the negative, "epsilon", which is not ours
+
+
 def diffusion_from_scheduler(config: Mapping[str, Any], base: DiffusionSpec | None = None) -> DiffusionSpec:
     """Return the diffusion process of a scheduler; the loss and its weighting, which no scheduler has, are those of
     ``base``.
@@ -122,6 +146,11 @@ def diffusion_from_scheduler(config: Mapping[str, Any], base: DiffusionSpec | No
     Raises:
         ValueError: ours can't express it; one line with the key, its value and what is possible.
     """
+    if config.get("_class_name") in _EdmArguments.class_names:
+        edm = _EdmArguments.read({"prediction_type": "epsilon", **config})
+        return (base or DiffusionSpec()).model_copy(
+            update={"schedule": "edm", "objective": "v", "sigma_data": edm.sigma_data}
+        )
     found = _SchedulerArguments.read(config)
     objective = next(name for name, ours in OBJECTIVES.items() if ours.diffusers == found.prediction_type)
     changes = {"timesteps": found.num_train_timesteps, "objective": objective, **_schedule(found)}

@@ -25,18 +25,20 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import yaml
 from pydantic import ValidationError
 from safetensors.torch import save
+from torch import Tensor
 
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.device import DTYPES
-from ddpm_ds.diffusion.diffusers_config import scheduler_config
-from ddpm_ds.diffusion.levels import alpha_bars
+from ddpm_ds.diffusion.choices import OBJECTIVES, SCHEDULES, ContinuousSchedule
+from ddpm_ds.diffusion.diffusers_config import scheduler_class, scheduler_config
+from ddpm_ds.diffusion.levels import alpha_bars, levels_of
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
 from ddpm_ds.evaluate.trained import CONFIG, SCHEDULER_CONFIG, WEIGHTS, DiffusersFolder, Trained
 from ddpm_ds.files import sync
@@ -52,8 +54,8 @@ COMPARED_TIMESTEPS = 32
 """Number of first timesteps that are compared. Both compute t x frequency in fp32, whose rounding makes 1e-5 at t =
 1000.
 """
-ALPHA_BAR_TOLERANCE = 1e-5
-"""Largest difference of alpha_bar; diffusers computes its schedule in fp32."""
+SCHEDULE_TOLERANCE = 1e-5
+"""Largest difference of alpha_bar, or of denoised images; diffusers computes its schedule in fp32."""
 
 
 @contextlib.contextmanager
@@ -123,16 +125,17 @@ def write_pipeline(trained: Trained, folder: Path, precision: Precision) -> None
         scheduler = scheduler_config(trained.diffusion, trained.sampler)
     except ValueError as error:
         raise CheckpointError(f"{trained.origin} can't be exported: {error}") from None
-    parts = {"unet": ["diffusers", "UNet2DModel"], "scheduler": ["diffusers", "DDPMScheduler"]}
+    name = scheduler_class(trained.diffusion)
+    parts = {"unet": ["diffusers", "UNet2DModel"], "scheduler": ["diffusers", name]}
     configs = {
         "unet/" + CONFIG: ("UNet2DModel", unet),
-        "scheduler/" + SCHEDULER_CONFIG: ("DDPMScheduler", scheduler),
+        "scheduler/" + SCHEDULER_CONFIG: (name, scheduler),
         "model_index.json": ("DDPMPipeline", parts),
     }
-    for name, (class_name, values) in configs.items():
-        (folder / name).parent.mkdir(exist_ok=True)
+    for file, (class_name, values) in configs.items():
+        (folder / file).parent.mkdir(exist_ok=True)
         content = {"_class_name": class_name, "_diffusers_version": DIFFUSERS_VERSION, **values}
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+        (folder / file).write_text(json.dumps(content, indent=2) + "\n")
     tensors = to_diffusers(trained.unet.layers.state_dict(), trained.layers)
     dtype = DTYPES[precision][1]
     # Copies, because q, k and v are views of one tensor, and convolutions' weights have their dimensions permuted.
@@ -158,26 +161,41 @@ def check_in_diffusers(trained: Trained, folder: Path) -> str:
 
     diffusers.utils.logging.disable_progress_bar()
     pipeline = diffusers.DDPMPipeline.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False)
-    alpha_bar = alpha_bars(trained.diffusion)
-    schedule = (pipeline.scheduler.alphas_cumprod.double() - alpha_bar).abs().max().item()
     generator = torch.Generator().manual_seed(0)
     x_t = torch.randn(4, *trained.image_shape, generator=generator, dtype=torch.float64)
-    t = torch.randint(0, min(trained.diffusion.timesteps, COMPARED_TIMESTEPS), (4,), generator=generator)
+    if isinstance(SCHEDULES[trained.diffusion.schedule], ContinuousSchedule):
+        t = torch.randn(4, generator=generator)
+    else:
+        t = torch.randint(0, min(trained.diffusion.timesteps, COMPARED_TIMESTEPS), (4,), generator=generator)
     classes = trained.unet_spec.classes
     inputs = (x_t, t) if classes is None else (x_t, t, torch.randint(0, classes + 1, (4,), generator=generator))
     theirs = pipeline.unet.double()(*inputs).sample
     ours = copy.deepcopy(trained.unet).double()(*inputs)
     prediction = ((ours - theirs).abs().max() / ours.abs().max().clamp(min=1e-30)).item()
+    schedule, compared = _schedule_difference(trained, pipeline.scheduler, x_t, t, ours)
     # Not by "greater than", which a NaN is not.
-    if not (prediction <= PREDICTION_TOLERANCE and schedule <= ALPHA_BAR_TOLERANCE):
+    if not (prediction <= PREDICTION_TOLERANCE and schedule <= SCHEDULE_TOLERANCE):
         raise OutputError(
             f"diffusers {diffusers.__version__} reads something else than {trained.origin}: predictions differ by "
-            f"{prediction:.1e} of the largest, alpha_bar by {schedule:.1e}; nothing was written, please report it"
+            f"{prediction:.1e} of the largest, {compared} by {schedule:.1e}; nothing was written, please report it"
         )
     return (
         f"read back by diffusers {diffusers.__version__}: its predictions for random images are ours within "
-        f"{prediction:.0e} of the largest, its alphas_cumprod within {schedule:.0e}"
+        f"{prediction:.0e} of the largest, its {compared} within {schedule:.0e}"
     )
+
+
+def _schedule_difference(
+    trained: Trained, scheduler: Any, x_t: Tensor, t: Tensor, prediction: Tensor
+) -> tuple[float, str]:
+    """Return how far diffusers' noise levels are from ours, and in what: alpha_bar, or images denoised with them."""
+    spec = trained.diffusion
+    if not isinstance(SCHEDULES[spec.schedule], ContinuousSchedule):
+        return (scheduler.alphas_cumprod.double() - alpha_bars(spec)).abs().max().item(), "alphas_cumprod"
+    level = levels_of(spec).level(t.double()).each()
+    ours = OBJECTIVES[spec.objective].to_x0(prediction, x_t, level)
+    theirs = scheduler.precondition_outputs(x_t / level.signal, prediction, level.noise / level.signal)
+    return ((ours - theirs).abs().max() / ours.abs().max()).item(), "denoised images"
 
 
 WEIGHTS_FILE, SPEC_FILE = "weights.safetensors", "spec.yaml"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import yaml
 
+from ddpm_ds.diffusion.choices import SCHEDULES, ContinuousSchedule
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.tracking.runs import Run
 
@@ -49,9 +50,9 @@ pipeline.scheduler = DPMSolverMultistepScheduler.from_config(pipeline.scheduler.
 images = pipeline(batch_size=16, num_inference_steps={fast_steps}).images
 ```
 """
-CONDITIONAL = """\
-The U-Net takes labels 0 to {last_class}, and {classes} for no label. `DDPMPipeline` gives it none, so the loop is
-written out; in this folder, in Python:
+LOOP = """\
+{why}
+In this folder, in Python:
 
 ```python
 import torch
@@ -59,18 +60,24 @@ from diffusers import DDPMPipeline
 
 pipeline = DDPMPipeline.from_pretrained(".")
 unet, scheduler = pipeline.unet, pipeline.scheduler
-labels = torch.arange({classes})
-x = torch.randn(len(labels), {channels}, {size}, {size}, dtype=unet.dtype)
 scheduler.set_timesteps({steps})
+{labels}x = scheduler.init_noise_sigma * torch.randn({count}, {channels}, {size}, {size}, dtype=unet.dtype)
 for t in scheduler.timesteps:
     with torch.no_grad():
-        prediction = unet(x, t, class_labels=labels).sample
+        prediction = unet(scheduler.scale_model_input(x, t), t{argument}).sample
     x = scheduler.step(prediction, t, x).prev_sample
 images = pipeline.numpy_to_pil((x / 2 + 0.5).clamp(0, 1).float().permute(0, 2, 3, 1).numpy())
 ```
-
+"""
+SCALED = "`DDPMPipeline` does not scale the U-Net's inputs, as EDM does, so the loop is written out."
+CONDITIONAL = """\
+The U-Net takes labels 0 to {last_class}, and {classes} for no label. `DDPMPipeline` gives it none, so the loop is
+written out."""
+UNLABELLED = """
 `ddpm-ds export --label none` (or a class) writes a U-Net that needs no labels.
 """
+EDM_STEPS = 50
+"""Steps of Euler's method that the card proposes for EDM, whose scheduler has no number of its own."""
 
 
 def model_card(trained: Trained, *, precision: str, label: str | None, picture: str | None) -> str:
@@ -80,20 +87,29 @@ def model_card(trained: Trained, *, precision: str, label: str | None, picture: 
     """
     channels, size, _ = trained.image_shape
     diffusion, spec, losses = trained.diffusion, trained.spec, last_losses(trained)
-    classes, steps, task = trained.unet_spec.classes, diffusion.timesteps, "unconditional-image-generation"
+    classes, task = trained.unet_spec.classes, "unconditional-image-generation"
+    continuous = isinstance(SCHEDULES[diffusion.schedule], ContinuousSchedule)
+    steps = EDM_STEPS if continuous else diffusion.timesteps
+    count, labels, argument = 16, "", ""
     tags = ["diffusers", "ddpm", "ddpm_ds", "class-conditional" if classes is not None else task]
     front: dict[str, object] = {"license": "apache-2.0", "library_name": "diffusers", "tags": tags}
     shape = f"{size}x{size} pixels and {channels} channel{'s' if channels > 1 else ''}"
     parameters = sum(parameter.numel() for parameter in trained.unet.parameters())
     facts = {"parameters": f"{parameters:,} in {precision}", "weights": WEIGHTS[trained.weights]}
     if classes is None:
-        front["pipeline_tag"] = task
+        front["pipeline_tag"], why = task, SCALED
+    else:
+        facts["classes"] = f"{classes}, and no label"
+        why = CONDITIONAL.format(classes=classes, last_class=classes - 1)
+        count, labels, argument = classes, f"labels = torch.arange({classes})\n", ", class_labels=labels"
+    if classes is None and not continuous:
         # This scheduler has no clipping of its own, but its thresholding with the bound 1 is one.
         options = ", thresholding=True" if trained.sampler.clip == "static" else ""
         usage = UNCONDITIONAL.format(steps=steps, fast_steps=min(20, steps), options=options)
     else:
-        facts["classes"] = f"{classes}, and no label"
-        usage = CONDITIONAL.format(classes=classes, last_class=classes - 1, channels=channels, size=size, steps=steps)
+        usage = LOOP.format(
+            why=why, steps=steps, labels=labels, count=count, channels=channels, size=size, argument=argument
+        ) + (UNLABELLED if classes is not None else "")
     if label is not None:
         facts["label"] = f"{label}, folded into the time embedding"
     if spec is not None:
@@ -103,7 +119,7 @@ def model_card(trained: Trained, *, precision: str, label: str | None, picture: 
         facts["last training loss"] = f"{losses['train/loss']:.4f} ({diffusion.loss}, {diffusion.weighting})"
     if spec is not None and "eval/loss" in losses:
         facts["held-out loss"] = f"{losses['eval/loss']:.4f} on {spec.data.held_out_images:,} images, averaged weights"
-    facts["noise schedule"] = f"{diffusion.schedule}, {diffusion.timesteps:,} timesteps"
+    facts["noise schedule"] = diffusion.schedule + ("" if continuous else f", {diffusion.timesteps:,} timesteps")
     facts["prediction"] = diffusion.objective
     return CARD.format(
         front=yaml.safe_dump(front, sort_keys=False),

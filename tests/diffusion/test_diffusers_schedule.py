@@ -90,7 +90,8 @@ def test_betas_given_one_by_one_are_recognised_as_a_schedule_of_ours() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "class": ({"_class_name": "EDMEulerScheduler"}, '_class_name = "EDMEulerScheduler"'),
+    "class": ({"_class_name": "EulerDiscreteScheduler"}, '_class_name = "EulerDiscreteScheduler"'),
+    "minus v": ({"_class_name": "EDMEulerScheduler"}, 'prediction_type = "epsilon": it should be .v_prediction'),
     "stable diffusion": ({"beta_schedule": "scaled_linear"}, 'beta_schedule = "scaled_linear": ours are linear'),
     "another sigmoid": ({"beta_schedule": "sigmoid"}, 'beta_schedule = "sigmoid".*trained_betas'),
     "zero snr": ({"rescale_betas_zero_snr": True}, "rescale_betas_zero_snr = true"),

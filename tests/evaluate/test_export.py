@@ -95,9 +95,10 @@ COLOUR: dict[str, Any] = {
 }
 ODD: dict[str, Any] = {"unet": {"channels": 3, "multipliers": [2, 3], "norm_groups": 3}}
 """Levels of 6 and 9 channels, whose greatest common divisor is odd."""
+OF_EDM: dict[str, Any] = {**UNLABELLED, "diffusion": {"schedule": "edm", "objective": "v", "sigma_data": 0.3}}
 
 
-@pytest.mark.parametrize("sections", [{}, COLOUR, ODD], ids=["classes", "colour", "odd"])
+@pytest.mark.parametrize("sections", [{}, COLOUR, ODD, OF_EDM], ids=["classes", "colour", "odd", "edm"])
 def test_checkpoint_to_diffusers_and_back_predicts_the_same(sections: dict[str, Any], tmp_path: Path) -> None:
     spec = tiny_spec(**sections)
     checkpoint, hub, imported = checkpoint_of(tmp_path, **sections), tmp_path / "hub", tmp_path / "imported"
@@ -105,7 +106,7 @@ def test_checkpoint_to_diffusers_and_back_predicts_the_same(sections: dict[str, 
     trained = load_trained(checkpoint)
     assert same_weights(load_trained(hub).unet, trained.unet)
     pipeline = diffusers.DDPMPipeline.from_pretrained(hub)
-    if spec.unet.classes is None:
+    if spec.unet.classes is None and spec.diffusion.schedule != "edm":
         images = pipeline(batch_size=2, num_inference_steps=2, output_type="np").images
         assert images.shape == (2, 8, 8, spec.data.channels) and not (images != images).any()
     inputs = examples(trained)
@@ -172,7 +173,12 @@ def test_with_a_folded_label_the_pipeline_needs_none(checkpoint: Path, tmp_path:
         assert f"| label | {label}, folded" in (tmp_path / label / "README.md").read_text()
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("checkpoint", "fp32"), ("unlabelled", "fp16")])
+@pytest.fixture(scope="module")
+def of_edm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint_of(tmp_path_factory.mktemp("edm"), **OF_EDM)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("checkpoint", "fp32"), ("unlabelled", "fp16"), ("of_edm", "fp32")])
 def test_the_python_of_the_model_card_runs(
     tmp_path: Path, name: str, dtype: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
