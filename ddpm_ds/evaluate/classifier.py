@@ -69,6 +69,10 @@ class DigitsClassifier:
         """Reading of the real digits that it was not trained on."""
         self.real_accuracy = self.real.accuracy(labels[held_out])
 
+    def features(self, images: Pixels) -> npt.NDArray[np.float64]:
+        """Return the likeness of uint8 images (N, C, H, W) to the bases, (N, bases): what the classes are read from."""
+        return np.asarray(self._model[:-1].transform(_features(images)))
+
     def read(self, images: Pixels) -> Reading:
         """Read the classes of uint8 images (N, C, H, W)."""
         probabilities = self._model.predict_proba(_features(images))  # (N, classes)

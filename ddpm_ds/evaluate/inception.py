@@ -77,6 +77,11 @@ def _root(covariance: Array) -> Array:
     return vectors[:, kept] * np.sqrt(values[kept])
 
 
+def gaussian(features: Array) -> Gaussian:
+    """The Gaussian of features (N, D), N > 1."""
+    return Gaussian(features.mean(0), np.cov(features, rowvar=False))
+
+
 def pixel_gaussian(images: Pixels) -> Gaussian:
     """The Gaussian of uint8 images (N, C, H, W), N > 1, as vectors of pixels in [-1, 1].
 

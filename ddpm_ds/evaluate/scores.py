@@ -31,6 +31,7 @@ from ddpm_ds.evaluate.inception import (
     Unavailable,
     find_inception,
     frechet_distance,
+    gaussian,
     inception_scores,
     kid_subset_images,
     pixel_gaussian,
@@ -191,9 +192,14 @@ class Scorer:
         tool = f"classifier of {classifier.trained_on:,} other real digits, ddpm_ds {ddpm_ds.__version__}"
         shares = {"shares": read.shares, "shares_real": real.shares}
         accuracy = None if labels is None else read.accuracy(labels.numpy())
+        known = classifier.features(np.asarray(self._reference.images))
+        halves = [gaussian(known[half]) for half in np.array_split(shuffled(len(known)), 2)]
+        distance = frechet_distance(gaussian(classifier.features(images)), gaussian(known))
+        frechet = f"digits: Fréchet distance of {known.shape[1]} features"
         return [
             Score(f"digits_{name}", title, value, len(images), len(real.labels), tool, of_real, details)
             for name, title, value, of_real, details in (
+                (f"frechet_{short(len(images))}", frechet, distance, frechet_distance(*halves), {}),
                 ("top_probability", "digits: mean top probability", read.top_probability, real.top_probability, {}),
                 ("class_balance", "digits: class balance, entropy / log 10", read.balance, real.balance, shares),
                 ("accuracy", "digits: read as their label", accuracy, classifier.real_accuracy, {}),
