@@ -190,6 +190,8 @@ class ExitRecord(NamedTuple):
     """The first code other than 0."""
     unfinished: tuple[str, ...]
     """Ranks that started and have not recorded how they ended."""
+    finished: bool = False
+    """Whether a rank has ended with 0. It leaves the run's last barrier only with all others."""
 
 
 def read_exits(path: Path) -> ExitRecord:
@@ -198,4 +200,4 @@ def read_exits(path: Path) -> ExitRecord:
     ended = [(rank, int(word)) for rank, word in lines if word != STARTED]
     unfinished = {rank for rank, word in lines if word == STARTED} - {rank for rank, _ in ended}
     failure = next((code for _, code in ended if code != 0), None)
-    return ExitRecord(failure, tuple(sorted(unfinished, key=int)))
+    return ExitRecord(failure, tuple(sorted(unfinished, key=int)), any(code == 0 for _, code in ended))

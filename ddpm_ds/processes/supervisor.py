@@ -93,21 +93,22 @@ def supervise(
                 time.sleep(POLL_SECONDS)
 
 
-def exit_code(launcher: int, record: ExitRecord, *, stopping: bool, orphaned: bool, witnessed: bool = True) -> int:
+def exit_code(launcher: int, record: ExitRecord, *, stopping: bool, orphaned: bool) -> int:
     """The exit code of a start: that of the ranks, or else what the launcher's code means.
+
+    A launcher's 0 means nothing by itself: DeepSpeed's ends so when what it has started was killed. It takes a rank of
+    this host that has ended with 0, as ranks do when the run has reached its last image.
 
     Args:
         launcher: its return code, negative for a signal.
         stopping: whether the ranks were asked to stop.
         orphaned: whether ranks were alive when it had ended.
-        witnessed: whether ranks of this host, where there should have been some, recorded that they started. Without
-            that a launcher's 0 means nothing: DeepSpeed's ends so when its pdsh was killed.
     """
     if orphaned and not stopping:
         return EXIT_PEER_LOST
     if record.failure in FINAL:
         return record.failure
-    if launcher == 0 and record.failure is None and not record.unfinished and witnessed:
+    if launcher == 0 and record.finished and record.failure is None and not record.unfinished:
         return 0
     if 0 < launcher < 128:  # of the rank that failed first, while what others record is that they lost it
         return launcher
@@ -232,8 +233,7 @@ class _Start:
         if orphaned:
             self._wait_until_gone(self._grace_seconds)
         record = read_exits(self._exit_file)
-        witnessed = not self._launch.remote or self._exit_file.stat().st_size > 0
-        return exit_code(code, record, stopping=self._signals.count > 0, orphaned=orphaned, witnessed=witnessed)
+        return exit_code(code, record, stopping=self._signals.count > 0, orphaned=orphaned)
 
     def _stop_launcher(self) -> None:
         """End a launcher that has no ranks yet, and what it has started."""

@@ -31,6 +31,8 @@ LOST = "exit code 76 (a process was lost or hung)"
 STAND_IN = """
 import json, os, subprocess, sys, time
 count = int(sys.argv[sys.argv.index("--num_gpus") + 1])
+if os.environ.get("STAND_IN_KILLED") == "before ranks":
+    count = 0  # DeepSpeed's own code is 0 then
 script = next(index for index, word in enumerate(sys.argv) if index and word.endswith(".py"))
 with open(os.environ.get("STAND_IN_LOG", os.devnull), "a") as log:
     log.write(json.dumps([sys.argv[1:script], dict(os.environ), open(os.environ["DS_ENV_FILE"]).read()]) + chr(10))
@@ -40,7 +42,7 @@ ranks = [
     )
     for rank in range(count)
 ]
-code = max(rank.wait() % 256 for rank in ranks)
+code = max([rank.wait() % 256 for rank in ranks], default=0)
 time.sleep(float(os.environ.get("STAND_IN_SLEEPS", "0")))
 sys.exit(code)
 """
@@ -160,6 +162,31 @@ def test_a_killed_launcher_is_noticed_and_leaves_nothing_behind(run_dir: Path) -
     assert (run_dir / "saved-0-rank-0").exists()
 
 
+@pytest.mark.launch
+@pytest.mark.long
+def test_a_launcher_whose_part_is_killed_before_ranks_exist_is_a_lost_process(run_dir: Path) -> None:
+    """DeepSpeed's launcher then ends with 0; at the second start nobody disturbs it."""
+    run = start(command(run_dir, "0"), "--max-restarts", "1")
+
+    def node_launchers() -> list[psutil.Process]:
+        found = psutil.Process(run.pid).children(recursive=True)
+        return [process for process in found if "deepspeed.launcher.launch" in process.cmdline()]
+
+    wait_for(node_launchers)
+    for process in node_launchers():
+        process.kill()
+    assert finish(run) == (0, [f"{LOST}; restart 1 of 1 in 1 s"])
+    assert len(list(run_dir.glob("start-0-*"))) == 2
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_launcher_that_ends_with_0_without_ranks_is_a_lost_process(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STAND_IN_KILLED", "before ranks")
+    assert supervised(command(run_dir, "0"), max_restarts=1)[0] == 76
+
+
 @pytest.mark.usefixtures("stand_in")
 def test_ranks_that_do_not_stop_are_ended_after_the_grace_with_their_helpers(run_dir: Path) -> None:
     run = start(command(run_dir, "deaf"), "--grace-seconds", "0.5")
@@ -218,9 +245,11 @@ def test_an_end_that_is_meant_is_not_started_again(run_dir: Path, code: int) -> 
 @pytest.mark.parametrize(
     ("launcher", "failure", "unfinished", "situation", "expected"),
     [
-        (0, None, "", {}, 0),
-        (0, None, "", {"witnessed": False}, 76),  # no rank was seen to start
-        (0, None, "", {"stopping": True}, 0),  # done before it could stop
+        (0, 0, "", {}, 0),
+        (0, None, "", {}, 76),  # a part of the launcher was killed before it had started a rank
+        (0, 0, "", {"stopping": True}, 0),  # done before it could stop
+        (0, None, "", {"stopping": True}, 75),
+        (0, 0, "1", {}, 76),  # rank 0 was done, and rank 1 was killed
         (0, None, "1", {}, 76),  # part of the launcher was killed, and the ranks as well
         (0, 75, "", {"orphaned": True}, 76),  # asked to save because the launcher was lost
         (1, 2, "1", {}, 2),
@@ -237,7 +266,7 @@ def test_an_end_that_is_meant_is_not_started_again(run_dir: Path, code: int) -> 
 def test_exit_code(
     launcher: int, failure: int | None, unfinished: str, situation: dict[str, bool], expected: int
 ) -> None:
-    record = ExitRecord(failure, tuple(unfinished))
+    record = ExitRecord(failure or None, tuple(unfinished), finished=failure == 0)
     assert exit_code(launcher, record, **{"stopping": False, "orphaned": False, **situation}) == expected
 
 
@@ -302,13 +331,13 @@ def test_ranks_record_how_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     record.touch()
     monkeypatch.setenv("RANK", "1")
     assert recorded(lambda: 0) == 0
-    assert read_exits(record) == ExitRecord(None, ())
+    assert read_exits(record) == ExitRecord(None, (), finished=True)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ZeroDivisionError):
         recorded(lambda: 1 // 0)
-    assert read_exits(record) == ExitRecord(None, ("0",))
+    assert read_exits(record) == ExitRecord(None, ("0",), finished=True)
     monkeypatch.setenv("RANK", "2")
     assert record_exit(76) == 76
     with pytest.raises(SystemExit):
         recorded(lambda: sys.exit(2))
-    assert read_exits(record) == ExitRecord(76, ("0",))
+    assert read_exits(record) == ExitRecord(76, ("0",), finished=True)
