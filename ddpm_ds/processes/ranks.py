@@ -9,6 +9,7 @@ killed.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
 import re
@@ -31,6 +32,8 @@ OTHERS_WAIT_SECONDS = 5.0
 NODE_ID = "MLFLOW_SYSTEM_METRICS_NODE_ID"
 EXIT_FILE_VARIABLE = "DDPM_DS_EXIT_FILE"
 """Names the file of exit codes in the environment of every process of a run; without it nothing is recorded."""
+PRIVATE_FILE = "private.json"
+"""File beside that one with the secret variables of ``ddpm-ds run``, which travel on no command line."""
 STARTED = "started"
 LAUNCHED = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")
 """Variables that DeepSpeed's and PyTorch's launchers set. The parent of a process without them may be a shell, which
@@ -66,7 +69,7 @@ def set_environment() -> None:
     started = {} if "RANK" in os.environ else _of_openmpi() or _of_slurm()
     for name, value in (started or alone).items():
         os.environ.setdefault(name, value)
-    for name, value in find_environment().items():
+    for name, value in (find_environment() | _handed_on()).items():
         os.environ.setdefault(name, value)
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -77,6 +80,17 @@ def set_environment() -> None:
         )
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
+
+
+def _handed_on() -> dict[str, str]:
+    """The secret variables of ``ddpm-ds run``, where it runs on this host and as this user."""
+    with (
+        contextlib.suppress(KeyError, OSError, ValueError),
+        Path(os.environ[EXIT_FILE_VARIABLE]).with_name(PRIVATE_FILE).open() as file,
+    ):
+        if os.fstat(file.fileno()).st_uid == os.geteuid():
+            return dict(json.load(file))
+    return {}
 
 
 def _of_openmpi() -> dict[str, str]:
@@ -176,7 +190,9 @@ def recorded(main: Callable[[], int]) -> int:
 def _record(word: str) -> None:
     if path := os.environ.get(EXIT_FILE_VARIABLE):
         with contextlib.suppress(OSError):  # the file is gone with its supervisor, or its disk is full
-            file = os.open(path, os.O_WRONLY | os.O_APPEND)  # one write, so that lines of several ranks don't mix
+            file = os.open(
+                path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
+            )  # one write, so that lines of several ranks don't mix
             try:
                 os.write(file, f"{os.environ.get('RANK', '0')} {word}\n".encode())
             finally:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import math
 import os
 import signal
@@ -27,9 +28,10 @@ from types import FrameType
 import psutil
 
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PEER_LOST, EXIT_PREEMPTED, SpecError
-from ddpm_ds.processes.hosts import ENVIRONMENT_FILE_VARIABLE, find_environment, write_environment
+from ddpm_ds.processes.hosts import ENVIRONMENT_FILE_VARIABLE, OF_DEEPSPEED, find_environment, write_environment
 from ddpm_ds.processes.launcher import Launch, read_launch, ssh_environment
-from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitRecord, read_exits
+from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, PRIVATE_FILE, ExitRecord, read_exits
+from ddpm_ds.secret import is_secret, write_private
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 SAME_SIGNAL_SECONDS = 1.0
@@ -196,11 +198,17 @@ class _Start:
     def _environment(self, folder: Path) -> dict[str, str]:
         """Our environment, and the file of what travels, which DeepSpeed takes to every host, this one included.
 
-        The name of the exit file means nothing elsewhere.
+        The name of the exit file means nothing elsewhere. DeepSpeed takes variables to other hosts on command lines,
+        which every user of a host can read, so secrets are kept from it: this host's ranks read them from a file.
         """
-        travels = folder / "environment"
-        write_environment(travels, find_environment() | {EXIT_FILE_VARIABLE: str(self._exit_file)})
-        ours = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}  # see _rank
+        travels, found = folder / "environment", find_environment()
+        taken = {name: value for name, value in os.environ.items() if name.startswith(OF_DEEPSPEED)}
+        private = {name: value for name, value in (taken | found).items() if is_secret(name, value)}
+        write_private(folder / PRIVATE_FILE, json.dumps(private).encode())
+        open_to_all = {name: value for name, value in found.items() if name not in private}
+        write_environment(travels, open_to_all | {EXIT_FILE_VARIABLE: str(self._exit_file)})
+        left_out = {*RANK_VARIABLES, *(private if self._launch.remote else ())}  # see _rank
+        ours = {name: value for name, value in os.environ.items() if name not in left_out}
         ours |= {EXIT_FILE_VARIABLE: str(self._exit_file), ENVIRONMENT_FILE_VARIABLE: str(travels)}
         return ours | ssh_environment(ours)
 

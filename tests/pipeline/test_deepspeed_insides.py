@@ -37,7 +37,6 @@ from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.module import FoldedUnetModule, UnetPipelineModule
 from ddpm_ds.pipeline.placement import ACROSS_HOSTS, AcrossHosts, Grid
 
-
 MEANT: dict[type, dict[str, str]] = {
     UnetPipelineEngine: {
         "__init__": "ours calls it",

@@ -20,6 +20,7 @@ import pytest
 from ddpm_ds.cli.main import main
 from ddpm_ds.errors import SpecError
 from ddpm_ds.processes import supervisor
+from ddpm_ds.processes.hosts import OF_DEEPSPEED
 from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitRecord, read_exits, record_exit, recorded
 from ddpm_ds.processes.supervisor import exit_code, supervise
 from tests.launching import REPOSITORY, free_port
@@ -291,6 +292,27 @@ def test_each_start_on_several_hosts_reads_the_hostfile_anew_and_takes_another_p
     assert first[first.index("--master_port") + 1] == "29511" and second == [*first, "--master_port", "29512"]
     assert "ServerAliveInterval" in environment["PDSH_SSH_ARGS_APPEND"]
     assert travels == f"GLOO_SOCKET_IFNAME=eth0\n{EXIT_FILE_VARIABLE}={environment[EXIT_FILE_VARIABLE]}\n"
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("hosts", ["one host", "several hosts"])
+def test_secrets_reach_the_ranks_of_this_host_and_no_command_line(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, hosts: str
+) -> None:
+    """DeepSpeed writes the file that it is given, and of its environment MLFLOW_*, into the command lines of ssh."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgresql+psycopg2://bob:hush@db/ml")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "hush")
+    Path(".deepspeed_env").write_text("MLFLOW_GATEWAY_KEY=hush\nMLFLOW_EXPERIMENT_NAME=digits\n")
+    Path("hostfile").write_text(f"{socket.gethostname()} slots=1\nworker-2 slots=1\n")
+    options = ("--hostfile", "hostfile", "--launcher", "openmpi") if hosts == "several hosts" else ()
+    assert supervised(command(run_dir, "environment", ranks=1, launcher=options))[0] == 0
+    (words, environment, travels), *_ = map(json.loads, Path("starts").read_text().splitlines())
+    taken = {name: value for name, value in environment.items() if name.startswith(OF_DEEPSPEED)}
+    assert "hush" not in f"{words} {travels}" and "MLFLOW_EXPERIMENT_NAME=digits" in travels
+    assert hosts == "one host" or "hush" not in str(taken)
+    of_rank = json.loads((run_dir / "environment").read_text())
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_GATEWAY_KEY"):
+        assert "hush" in of_rank[name]
 
 
 @pytest.mark.usefixtures("stand_in")
