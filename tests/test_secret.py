@@ -20,6 +20,10 @@ ADDRESSES = {
     "postgresql://db/ml?user=bob;sslpassword=hush": "postgresql://db/ml?user=bob;sslpassword=***",
     '{"uri": "s3://key:hush@bucket", "other": "me@host"}': '{"uri": "s3://bucket", "other": "me@host"}',
 }
+SECRET_NAMES = (
+    *("MLFLOW_TRACKING_AUTH", "MLFLOW_GATEWAY_KEY", "MLFLOW_TRACKING_PASSWORD", "SSH_PASSPHRASE", "wandb_api_key"),
+    *("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "GOOGLE_APPLICATION_CREDENTIALS"),
+)
 NO_SECRETS = ("sqlite:////a/b@c/mlflow.db", "https://host:5000/#/experiments/1", "me@host:/a", "http://host/a@b", "")
 
 
@@ -34,19 +38,7 @@ def test_other_text_stays_as_it_is(text: str) -> None:
     assert without_secrets(text) == text and not is_secret("MLFLOW_TRACKING_URI", text)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "MLFLOW_TRACKING_AUTH",
-        "MLFLOW_GATEWAY_KEY",
-        "SSH_PASSPHRASE",
-        "MLFLOW_TRACKING_PASSWORD",
-        "AWS_SECRET_ACCESS_KEY",
-        "wandb_api_key",
-        "AWS_SESSION_TOKEN",
-        "GOOGLE_APPLICATION_CREDENTIALS",
-    ],
-)
+@pytest.mark.parametrize("name", SECRET_NAMES)
 def test_names_of_secrets_are_known(name: str) -> None:
     assert is_secret(name, "hush") and shown(name, "hush") == "***"
 

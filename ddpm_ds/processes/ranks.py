@@ -34,6 +34,8 @@ EXIT_FILE_VARIABLE = "DDPM_DS_EXIT_FILE"
 """Names the file of exit codes in the environment of every process of a run; without it nothing is recorded."""
 PRIVATE_FILE = "private.json"
 """File beside that one with the secret variables of ``ddpm-ds run``, which travel on no command line."""
+RUN_SECRET = "DDPM_DS_RUN_SECRET"
+"""Variable with what only the ranks of a run know; see :mod:`ddpm_ds.processes.store`."""
 STARTED = "started"
 LAUNCHED = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")
 """Variables that DeepSpeed's and PyTorch's launchers set. The parent of a process without them may be a shell, which
@@ -78,6 +80,8 @@ def set_environment() -> None:
             f"{os.environ['WORLD_SIZE']} ranks were started on several hosts, and MASTER_ADDR, the host of rank 0, is "
             "not set; see launch/slurm.sh, or for OpenMPI: mpirun -x MASTER_ADDR=HOST"
         )
+    if not on_several_hosts() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        os.environ["MASTER_ADDR"] = "127.0.0.1"  # where nobody else can connect, whatever name the host was given
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
 
@@ -212,7 +216,7 @@ class ExitRecord(NamedTuple):
 
 def read_exits(path: Path) -> ExitRecord:
     """Read what the ranks have recorded in ``path``."""
-    lines = [line.split() for line in path.read_text().splitlines()]
+    lines = [line.split() for line in path.read_text().splitlines() if line]
     ended = [(rank, int(word)) for rank, word in lines if word != STARTED]
     unfinished = {rank for rank, word in lines if word == STARTED} - {rank for rank, _ in ended}
     failure = next((code for _, code in ended if code != 0), None)

@@ -15,6 +15,7 @@ import contextlib
 import json
 import math
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -27,10 +28,10 @@ from types import FrameType
 
 import psutil
 
-from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PEER_LOST, EXIT_PREEMPTED, SpecError
+from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PEER_LOST, EXIT_PREEMPTED, OutputError, SpecError
 from ddpm_ds.processes.hosts import ENVIRONMENT_FILE_VARIABLE, OF_DEEPSPEED, find_environment, write_environment
 from ddpm_ds.processes.launcher import Launch, read_launch, ssh_environment
-from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, PRIVATE_FILE, ExitRecord, read_exits
+from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, PRIVATE_FILE, RUN_SECRET, ExitRecord, read_exits
 from ddpm_ds.secret import is_secret, write_private
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -43,6 +44,8 @@ MEANINGS = {1: "an error of the program, see its traceback", EXIT_PEER_LOST: "a 
 
 RANK_VARIABLES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 
+NOTHING_YET = "\n"
+"""Content of the file of exit codes before any rank has written: a block, so that a disk may be full afterwards."""
 POLL_SECONDS = 0.2
 SETTLE_SECONDS = 3.0
 """Time for which the ranks' helper processes may outlive the launcher."""
@@ -70,6 +73,7 @@ def supervise(
 
     Raises:
         SpecError: ``command`` has no --run-dir; see also :func:`read_launch` and :func:`find_environment`.
+        OutputError: the folder for temporary files can't be written.
     """
     latest = _run_dir(command) / "checkpoints" / "latest"
     restarts = ports = 0
@@ -178,10 +182,14 @@ class _Start:
         """Start, wait, and leave nothing running."""
         with tempfile.TemporaryDirectory(prefix="ddpm-ds-") as folder:
             self._exit_file = Path(folder) / "exits"
-            self._exit_file.touch()
+            try:
+                self._exit_file.write_text(NOTHING_YET)
+                environment = self._environment(Path(folder))
+            except OSError as error:
+                raise OutputError(f"{folder} can't be written ({error.strerror}); make room, or set TMPDIR") from None
             self._launcher = subprocess.Popen(
                 [sys.executable, "-m", "deepspeed.launcher.runner", *self._launch.command(self._port)],
-                env=self._environment(Path(folder)),
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
@@ -210,6 +218,8 @@ class _Start:
         left_out = {*RANK_VARIABLES, *(private if self._launch.remote else ())}  # see _rank
         ours = {name: value for name, value in os.environ.items() if name not in left_out}
         ours |= {EXIT_FILE_VARIABLE: str(self._exit_file), ENVIRONMENT_FILE_VARIABLE: str(travels)}
+        if not self._launch.remote:  # other hosts' ranks would not have it
+            ours.setdefault(RUN_SECRET, secrets.token_hex())
         return ours | ssh_environment(ours)
 
     def _wait(self) -> int:
@@ -217,7 +227,7 @@ class _Start:
         limits: dict[int, float] = {}  # times at which everything is ended, by the exit code of that
         while (code := self._launcher.poll()) is None and self._signals.count < 2:
             now = time.monotonic()
-            if self._exit_file.stat().st_size or self._signals.count:
+            if self._exit_file.stat().st_size > len(NOTHING_YET) or self._signals.count:
                 self._starting.close()
             if self._signals.count and EXIT_PREEMPTED not in limits:
                 limits[EXIT_PREEMPTED] = now + self._grace_seconds

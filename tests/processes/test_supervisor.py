@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -18,7 +19,7 @@ import psutil
 import pytest
 
 from ddpm_ds.cli.main import main
-from ddpm_ds.errors import SpecError
+from ddpm_ds.errors import OutputError, SpecError
 from ddpm_ds.processes import supervisor
 from ddpm_ds.processes.hosts import OF_DEEPSPEED
 from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitRecord, read_exits, record_exit, recorded
@@ -343,6 +344,16 @@ def test_what_could_not_start_is_refused_in_one_line(
     assert main(["run", "--", *words.split()]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1 and not Path("run").exists()
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_full_temporary_folder_is_one_line(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(supervisor, "write_private", full)
+    with pytest.raises(OutputError, match=r"can't be written .No space left on device.; make room, or set TMPDIR"):
+        supervised(command(run_dir, "0"))
 
 
 def test_ranks_record_how_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
