@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import select
+import signal
 import socket
 import stat
 import sys
@@ -22,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from ddpm_ds.errors import SpecError
+from ddpm_ds.errors import EXIT_PREEMPTED, SpecError
 from ddpm_ds.processes.hosts import find_environment
 
 DEAD_SECONDS, HANG_SECONDS = 15.0, 600.0
@@ -37,6 +38,8 @@ PRIVATE_FILE = "private.json"
 RUN_SECRET = "DDPM_DS_RUN_SECRET"
 """Variable with what only the ranks of a run know; see :mod:`ddpm_ds.processes.store`."""
 STARTED = "started"
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+"""Signals that ask a rank to stop."""
 LAUNCHED = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")
 """Variables that DeepSpeed's and PyTorch's launchers set. The parent of a process without them may be a shell, which
 may leave."""
@@ -180,8 +183,14 @@ def record_exit(code: int) -> int:
     return code
 
 
-def recorded(main: Callable[[], int]) -> int:
-    """Run a rank's ``main`` and record that it started and the code it ends with; exceptions record nothing."""
+def recorded(main: Callable[[], int], *, stoppable: bool = False) -> int:
+    """Run a rank's ``main`` and record that it started and the code it ends with; exceptions record nothing.
+
+    With ``stoppable`` a signal that asks for a stop ends it at once with 75, until ``main`` handles signals itself: so
+    far there is nothing to save.
+    """
+    for number in STOP_SIGNALS if stoppable else ():
+        signal.signal(number, lambda number, frame: os._exit(record_exit(EXIT_PREEMPTED)))
     _record(STARTED)
     try:
         return record_exit(main())

@@ -268,7 +268,7 @@ def _train(
                 dist.barrier()
         finally:
             watchdog.stop()
-            requests.close()
+            requests.close(leaving=True)
 
     run = Run(plan, engine, batches, ema, saver, requests, watchdog, validation, observer, recorder)
     try:
