@@ -8,6 +8,7 @@ import argparse
 import math
 import os
 import re
+import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -50,7 +51,9 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 def cache_folder() -> Path:
     """Return the folder of cached measurements, in the user's cache (``XDG_CACHE_HOME``); may not exist yet."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddpm_ds"
+    home = os.path.expanduser("~")  # as it is where the user has none, as in some containers
+    own = Path(home, ".cache") if home != "~" else Path(tempfile.gettempdir(), f"cache-{os.getuid()}")
+    return Path(os.environ.get("XDG_CACHE_HOME") or own) / "ddpm_ds"
 
 
 def check_writable(option: str, path: Path) -> None:

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
+import psutil
 from tqdm import tqdm
 
 CHUNK_BYTES = 2**20
+
+
+def temporary_beside(path: Path) -> Path:
+    """Return the name of a file or folder that this process writes and then renames to ``path``; removes what killed
+    writers of ``path`` left.
+    """
+    prefix = f".{path.name}.writing-"
+    with contextlib.suppress(OSError):
+        for left in path.parent.glob(f"{glob.escape(prefix)}*"):
+            owner = left.name.removeprefix(prefix)
+            if owner.isdecimal() and not psutil.pid_exists(int(owner)):
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+    return path.with_name(f"{prefix}{os.getpid()}")
 
 
 def write_file(path: Path, content: bytes) -> None:

@@ -28,7 +28,7 @@ from ddpm_ds.checkpoint.manifest import (
 )
 from ddpm_ds.device import DTYPES, Dtype
 from ddpm_ds.errors import CheckpointError, OutputError
-from ddpm_ds.files import sync
+from ddpm_ds.files import sync, temporary_beside
 
 ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
@@ -175,7 +175,7 @@ def consolidate(path: Path, out: Path, kind: str = "ema", dtype: Dtype = "fp32",
     code, torch_dtype = DTYPES[dtype]
     metadata = {"format": "pt", "kind": kind, "images": str(reader.manifest.images)}
     tensors = [(name, code, shape, math.prod(shape)) for name, shape in parameters.items()]
-    temporary = out.with_name(f".{out.name}.writing-{os.getpid()}")
+    temporary = temporary_beside(out)
     try:
         with temporary.open("wb") as file, tqdm(parameters, desc=f"writing {out.name}", disable=not progress) as bar:
             file.write(header(tensors, metadata))

@@ -250,6 +250,8 @@ def _sample(options: argparse.Namespace) -> int:
     done = kind != "folder" and check_file(out, request)
     if not done:
         folder.check()
+    if done and rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed when it had just ended
     if done or (kind == "folder" and len(folder.there()) == request.count):
         log(f"{out}: already there, {_summary(request)}")
         return 0

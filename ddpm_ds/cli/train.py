@@ -241,4 +241,4 @@ def _check_steps(option: str, asked: range, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(recorded(main))
+    sys.exit(recorded(main, stoppable=True))

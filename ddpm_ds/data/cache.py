@@ -52,6 +52,8 @@ class DatasetCache:
     meta: CacheMeta
     images: npt.NDArray[np.uint8] = field(repr=False)  # (N, C, H, W), mapped from the file
     labels: npt.NDArray[np.int64] = field(repr=False)  # (N,)
+    file_bytes: int = 0
+    """Size of the file of images when it was opened."""
     cropped: int | None = None
     """Height and width in pixels of the crops made by :meth:`centre`; None where images are as they were prepared."""
 
@@ -84,7 +86,20 @@ class DatasetCache:
             raise _damaged(path, f"images.npy is {images.dtype} {images.shape}, meta.json says otherwise")
         if labels.dtype != np.int64 or labels.shape != (meta.count,):
             raise _damaged(path, f"labels.npy is {labels.dtype} {labels.shape} for {meta.count} images")
-        return cls(path, meta, images, labels)
+        return cls(path, meta, images, labels, (path / IMAGES).stat().st_size)
+
+    def check_file(self) -> None:
+        """Raise an error if the file of images was cut short since it was opened: to read it would end the process.
+
+        Raises:
+            DataError: the message names the file.
+        """
+        try:
+            found = (self.path / IMAGES).stat().st_size
+        except OSError:  # removed: what is mapped stays
+            return
+        if found < self.file_bytes:
+            raise _damaged(self.path, f"{IMAGES} was cut from {self.file_bytes:,} to {found:,} bytes while it was read")
 
     def __len__(self) -> int:
         return self.meta.count

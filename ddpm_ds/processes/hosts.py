@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from ddpm_ds.errors import SpecError
+from ddpm_ds.secret import shown, write_private
 
 PDSH_ARGUMENTS, PDSH_MORE_ARGUMENTS = "PDSH_SSH_ARGS", "PDSH_SSH_ARGS_APPEND"
 """Variables with pdsh's options of ssh: those that replace its usual ones, and those that it puts before them."""
@@ -33,6 +34,10 @@ ENVIRONMENT_FILE, ENVIRONMENT_FILE_VARIABLE = ".deepspeed_env", "DS_ENV_FILE"
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """Variable that names the interface on which gloo listens. Without it gloo takes the one of the host's own name, which
 on many systems is loopback, and fails after minutes."""
+
+OF_DEEPSPEED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
+"""Beginnings of the variables that DeepSpeed's launcher takes along by itself, on its command lines; NCCL with its CUDA
+accelerator."""
 
 _ENTRY = re.compile(r"(\S+)\s+slots=(\d+)(?!\S)")
 _LINE = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_]\w*)\s*=\s*(?P<value>.*)", re.ASCII)
@@ -183,14 +188,14 @@ def find_environment() -> dict[str, str]:
     """
     name = os.environ.get(ENVIRONMENT_FILE_VARIABLE, ENVIRONMENT_FILE)
     values: dict[str, str] = {}
-    for path in (Path.home() / name, Path(name)):
-        if path.is_file():
+    for path in (Path(os.path.expanduser("~"), name), Path(name)):
+        if os.path.isfile(path):  # no, where the home folder belongs to somebody else, as in containers
             values |= read_environment(path)
     return values
 
 
 def write_environment(path: Path, values: Mapping[str, str]) -> None:
-    """Write what DeepSpeed's reader accepts, a line for each variable; it knows no comments.
+    """Write what DeepSpeed's reader accepts, a line for each variable, for this user alone; it knows no comments.
 
     Raises:
         SpecError: a name is none of a shell, or a value can't be written so that both readers have it back.
@@ -200,13 +205,17 @@ def write_environment(path: Path, values: Mapping[str, str]) -> None:
         escaped = _NEEDS_ESCAPE.sub(r"\\\g<0>", value)
         line = f"{name}={escaped}"
         if line.splitlines() != [line] or _assignment(line.strip(), str(path)) != (name, value):
-            raise SpecError(f"{name}={value!r} can't be kept in {path}; leave out its quotes, ' #' and outer spaces")
+            raise SpecError(
+                f"{name}={shown(name, value)!r} can't be kept in {path}; leave out its quotes, ' #' and outer spaces"
+            )
         lines.append(f"{line}\n")
-    path.write_text("".join(lines))
+    write_private(path, "".join(lines).encode())
 
 
 def _assignment(line: str, where: str) -> tuple[str, str]:
     found = _LINE.fullmatch(line)
+    name, equals, text = line.partition("=")
+    line = f"{name}={shown(name, text)}" if equals else shown(line, line)
     if found is None:
         raise SpecError(f"{where}: {line!r} is not KEY=VALUE; write it as: GLOO_SOCKET_IFNAME=eth0")
     value = _VALUE.fullmatch(found["value"])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import json
 import os
 import tempfile
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,6 +29,11 @@ IDENTITY = "identity"
 """File with the identity of the folder's MLflow run."""
 LOCK = ".lock"
 """File that the run's process keeps locked."""
+REFUSALS = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
+}
+"""Errors of a disk that a user can mend."""
 LABELS, NOTE = "tags.json", "note.txt"
 """Files with the tags set by the run's starter, and with its first note."""
 FOLDER_TAG = "run_dir"
@@ -52,7 +59,10 @@ def check_output(run_dir: Path, resume: str) -> None:
     Raises:
         OutputError: the message names the folder.
     """
-    if run_dir.exists() and (not run_dir.is_dir() or any(path.name != LOCK for path in run_dir.iterdir())):
+    for folder in (run_dir, checkpoints_of(run_dir)):
+        if folder.exists() and not folder.is_dir():
+            raise OutputError(f"--run-dir {run_dir}: {folder} is no folder; remove it, or name another run folder")
+    if run_dir.exists() and any(path.name != LOCK for path in run_dir.iterdir()):
         if not (run_dir / "spec.yaml").exists():
             raise OutputError(f"--run-dir {run_dir} is neither empty nor the folder of a run; name a new one")
         if resume == "never":
@@ -67,14 +77,33 @@ def check_output(run_dir: Path, resume: str) -> None:
         ) from None
 
 
+@contextlib.contextmanager
+def disk_errors_said(run_dir: Path) -> Iterator[None]:
+    """Let a disk that refuses a file of the run end it in one line.
+
+    Raises:
+        OutputError: instead of the OSError of a full or read-only disk, or of a folder that has been replaced.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in REFUSALS:
+            raise
+        raise OutputError(
+            f"{error.filename or run_dir} can't be written ({error.strerror}); make it writable, with room, and start "
+            "the same command again"
+        ) from error
+
+
 def claim_folder(run_dir: Path) -> IO[str]:
     """Make the run's folder and lock it for as long as the returned file is open.
 
     Raises:
-        OutputError: another process trains into it.
+        OutputError: another process trains into it, or it can't be made.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    lock = (run_dir / LOCK).open("w")
+    with disk_errors_said(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = (run_dir / LOCK).open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -29,6 +29,7 @@ from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.diagnose import VERDICT
 from ddpm_ds.errors import UserError
 from ddpm_ds.files import EVALUATIONS, METRICS, read_points
+from ddpm_ds.secret import without_secrets
 from ddpm_ds.tracking.run_folder import (
     FOLDER_TAG,
     NOTE_TAG,
@@ -36,7 +37,7 @@ from ddpm_ds.tracking.run_folder import (
     checkpoints_of,
     identity_of,
 )
-from ddpm_ds.tracking.tracker import MLFLOW, SQLITE, flatten, numbers_of, reason, resolve_uri, without_password
+from ddpm_ds.tracking.tracker import MLFLOW, SQLITE, flatten, numbers_of, reason, resolve_uri
 from ddpm_ds.tracking.worker import PARENT_TAG, START_TAG
 
 if TYPE_CHECKING:
@@ -306,7 +307,7 @@ def find_runs(text: str, *, root: Path = OUTPUT_ROOT) -> list[RecordedRun]:
             return found
         trials = _training(_runs(uri, f"tags.`{PARENT_TAG}` = '{run.id}'"))
         if not trials:
-            raise ExperimentError(f"run {run.name} in {without_password(uri)} has no trials yet; start it")
+            raise ExperimentError(f"run {run.name} in {without_secrets(uri)} has no trials yet; start it")
         return trials
     with _speaking_to(uri) as client:
         experiment = client.get_experiment_by_name(text)
@@ -314,7 +315,7 @@ def find_runs(text: str, *, root: Path = OUTPUT_ROOT) -> list[RecordedRun]:
         raise _unclear("run and no experiment", text, found, uri)
     runs = _training(_runs(uri, "", [experiment.experiment_id]))
     if not runs:
-        raise ExperimentError(f"experiment {text} in {without_password(uri)} has no training runs; name another")
+        raise ExperimentError(f"experiment {text} in {without_secrets(uri)} has no training runs; name another")
     return runs
 
 
@@ -332,7 +333,7 @@ def _search(text: str, root: Path) -> tuple[list[RecordedRun], str]:
         found = _runs(uri, f"tags.`{START_TAG}` = '{identity}'")
         if not found:
             raise ExperimentError(
-                f"run {text} is not in {without_password(uri)}; set MLFLOW_TRACKING_URI to the store it was logged to"
+                f"run {text} is not in {without_secrets(uri)}; set MLFLOW_TRACKING_URI to the store it was logged to"
             )
         return found, uri
     if re.fullmatch(rf"[0-9a-f]{{{SHORTEST_ID},32}}", text) and (found := _runs(uri, f"run_id LIKE '{text}%'")):
@@ -344,14 +345,14 @@ def _search(text: str, root: Path) -> tuple[list[RecordedRun], str]:
 def _unclear(what: str, text: str, found: Sequence[RecordedRun], uri: str) -> ExperimentError:
     if found:
         ids = ", ".join(run.id for run in found[:NEAR_NAMES])
-        return ExperimentError(f"{len(found)} runs are called {text} in {without_password(uri)}: {ids}; name one by id")
+        return ExperimentError(f"{len(found)} runs are called {text} in {without_secrets(uri)}: {ids}; name one by id")
     with _speaking_to(uri) as client:
         experiments = [experiment.name for experiment in client.search_experiments(max_results=MOST_FOUND)]
     runs = [run.name for run in _runs(uri, "")]
     near = difflib.get_close_matches(text, list(dict.fromkeys([*runs, *experiments])), n=NEAR_NAMES, cutoff=0.5)
     latest = list(dict.fromkeys(reversed(runs)))[:NEAR_NAMES]
     hint = f"did you mean {' or '.join(near)}?" if near else f"the latest are {', '.join(latest) or 'none'}"
-    return ExperimentError(f"{text} is no {what} of {without_password(uri)}; {hint}")
+    return ExperimentError(f"{text} is no {what} of {without_secrets(uri)}; {hint}")
 
 
 def _runs(uri: str, filter_string: str, experiment_ids: Sequence[str] | None = None) -> list[RecordedRun]:
@@ -409,7 +410,7 @@ def _speaking_to(uri: str) -> Iterator[MlflowClient]:
         yield _client(uri)
     except (MlflowException, OSError) as error:
         raise ExperimentError(
-            f"MLflow at {without_password(uri)} fails ({reason(error)}); nothing is lost, try again when it answers"
+            f"MLflow at {without_secrets(uri)} fails ({reason(error)}); nothing is lost, try again when it answers"
         ) from None
 
 

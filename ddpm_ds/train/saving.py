@@ -20,9 +20,10 @@ from ddpm_ds.checkpoint.groups import Gather, Groups
 from ddpm_ds.checkpoint.manifest import Description
 from ddpm_ds.checkpoint.union import CompleteCheckpoint, newest
 from ddpm_ds.checkpoint.writer import Fragment, Writer
-from ddpm_ds.errors import BadNumbersError, NoCheckpointError
+from ddpm_ds.errors import BadNumbersError, NoCheckpointError, OutputError
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.pipeline.exchange import said_by_all, said_by_rank_0
 from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.tracking.tracker import print_to_stderr
 from ddpm_ds.train.ema import Ema
@@ -182,6 +183,15 @@ class Saver:
         """Wait until the last checkpoint is on the disk; return whether it is, as rank 0 knows."""
         return self._writer.wait()
 
+    def check_saved(self) -> None:
+        """Wait until the last checkpoint is on the disk.
+
+        Raises:
+            OutputError: it could not be written; on all ranks alike.
+        """
+        if why_not := said_by_rank_0("" if self.wait() else self._writer.why_not, str):
+            raise OutputError(f"{why_not}; make {self._folder} writable, with room, and start the same command again")
+
     def load(self, checkpoint: CompleteCheckpoint) -> None:
         """Resume from a checkpoint of any layout, whose pieces are on any of this run's hosts.
 
@@ -220,7 +230,5 @@ class Saver:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Return the values that all ranks give, by rank; collective over the process group."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    """Return the values, which JSON can hold, that all ranks give, by rank; collective over the process group."""
+    return said_by_all(value, Any)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +25,7 @@ from ddpm_ds.files import METRICS
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.recorder import SAMPLES_KEY, Recorder
-from ddpm_ds.tracking.run_folder import LOCK, RunFolder, check_output, checkpoints_of, claim_folder
+from ddpm_ds.tracking.run_folder import LOCK, RunFolder, check_output, checkpoints_of, claim_folder, disk_errors_said
 from ddpm_ds.tracking.tracker import Tracker
 from ddpm_ds.train.resume import claim_run, find_checkpoint
 from ddpm_ds.train.saving import Saver
@@ -214,3 +216,20 @@ def test_a_folder_is_claimed_by_one_process_at_a_time(tmp_path: Path) -> None:
     claim.close()
     claim_folder(tmp_path / "run").close()
     check_output(tmp_path / "run", "auto")  # what a claim leaves is no reason to refuse the folder
+
+
+@pytest.mark.parametrize("file", ["run", "run/checkpoints"])
+def test_a_file_in_the_place_of_a_folder_is_named(tmp_path: Path, file: str) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    with pytest.raises(OutputError, match=rf"{file} is no folder; remove it, or name another run folder"):
+        check_output(tmp_path / "run", "auto")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.ENOTDIR])
+def test_a_disk_that_refuses_is_one_line_with_the_file(tmp_path: Path, number: int) -> None:
+    line = r"^.*spec.yaml can't be written .*; make it writable, with room, and start"
+    with pytest.raises(OutputError, match=line), disk_errors_said(tmp_path):
+        raise OSError(number, os.strerror(number), str(tmp_path / "spec.yaml"))
+    with pytest.raises(ConnectionResetError), disk_errors_said(tmp_path):
+        raise ConnectionResetError(errno.ECONNRESET, "not a disk's")
