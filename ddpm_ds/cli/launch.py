@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ddpm_ds.checkpoint.folder import LATEST
 from ddpm_ds.cli.train import add_train_options, checked
-from ddpm_ds.command_line import OneLineParser, natural, positive
+from ddpm_ds.command_line import OneLineParser, file_path, grace_seconds, natural, processes
 from ddpm_ds.predict.plan import describe_plan
 from ddpm_ds.processes.hosts import read_hostfile
 from ddpm_ds.processes.ranks import free_port
@@ -76,13 +76,17 @@ def _add_launch_options(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--processes",
-        type=positive,
+        type=processes,
         default=None,
         metavar="N",
         help="processes on this machine (default: one for each GPU, or one)",
     )
     where.add_argument(
-        "--hostfile", type=Path, default=None, metavar="FILE", help="hosts and their processes, as DeepSpeed reads them"
+        "--hostfile",
+        type=file_path,
+        default=None,
+        metavar="FILE",
+        help="hosts and their processes, as DeepSpeed reads them",
     )
     _add_restart_options(parser)
 
@@ -195,7 +199,7 @@ def _add_restart_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--grace-seconds",
-        type=float,
+        type=grace_seconds,
         default=300.0,
         metavar="S",
         help="seconds for the ranks to save and stop after a signal (default 300)",

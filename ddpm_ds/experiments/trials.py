@@ -18,7 +18,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from ddpm_ds.command_line import positive
+from ddpm_ds.command_line import processes as number_of_processes
 from ddpm_ds.config.ds_config import check_ds_config, leaves_stages_open, set_key
 from ddpm_ds.config.ds_keys import zero_only_keys
 from ddpm_ds.config.spec_file import JSON_PREFIX
@@ -205,7 +205,7 @@ def _edit(config: dict[str, Any], name: str, value: str) -> list[str]:
         _set_precision(config, value)
     elif name == "processes":
         try:
-            positive(value)
+            number_of_processes(value)
         except argparse.ArgumentTypeError as error:
             raise ExperimentError(f"--vary processes={value}: {error}") from None
     elif name in JSON_KEYS or name.startswith(JSON_PREFIX):

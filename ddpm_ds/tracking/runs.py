@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import yaml
 
 from ddpm_ds.checkpoint import folder as checkpoint_folder
+from ddpm_ds.command_line import file_path
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.diagnose import VERDICT
@@ -270,7 +271,7 @@ def add_runs_option(parser: argparse.ArgumentParser) -> None:
     """Add ``--runs``, which says where to look for runs that are not named by their folder."""
     parser.add_argument(
         "--runs",
-        type=Path,
+        type=file_path,
         default=OUTPUT_ROOT,
         metavar="DIR",
         help=f"folder of the runs, with MLflow's store, unless MLFLOW_TRACKING_URI names one (default {OUTPUT_ROOT})",
