@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ddpm_ds.checkpoint.folder import LATEST
+from ddpm_ds.checkpoint.folder import LATEST, images_of
 from ddpm_ds.cli.train import add_train_options, checked
 from ddpm_ds.command_line import OneLineParser, file_path, grace_seconds, natural, processes
 from ddpm_ds.predict.plan import describe_plan
@@ -154,14 +154,14 @@ def _starting() -> Iterator[None]:
 def _outcome(code: int, run_dir: Path, arguments: Sequence[str]) -> str:
     """Return a line on what a run has left and the command that goes on."""
     latest = checkpoints_of(run_dir) / LATEST
-    saved = latest.read_text().strip().removeprefix("images-") if latest.is_file() else ""
+    saved = images_of(latest.read_bytes().decode(errors="replace").strip()) if latest.is_file() else None
     if code == 0:
         return f"done; draw from it with: {shlex.join(['ddpm-ds', 'sample', str(run_dir)])}"
     resume = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     resume.add_argument("--resume")
     again = shlex.join(["ddpm-ds", "train", *resume.parse_known_args(arguments)[1]])
-    if saved:
-        return f"saved after {int(saved):,} images in {run_dir}; go on with: {again}"
+    if saved is not None:
+        return f"saved after {saved:,} images in {run_dir}; go on with: {again}"
     return f"nothing was saved; start again with: {again}"
 
 

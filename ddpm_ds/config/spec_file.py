@@ -159,13 +159,14 @@ def _read(path: Path) -> dict[str, Any]:
         raise SpecError(f"{path}: no such run spec{near or '; examples are in launch/specs'}") from None
     except OSError as error:
         raise SpecError(f"{path}: can't be read as a run spec ({error.strerror}); give a YAML file") from None
-    values = _parse(text, str(path))
+    values = parse_yaml(text, str(path))
     if not isinstance(values, dict):
         raise SpecError(f"{path}: holds {shown(values)} instead of sections (data, unet, ...); see launch/specs")
     return values
 
 
-def _parse(text: str, origin: str) -> Any:
+def parse_yaml(text: str, origin: str) -> Any:
+    """Return the value of a YAML text within limits; raises :class:`SpecError`, which begins with ``origin``."""
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
@@ -193,7 +194,7 @@ def _override(values: dict[str, Any], item: str) -> str:
         place = place.setdefault(section, {})
         if not isinstance(place, dict):
             raise SpecError(f"--set {item}: {'.'.join(sections[:depth])} is {shown(place)} in the file, not a section")
-    place[name] = _parse(text, f"--set {item}")
+    place[name] = parse_yaml(text, f"--set {item}")
     return key
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -270,7 +271,8 @@ def _open_weights(path: Path) -> tuple[Headers, Callable[[], Mapping[str, Tensor
         return headers, lambda: {name: file.get_tensor(name) for name in headers}
     try:
         _check_archive(path)
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):  # about sparse tensors, which are refused below
+            state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception:  # whatever a forged pickle makes of its reader
         raise damaged from None
     if not isinstance(state, dict) or not all(isinstance(name, str) and _plain(state[name]) for name in state):

@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
+from ddpm_ds.files import read_json
 from ddpm_ds.pipeline.schedule import Instruction
 
 Value = TypeVar("Value")
@@ -194,4 +195,4 @@ def read_pauses(run_dir: Path) -> Pauses:
         ValueError, TypeError: the file is damaged.
     """
     file = run_dir / FILE
-    return Pauses(**json.loads(file.read_text())) if file.is_file() else Pauses()
+    return Pauses(**read_json(file)) if file.is_file() else Pauses()
