@@ -47,7 +47,7 @@ MOST_LEVELS = 14
 """Levels after which the largest image is a pixel."""
 Timesteps = Annotated[int, Field(ge=1, le=100_000)]
 Classes = Annotated[int, Field(ge=1, le=10**6)]
-MOST_LAYERS = 512
+MOST_LAYERS = 256
 """Most layers of a U-Net, each of which is a row and a column of the tables of cuts; published ones have about 100."""
 MOST_PICTURE_PIXELS = 2**26
 """Most pixels of a picture of samples that is drawn while training."""
