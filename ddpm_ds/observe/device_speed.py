@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ddpm_ds.command_line import cache_folder
 from ddpm_ds.device import DTYPES, Dtype, memory_bytes, wait_for_device
+from ddpm_ds.files import read_json
 from ddpm_ds.pipeline.exchange import said_by_all
 from ddpm_ds.processes.process_group import decided_by_rank_0
 from ddpm_ds.unet.layers import DownsampleLayer, EmbedLayer, Layer, UpsampleLayer
@@ -47,7 +48,7 @@ class Remembered:
         self._file = cache_folder() / name
         self._known: dict[str, list[float]] = {}
         try:
-            for key, values in json.loads(self._file.read_text()).items():
+            for key, values in read_json(self._file).items():
                 if min(values) > 0:
                     self._known[key] = list(map(float, values))
         except (OSError, ValueError, TypeError, AttributeError):
@@ -267,6 +268,6 @@ def read_device(run_dir: Path) -> Device:
     file = run_dir / FILE
     if not file.is_file():
         return Device()
-    values = json.loads(file.read_text())
+    values = read_json(file)
     startup = {kind: LayerSeconds(**seconds) for kind, seconds in values.pop("startup").items()}
     return Device(**values, startup=startup)

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from ddpm_ds.files import replace_file
+from ddpm_ds.files import read_json, replace_file
 from ddpm_ds.pipeline.schedule import Instruction
 
 Value = TypeVar("Value")
@@ -188,4 +188,4 @@ def read_pauses(run_dir: Path) -> Pauses:
         ValueError, TypeError: the file is damaged.
     """
     file = run_dir / FILE
-    return Pauses(**json.loads(file.read_text())) if file.is_file() else Pauses()
+    return Pauses(**read_json(file)) if file.is_file() else Pauses()

@@ -20,7 +20,9 @@ from pathlib import Path
 
 import psutil
 
+from ddpm_ds.command_line import MOST_PROCESSES
 from ddpm_ds.errors import SpecError
+from ddpm_ds.files import MOST_CONFIG_BYTES, read_text
 from ddpm_ds.secret import shown, write_private
 
 PDSH_ARGUMENTS, PDSH_MORE_ARGUMENTS = "PDSH_SSH_ARGS", "PDSH_SSH_ARGS_APPEND"
@@ -39,7 +41,7 @@ OF_DEEPSPEED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
 """Beginnings of the variables that DeepSpeed's launcher takes along by itself, on its command lines; NCCL with its CUDA
 accelerator."""
 
-_ENTRY = re.compile(r"(\S+)\s+slots=(\d+)(?!\S)")
+_ENTRY = re.compile(r"(\S+)\s+slots=(\d{1,9})(?!\S)")
 _LINE = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_]\w*)\s*=\s*(?P<value>.*)", re.ASCII)
 _VALUE = re.compile(
     r"""'(?P<literal>[^']*)'(?:\s*;)?(?:\s+\#.*)?
@@ -112,9 +114,9 @@ def read_hostfile(path: Path) -> dict[str, int]:
         SpecError: the file can't be read, has no host or one twice, or a line is something else.
     """
     try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"hostfile {path} can't be read ({error}); give --hostfile a file that can") from None
+        lines = read_text(path, MOST_CONFIG_BYTES).splitlines()
+    except OSError as error:
+        raise SpecError(f"hostfile {path} can't be read ({error.strerror}); give --hostfile a file that can") from None
     hosts: dict[str, int] = {}
     for number, line in enumerate(map(str.strip, lines), start=1):
         if not line or line.startswith("#"):
@@ -126,6 +128,8 @@ def read_hostfile(path: Path) -> dict[str, int]:
         host, slots = entry[1], int(entry[2])
         if host in hosts:
             raise SpecError(f"{where} names {host} a second time; keep one line for each host")
+        if slots + sum(hosts.values()) > MOST_PROCESSES:
+            raise SpecError(f"{where} makes more than {MOST_PROCESSES:,} processes; use fewer slots")
         if slots == 0:
             raise SpecError(f"{where} gives no process to {host}; delete the line, or give it slots=1 or more")
         hosts[host] = slots
@@ -169,9 +173,9 @@ def read_environment(path: Path) -> dict[str, str]:
         SpecError: the file can't be read, or a line is no KEY=VALUE, or its value depends on the shell that reads it.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path} can't be read ({error}); fix or delete it") from None
+        lines = read_text(path, MOST_CONFIG_BYTES).splitlines()
+    except OSError as error:
+        raise SpecError(f"{path} can't be read ({error.strerror}); fix or delete it") from None
     values = {}
     for number, line in enumerate(map(str.strip, lines), start=1):
         if line and not line.startswith("#"):

@@ -8,6 +8,7 @@ killed.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from ddpm_ds.command_line import MOST_PROCESSES, whole
 from ddpm_ds.errors import EXIT_PREEMPTED, SpecError
 from ddpm_ds.processes.hosts import find_environment
 
@@ -76,6 +78,7 @@ def set_environment() -> None:
         os.environ.setdefault(name, value)
     for name, value in (find_environment() | _handed_on()).items():
         os.environ.setdefault(name, value)
+    _check_environment()
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     if started and "MASTER_ADDR" not in os.environ and on_several_hosts():
@@ -87,6 +90,27 @@ def set_environment() -> None:
         os.environ["MASTER_ADDR"] = "127.0.0.1"  # where nobody else can connect, whatever name the host was given
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
+
+
+def _check_environment() -> None:
+    """Raise an error where a launcher, or whoever played one, has set numbers that place no rank.
+
+    Raises:
+        SpecError: one is no number or out of its range.
+    """
+    ranges = {
+        name: (1, MOST_PROCESSES) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "CROSS_SIZE", "GROUP_WORLD_SIZE")
+    }
+    ranges |= {"RANK": (0, MOST_PROCESSES), "LOCAL_RANK": (0, MOST_PROCESSES), "MASTER_PORT": (0, 2**16 - 1)}
+    for name in os.environ.keys() & ranges.keys():
+        lowest, highest = ranges[name]
+        try:
+            whole(os.environ[name], lowest, highest, f"a whole number from {lowest} to {highest:,}")
+        except argparse.ArgumentTypeError as error:
+            raise SpecError(f"{name} in the environment: {error}; unset it, or start with a launcher") from None
+    if int(os.environ["RANK"]) >= int(os.environ["WORLD_SIZE"]):
+        rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
+        raise SpecError(f"RANK = {rank} in the environment is none of WORLD_SIZE = {world} ranks; unset both")
 
 
 def _handed_on() -> dict[str, str]:
@@ -172,7 +196,7 @@ class Launcher:
 
 def print_once(line: str) -> None:
     """Print what every rank has found, once: a launcher ends the other ranks as soon as rank 0 has left."""
-    if int(os.environ["RANK"]) != 0:
+    if os.environ["RANK"].isdecimal() and int(os.environ["RANK"]) != 0:
         time.sleep(OTHERS_WAIT_SECONDS)
     print(line, file=sys.stderr, flush=True)
 

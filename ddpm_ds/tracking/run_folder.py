@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from ddpm_ds.errors import OutputError
-from ddpm_ds.files import read_points, write_file
+from ddpm_ds.files import read_json, read_points, read_text, write_file
 
 OUTPUT_ROOT = Path("runs")
 """Folder for runs that are given none."""
@@ -116,14 +117,41 @@ def claim_folder(run_dir: Path) -> IO[str]:
 
 
 def identity_of(run_dir: Path) -> str | None:
-    """Return the identity of the folder's MLflow run; None where nothing was trained in it. Changes nothing."""
+    """Return the identity of the folder's MLflow run; None where nothing was trained in it. Changes nothing.
+
+    Raises:
+        OutputError: the file can't be read, or holds something else.
+    """
     file = run_dir / IDENTITY
-    return file.read_text().strip() if file.is_file() else None
+    if not file.is_file():
+        return None
+    try:
+        found = read_text(file).strip()
+    except OSError as error:
+        raise OutputError(f"{file} can't be read ({error.strerror}); allow it, or restore it from a copy") from None
+    if re.fullmatch(r"[\w.-]{1,64}", found, re.ASCII) is None:
+        raise OutputError(f"{file} is damaged; restore it from a copy, or delete it: then MLflow keeps a new run")
+    return found
 
 
 def write_labels(run_dir: Path, tags: dict[str, str]) -> None:
     """Give a run that is about to start in ``run_dir`` tags of its own."""
     (run_dir / LABELS).write_text(json.dumps(tags, indent=2) + "\n")
+
+
+def _written_labels(file: Path) -> dict[str, str]:
+    """Return what :func:`write_labels` has written.
+
+    Raises:
+        OutputError: the file is damaged.
+    """
+    try:
+        tags = read_json(file) if file.exists() else {}
+    except (OSError, ValueError):
+        tags = None
+    if not isinstance(tags, dict) or not all(isinstance(value, str) for value in tags.values()):
+        raise OutputError(f"{file} is damaged; delete it, which only loses the run's tags")
+    return tags
 
 
 def labels(run_dir: Path, note: str | None, log: Callable[[str], None]) -> dict[str, str]:
@@ -132,7 +160,7 @@ def labels(run_dir: Path, note: str | None, log: Callable[[str], None]) -> dict[
     The note of a resumed run may have been edited in MLflow, so it is left as it is.
     """
     given, first = run_dir / LABELS, run_dir / NOTE
-    tags: dict[str, str] = json.loads(given.read_text()) if given.exists() else {}
+    tags = _written_labels(given)
     tags[FOLDER_TAG] = str(run_dir.resolve())
     if note is not None and identity_of(run_dir) is None:
         first.write_text(note)
@@ -150,9 +178,11 @@ class RunFolder:
 
     def identity(self) -> str:
         """Return the identity of the folder's MLflow run, made once."""
-        if identity_of(self.path) is None:
-            write_file(self.path / IDENTITY, f"{uuid.uuid4().hex}\n".encode())
-        return (self.path / IDENTITY).read_text().strip()
+        found = identity_of(self.path)
+        if found is None:
+            found = uuid.uuid4().hex
+            write_file(self.path / IDENTITY, f"{found}\n".encode())
+        return found
 
     def logged_step(self, name: str) -> int:
         """Return the step of the last point in one of these files, 0 where there is none.

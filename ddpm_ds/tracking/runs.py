@@ -9,7 +9,6 @@ import contextlib
 import difflib
 import functools
 import itertools
-import json
 import logging
 import math
 import os
@@ -21,14 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import yaml
-
 from ddpm_ds.checkpoint import folder as checkpoint_folder
+from ddpm_ds.command_line import file_path
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.config.spec_file import load_spec
+from ddpm_ds.config.spec_file import load_spec, parse_yaml
 from ddpm_ds.diagnose import VERDICT
-from ddpm_ds.errors import UserError
-from ddpm_ds.files import EVALUATIONS, METRICS, read_points
+from ddpm_ds.errors import SpecError, UserError
+from ddpm_ds.files import EVALUATIONS, METRICS, parse_json, read_json, read_points
 from ddpm_ds.secret import without_secrets
 from ddpm_ds.tracking.run_folder import (
     FOLDER_TAG,
@@ -105,7 +103,7 @@ class Run:
     @property
     def ds_config(self) -> dict[str, Any]:
         """The DeepSpeed JSON that it trains with, every ``auto`` filled in."""
-        config: dict[str, Any] = json.loads((self.folder / "ds_config.json").read_text())
+        config: dict[str, Any] = read_json(self.folder / "ds_config.json")
         return config
 
     @property
@@ -194,8 +192,11 @@ class RecordedRun:
         """Everything that the run was started with: its parameters, what follows from them, spec and DeepSpeed JSON."""
         derived = {name: value for name, value in self.tags.items() if is_derived(name)}
         spec, config = (self.read_artifact(name) for name in ("spec.yaml", "ds_config.json"))
-        written = flatten(yaml.safe_load(spec)) if spec else {}
-        return self.params | derived | written | (flatten({"ds_config": json.loads(config)}) if config else {})
+        try:
+            written = flatten(parse_yaml(spec.decode(), "spec.yaml")) if spec else {}
+            return self.params | derived | written | (flatten({"ds_config": parse_json(config)}) if config else {})
+        except (ValueError, AttributeError, SpecError) as error:
+            raise ExperimentError(f"run {self.name} has a damaged artifact ({error}); leave it out") from None
 
     def open(self) -> Run:
         """Return the run as its folder has it.
@@ -271,7 +272,7 @@ def add_runs_option(parser: argparse.ArgumentParser) -> None:
     """Add ``--runs``, which says where to look for runs that are not named by their folder."""
     parser.add_argument(
         "--runs",
-        type=Path,
+        type=file_path,
         default=OUTPUT_ROOT,
         metavar="DIR",
         help=f"folder of the runs, with MLflow's store, unless MLFLOW_TRACKING_URI names one (default {OUTPUT_ROOT})",

@@ -79,7 +79,7 @@ def load_state(
     for piece in insides.owned_pieces(engine):
         tensors: dict[str, Tensor] = {MASTER: piece.master, EMA: ema.shadow_of(piece.master)}
         if moments:
-            tensors |= _moments(engine, piece.master, state["optimizer_steps"])
+            tensors |= _moments(engine, piece.master, state.optimizer_steps)
         wanted += [Wanted(kind, piece.name, piece.first, piece.first + piece.length) for kind in tensors]
         targets += [piece.of(tensor) for tensor in tensors.values()]
     for index, start, values in deliver(whole, wanted, gather=gather, device=engine.device, log=log):
@@ -89,16 +89,16 @@ def load_state(
         engine.basic_optimizer.state.clear()
     insides.refresh_weights(engine)
 
-    engine.images_seen = state["images_seen"]
-    engine.skipped_images = state["skipped_images"]
-    engine.global_samples = state["images_seen"]
-    engine.global_steps = state["steps"]
-    engine.skipped_steps = state["skipped_steps"]
+    engine.images_seen = state.images_seen
+    engine.skipped_images = state.skipped_images
+    engine.global_samples = state.images_seen
+    engine.global_steps = state.steps
+    engine.skipped_steps = state.skipped_steps
     for group in engine.basic_optimizer.param_groups:
-        group["lr"] = state["learning_rate"]
-    if engine.lr_scheduler is not None and state["lr_scheduler"] is not None:
-        engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
-    insides.load_scaler_state(engine, state["loss_scaler"])
+        group["lr"] = state.learning_rate
+    if engine.lr_scheduler is not None and state.lr_scheduler is not None:
+        engine.lr_scheduler.load_state_dict(state.lr_scheduler.model_dump())
+    insides.load_scaler_state(engine, state.loss_scaler.model_dump(exclude_unset=True))
     engine.consecutive_overflows_at_floor = 0
 
 
@@ -199,7 +199,7 @@ class Saver:
             CheckpointError: it can't be read or is of another U-Net.
         """
         load_state(self._engine, self._ema, checkpoint, gather_objects, self._log)
-        self.rollbacks = checkpoint.state["rewinds"]
+        self.rollbacks = checkpoint.state.rewinds
 
     def roll_back(self, trouble: str) -> str:
         """Go back to the newest checkpoint and leave out the images since; returns what was done.

@@ -165,7 +165,9 @@ def _prepare(
         for change in changed:
             log(f"  changed since: {change}")
     elif plan.spec.train.initial_weights is not None:
-        initial = InitialWeights(plan.spec.train.initial_weights, parameter_shapes(plan.layers))
+        initial = InitialWeights(
+            plan.spec.train.initial_weights, parameter_shapes(plan.layers), DTYPES[plan.ds.precision][1]
+        )
     rendezvous.agree("ready", {})
     if rank == 0:
         hosts = hosts_line(plan)

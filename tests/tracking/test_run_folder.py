@@ -29,7 +29,7 @@ from ddpm_ds.tracking.run_folder import LOCK, RunFolder, check_output, checkpoin
 from ddpm_ds.tracking.tracker import Tracker
 from ddpm_ds.train.resume import claim_run, find_checkpoint
 from ddpm_ds.train.saving import Saver
-from tests.checkpoint.saving import describe, fragments_of
+from tests.checkpoint.saving import describe, fragments_of, scalars
 from tests.launching import tiny_spec
 
 SPEC = tiny_spec()
@@ -39,7 +39,7 @@ SHAPES: dict[str, tuple[int, ...]] = {"0.weight": (3, 2)}
 def save(run_dir: Path, images: int) -> Path:
     """A checkpoint of a run of one rank."""
     writer = Writer(checkpoints_of(run_dir), Groups.one_folder(), log=pytest.fail)
-    writer.begin("rank0", fragments_of(images, 0, 6, SHAPES), describe(images, SHAPES), {"images": images})
+    writer.begin("rank0", fragments_of(images, 0, 6, SHAPES), describe(images, SHAPES), scalars(images))
     assert writer.wait()
     return checkpoints_of(run_dir) / checkpoint_name(images)
 
