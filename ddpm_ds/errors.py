@@ -21,9 +21,13 @@ def one_line(text: str) -> str:
     Newlines, control characters and whatever else does not print are written as escapes, such as ``\\n`` and
     ``\\x1b``. Of a text beyond ``LONGEST_LINE`` characters the middle is left out.
     """
-    if len(text) > LONGEST_LINE:
-        text = f"{text[: LONGEST_LINE // 2]} ... {text[-LONGEST_LINE // 2 :]}"
-    return "".join(part if part.isprintable() else part.encode("unicode_escape").decode() for part in text)
+    text = _shortened(text)
+    return _shortened("".join(part if part.isprintable() else part.encode("unicode_escape").decode() for part in text))
+
+
+def _shortened(text: str) -> str:
+    half = LONGEST_LINE // 2
+    return text if len(text) <= LONGEST_LINE else f"{text[:half]} ... {text[-half:]}"
 
 
 class UserError(Exception):

@@ -41,7 +41,7 @@ SPEC_KEYS = [
 profile = settings(
     deadline=None, database=None, suppress_health_check=list(HealthCheck), phases=(Phase.explicit, Phase.generate)
 )
-few, many = settings(profile, max_examples=60), settings(profile, max_examples=400)
+few, many = settings(profile, max_examples=60), settings(profile, max_examples=1000)
 
 NUMBERS = [0, -1, 1, 2, 3, 7, 64, 513, 65_537, 2**31, 10**9, 10**12, 10**15, 2**63, 10**39, -(10**39)]
 FLOATS = [0.5, -0.0, 1e-300, 1e308, float("nan"), float("inf"), float("-inf")]
@@ -259,6 +259,13 @@ def test_any_bytes_as_a_file(folder: Path, content: bytes, is_spec: bool) -> Non
     path = folder.parent / "raw"
     path.write_bytes(content)
     assert attack(dry_run(path) if is_spec else dry_run(DIGITS, path), folder)
+
+
+def test_an_error_is_a_line_of_few_characters_whatever_it_holds() -> None:
+    for text in ("\U000bab9b" * 10**4, "x" * 10**7, "\n" * 5000):
+        line = str(UserError(f"file: {text}; fix"))
+        assert line.isprintable() and len(line) < LONGEST_LINE + 10
+        assert line.startswith("file: ") and line.endswith("; fix")
 
 
 VERBS_OF_FOLDERS = (

@@ -61,15 +61,13 @@ def edit_header(checkpoint: Path, change: Callable[[dict[str, Any]], object], le
     path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + raw[end:])
 
 
-VALUES = [None, True, "1", [], {}, -1, 0.5, 10**30, float("nan"), float("inf"), 2**63]
+VALUES: list[Any] = [None, True, "1", [], {}, -1, 0.5, 10**30, float("nan"), float("inf"), 2**63]
 
 
 @pytest.mark.parametrize("key", list(scalars(1)))
 def test_a_state_with_odd_types_missing_or_impossible_values(folder: Path, key: str) -> None:
-    newest, allowed = (
-        folder / "images-000000002",
-        {"learning_rate": (0.5,), "lr_scheduler": (None,), "loss_scaler": ({},)},
-    )
+    newest = folder / "images-000000002"
+    allowed: dict[str, Any] = {"learning_rate": (0.5,), "lr_scheduler": (None,), "loss_scaler": ({},)}
     path = newest / STATE
     before = json.loads(path.read_text())
     for value in VALUES:

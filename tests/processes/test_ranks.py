@@ -179,3 +179,14 @@ def test_a_rank_that_is_stopped_before_it_has_anything_to_save_ends_with_75(numb
         for _ in range(5):
             rank.send_signal(number)
         assert rank.wait(60) == 75
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CROSS_SIZE", "MASTER_PORT"])
+@pytest.mark.parametrize("value", ["", "two", "-1", "1.5", "1000000000", "9" * 5000])
+def test_a_number_in_the_environment_that_is_none_or_out_of_range_is_refused(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": "2", "HOME": "/nowhere", name: value})
+    with pytest.raises(SpecError, match=f"^{name} in the environment: .* is not a whole number from") as caught:
+        set_environment()
+    assert str(caught.value).isprintable()

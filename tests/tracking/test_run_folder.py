@@ -21,7 +21,7 @@ from ddpm_ds.checkpoint.groups import Groups
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.checkpoint.writer import Writer
 from ddpm_ds.errors import CheckpointError, OutputError
-from ddpm_ds.files import METRICS
+from ddpm_ds.files import METRICS, read_points
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.recorder import SAMPLES_KEY, Recorder
@@ -233,3 +233,20 @@ def test_a_disk_that_refuses_is_one_line_with_the_file(tmp_path: Path, number: i
         raise OSError(number, os.strerror(number), str(tmp_path / "spec.yaml"))
     with pytest.raises(ConnectionResetError), disk_errors_said(tmp_path):
         raise ConnectionResetError(errno.ECONNRESET, "not a disk's")
+
+
+def test_damaged_points_are_left_out_and_a_damaged_identity_is_one_line(tmp_path: Path) -> None:
+    good = b'{"step": 3, "train/loss": NaN}\n'
+    bad = (b"\xff\xfe", b"[1]", b'{"step": "3"}', b'{"step": NaN}', b'{"step": -1}', b'{"step": 1e400}', b"[" * 10**5)
+    (tmp_path / "metrics.jsonl").write_bytes(
+        b"\n".join([*bad, b'{"step": 2, "x": [1]}', b'{"step":' + b"1" * 5000 + b"}"])
+    )
+    assert read_points(tmp_path / "metrics.jsonl") == [] and RunFolder(tmp_path).logged_step("metrics.jsonl") == 0
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b"\n" + good)
+    assert RunFolder(tmp_path).logged_step("metrics.jsonl") == 3
+    for content in (b"", b"\xff", b"a b", b"../x", b"x" * 10**6):
+        (tmp_path / "identity").write_bytes(content)
+        with pytest.raises(OutputError, match="identity") as caught:
+            RunFolder(tmp_path).identity()
+        assert str(caught.value).isprintable()
