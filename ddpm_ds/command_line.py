@@ -8,11 +8,18 @@ import argparse
 import math
 import os
 import re
+import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ddpm_ds.errors import OutputError, SpecError
+from ddpm_ds.files import MOST_DIGITS, path_fault
+
+MOST_PROCESSES = 2**16
+"""Most processes of a run."""
+MOST_BATCH = 2**20
+"""Most images of a step."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -32,7 +39,7 @@ class OneLineParser(argparse.ArgumentParser):
 def add_spec_options(parser: argparse.ArgumentParser, default: Path | None = None) -> None:
     """Add ``--spec``, which has to be given unless there is a ``default``, and ``--set``."""
     asked = "run spec, see launch/specs" if default is None else f"run spec (default: {default.stem})"
-    parser.add_argument("--spec", type=Path, default=default, required=default is None, metavar="YAML", help=asked)
+    parser.add_argument("--spec", type=file_path, default=default, required=default is None, metavar="YAML", help=asked)
     add_overrides(parser)
 
 
@@ -50,7 +57,9 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 def cache_folder() -> Path:
     """Return the folder of cached measurements, in the user's cache (``XDG_CACHE_HOME``); may not exist yet."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddpm_ds"
+    home = os.path.expanduser("~")  # as it is where the user has none, as in some containers
+    own = Path(home, ".cache") if home != "~" else Path(tempfile.gettempdir(), f"cache-{os.getuid()}")
+    return Path(os.environ.get("XDG_CACHE_HOME") or own) / "ddpm_ds"
 
 
 def check_writable(option: str, path: Path) -> None:
@@ -64,25 +73,64 @@ def check_writable(option: str, path: Path) -> None:
         raise OutputError(f"{option} {path} can't be written; name a file in a folder that exists and is yours")
 
 
+def file_path(text: str) -> Path:
+    """The path of a file or folder, which need not exist.
+
+    Raises:
+        argparse.ArgumentTypeError: nothing can have this path, or the way there is a loop of links or closed.
+    """
+    fault = path_fault(text) if text else "a path can't be empty"
+    if fault is None:
+        try:
+            os.stat(text)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:
+            fault = error.strerror
+    if fault is not None:
+        raise argparse.ArgumentTypeError(f"{text!r} can't be used ({fault})")
+    return Path(text)
+
+
 def whole(text: str, lowest: int, highest: int, what: str) -> int:
     """A whole number from ``lowest`` to ``highest``, a range that ``what`` describes.
 
     Raises:
         argparse.ArgumentTypeError: ``text`` is something else.
     """
-    if not (text.isdecimal() and lowest <= int(text) <= highest):
+    if not (text.isdecimal() and len(text) <= MOST_DIGITS and lowest <= int(text) <= highest):
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
     return int(text)
 
 
 def positive(text: str) -> int:
-    """A whole number from 1 on."""
-    return whole(text, 1, 2**40, "a positive number")
+    """A whole number from 1 to a million."""
+    return whole(text, 1, 10**6, "a whole number from 1 to 1,000,000")
 
 
 def natural(text: str) -> int:
-    """A whole number from 0 on."""
-    return whole(text, 0, 2**62, "0 or a positive number")
+    """A whole number from 0 to a million."""
+    return whole(text, 0, 10**6, "a whole number from 0 to 1,000,000")
+
+
+def processes(text: str) -> int:
+    """A number of processes, stages or hosts."""
+    return whole(text, 1, MOST_PROCESSES, f"a whole number from 1 to {MOST_PROCESSES:,}")
+
+
+def batch(text: str) -> int:
+    """A number of images, or of micro-batches, that are worked on together."""
+    return whole(text, 1, MOST_BATCH, f"a whole number from 1 to {MOST_BATCH:,}")
+
+
+def image_number(text: str) -> int:
+    """The number of an image among all that a seed draws."""
+    return whole(text, 0, 2**48, "a whole number from 0 to 2^48")
+
+
+def port(text: str) -> int:
+    """A port of TCP."""
+    return whole(text, 1, 2**16 - 1, f"a port, which is a whole number from 1 to {2**16 - 1:,}")
 
 
 def seed(text: str) -> int:
@@ -90,19 +138,35 @@ def seed(text: str) -> int:
     return whole(text, 0, 2**32 - 1, "a number from 0 to 2^32 - 1")
 
 
-def seconds(text: str) -> float:
-    """A time in seconds, such as ``0.5``; ``inf`` is for ever.
+def number(text: str, lowest: float, highest: float, what: str) -> float:
+    """A number from ``lowest`` to ``highest``, a range that ``what`` describes; ``nan`` is in none.
 
     Raises:
-        argparse.ArgumentTypeError: ``text`` is no time.
+        argparse.ArgumentTypeError: ``text`` is something else.
     """
     try:
-        found = float(text)
+        found = float(text) if len(text) <= MOST_DIGITS else math.nan
     except ValueError:
         found = math.nan
-    if not found > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time; write seconds, such as 30, or inf")
+    if not lowest <= found <= highest:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
     return found
+
+
+def seconds(text: str) -> float:
+    """A time in seconds, such as ``0.5``; ``inf`` is for ever."""
+    found = number(text, 0.001, math.inf, "a time in seconds from 0.001 to 1,000,000, such as 30, or inf")
+    return found if math.isinf(found) else limited_seconds(text)
+
+
+def limited_seconds(text: str) -> float:
+    """A time in seconds that ends."""
+    return number(text, 0.001, 1e6, "a time in seconds from 0.001 to 1,000,000, such as 30")
+
+
+def grace_seconds(text: str) -> float:
+    """A time in seconds that ends, or none at all."""
+    return number(text, 0.0, 1e6, "a time in seconds from 0 to 1,000,000, such as 30")
 
 
 def step_range(text: str) -> range:
@@ -110,7 +174,7 @@ def step_range(text: str) -> range:
     if text == "none":
         return range(0)
     first, _, last = text.partition("-")
-    begin, end = positive(first), positive(last or first)
+    begin, end = (whole(step, 1, 10**15, "a number of a step, from 1 on") for step in (first, last or first))
     if end < begin:
         raise argparse.ArgumentTypeError(f"{text!r} ends before it begins; write FIRST-LAST, FIRST or none")
     return range(begin, end + 1)
@@ -143,7 +207,7 @@ def memory_size(text: str) -> int:
         argparse.ArgumentTypeError: not a positive number, or a unit other than B with a prefix.
     """
     sizes = {f"{prefix}B": size for prefix, size in (_PREFIXES | _BINARY).items()}
-    return int(_quantity(text, sizes, "a size such as 80GiB or 24GB"))
+    return int(_quantity(text, sizes, "a size such as 80GiB or 24GB", 2**60))
 
 
 def bandwidth(text: str) -> float:
@@ -154,7 +218,7 @@ def bandwidth(text: str) -> float:
     """
     bytes_ = {f"{prefix}B/s": float(size) for prefix, size in (_PREFIXES | _BINARY).items()}
     bits = {f"{prefix}bit/s": size / 8 for prefix, size in _PREFIXES.items()}
-    return _quantity(text, bytes_ | bits, "a speed such as 300GB/s or 400Gbit/s")
+    return _quantity(text, bytes_ | bits, "a speed such as 300GB/s or 400Gbit/s", 1e18)
 
 
 def teraflops(text: str) -> float:
@@ -163,11 +227,11 @@ def teraflops(text: str) -> float:
     Raises:
         argparse.ArgumentTypeError: not a positive number.
     """
-    return _quantity(text, {"": 1e12}, "a number of TFLOP/s such as 120")
+    return _quantity(text, {"": 1e12}, "a number of TFLOP/s such as 120", 1e21)
 
 
-def _quantity(text: str, units: dict[str, float] | dict[str, int], what: str) -> float:
-    match = _NUMBER.fullmatch(text.strip())
+def _quantity(text: str, units: dict[str, float] | dict[str, int], what: str, most: float) -> float:
+    match = _NUMBER.fullmatch(text.strip()) if len(text) <= MOST_DIGITS else None
     if match is None or float(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
     if match[2] not in units:
@@ -175,7 +239,16 @@ def _quantity(text: str, units: dict[str, float] | dict[str, int], what: str) ->
         fix = f"; write {match[1]}{near[0]}" if near else ""
         unit = f"unknown unit {match[2]!r}" if match[2] else "no unit"
         raise argparse.ArgumentTypeError(f"{text!r} has {unit}{fix}; give {what}")
-    return float(match[1]) * units[match[2]]
+    found = float(match[1]) * units[match[2]]
+    if not 1 <= found <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is out of range; give {what}")
+    return found
+
+
+def limit(value: float) -> str:
+    """The end of a range for a reader: ``512``, ``65,536``, or as a power where it is long, ``10^15``."""
+    powers = (f"{base}^{power}" for base in (10, 2) for power in range(6, 64) if base**power == value > 10**6)
+    return next(powers, f"{value:,.15g}")
 
 
 def counted(number: int, what: str) -> str:

@@ -54,7 +54,8 @@ def choose_device(wanted: str, stages: int = 1) -> torch.device:
     wanted = wanted if wanted != "auto" else os.environ.get("DS_ACCELERATOR", "auto")
     if wanted not in ("auto", "cpu", "cuda"):
         raise LayoutError(f"{asked_by} = {wanted} has not been tried with this project; use cpu or cuda")
-    local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    # Who plans a run before its ranks are started has no place among them.
+    local_rank, local_size = (int(os.environ.get(*found)) for found in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
     chosen = _prepare_messages() if wanted != "cpu" else {}
     devices = torch.cuda.device_count() if wanted != "cpu" else 0
     if wanted != "cpu":
@@ -81,7 +82,7 @@ def choose_device(wanted: str, stages: int = 1) -> torch.device:
         raise LayoutError(
             f"CUDA device {local_rank} can't be used ({str(error).splitlines()[0]}); nvidia-smi says what it does"
         ) from None
-    if chosen and os.environ["RANK"] == "0":
+    if chosen and os.environ.get("RANK") == "0":
         said = ", ".join(f"{name}={value}" for name, value in chosen.items())
         print(f"set for messages between GPUs (docs/gpu.md): {said}", flush=True)
     os.environ["DS_ACCELERATOR"] = "cuda"

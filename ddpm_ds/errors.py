@@ -11,11 +11,32 @@ EXIT_PREEMPTED = 75
 EXIT_PEER_LOST = 76
 """Exit code after a rank died or hangs and the others have ended: the run can be resumed from its newest checkpoint."""
 
+LONGEST_LINE = 2000
+"""Most characters of an error's line; a longer one loses its middle, since file and fix stand at its ends."""
+
+
+def one_line(text: str) -> str:
+    """Return a text that can be shown on one line of any terminal.
+
+    Newlines, control characters and whatever else does not print are written as escapes, such as ``\\n`` and
+    ``\\x1b``. Of a text beyond ``LONGEST_LINE`` characters the middle is left out.
+    """
+    text = _shortened(text)
+    return _shortened("".join(part if part.isprintable() else part.encode("unicode_escape").decode() for part in text))
+
+
+def _shortened(text: str) -> str:
+    half = LONGEST_LINE // 2
+    return text if len(text) <= LONGEST_LINE else f"{text[:half]} ... {text[-half:]}"
+
 
 class UserError(Exception):
     """Wrong input. Shown as one line, without a traceback; exit code 2."""
 
     exit_code = EXIT_BAD_INPUT
+
+    def __str__(self) -> str:
+        return one_line(super().__str__())
 
 
 class SpecError(UserError):

@@ -1,16 +1,194 @@
-"""Files that are complete or as they were, and their checksums. No torch."""
+"""Files that are written completely or not at all, files that are read within limits, and checksums. No torch.
+
+Whatever a user names may be no file, endless, or made to break its reader. So every text file is read by
+:func:`read_bytes`, and every JSON by :func:`read_json` or :func:`parse_json`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import glob
 import hashlib
 import json
+import math
 import os
+import shutil
+import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import psutil
 from tqdm import tqdm
 
 CHUNK_BYTES = 2**20
+MOST_CONFIG_BYTES = 2**16
+"""Limit of a file that people write: run spec, DeepSpeed JSON, hostfile. The largest of ours has 2 KiB."""
+MOST_RECORD_BYTES = 2**24
+"""Limit of a file that programs write: manifests and states of checkpoints, configurations and traces' summaries."""
+DEEPEST = 32
+"""Most levels of lists and blocks inside one another."""
+MOST_DIGITS = 40
+"""Most characters of a number: enough for 64-bit integers and for every digit of a float."""
+LONGEST_NAME_BYTES, LONGEST_PATH_BYTES = 255, 4095
+"""Limits of Linux and of its file systems."""
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading.
+
+    A named pipe would wait for its writer, and a device has no end: neither is opened.
+
+    Raises:
+        OSError: it can't be opened, or is no regular file; ``strerror`` is the reason.
+    """
+    if fault := path_fault(path):
+        raise OSError(errno.EINVAL, fault, str(path))
+    _check_regular(os.stat(path).st_mode, path)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _check_regular(os.fstat(descriptor).st_mode, path)  # it may have been replaced since
+    except OSError:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "rb")
+
+
+def _check_regular(mode: int, path: Path) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        kinds = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
+        raise OSError(errno.EINVAL, f"it is {kinds.get(stat.S_IFMT(mode), 'a device')}, not a file", str(path))
+
+
+def path_fault(path: Path | str) -> str | None:
+    """Return why no file can have this path, whatever the disk holds; None where one can."""
+    name = os.fsencode(path)
+    if b"\0" in name:
+        return "a path can't hold a zero byte"
+    if len(name) > LONGEST_PATH_BYTES or any(len(part) > LONGEST_NAME_BYTES for part in name.split(b"/")):
+        return f"a name has {LONGEST_NAME_BYTES} bytes at most, a path {LONGEST_PATH_BYTES}"
+    return None
+
+
+def read_bytes(path: Path, most: int = MOST_RECORD_BYTES) -> bytes:
+    """Return the content of a regular file of at most ``most`` bytes.
+
+    Raises:
+        OSError: it can't be read, is no regular file, or is larger; ``strerror`` is the reason.
+    """
+    with open_regular(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
+    return content
+
+
+def read_text(path: Path, most: int = MOST_RECORD_BYTES) -> str:
+    """Return the text of a regular file of at most ``most`` bytes.
+
+    Raises:
+        OSError: as :func:`read_bytes`, or it is not UTF-8; ``strerror`` is the reason.
+    """
+    try:
+        return read_bytes(path, most).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise OSError(errno.EILSEQ, f"byte {error.start:,} is not UTF-8 text", str(path)) from None
+
+
+def read_json(path: Path, most: int = MOST_RECORD_BYTES) -> Any:
+    """Return the value of a JSON file of at most ``most`` bytes.
+
+    Raises:
+        OSError: as :func:`read_text`.
+        ValueError: as :func:`parse_json`.
+    """
+    return parse_json(read_text(path, most))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text, whose numbers have few digits and whose blocks are not nested deeply.
+
+    Raises:
+        ValueError: it is no JSON, a block has a key twice, or a limit is passed; the message is one line.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_without_duplicates, parse_int=_int, parse_float=_float)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    _check_depth(value)
+    return value
+
+
+_TOO_DEEP = f"lists or blocks are more than {DEEPEST} levels deep"
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        blocks = [block for block in level if isinstance(block, dict | list)]
+        level = [item for block in blocks for item in (block.values() if isinstance(block, dict) else block)]
+    if level:
+        raise ValueError(_TOO_DEEP)
+
+
+def open_tensors(path: Path, framework: str = "pt") -> Any:
+    """Open a safetensors file, for PyTorch or ``"numpy"``; names, shapes and types are read, but no values yet.
+
+    The library checks that a header's offsets and sizes agree with the file; its length is limited here.
+
+    Raises:
+        OSError: it can't be read, or is no safetensors file; ``strerror`` is the reason.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    with open_regular(path) as file:
+        length = int.from_bytes(file.read(8), "little")
+    try:
+        if length > MOST_RECORD_BYTES:
+            raise SafetensorError
+        return safe_open(path, framework)
+    except SafetensorError:
+        raise OSError(errno.EINVAL, "it is no safetensors file", str(path)) from None
+
+
+def check_digits(text: str) -> None:
+    """Raise ValueError for a number of too many digits, which Python could take long to read."""
+    if len(text) > MOST_DIGITS:
+        raise ValueError(f"the number {text[:8]}... has more than {MOST_DIGITS} digits")
+
+
+def _int(text: str) -> int:
+    check_digits(text)
+    return int(text)
+
+
+def _float(text: str) -> float:
+    check_digits(text)
+    return float(text)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise ValueError(f"{name} is given twice in one block")
+        values[name] = value
+    return values
+
+
+def temporary_beside(path: Path) -> Path:
+    """Return the name of a file or folder that this process writes and then renames to ``path``; removes what killed
+    writers of ``path`` left.
+    """
+    prefix = f".{path.name}.writing-"
+    with contextlib.suppress(OSError):
+        for left in path.parent.glob(f"{glob.escape(prefix)}*"):
+            owner = left.name.removeprefix(prefix)
+            if owner.isdecimal() and not psutil.pid_exists(int(owner)):
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+    return path.with_name(f"{prefix}{os.getpid()}")
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -44,7 +222,7 @@ def sync(path: Path) -> None:
 def sha256_of(path: Path, bar: tqdm[Any] | None = None) -> str:
     """Hexadecimal SHA-256 of a file, read in pieces; advances ``bar`` by its bytes."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
             if bar is not None:
@@ -57,16 +235,30 @@ METRICS, EVALUATIONS, OBSERVATIONS = "metrics.jsonl", "evaluations.jsonl", "obse
 
 
 def read_points(path: Path) -> list[dict[str, Any]]:
-    """Return the points of a file of JSON lines, each with its ``step``, in the order of the file; none without a file.
+    """Return the points of a file of JSON lines, each a ``step`` and numbers, in the order of the file; none without a
+    file.
 
-    A line that was cut off when the disk was full is left out.
+    A line that was cut off when the disk was full, or that is damaged, is left out.
+
+    Raises:
+        OSError: the file can't be read.
     """
     found = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        try:
-            point = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(point, dict) and "step" in point:
-            found.append(point)
+    if path.is_file():
+        with open_regular(path) as file:
+            while line := file.readline(CHUNK_BYTES):
+                try:
+                    point = parse_json(line)
+                except ValueError:
+                    continue
+                if _is_point(point):
+                    found.append(point)
     return found
+
+
+def _is_point(point: Any) -> bool:
+    """Whether a line of a file of points holds a step and numbers."""
+    if not isinstance(point, dict) or not all(type(value) in (int, float) for value in point.values()):
+        return False
+    step = point.get("step", math.nan)
+    return 0 <= step < math.inf and step == int(step)

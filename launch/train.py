@@ -10,4 +10,4 @@ from ddpm_ds.cli.train import main
 from ddpm_ds.processes.ranks import recorded
 
 if __name__ == "__main__":
-    sys.exit(recorded(main))
+    sys.exit(recorded(main, stoppable=True))

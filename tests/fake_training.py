@@ -6,6 +6,7 @@ deepspeed tests/fake_training.py --run-dir DIR PART [PART ...]
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from ddpm_ds.processes.ranks import recorded
+from ddpm_ds.processes.ranks import recorded, set_environment
 
 
 def main() -> int:
@@ -44,6 +45,10 @@ def main() -> int:
     if part == "kill_launcher_and_self":
         os.kill(os.getppid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
+    if part == "environment":
+        set_environment()
+        (folder / "environment").write_text(json.dumps(dict(os.environ)))
+        return 0
     if part == "raise":
         raise RuntimeError("a bug")
     while not stop or part == "deaf":

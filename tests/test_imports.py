@@ -15,6 +15,7 @@ PACKAGE = REPOSITORY / "ddpm_ds"
 ROOMS = (
     "errors",
     "files",
+    "secret",
     "command_line",
     "config",
     "keyed",
@@ -46,6 +47,7 @@ HEAVY = {"torch", "numpy", "deepspeed", "mlflow"}
 NOT_IN = {
     "errors": HEAVY,
     "files": HEAVY,
+    "secret": HEAVY,
     "command_line": HEAVY,
     "config": HEAVY,
     "keyed": {"deepspeed", "mlflow"},

@@ -5,18 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from tqdm import tqdm
 
 import ddpm_ds
 from ddpm_ds.errors import CheckpointError
-from ddpm_ds.files import sha256_of
+from ddpm_ds.files import open_tensors, parse_json, sha256_of
+from ddpm_ds.files import read_bytes as read_file
 
 FORMAT = 2
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -28,16 +30,65 @@ Span = tuple[str, str, int, int]
 """Values of a fragment: (kind, name of the parameter, first element, number of elements)."""
 
 
+def _plain(name: str) -> str:
+    """A file's name inside its folder, which leads nowhere else."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", name):
+        raise ValueError("no plain file name")
+    return name
+
+
+FileName = Annotated[str, AfterValidator(_plain)]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Counter = Annotated[int, Field(ge=0, lt=2**53)]
+"""A number of images, steps or bytes, which a float holds exactly."""
+Counted = Annotated[int, Field(ge=-1, lt=2**53)]
+"""A number of steps that DeepSpeed counts, which begins at -1."""
+Amount = Annotated[float, Field(ge=0.0, le=2.0**53)]
+Shape = Annotated[tuple[Annotated[int, Field(ge=1, le=2**32)], ...], Field(max_length=8)]
+
+
 class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class SchedulerState(_Record):
+    """State of DeepSpeed's schedulers of the learning rate."""
+
+    last_batch_iteration: Counted
+
+
+class ScalerState(_Record):
+    """State of the dynamic loss scaler; empty outside fp16."""
+
+    cur_scale: Amount = 1.0
+    cur_iter: Counted = 0
+    last_overflow_iter: Counted = -1
+    cur_hysteresis: Counted = 1
+
+
+class State(_Record):
+    """``state.json``: the scalars of a run, which all ranks share."""
+
+    images_seen: Counter
+    skipped_images: Counter
+    """Images left out by rollbacks."""
+    steps: Counter
+    skipped_steps: Counter
+    optimizer_steps: Counter
+    """Steps that Adam has taken."""
+    learning_rate: Annotated[float, Field(ge=0.0, le=1.0)]
+    lr_scheduler: SchedulerState | None
+    loss_scaler: ScalerState
+    rewinds: Counter
+    """Number of rollbacks."""
 
 
 class Description(_Record):
     """Facts about a checkpoint, known to the run that writes it."""
 
-    images: int
+    images: Counter
     """Number of images seen."""
-    step: int
+    step: Counter
     """Number of optimizer steps taken."""
     spec: dict[str, Any]
     ds_config: dict[str, Any]
@@ -46,15 +97,15 @@ class Description(_Record):
     """Processes, stages, replicas and batch of the run that wrote it."""
     data_sha256: dict[str, str]
     """Checksums of the data-set cache that the run trains on."""
-    parameters: dict[str, tuple[int, ...]]
+    parameters: dict[str, Shape]
     """Shape of every parameter by global name, in the order of the layers."""
 
 
 class FileEntry(_Record):
     """A file as it was written."""
 
-    bytes: int
-    sha256: str
+    bytes: Counter
+    sha256: Sha256
 
 
 class Place(_Record):
@@ -82,7 +133,7 @@ Parts = TypeAdapter(list[Part])
 class Manifest(Description):
     """``manifest.json``: the last file of a checkpoint to be written."""
 
-    sha256: str = _BLANK
+    sha256: Sha256 = _BLANK
     """Checksum of ``manifest.json`` itself with this value blanked by zeros."""
     format: int
     version: str
@@ -90,10 +141,16 @@ class Manifest(Description):
     created: datetime
     kinds: tuple[str, ...]
     """Kinds of values that are kept of every parameter, such as ``master``, ``exp_avg``, ``exp_avg_sq`` and ``ema``."""
-    files: dict[str, FileEntry]
+    files: dict[FileName, FileEntry]
     """Every other file of the checkpoint."""
     places: dict[str, Place] = {}
     """Place of each file, ``state.json`` apart, which is everywhere; empty where all hosts share a folder."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> Manifest:
+        if STATE not in self.files or MANIFEST in self.files or len(self.files) < 2 or not self.kinds:
+            raise ValueError("no files")
+        return self
 
     @property
     def total_bytes(self) -> int:
@@ -171,7 +228,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """
     raw = read_bytes(checkpoint, MANIFEST)
     try:
-        values = json.loads(raw)
+        values = parse_json(raw)
         if hashlib.sha256(raw.replace(values["sha256"].encode(), _BLANK.encode(), 1)).hexdigest() != values["sha256"]:
             raise ValueError("checksum")
         if values["format"] == FORMAT:
@@ -192,9 +249,58 @@ def read_bytes(checkpoint: Path, name: str) -> bytes:
         CheckpointError: it can't be read.
     """
     try:
-        return (checkpoint / name).read_bytes()
+        return read_file(checkpoint / name)
     except OSError as error:
         raise unusable(checkpoint, f"{name} can't be read ({error.strerror})") from None
+
+
+def parse_state(checkpoint: Path, text: bytes) -> State:
+    """The scalars in the text of ``state.json``.
+
+    Raises:
+        CheckpointError: a value is missing, of another type or out of range.
+    """
+    try:
+        return State.model_validate_json(text)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(map(str, problem["loc"])) or "it"
+        raise unusable(checkpoint, f"{STATE} is damaged, {key}: {problem['msg']}") from None
+
+
+def check_headers(checkpoint: Path, manifest: Manifest, name: str) -> list[Span]:
+    """Return the fragments in one of a checkpoint's files, without reading values.
+
+    Raises:
+        CheckpointError: it is no safetensors file, or a fragment is none of the checkpoint's, in fp32.
+    """
+    found = []
+    try:
+        file = open_tensors(checkpoint / name, "numpy")
+        for key in file.keys():  # noqa: SIM118 - not a mapping
+            piece = file.get_slice(key)
+            kind, parameter, start = split_key(key)
+            (length,) = piece.get_shape()
+            if piece.get_dtype() != "F32" or kind not in manifest.kinds or parameter not in manifest.parameters:
+                raise ValueError(key)
+            found.append((kind, parameter, start, length))
+    except OSError as error:
+        raise unusable(checkpoint, f"{name} can't be read ({error.strerror})") from None
+    except ValueError:
+        raise unusable(checkpoint, f"{name} holds something other than the checkpoint's values in fp32") from None
+    return found
+
+
+def split_key(key: str) -> tuple[str, str, int]:
+    """Return the kind, the parameter's name and the first element of a fragment's key, ``{kind}/{name}@{start}``.
+
+    Raises:
+        ValueError: it has another form.
+    """
+    match = re.fullmatch(r"([^/]+)/(.+)@(\d{1,15})", key)
+    if match is None:
+        raise ValueError(key)
+    return match[1], match[2], int(match[3])
 
 
 def files_here(checkpoint: Path, manifest: Manifest) -> list[str]:

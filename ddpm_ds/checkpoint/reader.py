@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
 from ddpm_ds.checkpoint.manifest import (
     STATE,
     Manifest,
+    State,
     check_all_here,
     check_bytes,
+    check_headers,
+    parse_state,
     read_bytes,
     read_manifest,
     unusable,
@@ -28,7 +30,7 @@ from ddpm_ds.checkpoint.manifest import (
 )
 from ddpm_ds.device import DTYPES, Dtype
 from ddpm_ds.errors import CheckpointError, OutputError
-from ddpm_ds.files import sync
+from ddpm_ds.files import open_tensors, sync, temporary_beside
 
 ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
@@ -59,13 +61,18 @@ class Reader:
             check_all_here(path, self.manifest)
         self._listed = [name for name in self.manifest.files if only is None or name in only]
         self._verified: set[str] = set()
-        self.state: dict[str, Any] = {}
-        """Scalars of the checkpoint; empty where ``only`` leaves them out."""
+        self._state: State | None = None
         if STATE in self._listed:
             self._check(STATE)
-            self.state = json.loads(read_bytes(path, STATE))
+            self._state = parse_state(path, read_bytes(path, STATE))
         self._files: dict[str, Any] = {}
         self._spans: dict[tuple[str, str], list[_Span]] = {}
+
+    @property
+    def state(self) -> State:
+        """Return the scalars of the checkpoint, where ``only`` does not leave them out."""
+        assert self._state is not None
+        return self._state
 
     def verify(self, progress: bool = False) -> None:
         """Compare the checksums of all files."""
@@ -126,15 +133,13 @@ class Reader:
 
     def _fragments(self, file: str) -> Iterator[tuple[str, str, _Span]]:
         try:
-            opened = self._files[file] = safe_open(self.path / file, framework="pt")
-            for key in opened.keys():  # noqa: SIM118 - not a mapping
-                kind, rest = key.split("/", 1)
-                name, start = rest.rsplit("@", 1)
-                length = math.prod(opened.get_slice(key).get_shape())
-                yield kind, name, _Span(int(start), int(start) + length, file, key)
-        except (OSError, SafetensorError, ValueError):
-            self._check(file)  # says what is wrong with it
-            raise unusable(self.path, f"{file} is damaged") from None
+            fragments = check_headers(self.path, self.manifest, file)
+            self._files[file] = open_tensors(self.path / file)
+        except (OSError, CheckpointError):
+            self._check(file)  # a checksum says more
+            raise
+        for kind, name, start, length in fragments:
+            yield kind, name, _Span(start, start + length, file, f"{kind}/{name}@{start}")
 
 
 def header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> bytes:
@@ -175,7 +180,7 @@ def consolidate(path: Path, out: Path, kind: str = "ema", dtype: Dtype = "fp32",
     code, torch_dtype = DTYPES[dtype]
     metadata = {"format": "pt", "kind": kind, "images": str(reader.manifest.images)}
     tensors = [(name, code, shape, math.prod(shape)) for name, shape in parameters.items()]
-    temporary = out.with_name(f".{out.name}.writing-{os.getpid()}")
+    temporary = temporary_beside(out)
     try:
         with temporary.open("wb") as file, tqdm(parameters, desc=f"writing {out.name}", disable=not progress) as bar:
             file.write(header(tensors, metadata))

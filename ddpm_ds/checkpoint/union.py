@@ -11,7 +11,6 @@ group looks into its folder.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +32,13 @@ from ddpm_ds.checkpoint.manifest import (
     MANIFEST,
     STATE,
     Manifest,
+    Span,
+    State,
+    check_coverage,
+    check_headers,
     damages,
     files_here,
+    parse_state,
     read_bytes,
     read_manifest,
     unusable,
@@ -52,7 +56,7 @@ class CompleteCheckpoint:
     path: Path
     """Path of the checkpoint, the same on all hosts; it does not exist on a host that has none of it."""
     manifest: Manifest
-    state: dict[str, Any]
+    state: State
     """The scalars."""
     here: tuple[str, ...]
     """Names of its files on this rank's host."""
@@ -198,14 +202,39 @@ def _assemble(
     manifest = Manifest.model_validate_json(_read(path, MANIFEST, min(holders), groups, gather))
     if gone := _in_none(manifest, holders):
         return [_lacks(path, manifest, gone, holders, groups)]
-    found = gather(list(damages(path, manifest, holders.get(groups.rank, ()), progress)))
+    damaged, spans = zip(*gather(_check_files(path, manifest, holders.get(groups.rank, ()), progress)), strict=True)
     for rank, here in holders.items():
-        holders[rank] = [name for name in here if name not in dict(found[rank])]
+        holders[rank] = [name for name in here if name not in dict(damaged[rank])]
     if _in_none(manifest, holders):
-        return [_on_host(groups, rank, text) for rank, damaged in enumerate(found) for _, text in damaged]
+        return [_on_host(groups, rank, text) for rank, found in enumerate(damaged) for _, text in found]
     source = min(rank for rank, here in holders.items() if STATE in here)
-    state = json.loads(_read(path, STATE, source, groups, gather))
+    try:
+        state = parse_state(path, _read(path, STATE, source, groups, gather))
+        # Each once, since two hosts may hold a copy.
+        fragments = {(kind, name, start, length) for found in spans for kind, name, start, length in found}
+        if check_coverage(manifest.parameters, fragments) != manifest.kinds:
+            raise ValueError(f"its files hold other kinds of values than {MANIFEST} says")
+        if (state.images_seen, state.steps) != (manifest.images, manifest.step):
+            raise ValueError(f"{STATE} is of another moment than {MANIFEST}")
+    except CheckpointError as error:
+        return [str(error)]
+    except ValueError as error:
+        return [str(unusable(path, str(error)))]
     return CompleteCheckpoint(path, manifest, state, tuple(holders.get(groups.leader_of[groups.rank], ())), groups)
+
+
+def _check_files(
+    path: Path, manifest: Manifest, names: Sequence[str], progress: bool
+) -> tuple[list[tuple[str, str]], list[Span]]:
+    """Return the damaged files among ``names``, each with the error, and the fragments in the others."""
+    damaged, spans = list(damages(path, manifest, names, progress)), []
+    for name in names:
+        if name != STATE and name not in dict(damaged):
+            try:
+                spans += check_headers(path, manifest, name)
+            except CheckpointError as error:  # a right checksum of what this program never wrote
+                damaged.append((name, str(error)))
+    return damaged, spans
 
 
 def _in_none(manifest: Manifest, holders: Mapping[int, Sequence[str]]) -> list[str]:

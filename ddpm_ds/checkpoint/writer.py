@@ -110,6 +110,8 @@ class Writer:
         self._attempt = 0
         self._thread: threading.Thread | None = None
         self._saved = True
+        self.why_not = ""
+        """Reason, on rank 0, why the last checkpoint that was not saved was not, and what is there instead."""
         self._host = HostCopy()
         if groups.leads:
             with contextlib.suppress(OSError):
@@ -250,7 +252,8 @@ class Writer:
         if rank == 0:
             before = names(self._folder)
             lost = f"{before[-1]} stays, only the time since is at risk" if before else "there is none before it"
-            self._log(f"checkpoint {name} was not saved: {reason}; {lost}")
+            self.why_not = f"checkpoint {name} was not saved: {reason}; {lost}"
+            self._log(self.why_not)
 
     def _tidy(self, name: str) -> None:
         try:

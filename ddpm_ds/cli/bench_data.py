@@ -7,10 +7,19 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpm_ds.command_line import add_spec_options, aligned, check_writable, natural, positive
+from ddpm_ds.command_line import (
+    add_spec_options,
+    aligned,
+    batch,
+    check_writable,
+    file_path,
+    limited_seconds,
+    number,
+    positive,
+    whole,
+)
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec
 from ddpm_ds.processes.ranks import set_environment
 
@@ -52,22 +61,12 @@ def workers_list(text: str) -> list[int]:
     Raises:
         argparse.ArgumentTypeError: one of them is not a number of workers.
     """
-    return sorted({natural(part.strip()) for part in text.split(",")})
+    return sorted({whole(part.strip(), 0, 1024, "a number of workers from 0 to 1,024") for part in text.split(",")})
 
 
 def above_zero(text: str) -> float:
-    """Parse seconds or images/s: a finite number above 0.
-
-    Raises:
-        argparse.ArgumentTypeError: it is something else.
-    """
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, such as 2 or 0.5")
-    return value
+    """Parse a number of images a second."""
+    return number(text, 1e-6, 1e12, "a number above 0, such as 2 or 0.5")
 
 
 def add_bench_data(verbs: argparse._SubParsersAction[Any]) -> None:
@@ -83,11 +82,11 @@ def add_bench_data(verbs: argparse._SubParsersAction[Any]) -> None:
         "--workers", type=workers_list, default=[0, 1, 2, 4], metavar="N,...", help="loader processes (0,1,2,4)"
     )
     parser.add_argument(
-        "--micro-batch", type=positive, metavar="N", help="images of a micro-batch (default: train.batch_images)"
+        "--micro-batch", type=batch, metavar="N", help="images of a micro-batch (default: train.batch_images)"
     )
     parser.add_argument(
         "--seconds",
-        type=above_zero,
+        type=limited_seconds,
         default=4.0,
         metavar="S",
         help="seconds of reading for each number of workers (default 4)",
@@ -102,7 +101,7 @@ def add_bench_data(verbs: argparse._SubParsersAction[Any]) -> None:
         choices=("fp32", "fp16", "bf16"),
         help="precision of the U-Net (default: bf16 on CUDA, else fp32)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here")
+    parser.add_argument("--json", type=file_path, metavar="FILE", help="write every number here")
     parser.set_defaults(run=_bench)
 
 

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ddpm_ds.command_line import aligned
+from ddpm_ds.command_line import aligned, file_path
 from ddpm_ds.errors import CheckpointError
 from ddpm_ds.tracking.tracker import print_to_stderr
 
@@ -35,7 +35,7 @@ def add_checkpoint(verbs: argparse._SubParsersAction[Any]) -> None:
     inner = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
 
     one = inner.add_parser("list", help="list the checkpoints of a run, oldest first")
-    one.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run")
+    one.add_argument("run_dir", type=file_path, metavar="RUN_DIR", help="folder of a run")
     one.set_defaults(run=_list)
 
     one = inner.add_parser(
@@ -44,11 +44,11 @@ def add_checkpoint(verbs: argparse._SubParsersAction[Any]) -> None:
         description="Read every byte of a checkpoint, or of all checkpoints of a run, and compare checksums. Exit code "
         "2 when any is damaged.",
     )
-    one.add_argument("path", type=Path, metavar="CHECKPOINT|RUN_DIR", help="folder of a checkpoint or of a run")
+    one.add_argument("path", type=file_path, metavar="CHECKPOINT|RUN_DIR", help="folder of a checkpoint or of a run")
     one.set_defaults(run=_verify)
 
     one = inner.add_parser("describe", help="show when, how and from what a checkpoint was made")
-    one.add_argument("path", type=Path, metavar="CHECKPOINT|RUN_DIR", help=WHICH)
+    one.add_argument("path", type=file_path, metavar="CHECKPOINT|RUN_DIR", help=WHICH)
     one.set_defaults(run=_describe)
 
     one = inner.add_parser(
@@ -57,8 +57,8 @@ def add_checkpoint(verbs: argparse._SubParsersAction[Any]) -> None:
         description="Write the whole weights of a checkpoint into one safetensors file, under their global names. Host "
         "memory is one tensor.",
     )
-    one.add_argument("path", type=Path, metavar="CHECKPOINT|RUN_DIR", help=WHICH)
-    one.add_argument("out", type=Path, metavar="OUT", help="file to write; must not exist")
+    one.add_argument("path", type=file_path, metavar="CHECKPOINT|RUN_DIR", help=WHICH)
+    one.add_argument("out", type=file_path, metavar="OUT", help="file to write; must not exist")
     one.add_argument("--weights", choices=KINDS, default="ema", help="averaged or as trained (default ema)")
     one.add_argument("--dtype", choices=("fp32", "fp16", "bf16"), default="fp32", help="default fp32")
     one.set_defaults(run=_consolidate)

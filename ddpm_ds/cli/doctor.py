@@ -15,7 +15,7 @@ from ddpm_ds.cluster.network import ALL_PAIRS_HOSTS, Network, network_test
 from ddpm_ds.cluster.report import findings, report
 from ddpm_ds.cluster.survey import PlannedRun, Survey, survey
 from ddpm_ds.cluster.travel import chosen_by_hosts, exported, merge_into, secrets, travelling
-from ddpm_ds.command_line import add_spec_options, check_writable, positive
+from ddpm_ds.command_line import add_spec_options, check_writable, file_path, port, positive
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec, spec_overrides
 from ddpm_ds.errors import EXIT_BAD_INPUT
 from ddpm_ds.processes.hosts import (
@@ -71,21 +71,25 @@ def add_doctor(verbs: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument(
         "--hostfile",
-        type=Path,
+        type=file_path,
         metavar="FILE",
         help=f"as for deepspeed: a line HOST slots=N for each (default {DEFAULT_HOSTFILE}, else this machine alone)",
     )
     add_spec_options(parser, DEFAULT_SPEC)
-    parser.add_argument("--deepspeed_config", type=Path, metavar="JSON", help="compare this file as well")
+    parser.add_argument("--deepspeed_config", type=file_path, metavar="JSON", help="compare this file as well")
     parser.add_argument(
-        "--run-dir", type=Path, default=OUTPUT_ROOT, metavar="DIR", help=f"where runs will go (default {OUTPUT_ROOT})"
+        "--run-dir",
+        type=file_path,
+        default=OUTPUT_ROOT,
+        metavar="DIR",
+        help=f"where runs will go (default {OUTPUT_ROOT})",
     )
     parser.add_argument(
         "--master-addr",
         metavar="ADDRESS",
         help="address of the first host (default: the first word of its hostname -I)",
     )
-    parser.add_argument("--master-port", type=positive, default=29500, metavar="PORT", help="default 29500")
+    parser.add_argument("--master-port", type=port, default=29500, metavar="PORT", help="default 29500")
     parser.add_argument(
         "--no-network", action="store_true", help="skip the network tests (all-reduce and pairs of hosts)"
     )
@@ -95,7 +99,7 @@ def add_doctor(verbs: argparse._SubParsersAction[Any]) -> None:
     name = os.environ.get(ENVIRONMENT_FILE_VARIABLE, ENVIRONMENT_FILE)
     parser.add_argument(
         "--write-env",
-        type=Path,
+        type=file_path,
         nargs="?",
         const=Path(name),
         metavar="FILE",

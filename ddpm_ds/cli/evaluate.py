@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpm_ds.cli.sample import add_drawing_options, load
-from ddpm_ds.command_line import whole
+from ddpm_ds.command_line import file_path, whole
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS
 from ddpm_ds.processes.ranks import set_environment
 
@@ -55,22 +55,27 @@ def add_evaluate(verbs: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument(
         "--dataset",
-        type=Path,
+        type=file_path,
         metavar="DIR",
         help="folder of the prepared real images, for an export or where it has moved",
     )
     parser.add_argument(
-        "--inception-weights", type=Path, metavar="FILE", help="torch-fidelity's weights, instead of a download"
+        "--inception-weights", type=file_path, metavar="FILE", help="torch-fidelity's weights, instead of a download"
     )
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder of evaluations (default RUN_DIR/evaluations, or ./evaluations)"
+        "--out",
+        type=file_path,
+        metavar="DIR",
+        help="folder of evaluations (default RUN_DIR/evaluations, or ./evaluations)",
     )
     add_drawing_options(parser)
     parser.set_defaults(run=_evaluate)
 
 
 def _count(text: str) -> int:
-    return whole(text, FEWEST_IMAGES, 2**40, f"a number from {FEWEST_IMAGES} on; fewer images can't be compared")
+    return whole(
+        text, FEWEST_IMAGES, 10**6, f"a number from {FEWEST_IMAGES} to 1,000,000; fewer images can't be compared"
+    )
 
 
 def _metrics(text: str) -> tuple[str, ...]:

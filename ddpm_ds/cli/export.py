@@ -6,10 +6,9 @@ import argparse
 import copy
 import shlex
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from ddpm_ds.command_line import add_overrides, whole
+from ddpm_ds.command_line import add_overrides, file_path, whole
 from ddpm_ds.errors import SpecError
 from ddpm_ds.processes.ranks import set_environment
 
@@ -55,8 +54,10 @@ def add_export(verbs: argparse._SubParsersAction[Any]) -> None:
         description=EXPORT_DESCRIPTION,
         epilog=EXPORT_EXAMPLES,
     )
-    parser.add_argument("path", type=Path, metavar="CHECKPOINT|RUN_DIR", help="folder of the weights; a run's newest")
-    parser.add_argument("out", type=Path, metavar="DIR", help="folder to write; must be empty or not exist")
+    parser.add_argument(
+        "path", type=file_path, metavar="CHECKPOINT|RUN_DIR", help="folder of the weights; a run's newest"
+    )
+    parser.add_argument("out", type=file_path, metavar="DIR", help="folder to write; must be empty or not exist")
     parser.add_argument("--weights", choices=("ema", "raw"), default="ema", help="averaged or as trained (default ema)")
     parser.add_argument(
         "--dtype", choices=("fp32", "fp16"), default="fp32", help="data type of the file (default fp32)"
@@ -86,11 +87,13 @@ def add_import(verbs: argparse._SubParsersAction[Any]) -> None:
         description=IMPORT_DESCRIPTION,
         epilog=IMPORT_EXAMPLES,
     )
-    parser.add_argument("path", type=Path, metavar="DIR", help="folder of a pipeline, or of a UNet2DModel")
-    parser.add_argument("--spec", type=Path, required=True, metavar="BASE", help="spec of the run: data, length, batch")
+    parser.add_argument("path", type=file_path, metavar="DIR", help="folder of a pipeline, or of a UNet2DModel")
+    parser.add_argument(
+        "--spec", type=file_path, required=True, metavar="BASE", help="spec of the run: data, length, batch"
+    )
     add_overrides(parser)
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="OUT", help="folder to write; must be empty or not exist"
+        "--out", type=file_path, required=True, metavar="OUT", help="folder to write; must be empty or not exist"
     )
     parser.set_defaults(run=_import)
 

@@ -14,7 +14,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ddpm_ds.command_line import add_spec_options, check_writable, gib, memory_size, positive, seconds
+from ddpm_ds.command_line import (
+    add_spec_options,
+    batch,
+    check_writable,
+    file_path,
+    gib,
+    memory_size,
+    positive,
+    processes,
+    seconds,
+)
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, JSON_PREFIX
 from ddpm_ds.errors import LayoutError, SpecError
 from ddpm_ds.fit.child import TriedSize
@@ -73,7 +83,7 @@ def size_list(text: str) -> list[int]:
     Raises:
         argparse.ArgumentTypeError: one is no positive number.
     """
-    return sorted({positive(part.strip()) for part in text.split(",")})
+    return sorted({batch(part.strip()) for part in text.split(",")})
 
 
 def add_fit(verbs: argparse._SubParsersAction[Any]) -> None:
@@ -81,19 +91,19 @@ def add_fit(verbs: argparse._SubParsersAction[Any]) -> None:
     about = "find the largest micro-batch that fits the devices, and the one to train with"
     parser = verbs.add_parser("fit", help=about, description=DESCRIPTION, epilog=EXAMPLES)
     add_spec_options(parser, DEFAULT_SPEC)
-    parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="JSON", help="JSON to train with")
+    parser.add_argument("--deepspeed_config", type=file_path, required=True, metavar="JSON", help="JSON to train with")
     parser.add_argument(
-        "--processes", type=positive, metavar="N", help="processes to lay out (default: one for each GPU, else 1)"
+        "--processes", type=processes, metavar="N", help="processes to lay out (default: one for each GPU, else 1)"
     )
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("-p", "--pipeline-stages", type=positive, metavar="STAGES", help="try this layout alone")
+    which.add_argument("-p", "--pipeline-stages", type=processes, metavar="STAGES", help="try this layout alone")
     tried = "try these layouts, stages x replicas (default: all of N processes)"
     which.add_argument("--layouts", type=layout_list, metavar="PxR,...", help=tried)
     parser.add_argument(
         "--micro-batch", type=size_list, default=[], metavar="N,...", help="try only these (default: all)"
     )
     parser.add_argument(
-        "--accumulation", type=positive, metavar="M", help="keep M micro-batches a step, and let the batch grow"
+        "--accumulation", type=batch, metavar="M", help="keep M micro-batches a step, and let the batch grow"
     )
     budget = "memory of a process, such as 4GiB (default: the GPU's memory; on a CPU its share of what is free)"
     parser.add_argument("--memory-budget", type=memory_size, metavar="SIZE", help=budget)
@@ -101,9 +111,9 @@ def add_fit(verbs: argparse._SubParsersAction[Any]) -> None:
     hang = f"time without a step after which a trial has failed ({HANG_SECONDS:g})"
     parser.add_argument("--hang-seconds", type=seconds, default=HANG_SECONDS, metavar="S", help=hang)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the DeepSpeed JSON to train with")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw images/s and memory against micro-batch")
+    parser.add_argument("--out", type=file_path, metavar="FILE", help="write the DeepSpeed JSON to train with")
+    parser.add_argument("--json", type=file_path, metavar="FILE", help="write every number")
+    parser.add_argument("--plot", type=file_path, metavar="PNG", help="draw images/s and memory against micro-batch")
     parser.set_defaults(run=_fit)
 
 

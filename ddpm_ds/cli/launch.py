@@ -11,9 +11,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ddpm_ds.checkpoint.folder import LATEST
+from ddpm_ds.checkpoint.folder import LATEST, images_of
 from ddpm_ds.cli.train import add_train_options, checked
-from ddpm_ds.command_line import OneLineParser, natural, positive
+from ddpm_ds.command_line import OneLineParser, file_path, grace_seconds, natural, processes
 from ddpm_ds.predict.plan import describe_plan
 from ddpm_ds.processes.hosts import read_hostfile
 from ddpm_ds.processes.ranks import free_port
@@ -76,13 +76,17 @@ def _add_launch_options(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--processes",
-        type=positive,
+        type=processes,
         default=None,
         metavar="N",
         help="processes on this machine (default: one for each GPU, or one)",
     )
     where.add_argument(
-        "--hostfile", type=Path, default=None, metavar="FILE", help="hosts and their processes, as DeepSpeed reads them"
+        "--hostfile",
+        type=file_path,
+        default=None,
+        metavar="FILE",
+        help="hosts and their processes, as DeepSpeed reads them",
     )
     _add_restart_options(parser)
 
@@ -150,14 +154,14 @@ def _starting() -> Iterator[None]:
 def _outcome(code: int, run_dir: Path, arguments: Sequence[str]) -> str:
     """Return a line on what a run has left and the command that goes on."""
     latest = checkpoints_of(run_dir) / LATEST
-    saved = latest.read_text().strip().removeprefix("images-") if latest.is_file() else ""
+    saved = images_of(latest.read_bytes().decode(errors="replace").strip()) if latest.is_file() else None
     if code == 0:
         return f"done; draw from it with: {shlex.join(['ddpm-ds', 'sample', str(run_dir)])}"
     resume = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     resume.add_argument("--resume")
     again = shlex.join(["ddpm-ds", "train", *resume.parse_known_args(arguments)[1]])
-    if saved:
-        return f"saved after {int(saved):,} images in {run_dir}; go on with: {again}"
+    if saved is not None:
+        return f"saved after {saved:,} images in {run_dir}; go on with: {again}"
     return f"nothing was saved; start again with: {again}"
 
 
@@ -195,7 +199,7 @@ def _add_restart_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--grace-seconds",
-        type=float,
+        type=grace_seconds,
         default=300.0,
         metavar="S",
         help="seconds for the ranks to save and stop after a signal (default 300)",

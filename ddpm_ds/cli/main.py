@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import signal
 import sys
@@ -33,8 +34,8 @@ exit codes
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb and return the exit code; what a user did wrong is one line on stderr and exit code 2."""
+def make_parser() -> OneLineParser:
+    """Return the parser of all verbs."""
     parser = OneLineParser(
         prog="ddpm-ds",
         description="Train diffusion U-Nets on DeepSpeed pipelines, and everything around it.",
@@ -62,9 +63,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add_import,
     ):
         add(verbs)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb and return the exit code; what a user did wrong is one line on stderr and exit code 2."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be text
     try:
         given = sys.argv[1:] if arguments is None else list(arguments)
-        options = parser.parse_args(given)
+        options = make_parser().parse_args(given)
         options.arguments = given[1:]
         return options.run(options) or 0
     except UserError as error:

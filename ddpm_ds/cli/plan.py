@@ -6,10 +6,18 @@ import argparse
 import json
 import os
 import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpm_ds.command_line import add_spec_options, bandwidth, check_writable, memory_size, positive, teraflops
+from ddpm_ds.command_line import (
+    add_spec_options,
+    bandwidth,
+    check_writable,
+    file_path,
+    memory_size,
+    positive,
+    processes,
+    teraflops,
+)
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.predict.machine import KINDS, Machine
@@ -46,16 +54,16 @@ def add_plan(verbs: argparse._SubParsersAction[Any]) -> None:
     about = "predict the fastest layout on given devices"
     parser = verbs.add_parser("plan", help=about, description=DESCRIPTION, epilog=EXAMPLES)
     add_spec_options(parser)
-    parser.add_argument("--deepspeed_config", type=Path, required=True, metavar="JSON", help="JSON to complete")
+    parser.add_argument("--deepspeed_config", type=file_path, required=True, metavar="JSON", help="JSON to complete")
     parser.add_argument(
         "--processes",
         dest="devices",
-        type=positive,
+        type=processes,
         required=True,
         metavar="N",
         help="processes to train with",
     )
-    parser.add_argument("--nodes", type=positive, default=1, metavar="N", help="hosts that share them (default 1)")
+    parser.add_argument("--nodes", type=processes, default=1, metavar="N", help="hosts that share them (default 1)")
     parser.add_argument("--device-kind", choices=tuple(KINDS), help="default: this machine's GPU, else cpu")
     parser.add_argument("--device-memory", type=memory_size, metavar="SIZE", help="memory of one device, such as 80GiB")
     parser.add_argument("--tflops", type=teraflops, metavar="X", help="TFLOP/s that a device reaches in convolutions")
@@ -63,8 +71,8 @@ def add_plan(verbs: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--inter-node", type=bandwidth, metavar="Z", help="to another node, such as 200Gbit/s")
     parser.add_argument("--measure", action="store_true", help="time the layers on this machine; times are cached")
     parser.add_argument("--top", type=positive, default=10, metavar="N", help="layouts to print (default 10)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the DeepSpeed JSON of the first one")
-    parser.add_argument("--timeline", type=Path, metavar="PNG", help="draw the step of the first one")
+    parser.add_argument("--out", type=file_path, metavar="FILE", help="write the DeepSpeed JSON of the first one")
+    parser.add_argument("--timeline", type=file_path, metavar="PNG", help="draw the step of the first one")
     parser.set_defaults(run=_plan)
 
 

@@ -12,7 +12,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from ddpm_ds.command_line import check_writable
+from ddpm_ds.command_line import check_writable, file_path
 from ddpm_ds.errors import OutputError
 from ddpm_ds.tracking.runs import ExperimentError, RecordedRun, add_runs_option, find_run, find_runs, keep_with
 
@@ -71,8 +71,8 @@ def add_compare(verbs: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("recorded_runs", nargs="+", metavar="RUN | EXPERIMENT")
     parser.add_argument("--baseline", metavar="RUN", help="run that ratios refer to (default: the first with metrics)")
     parser.add_argument("--metrics", type=_names, metavar="A,B,C", help="the metrics to compare")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the comparison as Markdown")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write it as one page with curves and timelines")
+    parser.add_argument("--markdown", type=file_path, metavar="FILE", help="write the comparison as Markdown")
+    parser.add_argument("--html", type=file_path, metavar="FILE", help="write it as one page with curves and timelines")
     add_runs_option(parser)
     parser.set_defaults(run=_compare)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import ValidationError
 
-from ddpm_ds.command_line import OneLineParser, natural, positive, seed
+from ddpm_ds.command_line import OneLineParser, batch, file_path, image_number, positive, seed
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec, check_sampler
 from ddpm_ds.diffusion.choices import SAMPLERS, samplers_with
 from ddpm_ds.errors import PeerLostError, SpecError, UserError
@@ -83,10 +83,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--count", type=positive, default=64, metavar="N", help="images (default 64)")
-    parser.add_argument("--first", type=natural, default=0, metavar="I", help="number of the first image (default 0)")
+    parser.add_argument(
+        "--first", type=image_number, default=0, metavar="I", help="number of the first image (default 0)"
+    )
     parser.add_argument(
         "--out",
-        type=Path,
+        type=file_path,
         metavar="PATH",
         help="file or folder to write (default RUN_DIR/samples-IMAGES, where IMAGES is how many the checkpoint has "
         "seen, or ./samples for weights outside a run; with the suffix of --format)",
@@ -109,13 +111,13 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def add_drawing_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say which weights draw images, and how."""
-    parser.add_argument("path", type=Path, metavar="CHECKPOINT|RUN_DIR|EXPORT", help="folder of the weights")
+    parser.add_argument("path", type=file_path, metavar="CHECKPOINT|RUN_DIR|EXPORT", help="folder of the weights")
     parser.add_argument("--weights", choices=("ema", "raw"), default="ema", help="averaged or as trained (default ema)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
     parser.add_argument("--precision", choices=("fp32", "fp16", "bf16"), default="fp32", help="default fp32")
     parser.add_argument("--seed", type=seed, default=0, metavar="N", help="seed of all noise (default 0)")
     parser.add_argument(
-        "--batch-images", type=positive, default=64, metavar="N", help="images drawn at once by a process (default 64)"
+        "--batch-images", type=batch, default=64, metavar="N", help="images drawn at once by a process (default 64)"
     )
     group = parser.add_argument_group("sampler", "defaults are those of the section `sampler` of the run")
     group.add_argument(
@@ -249,6 +251,8 @@ def _sample(options: argparse.Namespace) -> int:
     done = kind != "folder" and check_file(out, request)
     if not done:
         folder.check()
+    if done and rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed when it had just ended
     if done or (kind == "folder" and len(folder.there()) == request.count):
         log(f"{out}: already there, {_summary(request)}")
         return 0

@@ -11,11 +11,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 from ddpm_ds.cli.train import parse
-from ddpm_ds.command_line import add_spec_options, counted, positive
+from ddpm_ds.command_line import add_spec_options, counted, file_path, grace_seconds, processes
 from ddpm_ds.config.ds_config import check_ds_config, read_ds_config
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import EXIT_PREEMPTED, OutputError
@@ -75,7 +74,7 @@ def add_sweep(verbs: argparse._SubParsersAction[Any]) -> None:
     )
     add_spec_options(parser)
     parser.add_argument(
-        "--deepspeed_config", type=Path, required=True, metavar="JSON", help="DeepSpeed JSON to train with"
+        "--deepspeed_config", type=file_path, required=True, metavar="JSON", help="DeepSpeed JSON to train with"
     )
     parser.add_argument(
         "--vary",
@@ -86,7 +85,7 @@ def add_sweep(verbs: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument("--full", action="store_true", help="every combination of values")
     parser.add_argument(
-        "--processes", type=positive, default=1, metavar="N", help="processes of each run, unless varied (default 1)"
+        "--processes", type=processes, default=1, metavar="N", help="processes of each run, unless varied (default 1)"
     )
     parser.add_argument("--note", default=None, metavar="TEXT", help="why this is tried; kept in MLflow")
     parser.add_argument(
@@ -95,7 +94,7 @@ def add_sweep(verbs: argparse._SubParsersAction[Any]) -> None:
     add_runs_option(parser)
     parser.add_argument(
         "--grace-seconds",
-        type=float,
+        type=grace_seconds,
         default=300.0,
         metavar="S",
         help="seconds for a run to save and stop (default 300)",

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ddpm_ds.command_line import OneLineParser, add_spec_options, seconds, step_range
+from ddpm_ds.command_line import OneLineParser, add_spec_options, file_path, limited_seconds, seconds, step_range
 from ddpm_ds.config.spec_file import DEFAULT_SPEC
 from ddpm_ds.errors import BadNumbersError, DeviceLostError, PeerLostError, Preempted, SpecError, UserError
 from ddpm_ds.pipeline.placement import launched_hosts
@@ -59,7 +59,7 @@ exit codes
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of every program that a launcher starts: what, how and where to train."""
     parser.add_argument(
-        "--deepspeed_config", type=Path, required=True, metavar="JSON", help="DeepSpeed JSON to train with"
+        "--deepspeed_config", type=file_path, required=True, metavar="JSON", help="DeepSpeed JSON to train with"
     )
     add_spec_options(parser, DEFAULT_SPEC)
     parser.add_argument(
@@ -96,7 +96,7 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     add_run_options(parser)
     parser.add_argument(
         "--run-dir",
-        type=Path,
+        type=file_path,
         default=None,
         metavar="DIR",
         help="folder of this run; a run that is in it is resumed; MLflow's store is in its parent "
@@ -111,7 +111,7 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--start-seconds",
-        type=float,
+        type=limited_seconds,
         default=300.0,
         metavar="S",
         help="how long the first ranks wait for the last one to be started (300)",
@@ -241,4 +241,4 @@ def _check_steps(option: str, asked: range, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(recorded(main))
+    sys.exit(recorded(main, stoppable=True))

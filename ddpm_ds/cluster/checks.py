@@ -33,6 +33,9 @@ STEP_FIXES = {
     "ddpm_ds": "install this version there: {run.python} -m pip install -e {run.folder} on {host}",
 }
 SSH_FIXES = {
+    "configuration option|keyword|argument": (
+        "correct ~/.ssh/config, PDSH_SSH_ARGS or PDSH_SSH_ARGS_APPEND until this works: ssh {host} true"
+    ),
     "Permission denied": "let this user in by a key: ssh-copy-id {host}",
     "IDENTIFICATION HAS CHANGED": "if its key is new on purpose: ssh-keygen -R {host}, then ssh {host} true",
     "Host key verification": "make its key known: ssh {host} true, and compare the fingerprint",
@@ -143,8 +146,7 @@ def _step(step: str, survey: Survey, host: str) -> Cell | None:
 
 
 def _ssh(survey: Survey, host: str) -> Cell | None:
-    by_ssh = any(report.keepalive_seconds is not None for report in survey.hosts.values())
-    return _step("ssh", survey, host) if by_ssh else None
+    return _step("ssh", survey, host) if survey.by_ssh else None
 
 
 def _python(survey: Survey, host: str) -> Cell | None:

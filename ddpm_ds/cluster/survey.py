@@ -198,6 +198,8 @@ class Survey:
     """The first host that answers; empty where none does."""
     master_address: str
     master_port: int
+    by_ssh: bool
+    """Whether hosts were asked by ssh; else it is this machine alone."""
 
     @property
     def facts(self) -> dict[str, HostFacts]:
@@ -233,7 +235,7 @@ def survey(
                 step(talks[host], reports[host])
             except Ended as ended:
                 talks[host].kill()
-                reports[host] = HostReport(hosts[host], failure=_failure(ended))
+                reports[host] = HostReport(hosts[host], failure=_failure(ended, local))
 
         list(pool.map(take, names))
 
@@ -285,13 +287,13 @@ def survey(
             raise
         finally:
             list(pool.map(Conversation.close, talks.values()))
-    return Survey(run, reports, master, address, master_port)
+    return Survey(run, reports, master, address, master_port, by_ssh=not local)
 
 
-def _failure(ended: Ended) -> Failure:
+def _failure(ended: Ended, local: bool) -> Failure:
     if ended.code in (NO_FOLDER, NO_PYTHON):
         return Failure("folder" if ended.code == NO_FOLDER else "python", ended.last_line or "missing")
-    at = "ssh" if ended.code in (NO_SSH, None) else "ddpm_ds"
+    at = "ssh" if ended.code in (NO_SSH, None) and not local else "ddpm_ds"
     return Failure(at, ended.last_line.removeprefix("ssh: ") or f"exit code {ended.code}")
 
 

@@ -6,23 +6,15 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from ddpm_ds.processes.hosts import read_environment, write_environment
+from ddpm_ds.processes.hosts import OF_DEEPSPEED, read_environment, write_environment
+from ddpm_ds.secret import is_secret, shown, write_private
 
 TRAVELS = re.compile(
     r"DS_ACCELERATOR|CUDA_DEVICE_MAX_CONNECTIONS|(OMP|GOMP|MKL|OPENBLAS)_\w+|(NCCL|GLOO|MLFLOW|TORCH|UCX)_\w+"
 )
 OF_ONE_PROCESS = re.compile(r"MLFLOW_RUN_ID|TORCHELASTIC_\w+|TORCH_HOME")
 """Variables of a single run or host."""
-SECRET = re.compile(r"\w*(PASSWORD|TOKEN|SECRET|CREDENTIAL|API_KEY|ACCESS_KEY)\w*|AWS_\w+")
-SIGNED_ADDRESS = re.compile(r"\w+://[^/@\s]*:[^/@\s]*@")
-"""An address with a password in it."""
 NEEDED_SECRET = re.compile(r"(MLFLOW|AWS)_\w+")
-OF_DEEPSPEED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
-"""Beginnings of the variables that DeepSpeed's launcher takes along by itself; NCCL with its CUDA accelerator."""
-
-
-def _is_secret(name: str, value: str) -> bool:
-    return bool(SECRET.fullmatch(name) or SIGNED_ADDRESS.match(value))
 
 
 def travelling(environment: Mapping[str, str]) -> dict[str, str]:
@@ -30,14 +22,14 @@ def travelling(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(environment.items())
-        if TRAVELS.fullmatch(name) and not OF_ONE_PROCESS.fullmatch(name) and not _is_secret(name, value)
+        if TRAVELS.fullmatch(name) and not OF_ONE_PROCESS.fullmatch(name) and not is_secret(name, value)
     }
 
 
 def secrets(environment: Mapping[str, str]) -> list[str]:
-    """Names of variables that training may need and that must not be written into a file."""
+    """Names of variables that training may need and that stay where they are."""
     return sorted(
-        name for name, value in environment.items() if NEEDED_SECRET.fullmatch(name) and _is_secret(name, value)
+        name for name, value in environment.items() if NEEDED_SECRET.fullmatch(name) and is_secret(name, value)
     )
 
 
@@ -50,7 +42,7 @@ def exported(environment: Mapping[str, str], file: Mapping[str, str], folder: st
     taken = {name: value for name, value in environment.items() if name.startswith(OF_DEEPSPEED)}
     python_path = ":".join([folder, *filter(None, [environment.get("PYTHONPATH")])])
     everything = taken | {"PYTHONPATH": python_path} | dict(file)
-    return {name: value for name, value in everything.items() if not _is_secret(name, value)}
+    return {name: value for name, value in everything.items() if not is_secret(name, value)}
 
 
 def chosen_by_hosts(on_cuda: bool, interfaces: Iterable[str]) -> dict[str, str]:
@@ -74,9 +66,9 @@ def merge_into(path: Path, values: Mapping[str, str], defaults: Mapping[str, str
     old = path.read_bytes() if path.exists() else None
     write_environment(path, after)
     lines = [f"{path}: {', '.join(after) or 'nothing has to travel'}"]
-    lines += [f"  {name} was {value}" for name, value in before.items() if after[name] != value]
+    lines += [f"  {name} was {shown(name, value)}" for name, value in before.items() if after[name] != value]
     if old is not None and old != path.read_bytes():
         backup = path.with_name(f"{path.name}.bak")
-        backup.write_bytes(old)
+        write_private(backup, old)
         lines.append(f"  the file as it was: {backup}")
     return lines

@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from ddpm_ds.command_line import MOST_PROCESSES
 from ddpm_ds.config.ds_keys import BLOCK, KEYS, REFUSED, children, zero_only_keys
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import JSON_PREFIX, shown
 from ddpm_ds.errors import DsConfigError, LayoutError
+from ddpm_ds.files import DEEPEST, MOST_CONFIG_BYTES, parse_json, read_json
 
 _WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "last_batch_iteration")
 SCHEDULER_PARAMS: dict[str, tuple[str, ...]] = {
@@ -54,6 +56,8 @@ def zero_stage(config: Mapping[str, Any]) -> int:
 def _check_block(block: dict[str, Any], prefix: str) -> None:
     for name, value in block.items():
         dotted = f"{prefix}{name}"
+        if "." in name:  # or it would be taken for a key of a block, which DeepSpeed does not do
+            raise DsConfigError(f"{dotted} is unknown: a dot is no block; {_nested(name)}")
         refusal = REFUSED.get(dotted)
         if refusal:
             if not refusal.lets_through(value):
@@ -71,6 +75,11 @@ def _check_block(block: dict[str, Any], prefix: str) -> None:
             raise DsConfigError(f"{dotted} = {shown(value)} should be {key.kind.words}{auto}{why}")
         elif key.kind is BLOCK:
             _check_block(value, f"{dotted}.")
+
+
+def _nested(name: str) -> str:
+    block, _, key = name.partition(".")
+    return f'write "{block}": {{"{key}": ...}}'
 
 
 def _unknown(name: str, prefix: str) -> str:
@@ -256,28 +265,31 @@ def set_key(config: dict[str, Any], path: str, text: str, origin: str) -> None:
         DsConfigError: ``path`` leads through something that is no block; the message begins with ``origin``.
     """
     *blocks, name = path.split(".")
+    if len(blocks) >= DEEPEST:
+        raise DsConfigError(f"{origin}: {len(blocks):,} blocks are inside each other; name a key of DeepSpeed")
     for depth, block in enumerate(blocks, start=1):
         config = config.setdefault(block, {})
         if not isinstance(config, dict):
             where = ".".join(blocks[:depth])
             raise DsConfigError(f"{origin}: {where} is no block of the JSON; name a key of a block")
     try:
-        config[name] = json.loads(text)
+        config[name] = parse_json(text)
     except ValueError:
         config[name] = text.strip()
 
 
 def _read(path: Path | str) -> dict[str, Any]:
     try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
+        config = read_json(Path(path), MOST_CONFIG_BYTES)
     except FileNotFoundError:
         raise DsConfigError(f"{path}: no such DeepSpeed config; examples are in ds_configs") from None
     except json.JSONDecodeError as error:
         raise DsConfigError(f"{path}: not JSON in line {error.lineno}: {error.msg}") from None
     except (OSError, ValueError) as error:
-        raise DsConfigError(f"{path}: can't be read as a DeepSpeed config: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DsConfigError(f"{path}: can't be read as a DeepSpeed config ({reason}); see ds_configs") from None
     if not isinstance(config, dict):
-        raise DsConfigError(f"{path}: holds {json.dumps(config)} instead of a block {{...}}; see ds_configs")
+        raise DsConfigError(f"{path}: holds {shown(config)} instead of a block {{...}}; see ds_configs")
     return config
 
 
@@ -290,6 +302,8 @@ def resolve(
     the spec, :class:`LayoutError` where the processes or the batch can't be shared out.
     """
     check_ds_config(config, path)
+    if not 1 <= world_size <= MOST_PROCESSES:
+        raise LayoutError(f"{world_size} processes can't be laid out; use 1 to {MOST_PROCESSES:,}")
     blocks = copy.deepcopy(config)
     try:
         layout = _layout(blocks, spec, world_size, stages)
@@ -332,14 +346,6 @@ def leaves_stages_open(config: dict[str, Any], world_size: int) -> bool:
     return (
         world_size > 1 and _given(pipeline, "stages", None) is None and not isinstance(pipeline.get("partition"), list)
     )
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"{name} is given twice in one block")
-    return dict(pairs)
 
 
 def _layout(config: dict[str, Any], spec: RunSpec, world_size: int, asked_stages: int | None) -> Layout:

@@ -7,10 +7,13 @@ DeepSpeed.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+
+from ddpm_ds.command_line import MOST_BATCH, MOST_PROCESSES, limit
+from ddpm_ds.config.spec import MOST_LAYERS
+from ddpm_ds.files import path_fault
 
 
 @dataclass(frozen=True)
@@ -21,12 +24,22 @@ class Kind:
     accepts: Callable[[object], bool]
 
 
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _number(value: object, least: float, most: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
 
-def _whole(value: object, least: int) -> bool:
-    return _number(value) and value == int(value) and value >= least  # type: ignore[call-overload,operator]
+def _whole(value: object, least: int, most: int) -> bool:
+    return _number(value, least, most) and value == int(value)  # type: ignore[call-overload]
+
+
+def amount(most: float, least: float = 0) -> Kind:
+    """A number of a range."""
+    return Kind(f"a number from {limit(least)} to {limit(most)}", lambda value: _number(value, least, most))
+
+
+def whole(least: int, most: int) -> Kind:
+    """A whole number of a range."""
+    return Kind(f"a whole number from {limit(least)} to {limit(most)}", lambda value: _whole(value, least, most))
 
 
 def one_of(*choices: object) -> Kind:
@@ -36,23 +49,34 @@ def one_of(*choices: object) -> Kind:
 
 
 SWITCH = Kind("true or false", lambda value: isinstance(value, bool))
-COUNT = Kind("a whole number >= 0", lambda value: _whole(value, 0))
-POSITIVE = Kind("a whole number > 0", lambda value: _whole(value, 1))
-EVEN = Kind("an even whole number > 0", lambda value: _whole(value, 1) and value % 2 == 0)  # type: ignore[operator]
-DEPTH = Kind("a whole number >= -1", lambda value: _whole(value, -1))
-AMOUNT = Kind("a number >= 0", lambda value: _number(value) and value >= 0)  # type: ignore[operator]
-TEXT_OR_NULL = Kind("text or null", lambda value: value is None or isinstance(value, str))
+# Ranges end where DeepSpeed's own arithmetic or memory would, or far beyond what trains.
+IMAGES = whole(1, MOST_BATCH)
+"""Images or micro-batches of a step, as in the run spec."""
+STEPS = whole(1, 10**15)
+RANKS = whole(1, MOST_PROCESSES)
+MOST_LOSS_SCALE = 2.0**32
+MOST_BUCKET = 2**31
+"""Elements, 8 GiB of fp32."""
+RATE = amount(1)
+EVEN = Kind(
+    f"an even whole number from 2 to {limit(MOST_BUCKET)}",
+    lambda value: _whole(value, 2, MOST_BUCKET) and value % 2 == 0,  # type: ignore[operator]
+)
+FILE_OR_NULL = Kind(
+    "a path or null", lambda value: value is None or (isinstance(value, str) and value != "" and not path_fault(value))
+)
 TEXTS = Kind("a list of texts", lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value))
 PAIR = Kind(
-    "a list of two numbers", lambda value: isinstance(value, list) and len(value) == 2 and all(map(_number, value))
+    "a list of two numbers from 0 to 1",
+    lambda value: isinstance(value, list) and len(value) == 2 and all(_number(item, 0, 1) for item in value),
 )
 CUTS = Kind(
-    '"flops", "measured", "parameters", "uniform" or a rising list of whole numbers > 0',
+    '"flops", "measured", "parameters", "uniform" or a rising list of whole numbers from 1 to 512',
     lambda value: (
         value in ("flops", "measured", "parameters", "uniform")
         or (
             isinstance(value, list)
-            and all(_whole(cut, 1) for cut in value)
+            and all(_whole(cut, 1, MOST_LAYERS) for cut in value)
             and all(low < high for low, high in pairwise(value))
         )
     ),
@@ -79,24 +103,24 @@ ISSUES = "https://github.com/deepspeedai/DeepSpeed/issues"
 _NOTHING = "Changes nothing under a pipeline."
 
 KEYS: dict[str, Key] = {
-    "train_batch_size": Key(POSITIVE, auto="the spec's `train.batch_images`"),
+    "train_batch_size": Key(IMAGES, auto="the spec's `train.batch_images`"),
     "train_micro_batch_size_per_gpu": Key(
-        POSITIVE, "Images per micro-batch of one replica.", auto="batch / replicas / accumulation"
+        IMAGES, "Images per micro-batch of one replica.", auto="batch / replicas / accumulation"
     ),
     "gradient_accumulation_steps": Key(
-        POSITIVE,
+        IMAGES,
         "Micro-batches per replica and step.",
         auto="the spec's `train.accumulation`; where that is auto too: 1 with one stage, else the smallest divisor of "
         "the replica's batch that is at least 4 x stages",
     ),
     "fp16": Key(BLOCK, "Half precision with a loss scale; not with bf16."),
     "fp16.enabled": Key(SWITCH, "On a CPU: fp16 storage, fp32 arithmetic."),
-    "fp16.loss_scale": Key(AMOUNT, "0 is dynamic, anything else a fixed scale."),
-    "fp16.initial_scale_power": Key(COUNT, "The dynamic scale starts at 2 to this power."),
-    "fp16.loss_scale_window": Key(POSITIVE, "Steps without overflow before the scale doubles."),
-    "fp16.hysteresis": Key(POSITIVE, "Overflows before the scale halves; without ZeRO only 1."),
+    "fp16.loss_scale": Key(amount(MOST_LOSS_SCALE), "0 is dynamic, anything else a fixed scale."),
+    "fp16.initial_scale_power": Key(whole(0, 32), "The dynamic scale starts at 2 to this power."),
+    "fp16.loss_scale_window": Key(STEPS, "Steps without overflow before the scale doubles."),
+    "fp16.hysteresis": Key(STEPS, "Overflows before the scale halves; without ZeRO only 1."),
     "fp16.consecutive_hysteresis": Key(SWITCH, "Refill the hysteresis at every good step.", zero_only=True),
-    "fp16.min_loss_scale": Key(POSITIVE, "Floor of the scale; a run that overflows there stops."),
+    "fp16.min_loss_scale": Key(whole(1, int(MOST_LOSS_SCALE)), "Floor of the scale; a run that overflows there stops."),
     "bf16": Key(BLOCK, "bfloat16 with fp32 master weights."),
     "bf16.enabled": Key(SWITCH, "Without ZeRO, gradients accumulate in fp32 (DeepSpeed's BF16_Optimizer)."),
     "bf16.check_grad_overflow": Key(SWITCH, "Skip a step whose gradients are not finite."),
@@ -109,7 +133,7 @@ KEYS: dict[str, Key] = {
         why="ZeRO-3 would gather a stage's weights anew for every micro-batch; use 2",
     ),
     "zero_optimization.reduce_bucket_size": Key(
-        POSITIVE,
+        whole(1, MOST_BUCKET),
         "Elements reduced at a time. DeepSpeed allocates that many per backward; its default is 500 million.",
         auto="8388608 (2 to the 23rd)",
         zero_only=True,
@@ -129,14 +153,14 @@ KEYS: dict[str, Key] = {
         why="the spec's optimizer section describes AdamW",
     ),
     "optimizer.params": Key(BLOCK),
-    "optimizer.params.lr": Key(AMOUNT, auto="the spec's `optimizer.learning_rate`"),
+    "optimizer.params.lr": Key(RATE, auto="the spec's `optimizer.learning_rate`"),
     "optimizer.params.betas": Key(PAIR, auto="the spec's `optimizer.betas`"),
-    "optimizer.params.eps": Key(AMOUNT, auto="the spec's `optimizer.epsilon`"),
-    "optimizer.params.weight_decay": Key(AMOUNT, auto="the spec's `optimizer.weight_decay`"),
+    "optimizer.params.eps": Key(RATE, auto="the spec's `optimizer.epsilon`"),
+    "optimizer.params.weight_decay": Key(amount(1000), auto="the spec's `optimizer.weight_decay`"),
     "optimizer.params.torch_adam": Key(SWITCH, "true: PyTorch's own. false: DeepSpeed's, which needs a compiler."),
     "optimizer.params.fused": Key(SWITCH, "PyTorch's variant; only with torch_adam."),
     "optimizer.params.foreach": Key(SWITCH, "PyTorch's variant; only with torch_adam."),
-    "gradient_clipping": Key(AMOUNT, "Norm over all stages. 0 is off; without the key DeepSpeed clips at 1.0."),
+    "gradient_clipping": Key(amount(1e9), "Norm over all stages. 0 is off; without the key DeepSpeed clips at 1.0."),
     "scheduler": Key(
         BLOCK, "Required with the spec's `optimizer.warmup_images`; where that is 0 a WarmupLR is dropped."
     ),
@@ -146,20 +170,18 @@ KEYS: dict[str, Key] = {
         why="OneCycle and LRRangeTest bring learning rates of their own",
     ),
     "scheduler.params": Key(BLOCK),
-    "scheduler.params.warmup_min_lr": Key(AMOUNT, "Not for WarmupCosineLR.", auto="0"),
-    "scheduler.params.warmup_max_lr": Key(
-        AMOUNT, "Not for WarmupCosineLR.", auto="the spec's `optimizer.learning_rate`"
-    ),
-    "scheduler.params.warmup_min_ratio": Key(AMOUNT, "Only for WarmupCosineLR.", auto="0"),
-    "scheduler.params.warmup_num_steps": Key(POSITIVE, auto="the spec's `optimizer.warmup_images` / batch, rounded up"),
+    "scheduler.params.warmup_min_lr": Key(RATE, "Not for WarmupCosineLR.", auto="0"),
+    "scheduler.params.warmup_max_lr": Key(RATE, "Not for WarmupCosineLR.", auto="the spec's `optimizer.learning_rate`"),
+    "scheduler.params.warmup_min_ratio": Key(RATE, "Only for WarmupCosineLR.", auto="0"),
+    "scheduler.params.warmup_num_steps": Key(STEPS, auto="the spec's `optimizer.warmup_images` / batch, rounded up"),
     "scheduler.params.warmup_type": Key(one_of("linear", "log"), auto="linear (DeepSpeed's default is log)"),
     "scheduler.params.total_num_steps": Key(
-        POSITIVE, "Not for WarmupLR.", auto="the spec's `train.images` / batch, rounded up"
+        STEPS, "Not for WarmupLR.", auto="the spec's `train.images` / batch, rounded up"
     ),
-    "scheduler.params.cos_min_ratio": Key(AMOUNT, "Last share of the learning rate; only for WarmupCosineLR."),
+    "scheduler.params.cos_min_ratio": Key(RATE, "Last share of the learning rate; only for WarmupCosineLR."),
     "pipeline": Key(BLOCK, "How the U-Net is cut and in which order the stages work."),
     "pipeline.stages": Key(
-        POSITIVE,
+        RANKS,
         "DeepSpeed reads it and never uses it; here it counts, unless `-p` says otherwise.",
         auto="as many as a list in `partition` makes; else the planner's choice (docs/planner.md)",
     ),
@@ -177,7 +199,7 @@ KEYS: dict[str, Key] = {
         auto='"planned"; "1f1b" on one stage, and where a list in `partition` has one cut fewer than `stages`',
     ),
     "pipeline.in_flight": Key(
-        POSITIVE,
+        IMAGES,
         "This project's key, for a planned schedule: most micro-batches that a rank holds, from their first forward to "
         "their last weight gradients. Fewer take less memory. A single stage computes the weight gradients of so many "
         "together.",
@@ -194,7 +216,9 @@ KEYS: dict[str, Key] = {
         auto="what leaves fewer bytes a step to the busiest host (docs/planner.md)",
     ),
     "pipeline.activation_checkpoint_interval": Key(
-        COUNT, "Layers between kept activations; 0 keeps all.", auto="chosen from memory when the run starts"
+        whole(0, MOST_LAYERS),
+        "Layers between kept activations; 0 keeps all.",
+        auto="chosen from memory when the run starts",
     ),
     "pipeline.use_reentrant": Key(SWITCH, "PyTorch's older checkpointing; the default here is false."),
     "pipeline.pipe_partitioned": Key(SWITCH, _NOTHING),
@@ -227,17 +251,19 @@ KEYS: dict[str, Key] = {
     ),
     "flops_profiler": Key(BLOCK, "DeepSpeed's profile of each stage's forward, in RUN_DIR/flops and in MLflow."),
     "flops_profiler.enabled": Key(SWITCH, "Profile one forward of one step."),
-    "flops_profiler.profile_step": Key(POSITIVE, "Which optimizer step of the run, from 1; 1 if not given."),
-    "flops_profiler.top_modules": Key(POSITIVE, "How many of the largest modules the summary names; 1 if not given."),
+    "flops_profiler.profile_step": Key(STEPS, "Which optimizer step of the run, from 1; 1 if not given."),
+    "flops_profiler.top_modules": Key(
+        whole(1, 10**6), "How many of the largest modules the summary names; 1 if not given."
+    ),
     "flops_profiler.module_depth": Key(
-        DEPTH, "Depth of the summary: 0 the stage, 1 its layers, 2 their parts; -1 all."
+        whole(-1, 100), "Depth of the summary: 0 the stage, 1 its layers, 2 their parts; -1 all."
     ),
     "flops_profiler.detailed": Key(SWITCH, "Print the whole tree of modules; true if not given."),
     "flops_profiler.output_file": Key(
-        TEXT_OR_NULL, "For the stages' texts, instead of RUN_DIR/flops/flops; `.stage0.txt` ... are appended."
+        FILE_OR_NULL, "For the stages' texts, instead of RUN_DIR/flops/flops; `.stage0.txt` ... are appended."
     ),
     "steps_per_print": Key(
-        POSITIVE,
+        STEPS,
         "Steps between lines in DeepSpeed's log (`--verbose`). Without the key there are none.",
         auto="`logging.log_every_images` / batch, rounded up; so filled where wall_clock_breakdown is on",
     ),

@@ -12,16 +12,56 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticKnownError, core_schema
+from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, core_schema
 
+from ddpm_ds.command_line import MOST_BATCH
 from ddpm_ds.data.sources import SOURCES
 from ddpm_ds.diffusion.choices import OBJECTIVES, SAMPLERS, SCHEDULES, ContinuousSchedule, samplers_with
+from ddpm_ds.files import path_fault
 
+# Every number has a range. Its end is far beyond what trains, and near enough that whatever is computed from the number
+# before training, such as a plan, a schedule or a table of betas, takes seconds and little memory.
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-PositiveInt = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0.0)]
+Small = Annotated[float, Field(gt=0.0, le=1.0)]
+"""An epsilon, a beta or a learning rate."""
+Factor = Annotated[float, Field(gt=0.0, le=1e6)]
+Images = Annotated[int, Field(ge=1, le=10**15)]
+"""Images seen, which floats count exactly."""
+Batch = Annotated[int, Field(ge=1, le=MOST_BATCH)]
+"""Images, or micro-batches, of one optimizer step."""
+Pixels = Annotated[int, Field(ge=1, le=8192)]
+MOST_CHANNELS = 2**16
+Channels = Annotated[int, Field(ge=1, le=MOST_CHANNELS)]
+Blocks = Annotated[int, Field(ge=1, le=64)]
+MOST_LEVELS = 14
+"""Levels after which the largest image is a pixel."""
+Sigma = Annotated[float, Field(ge=1e-6, le=1e6)]
+"""A noise level of EDM."""
+Timesteps = Annotated[int, Field(ge=1, le=100_000)]
+Classes = Annotated[int, Field(ge=1, le=10**6)]
+MOST_LAYERS = 256
+"""Most layers of a U-Net, each of which is a row and a column of the tables of cuts; published ones have about 100."""
+MOST_PICTURE_PIXELS = 2**26
+"""Most pixels of a picture of samples that is drawn while training."""
+
+
+def _possible(path: Path) -> Path:
+    if fault := path_fault(path):
+        raise PydanticCustomError("path", "{fault}", {"fault": fault})
+    return path
+
+
+FilePath = Annotated[Path, AfterValidator(_possible)]
 
 
 @dataclass(frozen=True)
@@ -57,24 +97,24 @@ class DataSpec(Section):
     """Which images are learned."""
 
     source: Annotated[str, OneOf(SOURCES), Field(description=_listed("Where images come from", SOURCES))]
-    path: Path | None = None
+    path: FilePath | None = None
     """What the source reads: for `folder` a folder of images, whose subfolders are classes. Others refuse a path."""
-    image_size: PositiveInt
+    image_size: Pixels
     """Height and width in pixels of what is learned; images are scaled, up or down, and centre-cropped."""
-    crop_from: PositiveInt | None = None
+    crop_from: Pixels | None = None
     """Height and width of the prepared images, from which `image_size` pixels are cropped at a place chosen anew each
     time an image is seen, in the centre to evaluate; null prepares `image_size`."""
     channels: Literal[1, 3]
     """Colour channels after preparation: 1 grey, 3 RGB."""
     horizontal_flips: bool = False
     """Mirror half of the images, chosen anew each time an image is seen."""
-    held_out_images: Annotated[int, Field(ge=0)] = 0
+    held_out_images: Annotated[int, Field(ge=0, le=10**9)] = 0
     """Images that are never trained on, for the held-out loss; which ones follows from their number alone."""
     max_bad_fraction: Fraction = 0.01
     """Share of unreadable images above which preparation fails; below it they are skipped and reported."""
-    store_root: Path = Path("data")
+    store_root: FilePath = Path("data")
     """Folder of data-set caches; a cache's own folder name follows from source, size, channels and path."""
-    workers: Annotated[int, Field(ge=0)] = 0
+    workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Loader processes per rank that loads data. 0 reads in the training process, which is fastest for small images."""
 
     @property
@@ -86,25 +126,25 @@ class DataSpec(Section):
 class UnetSpec(Section):
     """The U-Net: DDPM/ADM residual blocks around an encoder, a middle and a decoder."""
 
-    channels: PositiveInt
+    channels: Channels
     """The width that `multipliers` multiply."""
-    multipliers: Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
+    multipliers: Annotated[tuple[Channels, ...], Field(min_length=1, max_length=MOST_LEVELS)]
     """Width of each level as a multiple of `channels`; every level after the first halves the image."""
-    blocks_per_level: PositiveInt = 2
+    blocks_per_level: Blocks = 2
     """Residual blocks per encoder level; a decoder level has one more."""
-    attention_resolutions: tuple[PositiveInt, ...] = ()
+    attention_resolutions: Annotated[tuple[Pixels, ...], Field(max_length=MOST_LEVELS)] = ()
     """Image sizes (pixels) at which every residual block is followed by self-attention."""
     middle_attention: bool = True
     """Self-attention between the two middle blocks."""
-    head_channels: PositiveInt | None = None
+    head_channels: Channels | None = None
     """Channels per attention head; null means one head of full width."""
-    norm_groups: PositiveInt = 32
+    norm_groups: Channels = 32
     """Groups of every group normalisation."""
-    norm_epsilon: PositiveFloat = 1e-6
+    norm_epsilon: Small = 1e-6
     """Epsilon of every group normalisation."""
     dropout: Fraction = 0.0
     """Dropout before the second convolution of each residual block."""
-    embedding_channels: PositiveInt | None = None
+    embedding_channels: Channels | None = None
     """Width of the time embedding; null means 4 x the first level's width."""
     time_conditioning: Literal["add", "scale_shift"] = "add"
     """How a block takes the embedding: added after the first convolution (DDPM), or as scale and shift of the
@@ -115,7 +155,7 @@ class UnetSpec(Section):
     """Subtracted from the half width in the frequency exponent (diffusers: `freq_shift`)."""
     downsample_padding: Literal["symmetric", "asymmetric"] = "asymmetric"
     """Zero padding of the strided convolution: all sides (diffusers 1), or right and bottom only as in DDPM (0)."""
-    classes: PositiveInt | None = None
+    classes: Classes | None = None
     """Number of classes of a class-conditional U-Net; null trains without labels."""
 
 
@@ -123,60 +163,60 @@ class DiffusionSpec(Section):
     """The forward process and what the U-Net predicts."""
 
     schedule: Annotated[str, OneOf(SCHEDULES), Field(description=_listed("Noise schedule", SCHEDULES))] = "linear"
-    timesteps: PositiveInt = 1000
+    timesteps: Timesteps = 1000
     """Number of noise levels T; edm and flow have none."""
-    beta_start: PositiveFloat = 1e-4
+    beta_start: Small = 1e-4
     """First beta of the linear schedule."""
-    beta_end: PositiveFloat = 0.02
+    beta_end: Factor = 0.02
     """Last beta of the linear schedule."""
     objective: Annotated[str, OneOf(OBJECTIVES), Field(description=_listed("What the U-Net predicts", OBJECTIVES))] = (
         "eps"
     )
-    sigma_data: PositiveFloat = 0.5
+    sigma_data: Sigma = 0.5
     """Standard deviation that edm takes images in [-1, 1] to have."""
-    noise_mean: float | None = None
+    noise_mean: Annotated[float, Field(ge=-10.0, le=10.0)] | None = None
     """Mean of log(sigma) of edm, of the logit of the time of flow; null means -1.2 (EDM) and 0. EDM2 uses -0.4."""
-    noise_std: PositiveFloat | None = None
+    noise_std: Annotated[float, Field(gt=0.0, le=5.0)] | None = None
     """Standard deviation of the same; null means 1.2 (EDM) and 1. EDM2 uses 1.0."""
     loss: Literal["l1", "l2", "huber"] = "l2"
     """Distance between prediction and target, averaged over pixels, in fp32."""
-    huber_delta: PositiveFloat = 0.1
+    huber_delta: Factor = 0.1
     """Where the Huber loss turns from squared to linear."""
     weighting: Literal["uniform", "min_snr"] = "uniform"
     """Weight of a timestep's loss: equal, or min-SNR-gamma (Hang et al.). For edm "uniform" is the paper's."""
-    min_snr_gamma: PositiveFloat = 5.0
+    min_snr_gamma: Factor = 5.0
     """Gamma of min-SNR weighting."""
 
 
 class OptimizerSpec(Section):
     """AdamW and its warm-up; the values that `auto` in the DeepSpeed JSON stands for."""
 
-    learning_rate: PositiveFloat
+    learning_rate: Small
     """Learning rate after warm-up."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """Decay rates of the first and second moment."""
-    epsilon: PositiveFloat = 1e-8
+    epsilon: Small = 1e-8
     """Added to the root of the second moment."""
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0.0, le=1e3)] = 0.0
     """Decoupled weight decay."""
-    warmup_images: Annotated[int, Field(ge=0)] = 0
+    warmup_images: Annotated[int, Field(ge=0, le=10**15)] = 0
     """Images over which the learning rate rises linearly from 0."""
 
 
 class TrainSpec(Section):
     """How long, in which batches, from which seed."""
 
-    images: PositiveInt
+    images: Images
     """Length of training in images seen (not steps, not epochs)."""
-    batch_images: PositiveInt
+    batch_images: Batch
     """Images per optimizer step over all replicas and micro-batches."""
-    accumulation: PositiveInt | Literal["auto"] = "auto"
+    accumulation: Batch | Literal["auto"] = "auto"
     """Micro-batches per replica and step; auto takes 1 without a pipeline and at least 4 per stage with one."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of everything random: weights, order, timesteps, noise, flips, dropout."""
     label_drop: Fraction = 0.0
     """Share of labels replaced by "no label" in a class-conditional run, for classifier-free guidance."""
-    initial_weights: Path | None = None
+    initial_weights: FilePath | None = None
     """Safetensors file of weights to begin with, from `ddpm-ds import` or `ddpm-ds checkpoint consolidate`; null draws
     them at random."""
 
@@ -184,7 +224,7 @@ class TrainSpec(Section):
 class EmaSpec(Section):
     """The averaged weights, which samples and evaluation use."""
 
-    halflife_images: PositiveInt = 500_000
+    halflife_images: Images = 500_000
     """Images after which a weight's share in the average has halved."""
     rampup_fraction: Fraction = 0.05
     """The half-life is at most this share of the images seen, so that early weights are forgotten; 0 is no ramp."""
@@ -193,13 +233,13 @@ class EmaSpec(Section):
 class CheckpointSpec(Section):
     """When the run is saved, and what is kept; it is always saved at its end and when it is asked to stop."""
 
-    every_images: PositiveInt | None = None
+    every_images: Images | None = None
     """Images between two checkpoints; null saves by time alone."""
-    every_minutes: PositiveFloat | None = 20.0
+    every_minutes: Factor | None = 20.0
     """Minutes between two checkpoints; null saves by images alone."""
-    keep_last: PositiveInt = 3
+    keep_last: Annotated[int, Field(ge=1, le=10**6)] = 3
     """How many of the newest checkpoints are kept."""
-    keep_every_images: PositiveInt | None = None
+    keep_every_images: Images | None = None
     """Checkpoints at multiples of this many images are kept for good."""
 
 
@@ -208,9 +248,9 @@ class BadNumbersSpec(Section):
 
     policy: Literal["stop", "rollback"] = "stop"
     """End the run, or go back to the newest checkpoint and skip the images since."""
-    spike_factor: Annotated[float, Field(gt=1.0)] | None = None
+    spike_factor: Annotated[float, Field(gt=1.0, le=1e6)] | None = None
     """A loss above this many times the mean of the last ten points counts as bad; null lets it jump."""
-    max_rollbacks: PositiveInt = 3
+    max_rollbacks: Annotated[int, Field(ge=1, le=10**6)] = 3
     """Rollbacks after which the run is ended all the same."""
 
 
@@ -223,20 +263,20 @@ class SamplerSpec(Section):
     """How images are drawn, while training and by `ddpm-ds sample`."""
 
     kind: Annotated[str, OneOf(SAMPLERS), Field(description=_listed("Sampler", SAMPLERS))] = "dpm_solver"
-    steps: Annotated[PositiveInt | None, Field(description=_STEPS)] = None
+    steps: Annotated[Timesteps | None, Field(description=_STEPS)] = None
     spacing: Literal["trailing", "leading", "linspace"] = "trailing"
     """Which timesteps are visited (names of diffusers): trailing starts at the last one, as training does."""
-    sigma_max: PositiveFloat = 80.0
+    sigma_max: Sigma = 80.0
     """Noise level at which drawing begins under edm."""
-    sigma_min: PositiveFloat = 0.002
+    sigma_min: Sigma = 0.002
     """Noise level at which the last step begins under edm."""
-    rho: PositiveFloat = 7.0
+    rho: Annotated[float, Field(ge=1.0, le=100.0)] = 7.0
     """How much closer the steps of edm are at low noise."""
-    churn: Annotated[float, Field(ge=0.0)] = 0.0
+    churn: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
     """Noise that heun adds before its steps (S_churn of Karras et al.); 0 draws without."""
-    churn_between: tuple[Annotated[float, Field(ge=0.0)], PositiveFloat] = (0.0, 1e9)
+    churn_between: tuple[Annotated[float, Field(ge=0.0, le=1e6)], Sigma] = (0.0, 1e6)
     """Lowest and highest noise level at which churn is added (S_tmin and S_tmax)."""
-    churn_noise: PositiveFloat = 1.0
+    churn_noise: Factor = 1.0
     """Factor of the noise that churn adds (S_noise)."""
     eta: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Noise that ddim adds: 0 none, 1 as much as ddpm."""
@@ -246,7 +286,7 @@ class SamplerSpec(Section):
     """Keep each predicted clean image in [-1, 1]: not at all, by clipping, or by a quantile (Imagen)."""
     dynamic_quantile: Annotated[float, Field(gt=0.0, le=1.0)] = 0.995
     """Quantile of the magnitudes by which dynamic clipping scales an image down."""
-    guidance: Annotated[float, Field(ge=0.0)] = 1.0
+    guidance: Annotated[float, Field(ge=0.0, le=1e3)] = 1.0
     """Classifier-free guidance of a class-conditional U-Net: 1 is none, 0 leaves out the class."""
 
     @property
@@ -271,9 +311,9 @@ class SamplerSpec(Section):
 class SamplesSpec(Section):
     """Pictures drawn while training, from the averaged weights and the same noise each time."""
 
-    every_images: PositiveInt | None = 50_000
+    every_images: Images | None = 50_000
     """Images between two pictures; null draws none."""
-    count: PositiveInt = 64
+    count: Annotated[int, Field(ge=1, le=10_000)] = 64
     """Images in a picture."""
 
 
@@ -284,16 +324,16 @@ HELD_OUT_QUANTILES = tuple(range(10, 100, 10))
 class EvaluationSpec(Section):
     """The loss of the averaged weights on `data.held_out_images`, with the same noise each time."""
 
-    every_images: PositiveInt | None = 100_000
+    every_images: Images | None = 100_000
     """Images between two evaluations; null makes none."""
 
 
 class LoggingSpec(Section):
     """Records kept while training."""
 
-    log_every_images: PositiveInt
+    log_every_images: Images
     """Images between two points of the loss curve; each point is the mean over them."""
-    experiment: str = "ddpm_ds"
+    experiment: Annotated[str, Field(min_length=1, max_length=255)] = "ddpm_ds"
     """Name of the MLflow experiment."""
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Trackers beside MLflow that get the same metrics and pictures; each needs the extra of its name."""
@@ -302,7 +342,7 @@ class LoggingSpec(Section):
 class RunSpec(Section):
     """Everything that says what one training run is."""
 
-    name: Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9._-]+$")]
+    name: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._-]+$")]
     """Short name of the run, used in folder names and in MLflow."""
     data: DataSpec
     """The images."""
@@ -367,7 +407,26 @@ def _check_data(spec: RunSpec) -> None:
         )
 
 
+def check_extent(unet: UnetSpec) -> None:
+    """Check that a U-Net's layers and widths are within what is planned for; raises ValueError with one line."""
+    levels, blocks = len(unet.multipliers), unet.blocks_per_level
+    attending = min(len(set(unet.attention_resolutions)), levels)
+    layers = (2 * blocks + 1) * (levels + attending) + 2 * levels + 3 + unet.middle_attention
+    if layers > MOST_LAYERS:
+        raise ValueError(
+            f"unet.blocks_per_level = {blocks} makes {layers:,} layers on {levels} levels, and {MOST_LAYERS} are the "
+            "most; use fewer blocks"
+        )
+    width = unet.channels * max(unet.multipliers)
+    if width > MOST_CHANNELS:
+        raise ValueError(
+            f"unet.channels = {unet.channels} times {max(unet.multipliers)} of unet.multipliers is {width:,}, and "
+            f"{MOST_CHANNELS:,} channels are the most; use fewer"
+        )
+
+
 def _check_unet(spec: RunSpec) -> None:
+    check_extent(spec.unet)
     unet, size, levels = spec.unet, spec.data.image_size, len(spec.unet.multipliers)
     if size % 2 ** (levels - 1):
         raise ValueError(
@@ -400,6 +459,13 @@ def _check_unet(spec: RunSpec) -> None:
 
 def _check_training(spec: RunSpec) -> None:
     diffusion, train = spec.diffusion, spec.train
+    pixels = spec.samples.count * spec.data.image_size**2
+    if spec.samples.every_images and pixels > MOST_PICTURE_PIXELS:
+        fewer = MOST_PICTURE_PIXELS // spec.data.image_size**2
+        raise ValueError(
+            f"samples.count = {spec.samples.count} makes a picture of {pixels:,} pixels, and {MOST_PICTURE_PIXELS:,} "
+            f"are the most; use {f'{fewer} or fewer' if fewer else 'samples.every_images = null'}"
+        )
     schedule = SCHEDULES[diffusion.schedule]
     if isinstance(schedule, ContinuousSchedule):
         if diffusion.objective != schedule.objective:

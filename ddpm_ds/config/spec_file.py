@@ -12,23 +12,83 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from ddpm_ds.command_line import limit
 from ddpm_ds.config.spec import RunSpec, Section, with_current_names
 from ddpm_ds.errors import SpecError
+from ddpm_ds.files import DEEPEST, MOST_CONFIG_BYTES, check_digits, read_text
 
 JSON_PREFIX = "ds."
 """Beginning of overrides that change the DeepSpeed JSON instead of the spec."""
 
 
+MOST_NODES = 10_000
+"""Most values of a YAML text, those that aliases repeat included."""
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML in which a duplicated key is an error, 1e-4 is a number and a date is text."""
+    """YAML within limits, in which a duplicated key is an error, 1e-4 is a number and a date is text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth, self._nodes = 0, 0
+        self._sizes: dict[str, int] = {}
+        """Values inside of each anchor; an anchor that is still being read has none yet."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Read a node within the limits, of which aliases inside of each other and deep nesting would make short work.
+
+        What has a tag, such as !!bool or !!binary, is refused: a value's form says what it is.
+        """
+        event, before = self.peek_event(), self._nodes
+        if self._depth == DEEPEST:
+            raise _fault(f"lists or blocks are more than {DEEPEST} levels deep", event)
+        if getattr(event, "tag", None) is not None:
+            raise _fault(f"the tag {event.tag} is not read; write the value alone", event)
+        if isinstance(event, yaml.AliasEvent) and event.anchor in self.anchors and event.anchor not in self._sizes:
+            raise _fault(f"{event.anchor} holds itself", event)
+        self._nodes += self._sizes.get(str(event.anchor), 1) if isinstance(event, yaml.AliasEvent) else 1
+        if self._nodes > MOST_NODES:
+            raise _fault(f"there are more than {MOST_NODES:,} values", event)
+        self._depth += 1
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._depth -= 1
+        if event.anchor is not None and not isinstance(event, yaml.AliasEvent):
+            self._sizes[event.anchor] = self._nodes - before
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Return a node's value.
+
+        Raises:
+            MarkedYAMLError: it is a number of too many digits, or no number at all though it looks like one.
+        """
+        try:
+            if node.tag in _NUMBERS:
+                check_digits(node.value)
+            return super().construct_object(node, deep)
+        except ValueError as error:
+            raise yaml.MarkedYAMLError(None, None, str(error), node.start_mark) from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        merge = "tag:yaml.org,2002:merge"
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != merge]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"{key} is given twice", node.start_mark)
+        keys: set[str] = set()
+        for name, _ in node.value:
+            if name.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = self.construct_object(name, deep=True)
+            if not isinstance(key, str):
+                raise _fault(f"the key {shown(key)} is no text; a key is a name", name)
+            if key in keys:
+                raise _fault(f"{key} is given twice", node)
+            keys.add(key)
         return super().construct_mapping(node, deep)
+
+
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+
+
+def _fault(problem: str, at: Any) -> yaml.MarkedYAMLError:
+    """Return the error for a node or event."""
+    return yaml.MarkedYAMLError(None, None, problem, at.start_mark)
 
 
 # PyYAML reads numbers as YAML 1.1 does, where an exponent needs a dot and a sign: 1e-4 would be text.
@@ -93,25 +153,26 @@ def spec_markdown() -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, MOST_CONFIG_BYTES)
     except FileNotFoundError:
         near = _nearest(path.name, [other.name for other in path.parent.glob("*.yaml")])
         raise SpecError(f"{path}: no such run spec{near or '; examples are in launch/specs'}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path}: can't be read as a run spec: {error}; give a YAML file") from None
-    values = _parse(text, str(path))
+    except OSError as error:
+        raise SpecError(f"{path}: can't be read as a run spec ({error.strerror}); give a YAML file") from None
+    values = parse_yaml(text, str(path))
     if not isinstance(values, dict):
         raise SpecError(f"{path}: holds {shown(values)} instead of sections (data, unet, ...); see launch/specs")
     return values
 
 
-def _parse(text: str, origin: str) -> Any:
+def parse_yaml(text: str, origin: str) -> Any:
+    """Return the value of a YAML text within limits; raises :class:`SpecError`, which begins with ``origin``."""
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise SpecError(f"{origin}: not YAML{line}: {error.problem}") from None
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise SpecError(f"{origin}: not YAML: {' '.join(str(error).split())}") from None
 
 
@@ -133,7 +194,7 @@ def _override(values: dict[str, Any], item: str) -> str:
         place = place.setdefault(section, {})
         if not isinstance(place, dict):
             raise SpecError(f"--set {item}: {'.'.join(sections[:depth])} is {shown(place)} in the file, not a section")
-    place[name] = _parse(text, f"--set {item}")
+    place[name] = parse_yaml(text, f"--set {item}")
     return key
 
 
@@ -147,12 +208,17 @@ def _first_problem(error: ValidationError, values: Mapping[str, Any]) -> tuple[s
         return key, problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
         return key, _unknown(location)
+    if problem["type"] == "path":
+        return key, f"{key} = {shown(_at(values, location))} can't be a path: {problem['msg']}"
     if problem["type"] == "missing" and location == problem["loc"]:
         return key, f"{key} is missing; it takes {_expected_at(location)}"
-    value: Any = values
+    return key, f"{key} = {shown(_at(values, location))} should be {_expected_at(location)}"
+
+
+def _at(values: Any, location: Sequence[str]) -> Any:
     for name in location:
-        value = value[name]
-    return key, f"{key} = {shown(value)} should be {_expected_at(location)}"
+        values = values[name]
+    return values
 
 
 def _field_location(location: Sequence[int | str]) -> tuple[str, ...]:
@@ -217,8 +283,11 @@ def _expected(schema: Mapping[str, Any]) -> str:
     match schema["type"]:
         case "integer" | "number" as kind:
             signs = (("exclusiveMinimum", ">"), ("minimum", ">="), ("exclusiveMaximum", "<"), ("maximum", "<="))
-            limits = [f"{sign} {schema[limit]:.15g}" for limit, sign in signs if limit in schema]
-            return " ".join(["a whole number" if kind == "integer" else "a number", " and ".join(limits)]).strip()
+            number = "a whole number" if kind == "integer" else "a number"
+            if "minimum" in schema and "maximum" in schema:
+                return f"{number} from {limit(schema['minimum'])} to {limit(schema['maximum'])}"
+            limits = [f"{sign} {limit(schema[name])}" for name, sign in signs if name in schema]
+            return " ".join([number, " and ".join(limits)]).strip()
         case "array" if "prefixItems" in schema:
             return f"[{', '.join(_expected(item) for item in schema['prefixItems'])}]"
         case "array":
@@ -227,7 +296,9 @@ def _expected(schema: Mapping[str, Any]) -> str:
             return "true or false"
         case "string":
             text = "a path" if schema.get("format") == "path" else "text"
-            return f"{text} like {schema['pattern'].strip('^$')}" if "pattern" in schema else text
+            like = f" like {schema['pattern'].strip('^$')}" if "pattern" in schema else ""
+            most = f" of 1 to {schema['maxLength']} characters" if "maxLength" in schema else ""
+            return text + most + like
         case kind:
             return str(kind)
 

@@ -19,11 +19,11 @@ from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 from tqdm import tqdm
 
 from ddpm_ds.errors import DataError
-from ddpm_ds.files import sha256_of
+from ddpm_ds.files import open_regular, read_bytes, sha256_of
 
 FORMAT: Final = 1
 IMAGES, LABELS, META, SKIPPED = "images.npy", "labels.npy", "meta.json", "skipped.txt"
@@ -37,10 +37,10 @@ class CacheMeta(BaseModel):
     format: Literal[1]
     source: str
     folder: str | None
-    count: int
-    shape: tuple[int, int, int]  # (C, H, W)
+    count: NonNegativeInt
+    shape: tuple[PositiveInt, PositiveInt, PositiveInt]  # (C, H, W)
     classes: tuple[str, ...]
-    skipped: int
+    skipped: NonNegativeInt
     sha256: dict[str, str]
 
 
@@ -52,6 +52,8 @@ class DatasetCache:
     meta: CacheMeta
     images: npt.NDArray[np.uint8] = field(repr=False)  # (N, C, H, W), mapped from the file
     labels: npt.NDArray[np.int64] = field(repr=False)  # (N,)
+    file_bytes: int = 0
+    """Size of the file of images when it was opened."""
     cropped: int | None = None
     """Height and width in pixels of the crops made by :meth:`centre`; None where images are as they were prepared."""
 
@@ -67,24 +69,41 @@ class DatasetCache:
         if not path.is_dir():
             raise DataError(f"there is no data-set cache at {path}; make it with: ddpm-ds prepare")
         try:
-            meta = CacheMeta.model_validate_json((path / META).read_bytes())
+            meta = CacheMeta.model_validate_json(read_bytes(path / META))
+            for name in (IMAGES, LABELS):
+                open_regular(path / name).close()
             if verify:
                 for name, checksum in checksums(path, progress).items():
                     if meta.sha256.get(name) != checksum:
                         raise _damaged(path, f"{name} has another checksum than meta.json says")
             images = np.load(path / IMAGES, mmap_mode="r")
-            labels = np.load(path / LABELS)
+            labels = np.load(path / LABELS, mmap_mode="r")  # a header that lies can't allocate what the file lacks
         except OSError as error:
             raise _damaged(path, f"{error.filename or path} can't be read ({error.strerror or error})") from error
         except ValidationError as error:
             raise _damaged(path, f"{META} is not that of a data-set cache of format {FORMAT}") from error
-        except (ValueError, EOFError) as error:  # what numpy raises on a broken header or too few bytes
+        except (ValueError, EOFError, OverflowError, MemoryError) as error:  # numpy's, on a broken header or file
             raise _damaged(path, "images.npy or labels.npy is cut short or no numpy file") from error
         if images.dtype != np.uint8 or images.shape != (meta.count, *meta.shape):
             raise _damaged(path, f"images.npy is {images.dtype} {images.shape}, meta.json says otherwise")
         if labels.dtype != np.int64 or labels.shape != (meta.count,):
             raise _damaged(path, f"labels.npy is {labels.dtype} {labels.shape} for {meta.count} images")
-        return cls(path, meta, images, labels)
+        if not ((labels >= 0) & (labels < len(meta.classes))).all():
+            raise _damaged(path, f"labels.npy has labels of none of the {len(meta.classes)} classes")
+        return cls(path, meta, images, np.array(labels), (path / IMAGES).stat().st_size)
+
+    def check_file(self) -> None:
+        """Raise an error if the file of images was cut short since it was opened: to read it would end the process.
+
+        Raises:
+            DataError: the message names the file.
+        """
+        try:
+            found = (self.path / IMAGES).stat().st_size
+        except OSError:  # removed: what is mapped stays
+            return
+        if found < self.file_bytes:
+            raise _damaged(self.path, f"{IMAGES} was cut from {self.file_bytes:,} to {found:,} bytes while it was read")
 
     def __len__(self) -> int:
         return self.meta.count

@@ -142,6 +142,7 @@ class _Reads(Dataset[_Read]):
         stored = image_at(index, len(self.cache if self.among is None else self.among), self.seed)
         stored = stored if self.among is None else self.among[stored]
         images = torch.empty((len(stored), *self.cache.meta.shape), dtype=torch.uint8, pin_memory=self.pin_memory)
+        self.cache.check_file()
         # The one copy. In its other modes numpy copies into a buffer first; an order's positions are in range.
         np.take(self.cache.images, stored, axis=0, out=images.numpy(), mode="clip")
         return images, self.cache.labels[stored], index

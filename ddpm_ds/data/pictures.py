@@ -15,6 +15,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
 
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
+from ddpm_ds.files import temporary_beside
 
 GUTTER_PIXELS = 2
 GREY = 208
@@ -87,7 +88,7 @@ def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, wi
 
 def write_png(image: Image.Image, path: Path) -> None:
     """Write a PNG file that is complete or does not exist."""
-    temporary = path.with_name(f".{path.name}.writing")
+    temporary = temporary_beside(path)
     image.save(temporary, format="PNG")
     temporary.replace(path)
 
@@ -107,6 +108,6 @@ def write_animation(files: Sequence[Path], path: Path) -> None:
             fast = Image.Quantize.FASTOCTREE  # the default takes seconds for a frame of noise
             frames.append(frame if frame.mode == "L" else frame.quantize(method=fast, dither=Image.Dither.NONE))
     durations = [FRAME_MS] * (count - 1) + [LAST_FRAME_MS]
-    temporary = path.with_name(f".{path.name}.writing")
+    temporary = temporary_beside(path)
     frames[0].save(temporary, "GIF", save_all=True, append_images=frames[1:], duration=durations, loop=0)
     temporary.replace(path)

@@ -20,7 +20,7 @@ from ddpm_ds.config.spec import DataSpec, RunSpec
 from ddpm_ds.data.cache import FORMAT, IMAGES, LABELS, META, SKIPPED, CacheMeta, DatasetCache, checksums
 from ddpm_ds.data.sources import Pixels, Source, UnreadableImage, open_source
 from ddpm_ds.errors import DataError
-from ddpm_ds.files import sync
+from ddpm_ds.files import read_bytes, sync
 
 READ_AHEAD = 256
 """Number of images that the threads decode before they are written."""
@@ -40,7 +40,7 @@ def class_names(spec: RunSpec) -> Sequence[str]:
     """Return the names of the U-Net's classes, none where it has none; their numbers where no cache names as many."""
     numbers = [str(label) for label in range(spec.unet.classes or 0)]
     try:
-        names = CacheMeta.model_validate_json((cache_path(spec.data) / META).read_bytes()).classes
+        names = CacheMeta.model_validate_json(read_bytes(cache_path(spec.data) / META)).classes
     except (OSError, ValueError):
         return numbers
     return names if len(names) == len(numbers) else numbers

@@ -7,9 +7,12 @@ module imports them only to read images.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import socket
+import threading
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.client import HTTPException
@@ -17,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from ddpm_ds.errors import DataError
+from ddpm_ds.files import open_regular
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,6 +33,11 @@ Pixels: TypeAlias = "npt.NDArray[np.uint8]"
 
 NOT_PICTURES = {"BUFR", "EPS", "GRIB", "HDF5", "IPTC", "MPEG", "WMF"}
 """Formats that Pillow recognises by name but can't decode by itself, or that hold no pictures."""
+MOST_IMAGE_PIXELS = 2**26
+"""Most pixels of an image as it is decoded: each takes 4 bytes, several times over while it is scaled. A JPEG is scaled
+down while it is decoded, so it may have more."""
+MOST_IMAGE_BYTES = 2**28
+"""Most bytes of an image file, which some decoders read at once."""
 NETWORK_TIMEOUT_SECONDS = 20.0
 """Time limit for each answer of the network; a network that drops packets would delay a launch for minutes."""
 
@@ -154,7 +163,8 @@ class FolderSource:
 
     Images that lie in the folder itself are of class ``.``; names that begin with a dot are skipped. Images are turned
     as their EXIF orientation says, and scaled up where they are smaller than asked (:func:`fit`); of several frames the
-    first counts; 16-bit grey becomes 8-bit. An image that can't be read raises :class:`UnreadableImage`.
+    first counts; 16-bit grey becomes 8-bit. An image that can't be read, or is no regular file, or would take too much
+    memory, raises :class:`UnreadableImage`.
     """
 
     def __init__(self, spec: DataSpec, progress: bool = False) -> None:
@@ -172,6 +182,7 @@ class FolderSource:
                 "give a folder of images with --set data.path=FOLDER"
             )
         folders = ["." if len(file.parts) == 1 else _printable(file.parts[0]) for file in self.files]
+        self._budget = _Budget(MOST_IMAGE_PIXELS)
         self.classes = tuple(sorted(set(folders)))
         labels = {name: label for label, name in enumerate(self.classes)}
         self.labels = [labels[name] for name in folders]
@@ -181,21 +192,60 @@ class FolderSource:
 
     def __getitem__(self, i: int, /) -> tuple[Pixels, int]:
         try:
-            pixels = fit(_decode(self.root / self.files[i], self.size), self.size, self.channels)
+            pixels = self._read(self.root / self.files[i])
         except Exception as error:  # a decoder may raise anything on broken bytes
             raise UnreadableImage(_printable(str(self.files[i])), _one_line(error)) from error
         return pixels, self.labels[i]
+
+    def _read(self, path: Path) -> Pixels:
+        """Return the pixels of an image file; raises whatever a decoder does."""
+        from PIL import Image
+
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MOST_IMAGE_BYTES:
+                raise ValueError(f"{size:,} bytes, more than {MOST_IMAGE_BYTES:,}; save it smaller")
+            with Image.open(file, formats=_formats()) as image, self._budget.of(image.width * image.height):
+                return fit(_decode(image, self.size), self.size, self.channels)
+
+
+class _Budget:
+    """Pixels that threads decode at the same time; an image above all of it is decoded alone."""
+
+    def __init__(self, pixels: int) -> None:
+        self._all = self._left = pixels
+        self._freed = threading.Condition()
+
+    @contextlib.contextmanager
+    def of(self, pixels: int) -> Iterator[None]:
+        """Wait until there are so many pixels, and keep them inside of this context."""
+        share = min(pixels, self._all)
+        with self._freed:
+            self._freed.wait_for(lambda: share <= self._left)
+            self._left -= share
+        try:
+            yield
+        finally:
+            with self._freed:
+                self._left += share
+                self._freed.notify_all()
+
+
+@functools.cache
+def _formats() -> tuple[str, ...]:
+    """Return Pillow's names of the formats that are read: a file's content, not its name, says which it has."""
+    from PIL import Image
+
+    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # our own limit is lower
+    Image.init()
+    return tuple(kind for kind in Image.OPEN if kind not in NOT_PICTURES)
 
 
 def _image_files(root: Path) -> Iterator[Path]:
     """Yield the relative paths of the files under ``root`` that Pillow can decode, by their extension."""
     from PIL import Image
 
-    extensions = {
-        extension
-        for extension, kind in Image.registered_extensions().items()
-        if kind in Image.OPEN and kind not in NOT_PICTURES
-    }
+    extensions = {extension for extension, kind in Image.registered_extensions().items() if kind in _formats()}
     visited = set()
     for folder, subfolders, names in os.walk(root, onerror=_refuse, followlinks=True):
         if os.path.realpath(folder) in visited:  # a link that leads back
@@ -212,14 +262,15 @@ def _refuse(error: OSError) -> None:
     raise DataError(f"data.path: {error.filename} can't be listed ({error.strerror}); allow it or move it elsewhere")
 
 
-def _decode(path: Path, size: int) -> Image.Image:
+def _decode(file: Image.Image, size: int) -> Image.Image:
     import numpy as np
     from PIL import Image, ImageOps
 
-    with Image.open(path) as file:
-        # JPEG scales down while decoding, several times faster; twice the size keeps Lanczos' quality
-        file.draft(None, (2 * size, 2 * size))
-        image = ImageOps.exif_transpose(file)
+    # JPEG scales down while decoding, several times faster; twice the size keeps Lanczos' quality
+    file.draft(None, (2 * size, 2 * size))
+    if file.width * file.height > MOST_IMAGE_PIXELS:
+        raise ValueError(f"{file.width} x {file.height} pixels are more than {MOST_IMAGE_PIXELS:,}; scale it down")
+    image = ImageOps.exif_transpose(file)
     if image.mode in ("I", "F"):
         raise ValueError(f"pixels of mode {image.mode} have no fixed range; save it with 8 or 16 bits")
     if image.mode.startswith("I;16"):  # Pillow's own conversion clips instead of scaling
@@ -233,7 +284,8 @@ def _printable(path: str) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    reason = (isinstance(error, OSError) and error.strerror) or str(error)
+    return " ".join(reason.split()) or type(error).__name__
 
 
 SOURCES = {

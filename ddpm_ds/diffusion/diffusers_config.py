@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ddpm_ds.config.spec import DiffusionSpec, PositiveInt, SamplerSpec
+from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec, Timesteps
 from ddpm_ds.diffusion.choices import OBJECTIVES, SCHEDULES, ContinuousSchedule, timestep_schedules
 from ddpm_ds.diffusion.levels import betas
 
@@ -119,7 +119,7 @@ class _SchedulerArguments(Arguments):
 
     class_names: ClassVar = ("DDPMScheduler", "DDIMScheduler", "PNDMScheduler", "DPMSolverMultistepScheduler")
 
-    num_train_timesteps: PositiveInt = 1000
+    num_train_timesteps: Timesteps = 1000
     beta_start: Beta = 0.0001
     beta_end: Beta = 0.02
     beta_schedule: str = "linear"

@@ -20,7 +20,6 @@ import contextlib
 import copy
 import importlib.util
 import json
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -41,7 +40,7 @@ from ddpm_ds.diffusion.diffusers_config import scheduler_class, scheduler_config
 from ddpm_ds.diffusion.levels import alpha_bars, levels_of
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
 from ddpm_ds.evaluate.trained import CONFIG, SCHEDULER_CONFIG, WEIGHTS, DiffusersFolder, Trained
-from ddpm_ds.files import sync
+from ddpm_ds.files import sync, temporary_beside
 from ddpm_ds.unet.diffusers import diffusers_config, to_diffusers
 from ddpm_ds.unet.model import UNet
 
@@ -69,7 +68,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise OutputError(f"{path} exists and is {'not empty' if path.is_dir() else 'no folder'}; name a new folder")
     path = path.absolute()
     existing = next(folder for folder in path.parents if folder.exists())
-    temporary = existing / f".{path.name}.writing-{os.getpid()}"
+    temporary = temporary_beside(existing / path.name)
     try:
         temporary.mkdir()
         yield temporary

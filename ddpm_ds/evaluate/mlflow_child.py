@@ -37,7 +37,9 @@ def record_child(
     try:
         parent = RunFolder(trained.run_dir).identity()
     except OSError as error:  # a copy that lacks it, on a read-only disk
-        log(f"{error.filename} can't be written ({error.strerror}), so nothing is recorded in MLflow")
+        log(
+            f"{error.filename or trained.run_dir} can't be written ({error.strerror}), so nothing is recorded in MLflow"
+        )
         return
     checkpoint = Path(trained.origin).name
     tracker = Tracker.start(

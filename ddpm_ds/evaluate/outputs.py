@@ -24,7 +24,7 @@ from ddpm_ds.data.prepare import class_names
 from ddpm_ds.errors import OutputError
 from ddpm_ds.evaluate.sampling import Request
 from ddpm_ds.evaluate.trained import Trained
-from ddpm_ds.files import sync, write_file
+from ddpm_ds.files import sync, temporary_beside, write_file
 
 RECORD = "sampling.json"
 PNG_KEY = "sampling"
@@ -227,7 +227,7 @@ def _complete(path: Path) -> Iterator[Path]:
     """Yield a temporary file that becomes ``path`` and survives a power cut, since the batches it was made of are
     removed next.
     """
-    temporary = path.with_name(f".{path.name}.writing")
+    temporary = temporary_beside(path)
     with writing(path):
         yield temporary
         with temporary.open("rb") as file:

@@ -38,7 +38,7 @@ from ddpm_ds.evaluate.inception import (
 )
 from ddpm_ds.evaluate.sampling import Request
 from ddpm_ds.evaluate.trained import Trained
-from ddpm_ds.files import write_file
+from ddpm_ds.files import read_json, write_file
 from ddpm_ds.tracking.tracker import print_to_stderr
 
 
@@ -274,7 +274,7 @@ def write_report(folder: Path, facts: Mapping[str, Any], scores: Sequence[Score]
     path, picture = folder / "scores.json", folder / "samples.png"
     new = [asdict(score) for score in scores]
     try:
-        before = json.loads(path.read_text())
+        before = read_json(path)
         kept = before["scores"] if before["reference"]["sha256"] == facts["reference"]["sha256"] else []
     except (OSError, ValueError, KeyError, TypeError):  # not there, or not ours
         kept = []

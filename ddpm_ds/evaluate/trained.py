@@ -6,17 +6,16 @@ A folder of diffusers is read without diffusers.
 from __future__ import annotations
 
 import hashlib
-import json
-import pickle
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import warnings
+import zipfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from ddpm_ds.checkpoint.manifest import MANIFEST
@@ -25,7 +24,7 @@ from ddpm_ds.checkpoint.union import checkpoint_at
 from ddpm_ds.config.spec import DiffusionSpec, RunSpec, SamplerSpec, UnetSpec, with_current_names
 from ddpm_ds.diffusion.diffusers_config import diffusion_from_scheduler
 from ddpm_ds.errors import CheckpointError
-from ddpm_ds.files import sha256_of
+from ddpm_ds.files import open_regular, open_tensors, read_json, sha256_of
 from ddpm_ds.tracking.run_folder import checkpoints_of
 from ddpm_ds.tracking.tracker import print_to_stderr
 from ddpm_ds.unet.diffusers import from_diffusers, stored_names, to_diffusers, unet_spec_from_diffusers
@@ -33,6 +32,9 @@ from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.model import UNet, parameter_shapes
 
 WEIGHTS = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")
+FLOATS = ("F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16")
+"""Types that are read, as safetensors and as PyTorch name them."""
+SMALLEST_ELEMENT_BYTES = 2
 CONFIG, SCHEDULER_CONFIG = "config.json", "scheduler_config.json"
 
 Weights = Literal["ema", "raw"]
@@ -225,38 +227,83 @@ class DiffusersFolder:
             raise CheckpointError(f"{self._scheduler} is {what}: {error}") from None
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of our U-Net in fp32, by global name."""
-        state = _read_weights(self.weights)
+        """The tensors of our U-Net in fp32, by global name.
+
+        Names, types and shapes are compared with the configuration before any value is read from a safetensors file, or
+        copied from another one.
+        """
         misfit = f"{self.weights} does not fit its {CONFIG}: "
+        parameters = sum(layer.parameters for layer in self.layers)
+        if (size := self.weights.stat().st_size) < SMALLEST_ELEMENT_BYTES * parameters:
+            raise CheckpointError(f"{misfit}it has {size:,} bytes for {parameters:,} parameters")
+        headers, read = _open_weights(self.weights)
         try:
-            stored = stored_names(state, self.layers)
+            stored = stored_names(headers, self.layers)
         except ValueError as error:
             raise CheckpointError(f"{misfit}{error}") from None
         blank = {name: torch.empty(shape, device="meta") for name, shape in parameter_shapes(self.layers).items()}
         for name, expected in to_diffusers(blank, self.layers).items():
-            found = state[stored[name]]
-            if found.shape != expected.shape or not found.is_floating_point():
-                what = f"{stored[name]} is {_name(found.dtype)} of shape {tuple(found.shape)}"
+            kind, shape = headers[stored[name]]
+            if shape != tuple(expected.shape) or kind not in FLOATS:
+                what = f"{stored[name]} is {kind} of shape {shape}"
                 raise CheckpointError(f"{misfit}{what}, not floats of {tuple(expected.shape)}")
-        return {name: tensor.float() for name, tensor in from_diffusers(state, self.layers).items()}
+        return {name: tensor.float() for name, tensor in from_diffusers(read(), self.layers).items()}
 
 
-def _read_weights(path: Path) -> Mapping[str, Tensor]:
-    """The tensors of a file by name; nothing in it is executed."""
+Headers = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Type and shape of each tensor of a file, by name."""
+
+
+def _open_weights(path: Path) -> tuple[Headers, Callable[[], Mapping[str, Tensor]]]:
+    """Return what a file of tensors holds, and a function that reads it; nothing in it is executed.
+
+    Raises:
+        CheckpointError: it is damaged, or holds something other than plain tensors by name.
+    """
+    damaged = CheckpointError(f"{path} is damaged, or holds more than tensors; get it again")
+    if path.suffix == ".safetensors":
+        try:
+            file = open_tensors(path)
+        except OSError:
+            raise damaged from None
+        pieces = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+        headers = {name: (piece.get_dtype(), tuple(piece.get_shape())) for name, piece in pieces.items()}
+        return headers, lambda: {name: file.get_tensor(name) for name in headers}
     try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError):
-        raise CheckpointError(f"{path} is damaged, or holds more than tensors; get it again") from None
-    if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
-        raise CheckpointError(f"{path} holds something other than tensors by name; it should be a model's state")
-    return state
+        _check_archive(path)
+        with warnings.catch_warnings(action="ignore"):  # about sparse tensors, which are refused below
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception:  # whatever a forged pickle makes of its reader
+        raise damaged from None
+    if not isinstance(state, dict) or not all(isinstance(name, str) and _plain(state[name]) for name in state):
+        raise CheckpointError(f"{path} holds something other than plain tensors by name; it should be a model's state")
+    return {name: (_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in state.items()}, lambda: state
+
+
+def _check_archive(path: Path) -> None:
+    """Raise ValueError where a file of torch.save would grow as it is read: its parts are never compressed."""
+    with open_regular(path) as file:
+        if zipfile.is_zipfile(file):
+            parts = zipfile.ZipFile(file).infolist()
+            if sum(part.file_size for part in parts) > os.fstat(file.fileno()).st_size:
+                raise ValueError("compressed")
+
+
+def _plain(tensor: object) -> bool:
+    """Whether this is a tensor whose values lie in memory one after the other, neither sparse nor without values.
+
+    A tensor of stride 0 may be of any size without taking memory, until it is copied.
+    """
+    return isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta and _dense(tensor)
+
+
+def _dense(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
-        values = json.loads(path.read_bytes())
+        values = read_json(path)
     except OSError as error:
         raise CheckpointError(f"{path} can't be read ({error.strerror})") from None
     except ValueError:

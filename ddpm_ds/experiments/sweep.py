@@ -30,10 +30,10 @@ import yaml
 from ddpm_ds.checkpoint.folder import write_file
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import SPECS
-from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PREEMPTED, UserError
+from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PREEMPTED, OutputError, UserError
 from ddpm_ds.experiments.compare_pages import ARTIFACT_FOLDER
 from ddpm_ds.experiments.trials import BASELINE, Trial
-from ddpm_ds.files import METRICS
+from ddpm_ds.files import METRICS, read_json, read_points
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.supervisor import MEANINGS, STOP_SIGNALS
 from ddpm_ds.tracking.run_folder import RunFolder, identity_of, labels, write_labels
@@ -98,8 +98,13 @@ class Sweep:
     def endings(self) -> dict[str, Ending]:
         """Return how the trials that have been started ended, by name."""
         file = self.folder / ENDINGS
-        known = json.loads(file.read_text()) if file.exists() else {}
-        return {name: Ending(each["exit_code"], each["seconds"], tuple(each["said"])) for name, each in known.items()}
+        try:
+            known = read_json(file) if file.exists() else {}
+            return {
+                name: Ending(each["exit_code"], each["seconds"], tuple(each["said"])) for name, each in known.items()
+            }
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            raise OutputError(f"{file} is damaged; delete it, and trials that are done are looked at again") from None
 
     def remember(self, trial: Trial, ending: Ending) -> None:
         """Write down how a trial ended, atomically."""
@@ -126,9 +131,9 @@ class Sweep:
 
     def progress(self, trial: Trial) -> int:
         """Return the images that a trial has seen at its last log point."""
-        with contextlib.suppress(OSError, IndexError, ValueError, KeyError):  # none yet, or being written
-            last = (self.run_dir(trial) / METRICS).read_text().splitlines()[-1]
-            return int(json.loads(last)["train/seen_images"])
+        with contextlib.suppress(OSError):  # being written
+            for point in read_points(self.run_dir(trial) / METRICS)[-1:]:
+                return int(point.get("train/seen_images", 0))
         return 0
 
     def begin(

@@ -8,6 +8,7 @@ import copy
 import difflib
 import itertools
 import json
+import math
 import os
 import re
 import tempfile
@@ -18,7 +19,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from ddpm_ds.command_line import positive
+from ddpm_ds.command_line import processes as number_of_processes
 from ddpm_ds.config.ds_config import check_ds_config, leaves_stages_open, set_key
 from ddpm_ds.config.ds_keys import zero_only_keys
 from ddpm_ds.config.spec_file import JSON_PREFIX
@@ -51,6 +52,9 @@ DYNAMIC_FP16 = {
 }
 """Block ``fp16`` of a trial whose JSON has none: a dynamic loss scale, as in ds_configs/zero2_fp16.json."""
 NAME_CHARACTERS = 80
+MOST_TRIALS = 1000
+LONGEST_VARIABLE = 4096
+"""Most characters of a variable with its values."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,8 @@ def parse_variables(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
     for item in items:
         name, equals, text = item.partition("=")
         name = name.strip()
+        if len(item) > LONGEST_VARIABLE:
+            raise ExperimentError(f"--vary {name[:40]}: more than {LONGEST_VARIABLE:,} characters; give fewer values")
         values = tuple(value.strip() for value in re.split(r",(?![^\[{]*[\]}])", text))
         if not (equals and name and all(values)):
             raise ExperimentError(f"--vary {item}: write NAME=VALUE,VALUE, such as precision=fp32,fp16")
@@ -126,6 +132,9 @@ def make_trials(
         ExperimentError: a shorthand does not take its value.
     """
     first = {name: values[0] for name, values in variables.items()}
+    count = math.prod(map(len, variables.values())) if full else sum(map(len, variables.values()))
+    if count > MOST_TRIALS:
+        raise ExperimentError(f"--vary makes {count:,} trials, and {MOST_TRIALS:,} are the most; give fewer values")
     if full:
         chosen = [dict(zip(variables, values, strict=True)) for values in itertools.product(*variables.values())]
     else:
@@ -205,7 +214,7 @@ def _edit(config: dict[str, Any], name: str, value: str) -> list[str]:
         _set_precision(config, value)
     elif name == "processes":
         try:
-            positive(value)
+            number_of_processes(value)
         except argparse.ArgumentTypeError as error:
             raise ExperimentError(f"--vary processes={value}: {error}") from None
     elif name in JSON_KEYS or name.startswith(JSON_PREFIX):

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from ddpm_ds.command_line import cache_folder
 from ddpm_ds.device import DTYPES, Dtype, memory_bytes, wait_for_device
+from ddpm_ds.files import read_json
+from ddpm_ds.pipeline.exchange import said_by_all
 from ddpm_ds.processes.process_group import decided_by_rank_0
 from ddpm_ds.unet.layers import DownsampleLayer, EmbedLayer, Layer, UpsampleLayer
 from ddpm_ds.unet.model import build_layer
@@ -46,7 +48,7 @@ class Remembered:
         self._file = cache_folder() / name
         self._known: dict[str, list[float]] = {}
         try:
-            for key, values in json.loads(self._file.read_text()).items():
+            for key, values in read_json(self._file).items():
                 if min(values) > 0:
                     self._known[key] = list(map(float, values))
         except (OSError, ValueError, TypeError, AttributeError):
@@ -175,13 +177,11 @@ def shared_peak(device: torch.device, precision: Dtype) -> float:
     dtype = arithmetic_dtype(device.type, DTYPES[precision][1])
     where = _name(device) if device.type == "cuda" else f"{_name(device)} x {os.environ.get('LOCAL_WORLD_SIZE', '1')}"
     facts = [where, str(dtype), torch.__version__]
-    known = decided_by_rank_0(lambda: Remembered("matmul_peak.json").get(facts))
+    known = decided_by_rank_0(lambda: Remembered("matmul_peak.json").get(facts), list[float] | None)
     if known is not None:
         return known[0]
-    peaks: list[float] = [0.0] * dist.get_world_size()
     dist.barrier()
-    dist.all_gather_object(peaks, matmul_peak(device, dtype))
-    peak = statistics.fmean(peaks)
+    peak = statistics.fmean(said_by_all(matmul_peak(device, dtype), float))
     if dist.get_rank() == 0:
         Remembered("matmul_peak.json").set(facts, [peak])
     return peak
@@ -268,6 +268,6 @@ def read_device(run_dir: Path) -> Device:
     file = run_dir / FILE
     if not file.is_file():
         return Device()
-    values = json.loads(file.read_text())
+    values = read_json(file)
     startup = {kind: LayerSeconds(**seconds) for kind, seconds in values.pop("startup").items()}
     return Device(**values, startup=startup)

@@ -26,9 +26,10 @@ from deepspeed.profiling.flops_profiler.profiler import get_module_duration
 from torch import nn
 
 from ddpm_ds.command_line import aligned
-from ddpm_ds.observe.observer import Observer, Report, gathered, instructions_wrapped, keep
+from ddpm_ds.observe.observer import Observer, Report, instructions_wrapped, keep
 from ddpm_ds.pipeline.cuts import stages_of
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.pipeline.exchange import said_to_rank_0
 from ddpm_ds.pipeline.schedule import Instruction
 from ddpm_ds.unet.layers import Layer
 
@@ -112,7 +113,7 @@ class FlopsProfile(Observer):
         if self._found is None:
             return
         self._watching.close()
-        found, self._found = gathered(self._found), None
+        found, self._found = said_to_rank_0(self._found, list[StageProfile]), None
         if found is not None:
             self._report_found(sorted((stage for stages in found for stage in stages), key=lambda stage: stage.stage))
 

@@ -20,16 +20,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch.distributed as dist
+from pydantic import Base64Encoder, EncodedBytes
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
 
 from ddpm_ds.command_line import aligned
 from ddpm_ds.device import wait_for_device
 from ddpm_ds.observe.kernel_groups import GROUPS, INSTRUCTION, SPAN, WAIT, Shares, operations_of, shares
-from ddpm_ds.observe.observer import Observer, Report, gathered, instructions_wrapped, keep
+from ddpm_ds.observe.observer import Observer, Report, instructions_wrapped, keep
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.pipeline.exchange import said_to_rank_0
 from ddpm_ds.pipeline.schedule import Instruction
 
 TABLE_ROWS = 100
@@ -56,7 +58,7 @@ class RankProfile:
     """
     table: str
     """PyTorch's own table of operators."""
-    trace: bytes
+    trace: Annotated[bytes, EncodedBytes(Base64Encoder)]
     """Compressed Chrome trace."""
     kept: float
     """Share of the trace's events that were kept."""
@@ -138,7 +140,7 @@ class KernelProfile(Observer):
         self._labels.close()
         if not self._recorded:
             return
-        ranks = gathered(self._read(profiler))
+        ranks = said_to_rank_0(self._read(profiler), RankProfile)
         if ranks is None:
             return
         for number, rank in enumerate(ranks):

@@ -17,8 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import torch.distributed as dist
-
+from ddpm_ds.files import read_json, replace_file
 from ddpm_ds.pipeline.schedule import Instruction
 
 Value = TypeVar("Value")
@@ -104,13 +103,6 @@ def instructions_wrapped(engine: Any, around: Callable[[Instruction, Callable[[]
         engine.execute.update({name: before[name] for name in before if engine.execute[name] is ours[name]})
 
 
-def gathered(own: Value) -> list[Value] | None:
-    """Gather a value from every rank on rank 0; None on the others. Collective."""
-    values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(own, values, dst=0)
-    return values
-
-
 def keep(report: Report, folder: str, write: Callable[[], Sequence[Path]]) -> bool:
     """Write files and keep them with the run in ``folder``. If the disk refuses, log it and continue; return whether it
     worked.
@@ -118,7 +110,8 @@ def keep(report: Report, folder: str, write: Callable[[], Sequence[Path]]) -> bo
     try:
         paths = write()
     except OSError as error:
-        report.log(f"{error.filename} can't be written ({error.strerror}); training continues")
+        what = error.filename or f"a file of the run's folder {folder}".rstrip()  # without a name where a disk is full
+        report.log(f"{what} can't be written ({error.strerror}); training continues")
         return False
     for path in paths:
         report.artifact(path, folder)
@@ -183,8 +176,9 @@ class PauseClock(Observer):
             inspection_seconds=self._paused["inspection"],
         )
         file = self._run_dir / FILE
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(asdict(pauses)) + "\n")
+        with contextlib.suppress(OSError):  # a full disk: the run ends all the same
+            file.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(file, (json.dumps(asdict(pauses)) + "\n").encode())
 
 
 def read_pauses(run_dir: Path) -> Pauses:
@@ -194,4 +188,4 @@ def read_pauses(run_dir: Path) -> Pauses:
         ValueError, TypeError: the file is damaged.
     """
     file = run_dir / FILE
-    return Pauses(**json.loads(file.read_text())) if file.is_file() else Pauses()
+    return Pauses(**read_json(file)) if file.is_file() else Pauses()

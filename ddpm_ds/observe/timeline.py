@@ -19,10 +19,11 @@ import torch.distributed as dist
 
 from ddpm_ds.device import Dtype
 from ddpm_ds.observe.device_speed import shared_peak
-from ddpm_ds.observe.observer import Observer, Report, gathered, keep
+from ddpm_ds.observe.observer import Observer, Report, keep
 from ddpm_ds.observe.recording import RankTrace, Recording, aligned
 from ddpm_ds.observe.trace_metrics import rank_seconds, timeline_metrics
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.pipeline.exchange import said_to_rank_0
 from ddpm_ds.pipeline.schedule import PROGRAMS, Program, written
 from ddpm_ds.processes.process_group import decided_by_rank_0
 
@@ -88,7 +89,7 @@ class Timeline(Observer):
 
     def _follow(self, replan: Callable[[Mapping[str, Any]], tuple[Program, ...]]) -> bool:
         """Let all ranks follow the programs that rank 0 makes from the trace; return whether they are others."""
-        programs = decided_by_rank_0(lambda: replan(self._summary_of_last))
+        programs = decided_by_rank_0(lambda: replan(self._summary_of_last), tuple[Program, ...])
         if programs == self._engine.programs:
             self._report.log("the passes keep their order: the traced steps make the same")
             return False
@@ -115,7 +116,7 @@ class Timeline(Observer):
         own = self._recording.close()
         self._recording, self._done = None, True
         peak = shared_peak(self._engine.device, self._precision)
-        traces = gathered(own)
+        traces = said_to_rank_0(own, RankTrace)
         if traces is None:
             return
         ranks, error = aligned(traces)

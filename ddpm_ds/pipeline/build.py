@@ -5,15 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-import itertools
 import logging
-import pickle
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
 
 import deepspeed
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
@@ -22,10 +18,11 @@ from ddpm_ds.config.ds_config import ResolvedDsConfig
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.cuts import folds
 from ddpm_ds.pipeline.engine import Objective, UnetPipelineEngine
+from ddpm_ds.pipeline.exchange import said_by_all_without_devices
 from ddpm_ds.pipeline.module import FoldedUnetModule, UnetPipelineModule
 from ddpm_ds.pipeline.placement import AcrossHosts
 from ddpm_ds.pipeline.schedule import Program, program
-from ddpm_ds.unet.kernel_choice import choose_kernels
+from ddpm_ds.unet.kernel_choice import Trial, choose_kernels
 from ddpm_ds.unet.layers import Layer
 from ddpm_ds.unet.model import compile_layers
 from ddpm_ds.unet.operations import use_kernels
@@ -52,21 +49,6 @@ def use_host_accelerator() -> None:
     """Make DeepSpeed use :class:`HostAccelerator`, where DeepSpeed runs on the CPU at all."""
     if get_accelerator().device_name() == "cpu":
         set_accelerator(HostAccelerator())
-
-
-Value = TypeVar("Value")
-_numbers = itertools.count()
-
-
-def said_by_all(value: Value) -> list[Value]:
-    """Return the values that the ranks give, by rank; collective.
-
-    They go through the rendezvous store: no device takes part, so a rank whose GPU is broken can report it.
-    """
-    assert dist.group.WORLD is not None
-    store = dist.PrefixStore(f"ddpm_ds/said/{next(_numbers)}", dist.group.WORLD.get_group_store())
-    store.set(str(dist.get_rank()), pickle.dumps(value))  # type: ignore[arg-type]  # its stub wants str
-    return [pickle.loads(said) for said in store.multi_get([str(rank) for rank in range(dist.get_world_size())])]
 
 
 def build_engine(
@@ -97,7 +79,12 @@ def build_engine(
     engine.objective, engine.schedule = objective, resolved.schedule
     dtype = next(engine.module.parameters()).dtype
     engine.kernels, engine.why_kernels = choose_kernels(
-        resolved.kernels, layers, engine.device, dtype, engine.micro_batch_size, said_by_all
+        resolved.kernels,
+        layers,
+        engine.device,
+        dtype,
+        engine.micro_batch_size,
+        lambda trial: said_by_all_without_devices(trial, Trial),
     )
     modules = list(engine.own_layers().values())
     use_kernels(modules, engine.kernels)

@@ -269,7 +269,7 @@ class UnetPipelineEngine(PipelineEngine):
         insides.count_skips(self)
         return insides.gradient_norm(self, self._step_loss_scale)
 
-    def loss_scale(self) -> float:
+    def next_loss_scale(self) -> float:
         """Return the loss scale that the next step will use; 1 in fp32 and bf16."""
         return insides.loss_scale(self)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from ddpm_ds.config.ds_config import ELEMENT_BYTES, zero_stage
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.errors import OutputError
-from ddpm_ds.files import EVALUATIONS, METRICS, read_points
+from ddpm_ds.files import EVALUATIONS, METRICS, read_json, read_points, read_text
 from ddpm_ds.observe.device_speed import Device, read_device
 from ddpm_ds.observe.observer import Pauses, read_pauses
 from ddpm_ds.predict.layouts import Candidate, Workload, offloads
@@ -132,14 +131,14 @@ def facts_of(run_dir: Path) -> FinishedRun:
         raise OutputError(f"{run_dir}: no step was traced; {HOW_TO_TRACE}")
     try:
         return _read(run_dir)
-    except (OSError, ValueError, KeyError, TypeError, IndexError, ZeroDivisionError) as error:
+    except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
         what = f"{type(error).__name__}: {error}".splitlines()[0]
         raise OutputError(f"{run_dir}: its files are damaged ({what}); train it again") from None
 
 
 def _read(run_dir: Path) -> FinishedRun:
-    config = json.loads((run_dir / "ds_config.json").read_text())
-    summary = json.loads((run_dir / SUMMARY).read_text())
+    config = read_json(run_dir / "ds_config.json")
+    summary = read_json(run_dir / SUMMARY)
     points = read_points(run_dir / METRICS)
     last = points[-1] if points else {}
     method = config["pipeline"]["partition"]
@@ -175,7 +174,7 @@ def _setup(run_dir: Path, job: Workload, summary: Mapping[str, Any]) -> Setup:
         OutputError: the trace is from before the run was resumed on another layout.
     """
     config, pipeline = job.config, job.config["pipeline"]
-    rows = re.findall(r"^ *\d+(?: on rank \d+)? +(\d+) ", (run_dir / "stages.txt").read_text(), re.MULTILINE)
+    rows = re.findall(r"^ *\d+(?: on rank \d+)? +(\d+) ", read_text(run_dir / "stages.txt"), re.MULTILINE)
     bounds = tuple(accumulate(map(int, rows), initial=0))
     if bounds[-1] != len(job.layers):
         raise ValueError(f"stages.txt has {bounds[-1]} layers, the U-Net {len(job.layers)}")

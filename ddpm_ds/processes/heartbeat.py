@@ -19,14 +19,13 @@ wait, and none is blamed.
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 
@@ -34,6 +33,8 @@ import torch
 import torch.distributed as dist
 
 from ddpm_ds.errors import EXIT_PEER_LOST
+from ddpm_ds.pipeline.exchange import said_by_rank_0
+from ddpm_ds.processes.store import SealedStore, connect
 
 BEAT_SECONDS = 0.5
 LAST_WORDS_SECONDS = 3.0
@@ -49,25 +50,22 @@ FIRST_MESSAGE = json.dumps([0, 0, "running", "-"])
 """Beats, steps, state and place of a rank that has not been heard yet."""
 
 
-def make_store(rank: int, world_size: int, *, timeout_seconds: float = 60.0) -> dist.TCPStore | None:
+def make_store(rank: int, world_size: int, *, timeout_seconds: float = 60.0) -> SealedStore | None:
     """A key-value store beside the process group's, served by rank 0 on a free port; None for a single rank.
 
     A collective over all ranks, whose process group must exist.
     """
     if world_size == 1:
         return None
-    host, timeout = os.environ["MASTER_ADDR"], datetime.timedelta(seconds=timeout_seconds)
-    port: list[int | None] = [None]
-    if rank == 0:
-        store = dist.TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
-        for peer in range(world_size):
-            store.set(_key(peer), FIRST_MESSAGE)  # reading a key that is missing would block
-        store.set(VERDICT, "")
-        port = [store.port]
-    dist.broadcast_object_list(port, src=0)
+    timeout = timedelta(seconds=timeout_seconds)
     if rank != 0:
-        assert port[0] is not None
-        store = dist.TCPStore(host, port[0], is_master=False, timeout=timeout, wait_for_workers=False)
+        return SealedStore(connect(rank, said_by_rank_0(None, int), timeout))
+    served = connect(rank, 0, timeout, agent=False)
+    store = SealedStore(served)
+    for peer in range(world_size):
+        store.set(_key(peer), FIRST_MESSAGE)  # reading a key that is missing would block
+    store.set(VERDICT, "")
+    said_by_rank_0(served.port, int)
     return store
 
 
@@ -202,7 +200,8 @@ class Heartbeat(threading.Thread):
             return False
         self.answer_at = self._clock()
         for peer, message in zip(self.peers, values[:-1], strict=True):
-            peer.read(self.answer_at, *json.loads(message))
+            if message:  # else a stranger wrote it
+                peer.read(self.answer_at, *json.loads(message))
         if values[-1]:
             self.verdict = Judgement(**json.loads(values[-1]))
         return True

@@ -20,7 +20,10 @@ from pathlib import Path
 
 import psutil
 
+from ddpm_ds.command_line import MOST_PROCESSES
 from ddpm_ds.errors import SpecError
+from ddpm_ds.files import MOST_CONFIG_BYTES, read_text
+from ddpm_ds.secret import shown, write_private
 
 PDSH_ARGUMENTS, PDSH_MORE_ARGUMENTS = "PDSH_SSH_ARGS", "PDSH_SSH_ARGS_APPEND"
 """Variables with pdsh's options of ssh: those that replace its usual ones, and those that it puts before them."""
@@ -34,7 +37,11 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """Variable that names the interface on which gloo listens. Without it gloo takes the one of the host's own name, which
 on many systems is loopback, and fails after minutes."""
 
-_ENTRY = re.compile(r"(\S+)\s+slots=(\d+)(?!\S)")
+OF_DEEPSPEED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
+"""Beginnings of the variables that DeepSpeed's launcher takes along by itself, on its command lines; NCCL with its CUDA
+accelerator."""
+
+_ENTRY = re.compile(r"(\S+)\s+slots=(\d{1,9})(?!\S)")
 _LINE = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_]\w*)\s*=\s*(?P<value>.*)", re.ASCII)
 _VALUE = re.compile(
     r"""'(?P<literal>[^']*)'(?:\s*;)?(?:\s+\#.*)?
@@ -107,9 +114,9 @@ def read_hostfile(path: Path) -> dict[str, int]:
         SpecError: the file can't be read, has no host or one twice, or a line is something else.
     """
     try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"hostfile {path} can't be read ({error}); give --hostfile a file that can") from None
+        lines = read_text(path, MOST_CONFIG_BYTES).splitlines()
+    except OSError as error:
+        raise SpecError(f"hostfile {path} can't be read ({error.strerror}); give --hostfile a file that can") from None
     hosts: dict[str, int] = {}
     for number, line in enumerate(map(str.strip, lines), start=1):
         if not line or line.startswith("#"):
@@ -121,6 +128,8 @@ def read_hostfile(path: Path) -> dict[str, int]:
         host, slots = entry[1], int(entry[2])
         if host in hosts:
             raise SpecError(f"{where} names {host} a second time; keep one line for each host")
+        if slots + sum(hosts.values()) > MOST_PROCESSES:
+            raise SpecError(f"{where} makes more than {MOST_PROCESSES:,} processes; use fewer slots")
         if slots == 0:
             raise SpecError(f"{where} gives no process to {host}; delete the line, or give it slots=1 or more")
         hosts[host] = slots
@@ -164,9 +173,9 @@ def read_environment(path: Path) -> dict[str, str]:
         SpecError: the file can't be read, or a line is no KEY=VALUE, or its value depends on the shell that reads it.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path} can't be read ({error}); fix or delete it") from None
+        lines = read_text(path, MOST_CONFIG_BYTES).splitlines()
+    except OSError as error:
+        raise SpecError(f"{path} can't be read ({error.strerror}); fix or delete it") from None
     values = {}
     for number, line in enumerate(map(str.strip, lines), start=1):
         if line and not line.startswith("#"):
@@ -183,14 +192,14 @@ def find_environment() -> dict[str, str]:
     """
     name = os.environ.get(ENVIRONMENT_FILE_VARIABLE, ENVIRONMENT_FILE)
     values: dict[str, str] = {}
-    for path in (Path.home() / name, Path(name)):
-        if path.is_file():
+    for path in (Path(os.path.expanduser("~"), name), Path(name)):
+        if os.path.isfile(path):  # no, where the home folder belongs to somebody else, as in containers
             values |= read_environment(path)
     return values
 
 
 def write_environment(path: Path, values: Mapping[str, str]) -> None:
-    """Write what DeepSpeed's reader accepts, a line for each variable; it knows no comments.
+    """Write what DeepSpeed's reader accepts, a line for each variable, for this user alone; it knows no comments.
 
     Raises:
         SpecError: a name is none of a shell, or a value can't be written so that both readers have it back.
@@ -200,13 +209,17 @@ def write_environment(path: Path, values: Mapping[str, str]) -> None:
         escaped = _NEEDS_ESCAPE.sub(r"\\\g<0>", value)
         line = f"{name}={escaped}"
         if line.splitlines() != [line] or _assignment(line.strip(), str(path)) != (name, value):
-            raise SpecError(f"{name}={value!r} can't be kept in {path}; leave out its quotes, ' #' and outer spaces")
+            raise SpecError(
+                f"{name}={shown(name, value)!r} can't be kept in {path}; leave out its quotes, ' #' and outer spaces"
+            )
         lines.append(f"{line}\n")
-    path.write_text("".join(lines))
+    write_private(path, "".join(lines).encode())
 
 
 def _assignment(line: str, where: str) -> tuple[str, str]:
     found = _LINE.fullmatch(line)
+    name, equals, text = line.partition("=")
+    line = f"{name}={shown(name, text)}" if equals else shown(line, line)
     if found is None:
         raise SpecError(f"{where}: {line!r} is not KEY=VALUE; write it as: GLOO_SOCKET_IFNAME=eth0")
     value = _VALUE.fullmatch(found["value"])

@@ -12,14 +12,19 @@ from typing import Any, TypeVar, cast
 import deepspeed
 import torch.distributed as dist
 
+from ddpm_ds import errors
 from ddpm_ds.errors import KNOWN_TO_ALL_RANKS, DeviceLostError, HostError, UserError
 from ddpm_ds.pipeline import deepspeed_insides as insides
+from ddpm_ds.pipeline.exchange import said_by_rank_0
 from ddpm_ds.processes.hosts import GLOO_INTERFACE, use_interface_towards
-from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS, host_name, on_several_hosts
+from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS, RUN_SECRET, host_name, on_several_hosts
 from ddpm_ds.processes.rendezvous import port_taken
+from ddpm_ds.processes.store import connect
 
 PAUSE_SECONDS = 1800.0
 """Time that ranks may wait for one that checkpoints, validates or compiles, before their process groups end them."""
+JOIN_TIMEOUT = timedelta(minutes=30)
+"""Time for all ranks to join the group, which they do at once after a rendezvous."""
 LONGEST_TIMEOUT = timedelta(days=365)
 """As good as for ever; much longer times overflow clocks that count nanoseconds."""
 
@@ -48,10 +53,7 @@ def process_group(timeout: timedelta | None = None) -> Iterator[None]:
         HostError: the hosts' ranks can't connect to each other.
     """
     timeout = timeout or group_timeout()
-    if os.environ["WORLD_SIZE"] == "1":
-        os.environ["MASTER_PORT"] = "0"  # any free one: two runs on one host don't meet
-    if on_several_hosts():
-        use_interface_towards(os.environ["MASTER_ADDR"])
+    use_interface_towards(os.environ["MASTER_ADDR"])
     # The device is the current one, as it has to be, and NCCL is not bound to it: a bound group is connected eagerly.
     warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", f"{timeout.total_seconds():.0f}")  # else 8 minutes
@@ -69,9 +71,12 @@ def process_group(timeout: timedelta | None = None) -> Iterator[None]:
 
 
 def _join() -> None:
-    """Make the default group, and let DeepSpeed take it."""
+    """Make the default group, and let DeepSpeed take it. A rank alone opens no port."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    backend = deepspeed.accelerator.get_accelerator().communication_backend_name()
     try:
-        dist.init_process_group(deepspeed.accelerator.get_accelerator().communication_backend_name())
+        store = dist.HashStore() if world_size == 1 else _shared_store(rank)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -87,19 +92,26 @@ def _join() -> None:
     deepspeed.init_distributed(verbose=False)
 
 
-def decided_by_rank_0(decide: Callable[[], Value]) -> Value:
-    """The value that ``decide`` returns on rank 0, on every rank; collective.
+def _shared_store(rank: int) -> dist.Store:
+    """The store of the rendezvous, or a new one at its port, with keys that only the run's ranks know."""
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get(RUN_SECRET, "")
+    return dist.PrefixStore("/".join(start), connect(rank, int(os.environ["MASTER_PORT"]), JOIN_TIMEOUT))
+
+
+def decided_by_rank_0(decide: Callable[[], Value], kind: Any) -> Value:
+    """The value of type ``kind`` that ``decide`` returns on rank 0, on every rank; collective.
 
     Raises:
         UserError: what keeps rank 0 from deciding; on every rank, since none may go on and wait for it.
     """
-    decided: list[Any] = [None]
+    decided, refused = None, None
     if dist.get_rank() == 0:
         try:
-            decided = [decide()]
+            decided = decide()
         except UserError as error:
-            decided = [error]
-    dist.broadcast_object_list(decided, src=0)
-    if isinstance(decided[0], UserError):
-        raise decided[0]
-    return cast(Value, decided[0])
+            refused = type(error).__name__, str(error)
+    decided, refused = said_by_rank_0((decided, refused), tuple[kind | None, tuple[str, str] | None])
+    if refused is not None:
+        name, why = refused
+        raise vars(errors)[name](why)
+    return cast(Value, decided)

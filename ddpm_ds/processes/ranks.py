@@ -8,11 +8,14 @@ killed.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import json
 import os
 import platform
 import re
 import select
+import signal
 import socket
 import stat
 import sys
@@ -21,7 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from ddpm_ds.errors import SpecError
+from ddpm_ds.command_line import MOST_PROCESSES, whole
+from ddpm_ds.errors import EXIT_PREEMPTED, SpecError
 from ddpm_ds.processes.hosts import find_environment
 
 DEAD_SECONDS, HANG_SECONDS = 15.0, 600.0
@@ -31,7 +35,13 @@ OTHERS_WAIT_SECONDS = 5.0
 NODE_ID = "MLFLOW_SYSTEM_METRICS_NODE_ID"
 EXIT_FILE_VARIABLE = "DDPM_DS_EXIT_FILE"
 """Names the file of exit codes in the environment of every process of a run; without it nothing is recorded."""
+PRIVATE_FILE = "private.json"
+"""File beside that one with the secret variables of ``ddpm-ds run``, which travel on no command line."""
+RUN_SECRET = "DDPM_DS_RUN_SECRET"
+"""Variable with what only the ranks of a run know; see :mod:`ddpm_ds.processes.store`."""
 STARTED = "started"
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+"""Signals that ask a rank to stop."""
 LAUNCHED = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")
 """Variables that DeepSpeed's and PyTorch's launchers set. The parent of a process without them may be a shell, which
 may leave."""
@@ -66,8 +76,9 @@ def set_environment() -> None:
     started = {} if "RANK" in os.environ else _of_openmpi() or _of_slurm()
     for name, value in (started or alone).items():
         os.environ.setdefault(name, value)
-    for name, value in find_environment().items():
+    for name, value in (find_environment() | _handed_on()).items():
         os.environ.setdefault(name, value)
+    _check_environment()
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     if started and "MASTER_ADDR" not in os.environ and on_several_hosts():
@@ -75,8 +86,42 @@ def set_environment() -> None:
             f"{os.environ['WORLD_SIZE']} ranks were started on several hosts, and MASTER_ADDR, the host of rank 0, is "
             "not set; see launch/slurm.sh, or for OpenMPI: mpirun -x MASTER_ADDR=HOST"
         )
+    if not on_several_hosts() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        os.environ["MASTER_ADDR"] = "127.0.0.1"  # where nobody else can connect, whatever name the host was given
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
+
+
+def _check_environment() -> None:
+    """Raise an error where a launcher, or whoever played one, has set numbers that place no rank.
+
+    Raises:
+        SpecError: one is no number or out of its range.
+    """
+    ranges = {
+        name: (1, MOST_PROCESSES) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "CROSS_SIZE", "GROUP_WORLD_SIZE")
+    }
+    ranges |= {"RANK": (0, MOST_PROCESSES), "LOCAL_RANK": (0, MOST_PROCESSES), "MASTER_PORT": (0, 2**16 - 1)}
+    for name in os.environ.keys() & ranges.keys():
+        lowest, highest = ranges[name]
+        try:
+            whole(os.environ[name], lowest, highest, f"a whole number from {lowest} to {highest:,}")
+        except argparse.ArgumentTypeError as error:
+            raise SpecError(f"{name} in the environment: {error}; unset it, or start with a launcher") from None
+    if int(os.environ["RANK"]) >= int(os.environ["WORLD_SIZE"]):
+        rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
+        raise SpecError(f"RANK = {rank} in the environment is none of WORLD_SIZE = {world} ranks; unset both")
+
+
+def _handed_on() -> dict[str, str]:
+    """The secret variables of ``ddpm-ds run``, where it runs on this host and as this user."""
+    with (
+        contextlib.suppress(KeyError, OSError, ValueError),
+        Path(os.environ[EXIT_FILE_VARIABLE]).with_name(PRIVATE_FILE).open() as file,
+    ):
+        if os.fstat(file.fileno()).st_uid == os.geteuid():
+            return dict(json.load(file))
+    return {}
 
 
 def _of_openmpi() -> dict[str, str]:
@@ -151,7 +196,7 @@ class Launcher:
 
 def print_once(line: str) -> None:
     """Print what every rank has found, once: a launcher ends the other ranks as soon as rank 0 has left."""
-    if int(os.environ["RANK"]) != 0:
+    if os.environ["RANK"].isdecimal() and int(os.environ["RANK"]) != 0:
         time.sleep(OTHERS_WAIT_SECONDS)
     print(line, file=sys.stderr, flush=True)
 
@@ -162,8 +207,14 @@ def record_exit(code: int) -> int:
     return code
 
 
-def recorded(main: Callable[[], int]) -> int:
-    """Run a rank's ``main`` and record that it started and the code it ends with; exceptions record nothing."""
+def recorded(main: Callable[[], int], *, stoppable: bool = False) -> int:
+    """Run a rank's ``main`` and record that it started and the code it ends with; exceptions record nothing.
+
+    With ``stoppable`` a signal that asks for a stop ends it at once with 75, until ``main`` handles signals itself: so
+    far there is nothing to save.
+    """
+    for number in STOP_SIGNALS if stoppable else ():
+        signal.signal(number, lambda number, frame: os._exit(record_exit(EXIT_PREEMPTED)))
     _record(STARTED)
     try:
         return record_exit(main())
@@ -176,7 +227,9 @@ def recorded(main: Callable[[], int]) -> int:
 def _record(word: str) -> None:
     if path := os.environ.get(EXIT_FILE_VARIABLE):
         with contextlib.suppress(OSError):  # the file is gone with its supervisor, or its disk is full
-            file = os.open(path, os.O_WRONLY | os.O_APPEND)  # one write, so that lines of several ranks don't mix
+            file = os.open(
+                path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
+            )  # one write, so that lines of several ranks don't mix
             try:
                 os.write(file, f"{os.environ.get('RANK', '0')} {word}\n".encode())
             finally:
@@ -190,12 +243,14 @@ class ExitRecord(NamedTuple):
     """The first code other than 0."""
     unfinished: tuple[str, ...]
     """Ranks that started and have not recorded how they ended."""
+    finished: bool = False
+    """Whether a rank has ended with 0. It leaves the run's last barrier only with all others."""
 
 
 def read_exits(path: Path) -> ExitRecord:
     """Read what the ranks have recorded in ``path``."""
-    lines = [line.split() for line in path.read_text().splitlines()]
+    lines = [line.split() for line in path.read_text().splitlines() if line]
     ended = [(rank, int(word)) for rank, word in lines if word != STARTED]
     unfinished = {rank for rank, word in lines if word == STARTED} - {rank for rank, _ in ended}
     failure = next((code for _, code in ended if code != 0), None)
-    return ExitRecord(failure, tuple(sorted(unfinished, key=int)))
+    return ExitRecord(failure, tuple(sorted(unfinished, key=int)), any(code == 0 for _, code in ended))

@@ -22,7 +22,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ddpm_ds.errors import HostError, LayoutError, PeerLostError, UserError
-from ddpm_ds.processes.ranks import host_name, on_several_hosts
+from ddpm_ds.processes.ranks import RUN_SECRET, host_name, on_several_hosts
+from ddpm_ds.processes.store import SealedStore, connect
 
 BEAT_SECONDS = 2.0
 SILENCE_SECONDS = 60.0
@@ -74,9 +75,15 @@ class Rendezvous:
         try:
             self._store.set(keys[self.rank], json.dumps({"host": host_name(), "facts": facts}))
             self._wait(self._store, keys)
-            said = [json.loads(text) for text in self._store.multi_get(keys)]
+            texts = self._store.multi_get(keys)
         except dist.DistError as error:
             raise PeerLostError(f"{self.name(0)} has gone while the run was starting") from error
+        if strangers := [rank for rank, text in enumerate(texts) if not text]:
+            raise HostError(
+                f"{_ranks(strangers)} and {self.name(self.rank)} have not the same {RUN_SECRET}; set it alike on all "
+                "hosts, or on none"
+            )
+        said = [json.loads(text) for text in texts]
         self.hosts = tuple(one["host"] for one in said)
         return [one["facts"] for one in said]
 
@@ -113,8 +120,8 @@ class Rendezvous:
         started = looked_at = time.monotonic()
         heard = [(b"", started)] * self.world_size  # each rank's newest beat, and when it was first seen
         while not store.check(keys):
-            if store.check([REFUSAL]):
-                refusal = json.loads(store.get(REFUSAL))
+            if store.check([REFUSAL]) and (told := store.get(REFUSAL)):
+                refusal = json.loads(told)
                 raise HostError(f"rank {refusal['rank']} (host {refusal['host']}): {refusal['why']}")
             time.sleep(POLL_SECONDS)
             if (now := time.monotonic()) - looked_at < BEAT_SECONDS:
@@ -158,16 +165,8 @@ def refuse_alone(error: UserError) -> None:
 def _store(rank: int, seconds: float) -> dist.Store:
     """The store at the master's port, which the process group will use as well; served by rank 0, or by torchrun."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    served = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        store = dist.TCPStore(
-            host,
-            port,
-            is_master=served,
-            timeout=timedelta(seconds=seconds),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        store = connect(rank, port, timedelta(seconds=seconds))
     except dist.DistError as error:
         if "EADDRINUSE" in str(error):
             raise port_taken() from None
@@ -175,7 +174,8 @@ def _store(rank: int, seconds: float) -> dist.Store:
             f"rank {rank} (host {host_name()}) can't reach rank 0 at {host}:{port} within {seconds:g} s; is that host "
             "up, and the port open? ddpm-ds doctor --hostfile FILE checks it"
         ) from None
-    return dist.PrefixStore(f"ddpm_ds/rendezvous/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return SealedStore(dist.PrefixStore(f"ddpm_ds/rendezvous/{start}", store))
 
 
 def port_taken() -> LayoutError:

@@ -24,9 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpm_ds.processes.ranks import Launcher, record_exit
+from ddpm_ds.processes.ranks import STOP_SIGNALS, Launcher, record_exit
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAME_SIGNAL_SECONDS = 1.0
 """A terminal or a scheduler signals a launcher and its ranks, and the launcher its ranks again: what comes so soon is
 not a second signal."""
@@ -62,14 +61,14 @@ class Requests:
         self._heard, wakeup = socket.socketpair()
         wakeup.setblocking(False)
         self._wakeup, self._wakeup_before = wakeup, signal.set_wakeup_fd(wakeup.fileno())
-        self._handlers = {number: signal.signal(number, lambda number, frame: None) for number in SIGNALS}
+        self._handlers = {number: signal.signal(number, lambda number, frame: None) for number in STOP_SIGNALS}
         threading.Thread(target=self._hear, name="signals", daemon=True).start()
 
     def _hear(self) -> None:
         heard_at = time.monotonic()
         with self._heard:
             while numbers := self._heard.recv(1):
-                if numbers[0] not in SIGNALS:
+                if numbers[0] not in STOP_SIGNALS:
                     continue
                 if self._signalled and time.monotonic() - heard_at > SAME_SIGNAL_SECONDS:
                     os._exit(record_exit(128 + numbers[0]))
@@ -106,12 +105,12 @@ class Requests:
             work.wait()
             wishes[0] = False
 
-    def close(self) -> None:
-        """Listen no more."""
+    def close(self, *, leaving: bool = False) -> None:
+        """Listen no more; with ``leaving`` a signal changes nothing any more, since the process is about to end."""
         if self._under_way is not None:
             self._under_way[0].wait()
         for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if leaving else handler)
         signal.set_wakeup_fd(self._wakeup_before)
         self._wakeup.close()
 

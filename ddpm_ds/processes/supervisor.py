@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import math
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -26,10 +28,11 @@ from types import FrameType
 
 import psutil
 
-from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PEER_LOST, EXIT_PREEMPTED, SpecError
-from ddpm_ds.processes.hosts import ENVIRONMENT_FILE_VARIABLE, find_environment, write_environment
+from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PEER_LOST, EXIT_PREEMPTED, OutputError, SpecError
+from ddpm_ds.processes.hosts import ENVIRONMENT_FILE_VARIABLE, OF_DEEPSPEED, find_environment, write_environment
 from ddpm_ds.processes.launcher import Launch, read_launch, ssh_environment
-from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitRecord, read_exits
+from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, PRIVATE_FILE, RUN_SECRET, ExitRecord, read_exits
+from ddpm_ds.secret import is_secret, write_private
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 SAME_SIGNAL_SECONDS = 1.0
@@ -41,6 +44,8 @@ MEANINGS = {1: "an error of the program, see its traceback", EXIT_PEER_LOST: "a 
 
 RANK_VARIABLES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 
+NOTHING_YET = "\n"
+"""Content of the file of exit codes before any rank has written: a block, so that a disk may be full afterwards."""
 POLL_SECONDS = 0.2
 SETTLE_SECONDS = 3.0
 """Time for which the ranks' helper processes may outlive the launcher."""
@@ -68,6 +73,7 @@ def supervise(
 
     Raises:
         SpecError: ``command`` has no --run-dir; see also :func:`read_launch` and :func:`find_environment`.
+        OutputError: the folder for temporary files can't be written.
     """
     latest = _run_dir(command) / "checkpoints" / "latest"
     restarts = ports = 0
@@ -93,21 +99,22 @@ def supervise(
                 time.sleep(POLL_SECONDS)
 
 
-def exit_code(launcher: int, record: ExitRecord, *, stopping: bool, orphaned: bool, witnessed: bool = True) -> int:
+def exit_code(launcher: int, record: ExitRecord, *, stopping: bool, orphaned: bool) -> int:
     """The exit code of a start: that of the ranks, or else what the launcher's code means.
+
+    A launcher's 0 means nothing by itself: DeepSpeed's ends so when what it has started was killed. It takes a rank of
+    this host that has ended with 0, as ranks do when the run has reached its last image.
 
     Args:
         launcher: its return code, negative for a signal.
         stopping: whether the ranks were asked to stop.
         orphaned: whether ranks were alive when it had ended.
-        witnessed: whether ranks of this host, where there should have been some, recorded that they started. Without
-            that a launcher's 0 means nothing: DeepSpeed's ends so when its pdsh was killed.
     """
     if orphaned and not stopping:
         return EXIT_PEER_LOST
     if record.failure in FINAL:
         return record.failure
-    if launcher == 0 and record.failure is None and not record.unfinished and witnessed:
+    if launcher == 0 and record.finished and record.failure is None and not record.unfinished:
         return 0
     if 0 < launcher < 128:  # of the rank that failed first, while what others record is that they lost it
         return launcher
@@ -175,10 +182,14 @@ class _Start:
         """Start, wait, and leave nothing running."""
         with tempfile.TemporaryDirectory(prefix="ddpm-ds-") as folder:
             self._exit_file = Path(folder) / "exits"
-            self._exit_file.touch()
+            try:
+                self._exit_file.write_text(NOTHING_YET)
+                environment = self._environment(Path(folder))
+            except OSError as error:
+                raise OutputError(f"{folder} can't be written ({error.strerror}); make room, or set TMPDIR") from None
             self._launcher = subprocess.Popen(
                 [sys.executable, "-m", "deepspeed.launcher.runner", *self._launch.command(self._port)],
-                env=self._environment(Path(folder)),
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
@@ -195,12 +206,20 @@ class _Start:
     def _environment(self, folder: Path) -> dict[str, str]:
         """Our environment, and the file of what travels, which DeepSpeed takes to every host, this one included.
 
-        The name of the exit file means nothing elsewhere.
+        The name of the exit file means nothing elsewhere. DeepSpeed takes variables to other hosts on command lines,
+        which every user of a host can read, so secrets are kept from it: this host's ranks read them from a file.
         """
-        travels = folder / "environment"
-        write_environment(travels, find_environment() | {EXIT_FILE_VARIABLE: str(self._exit_file)})
-        ours = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}  # see _rank
+        travels, found = folder / "environment", find_environment()
+        taken = {name: value for name, value in os.environ.items() if name.startswith(OF_DEEPSPEED)}
+        private = {name: value for name, value in (taken | found).items() if is_secret(name, value)}
+        write_private(folder / PRIVATE_FILE, json.dumps(private).encode())
+        open_to_all = {name: value for name, value in found.items() if name not in private}
+        write_environment(travels, open_to_all | {EXIT_FILE_VARIABLE: str(self._exit_file)})
+        left_out = {*RANK_VARIABLES, *(private if self._launch.remote else ())}  # see _rank
+        ours = {name: value for name, value in os.environ.items() if name not in left_out}
         ours |= {EXIT_FILE_VARIABLE: str(self._exit_file), ENVIRONMENT_FILE_VARIABLE: str(travels)}
+        if not self._launch.remote:  # other hosts' ranks would not have it
+            ours.setdefault(RUN_SECRET, secrets.token_hex())
         return ours | ssh_environment(ours)
 
     def _wait(self) -> int:
@@ -208,7 +227,7 @@ class _Start:
         limits: dict[int, float] = {}  # times at which everything is ended, by the exit code of that
         while (code := self._launcher.poll()) is None and self._signals.count < 2:
             now = time.monotonic()
-            if self._exit_file.stat().st_size or self._signals.count:
+            if self._exit_file.stat().st_size > len(NOTHING_YET) or self._signals.count:
                 self._starting.close()
             if self._signals.count and EXIT_PREEMPTED not in limits:
                 limits[EXIT_PREEMPTED] = now + self._grace_seconds
@@ -232,8 +251,7 @@ class _Start:
         if orphaned:
             self._wait_until_gone(self._grace_seconds)
         record = read_exits(self._exit_file)
-        witnessed = not self._launch.remote or self._exit_file.stat().st_size > 0
-        return exit_code(code, record, stopping=self._signals.count > 0, orphaned=orphaned, witnessed=witnessed)
+        return exit_code(code, record, stopping=self._signals.count > 0, orphaned=orphaned)
 
     def _stop_launcher(self) -> None:
         """End a launcher that has no ranks yet, and what it has started."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import json
 import os
+import re
 import tempfile
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
 from ddpm_ds.errors import OutputError
-from ddpm_ds.files import read_points, write_file
+from ddpm_ds.files import read_json, read_points, read_text, write_file
 
 OUTPUT_ROOT = Path("runs")
 """Folder for runs that are given none."""
@@ -27,6 +30,11 @@ IDENTITY = "identity"
 """File with the identity of the folder's MLflow run."""
 LOCK = ".lock"
 """File that the run's process keeps locked."""
+REFUSALS = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
+}
+"""Errors of a disk that a user can mend."""
 LABELS, NOTE = "tags.json", "note.txt"
 """Files with the tags set by the run's starter, and with its first note."""
 FOLDER_TAG = "run_dir"
@@ -52,7 +60,10 @@ def check_output(run_dir: Path, resume: str) -> None:
     Raises:
         OutputError: the message names the folder.
     """
-    if run_dir.exists() and (not run_dir.is_dir() or any(path.name != LOCK for path in run_dir.iterdir())):
+    for folder in (run_dir, checkpoints_of(run_dir)):
+        if folder.exists() and not folder.is_dir():
+            raise OutputError(f"--run-dir {run_dir}: {folder} is no folder; remove it, or name another run folder")
+    if run_dir.exists() and any(path.name != LOCK for path in run_dir.iterdir()):
         if not (run_dir / "spec.yaml").exists():
             raise OutputError(f"--run-dir {run_dir} is neither empty nor the folder of a run; name a new one")
         if resume == "never":
@@ -67,14 +78,33 @@ def check_output(run_dir: Path, resume: str) -> None:
         ) from None
 
 
+@contextlib.contextmanager
+def disk_errors_said(run_dir: Path) -> Iterator[None]:
+    """Let a disk that refuses a file of the run end it in one line.
+
+    Raises:
+        OutputError: instead of the OSError of a full or read-only disk, or of a folder that has been replaced.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in REFUSALS:
+            raise
+        raise OutputError(
+            f"{error.filename or run_dir} can't be written ({error.strerror}); make it writable, with room, and start "
+            "the same command again"
+        ) from error
+
+
 def claim_folder(run_dir: Path) -> IO[str]:
     """Make the run's folder and lock it for as long as the returned file is open.
 
     Raises:
-        OutputError: another process trains into it.
+        OutputError: another process trains into it, or it can't be made.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    lock = (run_dir / LOCK).open("w")
+    with disk_errors_said(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = (run_dir / LOCK).open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -87,14 +117,41 @@ def claim_folder(run_dir: Path) -> IO[str]:
 
 
 def identity_of(run_dir: Path) -> str | None:
-    """Return the identity of the folder's MLflow run; None where nothing was trained in it. Changes nothing."""
+    """Return the identity of the folder's MLflow run; None where nothing was trained in it. Changes nothing.
+
+    Raises:
+        OutputError: the file can't be read, or holds something else.
+    """
     file = run_dir / IDENTITY
-    return file.read_text().strip() if file.is_file() else None
+    if not file.is_file():
+        return None
+    try:
+        found = read_text(file).strip()
+    except OSError as error:
+        raise OutputError(f"{file} can't be read ({error.strerror}); allow it, or restore it from a copy") from None
+    if re.fullmatch(r"[\w.-]{1,64}", found, re.ASCII) is None:
+        raise OutputError(f"{file} is damaged; restore it from a copy, or delete it: then MLflow keeps a new run")
+    return found
 
 
 def write_labels(run_dir: Path, tags: dict[str, str]) -> None:
     """Give a run that is about to start in ``run_dir`` tags of its own."""
     (run_dir / LABELS).write_text(json.dumps(tags, indent=2) + "\n")
+
+
+def _written_labels(file: Path) -> dict[str, str]:
+    """Return what :func:`write_labels` has written.
+
+    Raises:
+        OutputError: the file is damaged.
+    """
+    try:
+        tags = read_json(file) if file.exists() else {}
+    except (OSError, ValueError):
+        tags = None
+    if not isinstance(tags, dict) or not all(isinstance(value, str) for value in tags.values()):
+        raise OutputError(f"{file} is damaged; delete it, which only loses the run's tags")
+    return tags
 
 
 def labels(run_dir: Path, note: str | None, log: Callable[[str], None]) -> dict[str, str]:
@@ -103,7 +160,7 @@ def labels(run_dir: Path, note: str | None, log: Callable[[str], None]) -> dict[
     The note of a resumed run may have been edited in MLflow, so it is left as it is.
     """
     given, first = run_dir / LABELS, run_dir / NOTE
-    tags: dict[str, str] = json.loads(given.read_text()) if given.exists() else {}
+    tags = _written_labels(given)
     tags[FOLDER_TAG] = str(run_dir.resolve())
     if note is not None and identity_of(run_dir) is None:
         first.write_text(note)
@@ -121,9 +178,11 @@ class RunFolder:
 
     def identity(self) -> str:
         """Return the identity of the folder's MLflow run, made once."""
-        if identity_of(self.path) is None:
-            write_file(self.path / IDENTITY, f"{uuid.uuid4().hex}\n".encode())
-        return (self.path / IDENTITY).read_text().strip()
+        found = identity_of(self.path)
+        if found is None:
+            found = uuid.uuid4().hex
+            write_file(self.path / IDENTITY, f"{found}\n".encode())
+        return found
 
     def logged_step(self, name: str) -> int:
         """Return the step of the last point in one of these files, 0 where there is none.

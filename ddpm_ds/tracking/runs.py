@@ -9,7 +9,6 @@ import contextlib
 import difflib
 import functools
 import itertools
-import json
 import logging
 import math
 import os
@@ -21,14 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import yaml
-
 from ddpm_ds.checkpoint import folder as checkpoint_folder
+from ddpm_ds.command_line import file_path
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.config.spec_file import load_spec
+from ddpm_ds.config.spec_file import load_spec, parse_yaml
 from ddpm_ds.diagnose import VERDICT
-from ddpm_ds.errors import UserError
-from ddpm_ds.files import EVALUATIONS, METRICS, read_points
+from ddpm_ds.errors import SpecError, UserError
+from ddpm_ds.files import EVALUATIONS, METRICS, parse_json, read_json, read_points
+from ddpm_ds.secret import without_secrets
 from ddpm_ds.tracking.run_folder import (
     FOLDER_TAG,
     NOTE_TAG,
@@ -36,7 +35,7 @@ from ddpm_ds.tracking.run_folder import (
     checkpoints_of,
     identity_of,
 )
-from ddpm_ds.tracking.tracker import MLFLOW, SQLITE, flatten, numbers_of, reason, resolve_uri, without_password
+from ddpm_ds.tracking.tracker import MLFLOW, SQLITE, flatten, numbers_of, reason, resolve_uri
 from ddpm_ds.tracking.worker import PARENT_TAG, START_TAG
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ class Run:
     @property
     def ds_config(self) -> dict[str, Any]:
         """The DeepSpeed JSON that it trains with, every ``auto`` filled in."""
-        config: dict[str, Any] = json.loads((self.folder / "ds_config.json").read_text())
+        config: dict[str, Any] = read_json(self.folder / "ds_config.json")
         return config
 
     @property
@@ -193,8 +192,11 @@ class RecordedRun:
         """Everything that the run was started with: its parameters, what follows from them, spec and DeepSpeed JSON."""
         derived = {name: value for name, value in self.tags.items() if is_derived(name)}
         spec, config = (self.read_artifact(name) for name in ("spec.yaml", "ds_config.json"))
-        written = flatten(yaml.safe_load(spec)) if spec else {}
-        return self.params | derived | written | (flatten({"ds_config": json.loads(config)}) if config else {})
+        try:
+            written = flatten(parse_yaml(spec.decode(), "spec.yaml")) if spec else {}
+            return self.params | derived | written | (flatten({"ds_config": parse_json(config)}) if config else {})
+        except (ValueError, AttributeError, SpecError) as error:
+            raise ExperimentError(f"run {self.name} has a damaged artifact ({error}); leave it out") from None
 
     def open(self) -> Run:
         """Return the run as its folder has it.
@@ -270,7 +272,7 @@ def add_runs_option(parser: argparse.ArgumentParser) -> None:
     """Add ``--runs``, which says where to look for runs that are not named by their folder."""
     parser.add_argument(
         "--runs",
-        type=Path,
+        type=file_path,
         default=OUTPUT_ROOT,
         metavar="DIR",
         help=f"folder of the runs, with MLflow's store, unless MLFLOW_TRACKING_URI names one (default {OUTPUT_ROOT})",
@@ -306,7 +308,7 @@ def find_runs(text: str, *, root: Path = OUTPUT_ROOT) -> list[RecordedRun]:
             return found
         trials = _training(_runs(uri, f"tags.`{PARENT_TAG}` = '{run.id}'"))
         if not trials:
-            raise ExperimentError(f"run {run.name} in {without_password(uri)} has no trials yet; start it")
+            raise ExperimentError(f"run {run.name} in {without_secrets(uri)} has no trials yet; start it")
         return trials
     with _speaking_to(uri) as client:
         experiment = client.get_experiment_by_name(text)
@@ -314,7 +316,7 @@ def find_runs(text: str, *, root: Path = OUTPUT_ROOT) -> list[RecordedRun]:
         raise _unclear("run and no experiment", text, found, uri)
     runs = _training(_runs(uri, "", [experiment.experiment_id]))
     if not runs:
-        raise ExperimentError(f"experiment {text} in {without_password(uri)} has no training runs; name another")
+        raise ExperimentError(f"experiment {text} in {without_secrets(uri)} has no training runs; name another")
     return runs
 
 
@@ -332,7 +334,7 @@ def _search(text: str, root: Path) -> tuple[list[RecordedRun], str]:
         found = _runs(uri, f"tags.`{START_TAG}` = '{identity}'")
         if not found:
             raise ExperimentError(
-                f"run {text} is not in {without_password(uri)}; set MLFLOW_TRACKING_URI to the store it was logged to"
+                f"run {text} is not in {without_secrets(uri)}; set MLFLOW_TRACKING_URI to the store it was logged to"
             )
         return found, uri
     if re.fullmatch(rf"[0-9a-f]{{{SHORTEST_ID},32}}", text) and (found := _runs(uri, f"run_id LIKE '{text}%'")):
@@ -344,14 +346,14 @@ def _search(text: str, root: Path) -> tuple[list[RecordedRun], str]:
 def _unclear(what: str, text: str, found: Sequence[RecordedRun], uri: str) -> ExperimentError:
     if found:
         ids = ", ".join(run.id for run in found[:NEAR_NAMES])
-        return ExperimentError(f"{len(found)} runs are called {text} in {without_password(uri)}: {ids}; name one by id")
+        return ExperimentError(f"{len(found)} runs are called {text} in {without_secrets(uri)}: {ids}; name one by id")
     with _speaking_to(uri) as client:
         experiments = [experiment.name for experiment in client.search_experiments(max_results=MOST_FOUND)]
     runs = [run.name for run in _runs(uri, "")]
     near = difflib.get_close_matches(text, list(dict.fromkeys([*runs, *experiments])), n=NEAR_NAMES, cutoff=0.5)
     latest = list(dict.fromkeys(reversed(runs)))[:NEAR_NAMES]
     hint = f"did you mean {' or '.join(near)}?" if near else f"the latest are {', '.join(latest) or 'none'}"
-    return ExperimentError(f"{text} is no {what} of {without_password(uri)}; {hint}")
+    return ExperimentError(f"{text} is no {what} of {without_secrets(uri)}; {hint}")
 
 
 def _runs(uri: str, filter_string: str, experiment_ids: Sequence[str] | None = None) -> list[RecordedRun]:
@@ -409,7 +411,7 @@ def _speaking_to(uri: str) -> Iterator[MlflowClient]:
         yield _client(uri)
     except (MlflowException, OSError) as error:
         raise ExperimentError(
-            f"MLflow at {without_password(uri)} fails ({reason(error)}); nothing is lost, try again when it answers"
+            f"MLflow at {without_secrets(uri)} fails ({reason(error)}); nothing is lost, try again when it answers"
         ) from None
 
 

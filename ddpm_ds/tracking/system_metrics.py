@@ -164,7 +164,9 @@ def _collect(store: dist.Store, settings: Mapping[str, str], tracker: Tracker, e
     while not ended:
         ended = ending.wait(POLL_SECONDS)
         for _ in range(store.queue_len(QUEUE)):
-            read = json.loads(store.queue_pop(QUEUE, block=False))
+            if not (told := store.queue_pop(QUEUE, block=False)):
+                continue
+            read = json.loads(told)
             host, rank = read["host"], read["rank"]
             node = host if ranks.setdefault(host, rank) == rank else f"{host}-rank{rank}"
             tracker.system_metrics(read["metrics"], node)

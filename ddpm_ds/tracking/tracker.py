@@ -30,7 +30,6 @@ from __future__ import annotations
 import getpass
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -45,6 +44,8 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 import psutil
+
+from ddpm_ds.secret import without_secrets
 
 Record = dict[str, Any]
 
@@ -118,16 +119,11 @@ def numbers_of(tags: Mapping[str, str]) -> dict[str, float]:
     return numbers
 
 
-def without_password(text: str) -> str:
-    """Return the text without the user and password of every URI in it."""
-    return re.sub(r"://[^/@\s]+@", "://", text)
-
-
 def reason(error: BaseException) -> str:
     """Return the first cause of an error, in one line."""
     while cause := error.__cause__ or error.__context__:
         error = cause
-    return without_password(" ".join(str(error).split())[:200]) or type(error).__name__
+    return without_secrets(" ".join(str(error).split()))[:200] or type(error).__name__
 
 
 def resolve_uri(output_root: Path | str) -> str:
@@ -138,7 +134,7 @@ def resolve_uri(output_root: Path | str) -> str:
 def keep_unsent(start: Record, records: Iterable[Record]) -> str:
     """Append unsent records to a file in the run folder; return a line with the file and how to send it."""
     lines = [json.dumps(record) for record in records]
-    path, uri = Path(start["run_dir"]) / UNSENT_FILE, without_password(resolve_uri(start["output_root"]))
+    path, uri = Path(start["run_dir"]) / UNSENT_FILE, without_secrets(resolve_uri(start["output_root"]))
     what = f"{len(lines)} {'record' if len(lines) == 1 else 'records'} could not be sent to MLflow at {uri}"
     try:
         with path.open("a") as file:
@@ -332,7 +328,7 @@ class Tracker:
         self._down = reply.get("down", self._down and "sent" not in reply)
 
     def _make_link(self) -> RunLink:
-        uri, run_id = without_password(resolve_uri(self._start["output_root"])), self.run_id
+        uri, run_id = without_secrets(resolve_uri(self._start["output_root"])), self.run_id
         experiment_id = self._run.get("experiment_id")
         served = uri.startswith(("http://", "https://"))
         page = f"/#/experiments/{experiment_id}/runs/{run_id}?{TRAINING_MODE}" if run_id else ""

@@ -28,6 +28,7 @@ from typing import IO, TYPE_CHECKING
 
 from PIL import Image  # here, since two threads that import it at once can each see half of it
 
+from ddpm_ds.secret import without_secrets
 from ddpm_ds.tracking.mirrors import Mirrors
 from ddpm_ds.tracking.tracker import (
     SQLITE,
@@ -37,7 +38,6 @@ from ddpm_ds.tracking.tracker import (
     print_to_stderr,
     reason,
     resolve_uri,
-    without_password,
 )
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ class Worker:
 
     @property
     def _uri(self) -> str:
-        return without_password(resolve_uri(self._start["output_root"]))
+        return without_secrets(resolve_uri(self._start["output_root"]))
 
     def _reply(self, reply: Record) -> None:
         if self._replies is not None:

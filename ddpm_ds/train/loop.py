@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -76,7 +77,7 @@ def train(run: Run) -> Interval:
         trouble = _scale_floor(engine)
         if not trouble and (save or engine.images_seen // every > before // every):
             interval = _log(run, meter)
-            trouble = _bad_loss(run, interval)
+            trouble = _bad_loss(run, interval, done)
         if trouble:
             _roll_back(run, trouble)
             meter, save = Meter(), False
@@ -117,17 +118,20 @@ def _scale_floor(engine: UnetPipelineEngine) -> str | None:
     if engine.consecutive_overflows_at_floor < OVERFLOWS_AT_FLOOR:
         return None
     return (
-        f"fp16 overflowed in {OVERFLOWS_AT_FLOOR} steps running at the lowest loss scale, {engine.loss_scale():g}, "
-        f"after {engine.images_seen:,} images; {REMEDIES}, or bf16"
+        f"fp16 overflowed in {OVERFLOWS_AT_FLOOR} steps running at the lowest loss scale, "
+        f"{engine.next_loss_scale():g}, after {engine.images_seen:,} images; {REMEDIES}, or bf16"
     )
 
 
-def _bad_loss(run: Run, interval: Interval) -> str | None:
+def _bad_loss(run: Run, interval: Interval, done: bool) -> str | None:
     """Return the trouble with the last interval's loss; None while there is none.
 
-    In fp16 a loss that is not finite makes the scaler skip the step, and its floor is what counts.
+    In fp16 a loss that is not finite makes the scaler skip the step, and its floor is what counts, unless the run is
+    ``done``: it must not end well without one finite loss in its last interval.
     """
     after = f"after {run.engine.images_seen:,} images; {REMEDIES}"
+    if done and not math.isfinite(interval.loss):
+        return f"train/loss was not finite in any of the last {interval.steps} steps, {after}"
     if interval.non_finite_steps and not run.engine.fp16_enabled():
         return f"train/loss was not finite in {interval.non_finite_steps} of the last {interval.steps} steps, {after}"
     factor = run.plan.spec.bad_numbers.spike_factor

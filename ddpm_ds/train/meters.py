@@ -186,7 +186,7 @@ def metrics(gathered: Gathered, engine: UnetPipelineEngine, macs_per_image: int)
     values = {
         "train/loss": interval.loss,
         "train/lr": engine.get_lr()[0],
-        "train/loss_scale": engine.loss_scale(),
+        "train/loss_scale": engine.next_loss_scale(),
         "train/skipped_steps": float(engine.skipped_steps),
         "train/seen_images": float(engine.images_seen),
         "perf/images_per_second": images_per_second,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ddpm_ds.device import memory_bytes
 from ddpm_ds.observe.device_speed import LayerTimes, measured_times
 from ddpm_ds.pipeline.cuts import describe
+from ddpm_ds.pipeline.schedule import Program
 from ddpm_ds.predict.auto import measured_cuts, planned_order
 from ddpm_ds.predict.layouts import Candidate, Workload
 from ddpm_ds.predict.machine import usable
@@ -35,13 +36,17 @@ def cut_and_ordered(plan: RunPlan, device: torch.device) -> RunPlan:
         return measured_times(job.layers, device, job.precision)
 
     if measured:
-        bounds = decided_by_rank_0(lambda: measured_cuts(plan.spec, plan.ds, times))
+        bounds = decided_by_rank_0(lambda: measured_cuts(plan.spec, plan.ds, times), tuple[int, ...])
         plan = replace(plan, bounds=bounds, stages=describe(plan.layers, bounds, plan.ds.schedule))
         if dist.get_rank() == 0:
             print(f"\ncut by the layers' times on this device\n{stage_table(plan)}", flush=True)
     if not plan.ds.is_ordered:
         return plan
-    order = decided_by_rank_0(lambda: planned_order(plan.spec, plan.ds, plan.bounds, times if measured else None))
+
+    def ordered() -> tuple[Program, ...] | None:
+        return planned_order(plan.spec, plan.ds, plan.bounds, times if measured else None)
+
+    order = decided_by_rank_0(ordered, tuple[Program, ...] | None)
     return replace(plan, programs=order)
 
 

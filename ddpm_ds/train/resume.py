@@ -11,14 +11,13 @@ from typing import IO, Any, NamedTuple
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ddpm_ds.checkpoint.groups import Gather, Groups, find_groups
 from ddpm_ds.checkpoint.union import CompleteCheckpoint, newest, settle, whole
 from ddpm_ds.config.spec import RunSpec, with_current_names
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
-from ddpm_ds.files import write_file
+from ddpm_ds.files import open_tensors, write_file
 from ddpm_ds.processes.rendezvous import Rendezvous
 from ddpm_ds.tracking.run_folder import IDENTITY, checkpoints_of, claim_folder
 from ddpm_ds.tracking.tracker import flatten
@@ -30,20 +29,19 @@ SOURCES = "`ddpm-ds import` and `ddpm-ds checkpoint consolidate` write such file
 class InitialWeights:
     """Open safetensors file of whole tensors, of any float dtype, by the global names of a U-Net's parameters.
 
-    ``shapes`` are the shapes of all parameters by global name; names and shapes are checked at once.
+    ``shapes`` are the shapes of all parameters by global name; names, shapes, and whether all values are finite in
+    ``dtype``, that of the run's weights, are checked at once.
 
     Raises:
-        SpecError: the file can't be read, or is of another U-Net; one line.
+        SpecError: the file can't be read, is of another U-Net, or has values that can't be trained; one line.
     """
 
-    def __init__(self, path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype = torch.float32) -> None:
         self.path, self._shapes = path, dict(shapes)
         try:
-            with path.open("rb"):  # or else safetensors would say it in other words
-                self._file = safe_open(path, framework="pt")
-        except (OSError, SafetensorError) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is no safetensors file"
-            raise SpecError(f"train.initial_weights = {path} can't be read ({reason}); {SOURCES}") from None
+            self._file = open_tensors(path)
+        except OSError as error:
+            raise SpecError(f"train.initial_weights = {path} can't be read ({error.strerror}); {SOURCES}") from None
         found = set(self._file.keys())
         for wrong, what in ((self._shapes.keys() - found, "lacks"), (found - self._shapes.keys(), "also has")):
             if wrong:
@@ -54,6 +52,10 @@ class InitialWeights:
                 raise self._of_another_unet(f"{name} is {tuple(piece.get_shape())}, not {shape}")
             if piece.get_dtype() not in DTYPES:
                 raise self._of_another_unet(f"{name} is {piece.get_dtype()}, no float")
+        for name in self._shapes:
+            if not self.read(name).to(dtype).isfinite().all():
+                what = f"values that are not finite in {str(dtype).removeprefix('torch.')}"
+                raise SpecError(f"train.initial_weights = {path}: {name} has {what}; use other weights or precision")
 
     def read(self, name: str, first: int = 0, length: int | None = None) -> Tensor:
         """Return ``length`` values (to the end when None) of flattened parameter ``name``, from ``first`` on.

@@ -20,9 +20,10 @@ from ddpm_ds.checkpoint.groups import Gather, Groups
 from ddpm_ds.checkpoint.manifest import Description
 from ddpm_ds.checkpoint.union import CompleteCheckpoint, newest
 from ddpm_ds.checkpoint.writer import Fragment, Writer
-from ddpm_ds.errors import BadNumbersError, NoCheckpointError
+from ddpm_ds.errors import BadNumbersError, NoCheckpointError, OutputError
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.pipeline.exchange import said_by_all, said_by_rank_0
 from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.tracking.tracker import print_to_stderr
 from ddpm_ds.train.ema import Ema
@@ -78,7 +79,7 @@ def load_state(
     for piece in insides.owned_pieces(engine):
         tensors: dict[str, Tensor] = {MASTER: piece.master, EMA: ema.shadow_of(piece.master)}
         if moments:
-            tensors |= _moments(engine, piece.master, state["optimizer_steps"])
+            tensors |= _moments(engine, piece.master, state.optimizer_steps)
         wanted += [Wanted(kind, piece.name, piece.first, piece.first + piece.length) for kind in tensors]
         targets += [piece.of(tensor) for tensor in tensors.values()]
     for index, start, values in deliver(whole, wanted, gather=gather, device=engine.device, log=log):
@@ -88,16 +89,16 @@ def load_state(
         engine.basic_optimizer.state.clear()
     insides.refresh_weights(engine)
 
-    engine.images_seen = state["images_seen"]
-    engine.skipped_images = state["skipped_images"]
-    engine.global_samples = state["images_seen"]
-    engine.global_steps = state["steps"]
-    engine.skipped_steps = state["skipped_steps"]
+    engine.images_seen = state.images_seen
+    engine.skipped_images = state.skipped_images
+    engine.global_samples = state.images_seen
+    engine.global_steps = state.steps
+    engine.skipped_steps = state.skipped_steps
     for group in engine.basic_optimizer.param_groups:
-        group["lr"] = state["learning_rate"]
-    if engine.lr_scheduler is not None and state["lr_scheduler"] is not None:
-        engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
-    insides.load_scaler_state(engine, state["loss_scaler"])
+        group["lr"] = state.learning_rate
+    if engine.lr_scheduler is not None and state.lr_scheduler is not None:
+        engine.lr_scheduler.load_state_dict(state.lr_scheduler.model_dump())
+    insides.load_scaler_state(engine, state.loss_scaler.model_dump(exclude_unset=True))
     engine.consecutive_overflows_at_floor = 0
 
 
@@ -182,6 +183,15 @@ class Saver:
         """Wait until the last checkpoint is on the disk; return whether it is, as rank 0 knows."""
         return self._writer.wait()
 
+    def check_saved(self) -> None:
+        """Wait until the last checkpoint is on the disk.
+
+        Raises:
+            OutputError: it could not be written; on all ranks alike.
+        """
+        if why_not := said_by_rank_0("" if self.wait() else self._writer.why_not, str):
+            raise OutputError(f"{why_not}; make {self._folder} writable, with room, and start the same command again")
+
     def load(self, checkpoint: CompleteCheckpoint) -> None:
         """Resume from a checkpoint of any layout, whose pieces are on any of this run's hosts.
 
@@ -189,7 +199,7 @@ class Saver:
             CheckpointError: it can't be read or is of another U-Net.
         """
         load_state(self._engine, self._ema, checkpoint, gather_objects, self._log)
-        self.rollbacks = checkpoint.state["rewinds"]
+        self.rollbacks = checkpoint.state.rewinds
 
     def roll_back(self, trouble: str) -> str:
         """Go back to the newest checkpoint and leave out the images since; returns what was done.
@@ -220,7 +230,5 @@ class Saver:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Return the values that all ranks give, by rank; collective over the process group."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    """Return the values, which JSON can hold, that all ranks give, by rank; collective over the process group."""
+    return said_by_all(value, Any)

@@ -20,7 +20,7 @@ from ddpm_ds.data.loader import split
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.device import DTYPES
 from ddpm_ds.diagnose import verdict
-from ddpm_ds.errors import KNOWN_TO_ALL_RANKS, SpecError
+from ddpm_ds.errors import BadNumbersError, OutputError, Preempted, SpecError
 from ddpm_ds.observe.flops import FlopsProfile
 from ddpm_ds.observe.kernels import KernelProfile
 from ddpm_ds.observe.observer import Observers, PauseClock, read_pauses
@@ -36,7 +36,7 @@ from ddpm_ds.processes.requests import Requests
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.tracking.progress import ProgressLine, summary
 from ddpm_ds.tracking.recorder import Recorder, recorded
-from ddpm_ds.tracking.run_folder import checkpoints_of
+from ddpm_ds.tracking.run_folder import checkpoints_of, disk_errors_said
 from ddpm_ds.tracking.system_metrics import system_metrics
 from ddpm_ds.train.agreement import check_alike, check_gpus, check_same_images
 from ddpm_ds.train.ema import Ema
@@ -92,7 +92,7 @@ def run_training(
     doing = progress.doing if progress is not None else lambda what: contextlib.nullcontext()
     with doing("waiting for all processes"):
         rendezvous = Rendezvous(options.start_seconds)
-    with rendezvous.telling(), doing("checking the run's files and images"):
+    with rendezvous.telling(), disk_errors_said(run_dir), doing("checking the run's files and images"):
         prepared = _prepare(plan, run_dir, device, options, rendezvous, progress)
     with process_group(group_timeout(options.hang_seconds, options.dead_seconds)):
         rendezvous.close()
@@ -112,17 +112,20 @@ def run_training(
                 how: dict[str, Any] = {"seed": seed, "programs": plan.programs, "verbose": options.verbose}
                 engine = build_engine(plan.layers, plan.bounds, plan.ds, objective, **how)
                 ema = Ema(engine, plan.spec.ema)
-            with recorded(
-                replace(plan, ds=replace(plan.ds, kernels=engine.kernels)),
-                prepared.store,
-                prepared.claim.run_dir,
-                device,
-                progress,
-                prepared.checkpoint.path if prepared.checkpoint else None,
-                prepared.changed,
-                note=options.note,
-                parent=options.parent_run,
-            ) as recorder:
+            with (
+                disk_errors_said(run_dir),
+                recorded(
+                    replace(plan, ds=replace(plan.ds, kernels=engine.kernels)),
+                    prepared.store,
+                    prepared.claim.run_dir,
+                    device,
+                    progress,
+                    prepared.checkpoint.path if prepared.checkpoint else None,
+                    prepared.changed,
+                    note=options.note,
+                    parent=options.parent_run,
+                ) as recorder,
+            ):
                 if plan.ds.kernels == "auto" and device.type == "cuda":
                     recorder.log(engine.why_kernels)
                 _train(plan, prepared, engine, ema, recorder, watchdog, options)
@@ -162,7 +165,9 @@ def _prepare(
         for change in changed:
             log(f"  changed since: {change}")
     elif plan.spec.train.initial_weights is not None:
-        initial = InitialWeights(plan.spec.train.initial_weights, parameter_shapes(plan.layers))
+        initial = InitialWeights(
+            plan.spec.train.initial_weights, parameter_shapes(plan.layers), DTYPES[plan.ds.precision][1]
+        )
     rendezvous.agree("ready", {})
     if rank == 0:
         hosts = hosts_line(plan)
@@ -254,18 +259,28 @@ def _train(
         )
 
     def finish() -> None:
-        """Let no rank leave before the last checkpoint is on the disk."""
-        with watchdog.pause(), recorder.doing("writing the last checkpoint"):
-            saver.wait()
-            dist.barrier()
-        watchdog.stop()
-        requests.close()
+        """Let no rank leave before the last checkpoint is on the disk.
+
+        Raises:
+            OutputError: it could not be written.
+        """
+        try:
+            with watchdog.pause(), recorder.doing("writing the last checkpoint"):
+                saver.check_saved()
+                dist.barrier()
+        finally:
+            watchdog.stop()
+            requests.close(leaving=True)
 
     run = Run(plan, engine, batches, ema, saver, requests, watchdog, validation, observer, recorder)
     try:
-        with watchdog.blamed(), system_metrics(watchdog.store, recorder.tracker):
+        with watchdog.blamed(), disk_errors_said(run_dir), system_metrics(watchdog.store, recorder.tracker):
             last = train(run)
-    except KNOWN_TO_ALL_RANKS:
+    except BadNumbersError:
+        with contextlib.suppress(OutputError):  # of a run that is over in any case
+            finish()
+        raise
+    except Preempted:
         finish()
         raise
     finish()

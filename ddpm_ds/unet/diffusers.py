@@ -11,12 +11,24 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from ddpm_ds.config.spec import Fraction, PositiveFloat, PositiveInt, UnetSpec
+from ddpm_ds.config.spec import (
+    MOST_LEVELS,
+    Blocks,
+    Channels,
+    Classes,
+    Fraction,
+    Pixels,
+    Small,
+    Timesteps,
+    UnetSpec,
+    check_extent,
+)
 from ddpm_ds.diffusion.diffusers_config import Arguments, refused
 from ddpm_ds.unet.layers import AttentionLayer, BlockLayer, EmbedLayer, InputLayer, Layer, OutputLayer
 
@@ -59,17 +71,20 @@ def diffusers_config(unet: UnetSpec, *, image_channels: int, image_size: int) ->
     }
 
 
+Widths = Annotated[tuple[Channels, ...], Field(max_length=MOST_LEVELS)]
+
+
 class _UnetArguments(Arguments):
     """Arguments of ``UNet2DModel`` with its defaults, as far as our U-Net has them."""
 
     class_names: ClassVar[tuple[str, ...]] = ("UNet2DModel",)
 
-    sample_size: PositiveInt | tuple[PositiveInt, PositiveInt] | None = None
+    sample_size: Pixels | tuple[Pixels, Pixels] | None = None
     in_channels: Literal[1, 3] = 3
-    out_channels: PositiveInt = 3
+    out_channels: Channels = 3
     center_input_sample: Literal[False] = False
     time_embedding_type: Literal["positional"] = "positional"
-    time_embedding_dim: PositiveInt | None = None
+    time_embedding_dim: Channels | None = None
     freq_shift: Literal[0, 1] = 0
     flip_sin_to_cos: bool = True
     down_block_types: tuple[Literal["DownBlock2D", "AttnDownBlock2D"], ...] = (
@@ -78,23 +93,23 @@ class _UnetArguments(Arguments):
     )
     mid_block_type: Literal["UNetMidBlock2D"] = "UNetMidBlock2D"
     up_block_types: tuple[Literal["UpBlock2D", "AttnUpBlock2D"], ...] = (*("AttnUpBlock2D",) * 3, "UpBlock2D")
-    block_out_channels: tuple[PositiveInt, ...] = (224, 448, 672, 896)
-    layers_per_block: PositiveInt = 2
+    block_out_channels: Widths = (224, 448, 672, 896)
+    layers_per_block: Blocks = 2
     mid_block_scale_factor: Literal[1] = 1
     downsample_padding: Literal[0, 1] = 1
     downsample_type: Literal["conv"] = "conv"
     upsample_type: Literal["conv"] = "conv"
     dropout: Fraction = 0.0
     act_fn: Literal["silu", "swish"] = "silu"
-    attention_head_dim: PositiveInt | None = 8
-    norm_num_groups: PositiveInt = 32
-    attn_norm_num_groups: PositiveInt | None = None
-    norm_eps: PositiveFloat = 1e-5
+    attention_head_dim: Channels | None = 8
+    norm_num_groups: Channels = 32
+    attn_norm_num_groups: Channels | None = None
+    norm_eps: Small = 1e-5
     resnet_time_scale_shift: Literal["default", "scale_shift"] = "default"
     add_attention: bool = True
     class_embed_type: None = None
-    num_class_embeds: PositiveInt | None = None
-    num_train_timesteps: PositiveInt | None = None
+    num_class_embeds: Classes | None = None
+    num_train_timesteps: Timesteps | None = None
     """Number of timesteps; has no effect on a positional embedding."""
 
 
@@ -132,6 +147,7 @@ def unet_spec_from_diffusers(config: Mapping[str, Any]) -> tuple[UnetSpec, int, 
         downsample_padding="symmetric" if found.downsample_padding else "asymmetric",
         classes=None if found.num_class_embeds is None else found.num_class_embeds - 1,
     )
+    check_extent(spec)
     return spec, found.in_channels, size
 
 

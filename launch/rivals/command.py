@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from ddpm_ds.cli.train import add_run_options
-from ddpm_ds.command_line import OneLineParser, check_writable, positive
+from ddpm_ds.command_line import OneLineParser, check_writable, file_path, positive
 from ddpm_ds.errors import BadNumbersError, DeviceLostError, LayoutError, SpecError, UserError
 from ddpm_ds.predict.plan import RunPlan, plan_run
 from ddpm_ds.processes.ranks import print_once, set_environment
@@ -81,7 +80,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--memory", action="store_true", help="measure the peak memory of each row, in processes that train it alone"
     )
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)  # a child of --memory
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here")
+    parser.add_argument("--json", type=file_path, metavar="FILE", help="write every number here")
     parser.add_argument(
         "--mlflow",
         action="store_true",

@@ -15,9 +15,9 @@ from tqdm import tqdm
 from ddpm_ds.device import wait_for_device
 from ddpm_ds.experiments.data_rate import Spread
 from ddpm_ds.pipeline.cuts import Schedule
+from ddpm_ds.pipeline.exchange import said_by_all
 from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.processes.process_group import process_group
-from ddpm_ds.train.saving import gather_objects
 from rivals.choice import ROUNDS, STEPS, TORCH_SCHEDULES
 from rivals.deepspeed_rows import OurPipeline, StockPipeline, TracedPipeline, ZeroWithoutPipeline
 from rivals.loops import DataParallel, PlainLoop
@@ -98,10 +98,10 @@ def _measure(
     setting: Setting, names: Sequence[str], rounds: int, steps: int, options: argparse.Namespace
 ) -> list[Result]:
     device, silent = setting.device, None if dist.get_rank() == 0 else True
-    peaks = [gather_objects(peak_in_child(name)) if options.memory else None for name in names]
+    peaks = [said_by_all(peak_in_child(name), int) if options.memory else None for name in names]
     rows = [build_row(name, setting) for name in names]
     parts = [[float(row.step()) for _ in range(options.compared_steps)] for row in rows]  # which warms them up, too
-    losses = [[sum(of_ranks) for of_ranks in zip(*gather_objects(part), strict=True)] for part in parts]
+    losses = [[sum(of_ranks) for of_ranks in zip(*said_by_all(part, list[float]), strict=True)] for part in parts]
     differences = check_losses([row.name for row in rows], losses, LOSS_TOLERANCE[setting.plan.ds.precision])
     gc.collect()
 
@@ -112,8 +112,12 @@ def _measure(
     with tqdm(total=rounds, desc="measuring", unit="round", disable=silent) as bar:
         seconds = time_rounds([row.step for row in rows], rounds, steps, synchronize, bar.update)
     images = setting.plan.ds.layout.batch_images
+
+    def observed(row: Row) -> list[Observation]:
+        return said_by_all(observe(row, steps, device), Observation)
+
     return [
-        layout_result(name, row, images, own, seconds[0], gather_objects(observe(row, steps, device)), *others)
+        layout_result(name, row, images, own, seconds[0], observed(row), *others)
         for name, row, own, *others in zip(names, rows, seconds, losses, differences, peaks, strict=True)
     ]
 

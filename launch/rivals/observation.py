@@ -178,7 +178,7 @@ def peak_in_child(row: str) -> int:
     Raises:
         RuntimeError: a child failed; with the end of what it printed.
     """
-    port = decided_by_rank_0(free_port)
+    port = decided_by_rank_0(free_port, int)
     done = subprocess.run(
         [sys.executable, *sys.argv, "--memory-of", row],
         env={**os.environ, "MASTER_PORT": str(port)},

@@ -12,7 +12,7 @@ import torch
 from ddpm_ds.checkpoint.groups import Groups
 from ddpm_ds.checkpoint.manifest import read_manifest, verify
 from ddpm_ds.checkpoint.writer import Fragment, Writer
-from tests.checkpoint.saving import KINDS, describe
+from tests.checkpoint.saving import KINDS, describe, scalars
 
 TENSORS, ELEMENTS = 328, 95_274
 """As many tensors as DDPM's U-Net for CIFAR-10 has; of four kinds 500 MB."""
@@ -26,7 +26,7 @@ def main(folder: Path) -> None:
     writer = Writer(folder, Groups.one_folder(), log=print, keep_last=2)
     for images in range(1, 7):
         started = time.monotonic()
-        blocked = writer.begin("stage0-replica0", fragments, describe(images, shapes), {})
+        blocked = writer.begin("stage0-replica0", fragments, describe(images, shapes), scalars(images))
         assert writer.wait()
         print(f"blocked {blocked:.3f} s, on the disk after {time.monotonic() - started:.2f} s")
     started = time.monotonic()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ddpm_ds.checkpoint.folder import checkpoint_name
 from ddpm_ds.checkpoint.groups import Groups
-from ddpm_ds.checkpoint.manifest import Description
+from ddpm_ds.checkpoint.manifest import Description, State
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.writer import Fragment, Writer
 
@@ -32,6 +32,13 @@ def describe(images: int, shapes: Shapes = SHAPES) -> Description:
         data_sha256={"images.npy": "0" * 64},
         parameters=dict(shapes),
     )
+
+
+def scalars(images: int) -> dict[str, Any]:
+    """The content of ``state.json``."""
+    counters = dict.fromkeys(("skipped_images", "skipped_steps", "rewinds"), 0)
+    seen = {"images_seen": images, "steps": images // 10, "optimizer_steps": images // 10}
+    return {**seen, **counters, "learning_rate": 1e-4, "lr_scheduler": None, "loss_scaler": {}}
 
 
 def values_of(kind: str, name: str, images: int, elements: int) -> Tensor:
@@ -72,7 +79,7 @@ def save(
     writers = [Writer(folder, Groups.one_folder(rank, count), log=said.append, **options) for rank in range(count)]
     for rank, (writer, (start, stop)) in enumerate(zip(writers, itertools.pairwise(bounds), strict=True)):
         writer.begin(
-            f"rank{rank}", fragments_of(images, start, stop, shapes), describe(images, shapes), {"images": images}
+            f"rank{rank}", fragments_of(images, start, stop, shapes), describe(images, shapes), scalars(images)
         )
     for writer in writers:
         writer.wait()
@@ -82,7 +89,8 @@ def save(
 def check(path: Path, images: int, shapes: Shapes = SHAPES) -> None:
     """Every value of the checkpoint is what was written; raises CheckpointError where the reader does."""
     reader = Reader(path)
-    assert (reader.state, reader.manifest.images, reader.manifest.kinds) == ({"images": images}, images, KINDS)
+    assert reader.state == State.model_validate(scalars(images))
+    assert (reader.manifest.images, reader.manifest.kinds) == (images, KINDS)
     assert path.name == checkpoint_name(images)
     for kind in KINDS:
         for name, shape in shapes.items():

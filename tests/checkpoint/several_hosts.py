@@ -15,7 +15,7 @@ from ddpm_ds.checkpoint.groups import Gather, Groups
 from ddpm_ds.checkpoint.union import CompleteCheckpoint, newest, settle
 from ddpm_ds.checkpoint.writer import Writer
 from ddpm_ds.errors import CheckpointError
-from tests.checkpoint.saving import describe, fragments_of, total
+from tests.checkpoint.saving import describe, fragments_of, scalars, total
 
 Value = TypeVar("Value")
 CUTS = (0, 20, 50, 60, total())
@@ -85,7 +85,7 @@ class Hosts:
             writers = self.writers(**options)
         for rank, writer in enumerate(writers):
             fragments = fragments_of(images, CUTS[rank], CUTS[rank + 1])
-            writer.begin(f"rank{rank}", fragments, describe(images), {"images": images})
+            writer.begin(f"rank{rank}", fragments, describe(images), scalars(images))
         return [writer.wait() for writer in writers]
 
     def newest(self, until: int | None = None) -> CompleteCheckpoint | None:

@@ -24,7 +24,7 @@ from ddpm_ds.checkpoint.manifest import MANIFEST, STATE, read_manifest
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.union import BRING_BACK, CompleteCheckpoint, whole
 from ddpm_ds.cli.main import main
-from tests.checkpoint.saving import KINDS, SHAPES, describe, fragments_of, total, values_of
+from tests.checkpoint.saving import KINDS, SHAPES, describe, fragments_of, scalars, total, values_of
 from tests.checkpoint.several_hosts import Hosts, files
 
 ONE, TWO = "images-000000001", "images-000000002"
@@ -97,7 +97,7 @@ def test_each_host_has_what_its_ranks_own_and_the_same_manifest(tmp_path: Path) 
     places = {name: (place.host, place.folder) for name, place in manifest.places.items()}
     assert places == {f"rank{rank}.safetensors": ("aabb"[rank], str(hosts.folders[rank])) for rank in range(4)}
     found = hosts.newest()
-    assert found is not None and found.path.name == TWO and found.state == {"images": 2}
+    assert found is not None and found.path.name == TWO and found.state.images_seen == 2
     check_values(found, hosts, 2)
     assert store.num_keys() - keys == 2 * 2, "two words for each checkpoint stay in the store: ready and placed"
     shared = Hosts(tmp_path / "shared", "aaaa")  # says nothing of hosts, so that any version can read it
@@ -128,7 +128,7 @@ def test_missing_hosts_are_named_and_a_run_never_starts_anew_for_a_fresh_host(tw
         assert f"which host {absent} wrote in" in error and "(a host that is not in this run)" in error
         assert [line.split()[:2] for line in alone.said] == [["checkpoint", TWO], ["checkpoint", ONE]]
     found = Hosts(tmp_path, "cab").newest()
-    assert found is not None and found.path.name == TWO and found.here == () and found.state == {"images": 2}
+    assert found is not None and found.path.name == TWO and found.here == () and found.state.images_seen == 2
     assert "host a wrote in" in Hosts(tmp_path, "cb").error()
     assert Hosts(tmp_path, "cd").newest() is None, "no host has any"
 
@@ -352,7 +352,7 @@ def save_two(hosts: Hosts, images: int, seconds: float = 60.0) -> list[bool]:
     hosts.store = dist.HashStore()
     writers = hosts.writers(seconds, keep_last=1)
     for rank, (one, bounds) in enumerate(zip(writers, ((0, 50), (50, total())), strict=True)):
-        one.begin(f"rank{rank}", fragments_of(images, *bounds), describe(images), {"images": images})
+        one.begin(f"rank{rank}", fragments_of(images, *bounds), describe(images), scalars(images))
         assert one._thread is not None
         one._thread.name += hosts.names[rank]
     return [one.wait() for one in writers]

@@ -16,7 +16,7 @@ from ddpm_ds.checkpoint.groups import Groups
 from ddpm_ds.checkpoint.manifest import read_manifest, verify
 from ddpm_ds.checkpoint.union import newest_good
 from ddpm_ds.checkpoint.writer import Writer
-from tests.checkpoint.saving import Shapes, check, describe, fragments_of
+from tests.checkpoint.saving import Shapes, check, describe, fragments_of, scalars
 
 SHAPES: Shapes = {"0.weight": (300, 100), "1.weight": (200, 100)}
 BOUNDS = (0, 20_000, 50_000)
@@ -28,7 +28,7 @@ def write_on(folder: Path, rank: int, first: int, barrier: Barrier) -> None:
     barrier.wait()  # as training does: rank 0 has cleaned the folder before another rank writes
     for images in itertools.count(first):
         fragments = fragments_of(images, BOUNDS[rank], BOUNDS[rank + 1], SHAPES)
-        writer.begin(f"rank{rank}", fragments, describe(images, SHAPES), {"images": images})
+        writer.begin(f"rank{rank}", fragments, describe(images, SHAPES), scalars(images))
         writer.wait()
         wait_for(folder, checkpoint_name(images))
 

@@ -19,7 +19,7 @@ from ddpm_ds.checkpoint.folder import names
 from ddpm_ds.checkpoint.groups import Groups
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.writer import Writer
-from tests.checkpoint.saving import KINDS, SHAPES, check, describe, fragments_of, save, total, values_of
+from tests.checkpoint.saving import KINDS, SHAPES, check, describe, fragments_of, save, scalars, total, values_of
 
 cuts = st.lists(st.integers(0, total()), max_size=4)  # 0 twice: a rank without fragments, which writes no file
 
@@ -79,20 +79,20 @@ def test_begin_does_not_wait_for_the_disk_and_training_may_then_change_everythin
         original(descriptor)
 
     monkeypatch.setattr(os, "fsync", slow)
-    fragments, description, state = fragments_of(5, 0, total()), describe(5), {"images": 5}
+    fragments, description, state = fragments_of(5, 0, total()), describe(5), scalars(5)
     for fragment in fragments:
         fragment.values.requires_grad_()  # parameters are taken without their graph
     writer = Writer(tmp_path, Groups.one_folder(), log=print)
     writer.begin("all", fragments, description, state)
     for fragment in fragments:
         fragment.values.detach().fill_(float("nan"))
-    state["images"] = description.spec["name"] = 6
+    state["images_seen"] = description.spec["name"] = 6
     begun.set()
     assert writer.wait()
     check(tmp_path / "images-000000005", 5)
     assert Reader(tmp_path / "images-000000005").manifest.spec["name"] == "test"
     for images, shapes in ((6, {"w": (20,)}), (7, {"w": (50,)}), (8, {"w": (30,)})):  # host memory fits all sizes
-        writer.begin("all", fragments_of(images, 0, 50, shapes), describe(images, shapes), {"images": images})
+        writer.begin("all", fragments_of(images, 0, 50, shapes), describe(images, shapes), scalars(images))
         assert writer.wait()
         check(tmp_path / f"images-{images:09}", images, shapes)
 
@@ -231,7 +231,7 @@ def test_what_a_slower_rank_left_of_a_failed_checkpoint_is_removed_by_the_next(t
     writers[1].begin("rank1", fragments_of(1, 50, total()), describe(1), {})  # too late: rank 0 has given up
     assert writers[1].wait() and left_over(tmp_path) == [".writing-images-000000001.1"]
     for rank, start, stop in ((1, 50, total()), (0, 0, 50)):  # rank 0 waits for nobody
-        writers[rank].begin(f"rank{rank}", fragments_of(1, start, stop), describe(1), {"images": 1})
+        writers[rank].begin(f"rank{rank}", fragments_of(1, start, stop), describe(1), scalars(1))
         assert writers[rank].wait()
     assert left_over(tmp_path) == []
     check(tmp_path / "images-000000001", 1)

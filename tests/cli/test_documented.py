@@ -16,6 +16,8 @@ from tests.forking import REPOSITORY
 from tests.launching import free_port
 from tests.terminal import Terminal
 
+pytestmark = [pytest.mark.launch, pytest.mark.long]
+
 BLOCK = re.compile(
     r"(?:<!-- a test types this with: (?P<shorter>[^\n]*) -->\n)?"
     r"```bash\n(?P<command>.*?)\n```\n"
@@ -48,8 +50,6 @@ def last_line(text: list[str]) -> str:
     return re.sub(r"\d[\d,.]*", "0", [line.strip() for line in text if line.strip()][-1])
 
 
-@pytest.mark.launch
-@pytest.mark.long
 def test_the_tutorial_works_as_it_is_typed(folder: Path) -> None:
     blocks = [match.groupdict() for match in BLOCK.finditer((REPOSITORY / "docs" / "tutorial.md").read_text())]
     assert [block["command"].split()[:2] for block in blocks] == [
@@ -69,7 +69,6 @@ def test_the_tutorial_works_as_it_is_typed(folder: Path) -> None:
     assert (folder / "samples.png").is_file()
 
 
-@pytest.mark.launch
 def test_the_main_job_of_the_readme_works_as_it_is_typed(folder: Path) -> None:
     (command,) = re.findall(r"^    pip install -e \. && deepspeed (.*)$", (REPOSITORY / "README.md").read_text(), re.M)
     screen = type_in(f"deepspeed --master_port {free_port()} {command} --set train.images=320", folder)

@@ -69,7 +69,7 @@ def test_timed_layers_are_planned_with(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--processes 0", "argument --processes: '0' is not a positive number"),
+        ("--processes 0", "argument --processes: '0' is not a whole number from 1 to 65,536"),
         ("--processes 8 --device-memory 80gb", "has unknown unit 'gb'; write 80GB"),
         ("--processes 8 --bandwidth 10GB", "argument --bandwidth: '10GB' has unknown unit 'GB'; give a speed such as"),
         ("--processes 8 --nodes 3 --device-kind l4", "--processes 8 can't be shared evenly by --nodes 3"),

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from ddpm_ds.cluster.checks import check
+from ddpm_ds.cluster.checks import STEPS, check
 from ddpm_ds.cluster.probe import PACKAGES, Disk, Document, HostFacts
 from ddpm_ds.cluster.report import findings
-from ddpm_ds.cluster.survey import Failure, HostReport, PlannedRun, Survey
+from ddpm_ds.cluster.survey import Ended, Failure, HostReport, PlannedRun, Survey, _failure
 
 GIB = 2**30
 OMP = {"OMP_NUM_THREADS": "4"}
@@ -49,7 +49,7 @@ def survey(**changes: dict[str, Any]) -> Survey:
             keepalive_seconds=15,
         )
         vars(hosts[name]).update({key: value for key, value in change.items() if key not in of_facts})
-    return Survey(RUN, hosts, "a", "10.0.0.1", 29500)
+    return Survey(RUN, hosts, "a", "10.0.0.1", 29500, by_ssh=True)
 
 
 def failure(at: str, why: str) -> dict[str, Any]:
@@ -192,3 +192,20 @@ def test_cells_of_a_host_that_can_not_be_asked_are_empty() -> None:
     rows = check(survey(b=failure("python", "missing")))
     assert [rows[name]["b"].text for name in ("ssh", "folder", "python")] == ["yes", "yes", "no"]
     assert all("b" not in rows[name] for name in ("ddpm_ds", "torch", "clock", "master port"))
+
+
+@pytest.mark.parametrize("at", STEPS)
+@pytest.mark.parametrize("settings", [15, None])
+def test_a_host_that_tells_nothing_is_never_good(at: str, settings: int | None) -> None:
+    """Not even where ssh can't read its own configuration, so that it tells no settings either."""
+    seen = survey(**{name: failure(at, "Bad configuration option: nonsense") for name in "abc"})
+    for host in seen.hosts.values():
+        host.keepalive_seconds = settings
+    found = findings(check(seen), None)
+    assert all(any(line.startswith("! ") and name in line.split(":")[0] for line in found) for name in "abc"), found
+
+
+def test_a_machine_that_does_not_answer_itself_is_not_good() -> None:
+    alone = HostReport(slots=None, failure=_failure(Ended(None, "no answer in 60 s"), local=True))
+    seen = Survey(RUN, {"localhost": alone}, "", "", 29500, by_ssh=False)
+    assert findings(check(seen), None)[0].startswith("! localhost, ddpm_ds: no answer in 60 s")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 
 from ddpm_ds.cluster.travel import chosen_by_hosts, exported, merge_into, secrets, travelling
@@ -15,6 +16,8 @@ HERE = {
     "MLFLOW_EXPERIMENT_NAME": "my digits",
     "MLFLOW_TRACKING_PASSWORD": "hush",
     "MLFLOW_TRACKING_TOKEN": "hush",
+    "MLFLOW_TRACKING_AUTH": "hush",
+    "MLFLOW_REGISTRY_URI": "postgresql+psycopg2://bob:hush@db/ml",
     "MLFLOW_TRACKING_URI": "https://me:hush@server/",
     "AWS_SECRET_ACCESS_KEY": "hush",
     "NCCL_DEBUG": "INFO",
@@ -34,6 +37,8 @@ def test_what_matters_travels_and_secrets_do_not() -> None:
     ]
     assert secrets(HERE) == [
         "AWS_SECRET_ACCESS_KEY",
+        "MLFLOW_REGISTRY_URI",
+        "MLFLOW_TRACKING_AUTH",
         "MLFLOW_TRACKING_PASSWORD",
         "MLFLOW_TRACKING_TOKEN",
         "MLFLOW_TRACKING_URI",
@@ -66,8 +71,11 @@ def test_writing_keeps_what_was_there(tmp_path: Path) -> None:
     assert read_environment(path) == {**travelling(HERE), "UCX_TLS": "tcp"}
     assert set(lines[0].removeprefix(f"{path}: ").split(", ")) == set(read_environment(path))
     assert lines[1:] == ["  OMP_NUM_THREADS was 1", f"  the file as it was: {backup}"] and backup.read_text() == before
+    assert {stat.S_IMODE(file.stat().st_mode) for file in (path, backup)} == {0o600}
     assert all("=" in line for line in path.read_text().splitlines())  # all that DeepSpeed's reader can stand
     assert len(merge_into(path, travelling(HERE), {})) == 1, "nothing changes"
+    path.write_text("MLFLOW_TRACKING_TOKEN=hush\n")
+    assert "hush" not in "".join(merge_into(path, {"MLFLOW_TRACKING_TOKEN": "other"}, {}))
     path.write_text("NCCL_DEBUG=WARN\n")
     lines = merge_into(path, {}, {"NCCL_DEBUG": "INFO", "DS_ACCELERATOR": "cpu"})
     assert read_environment(path)["NCCL_DEBUG"] == "WARN", "a default changes nothing"

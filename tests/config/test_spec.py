@@ -100,5 +100,5 @@ def test_a_rollback_may_be_called_by_its_former_name() -> None:
     assert (spec.bad_numbers.policy, spec.bad_numbers.max_rollbacks) == ("rollback", 5)
     former = {**spec.model_dump(mode="json"), "bad_numbers": {"policy": "rewind", "max_rewinds": 5}}
     assert RunSpec.model_validate(with_current_names(former)) == spec, "of a checkpoint"
-    with pytest.raises(SpecError, match=r"bad_numbers\.max_rollbacks = 0 should be a whole number > 0"):
+    with pytest.raises(SpecError, match=r"bad_numbers\.max_rollbacks = 0 should be a whole number from 1 to 1,000,000"):
         load_spec(SPECS / "digits.yaml", ["bad_numbers.max_rewinds=0"])

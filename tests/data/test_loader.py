@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import pickle
 import queue
+import shutil
 import threading
 import tracemalloc
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -20,7 +22,7 @@ from hypothesis import strategies as st
 from ddpm_ds.data import loader
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.loader import MicroBatch, _Reads, image_at, micro_batches, split
-from ddpm_ds.errors import SpecError
+from ddpm_ds.errors import DataError, SpecError
 
 counts = st.integers(1, 50)
 seeds = st.integers(0, 2**31 - 1)
@@ -226,3 +228,15 @@ def test_a_held_out_image_is_never_loaded_and_every_other_one_is_once_an_epoch(d
     images = [int(label) for batch in take(numbered, 8, among=among, **layout) for label in batch.labels]
     for epoch in (images[:16], images[16:]):
         assert sorted(epoch) == list(among) and not set(epoch) & set(held_out)
+
+
+def test_a_file_of_images_that_is_cut_short_while_it_is_read_is_named(digits: DatasetCache, tmp_path: Path) -> None:
+    """To read beyond its end would end the process by a signal, without a word."""
+    copy = tmp_path / "copy"
+    shutil.copytree(digits.path, copy)
+    store = DatasetCache.open(copy)
+    batches = micro_batches(store, seed=3, batch_images=16, micro_batch_images=4, replicas=1, replica=0)
+    next(batches)
+    os.truncate(copy / "images.npy", 1000)
+    with pytest.raises(DataError, match=rf"images.npy was cut from [\d,]+ to 1,000 bytes .* delete {copy}"):
+        list(islice(batches, 1000))

@@ -3,8 +3,13 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import struct
 import tarfile
+import threading
+import time
+import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import md5
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -16,7 +21,7 @@ from PIL import Image
 
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data import sources
-from ddpm_ds.data.sources import UnreadableImage, fit, open_source
+from ddpm_ds.data.sources import UnreadableImage, _Budget, fit, open_source
 from ddpm_ds.errors import DataError
 
 SpecOf = Callable[..., DataSpec]
@@ -215,3 +220,61 @@ def test_cifar10_is_downloaded_with_a_bar_where_asked_for_and_does_not_wait_for_
     out, err = capsys.readouterr()
     assert (len(source), out) == (10, "") and "100%" in err
     assert set(timeouts) == {sources.NETWORK_TIMEOUT_SECONDS} and socket.getdefaulttimeout() is None
+
+
+def png_of(width: int, height: int) -> bytes:
+    """A PNG file whose header claims this size; it holds no pixels."""
+    header = struct.pack(">II", width, height) + bytes((8, 2, 0, 0, 0))
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+def test_what_would_take_too_much_or_never_end_is_a_bad_image(tmp_path: Path, spec_of: SpecOf) -> None:
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "endless.png").symlink_to("/dev/zero")
+    (tmp_path / "loop.png").symlink_to(tmp_path / "loop.png")
+    (tmp_path / "bomb.png").write_bytes(png_of(13_000, 13_000))
+    (tmp_path / "larger.png").write_bytes(png_of(2**31 - 1, 2**31 - 1))
+    (tmp_path / "script.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n")
+    with (tmp_path / "sparse.webp").open("wb") as file:
+        file.write(b"RIFF\0\0\0\0WEBPVP8 ")
+        file.truncate(2**40)
+    source = open_source(spec_of(source="folder", path=tmp_path))
+    expected = {
+        "pipe.png": "it is a named pipe, not a file",
+        "endless.png": "it is a device, not a file",
+        "loop.png": "Too many levels of symbolic links",
+        "bomb.png": "13000 x 13000 pixels are more than 67,108,864; scale it down",
+        "larger.png": "exceeds limit",
+        "script.png": "cannot identify image file",
+        "sparse.webp": "1,099,511,627,776 bytes, more than 268,435,456; save it smaller",
+    }
+    found = {}
+    for number in range(len(source)):
+        with pytest.raises(UnreadableImage) as caught:
+            source[number]
+        found[caught.value.name] = caught.value.reason
+    assert found.keys() == expected.keys()
+    for name, reason in expected.items():
+        assert reason in found[name] and "\n" not in found[name]
+
+
+def test_threads_decode_few_large_images_at_a_time() -> None:
+    budget = _Budget(10)
+    held, most, lock = [0], [0], threading.Lock()
+
+    def decode(pixels: int) -> None:
+        with budget.of(pixels):
+            with lock:
+                held[0] += pixels
+                most[0] = max(most[0], held[0])
+            time.sleep(0.001)
+            with lock:
+                held[0] -= pixels
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(decode, [3, 7, 4, 1, 10, 25, 2, 9] * 4))
+    assert most[0] == 25, "an image above the budget is decoded alone"

@@ -17,6 +17,7 @@ from ddpm_ds.config.spec import RunSpec, SamplerSpec
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
+from tests.checkpoint.saving import scalars
 from tests.launching import tiny_spec
 
 FAST = ("--sampler", "ddim", "--steps", "3", "--eta", "1", "--device", "cpu")
@@ -99,7 +100,7 @@ def plant(
                 if low < high:
                     fragments.append(Fragment(kind, name, low, parameter.flatten()[low:high].clone()))
                 at += parameter.numel()
-        writer.begin(f"rank{rank}", fragments, description, {})
+        writer.begin(f"rank{rank}", fragments, description, {**scalars(images), "steps": description.step})
     assert all([writer.wait() for writer in writers]), said
     return run_dir / "checkpoints" / f"images-{images:09}"
 

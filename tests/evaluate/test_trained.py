@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
+import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -124,6 +126,14 @@ def put_bin(content: Any) -> Callable[[Path], None]:
     return apply
 
 
+def compressed(folder: Path) -> None:
+    """Put weights whose archive is compressed, as torch.save never does, in the place of the weights."""
+    (folder / WEIGHTS).unlink()
+    with zipfile.ZipFile(folder / "unet" / "diffusion_pytorch_model.bin", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data/0", bytes(10**8))
+        archive.writestr("archive/pad", os.urandom(10**6))
+
+
 class Unsafe:
     """Code in somebody else's pickle."""
 
@@ -131,16 +141,36 @@ class Unsafe:
         return (print, ("executed",))
 
 
+PAD = {"pad": torch.zeros(10**5)}
+"""A tensor that makes a file large enough for the weights."""
 FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "other model": (change_config("unet", _class_name="UNet2DConditionModel"), "UNet2DConditionModel.*UNet2DModel can"),
     "other schedule": (
         change_config("scheduler", beta_schedule="scaled_linear"),
         r"scheduler_config\.json is not a diffusion process that .* express: beta_schedule = \"scaled_linear\"",
     ),
-    "other width": (change_config("unet", block_out_channels=[16, 32]), r"does not fit its config\.json: .*float32 of"),
+    "other width": (change_config("unet", time_embedding_dim=16), r"does not fit its config\.json: .*F32 of shape"),
+    "wider than the file": (
+        change_config("unet", block_out_channels=[2**10, 2**12]),
+        r"it has [\d,]+ bytes for [\d,]+ par",
+    ),
+    "far too wide": (change_config("unet", block_out_channels=[2**40, 2**40]), "block_out_channels = .*65536"),
+    "far too deep": (change_config("unet", layers_per_block=10**9), "layers_per_block = 1000000000.*64"),
+    "too many timesteps": (
+        change_config("scheduler", num_train_timesteps=10**9),
+        "num_train_timesteps = 1000000000.*100000",
+    ),
+    "too many digits": (
+        lambda folder: (folder / "unet/config.json").write_text('{"norm_eps": %s}' % ("1" * 400)),
+        "should be a JSON object",
+    ),
+    "too deep a configuration": (
+        lambda folder: (folder / "unet/config.json").write_text('{"a":' * 500 + "1" + "}" * 500),
+        "should be a JSON object",
+    ),
     "integers": (
         change_weights(lambda t: t.update({"conv_in.bias": t["conv_in.bias"].int()})),
-        "conv_in.bias is int32",
+        "conv_in.bias is I32",
     ),
     "missing tensor": (change_weights(lambda tensors: tensors.pop("conv_in.bias")), r"first is conv_in\.bias"),
     "not finite": (change_weights(lambda tensors: tensors["conv_in.bias"].fill_(math.nan)), "not finite"),
@@ -152,9 +182,14 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: (folder / "scheduler/scheduler_config.json").unlink(),
         "noise schedule is not known",
     ),
-    "damaged weights": (lambda folder: (folder / WEIGHTS).write_bytes(b"damaged"), "is damaged"),
-    "pickle": (put_bin(Unsafe()), "holds more than tensors"),
-    "list": (put_bin([torch.zeros(1)]), "something other than tensors by name"),
+    "damaged weights": (lambda folder: (folder / WEIGHTS).write_bytes(b"damaged" * 10**5), "is damaged"),
+    "pickle": (put_bin([Unsafe(), PAD]), "holds more than tensors"),
+    "list": (put_bin([PAD["pad"]]), "something other than plain tensors by name"),
+    "keys that are no names": (put_bin({1: PAD["pad"]}), "something other than plain tensors by name"),
+    "sparse": (put_bin({**PAD, "conv_in.bias": torch.zeros(8).to_sparse()}), "other than plain tensors"),
+    "without values": (put_bin({**PAD, "conv_in.bias": torch.zeros(8, device="meta")}), "other than plain tensors"),
+    "repeated without end": (put_bin({**PAD, "conv_in.bias": torch.zeros(1).expand(10**12)}), "other than plain"),
+    "compressed": (compressed, "is damaged"),
     "damaged configuration": (lambda folder: (folder / "unet/config.json").write_text("{"), "should be a JSON object"),
 }
 

@@ -138,8 +138,11 @@ def test_a_step_that_would_take_long_is_of_few_images(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--workers=0,some"], "argument --workers: 'some' is not 0 or a positive number; ddpm-ds bench-data --help"),
-        (["--seconds=0"], "argument --seconds: '0' is not a number above 0"),
+        (
+            ["--workers=0,some"],
+            "argument --workers: 'some' is not a number of workers from 0 to 1,024; ddpm-ds bench-data --help",
+        ),
+        (["--seconds=0"], "argument --seconds: '0' is not a time in seconds"),
         (["--needs=many"], "argument --needs: 'many' is not a number above 0"),
         (["--needs=5", "--no-model"], "argument --no-model: not allowed with argument --needs"),
     ],

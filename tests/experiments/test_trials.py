@@ -120,7 +120,7 @@ def test_the_planner_is_asked_for_stages_elsewhere(tmp_path: Path) -> None:
         (["precision=fp32,fp32"], "a value comes twice"),
         (["precision=fp32", "precision=fp16"], "--vary precision is given twice"),
         (["precision=fp32,fp8"], "--vary precision=fp8: use fp32, fp16, bf16"),
-        (["processes=1,0"], "--vary processes=0: '0' is not a positive number"),
+        (["processes=1,0"], "--vary processes=0: '0' is not a whole number from 1 to 65,536"),
         (["logging.experiment=a,b"], "a sweep is one experiment"),
         (["ds.gradient_clipping.value=1"], "gradient_clipping is no block of the JSON"),
     ],

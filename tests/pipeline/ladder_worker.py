@@ -67,6 +67,8 @@ class Case:
     fp32_accumulation: bool = False
     wall_clock: bool = False
     growing_scale: bool = False
+    fixed_scale: float = 0.0
+    """Value of fp16.loss_scale; 0 lets the scale move."""
     schedule: Schedule = "1f1b"
     across: AcrossHosts = "stages"
     compile: bool = False
@@ -90,6 +92,7 @@ class Case:
         if self.precision == "fp16":
             window = 1 if self.growing_scale else 1000
             blocks["fp16"] = {"enabled": True, "initial_scale_power": 10, "loss_scale_window": window}
+            blocks["fp16"]["loss_scale"] = self.fixed_scale
         if self.precision == "bf16":
             blocks["bf16"] = {"enabled": True}
         if self.fp32_accumulation:
@@ -266,6 +269,7 @@ def run_case(case: Case) -> list[dict[str, Any]]:
                 "coordinates": [engine.stage_id, engine.grid.get_data_parallel_id()],
                 "sent": None if case.compile else [sent.message_bytes, sent.collective_bytes],
                 "expected_sent": expected_sent,
+                "loss_scale": engine._step_loss_scale,
                 "graphs": counters["stats"]["unique_graphs"],
             }
         )

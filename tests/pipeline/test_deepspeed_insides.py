@@ -24,6 +24,7 @@ from deepspeed.runtime.fp16 import unfused_optimizer
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe import engine as pipe_engine
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import BackwardPass, DualPipeVSchedule, ForwardPass, TrainSchedule
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 from deepspeed.runtime.zero import stage_1_and_2
@@ -33,7 +34,32 @@ from torch.distributed import HashStore, distributed_c10d
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.cuts import Schedule
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
+from ddpm_ds.pipeline.module import FoldedUnetModule, UnetPipelineModule
 from ddpm_ds.pipeline.placement import ACROSS_HOSTS, AcrossHosts, Grid
+
+MEANT: dict[type, dict[str, str]] = {
+    UnetPipelineEngine: {
+        "__init__": "ours calls it",
+        "train_batch": "executes a program in the place of a schedule",
+        "clip_fp32_gradients": "clips by the norm over all stages",
+        "_global_grad_norm": "set by that clipping, where DeepSpeed's optimizers set it",
+        "_force_grad_boundary": "set around the optimizer step, as DeepSpeed's own step does",
+    },
+    UnetPipelineModule: {
+        "__init__": "ours calls it",
+        "forward": "walks the stage's layers with a carry",
+        "_partition_layers": "cuts where it is told",
+        "parts": "set by that cut",
+    },
+    FoldedUnetModule: {
+        "_partition_layers": "cuts into two stages for each rank",
+        "parts": "set by that cut",
+        "phase_bounds": "set by that cut",
+        "activate_phase": "also chooses the layers of that stage",
+        "num_stages": "counted as DeepSpeed does from there on",
+    },
+}
+"""Names by which our classes replace DeepSpeed's, each with the reason."""
 
 
 def source(thing: object) -> str:
@@ -45,6 +71,27 @@ def names_in(thing: object) -> set[str]:
     tree = ast.parse(source(thing))
     attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     return attributes | {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+def names_of(kind: type) -> set[str]:
+    """Names that a class gives to its instances: its own attributes, and those that its methods set on ``self``."""
+    assigned = {
+        node.attr
+        for node in ast.walk(ast.parse(source(kind)))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }
+    return assigned | (vars(kind).keys() - {"__module__", "__doc__", "__annotations__"})
+
+
+@pytest.mark.parametrize("ours", MEANT)
+def test_our_classes_hide_no_name_of_deepspeeds_by_accident(ours: type) -> None:
+    """An engine's ``loss_scale()`` of ours once made every fixed loss scale 1."""
+    theirs = [kind for kind in ours.__mro__ if kind.__module__.startswith(("deepspeed.", "torch."))]
+    assert {PipelineEngine, deepspeed.pipe.PipelineModule} & set(theirs)
+    assert names_of(ours) & set().union(*map(names_of, theirs)) == MEANT[ours].keys()
 
 
 @pytest.mark.parametrize("across", ACROSS_HOSTS)

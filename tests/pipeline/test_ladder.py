@@ -45,7 +45,8 @@ BY_TWO = [
     Case(2, 1, 1, "fp16", 1, schedule="folded"),
     Case(1, 2, 2, "fp16", 1, micro_batches=2, fused=True),
     Case(2, 1, 2, "fp32", 1, reentrant=True, schedule="folded", random_programs=1),
-    Case(2, 1, 1, "fp16", 0, random_programs=2),
+    Case(2, 1, 1, "fp16", 0, random_programs=2, fixed_scale=128),
+    Case(2, 1, 0, "fp16", 0, fixed_scale=128),
 ]
 BY_FOUR = [
     Case(2, 2, 0, "fp16", 1, across="replicas"),
@@ -164,6 +165,8 @@ def compare(case: Case, ranks: list[list[dict[str, Any]]]) -> list[str]:
             found.append(f"rank {rank} compiled {graphs} graphs up to each step")
         if case.compile and not graphs[0]:
             found.append(f"rank {rank} compiled nothing")
+        if case.fixed_scale and (scales := {record["loss_scale"] for record in records}) != {case.fixed_scale}:
+            found.append(f"rank {rank} scaled the loss by {scales} instead of {case.fixed_scale}")
     for step, records in enumerate(zip(*ranks, strict=True)):
         slack = LATER[case.precision] if step else 1
         named = set()

@@ -17,6 +17,7 @@ from deepspeed.accelerator import get_accelerator, set_accelerator
 
 from ddpm_ds.errors import DsConfigError, LayoutError
 from ddpm_ds.pipeline.build import use_host_accelerator
+from ddpm_ds.processes import process_group as process_group_module
 from ddpm_ds.processes.process_group import decided_by_rank_0, group_timeout, process_group
 from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS
 
@@ -74,11 +75,8 @@ def test_what_keeps_rank_0_from_deciding_is_raised_by_all(rank: int, monkeypatch
     def decide() -> int:
         raise DsConfigError("kernels = fused needs Triton")
 
-    def broadcast(values: list[object], src: int) -> None:
-        if rank != src:
-            values[0] = DsConfigError("kernels = fused needs Triton")
-
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
-    monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
+    said = (None, ("DsConfigError", "kernels = fused needs Triton"))
+    monkeypatch.setattr(process_group_module, "said_by_rank_0", lambda value, kind: value if rank == 0 else said)
     with pytest.raises(DsConfigError, match="needs Triton"):
-        decided_by_rank_0(decide)
+        decided_by_rank_0(decide, int)

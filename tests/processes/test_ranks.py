@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -12,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from ddpm_ds.command_line import cache_folder
 from ddpm_ds.errors import SpecError
-from ddpm_ds.processes.ranks import set_environment
+from ddpm_ds.processes.hosts import find_environment
+from ddpm_ds.processes.ranks import STOP_SIGNALS, set_environment
 from tests.launching import REPOSITORY
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -149,3 +152,41 @@ def test_a_launcher_is_missed_when_it_is_killed_and_any_parent_when_nobody_reads
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(parent.pid, signal.SIGKILL)
+
+
+def test_a_home_folder_that_is_nobodys_or_can_not_be_read_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in containers that run as another user: neither a file of variables nor a cache is looked for there."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what Python does for a user without a home
+    assert find_environment() == {} and "~" not in str(cache_folder())
+
+    def refused(path: object, **options: object) -> os.stat_result:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    monkeypatch.setattr(os, "stat", refused)
+    assert find_environment() == {}
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_rank_that_is_stopped_before_it_has_anything_to_save_ends_with_75(number: int, tmp_path: Path) -> None:
+    program = (
+        "import sys, time; from ddpm_ds.processes.ranks import recorded\n"
+        "sys.exit(recorded(lambda: print('on', flush=True) or time.sleep(60), stoppable=True))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment) as rank:
+        assert rank.stdout is not None and rank.stdout.readline() == b"on\n"
+        for _ in range(5):
+            rank.send_signal(number)
+        assert rank.wait(60) == 75
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CROSS_SIZE", "MASTER_PORT"])
+@pytest.mark.parametrize("value", ["", "two", "-1", "1.5", "1000000000", "9" * 5000])
+def test_a_number_in_the_environment_that_is_none_or_out_of_range_is_refused(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": "2", "HOME": "/nowhere", name: value})
+    with pytest.raises(SpecError, match=f"^{name} in the environment: .* is not a whole number from") as caught:
+        set_environment()
+    assert str(caught.value).isprintable()

@@ -16,6 +16,7 @@ from ddpm_ds.errors import HostError, LayoutError, PeerLostError, SpecError
 from ddpm_ds.predict.plan import RunPlan, plan_run
 from ddpm_ds.processes import rendezvous
 from ddpm_ds.processes.rendezvous import Rendezvous, refuse_alone
+from ddpm_ds.processes.store import SealedStore
 from ddpm_ds.train import agreement
 from tests.launching import REPOSITORY, free_port
 
@@ -73,6 +74,16 @@ def test_what_one_rank_can_not_do_ends_all_with_its_words() -> None:
     ended = meet(agree, agree, fails)
     assert [type(error) for error in ended] == [HostError, HostError, SpecError]
     assert str(ended[0]) == str(ended[1]) == "rank 2 (host worker-2): data.path = photos is no folder"
+
+
+def test_ranks_with_different_secrets_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def as_rank_2(together: Rendezvous) -> object:
+        assert isinstance(together._store, SealedStore)
+        together._store._secret = b"another"
+        return agree(together)
+
+    ended = meet(agree, agree, as_rank_2)
+    assert all(isinstance(error, HostError) and "have not the same DDPM_DS_RUN_SECRET" in str(error) for error in ended)
 
 
 def test_an_error_before_a_rank_has_met_the_others_is_told_as_well(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -18,8 +19,9 @@ import psutil
 import pytest
 
 from ddpm_ds.cli.main import main
-from ddpm_ds.errors import SpecError
+from ddpm_ds.errors import OutputError, SpecError
 from ddpm_ds.processes import supervisor
+from ddpm_ds.processes.hosts import OF_DEEPSPEED
 from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitRecord, read_exits, record_exit, recorded
 from ddpm_ds.processes.supervisor import exit_code, supervise
 from tests.launching import REPOSITORY, free_port
@@ -31,6 +33,8 @@ LOST = "exit code 76 (a process was lost or hung)"
 STAND_IN = """
 import json, os, subprocess, sys, time
 count = int(sys.argv[sys.argv.index("--num_gpus") + 1])
+if os.environ.get("STAND_IN_KILLED") == "before ranks":
+    count = 0  # DeepSpeed's own code is 0 then
 script = next(index for index, word in enumerate(sys.argv) if index and word.endswith(".py"))
 with open(os.environ.get("STAND_IN_LOG", os.devnull), "a") as log:
     log.write(json.dumps([sys.argv[1:script], dict(os.environ), open(os.environ["DS_ENV_FILE"]).read()]) + chr(10))
@@ -40,7 +44,7 @@ ranks = [
     )
     for rank in range(count)
 ]
-code = max(rank.wait() % 256 for rank in ranks)
+code = max([rank.wait() % 256 for rank in ranks], default=0)
 time.sleep(float(os.environ.get("STAND_IN_SLEEPS", "0")))
 sys.exit(code)
 """
@@ -160,6 +164,31 @@ def test_a_killed_launcher_is_noticed_and_leaves_nothing_behind(run_dir: Path) -
     assert (run_dir / "saved-0-rank-0").exists()
 
 
+@pytest.mark.launch
+@pytest.mark.long
+def test_a_launcher_whose_part_is_killed_before_ranks_exist_is_a_lost_process(run_dir: Path) -> None:
+    """DeepSpeed's launcher then ends with 0; at the second start nobody disturbs it."""
+    run = start(command(run_dir, "0"), "--max-restarts", "1")
+
+    def node_launchers() -> list[psutil.Process]:
+        found = psutil.Process(run.pid).children(recursive=True)
+        return [process for process in found if "deepspeed.launcher.launch" in process.cmdline()]
+
+    wait_for(node_launchers)
+    for process in node_launchers():
+        process.kill()
+    assert finish(run) == (0, [f"{LOST}; restart 1 of 1 in 1 s"])
+    assert len(list(run_dir.glob("start-0-*"))) == 2
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_launcher_that_ends_with_0_without_ranks_is_a_lost_process(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STAND_IN_KILLED", "before ranks")
+    assert supervised(command(run_dir, "0"), max_restarts=1)[0] == 76
+
+
 @pytest.mark.usefixtures("stand_in")
 def test_ranks_that_do_not_stop_are_ended_after_the_grace_with_their_helpers(run_dir: Path) -> None:
     run = start(command(run_dir, "deaf"), "--grace-seconds", "0.5")
@@ -218,9 +247,11 @@ def test_an_end_that_is_meant_is_not_started_again(run_dir: Path, code: int) -> 
 @pytest.mark.parametrize(
     ("launcher", "failure", "unfinished", "situation", "expected"),
     [
-        (0, None, "", {}, 0),
-        (0, None, "", {"witnessed": False}, 76),  # no rank was seen to start
-        (0, None, "", {"stopping": True}, 0),  # done before it could stop
+        (0, 0, "", {}, 0),
+        (0, None, "", {}, 76),  # a part of the launcher was killed before it had started a rank
+        (0, 0, "", {"stopping": True}, 0),  # done before it could stop
+        (0, None, "", {"stopping": True}, 75),
+        (0, 0, "1", {}, 76),  # rank 0 was done, and rank 1 was killed
         (0, None, "1", {}, 76),  # part of the launcher was killed, and the ranks as well
         (0, 75, "", {"orphaned": True}, 76),  # asked to save because the launcher was lost
         (1, 2, "1", {}, 2),
@@ -237,7 +268,7 @@ def test_an_end_that_is_meant_is_not_started_again(run_dir: Path, code: int) -> 
 def test_exit_code(
     launcher: int, failure: int | None, unfinished: str, situation: dict[str, bool], expected: int
 ) -> None:
-    record = ExitRecord(failure, tuple(unfinished))
+    record = ExitRecord(failure or None, tuple(unfinished), finished=failure == 0)
     assert exit_code(launcher, record, **{"stopping": False, "orphaned": False, **situation}) == expected
 
 
@@ -262,6 +293,27 @@ def test_each_start_on_several_hosts_reads_the_hostfile_anew_and_takes_another_p
     assert first[first.index("--master_port") + 1] == "29511" and second == [*first, "--master_port", "29512"]
     assert "ServerAliveInterval" in environment["PDSH_SSH_ARGS_APPEND"]
     assert travels == f"GLOO_SOCKET_IFNAME=eth0\n{EXIT_FILE_VARIABLE}={environment[EXIT_FILE_VARIABLE]}\n"
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("hosts", ["one host", "several hosts"])
+def test_secrets_reach_the_ranks_of_this_host_and_no_command_line(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, hosts: str
+) -> None:
+    """DeepSpeed writes the file that it is given, and of its environment MLFLOW_*, into the command lines of ssh."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgresql+psycopg2://bob:hush@db/ml")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "hush")
+    Path(".deepspeed_env").write_text("MLFLOW_GATEWAY_KEY=hush\nMLFLOW_EXPERIMENT_NAME=digits\n")
+    Path("hostfile").write_text(f"{socket.gethostname()} slots=1\nworker-2 slots=1\n")
+    options = ("--hostfile", "hostfile", "--launcher", "openmpi") if hosts == "several hosts" else ()
+    assert supervised(command(run_dir, "environment", ranks=1, launcher=options))[0] == 0
+    (words, environment, travels), *_ = map(json.loads, Path("starts").read_text().splitlines())
+    taken = {name: value for name, value in environment.items() if name.startswith(OF_DEEPSPEED)}
+    assert "hush" not in f"{words} {travels}" and "MLFLOW_EXPERIMENT_NAME=digits" in travels
+    assert hosts == "one host" or "hush" not in str(taken)
+    of_rank = json.loads((run_dir / "environment").read_text())
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_GATEWAY_KEY"):
+        assert "hush" in of_rank[name]
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -294,6 +346,16 @@ def test_what_could_not_start_is_refused_in_one_line(
     assert said in error and error.count("\n") == 1 and not Path("run").exists()
 
 
+@pytest.mark.usefixtures("stand_in")
+def test_a_full_temporary_folder_is_one_line(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(supervisor, "write_private", full)
+    with pytest.raises(OutputError, match=r"can't be written .No space left on device.; make room, or set TMPDIR"):
+        supervised(command(run_dir, "0"))
+
+
 def test_ranks_record_how_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = tmp_path / "exits"
     monkeypatch.setenv(EXIT_FILE_VARIABLE, str(record))
@@ -302,13 +364,13 @@ def test_ranks_record_how_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     record.touch()
     monkeypatch.setenv("RANK", "1")
     assert recorded(lambda: 0) == 0
-    assert read_exits(record) == ExitRecord(None, ())
+    assert read_exits(record) == ExitRecord(None, (), finished=True)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ZeroDivisionError):
         recorded(lambda: 1 // 0)
-    assert read_exits(record) == ExitRecord(None, ("0",))
+    assert read_exits(record) == ExitRecord(None, ("0",), finished=True)
     monkeypatch.setenv("RANK", "2")
     assert record_exit(76) == 76
     with pytest.raises(SystemExit):
         recorded(lambda: sys.exit(2))
-    assert read_exits(record) == ExitRecord(76, ("0",))
+    assert read_exits(record) == ExitRecord(76, ("0",), finished=True)

@@ -23,6 +23,7 @@ from ddpm_ds.errors import EXIT_PEER_LOST, PeerLostError
 from ddpm_ds.processes import heartbeat, watchdog
 from ddpm_ds.processes.heartbeat import DeviceWork, Judgement, Peer, make_store, waits_for_a_rank
 from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitRecord, read_exits
+from ddpm_ds.processes.store import SealedStore
 from ddpm_ds.processes.watchdog import Watchdog
 from tests.launching import REPOSITORY, run_ranks
 
@@ -49,15 +50,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch, events: Events) -> Iterator[Watched]:
     """Makes the watchdogs of several ranks, in this process; rank 0 first."""
-    port: list[Any] = []
+    port: list[int] = []
 
-    def broadcast(value: list[Any], src: int) -> None:
-        if value[0] is None:
-            value[:] = port
-        else:
-            port[:] = value
+    def said_by_rank_0(value: int | None, kind: type) -> int:
+        port.extend([] if value is None else [value])
+        return port[-1]
 
-    monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
+    monkeypatch.setattr(heartbeat, "said_by_rank_0", said_by_rank_0)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     made: list[Watchdog] = []
 
@@ -270,9 +269,10 @@ def test_a_single_rank_watches_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 RANK_0 = """
 import os, sys, time
 import torch.distributed as dist
+from ddpm_ds.processes import heartbeat
 from ddpm_ds.processes.heartbeat import make_store
 from ddpm_ds.processes.watchdog import Watchdog
-dist.broadcast_object_list = lambda port, src: print(port[0], flush=True)
+heartbeat.said_by_rank_0 = lambda port, kind: print(port, flush=True)
 os.environ["MASTER_ADDR"] = "127.0.0.1"
 watchdog = Watchdog(0, ["rank 0", "rank 1", "rank 2"], make_store(0, 3), dead_seconds=2.0)
 time.sleep(60)
@@ -288,7 +288,7 @@ def test_rank_0_is_missed_when_it_is_frozen_and_when_it_is_gone(
     try:
         assert server.stdout is not None
         port = int(server.stdout.readline())
-        stores = [dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=60)) for _ in range(2)]
+        stores = [SealedStore(dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=60))) for _ in range(2)]
         first, _ = (watchdog_of(rank + 1, 3, store, events, dead_seconds=60) for rank, store in enumerate(stores))
         server.send_signal(signal.SIGSTOP)
         time.sleep(3)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,15 +21,15 @@ from ddpm_ds.checkpoint.groups import Groups
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.checkpoint.writer import Writer
 from ddpm_ds.errors import CheckpointError, OutputError
-from ddpm_ds.files import METRICS
+from ddpm_ds.files import METRICS, read_points
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.recorder import SAMPLES_KEY, Recorder
-from ddpm_ds.tracking.run_folder import LOCK, RunFolder, check_output, checkpoints_of, claim_folder
+from ddpm_ds.tracking.run_folder import LOCK, RunFolder, check_output, checkpoints_of, claim_folder, disk_errors_said
 from ddpm_ds.tracking.tracker import Tracker
 from ddpm_ds.train.resume import claim_run, find_checkpoint
 from ddpm_ds.train.saving import Saver
-from tests.checkpoint.saving import describe, fragments_of
+from tests.checkpoint.saving import describe, fragments_of, scalars
 from tests.launching import tiny_spec
 
 SPEC = tiny_spec()
@@ -37,7 +39,7 @@ SHAPES: dict[str, tuple[int, ...]] = {"0.weight": (3, 2)}
 def save(run_dir: Path, images: int) -> Path:
     """A checkpoint of a run of one rank."""
     writer = Writer(checkpoints_of(run_dir), Groups.one_folder(), log=pytest.fail)
-    writer.begin("rank0", fragments_of(images, 0, 6, SHAPES), describe(images, SHAPES), {"images": images})
+    writer.begin("rank0", fragments_of(images, 0, 6, SHAPES), describe(images, SHAPES), scalars(images))
     assert writer.wait()
     return checkpoints_of(run_dir) / checkpoint_name(images)
 
@@ -214,3 +216,37 @@ def test_a_folder_is_claimed_by_one_process_at_a_time(tmp_path: Path) -> None:
     claim.close()
     claim_folder(tmp_path / "run").close()
     check_output(tmp_path / "run", "auto")  # what a claim leaves is no reason to refuse the folder
+
+
+@pytest.mark.parametrize("file", ["run", "run/checkpoints"])
+def test_a_file_in_the_place_of_a_folder_is_named(tmp_path: Path, file: str) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    with pytest.raises(OutputError, match=rf"{file} is no folder; remove it, or name another run folder"):
+        check_output(tmp_path / "run", "auto")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.ENOTDIR])
+def test_a_disk_that_refuses_is_one_line_with_the_file(tmp_path: Path, number: int) -> None:
+    line = r"^.*spec.yaml can't be written .*; make it writable, with room, and start"
+    with pytest.raises(OutputError, match=line), disk_errors_said(tmp_path):
+        raise OSError(number, os.strerror(number), str(tmp_path / "spec.yaml"))
+    with pytest.raises(ConnectionResetError), disk_errors_said(tmp_path):
+        raise ConnectionResetError(errno.ECONNRESET, "not a disk's")
+
+
+def test_damaged_points_are_left_out_and_a_damaged_identity_is_one_line(tmp_path: Path) -> None:
+    good = b'{"step": 3, "train/loss": NaN}\n'
+    bad = (b"\xff\xfe", b"[1]", b'{"step": "3"}', b'{"step": NaN}', b'{"step": -1}', b'{"step": 1e400}', b"[" * 10**5)
+    (tmp_path / "metrics.jsonl").write_bytes(
+        b"\n".join([*bad, b'{"step": 2, "x": [1]}', b'{"step":' + b"1" * 5000 + b"}"])
+    )
+    assert read_points(tmp_path / "metrics.jsonl") == [] and RunFolder(tmp_path).logged_step("metrics.jsonl") == 0
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b"\n" + good)
+    assert RunFolder(tmp_path).logged_step("metrics.jsonl") == 3
+    for content in (b"", b"\xff", b"a b", b"../x", b"x" * 10**6):
+        (tmp_path / "identity").write_bytes(content)
+        with pytest.raises(OutputError, match="identity") as caught:
+            RunFolder(tmp_path).identity()
+        assert str(caught.value).isprintable()

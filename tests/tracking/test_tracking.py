@@ -25,7 +25,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 
 from ddpm_ds.tracking import tracker as module
-from ddpm_ds.tracking.tracker import UNSENT_FILE, RunLink, Tracker, flatten, keep_unsent, without_password
+from ddpm_ds.tracking.tracker import UNSENT_FILE, RunLink, Tracker, flatten, keep_unsent
 
 PATIENCE_SECONDS = 240.0
 
@@ -369,11 +369,6 @@ def test_params_are_flat_text() -> None:
     nested = {"a": {"b": {"c": 1e-4}, "empty": {}}, "list": [1, {"x": True}], "path": Path("p"), "text": "as it is"}
     flat = {"a.b.c": "0.0001", "a.empty": "{}", "list": '[1, {"x": true}]', "path": '"p"', "text": "as it is"}
     assert flatten(nested) == flat
-
-
-def test_passwords_in_uris_are_not_shown() -> None:
-    assert without_password("failed at https://me:pw@host:5000/x, retry") == "failed at https://host:5000/x, retry"
-    assert without_password("sqlite:////a/b@c/mlflow.db") == "sqlite:////a/b@c/mlflow.db"
 
 
 def test_a_full_or_missing_run_folder_is_said_in_one_line(tmp_path: Path) -> None:

@@ -150,3 +150,16 @@ def test_images_that_one_rank_can_not_read_any_more_end_all(tmp_path: Path) -> N
     named = [line for line in lines if line.endswith("; the run can be resumed")]
     assert len(named) == 1 and "rank 1 (stage 1) " in named[0], lines
     assert read_exits(exits) == ExitRecord(EXIT_PEER_LOST, ("1",))
+
+
+def test_a_run_whose_last_checkpoint_does_not_fit_on_the_disk_is_not_done(tmp_path: Path) -> None:
+    exits = tmp_path / "exits"
+    codes, lines = faulty(tmp_path / "run", "disk", "train.images=80", "checkpoint.every_images=40", exits=exits)
+    assert codes == [2, 2], lines
+    error = "ddpm_ds: error: checkpoint images-000000080 was not saved: "
+    errors = [line for line in lines if line.startswith("ddpm_ds: error: ")]
+    assert len(set(errors)) == 1 and errors[0].startswith(error), "which a launcher shows once"
+    assert str(tmp_path / "run" / "checkpoints") in errors[0]
+    assert "make " in errors[0] and not any("Traceback" in line for line in lines), lines
+    _, recorded = mlflow_run(tmp_path / "run")
+    assert recorded.info.status == "FAILED"

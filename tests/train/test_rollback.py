@@ -30,7 +30,7 @@ def check_it_ended_well(run_dir: Path, said: str, skipped: int) -> None:
     lines = [line for line in said.splitlines() if "rolled back to" in line]
     assert len(lines) == 1 and f"rolled back to images-{SAVED:09d}" in lines[0] and "rollback 1 of 3" in lines[0]
     state = end_of(run_dir).state
-    assert (state["images_seen"], state["skipped_images"], state["rewinds"]) == (IMAGES, skipped, 1)
+    assert (state.images_seen, state.skipped_images, state.rewinds) == (IMAGES, skipped, 1)
     client, run = mlflow_run(run_dir)
     assert run.info.status == "FINISHED" and run.data.tags["train/rewinds"] == "1"
     assert [file.path for file in client.list_artifacts(run.info.run_id, "rewinds")] == ["rewinds/1.txt"]
@@ -54,7 +54,7 @@ def test_a_loss_far_above_the_last_ten_points_is_a_spike() -> None:
     run = cast(Run, SimpleNamespace(plan=SimpleNamespace(spec=spec), engine=engine, recent=deque(maxlen=SPIKE_POINTS)))
 
     def trouble(loss: float) -> str | None:
-        return _bad_loss(run, Interval(2, 16, 1.0, loss, non_finite_steps=0, data_wait_seconds=0.0))
+        return _bad_loss(run, Interval(2, 16, 1.0, loss, non_finite_steps=0, data_wait_seconds=0.0), done=False)
 
     assert [trouble(loss) for loss in (50.0, *[1.0] * (SPIKE_POINTS - 1), 117.0)] == [None] * (SPIKE_POINTS + 1)
     found = trouble(260.0)
@@ -72,7 +72,7 @@ def test_images_that_overflow_in_fp16_at_every_scale_are_left_out(tmp_path: Path
     assert codes == [0], said[-4000:]
     assert "at the lowest loss scale, 1," in said
     check_it_ended_well(run_dir, said, skipped=steps * BATCH)
-    assert end_of(run_dir).state["loss_scaler"]["cur_scale"] == 65536
+    assert end_of(run_dir).state.loss_scaler.cur_scale == 65536
 
 
 @pytest.mark.launch
@@ -84,4 +84,16 @@ def test_too_many_rollbacks_end_the_run_on_all_ranks(tmp_path: Path) -> None:
     assert codes == [3, 3], said[-4000:]
     assert said.count("rolled back to") == 2 and "the run was rolled back 2 times" in said
     assert mlflow_run(run_dir)[1].info.status == "FAILED"
-    assert end_of(run_dir).state["images_seen"] == SAVED, "nothing bad was saved"
+    assert end_of(run_dir).state.images_seen == SAVED, "nothing bad was saved"
+
+
+def test_an_fp16_run_does_not_end_well_without_a_finite_loss_in_its_last_interval() -> None:
+    spec = SimpleNamespace(bad_numbers=SimpleNamespace(spike_factor=None))
+    engine = SimpleNamespace(images_seen=8, fp16_enabled=lambda: True)
+    run = cast(Run, SimpleNamespace(plan=SimpleNamespace(spec=spec), engine=engine, recent=deque(maxlen=SPIKE_POINTS)))
+    interval = Interval(1, 8, 1.0, float("nan"), non_finite_steps=1, data_wait_seconds=0.0)
+    assert _bad_loss(run, interval, done=False) is None, "the loss scale may still be looked for"
+    found = _bad_loss(run, interval, done=True)
+    assert found is not None and found.startswith(
+        "train/loss was not finite in any of the last 1 steps, after 8 images"
+    )

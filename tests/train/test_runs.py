@@ -172,7 +172,7 @@ def test_a_run_has_pictures_and_held_out_losses_at_their_cadence(one_process: Pa
 @pytest.mark.launch
 def test_a_run_shows_progress_and_ends_with_a_summary_and_no_chatter(one_process: Path) -> None:
     out, err = ((one_process.parent / name).read_text() for name in ("stdout", "stderr"))
-    shown = [line for line in (out + err).splitlines() if line and not line.startswith("[20")]  # the launcher's
+    shown = [line for line in (out + err).splitlines() if line.strip() and not line.startswith("[20")]  # the launcher's
     for expected in ("1,600/1,600 images (100%)", "final loss", "mlflow ui --backend-store-uri", str(one_process)):
         assert any(expected in line for line in shown), expected
     plan = ("run ", "data", "U-Net", "precision", "layout", "batch", "length", "samples", "validation", "outputs")

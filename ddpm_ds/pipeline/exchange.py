@@ -1,0 +1,87 @@
+"""Values that the ranks tell each other, as JSON: a pickle would run whatever code its sender has put into it.
+
+Every function takes the type of what is told, of which the receiver makes the value again and so checks it: numbers,
+texts, tuples, lists, mappings, dataclasses and named tuples of these. All are collective.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import TypeAdapter
+from torch import Tensor
+
+_numbers = itertools.count()
+
+
+def said_by_all(value: Any, kind: Any) -> list[Any]:
+    """Return the values of type ``kind`` that the ranks give, by rank."""
+    own = _packed(value, kind)
+    lengths = [torch.zeros_like(_length(own)) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, _length(own))
+    messages = [own.new_empty(longest) for longest in [max(map(int, lengths))] * len(lengths)]
+    dist.all_gather(messages, _padded(own, len(messages[0])))
+    return [_unpacked(message[: int(length)], kind) for message, length in zip(messages, lengths, strict=True)]
+
+
+def said_to_rank_0(value: Any, kind: Any) -> list[Any] | None:
+    """Return the values of type ``kind`` that the ranks give, by rank, on rank 0; None on the others."""
+    own, first = _packed(value, kind), dist.get_rank() == 0
+    lengths = [torch.zeros_like(_length(own)) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, _length(own))
+    longest = max(map(int, lengths))
+    messages = [own.new_empty(longest) for _ in lengths] if first else None
+    dist.gather(_padded(own, longest), messages, dst=0)
+    if messages is None:
+        return None
+    return [_unpacked(message[: int(length)], kind) for message, length in zip(messages, lengths, strict=True)]
+
+
+def said_by_rank_0(value: Any, kind: Any) -> Any:
+    """Return the value of type ``kind`` that rank 0 gives; that of the others is not looked at."""
+    first = dist.get_rank() == 0
+    message = _packed(value, kind) if first else torch.empty(0, dtype=torch.uint8, device=_device())
+    length = _length(message)
+    dist.broadcast(length, src=0)
+    message = message if first else message.new_empty(int(length))
+    dist.broadcast(message, src=0)
+    return _unpacked(message, kind)
+
+
+def said_by_all_without_devices(value: Any, kind: Any) -> list[Any]:
+    """Return the values of type ``kind`` that the ranks give, by rank, through the process group's store: a rank whose
+    GPU is broken can report it.
+    """
+    assert dist.group.WORLD is not None
+    store = dist.PrefixStore(f"ddpm_ds/said/{next(_numbers)}", dist.group.WORLD.get_group_store())
+    store.set(str(dist.get_rank()), _text(value, kind))
+    said = store.multi_get([str(rank) for rank in range(dist.get_world_size())])
+    return [TypeAdapter(kind).validate_python(json.loads(text)) for text in said]
+
+
+def _text(value: Any, kind: Any) -> str:
+    return json.dumps(TypeAdapter(kind).dump_python(value, mode="json"))
+
+
+def _packed(value: Any, kind: Any) -> Tensor:
+    return torch.frombuffer(bytearray(_text(value, kind).encode()), dtype=torch.uint8).to(_device())
+
+
+def _unpacked(message: Tensor, kind: Any) -> Any:
+    return TypeAdapter(kind).validate_python(json.loads(message.cpu().numpy().tobytes()))
+
+
+def _padded(message: Tensor, length: int) -> Tensor:
+    return torch.nn.functional.pad(message, (0, length - len(message)))
+
+
+def _length(message: Tensor) -> Tensor:
+    return torch.tensor([len(message)], dtype=torch.int64, device=message.device)
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")

@@ -1,0 +1,82 @@
+"""What ranks tell each other: JSON that is checked, never a pickle."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from pydantic import TypeAdapter, ValidationError
+
+from ddpm_ds.observe.flops import StageProfile
+from ddpm_ds.observe.kernels import RankProfile
+from ddpm_ds.observe.recording import Barrier, RankTrace, TracedStep
+from ddpm_ds.pipeline import exchange
+from ddpm_ds.pipeline.exchange import (
+    said_by_all,
+    said_by_all_without_devices,
+    said_by_rank_0,
+    said_to_rank_0,
+)
+from ddpm_ds.pipeline.schedule import Event, Program, program
+from ddpm_ds.unet.kernel_choice import Trial
+from tests.launching import REPOSITORY
+
+TRACE = RankTrace(
+    *(1, 0, 0, (0,), ((4, 8),), (Barrier(0.5, 1.5),)),
+    (TracedStep(20, 0.0, math.inf, (Event("ForwardPass", 0, 1, 0.0, 1.0),)),),
+)
+PROFILE = RankProfile(2, {}, {"aten::mm": [1.0, 2.0]}, "table", b"\x1f\x8b\xff", 1.0)
+VALUES: dict[str, tuple[Any, Any]] = {
+    "number": (0.1, float),
+    "nothing": (None, list[float] | None),
+    "programs": (tuple(program("1f1b", 4, 2, rank) for rank in range(2)), tuple[Program, ...]),
+    "trial": (Trial(1.0, 2.0, "no Triton", True), Trial),
+    "timeline": (TRACE, RankTrace),
+    "kernels": (PROFILE, RankProfile),
+    "no flops": ([], list[StageProfile]),
+    "anything": ({"a": [1, None, {"b": "\u00e9"}]}, Any),
+}
+
+
+COLLECTIVES = {name for name in dir(dist) if name.endswith(("_object", "_object_list", "_objects"))}
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("what", VALUES)
+def test_a_value_arrives_as_it_was_told(what: str) -> None:
+    value, kind = VALUES[what]
+    for tell in (said_by_all, said_to_rank_0, said_by_all_without_devices):
+        assert tell(value, kind) == [value]
+    assert said_by_rank_0(value, kind) == value
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_value_of_another_type_is_refused() -> None:
+    with pytest.raises(ValidationError):
+        exchange._unpacked(exchange._packed("import os", str), Trial)
+    assert TypeAdapter(StageProfile)
+
+
+def test_no_rank_makes_objects_of_what_another_has_pickled() -> None:
+    for path in [*(REPOSITORY / "ddpm_ds").rglob("*.py"), *(REPOSITORY / "launch").rglob("*.py")]:
+        assert not pickling_in(path) - {"UnpicklingError"}, path
+
+
+def pickling_in(path: Path) -> set[str]:
+    """The collectives on objects, and what is used of the module pickle, in a file."""
+    used = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+    of_pickle = {node.attr for node in used if isinstance(node.value, ast.Name) and node.value.id == "pickle"}
+    return of_pickle | {node.attr for node in used if node.attr in COLLECTIVES}
