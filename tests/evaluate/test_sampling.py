@@ -118,7 +118,7 @@ def test_another_kind_begins_with_its_own_steps_and_no_noise() -> None:
     ("arguments", "said"),
     [
         (["--steps", "1001"], "--steps = 1001 is above the 1000 timesteps; use fewer"),
-        (["--steps", "0"], "--steps 0: input should be greater than 0"),
+        (["--steps", "0"], "--steps 0: input should be greater than or equal to 1"),
         (["--eta", "0.5"], "--eta = 0.5 is of ddim, not of dpm_solver; use --sampler ddim or eta 0"),
         (
             ["--variance", "small"],
