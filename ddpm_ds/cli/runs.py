@@ -190,7 +190,9 @@ def _find(name: str, root: Path) -> tuple[Path, RecordedRun | None, str | None]:
     try:
         run = find_run(name, root=root)
     except ExperimentError as error:
-        if Path(name).is_dir():
+        if (Path(name) / "spec.yaml").is_file():
             return Path(name), None, str(error)
+        if Path(name).is_dir():
+            raise ExperimentError(f"{name} is not the folder of a run; name one that has a spec.yaml") from None
         raise
     return run.open().folder, run, None

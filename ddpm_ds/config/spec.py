@@ -64,6 +64,15 @@ def _possible(path: Path) -> Path:
 FilePath = Annotated[Path, AfterValidator(_possible)]
 
 
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise PydanticCustomError("text", "a title can't hold control characters")
+    return text
+
+
+Title = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_printable)]
+
+
 @dataclass(frozen=True)
 class OneOf:
     """Annotation of a text field that takes one of the names of a registry, which may still grow."""
@@ -333,7 +342,7 @@ class LoggingSpec(Section):
 
     log_every_images: Images
     """Images between two points of the loss curve; each point is the mean over them."""
-    experiment: Annotated[str, Field(min_length=1, max_length=255)] = "ddpm_ds"
+    experiment: Title = "ddpm_ds"
     """Name of the MLflow experiment."""
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Trackers beside MLflow that get the same metrics and pictures; each needs the extra of its name."""

@@ -291,13 +291,14 @@ def _expected(schema: Mapping[str, Any]) -> str:
         case "array" if "prefixItems" in schema:
             return f"[{', '.join(_expected(item) for item in schema['prefixItems'])}]"
         case "array":
-            return f"a list, each {_expected(schema['items'])}"
+            length = f" of {schema.get('minItems', 0)} to {schema['maxItems']}" if "maxItems" in schema else ""
+            return f"a list{length}, each {_expected(schema['items'])}"
         case "boolean":
             return "true or false"
         case "string":
             text = "a path" if schema.get("format") == "path" else "text"
             like = f" like {schema['pattern'].strip('^$')}" if "pattern" in schema else ""
-            most = f" of 1 to {schema['maxLength']} characters" if "maxLength" in schema else ""
+            most = f" of 1 to {schema['maxLength']} printable characters" if "maxLength" in schema else ""
             return text + most + like
         case kind:
             return str(kind)

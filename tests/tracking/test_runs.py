@@ -25,8 +25,8 @@ class Store:
     def run(self, name: str, **tags: str) -> str:
         """A run with a folder; returns its id."""
         (self.root / name).mkdir(exist_ok=True)
-        (self.root / name / "identity").write_text(f"identity of {name}\n")
-        tags = {START_TAG: f"identity of {name}", **tags}
+        (self.root / name / "identity").write_text(f"identity-of-{name}\n")
+        tags = {START_TAG: f"identity-of-{name}", **tags}
         return self.client.create_run(self.experiment_id, tags=tags, run_name=name).info.run_id
 
 
@@ -84,7 +84,7 @@ def test_a_folder_that_is_another_runs_by_now_is_not_taken_for_this_ones(store: 
     assert run.folder is not None
     (run.folder / "identity").write_text("another\n")
     assert find_run("digits-2", root=store.root).folder is None
-    (run.folder / "identity").write_text("identity of digits-2\n")
+    (run.folder / "identity").write_text("identity-of-digits-2\n")
 
 
 def test_an_experiment_means_its_training_runs_and_a_sweep_its_trials(store: Store) -> None:
@@ -109,7 +109,7 @@ def test_what_can_not_be_found_is_said_in_a_line_with_the_store_and_near_names(s
     assert list(tmp_path.iterdir()) == []
     lost = tmp_path / "lost"
     lost.mkdir()
-    (lost / "identity").write_text("of no run\n")
+    (lost / "identity").write_text("of-no-run\n")
     shutil.copy(store.root / "mlflow.db", tmp_path)
     with pytest.raises(ExperimentError, match=r"run .*lost is not in sqlite:.*; set MLFLOW_TRACKING_URI"):
         find_run(str(lost))
