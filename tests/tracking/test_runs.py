@@ -25,8 +25,8 @@ class Store:
     def run(self, name: str, **tags: str) -> str:
         """A run with a folder; returns its id."""
         (self.root / name).mkdir(exist_ok=True)
-        (self.root / name / "identity").write_text(f"identity-of-{name}\n")
-        tags = {START_TAG: f"identity-of-{name}", **tags}
+        (self.root / name / "identity").write_text(f"identity-of-{name.replace(' ', '-')}\n")
+        tags = {START_TAG: f"identity-of-{name.replace(' ', '-')}", **tags}
         return self.client.create_run(self.experiment_id, tags=tags, run_name=name).info.run_id
 
 
