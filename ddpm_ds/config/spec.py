@@ -200,7 +200,7 @@ class DiffusionSpec(Section):
 class OptimizerSpec(Section):
     """AdamW and its warm-up; the values that `auto` in the DeepSpeed JSON stands for."""
 
-    learning_rate: Small
+    learning_rate: Factor
     """Learning rate after warm-up."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """Decay rates of the first and second moment."""

@@ -96,6 +96,7 @@ def test_real_digits_score_as_real_ones_and_noise_does_not(
     top = "digits_top_probability"
     assert real[top]["value"] > 0.95 and noise[top]["value"] < 0.5 and noise[top]["real"] == real[top]["real"] > 0.95
     assert real["digits_class_balance"]["value"] > 0.99
+    assert real["digits_frechet_600"]["value"] < noise["digits_frechet_600"]["value"] / 10
     assert real["pixel_frechet_600"]["value"] < 1.0 < noise["pixel_frechet_600"]["value"]
     assert 0.0 < real["pixel_frechet_600"]["real"] < 1.0, "the distance between two halves of the real digits"
     (picture,) = (run_dir / "real").glob("*/samples.png")
@@ -110,7 +111,7 @@ def test_other_metrics_draw_nothing_anew_and_leave_the_scores_that_are_there(
     out = evaluate("--count", 20, "--metrics", "digits")
     assert "pixel" not in out and "left out" not in out
     assert next(iter(by_name(report(run_dir / "evaluations")))) == "pixel_frechet_20"
-    assert len(report(run_dir / "evaluations")["scores"]) == 4
+    assert len(report(run_dir / "evaluations")["scores"]) == 5
     assert ["eval/pixel_frechet_20" in child.logged for child in trackers] == [True, False]
     (record,) = (run_dir / "evaluations").glob("*/drawn/sampling.json")
     assert json.loads(record.read_text())["labels"] == labels_like(digits, 20)
@@ -205,7 +206,7 @@ def test_a_data_set_that_has_moved_is_named(tmp_path: Path, evaluate: Evaluate, 
     [
         (("--metrics", "fid"), "--metrics fid can't be had: there is no network here"),
         (("--metrics", "pixel,inception"), "'inception' is none of fid, kid, pr, pixel, digits"),
-        (("--count", "9"), "'9' is not a number from 10 on"),
+        (("--count", "9"), "'9' is not a number from 10 to 1,000,000"),
         (("--inception-weights", "nowhere.pt"), "--inception-weights nowhere.pt can't be used (No such file"),
         (("--steps", "2000"), "--steps = 2000 is above the 1000 timesteps"),
     ],

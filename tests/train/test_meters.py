@@ -116,7 +116,7 @@ def test_model_flops_are_six_per_forward_multiply_accumulate() -> None:
 )
 def test_the_names_of_metrics_are_a_contract(reserved: int, on_cuda: dict[str, float]) -> None:
     interval = Interval(steps=4, images=400, seconds=2.0, loss=0.5, non_finite_steps=0, data_wait_seconds=0.4)
-    numbers = {"get_lr": lambda: [1e-4], "loss_scale": lambda: 65536.0, "gradient_norm": lambda: 0.25}
+    numbers = {"get_lr": lambda: [1e-4], "next_loss_scale": lambda: 65536.0, "gradient_norm": lambda: 0.25}
     engine = SimpleNamespace(images_seen=4000, skipped_steps=3, **numbers)
     values = metrics(Gathered(interval, [[5, 7], [6, 4]], reserved), cast(UnetPipelineEngine, engine), 10**9)
     assert values == {

@@ -246,7 +246,7 @@ def test_the_main_config_trains_on_two_processes_with_profiling_keys_on(tmp_path
 def test_numbers_gone_bad_end_the_run_as_failed_with_what_to_try(config: str, said: str, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "bad"
     changes = ["unet.multipliers=[1]", "unet.attention_resolutions=[]", "samples.every_images=null"]
-    changes += ["evaluation.every_images=null", "optimizer.learning_rate=1e30", "train.batch_images=8"]
+    changes += ["evaluation.every_images=null", "optimizer.learning_rate=1e6", "train.batch_images=8"]
     done = train(2, folder, "-p", "2", config=config, overrides=[*TINY, *changes], start=launch)
     assert done.returncode == 3, done.stdout[-2000:] + done.stderr[-4000:]
     (line,) = error_lines(done.stderr)
