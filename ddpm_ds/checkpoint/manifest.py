@@ -76,7 +76,7 @@ class State(_Record):
     skipped_steps: Counter
     optimizer_steps: Counter
     """Steps that Adam has taken."""
-    learning_rate: Annotated[float, Field(ge=0.0, le=1.0)]
+    learning_rate: Annotated[float, Field(ge=0.0, le=1e6)]
     lr_scheduler: SchedulerState | None
     loss_scaler: ScalerState
     rewinds: Counter
