@@ -71,8 +71,10 @@ def set_environment() -> None:
         SpecError: a line of ``.deepspeed_env`` can't be understood, or the ranks are on several hosts and the first is
             not known.
     """
-    of_deepspeed = os.environ.get("LOCAL_SIZE", "1")  # what torchrun calls LOCAL_WORLD_SIZE
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": of_deepspeed}
+    of_deepspeed = os.environ.get("LOCAL_SIZE")  # what torchrun calls LOCAL_WORLD_SIZE
+    if of_deepspeed is not None and "TORCHELASTIC_RUN_ID" not in os.environ:
+        os.environ["LOCAL_WORLD_SIZE"] = of_deepspeed  # else one that an outer program has left would count
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     started = {} if "RANK" in os.environ else _of_openmpi() or _of_slurm()
     for name, value in (started or alone).items():
         os.environ.setdefault(name, value)

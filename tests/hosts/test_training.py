@@ -129,7 +129,7 @@ def test_without_a_shared_folder_a_run_over_ssh_resumes_from_wherever_the_pieces
     assert the_same(Reader(tmp_path / "merged"), end_of(one_host)), "bit for bit"
     assert losses(one, two) == losses(one_host) and len(losses(one_host)) == 10
     assert held_out_losses(one, two) == held_out_losses(one_host) and len(held_out_losses(one_host)) == 2
-    assert pictures(one, two) == pictures(one_host) and len(pictures(one_host)) == 2
+    assert pictures(one, two) == pictures(one_host) and len(pictures(one_host)) == 3
     client, run = mlflow_run(run_dir)
     assert run.info.status == "FINISHED" and run.data.tags["host"] == "worker-2"
     assert run.data.tags["resume_count"] == "1", "one run, although rank 0 was on another host"

@@ -57,7 +57,11 @@ def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         pytest.param({}, "0 1 0 1", id="alone"),
         pytest.param(DEEPSPEED, "5 8 1 4", id="deepspeed"),
+        pytest.param({**DEEPSPEED, "LOCAL_WORLD_SIZE": "1"}, "5 8 1 4", id="deepspeed after another's variables"),
         pytest.param(TORCHRUN, "5 8 1 4", id="torchrun"),
+        pytest.param(
+            {**TORCHRUN, "LOCAL_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}, "5 8 1 4", id="torchrun after deepspeed's"
+        ),
         pytest.param(SRUN, "5 7 1 2", id="srun"),
         pytest.param({**SRUN, "SLURM_NODEID": "2"}, "5 7 1 3", id="srun on the last node"),
         pytest.param(BATCH_SCRIPT, "0 1 0 1", id="in a batch script"),
