@@ -258,6 +258,7 @@ def test_an_end_that_is_meant_is_not_started_again(run_dir: Path, code: int) -> 
         (241, 75, "", {"stopping": True}, 75),
         (1, 76, "1", {}, 1),  # rank 1 raised, and the others lost it
         (247, 76, "1", {}, 76),  # rank 1 was killed
+        (247, 75, "1", {}, 76),  # the same so early that the launcher's signal ended the others at once
         (255, None, "", {}, 76),
         (-9, None, "0", {}, 76),
         (241, None, "0", {"stopping": True}, 75),  # the signal came before the rank could handle it
