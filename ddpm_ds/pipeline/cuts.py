@@ -140,8 +140,10 @@ def mirrored_cuts(
     parts[:-1, :-1] = np.where(nested, inside[:, None] - inside[None, :], math.inf)
     parts[:-1, -1] = inside
     parts += crossing * np.add.outer(prices, prices)
-    if lightest_chain([parts] * ranks, prices) is None:
-        most = next(count for count in range(ranks - 1, 0, -1) if lightest_chain([parts] * count, prices))
+    pairs_at_most = len(layers) // 2  # each rank has a layer of either half
+    if ranks > pairs_at_most or lightest_chain([parts] * ranks, prices) is None:
+        fewer = range(min(ranks - 1, pairs_at_most), 0, -1)
+        most = next(count for count in fewer if lightest_chain([parts] * count, prices))
         raise LayoutError(
             f"pipeline.stages = {ranks}, but a fold of this U-Net has mirrored cuts for {most} at most; "
             'use fewer stages, or "1f1b" as pipeline.schedule'
