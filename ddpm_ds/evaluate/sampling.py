@@ -6,6 +6,7 @@ batches count whichever process drew them, and processes that share the work wai
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -22,6 +23,8 @@ from ddpm_ds.device import DTYPES
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.errors import LayoutError, PeerLostError, SpecError
 from ddpm_ds.evaluate.trained import Trained
+from ddpm_ds.processes.hosts import use_interface_towards
+from ddpm_ds.processes.store import connect
 
 if TYPE_CHECKING:
     from ddpm_ds.evaluate.outputs import ImageFolder
@@ -205,7 +208,9 @@ def draw_missing(trained: Trained, request: Request, folder: ImageFolder, rank: 
     if world_size == 1:
         draw_share(trained, request, folder, 0, 1)
         return
-    dist.init_process_group("gloo", timeout=JOIN_LIMIT)
+    use_interface_towards(os.environ["MASTER_ADDR"])
+    store = connect(rank, int(os.environ["MASTER_PORT"]), JOIN_LIMIT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=JOIN_LIMIT)
     try:
         draw_share(trained, request, folder, rank, world_size)
         try:
