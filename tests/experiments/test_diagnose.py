@@ -149,7 +149,7 @@ def test_a_run_that_is_not_there_is_one_line(store: PlantedStore, tmp_path: Path
         diagnose("slwo", "--runs", str(store.root))
     assert isinstance(error.value, UserError) and "\n" not in str(error.value)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(OutputError, match="is not the folder of a run"):
+    with pytest.raises(ExperimentError, match="is not the folder of a run"):
         diagnose(str(tmp_path / "empty"), "--runs", str(store.root))
 
 
