@@ -61,19 +61,25 @@ def stores() -> Iterator[tuple[SealedStore, SealedStore, dist.Store]]:
 
 @pytest.mark.parametrize("words", STRANGE)
 def test_a_strangers_words_are_nobodys(stores: tuple[SealedStore, SealedStore, dist.Store], words: str) -> None:
+    """A store answers each connection in turn, and a set or a push waits for no answer: a question after it does."""
     rank_0, rank_1, stranger = stores
     rank_0.set("alive/0", "41")
     rank_0.set("verdict", "")
+    assert rank_0.get("verdict") == b""
     assert rank_1.multi_get(["alive/0", "verdict"]) == [b"41", b""]
     for key in ("alive/0", "verdict"):
         stranger.set(key, words)
+        stranger.get(key)
     assert rank_1.multi_get(["alive/0", "verdict"]) == [b"", b""]
     assert rank_1.compare_set("verdict", "", "rank 1 hangs") == b"rank 1 hangs", "a rank's own word still counts"
     assert rank_0.compare_set("verdict", "", "rank 0 hangs") == b"rank 1 hangs", "the first one"
     stranger.set("moved", stranger.get("verdict").decode())
+    stranger.get("moved")
     assert rank_0.get("moved") == b"", "a seal is of one key"
     stranger.queue_push("queue", words)
+    assert stranger.queue_len("queue") == 1
     rank_1.queue_push("queue", "metrics")
+    assert rank_1.queue_len("queue") == 2
     assert [rank_0.queue_pop("queue", block=False) for _ in range(rank_0.queue_len("queue"))] == [b"", b"metrics"]
 
 
