@@ -225,7 +225,7 @@ def draw_missing(trained: Trained, request: Request, folder: ImageFolder, rank: 
 
 def draw_share(trained: Trained, request: Request, folder: ImageFolder, rank: int, world_size: int) -> None:
     """Draw the images that ``folder`` lacks of every ``world_size``-th batch, without waiting for other processes."""
-    there = folder.there()
+    there, evaluations = folder.there(), request.sampler.evaluations_of(trained.diffusion)
     with tqdm(
         total=request.count,
         initial=len(there),
@@ -238,7 +238,7 @@ def draw_share(trained: Trained, request: Request, folder: ImageFolder, rank: in
     ) as bar:
 
         def show(step: int) -> None:
-            bar.set_postfix_str(f"step {step}/{request.sampler.steps}", refresh=False)
+            bar.set_postfix_str(f"step {step}/{evaluations}", refresh=False)
             bar.update(0)
 
         for batch in request.batches[rank::world_size]:
