@@ -57,7 +57,6 @@ def add_plan(verbs: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--deepspeed_config", type=file_path, required=True, metavar="JSON", help="JSON to complete")
     parser.add_argument(
         "--processes",
-        dest="devices",
         type=processes,
         required=True,
         metavar="N",
@@ -88,7 +87,7 @@ def _plan(options: argparse.Namespace) -> None:
         spec,
         options.deepspeed_config,
         options.overrides,
-        processes=options.devices,
+        processes=options.processes,
         nodes=options.nodes,
         device_kind=options.device_kind,
         device_memory=options.device_memory,

@@ -307,8 +307,9 @@ class SamplerSpec(Section):
         """Steps from noise to image, with a null filled in."""
         usual = SAMPLERS[self.kind].steps
         if isinstance(SCHEDULES[diffusion.schedule], ContinuousSchedule):
-            assert self.steps or usual, "check_sampler refuses it"
-            return self.steps or usual or 0
+            steps = self.steps or usual
+            assert steps is not None, "check_sampler refuses it"
+            return steps
         return self.steps or min(usual or diffusion.timesteps, diffusion.timesteps)
 
     def evaluations_of(self, diffusion: DiffusionSpec) -> int:
@@ -506,16 +507,17 @@ def _check_training(spec: RunSpec) -> None:
 def check_sampler(sampler: SamplerSpec, diffusion: DiffusionSpec, *, classes: int | None) -> None:
     """Check a sampler against the diffusion process and the U-Net; raises ValueError with one line."""
     kind = SAMPLERS[sampler.kind]
-    if isinstance(SCHEDULES[diffusion.schedule], ContinuousSchedule):
+    schedule = SCHEDULES[diffusion.schedule]
+    if isinstance(schedule, ContinuousSchedule):
         if sampler.steps is None and kind.steps is None:
             raise ValueError(
                 f"sampler.steps = null means all timesteps for {sampler.kind}, and schedule {diffusion.schedule} has "
                 "none; give a number"
             )
-        if kind.corrects and diffusion.schedule == "flow":
+        if kind.corrects and schedule.begins_with_noise_alone:
             raise ValueError(
-                f"sampler.kind = {sampler.kind} is for noise that is finite, and flow begins with noise alone; use "
-                "ddim or dpm_solver"
+                f"sampler.kind = {sampler.kind} is for noise that is finite, and {diffusion.schedule} begins with "
+                "noise alone; use ddim or dpm_solver"
             )
     elif sampler.steps is not None and sampler.steps > diffusion.timesteps:
         raise ValueError(f"sampler.steps = {sampler.steps} is above the {diffusion.timesteps} timesteps; use fewer")

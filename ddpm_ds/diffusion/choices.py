@@ -57,6 +57,8 @@ class ContinuousSchedule:
     """Standard deviation that null for `diffusion.noise_std` means."""
     objective: str
     """What the U-Net predicts."""
+    begins_with_noise_alone: bool
+    """Whether x_t has nothing of the image where drawing begins: sigma, noise over signal, is infinite there."""
     diffusers: str | None
     """Name as a class of schedulers of diffusers; None is not exported."""
 
@@ -169,6 +171,7 @@ SCHEDULES: dict[str, NoiseSchedule | ContinuousSchedule] = {
         noise_mean=-1.2,
         noise_std=1.2,
         objective="v",
+        begins_with_noise_alone=False,
         diffusers="EDMEulerScheduler",
     ),
     "flow": ContinuousSchedule(
@@ -179,6 +182,7 @@ SCHEDULES: dict[str, NoiseSchedule | ContinuousSchedule] = {
         noise_mean=0.0,
         noise_std=1.0,
         objective="velocity",
+        begins_with_noise_alone=True,
         diffusers=None,
     ),
 }

@@ -32,9 +32,10 @@ from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PEER_LOST, EXI
 from ddpm_ds.processes.hosts import ENVIRONMENT_FILE_VARIABLE, OF_DEEPSPEED, find_environment, write_environment
 from ddpm_ds.processes.launcher import Launch, read_launch, ssh_environment
 from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, PRIVATE_FILE, RUN_SECRET, ExitRecord, read_exits
+from ddpm_ds.processes.ranks import STOP_SIGNALS as OF_RANKS
 from ddpm_ds.secret import is_secret, write_private
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+STOP_SIGNALS = (*OF_RANKS, signal.SIGHUP)
 SAME_SIGNAL_SECONDS = 1.0
 """Some senders signal a process and then its group: what comes so soon is not a second signal."""
 
