@@ -1,4 +1,4 @@
-"""Processes that share one import: PyTorch, DeepSpeed and MLflow take seconds in each process that imports them anew.
+"""Processes that share one import: PyTorch and DeepSpeed take seconds in each process that imports them anew.
 
 A server, one for a test process, has imported them and forks a process for each script that is asked for. What it is
 asked comes as lines of JSON, and so do its answers.
@@ -121,7 +121,10 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  (imports PyTorch's compiler, whatever is used)
+    from ddpm_ds.device import import_deepspeed
+
+    import_deepspeed()
+    import torch._dynamo  # noqa: F401  (the first optimizer imports it)
 
     import ddpm_ds.train.session  # noqa: F401
 

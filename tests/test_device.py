@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 
@@ -13,7 +15,7 @@ import torch
 from ddpm_ds import device
 from ddpm_ds.device import LOCKING_ENVIRONMENT, MESSAGE_ENVIRONMENT, choose_device
 from ddpm_ds.errors import LayoutError
-from tests.launching import REPOSITORY
+from tests.forking import ONE_THREAD, REPOSITORY
 
 TOO_OLD = (
     "CUDA initialization: The NVIDIA driver on your system is too old (found version 11040). Please update your GPU "
@@ -176,3 +178,17 @@ def test_the_table_of_the_docs_has_these_variables_and_values() -> None:
     table = (REPOSITORY / "docs" / "gpu.md").read_text()
     assert all(f"| `{name}` | {value} |" in table for name, value in MESSAGE_ENVIRONMENT.items())
     assert all(f"| `{name}` | refused " in table for name in LOCKING_ENVIRONMENT)
+
+
+def test_a_rank_starts_without_mlflow_and_the_compiler_which_can_still_be_imported() -> None:
+    program = """
+import sys
+from ddpm_ds.device import import_deepspeed
+import_deepspeed()
+import ddpm_ds.train.session
+assert not {"mlflow", "torch._inductor.compile_fx"} & set(sys.modules)
+from deepspeed.runtime import compiler
+assert compiler.compile().__name__ == "compile"
+import mlflow
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True, env={**os.environ, **ONE_THREAD})

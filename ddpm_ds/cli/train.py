@@ -191,10 +191,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if os.environ["RANK"] == "0":
                     line = screen.enter_context(contextlib.closing(ProgressLine(plan.spec.train.images)))
                 with line.doing("starting PyTorch and DeepSpeed") if line is not None else contextlib.nullcontext():
-                    from ddpm_ds.device import choose_device  # torch, now that everything cheap is checked
+                    # torch, now that everything cheap is checked
+                    from ddpm_ds.device import choose_device, import_deepspeed
 
                     device = choose_device(options.device, plan.ds.layout.stages)
-                    # deepspeed, which asks for its device when it is imported
+                    import_deepspeed()
                     from ddpm_ds.train.session import run_training
             run_training(plan, run_dir, device, options, line)
     except PeerLostError as error:  # nothing that waits for the others, not even leaving their group, may follow

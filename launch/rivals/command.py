@@ -119,10 +119,11 @@ def _benchmark(options: argparse.Namespace) -> None:
     """Compare ways of training one U-Net on all processes."""
     plan = _plan(options, options.overrides)
     names, not_run = choose(options.rows or list(ROWS), lambda row: why_not_in_layout(row, plan))
-    from ddpm_ds.device import choose_device  # torch, now that everything cheap is checked
+    from ddpm_ds.device import choose_device, import_deepspeed  # torch, now that everything cheap is checked
 
     device = choose_device(options.device, plan.ds.layout.stages)
-    from rivals.layout import run_layout  # deepspeed, which asks for its device then
+    import_deepspeed()
+    from rivals.layout import run_layout
 
     run_layout(plan, device, names, not_run, options)
 
@@ -136,9 +137,10 @@ def _one_device(options: argparse.Namespace) -> None:
     if (processes := os.environ["WORLD_SIZE"]) != "1":
         raise LayoutError(f"--one-device has one process, and {processes} were started; deepspeed --num_gpus 1")
     _plan(options, options.overrides)  # what is wrong is said before torch is loaded
-    from ddpm_ds.device import choose_device
+    from ddpm_ds.device import choose_device, import_deepspeed
 
     device = choose_device(options.device)
+    import_deepspeed()
     images = options.images or (CPU_IMAGES if device.type == "cpu" else None)
     batch = [] if images is None else [f"train.batch_images={images}"]
     overrides = [*options.overrides, *batch, "train.accumulation=1"]
