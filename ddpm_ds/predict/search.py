@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tqdm import tqdm
+
 from ddpm_ds.command_line import GIB, gib
 from ddpm_ds.config.ds_config import resolve
 from ddpm_ds.errors import LayoutError, UserError
@@ -62,7 +64,8 @@ def candidates(predictor: Predictor) -> list[Candidate]:
     recomputing: dict[Candidate, tuple[int, Candidate]] = {}
     accepted: dict[tuple[str, int, bool, int], bool] = {}
     machine = predictor.machine
-    for layout in layouts(predictor.job, machine.devices, offload=not machine.is_cpu, nodes=machine.nodes):
+    possible = layouts(predictor.job, machine.devices, offload=not machine.is_cpu, nodes=machine.nodes)
+    for layout in tqdm(list(possible), "cutting the U-Net", unit=" layouts", delay=3, leave=False, disable=None):
         if not predictor.can_cut(layout):
             continue
         kind = (layout.schedule, layout.zero_stage, layout.offload, layout.checkpoint_interval)
@@ -82,7 +85,7 @@ def sort_out(predictor: Predictor, considered: Sequence[Candidate]) -> tuple[lis
     """Return the layouts that fit the devices' memory, and those that don't."""
     fitting: list[Candidate] = []
     misfits: list[Candidate] = []
-    for layout in considered:
+    for layout in tqdm(considered, "computing memory", unit=" layouts", delay=3, leave=False, disable=None):
         (fitting if predictor.fits(layout) else misfits).append(layout)
     return fitting, misfits
 

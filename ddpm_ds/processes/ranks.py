@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import json
 import os
 import platform
@@ -213,8 +214,10 @@ def recorded(main: Callable[[], int], *, stoppable: bool = False) -> int:
     """Run a rank's ``main`` and record that it started and the code it ends with; exceptions record nothing.
 
     With ``stoppable`` a signal that asks for a stop ends it at once with 75, until ``main`` handles signals itself: so
-    far there is nothing to save.
+    far there is nothing to save. A crash outside of Python, as on a file of images that is cut while it is copied from,
+    prints where it was; to others this is then a lost rank, and the next start names the file.
     """
+    faulthandler.enable(2)
     for number in STOP_SIGNALS if stoppable else ():
         signal.signal(number, lambda number, frame: os._exit(record_exit(EXIT_PREEMPTED)))
     _record(STARTED)

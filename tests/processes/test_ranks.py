@@ -185,6 +185,24 @@ def test_a_rank_that_is_stopped_before_it_has_anything_to_save_ends_with_75(numb
         assert rank.wait(60) == 75
 
 
+def test_a_rank_that_reads_what_a_mapped_file_no_longer_has_says_where_it_was(tmp_path: Path) -> None:
+    program = """
+import mmap, os, sys
+from ddpm_ds.processes.ranks import recorded
+def read_images():
+    with open(sys.argv[1], "r+b") as file:
+        mapped = mmap.mmap(file.fileno(), 0)
+        os.truncate(sys.argv[1], 0)
+        return mapped[-1]
+recorded(read_images)
+"""
+    (tmp_path / "images").write_bytes(bytes(1 << 20))
+    command = [sys.executable, "-c", program, str(tmp_path / "images")]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGBUS
+    assert "Bus error" in done.stderr and "in read_images" in done.stderr
+
+
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CROSS_SIZE", "MASTER_PORT"])
 @pytest.mark.parametrize("value", ["", "two", "-1", "1.5", "1000000000", "9" * 5000])
 def test_a_number_in_the_environment_that_is_none_or_out_of_range_is_refused(
