@@ -47,7 +47,6 @@ def config_of(folder: Path, schedule: str) -> str:
 @pytest.mark.parametrize(
     ("schedule", "layout"),
     [
-        pytest.param("1f1b", ("-p", "4"), id="4 stages"),
         pytest.param("folded", ("-p", "2"), id="fold of 2 x 2 replicas"),
         pytest.param("planned", ("-p", "2"), id="planned order of 2 x 2 replicas"),
     ],

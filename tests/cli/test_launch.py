@@ -25,8 +25,10 @@ CONFIG = REPOSITORY / "ds_configs" / "zero1_fp32.json"
 @pytest.fixture
 def spec(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.yaml"
-    values = tiny_spec(train={"images": 800, "batch_images": 16}).model_dump(mode="json", exclude_defaults=True)
-    path.write_text(yaml.safe_dump(values))
+    quick = {"samples": {"every_images": None}, "evaluation": {"every_images": None}}
+    train = {"images": 400, "batch_images": 16, "accumulation": 2}
+    found = tiny_spec(train=train, logging={"log_every_images": 16, "trackers": []}, **quick)
+    path.write_text(yaml.safe_dump(found.model_dump(mode="json", exclude_defaults=True)))
     return path
 
 
@@ -36,7 +38,7 @@ def test_it_shows_what_it_does_saves_at_ctrl_c_and_the_command_that_it_prints_go
 ) -> None:
     words = f"train --processes 2 -p 2 --deepspeed_config {CONFIG} --spec {spec} --run-dir run"
     first = Terminal([*PROGRAM, *words.split()], tmp_path)
-    first.read(lambda text: re.search(r"\d/800 images.* loss \d", text) is not None)
+    first.read(lambda text: re.search(r"\d/400 images.* loss \d", text) is not None)
     first.process.send_signal(signal.SIGINT)
     assert first.ended() == EXIT_PREEMPTED, first.text
     shown = ["starting the processes", "starting PyTorch and DeepSpeed", "building the pipeline"]

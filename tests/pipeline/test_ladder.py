@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ddpm_ds.pipeline.placement import Grid
-from tests.launching import launch, write_json
+from tests.launching import run_ranks, write_json
 from tests.pipeline.ladder_worker import Case, Precision, layers_of, spec_of
 from tests.unet.variants import narrowing, rounding
 
@@ -52,16 +52,11 @@ BY_FOUR = [
     Case(2, 2, 0, "fp16", 1, across="replicas"),
     Case(2, 2, 1, "fp32", 1, across="replicas"),
     Case(4, 1, 2, "fp32", 3),
-    Case(4, 1, 1, "fp16", 0),
-    Case(4, 1, 2, "fp32", 1, reentrant=True),
     Case(2, 2, 2, "fp32", 0, offload=True, across="replicas"),
     Case(2, 2, 2, "fp16", 0, growing_scale=True),
     Case(2, 2, 0, "bf16", 0, across="replicas"),
     Case(2, 2, 2, "bf16", 1, fp32_accumulation=True),
-    Case(2, 2, 2, "fp32", 0, micro_batches=2, wall_clock=True),
     Case(2, 2, 2, "fp16", 1, schedule="folded"),
-    Case(2, 2, 2, "fp32", 0, offload=True, schedule="folded"),
-    Case(4, 1, 0, "fp32", 0, micro_batches=8, schedule="folded"),
     Case(2, 2, 2, "fp16", 1, schedule="folded", random_programs=3),
     Case(4, 1, 1, "fp32", 2, offload=True, micro_batches=8, schedule="folded", random_programs=4),
 ]
@@ -78,7 +73,12 @@ MORE_BY_TWO = [
     Case(2, 1, 0, "bf16", 0, fused=True),
 ]
 MORE_BY_FOUR = [
-    *(Case(2, 2, *ways) for ways in SOME),
+    *(Case(2, 2, *ways) for ways in SOME[1:]),
+    Case(4, 1, 1, "fp16", 0),
+    Case(4, 1, 2, "fp32", 1, reentrant=True),
+    Case(2, 2, 2, "fp32", 0, micro_batches=2, wall_clock=True),
+    Case(2, 2, 2, "fp32", 0, offload=True, schedule="folded"),
+    Case(4, 1, 0, "fp32", 0, micro_batches=8, schedule="folded"),
     Case(1, 4, 2, "fp16", 0, micro_batches=2),
     Case(2, 2, 1, "fp16", 2, reentrant=True),
     Case(4, 1, 2, "fp32", 0, micro_batches=1),
@@ -137,7 +137,7 @@ def test_on_gpus_loss_and_every_gradient_equal_plain_pytorch(
 def check(processes: int, cases: list[Case], folder: Path, record_property: Recorder, **environment: str) -> None:
     """Train the cases and compare; the largest difference of a gradient in each precision is recorded."""
     file = write_json(folder / "cases.json", [asdict(case) for case in cases])
-    done = launch(processes, WORKER, str(file), str(folder), timeout=600, **environment)
+    done = run_ranks(processes, WORKER, str(file), str(folder), timeout=600, **environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     reports = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
     largest: dict[str, float] = {}

@@ -104,6 +104,7 @@ def test_wandb_hears_what_mlflow_hears_and_its_failure_is_its_own(root: Path, mo
     assert in_mlflow(root) == [1.0, 2.0, 2.0, 3.0, 4.0]
 
 
+@pytest.mark.long
 def test_tensorboard_has_the_curves_and_pictures_of_a_resumed_run(root: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     said: list[str] = []
@@ -116,6 +117,7 @@ def test_tensorboard_has_the_curves_and_pictures_of_a_resumed_run(root: Path) ->
     assert said == []
 
 
+@pytest.mark.long
 def test_wandb_itself_takes_the_records_offline(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")

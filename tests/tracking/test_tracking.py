@@ -378,6 +378,7 @@ def test_a_full_or_missing_run_folder_is_said_in_one_line(tmp_path: Path) -> Non
     assert os.fstat(module._new_journal(options)).st_size > 0, "kept in memory then"
 
 
+@pytest.mark.long
 def test_a_database_is_made_whole_or_not_at_all(root: Path) -> None:
     """What a killed worker has left half-made is made anew, and nobody sees a database without its tables."""
     database = root / "mlflow.db"

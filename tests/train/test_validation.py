@@ -41,6 +41,7 @@ PIXELS_OFF = {"fp32": 0.01, "fp16": 0.3}
                 Look(4, 1, "fp16", schedule="folded"),
             ],
             id="4 processes",
+            marks=pytest.mark.long,
         ),
     ],
 )

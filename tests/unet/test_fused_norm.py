@@ -186,21 +186,32 @@ def tolerance(case: Case) -> float:
     return stored + 4 * 2.0**-24 * ((30 + terms) ** 0.5 + abs(case.mean) / case.deviation)
 
 
-def interpret(out: str) -> None:
-    """Write to a file what the interpreter made of all cases."""
-    found = {name: report(case) for name, case in CASES.items()}
+CORE = ("fp32-tiles-embedding", "fp32-whole-embedding", "fp16-tiles", "channels-in-blocks")
+"""Cases that are interpreted in every run of the tests; the others take long."""
+
+
+def interpret(out: str, *names: str) -> None:
+    """Write to a file what the interpreter made of some cases."""
+    found = {name: report(CASES[name]) for name in names}
     Path(out).write_text(json.dumps({"same": same_as_eager(), **found}))
 
 
 @pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What the interpreter made of all cases."""
+def interpreted(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
+    """What the interpreter made of the cases that are asked for."""
     out = tmp_path_factory.mktemp("fused_norm") / "report.json"
-    run_alone("test_fused_norm", f"interpret({str(out)!r})", TRITON_INTERPRET="1")
+    asked = [item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")]
+    run_alone(
+        "test_fused_norm",
+        f"interpret({str(out)!r}, *{[name for name in CASES if name in asked]})",
+        TRITON_INTERPRET="1",
+    )
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [name if name in CORE else pytest.param(name, marks=pytest.mark.long) for name in CASES]
+)
 def test_output_and_every_gradient_equal_float64_and_have_the_dtypes_and_memory_format_of_x(
     interpreted: dict[str, Any], name: str
 ) -> None:
