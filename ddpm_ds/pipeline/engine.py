@@ -114,20 +114,18 @@ class UnetPipelineEngine(PipelineEngine):
         self._channels: list[StageChannels] = []
         self._cautious_steps = CAUTIOUS_STEPS
         self._watchers = 0
-        self._warm: set[tuple[int, bool]] = set()
+        self._warm: set[tuple[int, bool, int, bool]] = set()
 
     def follow(self, programs: Sequence[Program]) -> None:
         """Execute these programs from the next step on; all ranks of a pipeline call this with the same.
 
         Raises:
-            ValueError: they would not compute one step's gradients, or split backwards of compiled layers.
+            ValueError: they would not compute one step's gradients.
         """
         check_programs(programs, self.module.schedule, self.micro_batches)
-        split = [split_passes(own) for own in programs]
-        if any(split) and self.compiled:
-            raise ValueError("weight gradients can't have passes of their own where layers are compiled")
         self.programs = tuple(programs)
-        self._waiting = WaitingGradients(split[self.stage_id]) if split[self.stage_id] else None
+        split = split_passes(programs[self.stage_id])
+        self._waiting = WaitingGradients(split) if split else None
         for layer in self._weighted_parts(range(self.phases)):
             layer.waiting = self._waiting
         self._channels = [self.stage_channels(phase, self.micro_batch_size) for phase in range(self.phases)]
@@ -188,25 +186,31 @@ class UnetPipelineEngine(PipelineEngine):
     def warm_up(self, images: int, *, gradients: bool) -> bool:
         """Run each layer once on so many images, unless that has been done; returns whether this was the first time.
 
-        Runs none where a call returns when its work is done, as on a CPU, unless layers are compiled.
+        With ``gradients`` once for each way that the programs have: weight gradients in the backward, or waiting. Runs
+        none where a call returns when its work is done, as on a CPU, unless layers are compiled.
         """
-        if (images, gradients) in self._warm:
-            return False
-        self._warm.add((images, gradients))
-        if runs_behind(self.device) or self.compiled:
+        waiting = self._waiting if gradients else None
+        ways = [waiting.ways(phase, self.micro_batches) if waiting else {False} for phase in range(self.phases)]
+        every = {(images, gradients, phase, waits) for phase, found in enumerate(ways) for waits in found}
+        cold = sorted(every - self._warm)
+        self._warm |= every
+        for *_, phase, waits in cold if runs_behind(self.device) or self.compiled else ():
+            if waiting is not None:
+                waiting.open = waits
+            begin, stop = self.module.ends(phase)
             warm_up(
-                self.own_layers(),
+                {index: self.module.get_submodule(str(index)) for index in range(begin, stop)},
                 self.module.unet_layers,
                 images,
-                stage_begins=[self.module.ends(phase)[0] for phase in range(self.phases)],
+                stage_begin=begin,
                 gradients=gradients,
                 recompute=gradients and self.module.activation_checkpoint_interval > 0,
             )
             if gradients:
                 forget_peaks(self.device)
-            if self._waiting is not None:
-                self._waiting.clear()
-        return True
+            if waiting is not None:
+                waiting.clear()
+        return bool(cold)
 
     def _message_dtype(self) -> torch.dtype:
         return next(self.module.parameters()).dtype

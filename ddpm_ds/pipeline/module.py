@@ -177,15 +177,15 @@ def warm_up(
     layers: Sequence[Layer],
     images: int,
     *,
-    stage_begins: Sequence[int],
+    stage_begin: int,
     gradients: bool,
     recompute: bool,
 ) -> None:
     """Run each of ``modules``, by their index in ``layers``, on ``images`` images of zeros, one after the other.
 
     This makes all ranks compile, choose and load kernels at the same time, while none waits for a message of another.
-    With ``gradients`` backwards as well; no gradient is kept and no hook of a parameter runs. A layer at which a stage
-    begins (``stage_begins``) gets an image that needs a gradient. With ``recompute`` the backward runs each layer
+    With ``gradients`` backwards as well; no gradient is kept and no hook of a parameter runs. The layer where a stage
+    begins (``stage_begin``) gets an image that needs a gradient. With ``recompute`` the backward runs each layer
     forwards once more, in the thread that differentiates: cuDNN's choices of algorithms are kept by thread.
     """
     for index, module in modules.items():
@@ -197,7 +197,7 @@ def warm_up(
                 module(inputs)
             continue
         leaves = [tensor for tensor in inputs if tensor.is_floating_point()] if index else []
-        for leaf in leaves[index == 1 and index not in stage_begins :]:  # conv_in's image is no layer's output
+        for leaf in leaves[index == 1 and stage_begin != 1 :]:  # conv_in's image is no layer's output
             leaf.requires_grad_()
         if recompute:
             outputs = checkpoint(module, inputs, use_reentrant=False, preserve_rng_state=False)
