@@ -108,8 +108,8 @@ class UnetPipelineEngine(PipelineEngine):
         self._flights: dict[int, Flight] = {}  # by the micro-batch's number in this step
         self.programs: tuple[Program, ...] = ()
         """Programs of all ranks of a pipeline; set by :meth:`follow`."""
-        self._waiting: WaitingGradients | None = None
-        """Weight gradients that wait for a pass of their own, where the programs have such passes."""
+        self._waiting = WaitingGradients(())
+        """Weight gradients that wait for a pass of their own."""
         self._connected = open_p2p_groups(self.grid.pipe_groups, self.phases, self.device)
         self._channels: list[StageChannels] = []
         self._cautious_steps = CAUTIOUS_STEPS
@@ -124,8 +124,7 @@ class UnetPipelineEngine(PipelineEngine):
         """
         check_programs(programs, self.module.schedule, self.micro_batches)
         self.programs = tuple(programs)
-        split = split_passes(programs[self.stage_id])
-        self._waiting = WaitingGradients(split) if split else None
+        self._waiting = WaitingGradients(split_passes(programs[self.stage_id]))
         for layer in self._weighted_parts(range(self.phases)):
             layer.waiting = self._waiting
         self._channels = [self.stage_channels(phase, self.micro_batch_size) for phase in range(self.phases)]
@@ -189,14 +188,15 @@ class UnetPipelineEngine(PipelineEngine):
         With ``gradients`` once for each way that the programs have: weight gradients in the backward, or waiting. Runs
         none where a call returns when its work is done, as on a CPU, unless layers are compiled.
         """
-        waiting = self._waiting if gradients else None
-        ways = [waiting.ways(phase, self.micro_batches) if waiting else {False} for phase in range(self.phases)]
-        every = {(images, gradients, phase, waits) for phase, found in enumerate(ways) for waits in found}
+        every = {
+            (images, gradients, phase, waits)
+            for phase in range(self.phases)
+            for waits in (self._waiting.ways(phase, self.micro_batches) if gradients else {False})
+        }
         cold = sorted(every - self._warm)
         self._warm |= every
         for *_, phase, waits in cold if runs_behind(self.device) or self.compiled else ():
-            if waiting is not None:
-                waiting.open = waits
+            self._waiting.open = waits
             begin, stop = self.module.ends(phase)
             warm_up(
                 {index: self.module.get_submodule(str(index)) for index in range(begin, stop)},
@@ -206,10 +206,9 @@ class UnetPipelineEngine(PipelineEngine):
                 gradients=gradients,
                 recompute=gradients and self.module.activation_checkpoint_interval > 0,
             )
+            self._waiting.clear()
             if gradients:
                 forget_peaks(self.device)
-            if waiting is not None:
-                waiting.clear()
         return bool(cold)
 
     def _message_dtype(self) -> torch.dtype:
@@ -323,8 +322,7 @@ class UnetPipelineEngine(PipelineEngine):
     def _begin(self, own: Instruction) -> None:
         """Tell the layers which images' forward runs next, or whose backward, and whether weight gradients wait."""
         set_image_index(self._dropouts, self._flight(own).images)
-        if self._waiting is not None:
-            self._waiting.begin(own.phase, *own.micro_batches)
+        self._waiting.begin(own.phase, *own.micro_batches)
 
     def _load(self, own: Instruction) -> None:
         self._flight(own).prepared = self.objective.prepare(next(self.data_iterator))
@@ -389,7 +387,6 @@ class UnetPipelineEngine(PipelineEngine):
             torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
 
     def _weight_gradients(self, own: Instruction) -> None:
-        assert self._waiting is not None
         with insides.micro_batch_backward(self):
             self._waiting.compute(self._weighted_parts([own.phase]), own.micro_batches)
 
@@ -403,8 +400,7 @@ class UnetPipelineEngine(PipelineEngine):
         passage.leaves = ()
 
     def _reduce(self, _: Instruction) -> None:
-        if self._waiting is not None:
-            self._waiting.check_empty()
+        self._waiting.check_empty()
         if self.zero_optimization_partition_gradients():
             insides.finish_partitioned_gradients(self)
         else:

@@ -148,7 +148,7 @@ class Convolution(nn.Module):
         """Inputs of compiled code in the place of the weight, while its gradient waits."""
 
     def forward(self, x: Tensor) -> Tensor:
-        waits = self.waiting is not None and self.waiting.open and torch.is_grad_enabled()
+        waits = torch.is_grad_enabled() and self.waiting is not None and self.waiting.open
         weight = (detached_weight(self) if waits else self.weight).to(x.dtype).permute(0, 3, 1, 2)  # (out, in, k, k)
         x, weight = (tensor.contiguous(memory_format=self.memory_format) for tensor in (x, weight))
         bias = self.bias.to(x.dtype)
@@ -188,7 +188,7 @@ class Linear(nn.Linear):
         """Leave the weights undrawn; the inherited method would draw from torch's global generator."""
 
     def forward(self, x: Tensor) -> Tensor:
-        waits = self.waiting is not None and self.waiting.open and torch.is_grad_enabled()
+        waits = torch.is_grad_enabled() and self.waiting is not None and self.waiting.open
         weight, bias = (detached_weight(self) if waits else self.weight).to(x.dtype), self.bias.to(x.dtype)
         y = F.linear(x, weight, bias.detach() if waits else bias)
         return wait(self, y, x, bias) if waits else y

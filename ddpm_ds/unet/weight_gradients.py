@@ -182,7 +182,7 @@ class Tapped:
     def __call__(self, *inputs: Any) -> Tensor:
         """Compute, with taps where weight gradients wait."""
         waiting = self._parts[0].waiting
-        if waiting is None or not waiting.open or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or waiting is None or not waiting.open:
             return self._compiled(*inputs)
         taps = _MakeTaps.apply(torch.zeros((), requires_grad=True), self._parts, self._alike(inputs))
         for part, x, y in zip(self._parts, taps[::2], taps[1::2], strict=True):

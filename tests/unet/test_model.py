@@ -110,7 +110,9 @@ print("kept", found["fxgraph_cache_hit"], found["fxgraph_cache_miss"])
 
 
 @pytest.mark.needs_programs("g++|clang++")
-def test_compiled_for_real_once_per_shape_and_way_of_its_weight_gradients_and_kept_for_the_next_run(tmp_path: Path) -> None:
+def test_compiled_for_real_once_per_shape_and_where_weight_gradients_wait_and_kept_for_the_next_run(
+    tmp_path: Path,
+) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
     said = [
         subprocess.run(
