@@ -223,10 +223,11 @@ def _zeros(layers: Sequence[Layer], index: int, images: int, like: Tensor) -> tu
     if isinstance(layer, EmbedLayer):
         numbers = torch.zeros(images, dtype=torch.int64, device=like.device)
         image = torch.zeros((images, *layer.output_shape), device=like.device)
-        return (image, numbers) if layer.classes is None else (image, numbers, numbers)
-    shapes = ((images, *shape) for shape in boundary_shapes(layers, index))
-    tensors = tuple(torch.zeros(shape, dtype=like.dtype, device=like.device) for shape in shapes)
-    tensors = tuple(
-        tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor for tensor in tensors
-    )
+        return (image, numbers) if layer.classes is None else (image, numbers, numbers.clone())
+
+    def zeros(shape: tuple[int, ...]) -> Tensor:  # an image of one channel has the strides of training only if made so
+        memory_format = torch.channels_last if len(shape) == 4 else torch.contiguous_format
+        return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=memory_format).zero_()
+
+    tensors = tuple(zeros((images, *shape)) for shape in boundary_shapes(layers, index))
     return unpack(tensors, newest_skip_is_h(layers, index))
