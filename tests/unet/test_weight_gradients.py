@@ -98,6 +98,8 @@ def test_every_gradient_is_that_of_whole_backwards_in_any_grouping_also_beside_a
     waiting.compute(large, [3])
     waiting.check_empty()
     assert set(given.values()) == {4}, "a hook of a weight runs once a pass"
+    with pytest.raises(KeyError):  # once more
+        waiting.compute(large, [3])
     limit = ROUNDINGS[dtype] * torch.finfo(dtype).eps
     for name, expected in gradients(whole).items():
         found = gradients(split)[name]
