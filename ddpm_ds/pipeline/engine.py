@@ -108,26 +108,23 @@ class UnetPipelineEngine(PipelineEngine):
         self._flights: dict[int, Flight] = {}  # by the micro-batch's number in this step
         self.programs: tuple[Program, ...] = ()
         """Programs of all ranks of a pipeline; set by :meth:`follow`."""
-        self._waiting: WaitingGradients | None = None
-        """Weight gradients that wait for a pass of their own, where the programs have such passes."""
+        self._waiting = WaitingGradients(())
+        """Weight gradients that wait for a pass of their own."""
         self._connected = open_p2p_groups(self.grid.pipe_groups, self.phases, self.device)
         self._channels: list[StageChannels] = []
         self._cautious_steps = CAUTIOUS_STEPS
         self._watchers = 0
-        self._warm: set[tuple[int, bool]] = set()
+        self._warm: set[tuple[int, bool, int, bool]] = set()
 
     def follow(self, programs: Sequence[Program]) -> None:
         """Execute these programs from the next step on; all ranks of a pipeline call this with the same.
 
         Raises:
-            ValueError: they would not compute one step's gradients, or split backwards of compiled layers.
+            ValueError: they would not compute one step's gradients.
         """
         check_programs(programs, self.module.schedule, self.micro_batches)
-        split = [split_passes(own) for own in programs]
-        if any(split) and self.compiled:
-            raise ValueError("weight gradients can't have passes of their own where layers are compiled")
         self.programs = tuple(programs)
-        self._waiting = WaitingGradients(split[self.stage_id]) if split[self.stage_id] else None
+        self._waiting = WaitingGradients(split_passes(programs[self.stage_id]))
         for layer in self._weighted_parts(range(self.phases)):
             layer.waiting = self._waiting
         self._channels = [self.stage_channels(phase, self.micro_batch_size) for phase in range(self.phases)]
@@ -188,25 +185,31 @@ class UnetPipelineEngine(PipelineEngine):
     def warm_up(self, images: int, *, gradients: bool) -> bool:
         """Run each layer once on so many images, unless that has been done; returns whether this was the first time.
 
-        Runs none where a call returns when its work is done, as on a CPU, unless layers are compiled.
+        With ``gradients`` once for each way that the programs have: weight gradients in the backward, or waiting. Runs
+        none where a call returns when its work is done, as on a CPU, unless layers are compiled.
         """
-        if (images, gradients) in self._warm:
-            return False
-        self._warm.add((images, gradients))
-        if runs_behind(self.device) or self.compiled:
+        every = {
+            (images, gradients, phase, waits)
+            for phase in range(self.phases)
+            for waits in (self._waiting.ways(phase, self.micro_batches) if gradients else {False})
+        }
+        cold = sorted(every - self._warm)
+        self._warm |= every
+        for *_, phase, waits in cold if runs_behind(self.device) or self.compiled else ():
+            self._waiting.open = waits
+            begin, stop = self.module.ends(phase)
             warm_up(
-                self.own_layers(),
+                {index: self.module.get_submodule(str(index)) for index in range(begin, stop)},
                 self.module.unet_layers,
                 images,
-                stage_begins=[self.module.ends(phase)[0] for phase in range(self.phases)],
+                stage_begin=begin,
                 gradients=gradients,
                 recompute=gradients and self.module.activation_checkpoint_interval > 0,
             )
+            self._waiting.clear()
             if gradients:
                 forget_peaks(self.device)
-            if self._waiting is not None:
-                self._waiting.clear()
-        return True
+        return bool(cold)
 
     def _message_dtype(self) -> torch.dtype:
         return next(self.module.parameters()).dtype
@@ -319,8 +322,7 @@ class UnetPipelineEngine(PipelineEngine):
     def _begin(self, own: Instruction) -> None:
         """Tell the layers which images' forward runs next, or whose backward, and whether weight gradients wait."""
         set_image_index(self._dropouts, self._flight(own).images)
-        if self._waiting is not None:
-            self._waiting.begin(own.phase, *own.micro_batches)
+        self._waiting.begin(own.phase, *own.micro_batches)
 
     def _load(self, own: Instruction) -> None:
         self._flight(own).prepared = self.objective.prepare(next(self.data_iterator))
@@ -385,7 +387,6 @@ class UnetPipelineEngine(PipelineEngine):
             torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
 
     def _weight_gradients(self, own: Instruction) -> None:
-        assert self._waiting is not None
         with insides.micro_batch_backward(self):
             self._waiting.compute(self._weighted_parts([own.phase]), own.micro_batches)
 
@@ -399,8 +400,7 @@ class UnetPipelineEngine(PipelineEngine):
         passage.leaves = ()
 
     def _reduce(self, _: Instruction) -> None:
-        if self._waiting is not None:
-            self._waiting.check_empty()
+        self._waiting.check_empty()
         if self.zero_optimization_partition_gradients():
             insides.finish_partitioned_gradients(self)
         else:

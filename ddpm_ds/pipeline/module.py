@@ -177,15 +177,15 @@ def warm_up(
     layers: Sequence[Layer],
     images: int,
     *,
-    stage_begins: Sequence[int],
+    stage_begin: int,
     gradients: bool,
     recompute: bool,
 ) -> None:
     """Run each of ``modules``, by their index in ``layers``, on ``images`` images of zeros, one after the other.
 
     This makes all ranks compile, choose and load kernels at the same time, while none waits for a message of another.
-    With ``gradients`` backwards as well; no gradient is kept and no hook of a parameter runs. A layer at which a stage
-    begins (``stage_begins``) gets an image that needs a gradient. With ``recompute`` the backward runs each layer
+    With ``gradients`` backwards as well; no gradient is kept and no hook of a parameter runs. The layer where a stage
+    begins (``stage_begin``) gets an image that needs a gradient. With ``recompute`` the backward runs each layer
     forwards once more, in the thread that differentiates: cuDNN's choices of algorithms are kept by thread.
     """
     for index, module in modules.items():
@@ -197,7 +197,7 @@ def warm_up(
                 module(inputs)
             continue
         leaves = [tensor for tensor in inputs if tensor.is_floating_point()] if index else []
-        for leaf in leaves[index == 1 and index not in stage_begins :]:  # conv_in's image is no layer's output
+        for leaf in leaves[index == 1 and stage_begin != 1 :]:  # conv_in's image is no layer's output
             leaf.requires_grad_()
         if recompute:
             outputs = checkpoint(module, inputs, use_reentrant=False, preserve_rng_state=False)
@@ -223,10 +223,11 @@ def _zeros(layers: Sequence[Layer], index: int, images: int, like: Tensor) -> tu
     if isinstance(layer, EmbedLayer):
         numbers = torch.zeros(images, dtype=torch.int64, device=like.device)
         image = torch.zeros((images, *layer.output_shape), device=like.device)
-        return (image, numbers) if layer.classes is None else (image, numbers, numbers)
-    shapes = ((images, *shape) for shape in boundary_shapes(layers, index))
-    tensors = tuple(torch.zeros(shape, dtype=like.dtype, device=like.device) for shape in shapes)
-    tensors = tuple(
-        tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor for tensor in tensors
-    )
+        return (image, numbers) if layer.classes is None else (image, numbers, numbers.clone())
+
+    def zeros(shape: tuple[int, ...]) -> Tensor:  # an image of one channel has the strides of training only if made so
+        memory_format = torch.channels_last if len(shape) == 4 else torch.contiguous_format
+        return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=memory_format).zero_()
+
+    tensors = tuple(zeros((images, *shape)) for shape in boundary_shapes(layers, index))
     return unpack(tensors, newest_skip_is_h(layers, index))

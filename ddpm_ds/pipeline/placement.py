@@ -193,7 +193,7 @@ def run_exchange(
     Where these are not known yet, a pass of weight gradients is taken to be of half of the micro-batches in flight.
     """
     layout = ds.layout
-    if reductions is None and ds.schedule == "planned" and not ds.compile:
+    if reductions is None and ds.schedule == "planned":
         held = usual_in_flight(layout.stages, reduces=True) if ds.in_flight == "auto" else ds.in_flight
         passes = math.ceil(layout.micro_batches / max(1, held // 2))
         reductions = [[passes, passes]] * layout.stages

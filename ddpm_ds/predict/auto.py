@@ -77,16 +77,17 @@ def measured_cuts(spec: RunSpec, ds: ResolvedDsConfig, times: Callable[[Workload
 
 def planned_order(
     spec: RunSpec, ds: ResolvedDsConfig, bounds: tuple[int, ...], times: Callable[[Workload], LayerTimes] | None = None
-) -> tuple[Program, ...] | None:
-    """Return the programs of a decided run that :attr:`ResolvedDsConfig.is_ordered`; None for a single stage under
-    compile.
+) -> tuple[Program, ...]:
+    """Return the programs of a decided run that :attr:`ResolvedDsConfig.is_ordered`.
 
     ``times`` measures layers; without it their seconds are computed.
     """
     devices = _devices(ds.blocks, ds.layout.world_size)
-    job = Workload(spec, {**ds.blocks, "compile": ds.compile}, devices.is_cpu)
+    job = Workload(spec, ds.blocks, devices.is_cpu)
     predictor = Predictor(job, devices, times(job) if times else analytic_times(job, devices))
-    return predictor.programs(Candidate.of(ds, int(ds.checkpoint_interval)), bounds)
+    made = predictor.programs(Candidate.of(ds, int(ds.checkpoint_interval)), bounds)
+    assert made is not None
+    return made
 
 
 def planned_again(
@@ -112,7 +113,7 @@ def planned_again(
     for found, own in zip(mean_ranks(summary), computed, strict=True):
         phases = tuple(map(divided, found.phases, own.phases))
         costs.append(RankCosts(phases, found.reduce, found.optimizer))
-    made = order_of(layout, costs, link(devices, layout), splits=not ds.compile)
+    made = order_of(layout, costs, link(devices, layout))
     assert made is not None
     return made
 

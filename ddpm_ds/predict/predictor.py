@@ -138,7 +138,7 @@ class Predictor:
 
     def lower_bound(self, layout: Candidate, bounds: Bounds | None = None) -> float:
         """Return a lower bound of a step's seconds: the busiest rank's work."""
-        more = layout.micro_batches - 1 if layout.schedule == "planned" and self._splits else 0
+        more = layout.micro_batches - 1 if layout.schedule == "planned" else 0
         return max(
             layout.micro_batches * rank.pass_seconds
             - more * rank.weight_pass_seconds
@@ -165,13 +165,9 @@ class Predictor:
         """Return the programs of a planned schedule; None where the schedule's name says them."""
         if (layout, bounds) not in self._programs:
             between = link(self.machine, layout)
-            made = order_of(layout, self.costs(layout, bounds), between, splits=self._splits)
+            made = order_of(layout, self.costs(layout, bounds), between)
             self._programs[layout, bounds] = made
         return self._programs[layout, bounds]
-
-    @property
-    def _splits(self) -> bool:
-        return not self.job.config.get("compile", False)
 
     def predict(self, layout: Candidate) -> Prediction:
         """Predict everything about a layout."""

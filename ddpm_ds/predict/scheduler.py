@@ -19,7 +19,7 @@ from typing import Literal
 
 from ddpm_ds.pipeline import schedule as schedules
 from ddpm_ds.pipeline.cuts import Schedule, folds
-from ddpm_ds.pipeline.schedule import PASSES, Instruction, Name, Program, completed, neighbours, phases_of, program
+from ddpm_ds.pipeline.schedule import PASSES, Instruction, Program, completed, neighbours, phases_of, program
 from ddpm_ds.predict.layouts import Candidate
 from ddpm_ds.predict.simulate import FREE, Link, PhaseCosts, RankCosts, simulate
 
@@ -48,7 +48,6 @@ def planned(
     link: Callable[[int, int], Link] = lambda source, target: FREE,
     *,
     most_held: int,
-    splits: bool = True,
 ) -> tuple[Program, ...]:
     """Return the programs of all ranks whose simulated step is the shortest that is found; a function of the arguments
     alone.
@@ -56,19 +55,18 @@ def planned(
     Args:
         schedule: whose placement of stages the ranks have; 1F1B, or DualPipeV and ZB-V on a fold, are tried as well.
         most_held: micro-batches that a rank may have between their first forward and the last of their gradients.
-        splits: whether weight gradients may have passes of their own.
     """
     ranks = len(costs)
     known: list[tuple[Program, ...]] = []
     named: Schedule = "folded" if folds(schedule) else "1f1b"
     with suppress(ValueError):  # too few micro-batches for a fold
         known.append(tuple(program(named, micro_batches, ranks, rank) for rank in range(ranks)))
-    if splits and folds(schedule):
+    if folds(schedule):
         known.append(tuple(schedules.zero_bubble_v(micro_batches, ranks, rank) for rank in range(ranks)))
     tried: list[tuple[Program, ...]] = []
     preferences = PREFERENCES[phases_of(schedule)]
     limits = sorted({most_held, max(1, most_held - 1), max(1, most_held - ranks // 2)}, reverse=True)
-    phases = [phase for own in costs for phase in own.phases] if splits else []
+    phases = [phase for own in costs for phase in own.phases]
     many, few = [most_held, most_held // 2], [count for count in FEW if count <= most_held]
     together = [*many, *few] if any(phase.weight_pass_seconds for phase in phases) else [*few, *many]
     counts = dict.fromkeys(
@@ -77,7 +75,7 @@ def planned(
     ways = list(itertools.product(limits, preferences, filter(None, counts)))
     passes = 3 * ranks * micro_batches * phases_of(schedule)
     for limit, preference, count in ways[: max(1, MOST_TRIED_PASSES // passes)]:
-        made = _Greedy(schedule, micro_batches, costs, link, preference, limit, count, splits).run()
+        made = _Greedy(schedule, micro_batches, costs, link, preference, limit, count).run()
         tried.append(_whole(made, schedule, lambda rank, phase: neighbours(schedule, ranks, rank, phase)[0] is None))
     tried += [programs for programs in known if max(map(schedules.most_held, programs)) <= most_held]
 
@@ -113,17 +111,15 @@ def order_of(
     layout: Candidate,
     costs: Sequence[RankCosts],
     link: Callable[[int, int], Link] = lambda source, target: FREE,
-    *,
-    splits: bool = True,
 ) -> tuple[Program, ...] | None:
     """Return the programs of a layout's planned schedule, for :func:`simulate`, or of a single stage that holds several
     micro-batches; None where the schedule's name says them.
     """
-    if layout.stages == 1 and layout.most_held > 1 and splits:
+    if layout.stages == 1 and layout.most_held > 1:
         return (schedules.accumulated(layout.micro_batches, layout.most_held),)
     if layout.schedule != "planned":
         return None
-    return planned(layout.schedule, layout.micro_batches, costs, link, most_held=layout.most_held, splits=splits)
+    return planned(layout.schedule, layout.micro_batches, costs, link, most_held=layout.most_held)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -153,11 +149,9 @@ class _Greedy:
         preference: Sequence[Pass],
         most_held: int,
         together: int,
-        splits: bool,
     ) -> None:
         self._micro_batches, self._costs, self._link = micro_batches, costs, link
         self._preference, self._most_held, self._together = preference, most_held, together
-        self._backward: Name = "InputGradients" if splits else "BackwardPass"
         self._last = phases_of(schedule) - 1
         ranks = len(costs)
         self._routes = [
@@ -208,9 +202,8 @@ class _Greedy:
             done[kind, phase] += 1
             if kind == "forward":
                 return Instruction("ForwardPass", phase, (number,))
-            if self._backward == "InputGradients":
-                self._waiting[rank][phase].append(number)
-            return Instruction(self._backward, phase, (number,))
+            self._waiting[rank][phase].append(number)
+            return Instruction("InputGradients", phase, (number,))
         all_done, full = done["backward", 0] == self._micro_batches, held >= self._most_held
         for phase in range(self._last, -1, -1):
             waiting = self._waiting[rank][phase]

@@ -43,11 +43,10 @@ def cut_and_ordered(plan: RunPlan, device: torch.device) -> RunPlan:
     if not plan.ds.is_ordered:
         return plan
 
-    def ordered() -> tuple[Program, ...] | None:
+    def ordered() -> tuple[Program, ...]:
         return planned_order(plan.spec, plan.ds, plan.bounds, times if measured else None)
 
-    order = decided_by_rank_0(ordered, tuple[Program, ...] | None)
-    return replace(plan, programs=order)
+    return replace(plan, programs=decided_by_rank_0(ordered, tuple[Program, ...]))
 
 
 def decide(plan: RunPlan, device: torch.device) -> RunPlan:

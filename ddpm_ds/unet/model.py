@@ -13,7 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from ddpm_ds.errors import DsConfigError
-from ddpm_ds.unet.blocks import Attention, Carry, Downsample, Embed, Input, Output, ResidualBlock, Upsample
+from ddpm_ds.unet.blocks import (
+    Attention,
+    Carry,
+    Downsample,
+    Embed,
+    Input,
+    Output,
+    ResidualBlock,
+    Upsample,
+    weighted_parts,
+)
 from ddpm_ds.unet.layers import (
     AttentionLayer,
     BlockLayer,
@@ -25,6 +35,7 @@ from ddpm_ds.unet.layers import (
     UpsampleLayer,
 )
 from ddpm_ds.unet.operations import draw_weights, set_image_index
+from ddpm_ds.unet.weight_gradients import Tapped
 
 MODULES: dict[type[Layer], Callable[[Any], nn.Module]] = {
     EmbedLayer: Embed,
@@ -104,9 +115,9 @@ def check_compiler(device: torch.device) -> None:
         )
 
 
-CODES_PER_LAYER = 4
+CODES_PER_LAYER = 5
 """Largest number of compiled versions of a layer: with and without gradients, for the micro-batches of training and of
-sampling.
+sampling, and with weight gradients that wait, for training alone.
 """
 
 
@@ -114,9 +125,9 @@ def compile_layers(modules: Sequence[nn.Module], cache: Path) -> None:
     """Compile the layers in place when they are first called; code is kept in ``cache`` between runs.
 
     Only :meth:`compute` is compiled, a function of tensors and parameters alone. The carry, whose length differs from
-    layer to layer, and the drawing of masks, whose keys differ, stay outside, so layers of one shape share code. A
-    ``TORCHINDUCTOR_CACHE_DIR`` in the environment takes precedence. A layer is compiled for each shape of its input, so
-    that only the first step of its kind compiles.
+    layer to layer, the drawing of masks, whose keys differ, and the queue of weight gradients stay outside, so layers
+    of one shape share code. A ``TORCHINDUCTOR_CACHE_DIR`` in the environment takes precedence. A layer is compiled for
+    each shape of its input, and once more where weight gradients wait: only the first step of its kind compiles.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # takes a second, which others need not wait
 
@@ -126,4 +137,4 @@ def compile_layers(modules: Sequence[nn.Module], cache: Path) -> None:
     torch._dynamo.config.recompile_limit = limit
     layer: Any
     for layer in modules:
-        layer.compute = torch.compile(layer.compute, dynamic=False)
+        layer.compute = Tapped(layer.compute, torch.compile(layer.compute, dynamic=False), weighted_parts(layer))

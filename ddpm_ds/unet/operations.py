@@ -16,7 +16,7 @@ from torch.nn.grad import conv2d_input
 
 from ddpm_ds.keyed import Stream, keep_mask
 from ddpm_ds.unet.fused_norm import fused_norm_silu
-from ddpm_ds.unet.weight_gradients import Wait, WaitingGradients
+from ddpm_ds.unet.weight_gradients import Taps, WaitingGradients, detached_weight, wait
 
 WIDENED_ON_CPU = (
     (torch.float16,)
@@ -144,14 +144,16 @@ class Convolution(nn.Module):
         """Memory format of images and weights in the arithmetic; tensors in another one are copied."""
         self.waiting: WaitingGradients | None = None
         """Queue for the weight gradient; without one it is computed in the backward."""
+        self.taps: Taps | None = None
+        """Inputs of compiled code in the place of the weight, while its gradient waits."""
 
     def forward(self, x: Tensor) -> Tensor:
-        waits = self.waiting is not None and self.waiting.open and torch.is_grad_enabled()
-        weight = (self.weight.detach() if waits else self.weight).to(x.dtype).permute(0, 3, 1, 2)  # (out, in, k, k)
+        waits = torch.is_grad_enabled() and self.waiting is not None and self.waiting.open
+        weight = (detached_weight(self) if waits else self.weight).to(x.dtype).permute(0, 3, 1, 2)  # (out, in, k, k)
         x, weight = (tensor.contiguous(memory_format=self.memory_format) for tensor in (x, weight))
         bias = self.bias.to(x.dtype)
         y = convolution(x, weight, bias.detach() if waits else bias, self.stride, self.padding)
-        return Wait.apply(y, x.detach(), bias, self) if waits else y
+        return wait(self, y, x, bias) if waits else y
 
     def weight_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
         """Return the weight's gradient (out, k, k, in) from x (N, C, H, W) and the output's gradient."""
@@ -179,15 +181,17 @@ class Linear(nn.Linear):
         self.starts_at_zero = starts_at_zero
         self.waiting: WaitingGradients | None = None
         """Queue for the weight gradient; without one it is computed in the backward."""
+        self.taps: Taps | None = None
+        """Inputs of compiled code in the place of the weight, while its gradient waits."""
 
     def reset_parameters(self) -> None:
         """Leave the weights undrawn; the inherited method would draw from torch's global generator."""
 
     def forward(self, x: Tensor) -> Tensor:
-        waits = self.waiting is not None and self.waiting.open and torch.is_grad_enabled()
-        weight, bias = (self.weight.detach() if waits else self.weight).to(x.dtype), self.bias.to(x.dtype)
+        waits = torch.is_grad_enabled() and self.waiting is not None and self.waiting.open
+        weight, bias = (detached_weight(self) if waits else self.weight).to(x.dtype), self.bias.to(x.dtype)
         y = F.linear(x, weight, bias.detach() if waits else bias)
-        return Wait.apply(y, x.detach(), bias, self) if waits else y
+        return wait(self, y, x, bias) if waits else y
 
     def weight_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
         """Return the weight's gradient (out, in) from x (..., in) and the output's gradient (..., out)."""

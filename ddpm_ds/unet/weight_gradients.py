@@ -3,13 +3,15 @@
 A convolution or linear layer whose weight gradient waits computes with the detached weight, and a node of the graph
 behind it queues what the gradient is made of: the layer's input, which autograd keeps anyway, and its output's
 gradient. Biases and normalisations have small gradients, which stay in the backward.
+
+A compiled graph can queue nothing; there both tensors come out as the gradients of two more inputs (:class:`Tapped`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +47,10 @@ class WaitingGradients:
     def begin(self, phase: int, number: int) -> None:
         """Note which forward or backward runs next."""
         self.number, self.open = number, (phase, number) in self._split
+
+    def ways(self, phase: int, micro_batches: int) -> set[bool]:
+        """Return whether weight gradients wait in the passes of a phase: in all, in none, or both."""
+        return {(phase, number) in self._split for number in range(micro_batches)}
 
     def put(self, layer: Convolution | Linear, x: Tensor, gradient: Tensor) -> None:
         """Queue a layer's input and its output's gradient.
@@ -96,21 +102,127 @@ def _joined(pairs: Sequence[Pair]) -> Iterator[Pair]:
             waiting, pixels = [], 0
 
 
-class Wait(torch.autograd.Function):
-    """Identity on a layer's output whose backward queues the layer's weight gradient, and gives the bias its own.
+class Taps(NamedTuple):
+    """Inputs of compiled code that stand for the weight of a convolution or linear layer while its gradient waits.
 
-    Asked for the bias's gradient, oneDNN's convolution would compute the weight's as well.
+    A parameter that is an input would run its hooks in every backward, even without a gradient.
+    """
+
+    weight: Tensor
+    """Detached."""
+    x: Tensor
+    """Has the shape of the layer's input, which is its gradient, and no memory of that size."""
+    y: Tensor
+    """The same for the layer's output; its gradient is the output's."""
+
+
+def detached_weight(layer: Convolution | Linear) -> Tensor:
+    """Return the weight to compute with while its gradient waits."""
+    return layer.weight.detach() if layer.taps is None else layer.taps.weight
+
+
+def wait(layer: Convolution | Linear, y: Tensor, x: Tensor, bias: Tensor) -> Tensor:
+    """Return a layer's output y, computed from x, detached weight and detached bias, with the graph that they lack."""
+    if layer.taps is None:
+        return _Wait.apply(y, x.detach(), bias, layer)
+    return _Wait.apply(y, x.detach(), bias, None, layer.taps.x, layer.taps.y)
+
+
+class _Wait(torch.autograd.Function):
+    """Identity on a layer's output whose backward puts the weight gradient off, and gives the bias its own.
+
+    What the weight gradient is made of goes into the layer's queue, or leaves as the gradients of two ``taps``. Asked
+    for the bias's gradient, oneDNN's convolution would compute the weight's as well.
     """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, bias: Tensor, layer: Convolution | Linear) -> Tensor:
+    def forward(
+        ctx: Any, y: Tensor, x: Tensor, bias: Tensor, layer: Convolution | Linear | None, *taps: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.layer = layer
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        ctx.layer.waiting.put(ctx.layer, x, gradient)
         channels = 1 if x.ndim == 4 else x.ndim - 1
-        return gradient, None, gradient.sum([dim for dim in range(x.ndim) if dim != channels]), None
+        inside = gradient, None, gradient.sum([dim for dim in range(x.ndim) if dim != channels]), None
+        if ctx.layer is None:
+            return *inside, x, gradient
+        ctx.layer.waiting.put(ctx.layer, x, gradient)
+        return inside
+
+
+class Tapped:
+    """Compiled arithmetic of a layer of the U-Net, whose weight gradients may wait.
+
+    A compiled graph can queue nothing, but gradients of its inputs leave it. So where weight gradients wait, each
+    convolution and linear layer gets :class:`Taps`, and the node that made them, outside of the graph, queues what
+    arrives there::
+
+        taps ───────▶ compiled forward ──▶ h       forwards
+        queue ◀ taps ◀ compiled backward ◀ h       backwards: x and the output's gradient of each part
+
+    Args:
+        compute: the arithmetic as it is written.
+        compiled: the same, compiled.
+        parts: convolutions and linear layers in it; all of them have one queue.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[..., Tensor],
+        compiled: Callable[..., Tensor],
+        parts: Sequence[Convolution | Linear],
+    ) -> None:
+        self._compute, self._compiled, self._parts = compute, compiled, parts
+        self._known: dict[tuple[Any, ...], list[Tensor]] = {}
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        """Compute, with taps where weight gradients wait."""
+        waiting = self._parts[0].waiting
+        if not torch.is_grad_enabled() or waiting is None or not waiting.open:
+            return self._compiled(*inputs)
+        taps = _MakeTaps.apply(torch.zeros((), requires_grad=True), self._parts, self._alike(inputs))
+        for part, x, y in zip(self._parts, taps[::2], taps[1::2], strict=True):
+            part.taps = Taps(part.weight.detach(), x, y)
+        try:
+            return self._compiled(*inputs)
+        finally:
+            for part in self._parts:
+                part.taps = None
+
+    def _alike(self, inputs: Sequence[Any]) -> list[Tensor]:
+        """Return a tensor without memory for each part's input and output; computes once to see their shapes."""
+        key = tuple((one.shape, one.dtype) if isinstance(one, Tensor) else one for one in inputs)
+        if key not in self._known:
+            seen: dict[nn.Module, list[Tensor]] = {}
+
+            def see(part: nn.Module, arguments: tuple[Tensor], y: Tensor) -> None:
+                seen[part] = [one.new_empty_strided(one.shape, [0] * one.ndim) for one in (*arguments, y)]
+
+            hooks = [part.register_forward_hook(see) for part in self._parts]
+            with torch.no_grad():
+                self._compute(*inputs)
+            for hook in hooks:
+                hook.remove()
+            self._known[key] = [alike for part in self._parts for alike in seen[part]]
+        return self._known[key]
+
+
+class _MakeTaps(torch.autograd.Function):
+    """Two taps for each of some parts, whose backward queues what arrives there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, root: Tensor, parts: Sequence[Convolution | Linear], alike: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        ctx.parts = parts
+        return tuple(one.detach() for one in alike)
+
+    @staticmethod
+    def backward(ctx: Any, *arrived: Tensor) -> tuple[None, None, None]:
+        for part, x, gradient in zip(ctx.parts, arrived[::2], arrived[1::2], strict=True):
+            part.waiting.put(part, x, gradient)
+        return None, None, None

@@ -122,8 +122,6 @@ def test_on_any_costs_it_holds_no_more_is_never_worse_than_the_named_schedule_an
             assert seconds <= step.step_seconds * (1 + 1e-9) or max(map(most_held, named)) > limit
 
 
-def test_without_splitting_every_backward_is_whole_and_the_order_is_a_function_of_its_arguments() -> None:
+def test_the_order_is_a_function_of_its_arguments() -> None:
     costs = random_costs(random.Random(2), 3, 2)
-    whole = planned("folded", 6, costs, most_held=6, splits=False)
-    assert {one.name for own in whole for one in own}.isdisjoint({"InputGradients", "WeightGradients"})
     assert planned("folded", 6, costs, most_held=6) == planned("folded", 6, list(costs), most_held=6)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from ddpm_ds.unet.blocks import weighted_parts
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
 from ddpm_ds.unet.operations import set_image_index
-from ddpm_ds.unet.weight_gradients import WaitingGradients
+from ddpm_ds.unet.weight_gradients import Tapped, WaitingGradients
 from tests.launching import tiny_spec
 
 SPEC = tiny_spec()
@@ -58,23 +60,30 @@ def gradients(net: UNet) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "recompute", "enough"),
+    ("dtype", "recompute", "enough", "tapped"),
     [
-        (torch.float32, None, 512),
-        (torch.float32, None, 100),  # fewer than a micro-batch has at full resolution, more than two have at half
-        (torch.float32, True, 512),
-        (torch.float32, False, 512),
-        (torch.float16, None, 100),
-        (torch.bfloat16, None, 512),
+        (torch.float32, None, 512, False),
+        # fewer than a micro-batch has at full resolution, more than two have at half
+        (torch.float32, None, 100, False),
+        (torch.float32, True, 512, False),
+        (torch.float32, False, 512, False),
+        (torch.float16, None, 100, False),
+        (torch.bfloat16, None, 512, False),
+        (torch.float32, None, 512, True),
+        (torch.float32, True, 512, True),
+        (torch.float16, False, 512, True),
     ],
 )
 def test_every_gradient_is_that_of_whole_backwards_in_any_grouping_also_beside_a_whole_one(
-    dtype: torch.dtype, recompute: bool | None, enough: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, recompute: bool | None, enough: int, tapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(weight_gradients.ENOUGH_PIXELS, "cpu", enough)
     whole = unet(dtype)
     backwards(whole, None)
     split, waiting = unet(dtype), WaitingGradients(SPLIT)
+    layer: Any
+    for layer in split.layers if tapped else ():  # as what is compiled is wrapped
+        layer.compute = Tapped(layer.compute, layer.compute, weighted_parts(layer))
     large = [part for layer in split.layers for part in weighted_parts(layer)]
     given = dict.fromkeys(large, 0)
     for part in large:
@@ -89,6 +98,8 @@ def test_every_gradient_is_that_of_whole_backwards_in_any_grouping_also_beside_a
     waiting.compute(large, [3])
     waiting.check_empty()
     assert set(given.values()) == {4}, "a hook of a weight runs once a pass"
+    with pytest.raises(KeyError):  # once more
+        waiting.compute(large, [3])
     limit = ROUNDINGS[dtype] * torch.finfo(dtype).eps
     for name, expected in gradients(whole).items():
         found = gradients(split)[name]
