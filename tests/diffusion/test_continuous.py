@@ -202,7 +202,7 @@ def test_drawings_are_finite_and_do_not_depend_on_the_batch(diffusion: Diffusion
     sampler = Sampler(SamplerSpec(kind=kind, steps=7, churn=3.0 * (kind == "heun")), diffusion)
 
     def drawn(index: Tensor) -> Tensor:
-        drawing = Drawing(sampler, seed=1, index=index, shape=(3, 4, 4), labels=None, guidance=1.0, no_label=None)
+        drawing = Drawing(sampler, seed=1, index=index, shape=(3, 4, 4), labels=None, no_label=None)
         for number in range(drawing.calls):
             x_t, t = drawing.inputs()
             assert t.dtype == torch.float32 and x_t.isfinite().all() and x_t.abs().max() < 8, number

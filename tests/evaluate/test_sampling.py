@@ -80,10 +80,14 @@ def test_labels_and_guidance_reach_the_u_net_and_each_step_is_told(trained: Trai
     one, two = (draw(trained, FAST_SAMPLER, INDEX, labels=torch.full_like(INDEX, label), seed=0) for label in (1, 2))
     assert not one.equal(two)
     assert not images(trained).equal(images(trained, guidance=3.0))
-    steps: list[int] = []
-    no_label = draw(trained, FAST_SAMPLER, INDEX, labels=None, seed=0, after_step=steps.append)
+    steps: list[tuple[int, int]] = []
+
+    def told(done: int, evaluations: int) -> None:
+        steps.append((done, evaluations))
+
+    no_label = draw(trained, FAST_SAMPLER, INDEX, labels=None, seed=0, after_step=told)
     assert images(trained, guidance=0.0).equal(no_label) and not images(trained).equal(no_label)
-    assert steps == [1, 2, 3]
+    assert steps == [(1, 3), (2, 3), (3, 3)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
