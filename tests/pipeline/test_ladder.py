@@ -47,6 +47,7 @@ BY_TWO = [
     Case(2, 1, 2, "fp32", 1, reentrant=True, schedule="folded", random_programs=1),
     Case(2, 1, 1, "fp16", 0, random_programs=2, fixed_scale=128),
     Case(2, 1, 0, "fp16", 0, fixed_scale=128),
+    Case(2, 1, 1, "fp32", 1, schedule="folded", edm=True),
 ]
 BY_FOUR = [
     Case(2, 2, 0, "fp16", 1, across="replicas"),
@@ -60,6 +61,7 @@ BY_FOUR = [
     Case(2, 2, 2, "bf16", 1, fp32_accumulation=True),
     Case(2, 2, 2, "fp32", 0, micro_batches=2, wall_clock=True),
     Case(2, 2, 2, "fp16", 1, schedule="folded"),
+    Case(2, 2, 2, "fp16", 1, edm=True),
     Case(2, 2, 2, "fp32", 0, offload=True, schedule="folded"),
     Case(4, 1, 0, "fp32", 0, micro_batches=8, schedule="folded"),
     Case(2, 2, 2, "fp16", 1, schedule="folded", random_programs=3),
