@@ -202,6 +202,7 @@ class Scorer:
             for name, title, value, of_real, details in (
                 (f"frechet_{short(len(images))}", frechet, distance, frechet_distance(*halves), {}),
                 ("top_probability", "digits: mean top probability", read.top_probability, real.top_probability, {}),
+                ("recognised", "digits: share recognised", read.recognised, real.recognised, {}),
                 ("class_balance", "digits: class balance, entropy / log 10", read.balance, real.balance, shares),
                 ("accuracy", "digits: read as their label", accuracy, classifier.real_accuracy, {}),
             )

@@ -96,6 +96,7 @@ def test_real_digits_score_as_real_ones_and_noise_does_not(
     top = "digits_top_probability"
     assert real[top]["value"] > 0.95 and noise[top]["value"] < 0.5 and noise[top]["real"] == real[top]["real"] > 0.95
     assert real["digits_class_balance"]["value"] > 0.99
+    assert real["digits_recognised"]["value"] > 0.97 and noise["digits_recognised"]["value"] < 0.3
     assert real["digits_frechet_600"]["value"] < noise["digits_frechet_600"]["value"] / 10
     assert real["pixel_frechet_600"]["value"] < 1.0 < noise["pixel_frechet_600"]["value"]
     assert 0.0 < real["pixel_frechet_600"]["real"] < 1.0, "the distance between two halves of the real digits"
@@ -111,7 +112,7 @@ def test_other_metrics_draw_nothing_anew_and_leave_the_scores_that_are_there(
     out = evaluate("--count", 20, "--metrics", "digits")
     assert "pixel" not in out and "left out" not in out
     assert next(iter(by_name(report(run_dir / "evaluations")))) == "pixel_frechet_20"
-    assert len(report(run_dir / "evaluations")["scores"]) == 5
+    assert len(report(run_dir / "evaluations")["scores"]) == 6
     assert ["eval/pixel_frechet_20" in child.logged for child in trackers] == [True, False]
     (record,) = (run_dir / "evaluations").glob("*/drawn/sampling.json")
     assert json.loads(record.read_text())["labels"] == labels_like(digits, 20)
@@ -307,7 +308,7 @@ def test_the_classifier_reads_real_digits_that_it_has_not_seen_and_is_sure_of_no
 
 def test_balance_is_relative_entropy_and_accuracy_the_share_read_as_asked_for() -> None:
     none = np.array([], np.int64)
-    assert Reading(none, 1.0, (0.1,) * 10).balance == pytest.approx(1.0)
-    assert Reading(none, 1.0, (1.0, *[0.0] * 9)).balance == 0.0
-    assert Reading(none, 1.0, (0.5, 0.5, *[0.0] * 8)).balance == pytest.approx(np.log(2) / np.log(10))
-    assert Reading(np.array([1, 2, 3, 4]), 1.0, (0.1,) * 10).accuracy(np.array([1, 2, 3, 5])) == 0.75
+    assert Reading(none, 1.0, 1.0, (0.1,) * 10).balance == pytest.approx(1.0)
+    assert Reading(none, 1.0, 1.0, (1.0, *[0.0] * 9)).balance == 0.0
+    assert Reading(none, 1.0, 1.0, (0.5, 0.5, *[0.0] * 8)).balance == pytest.approx(np.log(2) / np.log(10))
+    assert Reading(np.array([1, 2, 3, 4]), 1.0, 1.0, (0.1,) * 10).accuracy(np.array([1, 2, 3, 5])) == 0.75
