@@ -329,7 +329,8 @@ class SamplerSpec(Section):
     def guides_at(self, sigma: float) -> bool:
         """Return whether an evaluation at this noise over signal is guided: never where guidance is 1."""
         low, high = self.guidance_between
-        return self.guidance != 1.0 and low < sigma <= high
+        everywhere = self.guidance_between == ALL_SIGMAS  # without any noise too
+        return self.guidance != 1.0 and (everywhere or low < sigma <= high)
 
     def steps_of(self, diffusion: DiffusionSpec) -> int:
         """Steps from noise to image, with a null filled in."""
