@@ -59,14 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def draw(path: Path, evaluations: Sequence[int], count: int, out: Path) -> None:
     """Write a panel of ``count`` images for each number of evaluations and sampler."""
     trained = load_trained(path)
-    figure = Figure(figsize=(2.2 * len(KINDS), 2.4 * len(evaluations)), dpi=150, layout="constrained")
+    figure = Figure(figsize=(2.2 * len(KINDS), 2.4 * len(evaluations)), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(evaluations), len(KINDS), squeeze=False)
     for row, number in zip(panels, evaluations, strict=True):
         for axes, kind in zip(row, KINDS, strict=True):
             changes = {"kind": kind, "steps": steps_of(kind, number), "eta": 0.0, "churn": 0.0}
             images = sample(trained, count, sampler=trained.sampler.model_copy(update=changes))
-            axes.imshow(np.asarray(grid(images)), cmap="gray", vmin=0, vmax=255)
+            axes.imshow(np.asarray(grid(images)), cmap="gray", vmin=0, vmax=255, interpolation="nearest")
             axes.set_title(f"{kind}, {number} evaluations", fontsize=8)
             axes.set_axis_off()
     figure.savefig(out, format="png", metadata={"Software": None})

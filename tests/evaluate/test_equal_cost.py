@@ -30,7 +30,7 @@ def test_every_sampler_of_a_row_evaluates_the_u_net_equally_often(
     words = [str(tmp_path / "edm"), "--evaluations", "3,5", "--count", "4", "--out", str(tmp_path / "x.png")]
     assert equal_cost.main(words) == 0
     assert asked == [(kind, number) for number in (3, 5) for kind in ("ddim", "dpm_solver", "heun")]
-    assert Image.open(tmp_path / "x.png").size == (990, 720)
+    assert Image.open(tmp_path / "x.png").size == (660, 480)
 
 
 @pytest.mark.parametrize(
