@@ -1,10 +1,10 @@
-"""Train the digits in several ways, with several seeds each, and compare what they draw.
+"""Train the digits as DDPM and as EDM, and DDPM in several layouts, with several seeds each, and compare the samples.
 
     python launch/quality.py --out quality
 
-Same U-Net, same images seen; each run is scored on 2,000 samples of its averaged weights. Methods train in one process,
-with as many runs at a time as there are cores; layouts train DDPM in two processes. What is there already is kept, so
-the same command goes on where it was stopped.
+It prints two tables: of the processes in one layout, and of the layouts for one process. All runs have the same U-Net
+and see the same images; each is scored on samples of its averaged weights. As many run at a time as there are cores
+for. What is there already is kept, so the same command goes on where it was stopped, with more rows or seeds too.
 """
 
 from __future__ import annotations
@@ -14,36 +14,35 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from typing import NamedTuple
 
 from ddpm_ds import open_run
-from ddpm_ds.command_line import aligned
+from ddpm_ds.command_line import aligned, positive
 
 LAUNCH = Path(__file__).resolve().parent
 CONFIGS = LAUNCH.parent / "ds_configs"
 SCORES = {
-    "digits_frechet_2k": "Fréchet, features",
-    "pixel_frechet_2k": "Fréchet, pixels",
-    "digits_top_probability": "recognised",
+    "digits_frechet": "Fréchet, features",
+    "held-out loss": "held-out loss",
+    "digits_recognised": "recognised",
     "digits_class_balance": "class balance",
 }
-"""Titles of the compared scores, by their names."""
+"""Titles of the compared scores, by the beginning of their names."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Way of training, and of drawing."""
+    """Way of training."""
 
     settings: tuple[str, ...] = ()
     """Changes of the spec, or after ``ds.`` of the DeepSpeed JSON."""
     stages: int = 1
     processes: int = 1
-    sampler: tuple[str, ...] = ()
-    """Options of ``ddpm-ds evaluate``."""
 
     def command(self, run_dir: Path, images: int, seed: int) -> list[str]:
         """Return the arguments of ``ddpm-ds`` that train it."""
@@ -55,77 +54,153 @@ class Row:
         ]
 
 
-EDM = ("diffusion.schedule=edm", "diffusion.objective=v", "sampler.kind=heun", "sampler.clip=none")
+EDM = ("diffusion.schedule=edm", "diffusion.objective=v", "sampler.kind=heun", "sampler.steps=10", "sampler.clip=none")
 FLOW = ("diffusion.schedule=flow", "diffusion.objective=velocity", "sampler.clip=none")
-ROWS = {
+PROCESSES = {
     "ddpm": Row(),
-    "v": Row(("diffusion.schedule=cosine", "diffusion.objective=v")),
     "edm": Row(EDM),
+    "v": Row(("diffusion.schedule=cosine", "diffusion.objective=v")),
     "flow": Row(FLOW),
+}
+"""Processes, each in the first layout; EDM's 10 steps evaluate the U-Net 19 times, the others' 20 steps 20 times."""
+LAYOUTS = {
     "1f1b": Row(("ds.pipeline.schedule=1f1b",), stages=2, processes=2),
     "folded": Row(("ds.pipeline.schedule=folded",), stages=2, processes=2),
     "planned": Row(("ds.pipeline.schedule=planned",), stages=2, processes=2),
     "2 replicas": Row(processes=2),
 }
+"""Layouts of the first process besides one device."""
+ROWS = PROCESSES | LAYOUTS
+FIRST = "ddpm"
+USUAL = (FIRST, "edm", *LAYOUTS)
 
 
-def ddpm_ds(words: Sequence[str], log: Path) -> None:
-    """Run a command of ``ddpm-ds`` on one core for each process; its output goes to the end of ``log``."""
-    with log.open("a") as file:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MLFLOW_TRACKING_URI": ""}
-        command = [sys.executable, "-m", "ddpm_ds.cli.main", *words]
-        code = subprocess.run(command, stdout=file, stderr=file, env=environment, check=False).returncode
-    if code:
-        raise SystemExit(f"quality.py: a run ended with code {code}; {log} says why")
+class Run(NamedTuple):
+    """One training of a row, with its scores."""
+
+    scores: Mapping[str, float]
+    """By the names of SCORES."""
+    losses: Sequence[float]
+    """Training loss at each log point."""
 
 
-def scored(name: str, seed: int, out: Path, images: int) -> dict[str, float]:
-    """Train a row with a seed and score it, unless that is done; returns the scores and the held-out loss."""
-    row, run_dir = ROWS[name], out / f"{name.replace(' ', '-')}-{seed}"
-    result, log = out / f"{run_dir.name}.json", out / f"{run_dir.name}.log"
-    if not result.exists():
-        ddpm_ds(row.command(run_dir, images, seed), log)
-        ddpm_ds(["evaluate", str(run_dir), "--count", "2000", "--metrics", "pixel,digits", *row.sampler], log)
-        (report,) = (run_dir / "evaluations").glob("*/scores.json")
-        values = {score["name"]: score["value"] for score in json.loads(report.read_text())["scores"]}
-        result.write_text(json.dumps({**values, "held-out loss": open_run(run_dir).evaluations["eval/loss"][-1]}))
-    found: dict[str, float] = json.loads(result.read_text())
-    return found
+@dataclass(frozen=True)
+class Work:
+    """Runs in a folder, each of ``images`` images and scored on ``count`` samples."""
+
+    out: Path
+    images: int
+    count: int
+
+    def train(self, name: str, seed: int) -> None:
+        """Train a row with a seed, or to its end."""
+        if not self._result(name, seed).exists():
+            self._ddpm_ds(name, seed, ROWS[name].command(self._folder(name, seed), self.images, seed))
+
+    def score(self, name: str, seed: int) -> Run:
+        """Return the scores of a trained run, which are computed unless they are there."""
+        folder, result = self._folder(name, seed), self._result(name, seed)
+        if not result.exists():
+            self._ddpm_ds(name, seed, ["evaluate", str(folder), "--count", str(self.count), "--metrics", "digits"])
+            (report,) = (folder / "evaluations").glob("*/scores.json")
+            found = {score["name"]: score["value"] for score in json.loads(report.read_text())["scores"]}
+            run = open_run(folder)
+            found["held-out loss"] = run.evaluations["eval/loss"][-1]
+            scores = {name: next(found[key] for key in found if key.startswith(name)) for name in SCORES}
+            result.write_text(json.dumps({"scores": scores, "losses": run.metrics["train/loss"]}))
+        return Run(**json.loads(result.read_text()))
+
+    def _folder(self, name: str, seed: int) -> Path:
+        return self.out / f"{name.replace(' ', '-')}-{seed}-{self.images}"
+
+    def _result(self, name: str, seed: int) -> Path:
+        folder = self._folder(name, seed)
+        return folder.with_name(f"{folder.name}-{self.count}.json")
+
+    def _ddpm_ds(self, name: str, seed: int, words: Sequence[str]) -> None:
+        """Run a command of ``ddpm-ds`` on one core for each process; its output goes to the end of the run's log."""
+        log = self._folder(name, seed).with_suffix(".log")
+        with log.open("a") as file:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "MLFLOW_TRACKING_URI": ""}
+            command = [sys.executable, "-m", "ddpm_ds.cli.main", *words]
+            code = subprocess.run(command, stdout=file, stderr=file, env=environment, check=False).returncode
+        if code:
+            raise SystemExit(f"quality.py: a run ended with code {code}; {log} says why")
 
 
-def table(results: dict[str, list[dict[str, float]]]) -> str:
-    """Return mean and range over the seeds, a line for each row."""
+def spread(values: Sequence[float]) -> str:
+    """Return the mean of the seeds, and from where to where they are."""
+    return f"{mean(values):.4g} ({min(values):.4g} to {max(values):.4g})"
 
-    def cell(values: list[float]) -> str:
-        return f"{mean(values):.4g} ({min(values):.4g}-{max(values):.4g})"
 
-    lines = [("", "seeds", *SCORES.values(), "held-out loss")]
+def table(results: Mapping[str, Sequence[Run]], one: Sequence[Run] = ()) -> str:
+    """Return a line for each row, with mean and spread over its runs.
+
+    With the runs of ``one`` device there is a column more: by how much the training losses of equal seeds differ from
+    theirs at most, relative to them.
+    """
+    lines = [("", "seeds", *SCORES.values(), *(["loss differs by"] if one else []))]
     for name, runs in results.items():
-        columns = [[run[score] for run in runs] for score in (*SCORES, "held-out loss")]
-        lines.append((name, str(len(runs)), *(cell(values) for values in columns)))
+        cells = [spread([run.scores[score] for run in runs]) for score in SCORES]
+        if one:
+            cells.append(f"{max(most_apart(*pair) for pair in zip(runs, one, strict=True)):.1e}")
+        lines.append((name, str(len(runs)), *cells))
     return "\n".join(aligned(lines, {0}))
 
 
+def most_apart(run: Run, other: Run) -> float:
+    """Return the largest difference of two loss curves, relative to the second."""
+    return max(abs(mine - its) / its for mine, its in zip(run.losses, other.losses, strict=True))
+
+
+def report(results: Mapping[str, Sequence[Run]], images: int, count: int) -> str:
+    """Return the tables of the processes and of the layouts that there are."""
+    processes, layouts = ({name: results[name] for name in results if name in rows} for rows in (PROCESSES, LAYOUTS))
+    spreads = "mean over the seeds, and the least to the most"
+    parts = []
+    if processes:
+        title = f"Processes on one device: {images:,} images seen, {count:,} samples; {spreads}."
+        parts += [f"{title}\nHeld-out losses of different processes can't be compared.\n\n{table(processes)}"]
+    if layouts and FIRST in results:
+        title = f"Layouts of {FIRST}, and by how much their fp32 training losses differ from those of one device."
+        parts += [f"{title}\n\n{table({'1 device': results[FIRST], **layouts}, results[FIRST])}"]
+    return "\n\n".join(parts)
+
+
+def each(what: str, do: Callable[[str, int], object], jobs: Sequence[tuple[str, int]], at_once: int) -> None:
+    """Do a job for each row and seed, so many at a time; none begins after one that fails."""
+    with ThreadPoolExecutor(at_once) as pool:
+        futures = [pool.submit(do, name, seed) for name, seed in jobs]
+        for (name, seed), future in zip(jobs, futures, strict=True):
+            try:
+                future.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+            print(f"{what} {name}, seed {seed}", file=sys.stderr, flush=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train, score and print the table."""
+    """Train, score and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
-    parser.add_argument("--rows", default=",".join(ROWS), help="default: %(default)s")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each row (default 3)")
-    parser.add_argument("--images", type=int, default=32_000, help="images seen by each run (default 32000)")
+    parser.add_argument("--rows", default=",".join(USUAL), help=f"some of {','.join(ROWS)} (default: %(default)s)")
+    parser.add_argument("--seeds", type=positive, default=3, help="runs of each row (default %(default)s)")
+    parser.add_argument("--images", type=positive, default=16_000, help="images each run sees (default %(default)s)")
+    parser.add_argument("--count", type=positive, default=1000, help="samples of each run (default %(default)s)")
     options = parser.parse_args(arguments)
     names = options.rows.split(",")
     if unknown := [name for name in names if name not in ROWS]:
         parser.error(f"--rows has {unknown[0]!r}; there are {', '.join(ROWS)}")
     options.out.mkdir(parents=True, exist_ok=True)
-    results: dict[str, list[dict[str, float]]] = {}
-    for name in names:
-        at_once = max(1, (os.cpu_count() or 1) // ROWS[name].processes)
-        with ThreadPoolExecutor(at_once) as pool:
-            jobs = [pool.submit(scored, name, seed, options.out, options.images) for seed in range(options.seeds)]
-            results[name] = [job.result() for job in jobs]
-        print(f"{name}: done", file=sys.stderr, flush=True)
-    print(table(results))
+    work, cores = Work(options.out, options.images, options.count), len(os.sched_getaffinity(0))
+    jobs = [(name, seed) for name in names for seed in range(options.seeds)]
+    for processes in sorted({ROWS[name].processes for name in names}):
+        as_many = [job for job in jobs if ROWS[job[0]].processes == processes]
+        each("trained", work.train, as_many, max(1, cores // processes))
+    each("scored", work.score, jobs, cores)
+    results = {name: [work.score(name, seed) for seed in range(options.seeds)] for name in names}
+    print(report(results, options.images, options.count))
     return 0
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import signal
 import sys
@@ -45,7 +46,7 @@ exit codes
 """
 
 SUFFIXES = {"grid": ".png", "npz": ".npz", "folder": ""}
-FLAGS = ("steps", "eta", "churn", "spacing", "variance", "clip", "guidance")
+FLAGS = ("steps", "eta", "churn", "spacing", "variance", "clip", "guidance", "guidance_between")
 """Fields of the sampler that have an option of their name; `kind` has --sampler."""
 
 
@@ -132,8 +133,28 @@ def add_drawing_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--variance", choices=_choices("variance"), help="variance of ddpm's steps")
     group.add_argument("--clip", choices=_choices("clip"), help="how predicted clean images are kept in range")
     group.add_argument(
-        "--guidance", type=float, metavar="W", help="classifier-free guidance: 1 is none, 0 leaves out the class"
+        "--guidance", type=float, metavar="W", help="guidance: 1 is none; without --guide 0 leaves out the class"
     )
+    group.add_argument(
+        "--guidance-between",
+        type=_interval,
+        metavar="LOW,HIGH",
+        help="guide only at noise levels above LOW and up to HIGH, as noise over signal: EDM's sigma",
+    )
+    group.add_argument(
+        "--guide",
+        type=file_path,
+        metavar="CHECKPOINT|RUN_DIR|EXPORT",
+        help="worse weights, averaged, that guidance leads away from (autoguidance) in the place of no class",
+    )
+
+
+def _interval(text: str) -> tuple[float, float]:
+    try:
+        low, high = map(float, text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not two noise levels such as 0.3,5") from None
+    return low, high
 
 
 def _choices(field: str) -> tuple[str, ...]:
@@ -141,20 +162,37 @@ def _choices(field: str) -> tuple[str, ...]:
     return get_args(SamplerSpec.model_fields[field].annotation)
 
 
-def load(options: argparse.Namespace) -> tuple[Trained, SamplerSpec]:
-    """Load the weights and make the sampler that the options ask for.
+def load(
+    options: argparse.Namespace, guidances: Sequence[float] = ()
+) -> tuple[Trained, list[SamplerSpec], Trained | None]:
+    """Load the weights, make the sampler that the options ask for, and load the guide if there is one.
+
+    There is a sampler for each of ``guidances``, or one with ``--guidance``.
 
     Raises:
         CheckpointError: there are no such weights.
         SpecError: an option asks for what the weights or the sampler don't have.
     """
     from ddpm_ds.device import DTYPES, choose_device
+    from ddpm_ds.evaluate.sampling import check_guide
     from ddpm_ds.evaluate.trained import load_trained
 
     device, (_, dtype) = choose_device(options.device), DTYPES[options.precision]
     trained = load_trained(options.path, weights=options.weights, device=device, dtype=dtype)
-    sampler = sampler_from(options, trained.sampler, trained.diffusion, classes=trained.unet_spec.classes)
-    return trained, sampler
+    samplers = [
+        sampler_from(
+            argparse.Namespace(**{**vars(options), "guidance": guidance}),
+            trained.sampler,
+            trained.diffusion,
+            classes=trained.unet_spec.classes,
+        )
+        for guidance in guidances or (options.guidance,)
+    ]
+    if options.guide is None:
+        return trained, samplers, None
+    guide = load_trained(options.guide, device=device, dtype=dtype)
+    check_guide(guide, trained, samplers)
+    return trained, samplers, guide
 
 
 def sampler_from(
@@ -175,16 +213,17 @@ def sampler_from(
     except ValidationError as error:
         fault = error.errors()[0]
         message = fault["msg"][:1].lower() + fault["msg"][1:]
-        raise SpecError(f"--{fault['loc'][0]} {fault['input']}: {message}") from None
+        raise SpecError(f"--{str(fault['loc'][0]).replace('_', '-')} {fault['input']}: {message}") from None
     if options.variance is not None and "variance" not in SAMPLERS[changed.kind].options:
         readers = samplers_with("variance")
         raise SpecError(
             f"--variance is an option of {readers}, not of {changed.kind}; leave it out or use --sampler {readers}"
         )
     try:
-        check_sampler(changed, diffusion, classes=classes)
+        check_sampler(changed, diffusion, classes=classes, guide=options.guide is not None)
     except ValueError as error:
-        raise SpecError(str(error).replace("sampler.", "--").replace("use kind ", "use --sampler ")) from None
+        said = re.sub(r"sampler\.(\w+)", lambda key: "--" + key[1].replace("_", "-"), str(error))
+        raise SpecError(said.replace("use kind ", "use --sampler ")) from None
     return changed
 
 
@@ -198,7 +237,7 @@ def _labels(options: argparse.Namespace, classes: int | None) -> tuple[int, ...]
 
     text = options.labels
     if text == "none" or (text is None and classes is None):
-        if options.guidance not in (None, 1.0):
+        if options.guidance not in (None, 1.0) and options.guide is None:
             raise SpecError(f"--guidance {options.guidance:g} needs classes to guide to; leave out --labels none")
         return None
     if classes is None:
@@ -239,9 +278,9 @@ def _sample(options: argparse.Namespace) -> int:
     from ddpm_ds.unet.operations import widening
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    trained, sampler = load(options)
+    trained, (sampler,), guide = load(options)
     numbers = {name: getattr(options, name) for name in ("seed", "first", "count", "batch_images")}
-    request = Request.of(trained, sampler, _labels(options, trained.unet_spec.classes), **numbers)
+    request = Request.of(trained, sampler, _labels(options, trained.unet_spec.classes), guide, **numbers)
     out, kind = _out_and_format(options, trained)
     if options.mlflow and kind != "grid":
         raise SpecError(f"--mlflow logs a grid, and --out {out} is a {kind}; leave one of them out")
@@ -260,7 +299,7 @@ def _sample(options: argparse.Namespace) -> int:
     if line := widening(stored.device.type, stored.dtype):
         log(line)
     try:
-        draw_missing(trained, request, folder, rank, world_size)
+        draw_missing(trained, request, folder, rank, world_size, guide=guide)
         if rank == 0 and isinstance(folder, BatchFolder):
             if kind == "npz":
                 write_npz(out, folder.images(), request)

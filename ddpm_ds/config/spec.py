@@ -26,7 +26,15 @@ from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, c
 
 from ddpm_ds.command_line import MOST_BATCH
 from ddpm_ds.data.sources import SOURCES
-from ddpm_ds.diffusion.choices import OBJECTIVES, SAMPLERS, SCHEDULES, ContinuousSchedule, samplers_with
+from ddpm_ds.diffusion.choices import (
+    MOST_SIGMA,
+    OBJECTIVES,
+    SAMPLERS,
+    SCHEDULES,
+    ContinuousSchedule,
+    samplers_with,
+    visited_sigmas,
+)
 from ddpm_ds.files import path_fault
 
 # Every number has a range. Its end is far beyond what trains, and near enough that whatever is computed from the number
@@ -45,8 +53,11 @@ Channels = Annotated[int, Field(ge=1, le=MOST_CHANNELS)]
 Blocks = Annotated[int, Field(ge=1, le=64)]
 MOST_LEVELS = 14
 """Levels after which the largest image is a pixel."""
-Sigma = Annotated[float, Field(ge=1e-6, le=1e6)]
-"""A noise level of EDM."""
+Sigma = Annotated[float, Field(ge=1e-6, le=MOST_SIGMA)]
+"""A noise level as noise over signal, which is EDM's sigma."""
+Sigmas = tuple[Annotated[float, Field(ge=0.0, le=MOST_SIGMA)], Sigma]
+"""Lowest and highest noise level of an interval."""
+ALL_SIGMAS = (0.0, MOST_SIGMA)
 Timesteps = Annotated[int, Field(ge=1, le=100_000)]
 Classes = Annotated[int, Field(ge=1, le=10**6)]
 MOST_LAYERS = 256
@@ -196,6 +207,15 @@ class DiffusionSpec(Section):
     min_snr_gamma: Factor = 5.0
     """Gamma of min-SNR weighting."""
 
+    def process_values(self) -> dict[str, Any]:
+        """Return the fields that decide noise levels and prediction, and so which U-Nets can draw an image together."""
+        schedule, keys = SCHEDULES[self.schedule], ["schedule", "objective"]
+        if not isinstance(schedule, ContinuousSchedule):
+            keys += ["timesteps", *(["beta_start", "beta_end"] if schedule.reads_beta_range else [])]
+        else:
+            keys.append("sigma_data")
+        return {key: getattr(self, key) for key in keys}
+
 
 class OptimizerSpec(Section):
     """AdamW and its warm-up; the values that `auto` in the DeepSpeed JSON stands for."""
@@ -283,7 +303,7 @@ class SamplerSpec(Section):
     """How much closer the steps of edm are at low noise."""
     churn: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
     """Noise that heun adds before its steps (S_churn of Karras et al.); 0 draws without."""
-    churn_between: tuple[Annotated[float, Field(ge=0.0, le=1e6)], Sigma] = (0.0, 1e6)
+    churn_between: Sigmas = ALL_SIGMAS
     """Lowest and highest noise level at which churn is added (S_tmin and S_tmax)."""
     churn_noise: Factor = 1.0
     """Factor of the noise that churn adds (S_noise)."""
@@ -297,11 +317,20 @@ class SamplerSpec(Section):
     """Quantile of the magnitudes by which dynamic clipping scales an image down."""
     guidance: Annotated[float, Field(ge=0.0, le=1e3)] = 1.0
     """Classifier-free guidance of a class-conditional U-Net: 1 is none, 0 leaves out the class."""
+    guidance_between: Sigmas = ALL_SIGMAS
+    """Noise levels, as noise over signal (EDM's sigma), above the first and up to the second of which images are guided
+    (Kynkäänniemi et al.); elsewhere guidance is 1. Noise alone, where flow begins, counts as 1e6."""
 
     @property
     def guides(self) -> bool:
-        """Whether each step evaluates the U-Net twice, with the class and without it."""
+        """Whether guided evaluations are done twice, with the class and without it."""
         return self.guidance not in (0.0, 1.0)
+
+    def guides_at(self, sigma: float) -> bool:
+        """Return whether an evaluation at this noise over signal is guided: never where guidance is 1."""
+        low, high = self.guidance_between
+        everywhere = self.guidance_between == ALL_SIGMAS  # without any noise too
+        return self.guidance != 1.0 and (everywhere or low < sigma <= high)
 
     def steps_of(self, diffusion: DiffusionSpec) -> int:
         """Steps from noise to image, with a null filled in."""
@@ -313,9 +342,14 @@ class SamplerSpec(Section):
         return self.steps or min(usual or diffusion.timesteps, diffusion.timesteps)
 
     def evaluations_of(self, diffusion: DiffusionSpec) -> int:
-        """Evaluations of the U-Net per image."""
+        """Evaluations of the U-Net per image; classifier-free guidance does those in its interval twice."""
         steps = self.steps_of(diffusion)
-        return 2 * steps - 1 if SAMPLERS[self.kind].corrects else steps
+        visits = 2 * steps - 1 if SAMPLERS[self.kind].corrects else steps
+        if not self.guides:
+            return visits
+        if self.guidance_between == ALL_SIGMAS:  # PyTorch is not needed
+            return 2 * visits
+        return visits + sum(map(self.guides_at, visited_sigmas(self, diffusion)))
 
 
 class SamplesSpec(Section):
@@ -504,8 +538,11 @@ def _check_training(spec: RunSpec) -> None:
         )
 
 
-def check_sampler(sampler: SamplerSpec, diffusion: DiffusionSpec, *, classes: int | None) -> None:
-    """Check a sampler against the diffusion process and the U-Net; raises ValueError with one line."""
+def check_sampler(sampler: SamplerSpec, diffusion: DiffusionSpec, *, classes: int | None, guide: bool = False) -> None:
+    """Check a sampler against the diffusion process and the U-Net; raises ValueError with one line.
+
+    ``guide`` says that another U-Net guides, so that guidance needs no classes.
+    """
     kind = SAMPLERS[sampler.kind]
     schedule = SCHEDULES[diffusion.schedule]
     if isinstance(schedule, ContinuousSchedule):
@@ -535,8 +572,18 @@ def check_sampler(sampler: SamplerSpec, diffusion: DiffusionSpec, *, classes: in
         raise ValueError(
             f"sampler.eta = {sampler.eta:g} is of {readers}, not of {sampler.kind}; use kind {readers} or eta 0"
         )
-    if sampler.guidance != 1.0 and classes is None:
+    if sampler.guidance != 1.0 and classes is None and not guide:
         raise ValueError(
             f"sampler.guidance = {sampler.guidance:g} needs a class-conditional U-Net; leave it at 1, or train one "
             "with unet.classes and train.label_drop"
         )
+    low, high = sampler.guidance_between
+    if low >= high:
+        raise ValueError(f"sampler.guidance_between = {low:g},{high:g} must rise from the lowest noise level guided")
+    if sampler.guidance != 1.0 and sampler.guidance_between != ALL_SIGMAS:
+        sigmas = visited_sigmas(sampler, diffusion)
+        if not any(map(sampler.guides_at, sigmas)):
+            raise ValueError(
+                f"sampler.guidance_between = {low:g},{high:g} holds none of the noise levels of the steps, which are "
+                f"from {min(sigmas):.3g} to {max(sigmas):.3g}; choose an interval that holds some"
+            )

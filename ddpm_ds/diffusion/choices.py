@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
     from ddpm_ds.diffusion.levels import NoiseLevel
 
+MOST_SIGMA = 1e6
+"""Largest noise over signal that is told apart; noise alone, which has no signal, counts as this."""
 MAX_BETA = 0.999
 """Largest beta, which keeps the last step from being a singularity (Nichol and Dhariwal 2021, section 3.2)."""
 
@@ -146,6 +148,13 @@ def evaluations(spec: SamplerSpec, ends: Sequence[float], begins: Sequence[float
         return begins
     rest = zip(ends[1:], begins[1:], strict=True)
     return [begins[0], *(t for end, begin in rest for t in (end, begin))]
+
+
+def visited_sigmas(sampler: SamplerSpec, diffusion: DiffusionSpec) -> list[float]:
+    """Return noise over signal at each evaluation of a sampler, from noise to image; :data:`MOST_SIGMA` at most."""
+    from ddpm_ds.diffusion.levels import levels_of
+
+    return [visit.sigma for visit in levels_of(diffusion).visits(sampler)]
 
 
 def _flow_level(spec: DiffusionSpec, t: Tensor) -> NoiseLevel:

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from ddpm_ds import keyed
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
-from ddpm_ds.diffusion.choices import OBJECTIVES, SAMPLERS, SCHEDULES, ContinuousSchedule, evaluations
+from ddpm_ds.diffusion.choices import (
+    MOST_SIGMA,
+    OBJECTIVES,
+    SAMPLERS,
+    SCHEDULES,
+    ContinuousSchedule,
+    evaluations,
+)
 from ddpm_ds.keyed import Stream
 
 
@@ -75,6 +82,11 @@ class Visit(NamedTuple):
     """Standard deviation of x_t, for an image of variance 1; 1 with timesteps."""
     stream: int
     """Stream of the noise that is added on leaving it."""
+
+    @property
+    def sigma(self) -> float:
+        """Noise over signal, MOST_SIGMA at most, in 12 digits: a level that is written as 80 is 80 here."""
+        return min(float(f"{float(self.level.noise / self.level.signal):.12g}"), MOST_SIGMA)
 
 
 class Levels(Protocol):

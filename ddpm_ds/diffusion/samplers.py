@@ -9,6 +9,7 @@ another standard deviation than 1 is one factor more. A
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple, assert_never
 
@@ -47,6 +48,8 @@ class Sampler:
         self.times = tuple(visit.t for visit in self.visits)
         """What the U-Net is told there: falling timesteps, or functions of the noise level."""
         self.t_dtype = levels.dtype
+        self.guided = tuple(sampler.guides_at(visit.sigma) for visit in self.visits)
+        """Whether images are guided at each visit."""
         parts = SAMPLERS[sampler.kind].coefficients(sampler, [visit.alpha_bar for visit in self.visits])
         self._coefficients = [
             Coefficients(part.x_t * there.size / here.size, *(factor * there.size for factor in part[1:]))
@@ -106,9 +109,12 @@ class Drawing:
     stays on the device of `index`, and nothing waits for it. Images are drawn without gradients: ask the U-Net under
     ``torch.no_grad``.
 
-    Under guidance w the U-Net is asked with and without the label, and its prediction is taken to be
-    without + w (with - without), for any objective. With w = 1 only the labels are asked for, with w = 0 only "no
-    label". Source: Ho and Salimans 2022, eq. 6, whose w is ours - 1.
+    Under the sampler's guidance w the prediction is taken to be other + w (prediction - other), for any objective: x0
+    is then mixed alike, since it is a line in the prediction. The other prediction is the U-Net's own without the label
+    (Ho and Salimans 2022, eq. 6, whose w is ours - 1), or that of `guide`, another U-Net that takes the same arguments,
+    for the same labels (Karras et al. 2024, "Guiding a diffusion model with a bad version of itself"). At visits that
+    are not guided the other one is not computed; without a guide w = 0 computes it alone. Source of guiding at some of
+    the visits: Kynkäänniemi et al. 2024, "Applying guidance in a limited interval".
 
     `index` (N,) int64 are the images, of `shape` (C, H, W), and `labels` (N,) int64 their labels on the same device, or
     None without classes or to let the U-Net take "no label", whose number is `no_label`.
@@ -122,19 +128,22 @@ class Drawing:
         index: Tensor,
         shape: tuple[int, int, int],
         labels: Tensor | None,
-        guidance: float,
         no_label: int | None,
+        guide: Callable[..., Tensor] | None = None,
     ) -> None:
         self.calls = len(sampler.times)
-        """Number of evaluations of the U-Net in all."""
+        """Number of predictions to take."""
         self._sampler, self._seed, self._index, self._shape = sampler, seed, index, shape
-        self._guidance = guidance
-        self._guided = labels is not None and guidance not in (0.0, 1.0)
-        if labels is not None and guidance != 1.0:
+        self._guide, self._guidance = guide, sampler.spec.guidance
+        self._labels = self._guided_labels = labels  # (N,), (M,)
+        self._doubled = labels is not None and guide is None and sampler.spec.guides
+        if labels is not None and guide is None and any(sampler.guided):
             assert no_label is not None
             none = torch.full_like(labels, no_label)
-            labels = torch.cat([labels, none]) if self._guided else none
-        self._labels = labels  # (M,)
+            self._guided_labels = torch.cat([labels, none]) if self._doubled else none
+        twice = self._doubled or guide is not None
+        self.evaluations = tuple(2 if guided and twice else 1 for guided in sampler.guided)
+        """Evaluations of a U-Net per image at each call, those of the guide among them."""
         self._x = self._noise(Stream.SAMPLE)  # (N, C, H, W)
         if sampler.t_dtype.is_floating_point:  # with timesteps the share of the image at the first is taken for none
             self._x = sampler.visits[0].level.noise * self._x
@@ -144,20 +153,25 @@ class Drawing:
     def inputs(self) -> tuple[Tensor, ...]:
         """Return the next inputs of the U-Net: x_t (M, C, H, W) float32, t (M,) and, with labels, labels (M,) int64.
 
-        M is N, or 2 N under guidance: all images with their labels, then all without.
+        M is N, or 2 N where the U-Net guides itself: all images with their labels, then all without.
         """
-        x_t = torch.cat([self._x, self._x]) if self._guided else self._x
+        guided = self._sampler.guided[self._taken]
+        labels = self._guided_labels if guided else self._labels
+        x_t = torch.cat([self._x, self._x]) if guided and self._doubled else self._x
         time, dtype = self._sampler.times[self._taken], self._sampler.t_dtype
         t = torch.full((len(x_t),), time, dtype=dtype, device=x_t.device)
-        return (x_t, t) if self._labels is None else (x_t, t, self._labels)
+        return (x_t, t) if labels is None else (x_t, t, labels)
 
     def take(self, prediction: Tensor) -> None:
         """Continue with the prediction for :meth:`inputs`, (M, C, H, W) of any float dtype."""
-        prediction = prediction.float()
-        if self._guided:
-            labelled, unlabelled = prediction.chunk(2)
-            prediction = unlabelled + self._guidance * (labelled - unlabelled)  # (N, C, H, W)
         sampler, number = self._sampler, self._taken
+        prediction = prediction.float()
+        if self.evaluations[number] == 2:
+            if self._guide is None:
+                prediction, other = prediction.chunk(2)
+            else:
+                other = self._guide(*self.inputs()).float()
+            prediction = other + self._guidance * (prediction - other)  # (N, C, H, W)
         needed = sampler.needs_noise(number)
         noise = self._noise(sampler.visits[number].stream) if needed else None
         self._x, self._x0 = sampler.step(number, self._x, prediction, noise=noise, previous_x0=self._x0)

@@ -30,6 +30,8 @@ class Reading:
     """Most probable class of each image, (N,)."""
     top_probability: float
     """Mean of the probability of that class."""
+    recognised: float
+    """Share of the images for which that probability is above a half."""
     shares: tuple[float, ...]
     """Share of each class among the labels."""
 
@@ -79,7 +81,8 @@ class DigitsClassifier:
         classes = self._model.classes_
         labels = classes[probabilities.argmax(1)]
         shares = np.bincount(labels, minlength=classes[-1] + 1) / len(labels)
-        return Reading(labels, float(probabilities.max(1).mean()), tuple(shares.tolist()))
+        top = probabilities.max(1)
+        return Reading(labels, float(top.mean()), float((top > 0.5).mean()), tuple(shares.tolist()))
 
 
 def _features(images: Pixels) -> npt.NDArray[np.float64]:

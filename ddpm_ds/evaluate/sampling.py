@@ -49,6 +49,10 @@ class Request(BaseModel):
     digest: str
     """Checksum of the weights."""
     precision: str
+    guide: str | None = None
+    """Path of the weights that guide; None where the U-Net guides itself, if at all."""
+    guide_digest: str | None = None
+    """Checksum of the weights that guide."""
     sampler: SamplerSpec
     """Sampler, with the number of steps filled in."""
     seed: int
@@ -60,8 +64,19 @@ class Request(BaseModel):
     """Number of images drawn together; another number gives the same images only up to rounding."""
 
     @classmethod
-    def of(cls, trained: Trained, sampler: SamplerSpec, labels: Sequence[int] | None, **numbers: int) -> Self:
-        """Make a request to ``trained``; ``numbers`` are ``seed``, ``first``, ``count`` and ``batch_images``."""
+    def of(
+        cls,
+        trained: Trained,
+        sampler: SamplerSpec,
+        labels: Sequence[int] | None,
+        guide: Trained | None = None,
+        /,
+        **numbers: int,
+    ) -> Self:
+        """Make a request to ``trained``, guided by ``guide`` unless guidance is 1; ``numbers`` are ``seed``, ``first``,
+        ``count`` and ``batch_images``.
+        """
+        guide = guide if sampler.guidance != 1.0 else None
         stored = next(trained.unet.parameters()).dtype
         return cls(
             origin=trained.origin,
@@ -69,6 +84,8 @@ class Request(BaseModel):
             images_seen=trained.images_seen,
             digest=trained.digest,
             precision=next(name for name, (_, dtype) in DTYPES.items() if dtype is stored),
+            guide=None if guide is None else guide.origin,
+            guide_digest=None if guide is None else guide.digest,
             sampler=sampler.model_copy(update={"steps": sampler.steps_of(trained.diffusion)}),
             labels=None if labels is None else tuple(labels),
             **numbers,
@@ -105,12 +122,13 @@ class Request(BaseModel):
         """Return the names of the values that decide pixels and differ in ``there``; empty where the images are the
         same.
         """
-        ignored = {"origin", "weights", "images_seen", "sampler", *left_out}
+        ignored = {"origin", "weights", "images_seen", "guide", "sampler", *left_out}
         mine, theirs = (
             request.model_dump(exclude=ignored) | {f"sampler.{name}": value for name, value in request.sampler}
             for request in (self, there)
         )
-        return ", ".join("weights" if name == "digest" else name for name in mine if mine[name] != theirs[name])
+        said = {"digest": "weights", "guide_digest": "guide"}
+        return ", ".join(said.get(name, name) for name in mine if mine[name] != theirs[name])
 
 
 def draw(
@@ -120,12 +138,13 @@ def draw(
     *,
     labels: Tensor | None,
     seed: int,
-    after_step: Callable[[int], None] | None = None,
+    guide: Trained | None = None,
+    after_step: Callable[[int, int], None] | None = None,
 ) -> Tensor:
     """Draw the images with the numbers ``index`` (N,) int64 as uint8 (N, C, H, W) on the CPU: one batch, one process.
 
-    ``labels`` (N,) int64, or None for no label. ``after_step`` is called with the number of U-Net evaluations done so
-    far.
+    ``labels`` (N,) int64, or None for no label. ``guide`` guides instead of "no label", see :class:`Drawing`.
+    ``after_step`` is called with the number of U-Net evaluations per image that are done, and of all.
     """
     device = next(trained.unet.parameters()).device
     with torch.inference_mode():
@@ -135,13 +154,13 @@ def draw(
             index=index.to(device),
             shape=trained.image_shape,
             labels=None if labels is None else labels.to(device),
-            guidance=sampler.guidance,
             no_label=trained.unet_spec.classes,
+            guide=None if guide is None else guide.unet,
         )
         for number in range(drawing.calls):
             drawing.take(trained.unet(*drawing.inputs()))
             if after_step is not None:
-                after_step(number + 1)
+                after_step(sum(drawing.evaluations[: number + 1]), sum(drawing.evaluations))
         return drawing.images().cpu()
 
 
@@ -151,6 +170,7 @@ def sample(
     *,
     sampler: SamplerSpec | None = None,
     labels: Sequence[int] | Literal["all"] | None = "all",
+    guide: Trained | None = None,
     seed: int = 0,
     first: int = 0,
     batch_images: int = 64,
@@ -160,25 +180,30 @@ def sample(
 
     They are those of ``ddpm-ds sample`` with these values, up to rounding. ``sampler`` is the run's unless it is given.
     Image i gets the label number i modulo the number of ``labels``; by default that is each class in turn, and None
-    draws without labels. ``batch_images`` are drawn at once; ``progress`` shows a bar.
+    draws without labels. ``guide`` is a worse U-Net that guidance leads away from, as ``--guide``: loaded on the same
+    device. ``batch_images`` are drawn at once; ``progress`` shows a bar.
 
     Raises:
-        SpecError: the sampler does not fit the diffusion process or the U-Net, or there is no such class.
+        SpecError: the sampler does not fit the diffusion process or the U-Net, there is no such class, or ``guide``
+            is of other images, classes or noise levels.
     """
     sampler, classes = sampler or trained.sampler, trained.unet_spec.classes
     try:
-        check_sampler(sampler, trained.diffusion, classes=classes)
+        check_sampler(sampler, trained.diffusion, classes=classes, guide=guide is not None)
     except ValueError as error:
         raise SpecError(str(error)) from None
+    if guide is not None:
+        check_guide(guide, trained, [sampler])
     if labels == "all":
         labels = None if classes is None else range(classes)
     if labels is not None and not labels:
         raise SpecError("labels = [] names no class; use None to draw without labels")
     for label in labels or ():
         check_label(label, classes)
-    request = Request.of(trained, sampler, labels, seed=seed, first=first, count=count, batch_images=batch_images)
+    numbers = {"seed": seed, "first": first, "count": count, "batch_images": batch_images}
+    request = Request.of(trained, sampler, labels, guide, **numbers)
     drawn = [
-        draw(trained, request.sampler, torch.tensor(batch), labels=request.labels_of(batch), seed=seed)
+        draw(trained, request.sampler, torch.tensor(batch), labels=request.labels_of(batch), seed=seed, guide=guide)
         for batch in tqdm(request.batches, desc="drawing", unit="batch", disable=None if progress else True)
     ]
     return torch.cat(drawn)
@@ -192,9 +217,39 @@ def check_label(label: int, classes: int | None) -> None:
         raise SpecError(f"--labels {label} is out of range: the U-Net has {classes} classes, 0 to {classes - 1}")
 
 
-def draw_missing(trained: Trained, request: Request, folder: ImageFolder, rank: int = 0, world_size: int = 1) -> None:
+def check_guide(guide: Trained, trained: Trained, samplers: Sequence[SamplerSpec]) -> None:
+    """Raise SpecError unless ``guide`` takes the same images, classes and noise levels as ``trained``, predicts the
+    same, and guides with some of the samplers.
+    """
+    if all(sampler.guidance == 1.0 for sampler in samplers):
+        raise SpecError(f"--guide {guide.origin} guides nothing at --guidance 1; give another, such as 2")
+    mine, its = (
+        {
+            "images (C, H, W)": one.image_shape,
+            "unet.classes": one.unet_spec.classes,
+            **{f"diffusion.{key}": value for key, value in one.diffusion.process_values().items()},
+        }
+        for one in (trained, guide)
+    )
+    for key in [*mine, *its]:
+        if mine.get(key) != its.get(key):
+            raise SpecError(
+                f"--guide {guide.origin} has {key} = {its.get(key)}, and {trained.origin} has {mine.get(key)}; name "
+                "a guide with the same"
+            )
+
+
+def draw_missing(
+    trained: Trained,
+    request: Request,
+    folder: ImageFolder,
+    rank: int = 0,
+    world_size: int = 1,
+    *,
+    guide: Trained | None = None,
+) -> None:
     """Draw the images of a request that ``folder`` lacks. Returns when all processes have; batch i belongs to process i
-    modulo their number.
+    modulo their number. ``guide`` is the one that the request was made with.
 
     Raises:
         LayoutError: a batch does not fit into the memory of the device.
@@ -206,13 +261,13 @@ def draw_missing(trained: Trained, request: Request, folder: ImageFolder, rank: 
         if done := len(folder.there()):
             print(f"{done:,} of {request.count:,} images are there from before", flush=True)
     if world_size == 1:
-        draw_share(trained, request, folder, 0, 1)
+        draw_share(trained, request, folder, 0, 1, guide=guide)
         return
     use_interface_towards(os.environ["MASTER_ADDR"])
     store = connect(rank, int(os.environ["MASTER_PORT"]), JOIN_LIMIT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=JOIN_LIMIT)
     try:
-        draw_share(trained, request, folder, rank, world_size)
+        draw_share(trained, request, folder, rank, world_size, guide=guide)
         try:
             dist.monitored_barrier(timeout=WAIT_LIMIT)
         except RuntimeError:
@@ -223,9 +278,17 @@ def draw_missing(trained: Trained, request: Request, folder: ImageFolder, rank: 
         dist.destroy_process_group()  # a process that leaves with a gloo group can abort after it has succeeded
 
 
-def draw_share(trained: Trained, request: Request, folder: ImageFolder, rank: int, world_size: int) -> None:
+def draw_share(
+    trained: Trained,
+    request: Request,
+    folder: ImageFolder,
+    rank: int,
+    world_size: int,
+    *,
+    guide: Trained | None = None,
+) -> None:
     """Draw the images that ``folder`` lacks of every ``world_size``-th batch, without waiting for other processes."""
-    there, evaluations = folder.there(), request.sampler.evaluations_of(trained.diffusion)
+    there = folder.there()
     with tqdm(
         total=request.count,
         initial=len(there),
@@ -237,15 +300,22 @@ def draw_share(trained: Trained, request: Request, folder: ImageFolder, rank: in
         disable=rank != 0,
     ) as bar:
 
-        def show(step: int) -> None:
-            bar.set_postfix_str(f"step {step}/{evaluations}", refresh=False)
+        def show(done: int, evaluations: int) -> None:
+            bar.set_postfix_str(f"evaluation {done}/{evaluations}", refresh=False)
             bar.update(0)
 
         for batch in request.batches[rank::world_size]:
             if index := [i for i in batch if i not in there]:
-                labels, numbers = request.labels_of(index), torch.tensor(index)
                 try:
-                    images = draw(trained, request.sampler, numbers, labels=labels, seed=request.seed, after_step=show)
+                    images = draw(
+                        trained,
+                        request.sampler,
+                        torch.tensor(index),
+                        labels=request.labels_of(index),
+                        seed=request.seed,
+                        guide=guide,
+                        after_step=show,
+                    )
                 except torch.OutOfMemoryError:
                     raise LayoutError(
                         f"--batch-images = {request.batch_images}: the device has no memory for so many images at "

@@ -18,6 +18,7 @@ from torch import Tensor
 import ddpm_ds
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.command_line import aligned, cache_folder
+from ddpm_ds.config.spec import ALL_SIGMAS
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.loader import shuffled
 from ddpm_ds.data.pictures import write_png
@@ -201,6 +202,7 @@ class Scorer:
             for name, title, value, of_real, details in (
                 (f"frechet_{short(len(images))}", frechet, distance, frechet_distance(*halves), {}),
                 ("top_probability", "digits: mean top probability", read.top_probability, real.top_probability, {}),
+                ("recognised", "digits: share recognised", read.recognised, real.recognised, {}),
                 ("class_balance", "digits: class balance, entropy / log 10", read.balance, real.balance, shares),
                 ("accuracy", "digits: read as their label", accuracy, classifier.real_accuracy, {}),
             )
@@ -234,11 +236,10 @@ TEXT_COLUMNS = {0, 5, 7, 9}
 def table(scores: Sequence[Score], request: Request) -> str:
     """Return a line for each score, with all that it depends on; then the shares of classes, where there are any."""
     sampler = request.sampler
-    guidance = "-" if request.labels is None else f"{sampler.guidance:g}"
-    how = (sampler.kind, str(sampler.steps), request.weights, guidance)
+    how = (sampler.kind, str(sampler.steps), request.weights, _guidance(request))
     rows = [HEADER]
     for score in scores:
-        value, real = _number(score.value), _number(score.real)
+        value, real = rounded(score.value), rounded(score.real)
         rows.append((score.title, value, real, f"{score.samples:,}", f"{score.references:,}", *how, score.tool))
     lines = aligned(rows, TEXT_COLUMNS)
     for score in scores:
@@ -250,7 +251,22 @@ def table(scores: Sequence[Score], request: Request) -> str:
     return "\n".join(lines)
 
 
-def _number(value: float | None) -> str:
+def _guidance(request: Request) -> str:
+    """Return the guidance for a reader, with where it ends and what it leads away from where these are not the usual:
+    ``2 at 0.3-5 by guide``.
+    """
+    sampler = request.sampler
+    if request.labels is None and request.guide is None:
+        return "-"
+    if sampler.guidance == 1.0:
+        return "1"
+    low, high = sampler.guidance_between
+    where = "" if sampler.guidance_between == ALL_SIGMAS else f" at {low:g}-{high:g}"
+    return f"{sampler.guidance:g}{where}{'' if request.guide is None else ' by guide'}"
+
+
+def rounded(value: float | None) -> str:
+    """Return a score for a reader, in four digits; ``-`` where there is none."""
     return "-" if value is None else f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 

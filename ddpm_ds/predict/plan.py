@@ -202,7 +202,7 @@ def describe_plan(plan: RunPlan, run_dir: Path) -> str:
             recompute = f"every {counted(interval, 'layer')}"
     steps = spec.sampler.steps_of(spec.diffusion)
     levels, held_out = len(HELD_OUT_QUANTILES), spec.data.held_out_images
-    drawn = spec.samples.count * spec.sampler.evaluations_of(spec.diffusion) * (1 + spec.sampler.guides)
+    drawn = spec.samples.count * spec.sampler.evaluations_of(spec.diffusion)
     tracker = without_secrets(os.environ.get("MLFLOW_TRACKING_URI") or str(run_dir.parent))
     lines = [
         f"run          {spec.name}: {plan.spec_path} with {plan.ds_path}",

@@ -5,6 +5,7 @@ Both use the averaged weights and run through the pipeline: replicas share the i
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 
@@ -112,17 +113,18 @@ def draw_previews(spec: RunSpec, engine: UnetPipelineEngine, watchdog: Watchdog)
             index=index,
             shape=(data.channels, data.image_size, data.image_size),
             labels=None if classes is None else index % classes,
-            guidance=spec.sampler.guidance,
             no_label=classes,
         )
         drawings.append(drawing)
-    ForwardPipeline(engine, images * (2 if spec.sampler.guides else 1)).run(
-        rounds * len(sampler.times),
-        lambda number: drawings[number % rounds].inputs(),
-        lambda number, prediction: drawings[number % rounds].take(prediction),
-        depth=rounds,
-        progress=watchdog.progress,
-    )
+    # guided evaluations carry twice the images, and messages have one shape for a whole run of the pipeline
+    for guided, visits in itertools.groupby(sampler.guided):
+        ForwardPipeline(engine, images * (2 if guided and spec.sampler.guides else 1)).run(
+            rounds * len(list(visits)),
+            lambda number: drawings[number % rounds].inputs(),
+            lambda number, prediction: drawings[number % rounds].take(prediction),
+            depth=rounds,
+            progress=watchdog.progress,
+        )
     if not engine.is_first_stage():
         return None
     mine = torch.stack([drawing.images() for drawing in drawings])  # (rounds, images, C, H, W)

@@ -202,7 +202,7 @@ def test_drawings_are_finite_and_do_not_depend_on_the_batch(diffusion: Diffusion
     sampler = Sampler(SamplerSpec(kind=kind, steps=7, churn=3.0 * (kind == "heun")), diffusion)
 
     def drawn(index: Tensor) -> Tensor:
-        drawing = Drawing(sampler, seed=1, index=index, shape=(3, 4, 4), labels=None, guidance=1.0, no_label=None)
+        drawing = Drawing(sampler, seed=1, index=index, shape=(3, 4, 4), labels=None, no_label=None)
         for number in range(drawing.calls):
             x_t, t = drawing.inputs()
             assert t.dtype == torch.float32 and x_t.isfinite().all() and x_t.abs().max() < 8, number
@@ -224,6 +224,13 @@ def test_drawings_are_finite_and_do_not_depend_on_the_batch(diffusion: Diffusion
         ({"schedule": "flow", "objective": "velocity"}, {"kind": "heun"}, "kind = heun is for noise that is finite"),
         ({}, {"sigma_min": 1, "sigma_max": 0.5}, "sigma_min = 1 and sigma_max = 0.5 must rise"),
         ({}, {"churn": 3}, "churn = 3 is of heun, not of dpm_solver"),
+        ({}, {"guidance_between": [5, 0.3]}, "guidance_between = 5,0.3 must rise from the lowest"),
+        ({}, {"guidance": 2, "guidance_between": [158, 200]}, "holds none of the noise levels.* from 0.173 to 157;"),
+        (
+            {"schedule": "edm", "objective": "v"},
+            {"guidance": 2, "guidance_between": [80, 90]},
+            "holds none of the noise levels.* from 0.002 to 80; choose an interval that holds some",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_said(diffusion: Any, sampler: Any, said: str) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -29,7 +33,7 @@ def sampler_of(diffusion: DiffusionSpec | None = None, **values: Any) -> Sampler
 
 
 def drawing_of(sampler: Sampler, index: Tensor, **values: Any) -> Drawing:
-    defaults: dict[str, Any] = {"seed": 5, "shape": SHAPE, "labels": None, "guidance": 1.0, "no_label": NO_LABEL}
+    defaults: dict[str, Any] = {"seed": 5, "shape": SHAPE, "labels": None, "no_label": NO_LABEL}
     return Drawing(sampler, index=index, **(defaults | values))
 
 
@@ -52,13 +56,13 @@ def drawn(drawing: Drawing) -> Tensor:
 @pytest.mark.parametrize("guidance", [0.0, 1.0, 3.0])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_image_is_the_same_in_any_batch(kind: str, guidance: float) -> None:
-    sampler = sampler_of(**KINDS[kind])
+    sampler = sampler_of(**KINDS[kind], guidance=guidance)
     index, labels = torch.tensor([7, 0, 123_456_789_012, 3, 9]), torch.tensor([1, 2, 3, 4, 10])
-    whole = drawn(drawing_of(sampler, index, labels=labels, guidance=guidance))
+    whole = drawn(drawing_of(sampler, index, labels=labels))
     assert whole.shape == (5, *SHAPE) and whole.dtype == torch.uint8
     assert len(whole.unique(dim=0)) == 5 and whole.float().std() > 20
     for some in ([0], [4, 2], [3, 1, 0, 2, 4]):
-        part = drawn(drawing_of(sampler, index[some], labels=labels[some], guidance=guidance))
+        part = drawn(drawing_of(sampler, index[some], labels=labels[some]))
         # Logarithm and sine of the noise may be computed otherwise at the end of a vector: a byte more or less.
         assert (part.int() - whole[some].int()).abs().max() <= 1
 
@@ -93,18 +97,19 @@ def test_a_drawing_is_the_sampler_with_keyed_noise(kind: str) -> None:
     ("guidance", "expected"), [(1.0, [3, 4]), (0.0, [10, 10]), (3.0, [3, 4, 10, 10]), (0.5, [3, 4, 10, 10])]
 )
 def test_guidance_asks_with_and_without_labels_only_where_it_needs_both(guidance: float, expected: list[int]) -> None:
-    drawing = drawing_of(sampler_of(), torch.arange(2), labels=torch.tensor([3, 4]), guidance=guidance)
+    sampler = sampler_of(guidance=guidance)
+    drawing = drawing_of(sampler, torch.arange(2), labels=torch.tensor([3, 4]))
     x_t, t, labels = drawing.inputs()
     assert x_t.dtype == torch.float32 and labels.tolist() == expected and len(x_t) == len(t) == len(expected)
     assert torch.equal(x_t[:2], x_t[-2:])
-    assert [len(part) for part in drawing_of(sampler_of(), torch.arange(2), guidance=guidance).inputs()] == [2, 2]
+    assert [len(part) for part in drawing_of(sampler, torch.arange(2)).inputs()] == [2, 2]
 
 
 @pytest.mark.parametrize("guidance", [0.5, 3.0])
 def test_guidance_goes_from_the_prediction_without_label_through_that_with_it(guidance: float) -> None:
-    sampler, index = sampler_of(steps=4), torch.arange(2)
-    guided = drawing_of(sampler, index, labels=torch.tensor([3, 4]), guidance=guidance)
-    plain = drawing_of(sampler, index)
+    index = torch.arange(2)
+    guided = drawing_of(sampler_of(steps=4, guidance=guidance), index, labels=torch.tensor([3, 4]))
+    plain = drawing_of(sampler_of(steps=4), index)
     for _ in range(4):
         assert torch.equal(guided.inputs()[0][:2], plain.inputs()[0])
         guided.take(unet(*guided.inputs()))
@@ -113,6 +118,105 @@ def test_guidance_goes_from_the_prediction_without_label_through_that_with_it(gu
         assert not torch.equal(with_label, without)
         plain.take((1 - guidance) * without + guidance * with_label)
     assert torch.equal(guided.images(), plain.images())
+
+
+EDM = DiffusionSpec(schedule="edm", objective="v")
+
+
+def sigmas_of(process: str, steps: int) -> list[float]:
+    """Noise over signal at each visit, from the papers: DDPM, eq. 4, and Karras et al. 2022, eq. 5, visited by Heun."""
+    if process == "ddpm":
+        alpha_bar = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000))
+        return [math.sqrt(1 / alpha_bar[1000 * (steps - number) // steps - 1] - 1) for number in range(steps)]
+    high, low = 80 ** (1 / 7), 0.002 ** (1 / 7)
+    sigmas = [round((high + number / (steps - 1) * (low - high)) ** 7, 12) for number in range(steps)]
+    return [sigmas[0], *(sigma for sigma in sigmas[1:] for _ in range(2))]
+
+
+@pytest.mark.parametrize(("process", "between"), [("ddpm", (0.5, 3.0)), ("edm", (0.1, 20.0)), ("edm", (0.002, 80.0))])
+def test_guidance_stays_within_its_interval_and_costs_nothing_outside(
+    process: str, between: tuple[float, float]
+) -> None:
+    """Kynkäänniemi et al. 2024: the weight is w at sigmas above the first and up to the second, and 1 elsewhere."""
+    values: dict[str, Any] = {"kind": "heun" if process == "edm" else "ddim", "steps": 10}
+    diffusion = EDM if process == "edm" else DiffusionSpec()
+    sampler = sampler_of(diffusion, **values, guidance=3.0, guidance_between=between)
+    index, labels, none = torch.arange(2), torch.tensor([3, 4]), torch.tensor([10, 10])
+    guided, plain = drawing_of(sampler, index, labels=labels), drawing_of(sampler_of(diffusion, **values), index)
+    weights = [3.0 if between[0] < sigma <= between[1] else 1.0 for sigma in sigmas_of(process, 10)]
+    assert set(weights) == {1.0, 3.0} and len(weights) == guided.calls
+    assert guided.evaluations == tuple(2 if weight == 3.0 else 1 for weight in weights)
+    assert sum(guided.evaluations) == sampler.spec.evaluations_of(diffusion)
+    for weight in weights:
+        asked = guided.inputs()
+        assert [len(part) for part in asked] == [4 if weight == 3.0 else 2] * 3
+        guided.take(unet(*asked))
+        x_t, t = plain.inputs()
+        plain.take(weight * unet(x_t, t, labels) + (1 - weight) * unet(x_t, t, none))
+    assert torch.equal(guided.images(), plain.images())
+
+
+def test_guidance_of_nought_takes_the_label_again_outside_its_interval() -> None:
+    sampler = sampler_of(kind="ddim", steps=10, guidance=0.0, guidance_between=(0.5, 3.0))
+    drawing, asked = drawing_of(sampler, torch.arange(1), labels=torch.tensor([3])), []
+    for _ in range(drawing.calls):
+        asked.append(drawing.inputs()[2].tolist())
+        drawing.take(unet(*drawing.inputs()))
+    assert asked == [[10] if 0.5 < sigma <= 3.0 else [3] for sigma in sigmas_of("ddpm", 10)]
+    assert drawing.evaluations == (1,) * 10
+
+
+def test_noise_alone_counts_as_the_highest_level() -> None:
+    flow = DiffusionSpec(schedule="flow", objective="velocity")
+    assert [sampler_of(flow, steps=4, guidance=2.0, guidance_between=(low, 1e6)).guided for low in (0.0, 0.9, 4.0)] == [
+        (True,) * 4,  # sigma is time / (1 - time) at 1, 3/4, 1/2 and 1/4
+        (True, True, True, False),
+        (True, False, False, False),
+    ]
+
+
+def worse(x_t: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
+    """Another U-Net that takes the same."""
+    return unet(0.7 * x_t + 0.1, t, labels)
+
+
+@pytest.mark.parametrize("guidance", [0.0, 1.5, 3.0])
+@pytest.mark.parametrize("labels", [None, torch.tensor([3, 4])], ids=["without classes", "classes"])
+def test_another_u_net_guides_as_in_autoguidance_of_karras_et_al(labels: Tensor | None, guidance: float) -> None:
+    """Karras et al. 2024: D_w = w D_1 + (1 - w) D_0, here in Heun's steps of Karras et al. 2022, algorithm 1."""
+    between = (0.05, 60.0)
+    sampler = sampler_of(EDM, kind="heun", steps=6, clip="none", guidance=guidance, guidance_between=between)
+    index, asked = torch.arange(2), []
+
+    def guide(*inputs: Tensor) -> Tensor:
+        asked.append(inputs)
+        return worse(*inputs)
+
+    drawing = drawing_of(sampler, index, labels=labels, guide=guide)
+    found = drawn(drawing)
+    sigmas = sigmas_of("edm", 6)
+    inside = [between[0] < sigma <= between[1] for sigma in sigmas]
+    assert len(asked) == sum(inside) == 8 and sum(drawing.evaluations) == 11 + 8
+    assert all(len(inputs[0]) == 2 and (labels is None or inputs[2] is labels) for inputs in asked)
+
+    def denoised(network: Callable[..., Tensor], x: Tensor, sigma: float) -> Tensor:
+        root, t = math.sqrt(sigma**2 + 0.25), torch.full((2,), math.log(sigma) / 4)
+        prediction = network((x / root).float(), t, labels).double()
+        return 0.25 / root**2 * x - sigma * 0.5 / root * prediction  # c_skip x + c_out F, where F is -v
+
+    def guided(x: Tensor, sigma: float) -> Tensor:
+        weight = guidance if between[0] < sigma <= between[1] else 1.0
+        return weight * denoised(unet, x, sigma) + (1 - weight) * denoised(worse, x, sigma)
+
+    x = 80.0 * keyed.normal(5, Stream.SAMPLE, index, 3 * 6 * 5).reshape(2, *SHAPE).double()
+    for sigma, end in pairwise([sigmas[0], *sigmas[1::2]]):
+        slope = (x - guided(x, sigma)) / sigma
+        ahead = x + (end - sigma) * slope
+        x = x + (end - sigma) * (slope + (ahead - guided(ahead, end)) / end) / 2
+    x = guided(x, sigmas[-1])  # the step to 0
+    wanted = ((x + 1) * 127.5).round().clamp(0, 255)
+    # predictions are rounded to steps of 2^-8 after float32's rounding of x, so that a few differ by a step
+    assert ((found - wanted).abs() > 1).double().mean() < 0.02 and len(found.unique()) > 50
 
 
 # Pixels
@@ -138,19 +242,19 @@ def test_pixels_undo_what_training_does_to_bytes_are_rounded_and_kept_in_range()
 def test_no_part_of_a_drawing_reads_back_from_the_device(kind: str) -> None:
     # A tensor on the meta device has no values: anything that waits for one raises.
     index, labels = torch.arange(2, device="meta"), torch.arange(2, device="meta")
-    images = drawn(drawing_of(sampler_of(**KINDS[kind]), index, labels=labels, guidance=3.0))
+    images = drawn(drawing_of(sampler_of(**KINDS[kind], guidance=3.0), index, labels=labels))
     assert images.shape == (2, *SHAPE) and images.dtype == torch.uint8 and images.device.type == "meta"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_drawing_on_cuda_neither_synchronises_nor_differs(kind: str) -> None:
-    sampler, index, labels = sampler_of(**KINDS[kind]), torch.arange(4), torch.arange(4)
-    on_cpu = drawn(drawing_of(sampler, index, labels=labels, guidance=3.0))
+    sampler, index, labels = sampler_of(**KINDS[kind], guidance=3.0), torch.arange(4), torch.arange(4)
+    on_cpu = drawn(drawing_of(sampler, index, labels=labels))
     index, labels = index.cuda(), labels.cuda()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        on_cuda = drawn(drawing_of(sampler, index, labels=labels, guidance=3.0))
+        on_cuda = drawn(drawing_of(sampler, index, labels=labels))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert (on_cuda.cpu().int() - on_cpu.int()).abs().max() <= 1

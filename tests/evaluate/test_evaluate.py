@@ -96,6 +96,7 @@ def test_real_digits_score_as_real_ones_and_noise_does_not(
     top = "digits_top_probability"
     assert real[top]["value"] > 0.95 and noise[top]["value"] < 0.5 and noise[top]["real"] == real[top]["real"] > 0.95
     assert real["digits_class_balance"]["value"] > 0.99
+    assert real["digits_recognised"]["value"] > 0.97 and noise["digits_recognised"]["value"] < 0.3
     assert real["digits_frechet_600"]["value"] < noise["digits_frechet_600"]["value"] / 10
     assert real["pixel_frechet_600"]["value"] < 1.0 < noise["pixel_frechet_600"]["value"]
     assert 0.0 < real["pixel_frechet_600"]["real"] < 1.0, "the distance between two halves of the real digits"
@@ -111,7 +112,7 @@ def test_other_metrics_draw_nothing_anew_and_leave_the_scores_that_are_there(
     out = evaluate("--count", 20, "--metrics", "digits")
     assert "pixel" not in out and "left out" not in out
     assert next(iter(by_name(report(run_dir / "evaluations")))) == "pixel_frechet_20"
-    assert len(report(run_dir / "evaluations")["scores"]) == 5
+    assert len(report(run_dir / "evaluations")["scores"]) == 6
     assert ["eval/pixel_frechet_20" in child.logged for child in trackers] == [True, False]
     (record,) = (run_dir / "evaluations").glob("*/drawn/sampling.json")
     assert json.loads(record.read_text())["labels"] == labels_like(digits, 20)
@@ -133,6 +134,33 @@ def test_an_interrupted_evaluation_keeps_what_is_drawn_and_records_nothing(
     drawn = watch_drawing()
     evaluate("--count", 35, "--batch-images", 10, "--metrics", "pixel")
     assert drawn == [*range(20, 35)] and len(trackers) == 1
+
+
+def test_several_guidances_are_evaluations_of_their_own_and_one_table_and_picture(
+    run_dir: Path, evaluate: Evaluate, trackers: list[Any], watch_drawing: Watch
+) -> None:
+    drawn = watch_drawing()
+    guide = plant(run_dir.parent / "guide", 640)
+    arguments = ("--count", 20, "--metrics", "pixel,digits", "--guidances", "1,2,3.5", "--guide", guide)
+    out = evaluate(*arguments)
+    reports = [json.loads(path.read_text()) for path in (run_dir / "evaluations").glob("*/scores.json")]
+    values = {report["sampler"]["guidance"]: by_name(report) for report in reports}
+    assert sorted(values) == [1.0, 2.0, 3.5] and len(trackers) == 3 and len(drawn) == 60
+    guides = {report["sampler"]["guidance"]: report["guide"] for report in reports}
+    assert guides == {1.0: None, 2.0: str(guide), 3.5: str(guide)}
+    lines = out.splitlines()
+    header = next(number for number, line in enumerate(lines) if line.split()[:2] == ["guidance", "pixel_frechet_20"])
+    names = lines[header].split()[1:]
+    for line, guidance in zip(lines[header + 1 : header + 4], (1.0, 2.0, 3.5), strict=True):
+        assert line.split() == [f"{guidance:g}", *(scores.rounded(values[guidance][name]["value"]) for name in names)]
+    assert lines[header + 4].startswith("real images") and "2 by guide" in out
+    picture = run_dir / "evaluations" / "images-000000320-ema-guidance-1-2-3.5.png"
+    assert f"picture    {picture}" in lines
+    pixels = np.asarray(Image.open(picture).convert("L"))
+    assert pixels.shape[1] == 1440 and 0.005 < (pixels < 200).mean() < 0.2
+    content = picture.read_bytes()
+    evaluate(*arguments)
+    assert len(drawn) == 60 and picture.read_bytes() == content
 
 
 def test_labels_are_asked_for_in_the_proportions_of_the_reference(digits: DatasetCache) -> None:
@@ -208,6 +236,10 @@ def test_a_data_set_that_has_moved_is_named(tmp_path: Path, evaluate: Evaluate, 
         (("--metrics", "pixel,inception"), "'inception' is none of fid, kid, pr, pixel, digits"),
         (("--count", "9"), "'9' is not a number from 10 to 1,000,000"),
         (("--inception-weights", "nowhere.pt"), "--inception-weights nowhere.pt can't be used (No such file"),
+        (("--guidances", "1,x"), "'x' is not a guidance from 0 to 1,000"),
+        (("--guidances", "1,2,1"), "'1,2,1' names a guidance twice"),
+        (("--guidances", "1,2", "--guidance", "3"), "--guidance and --guidances exclude each other"),
+        (("--guidances", "1,2", "--guidance-between", "300,400"), "holds none of the noise levels of the steps"),
         (("--steps", "2000"), "--steps = 2000 is above the 1000 timesteps"),
     ],
 )
@@ -276,7 +308,7 @@ def test_the_classifier_reads_real_digits_that_it_has_not_seen_and_is_sure_of_no
 
 def test_balance_is_relative_entropy_and_accuracy_the_share_read_as_asked_for() -> None:
     none = np.array([], np.int64)
-    assert Reading(none, 1.0, (0.1,) * 10).balance == pytest.approx(1.0)
-    assert Reading(none, 1.0, (1.0, *[0.0] * 9)).balance == 0.0
-    assert Reading(none, 1.0, (0.5, 0.5, *[0.0] * 8)).balance == pytest.approx(np.log(2) / np.log(10))
-    assert Reading(np.array([1, 2, 3, 4]), 1.0, (0.1,) * 10).accuracy(np.array([1, 2, 3, 5])) == 0.75
+    assert Reading(none, 1.0, 1.0, (0.1,) * 10).balance == pytest.approx(1.0)
+    assert Reading(none, 1.0, 1.0, (1.0, *[0.0] * 9)).balance == 0.0
+    assert Reading(none, 1.0, 1.0, (0.5, 0.5, *[0.0] * 8)).balance == pytest.approx(np.log(2) / np.log(10))
+    assert Reading(np.array([1, 2, 3, 4]), 1.0, 1.0, (0.1,) * 10).accuracy(np.array([1, 2, 3, 5])) == 0.75

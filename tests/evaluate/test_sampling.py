@@ -27,8 +27,9 @@ from ddpm_ds.errors import SpecError
 from ddpm_ds.evaluate import outputs, sampling
 from ddpm_ds.evaluate.outputs import PngFolder, record_of
 from ddpm_ds.evaluate.sampling import Request, draw
+from ddpm_ds.evaluate.sampling import sample as draw_from_python
 from ddpm_ds.evaluate.trained import Trained, load_trained
-from tests.evaluate.planted import FAST, FAST_SAMPLER, trained_of
+from tests.evaluate.planted import FAST, FAST_SAMPLER, UNLABELLED, plant, trained_of
 from tests.launching import REPOSITORY, fork_ranks, launch, tiny_spec
 
 SCRIPT = REPOSITORY / "launch" / "sample.py"
@@ -80,10 +81,14 @@ def test_labels_and_guidance_reach_the_u_net_and_each_step_is_told(trained: Trai
     one, two = (draw(trained, FAST_SAMPLER, INDEX, labels=torch.full_like(INDEX, label), seed=0) for label in (1, 2))
     assert not one.equal(two)
     assert not images(trained).equal(images(trained, guidance=3.0))
-    steps: list[int] = []
-    no_label = draw(trained, FAST_SAMPLER, INDEX, labels=None, seed=0, after_step=steps.append)
+    steps: list[tuple[int, int]] = []
+
+    def told(done: int, evaluations: int) -> None:
+        steps.append((done, evaluations))
+
+    no_label = draw(trained, FAST_SAMPLER, INDEX, labels=None, seed=0, after_step=told)
     assert images(trained, guidance=0.0).equal(no_label) and not images(trained).equal(no_label)
-    assert steps == [1, 2, 3]
+    assert steps == [(1, 3), (2, 3), (3, 3)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -119,6 +124,8 @@ def test_another_kind_begins_with_its_own_steps_and_no_noise() -> None:
     [
         (["--steps", "1001"], "--steps = 1001 is above the 1000 timesteps; use fewer"),
         (["--steps", "0"], "--steps 0: input should be greater than or equal to 1"),
+        (["--guidance-between", "5,0.3"], "--guidance-between = 5,0.3 must rise"),
+        (["--guidance-between=-1,3"], "--guidance-between -1.0: input should be greater than or equal to 0"),
         (["--eta", "0.5"], "--eta = 0.5 is of ddim, not of dpm_solver; use --sampler ddim or eta 0"),
         (
             ["--variance", "small"],
@@ -211,6 +218,9 @@ def test_what_is_not_ours_is_never_overwritten(name: str, tmp_path: Path, sample
         ("--labels 10", "--labels 10 is out of range: the U-Net has 10 classes, 0 to 9"),
         ("--labels 0,1,-2", "--labels 0,1,-2 is none of all, none, a class such as 3"),
         ("--labels none --guidance 3", "--guidance 3 needs classes to guide to"),
+        ("--guidance-between 3", "argument --guidance-between: '3' is not two noise levels such as 0.3,5"),
+        ("--guidance 2 --guidance-between 300,400", "holds none of the noise levels of the steps, which are from"),
+        ("--guide nowhere --guidance 2", "nowhere does not exist; name a checkpoint"),
         ("--seed 4294967296", "argument --seed: '4294967296' is not a number from 0 to 2^32 - 1"),
         ("--out OUT/x.jpg", "the suffix .jpg is of no format; use .png, .npz or none, or say --format"),
         ("--out OUT/x.png --format npz", "has the suffix of a grid, not of --format npz"),
@@ -233,6 +243,69 @@ def test_a_u_net_without_classes_takes_no_labels_and_no_guidance(
         (("--guidance", 2), "--guidance = 2 needs a class-conditional U-Net"),
     ):
         assert said in sample(*option, "--out", tmp_path / "x.png", run_dir=without_classes, code=2)
+
+
+def test_a_guide_of_another_size_draws_as_from_python_and_is_part_of_what_is_kept(
+    planted: Path, without_classes: Path, tmp_path: Path, sample: Sample
+) -> None:
+    small = {"channels": 4, "norm_groups": 2}
+    for run_dir, sections, labels in (
+        (planted, {}, torch.arange(3) % 10),
+        (without_classes, UNLABELLED, None),
+    ):
+        classes = {**sections, "unet": {**sections.get("unet", {}), **small}}
+        guide, out = plant(tmp_path / f"{run_dir.name}-guide", **classes), tmp_path / f"{run_dir.name}.npz"
+        arguments = ("--count", 3, "--guidance", 2, "--guide", guide, "--out", out)
+        sample(*arguments, run_dir=run_dir)
+        trained, worse = load_trained(run_dir), load_trained(guide)
+        sampler = FAST_SAMPLER.model_copy(update={"guidance": 2.0})
+        wanted = draw(trained, sampler, torch.arange(3), labels=labels, seed=0, guide=worse)
+        drawn = torch.from_numpy(np.load(out)["arr_0"]).permute(0, 3, 1, 2)
+        assert drawn.equal(wanted) and drawn.equal(draw_from_python(trained, 3, sampler=sampler, guide=worse))
+        plain = draw(trained, FAST_SAMPLER, torch.arange(3), labels=labels, seed=0)
+        assert most_apart(drawn, plain) > 5
+        record = record_of(out)
+        assert record is not None and (record.guide, record.guide_digest) == (str(guide), worse.digest)
+        assert sample(*arguments, run_dir=run_dir).startswith(f"{out}: already there")
+        other = plant(tmp_path / f"{run_dir.name}-other", 640, **classes)
+        assert f"{out} was drawn with another guide;" in sample(*arguments, "--guide", other, run_dir=run_dir, code=2)
+
+
+def test_what_cannot_guide_is_one_line(planted: Path, tmp_path: Path, sample: Sample) -> None:
+    edm, larger = {"schedule": "edm", "objective": "v"}, {"attention_resolutions": [8]}
+    run = plant(tmp_path / "edm", diffusion=edm)
+    for run_dir, sections, said in (
+        (
+            planted,
+            {"data": {"image_size": 16}, "unet": larger},
+            "has images (C, H, W) = (1, 16, 16), and",
+        ),
+        (planted, UNLABELLED, "has unet.classes = None, and"),
+        (planted, {"diffusion": {"timesteps": 500}}, "has diffusion.timesteps = 500, and"),
+        (planted, {"diffusion": {"beta_end": 0.03}}, "has diffusion.beta_end = 0.03, and"),
+        (planted, {"diffusion": {"objective": "x0"}}, "has diffusion.objective = x0, and"),
+        (planted, {"diffusion": edm}, "has diffusion.schedule = edm, and"),
+        (run, {"diffusion": {**edm, "sigma_data": 0.6}}, "has diffusion.sigma_data = 0.6, and"),
+    ):
+        guide = plant(tmp_path / f"{len(list(tmp_path.iterdir()))}", **sections)
+        line = sample("--guide", guide, "--guidance", 2, "--out", tmp_path / "x.png", run_dir=run_dir, code=2)
+        assert said in line and line.endswith("; name a guide with the same")
+    line = sample("--guide", guide, "--out", tmp_path / "x.png", run_dir=run, code=2)
+    assert line.endswith(f"--guide {guide} guides nothing at --guidance 1; give another, such as 2")
+    same = plant(tmp_path / "same", diffusion={**edm, "noise_mean": -0.4, "loss": "l1"})
+    sample("--guide", same, "--guidance", 2, "--out", tmp_path / "x.png", run_dir=run)
+
+
+def test_the_progress_counts_the_evaluations_of_both_u_nets(trained: Trained) -> None:
+    told: list[tuple[int, int]] = []
+
+    def step(done: int, evaluations: int) -> None:
+        told.append((done, evaluations))
+
+    sampler = FAST_SAMPLER.model_copy(update={"guidance": 2.0, "guidance_between": (0.1, 10.0)})
+    for guide in (None, trained_of(tiny_spec(), seed=2)):
+        draw(trained, sampler, INDEX, labels=INDEX, seed=0, guide=guide, after_step=step)
+    assert told == 2 * [(1, 5), (3, 5), (5, 5)]  # sigma is 157, 9.3 and 1.5
 
 
 def test_the_grid_is_logged_where_that_is_asked_for(

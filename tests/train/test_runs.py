@@ -35,6 +35,12 @@ TINY = [
     "sampler.steps=4",
     "evaluation.every_images=800",
 ]
+EDM = [
+    "diffusion.schedule=edm",
+    "diffusion.objective=v",
+    "samples.every_images=null",
+    "evaluation.every_images=null",
+]
 
 
 def train(
@@ -92,10 +98,16 @@ def error_lines(stderr: str) -> set[str]:
 
 
 @pytest.mark.launch
-def test_golden_losses(one_process: Path) -> None:
+@pytest.mark.parametrize("process", ["ddpm", "edm"])
+def test_golden_losses(process: str, one_process: Path, tmp_path: Path) -> None:
     """Rung e. A change that moves these losses changes what is trained: say so, and write the new ones."""
+    folder = one_process
+    if process == "edm":
+        folder = tmp_path / "runs" / "edm"
+        done = train(1, folder, overrides=[*TINY, *EDM])
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     golden = json.loads(GOLDEN.read_text())
-    assert curve(one_process) == pytest.approx(golden["train/loss"], rel=2e-4)
+    assert curve(folder) == pytest.approx(golden["train/loss"][process], rel=2e-4)
 
 
 @pytest.mark.launch

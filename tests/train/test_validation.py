@@ -28,7 +28,7 @@ PIXELS_OFF = {"fp32": 0.01, "fp16": 0.3}
                 Look(1, 2, zero=1, guidance=3.0, kind="ddpm"),
                 Look(2, 1, "fp16", guidance=2.0, kind="ddim"),
                 Look(2, 1, schedule="folded"),
-                Look(2, 1, schedule="folded", kind="heun", guidance=2.0, process=EDM),
+                Look(2, 1, schedule="folded", kind="heun", guidance=2.0, process=EDM, between=(0.1, 50.0)),
             ],
             id="2 processes",
         ),

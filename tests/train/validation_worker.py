@@ -54,9 +54,10 @@ class Look:
     schedule: Schedule = "1f1b"
     across: AcrossHosts = "stages"
     process: dict[str, str] = field(default_factory=dict)
+    between: tuple[float, float] = (0.0, 1e6)
 
     def spec(self) -> RunSpec:
-        sampler = {"kind": self.kind, "steps": 3, "guidance": self.guidance}
+        sampler = {"kind": self.kind, "steps": 3, "guidance": self.guidance, "guidance_between": self.between}
         return tiny_spec(
             diffusion=self.process, sampler=sampler, samples={"count": self.count}, data={"held_out_images": HELD_OUT}
         )
@@ -108,7 +109,6 @@ def drawn_alone(spec: RunSpec, unet: UNet) -> Tensor:
         index=index,
         shape=(1, 8, 8),
         labels=index % 10,
-        guidance=spec.sampler.guidance,
         no_label=10,
     )
     for _ in range(drawing.calls):

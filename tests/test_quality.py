@@ -1,0 +1,78 @@
+"""launch/quality.py: which runs it starts, how many at a time, and what its tables say of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import quality
+
+from ddpm_ds.cli.main import main as ddpm_ds
+
+
+def planted(seed: int, factor: float = 1.0) -> quality.Run:
+    scores = dict(zip(quality.SCORES, (2.0 + seed, 0.5, 0.9, 0.99), strict=True))
+    return quality.Run(scores, [factor * loss for loss in (0.8, 0.4, 0.2 + seed)])
+
+
+def test_the_tables_give_mean_and_spread_and_how_far_layouts_are_apart() -> None:
+    seeds = range(3)
+    first, apart = [planted(seed) for seed in seeds], [planted(seed, 1.0 + 1e-6 * seed) for seed in seeds]
+    text = quality.report({"ddpm": first, "edm": first, "folded": apart}, 20_000, 1000)
+    processes, layouts = text.split("Layouts of ddpm")
+    assert "20,000 images seen, 1,000 samples" in processes and "loss differs by" not in processes
+    rows = {line[:10].strip(): line.split() for line in processes.splitlines()[3:] if line}
+    assert rows["edm"][:6] == ["edm", "3", "3", "(2", "to", "4)"] and "0.5 (0.5 to 0.5)" in processes
+    ends = {line[:10].strip(): line.split()[-1] for line in layouts.splitlines()[2:] if line}
+    assert (ends["1 device"], ends["folded"]) == ("0.0e+00", "2.0e-06")
+    assert "Layouts" not in quality.report({"edm": first}, 20_000, 1000)
+
+
+def test_every_run_is_trained_once_and_scored_once_and_a_second_command_adds_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: Sequence[str], **_: object) -> SimpleNamespace:
+        words = list(command[3:])
+        commands.append(words)
+        if words[0] == "evaluate":
+            names = ("digits_frechet_8", "digits_recognised", "digits_class_balance")
+            scores = [{"name": name, "value": 0.5} for name in names]
+            folder = Path(words[1], "evaluations", "one")
+            folder.mkdir(parents=True)
+            (folder / "scores.json").write_text(json.dumps({"scores": scores}))
+        return SimpleNamespace(returncode=0)
+
+    told = SimpleNamespace(evaluations={"eval/loss": [0.9, 0.3]}, metrics={"train/loss": [0.7]})
+    monkeypatch.setattr(quality.subprocess, "run", run)
+    monkeypatch.setattr(quality, "open_run", lambda _: told)
+    words = ["--out", str(tmp_path), "--images", "640", "--count", "8", "--rows"]
+    assert quality.main([*words, "ddpm,2 replicas", "--seeds", "1"]) == 0
+    assert [(command[0], command[2]) for command in commands[:2]] == [("train", "1"), ("train", "2")]
+    assert [command[0] for command in commands[2:]] == ["evaluate"] * 2
+    assert quality.main([*words, "ddpm,2 replicas,edm", "--seeds", "2"]) == 0
+    seeds = [next(word for word in command if "seed" in word) for command in commands[4:] if command[0] == "train"]
+    assert sorted(seeds) == ["train.seed=0", "train.seed=1", "train.seed=1", "train.seed=1"] and len(commands) == 12
+    assert "held-out loss" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        quality.main([*words, "ddpm,vp"])
+    assert "--rows has 'vp'; there are ddpm, edm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", quality.ROWS)
+def test_every_row_is_a_run_that_can_be_trained(name: str, tmp_path: Path) -> None:
+    command = quality.ROWS[name].command(tmp_path / "run", 640, 0)
+    assert ddpm_ds([*command, "--dry-run"]) == 0
+
+
+@pytest.mark.launch
+@pytest.mark.long
+def test_ddpm_and_edm_are_trained_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--rows", "ddpm,edm,1f1b", "--seeds", "1", "--images", "640", "--count", "20"]
+    assert quality.main(["--out", str(tmp_path), *arguments]) == 0
+    last = capsys.readouterr().out.splitlines()[-1].split()
+    assert last[0] == "1f1b" and float(last[-1]) < 1e-5
