@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpm_ds.cli.sample import add_drawing_options, load
-from ddpm_ds.command_line import file_path, whole
+from ddpm_ds.command_line import ema_length, file_path, whole
+from ddpm_ds.errors import SpecError
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS
 from ddpm_ds.processes.ranks import set_environment
 
 if TYPE_CHECKING:
+    from ddpm_ds.config.spec import SamplerSpec
+    from ddpm_ds.data.cache import DatasetCache
     from ddpm_ds.evaluate.sampling import Request
+    from ddpm_ds.evaluate.scores import Score, Scorer
+    from ddpm_ds.evaluate.trained import Trained
 
 GRID_IMAGES = 64
 
@@ -29,6 +36,8 @@ examples
   ddpm-ds evaluate runs/digits
   ddpm-ds evaluate runs/digits --count 2000 --metrics pixel,digits --sampler ddim --steps 100
   ddpm-ds evaluate runs/cifar10 --count 50000 --sampler ddpm --metrics fid
+  ddpm-ds evaluate runs/digits --ema-lengths 0.05,0.1,0.15 --metrics pixel
+      scores over the length of the average, of a run that keeps snapshots (ema.profiles), and a picture of them
   ddpm-ds evaluate exported --dataset data/cifar10-32px-3ch --inception-weights inception.pth
 
 Interrupted, it keeps what is drawn, and the same command continues from there; other --metrics draw nothing anew.
@@ -68,6 +77,12 @@ def add_evaluate(verbs: argparse._SubParsersAction[Any]) -> None:
         metavar="DIR",
         help="folder of evaluations (default RUN_DIR/evaluations, or ./evaluations)",
     )
+    parser.add_argument(
+        "--ema-lengths",
+        type=_lengths,
+        metavar="L,...",
+        help="evaluate averages of these relative lengths, made from a run's snapshots, and draw the scores over them",
+    )
     add_drawing_options(parser)
     parser.set_defaults(run=_evaluate)
 
@@ -86,16 +101,62 @@ def _metrics(text: str) -> tuple[str, ...]:
     return tuple(names)
 
 
+def _lengths(text: str) -> tuple[float, ...]:
+    lengths = tuple(map(ema_length, text.split(",")))
+    if len(set(lengths)) < len(lengths):
+        raise argparse.ArgumentTypeError(f"{text!r} has one length twice")
+    return lengths
+
+
 def _evaluate(options: argparse.Namespace) -> None:
     set_environment()
     from ddpm_ds.evaluate.mlflow_child import record_child
+    from ddpm_ds.evaluate.outputs import writing
+    from ddpm_ds.evaluate.scores import Scorer, open_reference
+    from ddpm_ds.evaluate.sweeps import SweepPoint, sweep_metrics, sweep_table, write_sweep
+
+    given = {"ema_length": options.ema_lengths}  # by option; what is swept together is crossed
+    swept = {name: values for name, values in given.items() if values is not None}
+    _check_swept(options)
+    points = [dict(zip(swept, values, strict=True)) for values in itertools.product(*swept.values())]
+    scorer, found = None, []
+    for point in points:
+        trained, sampler = load(options, **point)
+        if scorer is None:
+            reference = open_reference(trained, options.dataset)
+            scorer = Scorer(options.metrics, reference, options.inception_weights)
+        folder, scores = _evaluate_one(options, trained, sampler, reference, scorer)
+        found.append(SweepPoint(point, folder.name, scores))
+    if not swept:
+        return
+    folder = folder.parent / f"sweep-{'-'.join(swept)}-{_checksum(''.join(point.evaluation for point in found))}"
+    print(f"\n{sweep_table(found)}\n\noutputs    {folder}")
+    with writing(folder):
+        files = write_sweep(folder, found, f"{(trained.run_dir or folder).name}, {trained.images_seen:,} images")
+    trained = replace(trained, weights=options.weights)  # of all points
+    record_child(trained, "sweep", swept, metrics=sweep_metrics(found), artifacts=dict.fromkeys(files, ""))
+
+
+def _check_swept(options: argparse.Namespace) -> None:
+    """Refuse lengths that can't be made before the first is drawn."""
+    from ddpm_ds.checkpoint.power_ema import Reconstruction
+    from ddpm_ds.tracking.run_folder import snapshots_of
+
+    if options.ema_lengths is not None and options.weights == "raw":
+        raise SpecError("--weights raw is not averaged, and --ema-lengths are those of averages; leave one of them out")
+    for length in options.ema_lengths or ():
+        Reconstruction(snapshots_of(options.path), length)
+
+
+def _evaluate_one(
+    options: argparse.Namespace, trained: Trained, sampler: SamplerSpec, reference: DatasetCache, scorer: Scorer
+) -> tuple[Path, list[Score]]:
+    """Draw, score and record the images of one kind of weights and sampler; returns the folder and the scores."""
+    from ddpm_ds.evaluate.mlflow_child import record_child
     from ddpm_ds.evaluate.outputs import BatchFolder, titled_grid, writing
     from ddpm_ds.evaluate.sampling import Request, draw_missing
-    from ddpm_ds.evaluate.scores import Scorer, about, labels_like, open_reference, table, write_report
+    from ddpm_ds.evaluate.scores import about, labels_like, table, write_report
 
-    trained, sampler = load(options)
-    reference = open_reference(trained, options.dataset)
-    scorer = Scorer(options.metrics, reference, options.inception_weights)
     labels = None if trained.unet_spec.classes is None else labels_like(reference, options.count)
     numbers = {name: getattr(options, name) for name in ("seed", "count", "batch_images")}
     request = Request.of(trained, sampler, labels, **numbers)
@@ -125,14 +186,18 @@ def _evaluate(options: argparse.Namespace) -> None:
         files = write_report(folder, facts, scores, samples)
     metrics = {name: value for score in scores for name, value in score.metrics.items()}
     record_child(trained, "evaluate", facts, metrics=metrics, artifacts=dict.fromkeys(files, ""))
+    return folder, scores
 
 
 def _name(request: Request) -> str:
     """Return the folder name of an evaluation: readable facts, and a checksum of all that determines the images."""
     from ddpm_ds.evaluate.scores import short
 
-    followed = request.model_dump_json(exclude={"origin", "weights", "images_seen", "batch_images"})
-    checksum = hashlib.sha256(followed.encode()).hexdigest()
+    checksum = _checksum(request.model_dump_json(exclude={"origin", "weights", "images_seen", "batch_images"}))
     sampler = request.sampler
     parts = (Path(request.origin).resolve().name, request.weights, sampler.kind, sampler.steps, short(request.count))
-    return "-".join(map(str, (*parts, checksum[:8])))
+    return "-".join(map(str, (*parts, checksum)))
+
+
+def _checksum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -141,8 +141,9 @@ def _choices(field: str) -> tuple[str, ...]:
     return get_args(SamplerSpec.model_fields[field].annotation)
 
 
-def load(options: argparse.Namespace) -> tuple[Trained, SamplerSpec]:
-    """Load the weights and make the sampler that the options ask for.
+def load(options: argparse.Namespace, ema_length: float | None = None) -> tuple[Trained, SamplerSpec]:
+    """Load the weights, or with ``ema_length`` the average of that relative length, and make the sampler that the
+    options ask for.
 
     Raises:
         CheckpointError: there are no such weights.
@@ -152,7 +153,7 @@ def load(options: argparse.Namespace) -> tuple[Trained, SamplerSpec]:
     from ddpm_ds.evaluate.trained import load_trained
 
     device, (_, dtype) = choose_device(options.device), DTYPES[options.precision]
-    trained = load_trained(options.path, weights=options.weights, device=device, dtype=dtype)
+    trained = load_trained(options.path, weights=options.weights, ema_length=ema_length, device=device, dtype=dtype)
     sampler = sampler_from(options, trained.sampler, trained.diffusion, classes=trained.unet_spec.classes)
     return trained, sampler
 
