@@ -17,6 +17,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,8 +36,10 @@ from ddpm_ds.checkpoint.manifest import (
     Place,
     manifest_of,
     read_bytes,
+    unusable,
 )
 from ddpm_ds.checkpoint.reader import Reader, header
+from ddpm_ds.command_line import LONGEST_EMA, SHORTEST_EMA
 from ddpm_ds.errors import CheckpointError, OutputError
 from ddpm_ds.files import sha256_of, sync, temporary_beside, write_file
 
@@ -54,7 +57,9 @@ def profile_kind(length: float) -> str:
 
 def length_of(kind: str) -> float | None:
     """Return the relative length of the power-function average that is this kind of values; None for other kinds."""
-    return float(kind.removeprefix(f"{EMA}-")) if kind.startswith(f"{EMA}-") else None
+    match = re.fullmatch(rf"{EMA}-(0\.\d{{1,20}})", kind)
+    length = float(match[1]) if match else 0.0
+    return length if SHORTEST_EMA <= length <= LONGEST_EMA else None
 
 
 def average_name(images: int, length: float) -> str:
@@ -146,6 +151,8 @@ class Reconstruction:
         self.manifest = readers[-1].manifest
         self.path = readers[-1].path
         for reader in readers:
+            if not 0 < reader.manifest.images == images_of(reader.path.name):
+                raise unusable(reader.path, f"it is of {reader.manifest.images} images")
             if (reader.manifest.parameters, reader.manifest.kinds) != (self.manifest.parameters, self.manifest.kinds):
                 raise CheckpointError(f"{reader.path} is of another run than {self.path}; move one of them away")
         self._terms = [(reader, kind) for reader in readers for kind in self.manifest.kinds]
@@ -217,5 +224,5 @@ def _length(reader: Reader, kind: str) -> float:
     """Return the length of an average in a snapshot."""
     length = length_of(kind)
     if length is None:
-        raise CheckpointError(f"{reader.path} is no snapshot, it holds {kind}; move it away")
+        raise unusable(reader.path, f"it holds {kind}, which is no average of a length")
     return length

@@ -12,7 +12,7 @@ DESCRIPTION = f"""\
 Make the average of the weights that a run with ema.profiles would have kept for another length, from its snapshots. A
 length is relative, {SHORTEST_EMA:g} to {LONGEST_EMA:g}: the standard deviation of the times of the averaged weights as
 a share of the training so far, sigma_rel of EDM2. The result is a checkpoint of these weights alone; ddpm-ds sample,
-evaluate and export take it. docs/diffusion.md says which length to choose.
+evaluate and export take it. docs/evaluation.md says which length to choose.
 """
 
 EXAMPLES = """\

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddpm_ds.checkpoint.folder import names, set_aside
+from ddpm_ds.checkpoint.folder import checkpoint_name, names, set_aside
 from ddpm_ds.checkpoint.groups import Groups
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.checkpoint.power_ema import (
@@ -20,13 +21,14 @@ from ddpm_ds.checkpoint.power_ema import (
     averaged_kind,
     combination,
     gamma_of,
+    length_of,
     power_decay,
     profile_kind,
 )
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.writer import Fragment, Writer
 from ddpm_ds.errors import CheckpointError, OutputError
-from tests.checkpoint.saving import SHAPES, describe, scalars
+from tests.checkpoint.saving import SHAPES, describe, save, scalars
 
 STEPS, BATCH, EVERY = 96, 10, 6
 LENGTHS = (0.05, 0.1)
@@ -193,6 +195,29 @@ def test_no_snapshots_and_damaged_ones_are_one_line(snapshots: Path, tmp_path: P
     with pytest.raises(CheckpointError, match=r"rank0\.safetensors has another checksum"):
         made.write(tmp_path / "average")
     assert not (tmp_path / "average").exists()
+
+
+def test_what_is_no_snapshot_among_them_is_refused(snapshots: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "snapshots"
+    folder.mkdir()
+    (folder / checkpoint_name(EVERY * BATCH)).symlink_to(snapshots / checkpoint_name(EVERY * BATCH))
+    save(folder, 80)
+    with pytest.raises(CheckpointError, match=r"images-000000060 is of another run than .*images-000000080"):
+        Reconstruction(folder, 0.07)
+    shutil.rmtree(folder / checkpoint_name(80))
+    (folder / checkpoint_name(60)).unlink()
+    for images in (60, 80):
+        save(folder, images)
+    with pytest.raises(CheckpointError, match="it holds ema, which is no average of a length"):
+        Reconstruction(folder, 0.07)
+    (folder / checkpoint_name(60)).rename(folder / checkpoint_name(70))
+    with pytest.raises(CheckpointError, match="it is of 60 images"):
+        Reconstruction(folder, 0.07)
+
+
+@pytest.mark.parametrize("kind", ["ema-", "ema-nan", "ema-0.5", "ema-1e-3", "ema-0.0", "ema--0.1", "ema"])
+def test_other_kinds_have_no_length(kind: str) -> None:
+    assert length_of(kind) is None and length_of(profile_kind(0.1)) == 0.1
 
 
 def test_the_farthest_length_is_where_the_profile_is_off_by_a_tenth() -> None:
