@@ -40,7 +40,7 @@ from ddpm_ds.checkpoint.manifest import (
 )
 from ddpm_ds.checkpoint.reader import Reader, header
 from ddpm_ds.command_line import LONGEST_EMA, SHORTEST_EMA
-from ddpm_ds.errors import CheckpointError, OutputError
+from ddpm_ds.errors import CheckpointError, OutputError, SpecError
 from ddpm_ds.files import sha256_of, sync, temporary_beside, write_file
 
 EMA = "ema"
@@ -126,10 +126,13 @@ class Reconstruction:
     ``at`` is a number of images; later snapshots are left out. Checksums are compared as values are read.
 
     Raises:
+        SpecError: the length is outside of 0.001 to 0.28.
         CheckpointError: there are no such snapshots, or not enough for this length; all methods: one is damaged.
     """
 
     def __init__(self, folder: Path, length: float, at: int | None = None) -> None:
+        if not SHORTEST_EMA <= length <= LONGEST_EMA:
+            raise SpecError(f"a relative length of {length} is outside of {SHORTEST_EMA:g} to {LONGEST_EMA:g}; use 0.1")
         there = {images_of(name) or 0: folder / name for name in names(folder)}
         if not there:
             raise CheckpointError(

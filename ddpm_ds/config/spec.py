@@ -245,6 +245,11 @@ class EmaSpec(Section):
     snapshot_images: Images | None = None
     """Images between two snapshots of `profiles`, which are kept for good; EDM2 keeps about 64 of a training."""
 
+    @property
+    def averages(self) -> int:
+        """Number of averages that are kept."""
+        return 1 + len(self.profiles)
+
 
 class CheckpointSpec(Section):
     """When the run is saved, and what is kept; it is always saved at its end and when it is asked to stop."""

@@ -107,6 +107,7 @@ def load_trained(
 
     Raises:
         CheckpointError: there are no such weights, they are damaged, or not finite in ``dtype``.
+        SpecError: ``ema_length`` is out of range.
     """
     if ema_length is not None:
         average = Reconstruction(snapshots_of(Path(path)), ema_length)

@@ -27,7 +27,7 @@ from ddpm_ds.checkpoint.power_ema import (
 )
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.writer import Fragment, Writer
-from ddpm_ds.errors import CheckpointError, OutputError
+from ddpm_ds.errors import CheckpointError, OutputError, SpecError
 from tests.checkpoint.saving import SHAPES, describe, save, scalars
 
 STEPS, BATCH, EVERY = 96, 10, 6
@@ -148,14 +148,15 @@ def test_what_is_written_is_a_checkpoint_of_the_average_alone(snapshots: Path, t
     assert [path.name for path in out.parent.iterdir()] == ["average"]
 
 
-def test_snapshots_are_in_half_precision_and_never_deleted(snapshots: Path) -> None:
+def test_snapshots_are_in_half_precision_and_never_deleted(snapshots: Path, tmp_path: Path) -> None:
     found = names(snapshots)
     assert len(found) == STEPS // EVERY
     elements = len(LENGTHS) * sum(map(math.prod, SHAPES.values()))
     files = [path.stat().st_size for path in (snapshots / found[0]).glob("*.safetensors")]
     assert len(files) == 2 and 2 * elements < sum(files) < 2 * elements + 4096
     assert read_manifest(snapshots / found[0]).dtype == "F16"
-    assert "dtype" in (snapshots / found[0] / "manifest.json").read_text()
+    save(tmp_path, 60)
+    assert "dtype" not in (tmp_path / checkpoint_name(60) / "manifest.json").read_text(), "as it was before snapshots"
 
 
 def test_what_a_run_has_left_is_no_longer_read(snapshots: Path, tmp_path: Path) -> None:
@@ -179,6 +180,12 @@ def test_what_a_run_has_left_is_no_longer_read(snapshots: Path, tmp_path: Path) 
 def test_what_snapshots_can_not_make_is_one_line(length: float, at: int | None, problem: str, snapshots: Path) -> None:
     with pytest.raises(CheckpointError, match=problem):
         Reconstruction(snapshots, length, at)
+
+
+@pytest.mark.parametrize("length", [-0.1, 0.0, 0.5, math.nan])
+def test_lengths_out_of_range_are_refused(length: float, snapshots: Path) -> None:
+    with pytest.raises(SpecError, match=f"a relative length of {length} is outside of 0.001 to 0.28; use 0.1"):
+        Reconstruction(snapshots, length)
 
 
 def test_no_snapshots_and_damaged_ones_are_one_line(snapshots: Path, tmp_path: Path) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,7 +14,12 @@ from torch import Tensor
 
 from ddpm_ds.checkpoint.power_ema import Reconstruction, gamma_of, profile_kind
 from ddpm_ds.checkpoint.reader import Reader
+from ddpm_ds.checkpoint.union import CompleteCheckpoint
+from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.errors import CheckpointError
 from ddpm_ds.tracking.run_folder import snapshots_of
+from ddpm_ds.train.resume import check_resume
+from tests.launching import tiny_spec
 from tests.train.courses import BATCH, LAYOUTS, PRECISIONS, Courses, sources_of, train_all
 from tests.train.resume_worker import PROFILES, STEPS
 
@@ -143,6 +151,23 @@ def test_an_average_of_any_length_is_made_from_snapshots(layout: str, precision:
         error = (values - wanted).norm()
         assert error < HALF * wanted.norm(), "the snapshots' rounding to fp16"
         assert error < 0.4 * (last - wanted).norm(), "what is averaged is not all alike"
+
+
+def test_a_checkpoint_from_before_profiles_goes_on_without_them_and_snapshots_may_come_at_other_times() -> None:
+    plain = tiny_spec()
+    older = plain.model_dump(mode="json")
+    older["ema"] = {"halflife_images": 500_000, "rampup_fraction": 0.05}
+
+    def resume(before: dict[str, Any], after: RunSpec) -> list[str]:
+        manifest = SimpleNamespace(spec=before, data_sha256={}, ds_config={})
+        checkpoint = cast(CompleteCheckpoint, SimpleNamespace(path=Path("older"), manifest=manifest))
+        return check_resume(checkpoint, after, {}, {})
+
+    assert resume(older, plain) == []
+    often, seldom = (tiny_spec(ema={"profiles": [0.05, 0.1], "snapshot_images": images}) for images in (16, 32))
+    assert resume(often.model_dump(mode="json"), seldom) == ["ema.snapshot_images: 16 -> 32"]
+    with pytest.raises(CheckpointError, match=r"ema\.profiles: \[\] -> \[0\.05, 0\.1\]"):
+        resume(older, seldom)
 
 
 def test_every_layout_is_the_same_run(courses: Courses) -> None:
