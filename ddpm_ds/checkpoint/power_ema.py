@@ -136,7 +136,7 @@ class Reconstruction:
         there = {images_of(name) or 0: folder / name for name in names(folder)}
         if not there:
             raise CheckpointError(
-                f"{folder} holds no snapshot to make averages from; train with ema.profiles and ema.snapshot_images"
+                f"{folder} holds no snapshot to make averages from; name the folder of a run trained with ema.profiles"
             )
         self.images = max(there) if at is None else at
         if self.images not in there:

@@ -102,8 +102,8 @@ def load_trained(
     """Load a U-Net, on ``device`` and in ``dtype``: of a run's newest checkpoint, of a checkpoint or of an export.
 
     ``weights`` are ``ema``, averaged over training, or ``raw``, as trained; an export has one kind, loaded as ``ema``.
-    With ``ema_length``, ``path`` is a run's folder, and the weights are the average of that relative length (0.001 to
-    0.28, sigma_rel of EDM2) at the time of its newest snapshot.
+    With ``ema_length``, ``path`` is a run's folder, and the weights are, whatever ``weights`` says, the average of that
+    relative length (0.001 to 0.28, sigma_rel of EDM2) at the time of its newest snapshot.
 
     Raises:
         CheckpointError: there are no such weights, they are damaged, or not finite in ``dtype``.

@@ -189,7 +189,7 @@ def test_lengths_out_of_range_are_refused(length: float, snapshots: Path) -> Non
 
 
 def test_no_snapshots_and_damaged_ones_are_one_line(snapshots: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"holds no snapshot to make averages from; train with ema\.profiles"):
+    with pytest.raises(CheckpointError, match=r"holds no snapshot to make averages from; name the folder of a run"):
         Reconstruction(tmp_path, 0.07)
     folder = tmp_path / "snapshots"
     for name in names(snapshots)[:2]:
