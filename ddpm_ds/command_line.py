@@ -20,6 +20,8 @@ MOST_PROCESSES = 2**16
 """Most processes of a run."""
 MOST_BATCH = 2**20
 """Most images of a step."""
+SHORTEST_EMA, LONGEST_EMA = 0.001, 0.28
+"""Relative lengths of power-function averages, sigma_rel of EDM2; above 0.288 no power rises."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -151,6 +153,13 @@ def number(text: str, lowest: float, highest: float, what: str) -> float:
     if not lowest <= found <= highest:
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
     return found
+
+
+def ema_length(text: str) -> float:
+    """A relative length of a power-function average."""
+    return number(
+        text, SHORTEST_EMA, LONGEST_EMA, f"a relative length from {SHORTEST_EMA:g} to {LONGEST_EMA:g}, such as 0.1"
+    )
 
 
 def seconds(text: str) -> float:

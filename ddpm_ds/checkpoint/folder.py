@@ -10,6 +10,7 @@
         latest                            the folder name of the last one written, for people and tools
         abandoned-images-000019200/       of a course that the run has left; never read
         .writing-*  .deleting-*  .replaced-*  .probe-*    work that a killed process may leave
+    RUN_DIR/snapshots/                    the same of the averages of ``ema.profiles`` alone, in fp16, none deleted
 
 What begins with a dot or ``abandoned-`` is not a checkpoint. Hosts that share no folder have one each, with the same
 ``manifest.json`` and ``state.json`` beside the fragments of their own ranks.
@@ -154,14 +155,22 @@ def tidy(folder: Path, newest: str, keep_last: int | None, keep_every_images: in
     """
     write_file(folder / LATEST, f"{newest}\n".encode())
     shutil.rmtree(folder / f"{REPLACED}{newest}", ignore_errors=True)
-    found = names(folder)
-    position = found.index(newest) + 1
-    abandoned = [f"{_ABANDONED}{name}" for name in found[position:]]
+    abandoned = set_aside(folder, images_of(newest) or 0)
+    for name in to_delete(names(folder), keep_last, keep_every_images):
+        shutil.rmtree(_hide(folder / name))
+    return abandoned
+
+
+def set_aside(folder: Path, after: int) -> list[str]:
+    """Rename what is of more than ``after`` images, so that it is never read again; return the new names.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    abandoned = [f"{_ABANDONED}{name}" for name in names(folder) if (images_of(name) or 0) > after]
     for name in abandoned:
         shutil.rmtree(folder / name, ignore_errors=True)
         (folder / name.removeprefix(_ABANDONED)).rename(folder / name)
-    for name in to_delete(found[:position], keep_last, keep_every_images):
-        shutil.rmtree(_hide(folder / name))
     return abandoned
 
 

@@ -119,11 +119,11 @@ class Leaders:
     """One leader's part in completing checkpoints. With one folder nothing is exchanged, and ``store`` may be None.
 
     ``seconds`` is what a group is given for its own part: rank 0 waits half as long again, the others until rank 0 must
-    have finished waiting.
+    have finished waiting. ``what`` is written; its name sets the keys of one writer apart from those of another.
     """
 
-    def __init__(self, groups: Groups, store: Store | None, seconds: float) -> None:
-        self._groups, self._store = groups, store
+    def __init__(self, groups: Groups, store: Store | None, seconds: float, what: str) -> None:
+        self._groups, self._store, self._what = groups, store, what
         self._seconds = 1.5 * seconds if groups.rank == 0 else 4 * seconds
         self.attempt = 0
         """Number of the checkpoint that all keys in the store belong to, the same on all ranks."""
@@ -178,4 +178,4 @@ class Leaders:
         self._store.set(self._key(topic, rank), text)
 
     def _key(self, topic: str, rank: int) -> str:
-        return f"checkpoint/{self.attempt}/{topic}/{rank}"
+        return f"{self._what}/{self.attempt}/{topic}/{rank}"

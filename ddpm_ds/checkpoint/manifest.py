@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from tqdm import tqdm
@@ -26,6 +26,7 @@ BAR_BYTES = 10**9
 """Bytes below which a check takes about a second and shows no bar."""
 _BLANK = "0" * 64
 
+StoredDtype = Literal["F32", "F16"]
 Span = tuple[str, str, int, int]
 """Values of a fragment: (kind, name of the parameter, first element, number of elements)."""
 
@@ -141,6 +142,8 @@ class Manifest(Description):
     created: datetime
     kinds: tuple[str, ...]
     """Kinds of values that are kept of every parameter, such as ``master``, ``exp_avg``, ``exp_avg_sq`` and ``ema``."""
+    dtype: StoredDtype = "F32"
+    """Data type of all values, in the words of safetensors: half precision in snapshots."""
     files: dict[FileName, FileEntry]
     """Every other file of the checkpoint."""
     places: dict[str, Place] = {}
@@ -159,13 +162,16 @@ class Manifest(Description):
 
     def dump(self) -> bytes:
         """The bytes of ``manifest.json``."""
-        left_out = {"sha256"} if self.places else {"sha256", "places"}
+        usual = {"places": {}, "dtype": "F32"}  # not written, and so not there in what 0.1 wrote
+        left_out = {"sha256", *(name for name, value in usual.items() if getattr(self, name) == value)}
         values = {"sha256": _BLANK, **self.model_dump(mode="json", exclude=left_out)}
         blank = (json.dumps(values, indent=2) + "\n").encode()
         return blank.replace(_BLANK.encode(), hashlib.sha256(blank).hexdigest().encode(), 1)
 
 
-def manifest_of(description: Description, state: bytes, parts: Sequence[Part], *, places: bool) -> Manifest:
+def manifest_of(
+    description: Description, state: bytes, parts: Sequence[Part], *, places: bool, dtype: StoredDtype = "F32"
+) -> Manifest:
     """Return the manifest of ``parts``, the files of all ranks, and of ``state.json``; with ``places`` if asked for.
 
     Raises:
@@ -185,6 +191,7 @@ def manifest_of(description: Description, state: bytes, parts: Sequence[Part], *
         kinds=kinds,
         files=dict(sorted(files.items())),
         places={part.file: part.place for part in sorted(parts, key=lambda part: part.file)} if places else {},
+        dtype=dtype,
     )
 
 
@@ -272,7 +279,7 @@ def check_headers(checkpoint: Path, manifest: Manifest, name: str) -> list[Span]
     """Return the fragments in one of a checkpoint's files, without reading values.
 
     Raises:
-        CheckpointError: it is no safetensors file, or a fragment is none of the checkpoint's, in fp32.
+        CheckpointError: it is no safetensors file, or a fragment is none of the checkpoint's, in its data type.
     """
     found = []
     try:
@@ -281,13 +288,15 @@ def check_headers(checkpoint: Path, manifest: Manifest, name: str) -> list[Span]
             piece = file.get_slice(key)
             kind, parameter, start = split_key(key)
             (length,) = piece.get_shape()
-            if piece.get_dtype() != "F32" or kind not in manifest.kinds or parameter not in manifest.parameters:
+            known = kind in manifest.kinds and parameter in manifest.parameters
+            if piece.get_dtype() != manifest.dtype or not known:
                 raise ValueError(key)
             found.append((kind, parameter, start, length))
     except OSError as error:
         raise unusable(checkpoint, f"{name} can't be read ({error.strerror})") from None
     except ValueError:
-        raise unusable(checkpoint, f"{name} holds something other than the checkpoint's values in fp32") from None
+        what = {"F32": "fp32", "F16": "fp16"}[manifest.dtype]
+        raise unusable(checkpoint, f"{name} holds something other than the checkpoint's values in {what}") from None
     return found
 
 

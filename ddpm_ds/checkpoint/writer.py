@@ -22,15 +22,27 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import Store
 
 from ddpm_ds.checkpoint.folder import WRITING, checkpoint_name, clean, names, put_in_place, take_back, tidy
 from ddpm_ds.checkpoint.groups import CalledOff, Groups, Leaders, NotSaved
-from ddpm_ds.checkpoint.manifest import MANIFEST, STATE, Description, FileEntry, Part, Parts, Place, Span, manifest_of
+from ddpm_ds.checkpoint.manifest import (
+    MANIFEST,
+    STATE,
+    Description,
+    FileEntry,
+    Part,
+    Parts,
+    Place,
+    Span,
+    StoredDtype,
+    manifest_of,
+)
 from ddpm_ds.checkpoint.reader import header
 from ddpm_ds.files import replace_file, sync, write_file
 
@@ -49,11 +61,14 @@ class Fragment(NamedTuple):
     values: Tensor  # (length,) fp32, any device
 
 
-class HostCopy:
-    """Copy of fragments at one moment, one after the other; its memory is reused for the next moment."""
+DTYPES: dict[StoredDtype, torch.dtype] = {"F32": torch.float32, "F16": torch.float16}
 
-    def __init__(self) -> None:
-        self._values = torch.empty(0)
+
+class HostCopy:
+    """Copy of fragments at one moment, one after the other, in ``dtype``; its memory is reused for the next moment."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._values = torch.empty(0, dtype=dtype)
         self._used = 0
 
     def take(self, fragments: Sequence[Fragment]) -> None:
@@ -61,14 +76,16 @@ class HostCopy:
         devices = {fragment.values.device for fragment in fragments if fragment.values.is_cuda}
         self._used = sum(fragment.values.numel() for fragment in fragments)
         if self._values.numel() < self._used:
-            self._values = torch.empty(0)  # frees the old before the new is there
-            self._values = torch.empty(self._used, dtype=torch.float32, pin_memory=bool(devices))
+            dtype = self._values.dtype
+            self._values = torch.empty(0, dtype=dtype)  # frees the old before the new is there
+            self._values = torch.empty(self._used, dtype=dtype, pin_memory=bool(devices))
         at = 0
         for fragment in fragments:
             end = at + fragment.values.numel()
             values = fragment.values.detach()
             if values.device.type == "cpu":  # numpy, since torch would start its threads anew for every fragment
-                self._values.numpy()[at:end] = values.numpy()
+                with np.errstate(over="ignore"):  # beyond fp16 is infinity, which is refused where it is read
+                    self._values.numpy()[at:end] = values.numpy()
             else:
                 self._values[at:end].copy_(values, non_blocking=True)
             at = end
@@ -89,7 +106,8 @@ class Writer:
     every checkpoint, with no fragments if it owns none. File errors never raise into training: rank 0 reports through
     ``log`` (from a thread) in one line what was lost, and earlier checkpoints stay. ``keep_last`` and
     ``keep_every_images``: :func:`ddpm_ds.checkpoint.folder.to_delete`. Holds a copy of this rank's fragments in host
-    memory, pinned where they come from CUDA.
+    memory, pinned where they come from CUDA. ``what`` is written: whole checkpoints in fp32, or snapshots of averages
+    in fp16.
     """
 
     def __init__(
@@ -102,9 +120,12 @@ class Writer:
         keep_every_images: int | None = None,
         time_limit_seconds: float = 600.0,
         store: Store | None = None,
+        what: Literal["checkpoint", "snapshot"] = "checkpoint",
     ) -> None:
         self._folder, self._groups, self._log = folder, groups, log
-        self._leaders = Leaders(groups, store, time_limit_seconds)
+        self._what = what
+        self._dtype: StoredDtype = "F32" if what == "checkpoint" else "F16"
+        self._leaders = Leaders(groups, store, time_limit_seconds, what)
         self._keep = keep_last, keep_every_images
         self._time_limit_seconds = time_limit_seconds
         self._attempt = 0
@@ -112,7 +133,7 @@ class Writer:
         self._saved = True
         self.why_not = ""
         """Reason, on rank 0, why the last checkpoint that was not saved was not, and what is there instead."""
-        self._host = HostCopy()
+        self._host = HostCopy(DTYPES[self._dtype])
         if groups.leads:
             with contextlib.suppress(OSError):
                 clean(folder)
@@ -138,7 +159,7 @@ class Writer:
         spans = [(fragment.kind, fragment.name, fragment.start, fragment.values.numel()) for fragment in fragments]
         text = json.dumps(dict(state), indent=2) + "\n"
         copies = f"{part}.safetensors", spans, description.model_copy(deep=True), text
-        self._thread = threading.Thread(target=self._write, args=copies, name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._write, args=copies, name=self._what, daemon=True)
         self._thread.start()
         return time.monotonic() - started
 
@@ -179,7 +200,7 @@ class Writer:
     def _write_part(self, scratch: Path, file: str, spans: list[Span]) -> None:
         """Write this rank's file, then its record."""
         scratch.mkdir(parents=True, exist_ok=True)
-        keys = [(f"{kind}/{name}@{start}", "F32", (n,), n) for kind, name, start, n in spans]
+        keys = [(f"{kind}/{name}@{start}", self._dtype, (n,), n) for kind, name, start, n in spans]
         digest, size = hashlib.sha256(), 0
         with (scratch / file).open("wb") as stream:
             for piece in (header(keys, {}), self._host.raw()):
@@ -198,7 +219,8 @@ class Writer:
 
         def describe(texts: list[str]) -> str:
             parts = [part for text in texts for part in Parts.validate_json(text)]
-            manifest = manifest_of(description, state.encode(), parts, places=not self._groups.shared)
+            shared = self._groups.shared
+            manifest = manifest_of(description, state.encode(), parts, places=not shared, dtype=self._dtype)
             return json.dumps([manifest.dump().decode(), state])
 
         parts = self._parts(scratch)
@@ -252,17 +274,20 @@ class Writer:
         if rank == 0:
             before = names(self._folder)
             lost = f"{before[-1]} stays, only the time since is at risk" if before else "there is none before it"
-            self.why_not = f"checkpoint {name} was not saved: {reason}; {lost}"
+            if self._what == "snapshot":
+                lost = "`ddpm-ds ema` makes averages from the others"
+            self.why_not = f"{self._what} {name} was not saved: {reason}; {lost}"
             self._log(self.why_not)
 
     def _tidy(self, name: str) -> None:
         try:
             abandoned = tidy(self._folder, name, *self._keep)
         except Exception as error:
-            self._log(f"checkpoint {name} is saved, but older ones or `latest` could not be changed: {_reason(error)}")
+            what = f"{self._what} {name}"
+            self._log(f"{what} is saved, but older ones or `latest` could not be changed: {_reason(error)}")
             return
         if abandoned and self._groups.rank == 0:
-            self._log(f"the run went on from before them: checkpoints renamed to {', '.join(abandoned)}")
+            self._log(f"the run went on from before them: {self._what}s renamed to {', '.join(abandoned)}")
 
 
 def _record(rank: int) -> str:

@@ -133,12 +133,17 @@ def _describe(options: argparse.Namespace) -> None:
 def _consolidate(options: argparse.Namespace) -> None:
     import torch
 
+    from ddpm_ds.checkpoint.manifest import read_manifest
+    from ddpm_ds.checkpoint.power_ema import averaged_kind
     from ddpm_ds.checkpoint.reader import consolidate
     from ddpm_ds.checkpoint.union import checkpoint_at
 
     torch.set_num_threads(1)  # it is the disk's work; threads that wait for each other on a busy host only slow it
     checkpoint = checkpoint_at(options.path, print_to_stderr)
-    consolidate(checkpoint, options.out, KINDS[options.weights], options.dtype, progress=True)
+    kind = KINDS[options.weights]
+    if options.weights == "ema":
+        kind = averaged_kind(read_manifest(checkpoint).kinds) or kind
+    consolidate(checkpoint, options.out, kind, options.dtype, progress=True)
     print(f"{options.out}: {options.weights} weights in {options.dtype}, {options.out.stat().st_size / 1e6:,.1f} MB")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
 import sys
@@ -16,6 +17,7 @@ from ddpm_ds.cluster.report import findings, report
 from ddpm_ds.cluster.survey import PlannedRun, Survey, survey
 from ddpm_ds.cluster.travel import chosen_by_hosts, exported, merge_into, secrets, travelling
 from ddpm_ds.command_line import add_spec_options, check_writable, file_path, port, positive
+from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec, spec_overrides
 from ddpm_ds.errors import EXIT_BAD_INPUT
 from ddpm_ds.processes.hosts import (
@@ -32,6 +34,8 @@ from ddpm_ds.tracking.run_folder import OUTPUT_ROOT
 CONNECT_SECONDS = 10
 CHECKPOINT_BYTES = 16
 """Bytes of a checkpoint per parameter: fp32 weight, two Adam moments and averaged weight."""
+PROFILE_BYTES, SNAPSHOT_BYTES = 4, 2
+"""Bytes per parameter of an average of ``ema.profiles``, in a checkpoint and in a snapshot."""
 DESCRIPTION = """\
 Ask every host of a hostfile what a training run will ask of it, compare the answers side by side, and say how to fix
 each that is not good: ssh, working folder, Python, package versions, sources, spec and DeepSpeed JSON, clock, disks,
@@ -163,9 +167,17 @@ def _planned_run(options: argparse.Namespace, local: bool) -> PlannedRun:
         overrides=tuple(spec_overrides(options.overrides)),
         ds_config=None if options.deepspeed_config is None else str(options.deepspeed_config),
         run_dir=str(options.run_dir),
-        checkpoint_bytes=CHECKPOINT_BYTES * sum(layer.parameters for layer in layers) * (spec.checkpoint.keep_last + 1),
+        checkpoint_bytes=saved_bytes(spec) * sum(layer.parameters for layer in layers),
         connect_seconds=min(CONNECT_SECONDS, options.timeout_seconds),
     )
+
+
+def saved_bytes(spec: RunSpec) -> int:
+    """Return the bytes per parameter of all checkpoints that a run keeps, one being written, and all its snapshots."""
+    profiles, every = len(spec.ema.profiles), spec.ema.snapshot_images
+    snapshots = math.ceil(spec.train.images / every) if every else 0
+    checkpoint = CHECKPOINT_BYTES + PROFILE_BYTES * profiles
+    return checkpoint * (spec.checkpoint.keep_last + 1) + SNAPSHOT_BYTES * profiles * snapshots
 
 
 def _log(line: str) -> None:

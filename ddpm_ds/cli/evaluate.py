@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpm_ds.cli.sample import add_drawing_options, load
-from ddpm_ds.command_line import file_path, number, whole
+from ddpm_ds.command_line import ema_length, file_path, number, whole
 from ddpm_ds.errors import SpecError
 from ddpm_ds.evaluate import FEWEST_IMAGES, METRICS
 from ddpm_ds.processes.ranks import set_environment
@@ -35,6 +37,9 @@ examples
   ddpm-ds evaluate runs/digits --count 2000 --metrics pixel,digits --sampler ddim --steps 100
   ddpm-ds evaluate runs/cifar10 --count 50000 --sampler ddpm --metrics fid
   ddpm-ds evaluate runs/faces --guidances 1,1.5,2,3 --guidance-between 0.3,5
+      scores over the guidance, and a picture of them
+  ddpm-ds evaluate runs/digits --ema-lengths 0.05,0.1,0.15 --metrics pixel
+      scores over the length of the average, of a run that keeps snapshots (ema.profiles), and a picture of them
   ddpm-ds evaluate exported --dataset data/cifar10-32px-3ch --inception-weights inception.pth
 
 Interrupted, it keeps what is drawn, and the same command continues from there; other --metrics draw nothing anew.
@@ -75,11 +80,18 @@ def add_evaluate(verbs: argparse._SubParsersAction[Any]) -> None:
         help="folder of evaluations (default RUN_DIR/evaluations, or ./evaluations)",
     )
     parser.add_argument(
+        "--ema-lengths",
+        type=_different(ema_length),
+        default=(),
+        metavar="L,...",
+        help="evaluate averages of these relative lengths, made from a run's snapshots, and draw the scores over them",
+    )
+    parser.add_argument(
         "--guidances",
-        type=_guidances,
+        type=_different(_guidance),
         default=(),
         metavar="W,...",
-        help="evaluate with each of these guidances, and compare them in a table and a picture",
+        help="evaluate with each of these guidances, of each length, and draw the scores over them",
     )
     add_drawing_options(parser)
     parser.set_defaults(run=_evaluate)
@@ -99,45 +111,75 @@ def _metrics(text: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _guidances(text: str) -> tuple[float, ...]:
-    found = tuple(number(word, 0.0, 1e3, "a guidance from 0 to 1,000") for word in text.split(","))
-    if len(set(found)) < len(found):
-        raise argparse.ArgumentTypeError(f"{text!r} names a guidance twice")
-    return found
+def _guidance(text: str) -> float:
+    return number(text, 0.0, 1e3, "a guidance from 0 to 1,000")
+
+
+def _different(kind: Callable[[str], float]) -> Callable[[str], tuple[float, ...]]:
+    """Return a reader of numbers of a kind, separated by commas, of which no two are the same."""
+
+    def read(text: str) -> tuple[float, ...]:
+        values = tuple(map(kind, text.split(",")))
+        if len(set(values)) < len(values):
+            raise argparse.ArgumentTypeError(f"{text!r} has one number twice")
+        return values
+
+    return read
 
 
 def _evaluate(options: argparse.Namespace) -> None:
     set_environment()
+    from ddpm_ds.evaluate.mlflow_child import record_child
     from ddpm_ds.evaluate.outputs import writing
     from ddpm_ds.evaluate.scores import Scorer, open_reference
-    from ddpm_ds.evaluate.variants import draw_variants, variants_table
+    from ddpm_ds.evaluate.sweeps import SweepPoint, sweep_metrics, sweep_table, write_sweep
+
+    swept = {"ema_length": options.ema_lengths, "guidance": options.guidances}
+    swept = {name: values for name, values in swept.items() if values}
+    _check_swept(options)
+    scorer, found = None, []
+    for length in options.ema_lengths or (None,):
+        trained, samplers, guide = load(options, options.guidances, ema_length=length)
+        if scorer is None:
+            reference = open_reference(trained, options.dataset)
+            scorer = Scorer(options.metrics, reference, options.inception_weights)
+        for sampler in samplers:
+            folder, scores = _evaluate_one(options, trained, sampler, guide, reference, scorer)
+            point = {} if length is None else {"ema_length": length}
+            point |= {"guidance": sampler.guidance} if options.guidances else {}
+            found.append(SweepPoint(point, folder.name, scores))
+    if not swept:
+        return
+    folder = folder.parent / f"sweep-{'-'.join(swept)}-{_checksum(''.join(point.evaluation for point in found))}"
+    print(f"\n{sweep_table(found)}\n\noutputs    {folder}")
+    with writing(folder):
+        files = write_sweep(folder, found, f"{(trained.run_dir or folder).name}, {trained.images_seen:,} images")
+    trained = replace(trained, weights=options.weights)  # of all points
+    record_child(trained, "sweep", swept, metrics=sweep_metrics(found), artifacts=dict.fromkeys(files, ""))
+
+
+def _check_swept(options: argparse.Namespace) -> None:
+    """Refuse what can't be swept before the first image is drawn."""
+    from ddpm_ds.checkpoint.power_ema import Reconstruction
+    from ddpm_ds.tracking.run_folder import snapshots_of
 
     if options.guidances and options.guidance is not None:
         raise SpecError("--guidance and --guidances exclude each other; name all in --guidances")
-    trained, samplers, guide = load(options, options.guidances)
-    reference = open_reference(trained, options.dataset)
-    scorer = Scorer(options.metrics, reference, options.inception_weights)
-    out = options.out or (trained.run_dir or Path()) / "evaluations"
-    found = [_scored(options, trained, sampler, guide, reference, scorer, out) for sampler in samplers]
-    if options.guidances:
-        variants = {f"{guidance:g}": scores for guidance, scores in zip(options.guidances, found, strict=True)}
-        values = "-".join(variants)
-        picture = out / f"{Path(trained.origin).resolve().name}-{trained.weights}-guidance-{values}.png"
-        with writing(picture):
-            draw_variants("guidance", variants, picture)
-        print(f"\n{variants_table('guidance', variants)}\n\npicture    {picture}")
+    if options.ema_lengths and options.weights == "raw":
+        raise SpecError("--weights raw is not averaged, and --ema-lengths are those of averages; leave one of them out")
+    for length in options.ema_lengths:
+        Reconstruction(snapshots_of(options.path), length)
 
 
-def _scored(
+def _evaluate_one(
     options: argparse.Namespace,
     trained: Trained,
     sampler: SamplerSpec,
     guide: Trained | None,
     reference: DatasetCache,
     scorer: Scorer,
-    out: Path,
-) -> list[Score]:
-    """Draw and score the images of one sampler, and record them in a folder of their own in ``out`` and in MLflow."""
+) -> tuple[Path, list[Score]]:
+    """Draw, score and record the images of one kind of weights and sampler; returns the folder and the scores."""
     from ddpm_ds.evaluate.mlflow_child import record_child
     from ddpm_ds.evaluate.outputs import BatchFolder, titled_grid, writing
     from ddpm_ds.evaluate.sampling import Request, draw_missing
@@ -146,7 +188,7 @@ def _scored(
     labels = None if trained.unet_spec.classes is None else labels_like(reference, options.count)
     numbers = {name: getattr(options, name) for name in ("seed", "count", "batch_images")}
     request = Request.of(trained, sampler, labels, guide, **numbers)
-    folder = out / _name(request)
+    folder = (options.out or (trained.run_dir or Path()) / "evaluations") / _name(request)
     device = next(trained.unet.parameters()).device
     guided = "" if request.guide is None else f"guide      averaged weights of {request.guide}\n"
     print(
@@ -174,7 +216,7 @@ def _scored(
         files = write_report(folder, facts, scores, samples)
     metrics = {name: value for score in scores for name, value in score.metrics.items()}
     record_child(trained, "evaluate", facts, metrics=metrics, artifacts=dict.fromkeys(files, ""))
-    return scores
+    return folder, scores
 
 
 def _name(request: Request) -> str:
@@ -182,7 +224,10 @@ def _name(request: Request) -> str:
     from ddpm_ds.evaluate.scores import short
 
     followed = request.model_dump_json(exclude={"origin", "weights", "images_seen", "guide", "batch_images"})
-    checksum = hashlib.sha256(followed.encode()).hexdigest()
     sampler = request.sampler
     parts = (Path(request.origin).resolve().name, request.weights, sampler.kind, sampler.steps, short(request.count))
-    return "-".join(map(str, (*parts, checksum[:8])))
+    return "-".join(map(str, (*parts, _checksum(followed))))
+
+
+def _checksum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

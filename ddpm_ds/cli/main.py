@@ -13,6 +13,7 @@ import ddpm_ds
 from ddpm_ds.cli.bench_data import add_bench_data
 from ddpm_ds.cli.checkpoint import add_checkpoint
 from ddpm_ds.cli.doctor import add_doctor
+from ddpm_ds.cli.ema import add_ema
 from ddpm_ds.cli.evaluate import add_evaluate
 from ddpm_ds.cli.export import add_export, add_import
 from ddpm_ds.cli.fit import add_fit
@@ -57,6 +58,7 @@ def make_parser() -> OneLineParser:
         _add_prepare,
         _add_schema,
         add_checkpoint,
+        add_ema,
         add_sample,
         add_evaluate,
         add_export,

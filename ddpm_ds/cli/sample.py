@@ -163,9 +163,10 @@ def _choices(field: str) -> tuple[str, ...]:
 
 
 def load(
-    options: argparse.Namespace, guidances: Sequence[float] = ()
+    options: argparse.Namespace, guidances: Sequence[float] = (), *, ema_length: float | None = None
 ) -> tuple[Trained, list[SamplerSpec], Trained | None]:
-    """Load the weights, make the sampler that the options ask for, and load the guide if there is one.
+    """Load the weights, or with ``ema_length`` the average of that relative length, make the sampler that the options
+    ask for, and load the guide if there is one.
 
     There is a sampler for each of ``guidances``, or one with ``--guidance``.
 
@@ -178,7 +179,7 @@ def load(
     from ddpm_ds.evaluate.trained import load_trained
 
     device, (_, dtype) = choose_device(options.device), DTYPES[options.precision]
-    trained = load_trained(options.path, weights=options.weights, device=device, dtype=dtype)
+    trained = load_trained(options.path, weights=options.weights, ema_length=ema_length, device=device, dtype=dtype)
     samplers = [
         sampler_from(
             argparse.Namespace(**{**vars(options), "guidance": guidance}),

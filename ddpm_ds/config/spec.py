@@ -24,7 +24,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, core_schema
 
-from ddpm_ds.command_line import MOST_BATCH
+from ddpm_ds.command_line import LONGEST_EMA, MOST_BATCH, SHORTEST_EMA
 from ddpm_ds.data.sources import SOURCES
 from ddpm_ds.diffusion.choices import (
     MOST_SIGMA,
@@ -62,6 +62,8 @@ Timesteps = Annotated[int, Field(ge=1, le=100_000)]
 Classes = Annotated[int, Field(ge=1, le=10**6)]
 MOST_LAYERS = 256
 """Most layers of a U-Net, each of which is a row and a column of the tables of cuts; published ones have about 100."""
+Length = Annotated[float, Field(ge=SHORTEST_EMA, le=LONGEST_EMA)]
+"""Relative length of a power-function average."""
 MOST_PICTURE_PIXELS = 2**26
 """Most pixels of a picture of samples that is drawn while training."""
 
@@ -257,6 +259,16 @@ class EmaSpec(Section):
     """Images after which a weight's share in the average has halved."""
     rampup_fraction: Fraction = 0.05
     """The half-life is at most this share of the images seen, so that early weights are forgotten; 0 is no ramp."""
+    profiles: Annotated[tuple[Length, ...], Field(max_length=4)] = ()
+    """Relative lengths (sigma_rel of EDM2; its own are [0.05, 0.1]) of power-function averages that are kept as well,
+    from which `ddpm-ds ema` makes the average of any length after training; [] keeps none."""
+    snapshot_images: Images | None = None
+    """Images between two snapshots of `profiles`, which are kept for good; EDM2 keeps about 64 of a training."""
+
+    @property
+    def averages(self) -> int:
+        """Number of averages that are kept."""
+        return 1 + len(self.profiles)
 
 
 class CheckpointSpec(Section):
@@ -503,6 +515,7 @@ def _check_unet(spec: RunSpec) -> None:
 
 def _check_training(spec: RunSpec) -> None:
     diffusion, train = spec.diffusion, spec.train
+    _check_ema(spec.ema, train.images)
     pixels = spec.samples.count * spec.data.image_size**2
     if spec.samples.every_images and pixels > MOST_PICTURE_PIXELS:
         fewer = MOST_PICTURE_PIXELS // spec.data.image_size**2
@@ -535,6 +548,22 @@ def _check_training(spec: RunSpec) -> None:
     if train.label_drop and spec.unet.classes is None:
         raise ValueError(
             f"train.label_drop = {train.label_drop} needs labels; set unet.classes to their number or label_drop to 0"
+        )
+
+
+def _check_ema(ema: EmaSpec, images: int) -> None:
+    given = list(ema.profiles)
+    if len(set(given)) < len(given):
+        raise ValueError(f"ema.profiles = {given} has one length twice; use others, such as EDM2's [0.05, 0.1]")
+    if given and ema.snapshot_images is None:
+        usual = max(images // 64, 1)
+        raise ValueError(
+            f"ema.profiles = {given} needs ema.snapshot_images, the images between two snapshots; use {usual} for 64"
+        )
+    if ema.snapshot_images is not None and not given:
+        raise ValueError(
+            f"ema.snapshot_images = {ema.snapshot_images} keeps snapshots of ema.profiles, which is empty; use "
+            "profiles [0.05, 0.1], or null"
         )
 
 

@@ -35,9 +35,14 @@ def picture(image: Tensor) -> Image.Image:
 
 
 def grid_title(run: str, images_seen: int | None, sampler: SamplerSpec, diffusion: DiffusionSpec, weights: str) -> str:
-    """Return the two lines above a grid of samples: run and images seen; sampler and kind of weights."""
+    """Return the two lines above a grid of samples: run and images seen; sampler and kind of weights.
+
+    ``weights`` are those of :class:`ddpm_ds.evaluate.trained.Trained`.
+    """
     seen = "" if images_seen is None else f", {images_seen:,} images seen"
-    return f"{run}{seen}\n{sampler.kind} in {sampler.steps_of(diffusion)} steps, {WEIGHTS[weights]}"
+    kind, _, length = weights.partition("-")
+    of_length = f" of length {length}" if length else ""
+    return f"{run}{seen}\n{sampler.kind} in {sampler.steps_of(diffusion)} steps, {WEIGHTS[kind]}{of_length}"
 
 
 def grid(images: Tensor, title: str = "", labels: Sequence[str] = ()) -> Image.Image:

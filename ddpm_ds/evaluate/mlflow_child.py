@@ -14,7 +14,7 @@ from ddpm_ds.tracking.tracker import Tracker, print_to_stderr
 
 def record_child(
     trained: Trained,
-    kind: Literal["evaluate", "export", "sample"],
+    kind: Literal["evaluate", "export", "sample", "sweep"],
     params: Mapping[str, object],
     *,
     metrics: Mapping[str, float] | None = None,
@@ -54,7 +54,7 @@ def record_child(
             "weights": trained.weights,
             "digest": trained.digest,
             "images_seen": str(trained.images_seen),
-            "mlflow.source.name": f"ddpm-ds {kind}",
+            "mlflow.source.name": f"ddpm-ds {'evaluate' if kind == 'sweep' else kind}",
             "version.ddpm_ds": ddpm_ds.__version__,
         },
         parent=parent,

@@ -95,7 +95,9 @@ def model_card(trained: Trained, *, precision: str, label: str | None, picture: 
     front: dict[str, object] = {"license": "apache-2.0", "library_name": "diffusers", "tags": tags}
     shape = f"{size}x{size} pixels and {channels} channel{'s' if channels > 1 else ''}"
     parameters = sum(parameter.numel() for parameter in trained.unet.parameters())
-    facts = {"parameters": f"{parameters:,} in {precision}", "weights": WEIGHTS[trained.weights]}
+    kind, _, length = trained.weights.partition("-")
+    of_length = f" of relative length {length} by a power function (EDM2)" if length else ""
+    facts = {"parameters": f"{parameters:,} in {precision}", "weights": WEIGHTS[kind] + of_length}
     if classes is None:
         front["pipeline_tag"], why = task, SCALED
     else:

@@ -5,6 +5,7 @@ A folder of diffusers is read without diffusers.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import warnings
@@ -19,13 +20,14 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from ddpm_ds.checkpoint.manifest import MANIFEST
+from ddpm_ds.checkpoint.power_ema import Reconstruction, averaged_kind
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.union import checkpoint_at
 from ddpm_ds.config.spec import DiffusionSpec, RunSpec, SamplerSpec, UnetSpec, with_current_names
 from ddpm_ds.diffusion.diffusers_config import diffusion_from_scheduler
 from ddpm_ds.errors import CheckpointError
 from ddpm_ds.files import open_regular, open_tensors, read_json, sha256_of
-from ddpm_ds.tracking.run_folder import checkpoints_of
+from ddpm_ds.tracking.run_folder import averages_of, checkpoints_of, snapshots_of
 from ddpm_ds.tracking.tracker import print_to_stderr
 from ddpm_ds.unet.diffusers import from_diffusers, stored_names, to_diffusers, unet_spec_from_diffusers
 from ddpm_ds.unet.layers import Layer, unet_layers
@@ -58,7 +60,8 @@ class Trained:
     """Path of the folder that the weights were read from."""
     digest: str
     """SHA-256 that changes whenever the weights do."""
-    weights: Literal["ema", "raw", "export"]
+    weights: str
+    """``ema``, ``raw`` or ``export``; ``ema-0.05`` for a power-function average of that relative length."""
     images_seen: int | None = None
     """Number of images that a checkpoint was trained with."""
     run_dir: Path | None = None
@@ -92,19 +95,29 @@ def load_trained(
     path: Path | str,
     *,
     weights: Weights = "ema",
+    ema_length: float | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Trained:
     """Load a U-Net, on ``device`` and in ``dtype``: of a run's newest checkpoint, of a checkpoint or of an export.
 
     ``weights`` are ``ema``, averaged over training, or ``raw``, as trained; an export has one kind, loaded as ``ema``.
+    With ``ema_length``, ``path`` is a run's folder, and the weights are, whatever ``weights`` says, the average of that
+    relative length (0.001 to 0.28, sigma_rel of EDM2) at the time of its newest snapshot.
 
     Raises:
         CheckpointError: there are no such weights, they are damaged, or not finite in ``dtype``.
+        SpecError: ``ema_length`` is out of range.
     """
+    if ema_length is not None:
+        average = Reconstruction(snapshots_of(Path(path)), ema_length)
+        return _load_checkpoint(average, average.kind, average.digest, device, dtype)
     found = find_trained(Path(path))
     if (found / MANIFEST).is_file():
-        return _load_checkpoint(found, weights, device, dtype)
+        reader = Reader(found)
+        kind = _kind(reader, weights)
+        digest = hashlib.sha256(f"{reader.manifest.sha256} {kind}".encode()).hexdigest()
+        return _load_checkpoint(reader, kind, digest, device, dtype)
     if weights != "ema":
         raise CheckpointError(f"{found} is an export, which has weights of one kind; leave out --weights {weights}")
     folder = DiffusersFolder(found)
@@ -120,11 +133,22 @@ def load_trained(
     )
 
 
-def _load_checkpoint(path: Path, weights: Weights, device: torch.device | str, dtype: torch.dtype) -> Trained:
-    reader, kind = Reader(path), KINDS[weights]
-    if kind not in reader.manifest.kinds:
-        others = [name for name, stored in KINDS.items() if stored in reader.manifest.kinds]
-        raise CheckpointError(f"checkpoint {path} has no {weights} weights; it has {', '.join(others) or 'none'}")
+def _kind(reader: Reader, weights: Weights) -> str:
+    """Return the kind of values in a checkpoint that ``weights`` asks for."""
+    kinds = reader.manifest.kinds
+    kind = averaged_kind(kinds) if weights == "ema" else KINDS[weights]
+    if kind is None or kind not in kinds:
+        others = ", ".join([name for name, stored in KINDS.items() if stored in kinds] or kinds)
+        hint = ", of which `ddpm-ds ema` makes weights" if weights == "ema" and len(kinds) > 1 else ""
+        raise CheckpointError(f"checkpoint {reader.path} has no {weights} weights; it has {others}{hint}")
+    return kind
+
+
+def _load_checkpoint(
+    reader: Reader | Reconstruction, kind: str, digest: str, device: torch.device | str, dtype: torch.dtype
+) -> Trained:
+    path = reader.path
+    read = reader.read if isinstance(reader, Reconstruction) else functools.partial(reader.read, kind)
     try:
         spec = RunSpec.model_validate(with_current_names(reader.manifest.spec))
     except ValidationError as error:
@@ -140,9 +164,10 @@ def _load_checkpoint(path: Path, weights: Weights, device: torch.device | str, d
     if shapes != reader.manifest.parameters:
         wrong = min(shapes.items() ^ reader.manifest.parameters.items())[0]
         raise CheckpointError(f"checkpoint {path} is of another U-Net than its spec: {wrong} differs; use another")
-    tensors = ((name, reader.read(kind, name).view(shape)) for name, shape in shapes.items())
+    tensors = ((name, read(name).view(shape)) for name, shape in shapes.items())
     folder = path.resolve()
-    run_dir = folder.parent.parent if folder.parent == checkpoints_of(folder.parent.parent) else None
+    run_dir = folder.parent.parent
+    in_run = folder.parent in (checkpoints_of(run_dir), snapshots_of(run_dir), averages_of(run_dir))
     return Trained(
         unet=_filled(layers, tensors, path, device, dtype),
         unet_spec=spec.unet,
@@ -150,10 +175,10 @@ def _load_checkpoint(path: Path, weights: Weights, device: torch.device | str, d
         sampler=spec.sampler,
         image_shape=(data.channels, data.image_size, data.image_size),
         origin=str(path),
-        digest=hashlib.sha256(f"{reader.manifest.sha256} {kind}".encode()).hexdigest(),
-        weights=weights,
+        digest=digest,
+        weights="raw" if kind == KINDS["raw"] else kind,
         images_seen=reader.manifest.images,
-        run_dir=run_dir,
+        run_dir=run_dir if in_run else None,
         spec=spec,
     )
 

@@ -22,7 +22,7 @@ from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer
 ADAM_BYTES = 34
 """Bytes per parameter that Adam reads and writes: weight, gradient and moments in fp32, and the layers' copy."""
 EMA_BYTES = 12
-"""Bytes per parameter that the averaged weights read and write."""
+"""Bytes per parameter that an average of the weights reads and writes."""
 
 APART = 0.1
 """Seconds that a pass of weight gradients costs beside whole backwards, as a share of a micro-batch's weight gradients.
@@ -105,7 +105,7 @@ def planned_costs(
 
     def update(rank: int, parameters: int) -> float:
         owned = owned_share * parameters
-        seconds = owned * (ADAM_BYTES + EMA_BYTES) / bandwidth
+        seconds = owned * (ADAM_BYTES + EMA_BYTES * job.spec.ema.averages) / bandwidth
         if layout.offload:
             seconds += owned * (4 + job.stored_bytes) / machine.host_bandwidth
         return seconds + ring_seconds(machine, layout, rank, parameters * sends.weight_bytes, passes=1)

@@ -133,7 +133,8 @@ class _State:
         partitioned = zero > 0 or job.precision == "bf16"
         owned = -(-parameters // layout.replicas) if partitioned else parameters
         masters = 0 if zero == 0 and job.precision == "fp32" else 4
-        self.weights, self.optimizer, self.ema, self.host = parameters * stored, (masters + 8) * owned, 4 * owned, 0
+        self.weights, self.optimizer, self.host = parameters * stored, (masters + 8) * owned, 0
+        self.ema = 4 * owned * job.spec.ema.averages
         self.bucket = job.bucket_elements * stored if zero else 0
         if job.on_cpu:  # where memory that is not touched is not there
             self.bucket = min(self.bucket, parameters * stored)

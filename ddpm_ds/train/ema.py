@@ -1,6 +1,6 @@
-"""An exponential moving average of the weights, kept in fp32 beside the optimizer's own tensors.
+"""Moving averages of the weights, kept in fp32 beside the optimizer's own tensors.
 
-Under ZeRO each rank averages the partition that it owns, so there is one average and no second full copy anywhere.
+Under ZeRO each rank averages the partition that it owns, so there is no second full copy of an average anywhere.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ddpm_ds.checkpoint.power_ema import EMA, gamma_of, power_decay, profile_kind
 from ddpm_ds.config.spec import EmaSpec
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
@@ -29,23 +30,38 @@ def decay(spec: EmaSpec, images_seen: int, batch_images: int) -> float:
 
 
 class Ema:
-    """The average of an engine's weights; ``shadows`` lie beside :func:`deepspeed_insides.masters`, in their order."""
+    """Averages of an engine's weights: the exponential one that is used, and those of ``ema.profiles`` beside it.
+
+    ``averages`` are the tensors of each by its kind in a checkpoint, ``ema`` and such as ``ema-0.05``; they lie beside
+    :func:`deepspeed_insides.masters`, in their order.
+    """
 
     def __init__(self, engine: UnetPipelineEngine, spec: EmaSpec) -> None:
         self._engine, self._spec = engine, spec
         self._masters = insides.masters(engine)
-        self.shadows: list[Tensor] = [master.detach().clone() for master in self._masters]
+        self._gammas = {profile_kind(length): gamma_of(length) for length in spec.profiles}
+        self.averages: dict[str, list[Tensor]] = {
+            kind: [master.detach().clone() for master in self._masters] for kind in (EMA, *self._gammas)
+        }
+
+    @property
+    def shadows(self) -> list[Tensor]:
+        """The tensors of the exponential average."""
+        return self.averages[EMA]
 
     @torch.no_grad()
     def update(self) -> None:
         """Take in the weights of the step that has just ended."""
-        engine = self._engine
-        weight = 1.0 - decay(self._spec, engine.images_seen, engine.train_batch_size())
-        torch._foreach_lerp_(self.shadows, self._masters, weight)
+        moment = self._engine.images_seen, self._engine.train_batch_size()
+        decays = {EMA: decay(self._spec, *moment)}
+        decays |= {kind: power_decay(gamma, *moment) for kind, gamma in self._gammas.items()}
+        for kind, kept in decays.items():
+            torch._foreach_lerp_(self.averages[kind], self._masters, 1.0 - kept)
 
-    def shadow_of(self, master: Tensor) -> Tensor:
-        """Return the average of one of the optimizer's tensors."""
-        return next(shadow for own, shadow in zip(self._masters, self.shadows, strict=True) if own is master)
+    def of(self, master: Tensor) -> dict[str, Tensor]:
+        """Return all averages of one of the optimizer's tensors by kind."""
+        index = next(index for index, own in enumerate(self._masters) if own is master)
+        return {kind: tensors[index] for kind, tensors in self.averages.items()}
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:

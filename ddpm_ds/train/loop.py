@@ -74,8 +74,9 @@ def train(run: Run) -> Interval:
         asked = run.requests.poll()
         done = engine.images_seen >= total
         save = done or asked.save or asked.stop or run.saver.due(before, engine.images_seen)
+        keep = run.saver.snapshot_due(before, engine.images_seen, done)
         trouble = _scale_floor(engine)
-        if not trouble and (save or engine.images_seen // every > before // every):
+        if not trouble and (save or keep or engine.images_seen // every > before // every):
             interval = _log(run, meter)
             trouble = _bad_loss(run, interval, done)
         if trouble:
@@ -86,6 +87,9 @@ def train(run: Run) -> Interval:
         if run.validation.due(before, done):  # before the save: a run that dies in between draws again
             with meter.paused(), run.observer.span("inspection"):
                 run.validation.after_step(before, done)
+        if keep:
+            with meter.paused(), run.observer.span("checkpoint"):
+                run.saver.keep_snapshot()
         if save:
             with meter.paused(), run.observer.span("checkpoint"):
                 seconds = run.saver.save()

@@ -19,7 +19,7 @@ from ddpm_ds.config.spec import RunSpec, with_current_names
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
 from ddpm_ds.files import open_tensors, write_file
 from ddpm_ds.processes.rendezvous import Rendezvous
-from ddpm_ds.tracking.run_folder import IDENTITY, checkpoints_of, claim_folder
+from ddpm_ds.tracking.run_folder import IDENTITY, checkpoints_of, claim_folder, snapshots_of
 from ddpm_ds.tracking.tracker import flatten
 
 DTYPES = ("F64", "F32", "F16", "BF16")
@@ -80,6 +80,7 @@ MAY_CHANGE = (
     "name",
     "train.images",
     "train.accumulation",
+    "ema.snapshot_images",
     "checkpoint.",
     "bad_numbers.",
     "sampler.",
@@ -132,6 +133,8 @@ def claim_run(run_dir: Path, rank: int, hosts: Sequence[str], gather: Gather) ->
         except OSError as error:
             raise OutputError(f"--run-dir {run_dir} can't be written ({error.strerror}); make it writable") from None
     settle(folder, groups, gather)
+    if any(gather(snapshots_of(run_dir).is_dir())):
+        settle(snapshots_of(run_dir), groups, gather)
     if groups.leads:
         with contextlib.suppress(OSError):
             folder.rmdir()  # where it is empty: a run that ends before its first checkpoint leaves none

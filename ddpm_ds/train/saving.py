@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpm_ds.checkpoint.delivery import Wanted, deliver
+from ddpm_ds.checkpoint.folder import set_aside
 from ddpm_ds.checkpoint.groups import Gather, Groups
 from ddpm_ds.checkpoint.manifest import Description
+from ddpm_ds.checkpoint.power_ema import EMA
 from ddpm_ds.checkpoint.union import CompleteCheckpoint, newest
 from ddpm_ds.checkpoint.writer import Fragment, Writer
 from ddpm_ds.errors import BadNumbersError, NoCheckpointError, OutputError
@@ -25,26 +27,41 @@ from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.exchange import said_by_all, said_by_rank_0
 from ddpm_ds.predict.plan import RunPlan
+from ddpm_ds.tracking.run_folder import checkpoints_of, snapshots_of
 from ddpm_ds.tracking.tracker import print_to_stderr
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.resume import InitialWeights
 from ddpm_ds.unet.model import parameter_shapes
 
-MASTER, EMA = "master", "ema"
+MASTER = "master"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def state_fragments(engine: UnetPipelineEngine, ema: Ema) -> list[Fragment]:
     """Return this rank's share of a checkpoint; without ZeRO the first replica's is everything."""
+    states = engine.basic_optimizer.state
+
+    def saved(master: Tensor) -> dict[str, Tensor]:
+        moments = {moment: states[master][moment] for moment in MOMENTS if master in states}
+        return {MASTER: master, **ema.of(master), **moments}
+
+    return _fragments(engine, saved)
+
+
+def profile_fragments(engine: UnetPipelineEngine, ema: Ema) -> list[Fragment]:
+    """Return this rank's share of a snapshot: of the averages of ``ema.profiles``."""
+    return _fragments(engine, lambda master: {kind: tensor for kind, tensor in ema.of(master).items() if kind != EMA})
+
+
+def _fragments(engine: UnetPipelineEngine, tensors_of: Callable[[Tensor], dict[str, Tensor]]) -> list[Fragment]:
+    """Return the fragments of the tensors by kind that belong to each of the optimizer's tensors."""
     if engine.grid.get_data_parallel_id() != 0 and not insides.is_partitioned(engine):
         return []
-    states = engine.basic_optimizer.state
-    found = []
-    for piece in insides.owned_pieces(engine):
-        tensors = {MASTER: piece.master, EMA: ema.shadow_of(piece.master)}
-        tensors |= {moment: states[piece.master][moment] for moment in MOMENTS if piece.master in states}
-        found += [Fragment(kind, piece.name, piece.first, piece.of(tensor)) for kind, tensor in tensors.items()]
-    return found
+    return [
+        Fragment(kind, piece.name, piece.first, piece.of(tensor))
+        for piece in insides.owned_pieces(engine)
+        for kind, tensor in tensors_of(piece.master).items()
+    ]
 
 
 def state_scalars(engine: UnetPipelineEngine) -> dict[str, Any]:
@@ -77,7 +94,7 @@ def load_state(
     wanted: list[Wanted] = []
     targets: list[Tensor] = []
     for piece in insides.owned_pieces(engine):
-        tensors: dict[str, Tensor] = {MASTER: piece.master, EMA: ema.shadow_of(piece.master)}
+        tensors: dict[str, Tensor] = {MASTER: piece.master, **ema.of(piece.master)}
         if moments:
             tensors |= _moments(engine, piece.master, state.optimizer_steps)
         wanted += [Wanted(kind, piece.name, piece.first, piece.first + piece.length) for kind in tensors]
@@ -104,9 +121,9 @@ def load_state(
 
 @torch.no_grad()
 def start_from(engine: UnetPipelineEngine, ema: Ema, weights: InitialWeights) -> None:
-    """Put given weights into a fresh engine, and into their average; a collective over the replicas under ZeRO."""
+    """Put given weights into a fresh engine, and into their averages; a collective over the replicas under ZeRO."""
     for piece in insides.owned_pieces(engine):
-        for tensor in (piece.master, ema.shadow_of(piece.master)):
+        for tensor in (piece.master, *ema.of(piece.master).values()):
             piece.of(tensor).copy_(weights.read(piece.name, piece.first, piece.length))
     insides.refresh_weights(engine)
 
@@ -123,10 +140,10 @@ def _moments(engine: UnetPipelineEngine, master: Tensor, steps: int) -> dict[str
 
 
 class Saver:
-    """Saver of this rank's share of checkpoints into ``folder``; all methods are collective.
+    """Saver of this rank's share of checkpoints and snapshots of a run in ``run_dir``; all methods are collective.
 
     ``data_sha256`` are the checksums of the data-set cache, ``log`` shows a line on rank 0. ``groups`` are the ranks by
-    the folder of that name that they see; where there are several, ``store`` is that of
+    the folder of checkpoints that they see; where there are several, ``store`` is that of
     :func:`ddpm_ds.processes.heartbeat.make_store`.
     """
 
@@ -135,7 +152,7 @@ class Saver:
         plan: RunPlan,
         engine: UnetPipelineEngine,
         ema: Ema,
-        folder: Path,
+        run_dir: Path,
         *,
         data_sha256: dict[str, str],
         log: Callable[[str], None],
@@ -143,29 +160,47 @@ class Saver:
         store: dist.Store | None = None,
     ) -> None:
         self._plan, self._engine, self._ema = plan, engine, ema
-        self._folder, self._data_sha256, self._log = folder, data_sha256, log
-        self._groups = groups
-        spec = plan.spec.checkpoint
-        self._every = spec.every_images
+        self._folder, self._snapshots = checkpoints_of(run_dir), snapshots_of(run_dir)
+        self._data_sha256, self._log, self._groups = data_sha256, log, groups
+        spec, self._profiles = plan.spec.checkpoint, plan.spec.ema.profiles
+        self._every, self._snapshots_every = spec.every_images, plan.spec.ema.snapshot_images
+        self._warn = log if groups.rank == 0 else print_to_stderr
         self._writer = Writer(
-            folder,
+            self._folder,
             groups,
-            log=log if groups.rank == 0 else print_to_stderr,
+            log=self._warn,
             keep_last=spec.keep_last,
             keep_every_images=spec.keep_every_images,
             store=store,
         )
+        self._snapshot_writer = Writer(self._snapshots, groups, log=self._warn, store=store, what="snapshot")
+        self._began_at: int | None = 0  # None once this course of the run has written something
         self._shapes = parameter_shapes(plan.layers)
         self.rollbacks = 0
         """Number of rollbacks after bad numbers."""
 
     def due(self, before: int, images_seen: int) -> bool:
         """Return whether a step from ``before`` to ``images_seen`` passed a point of ``checkpoint.every_images``."""
-        return self._every is not None and images_seen // self._every > before // self._every
+        return _passed(self._every, before, images_seen)
+
+    def snapshot_due(self, before: int, images_seen: int, done: bool) -> bool:
+        """Return whether a step from ``before`` to ``images_seen`` passed a point of ``ema.snapshot_images``, or is the
+        last of a run that keeps snapshots.
+        """
+        return _passed(self._snapshots_every, before, images_seen) or (done and bool(self._profiles))
 
     def save(self) -> float:
         """Begin a checkpoint of this moment; returns the seconds for which training was held up."""
+        return self._begin(self._writer, state_fragments(self._engine, self._ema))
+
+    def keep_snapshot(self) -> float:
+        """Begin a snapshot of the averages of ``ema.profiles``; returns the seconds for which training was held up."""
+        return self._begin(self._snapshot_writer, profile_fragments(self._engine, self._ema))
+
+    def _begin(self, writer: Writer, fragments: list[Fragment]) -> float:
+        """Begin to write something of this moment."""
         engine, plan = self._engine, self._plan
+        self._set_snapshots_aside()
         description = Description(
             images=engine.images_seen,
             step=engine.global_steps,
@@ -177,10 +212,31 @@ class Saver:
         )
         part = f"stage{engine.stage_id}-replica{engine.grid.get_data_parallel_id()}"
         scalars = {**state_scalars(engine), "rewinds": self.rollbacks}
-        return self._writer.begin(part, state_fragments(engine, self._ema), description, scalars)
+        return writer.begin(part, fragments, description, scalars)
+
+    def _set_snapshots_aside(self) -> None:
+        """Rename the snapshots after the moment where this course of the run began: they are of one that it has left.
+
+        Done before the course writes anything, so that an average is never made from both; up to then a start from a
+        later checkpoint still finds its snapshots.
+        """
+        began_at, self._began_at = self._began_at, None
+        if began_at is None or not self._groups.leads:
+            return
+        try:
+            abandoned = set_aside(self._snapshots, began_at)
+        except OSError as error:
+            what = f"snapshots of more than {began_at:,} images in {self._snapshots}"
+            self._warn(f"{what} can't be renamed ({error.strerror}); remove them: the run went on from before them")
+            return
+        if abandoned and self._groups.rank == 0:
+            self._log(f"the run went on from before them: snapshots renamed to {', '.join(abandoned)}")
 
     def wait(self) -> bool:
-        """Wait until the last checkpoint is on the disk; return whether it is, as rank 0 knows."""
+        """Wait until the last checkpoint and the last snapshot are on the disk; return whether the checkpoint is, as
+        rank 0 knows.
+        """
+        self._snapshot_writer.wait()
         return self._writer.wait()
 
     def check_saved(self) -> None:
@@ -200,6 +256,7 @@ class Saver:
         """
         load_state(self._engine, self._ema, checkpoint, gather_objects, self._log)
         self.rollbacks = checkpoint.state.rewinds
+        self._began_at = checkpoint.manifest.images
 
     def roll_back(self, trouble: str) -> str:
         """Go back to the newest checkpoint and leave out the images since; returns what was done.
@@ -227,6 +284,11 @@ class Saver:
             return newest(self._folder, self._groups, gather_objects, self._log, until=self._engine.images_seen)
         except NoCheckpointError:
             return None
+
+
+def _passed(every: int | None, before: int, images_seen: int) -> bool:
+    """Return whether a step from ``before`` to ``images_seen`` passed a multiple of ``every``."""
+    return every is not None and images_seen // every > before // every
 
 
 def gather_objects(value: Any) -> list[Any]:

@@ -36,7 +36,7 @@ from ddpm_ds.processes.requests import Requests
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.tracking.progress import ProgressLine, summary
 from ddpm_ds.tracking.recorder import Recorder, recorded
-from ddpm_ds.tracking.run_folder import checkpoints_of, disk_errors_said
+from ddpm_ds.tracking.run_folder import disk_errors_said
 from ddpm_ds.tracking.system_metrics import system_metrics
 from ddpm_ds.train.agreement import check_alike, check_gpus, check_same_images
 from ddpm_ds.train.ema import Ema
@@ -210,7 +210,7 @@ def _train(
             plan,
             engine,
             ema,
-            checkpoints_of(run_dir),
+            run_dir,
             data_sha256=store.meta.sha256,
             log=recorder.log,
             groups=groups,

@@ -28,7 +28,7 @@ def spec(**changes: Any) -> RunSpec:
     values = copy.deepcopy(VALUES)
     for key, value in changes.items():
         section, name = key.split("__")
-        values[section][name] = value
+        values.setdefault(section, {})[name] = value
     return RunSpec.model_validate(values)
 
 
@@ -67,6 +67,12 @@ def test_an_unknown_key_is_an_error_in_every_section(section: str) -> None:
         ({"diffusion__beta_end": 1.5}, ["beta_end = 1.5", "below 1"]),
         ({"train__accumulation": 3}, ["train.batch_images = 64", "train.accumulation = 3"]),
         ({"train__label_drop": 0.1}, ["train.label_drop = 0.1", "unet.classes"]),
+        (
+            {"ema__profiles": [0.05, 0.05], "ema__snapshot_images": 64},
+            ["ema.profiles = [0.05, 0.05]", "one length twice"],
+        ),
+        ({"ema__profiles": [0.05, 0.1]}, ["ema.profiles = [0.05, 0.1]", "ema.snapshot_images", "for 64"]),
+        ({"ema__snapshot_images": 64}, ["ema.snapshot_images = 64", "profiles [0.05, 0.1]", "or null"]),
     ],
 )
 def test_what_does_not_fit_together_is_named_with_its_fix(changes: dict[str, Any], words: list[str]) -> None:

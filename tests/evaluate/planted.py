@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -63,11 +63,12 @@ def plant(
     data_sha256: dict[str, str] | None = None,
     *,
     unets: Mapping[str, UNet] | None = None,
+    what: Literal["checkpoint", "snapshot"] = "checkpoint",
     cuts: Sequence[float] = (),
     spec_as: dict[str, Any] | None = None,
     **sections: dict[str, Any],
 ) -> Path:
-    """Save a checkpoint of a tiny run, which learned images of these checksums; returns its folder.
+    """Save a checkpoint or a snapshot of a tiny run, which learned images of these checksums; returns its folder.
 
     ``unets`` are the weights by kind. ``cuts`` are where the ranks' shares end, which may be anywhere, as in ZeRO.
     ``spec_as`` is stored in the place of the spec.
@@ -88,7 +89,7 @@ def plant(
     bounds = list(itertools.pairwise((0, *(int(cut * total) for cut in cuts), total)))
     said: list[str] = []
     writers = [
-        Writer(run_dir / "checkpoints", Groups.one_folder(rank, len(bounds)), log=said.append)
+        Writer(run_dir / f"{what}s", Groups.one_folder(rank, len(bounds)), log=said.append, what=what)
         for rank in range(len(bounds))
     ]
     for rank, (writer, (start, stop)) in enumerate(zip(writers, bounds, strict=True)):
@@ -102,7 +103,7 @@ def plant(
                 at += parameter.numel()
         writer.begin(f"rank{rank}", fragments, description, {**scalars(images), "steps": description.step})
     assert all([writer.wait() for writer in writers]), said
-    return run_dir / "checkpoints" / f"images-{images:09}"
+    return run_dir / f"{what}s" / f"images-{images:09}"
 
 
 def same_weights(one: UNet, other: UNet) -> bool:

@@ -19,6 +19,7 @@ from ddpm_ds.predict.memory import (
     moments,
     pipeline_memory,
 )
+from tests.launching import tiny_spec
 from tests.predict.small import small_job
 
 ONE = Candidate(1, 4, "1f1b", 20, 2, 0, 0, False)
@@ -66,6 +67,16 @@ def test_communicators_of_a_gpu() -> None:
     assert sizes == [3 * COLLECTIVE_BYTES + edges * EDGE_BYTES for edges in (3, 4, 3)]
     assert memory(job, replace(layout, stages=1)).communicators == 2 * COLLECTIVE_BYTES
     assert {rank.communicators for rank in pipeline_memory(small_job(on_cpu=True), layout, cuts)} == {0}
+
+
+def test_averages_of_other_lengths_take_as_much_as_the_one_that_is_always_there() -> None:
+    spec = tiny_spec(ema={"profiles": [0.05, 0.1], "snapshot_images": 64})
+    layout = replace(ONE, zero_stage=2)
+    usual, more = memory(small_job(tiny_spec()), layout), memory(small_job(spec), layout)
+    assert (more.ema, more.total - usual.total) == (3 * usual.ema, 2 * usual.ema)
+    offloaded = [memory(small_job(each), replace(layout, offload=True)) for each in (tiny_spec(), spec)]
+    assert offloaded[1].host - offloaded[0].host == 2 * usual.ema
+    assert offloaded[1].total == offloaded[0].total
 
 
 def test_offload_moves_the_optimizer_and_the_average_to_the_host() -> None:

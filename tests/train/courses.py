@@ -10,11 +10,13 @@ from typing import Any
 
 import yaml
 
+from ddpm_ds.checkpoint.folder import checkpoint_name
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.prepare import prepare
+from ddpm_ds.tracking.run_folder import checkpoints_of
 from tests.launching import REPOSITORY, run_ranks, tiny_spec, write_json
-from tests.train.resume_worker import HALFLIFE_IMAGES, RAMPUP_FRACTION, STEPS, Course
+from tests.train.resume_worker import HALFLIFE_IMAGES, PROFILES, RAMPUP_FRACTION, STEPS, Course
 
 WORKER = Path(__file__).with_name("resume_worker.py")
 WHOLE = "whole"
@@ -55,7 +57,12 @@ class Courses:
             optimizer={"learning_rate": 3e-3, "warmup_images": 5 * BATCH},
             train={"images": 2 * STEPS * BATCH, "batch_images": BATCH},
         ).model_dump(mode="json")
-        values["ema"] = {"halflife_images": HALFLIFE_IMAGES, "rampup_fraction": RAMPUP_FRACTION}
+        values["ema"] = {
+            "halflife_images": HALFLIFE_IMAGES,
+            "rampup_fraction": RAMPUP_FRACTION,
+            "profiles": PROFILES,
+            "snapshot_images": BATCH,
+        }
         (folder / "spec.yaml").write_text(yaml.safe_dump(values))
         prepare(RunSpec.model_validate(values).data)
 
@@ -88,7 +95,11 @@ class Courses:
             assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
     def _checkpoint(self, course: str, source: str, steps: int) -> Path:
-        return self._folder / course / source / f"images-{BATCH * steps:09d}"
+        return checkpoints_of(self.run_dir(course, source)) / checkpoint_name(BATCH * steps)
+
+    def run_dir(self, course: str, source: str = WHOLE) -> Path:
+        """The folder of a course's checkpoints, snapshots, and weights of every step."""
+        return self._folder / course / source
 
     def end(self, course: str, source: str = WHOLE) -> Reader:
         """The checkpoint at the end of a course."""
@@ -96,7 +107,7 @@ class Courses:
 
     def reports(self, course: str, source: str = WHOLE) -> list[dict[str, Any]]:
         """What each rank saw."""
-        files = sorted((self._folder / course / source).glob("rank*.json"))
+        files = sorted(self.run_dir(course, source).glob("rank*.json"))
         return [json.loads(file.read_text()) for file in files]
 
     def losses(self, course: str, source: str = WHOLE) -> list[float]:

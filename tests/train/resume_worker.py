@@ -31,12 +31,14 @@ from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.predict.plan import RunPlan, plan_run
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.objective import Denoising, Noised, replica_batches
-from ddpm_ds.train.saving import Saver, gather_objects
+from ddpm_ds.train.saving import Saver, gather_objects, state_fragments
 
 STEPS = 3
 OVERFLOWING = (13, 30)
 """Images of the second and of the fourth step, that overflow whatever the scale: one before and one after the save."""
 HALFLIFE_IMAGES, RAMPUP_FRACTION = 15, 0.5
+PROFILES = (0.1, 0.2)
+"""Relative lengths of the power-function averages; snapshots of them are kept after every step."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,17 @@ def averaged(old: list[Tensor], engine: UnetPipelineEngine) -> list[Tensor]:
     return [kept * mean + (1 - kept) * master for mean, master in zip(old, masters, strict=True)]
 
 
-def train(plan: RunPlan, engine: UnetPipelineEngine, ema: Ema, report: dict[str, Any]) -> None:
-    """``STEPS`` steps; adds what they gave to ``report``."""
+def write_weights(engine: UnetPipelineEngine, ema: Ema, folder: Path) -> None:
+    """This rank's share of the weights of this moment, for averages by the definition."""
+    own = {f"{name}@{start}": values for kind, name, start, values in state_fragments(engine, ema) if kind == "master"}
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(own, folder / f"{engine.images_seen}-rank{dist.get_rank()}.pt")
+
+
+def train(
+    plan: RunPlan, engine: UnetPipelineEngine, ema: Ema, saver: Saver, folder: Path, report: dict[str, Any]
+) -> None:
+    """``STEPS`` steps; adds what they gave to ``report``, and keeps a snapshot and the weights of each."""
     batches = replica_batches(
         plan,
         prepare(plan.spec.data),
@@ -95,6 +106,8 @@ def train(plan: RunPlan, engine: UnetPipelineEngine, ema: Ema, report: dict[str,
         expected = averaged(expected, engine)
         errors = [(shadow - mean).abs().max().item() for shadow, mean in zip(ema.shadows, expected, strict=True)]
         report["ema_errors"].append(max(errors))
+        saver.keep_snapshot()
+        write_weights(engine, ema, folder / "weights")
 
 
 def run_course(course: Course, folder: Path) -> None:
@@ -117,9 +130,9 @@ def run_course(course: Course, folder: Path) -> None:
         if source:
             saver.load(whole(Path(source), groups, gather_objects))
         else:
-            train(plan, engine, ema, report)
+            train(plan, engine, ema, saver, there, report)
             saver.save()
-        train(plan, engine, ema, report)
+        train(plan, engine, ema, saver, there, report)
         saver.save()
         saver.wait()
         dist.barrier()

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
+from ddpm_ds.checkpoint.power_ema import Reconstruction, gamma_of, profile_kind
 from ddpm_ds.checkpoint.reader import Reader
+from ddpm_ds.checkpoint.union import CompleteCheckpoint
+from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.errors import CheckpointError
+from ddpm_ds.tracking.run_folder import snapshots_of
+from ddpm_ds.train.resume import check_resume
+from tests.launching import tiny_spec
 from tests.train.courses import BATCH, LAYOUTS, PRECISIONS, Courses, sources_of, train_all
+from tests.train.resume_worker import PROFILES, STEPS
 
 pytestmark = pytest.mark.launch
 
-KINDS = ("ema", "exp_avg", "exp_avg_sq", "master")
+KINDS = ("ema", *map(profile_kind, PROFILES), "exp_avg", "exp_avg_sq", "master")
 TOLERANCES = {
     "fp32": dict.fromkeys(("loss", *KINDS), 1e-6),
     "fp16": {"loss": 2e-5, "master": 5e-4, "ema": 5e-4, "exp_avg": 3e-3, "exp_avg_sq": 3e-3},
@@ -22,6 +33,9 @@ TOLERANCES = {
 }
 """About ten times what was seen. What differs between layouts is the order of sums: in fp32 one part in 2**24, in fp16
 one in 2**11 of each gradient. Between precisions every activation and gradient differs in its rounding to fp16."""
+
+HALF = 2.0**-11
+"""Largest relative error of rounding to fp16."""
 
 in_every_layout = pytest.mark.parametrize(
     ("layout", "precision"), [(layout, precision) for layout in LAYOUTS for precision in PRECISIONS]
@@ -52,7 +66,7 @@ def differences(courses: Courses, course: str, source: str, rounding: str) -> li
     end, expected_end = courses.end(course, source), courses.end(source)
     for kind in KINDS:
         values, wanted = whole(end, kind), whole(expected_end, kind)
-        if not (error := ((values - wanted).norm() / wanted.norm()).item()) <= tolerances[kind]:
+        if not (error := ((values - wanted).norm() / wanted.norm()).item()) <= tolerances[kind.partition("-")[0]]:
             found.append(f"{kind} is off by {error:.1e} of its norm")
     state, wanted_state = (reader.state.model_dump(exclude={"loss_scaler"}) for reader in (end, expected_end))
     if state != wanted_state:
@@ -101,6 +115,59 @@ def test_a_rank_averages_only_what_it_owns_by_the_formula(layout: str, precision
         assert max(report["ema_errors"]) < 1e-6
         padding = report["shadow_elements"] - report["stage_elements"] / owners
         assert 0 <= padding < BATCH
+
+
+def power_average(courses: Courses, course: str, length: float) -> Tensor:
+    """The average of all weights of a course by its definition, in fp64, parameters end to end."""
+    shapes, gamma = courses.end(course).manifest.parameters, gamma_of(length)
+    total, steps = torch.zeros(sum(map(math.prod, shapes.values())), dtype=torch.float64), 2 * STEPS
+    first = dict(zip(shapes, itertools.accumulate(map(math.prod, shapes.values()), initial=0), strict=False))
+    for step in range(1, steps + 1):
+        share = (step / steps) ** (gamma + 1) - ((step - 1) / steps) ** (gamma + 1)  # t ** gamma over this step
+        for file in (courses.run_dir(course) / "weights").glob(f"{step * BATCH}-rank*.pt"):
+            for key, values in torch.load(file).items():
+                name, start = key.rsplit("@", 1)
+                begin = first[name] + int(start)
+                total[begin : begin + len(values)] += share * values.double()
+    return total
+
+
+@in_every_layout
+def test_power_averages_are_those_by_their_definition(layout: str, precision: str, courses: Courses) -> None:
+    course = f"{layout}-{precision}"
+    for length in PROFILES:
+        kept, wanted = whole(courses.end(course), profile_kind(length)), power_average(courses, course, length)
+        assert (kept - wanted).abs().max() < 1e-6
+
+
+@in_every_layout
+def test_an_average_of_any_length_is_made_from_snapshots(layout: str, precision: str, courses: Courses) -> None:
+    course = f"{layout}-{precision}"
+    last = whole(courses.end(course), "master")
+    for length in (PROFILES[0], 0.14, PROFILES[1]):
+        made = Reconstruction(snapshots_of(courses.run_dir(course)), length)
+        values = torch.cat([made.read(name) for name in made.manifest.parameters])
+        wanted = power_average(courses, course, length)
+        error = (values - wanted).norm()
+        assert error < HALF * wanted.norm(), "the snapshots' rounding to fp16"
+        assert error < 0.4 * (last - wanted).norm(), "what is averaged is not all alike"
+
+
+def test_a_checkpoint_from_before_profiles_goes_on_without_them_and_snapshots_may_come_at_other_times() -> None:
+    plain = tiny_spec()
+    older = plain.model_dump(mode="json")
+    older["ema"] = {"halflife_images": 500_000, "rampup_fraction": 0.05}
+
+    def resume(before: dict[str, Any], after: RunSpec) -> list[str]:
+        manifest = SimpleNamespace(spec=before, data_sha256={}, ds_config={})
+        checkpoint = cast(CompleteCheckpoint, SimpleNamespace(path=Path("older"), manifest=manifest))
+        return check_resume(checkpoint, after, {}, {})
+
+    assert resume(older, plain) == []
+    often, seldom = (tiny_spec(ema={"profiles": [0.05, 0.1], "snapshot_images": images}) for images in (16, 32))
+    assert resume(often.model_dump(mode="json"), seldom) == ["ema.snapshot_images: 16 -> 32"]
+    with pytest.raises(CheckpointError, match=r"ema\.profiles: \[\] -> \[0\.05, 0\.1\]"):
+        resume(older, seldom)
 
 
 def test_every_layout_is_the_same_run(courses: Courses) -> None:

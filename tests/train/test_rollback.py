@@ -10,6 +10,10 @@ from typing import cast
 
 import pytest
 
+from ddpm_ds.checkpoint.folder import checkpoint_name, images_of, names
+from ddpm_ds.checkpoint.power_ema import Reconstruction
+from ddpm_ds.checkpoint.reader import Reader
+from ddpm_ds.tracking.run_folder import snapshots_of
 from ddpm_ds.train.loop import SPIKE_POINTS, Run, _bad_loss
 from ddpm_ds.train.meters import Interval
 from tests.train.ranks import BATCH, Ranks, end_of, mlflow_run, points
@@ -68,11 +72,24 @@ def test_images_that_overflow_in_fp16_at_every_scale_are_left_out(tmp_path: Path
     run_dir = tmp_path / "overflow"
     steps = 1 + 16 + 8
     planted = f"{SAVED} {SAVED + steps * BATCH - 1} nan"
-    codes, said = train(run_dir, planted, "checkpoint.every_images=400", config="zero2_fp16.json", count=1)
+    changes = ("checkpoint.every_images=400", "ema.profiles=[0.05,0.1]", "ema.snapshot_images=80")
+    codes, said = train(run_dir, planted, *changes, config="zero2_fp16.json", count=1)
     assert codes == [0], said[-4000:]
     assert "at the lowest loss scale, 1," in said
     check_it_ended_well(run_dir, said, skipped=steps * BATCH)
     assert end_of(run_dir).state.loss_scaler.cur_scale == 65536
+    check_snapshots_are_of_one_course(run_dir, said)
+
+
+def check_snapshots_are_of_one_course(run_dir: Path, said: str) -> None:
+    """Those that were kept between the checkpoint and the rollback have been made anew, and are out of the way."""
+    folder, left = snapshots_of(run_dir), (480, 560)
+    assert [images_of(name) for name in names(folder)] == list(range(80, IMAGES + 1, 80))
+    renamed = [f"abandoned-{checkpoint_name(images)}" for images in left]
+    assert f"the run went on from before them: snapshots renamed to {', '.join(renamed)}" in said
+    for images, rewinds in ((SAVED, 0), *((images, 1) for images in left)):
+        assert Reader(folder / checkpoint_name(images)).state.rewinds == rewinds
+    assert Reconstruction(folder, 0.07).snapshots == IMAGES // 80
 
 
 @pytest.mark.launch

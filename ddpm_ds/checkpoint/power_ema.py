@@ -1,0 +1,231 @@
+"""Averages of any length after training, from snapshots of a few power-function averages.
+
+::
+
+    RUN_DIR/snapshots/  images-000200000/  ema-0.05, ema-0.1 ┐
+                        images-000400000/  ema-0.05, ema-0.1 ┼─ x_i ─▶ sum of x_i snapshot_i = the average asked for
+                        images-000600000/  ema-0.05, ema-0.1 ┘
+
+An average after ``T`` images weighs the weights of time ``t`` by ``t ** gamma``, from 0 to T. Sums of such profiles are
+profiles too, so the ``x_i`` are those whose sum of profiles is nearest to the profile that is asked for. Source: Karras
+et al. 2024 (EDM2), section 3.1 and appendix C.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddpm_ds.checkpoint.folder import checkpoint_name, images_of, names, put_in_place
+from ddpm_ds.checkpoint.manifest import (
+    MANIFEST,
+    STATE,
+    Description,
+    FileEntry,
+    Part,
+    Place,
+    manifest_of,
+    read_bytes,
+    unusable,
+)
+from ddpm_ds.checkpoint.reader import Reader, header
+from ddpm_ds.command_line import LONGEST_EMA, SHORTEST_EMA
+from ddpm_ds.errors import CheckpointError, OutputError, SpecError
+from ddpm_ds.files import sha256_of, sync, temporary_beside, write_file
+
+EMA = "ema"
+"""Kind of values of the exponential average, which every checkpoint holds."""
+FARTHEST = 0.1
+"""Largest distance between the profile that is asked for and the nearest sum, as a share of the former's norm."""
+FILE = "weights.safetensors"
+
+
+def profile_kind(length: float) -> str:
+    """Return the kind of values of the power-function average of a relative length: ``ema-0.05``."""
+    return f"{EMA}-{length}"
+
+
+def length_of(kind: str) -> float | None:
+    """Return the relative length of the power-function average that is this kind of values; None for other kinds."""
+    match = re.fullmatch(rf"{EMA}-(0\.\d{{1,20}})", kind)
+    length = float(match[1]) if match else 0.0
+    return length if SHORTEST_EMA <= length <= LONGEST_EMA else None
+
+
+def average_name(images: int, length: float) -> str:
+    """Return the folder name of the average of a relative length that was made after training."""
+    return f"{checkpoint_name(images)}-{profile_kind(length)}"
+
+
+def averaged_kind(kinds: Sequence[str]) -> str | None:
+    """Return the kind of values that is meant by averaged weights: ``ema``, or the only one of a given length."""
+    lengths = [kind for kind in kinds if length_of(kind) is not None]
+    return EMA if EMA in kinds else lengths[0] if len(lengths) == 1 else None
+
+
+def gamma_of(length: float) -> float:
+    """Return the power gamma of the profile whose standard deviation is ``length`` times the training so far.
+
+    ``length`` is sigma_rel of the paper, above 0 and at most 0.28, and its square is
+    (gamma + 1) / ((gamma + 2) ** 2 * (gamma + 3)), which falls as gamma rises from 0.
+    """
+    low, high = 0.0, 1 / length
+    while low < (middle := (low + high) / 2) < high:
+        if (middle + 1) / ((middle + 2) ** 2 * (middle + 3)) > length**2:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def power_decay(gamma: float, images_seen: int, batch_images: int) -> float:
+    """Return the weight of the old power-function average in a step that ends at ``images_seen``.
+
+    It is 0 in the first step: what a run begins with has no weight.
+    """
+    return float((1 - batch_images / images_seen) ** (gamma + 1))
+
+
+def combination(
+    times: Sequence[float], lengths: Sequence[float], time: float, length: float
+) -> tuple[np.ndarray, float]:
+    """Return the coefficients of averages that make the average of ``length`` at ``time``, and how near they come.
+
+    ``times`` and ``lengths`` are those of the averages. Coefficients are (averages,) float64, by least squares; the
+    distance between the sum of profiles and the one asked for is a share of the norm of the latter.
+    """
+    t, gamma = np.array(times, np.float64) / time, np.array([gamma_of(each) for each in lengths])
+    wanted = gamma_of(length)
+    products = _inner(t[:, None], gamma[:, None], t, gamma)
+    product = _inner(t, gamma, np.ones(1), np.array([wanted]))
+    x = np.linalg.lstsq(products, product, rcond=None)[0]
+    norm = (wanted + 1) ** 2 / (2 * wanted + 1)
+    return x, math.sqrt(max(0.0, 1 + (x @ products @ x - 2 * x @ product) / norm))
+
+
+def _inner(t_a: np.ndarray, gamma_a: np.ndarray, t_b: np.ndarray, gamma_b: np.ndarray) -> np.ndarray:
+    """Return the inner products of profiles, which each have the integral 1 (appendix C.2)."""
+    exponent = np.where(t_a < t_b, gamma_b, -gamma_a)
+    joined = (gamma_a + 1) * (gamma_b + 1) / ((gamma_a + gamma_b + 1) * np.maximum(t_a, t_b))
+    return np.asarray(joined * (t_a / t_b) ** exponent)
+
+
+class Reconstruction:
+    """Average of a relative ``length`` at the time of a snapshot in ``folder``; at the last of them without ``at``.
+
+    ``at`` is a number of images; later snapshots are left out. Checksums are compared as values are read.
+
+    Raises:
+        SpecError: the length is outside of 0.001 to 0.28.
+        CheckpointError: there are no such snapshots, or not enough for this length; all methods: one is damaged.
+    """
+
+    def __init__(self, folder: Path, length: float, at: int | None = None) -> None:
+        if not SHORTEST_EMA <= length <= LONGEST_EMA:
+            raise SpecError(f"a relative length of {length} is outside of {SHORTEST_EMA:g} to {LONGEST_EMA:g}; use 0.1")
+        there = {images_of(name) or 0: folder / name for name in names(folder)}
+        if not there:
+            raise CheckpointError(
+                f"{folder} holds no snapshot to make averages from; name the folder of a run trained with ema.profiles"
+            )
+        self.images = max(there) if at is None else at
+        if self.images not in there:
+            near = sorted(sorted(there, key=lambda images: abs(images - self.images))[:3])
+            raise CheckpointError(
+                f"--at {self.images} is the time of no snapshot in {folder}; use one of its {len(there)}, such as "
+                f"{', '.join(map(str, near))}"
+            )
+        readers = [Reader(there[images]) for images in sorted(there) if images <= self.images]
+        if len(readers) < 2:
+            raise CheckpointError(
+                f"{folder} holds one snapshot of up to {self.images:,} images, and an average is made from two or "
+                "more; name a later one with --at, or train further"
+            )
+        self.manifest = readers[-1].manifest
+        self.path = readers[-1].path
+        for reader in readers:
+            if not 0 < reader.manifest.images == images_of(reader.path.name):
+                raise unusable(reader.path, f"it is of {reader.manifest.images} images")
+            if (reader.manifest.parameters, reader.manifest.kinds) != (self.manifest.parameters, self.manifest.kinds):
+                raise CheckpointError(f"{reader.path} is of another run than {self.path}; move one of them away")
+        self._terms = [(reader, kind) for reader in readers for kind in self.manifest.kinds]
+        times = [reader.manifest.images for reader, _ in self._terms]
+        lengths = [_length(reader, kind) for reader, kind in self._terms]
+        self._coefficients, self.distance = combination(times, lengths, self.images, length)
+        if self.distance > FARTHEST:
+            raise CheckpointError(
+                f"--length {length:g} is outside of what the {len(readers)} snapshots in {folder} can make: its "
+                f"profile would be {self.distance:.0%} off, and {FARTHEST:.0%} is the most; use one nearer to "
+                f"{' or '.join(f'{each:g}' for each in sorted(set(lengths)))}"
+            )
+        self.kind = profile_kind(length)
+        self.snapshots = len(readers)
+        text = json.dumps([[reader.manifest.sha256 for reader in readers], self.kind])
+        self.digest = hashlib.sha256(text.encode()).hexdigest()
+
+    def read(self, name: str) -> Tensor:
+        """Return a parameter of the average, (elements,) fp32 in host memory; its sum is in fp64."""
+        total = torch.zeros((), dtype=torch.float64)
+        for coefficient, (reader, kind) in zip(self._coefficients, self._terms, strict=True):
+            total = total + float(coefficient) * reader.read(kind, name).double()
+        return total.float()
+
+    def write(self, out: Path) -> None:
+        """Write the average as a checkpoint that holds nothing else, in fp32; it appears when it is complete.
+
+        Raises:
+            CheckpointError: a value is not finite.
+            OutputError: ``out`` exists or can't be written.
+        """
+        if out.exists():
+            raise OutputError(f"{out} exists; name a new folder with --output, or remove it first")
+        temporary = temporary_beside(out)
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            temporary.mkdir()
+            self._write_files(temporary, out)
+            put_in_place(temporary, out)
+        except OSError as error:
+            raise OutputError(f"{out} can't be written ({error.strerror}); name a folder that can") from None
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def _write_files(self, folder: Path, out: Path) -> None:
+        parameters = self.manifest.parameters
+        sizes = {name: math.prod(shape) for name, shape in parameters.items()}
+        keys = [(f"{self.kind}/{name}@0", "F32", (size,), size) for name, size in sizes.items()]
+        with (folder / FILE).open("wb") as file:
+            file.write(header(keys, {}))
+            for name in parameters:
+                values = self.read(name)
+                if not values.isfinite().all():
+                    raise CheckpointError(f"{name} of {self.path} is not finite or beyond fp16; use others with --at")
+                file.write(values.numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+        entry = FileEntry(bytes=(folder / FILE).stat().st_size, sha256=sha256_of(folder / FILE))
+        spans = [(self.kind, name, 0, size) for name, size in sizes.items()]
+        part = Part(file=FILE, entry=entry, place=Place(host="", folder=str(out.parent)), fragments=spans)
+        state = read_bytes(self.path, STATE)
+        description = Description(**{name: getattr(self.manifest, name) for name in Description.model_fields})
+        write_file(folder / STATE, state)
+        write_file(folder / MANIFEST, manifest_of(description, state, [part], places=False).dump())
+        sync(folder)
+
+
+def _length(reader: Reader, kind: str) -> float:
+    """Return the length of an average in a snapshot."""
+    length = length_of(kind)
+    if length is None:
+        raise unusable(reader.path, f"it holds {kind}, which is no average of a length")
+    return length

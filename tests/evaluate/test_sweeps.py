@@ -1,0 +1,175 @@
+"""Averages of other lengths on the way to images: ddpm-ds ema, what takes its result, and scores over the length."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from ddpm_ds.checkpoint.power_ema import profile_kind
+from ddpm_ds.cli.main import main
+from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.evaluate.scores import Score
+from ddpm_ds.evaluate.sweeps import SweepPoint, best, sweep_table, write_sweep
+from ddpm_ds.evaluate.trained import load_trained
+from tests.evaluate.planted import FAST, plant, same_weights, unet_of
+from tests.launching import tiny_spec
+
+LENGTHS = (0.05, 0.1)
+TIMES = (160, 240, 320)
+PROFILES: dict[str, Any] = {"profiles": list(LENGTHS), "snapshot_images": 80}
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory, digits: DatasetCache) -> Path:
+    """The folder of a run with a checkpoint and three snapshots, whose averages have nothing to do with each other."""
+    run_dir = tmp_path_factory.mktemp("kept") / "run"
+    sections: dict[str, Any] = {"data": {"store_root": str(digits.path.parent)}, "ema": PROFILES}
+    how: dict[str, Any] = {"data_sha256": digits.meta.sha256, **sections}
+    plant(run_dir, **how)
+    for time in TIMES:
+        unets = {
+            profile_kind(length): unet_of(tiny_spec(), time + number).half().float()
+            for number, length in enumerate(LENGTHS)
+        }
+        plant(run_dir, time, unets=unets, what="snapshot", cuts=(0.4,), **how)
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(original: Path, tmp_path: Path) -> Path:
+    """A copy of it, for what is written into it."""
+    return shutil.copytree(original, tmp_path / "run")
+
+
+def said(arguments: list[object], capfd: pytest.CaptureFixture[str], code: int = 0) -> str:
+    assert main([str(argument) for argument in arguments]) == code
+    out, err = capfd.readouterr()
+    return err.strip() if code else out
+
+
+def test_the_average_is_drawn_from_scored_and_exported_like_a_checkpoint(
+    run_dir: Path, trackers: list[Any], capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    made = run_dir / "averages" / "images-000000320-ema-0.1"
+    line = said(["ema", run_dir, "--length", "0.1"], capfd)
+    assert line.startswith(f"{made}: average of relative length 0.1 after 320 images") and "0.00% off" in line
+    trained = load_trained(made)
+    assert (trained.weights, trained.images_seen, trained.run_dir) == ("ema-0.1", 320, run_dir.resolve())
+    expected = unet_of(tiny_spec(), 321).half().float()
+    for mine, theirs in zip(trained.unet.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+    assert same_weights(trained.unet, load_trained(run_dir, ema_length=0.1).unet)
+    assert not same_weights(trained.unet, load_trained(run_dir).unet)
+
+    assert "ema-0.1 weights after 320 images" in said(["sample", made, *FAST, "--count", 4], capfd)
+    assert "averaged over training (EMA) of relative length 0.1" in exported(made, tmp_path / "hub", capfd)
+    said(["evaluate", made, *FAST, "--count", 12, "--metrics", "pixel"], capfd)
+    (folder,) = (run_dir / "evaluations").iterdir()
+    assert folder.name.startswith("images-000000320-ema-0.1-ema-0.1-ddim-3-12-")
+    assert [tracker.kind for tracker in trackers] == ["export", "evaluate"], "children of the run that made them"
+
+
+def exported(made: Path, out: Path, capfd: pytest.CaptureFixture[str]) -> str:
+    """The model card of an export without samples."""
+    said(["export", made, out, "--samples", 0], capfd)
+    return (out / "README.md").read_text()
+
+
+def test_an_average_of_the_past_goes_where_it_is_told_to(
+    run_dir: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    said(["ema", run_dir, "--length", 0.08, "--at", 240, "--output", tmp_path / "past"], capfd)
+    past = load_trained(tmp_path / "past")
+    assert (past.weights, past.images_seen, past.run_dir) == ("ema-0.08", 240, None)
+    line = said(["ema", run_dir, "--length", 0.08, "--at", 240, "--output", tmp_path / "past"], capfd, code=2)
+    assert line.endswith("past exists; name a new folder with --output, or remove it first")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--length", "-0.1"], "argument --length: '-0.1' is not a relative length from 0.001 to 0.28, such as 0.1"),
+        (["--length", "nan"], "argument --length: 'nan' is not a relative length"),
+        (["--length", "0.25"], "--length 0.25 is outside of what the 3 snapshots in"),
+        (["--length", "0.07", "--at", "100"], "--at 100 is the time of no snapshot in"),
+        (["--length", "0.07", "--at", "160"], "holds one snapshot of up to 160 images"),
+    ],
+)
+def test_what_can_not_be_made_is_one_line(
+    arguments: list[str], problem: str, original: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    line = said(["ema", original, *arguments], capfd, code=2)
+    assert problem in line and "\n" not in line
+    assert not (original / "averages").exists()
+
+
+def test_a_run_without_snapshots_and_a_snapshot_are_no_weights(
+    original: Path, planted: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert "holds no snapshot to make averages from" in said(["ema", planted, "--length", 0.1], capfd, code=2)
+    line = said(["sample", original / "snapshots" / "images-000000320", *FAST], capfd, code=2)
+    assert line.endswith("has no ema weights; it has ema-0.05, ema-0.1, of which `ddpm-ds ema` makes weights")
+
+
+def test_scores_are_drawn_over_the_length(
+    run_dir: Path, trackers: list[Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["evaluate", run_dir, *FAST, "--count", 12, "--metrics", "pixel", "--ema-lengths"]
+    out = said([*arguments, "0.1,0.05,0.08"], capfd)
+    (file,) = (run_dir / "evaluations").glob("sweep-ema_length-*/sweep.json")
+    points = json.loads(file.read_text())["points"]
+    assert [point["values"] for point in points] == [{"ema_length": length} for length in (0.1, 0.05, 0.08)]
+    for point in points:
+        report = json.loads((run_dir / "evaluations" / point["evaluation"] / "scores.json").read_text())
+        assert report["weights"] == f"ema-{point['values']['ema_length']}"
+        assert report["scores"][0]["value"] == point["scores"][0]["value"]
+    values = {point["values"]["ema_length"]: point["scores"][0]["value"] for point in points}
+    assert len(set(values.values())) == 3, "three other weights"
+    length = min(values, key=values.__getitem__)
+    assert f"{length:g}  " in next(line for line in out.splitlines() if line.endswith("*"))
+    with Image.open(file.with_name("sweep.png")) as picture:
+        assert picture.size == (770, 462)
+    assert [tracker.kind for tracker in trackers] == [*["evaluate"] * 3, "sweep"]
+    name = "sweep/pixel_frechet_12"
+    assert trackers[-1].logged == {name: values[length], f"{name}_ema_length": length}
+    assert trackers[-1].artifacts == [("sweep.json", ""), ("sweep.png", "")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--ema-lengths", "0.05,0.05"], "argument --ema-lengths: '0.05,0.05' has one number twice"),
+        (["--ema-lengths", "0.05,"], "argument --ema-lengths: '' is not a relative length from 0.001 to 0.28"),
+        (["--ema-lengths", "0.05,0.25"], "--length 0.25 is outside of what the 3 snapshots in"),
+        (["--ema-lengths", "0.05", "--weights", "raw"], "--weights raw is not averaged"),
+    ],
+)
+def test_lengths_that_can_not_be_made_are_refused_before_the_first_is_drawn(
+    arguments: list[str], problem: str, original: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    line = said(["evaluate", original, *FAST, "--count", 12, "--metrics", "pixel", *arguments], capfd, code=2)
+    assert problem in line and "\n" not in line
+    assert not (original / "evaluations").exists()
+
+
+def test_a_second_variable_is_a_line_for_each_of_its_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpm_ds.evaluate.sweeps.TITLES", {"ema_length": "length", "guidance": "guidance"})
+    points = [
+        SweepPoint(
+            {"ema_length": length, "guidance": guidance},
+            f"{length}-{guidance}",
+            [Score("fid_10k", "FID", 10 + abs(length - guidance / 20), 10, 10, "test")],
+        )
+        for length in (0.05, 0.1)
+        for guidance in (1.0, 2.0)
+    ]
+    assert best(points, "fid_10k") is points[0]
+    assert sweep_table(points).splitlines()[1:3] == ["      0.05         1      10*", "      0.05         2    10.05"]
+    files = write_sweep(tmp_path / "sweep", points, "a run")
+    assert [file.name for file in files] == ["sweep.json", "sweep.png"]
