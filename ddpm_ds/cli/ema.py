@@ -10,8 +10,8 @@ from ddpm_ds.tracking.run_folder import averages_of, snapshots_of
 
 DESCRIPTION = f"""\
 Make the average of the weights that a run with ema.profiles would have kept for another length, from its snapshots. A
-length is relative, {SHORTEST_EMA:g} to {LONGEST_EMA:g}: the standard deviation of the times of the averaged weights as
-a share of the training so far, sigma_rel of EDM2. The result is a checkpoint of these weights alone; ddpm-ds sample,
+length is relative, {SHORTEST_EMA:g} to {LONGEST_EMA:g}: sigma_rel of EDM2, the standard deviation of the times of the
+averaged weights as a share of the training so far. The result is a checkpoint of these weights alone; ddpm-ds sample,
 evaluate and export take it. docs/evaluation.md says which length to choose.
 """
 

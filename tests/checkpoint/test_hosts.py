@@ -25,7 +25,7 @@ from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.union import BRING_BACK, CompleteCheckpoint, whole
 from ddpm_ds.cli.main import main
 from tests.checkpoint.saving import KINDS, SHAPES, describe, fragments_of, scalars, total, values_of
-from tests.checkpoint.several_hosts import Hosts, files
+from tests.checkpoint.several_hosts import CUTS, Hosts, files
 
 ONE, TWO = "images-000000001", "images-000000002"
 
@@ -62,6 +62,23 @@ def check_values(checkpoint: CompleteCheckpoint, hosts: Hosts, images: int) -> N
                     assert reader.read(kind, name, start, stop - start).equal(expected[start:stop])
                     held.update({(kind, name, index): True for index in range(start, stop)})
     assert len(held) == len(KINDS) * sum(map(math.prod, SHAPES.values()))
+
+
+def test_a_checkpoint_and_a_snapshot_of_one_moment_are_written_at_once(tmp_path: Path) -> None:
+    saved = Hosts(tmp_path)
+    kept = Hosts(tmp_path, store=saved.store)
+    kept.folders = [folder.with_name("snapshots") for folder in saved.folders]
+    both = [(saved, saved.writers()), (kept, kept.writers(what="snapshot"))]
+    for images in (1, 2):
+        for rank in range(4):
+            for _, writers in both:
+                fragments = fragments_of(images, CUTS[rank], CUTS[rank + 1])
+                writers[rank].begin(f"rank{rank}", fragments, describe(images), scalars(images))
+    for hosts, writers in both:
+        assert all([writer.wait() for writer in writers]) and not hosts.said
+        for folder in hosts.folders:
+            dtypes = {read_manifest(folder / name).dtype for name in (ONE, TWO)}
+            assert dtypes == {"F32" if hosts is saved else "F16"}
 
 
 def test_ranks_that_see_one_folder_find_each_other(tmp_path: Path) -> None:
