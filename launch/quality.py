@@ -186,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--rows", default=",".join(USUAL), help=f"some of {','.join(ROWS)} (default: %(default)s)")
     parser.add_argument("--seeds", type=positive, default=3, help="runs of each row (default %(default)s)")
-    parser.add_argument("--images", type=positive, default=16_000, help="images each run sees (default %(default)s)")
+    parser.add_argument("--images", type=positive, default=12_800, help="images each run sees (default %(default)s)")
     parser.add_argument("--count", type=positive, default=1000, help="samples of each run (default %(default)s)")
     options = parser.parse_args(arguments)
     names = options.rows.split(",")

@@ -41,7 +41,7 @@ class Reading:
         0 for one.
         """
         shares = np.array(self.shares)
-        return float(-(shares * np.log(np.where(shares > 0, shares, 1.0))).sum() / np.log(len(shares)))
+        return float(0.0 - (shares * np.log(np.where(shares > 0, shares, 1.0))).sum() / np.log(len(shares)))
 
     def accuracy(self, labels: Labels) -> float:
         """Return the share of images that are read as their labels."""
