@@ -30,6 +30,7 @@ class Stream(IntEnum):
     FLIP = 2
     LABEL_DROP = 3
     CROP = 4
+    PERTURBATION = 5
     DROPOUT = 16
     HELD_OUT = 2**20
     SAMPLE = 2**21

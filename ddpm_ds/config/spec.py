@@ -26,7 +26,14 @@ from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, c
 
 from ddpm_ds.command_line import MOST_BATCH
 from ddpm_ds.data.sources import SOURCES
-from ddpm_ds.diffusion.choices import OBJECTIVES, SAMPLERS, SCHEDULES, ContinuousSchedule, samplers_with
+from ddpm_ds.diffusion.choices import (
+    OBJECTIVES,
+    SAMPLERS,
+    SCHEDULES,
+    ContinuousSchedule,
+    begins_with_noise_alone,
+    samplers_with,
+)
 from ddpm_ds.files import path_fault
 
 # Every number has a range. Its end is far beyond what trains, and near enough that whatever is computed from the number
@@ -178,6 +185,8 @@ class DiffusionSpec(Section):
     """First beta of the linear schedule."""
     beta_end: Factor = 0.02
     """Last beta of the linear schedule."""
+    zero_terminal_snr: bool = False
+    """Rescale the betas so that the last timestep is noise alone (Lin et al.); not with eps, which is known there."""
     objective: Annotated[str, OneOf(OBJECTIVES), Field(description=_listed("What the U-Net predicts", OBJECTIVES))] = (
         "eps"
     )
@@ -191,10 +200,20 @@ class DiffusionSpec(Section):
     """Distance between prediction and target, averaged over pixels, in fp32."""
     huber_delta: Factor = 0.1
     """Where the Huber loss turns from squared to linear."""
-    weighting: Literal["uniform", "min_snr"] = "uniform"
-    """Weight of a timestep's loss: equal, or min-SNR-gamma (Hang et al.). For edm "uniform" is the paper's."""
+    weighting: Literal["uniform", "min_snr", "sigmoid", "p2"] = "uniform"
+    """Weight of a timestep's loss: equal, min-SNR-gamma (Hang et al.), sigmoid (Hoogeboom et al.) or P2 (Choi et al.).
+    For edm "uniform" is the paper's."""
     min_snr_gamma: Factor = 5.0
     """Gamma of min-SNR weighting."""
+    sigmoid_bias: Annotated[float, Field(ge=-20.0, le=20.0)] = 0.0
+    """Bias of sigmoid weighting: log(SNR) below which weights no longer rise; large images take -1 to -3."""
+    p2_k: Factor = 1.0
+    """k of P2 weighting."""
+    p2_gamma: Annotated[float, Field(ge=0.0, le=10.0)] = 1.0
+    """Gamma of P2 weighting: 0 is none."""
+    input_perturbation: Fraction = 0.0
+    """Noise that is added to the U-Net's input and not to be predicted, as a share of the noise there (Ning et al.:
+    0.1)."""
 
 
 class OptimizerSpec(Section):
@@ -488,11 +507,25 @@ def _check_training(spec: RunSpec) -> None:
                 f"diffusion.weighting = {diffusion.weighting} needs timesteps, which schedule {diffusion.schedule} "
                 "does not have; use uniform"
             )
+        if diffusion.zero_terminal_snr:
+            raise ValueError(
+                f"diffusion.zero_terminal_snr = true needs betas, which schedule {diffusion.schedule} does not have; "
+                "use false"
+            )
     elif schedule.reads_beta_range and not diffusion.beta_start < diffusion.beta_end < 1:
         raise ValueError(
             f"diffusion.beta_start = {diffusion.beta_start} and beta_end = {diffusion.beta_end} must rise and stay "
             f"below 1, as DDPM's 0.0001 and 0.02 do"
         )
+    if diffusion.zero_terminal_snr and diffusion.objective == "eps":
+        raise ValueError(
+            "diffusion.objective = eps can't be learned where diffusion.zero_terminal_snr leaves noise alone; use v or "
+            "x0"
+        )
+    slopes = diffusion.zero_terminal_snr or diffusion.weighting == "sigmoid"
+    if slopes and diffusion.timesteps < 2:
+        what = "zero_terminal_snr = true" if diffusion.zero_terminal_snr else "weighting = sigmoid"
+        raise ValueError(f"diffusion.timesteps = {diffusion.timesteps} is too few for {what}; use 2 or more")
     if isinstance(train.accumulation, int) and train.batch_images % train.accumulation:
         raise ValueError(
             f"train.batch_images = {train.batch_images} can't be split into train.accumulation = {train.accumulation} "
@@ -514,13 +547,23 @@ def check_sampler(sampler: SamplerSpec, diffusion: DiffusionSpec, *, classes: in
                 f"sampler.steps = null means all timesteps for {sampler.kind}, and schedule {diffusion.schedule} has "
                 "none; give a number"
             )
-        if kind.corrects and schedule.begins_with_noise_alone:
-            raise ValueError(
-                f"sampler.kind = {sampler.kind} is for noise that is finite, and {diffusion.schedule} begins with "
-                "noise alone; use ddim or dpm_solver"
-            )
     elif sampler.steps is not None and sampler.steps > diffusion.timesteps:
         raise ValueError(f"sampler.steps = {sampler.steps} is above the {diffusion.timesteps} timesteps; use fewer")
+    elif (
+        diffusion.zero_terminal_snr
+        and sampler.spacing == "leading"
+        and sampler.steps_of(diffusion) < diffusion.timesteps
+    ):
+        raise ValueError(
+            "sampler.spacing = leading leaves out the last timestep, at which diffusion.zero_terminal_snr begins; use "
+            "trailing"
+        )
+    if kind.corrects and begins_with_noise_alone(diffusion):
+        beginner = "diffusion.zero_terminal_snr" if diffusion.zero_terminal_snr else diffusion.schedule
+        raise ValueError(
+            f"sampler.kind = {sampler.kind} is for noise that is finite, and {beginner} begins with noise alone; use "
+            "ddim or dpm_solver"
+        )
     if sampler.sigma_min >= sampler.sigma_max:
         raise ValueError(
             f"sampler.sigma_min = {sampler.sigma_min:g} and sigma_max = {sampler.sigma_max:g} must rise, as EDM's "

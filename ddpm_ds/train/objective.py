@@ -28,6 +28,8 @@ class Noised(NamedTuple):
     """(N, C, H, W) fp32"""
     labels: Tensor | None
     """(N,) int64, dropped labels replaced; None in a run without classes"""
+    images: Tensor
+    """(N,) int64, image indices"""
 
 
 class Denoising:
@@ -45,13 +47,14 @@ class Denoising:
         x0 = self._diffusion.prepare(images, index, flips=spec.data.horizontal_flips, size=spec.data.image_size)
         t, eps = self._diffusion.draw(index, x0.shape)
         if spec.unet.classes is None:
-            return Noised(x0, t, eps, None)
+            return Noised(x0, t, eps, None, index)
         labels = self._diffusion.drop_labels(labels, index, spec.train.label_drop, spec.unet.classes)
-        return Noised(x0, t, eps, labels)
+        return Noised(x0, t, eps, labels, index)
 
     def inputs(self, prepared: Noised) -> tuple[Tensor, ...]:
         """Return (x_t, t) or (x_t, t, labels)."""
-        x_t = self._diffusion.noised(prepared.x0, prepared.t, prepared.eps)
+        eps = self._diffusion.perturbed(prepared.eps, prepared.images)
+        x_t = self._diffusion.noised(prepared.x0, prepared.t, eps)
         return (x_t, prepared.t) if prepared.labels is None else (x_t, prepared.t, prepared.labels)
 
     def loss(self, prediction: Tensor, prepared: Noised) -> Tensor:
