@@ -40,7 +40,9 @@ from ddpm_ds.files import path_fault
 # before training, such as a plan, a schedule or a table of betas, takes seconds and little memory.
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Small = Annotated[float, Field(gt=0.0, le=1.0)]
-"""An epsilon, a beta or a learning rate."""
+"""An epsilon or a beta."""
+MOST_LEARNING_RATE = 1e6
+"""Largest learning rate, of the spec and of the DeepSpeed JSON."""
 Factor = Annotated[float, Field(gt=0.0, le=1e6)]
 Images = Annotated[int, Field(ge=1, le=10**15)]
 """Images seen, which floats count exactly."""
@@ -217,9 +219,9 @@ class DiffusionSpec(Section):
 
 
 class OptimizerSpec(Section):
-    """AdamW and its warm-up; the values that `auto` in the DeepSpeed JSON stands for."""
+    """AdamW and its learning rate; the values that `auto` in the DeepSpeed JSON stands for."""
 
-    learning_rate: Factor
+    learning_rate: Annotated[float, Field(gt=0.0, le=MOST_LEARNING_RATE)]
     """Learning rate after warm-up."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """Decay rates of the first and second moment."""
@@ -229,6 +231,13 @@ class OptimizerSpec(Section):
     """Decoupled weight decay."""
     warmup_images: Annotated[int, Field(ge=0, le=10**15)] = 0
     """Images over which the learning rate rises linearly from 0."""
+    decay: Literal["cosine", "inverse_sqrt"] | None = None
+    """How the learning rate falls with the images seen: as half a cosine from warm-up to `train.images`, or as the
+    inverse square root beyond `reference_images` (EDM2). Null leaves it to the DeepSpeed JSON's `scheduler`."""
+    decay_to: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Share of the learning rate at which cosine decay ends."""
+    reference_images: Images | None = None
+    """Images up to which inverse_sqrt keeps the learning rate; EDM2 takes 70,000 batches."""
 
 
 class TrainSpec(Section):
@@ -530,6 +539,16 @@ def _check_training(spec: RunSpec) -> None:
         raise ValueError(
             f"train.batch_images = {train.batch_images} can't be split into train.accumulation = {train.accumulation} "
             f"micro-batches; use a divisor or auto"
+        )
+    if spec.optimizer.decay == "inverse_sqrt" and spec.optimizer.reference_images is None:
+        raise ValueError(
+            "optimizer.reference_images is missing; optimizer.decay = inverse_sqrt needs it, such as --set "
+            f"optimizer.reference_images={max(train.images // 10, 1)}"
+        )
+    if spec.optimizer.decay == "cosine" and spec.optimizer.warmup_images >= train.images:
+        raise ValueError(
+            f"optimizer.warmup_images = {spec.optimizer.warmup_images} leaves none of train.images = {train.images} to "
+            "optimizer.decay = cosine; use fewer"
         )
     if train.label_drop and spec.unet.classes is None:
         raise ValueError(

@@ -150,7 +150,7 @@ def test_sigmoid_weights_are_those_of_time_without_steps(objective: str, bias: f
     log_snr = (left / (1 - left)).log()
     (slope,) = torch.autograd.grad(log_snr.sum(), time)
     snr = log_snr.detach().exp()
-    # Squared errors: that of eps is snr times that of x0, v = (eps - signal x0) / signal, velocity = eps - x0.
+    # Of the squared error of x0, that of eps is snr, of v snr + 1 and of velocity (sqrt(snr) + 1)^2 times as much.
     ratio: Any = {"eps": 1.0, "x0": snr, "v": snr / (snr + 1), "velocity": snr / (snr.sqrt() + 1) ** 2}[objective]
     expected = -slope * (bias - log_snr.detach()).sigmoid() * ratio
     spec = DiffusionSpec(schedule="cosine", objective=objective, weighting="sigmoid", sigmoid_bias=bias)
