@@ -58,6 +58,8 @@ Sigma = Annotated[float, Field(ge=1e-6, le=1e6)]
 """A noise level of EDM."""
 Timesteps = Annotated[int, Field(ge=1, le=100_000)]
 Classes = Annotated[int, Field(ge=1, le=10**6)]
+LEAST_AUGMENTED = 8
+"""Smallest image in pixels that has the margin which augmentation reflects."""
 MOST_LAYERS = 256
 """Most layers of a U-Net, each of which is a row and a column of the tables of cuts; published ones have about 100."""
 MOST_PICTURE_PIXELS = 2**26
@@ -175,6 +177,9 @@ class UnetSpec(Section):
     """Zero padding of the strided convolution: all sides (diffusers 1), or right and bottom only as in DDPM (0)."""
     classes: Classes | None = None
     """Number of classes of a class-conditional U-Net; null trains without labels."""
+    augmentation: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Augment training images as EDM does, which takes 0.12, and tell the U-Net how: the probability of turning upside
+    down, scaling, rotation, stretching and translation each, while half of the images are mirrored. 0 is off."""
 
 
 class DiffusionSpec(Section):
@@ -466,6 +471,16 @@ def check_extent(unet: UnetSpec) -> None:
 def _check_unet(spec: RunSpec) -> None:
     check_extent(spec.unet)
     unet, size, levels = spec.unet, spec.data.image_size, len(spec.unet.multipliers)
+    if unet.augmentation and spec.data.horizontal_flips:
+        raise ValueError(
+            f"data.horizontal_flips = true mirrors images that unet.augmentation = {unet.augmentation:g} mirrors "
+            "already, and tells the U-Net; use false"
+        )
+    if unet.augmentation and size < LEAST_AUGMENTED:
+        raise ValueError(
+            f"unet.augmentation = {unet.augmentation:g} needs images of {LEAST_AUGMENTED} pixels or more, and "
+            f"data.image_size is {size}; use 0"
+        )
     if size % 2 ** (levels - 1):
         raise ValueError(
             f"data.image_size = {size} can't be halved {levels - 1} times, as the {levels} levels of unet.multipliers "

@@ -74,6 +74,8 @@ class Case:
     compile: bool = False
     fused: bool = False
     kernels: Literal["reference", "fused"] = "reference"
+    augmented: bool = False
+    """Whether images are augmented, inputs perturbed and losses weighed."""
     random_programs: int | None = None
     """Seed of programs in the place of the schedule's own."""
 
@@ -184,9 +186,9 @@ class Reference:
 
 
 @functools.cache
-def expected_steps(precision: Precision, compiled: bool) -> list[Expected]:
+def expected_steps(precision: Precision, compiled: bool, augmented: bool) -> list[Expected]:
     """What the cases of a precision must equal: no other of their values changes it."""
-    spec = spec_of(compiled)
+    spec = spec_of(compiled, augmented)
     reference = Reference(spec, layers_of(spec), precision)
     return [reference.step(global_batch(spec, step)) for step in range(STEPS)]
 
@@ -223,9 +225,13 @@ def sent_by(case: Case, spec: RunSpec, programs: Sequence[Program], stage: int) 
     return [float(sum(sent.messages[max(stage - 1, 0) : stage + 1])), sent.gradients[stage] + sent.weights[stage]]
 
 
-def spec_of(compiled: bool) -> RunSpec:
+def spec_of(compiled: bool, augmented: bool = False) -> RunSpec:
     """The U-Net of a case; one that is compiled has few shapes of layers, since tracing each takes long."""
-    return tiny_spec(unet={"attention_resolutions": [], "multipliers": [1, 1]}) if compiled else tiny_spec()
+    unet: dict[str, Any] = {"attention_resolutions": [], "multipliers": [1, 1]} if compiled else {}
+    if not augmented:
+        return tiny_spec(unet=unet)
+    weighted = {"objective": "v", "weighting": "p2", "zero_terminal_snr": True, "input_perturbation": 0.1}
+    return tiny_spec(unet={**unet, "augmentation": 0.5}, data={"horizontal_flips": False}, diffusion=weighted)
 
 
 def layers_of(spec: RunSpec) -> tuple[Layer, ...]:
@@ -234,7 +240,7 @@ def layers_of(spec: RunSpec) -> tuple[Layer, ...]:
 
 def run_case(case: Case) -> list[dict[str, Any]]:
     """Train the case next to its reference; one record a step."""
-    spec = spec_of(case.compile)
+    spec = spec_of(case.compile, case.augmented)
     engine = case.engine(spec)
     if case.random_programs is not None:
         engine.follow(random_programs(case.schedule, case.micro_batches, case.stages, case.random_programs))
@@ -243,7 +249,7 @@ def run_case(case: Case) -> list[dict[str, Any]]:
     seen = watch_gradients(engine, sent)
     expected_sent = sent_by(case, spec, engine.programs, engine.stage_id)
     records = []
-    for step, expected in enumerate(expected_steps(case.precision, case.compile)):
+    for step, expected in enumerate(expected_steps(case.precision, case.compile, case.augmented)):
         counted = step == 0 and not case.compile  # what is compiled runs as it is written where operators are watched
         with sent if counted else contextlib.nullcontext():
             loss_here = engine.train_batch(micro_batches(engine, global_batch(spec, step))) / case.replicas

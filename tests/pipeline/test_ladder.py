@@ -47,10 +47,12 @@ BY_TWO = [
     Case(2, 1, 2, "fp32", 1, reentrant=True, schedule="folded", random_programs=1),
     Case(2, 1, 1, "fp16", 0, random_programs=2, fixed_scale=128),
     Case(2, 1, 0, "fp16", 0, fixed_scale=128),
+    Case(2, 1, 2, "fp32", 1, augmented=True),
+    Case(2, 1, 1, "fp16", 0, schedule="folded", augmented=True),
 ]
 BY_FOUR = [
     Case(2, 2, 0, "fp16", 1, across="replicas"),
-    Case(2, 2, 1, "fp32", 1, across="replicas"),
+    Case(2, 2, 1, "fp32", 1, across="replicas", augmented=True),
     Case(4, 1, 2, "fp32", 3),
     Case(4, 1, 1, "fp16", 0),
     Case(4, 1, 2, "fp32", 1, reentrant=True),
