@@ -50,7 +50,7 @@ def register() -> None:
         "the noise to take away",
         target=lambda x0, eps, level: -eps,
         to_x0=lambda prediction, x_t, level: (x_t + level.noise * prediction) / level.signal,
-        min_snr=OBJECTIVES["eps"].min_snr,
+        error=OBJECTIVES["eps"].error,
         diffusers=None,
     )
     SAMPLERS["jump"] = SamplerKind(

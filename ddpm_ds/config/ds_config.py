@@ -439,15 +439,20 @@ def _fill_optimizer(config: dict[str, Any], spec: RunSpec) -> None:
 
 
 def _fill_scheduler(config: dict[str, Any], spec: RunSpec) -> None:
-    warmup, batch = spec.optimizer.warmup_images, spec.train.batch_images
+    warmup, batch, decay = spec.optimizer.warmup_images, spec.train.batch_images, spec.optimizer.decay
     if "scheduler" not in config:
-        if warmup:
+        if warmup and decay is None:
             raise DsConfigError(
                 f"scheduler is missing, but optimizer.warmup_images = {warmup}; add "
                 f'"scheduler": {{"type": "WarmupLR"}} or --set optimizer.warmup_images=0'
             )
         return
     kind = config["scheduler"]["type"]
+    if decay is not None and kind != "WarmupLR":
+        raise DsConfigError(
+            f"scheduler.type = {kind} contradicts the spec: optimizer.decay = {decay} decides the learning rate; "
+            "remove the scheduler or --set optimizer.decay=null"
+        )
     if not warmup:
         if kind != "WarmupLR":
             raise DsConfigError(f"scheduler.type = {kind} needs a warm-up; use --set optimizer.warmup_images={batch}")
@@ -465,6 +470,8 @@ def _fill_scheduler(config: dict[str, Any], spec: RunSpec) -> None:
     for name in SCHEDULER_PARAMS[kind]:
         if name in values:
             params[name] = _agreed(params, name, *values[name], "scheduler.params.")
+    if decay is not None:
+        del config["scheduler"]
 
 
 def _fill_rest(config: dict[str, Any], spec: RunSpec) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ddpm_ds.command_line import MOST_BATCH, MOST_PROCESSES, limit
-from ddpm_ds.config.spec import MOST_LAYERS
+from ddpm_ds.config.spec import MOST_LAYERS, MOST_LEARNING_RATE
 from ddpm_ds.files import path_fault
 
 
@@ -57,7 +57,8 @@ RANKS = whole(1, MOST_PROCESSES)
 MOST_LOSS_SCALE = 2.0**32
 MOST_BUCKET = 2**31
 """Elements, 8 GiB of fp32."""
-RATE = amount(1)
+LEARNING_RATE = amount(MOST_LEARNING_RATE)
+SHARE = amount(1)
 EVEN = Kind(
     f"an even whole number from 2 to {limit(MOST_BUCKET)}",
     lambda value: _whole(value, 2, MOST_BUCKET) and value % 2 == 0,  # type: ignore[operator]
@@ -153,16 +154,18 @@ KEYS: dict[str, Key] = {
         why="the spec's optimizer section describes AdamW",
     ),
     "optimizer.params": Key(BLOCK),
-    "optimizer.params.lr": Key(RATE, auto="the spec's `optimizer.learning_rate`"),
+    "optimizer.params.lr": Key(LEARNING_RATE, auto="the spec's `optimizer.learning_rate`"),
     "optimizer.params.betas": Key(PAIR, auto="the spec's `optimizer.betas`"),
-    "optimizer.params.eps": Key(RATE, auto="the spec's `optimizer.epsilon`"),
+    "optimizer.params.eps": Key(SHARE, auto="the spec's `optimizer.epsilon`"),
     "optimizer.params.weight_decay": Key(amount(1000), auto="the spec's `optimizer.weight_decay`"),
     "optimizer.params.torch_adam": Key(SWITCH, "true: PyTorch's own. false: DeepSpeed's, which needs a compiler."),
     "optimizer.params.fused": Key(SWITCH, "PyTorch's variant; only with torch_adam."),
     "optimizer.params.foreach": Key(SWITCH, "PyTorch's variant; only with torch_adam."),
     "gradient_clipping": Key(amount(1e9), "Norm over all stages. 0 is off; without the key DeepSpeed clips at 1.0."),
     "scheduler": Key(
-        BLOCK, "Required with the spec's `optimizer.warmup_images`; where that is 0 a WarmupLR is dropped."
+        BLOCK,
+        "Required with the spec's `optimizer.warmup_images`; where that is 0, or the spec's `optimizer.decay` decides "
+        "the learning rate, a WarmupLR is dropped.",
     ),
     "scheduler.type": Key(
         one_of("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"),
@@ -170,15 +173,17 @@ KEYS: dict[str, Key] = {
         why="OneCycle and LRRangeTest bring learning rates of their own",
     ),
     "scheduler.params": Key(BLOCK),
-    "scheduler.params.warmup_min_lr": Key(RATE, "Not for WarmupCosineLR.", auto="0"),
-    "scheduler.params.warmup_max_lr": Key(RATE, "Not for WarmupCosineLR.", auto="the spec's `optimizer.learning_rate`"),
-    "scheduler.params.warmup_min_ratio": Key(RATE, "Only for WarmupCosineLR.", auto="0"),
+    "scheduler.params.warmup_min_lr": Key(LEARNING_RATE, "Not for WarmupCosineLR.", auto="0"),
+    "scheduler.params.warmup_max_lr": Key(
+        LEARNING_RATE, "Not for WarmupCosineLR.", auto="the spec's `optimizer.learning_rate`"
+    ),
+    "scheduler.params.warmup_min_ratio": Key(SHARE, "Only for WarmupCosineLR.", auto="0"),
     "scheduler.params.warmup_num_steps": Key(STEPS, auto="the spec's `optimizer.warmup_images` / batch, rounded up"),
     "scheduler.params.warmup_type": Key(one_of("linear", "log"), auto="linear (DeepSpeed's default is log)"),
     "scheduler.params.total_num_steps": Key(
         STEPS, "Not for WarmupLR.", auto="the spec's `train.images` / batch, rounded up"
     ),
-    "scheduler.params.cos_min_ratio": Key(RATE, "Last share of the learning rate; only for WarmupCosineLR."),
+    "scheduler.params.cos_min_ratio": Key(SHARE, "Last share of the learning rate; only for WarmupCosineLR."),
     "pipeline": Key(BLOCK, "How the U-Net is cut and in which order the stages work."),
     "pipeline.stages": Key(
         RANKS,

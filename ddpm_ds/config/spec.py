@@ -32,6 +32,7 @@ from ddpm_ds.diffusion.choices import (
     SAMPLERS,
     SCHEDULES,
     ContinuousSchedule,
+    begins_with_noise_alone,
     samplers_with,
     visited_sigmas,
 )
@@ -41,7 +42,9 @@ from ddpm_ds.files import path_fault
 # before training, such as a plan, a schedule or a table of betas, takes seconds and little memory.
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Small = Annotated[float, Field(gt=0.0, le=1.0)]
-"""An epsilon, a beta or a learning rate."""
+"""An epsilon or a beta."""
+MOST_LEARNING_RATE = 1e6
+"""Largest learning rate, of the spec and of the DeepSpeed JSON."""
 Factor = Annotated[float, Field(gt=0.0, le=1e6)]
 Images = Annotated[int, Field(ge=1, le=10**15)]
 """Images seen, which floats count exactly."""
@@ -60,6 +63,8 @@ Sigmas = tuple[Annotated[float, Field(ge=0.0, le=MOST_SIGMA)], Sigma]
 ALL_SIGMAS = (0.0, MOST_SIGMA)
 Timesteps = Annotated[int, Field(ge=1, le=100_000)]
 Classes = Annotated[int, Field(ge=1, le=10**6)]
+LEAST_AUGMENTED = 8
+"""Smallest image in pixels that has the margin which augmentation reflects."""
 MOST_LAYERS = 256
 """Most layers of a U-Net, each of which is a row and a column of the tables of cuts; published ones have about 100."""
 Length = Annotated[float, Field(ge=SHORTEST_EMA, le=LONGEST_EMA)]
@@ -179,6 +184,9 @@ class UnetSpec(Section):
     """Zero padding of the strided convolution: all sides (diffusers 1), or right and bottom only as in DDPM (0)."""
     classes: Classes | None = None
     """Number of classes of a class-conditional U-Net; null trains without labels."""
+    augmentation: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Augment training images as EDM does, which takes 0.12, and tell the U-Net how: the probability of turning upside
+    down, scaling, rotation, stretching and translation each, while half of the images are mirrored. 0 is off."""
 
 
 class DiffusionSpec(Section):
@@ -191,6 +199,8 @@ class DiffusionSpec(Section):
     """First beta of the linear schedule."""
     beta_end: Factor = 0.02
     """Last beta of the linear schedule."""
+    zero_terminal_snr: bool = False
+    """Rescale the betas so that the last timestep is noise alone (Lin et al.); not with eps, which is known there."""
     objective: Annotated[str, OneOf(OBJECTIVES), Field(description=_listed("What the U-Net predicts", OBJECTIVES))] = (
         "eps"
     )
@@ -204,10 +214,20 @@ class DiffusionSpec(Section):
     """Distance between prediction and target, averaged over pixels, in fp32."""
     huber_delta: Factor = 0.1
     """Where the Huber loss turns from squared to linear."""
-    weighting: Literal["uniform", "min_snr"] = "uniform"
-    """Weight of a timestep's loss: equal, or min-SNR-gamma (Hang et al.). For edm "uniform" is the paper's."""
+    weighting: Literal["uniform", "min_snr", "sigmoid", "p2"] = "uniform"
+    """Weight of a timestep's loss: equal, min-SNR-gamma (Hang et al.), sigmoid (Hoogeboom et al.) or P2 (Choi et al.).
+    For edm "uniform" is the paper's."""
     min_snr_gamma: Factor = 5.0
     """Gamma of min-SNR weighting."""
+    sigmoid_bias: Annotated[float, Field(ge=-20.0, le=20.0)] = 0.0
+    """Bias of sigmoid weighting: log(SNR) below which weights no longer rise; large images take -1 to -3."""
+    p2_k: Factor = 1.0
+    """k of P2 weighting."""
+    p2_gamma: Annotated[float, Field(ge=0.0, le=10.0)] = 1.0
+    """Gamma of P2 weighting: 0 is none."""
+    input_perturbation: Fraction = 0.0
+    """Noise that is added to the U-Net's input and not to be predicted, as a share of the noise there (Ning et al.:
+    0.1)."""
 
     def process_values(self) -> dict[str, Any]:
         """Return the fields that decide noise levels and prediction, and so which U-Nets can draw an image together."""
@@ -220,9 +240,9 @@ class DiffusionSpec(Section):
 
 
 class OptimizerSpec(Section):
-    """AdamW and its warm-up; the values that `auto` in the DeepSpeed JSON stands for."""
+    """AdamW and its learning rate; the values that `auto` in the DeepSpeed JSON stands for."""
 
-    learning_rate: Factor
+    learning_rate: Annotated[float, Field(gt=0.0, le=MOST_LEARNING_RATE)]
     """Learning rate after warm-up."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """Decay rates of the first and second moment."""
@@ -232,6 +252,13 @@ class OptimizerSpec(Section):
     """Decoupled weight decay."""
     warmup_images: Annotated[int, Field(ge=0, le=10**15)] = 0
     """Images over which the learning rate rises linearly from 0."""
+    decay: Literal["cosine", "inverse_sqrt"] | None = None
+    """How the learning rate falls with the images seen: as half a cosine from warm-up to `train.images`, or as the
+    inverse square root beyond `reference_images` (EDM2). Null leaves it to the DeepSpeed JSON's `scheduler`."""
+    decay_to: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Share of the learning rate at which cosine decay ends."""
+    reference_images: Images | None = None
+    """Images up to which inverse_sqrt keeps the learning rate; EDM2 takes 70,000 batches."""
 
 
 class TrainSpec(Section):
@@ -484,6 +511,16 @@ def check_extent(unet: UnetSpec) -> None:
 def _check_unet(spec: RunSpec) -> None:
     check_extent(spec.unet)
     unet, size, levels = spec.unet, spec.data.image_size, len(spec.unet.multipliers)
+    if unet.augmentation and spec.data.horizontal_flips:
+        raise ValueError(
+            f"data.horizontal_flips = true mirrors images that unet.augmentation = {unet.augmentation:g} mirrors "
+            "already, and tells the U-Net; use false"
+        )
+    if unet.augmentation and size < LEAST_AUGMENTED:
+        raise ValueError(
+            f"unet.augmentation = {unet.augmentation:g} needs images of {LEAST_AUGMENTED} pixels or more, and "
+            f"data.image_size is {size}; use 0"
+        )
     if size % 2 ** (levels - 1):
         raise ValueError(
             f"data.image_size = {size} can't be halved {levels - 1} times, as the {levels} levels of unet.multipliers "
@@ -535,15 +572,39 @@ def _check_training(spec: RunSpec) -> None:
                 f"diffusion.weighting = {diffusion.weighting} needs timesteps, which schedule {diffusion.schedule} "
                 "does not have; use uniform"
             )
+        if diffusion.zero_terminal_snr:
+            raise ValueError(
+                f"diffusion.zero_terminal_snr = true needs betas, which schedule {diffusion.schedule} does not have; "
+                "use false"
+            )
     elif schedule.reads_beta_range and not diffusion.beta_start < diffusion.beta_end < 1:
         raise ValueError(
             f"diffusion.beta_start = {diffusion.beta_start} and beta_end = {diffusion.beta_end} must rise and stay "
             f"below 1, as DDPM's 0.0001 and 0.02 do"
         )
+    if diffusion.zero_terminal_snr and diffusion.objective == "eps":
+        raise ValueError(
+            "diffusion.objective = eps can't be learned where diffusion.zero_terminal_snr leaves noise alone; use v or "
+            "x0"
+        )
+    slopes = diffusion.zero_terminal_snr or diffusion.weighting == "sigmoid"
+    if slopes and diffusion.timesteps < 2:
+        what = "zero_terminal_snr = true" if diffusion.zero_terminal_snr else "weighting = sigmoid"
+        raise ValueError(f"diffusion.timesteps = {diffusion.timesteps} is too few for {what}; use 2 or more")
     if isinstance(train.accumulation, int) and train.batch_images % train.accumulation:
         raise ValueError(
             f"train.batch_images = {train.batch_images} can't be split into train.accumulation = {train.accumulation} "
             f"micro-batches; use a divisor or auto"
+        )
+    if spec.optimizer.decay == "inverse_sqrt" and spec.optimizer.reference_images is None:
+        raise ValueError(
+            "optimizer.reference_images is missing; optimizer.decay = inverse_sqrt needs it, such as --set "
+            f"optimizer.reference_images={max(train.images // 10, 1)}"
+        )
+    if spec.optimizer.decay == "cosine" and spec.optimizer.warmup_images >= train.images:
+        raise ValueError(
+            f"optimizer.warmup_images = {spec.optimizer.warmup_images} leaves none of train.images = {train.images} to "
+            "optimizer.decay = cosine; use fewer"
         )
     if train.label_drop and spec.unet.classes is None:
         raise ValueError(
@@ -580,13 +641,23 @@ def check_sampler(sampler: SamplerSpec, diffusion: DiffusionSpec, *, classes: in
                 f"sampler.steps = null means all timesteps for {sampler.kind}, and schedule {diffusion.schedule} has "
                 "none; give a number"
             )
-        if kind.corrects and schedule.begins_with_noise_alone:
-            raise ValueError(
-                f"sampler.kind = {sampler.kind} is for noise that is finite, and {diffusion.schedule} begins with "
-                "noise alone; use ddim or dpm_solver"
-            )
     elif sampler.steps is not None and sampler.steps > diffusion.timesteps:
         raise ValueError(f"sampler.steps = {sampler.steps} is above the {diffusion.timesteps} timesteps; use fewer")
+    elif (
+        diffusion.zero_terminal_snr
+        and sampler.spacing == "leading"
+        and sampler.steps_of(diffusion) < diffusion.timesteps
+    ):
+        raise ValueError(
+            "sampler.spacing = leading leaves out the last timestep, at which diffusion.zero_terminal_snr begins; use "
+            "trailing"
+        )
+    if kind.corrects and begins_with_noise_alone(diffusion):
+        beginner = "diffusion.zero_terminal_snr" if diffusion.zero_terminal_snr else diffusion.schedule
+        raise ValueError(
+            f"sampler.kind = {sampler.kind} is for noise that is finite, and {beginner} begins with noise alone; use "
+            "ddim or dpm_solver"
+        )
     if sampler.sigma_min >= sampler.sigma_max:
         raise ValueError(
             f"sampler.sigma_min = {sampler.sigma_min:g} and sigma_max = {sampler.sigma_max:g} must rise, as EDM's "

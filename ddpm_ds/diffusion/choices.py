@@ -198,6 +198,12 @@ SCHEDULES: dict[str, NoiseSchedule | ContinuousSchedule] = {
 """Noise schedules by `diffusion.schedule`."""
 
 
+def begins_with_noise_alone(spec: DiffusionSpec) -> bool:
+    """Return whether x_t has nothing of the image at the noisiest level."""
+    kind = SCHEDULES[spec.schedule]
+    return kind.begins_with_noise_alone if isinstance(kind, ContinuousSchedule) else spec.zero_terminal_snr
+
+
 def timestep_schedules() -> dict[str, NoiseSchedule]:
     """Return the schedules with timesteps, by name."""
     return {name: kind for name, kind in SCHEDULES.items() if isinstance(kind, NoiseSchedule)}
@@ -213,9 +219,9 @@ class Objective:
     """Function of x0 and eps (N, C, H, W) and the noise level that returns what is to be predicted, (N, C, H, W)."""
     to_x0: Callable[[Tensor, Tensor, NoiseLevel], Tensor]
     """Function of prediction and x_t (N, C, H, W) and the noise level that returns the clean image, (N, C, H, W)."""
-    min_snr: Callable[[Tensor, float], Tensor]
-    """Function of the signal-to-noise ratio and gamma that returns the weight min(snr, gamma) of the error of x0 as one
-    of the error of this prediction, in the ratio's shape."""
+    error: Callable[[Tensor], Tensor]
+    """Function of the signal-to-noise ratio that returns the squared error of this prediction over that of the clean
+    image, in the ratio's shape."""
     diffusers: str | None
     """Name as a `prediction_type` of diffusers; None is not exported."""
 
@@ -225,28 +231,28 @@ OBJECTIVES = {
         "the noise",
         target=lambda x0, eps, level: eps,
         to_x0=lambda prediction, x_t, level: (x_t - level.noise * prediction) / level.signal,
-        min_snr=lambda ratio, gamma: (gamma / ratio).clamp(max=1.0),  # min(snr, gamma) / snr, without 0 / 0
+        error=lambda ratio: ratio,
         diffusers="epsilon",
     ),
     "x0": Objective(
         "the clean image",
         target=lambda x0, eps, level: x0,
         to_x0=lambda prediction, x_t, level: prediction,
-        min_snr=lambda ratio, gamma: ratio.clamp(max=gamma),
+        error=lambda ratio: ratio * 0.0 + 1.0,
         diffusers="sample",
     ),
     "v": Objective(
         "Salimans and Ho; under edm what Karras et al. call -F",
         target=lambda x0, eps, level: level.signal * level.data * eps - level.noise / level.data * x0,
         to_x0=lambda prediction, x_t, level: level.data * (level.signal * level.data * x_t - level.noise * prediction),
-        min_snr=lambda ratio, gamma: ratio.clamp(max=gamma) / (ratio + 1.0),
+        error=lambda ratio: ratio + 1.0,
         diffusers="v_prediction",
     ),
     "velocity": Objective(
         "noise minus image, flow matching",
         target=lambda x0, eps, level: eps - x0,
         to_x0=lambda prediction, x_t, level: (x_t - level.noise * prediction) / (level.signal + level.noise),
-        min_snr=lambda ratio, gamma: ratio.clamp(max=gamma) / (ratio.sqrt() + 1.0) ** 2,
+        error=lambda ratio: (ratio.sqrt() + 1.0) ** 2,
         diffusers=None,
     ),
 }

@@ -76,14 +76,15 @@ def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec) -> dict[str
     Raises:
         ValueError: diffusers has no such noise schedule or objective; one line with the key and its value.
     """
-    schedule, objective = SCHEDULES[diffusion.schedule].diffusers, OBJECTIVES[diffusion.objective].diffusers
+    ours = SCHEDULES[diffusion.schedule]
+    schedule, objective = ours.diffusers, OBJECTIVES[diffusion.objective].diffusers
     for key, value, name in (
         ("diffusion.schedule", diffusion.schedule, schedule),
         ("diffusion.objective", diffusion.objective, objective),
     ):
         if name is None:
             raise refused(key, value, "diffusers has none like it; draw with ddpm-ds sample instead")
-    if isinstance(SCHEDULES[diffusion.schedule], ContinuousSchedule):
+    if isinstance(ours, ContinuousSchedule):
         return {
             "sigma_min": sampler.sigma_min,
             "sigma_max": sampler.sigma_max,
@@ -100,7 +101,8 @@ def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec) -> dict[str
         "beta_end": diffusion.beta_end,
         # Not read beside explicit betas, but some name has to be there.
         "beta_schedule": "linear" if schedule == EXPLICIT else schedule,
-        "trained_betas": betas(diffusion).tolist() if schedule == EXPLICIT else None,
+        # Before they are rescaled, which a scheduler does itself.
+        "trained_betas": ours.betas(diffusion).tolist() if schedule == EXPLICIT else None,
         "prediction_type": objective,
         "variance_type": f"fixed_{sampler.variance}",
         "clip_sample": sampler.clip == "static",
@@ -110,7 +112,7 @@ def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec) -> dict[str
         "sample_max_value": UNLIMITED if dynamic else 1.0,
         "timestep_spacing": sampler.spacing,
         "steps_offset": 0,
-        "rescale_betas_zero_snr": False,
+        "rescale_betas_zero_snr": diffusion.zero_terminal_snr,
     }
 
 
@@ -125,7 +127,7 @@ class _SchedulerArguments(Arguments):
     beta_schedule: str = "linear"
     trained_betas: tuple[Beta, ...] | None = None
     prediction_type: Literal["epsilon", "sample", "v_prediction"] = "epsilon"
-    rescale_betas_zero_snr: Literal[False] = False
+    rescale_betas_zero_snr: bool = False
 
 
 class _EdmArguments(Arguments):
@@ -153,7 +155,14 @@ def diffusion_from_scheduler(config: Mapping[str, Any], base: DiffusionSpec | No
         )
     found = _SchedulerArguments.read(config)
     objective = next(name for name, ours in OBJECTIVES.items() if ours.diffusers == found.prediction_type)
-    changes = {"timesteps": found.num_train_timesteps, "objective": objective, **_schedule(found)}
+    if found.rescale_betas_zero_snr and objective == "eps":
+        raise refused("rescale_betas_zero_snr", True, "the noise can't be learned where there is nothing else")
+    changes = {
+        "timesteps": found.num_train_timesteps,
+        "objective": objective,
+        "zero_terminal_snr": found.rescale_betas_zero_snr,
+        **_schedule(found),
+    }
     return (base or DiffusionSpec()).model_copy(update=changes)
 
 

@@ -32,16 +32,26 @@ def betas(spec: DiffusionSpec) -> Tensor:
     """Return the variance of the noise that each step adds, (T,) float64; the schedules are in
     :data:`ddpm_ds.diffusion.choices.SCHEDULES`.
 
+    With `zero_terminal_snr` the signal sqrt(alpha_bar) is moved and stretched so that it ends at 0 and begins where it
+    did: the last beta is 1. Source: Lin et al. 2024, "Common diffusion noise schedules and sample steps are flawed",
+    algorithm 1.
+
     Raises:
         SpecError: a beta of the linear schedule is not below 1.
     """
     schedule = SCHEDULES[spec.schedule]
     assert not isinstance(schedule, ContinuousSchedule), "it has no timesteps"
-    return schedule.betas(spec)
+    beta = schedule.betas(spec)
+    if not spec.zero_terminal_snr:
+        return beta
+    signal = torch.cumprod(1.0 - beta, dim=0).sqrt()
+    left = ((signal - signal[-1]) * signal[0] / (signal[0] - signal[-1])).square()
+    return torch.cat((beta[:1], 1.0 - left[1:] / left[:-1]))
 
 
 def alpha_bars(spec: DiffusionSpec) -> Tensor:
-    """Return the share of the image's variance that is left, strictly falling, (T,) float64. Source: DDPM, above eq. 4.
+    """Return the share of the image's variance that is left, strictly falling, (T,) float64; the last is 0 with
+    `zero_terminal_snr`. Source: DDPM, above eq. 4.
 
     Raises:
         SpecError: a beta of the linear schedule is not below 1.
@@ -192,18 +202,34 @@ def levels_of(spec: DiffusionSpec, device: torch.device | str = "cpu") -> Levels
 
 
 def weights(spec: DiffusionSpec, alpha_bar: Tensor) -> Tensor:
-    """Return the weight of each timestep's loss, in the shape and dtype of alpha_bar (float64).
+    """Return the weight of each timestep's loss, in the shape and dtype of alpha_bar, (T,) float64.
 
-    min_snr is min(snr, gamma) as a weight of the squared error of x0. The error of eps is snr times, that of v
-    snr + 1 times the error of x0, so their weights are divided by it. Source: Hang et al. 2023 (Min-SNR-gamma).
+    Weightings are made for the squared error of x0, of which the prediction's error is a multiple, so they are divided
+    by it. With snr = alpha_bar / (1 - alpha_bar) they are
+
+    - min_snr: min(snr, gamma). Source: Hang et al. 2023 (Min-SNR-gamma), eq. 8.
+    - p2: snr / (k + snr)^gamma, as a weight of the error of eps 1 / (k + snr)^gamma. Source: Choi et al. 2022 (P2),
+      eq. 8.
+    - sigmoid: -d log(snr) / dt times snr sigmoid(bias - log(snr)), with t from 0 to 1. Source: Kingma and Gao 2023;
+      Hoogeboom et al. 2024 (SiD2), section 3, without their factor 1/2.
     """
+    # Within bounds, as rounding makes an alpha_bar of 0 or 1, and 0 / 0 is no weight.
+    snr = (alpha_bar / (1.0 - alpha_bar)).clamp(1e-30, 1e30)
     match spec.weighting:
         case "uniform":
             return torch.ones_like(alpha_bar)
         case "min_snr":
-            return OBJECTIVES[spec.objective].min_snr(alpha_bar / (1.0 - alpha_bar), spec.min_snr_gamma)
+            of_x0 = snr.clamp(max=spec.min_snr_gamma)
+        case "p2":
+            of_x0 = snr / (spec.p2_k + snr) ** spec.p2_gamma
+        case "sigmoid":
+            # -d log(snr) / dt is -2 signal' / (signal (1 - alpha_bar)): multiplied out, it is finite without signal.
+            signal = alpha_bar.sqrt()
+            slope = torch.gradient(signal)[0] * len(signal)
+            of_x0 = -2.0 * signal * slope * (1.0 + snr) ** 2 / (1.0 + snr * math.exp(-spec.sigmoid_bias))
         case unknown:
             assert_never(unknown)
+    return of_x0 / OBJECTIVES[spec.objective].error(snr)
 
 
 def visited(sampler: SamplerSpec, diffusion: DiffusionSpec) -> tuple[int, ...]:

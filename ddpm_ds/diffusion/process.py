@@ -65,15 +65,24 @@ class Diffusion:
         """Return x_t, float32 (N, C, H, W)."""
         return objective.add_noise(x0, eps, self.level(t))
 
-    def loss(self, prediction: Tensor, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """Return the mean over images of :meth:`losses`, a float32 scalar."""
-        return self.losses(prediction, x0, eps, t).mean()
+    def perturbed(self, eps: Tensor, index: Tensor) -> Tensor:
+        """Return the noise (N, C, H, W) that goes into x_t: `eps`, and by `input_perturbation` more that is not to be
+        predicted. Source: Ning et al. 2023, algorithm 1.
+        """
+        gamma = self.spec.input_perturbation
+        if gamma == 0.0:
+            return eps
+        more = keyed.normal(self.seed, Stream.PERTURBATION, index, eps[0].numel()).view_as(eps)
+        return torch.add(eps, more, alpha=gamma)
 
-    def losses(self, prediction: Tensor, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """Return each image's weight times distance, (N,) float32; `prediction` may be of any float dtype."""
+    def loss(self, prediction: Tensor, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
+        """Return the mean over images of weight times distance, a float32 scalar."""
+        return (self.levels.weights(t) * self.distances(prediction, x0, eps, t)).mean()
+
+    def distances(self, prediction: Tensor, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
+        """Return each image's distance without its weight, (N,) float32; `prediction` may be of any float dtype."""
         target = OBJECTIVES[self.spec.objective].target(x0, eps, self.level(t))
-        distance = objective.distance(self.spec.loss, prediction, target, self.spec.huber_delta)
-        return self.levels.weights(t) * distance  # (N,)
+        return objective.distance(self.spec.loss, prediction, target, self.spec.huber_delta)  # (N,)
 
     def drop_labels(self, labels: Tensor, index: Tensor, share: float, none_label: int) -> Tensor:
         """Return labels (N,), of which `share` are replaced by `none_label`. Source: Ho and Salimans 2022,

@@ -7,7 +7,7 @@ import gc
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator, set_accelerator
@@ -59,12 +59,13 @@ def build_engine(
     *,
     seed: int,
     programs: Sequence[Program] | None = None,
+    rate: Callable[[int, int], float] | None = None,
     verbose: bool = False,
 ) -> UnetPipelineEngine:
     """Build this process's share of the U-Net and its engine; collective over all processes.
 
     ``bounds`` come from :func:`ddpm_ds.pipeline.cuts.partition`; without ``programs`` the ranks follow the schedule's
-    own. The process group must exist.
+    own, and without ``rate`` the learning rate is that of the configuration. The process group must exist.
 
     Raises:
         DsConfigError: the fused kernels were asked for and fail, or have broken a GPU; on all ranks alike.
@@ -76,7 +77,7 @@ def build_engine(
         with insides.pipeline_engine(UnetPipelineEngine):
             engine, *_ = deepspeed.initialize(model=kind(layers, bounds, seed, across), config=resolved.for_deepspeed())
     assert isinstance(engine, UnetPipelineEngine)
-    engine.objective, engine.schedule = objective, resolved.schedule
+    engine.objective, engine.schedule, engine.rate = objective, resolved.schedule, rate
     dtype = next(engine.module.parameters()).dtype
     engine.kernels, engine.why_kernels = choose_kernels(
         resolved.kernels,

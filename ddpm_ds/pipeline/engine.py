@@ -65,6 +65,9 @@ class UnetPipelineEngine(PipelineEngine):
     why_kernels = ""
     schedule: Schedule = "1f1b"
     """The JSON's schedule; set by :func:`build_engine`."""
+    rate: Callable[[int, int], float] | None = None
+    """Function of the images seen before a step and of those of the step, which returns its learning rate; None leaves
+    it to DeepSpeed's scheduler. Set by :func:`build_engine`."""
     compiled = False
     """Whether layers are compiled when they first run; set by :func:`build_engine`."""
 
@@ -407,6 +410,9 @@ class UnetPipelineEngine(PipelineEngine):
             self._exec_reduce_grads()
 
     def _step(self, _: Instruction) -> None:
+        if self.rate is not None:
+            for group in self.basic_optimizer.param_groups:
+                group["lr"] = self.rate(self.images_seen, self.train_batch_size())
         self._force_grad_boundary = True
         try:
             with insides.scale_updated_afterwards(self), insides.one_wait(self):

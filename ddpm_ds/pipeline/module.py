@@ -191,7 +191,7 @@ def warm_up(
     for index, module in modules.items():
         parameters = list(module.parameters())
         set_image_index([module], torch.arange(images, device=parameters[0].device))
-        inputs = _zeros(layers, index, images, parameters[0])
+        inputs = _zeros(layers, index, images, parameters[0], gradients=gradients)
         if not gradients:
             with torch.no_grad():
                 module(inputs)
@@ -217,13 +217,17 @@ def forget_peaks(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def _zeros(layers: Sequence[Layer], index: int, images: int, like: Tensor) -> tuple[Tensor, ...]:
-    """Return inputs of zeros for layer ``index``: a carry, or the image, timesteps and labels."""
+def _zeros(layers: Sequence[Layer], index: int, images: int, like: Tensor, *, gradients: bool) -> tuple[Tensor, ...]:
+    """Return inputs of zeros for layer ``index``: a carry, or the image, timesteps, labels, and in training
+    (``gradients``) the condition.
+    """
     layer = layers[index]
     if isinstance(layer, EmbedLayer):
         numbers = torch.zeros(images, dtype=torch.int64, device=like.device)
         image = torch.zeros((images, *layer.output_shape), device=like.device)
-        return (image, numbers) if layer.classes is None else (image, numbers, numbers.clone())
+        condition = torch.zeros((images, layer.conditions), dtype=like.dtype, device=like.device)
+        labels = () if layer.classes is None else (numbers.clone(),)
+        return (image, numbers, *labels, *((condition,) if layer.conditions and gradients else ()))
 
     def zeros(shape: tuple[int, ...]) -> Tensor:  # an image of one channel has the strides of training only if made so
         memory_format = torch.channels_last if len(shape) == 4 else torch.contiguous_format

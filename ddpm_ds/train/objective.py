@@ -13,6 +13,7 @@ from torch import Tensor
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.loader import Indices, MicroBatch, micro_batches, on_device
+from ddpm_ds.diffusion.augmentation import augmented
 from ddpm_ds.diffusion.process import Diffusion
 from ddpm_ds.predict.plan import RunPlan
 
@@ -28,6 +29,10 @@ class Noised(NamedTuple):
     """(N, C, H, W) fp32"""
     labels: Tensor | None
     """(N,) int64, dropped labels replaced; None in a run without classes"""
+    condition: Tensor | None
+    """(N, 9) fp32, how images were augmented; None in a run without augmentation"""
+    images: Tensor
+    """(N,) int64, image indices"""
 
 
 class Denoising:
@@ -43,16 +48,20 @@ class Denoising:
         spec = self._spec
         images, labels, index = (tensor.to(self._device, non_blocking=True) for tensor in micro_batch)
         x0 = self._diffusion.prepare(images, index, flips=spec.data.horizontal_flips, size=spec.data.image_size)
+        condition = None
+        if spec.unet.augmentation:
+            x0, condition = augmented(x0, index, spec.train.seed, spec.unet.augmentation)
         t, eps = self._diffusion.draw(index, x0.shape)
         if spec.unet.classes is None:
-            return Noised(x0, t, eps, None)
+            return Noised(x0, t, eps, None, condition, index)
         labels = self._diffusion.drop_labels(labels, index, spec.train.label_drop, spec.unet.classes)
-        return Noised(x0, t, eps, labels)
+        return Noised(x0, t, eps, labels, condition, index)
 
     def inputs(self, prepared: Noised) -> tuple[Tensor, ...]:
-        """Return (x_t, t) or (x_t, t, labels)."""
-        x_t = self._diffusion.noised(prepared.x0, prepared.t, prepared.eps)
-        return (x_t, prepared.t) if prepared.labels is None else (x_t, prepared.t, prepared.labels)
+        """Return (x_t, t[, labels][, condition])."""
+        eps = self._diffusion.perturbed(prepared.eps, prepared.images)
+        x_t = self._diffusion.noised(prepared.x0, prepared.t, eps)
+        return (x_t, prepared.t, *(part for part in (prepared.labels, prepared.condition) if part is not None))
 
     def loss(self, prediction: Tensor, prepared: Noised) -> Tensor:
         """Return the mean loss of the micro-batch, an fp32 scalar."""

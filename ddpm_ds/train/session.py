@@ -42,6 +42,7 @@ from ddpm_ds.train.agreement import check_alike, check_gpus, check_same_images
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.loop import Run, train
 from ddpm_ds.train.objective import Denoising, replica_batches
+from ddpm_ds.train.rate import rate_of
 from ddpm_ds.train.resolve import cut_and_ordered, decide, share_threads
 from ddpm_ds.train.resume import (
     Claim,
@@ -110,6 +111,7 @@ def run_training(
                 plan = cut_and_ordered(prepared.plan, device)
                 objective, seed = Denoising(plan.spec, device), plan.spec.train.seed
                 how: dict[str, Any] = {"seed": seed, "programs": plan.programs, "verbose": options.verbose}
+                how["rate"] = rate_of(plan.spec)
                 engine = build_engine(plan.layers, plan.bounds, plan.ds, objective, **how)
                 ema = Ema(engine, plan.spec.ema)
             with (

@@ -45,7 +45,10 @@ class HeldOutLoss:
         self._noised: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
 
     def measure(self, watchdog: Watchdog) -> dict[str, float]:
-        """``eval/loss``, the loss of training without flips, is the mean of ``validation/loss_t10`` to ``loss_t90``.
+        """``eval/loss`` is the mean of ``validation/loss_t10`` to ``loss_t90``.
+
+        They are the distance of training alone, without flips, weights and perturbed inputs, so that runs which differ
+        in those can be compared.
 
         (quantile, part of the images) are shared out to the replicas. Collective over all ranks; all first stages
         get the numbers.
@@ -61,7 +64,7 @@ class HeldOutLoss:
 
         def take(number: int, prediction: Tensor) -> None:
             x0, eps, t, counts = self._noised.pop(number)
-            sums[mine[number] // parts] += (self._diffusion.losses(prediction, x0, eps, t) * counts).sum()
+            sums[mine[number] // parts] += (self._diffusion.distances(prediction, x0, eps, t) * counts).sum()
 
         pipeline = ForwardPipeline(engine, self._images)
         pipeline.run(len(mine), give, take, depth=len(mine), progress=watchdog.progress)

@@ -25,6 +25,7 @@ from ddpm_ds.unet.layers import (
     UpsampleLayer,
 )
 from ddpm_ds.unet.operations import (
+    ConditionEmbedding,
     Convolution,
     GroupNorm,
     KeyedDropout,
@@ -100,10 +101,11 @@ def sinusoid(t: Tensor, channels: int, *, sine_first: bool, shift: int) -> Tenso
 
 
 class Embed(nn.Module):
-    """First layer: ``(x_t, t)`` or ``(x_t, t, labels)`` to the carry ``(x_t, emb)`` in the dtype of the weights.
+    """First layer: ``(x_t, t[, labels][, condition])`` to the carry ``(x_t, emb)`` in the dtype of the weights.
 
-    x_t (N, C, H, W), t (N,) int64 or float32, labels (N,) int64. Without labels a class-conditional U-Net takes "no
-    label", which is the label `classes`.
+    x_t (N, C, H, W), t (N,) int64 or float32, labels (N,) int64, condition (N, `conditions`) of any float dtype.
+    Without labels a class-conditional U-Net takes "no label", which is the label `classes`; without a condition it
+    takes zeros, which add nothing.
     """
 
     def __init__(self, layer: EmbedLayer) -> None:
@@ -114,22 +116,28 @@ class Embed(nn.Module):
         self.label_embedding: LabelEmbedding | None = None
         if layer.classes is not None:
             self.label_embedding = LabelEmbedding(layer.classes, layer.embedding_channels)
+        self.condition_embedding: ConditionEmbedding | None = None
+        if layer.conditions:
+            self.condition_embedding = ConditionEmbedding(layer.conditions, layer.embedding_channels)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Carry:
-        x_t, t, *labels = inputs
+        x_t, t, *rest = inputs
         x_t = x_t.to(self.linear1.weight.dtype, memory_format=torch.channels_last)
+        condition = rest.pop() if rest and rest[-1].ndim == 2 else None
         label = None
         if self.layer.classes is not None:
-            label = labels[0] if labels else torch.full_like(t, self.layer.classes, dtype=torch.int64)
-        return x_t, self.compute(t, label, arithmetic_dtype(x_t.device.type, x_t.dtype)).to(x_t.dtype)
+            label = rest[0] if rest else torch.full_like(t, self.layer.classes, dtype=torch.int64)
+        return x_t, self.compute(t, label, condition, arithmetic_dtype(x_t.device.type, x_t.dtype)).to(x_t.dtype)
 
-    def compute(self, t: Tensor, label: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Compute the embedding (N, E) of timesteps and labels, (N,) each, in ``dtype``."""
+    def compute(self, t: Tensor, label: Tensor | None, condition: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Compute the embedding (N, E) of timesteps and labels, (N,) each, and conditions in ``dtype``."""
         layer = self.layer
         waves = sinusoid(t, layer.sinusoid_channels, sine_first=layer.sine_first, shift=layer.sinusoid_shift)
         emb: Tensor = self.linear2(F.silu(self.linear1(waves.to(dtype))))
         if self.label_embedding is not None and label is not None:
             emb = emb + self.label_embedding(label).to(dtype)
+        if self.condition_embedding is not None and condition is not None:
+            emb = emb + self.condition_embedding(condition.to(dtype))
         return emb
 
 

@@ -19,6 +19,8 @@ from typing import Any
 
 from ddpm_ds.config.spec import UnetSpec
 
+CONDITIONS = 9
+"""Numbers of :func:`ddpm_ds.diffusion.augmentation.augmented`."""
 PASSES_PER_STEP = 3
 """Cost of a training step in forward passes: the backward pass costs two. Recomputation by activation checkpointing is
 not the model's work and is not counted.
@@ -57,7 +59,9 @@ class Layer:
 
     @property
     def vectors(self) -> int:
-        """Number of all other trainable parameters: biases, scales and shifts, and the embedding of labels."""
+        """Number of all other trainable parameters: biases, scales and shifts, and what labels and conditions are
+        multiplied by.
+        """
         raise NotImplementedError
 
     @property
@@ -82,12 +86,16 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedLayer(Layer):
-    """Embedding of the timestep (and label): ``(x_t, t[, label])`` to a carry, whose h is the image as it is."""
+    """Embedding of the timestep (and label, and condition): ``(x_t, t[, label][, condition])`` to a carry, whose h is
+    the image as it is.
+    """
 
     sinusoid_channels: int
     sine_first: bool
     sinusoid_shift: int
     classes: int | None
+    conditions: int = 0
+    """Numbers that tell how a training image was augmented; 0 has no such condition."""
 
     @property
     def weights(self) -> int:
@@ -96,15 +104,15 @@ class EmbedLayer(Layer):
     @property
     def vectors(self) -> int:
         labels = 0 if self.classes is None else self.classes + 1
-        return (2 + labels) * self.embedding_channels
+        return (2 + labels + self.conditions) * self.embedding_channels
 
     @property
     def macs(self) -> int:
-        return self.weights
+        return self.weights + self.conditions * self.embedding_channels
 
     @property
     def activation_elements(self) -> int:
-        return self.sinusoid_channels + 2 * self.embedding_channels
+        return self.sinusoid_channels + 2 * self.embedding_channels + self.conditions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,6 +297,7 @@ def unet_layers(unet: UnetSpec, *, image_channels: int, image_size: int) -> tupl
         sine_first=unet.sinusoid_order == "sin_cos",
         sinusoid_shift=unet.sinusoid_shift,
         classes=unet.classes,
+        conditions=CONDITIONS if unet.augmentation else 0,
     )
     add(InputLayer, "conv_in", widths[0], resolution, pushes=True)
     for level, width in enumerate(widths):

@@ -91,15 +91,24 @@ class UNet(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(build_layer(layer, index, seed) for index, layer in enumerate(layers))
 
-    def forward(self, x_t: Tensor, t: Tensor, labels: Tensor | None = None, images: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x_t: Tensor,
+        t: Tensor,
+        labels: Tensor | None = None,
+        condition: Tensor | None = None,
+        *,
+        images: Tensor | None = None,
+    ) -> Tensor:
         """Predict from x_t (N, C, H, W) at timesteps t (N,): (N, C, H, W) in the dtype of the weights.
 
-        labels (N,) int64 for a class-conditional U-Net; images (N,) int64, which dropout needs in training.
+        labels (N,) int64 for a class-conditional U-Net; condition (N, 9) says how images were augmented; images (N,)
+        int64, which dropout needs in training.
         """
         if images is not None:
             set_image_index(self.layers, images)
         *layers, last = self.layers
-        carry: Carry = (x_t, t) if labels is None else (x_t, t, labels)
+        carry: Carry = (x_t, t, *(part for part in (labels, condition) if part is not None))
         for layer in layers:
             carry = layer(carry)
         return last(carry)

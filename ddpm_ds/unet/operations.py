@@ -203,6 +203,23 @@ class Linear(nn.Linear):
         self.bias.zero_()
 
 
+class ConditionEmbedding(nn.Linear):
+    """Linear layer without bias, so that a condition of zeros adds nothing; its weights start at zero."""
+
+    def __init__(self, conditions: int, channels: int) -> None:
+        super().__init__(conditions, channels, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Leave the weights undrawn; the inherited method would draw from torch's global generator."""
+
+    def forward(self, condition: Tensor) -> Tensor:
+        return F.linear(condition, self.weight.to(condition.dtype))
+
+    @torch.no_grad()
+    def draw(self, generator: torch.Generator) -> None:
+        self.weight.zero_()
+
+
 class LabelEmbedding(nn.Embedding):
     """Embedding with a row per class, and a last row for "no label"."""
 
@@ -310,7 +327,7 @@ def draw_weights(module: nn.Module, generator: torch.Generator) -> None:
     Variance scaling (fan_avg, uniform, scale 1); biases and the last layer of a residual branch are zero.
     """
     for part in module.modules():
-        if isinstance(part, Convolution | Linear | LabelEmbedding):
+        if isinstance(part, Convolution | Linear | LabelEmbedding | ConditionEmbedding):
             part.draw(generator)
 
 

@@ -150,7 +150,7 @@ def _one_device(options: argparse.Namespace) -> None:
 
 
 def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> RunPlan:
-    return plan_run(
+    plan = plan_run(
         options.spec,
         overrides,
         options.deepspeed_config,
@@ -158,3 +158,9 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> RunPlan:
         stages=options.pipeline_stages,
         device=options.device,
     )
+    if plan.spec.unet.augmentation:
+        raise SpecError(
+            f"unet.augmentation = {plan.spec.unet.augmentation:g} makes a U-Net that no other row has; "
+            "--set unet.augmentation=0"
+        )
+    return plan

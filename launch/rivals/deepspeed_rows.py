@@ -235,7 +235,8 @@ class StockPipeline:
 
     def _loss(self, prediction: Tensor, target: tuple[Tensor, ...]) -> Tensor:
         x0, t, eps = target
-        return self._objective.loss(prediction, Noised(x0, t, eps, labels=None))
+        unread = torch.empty(0, dtype=torch.int64)
+        return self._objective.loss(prediction, Noised(x0, t, eps, labels=None, condition=None, images=unread))
 
     def _read(self, setting: Setting) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
         """Inputs of the first stage and targets of the last one; the engine takes what its stage needs."""

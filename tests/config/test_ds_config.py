@@ -206,6 +206,18 @@ def test_without_a_warm_up_there_is_no_scheduler() -> None:
     assert "scheduler" not in filled(config(), "optimizer.warmup_images=0").blocks
 
 
+def test_a_decay_of_the_spec_drops_a_warm_up_that_agrees_with_it() -> None:
+    for agreeing in (config(), config(scheduler=REMOVED), config(scheduler__params__warmup_num_steps=100)):
+        assert "scheduler" not in filled(agreeing, "optimizer.decay=cosine").blocks
+
+
+def test_a_learning_rate_has_one_range_in_spec_and_json() -> None:
+    most = config(optimizer__params__lr=1e6)
+    assert filled(most, "optimizer.learning_rate=1e6").blocks["optimizer"]["params"]["lr"] == 1e6
+    message = refusal(config(optimizer__params__lr=1e6 + 1))
+    assert "optimizer.params.lr = 1000001.0 should be a number from 0 to 1,000,000" in message
+
+
 @pytest.mark.parametrize(
     ("kind", "params"),
     [
@@ -376,6 +388,18 @@ def test_a_layout_is_exact_or_refused(
             [],
             'scheduler is missing, but optimizer.warmup_images = 6400; add "scheduler": {"type": "WarmupLR"} or --set '
             "optimizer.warmup_images=0",
+        ),
+        (
+            {"scheduler": {"type": "WarmupCosineLR"}},
+            ["optimizer.decay=cosine"],
+            "scheduler.type = WarmupCosineLR contradicts the spec: optimizer.decay = cosine decides the learning rate; "
+            "remove the scheduler or --set optimizer.decay=null",
+        ),
+        (
+            {"scheduler__params__warmup_type": "log"},
+            ["optimizer.decay=cosine"],
+            'scheduler.params.warmup_type = "log" contradicts the spec: the form of every warm-up is "linear"; write '
+            '"auto"',
         ),
         (
             {"scheduler": {"type": "WarmupDecayLR"}},

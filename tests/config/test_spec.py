@@ -63,6 +63,14 @@ def test_an_unknown_key_is_an_error_in_every_section(section: str) -> None:
         ({"data__source": "folder"}, ["data.path is missing", "--set data.path=FOLDER"]),
         ({"data__path": "photos"}, ["data.path = photos", "digits"]),
         ({"data__crop_from": 7}, ["data.crop_from = 7", "data.image_size = 8", "8 or more", "null"]),
+        (
+            {"unet__augmentation": 0.12, "data__horizontal_flips": True},
+            ["data.horizontal_flips = true", "unet.augmentation = 0.12", "use false"],
+        ),
+        (
+            {"unet__augmentation": 0.12, "data__image_size": 4, "unet__attention_resolutions": []},
+            ["unet.augmentation = 0.12", "data.image_size is 4", "use 0"],
+        ),
         ({"diffusion__beta_end": 1e-5}, ["diffusion.beta_start = 0.0001", "beta_end = 1e-05"]),
         ({"diffusion__beta_end": 1.5}, ["beta_end = 1.5", "below 1"]),
         ({"train__accumulation": 3}, ["train.batch_images = 64", "train.accumulation = 3"]),

@@ -67,6 +67,21 @@ def test_a_beta_of_1_is_refused_by_name() -> None:
             alpha_bars(DiffusionSpec.model_validate({key: value}))
 
 
+@pytest.mark.parametrize("schedule", timestep_schedules())
+@pytest.mark.parametrize("timesteps", [2, 10, 1000])
+def test_zero_terminal_snr_moves_and_stretches_the_signal_down_to_0(schedule: Any, timesteps: int) -> None:
+    """Lin et al. 2024, algorithm 1, number by number."""
+    values = {"schedule": schedule, "timesteps": timesteps, "objective": "v"}
+    signals = [math.sqrt(left) for left in alpha_bars(DiffusionSpec.model_validate(values)).tolist()]
+    first, last = signals[0], signals[-1]
+    expected = [((signal - last) * first / (first - last)) ** 2 for signal in signals]
+    rescaled = DiffusionSpec.model_validate({**values, "zero_terminal_snr": True})
+    alpha_bar, beta = alpha_bars(rescaled), betas(rescaled)
+    torch.testing.assert_close(alpha_bar, torch.tensor(expected, dtype=torch.float64))
+    assert alpha_bar[-1] == 0.0 and beta[-1] == 1.0 and alpha_bar[0].item() == pytest.approx(first**2, rel=1e-15)
+    assert (alpha_bar.diff() < 0.0).all() and (beta > 0.0).all() and (beta[:-1] < 1.0).all()
+
+
 def sample(count: int) -> tuple[Tensor, Tensor]:
     """x0 in [-1, 1] and eps, (N, 3, 4, 4) float64."""
     generator = torch.Generator().manual_seed(0)
@@ -109,6 +124,53 @@ def test_min_snr_weights_by_hand(objective: str, expected: list[float]) -> None:
     alpha_bar = torch.tensor([0.0, 1 / 4, 1 / 2, 5 / 6, 9 / 10, 1.0], dtype=torch.float64)
     torch.testing.assert_close(weights(spec, alpha_bar), torch.tensor(expected, dtype=torch.float64))
     assert weights(DiffusionSpec(), torch.tensor([0.1, 0.9])).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("objective", "expected"),
+    [  # alpha_bar 1/4, 1/2, 9/10, so snr 1/3, 1, 9; the error of eps weighs 1 / (2 + snr)^0.5
+        ("eps", [(7 / 3) ** -0.5, 3**-0.5, 11**-0.5]),
+        ("x0", [(7 / 3) ** -0.5 / 3, 3**-0.5, 9 * 11**-0.5]),
+        ("v", [(7 / 3) ** -0.5 / 4, 3**-0.5 / 2, 9 / 10 * 11**-0.5]),
+    ],
+)
+def test_p2_weights_by_hand(objective: str, expected: list[float]) -> None:
+    spec = DiffusionSpec(objective=objective, weighting="p2", p2_k=2.0, p2_gamma=0.5)
+    alpha_bar = torch.tensor([1 / 4, 1 / 2, 9 / 10], dtype=torch.float64)
+    torch.testing.assert_close(weights(spec, alpha_bar), torch.tensor(expected, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("bias", [-3.0, 0.0, 2.0])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_sigmoid_weights_are_those_of_time_without_steps(objective: str, bias: float) -> None:
+    """The error of eps weighs -d lambda / dt sigmoid(bias - lambda), with lambda = log(snr) differentiated exactly."""
+    timesteps = 1000
+    time = (torch.arange(1, timesteps + 1, dtype=torch.float64) / timesteps).requires_grad_()
+    left = ((time + 0.008) / 1.008 * math.pi / 2).cos() ** 2 / math.cos(0.008 / 1.008 * math.pi / 2) ** 2
+    log_snr = (left / (1 - left)).log()
+    (slope,) = torch.autograd.grad(log_snr.sum(), time)
+    snr = log_snr.detach().exp()
+    # Of the squared error of x0, that of eps is snr, of v snr + 1 and of velocity (sqrt(snr) + 1)^2 times as much.
+    ratio: Any = {"eps": 1.0, "x0": snr, "v": snr / (snr + 1), "velocity": snr / (snr.sqrt() + 1) ** 2}[objective]
+    expected = -slope * (bias - log_snr.detach()).sigmoid() * ratio
+    spec = DiffusionSpec(schedule="cosine", objective=objective, weighting="sigmoid", sigmoid_bias=bias)
+    found = weights(spec, alpha_bars(spec))
+    # A difference over two timesteps, of a curve that bends most at its beginning: its error falls with their square.
+    torch.testing.assert_close(found[10:-10], expected[10:-10], rtol=3e-3, atol=0.0)
+
+
+@pytest.mark.parametrize("weighting", ["min_snr", "sigmoid", "p2"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_weights_are_finite_for_every_schedule_that_can_be_asked_for(objective: str, weighting: Any) -> None:
+    extremes: list[dict[str, Any]] = [
+        {"beta_start": 1e-18, "beta_end": 1e-17},
+        {"beta_start": 0.9, "beta_end": 0.99, "timesteps": 2000},
+    ]
+    ends = [{"zero_terminal_snr": True}] * (objective != "eps")
+    for values in ({}, {"schedule": "cosine"}, *extremes, *ends):
+        spec = DiffusionSpec.model_validate({"objective": objective, "weighting": weighting, **values})
+        weight = weights(spec, alpha_bars(spec))
+        assert weight.isfinite().all() and (weight >= 0.0).all(), values
 
 
 @pytest.mark.parametrize(("loss", "by_hand"), [("l1", 1.0), ("l2", 1.25), ("huber", (0.125 + 1.0) / 2)])

@@ -145,6 +145,21 @@ def test_loss_weighs_each_image_by_its_timestep() -> None:
     assert diffusion.loss(prediction, x0, torch.zeros_like(x0), t).item() == pytest.approx(expected, rel=5 * 2**-24)
 
 
+def test_perturbed_noise_is_keyed_by_the_image_and_a_share_wider() -> None:
+    """Ning et al. 2023: x_t is made of eps + gamma xi, and eps alone is predicted."""
+    diffusion = process(input_perturbation=0.1)
+    index = torch.arange(1000)
+    _, eps = diffusion.draw(index, (1000, 3, 8, 8))
+    seen = diffusion.perturbed(eps, index)
+    more = (seen - eps) / 0.1
+    count = more.numel()
+    assert abs(more.mean()) < 5 * count**-0.5 and abs(more.var() - 1) < 5 * (2 / count) ** 0.5
+    assert abs((more * eps).mean()) < 5 * count**-0.5, "it is independent of eps"
+    assert torch.equal(diffusion.perturbed(eps[5:9], index[5:9]), seen[5:9])
+    assert process().perturbed(eps, index) is eps
+    assert torch.equal(process().loss(eps, eps, eps, index % 1000), diffusion.loss(eps, eps, eps, index % 1000))
+
+
 def test_loss_is_ddpm_simple_loss_by_default_and_that_of_a_batch_is_the_mean_over_its_micro_batches() -> None:
     diffusion = process()
     pixels, index = images(12)
@@ -191,7 +206,8 @@ def whole_step(diffusion: Diffusion, pixels: Tensor, index: Tensor) -> Tensor:
     x0 = diffusion.prepare(pixels, index, flips=True, size=6)
     t, eps = diffusion.draw(index, x0.shape)
     labels = diffusion.drop_labels(index % 10, index, 0.1, none_label=10)
-    prediction = diffusion.noised(x0, t, eps).half() + labels[:, None, None, None]
+    x_t = diffusion.noised(x0, t, diffusion.perturbed(eps, index))
+    prediction = x_t.half() + labels[:, None, None, None]
     return diffusion.loss(prediction, x0, eps, t)
 
 
@@ -199,7 +215,7 @@ def whole_step(diffusion: Diffusion, pixels: Tensor, index: Tensor) -> Tensor:
 def test_no_part_of_a_step_reads_back_from_the_device(objective: str) -> None:
     # A tensor on the meta device has no values: anything that waits for one raises.
     pixels, index = images(4)
-    loss = whole_step(process("meta", objective=objective), pixels.to("meta"), index.to("meta"))
+    loss = whole_step(process("meta", objective=objective, input_perturbation=0.1), pixels.to("meta"), index.to("meta"))
     assert loss.shape == () and loss.device.type == "meta"
 
 

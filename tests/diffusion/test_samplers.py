@@ -194,10 +194,14 @@ def test_the_error_falls_with_the_order_of_the_solver(kind: Any, order: int) -> 
 
 
 @pytest.mark.parametrize("kind", ["ddim", "dpm_solver"])
-@pytest.mark.parametrize("spacing", SPACINGS)
+@pytest.mark.parametrize(
+    ("spacing", "zero"), [*((spacing, False) for spacing in SPACINGS), ("trailing", True), ("linspace", True)]
+)
 @pytest.mark.parametrize("schedule", timestep_schedules())
-def test_deterministic_samplers_are_exact_for_data_that_is_a_point(schedule: Any, spacing: Any, kind: Any) -> None:
-    diffusion = DiffusionSpec(schedule=schedule)
+def test_deterministic_samplers_are_exact_for_data_that_is_a_point(
+    schedule: Any, spacing: Any, zero: bool, kind: Any
+) -> None:
+    diffusion = DiffusionSpec(schedule=schedule, objective="v" if zero else "eps", zero_terminal_snr=zero)
     sampler = sampler_of(diffusion, kind=kind, steps=20, spacing=spacing, clip="none")
     levels, eps = NoiseLevel.of(alpha_bars(diffusion)), normal(1, 1, 8, 8)
     denoise = gaussian(diffusion, 0.3, 0.0)
@@ -207,17 +211,19 @@ def test_deterministic_samplers_are_exact_for_data_that_is_a_point(schedule: Any
         return denoise(x_t, t)
 
     first = int(sampler.times[0])
+    assert not zero or levels.signal[first] == 0.0, "drawing begins with noise alone"
     drawn = sample(sampler, on_the_path, levels.signal[first] * 0.3 + levels.noise[first] * eps, no_noise)
     torch.testing.assert_close(drawn, torch.full_like(drawn, 0.3))
 
 
 @pytest.mark.parametrize(("variance", "mu", "s"), [("large", 0.0, 1.0), ("small", 0.4, 0.0)])
 @pytest.mark.parametrize("steps", [5, 1000])
+@pytest.mark.parametrize("zero", [False, True])
 def test_each_variance_of_ddpm_is_exact_for_the_data_it_is_exact_for(
-    variance: Any, mu: float, s: float, steps: int
+    variance: Any, mu: float, s: float, steps: int, zero: bool
 ) -> None:
     # Source: DDPM, section 3.2: beta for x0 ~ N(0, 1), the posterior's for x0 a point.
-    diffusion = DiffusionSpec(objective="v")
+    diffusion = DiffusionSpec(objective="v", zero_terminal_snr=zero)
     sampler = sampler_of(diffusion, kind="ddpm", variance=variance, steps=steps, clip="none")
     denoise, alpha_bar = gaussian(diffusion, mu, s), alpha_bars(diffusion)[list(sampler.times)]
     expected = torch.stack((alpha_bar.sqrt() * mu, alpha_bar * s**2 + 1 - alpha_bar), dim=1)  # (S, mean and variance)

@@ -49,6 +49,8 @@ from tests.pipeline.random_programs import random_programs
 
 STEPS = 2
 Precision = Literal["fp32", "fp16", "bf16"]
+Process = Literal["plain", "edm", "augmented"]
+"""DDPM, EDM, or DDPM whose images are augmented, inputs perturbed and losses weighed."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -74,8 +76,7 @@ class Case:
     compile: bool = False
     fused: bool = False
     kernels: Literal["reference", "fused"] = "reference"
-    edm: bool = False
-    """Whether the process is EDM instead of DDPM."""
+    process: Process = "plain"
     random_programs: int | None = None
     """Seed of programs in the place of the schedule's own."""
 
@@ -186,9 +187,9 @@ class Reference:
 
 
 @functools.cache
-def expected_steps(precision: Precision, compiled: bool, edm: bool) -> list[Expected]:
+def expected_steps(precision: Precision, compiled: bool, process: Process) -> list[Expected]:
     """What the cases of a precision must equal: no other of their values changes it."""
-    spec = spec_of(compiled, edm=edm)
+    spec = spec_of(compiled, process)
     reference = Reference(spec, layers_of(spec), precision)
     return [reference.step(global_batch(spec, step)) for step in range(STEPS)]
 
@@ -225,11 +226,15 @@ def sent_by(case: Case, spec: RunSpec, programs: Sequence[Program], stage: int) 
     return [float(sum(sent.messages[max(stage - 1, 0) : stage + 1])), sent.gradients[stage] + sent.weights[stage]]
 
 
-def spec_of(compiled: bool, *, edm: bool = False) -> RunSpec:
+def spec_of(compiled: bool, process: Process = "plain") -> RunSpec:
     """The spec of a case; a U-Net that is compiled has few shapes of layers, since tracing each takes long."""
     unet: dict[str, Any] = {"attention_resolutions": [], "multipliers": [1, 1]} if compiled else {}
-    # with sigma_data 0.5 the gradient of the last bias, one number, nearly cancels over the batch
-    return tiny_spec(unet=unet, diffusion={"schedule": "edm", "objective": "v", "sigma_data": 0.25} if edm else {})
+    if process == "edm":  # with sigma_data 0.5 the gradient of the last bias, one number, nearly cancels over the batch
+        return tiny_spec(unet=unet, diffusion={"schedule": "edm", "objective": "v", "sigma_data": 0.25})
+    if process == "augmented":
+        weighted = {"objective": "v", "weighting": "p2", "zero_terminal_snr": True, "input_perturbation": 0.1}
+        return tiny_spec(unet={**unet, "augmentation": 0.5}, data={"horizontal_flips": False}, diffusion=weighted)
+    return tiny_spec(unet=unet)
 
 
 def layers_of(spec: RunSpec) -> tuple[Layer, ...]:
@@ -238,7 +243,7 @@ def layers_of(spec: RunSpec) -> tuple[Layer, ...]:
 
 def run_case(case: Case) -> list[dict[str, Any]]:
     """Train the case next to its reference; one record a step."""
-    spec = spec_of(case.compile, edm=case.edm)
+    spec = spec_of(case.compile, case.process)
     engine = case.engine(spec)
     if case.random_programs is not None:
         engine.follow(random_programs(case.schedule, case.micro_batches, case.stages, case.random_programs))
@@ -249,7 +254,7 @@ def run_case(case: Case) -> list[dict[str, Any]]:
     seen = watch_gradients(engine, sent)
     expected_sent = sent_by(case, spec, engine.programs, engine.stage_id)
     records = []
-    for step, expected in enumerate(expected_steps(case.precision, case.compile, case.edm)):
+    for step, expected in enumerate(expected_steps(case.precision, case.compile, case.process)):
         counted = step == 0 and not case.compile  # what is compiled runs as it is written where operators are watched
         with sent if counted else contextlib.nullcontext():
             loss_here = engine.train_batch(micro_batches(engine, global_batch(spec, step))) / case.replicas

@@ -47,18 +47,20 @@ BY_TWO = [
     Case(2, 1, 2, "fp32", 1, reentrant=True, schedule="folded", random_programs=1),
     Case(2, 1, 1, "fp16", 0, random_programs=2, fixed_scale=128),
     Case(2, 1, 0, "fp16", 0, fixed_scale=128),
-    Case(2, 1, 1, "fp32", 1, schedule="folded", edm=True),
+    Case(2, 1, 1, "fp32", 1, schedule="folded", process="edm"),
+    Case(2, 1, 2, "fp32", 1, process="augmented"),
+    Case(2, 1, 1, "fp16", 0, schedule="folded", process="augmented"),
 ]
 BY_FOUR = [
     Case(2, 2, 0, "fp16", 1, across="replicas"),
-    Case(2, 2, 1, "fp32", 1, across="replicas"),
+    Case(2, 2, 1, "fp32", 1, across="replicas", process="augmented"),
     Case(4, 1, 2, "fp32", 3),
     Case(2, 2, 2, "fp32", 0, offload=True, across="replicas"),
     Case(2, 2, 2, "fp16", 0, growing_scale=True),
     Case(2, 2, 0, "bf16", 0, across="replicas"),
     Case(2, 2, 2, "bf16", 1, fp32_accumulation=True),
     Case(2, 2, 2, "fp16", 1, schedule="folded"),
-    Case(2, 2, 2, "fp16", 1, edm=True),
+    Case(2, 2, 2, "fp16", 1, process="edm"),
     Case(2, 2, 2, "fp16", 1, schedule="folded", random_programs=3),
     Case(4, 1, 1, "fp32", 2, offload=True, micro_batches=8, schedule="folded", random_programs=4),
 ]

@@ -1,4 +1,6 @@
-"""A run that learns crops: the same crop wherever an image is drawn, and the centre wherever it is only looked at."""
+"""A run that learns crops, augmented: the same crop wherever an image is drawn, and the centre wherever it is only
+looked at.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
-    """A tiny run that learns 8x8 crops of digits made 11x11."""
-    return tiny_spec(data={"crop_from": 11, "store_root": str(tmp_path_factory.mktemp("stores"))})
+    """A tiny run that learns 8x8 crops of digits made 11x11, augmented."""
+    data = {"crop_from": 11, "horizontal_flips": False, "store_root": str(tmp_path_factory.mktemp("stores"))}
+    return tiny_spec(data=data, unet={"augmentation": 0.5})
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +61,11 @@ def test_store_is_of_the_larger_size_and_named_after_it(spec: RunSpec, store: Da
     assert cache_path(plain).name == "digits-8px-1ch"
 
 
-def test_every_stage_and_every_layout_cuts_and_mirrors_an_image_alike(spec: RunSpec, store: DatasetCache) -> None:
+def test_every_stage_and_every_layout_cuts_and_augments_an_image_alike(spec: RunSpec, store: DatasetCache) -> None:
     """First and last stage prepare a micro-batch each; so does every replica, whatever the size of micro-batches."""
     whole = noised(spec, store, replicas=1, micro=48)
     assert whole.x0.shape == (48, 1, 8, 8)
+    assert whole.condition is not None and 0.3 < (whole.condition[:, 2] != 0.0).double().mean() < 0.7
     for replicas, micro in ((1, 48), (1, 4), (2, 8), (3, 16), (4, 3)):
         for one, other in zip(noised(spec, store, replicas, micro), whole, strict=True):
             assert one is not None and other is not None and torch.equal(one, other)

@@ -15,6 +15,7 @@ WORKER = Path(__file__).with_name("validation_worker.py")
 PREDICTION_TOLERANCE = {"fp32": 1e-5, "fp16": 2e-2}
 LOSS_TOLERANCE = {"fp32": 1e-5, "fp16": 2e-3}
 EDM = {"schedule": "edm", "objective": "v"}
+WEIGHTED = {"objective": "v", "weighting": "p2", "zero_terminal_snr": True, "input_perturbation": 0.1}
 PIXELS_OFF = {"fp32": 0.01, "fp16": 0.3}
 """Share of the pixels that may round to the neighbouring value."""
 
@@ -27,7 +28,7 @@ PIXELS_OFF = {"fp32": 0.01, "fp16": 0.3}
             [
                 Look(1, 2, zero=1, guidance=3.0, kind="ddpm"),
                 Look(2, 1, "fp16", guidance=2.0, kind="ddim"),
-                Look(2, 1, schedule="folded"),
+                Look(2, 1, schedule="folded", process=WEIGHTED),
                 Look(2, 1, schedule="folded", kind="heun", guidance=2.0, process=EDM, between=(0.1, 50.0)),
             ],
             id="2 processes",

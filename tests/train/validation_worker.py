@@ -53,7 +53,7 @@ class Look:
     count: int = 10
     schedule: Schedule = "1f1b"
     across: AcrossHosts = "stages"
-    process: dict[str, str] = field(default_factory=dict)
+    process: dict[str, Any] = field(default_factory=dict)
     between: tuple[float, float] = (0.0, 1e6)
 
     def spec(self) -> RunSpec:
@@ -117,7 +117,7 @@ def drawn_alone(spec: RunSpec, unet: UNet) -> Tensor:
 
 
 def measured_alone(spec: RunSpec, unet: UNet, store: DatasetCache) -> dict[str, float]:
-    """The held-out loss in one process, image by image."""
+    """The held-out loss in one process, image by image, without the weights of the loss."""
     _, positions = split(60, HELD_OUT)
     diffusion = Diffusion(spec.diffusion, 0, "cpu")
     index = torch.arange(HELD_OUT)
@@ -130,7 +130,7 @@ def measured_alone(spec: RunSpec, unet: UNet, store: DatasetCache) -> dict[str, 
         t = torch.full((HELD_OUT,), time)
         eps = normal(NOISE_SEED, stream, index, 64).view_as(x0)
         prediction = unet(diffusion.noised(x0, t, eps), t, labels)
-        values[f"validation/loss_t{percent}"] = diffusion.loss(prediction, x0, eps, t).item()
+        values[f"validation/loss_t{percent}"] = diffusion.distances(prediction, x0, eps, t).mean().item()
     return {"eval/loss": sum(values.values()) / 9, **values}
 
 

@@ -58,7 +58,7 @@ def diffusers() -> ModuleType:
     return found
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [name for name, unet in VARIANTS.items() if not unet.augmentation])
 def test_there_and_back_is_the_same_unet_with_the_same_predictions_and_gradients(
     name: str, diffusers: ModuleType
 ) -> None:
@@ -83,6 +83,20 @@ def test_there_and_back_is_the_same_unet_with_the_same_predictions_and_gradients
     for key, parameter in ours.layers.named_parameters():
         assert parameter.grad is not None
         assert (parameter.grad - gradients[key]).norm() <= 2 * tolerance * (gradients[key].norm() + 1e-3), key
+
+
+def test_a_unet_that_is_told_of_augmentation_is_exported_as_what_it_draws_with(diffusers: ModuleType) -> None:
+    """Its condition is zero then, which adds exactly nothing, so diffusers needs no tensor for it."""
+    layers = layers_of("augmentation")
+    ours = random_unet(layers).eval()
+    x_t, t, labels, condition = batch("augmentation")
+    plain = ours(x_t, t, labels)
+    assert torch.equal(ours(x_t, t, labels, torch.zeros_like(condition)), plain)
+    assert not torch.allclose(ours(x_t, t, labels, condition), plain, rtol=1e-2)
+    theirs = diffusers.UNet2DModel(**diffusers_config(VARIANTS["augmentation"], **IMAGE)).eval()
+    theirs.load_state_dict(to_diffusers(ours.layers.state_dict(), layers), strict=True)
+    expected = theirs(x_t, t, labels).sample
+    torch.testing.assert_close(plain, expected, rtol=0, atol=rounding(layers) * expected.abs().max().item())
 
 
 def test_cifar10_unet_of_ddpm_is_that_of_our_spec_with_its_published_parameters(diffusers: ModuleType) -> None:

@@ -26,6 +26,7 @@ VARIANTS = {
     "wide_embedding": UnetSpec(
         channels=15, multipliers=(1, 2), blocks_per_level=3, norm_groups=5, norm_epsilon=1e-2, embedding_channels=48
     ),
+    "augmentation": UnetSpec(channels=16, multipliers=(1, 2), norm_groups=8, classes=3, augmentation=0.12),
     "dropout": UnetSpec(channels=16, multipliers=(1, 2), blocks_per_level=1, norm_groups=8, dropout=0.2),
 }
 
@@ -69,9 +70,12 @@ def randomise(module: nn.Module, seed: int) -> None:
 
 
 def batch(name: str, seed: int = 1) -> tuple[Tensor, ...]:
-    """Two images x_t, their t and, where the variant has classes, labels of which the last is "no label"."""
+    """Two images x_t, their t and, where the variant has classes, labels of which the last is "no label"; where it has
+    augmentation, their conditions.
+    """
     generator = torch.Generator().manual_seed(seed)
     x_t = torch.randn(2, 3, 16, 16, generator=generator)
     t = torch.randint(0, 1000, (2,), generator=generator)
     classes = VARIANTS[name].classes
-    return (x_t, t) if classes is None else (x_t, t, torch.tensor([3, classes]))
+    labels = () if classes is None else (torch.tensor([3, classes]),)
+    return (x_t, t, *labels, *((torch.randn(2, 9, generator=generator),) if VARIANTS[name].augmentation else ()))

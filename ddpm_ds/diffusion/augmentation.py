@@ -1,0 +1,131 @@
+"""EDM's augmentation of training images, of which the U-Net is told, so that it never draws augmented images.
+
+Source: Karras et al. 2022, appendix F.2. Each transformation has one or two numbers, which are 0 where it is not made;
+together they are the condition that the U-Net takes in training. Told zeros, as when drawing, it draws images as they
+are.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ddpm_ds import keyed
+from ddpm_ds.keyed import Stream
+
+LOG_SCALE = LOG_STRETCH = 0.2 * math.log(2.0)
+"""Standard deviation of the logarithm of the factor of a scaling, and of a stretching."""
+TRANSLATION = 1.0 / 8.0
+"""Standard deviation of a translation, as a share of the image's size."""
+FILTER = (
+    0.015404109327027373,
+    0.0034907120842174702,
+    -0.11799011114819057,
+    -0.048311742585633,
+    0.4910559419267466,
+    0.787641141030194,
+    0.3379294217276218,
+    -0.07263752278646252,
+    -0.021060292512300564,
+    0.04472490177066578,
+    0.0017677118642428036,
+    -0.007800708325034148,
+)
+"""Low-pass filter of Daubechies' least asymmetric wavelet with six vanishing moments (sym6), of norm 1: doubling an
+image's size with it, and halving it again, is the identity."""
+BEFORE, AFTER = 5, 6
+"""Coefficients of the filter before and after the one next to its middle."""
+MIDDLE = sum(number * factor for number, factor in enumerate(FILTER)) / sum(FILTER) - BEFORE
+"""Where a pixel lies in the image of twice the size, beyond the one at twice its number: 0.1 pixels of that size."""
+REACH = 3
+"""Pixels to each side that a pixel of an image of twice the size is made of."""
+
+
+def augmented(images: Tensor, index: Tensor, seed: int, probability: float) -> tuple[Tensor, Tensor]:
+    """Return images of [-1, 1], (N, C, H, H) channels-last, transformed, and the condition (N, 9), float32 both.
+
+    Half of the images are mirrored. Each other transformation happens with ``probability``: turned upside down, scaled,
+    rotated, stretched along a random axis and translated. ``index`` (N,) int64 are the image indices that everything
+    random follows from. Pixels beyond the edge are those reflected at it. Images that are neither scaled, rotated,
+    stretched nor translated keep their pixels exactly. Nothing waits for the device.
+    """
+    drawn = keyed.uniform(seed, Stream.AUGMENTATION, index, 9).unbind(1)  # (N,) each
+    normal = keyed.normal(seed, Stream.AUGMENTATION + 1, index, 4)  # (N, 4)
+    mirrored, turned = drawn[0] < 0.5, drawn[1] < probability / 2.0  # turning is a coin after the choice to turn
+    scaled, rotated, stretched, moved = (share < probability for share in drawn[2:6])
+    size, stretch = (normal[:, number] * chosen for number, chosen in ((0, scaled), (1, stretched)))
+    shift = normal[:, 2:] * moved[:, None]  # (N, 2), in standard deviations
+    angle = math.pi * (2.0 * drawn[6] - 1.0) * rotated
+    axis = math.pi * (2.0 * drawn[7] - 1.0)
+    condition = [mirrored, turned, size, angle.cos() - 1.0, angle.sin(), stretch * axis.cos(), stretch * axis.sin()]
+    images = torch.where(mirrored[:, None, None, None], images.flip(3), images)
+    images = torch.where(turned[:, None, None, None], images.flip(2), images)
+    matrix = _back(angle, (LOG_SCALE * size).exp(), axis, (LOG_STRETCH * stretch).exp())
+    offsets = shift * (TRANSLATION * images.shape[3])
+    changed = scaled | rotated | stretched | moved
+    images = torch.where(changed[:, None, None, None], _resampled(images, matrix, offsets), images)
+    images = images.contiguous(memory_format=torch.channels_last)  # (N, C, H, H)
+    return images, torch.cat((torch.stack([part.float() for part in condition], dim=1), shift), dim=1)  # (N, 9)
+
+
+def _back(angle: Tensor, scale: Tensor, axis: Tensor, stretch: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the rows of the matrices, (N,) each, that lead from a place in the new image, as seen from its centre and
+    before it was translated, to the place in the old one: the inverse of scaling, then rotating, then stretching.
+
+    Written out instead of as products of matrices, which round according to the number of images.
+    """
+    cos, sin = axis.cos(), axis.sin()
+    along, across = cos * cos, sin * sin
+    first = along / stretch + across * stretch
+    mixed = cos * sin * (1.0 / stretch - stretch)
+    last = across / stretch + along * stretch
+    cos, sin = angle.cos() / scale, angle.sin() / scale
+    return cos * first - sin * mixed, cos * mixed - sin * last, sin * first + cos * mixed, sin * mixed + cos * last
+
+
+def _resampled(images: Tensor, matrix: tuple[Tensor, Tensor, Tensor, Tensor], offsets: Tensor) -> Tensor:
+    """Return images (N, C, H, H) whose pixels are found by ``matrix``, four (N,), after going back by ``offsets``
+    (N, 2) pixels to the right and down.
+
+    They are looked up between the pixels of images of twice the size, which the filter makes and halves again.
+    """
+    pixels = images.shape[3]
+    middle, margin = (pixels - 1) / 2.0, max(pixels // 2, BEFORE + 1)
+    padded = F.pad(images.contiguous(), (margin,) * 4, mode="reflect")
+    doubled = _doubled(_doubled(padded).mT).mT  # (N, C, D, D)
+    # Places from the centre, in pixels: those of the doubled new image, and where they are in the old one.
+    new = (torch.arange(-BEFORE, 2 * pixels + AFTER - 1, device=images.device) - MIDDLE) / 2.0 - middle  # (K,)
+    x = new[None, None, :] - offsets[:, 0, None, None]  # (N, 1, K)
+    y = new[None, :, None] - offsets[:, 1, None, None]  # (N, K, 1)
+    x_by_x, x_by_y, y_by_x, y_by_y = (part[:, None, None] for part in matrix)
+    old = torch.stack((x_by_x * x + x_by_y * y, y_by_x * x + y_by_y * y), dim=3)  # (N, K, K, 2)
+    # As grid_sample counts: -1 is the first doubled pixel, 1 the last one.
+    number = 2.0 * old + (2.0 * (middle + margin - REACH) + MIDDLE)
+    grid = number * (2.0 / (doubled.shape[3] - 1)) - 1.0
+    found = F.grid_sample(doubled, grid, mode="bilinear", padding_mode="reflection", align_corners=True)
+    return _halved(_halved(found).mT).mT  # (N, C, H, H)
+
+
+def _doubled(images: Tensor) -> Tensor:
+    """Return images (..., 2 W - 4 REACH) of twice the width W, without the pixels whose filter would reach beyond."""
+    length = images.shape[-1] - 2 * REACH
+    even, odd = (
+        functools.reduce(
+            torch.add,
+            (FILTER[first - 2 * step] * images[..., begin + step :][..., :length] for step in range(2 * REACH)),
+        )
+        for first, begin in ((2 * BEFORE + 1, 0), (2 * BEFORE, 1))
+    )
+    return torch.stack((even, odd), dim=-1).flatten(-2)
+
+
+def _halved(images: Tensor) -> Tensor:
+    """Return images (..., W) of half the width, from (..., 2 W + BEFORE + AFTER - 1)."""
+    last = images.shape[-1] - len(FILTER) + 1
+    return functools.reduce(
+        torch.add, (factor * images[..., start : start + last : 2] for start, factor in enumerate(FILTER))
+    )

@@ -1,0 +1,124 @@
+"""EDM's augmentation: each image is transformed as its condition says, by its index alone, and most not at all."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddpm_ds.diffusion.augmentation import augmented
+from ddpm_ds.keyed import Stream, integers
+
+SIZE = 32
+
+
+def blobs(x: Tensor, y: Tensor) -> Tensor:
+    """A smooth picture without symmetry: its brightness at places, in pixels from the centre."""
+    parts = ((5.0, -2.0, 4.0), (-4.0, 3.0, 3.0), (1.0, 6.0, 3.5))
+    return sum((torch.exp(-((x - a) ** 2 + (y - b) ** 2) / (2 * r**2)) for a, b, r in parts), torch.zeros(())) - 1.0
+
+
+def places() -> tuple[Tensor, Tensor]:
+    """Places of the pixels to the right and down, (SIZE, SIZE) float64 each."""
+    line = torch.arange(SIZE, dtype=torch.float64) - (SIZE - 1) / 2
+    return line.expand(SIZE, SIZE), line[:, None].expand(SIZE, SIZE)
+
+
+def rotation(angle: float) -> Tensor:
+    return torch.tensor([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]], dtype=torch.float64)
+
+
+def expected(condition: list[float], stretch_sign: float) -> tuple[Tensor, Tensor]:
+    """The blobs transformed as a condition says, and which pixels come from inside: the paper's matrices, from the
+    first to the last, inverted. A stretch and its inverse along the opposite axis have one condition: which of them is
+    the sign.
+    """
+    mirror, turn, size, cos, sin, along, across, right, down = condition
+    scaling = 2 ** (0.2 * size) * torch.eye(2, dtype=torch.float64)
+    stretch, axis = stretch_sign * math.hypot(along, across), math.atan2(across, along)
+    factors = torch.tensor([2 ** (0.2 * stretch), 2 ** (-0.2 * stretch)], dtype=torch.float64)
+    stretching = rotation(axis) @ factors.diag() @ rotation(-axis)
+    back = (stretching @ rotation(-math.atan2(sin, cos + 1)) @ scaling).inverse()
+    x, y = places()
+    moved = torch.stack((x - right * SIZE / 8, y - down * SIZE / 8))
+    x, y = torch.einsum("ij,jhw->ihw", back, moved)
+    inside = torch.maximum(x.abs(), y.abs()) < SIZE / 2 - 1
+    return blobs(-x if mirror else x, -y if turn else y), inside
+
+
+def test_every_image_is_transformed_as_its_condition_says() -> None:
+    pictures = blobs(*places()).float().expand(400, 1, SIZE, SIZE)
+    images, conditions = augmented(pictures, torch.arange(400), 0, 0.7)
+    assert conditions.shape == (400, 9) and conditions.dtype == images.dtype == torch.float32
+    assert conditions.abs().max(dim=0).values.min() > 0.9, "every transformation was seen"
+    for image, condition in zip(images, conditions.double().tolist(), strict=True):
+        errors = []
+        for sign in (1.0, -1.0):
+            wanted, inside = expected(condition, sign)
+            errors.append((image[0] - wanted)[inside].abs().max().item() if inside.any() else 0.0)
+        # A line replaces a curve that bends by 1 / 3^2 between pixels half a pixel apart, in two directions; twice
+        # that for blobs that overlap.
+        assert min(errors) < 2 * 2 * 0.5**2 / 8 / 3**2, condition
+
+
+def test_transformations_happen_as_often_as_asked_and_a_condition_of_zeros_is_the_image_itself() -> None:
+    count = 20_000
+    generator = torch.Generator().manual_seed(0)
+    pictures = torch.rand((count, 1, 8, 8), generator=generator) * 2 - 1
+    images, condition = augmented(pictures, torch.arange(count), 3, 0.12)
+    made = condition != 0.0
+    shares = made.double().mean(dim=0)
+    for number, share in enumerate((0.5, 0.06, *(0.12,) * 7)):
+        assert abs(shares[number] - share) < 5 * (share * (1 - share) / count) ** 0.5, number
+    for pair in ((3, 4), (5, 6), (7, 8)):
+        assert torch.equal(made[:, pair[0]], made[:, pair[1]])
+    untouched = ~made.any(dim=1)
+    assert 0.5 * 0.94 * 0.88**4 - 0.02 < untouched.double().mean() < 0.5 * 0.94 * 0.88**4 + 0.02
+    assert torch.equal(images[untouched], pictures[untouched])
+    mirrored = made[:, 0] & ~made[:, 1:].any(dim=1)
+    assert torch.equal(images[mirrored], pictures[mirrored].flip(3)), "mirroring keeps pixels as they are"
+    normal = condition[:, [2, 7, 8]][made[:, [2, 7, 8]]]
+    assert abs(normal.mean()) < 0.1 and abs(normal.std() - 1) < 0.1
+
+
+@pytest.mark.parametrize("size", [8, 9, 32])
+def test_an_image_depends_on_its_index_and_the_seed_alone(size: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    pictures = (torch.rand((12, 3, size, size), generator=generator) * 2 - 1).to(memory_format=torch.channels_last)
+    index = torch.arange(10**6, 10**6 + 12)
+    whole = augmented(pictures, index, 0, 0.6)
+    assert whole[0].is_contiguous(memory_format=torch.channels_last) and whole[0].isfinite().all()
+    for part in (1, 4, 5):
+        parts = zip(*map(augmented, pictures.split(part), index.split(part), [0] * 12, [0.6] * 12), strict=True)
+        for one, many in zip(whole, parts, strict=True):
+            assert torch.equal(one, torch.cat(many))
+    assert not torch.equal(augmented(pictures, index, 1, 0.6)[1], whole[1])
+
+
+def test_nothing_reads_back_from_the_device() -> None:
+    images, condition = augmented(torch.empty(4, 3, 16, 16, device="meta"), torch.arange(4, device="meta"), 0, 0.12)
+    assert images.shape == (4, 3, 16, 16) and condition.shape == (4, 9)
+
+
+def test_its_draws_are_no_others() -> None:
+    index = torch.arange(1000)
+    streams = [Stream.AUGMENTATION, Stream.AUGMENTATION + 1, *(stream for stream in Stream if stream != 6)]
+    drawn = torch.stack([integers(0, stream, index, 2**31) for stream in streams])
+    assert len(drawn.unique(dim=0)) == len(streams)
+
+
+@pytest.mark.gpu
+def test_on_cuda_it_neither_synchronises_nor_differs() -> None:
+    pictures = blobs(*places()).float().expand(16, 3, SIZE, SIZE)
+    index = torch.arange(16)
+    on_cpu = augmented(pictures, index, 0, 0.7)
+    pictures, index = pictures.cuda(), index.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        on_cuda = augmented(pictures, index, 0, 0.7)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for one, other in zip(on_cuda, on_cpu, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=0.0, atol=1e-4)
