@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import os
 import re
-import sys
 import warnings
 from pathlib import Path
 from typing import Literal
@@ -89,26 +88,6 @@ def choose_device(wanted: str, stages: int = 1) -> torch.device:
     os.environ["DS_ACCELERATOR"] = "cuda"
     torch.backends.cudnn.benchmark = True
     return torch.device("cuda", local_rank)
-
-
-def import_deepspeed() -> None:
-    """Import DeepSpeed, for the device that was chosen, without what a rank never uses: half of its start (a CPU's
-    11 s) went to MLflow, which DeepSpeed's autotuner imports, and to PyTorch's compiler, which its Muon does.
-
-    A process of its own logs to MLflow, which it imports itself. Muon then computes without being compiled.
-    """
-    absent = sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]  # as Python writes "can't be imported"
-    try:
-        from deepspeed.runtime import compiler
-    finally:
-        if absent is None:
-            del sys.modules["mlflow"]
-    compile_functions = compiler.compile
-    compiler.compile = lambda: lambda function: function
-    try:
-        import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
-    finally:
-        compiler.compile = compile_functions
 
 
 def memory_bytes(device: torch.device, sharing: int | None = None) -> int:

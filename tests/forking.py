@@ -121,7 +121,7 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    from ddpm_ds.device import import_deepspeed
+    from ddpm_ds.pipeline import import_deepspeed
 
     import_deepspeed()
     import torch._dynamo  # noqa: F401  (the first optimizer imports it)

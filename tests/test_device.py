@@ -183,7 +183,7 @@ def test_the_table_of_the_docs_has_these_variables_and_values() -> None:
 def test_a_rank_starts_without_mlflow_and_the_compiler_which_can_still_be_imported() -> None:
     program = """
 import sys
-from ddpm_ds.device import import_deepspeed
+from ddpm_ds.pipeline import import_deepspeed
 import_deepspeed()
 import ddpm_ds.train.session
 assert not {"mlflow", "torch._inductor.compile_fx"} & set(sys.modules)

@@ -192,7 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     line = screen.enter_context(contextlib.closing(ProgressLine(plan.spec.train.images)))
                 with line.doing("starting PyTorch and DeepSpeed") if line is not None else contextlib.nullcontext():
                     # torch, now that everything cheap is checked
-                    from ddpm_ds.device import choose_device, import_deepspeed
+                    from ddpm_ds.device import choose_device
+                    from ddpm_ds.pipeline import import_deepspeed
 
                     device = choose_device(options.device, plan.ds.layout.stages)
                     import_deepspeed()

@@ -119,7 +119,8 @@ def _benchmark(options: argparse.Namespace) -> None:
     """Compare ways of training one U-Net on all processes."""
     plan = _plan(options, options.overrides)
     names, not_run = choose(options.rows or list(ROWS), lambda row: why_not_in_layout(row, plan))
-    from ddpm_ds.device import choose_device, import_deepspeed  # torch, now that everything cheap is checked
+    from ddpm_ds.device import choose_device  # torch, now that everything cheap is checked
+    from ddpm_ds.pipeline import import_deepspeed
 
     device = choose_device(options.device, plan.ds.layout.stages)
     import_deepspeed()
@@ -137,7 +138,8 @@ def _one_device(options: argparse.Namespace) -> None:
     if (processes := os.environ["WORLD_SIZE"]) != "1":
         raise LayoutError(f"--one-device has one process, and {processes} were started; deepspeed --num_gpus 1")
     _plan(options, options.overrides)  # what is wrong is said before torch is loaded
-    from ddpm_ds.device import choose_device, import_deepspeed
+    from ddpm_ds.device import choose_device
+    from ddpm_ds.pipeline import import_deepspeed
 
     device = choose_device(options.device)
     import_deepspeed()
