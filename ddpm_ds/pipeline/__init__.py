@@ -7,7 +7,7 @@ def import_deepspeed() -> None:
     """Import DeepSpeed, once the device has been chosen, without what a rank never uses: half of its start (a CPU's
     11 s) went to MLflow, which DeepSpeed's autotuner imports, and to PyTorch's compiler, which its Muon does.
 
-    A process of its own logs to MLflow, which it imports itself. Muon then computes without being compiled.
+    A process of its own logs to MLflow, which it imports itself; Muon is refused (docs/ds_configs.md).
     """
     absent = sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]  # as Python writes "can't be imported"
     try:
