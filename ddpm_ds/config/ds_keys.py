@@ -151,7 +151,7 @@ KEYS: dict[str, Key] = {
     "optimizer.type": Key(
         one_of("AdamW", "Adam"),
         "Both are AdamW, as in DeepSpeed: weight decay is decoupled.",
-        why="the spec's optimizer section describes AdamW",
+        why="the spec's optimizer section describes AdamW, and DeepSpeed's Muon fails on the weights of convolutions",
     ),
     "optimizer.params": Key(BLOCK),
     "optimizer.params.lr": Key(LEARNING_RATE, auto="the spec's `optimizer.learning_rate`"),

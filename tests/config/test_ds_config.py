@@ -445,6 +445,11 @@ def test_numbers_that_agree_with_the_spec_are_taken() -> None:
         ),
         ({"bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled are both true; switch one off"),
         ({"optimizer": REMOVED}, "optimizer.type is missing"),
+        (
+            {"optimizer__type": "Muon"},
+            'optimizer.type = "Muon" should be "AdamW" or "Adam"; the spec\'s optimizer section describes AdamW, and '
+            "DeepSpeed's Muon fails on the weights of convolutions",
+        ),
         ({"scheduler__type": REMOVED}, "scheduler.type is missing"),
         (
             {"scheduler__params__total_num_steps": 5},
