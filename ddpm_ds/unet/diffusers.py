@@ -147,7 +147,10 @@ def unet_spec_from_diffusers(config: Mapping[str, Any]) -> tuple[UnetSpec, int, 
         downsample_padding="symmetric" if found.downsample_padding else "asymmetric",
         classes=None if found.num_class_embeds is None else found.num_class_embeds - 1,
     )
-    check_extent(spec)
+    try:
+        check_extent(spec)
+    except ValueError as error:
+        raise refused("layers_per_block", found.layers_per_block, str(error)) from None
     return spec, found.in_channels, size
 
 

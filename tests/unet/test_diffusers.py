@@ -241,6 +241,7 @@ def test_a_foreign_model_that_is_read_has_our_tensors_and_shapes(diffusers: Modu
 
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(sorted(_UnetArguments.model_fields)), JUNK)
+@example("layers_per_block", 24)
 def test_junk_under_any_key_is_one_line_that_names_a_key(key: str, junk: Any) -> None:
     try:
         unet_spec_from_diffusers({**DDPM_CIFAR10, key: junk})
