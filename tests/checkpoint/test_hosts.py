@@ -227,6 +227,7 @@ def test_a_host_whose_disk_fails_at_any_moment_keeps_the_last_checkpoint_everywh
 def receive(hosts: Hosts, rank: int, bounds: list[int], address: str, port: int, outcomes: Any) -> None:
     """One rank of a resumed run, a process: takes what it wants and compares it with what was written."""
     torch.set_num_threads(1)
+    delivery.SENT_ELEMENTS = 7
     count = len(hosts.ranks)
     store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=30))
@@ -268,9 +269,9 @@ def test_ranks_receive_what_their_host_lacks_and_nothing_else(
     before = files(tmp_path)
     hosts = Hosts(tmp_path, ranks)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setattr(delivery, "SENT_ELEMENTS", 7)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")  # threads of this process may hold locks
+    context.set_forkserver_preload([__name__])
     outcomes = context.Queue()
     processes = [
         context.Process(target=receive, args=(hosts, rank, bounds, "127.0.0.1", store.port, outcomes), daemon=True)

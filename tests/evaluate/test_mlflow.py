@@ -71,7 +71,7 @@ def test_scores_and_exports_are_children_of_the_run_with_params_tags_metrics_and
     values = {f"eval/{score['name']}": score["value"] for score in content["scores"]}
     real = {f"eval/{score['name']}_real": score["real"] for score in content["scores"]}
     assert child.data.metrics == pytest.approx(values | real), "and no system metrics"
-    of_digits = ("frechet_20", "top_probability", "class_balance", "accuracy")
+    of_digits = ("frechet_20", "top_probability", "recognised", "class_balance", "accuracy")
     names = {"pixel_frechet_20", *(f"digits_{name}" for name in of_digits)}
     assert set(values) == {f"eval/{name}" for name in names}
     (point,) = client.get_metric_history(child.info.run_id, "eval/pixel_frechet_20")

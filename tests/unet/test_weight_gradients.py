@@ -43,7 +43,8 @@ def backwards(net: UNet, waiting: WaitingGradients | None, *, recompute: bool | 
     for number, x in enumerate(images):
         if waiting is not None:
             waiting.begin(0, number)
-        inputs = (x.requires_grad_(), torch.arange(IMAGES) + number, None, torch.arange(IMAGES))
+        set_image_index(net.layers, torch.arange(IMAGES))
+        inputs = (x.requires_grad_(), torch.arange(IMAGES) + number)
         if recompute is None:
             y = net(*inputs)
         else:
