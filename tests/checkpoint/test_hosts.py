@@ -224,12 +224,12 @@ def test_a_host_whose_disk_fails_at_any_moment_keeps_the_last_checkpoint_everywh
     assert outcomes == {(False, True), (True, False)}
 
 
-def receive(hosts: Hosts, rank: int, bounds: list[int], address: str, port: int, outcomes: Any) -> None:
+def receive(folder: Path, ranks: str, rank: int, bounds: list[int], port: int, outcomes: Any) -> None:
     """One rank of a resumed run, a process: takes what it wants and compares it with what was written."""
     torch.set_num_threads(1)
     delivery.SENT_ELEMENTS = 7
-    count = len(hosts.ranks)
-    store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30))
+    hosts, count = Hosts(folder, ranks), len(ranks)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=30))
 
     def gather(value: Any) -> list[Any]:
@@ -267,14 +267,13 @@ def test_ranks_receive_what_their_host_lacks_and_nothing_else(
     (hosts.folders[2] / TWO / STATE).write_text("damaged")  # the other one will do
     shutil.copy(hosts.folders[0] / TWO / "rank0.safetensors", hosts.folders[2] / TWO)  # a second source
     before = files(tmp_path)
-    hosts = Hosts(tmp_path, ranks)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")  # threads of this process may hold locks
     context.set_forkserver_preload([__name__])
     outcomes = context.Queue()
     processes = [
-        context.Process(target=receive, args=(hosts, rank, bounds, "127.0.0.1", store.port, outcomes), daemon=True)
+        context.Process(target=receive, args=(tmp_path, ranks, rank, bounds, store.port, outcomes), daemon=True)
         for rank in range(len(ranks))
     ]
     for process in processes:
