@@ -43,7 +43,9 @@ LAYOUTS = {
     "1x4": Layout(1, 4, zero=1, accumulation=1),
     "2x2 folded": Layout(2, 2, zero=2, accumulation=4, recompute=3, schedule="folded"),
 }
-PRECISIONS = ("fp32", "fp16")
+PRECISIONS = {"fp32": tuple(LAYOUTS), "fp16": ("1x1", "2x1", "2x2 folded")}
+"""Layouts by precision; those of fp16 have each ZeRO stage, whose loss scalers differ."""
+BOTH = [(layout, precision) for precision, layouts in PRECISIONS.items() for layout in layouts]
 
 
 class Courses:
@@ -117,7 +119,7 @@ class Courses:
 
 def sources_of(layout: str, precision: str) -> list[str]:
     """The layouts that a layout goes on from, itself first: in fp32 the next three, in fp16 the next one."""
-    names = list(LAYOUTS)
+    names = PRECISIONS[precision]
     own = names.index(layout)
     others = [*names[own + 1 :], *names[:own]]
     return [layout, *(others[: 3 if precision == "fp32" else 1])]
@@ -126,11 +128,10 @@ def sources_of(layout: str, precision: str) -> list[str]:
 def train_all(folder: Path) -> Courses:
     """Every layout and precision never stopped; then each going on from others, and a few more changes."""
     courses = Courses(folder)
-    both = [(name, precision) for name in LAYOUTS for precision in PRECISIONS]
-    whole = [courses.course(f"{name}-{precision}", LAYOUTS[name], precision) for name, precision in both]
+    whole = [courses.course(f"{name}-{precision}", LAYOUTS[name], precision) for name, precision in BOTH]
     whole.append(courses.course("calm-fp16", LAYOUTS["2x2"], "fp16", overflow=False))
     again = []
-    for name, precision in both:
+    for name, precision in BOTH:
         sources = [f"{source}-{precision}" for source in sources_of(name, precision)]
         again.append(courses.course(f"resumed-{name}-{precision}", LAYOUTS[name], precision, sources))
     again.append(courses.course("to-fp32", LAYOUTS["1x1"], "fp32", ["calm-fp16"]))

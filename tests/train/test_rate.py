@@ -62,6 +62,7 @@ def test_a_rate_that_is_not_one_is_refused(optimizer: dict[str, Any], said: str)
 
 
 @pytest.mark.launch
+@pytest.mark.long
 def test_a_run_follows_the_rate_and_goes_on_with_it_on_another_layout(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "decaying"
     changes = [*TINY, "logging.log_every_images=32", "samples.every_images=null", "evaluation.every_images=null"]

@@ -20,7 +20,7 @@ from ddpm_ds.errors import CheckpointError
 from ddpm_ds.tracking.run_folder import snapshots_of
 from ddpm_ds.train.resume import check_resume
 from tests.launching import tiny_spec
-from tests.train.courses import BATCH, LAYOUTS, PRECISIONS, Courses, sources_of, train_all
+from tests.train.courses import BATCH, BOTH, LAYOUTS, PRECISIONS, Courses, sources_of, train_all
 from tests.train.resume_worker import PROFILES, STEPS
 
 pytestmark = pytest.mark.launch
@@ -37,9 +37,7 @@ one in 2**11 of each gradient. Between precisions every activation and gradient 
 HALF = 2.0**-11
 """Largest relative error of rounding to fp16."""
 
-in_every_layout = pytest.mark.parametrize(
-    ("layout", "precision"), [(layout, precision) for layout in LAYOUTS for precision in PRECISIONS]
-)
+in_every_layout = pytest.mark.parametrize(("layout", "precision"), BOTH)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +90,7 @@ def test_stopped_and_resumed_is_never_stopped_bit_for_bit(layout: str, precision
 def test_every_layout_goes_on_from_others_within_rounding(precision: str, courses: Courses) -> None:
     found = [
         difference
-        for layout in LAYOUTS
+        for layout in PRECISIONS[precision]
         for source in sources_of(layout, precision)[1:]
         for difference in differences(courses, f"resumed-{layout}-{precision}", f"{source}-{precision}", precision)
     ]
@@ -172,6 +170,6 @@ def test_a_checkpoint_from_before_profiles_goes_on_without_them_and_snapshots_ma
 
 def test_every_layout_is_the_same_run(courses: Courses) -> None:
     """Else what is said of pairs above would say little."""
-    for layout, precision in itertools.product(LAYOUTS, PRECISIONS):
+    for layout, precision in BOTH:
         losses, expected = courses.losses(f"{layout}-{precision}"), courses.losses(f"1x1-{precision}")
         assert all(map(equal_or_both_nan, losses, expected, itertools.repeat(TOLERANCES[precision]["loss"])))
