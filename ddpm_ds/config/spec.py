@@ -125,7 +125,8 @@ class DataSpec(Section):
 
     source: Annotated[str, OneOf(SOURCES), Field(description=_listed("Where images come from", SOURCES))]
     path: FilePath | None = None
-    """What the source reads: for `folder` a folder of images, whose subfolders are classes. Others refuse a path."""
+    """What the source reads: for `folder` a folder of images, whose subfolders are classes, for `zip` and `arrays` a
+    file. Others refuse a path."""
     image_size: Pixels
     """Height and width in pixels of what is learned; images are scaled, up or down, and centre-cropped."""
     crop_from: Pixels | None = None

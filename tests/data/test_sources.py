@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import io
+import json
 import os
 import pickle
 import socket
@@ -7,15 +9,21 @@ import struct
 import tarfile
 import threading
 import time
+import warnings
+import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import md5
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import psutil
 import pytest
 from PIL import Image
 
@@ -278,3 +286,134 @@ def test_threads_decode_few_large_images_at_a_time() -> None:
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(decode, [3, 7, 4, 1, 10, 25, 2, 9] * 4))
     assert most[0] == 25, "an image above the budget is decoded alone"
+
+
+def written(path: Path, **arrays: Any) -> Path:
+    np.savez_compressed(path, **arrays) if path.suffix == ".npz" else np.save(path, arrays["images"])
+    return path
+
+
+GREY = np.random.default_rng(1).integers(0, 256, (5, 8, 8), dtype=np.uint8)
+COLOUR = np.random.default_rng(2).integers(0, 256, (5, 8, 8, 3), dtype=np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("name", "arrays", "expected"),
+    [
+        ("a.npy", {"images": GREY}, GREY[..., None]),
+        ("a.npy", {"images": COLOUR}, COLOUR),
+        ("a.npy", {"images": COLOUR.transpose(0, 3, 1, 2)}, COLOUR),
+        ("a.npz", {"images": GREY[..., None], "labels": np.arange(5)}, GREY[..., None]),
+        ("a.npz", {"arr_0": COLOUR, "arr_1": np.array([2, 0, 0, 1, 2], np.uint8)}, COLOUR),
+    ],
+)
+def test_arrays_of_any_order_are_read_with_their_labels(
+    name: str, arrays: dict[str, Any], expected: npt.NDArray[np.uint8], tmp_path: Path, spec_of: SpecOf
+) -> None:
+    path = written(tmp_path / name, **arrays)
+    source = open_source(spec_of(source="arrays", path=path, channels=expected.shape[3]))
+    labels = next((arrays[key].tolist() for key in ("labels", "arr_1") if key in arrays), [0] * 5)
+    for i, (image, label) in enumerate(zip(expected, labels, strict=True)):
+        pixels, found = source[i]
+        assert (pixels == image).all() and found == label
+    assert source.classes == tuple(map(str, range(max(labels) + 1))) and len(source) == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "arrays", "said"),
+    [
+        ("a.npy", {"images": GREY.astype(np.float32)}, "images of float32 (5, 8, 8); use uint8"),
+        ("a.npy", {"images": GREY[:0]}, "images of uint8 (0, 8, 8)"),
+        ("a.npy", {"images": np.zeros((2, 5, 6, 7), np.uint8)}, "images of 5 channels; use 1 or 3"),
+        ("a.npy", {"images": np.array([{}])}, "can't be read (Array can't be memory-mapped"),
+        ("a.npz", {"pictures": GREY}, "it has no array images or arr_0"),
+        ("a.npz", {"images": np.array([{}])}, "can't be read (Object arrays cannot be loaded"),
+        ("a.npz", {"images": GREY, "labels": np.arange(4)}, "labels of int64 (4,) for 5 images"),
+        ("a.npz", {"images": GREY, "labels": np.arange(5) - 1}, "labels from -1 to 3; number classes from 0"),
+        ("a.npz", {"images": GREY, "labels": np.arange(5) / 2}, "labels of float64 (5,) for 5 images"),
+    ],
+)
+def test_arrays_that_are_no_images_are_one_line(
+    name: str, arrays: dict[str, Any], said: str, tmp_path: Path, spec_of: SpecOf
+) -> None:
+    assert said in line_of(spec_of(source="arrays", path=written(tmp_path / name, **arrays)))
+
+
+def test_arrays_that_are_cut_or_would_not_fit_in_memory_are_one_line(
+    tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.npy", "a.npz"):
+        path = written(tmp_path / name, images=GREY)
+        whole = path.read_bytes()
+        for size in (0, 10, 100, len(whole) - 1):
+            path.write_bytes(whole[:size])
+            assert f"data.path = {path} can't be read (" in line_of(spec_of(source="arrays", path=path))
+        path.write_bytes(whole)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=400))
+    said = line_of(spec_of(source="arrays", path=tmp_path / "a.npz"))
+    assert "bytes of memory, and 400 are free; save the images as a .npy, which is mapped" in said
+    assert "does not exist" in line_of(spec_of(source="arrays", path=tmp_path / "none.npy"))
+    assert "is not a file" in line_of(spec_of(source="arrays", path=tmp_path))
+
+
+def line_of(spec: DataSpec) -> str:
+    """The error of a source, which is one line."""
+    with pytest.raises(DataError) as caught:
+        open_source(spec)
+    assert str(caught.value).isprintable()
+    return str(caught.value)
+
+
+def archive(path: Path, labels: Any = None, names: Sequence[str] = ("00000/img0.png", "00000/img1.png")) -> Path:
+    """An archive like those of EDM's tools."""
+    with warnings.catch_warnings(), zipfile.ZipFile(path, "w") as file:
+        warnings.simplefilter("ignore")  # of a name twice
+        for name, pixels in zip(names, GREY, strict=False):
+            content = io.BytesIO()
+            Image.fromarray(pixels).save(content, "png")
+            file.writestr(name, content.getvalue())
+        file.writestr("dataset.json", labels if isinstance(labels, str) else json.dumps({"labels": labels}))
+    return path
+
+
+def test_an_archive_of_edms_tools_is_read_in_place(tmp_path: Path, spec_of: SpecOf) -> None:
+    path = archive(tmp_path / "a.zip", [["00000/img1.png", 2], ["00000/img0.png", 0]])
+    source = open_source(spec_of(source="zip", path=path))
+    assert len(source) == 2 and source.classes == ("0", "1", "2")
+    with ThreadPoolExecutor(4) as threads:
+        for number, (pixels, label) in enumerate(threads.map(lambda i: source[i % 2], range(40))):
+            assert (pixels[..., 0] == GREY[number % 2]).all() and label == (0, 2)[number % 2]
+    assert open_source(spec_of(source="zip", path=archive(path))).classes == ("00000",), "without labels its folders"
+    archive(path, names=("a/0.png", "b/1.png", "notes.txt"))
+    assert open_source(spec_of(source="zip", path=path)).classes == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("labels", "names", "said"),
+    [
+        ([["00000/img1.png", 2]], None, "00000/img0.png has no label"),
+        ([["00000/img0.png", -1], ["00000/img1.png", 1]], None, "a label is no whole number from 0"),
+        ([["00000/img0.png", True], ["00000/img1.png", 1]], None, "a label is no whole number from 0"),
+        ([1, 2], None, "dataset.json of data.path"),
+        ("[" * 10000, None, "levels deep"),
+        ("{", None, "dataset.json of data.path"),
+        (None, ("a.png", "a.png"), "has a name twice"),
+        (None, ("../a.png",), "points outside itself (../a.png)"),
+        (None, ("a.txt",), "holds no image files"),
+    ],
+)
+def test_archives_that_are_wrong_are_one_line(
+    labels: Any, names: Sequence[str] | None, said: str, tmp_path: Path, spec_of: SpecOf
+) -> None:
+    path = archive(tmp_path / "a.zip", labels, names or ("00000/img0.png", "00000/img1.png"))
+    assert said in line_of(spec_of(source="zip", path=path))
+
+
+def test_a_cut_archive_is_one_line_and_a_damaged_image_is_named(tmp_path: Path, spec_of: SpecOf) -> None:
+    path = archive(tmp_path / "a.zip")
+    content = path.read_bytes()
+    path.write_bytes(content[:-30])
+    assert "can't be read (File is not a zip file)" in line_of(spec_of(source="zip", path=path))
+    path.write_bytes(content[:60] + b"x" + content[61:])
+    with pytest.raises(UnreadableImage, match=r"^00000/img0.png: Bad CRC-32"):
+        open_source(spec_of(source="zip", path=path))[0]
