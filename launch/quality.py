@@ -136,14 +136,14 @@ def spread(values: Sequence[float]) -> str:
 def table(results: Mapping[str, Sequence[Run]], one: Sequence[Run] = ()) -> str:
     """Return a line for each row, with mean and spread over its runs.
 
-    With the runs of ``one`` device there is a column more: by how much the training losses of equal seeds differ from
+    With the runs of ``one`` device, there is a column more: by how much the training losses of equal seeds differ from
     theirs at most, relative to them.
     """
     lines = [("", "seeds", *SCORES.values(), *(["loss differs by"] if one else []))]
     for name, runs in results.items():
         cells = [spread([run.scores[score] for run in runs]) for score in SCORES]
         if one:
-            cells.append(f"{max(most_apart(*pair) for pair in zip(runs, one, strict=True)):.1e}")
+            cells.append(f"{max(most_apart(*pair) for pair in zip(runs, one, strict=False)):.1e}")
         lines.append((name, str(len(runs)), *cells))
     return "\n".join(aligned(lines, {0}))
 
@@ -186,6 +186,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--rows", default=",".join(USUAL), help=f"some of {','.join(ROWS)} (default: %(default)s)")
     parser.add_argument("--seeds", type=positive, default=3, help="runs of each row (default %(default)s)")
+    parser.add_argument(
+        "--layout-seeds", type=positive, default=1, help="of each layout, which trains the same (default %(default)s)"
+    )
     parser.add_argument("--images", type=positive, default=12_800, help="images each run sees (default %(default)s)")
     parser.add_argument("--count", type=positive, default=1000, help="samples of each run (default %(default)s)")
     options = parser.parse_args(arguments)
@@ -194,12 +197,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--rows has {unknown[0]!r}; there are {', '.join(ROWS)}")
     options.out.mkdir(parents=True, exist_ok=True)
     work, cores = Work(options.out, options.images, options.count), len(os.sched_getaffinity(0))
-    jobs = [(name, seed) for name in names for seed in range(options.seeds)]
+    seeds = {name: range(options.layout_seeds if name in LAYOUTS else options.seeds) for name in names}
+    jobs = [(name, seed) for name in names for seed in seeds[name]]
     for processes in sorted({ROWS[name].processes for name in names}):
         as_many = [job for job in jobs if ROWS[job[0]].processes == processes]
         each("trained", work.train, as_many, max(1, cores // processes))
     each("scored", work.score, jobs, cores)
-    results = {name: [work.score(name, seed) for seed in range(options.seeds)] for name in names}
+    results = {name: [work.score(name, seed) for seed in seeds[name]] for name in names}
     print(report(results, options.images, options.count))
     return 0
 

@@ -54,10 +54,12 @@ def test_every_run_is_trained_once_and_scored_once_and_a_second_command_adds_to_
     assert quality.main([*words, "ddpm,2 replicas", "--seeds", "1"]) == 0
     assert [(command[0], command[2]) for command in commands[:2]] == [("train", "1"), ("train", "2")]
     assert [command[0] for command in commands[2:]] == ["evaluate"] * 2
-    assert quality.main([*words, "ddpm,2 replicas,edm", "--seeds", "2"]) == 0
+    assert quality.main([*words, "ddpm,2 replicas,edm", "--seeds", "2", "--layout-seeds", "2"]) == 0
     seeds = [next(word for word in command if "seed" in word) for command in commands[4:] if command[0] == "train"]
     assert sorted(seeds) == ["train.seed=0", "train.seed=1", "train.seed=1", "train.seed=1"] and len(commands) == 12
     assert "held-out loss" in capsys.readouterr().out
+    assert quality.main([*words, "ddpm,2 replicas", "--seeds", "3"]) == 0
+    assert len(commands) == 14, "one more seed of DDPM, and of a layout one is enough"
     with pytest.raises(SystemExit):
         quality.main([*words, "ddpm,vp"])
     assert "--rows has 'vp'; there are ddpm, edm" in capsys.readouterr().err
