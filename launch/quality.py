@@ -136,7 +136,7 @@ def spread(values: Sequence[float]) -> str:
 def table(results: Mapping[str, Sequence[Run]], one: Sequence[Run] = ()) -> str:
     """Return a line for each row, with mean and spread over its runs.
 
-    With the runs of ``one`` device, there is a column more: by how much the training losses of equal seeds differ from
+    With the runs of ``one`` device there is a column more: by how much the training losses of equal seeds differ from
     theirs at most, relative to them.
     """
     lines = [("", "seeds", *SCORES.values(), *(["loss differs by"] if one else []))]
