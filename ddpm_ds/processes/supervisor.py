@@ -113,8 +113,9 @@ def exit_code(launcher: int, record: ExitRecord, *, stopping: bool, orphaned: bo
     """
     if orphaned and not stopping:
         return EXIT_PEER_LOST
-    if record.failure == EXIT_PREEMPTED and record.unfinished and not stopping:
-        return EXIT_PEER_LOST  # a rank was killed, and the launcher's signal to the others asked for no stop of the run
+    killed = bool(record.unfinished) or not 0 <= launcher < 128  # a rank, perhaps before it could record its start
+    if record.failure == EXIT_PREEMPTED and killed and not stopping:
+        return EXIT_PEER_LOST  # the launcher's signal to the others asked for no stop of the run
     if record.failure in FINAL:
         return record.failure
     if launcher == 0 and record.finished and record.failure is None and not record.unfinished:

@@ -259,6 +259,8 @@ def test_an_end_that_is_meant_is_not_started_again(run_dir: Path, code: int) -> 
         (1, 76, "1", {}, 1),  # rank 1 raised, and the others lost it
         (247, 76, "1", {}, 76),  # rank 1 was killed
         (247, 75, "1", {}, 76),  # the same so early that the launcher's signal ended the others at once
+        (247, 75, "", {}, 76),  # before it could record that it had started
+        (1, 75, "", {}, 75),  # each rank was asked to stop, by a scheduler that also ended the launcher
         (255, None, "", {}, 76),
         (-9, None, "0", {}, 76),
         (241, None, "0", {"stopping": True}, 75),  # the signal came before the rank could handle it
