@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO
 from uuid import uuid4
@@ -18,7 +17,8 @@ from tqdm import tqdm
 
 from ddpm_ds.config.spec import DataSpec, RunSpec
 from ddpm_ds.data.cache import FORMAT, IMAGES, LABELS, META, SKIPPED, CacheMeta, DatasetCache, checksums
-from ddpm_ds.data.sources import Pixels, Source, UnreadableImage, open_source
+from ddpm_ds.data.decoding import decoded
+from ddpm_ds.data.sources import Pixels, Source, UnreadableImage, identity, open_source
 from ddpm_ds.errors import DataError
 from ddpm_ds.files import read_bytes, sync
 
@@ -27,13 +27,12 @@ READ_AHEAD = 256
 
 
 def cache_path(spec: DataSpec) -> Path:
-    """Return the folder of the cache: a function of everything that a source reads, which is the spec's source, stored
-    size, channels and, where there is one, absolute path.
+    """Return the folder of the cache: a function of everything that decides its images, which is the spec's source,
+    stored size, channels and what the source reads.
     """
     name = f"{spec.source}-{spec.stored_size}px-{spec.channels}ch"
-    if spec.path is not None:
-        name += f"-{sha256(os.fsencode(spec.path.resolve())).hexdigest()[:8]}"
-    return spec.store_root / name
+    named = identity(spec)
+    return spec.store_root / (name if named is None else f"{name}-{named}")
 
 
 def class_names(spec: RunSpec) -> Sequence[str]:
@@ -111,17 +110,17 @@ def _write(folder: Path, source: Source, spec: DataSpec, title: str, progress: b
     shape = (spec.channels, spec.stored_size, spec.stored_size)
     labels: list[int] = []
     skipped: list[UnreadableImage] = []
-    with (folder / IMAGES).open("wb") as file, tqdm(total=len(source), desc=title, disable=not progress) as bar:
-        _write_header(file, (len(source), *shape))
-        for image in _read(source):
+    with (folder / IMAGES).open("wb") as file, tqdm(total=len(source.labels), desc=title, disable=not progress) as bar:
+        _write_header(file, (len(source.labels), *shape))
+        for image in _read(source, spec):
             bar.update()
             if isinstance(image, UnreadableImage):
                 skipped.append(image)
-                if len(skipped) > spec.max_bad_fraction * len(source):
+                if len(skipped) > spec.max_bad_fraction * len(source.labels):
                     raise DataError(
                         f"data.max_bad_fraction = {spec.max_bad_fraction:g} is passed: {len(skipped)} of "
-                        f"{len(source)} images are unreadable so far, first {skipped[0]}; fix or remove them, or raise "
-                        "it to skip them"
+                        f"{len(source.labels)} images are unreadable so far, first {skipped[0]}; fix or remove them, "
+                        "or raise it to skip them"
                     )
                 continue
             pixels, label = image
@@ -154,15 +153,16 @@ def _write_header(file: BinaryIO, shape: tuple[int, ...]) -> None:
     np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
 
 
-def _read(source: Source) -> Iterator[tuple[Pixels, int] | UnreadableImage]:
+def _read(source: Source, spec: DataSpec) -> Iterator[tuple[Pixels, int] | UnreadableImage]:
     """Yield all images in order, decoded by threads: Pillow releases the interpreter while it decodes and scales."""
 
     def read(i: int) -> tuple[Pixels, int] | UnreadableImage:
         try:
-            return source[i]
+            return decoded(source, i, spec.stored_size, spec.channels, big), int(source.labels[i])
         except UnreadableImage as error:
             return error
 
+    big = threading.Lock()
     with ThreadPoolExecutor() as threads:
-        for first in range(0, len(source), READ_AHEAD):
-            yield from threads.map(read, range(first, min(first + READ_AHEAD, len(source))))
+        for first in range(0, len(source.labels), READ_AHEAD):
+            yield from threads.map(read, range(first, min(first + READ_AHEAD, len(source.labels))))

@@ -16,9 +16,9 @@ from PIL import Image
 
 import ddpm_ds
 from ddpm_ds.config.spec import DataSpec
-from ddpm_ds.data import sources
 from ddpm_ds.data.cache import CacheMeta
 from ddpm_ds.data.prepare import cache_path, class_names, prepare
+from ddpm_ds.data.sources.folder import FolderSource
 from ddpm_ds.errors import DataError
 from tests.launching import tiny_spec
 
@@ -28,22 +28,23 @@ SpecOf = Callable[..., DataSpec]
 SLOW_PREPARE = """
 import os, sys, time, fcntl
 from ddpm_ds.data import prepare, sources
+from ddpm_ds.data.sources import folder
 from ddpm_ds.config.spec import DataSpec
 
 spec, reads, seconds, locks = DataSpec.model_validate_json(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4]
 prepare.READ_AHEAD = 1
 
-class Slow(sources.FolderSource):
-    def __getitem__(self, i):
+class Slow(folder.FolderSource):
+    def read(self, i):
         with open(reads, "a") as file:
             file.write(f"{os.getpid()}\\n")
         time.sleep(seconds)
-        return super().__getitem__(i)
+        return super().read(i)
 
 def no_locks(file, what):
     raise OSError("Function not implemented")
 
-sources.SOURCES["folder"] = sources.SourceKind("slow", Slow, path="FOLDER")
+folder.FolderSource = Slow
 if locks == "no":
     fcntl.flock = no_locks
 print("ready", flush=True)
@@ -125,7 +126,7 @@ def test_pixels_keep_their_places_and_bugs_of_a_source_are_not_swallowed(
     def broken(self: object, i: int) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr(sources.FolderSource, "__getitem__", broken)
+    monkeypatch.setattr(FolderSource, "read", broken)
     with pytest.raises(KeyError, match="a bug"):
         prepare(spec_of(source="folder", path=tmp_path / "one"))
 
