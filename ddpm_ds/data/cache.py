@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -102,7 +102,7 @@ class StoredImages:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, which: int | slice | Indices) -> Images:
+    def __getitem__(self, which: int | slice | Indices | Sequence[int]) -> Images:
         positions = np.arange(len(self))[which]
         found = self.read(np.atleast_1d(positions))
         return found if positions.ndim else found[0]

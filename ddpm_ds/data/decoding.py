@@ -21,9 +21,11 @@ BIG_BYTES = 2**24
 PIXEL_BYTES = {"WEBP": 17, "JPEG2000": 24, "AVIF": 16, "TIFF": 10}
 """Memory per pixel of decoders that keep copies, as measured; others fill Pillow's image, 4 bytes."""
 WHOLE_PIXELS, STRIP_PIXELS = 2**22, 2**20
-"""Pixels up to which an image is converted and scaled at once, and those of a strip of a larger one, of which no copy is
-made. Pillow scales along rows, rounds, then along columns, and so does this: the pixels are the same, but for rounding
-where Pillow takes columns first."""
+"""Pixels up to which an image is converted and scaled at once, and those of a strip of a larger one, which is never
+copied. Pillow scales along rows, rounds, then along columns, and so does this: the pixels are the same, but for
+rounding where Pillow takes columns first."""
+ALONE: AbstractContextManager[Any] = contextlib.nullcontext()
+"""What is entered where no other process decodes."""
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -36,9 +38,7 @@ UPRIGHT = {
 """What turns an image of each EXIF orientation upright."""
 
 
-def decoded(
-    source: Source, i: int, size: int, channels: int, big: AbstractContextManager[Any] = contextlib.nullcontext()
-) -> Pixels:
+def decoded(source: Source, i: int, size: int, channels: int, big: AbstractContextManager[Any] = ALONE) -> Pixels:
     """Return image ``i`` of a source as uint8 ``(size, size, channels)``; ``big`` is entered while a big image is
     decoded, so that a lock bounds the memory of several processes.
 
@@ -55,9 +55,7 @@ def decoded(
         raise UnreadableImage(source.name(i), one_line(error)) from error
 
 
-def decode(
-    content: bytes | Pixels, size: int, channels: int, big: AbstractContextManager[Any] = contextlib.nullcontext()
-) -> Pixels:
+def decode(content: bytes | Pixels, size: int, channels: int, big: AbstractContextManager[Any] = ALONE) -> Pixels:
     """Return the pixels of an image file, or pixels (H, W) or (H, W, C), as uint8 ``(size, size, channels)``; raises
     whatever a decoder does.
 
@@ -88,7 +86,7 @@ def _memory(needed: int, shape: tuple[int, ...], big: AbstractContextManager[Any
             f"{shape[0]} x {shape[1]} pixels take {needed / 1e6:,.0f} MB to decode, more than "
             f"{MOST_DECODING_BYTES / 1e6:.0f}; scale it down"
         )
-    return big if needed > BIG_BYTES else contextlib.nullcontext()
+    return big if needed > BIG_BYTES else ALONE
 
 
 def fit(image: Image.Image, size: int, channels: int) -> Pixels:
@@ -108,7 +106,7 @@ def fit(image: Image.Image, size: int, channels: int) -> Pixels:
     left, top = (width - side) / 2, (height - side) / 2
     reach = 3 * max(1.0, side / size) + 1  # of Lanczos, in rows
     first, last = max(0, math.floor(top - reach)), min(height, math.ceil(top + side + reach))
-    narrow = Image.new(mode, (size, height), None)  # type: ignore[arg-type]  # the other rows take no memory
+    narrow = Image.new(mode, (size, height), None)  # the other rows take no memory
     rows = max(1, STRIP_PIXELS // width)
     for start in range(first, last, rows):
         end = min(start + rows, last)

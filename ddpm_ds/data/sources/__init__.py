@@ -7,7 +7,6 @@ numpy and Pillow, so a source imports such libraries where it uses them.
 
 from __future__ import annotations
 
-import json
 import os
 from hashlib import sha256
 from typing import TYPE_CHECKING

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import zipfile
 import zlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ from ddpm_ds.data.sources.base import MOST_CLASSES, Labels, Pixels, one_line, re
 from ddpm_ds.errors import DataError
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
     from ddpm_ds.config.spec import DataSpec
@@ -63,18 +62,18 @@ class ArraySource:
         return self.images[i].transpose(1, 2, 0) if self.channels_first else self.images[i]
 
 
-def in_file(source: ArraySource, folder: Path) -> ArraySource:
-    """Return ``source`` with its images in a file of ``folder`` that has no name and goes with this process.
+def in_file(images: Pixels, folder: Path) -> tuple[Pixels, IO[bytes]]:
+    """Return ``images`` mapped from a file of ``folder`` that has no name and goes with this process, and that file.
 
     Raises:
         OSError: the folder can't be written.
     """
     import numpy as np
 
-    folder.mkdir(parents=True, exist_ok=True)
-    file = tempfile.TemporaryFile(dir=folder)
-    np.ascontiguousarray(source.images).tofile(file)
-    return replace(source, images=np.memmap(file, np.uint8, "r", 0, source.images.shape), file=file)
+    file = _temporary(folder)
+    np.ascontiguousarray(images).tofile(file)
+    file.flush()
+    return np.memmap(file, np.uint8, "r", 0, images.shape), file
 
 
 def open_arrays(spec: DataSpec, progress: bool) -> ArraySource:
@@ -133,12 +132,16 @@ def _stored_arrays(path: Path, folder: Path) -> tuple[npt.NDArray[Any], npt.NDAr
 
 def _unpacked(archive: zipfile.ZipFile, member: zipfile.ZipInfo, folder: Path) -> IO[bytes]:
     """Copy a member of an archive, whose checksum is compared, into a file without a name."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = tempfile.TemporaryFile(dir=folder)
+    file = _temporary(folder)
     with archive.open(member) as packed:
         shutil.copyfileobj(packed, file, COPY_BYTES)
     file.seek(0)
     return file
+
+
+def _temporary(folder: Path) -> IO[bytes]:
+    folder.mkdir(parents=True, exist_ok=True)
+    return tempfile.TemporaryFile(dir=folder)
 
 
 def _mapped(file: IO[bytes]) -> npt.NDArray[Any]:

@@ -112,6 +112,9 @@ class Names:
     def __len__(self) -> int:
         return len(self._ends) - 1
 
+    def __iter__(self) -> Iterator[str]:
+        return (self[i] for i in range(len(self)))
+
     def __getitem__(self, i: int, /) -> str:
         return os.fsdecode(self._text[self._ends[i] : self._ends[i + 1]])
 

@@ -31,4 +31,5 @@ def open_cifar10(spec: DataSpec, progress: bool) -> ArraySource:
             f"data.source = cifar10 can't be downloaded ({one_line(error)}); "
             f"get {CIFAR10.url} by hand and put it at {folder / CIFAR10.filename}"
         ) from error
-    return ArraySource(tuple(cifar.classes), np.array(cifar.targets, np.int64), in_file(cifar.data, spec.store_root))
+    images, file = in_file(cifar.data, spec.store_root)
+    return ArraySource(tuple(cifar.classes), np.array(cifar.targets, np.int64), images, file=file)

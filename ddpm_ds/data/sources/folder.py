@@ -49,8 +49,8 @@ def open_folder(spec: DataSpec, progress: bool) -> FolderSource:
     files = Names(_image_files(str(root)))
     if not len(files):
         raise DataError(
-            f"data.path = {root} holds no image files (.png, .jpg, .webp, ...), nor do its subfolders; give a folder of "
-            "images with --set data.path=FOLDER"
+            f"data.path = {root} holds no image files (.png, .jpg, .webp, ...), nor do its subfolders; give a folder "
+            "of images with --set data.path=FOLDER"
         )
     return FolderSource(*numbered(map(class_of, files)), root, files)
 
