@@ -118,11 +118,9 @@ class Courses:
 
 
 def sources_of(layout: str, precision: str) -> list[str]:
-    """The layouts that a layout goes on from, itself first: in fp32 the next three, in fp16 the next one."""
+    """The layouts that a layout goes on from, itself and the next one: each is gone on from elsewhere, and back."""
     names = PRECISIONS[precision]
-    own = names.index(layout)
-    others = [*names[own + 1 :], *names[:own]]
-    return [layout, *(others[: 3 if precision == "fp32" else 1])]
+    return [layout, names[(names.index(layout) + 1) % len(names)]]
 
 
 def train_all(folder: Path) -> Courses:

@@ -18,7 +18,7 @@ from PIL import Image, ImageSequence
 from ddpm_ds.tracking.recorder import PARAMETERS
 from ddpm_ds.tracking.runs import find_run, mean_of_points
 from ddpm_ds.tracking.tracker import numbers_of
-from tests.launching import REPOSITORY, launch, run_ranks, write_json
+from tests.launching import REPOSITORY, launch, place_empty_store, run_ranks, write_json
 from tests.train.ranks import mlflow_run
 
 TRAIN = REPOSITORY / "launch" / "train.py"
@@ -54,6 +54,8 @@ def train(
 ) -> subprocess.CompletedProcess[str]:
     """The main command with a small U-Net, its outputs in ``folder``."""
     changes = [f"data.store_root={folder.parent / 'data'}", *overrides]
+    if start is run_ranks:
+        place_empty_store(folder.parent)
     return start(
         processes,
         TRAIN,
@@ -226,7 +228,10 @@ def test_the_main_config_trains_on_two_processes_with_profiling_keys_on(tmp_path
     config["pipeline"]["partition"] = "measured"
     (tmp_path / "profiled.json").write_text(json.dumps(config))
     folder = tmp_path / "runs" / "main"
-    done = train(2, folder, "-p", "2", config=str(tmp_path / "profiled.json"), cache=tmp_path / "cache")
+    short = ["train.images=640", "logging.log_every_images=64", "optimizer.learning_rate=0.003"]
+    overrides = [*TINY, *short, "samples.every_images=640", "evaluation.every_images=640"]
+    config_file, cache = str(tmp_path / "profiled.json"), tmp_path / "cache"
+    done = train(2, folder, "-p", "2", config=config_file, overrides=overrides, cache=cache)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "fp16 on a CPU: stored in fp16, computed in fp32" in done.stdout
     losses = curve(folder)
@@ -268,10 +273,13 @@ def test_numbers_gone_bad_end_the_run_as_failed_with_what_to_try(config: str, sa
 
 
 @pytest.mark.launch
-def test_bad_input_ends_all_ranks_with_one_line_and_code_2(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", [run_ranks, pytest.param(launch, marks=pytest.mark.long)])
+def test_bad_input_ends_all_ranks_with_one_line_and_code_2(
+    start: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
     folder = tmp_path / "runs" / "never"
-    done = train(2, folder, overrides=[*TINY, "unet.chanels=3"], start=launch)
+    done = train(2, folder, overrides=[*TINY, "unet.chanels=3"], start=start)
     assert done.returncode == 2
     wrong = "ddpm_ds: error: --set unet.chanels=3: unet.chanels is unknown; did you mean unet.channels?"
     assert error_lines(done.stderr) == {wrong}
-    assert not folder.parent.exists()
+    assert {path.name for path in folder.parent.glob("*")} <= {"mlflow.db"}, "the store that was placed there"
