@@ -38,7 +38,6 @@ class Layout:
 LAYOUTS = {
     "1x1": Layout(1, 1, zero=0, accumulation=2),
     "2x1": Layout(2, 1, zero=1, accumulation=4, recompute=1),
-    "4x1": Layout(4, 1, zero=2, accumulation=4),
     "2x2": Layout(2, 2, zero=2, accumulation=2),
     "1x4": Layout(1, 4, zero=1, accumulation=1),
     "2x2 folded": Layout(2, 2, zero=2, accumulation=4, recompute=3, schedule="folded"),

@@ -114,18 +114,13 @@ def test_golden_losses(process: str, one_process: Path, tmp_path: Path) -> None:
 
 @pytest.mark.launch
 @pytest.mark.long
-@pytest.mark.parametrize(("stages", "schedule"), [(2, "planned"), (4, "1f1b")])
-def test_any_layout_of_four_processes_gives_the_same_curve_as_one_process(
-    stages: int, schedule: str, one_process: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "runs" / f"four-{stages}-{schedule}"
-    config = json.loads((REPOSITORY / "ds_configs" / "zero0_fp32.json").read_text())
-    config["pipeline"]["schedule"] = schedule
-    done = train(4, folder, "-p", str(stages), config=str(write_json(tmp_path / "config.json", config)))
+def test_two_stages_of_two_replicas_give_the_same_curve_as_one_process(one_process: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "four"
+    done = train(4, folder, "-p", "2")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert (folder / "programs.txt").exists() == (schedule == "planned")
+    assert (folder / "programs.txt").exists(), "the schedule is planned"
     losses = curve(folder)
-    assert len(losses) == 10 and mlflow_run(folder)[1].data.params["derived.stages"] == str(stages)
+    assert len(losses) == 10 and mlflow_run(folder)[1].data.params["derived.stages"] == "2"
     assert losses == pytest.approx(curve(one_process), rel=1e-5)
     assert curve(folder, "eval/loss") == pytest.approx(curve(one_process, "eval/loss"), rel=1e-4)
     for images in (800, 1600):
@@ -228,10 +223,11 @@ def test_the_main_config_trains_on_two_processes_with_profiling_keys_on(tmp_path
     config["pipeline"]["partition"] = "measured"
     (tmp_path / "profiled.json").write_text(json.dumps(config))
     folder = tmp_path / "runs" / "main"
-    short = ["train.images=640", "logging.log_every_images=64", "optimizer.learning_rate=0.003"]
-    overrides = [*TINY, *short, "samples.every_images=640", "evaluation.every_images=640"]
+    small = ["train.images=640", "logging.log_every_images=64", "optimizer.learning_rate=0.003"]
+    small += ["unet.multipliers=[1]", "unet.attention_resolutions=[]"]
+    small += ["samples.every_images=640", "evaluation.every_images=640"]
     config_file, cache = str(tmp_path / "profiled.json"), tmp_path / "cache"
-    done = train(2, folder, "-p", "2", config=config_file, overrides=overrides, cache=cache)
+    done = train(2, folder, "-p", "2", config=config_file, overrides=[*TINY, *small], cache=cache)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "fp16 on a CPU: stored in fp16, computed in fp32" in done.stdout
     losses = curve(folder)
