@@ -21,7 +21,7 @@ DEEP = ("unet.multipliers=[1,1]", "unet.blocks_per_level=2")
 LENGTH = ("train.images=128", "train.batch_images=16", "train.accumulation=8")
 """Eight steps of eight micro-batches, with samples and held-out losses after the fifth and the last."""
 FEW = (*LENGTH, "train.accumulation=4")
-"""With as many micro-batches as two ranks need: each operator of a step is an event that a profile takes long to read."""
+"""With as many micro-batches as two ranks need: a profile takes long to read the operators of each."""
 WATCHED = ("--profile-kernels", "5-5", "--trace-steps", "6-7")
 
 

@@ -18,7 +18,7 @@ from PIL import Image, ImageSequence
 from ddpm_ds.tracking.recorder import PARAMETERS
 from ddpm_ds.tracking.runs import find_run, mean_of_points
 from ddpm_ds.tracking.tracker import numbers_of
-from tests.launching import REPOSITORY, launch, place_empty_store, run_ranks, write_json
+from tests.launching import REPOSITORY, launch, place_empty_store, run_ranks
 from tests.train.ranks import mlflow_run
 
 TRAIN = REPOSITORY / "launch" / "train.py"
