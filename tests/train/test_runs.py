@@ -114,17 +114,20 @@ def test_golden_losses(process: str, one_process: Path, tmp_path: Path) -> None:
 
 @pytest.mark.launch
 @pytest.mark.long
-def test_two_stages_of_two_replicas_give_the_same_curve_as_one_process(one_process: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "runs" / "four"
-    done = train(4, folder, "-p", "2")
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert (folder / "programs.txt").exists(), "the schedule is planned"
-    losses = curve(folder)
-    assert len(losses) == 10 and mlflow_run(folder)[1].data.params["derived.stages"] == "2"
-    assert losses == pytest.approx(curve(one_process), rel=1e-5)
-    assert curve(folder, "eval/loss") == pytest.approx(curve(one_process, "eval/loss"), rel=1e-4)
-    for images in (800, 1600):
-        drawn, expected = (tiles_of(run / "samples" / f"images-{images:09}.png") for run in (folder, one_process))
+def test_two_stages_of_two_replicas_give_the_same_curve_as_one_process(tmp_path: Path) -> None:
+    short = ["train.images=320", "logging.log_every_images=32", "samples.every_images=160"]
+    overrides = [*TINY, *short, "evaluation.every_images=160"]
+    one, four = (tmp_path / "runs" / name for name in ("one", "four"))
+    for processes, folder, layout in ((1, one, ()), (4, four, ("-p", "2"))):
+        done = train(processes, folder, *layout, overrides=overrides)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert (four / "programs.txt").exists(), "the schedule is planned"
+    losses = curve(four)
+    assert len(losses) == 10 and mlflow_run(four)[1].data.params["derived.stages"] == "2"
+    assert losses == pytest.approx(curve(one), rel=1e-5) and losses[-1] < losses[0]
+    assert curve(four, "eval/loss") == pytest.approx(curve(one, "eval/loss"), rel=1e-4)
+    for images in (160, 320):
+        drawn, expected = (tiles_of(run / "samples" / f"images-{images:09}.png") for run in (four, one))
         assert drawn.shape == expected.shape and np.abs(drawn - expected).max() <= 1
 
 
