@@ -194,6 +194,10 @@ class UnetSpec(Section):
     augmentation: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Augment training images as EDM does, which takes 0.12, and tell the U-Net how: the probability of turning upside
     down, scaling, rotation, stretching and translation each, while half of the images are mirrored. 0 is off."""
+    colour_augmentation: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Change colours of training images as EDM's code can, and tell the U-Net how: the probability of another
+    brightness, another contrast, light and dark exchanged, other hues and another saturation each; grey images have the
+    first three. 0 is off, as in EDM's runs."""
 
 
 class DiffusionSpec(Section):
