@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import os
 import pickle
+import re
 import socket
 import struct
 import tarfile
@@ -23,19 +25,14 @@ import pytest
 from PIL import Image
 
 from ddpm_ds.config.spec import DataSpec
-from ddpm_ds.data.decoding import decoded, fit
-from ddpm_ds.data.sources import Pixels, Source, UnreadableImage, open_source
+from ddpm_ds.data.decoding import fit
+from ddpm_ds.data.prepare import prepare
+from ddpm_ds.data.sources import SOURCES, SourceKind, UnreadableImage, open_source
 from ddpm_ds.data.sources.base import NETWORK_TIMEOUT_SECONDS
 from ddpm_ds.errors import DataError
+from tests.data.reading import at, line_of
 
 SpecOf = Callable[..., DataSpec]
-
-
-def at(source: Source, i: int, size: int = 8, channels: int = 1) -> tuple[Pixels, int]:
-    """Pixels and label of an image, of a source that was sent to another process."""
-    there = pickle.loads(pickle.dumps(source))
-    assert there.name(i) == source.name(i) and there.classes == source.classes
-    return decoded(there, i, size, channels), int(there.labels[i])
 
 
 def halves(width: int, height: int) -> Image.Image:
@@ -343,14 +340,6 @@ def test_packed_arrays_are_mapped_from_a_file_that_nobody_has_to_remove(tmp_path
     assert isinstance(there.images, np.memmap) and (there.read(19_999) == COLOUR[-1]).all()
 
 
-def line_of(spec: DataSpec) -> str:
-    """The error of a source, which is one line."""
-    with pytest.raises(DataError) as caught:
-        open_source(spec)
-    assert str(caught.value).isprintable()
-    return str(caught.value)
-
-
 def archive(path: Path, labels: Any = None, names: Sequence[str] = ("00000/img0.png", "00000/img1.png")) -> Path:
     """An archive like those of EDM's tools."""
     with warnings.catch_warnings(), zipfile.ZipFile(path, "w") as file:
@@ -361,6 +350,23 @@ def archive(path: Path, labels: Any = None, names: Sequence[str] = ("00000/img0.
             file.writestr(name, content.getvalue())
         file.writestr("dataset.json", labels if isinstance(labels, str) else json.dumps({"labels": labels}))
     return path
+
+
+def test_the_page_that_adds_a_source_adds_one_that_is_prepared(
+    tmp_path: Path, folder: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "add_a_source.md").read_text()
+    module, entry = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "csv_source.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    kinds: dict[str, SourceKind] = {}
+    exec(entry, {"SOURCES": kinds, "SourceKind": SourceKind, **vars(importlib.import_module("csv_source"))})
+    monkeypatch.setitem(SOURCES, "csv", kinds["csv"])
+    (folder / "list.csv").write_text("".join(f"cats/{i}.png,cat\n" for i in range(6)) + "dogs/0.png,a dog\n")
+    store = prepare(spec_of(source="csv", path=folder / "list.csv", channels=3))
+    assert store.meta.classes == ("a dog", "cat") and store.labels.tolist() == [1] * 6 + [0]
+    (folder / "empty.csv").touch()
+    assert "empty.csv has no rows" in line_of(spec_of(source="csv", path=folder / "empty.csv"))
 
 
 def test_an_archive_of_edms_tools_is_read_in_place(tmp_path: Path, spec_of: SpecOf) -> None:
