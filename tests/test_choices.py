@@ -95,7 +95,7 @@ def test_two_files_of_one_source_are_two_stores(registered: None, tmp_path: Path
     one, other = (
         prepare(DataSpec(source="npz", path=file, image_size=8, channels=1, store_root=tmp_path)) for file in files
     )
-    assert one.path != other.path and not np.array_equal(one.images, other.images)
+    assert one.path != other.path and not np.array_equal(one.images[:], other.images[:])
     assert (one.meta.source, one.meta.folder, one.meta.classes) == ("npz", str(files[0]), ("dark", "bright"))
 
 
@@ -107,8 +107,9 @@ def test_a_store_is_named_after_all_that_decides_its_images(tmp_path: Path) -> N
         "crop_from": 12,
         "channels": 3,
         "store_root": tmp_path,
+        "store": "encoded",
     }
-    of_training = {"horizontal_flips", "held_out_images", "max_bad_fraction", "workers"}
+    of_training = {"horizontal_flips", "held_out_images", "max_bad_fraction", "shuffle_images", "workers"}
     others |= {"name": "a/b", "split": "test", "image_column": "image", "label_column": "label"}
     assert {*others, *of_training} == set(DataSpec.model_fields), "does the new key decide what is prepared?"
     spec = DataSpec(source="digits", image_size=8, channels=1)
