@@ -89,6 +89,7 @@ def open_huggingface(spec: DataSpec, progress: bool) -> HuggingFaceSource:
     """
     try:
         import datasets
+        import pyarrow
         from huggingface_hub import logging as hub_logging
     except ImportError as error:
         raise DataError(
@@ -102,6 +103,7 @@ def open_huggingface(spec: DataSpec, progress: bool) -> HuggingFaceSource:
     column = _image_column(datasets, rows, spec, key)
     classes, labels = _labels(datasets, rows, spec, key)
     root = Path() if spec.path is None else spec.path.resolve() if spec.path.is_dir() else spec.path.resolve().parent
+    pyarrow.default_memory_pool().release_unused()  # of what was converted
     source = HuggingFaceSource(classes, labels, tuple(file["filename"] for file in rows.cache_files), column, root)
     if not len(rows) or source.rows != len(rows):
         raise DataError(f"{key} holds {len(rows):,} rows of {source.rows:,} in its files; save a whole data set")
