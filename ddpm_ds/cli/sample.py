@@ -186,6 +186,7 @@ def load(
             trained.sampler,
             trained.diffusion,
             classes=trained.unet_spec.classes,
+            latents=trained.autoencoder is not None,
         )
         for guidance in guidances or (options.guidance,)
     ]
@@ -197,7 +198,12 @@ def load(
 
 
 def sampler_from(
-    options: argparse.Namespace, sampler: SamplerSpec, diffusion: DiffusionSpec, *, classes: int | None
+    options: argparse.Namespace,
+    sampler: SamplerSpec,
+    diffusion: DiffusionSpec,
+    *,
+    classes: int | None,
+    latents: bool = False,
 ) -> SamplerSpec:
     """Return the run's sampler, changed by the options.
 
@@ -221,7 +227,7 @@ def sampler_from(
             f"--variance is an option of {readers}, not of {changed.kind}; leave it out or use --sampler {readers}"
         )
     try:
-        check_sampler(changed, diffusion, classes=classes, guide=options.guide is not None)
+        check_sampler(changed, diffusion, classes=classes, guide=options.guide is not None, latents=latents)
     except ValueError as error:
         said = re.sub(r"sampler\.(\w+)", lambda key: "--" + key[1].replace("_", "-"), str(error))
         raise SpecError(said.replace("use kind ", "use --sampler ")) from None

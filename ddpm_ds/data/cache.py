@@ -42,6 +42,7 @@ class CacheMeta(BaseModel):
     classes: tuple[str, ...]
     skipped: NonNegativeInt
     sha256: dict[str, str]
+    kind: Literal["pixels", "latents"] = "pixels"
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,11 @@ class DatasetCache:
             raise _damaged(path, f"{META} is not that of a data-set cache of format {FORMAT}") from error
         except (ValueError, EOFError, OverflowError, MemoryError) as error:  # numpy's, on a broken header or file
             raise _damaged(path, "images.npy or labels.npy is cut short or no numpy file") from error
-        if images.dtype != np.uint8 or images.shape != (meta.count, *meta.shape):
+        dtype = np.uint8 if meta.kind == "pixels" else np.float16
+        if images.dtype != dtype or images.shape != (
+            meta.count,
+            *meta.shape,
+        ):
             raise _damaged(path, f"images.npy is {images.dtype} {images.shape}, meta.json says otherwise")
         if labels.dtype != np.int64 or labels.shape != (meta.count,):
             raise _damaged(path, f"labels.npy is {labels.dtype} {labels.shape} for {meta.count} images")

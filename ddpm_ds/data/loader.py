@@ -141,7 +141,8 @@ class _Reads(Dataset[_Read]):
         index = (turns[:, None] + np.arange(self.size)).ravel()  # (count x size,)
         stored = image_at(index, len(self.cache if self.among is None else self.among), self.seed)
         stored = stored if self.among is None else self.among[stored]
-        images = torch.empty((len(stored), *self.cache.meta.shape), dtype=torch.uint8, pin_memory=self.pin_memory)
+        dtype = torch.uint8 if self.cache.images.dtype == np.uint8 else torch.float16
+        images = torch.empty((len(stored), *self.cache.meta.shape), dtype=dtype, pin_memory=self.pin_memory)
         self.cache.check_file()
         # The one copy. In its other modes numpy copies into a buffer first; an order's positions are in range.
         np.take(self.cache.images, stored, axis=0, out=images.numpy(), mode="clip")

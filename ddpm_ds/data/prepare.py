@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 from uuid import uuid4
 
 import numpy as np
@@ -18,9 +18,13 @@ from tqdm import tqdm
 
 from ddpm_ds.config.spec import DataSpec, RunSpec
 from ddpm_ds.data.cache import FORMAT, IMAGES, LABELS, META, SKIPPED, CacheMeta, DatasetCache, checksums
+from ddpm_ds.data.latents import autoencoder_of, encoded, pixels_of, sources_of
 from ddpm_ds.data.sources import Pixels, Source, UnreadableImage, open_source
 from ddpm_ds.errors import DataError
 from ddpm_ds.files import read_bytes, sync
+
+if TYPE_CHECKING:
+    import torch
 
 READ_AHEAD = 256
 """Number of images that the threads decode before they are written."""
@@ -30,6 +34,9 @@ def cache_path(spec: DataSpec) -> Path:
     """Return the folder of the cache: a function of everything that a source reads, which is the spec's source, stored
     size, channels and, where there is one, absolute path.
     """
+    if (autoencoder := autoencoder_of(spec)) is not None:
+        pixels = cache_path(pixels_of(spec))
+        return pixels.with_name(f"{pixels.name}-latents-{autoencoder.digest[:8]}")
     name = f"{spec.source}-{spec.stored_size}px-{spec.channels}ch"
     if spec.path is not None:
         name += f"-{sha256(os.fsencode(spec.path.resolve())).hexdigest()[:8]}"
@@ -41,12 +48,12 @@ def class_names(spec: RunSpec) -> Sequence[str]:
     numbers = [str(label) for label in range(spec.unet.classes or 0)]
     try:
         names = CacheMeta.model_validate_json(read_bytes(cache_path(spec.data) / META)).classes
-    except (OSError, ValueError):
+    except (OSError, ValueError, DataError):  # or its autoencoder is gone
         return numbers
     return names if len(names) == len(numbers) else numbers
 
 
-def prepare(spec: DataSpec, progress: bool = False) -> DatasetCache:
+def prepare(spec: DataSpec, progress: bool = False, encode: torch.device | None = None) -> DatasetCache:
     """Return the verified data-set cache of ``spec``, made when it is missing; ``progress`` shows bars.
 
     An existing cache is used unchanged: delete it after changing a folder's images. Safe to call from several processes
@@ -58,6 +65,14 @@ def prepare(spec: DataSpec, progress: bool = False) -> DatasetCache:
     path = cache_path(spec)
     if path.exists():
         return DatasetCache.open(path, progress=progress)
+    pixels = None
+    if spec.autoencoder is not None:
+        if encode is None:
+            raise DataError(
+                f"there are no latents of data.autoencoder = {spec.autoencoder} at {path}; make them with: "
+                "ddpm-ds prepare --encode"
+            )
+        pixels = prepare(pixels_of(spec), progress)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _lock(path) as alone:
@@ -65,7 +80,7 @@ def prepare(spec: DataSpec, progress: bool = False) -> DatasetCache:
                 for stale in path.parent.glob(f".{path.name}.preparing-*"):  # of a process that was killed
                     shutil.rmtree(stale)
             if not path.exists():
-                _build(spec, path, progress)
+                _build(spec, path, progress, pixels, encode)
     except OSError as error:
         raise DataError(
             f"data.store_root = {spec.store_root} can't be written ({error.strerror or error}); "
@@ -90,12 +105,15 @@ def _lock(path: Path) -> Iterator[bool]:
             yield True
 
 
-def _build(spec: DataSpec, path: Path, progress: bool) -> None:
-    source = open_source(spec, progress)
+def _build(spec: DataSpec, path: Path, progress: bool, pixels: Any, encode: Any) -> None:
+    source = open_source(spec, progress) if pixels is None else None
     temporary = path.with_name(f".{path.name}.preparing-{uuid4().hex[:8]}")
     temporary.mkdir()
     try:
-        _write(temporary, source, spec, f"preparing {path.name}", progress)
+        if source is None:
+            _write_latents(temporary, pixels, spec, path.name, progress, encode)
+        else:
+            _write(temporary, source, spec, f"preparing {path.name}", progress)
         try:
             temporary.rename(path)
         except OSError:
@@ -147,6 +165,21 @@ def _write(folder: Path, source: Source, spec: DataSpec, title: str, progress: b
     for written in folder.iterdir():
         sync(written)
     sync(folder)
+
+
+def _write_latents(folder: Path, pixels: Any, spec: DataSpec, title: str, progress: bool, device: Any) -> None:
+    autoencoder = autoencoder_of(spec)
+    assert autoencoder is not None
+    np.save(folder / IMAGES, np.concatenate(list(encoded(pixels, autoencoder, device, f"encoding {title}", progress))))
+    np.save(folder / LABELS, pixels.labels)
+    meta = pixels.meta.model_copy(
+        update={
+            "kind": "latents",
+            "shape": (spec.channels, spec.image_size, spec.image_size),
+            "sha256": checksums(folder, progress) | sources_of(pixels, autoencoder),
+        }
+    )
+    (folder / META).write_text(meta.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
 def _write_header(file: BinaryIO, shape: tuple[int, ...]) -> None:

@@ -24,6 +24,7 @@ from ddpm_ds.checkpoint.power_ema import Reconstruction, averaged_kind
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.union import checkpoint_at
 from ddpm_ds.config.spec import DiffusionSpec, RunSpec, SamplerSpec, UnetSpec, with_current_names
+from ddpm_ds.data.latents import Autoencoder, ToPixels, autoencoder_of, to_pixels
 from ddpm_ds.diffusion.diffusers_config import diffusion_from_scheduler
 from ddpm_ds.errors import CheckpointError
 from ddpm_ds.files import open_regular, open_tensors, read_json, sha256_of
@@ -38,6 +39,8 @@ FLOATS = ("F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat1
 """Types that are read, as safetensors and as PyTorch name them."""
 SMALLEST_ELEMENT_BYTES = 2
 CONFIG, SCHEDULER_CONFIG = "config.json", "scheduler_config.json"
+AUTOENCODER_FOLDER = "vqvae"
+"""Folder of the autoencoder in an export, as diffusers' LDMPipeline calls it."""
 
 Weights = Literal["ema", "raw"]
 KINDS: dict[Weights, str] = {"ema": "ema", "raw": "master"}
@@ -55,7 +58,7 @@ class Trained:
     sampler: SamplerSpec
     """Sampler of the run; the default one for an export, which has none."""
     image_shape: tuple[int, int, int]
-    """(C, H, W)"""
+    """(C, H, W) of what the U-Net draws."""
     origin: str
     """Path of the folder that the weights were read from."""
     digest: str
@@ -68,11 +71,26 @@ class Trained:
     """Folder of the run, where the checkpoint is in ``RUN_DIR/checkpoints``."""
     spec: RunSpec | None = None
     """The run's spec; None for an export."""
+    autoencoder: Autoencoder | None = None
+    """What makes pixels of the latents that the U-Net draws; None where it draws pixels."""
 
     @property
     def layers(self) -> tuple[Layer, ...]:
         """The U-Net's list of layers."""
         return unet_layers(self.unet_spec, image_channels=self.image_shape[0], image_size=self.image_shape[1])
+
+    @functools.cached_property
+    def to_pixels(self) -> ToPixels:
+        """The function from what the U-Net draws to uint8 pixels."""
+        return to_pixels(self.autoencoder, next(self.unet.parameters()).device)
+
+    @property
+    def picture_shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of the pixels."""
+        if self.autoencoder is None:
+            return self.image_shape
+        _, height, width = self.image_shape
+        return 3, height * self.autoencoder.factor, width * self.autoencoder.factor
 
 
 def find_trained(path: Path) -> Path:
@@ -121,15 +139,19 @@ def load_trained(
     if weights != "ema":
         raise CheckpointError(f"{found} is an export, which has weights of one kind; leave out --weights {weights}")
     folder = DiffusersFolder(found)
+    autoencoder, digest = folder.autoencoder(), sha256_of(folder.weights)
+    if autoencoder is not None:
+        digest = hashlib.sha256(f"{digest} {autoencoder.digest}".encode()).hexdigest()
     return Trained(
         unet=_filled(folder.layers, folder.tensors().items(), found, device, dtype),
         unet_spec=folder.unet,
         diffusion=folder.diffusion(),
-        sampler=SamplerSpec(),
+        sampler=SamplerSpec(clip="static" if autoencoder is None else "none"),
         image_shape=(folder.image_channels, folder.image_size, folder.image_size),
         origin=str(found),
-        digest=sha256_of(folder.weights),
+        digest=digest,
         weights="export",
+        autoencoder=autoencoder,
     )
 
 
@@ -159,6 +181,7 @@ def _load_checkpoint(
             f"{reader.manifest.version} that wrote it"
         ) from None
     data = spec.data
+    autoencoder = autoencoder_of(data, reader.manifest.data_sha256)
     layers = unet_layers(spec.unet, image_channels=data.channels, image_size=data.image_size)
     shapes = parameter_shapes(layers)
     if shapes != reader.manifest.parameters:
@@ -180,6 +203,7 @@ def _load_checkpoint(
         images_seen=reader.manifest.images,
         run_dir=run_dir if in_run else None,
         spec=spec,
+        autoencoder=autoencoder,
     )
 
 
@@ -231,6 +255,22 @@ class DiffusersFolder:
     def at(path: Path) -> bool:
         """Return whether ``path`` is meant to be such a folder."""
         return (path / "unet" / CONFIG).is_file() or (path / CONFIG).is_file()
+
+    def autoencoder(self) -> Autoencoder | None:
+        """Open the autoencoder beside the U-Net; None where the U-Net draws pixels.
+
+        Raises:
+            DataError: it can't be used.
+        """
+        path = self.path / AUTOENCODER_FOLDER
+        if path.is_dir():
+            return Autoencoder.open(path)
+        if self.image_channels not in (1, 3):
+            raise CheckpointError(
+                f"{self.path} draws images of {self.image_channels} channels, which are latents, and holds no "
+                f"autoencoder; add it as {AUTOENCODER_FOLDER}/{CONFIG} with its weights"
+            )
+        return None
 
     @property
     def has_schedule(self) -> bool:
