@@ -17,7 +17,8 @@ from torch import Tensor
 from ddpm_ds.cli import main as verbs
 from ddpm_ds.cli import train
 from ddpm_ds.config.spec import DataSpec, DiffusionSpec
-from ddpm_ds.data.sources import SOURCES, ArraySource, SourceKind
+from ddpm_ds.data.sources import SOURCES, SourceKind
+from ddpm_ds.data.sources.arrays import ArraySource
 from ddpm_ds.diffusion.choices import OBJECTIVES, SAMPLERS, SCHEDULES, NoiseSchedule, Objective, SamplerKind, ddim
 
 REGISTRIES: dict[str, dict[str, Any]] = {
@@ -34,8 +35,8 @@ NEW = {"data.source": "npz", "diffusion.schedule": "flat", "diffusion.objective"
 def _npz(spec: DataSpec, progress: bool) -> ArraySource:
     assert spec.path is not None
     with np.load(spec.path) as file:
-        images, labels = file["images"], file["labels"].tolist()
-    return ArraySource(("dark", "bright"), images, labels, spec.stored_size, spec.channels)
+        images, labels = file["images"], file["labels"].astype(np.int64)
+    return ArraySource(("dark", "bright"), labels, images)
 
 
 def _flat(spec: DiffusionSpec) -> Tensor:

@@ -95,7 +95,7 @@ def test_two_files_of_one_source_are_two_stores(registered: None, tmp_path: Path
     one, other = (
         prepare(DataSpec(source="npz", path=file, image_size=8, channels=1, store_root=tmp_path)) for file in files
     )
-    assert one.path != other.path and not np.array_equal(one.images, other.images)
+    assert one.path != other.path and not np.array_equal(one.images[:], other.images[:])
     assert (one.meta.source, one.meta.folder, one.meta.classes) == ("npz", str(files[0]), ("dark", "bright"))
 
 

@@ -113,9 +113,9 @@ def _prepare(options: argparse.Namespace) -> None:
         from ddpm_ds.device import choose_device
 
         device = choose_device("auto")
-    store = prepare(data, progress=True, encode=device)
+    store = prepare(data, progress=True, encode_on=device)
     skipped = f", {store.meta.skipped:,} unreadable ones left out (skipped.txt)" if store.meta.skipped else ""
-    what = "images" if store.meta.kind == "pixels" else f"latents of {'x'.join(map(str, store.meta.shape))}"
+    what = f"latents of {'x'.join(map(str, store.meta.shape))}" if store.meta.kind == "latents" else "images"
     print(f"{store.path}: {len(store):,} {what}{skipped}")
 
 

@@ -150,6 +150,12 @@ class DataSpec(Section):
     """Share of unreadable images above which preparation fails; below it they are skipped and reported."""
     store_root: FilePath = Path("data")
     """Folder of data-set caches; a cache's own folder name follows from source, size, channels and path."""
+    store: Literal["auto", "pixels", "encoded"] = "auto"
+    """What the data-set cache holds: pixels, or images as they are encoded, which the loader decodes each time; auto
+    keeps pixels up to 64 GiB of them, and beyond it what is smaller."""
+    shuffle_images: Annotated[int, Field(ge=1, le=10**12)] | None = None
+    """Images that are shuffled together: less than memory holds of them, where the cache is larger; null shuffles
+    all."""
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Loader processes per rank that loads data. 0 reads in the training process, which is fastest for small images."""
 

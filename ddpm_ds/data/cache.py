@@ -1,9 +1,11 @@
-"""Data-set cache: all images of a source, in their final size, in one memory-mapped array.
+"""Data-set cache: all images of a source, in their final size, in memory-mapped files of bounded size.
 
 ::
 
-    <store_root>/<source>-<size>px-<channels>ch[-<hash of path>]/
-        images.npy    uint8 (N, C, H, W)
+    <store_root>/<source>-<size>px-<channels>ch[-<hash>][-encoded]/
+        images.npy, images.1.npy, ...   uint8 (n, C, H, W), for latents float16; `shards` of meta.json has every n.
+                                        Encoded images are images.bin, images.1.bin, ..., one after the other
+        offsets.npy   int64 (N + 1,) where they are encoded: byte at which each begins, over all files, and the end
         labels.npy    int64 (N,)
         meta.json     CacheMeta
         skipped.txt   unreadable images, one per line, where there were any
@@ -11,22 +13,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 from tqdm import tqdm
 
+from ddpm_ds.data.decoding import decode
 from ddpm_ds.errors import DataError
 from ddpm_ds.files import open_regular, read_bytes, sha256_of
 
 FORMAT: Final = 1
-IMAGES, LABELS, META, SKIPPED = "images.npy", "labels.npy", "meta.json", "skipped.txt"
+LABELS, OFFSETS, META, SKIPPED = "labels.npy", "offsets.npy", "meta.json", "skipped.txt"
+Kind = Literal["pixels", "encoded", "latents"]
+MOST_MAPPED = 256
+"""Most files of images mapped at a time. Each keeps a file descriptor, of which a process often has 1,024."""
+
+Indices = npt.NDArray[np.int64]
+Images = npt.NDArray[Any]
+"""Images (n, C, H, W), uint8 or, for latents, float16."""
+
+
+def shard_name(kind: Kind, number: int) -> str:
+    """Return the name of the ``number``-th file of images; the first has the name of an only one."""
+    return f"images{f'.{number}' if number else ''}.{'bin' if kind == 'encoded' else 'npy'}"
 
 
 class CacheMeta(BaseModel):
@@ -42,7 +60,115 @@ class CacheMeta(BaseModel):
     classes: tuple[str, ...]
     skipped: NonNegativeInt
     sha256: dict[str, str]
-    kind: Literal["pixels", "latents"] = "pixels"
+    kind: Kind = "pixels"
+    shards: tuple[NonNegativeInt, ...] = ()
+    """Number of images in each file; empty where one file has all."""
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Number of images in each file."""
+        return self.shards or (self.count,)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of an image's numbers as it is read."""
+        return np.dtype(np.float16 if self.kind == "latents" else np.uint8)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the files of images."""
+        return tuple(shard_name(self.kind, number) for number in range(len(self.counts)))
+
+
+class StoredImages:
+    """Images of a cache where they lie, read by position: ``images[7]``, ``images[:100]``, ``images[positions]``.
+
+    Files are mapped when they are first read, and checked before each read: to read beyond the end of a file that was
+    cut short would end the process. Encoded images are decoded as they are read.
+    """
+
+    def __init__(self, path: Path, meta: CacheMeta, offsets: Indices | None, crop: int | None = None) -> None:
+        self.shape = (meta.count, *meta.shape) if crop is None else (meta.count, meta.shape[0], crop, crop)
+        self.offsets, self._path, self._meta, self._crop = offsets, path, meta, crop
+        self._starts = np.cumsum((0, *meta.counts))  # (files + 1,)
+        self._sizes = [(path / name).stat().st_size for name in meta.files]
+        self._mapped = lru_cache(MOST_MAPPED)(self._map)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of an image's numbers."""
+        return self._meta.dtype
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, which: int | slice | Indices | Sequence[int]) -> Images:
+        positions = np.arange(len(self))[which]
+        found = self.read(np.atleast_1d(positions))
+        return found if positions.ndim else found[0]
+
+    def read(self, positions: Indices, out: Images | None = None) -> Images:
+        """Return the images at ``positions`` (n,), (n, C, H, W), in ``out`` where it is given.
+
+        Raises:
+            DataError: a file was cut short since the cache was opened, or an encoded image can't be decoded.
+        """
+        out = np.empty((len(positions), *self.shape[1:]), self.dtype) if out is None else out
+        files = self._starts.searchsorted(positions, side="right") - 1  # (n,)
+        for number in np.unique(files).tolist():
+            self._check(number)
+        if len(self._sizes) == 1 and self.offsets is None and self._crop is None:
+            # One call, and one copy: in its other modes numpy copies into a buffer first.
+            return np.take(self._mapped(0), positions, axis=0, out=out, mode="clip")
+        top, left = ((side - cut) // 2 for side, cut in zip(self._meta.shape[1:], self.shape[2:], strict=True))
+        for row, (number, position) in enumerate(zip(files.tolist(), positions.tolist(), strict=True)):
+            image = self._image(number, position)
+            out[row] = image[:, top : top + self.shape[2], left : left + self.shape[3]]
+        return out
+
+    def will_read(self, first: int, last: int) -> None:
+        """Ask the system to read the images from ``first`` up to ``last`` from the disk; does not wait for it."""
+        while first < last:
+            number = int(self._starts.searchsorted(first, side="right")) - 1
+            end = min(last, int(self._starts[number + 1]))
+            begin = self._byte(number, first)
+            with open(self._path / self._meta.files[number], "rb") as file:
+                os.posix_fadvise(file.fileno(), begin, self._byte(number, end) - begin, os.POSIX_FADV_WILLNEED)
+            first = end
+
+    def _byte(self, number: int, position: int) -> int:
+        """Return the byte of file ``number`` at which the image at ``position`` begins."""
+        start = int(self._starts[number])
+        if self.offsets is not None:
+            return int(self.offsets[position] - self.offsets[start])
+        image_bytes = self._sizes[number] // max(1, self._meta.counts[number])  # the header is lost in rounding
+        return (position - start) * image_bytes
+
+    def _image(self, number: int, position: int) -> Images:
+        """Return the image (C, H, W) at ``position``, which is in file ``number``."""
+        if self.offsets is None:
+            image: Images = self._mapped(number)[position - self._starts[number]]
+            return image
+        content = self._mapped(number)[self._byte(number, position) : self._byte(number, position + 1)].tobytes()
+        channels, size, _ = self._meta.shape
+        try:
+            return decode(content, size, channels).transpose(2, 0, 1)
+        except Exception as error:  # a decoder may raise anything on broken bytes
+            raise damaged(self._path, f"image {position} can't be decoded ({' '.join(str(error).split())})") from error
+
+    def _map(self, number: int) -> Images:
+        """Map a file: (n, C, H, W), or the bytes of one with encoded images."""
+        name = self._meta.files[number]
+        return _mapped(self._path, name) if self.offsets is None else np.asarray(np.memmap(self._path / name, mode="r"))
+
+    def _check(self, number: int) -> None:
+        file, size = self._path / self._meta.files[number], self._sizes[number]
+        try:
+            found = file.stat().st_size
+        except OSError:  # removed: what is mapped stays
+            return
+        if found < size:
+            raise damaged(self._path, f"{file.name} was cut from {size:,} to {found:,} bytes while it was read")
 
 
 @dataclass(frozen=True)
@@ -51,10 +177,9 @@ class DatasetCache:
 
     path: Path
     meta: CacheMeta
-    images: npt.NDArray[np.uint8] = field(repr=False)  # (N, C, H, W), mapped from the file
-    labels: npt.NDArray[np.int64] = field(repr=False)  # (N,)
-    file_bytes: int = 0
-    """Size of the file of images when it was opened."""
+    images: StoredImages = field(repr=False)
+    """(N, C, H, W)"""
+    labels: Indices = field(repr=False)  # (N,)
     cropped: int | None = None
     """Height and width in pixels of the crops made by :meth:`centre`; None where images are as they were prepared."""
 
@@ -71,44 +196,22 @@ class DatasetCache:
             raise DataError(f"there is no data-set cache at {path}; make it with: ddpm-ds prepare")
         try:
             meta = CacheMeta.model_validate_json(read_bytes(path / META))
-            for name in (IMAGES, LABELS):
+            names = (*meta.files, LABELS, *([OFFSETS] if meta.kind == "encoded" else []))
+            for name in names:
                 open_regular(path / name).close()
             if verify:
-                for name, checksum in checksums(path, progress).items():
+                for name, checksum in checksums(path, names, progress).items():
                     if meta.sha256.get(name) != checksum:
-                        raise _damaged(path, f"{name} has another checksum than meta.json says")
-            images = np.load(path / IMAGES, mmap_mode="r")
-            labels = np.load(path / LABELS, mmap_mode="r")  # a header that lies can't allocate what the file lacks
+                        raise damaged(path, f"{name} has another checksum than meta.json says")
+            labels = _mapped(path, LABELS)
+            offsets = np.array(_mapped(path, OFFSETS)) if meta.kind == "encoded" else None
+            for wrong in _misfits(path, meta, labels, offsets):
+                raise damaged(path, wrong)
+            return cls(path, meta, StoredImages(path, meta, offsets), np.array(labels))
         except OSError as error:
-            raise _damaged(path, f"{error.filename or path} can't be read ({error.strerror or error})") from error
+            raise damaged(path, f"{error.filename or path} can't be read ({error.strerror or error})") from error
         except ValidationError as error:
-            raise _damaged(path, f"{META} is not that of a data-set cache of format {FORMAT}") from error
-        except (ValueError, EOFError, OverflowError, MemoryError) as error:  # numpy's, on a broken header or file
-            raise _damaged(path, "images.npy or labels.npy is cut short or no numpy file") from error
-        dtype = np.uint8 if meta.kind == "pixels" else np.float16
-        if images.dtype != dtype or images.shape != (
-            meta.count,
-            *meta.shape,
-        ):
-            raise _damaged(path, f"images.npy is {images.dtype} {images.shape}, meta.json says otherwise")
-        if labels.dtype != np.int64 or labels.shape != (meta.count,):
-            raise _damaged(path, f"labels.npy is {labels.dtype} {labels.shape} for {meta.count} images")
-        if not ((labels >= 0) & (labels < len(meta.classes))).all():
-            raise _damaged(path, f"labels.npy has labels of none of the {len(meta.classes)} classes")
-        return cls(path, meta, images, np.array(labels), (path / IMAGES).stat().st_size)
-
-    def check_file(self) -> None:
-        """Raise an error if the file of images was cut short since it was opened: to read it would end the process.
-
-        Raises:
-            DataError: the message names the file.
-        """
-        try:
-            found = (self.path / IMAGES).stat().st_size
-        except OSError:  # removed: what is mapped stays
-            return
-        if found < self.file_bytes:
-            raise _damaged(self.path, f"{IMAGES} was cut from {self.file_bytes:,} to {found:,} bytes while it was read")
+            raise damaged(path, f"{META} is not that of a data-set cache of format {FORMAT}") from error
 
     def __len__(self) -> int:
         return self.meta.count
@@ -124,16 +227,49 @@ class DatasetCache:
         channels, height, width = self.meta.shape
         if (height, width) == (size, size):
             return self
-        top, left = (height - size) // 2, (width - size) // 2
-        images = self.images[:, :, top : top + size, left : left + size]
+        images = StoredImages(self.path, self.meta, self.images.offsets, size)
         meta = self.meta.model_copy(update={"shape": (channels, size, size)})
         return replace(self, meta=meta, images=images, cropped=size)
 
     @property
     def key(self) -> str:
-        """Return a hexadecimal key of exactly these images: their checksum, hashed with the size of crops."""
-        checksum = self.meta.sha256[IMAGES]
-        return checksum if self.cropped is None else sha256(f"{checksum} {self.cropped}".encode()).hexdigest()
+        """Return a hexadecimal key of exactly these images: their checksums, hashed with the size of crops."""
+        parts = [self.meta.sha256[name] for name in self.meta.files]
+        parts += [] if self.cropped is None else [str(self.cropped)]
+        return parts[0] if len(parts) == 1 else sha256(" ".join(parts).encode()).hexdigest()
+
+
+def _misfits(path: Path, meta: CacheMeta, labels: npt.NDArray[Any], offsets: npt.NDArray[Any] | None) -> Iterator[str]:
+    """Yield what does not fit ``meta.json``."""
+    if sum(meta.counts) != meta.count:
+        yield f"{META} has shards of {sum(meta.counts):,} images and {meta.count:,} in all"
+    if labels.dtype != np.int64 or labels.shape != (meta.count,):
+        yield f"{LABELS} is {labels.dtype} {labels.shape} for {meta.count} images"
+    if not ((labels >= 0) & (labels < len(meta.classes))).all():
+        yield f"{LABELS} has labels of none of the {len(meta.classes)} classes"
+    if offsets is not None and (offsets.dtype != np.int64 or offsets.shape != (meta.count + 1,)):
+        yield f"{OFFSETS} is {offsets.dtype} {offsets.shape} for {meta.count} images"
+    if offsets is not None and (np.diff(offsets) < 0).any():
+        yield f"{OFFSETS} does not rise"
+    start = 0
+    for name, count in zip(meta.files, meta.counts, strict=True):
+        if offsets is None:
+            images = _mapped(path, name)
+            if images.dtype != meta.dtype or images.shape != (count, *meta.shape):
+                yield f"{name} is {images.dtype} {images.shape}, {META} says otherwise"
+        elif (path / name).stat().st_size != offsets[start + count] - offsets[start]:
+            yield f"{name} has another size than {OFFSETS} says"
+        start += count
+
+
+def _mapped(path: Path, name: str) -> npt.NDArray[Any]:
+    """Map a ``.npy`` of the cache: so a header that lies can't allocate what the file lacks."""
+    try:
+        return np.asarray(
+            np.load(path / name, mmap_mode="r")
+        )  # a plain array: each view of a memmap takes microseconds
+    except (ValueError, EOFError, OverflowError, MemoryError) as error:  # numpy's, on a broken header or file
+        raise damaged(path, f"{name} is cut short or no numpy file") from error
 
 
 def _reopen(path: Path, cropped: int | None) -> DatasetCache:
@@ -141,13 +277,17 @@ def _reopen(path: Path, cropped: int | None) -> DatasetCache:
     return cache if cropped is None else cache.centre(cropped)
 
 
-def checksums(folder: Path, progress: bool) -> dict[str, str]:
-    """Return the SHA-256 of the arrays in ``folder``, by file name; shows a bar on stderr after a second."""
-    total = sum((folder / name).stat().st_size for name in (IMAGES, LABELS))
+def checksums(folder: Path, names: tuple[str, ...], progress: bool) -> dict[str, str]:
+    """Return the SHA-256 of files in ``folder``, by name, computed by threads; shows a bar on stderr after a second."""
+    total = sum((folder / name).stat().st_size for name in names)
     title = f"checking {folder.name}"
-    with tqdm(total=total, desc=title, unit="B", unit_scale=True, delay=1, disable=not progress) as bar:
-        return {name: sha256_of(folder / name, bar) for name in (IMAGES, LABELS)}
+    with (
+        tqdm(total=total, desc=title, unit="B", unit_scale=True, delay=1, disable=not progress) as bar,
+        ThreadPoolExecutor() as threads,
+    ):
+        return dict(zip(names, threads.map(lambda name: sha256_of(folder / name, bar), names), strict=True))
 
 
-def _damaged(path: Path, what: str) -> DataError:
+def damaged(path: Path, what: str) -> DataError:
+    """Return the error of a cache that can't be used."""
     return DataError(f"data-set cache is unusable: {what}; delete {path} and prepare again")

@@ -17,15 +17,15 @@ import functools
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from tqdm import tqdm
 
 from ddpm_ds.config.spec import MOST_LEVELS, MOST_SIDE, DataSpec, LatentChannels
 from ddpm_ds.data.cache import DatasetCache
@@ -43,8 +43,8 @@ CONFIG, WEIGHTS = "config.json", "diffusion_pytorch_model.safetensors"
 PIXELS_AT_ONCE = 2**18
 """Pixels that are encoded or decoded together, at least one image: 4 of 256x256. A layer of the usual autoencoders
 keeps 128 numbers of each."""
-ENCODED_TOGETHER = 64
-"""Images between two moves of the model to the device and back."""
+MOVED_PIXELS = 2**22
+"""Pixels that are encoded between two moves of the model to the device and back, at least one image."""
 MOST_FLOAT16 = 65504.0
 AUTOENCODER, PIXELS = "autoencoder", "pixels/"
 """Names in the checksums of a store of latents: its autoencoder, and before each file of the pixels it was made of."""
@@ -53,7 +53,8 @@ ToPixels = Callable[["Tensor"], "Tensor"]
 """Function from drawn images (N, C, H, W) float32 to uint8 pixels on the same device."""
 
 EXPECTED = f"name a folder that AutoencoderKL.save_pretrained of diffusers has written ({CONFIG}, {WEIGHTS})"
-Latents = Iterator["npt.NDArray[np.float16]"]
+Latents: TypeAlias = "npt.NDArray[np.float16]"
+"""(n, C, h, w)"""
 
 
 class _Config(BaseModel):
@@ -213,8 +214,16 @@ class Coder:
     def __init__(self, autoencoder: Autoencoder, device: torch.device) -> None:
         import torch
 
-        self._autoencoder, self._device = autoencoder, device
+        self.autoencoder, self._device = autoencoder, device
         self._dtype = torch.float16 if device.type == "cuda" else torch.float32
+
+    def load(self) -> None:
+        """Load the model now, not when it is first needed.
+
+        Raises:
+            DataError: its files are damaged; so does the first :meth:`encode` or :meth:`decode`.
+        """
+        _ = self._model
 
     @functools.cached_property
     def _model(self) -> Any:
@@ -226,24 +235,24 @@ class Coder:
         options = {"use_safetensors": True, "local_files_only": True, "low_cpu_mem_usage": False}
         try:
             model, notes = diffusers.AutoencoderKL.from_pretrained(
-                self._autoencoder.folder, output_loading_info=True, **options
+                self.autoencoder.folder, output_loading_info=True, **options
             )
         except Exception as error:  # whatever diffusers makes of damaged files
-            raise _unusable(self._autoencoder.name, f"{WEIGHTS} is damaged or of another model ({error})") from None
+            raise _unusable(self.autoencoder.name, f"{WEIGHTS} is damaged or of another model ({error})") from None
         if wrong := [*notes["missing_keys"], *notes["unexpected_keys"]]:
-            raise _unusable(self._autoencoder.name, f"{WEIGHTS} is of another model ({wrong[0]})")
+            raise _unusable(self.autoencoder.name, f"{WEIGHTS} is of another model ({wrong[0]})")
         return model.eval().requires_grad_(False)
 
     def encode(self, images: Tensor) -> Tensor:
         """Return the latents (N, C, h, w) float32 of pixels (N, 3, H, W) uint8, on their device."""
         pixels = images.float().div_(127.5).sub_(1.0)
         latents = self._mapped(lambda model, part: model.encode(part).latent_dist.mean, pixels, images[0, 0].numel())
-        return latents.sub_(self._autoencoder.shift).mul_(self._autoencoder.scale)
+        return latents.sub_(self.autoencoder.shift).mul_(self.autoencoder.scale)
 
     def decode(self, latents: Tensor) -> Tensor:
         """Return the pixels (N, 3, H, W) uint8 of latents (N, C, h, w), on their device."""
-        means = latents.float().div(self._autoencoder.scale).add_(self._autoencoder.shift)
-        pixels = latents[0, 0].numel() * self._autoencoder.factor**2
+        means = latents.float().div(self.autoencoder.scale).add_(self.autoencoder.shift)
+        pixels = latents[0, 0].numel() * self.autoencoder.factor**2
         return _as_bytes(self._mapped(lambda model, part: model.decode(part).sample, means, pixels))
 
     def _mapped(self, work: Callable[[Any, Tensor], Tensor], images: Tensor, pixels: int) -> Tensor:
@@ -274,31 +283,28 @@ class Coder:
             del self._model  # its weights may be rounded: it is loaded again
 
 
-def encoded(store: DatasetCache, autoencoder: Autoencoder, device: torch.device, title: str, progress: bool) -> Latents:
-    """Yield the latents of all images of a store of pixels in their order, (n, C, h, w) float16 for some at a time.
+def encoded(store: DatasetCache, coder: Coder, numbers: range) -> Iterator[tuple[slice, Latents]]:
+    """Yield the latents of the images ``numbers`` of a store of pixels, some at a time, with their place in the store.
 
     Raises:
-        DataError: the autoencoder can't be loaded, or makes values beyond float16.
+        DataError: a value is beyond float16.
     """
-    import numpy as np
     import torch
 
-    coder = Coder(autoencoder, device)
-    with tqdm(total=len(store), desc=title, unit=" images", disable=not progress) as bar:
-        for first in range(0, len(store), ENCODED_TOGETHER):
-            images = store.images[first : first + ENCODED_TOGETHER]
-            latents = coder.encode(torch.from_numpy(np.array(images)).to(device))
-            largest = latents.abs().amax(dim=(1, 2, 3)).cpu()  # (n,), NaN where a value is
-            beyond = ~(largest <= MOST_FLOAT16)
-            if beyond.any():
-                which = int(beyond.int().argmax())
-                raise DataError(
-                    f"data.autoencoder = {autoencoder.name} makes values up to {largest[which]:g} of image "
-                    f"{first + which} of {store.path}, and float16 ends at {MOST_FLOAT16:,.0f}; use another "
-                    "autoencoder, or a smaller scaling_factor in its config.json"
-                )
-            bar.update(len(latents))
-            yield latents.half().cpu().numpy()
+    together = max(1, MOVED_PIXELS // math.prod(store.meta.shape[1:]))
+    for first in range(numbers.start, numbers.stop, together):
+        part = slice(first, min(first + together, numbers.stop))
+        latents = coder.encode(torch.from_numpy(store.images[part]))
+        largest = latents.abs().amax(dim=(1, 2, 3))  # (n,), NaN where a value is
+        beyond = ~(largest <= MOST_FLOAT16)
+        if beyond.any():
+            which = int(beyond.int().argmax())
+            raise DataError(
+                f"data.autoencoder = {coder.autoencoder.name} makes values up to {largest[which]:g} of image "
+                f"{first + which} of {store.path}, and float16 ends at {MOST_FLOAT16:,.0f}; use another autoencoder, "
+                f"or a smaller scaling_factor in its {CONFIG}"
+            )
+        yield part, latents.half().numpy()
 
 
 @functools.lru_cache(maxsize=8)

@@ -15,36 +15,109 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.cache import DatasetCache, Indices
 from ddpm_ds.errors import SpecError
 
-Indices = npt.NDArray[np.int64]
+RUNS = 256
+"""Runs of neighbouring images that make a window of ``data.shuffle_images``."""
 
 
-def image_at(index: Indices, count: int, seed: int) -> Indices:
-    """Return the positions in a cache of ``count`` images of the ``index``-th images of a run, int64 ``(n,)`` to
-    ``(n,)``.
+@dataclass(frozen=True)
+class Order:
+    """Order in which a run sees ``count`` images: each once an epoch, every epoch in an order of its own.
 
-    Every run of ``count`` indices from a multiple of ``count`` (an epoch) sees each image once, in an order of its
-    own.
+    Without ``window`` it is a full shuffle. With it, the images are cut into runs of neighbours, each a 256th of
+    ``window`` images long; an epoch shuffles the runs, takes 256 of them after the other as a window, and shuffles the
+    images within each window. So a disk reads whole runs, and memory holds two windows. Either is a pure function of
+    ``seed`` and of the number of images seen.
     """
-    epochs, places = np.divmod(index, count)
-    images = np.empty_like(index)
-    for epoch in np.unique(epochs):
-        now = epochs == epoch
-        images[now] = _permutation(count, seed, int(epoch))[places[now]]
-    return images
+
+    count: int
+    seed: int
+    window: int | None = None
+
+    def image_at(self, index: Indices) -> Indices:
+        """Return the positions, 0 to ``count - 1``, of the ``index``-th images of the training run, int64 (n,) to
+        (n,).
+        """
+        epochs, places = np.divmod(index, self.count)
+        images = np.empty_like(index)
+        for epoch in np.unique(epochs).tolist():
+            now = epochs == epoch
+            if self.window is None:
+                images[now] = _permutation(self.count, self.seed, epoch)[places[now]]
+                continue
+            starts = _runs(self, epoch)[1][:-1:RUNS]  # of the windows
+            windows = starts.searchsorted(places, side="right") - 1
+            for window in np.unique(windows[now]).tolist():
+                there = now & (windows == window)
+                images[there] = _window(self, epoch, window)[places[there] - starts[window]]
+        return images
+
+    @property
+    def runs(self) -> int:
+        """Number of runs of an epoch; the last images in the cache may be a shorter one."""
+        return 0 if self.window is None else math.ceil(self.count / self.run_images)
+
+    @property
+    def run_images(self) -> int:
+        """Number of images of a run."""
+        return self.count if self.window is None else max(1, self.window // RUNS)
+
+    def ahead(self, first: int, last: int, begin: bool) -> Iterator[tuple[int, int]]:
+        """Yield the runs, as their first position and the one after their last, that should be read from the disk
+        while the ``first``-th image of the training run up to the ``last``-th are used.
+
+        They are as large a part of the next window, and at the ``begin`` of training all of the current one as well.
+        """
+        if self.window is None:
+            return
+        for number in range(self._wanted(first)[0] if begin else self._wanted(first)[1], self._wanted(last)[1]):
+            epoch, run = divmod(number, self.runs)
+            position = int(_runs(self, epoch)[0][run])
+            yield position, min(self.count, position + self.run_images)
+
+    def _wanted(self, index: int) -> tuple[int, int]:
+        """Return two numbers of runs, counted over all epochs: the first of the window that the ``index``-th image is
+        in, and the first that need not be read yet.
+        """
+        epoch, place = divmod(index, self.count)
+        places = _runs(self, epoch)[1]
+        run = (int(places.searchsorted(place, side="right")) - 1) // RUNS * RUNS
+        end = min(run + RUNS, self.runs)
+        following = min(RUNS, self.runs - end) or min(RUNS, self.runs)
+        done = (place - places[run]) / (places[end] - places[run])
+        return epoch * self.runs + run, epoch * self.runs + end + int(done * following)
 
 
 @lru_cache(maxsize=4)  # a micro-batch rarely touches more than two epochs; a permutation takes 8 bytes per image
-def _permutation(count: int, seed: int, epoch: int) -> Indices:
-    key = np.array([seed, epoch], np.uint64)
-    return np.random.Generator(np.random.Philox(key=key)).permutation(count)
+def _permutation(count: int, seed: int, epoch: int, part: int = 0) -> Indices:
+    key, counter = np.array([seed, epoch], np.uint64), np.array([0, 0, 0, part], np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=counter)).permutation(count)
+
+
+@lru_cache(maxsize=2)
+def _runs(order: Order, epoch: int) -> tuple[Indices, Indices]:
+    """Return the runs in the order of an epoch: the positions of their first images (runs,), and the places of these
+    in the epoch, with its end (runs + 1,).
+    """
+    begins = _permutation(order.runs, order.seed, epoch) * order.run_images
+    sizes = np.minimum(order.count - begins, order.run_images)
+    return begins, np.cumsum(np.concatenate(([0], sizes)))
+
+
+@lru_cache(maxsize=4)
+def _window(order: Order, epoch: int, window: int) -> Indices:
+    """Return the positions of the images of a window, in their order."""
+    begins, places = _runs(order, epoch)
+    mine = slice(window * RUNS, (window + 1) * RUNS)
+    starts, sizes = begins[mine], np.diff(places)[mine]
+    positions = np.repeat(starts - places[:-1][mine], sizes) + np.arange(places[mine][0], places[mine][0] + sizes.sum())
+    return positions[_permutation(len(positions), order.seed, epoch, window + 1)]
 
 
 READ_BYTES, READ_IMAGES = 2**20, 512
@@ -56,7 +129,7 @@ its bytes, and one by another process some milliseconds.
 class MicroBatch(NamedTuple):
     """Images of one micro-batch of one replica."""
 
-    images: Tensor  # (n, C, H, W) uint8
+    images: Tensor  # (n, C, H, W) uint8, float16 for latents
     labels: Tensor  # (n,) int64
     index: Tensor  # type: ignore[assignment]  # (n,) int64, images seen before this one; hides tuple.index
 
@@ -66,6 +139,7 @@ def micro_batches(
     *,
     among: Indices | None = None,
     seed: int,
+    window: int | None = None,
     batch_images: int,
     micro_batch_images: int,
     replicas: int,
@@ -83,7 +157,8 @@ def micro_batches(
         replica             0     1     0     1
         micro-batch         0     0     1     1
 
-    ``among`` are the positions in the cache that are trained on, None for all of it. ``workers`` processes read ahead;
+    ``among`` are the positions in the cache that are trained on, rising, None for all of it, and ``window`` is that of
+    their :class:`Order`. ``workers`` processes read ahead;
     with 0 a thread of this one does. An error or the death of a worker is raised here. ``pin_memory`` puts the images
     into pinned memory. Raises ValueError when ``batch_images`` is not M x ``replicas`` x ``micro_batch_images``.
     """
@@ -93,7 +168,8 @@ def micro_batches(
     if not 0 <= replica < replicas:
         raise ValueError(f"replica = {replica} is not one of {replicas}")
     first = start_images + replica * micro_batch_images
-    images = _Reads(cache, among, seed, first, turn, micro_batch_images, pin_memory and not workers)
+    order = Order(len(cache if among is None else among), seed, window)
+    images = _Reads(cache, among, order, first, turn, micro_batch_images, pin_memory and not workers)
     if not workers:
         reads = _one_ahead(map(images.__getitem__, itertools.count()))
     else:
@@ -123,7 +199,7 @@ class _Reads(Dataset[_Read]):
 
     cache: DatasetCache
     among: Indices | None
-    seed: int
+    order: Order
     first: int
     turn: int
     size: int
@@ -139,13 +215,16 @@ class _Reads(Dataset[_Read]):
         count = self.micro_batches
         turns = self.first + self.turn * np.arange(number * count, (number + 1) * count)
         index = (turns[:, None] + np.arange(self.size)).ravel()  # (count x size,)
-        stored = image_at(index, len(self.cache if self.among is None else self.among), self.seed)
+        stored = self.order.image_at(index)
         stored = stored if self.among is None else self.among[stored]
-        dtype = torch.uint8 if self.cache.images.dtype == np.uint8 else torch.float16
+        begins = int(index[0])
+        for start, stop in self.order.ahead(begins, begins + self.turn * count, begin=number == 0):
+            if self.among is not None:
+                start, stop = int(self.among[start]), int(self.among[stop - 1]) + 1
+            self.cache.images.will_read(start, stop)
+        dtype = torch.from_numpy(np.empty(0, self.cache.meta.dtype)).dtype
         images = torch.empty((len(stored), *self.cache.meta.shape), dtype=dtype, pin_memory=self.pin_memory)
-        self.cache.check_file()
-        # The one copy. In its other modes numpy copies into a buffer first; an order's positions are in range.
-        np.take(self.cache.images, stored, axis=0, out=images.numpy(), mode="clip")
+        self.cache.images.read(stored, images.numpy())
         return images, self.cache.labels[stored], index
 
 

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ddpm_ds.data.cache import Indices, StoredImages
 from ddpm_ds.data.sources import network_limit
 from ddpm_ds.errors import EvaluationError
 from ddpm_ds.files import sha256_of
@@ -82,23 +83,24 @@ def gaussian(features: Array) -> Gaussian:
     return Gaussian(features.mean(0), np.cov(features, rowvar=False))
 
 
-def pixel_gaussian(images: Pixels) -> Gaussian:
-    """The Gaussian of uint8 images (N, C, H, W), N > 1, as vectors of pixels in [-1, 1].
+def pixel_gaussian(images: Pixels | StoredImages, positions: Indices | None = None) -> Gaussian:
+    """The Gaussian of uint8 images (N, C, H, W), N > 1, as vectors of pixels in [-1, 1], or of those at ``positions``.
 
-    D = C x 32 x 32, or less where the images are smaller.
+    D = C x 32 x 32, or less where the images are smaller. Few images are in memory at a time.
     """
+    positions = np.arange(len(images)) if positions is None else positions
     total: Array = np.zeros(())
     products: Array = np.zeros(())
-    for first in range(0, len(images), CHUNK_IMAGES):
-        chunk = torch.from_numpy(np.array(images[first : first + CHUNK_IMAGES])).double()  # (n, C, H, W)
+    for first in range(0, len(positions), CHUNK_IMAGES):
+        chunk = torch.from_numpy(images[positions[first : first + CHUNK_IMAGES]]).double()  # (n, C, H, W)
         if max(chunk.shape[2:]) > LARGEST_SIDE_PIXELS:
             chunk = F.adaptive_avg_pool2d(chunk, LARGEST_SIDE_PIXELS)
         pixels = (chunk / 127.5 - 1).flatten(1).numpy()  # (n, D)
         total = total + pixels.sum(0)
         products = products + pixels.T @ pixels
-    mean = total / len(images)
+    mean = total / len(positions)
     # Sums of products lose the digits that mean and spread share; pixels in [-1, 1] have few of those to lose.
-    return Gaussian(mean, (products - len(images) * np.outer(mean, mean)) / (len(images) - 1))
+    return Gaussian(mean, (products - len(positions) * np.outer(mean, mean)) / (len(positions) - 1))
 
 
 class Unavailable(Exception):
@@ -168,7 +170,7 @@ def _downloaded() -> Path:
 def inception_scores(
     inception: Inception,
     images: Pixels,
-    reference: Pixels,
+    reference: Pixels | StoredImages,
     *,
     key: str,
     cache: Path,
@@ -234,7 +236,7 @@ def _drop_damaged(cache: Path, kept: str) -> None:
 class _Rgb(Dataset[Tensor]):
     """Images as torch-fidelity takes them, uint8 RGB (3, H, W)."""
 
-    def __init__(self, images: Pixels) -> None:
+    def __init__(self, images: Pixels | StoredImages) -> None:
         self._images = images
 
     def __len__(self) -> int:

@@ -177,7 +177,7 @@ class Scorer:
         real = self._reference.images
         reference = pixel_gaussian(real)
         dims = len(reference.mean)
-        halves = [pixel_gaussian(real[np.sort(half)]) for half in np.array_split(shuffled(len(real)), 2)]
+        halves = [pixel_gaussian(real, np.sort(half)) for half in np.array_split(shuffled(len(real)), 2)]
         return Score(
             f"pixel_frechet_{short(len(images))}",
             f"pixel Fréchet distance, {dims:,} dims",
@@ -190,12 +190,12 @@ class Scorer:
         )
 
     def _digits_scores(self, images: Pixels, labels: Tensor | None) -> list[Score]:
-        classifier = DigitsClassifier(np.asarray(self._reference.images), self._reference.labels)
+        classifier = DigitsClassifier(self._reference.images[:], self._reference.labels)
         read, real = classifier.read(images), classifier.real
         tool = f"classifier of {classifier.trained_on:,} other real digits, ddpm_ds {ddpm_ds.__version__}"
         shares = {"shares": read.shares, "shares_real": real.shares}
         accuracy = None if labels is None else read.accuracy(labels.numpy())
-        known = classifier.features(np.asarray(self._reference.images))
+        known = classifier.features(self._reference.images[:])
         halves = [gaussian(known[half]) for half in np.array_split(shuffled(len(known)), 2)]
         distance = frechet_distance(gaussian(classifier.features(images)), gaussian(known))
         frechet = f"digits: Fréchet distance of {known.shape[1]} features"

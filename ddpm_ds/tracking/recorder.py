@@ -18,7 +18,7 @@ from torch import Tensor
 
 import ddpm_ds
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.data.cache import IMAGES, DatasetCache
+from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.pictures import grid, grid_title, write_animation, write_png
 from ddpm_ds.data.prepare import class_names
 from ddpm_ds.errors import Preempted
@@ -249,7 +249,7 @@ def _dataset(store: DatasetCache) -> dict[str, str]:
     """Return how MLflow names the images, the digest of their content, and the folder that they are in."""
     meta = store.meta
     name = Path(meta.folder).name if meta.folder else meta.source
-    return {"name": f"{name}-{meta.shape[-1]}px", "digest": meta.sha256[IMAGES], "source": str(store.path)}
+    return {"name": f"{name}-{meta.shape[-1]}px", "digest": store.key, "source": str(store.path)}
 
 
 def _derived(plan: RunPlan, device: torch.device) -> dict[str, object]:

@@ -86,6 +86,7 @@ def replica_batches(
         store,
         among=among,
         seed=plan.spec.train.seed,
+        window=plan.spec.data.shuffle_images,
         batch_images=layout.batch_images,
         micro_batch_images=layout.micro_batch_images,
         replicas=replicas,

@@ -88,6 +88,7 @@ MAY_CHANGE = (
     "evaluation.",
     "logging.",
     "data.workers",
+    "data.store",
     "data.store_root",
     "data.path",
     "data.autoencoder",

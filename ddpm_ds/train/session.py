@@ -151,7 +151,13 @@ def _prepare(
         check_compiler(device)
     hosts_planned = hosts_line(plan)
     plan = on_hosts(plan, rendezvous.hosts)
-    store = prepare(plan.spec.data, progress=int(os.environ["LOCAL_RANK"]) == 0)
+    first_on_host = int(os.environ["LOCAL_RANK"]) == 0
+    store = prepare(
+        plan.spec.data,
+        progress=first_on_host,
+        together=int(os.environ["LOCAL_WORLD_SIZE"]),
+        verify=None if first_on_host else False,
+    )
     check_store(store, plan)
     check_same_images(rendezvous, store.meta.sha256)
     plan = decide(plan, device)

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
+from ddpm_ds.config.spec import DataSpec
+from ddpm_ds.data import cache, prepare
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.errors import DataError
 
@@ -33,7 +37,6 @@ def refused(path: Path, verify: bool = True) -> str:
 
 def test_store_holds_the_digits(digits: DatasetCache) -> None:
     assert (digits.images.shape, digits.images.dtype) == ((1797, 1, 8, 8), np.uint8)
-    assert isinstance(digits.images, np.memmap) and not digits.images.flags.writeable
     assert (digits.labels.shape, digits.labels.dtype, len(digits)) == ((1797,), np.int64, 1797)
     assert np.bincount(digits.labels).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
     assert (digits.meta.source, digits.meta.skipped, digits.meta.classes) == ("digits", 0, tuple("0123456789"))
@@ -47,7 +50,12 @@ def test_a_changed_byte_is_found_by_its_checksum_and_arrays_must_fit_the_meta_da
     DatasetCache.open(copy, verify=False)  # only verifying reads the bytes
     np.save(copy / "labels.npy", np.load(copy / "labels.npy")[:-1])
     assert "labels.npy is int64 (1796,) for 1797 images" in refused(copy, verify=False)
-    change_meta(copy, shape=[3, 8, 8])
+    np.save(copy / "labels.npy", np.full(1797, 10))
+    assert "labels.npy has labels of none of the 10 classes" in refused(copy, verify=False)
+    np.save(copy / "labels.npy", np.zeros(1797, np.int64))
+    change_meta(copy, shards=[1796])
+    assert "meta.json has shards of 1,796 images and 1,797 in all" in refused(copy, verify=False)
+    change_meta(copy, shards=[], shape=[3, 8, 8])
     assert "images.npy is uint8 (1797, 1, 8, 8)" in refused(copy, verify=False)
     change_meta(copy, format=2)
     assert "meta.json is not that of a data-set cache of format 1" in refused(copy)
@@ -70,18 +78,82 @@ def test_file_cut_short_is_refused_with_and_without_verifying(copy: Path, name: 
         assert name in refused(copy, verify)
 
 
-def test_a_cache_travels_by_its_path_and_its_centre_is_a_view_with_a_key_of_its_own(digits: DatasetCache) -> None:
+def test_a_cache_travels_by_its_path_and_its_centre_has_a_key_of_its_own(digits: DatasetCache) -> None:
     sent = pickle.dumps(digits)
     received = pickle.loads(sent)
-    assert len(sent) < 1000 and isinstance(received.images, np.memmap) and (received.images == digits.images).all()
+    assert len(sent) < 1000 and (received.images[:] == digits.images[:]).all()
     for size, first in ((6, 1), (5, 1)):
         centre = digits.centre(size)
         assert centre.meta.shape == (1, size, size) and len(centre) == len(digits)
-        assert np.shares_memory(centre.images, digits.images)
-        expected = digits.images[:, :, first : first + size, first : first + size]
-        assert (centre.images == expected).all()
+        expected = digits.images[:][:, :, first : first + size, first : first + size]
+        assert centre.images.shape == expected.shape and (centre.images[:] == expected).all()
         received = pickle.loads(pickle.dumps(centre))
-        assert (received.images == expected).all() and received.meta == centre.meta
+        assert (received.images[:] == expected).all() and received.meta == centre.meta
         assert received.key == centre.key
     assert digits.centre(8) is digits and digits.key == digits.meta.sha256["images.npy"]
     assert len({digits.key, digits.centre(6).key, digits.centre(5).key}) == 3
+
+
+@pytest.fixture(params=["pixels", "encoded"])
+def photos(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, DatasetCache]:
+    """Twenty photos in one file of pixels, and in several files of pixels or of encoded images."""
+    random = np.random.default_rng(0)
+    (tmp_path / "photos").mkdir()
+    for number in range(20):
+        pixels = random.integers(0, 256, (9 + number, 12, 3), np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "photos" / f"{number:02}.{('png', 'jpg')[number % 2]}")
+
+    def made(store: str, root: str) -> DatasetCache:
+        given = {"source": "folder", "path": tmp_path / "photos", "image_size": 8, "channels": 3, "store": store}
+        return prepare.prepare(DataSpec.model_validate(given | {"store_root": tmp_path / root}))
+
+    one = made("pixels", "one")
+    monkeypatch.setattr(prepare, "SHARD_BYTES", 1300)
+    return {"one": one, "several": made(request.param, "several")}
+
+
+def test_images_in_several_files_or_encoded_are_those_in_one(photos: dict[str, DatasetCache]) -> None:
+    one, several = photos["one"], photos["several"]
+    assert len(several.meta.counts) > 3 and sum(several.meta.counts) == 20
+    assert several.images.shape == one.images.shape and (several.labels == one.labels).all()
+    assert (several.images[:] == one.images[:]).all()
+    order = np.random.default_rng(1).permutation(20)
+    out = np.empty((20, 3, 8, 8), np.uint8)
+    assert several.images.read(order, out) is out and (out == one.images[:][order]).all()
+    assert (several.images[7] == one.images[7]).all() and (several.images[3:9] == one.images[3:9]).all()
+    assert (several.centre(4).images[order] == one.centre(4).images[order]).all()
+    assert (pickle.loads(pickle.dumps(several)).images[:] == one.images[:]).all()
+    assert several.key != one.key
+    several.images.will_read(0, 20)
+    several.images.will_read(5, 6)
+
+
+def test_no_more_files_are_mapped_than_a_limit(
+    photos: dict[str, DatasetCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "MOST_MAPPED", 2)
+    several, expected = DatasetCache.open(photos["several"].path), photos["one"].images[:]
+    before = len(os.listdir("/proc/self/fd"))
+    assert (several.images[:] == expected).all()
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
+
+
+def test_damage_to_one_of_several_files_is_named(photos: dict[str, DatasetCache]) -> None:
+    several = photos["several"]
+    name = several.meta.files[2]
+    content = (several.path / name).read_bytes()
+    (several.path / name).write_bytes(content[:-20] + bytes(20))
+    assert f"{name} has another checksum" in refused(several.path)
+    if several.meta.kind == "encoded":  # a file that has lost its end can't be decoded
+        with pytest.raises(DataError, match=rf"image \d+ can't be decoded .*; delete {several.path}"):
+            several.images[:]
+    os.truncate(several.path / name, len(content) - 1)
+    with pytest.raises(DataError, match=rf"{name} was cut from {len(content):,} to {len(content) - 1:,} bytes"):
+        several.images[:]
+    assert name in refused(several.path, verify=False)
+    if several.meta.kind == "encoded":
+        offsets = np.load(several.path / "offsets.npy")
+        np.save(several.path / "offsets.npy", offsets[::-1])
+        assert "offsets.npy does not rise" in refused(several.path, verify=False)
+        np.save(several.path / "offsets.npy", offsets[:-1])
+        assert "offsets.npy is int64 (20,) for 20 images" in refused(several.path, verify=False)

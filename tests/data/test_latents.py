@@ -54,9 +54,10 @@ def spec_of(model: Saved, folder: Path, tmp_path: Path) -> SpecOf:
 def test_the_store_holds_what_diffusers_encodes_shifted_and_scaled(
     spec_of: SpecOf, model: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(latents, "ENCODED_TOGETHER", 5)
+    monkeypatch.setattr(latents, "MOVED_PIXELS", 330)  # five images of 64 pixels
+    monkeypatch.setattr("ddpm_ds.data.prepare.SHARD_BYTES", 7 * 128)
     monkeypatch.setattr(latents, "PIXELS_AT_ONCE", 150)  # two images of 64 pixels
-    store, pixels = prepare(spec_of(), encode=CPU), prepare(pixels_of(spec_of()))
+    store, pixels = prepare(spec_of(), encode_on=CPU), prepare(pixels_of(spec_of()))
     assert pixels.path.name.startswith("folder-8px-3ch-") and store.path.name.startswith(pixels.path.name + "-latents-")
     images = torch.from_numpy(np.array(pixels.images[:12])).float() / 127.5 - 1
     expected = (model[1].encode(images).latent_dist.mean - 0.25) * 0.7
@@ -64,12 +65,38 @@ def test_the_store_holds_what_diffusers_encodes_shifted_and_scaled(
     assert found.dtype == np.float16 and found.shape == (12, 4, 4, 4) and expected.std() > 0.1
     np.testing.assert_allclose(found, expected.numpy(), rtol=1e-3, atol=1e-3)
     assert np.array_equal(store.labels, pixels.labels) and store.meta.classes == ("cats", "dogs")
+    assert store.meta.shards == (7, 5)
     assert pixels_learned(store.meta.sha256) == pixels_learned(pixels.meta.sha256) == pixels.meta.sha256
     assert prepare(spec_of()).meta == store.meta, "it is opened without encoding, and its checksums are right"
 
 
+def test_what_is_encoded_before_an_interruption_is_kept(spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latents, "MOVED_PIXELS", 64)
+    monkeypatch.setattr("ddpm_ds.data.prepare.SHARD_BYTES", 4 * 128)
+    encode, seen = Coder.encode, []
+
+    def counted(self: Coder, images: torch.Tensor) -> torch.Tensor:
+        if len(seen) == 6:
+            raise KeyboardInterrupt
+        seen.append(int(images[0, 0, 0, 0]))
+        return encode(self, images)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Coder, "encode", counted)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(spec_of(), encode_on=CPU)
+        assert not cache_path(spec_of()).exists()
+        values, seen[:] = [*seen], []
+        with pytest.raises(KeyboardInterrupt):
+            prepare(spec_of(), encode_on=CPU)
+        assert (values, seen) == ([0, 1, 2, 3, 4, 5], [4, 5, 40, 41, 42, 43]), "the first file was there"
+    whole = prepare(spec_of(), encode_on=CPU)
+    shutil.rmtree(whole.path)
+    assert np.array_equal(whole.labels, prepare(spec_of(), encode_on=CPU).labels) and len(whole) == 12
+
+
 def test_training_reads_latents_as_they_are(spec_of: SpecOf) -> None:
-    store = prepare(spec_of(), encode=CPU)
+    store = prepare(spec_of(), encode_on=CPU)
     batch = next(micro_batches(store, seed=0, batch_images=12, micro_batch_images=12, replicas=1, replica=0))
     x0 = Diffusion(DiffusionSpec(), 0, "cpu").prepare(batch.images, batch.index, flips=False, size=4)
     assert x0.dtype == torch.float32 and x0.is_contiguous(memory_format=torch.channels_last)
@@ -133,7 +160,7 @@ def test_a_store_is_named_after_pixels_and_autoencoder(spec_of: SpecOf, tmp_path
 
 
 def test_latents_are_made_only_when_asked_for(spec_of: SpecOf) -> None:
-    with pytest.raises(DataError, match=r"no latents of data.autoencoder = .*tiny .*; make them with: .* --encode"):
+    with pytest.raises(DataError, match=r"data.autoencoder = .*tiny: there are no latents at .* with: .* --encode"):
         prepare(spec_of())
     assert not spec_of().store_root.exists()
 
@@ -153,7 +180,7 @@ def test_values_beyond_float16_are_one_line_and_leave_nothing(spec_of: SpecOf, t
     with pytest.raises(
         DataError, match=r"huge makes values up to .* of image 0 of .*, and float16 ends at 65,504; use"
     ):
-        prepare(spec, encode=CPU)
+        prepare(spec, encode_on=CPU)
     assert [path.name for path in spec.store_root.glob("[!.]*")] == [cache_path(pixels_of(spec)).name]
     assert not list(spec.store_root.glob(".*preparing*"))
 
@@ -201,7 +228,7 @@ def test_a_bad_autoencoder_is_one_line(how: str, said: str, spec_of: SpecOf, tmp
     broken(tmp_path / "bad", how)
     spec = spec_of(autoencoder=tmp_path / "bad")
     with pytest.raises(DataError, match=rf"^data.autoencoder = .*bad .*{said}") as caught:
-        prepare(spec, encode=CPU)
+        prepare(spec, encode_on=CPU)
     assert "\n" not in str(caught.value)
     assert not list(spec.store_root.glob("[!.]*latents*")) and not list(spec.store_root.glob(".*preparing*"))
 
@@ -244,7 +271,7 @@ def test_a_name_of_the_hub_is_downloaded_once_and_without_network_is_one_line(
 def test_without_diffusers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, spec_of: SpecOf) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(DataError, match=r"needs diffusers: pip install 'ddpm_ds\[latents\]'"):
-        prepare(spec_of(), encode=CPU)
+        prepare(spec_of(), encode_on=CPU)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +315,7 @@ def test_the_verb_encodes_and_refuses_without_an_autoencoder(
 
 
 def test_a_store_of_latents_that_says_it_holds_pixels_is_refused(spec_of: SpecOf) -> None:
-    store = prepare(spec_of(), encode=CPU)
+    store = prepare(spec_of(), encode_on=CPU)
     meta = store.path / "meta.json"
     meta.write_text(json.dumps(json.loads(meta.read_text()) | {"kind": "pixels"}))
     with pytest.raises(DataError, match=r"images.npy is float16 .*, meta.json says otherwise"):

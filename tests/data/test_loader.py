@@ -9,9 +9,9 @@ import shutil
 import threading
 import tracemalloc
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,35 +20,87 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpm_ds.data import loader
-from ddpm_ds.data.cache import DatasetCache
-from ddpm_ds.data.loader import MicroBatch, _Reads, image_at, micro_batches, split
+from ddpm_ds.data.cache import DatasetCache, StoredImages
+from ddpm_ds.data.loader import MicroBatch, Order, _Reads, micro_batches, split
 from ddpm_ds.errors import DataError, SpecError
 
 counts = st.integers(1, 50)
 seeds = st.integers(0, 2**31 - 1)
 
 
+windows = st.one_of(st.none(), st.integers(1, 3000))
+
+
 @settings(deadline=None)
-@given(count=counts, seed=seeds, epoch=st.integers(0, 2**40))
-def test_every_epoch_sees_every_image_once(count: int, seed: int, epoch: int) -> None:
-    seen = image_at(epoch * count + np.arange(count), count, seed)
+@given(count=st.integers(1, 2000), seed=seeds, epoch=st.integers(0, 2**40), window=windows)
+def test_every_epoch_sees_every_image_once(count: int, seed: int, epoch: int, window: int | None) -> None:
+    seen = Order(count, seed, window).image_at(epoch * count + np.arange(count))
     assert seen.dtype == np.int64
     assert sorted(seen) == list(range(count))
 
 
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
-    epochs = image_at(np.arange(3000), 1000, seed=0).reshape(3, 1000)
-    other = image_at(np.arange(1000), 1000, seed=1)
+@settings(deadline=None, max_examples=50)
+@given(count=st.integers(1, 500), seed=seeds, first=st.integers(0, 3000), window=windows, data=st.data())
+def test_an_order_is_a_function_of_the_number_of_images_seen(
+    count: int, seed: int, first: int, window: int | None, data: st.DataObject
+) -> None:
+    """However an index is asked for, in whatever company and order, its image is the same."""
+    index = first + np.arange(1200)
+    whole = Order(count, seed, window).image_at(index)
+    some = np.array(data.draw(st.lists(st.integers(0, 1199), min_size=1, max_size=20)))
+    assert (Order(count, seed, window).image_at(index[some]) == whole[some]).all()
+
+
+@pytest.mark.parametrize("window", [None, 512])
+def test_epochs_and_seeds_have_orders_of_their_own(window: int | None) -> None:
+    epochs = Order(1000, 0, window).image_at(np.arange(3000)).reshape(3, 1000)
+    other = Order(1000, 1, window).image_at(np.arange(1000))
     for one, two in ((epochs[0], epochs[1]), (epochs[1], epochs[2]), (epochs[0], other), (epochs[1], other)):
-        assert (one == two).mean() < 0.01
+        assert (one == two).mean() < 0.02
 
 
 def test_order_is_the_same_on_every_machine_and_version() -> None:
     """A change here means that resumed runs see other images: numpy may change ``Generator.permutation``."""
-    assert image_at(np.arange(24), 12, seed=7).tolist() == [
+    assert Order(12, 7).image_at(np.arange(24)).tolist() == [
         *(0, 1, 9, 3, 11, 5, 2, 6, 10, 7, 8, 4),
         *(1, 8, 5, 2, 9, 11, 0, 4, 3, 7, 10, 6),
     ]
+    windowed = Order(2000, 7, 768).image_at(np.arange(4000))
+    assert windowed[:6].tolist() == [755, 452, 442, 423, 473, 1303]
+    assert windowed[-6:].tolist() == [526, 1450, 1343, 1132, 286, 1026]
+
+
+def test_a_window_is_256_runs_of_neighbours_from_anywhere_shuffled_together() -> None:
+    order = Order(100_003, 0, 2560)  # runs of 10 images, and one of 3
+    images, limits = order.image_at(np.arange(100_003)), [*loader._runs(order, 0)[1][:-1:256].tolist(), 100_003]
+    windows = [images[first:last] for first, last in pairwise(limits)]
+    runs = [set((window // 10).tolist()) for window in windows]
+    assert [len(found) for found in runs] == [256] * 39 + [10_001 - 39 * 256]
+    assert len(set.union(*runs)) == 10_001  # no run is in two windows
+    for window, found in zip(windows, runs, strict=True):
+        assert (np.diff(window) == 1).sum() < 10  # about one is, in any order
+        deviation = 10_001 / np.sqrt(12 * len(found))  # of the mean of so many places anywhere
+        assert abs(np.mean(list(found)) - 5000) < 5 * deviation
+
+
+@settings(deadline=None, max_examples=50)
+@given(count=st.integers(1, 2000), window=st.integers(1, 3000), start=st.integers(0, 4000), step=st.integers(1, 700))
+def test_every_image_is_read_ahead_once_before_it_is_used_and_not_before_its_window_is_next(
+    count: int, window: int, start: int, step: int
+) -> None:
+    order = Order(count, 3, window)
+    asked: dict[int, int] = {}
+    """How often each image was read ahead and not yet used, by position."""
+    for first in range(start, start + 3 * count, step):
+        for low, high in order.ahead(first, first + step, begin=first == start):
+            assert 0 <= low < high <= count and high - low <= order.run_images
+            for position in range(low, high):
+                asked[position] = asked.get(position, 0) + 1
+        for position in order.image_at(np.arange(first, first + step)).tolist():
+            assert asked[position] >= 1
+            asked[position] -= 1
+        # What waits is at most the rest of this window and the next one, or two where a step passes a window's end.
+        assert sum(asked.values()) <= 2 * order.run_images * loader.RUNS + step
 
 
 def take(store: DatasetCache, count: int, **changes: Any) -> list[MicroBatch]:
@@ -64,7 +116,7 @@ def assert_same(one: list[MicroBatch], other: list[MicroBatch]) -> None:
 
 def test_micro_batch_holds_the_images_that_the_order_says(digits: DatasetCache) -> None:
     for batch in take(digits, 3):
-        stored = image_at(batch.index.numpy(), len(digits), 3)
+        stored = Order(len(digits), 3).image_at(batch.index.numpy())
         assert (batch.images.dtype, batch.labels.dtype, batch.index.dtype) == (torch.uint8, torch.int64, torch.int64)
         assert batch.images.shape == (4, 1, 8, 8)
         assert (batch.images.numpy() == digits.images[stored]).all()
@@ -100,7 +152,7 @@ def test_global_batch_is_the_same_images_in_every_layout(
         order = index.argsort()
         first = start + step * batch
         assert index[order].tolist() == list(range(first, first + batch))
-        stored = image_at(np.arange(first, first + batch), len(digits), 3)
+        stored = Order(len(digits), 3).image_at(np.arange(first, first + batch))
         assert (torch.cat([part.images for part in parts])[order].numpy() == digits.images[stored]).all()
 
 
@@ -114,7 +166,7 @@ def test_resumed_stream_is_the_uninterrupted_one(digits: DatasetCache, workers: 
         assert_same(whole[100:], rest)
     assert torch.equal(torch.get_rng_state(), before)
     for cache in (digits, digits.centre(6)):  # what a spawned worker receives
-        reads = _Reads(cache, None, 3, 0, 8, 4, False)
+        reads = _Reads(cache, None, Order(1797, 3), 0, 8, 4, False)
         sent = pickle.dumps(reads)
         assert len(sent) < 1000
         for left, right in zip(pickle.loads(sent)[5], reads[5], strict=True):
@@ -132,13 +184,13 @@ def test_epoch_smaller_than_a_micro_batch_repeats_its_images(digits: DatasetCach
 def broken(store: DatasetCache, die: bool) -> DatasetCache:
     """A store whose images raise an error, or end the process, when they are read."""
 
-    class Images:
-        def take(self, *_: Any, **__: Any) -> None:
+    class Broken(StoredImages):
+        def read(self, *_: Any, **__: Any) -> Any:
             if die:
                 os._exit(9)
             raise OSError(5, "Input/output error")
 
-    return replace(store, images=cast(np.memmap, Images()))
+    return replace(store, images=Broken(store.path, store.meta, None))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -166,7 +218,7 @@ def test_micro_batches_are_the_same_however_many_are_read_at_a_time(
 def test_a_read_is_bounded_in_images_and_in_bytes_and_a_micro_batch_at_least(digits: DatasetCache) -> None:
     def reads(size: int, shape: tuple[int, int, int]) -> int:
         store = replace(digits, meta=digits.meta.model_copy(update={"shape": shape}))
-        return _Reads(store, None, 3, 0, size, size, False).micro_batches
+        return _Reads(store, None, Order(1797, 3), 0, size, size, False).micro_batches
 
     assert reads(64, (1, 8, 8)) == 512 // 64
     assert reads(100, (3, 32, 32)) == 3  # of 341 images in 2^20 bytes
@@ -193,13 +245,11 @@ def test_without_workers_a_thread_reads_while_a_micro_batch_is_used(
     assert reads.empty() and threading.active_count() == before - 1
 
 
-def test_images_are_copied_once(digits: DatasetCache) -> None:
+def test_images_are_copied_once(digits: DatasetCache, tmp_path: Path) -> None:
     """From the mapped file into the tensor that is handed out: numpy may take a second one as a buffer."""
-    large = replace(
-        digits,
-        meta=digits.meta.model_copy(update={"count": 20, "shape": (3, 64, 64)}),
-        images=np.arange(20, dtype=np.uint8)[:, None, None, None] + np.zeros((3, 64, 64), np.uint8),
-    )
+    meta = digits.meta.model_copy(update={"count": 20, "shape": (3, 64, 64)})
+    np.save(tmp_path / "images.npy", np.zeros((20, 3, 64, 64), np.uint8))
+    large = replace(digits, meta=meta, images=StoredImages(tmp_path, meta, None))
     batches = micro_batches(large, seed=3, batch_images=80, micro_batch_images=80, replicas=1, replica=0)
     next(batches)
     tracemalloc.start()  # sees numpy's memory, and not torch's

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import signal
@@ -9,52 +8,61 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 from PIL import Image
 
 import ddpm_ds
 from ddpm_ds.config.spec import DataSpec
-from ddpm_ds.data import sources
+from ddpm_ds.data import prepare as prepare_module
 from ddpm_ds.data.cache import CacheMeta
 from ddpm_ds.data.prepare import cache_path, class_names, prepare
+from ddpm_ds.data.sources.folder import FolderSource
 from ddpm_ds.errors import DataError
 from tests.launching import tiny_spec
 
 SpecOf = Callable[..., DataSpec]
 
-# Prepares the spec on its command line with slow reads, noting in a file that it reads. Waits for a line first.
+# Prepares the spec on its command line with slow reads, noting in a file what it reads. Waits for a line first.
 SLOW_PREPARE = """
 import os, sys, time, fcntl
-from ddpm_ds.data import prepare, sources
+from ddpm_ds.data import prepare
+from ddpm_ds.data.sources import folder
 from ddpm_ds.config.spec import DataSpec
 
 spec, reads, seconds, locks = DataSpec.model_validate_json(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4]
-prepare.READ_AHEAD = 1
+prepare.CHUNK_IMAGES = 1
+prepare.SHARD_BYTES = int(sys.argv[5])
 
-class Slow(sources.FolderSource):
-    def __getitem__(self, i):
+class Slow(folder.FolderSource):
+    def read(self, i):
         with open(reads, "a") as file:
-            file.write(f"{os.getpid()}\\n")
+            file.write(f"{os.getpid()} {i}\\n")
         time.sleep(seconds)
-        return super().__getitem__(i)
+        return super().read(i)
 
-def no_locks(file, what):
+def no_locks(*_):
     raise OSError("Function not implemented")
 
-sources.SOURCES["folder"] = sources.SourceKind("slow", Slow, path="FOLDER")
+folder.FolderSource = Slow
+prepare._encoded_bytes = lambda source: 100.0  # reads none
 if locks == "no":
-    fcntl.flock = no_locks
+    fcntl.flock = fcntl.lockf = no_locks
 print("ready", flush=True)
 input()
 print(len(prepare.prepare(spec)))
 """
 
 
-def slowly(count: int, spec: DataSpec, reads: Path, seconds: float, locks: str = "yes") -> list[subprocess.Popen[str]]:
+def slowly(
+    count: int, spec: DataSpec, reads: Path, seconds: float, locks: str = "yes", shard_bytes: int = 2**28
+) -> list[subprocess.Popen[str]]:
     """``count`` processes that begin to prepare at the same moment."""
     command = [sys.executable, "-c", SLOW_PREPARE, spec.model_dump_json(), str(reads), str(seconds), locks]
+    command.append(str(shard_bytes))
     home = Path(ddpm_ds.__file__).parents[1]
     pipe = subprocess.PIPE
     processes = [
@@ -69,8 +77,10 @@ def slowly(count: int, spec: DataSpec, reads: Path, seconds: float, locks: str =
     return processes
 
 
-def lines(file: Path) -> list[str]:
-    return file.read_text().split() if file.exists() else []
+def reads_in(file: Path) -> list[tuple[int, int]]:
+    """Processes and the images that they have read, in order."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [(int(process), int(image)) for process, image in map(str.split, lines)]
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -81,7 +91,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def temporaries(spec: DataSpec) -> list[Path]:
-    return list(spec.store_root.glob(".*.preparing-*"))
+    return list(spec.store_root.glob(".*.preparing"))
 
 
 def test_store_path_says_source_size_channels_and_tells_folders_apart(spec_of: SpecOf, tmp_path: Path) -> None:
@@ -99,7 +109,7 @@ def test_store_path_says_source_size_channels_and_tells_folders_apart(spec_of: S
 def test_folder_is_prepared_channels_first_with_labels(folder: Path, spec_of: SpecOf) -> None:
     store = prepare(spec_of(source="folder", path=folder, channels=3))
     assert store.images.shape == (12, 3, 8, 8)
-    assert store.images[:, 1, 4, 4].tolist() == [*range(6), *range(40, 46)]
+    assert store.images[:][:, 1, 4, 4].tolist() == [*range(6), *range(40, 46)]
     assert store.labels.tolist() == [0] * 6 + [1] * 6
     assert (store.meta.classes, store.meta.folder) == (("cats", "dogs"), str(folder))
     assert sorted(file.name for file in store.path.iterdir()) == ["images.npy", "labels.npy", "meta.json"]
@@ -125,7 +135,7 @@ def test_pixels_keep_their_places_and_bugs_of_a_source_are_not_swallowed(
     def broken(self: object, i: int) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr(sources.FolderSource, "__getitem__", broken)
+    monkeypatch.setattr(FolderSource, "read", broken)
     with pytest.raises(KeyError, match="a bug"):
         prepare(spec_of(source="folder", path=tmp_path / "one"))
 
@@ -141,7 +151,7 @@ def test_unreadable_images_are_left_out_counted_and_named_up_to_a_limit(folder: 
     assert "\n" not in message and not cache_path(refused).exists() and not temporaries(refused)
     store = prepare(spec_of(source="folder", path=folder, max_bad_fraction=0.2))
     assert (store.meta.skipped, store.meta.count) == (2, 10)
-    assert store.images[:, 0, 4, 4].tolist() == [0, 1, 3, 4, 5, 41, 42, 43, 44, 45]  # header rewritten in place
+    assert store.images[:][:, 0, 4, 4].tolist() == [0, 1, 3, 4, 5, 41, 42, 43, 44, 45]  # header rewritten in place
     assert store.labels.tolist() == [0] * 5 + [1] * 5
     report = (store.path / "skipped.txt").read_text().splitlines()
     assert [line.split("\t")[0] for line in report] == ["cats/2.png", "dogs/0.png"]
@@ -153,16 +163,36 @@ def test_store_root_that_can_not_be_written_is_one_line(tmp_path: Path, spec_of:
         prepare(spec_of(store_root=tmp_path / "file"))
 
 
-def test_full_disk_while_writing_is_one_line_and_leaves_nothing(
-    spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+def test_full_disk_is_one_line_before_and_while_it_is_written_and_what_is_done_is_kept(
+    folder: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+    spec = spec_of(source="folder", path=folder)
+    monkeypatch.setattr(prepare_module, "SHARD_BYTES", 4 * 64)  # three files
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=12 * 64 - 1))
+        with pytest.raises(DataError, match=r"data.store_root = .* has .* free, and the images take .*free some, or"):
+            prepare(spec)
+        assert not temporaries(spec)
+    synced: list[Path] = []
 
-    monkeypatch.setattr(np, "save", full)
-    with pytest.raises(DataError, match=r"data.store_root = .* can't be written .No space left on device"):
-        prepare(spec_of())
-    assert not cache_path(spec_of()).exists() and not temporaries(spec_of())
+    def full(path: Path) -> None:
+        synced.append(path)
+        if len(synced) == 3:  # two for each file
+            raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "sync", full)
+        with pytest.raises(DataError, match=r"data.store_root = .* can't be written .No space left on device"):
+            prepare(spec)
+    (kept,) = temporaries(spec)
+    assert not cache_path(spec).exists() and (kept / "shard.0.json").exists()
+    before = (kept / "images.npy").stat().st_ino
+    store = prepare(spec)
+    assert store.meta.shards == (4, 4, 4) and (store.path / "images.npy").stat().st_ino == before
+    assert not temporaries(spec)
+    assert sorted(file.name for file in store.path.iterdir()) == [
+        *("images.1.npy", "images.2.npy", "images.npy", "labels.npy", "meta.json")
+    ]
 
 
 @pytest.mark.parametrize("locks", ["yes", "no"])
@@ -170,35 +200,96 @@ def test_processes_that_prepare_the_same_store_at_once_end_with_one_good_store(
     folder: Path, spec_of: SpecOf, tmp_path: Path, locks: str
 ) -> None:
     spec, reads = spec_of(source="folder", path=folder), tmp_path / "reads"
-    for process in slowly(2, spec, reads, 0.05, locks):
+    for process in slowly(2, spec, reads, 0.1, locks, shard_bytes=2 * 64):
         out, err = process.communicate(timeout=60)
         assert (process.returncode, out) == (0, "12\n"), err
-    assert len(set(lines(reads))) == (1 if locks == "yes" else 2)  # without locks both work, one's work counts
-    assert len(prepare(spec)) == 12  # verifies
+    found = reads_in(reads)
+    assert len({process for process, _ in found}) == 2  # they share the work
+    if locks == "yes":  # without locks both may read all, and one's work counts
+        assert sorted(image for _, image in found) == list(range(12))
+    store = prepare(spec, verify=True)
+    assert (len(store), store.images[:][:, 0, 4, 4].tolist()) == (12, [*range(6), *range(40, 46)])
     assert not temporaries(spec)
 
 
-def test_killed_prepare_leaves_no_store_and_the_next_one_cleans_up(
-    folder: Path, spec_of: SpecOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_killed_prepare_leaves_no_store_and_the_next_one_goes_on_with_what_is_finished(
+    folder: Path, spec_of: SpecOf, tmp_path: Path
 ) -> None:
     spec, reads = spec_of(source="folder", path=folder), tmp_path / "reads"
-    (process,) = slowly(1, spec, reads, 0.3)
-    wait_for(lambda: len(lines(reads)) >= 2 or process.poll() is not None)
+    (process,) = slowly(1, spec, reads, 0.3, shard_bytes=2 * 64)
+    wait_for(lambda: len(reads_in(reads)) >= 6 or process.poll() is not None)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL
     assert not cache_path(spec).exists() and len(temporaries(spec)) == 1
-    assert len(prepare(spec)) == 12
-    assert not temporaries(spec)
+    reads.unlink()
+    (process,) = slowly(1, spec, reads, 0.0, shard_bytes=2 * 64)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "12\n"), err
+    assert [image for _, image in reads_in(reads)] == list(range(4, 12))
+    store = prepare(spec, verify=True)
+    assert store.images[:][:, 0, 4, 4].tolist() == [*range(6), *range(40, 46)]
+    assert store.labels.tolist() == [0] * 6 + [1] * 6 and not temporaries(spec)
 
-    def no_locks(*_: object) -> None:
-        raise OSError("Function not implemented")
 
-    monkeypatch.setattr(fcntl, "flock", no_locks)  # then a temporary folder may belong to a living process
-    shutil.rmtree(cache_path(spec))
-    living = spec.store_root / f".{cache_path(spec).name}.preparing-other"
-    living.mkdir()
-    assert len(prepare(spec)) == 12 and living.exists()
+def test_what_is_finished_of_other_images_is_not_used(
+    folder: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_of(source="folder", path=folder)
+    monkeypatch.setattr(prepare_module, "SHARD_BYTES", 4 * 64)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "_describe", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare(spec)
+    assert len(list(temporaries(spec)[0].glob("shard.*.json"))) == 3
+    (folder / "dogs" / "9.png").write_bytes((folder / "dogs" / "0.png").read_bytes())
+    assert len(prepare(spec)) == 13 and not temporaries(spec)
+
+
+def test_processes_decode_the_same_pixels_and_end_with_the_one_that_has_started_them(
+    folder: Path, spec_of: SpecOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "cats" / "2.png").write_text("not an image")
+    for number in range(100):
+        shutil.copy(folder / "dogs" / f"{number % 6}.png", folder / "cats" / f"copy-{number}.png")
+    spec = spec_of(source="folder", path=folder, max_bad_fraction=0.1)
+    one = prepare(spec)
+    monkeypatch.setattr(prepare_module, "FEW_IMAGES", 0)
+    monkeypatch.setattr(prepare_module, "CHUNK_IMAGES", 5)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(2))
+    many = prepare(spec.model_copy(update={"store_root": tmp_path / "many"}))
+    assert many.meta == one.meta  # checksums and skipped images among it
+    code = (
+        "import os, sys; from ddpm_ds.data import prepare; from ddpm_ds.config.spec import DataSpec; "
+        "prepare.FEW_IMAGES = 0; os.sched_getaffinity = lambda process: range(2); "
+        "prepare.write_cache = lambda path, plan, chunks, *_: (next(chunks(range(100))), print(flush=True), input()); "
+        "prepare.prepare(DataSpec.model_validate_json(sys.argv[1]))"
+    )
+    spec = spec.model_copy(update={"store_root": tmp_path / "killed"})
+    command, home = [sys.executable, "-c", code, spec.model_dump_json()], Path(ddpm_ds.__file__).parents[1]
+    process = subprocess.Popen(command, cwd=home, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "\n"
+    started = psutil.Process(process.pid).children()
+    assert len(started) >= 2
+    process.kill()
+    process.communicate()
+    assert not psutil.wait_procs(started, timeout=60)[1]
+
+
+def test_encoded_images_are_kept_where_they_are_smaller_and_many(
+    folder: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pixels = {"source": "folder", "path": folder, "image_size": 64, "channels": 3}  # 12 KiB, a file has 76 bytes
+    assert prepare(spec_of(**pixels)).meta.kind == "pixels"
+    shutil.rmtree(cache_path(spec_of(**pixels)))
+    monkeypatch.setattr(prepare_module, "LARGE_BYTES", 100_000)
+    encoded = prepare(spec_of(**pixels), progress=True)
+    assert encoded.meta.kind == "encoded" and encoded.path.name.endswith("-encoded")
+    assert "data.store: encoded, 0 KiB an image instead of 12 KiB; data.workers decode them" in capfd.readouterr().err
+    assert cache_path(spec_of(**pixels)) == encoded.path == cache_path(spec_of(**pixels, store="encoded"))
+    assert (encoded.images[:] == prepare(spec_of(**pixels, store="pixels")).images[:]).all()
+    with pytest.raises(DataError, match=r"data.store = encoded, but data.source = digits has pixels; --set data.store"):
+        prepare(spec_of(store="encoded"))
 
 
 def test_preparing_digits_does_not_import_torch(tmp_path: Path) -> None:

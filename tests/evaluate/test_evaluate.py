@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ddpm_ds.cli.main import main
 from ddpm_ds.config.spec import DataSpec
-from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.cache import DatasetCache, StoredImages
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.errors import DataError
 from ddpm_ds.evaluate import inception, sampling, scores, trained
@@ -188,7 +188,7 @@ def test_inceptions_scores_by_name_count_and_tool(
     version = pytest.importorskip("torch_fidelity").__version__
     monkeypatch.setattr(inception, "LAYER", "64")
     meta = digits.meta.model_copy(update={"count": 24})
-    small = DatasetCache(digits.path, meta, digits.images[:24], digits.labels[:24])  # a view
+    small = replace(digits, meta=meta, images=cast(StoredImages, digits.images[:24]), labels=digits.labels[:24])
     monkeypatch.setattr(scores, "prepare", lambda *_, **__: small)
     monkeypatch.setattr(scores, "cache_beside", lambda _: tmp_path / "cache")
     out = evaluate("--count", 20, "--metrics", "fid,kid,pr", "--inception-weights", weights)
@@ -272,7 +272,7 @@ def test_for_a_run_that_learned_crops_the_centres_are_the_reference(tmp_path: Pa
     learned = replace(trained_of(spec), origin=str(checkpoint))
     for given in (None, whole.path):
         reference = open_reference(learned, given)
-        assert reference.meta.shape == (1, 8, 8) and (reference.images == whole.images[:, :, 1:9, 1:9]).all()
+        assert reference.meta.shape == (1, 8, 8) and (reference.images[:] == whole.images[:][:, :, 1:9, 1:9]).all()
         assert reference.key != whole.key  # statistics of whole images are not taken for those of crops
     with pytest.raises(DataError, match=r"has images of 1x11x11, .* draws 1x8x8"):
         open_reference(replace(learned, spec=None), whole.path)

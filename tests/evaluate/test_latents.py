@@ -49,7 +49,7 @@ def sections(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def store(sections: dict[str, Any]) -> DatasetCache:
     """The latents of the digits, 4x8x8."""
-    return prepare(tiny_spec(**sections).data, encode=CPU)
+    return prepare(tiny_spec(**sections).data, encode_on=CPU)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 
@@ -77,7 +76,7 @@ def test_held_out_loss_is_of_centres(spec: RunSpec, store: DatasetCache) -> None
     held_out = HeldOutLoss(spec, engine, store, positions)
     x_t, *_ = held_out._inputs(0, (5, Stream.HELD_OUT + 5), part=0)
     x0, eps, *_ = held_out._noised[0]
-    expected = torch.from_numpy(np.asarray(store.images)[positions[:16], :, 1:9, 1:9]) / 127.5 - 1.0
+    expected = torch.from_numpy(store.images[positions[:16]][:, :, 1:9, 1:9]) / 127.5 - 1.0
     assert torch.equal(x0, expected)
     for tensor in (x_t, x0, eps):
         assert tensor.is_contiguous(memory_format=torch.channels_last)

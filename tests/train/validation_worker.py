@@ -71,7 +71,6 @@ def store_of(spec: RunSpec) -> DatasetCache:
     images = draws.integers(0, 256, (60, 1, 8, 8), np.uint8)
     prepared = SimpleNamespace(images=images, labels=draws.integers(0, 10, 60))
     prepared.centre = lambda size: prepared
-    prepared.check_file = lambda: None
     return cast(DatasetCache, prepared)
 
 

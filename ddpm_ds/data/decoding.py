@@ -1,0 +1,142 @@
+"""Images as a source stores them to pixels of one size and colour: decoded within limits, turned, scaled, cropped."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+from PIL import ExifTags, Image, ImageOps
+
+from ddpm_ds.data.sources import Pixels, Source, UnreadableImage
+from ddpm_ds.data.sources.base import formats, one_line
+
+MOST_DECODING_BYTES = 300_000_000
+"""Most memory that decoding one image may take, its file included: the whole of it, before it is scaled."""
+BIG_BYTES = 2**24
+"""Memory above which an image is big: a PNG of 2048 x 2048 pixels."""
+PIXEL_BYTES = {"WEBP": 17, "JPEG2000": 24, "AVIF": 16, "TIFF": 10}
+"""Memory per pixel of decoders that keep copies, as measured; others fill Pillow's image, 4 bytes."""
+WHOLE_PIXELS, STRIP_PIXELS = 2**22, 2**20
+"""Pixels up to which an image is converted and scaled at once, and those of a strip of a larger one, which is never
+copied. Pillow scales along rows, rounds, then along columns, and so does this: the pixels are the same, but for
+rounding where Pillow takes columns first."""
+ALONE: AbstractContextManager[Any] = contextlib.nullcontext()
+"""What is entered where no other process decodes."""
+UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""What turns an image of each EXIF orientation upright."""
+
+
+def decoded(source: Source, i: int, size: int, channels: int, big: AbstractContextManager[Any] = ALONE) -> Pixels:
+    """Return image ``i`` of a source as uint8 ``(size, size, channels)``; ``big`` is entered while a big image is
+    decoded, so that a lock bounds the memory of several processes.
+
+    Raises:
+        UnreadableImage: it can't be read or decoded, or would take too much memory.
+    """
+    try:
+        content = source.read(i)
+    except (OSError, ValueError, MemoryError) as error:
+        raise UnreadableImage(source.name(i), one_line(error)) from error
+    try:
+        return decode(content, size, channels, big)
+    except Exception as error:  # a decoder may raise anything on broken bytes
+        raise UnreadableImage(source.name(i), one_line(error)) from error
+
+
+def decode(content: bytes | Pixels, size: int, channels: int, big: AbstractContextManager[Any] = ALONE) -> Pixels:
+    """Return the pixels of an image file, or pixels (H, W) or (H, W, C), as uint8 ``(size, size, channels)``; raises
+    whatever a decoder does.
+
+    Of several frames the first counts. A file turns as its EXIF orientation says; 16-bit grey becomes 8-bit.
+    """
+    if not isinstance(content, bytes):
+        grey = content[..., 0] if content.ndim == 3 and content.shape[2] == 1 else content
+        with _memory(4 * grey.shape[0] * grey.shape[1], grey.shape[1::-1], big):
+            return fit(Image.fromarray(grey), size, channels)
+    with Image.open(io.BytesIO(content), formats=formats()) as image:
+        needed, whole = len(content), image.size
+        if "progressive" in image.info:  # the coefficients of all pixels come before the first pixel
+            needed += 2 * len(image.getbands()) * image.width * image.height
+        # JPEG scales down while decoding, several times faster; twice the size keeps Lanczos' quality
+        image.draft(None, (2 * size, 2 * size))
+        needed += PIXEL_BYTES.get(image.format or "", 4) * image.width * image.height
+        with _memory(needed, whole, big):
+            image.load()
+            if image.mode in ("I", "F"):
+                raise ValueError(f"pixels of mode {image.mode} have no fixed range; save it with 8 or 16 bits")
+            return fit(image, size, channels)
+
+
+def _memory(needed: int, shape: tuple[int, ...], big: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    """Return what is entered while ``needed`` bytes are taken; raises ValueError where they are too many."""
+    if needed > MOST_DECODING_BYTES:
+        raise ValueError(
+            f"{shape[0]} x {shape[1]} pixels take {needed / 1e6:,.0f} MB to decode, more than "
+            f"{MOST_DECODING_BYTES / 1e6:.0f}; scale it down"
+        )
+    return big if needed > BIG_BYTES else ALONE
+
+
+def fit(image: Image.Image, size: int, channels: int) -> Pixels:
+    """Turn an image upright, scale its shorter side to ``size`` (up or down, Lanczos) and crop the centre: uint8
+    ``(size, size, channels)``.
+
+    Transparent pixels become white. An image that already fits is returned unchanged.
+    """
+    orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+    width, height = image.size[::-1] if orientation in (5, 6, 7, 8) else image.size
+    mode = "L" if channels == 1 else "RGB"
+    if width * height <= WHOLE_PIXELS:
+        whole = _coloured(_upright(image, orientation, 0, height), mode)
+        fitted = ImageOps.fit(whole, (size, size), Image.Resampling.LANCZOS)
+        return np.array(fitted).reshape(size, size, channels)  # (H, W, C)
+    side = min(width, height)
+    left, top = (width - side) / 2, (height - side) / 2
+    reach = 3 * max(1.0, side / size) + 1  # of Lanczos, in rows
+    first, last = max(0, math.floor(top - reach)), min(height, math.ceil(top + side + reach))
+    narrow = Image.new(mode, (size, height), None)  # the other rows take no memory
+    rows = max(1, STRIP_PIXELS // width)
+    for start in range(first, last, rows):
+        end = min(start + rows, last)
+        strip = _coloured(_upright(image, orientation, start, end), mode)
+        box = (left, 0, left + side, end - start)
+        narrow.paste(strip.resize((size, end - start), Image.Resampling.LANCZOS, box), (0, start))
+    fitted = narrow.resize((size, size), Image.Resampling.LANCZOS, (0, top, size, top + side))
+    return np.array(fitted).reshape(size, size, channels)
+
+
+def _upright(image: Image.Image, orientation: int, start: int, end: int) -> Image.Image:
+    """Return rows ``start`` to ``end`` of an image after it is turned as its EXIF orientation says."""
+    width, height = image.size
+    box = {
+        3: (0, height - end, width, height - start),
+        4: (0, height - end, width, height - start),
+        5: (start, 0, end, height),
+        6: (start, 0, end, height),
+        7: (width - end, 0, width - start, height),
+        8: (width - end, 0, width - start, height),
+    }.get(orientation, (0, start, width, end))
+    strip = image if box == (0, 0, width, height) else image.crop(box)
+    return strip.transpose(UPRIGHT[orientation]) if orientation in UPRIGHT else strip
+
+
+def _coloured(image: Image.Image, mode: str) -> Image.Image:
+    """Return an image in mode L or RGB, whose transparent pixels become white."""
+    if image.mode.startswith("I;16"):  # Pillow's own conversion clips instead of scaling
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image if image.mode == mode else image.convert(mode)

@@ -1,0 +1,180 @@
+"""What sources of images share: their protocol, limits, and helpers. Light: the run spec imports it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import socket
+import warnings
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from ddpm_ds.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from ddpm_ds.config.spec import DataSpec
+
+Pixels: TypeAlias = "npt.NDArray[np.uint8]"
+Labels: TypeAlias = "npt.NDArray[np.int64]"
+
+NOT_PICTURES = {"BUFR", "EPS", "GRIB", "HDF5", "IPTC", "MPEG", "WMF"}
+"""Formats that Pillow recognises by name but can't decode by itself, or that hold no pictures."""
+MOST_IMAGE_BYTES = 2**28
+"""Most bytes of an encoded image, which are read at once."""
+MOST_CLASSES = 10**6
+"""Most classes of a source, as of a U-Net."""
+NETWORK_TIMEOUT_SECONDS = 20.0
+"""Time limit for each answer of the network; a network that drops packets would delay a launch for minutes."""
+
+
+class UnreadableImage(Exception):
+    """Error for an image of a source that can't be read. It is skipped; too many of them are an error."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, reason)  # what it takes to send it to another process
+        self.name = name
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
+class Source(Protocol):
+    """Opened source of N images, numbered from 0. It can be pickled: another process reopens the files that it reads
+    instead of receiving their content.
+    """
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the labels."""
+        ...
+
+    @property
+    def labels(self) -> Labels:
+        """Index into ``classes`` of each image, int64 (N,), known before an image is decoded."""
+        ...
+
+    def name(self, i: int, /) -> str:
+        """Return what reports call image ``i``: a path, a member of an archive, a row."""
+        ...
+
+    def read(self, i: int, /) -> bytes | Pixels:
+        """Return image ``i`` as it is stored: the bytes of an image file, or uint8 pixels (H, W) or (H, W, C).
+
+        Raises:
+            OSError, ValueError: this image can't be read, and is skipped; any other error is a bug.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class SourceKind:
+    """Kind of source, and which keys of the spec it reads."""
+
+    about: str
+    """Words for the documentation of the spec."""
+    open: Callable[[DataSpec, bool], Source]
+    """Function that opens it; the second argument shows bars. Raises DataError."""
+    path: str | None = None
+    """Word for what `data.path` names, such as FOLDER; None means that it reads no path."""
+
+
+@contextlib.contextmanager
+def network_limit(seconds: float) -> Iterator[None]:
+    """Limit every wait for an answer of the network; downloads by torchvision and torch.hub have no limit."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(seconds)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)
+
+
+class Names:
+    """Texts in the memory of their bytes, for millions of paths; to pickle them is to copy two arrays."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        import numpy as np
+
+        text, ends = bytearray(), array("q", [0])
+        for name in names:
+            text += os.fsencode(name)
+            ends.append(len(text))
+        self._text, self._ends = bytes(text), np.frombuffer(ends, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __iter__(self) -> Iterator[str]:
+        return (self[i] for i in range(len(self)))
+
+    def __getitem__(self, i: int, /) -> str:
+        return os.fsdecode(self._text[self._ends[i] : self._ends[i + 1]])
+
+
+def numbered(names: Iterable[str]) -> tuple[tuple[str, ...], Labels]:
+    """Return the different names, sorted, and the index of each of ``names`` among them, int64 (N,)."""
+    import numpy as np
+
+    seen: dict[str, int] = {}
+    order = np.fromiter((seen.setdefault(name, len(seen)) for name in names), np.int64)
+    classes = tuple(sorted(seen))
+    place = np.empty(len(seen), np.int64)
+    place[[seen[name] for name in classes]] = np.arange(len(seen))
+    return classes, place[order]
+
+
+def read_path(spec: DataSpec, what: str) -> Path:
+    """Return ``data.path`` of a source that is one file; ``what`` is that file in words. Raises DataError."""
+    assert spec.path is not None  # the run spec checks it
+    if not spec.path.is_file():
+        wrong = "is not a file" if spec.path.exists() else "does not exist"
+        raise DataError(f"data.path = {spec.path} {wrong}; give {what} with --set data.path=FILE")
+    return spec.path
+
+
+def check_size(size: int) -> None:
+    """Raise ValueError for an encoded image of too many bytes."""
+    if size > MOST_IMAGE_BYTES:
+        raise ValueError(f"{size:,} bytes, more than {MOST_IMAGE_BYTES:,}; save it smaller")
+
+
+@functools.cache
+def formats() -> tuple[str, ...]:
+    """Return Pillow's names of the formats that are read: a file's content, not its name, says which it has."""
+    from PIL import Image
+
+    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # our own limit is lower
+    Image.init()
+    return tuple(kind for kind in Image.OPEN if kind not in NOT_PICTURES)
+
+
+@functools.cache
+def _extensions() -> frozenset[str]:
+    """Return the extensions of files that Pillow can decode."""
+    from PIL import Image
+
+    return frozenset(extension for extension, kind in Image.registered_extensions().items() if kind in formats())
+
+
+def is_image(name: str) -> bool:
+    """Return whether a file of this name, without folders, is read as an image: its extension says so."""
+    return os.path.splitext(name)[1].lower() in _extensions() and not name.startswith(".")
+
+
+def printable(path: str) -> str:
+    """Return a path as text that any file can hold, also where its bytes are not UTF-8."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def one_line(error: Exception) -> str:
+    """Return the reason of an error in one line."""
+    reason = (isinstance(error, OSError) and error.strerror) or str(error)
+    return " ".join(reason.split()) or type(error).__name__

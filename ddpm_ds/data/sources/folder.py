@@ -1,0 +1,92 @@
+"""Image files of a folder and its subfolders."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddpm_ds.data.sources.base import Labels, Names, check_size, is_image, numbered, printable
+from ddpm_ds.errors import DataError
+from ddpm_ds.files import open_regular
+
+if TYPE_CHECKING:
+    from ddpm_ds.config.spec import DataSpec
+
+
+@dataclass
+class FolderSource:
+    """Image files with paths relative to ``root``, sorted by them; the first folder of a path is its class.
+
+    Images without a folder are of class ``.``. Names that begin with a dot are skipped.
+    """
+
+    classes: tuple[str, ...]
+    labels: Labels = field(repr=False)
+    root: Path
+    files: Names = field(repr=False)
+
+    def name(self, i: int, /) -> str:
+        """Return the relative path."""
+        return printable(self.files[i])
+
+    def read(self, i: int, /) -> bytes:
+        """Read an image file; what is no regular file raises OSError."""
+        with open_regular(self.root / self.files[i]) as file:
+            check_size(os.fstat(file.fileno()).st_size)
+            return file.read()
+
+
+def open_folder(spec: DataSpec, progress: bool) -> FolderSource:
+    """List the image files under the folder ``data.path``."""
+    root = spec.path
+    assert root is not None  # the run spec checks it
+    if not root.is_dir():
+        what = "is not a folder" if root.exists() else "does not exist"
+        raise DataError(f"data.path = {root} {what}; give a folder of images with --set data.path=FOLDER")
+    files = Names(_image_files(str(root)))
+    if not len(files):
+        raise DataError(
+            f"data.path = {root} holds no image files (.png, .jpg, .webp, ...), nor do its subfolders; give a folder "
+            "of images with --set data.path=FOLDER"
+        )
+    return FolderSource(*numbered(map(class_of, files)), root, files)
+
+
+def class_of(path: str) -> str:
+    """Return the class of an image: the first folder of its path, or ``.``."""
+    folder, inside, _ = path.partition("/")
+    return printable(folder) if inside else "."
+
+
+def _image_files(root: str) -> Iterator[str]:
+    """Yield the relative paths of the files under ``root`` that Pillow can decode, by their extension, sorted."""
+    visited = set()
+    waiting = [""]  # the last one comes next; a folder ends with a slash
+    while waiting:
+        path = waiting.pop()
+        if path and not path.endswith("/"):
+            yield path
+            continue
+        folder = os.path.join(root, path)
+        if os.path.realpath(folder) in visited:  # a link that leads back
+            continue
+        visited.add(os.path.realpath(folder))
+        try:
+            with os.scandir(folder) as entries:
+                found = [(entry.name, _is_folder(entry)) for entry in entries if not entry.name.startswith(".")]
+        except OSError as error:
+            raise DataError(
+                f"data.path: {error.filename} can't be listed ({error.strerror}); allow it or move it elsewhere"
+            ) from error
+        found.sort(reverse=True)
+        waiting += [path + name + "/" * is_folder for name, is_folder in found if is_folder or is_image(name)]
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
