@@ -120,7 +120,7 @@ def _bench(options: argparse.Namespace) -> None:
     store = prepare(spec.data, progress=True)
     size = options.micro_batch or spec.train.batch_images
     print(
-        f"images   {store.path}: {len(store):,} of {'x'.join(map(str, store.meta.shape))}, uint8\n"
+        f"images   {store.path}: {len(store):,} of {'x'.join(map(str, store.meta.shape))}, {store.meta.dtype}\n"
         f"loader   micro-batches of {size} for one replica on {device.type}, {_cores()} cores",
         flush=True,
     )

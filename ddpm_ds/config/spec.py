@@ -586,13 +586,7 @@ def _check_unet(spec: RunSpec) -> None:
 def _check_training(spec: RunSpec) -> None:
     diffusion, train = spec.diffusion, spec.train
     _check_ema(spec.ema, train.images)
-    pixels = spec.samples.count * spec.data.image_size**2
-    if spec.samples.every_images and pixels > MOST_PICTURE_PIXELS:
-        fewer = MOST_PICTURE_PIXELS // spec.data.image_size**2
-        raise ValueError(
-            f"samples.count = {spec.samples.count} makes a picture of {pixels:,} pixels, and {MOST_PICTURE_PIXELS:,} "
-            f"are the most; use {f'{fewer} or fewer' if fewer else 'samples.every_images = null'}"
-        )
+    check_picture(spec.samples, spec.data.image_size)
     schedule = SCHEDULES[diffusion.schedule]
     if isinstance(schedule, ContinuousSchedule):
         if diffusion.objective != schedule.objective:
@@ -642,6 +636,17 @@ def _check_training(spec: RunSpec) -> None:
     if train.label_drop and spec.unet.classes is None:
         raise ValueError(
             f"train.label_drop = {train.label_drop} needs labels; set unet.classes to their number or label_drop to 0"
+        )
+
+
+def check_picture(samples: SamplesSpec, image_size: int) -> None:
+    """Check the pictures of images of so many pixels' height and width; raises ValueError with one line."""
+    pixels = samples.count * image_size**2
+    if samples.every_images and pixels > MOST_PICTURE_PIXELS:
+        fewer = MOST_PICTURE_PIXELS // image_size**2
+        raise ValueError(
+            f"samples.count = {samples.count} makes a picture of {pixels:,} pixels, and {MOST_PICTURE_PIXELS:,} are "
+            f"the most; use {f'{fewer} or fewer' if fewer else 'samples.every_images = null'}"
         )
 
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ddpm_ds.config.spec import MOST_LEVELS, MOST_SIDE, DataSpec, LatentChannels
+from ddpm_ds.config.spec import MOST_LEVELS, MOST_SIDE, Blocks, Channels, DataSpec, LatentChannels
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.errors import DataError
 from ddpm_ds.files import open_regular, parse_json, read_bytes, sha256_of
@@ -45,6 +45,7 @@ PIXELS_AT_ONCE = 2**18
 keeps 128 numbers of each."""
 MOVED_PIXELS = 2**22
 """Pixels that are encoded between two moves of the model to the device and back, at least one image."""
+SMALLEST_ELEMENT_BYTES = 2
 MOST_FLOAT16 = 65504.0
 AUTOENCODER, PIXELS = "autoencoder", "pixels/"
 """Names in the checksums of a store of latents: its autoencoder, and before each file of the pixels it was made of."""
@@ -66,7 +67,8 @@ class _Config(BaseModel):
     in_channels: Literal[3] = 3
     out_channels: Literal[3] = 3
     latent_channels: LatentChannels = 4
-    block_out_channels: Annotated[tuple[int, ...], Field(min_length=1, max_length=MOST_LEVELS)] = (64,)
+    block_out_channels: Annotated[tuple[Channels, ...], Field(min_length=1, max_length=MOST_LEVELS)] = (64,)
+    layers_per_block: Blocks = 1
     scaling_factor: Annotated[float, Field(gt=0.0)] = 0.18215
     shift_factor: float | None = None
 
@@ -156,7 +158,7 @@ def autoencoder_of(data: DataSpec, learned: Mapping[str, str] | None = None) -> 
         )
     if learned is not None and learned.get(AUTOENCODER) != found.digest:
         raise DataError(
-            f"data.autoencoder = {found.name} is another than that whose latents were learned; put that one there"
+            f"data.autoencoder = {found.name} is another than that whose latents were learned; name that one"
         )
     return found
 
@@ -229,14 +231,18 @@ class Coder:
     def _model(self) -> Any:
         """The model of diffusers, in fp32 or rounded to fp16."""
         import diffusers
+        import torch
 
         diffusers.utils.logging.set_verbosity_error()  # a warning would say what the error below says
         diffusers.utils.logging.disable_progress_bar()
+        kind, folder = diffusers.AutoencoderKL, self.autoencoder.folder
         options = {"use_safetensors": True, "local_files_only": True, "low_cpu_mem_usage": False}
         try:
-            model, notes = diffusers.AutoencoderKL.from_pretrained(
-                self.autoencoder.folder, output_loading_info=True, **options
-            )
+            with torch.device("meta"):  # without memory, of which a forged configuration would take all
+                parameters = sum(each.numel() for each in kind.from_config(kind.load_config(folder)).parameters())
+            if SMALLEST_ELEMENT_BYTES * parameters > (size := (folder / WEIGHTS).stat().st_size):
+                raise ValueError(f"{size:,} bytes for {parameters:,} parameters")
+            model, notes = kind.from_pretrained(folder, output_loading_info=True, **options)
         except Exception as error:  # whatever diffusers makes of damaged files
             raise _unusable(self.autoencoder.name, f"{WEIGHTS} is damaged or of another model ({error})") from None
         if wrong := [*notes["missing_keys"], *notes["unexpected_keys"]]:

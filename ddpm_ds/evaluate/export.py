@@ -169,6 +169,7 @@ def check_in_diffusers(trained: Trained, folder: Path) -> str:
         return "not read back, because diffusers is not installed (pip install diffusers)"
     import diffusers
 
+    diffusers.utils.logging.set_verbosity_error()  # LDMPipeline was made for an autoencoder of another kind
     diffusers.utils.logging.disable_progress_bar()
     pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False)
     generator = torch.Generator().manual_seed(0)

@@ -26,7 +26,7 @@ from ddpm_ds.checkpoint.union import checkpoint_at
 from ddpm_ds.config.spec import DiffusionSpec, RunSpec, SamplerSpec, UnetSpec, with_current_names
 from ddpm_ds.data.latents import Autoencoder, ToPixels, autoencoder_of, to_pixels
 from ddpm_ds.diffusion.diffusers_config import diffusion_from_scheduler
-from ddpm_ds.errors import CheckpointError
+from ddpm_ds.errors import CheckpointError, SpecError
 from ddpm_ds.files import open_regular, open_tensors, read_json, sha256_of
 from ddpm_ds.tracking.run_folder import averages_of, checkpoints_of, snapshots_of
 from ddpm_ds.tracking.tracker import print_to_stderr
@@ -114,6 +114,7 @@ def load_trained(
     *,
     weights: Weights = "ema",
     ema_length: float | None = None,
+    autoencoder: Path | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Trained:
@@ -121,37 +122,39 @@ def load_trained(
 
     ``weights`` are ``ema``, averaged over training, or ``raw``, as trained; an export has one kind, loaded as ``ema``.
     With ``ema_length``, ``path`` is a run's folder, and the weights are, whatever ``weights`` says, the average of that
-    relative length (0.001 to 0.28, sigma_rel of EDM2) at the time of its newest snapshot.
+    relative length (0.001 to 0.28, sigma_rel of EDM2) at the time of its newest snapshot. ``autoencoder`` is where that
+    of a run's latents is now, if it has moved; an export holds its own.
 
     Raises:
         CheckpointError: there are no such weights, they are damaged, or not finite in ``dtype``.
-        SpecError: ``ema_length`` is out of range.
+        DataError: the autoencoder can't be used.
+        SpecError: ``ema_length`` is out of range, or ``autoencoder`` is given for a run of pixels.
     """
     if ema_length is not None:
         average = Reconstruction(snapshots_of(Path(path)), ema_length)
-        return _load_checkpoint(average, average.kind, average.digest, device, dtype)
+        return _load_checkpoint(average, average.kind, average.digest, autoencoder, device, dtype)
     found = find_trained(Path(path))
     if (found / MANIFEST).is_file():
         reader = Reader(found)
         kind = _kind(reader, weights)
         digest = hashlib.sha256(f"{reader.manifest.sha256} {kind}".encode()).hexdigest()
-        return _load_checkpoint(reader, kind, digest, device, dtype)
+        return _load_checkpoint(reader, kind, digest, autoencoder, device, dtype)
     if weights != "ema":
         raise CheckpointError(f"{found} is an export, which has weights of one kind; leave out --weights {weights}")
     folder = DiffusersFolder(found)
-    autoencoder, digest = folder.autoencoder(), sha256_of(folder.weights)
-    if autoencoder is not None:
-        digest = hashlib.sha256(f"{digest} {autoencoder.digest}".encode()).hexdigest()
+    decoder, digest = folder.autoencoder(), sha256_of(folder.weights)
+    if decoder is not None:
+        digest = hashlib.sha256(f"{digest} {decoder.digest}".encode()).hexdigest()
     return Trained(
         unet=_filled(folder.layers, folder.tensors().items(), found, device, dtype),
         unet_spec=folder.unet,
         diffusion=folder.diffusion(),
-        sampler=SamplerSpec(clip="static" if autoencoder is None else "none"),
+        sampler=SamplerSpec(clip="static" if decoder is None else "none"),
         image_shape=(folder.image_channels, folder.image_size, folder.image_size),
         origin=str(found),
         digest=digest,
         weights="export",
-        autoencoder=autoencoder,
+        autoencoder=decoder,
     )
 
 
@@ -167,7 +170,12 @@ def _kind(reader: Reader, weights: Weights) -> str:
 
 
 def _load_checkpoint(
-    reader: Reader | Reconstruction, kind: str, digest: str, device: torch.device | str, dtype: torch.dtype
+    reader: Reader | Reconstruction,
+    kind: str,
+    digest: str,
+    moved: Path | None,
+    device: torch.device | str,
+    dtype: torch.dtype,
 ) -> Trained:
     path = reader.path
     read = reader.read if isinstance(reader, Reconstruction) else functools.partial(reader.read, kind)
@@ -180,6 +188,10 @@ def _load_checkpoint(
             f"checkpoint {path} has a spec that this version can't read ({what}); use the ddpm_ds "
             f"{reader.manifest.version} that wrote it"
         ) from None
+    if moved is not None:
+        if spec.data.autoencoder is None:
+            raise SpecError(f"--autoencoder {moved}: {path} has learned pixels; leave it out")
+        spec = spec.model_copy(update={"data": spec.data.model_copy(update={"autoencoder": moved})})
     data = spec.data
     autoencoder = autoencoder_of(data, reader.manifest.data_sha256)
     layers = unet_layers(spec.unet, image_channels=data.channels, image_size=data.image_size)

@@ -73,7 +73,7 @@ def test_the_store_holds_what_diffusers_encodes_shifted_and_scaled(
 def test_what_is_encoded_before_an_interruption_is_kept(spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latents, "MOVED_PIXELS", 64)
     monkeypatch.setattr("ddpm_ds.data.prepare.SHARD_BYTES", 4 * 128)
-    encode, seen = Coder.encode, []
+    encode, seen = Coder.encode, list[int]()
 
     def counted(self: Coder, images: torch.Tensor) -> torch.Tensor:
         if len(seen) == 6:
@@ -202,6 +202,8 @@ def broken(folder: Path, how: str) -> None:
             config.write_text("{")
         case "other":
             config.write_text(json.dumps(values | {"block_out_channels": [8, 8]}))
+        case "forged":
+            config.write_text(json.dumps(values | {"block_out_channels": [65536, 65536]}))
         case "fewer":
             config.write_text(json.dumps(values | {"use_quant_conv": False}))
         case "cut":
@@ -219,6 +221,7 @@ def broken(folder: Path, how: str) -> None:
         ("grey", r"can't be used: config.json is of another kind \(in_channels: Input should be 3\)"),
         ("no JSON", "can't be used: config.json is damaged"),
         ("other", "safetensors is damaged or of another model"),
+        ("forged", r"safetensors is damaged or of another model \([0-9,]* bytes for [0-9]*,[0-9,]* parameters\)"),
         ("fewer", r"safetensors is of another model \(quant_conv"),
         ("cut", "safetensors is damaged or of another model"),
     ],

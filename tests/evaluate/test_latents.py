@@ -6,7 +6,8 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 from PIL import Image
 
 from ddpm_ds.cli.main import main
+from ddpm_ds.config.spec import SamplesSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.latents import pixels_of
 from ddpm_ds.data.prepare import prepare
@@ -22,6 +24,8 @@ from ddpm_ds.errors import CheckpointError, DataError, SpecError
 from ddpm_ds.evaluate.sampling import check_guide, sample
 from ddpm_ds.evaluate.scores import open_reference
 from ddpm_ds.evaluate.trained import Trained, load_trained
+from ddpm_ds.predict.plan import RunPlan
+from ddpm_ds.train.session import check_store
 from tests.autoencoders import save_autoencoder
 from tests.evaluate.planted import UNLABELLED, plant
 from tests.launching import REPOSITORY, run_ranks, tiny_spec, write_json
@@ -132,18 +136,32 @@ def test_an_export_brings_its_autoencoder_and_draws_the_same(
 def test_another_autoencoder_than_the_one_that_encoded_is_refused(folder: Path, checkpoint: Path) -> None:
     shutil.move(folder / "vae", folder / "kept")
     try:
+        with pytest.raises(DataError, match=r"vae does not exist; name a folder"):
+            load_trained(checkpoint)
+        arguments = ["sample", str(checkpoint), "--count", "2", "--device", "cpu", "--out", str(folder / "moved.npz")]
+        assert main([*arguments, "--autoencoder", str(folder / "kept")]) == 0
         save_autoencoder(folder / "vae", seed=1)
         with pytest.raises(DataError, match=r"vae is another than that whose latents were learned"):
             load_trained(checkpoint)
     finally:
         shutil.rmtree(folder / "vae")
         shutil.move(folder / "kept", folder / "vae")
+    with pytest.raises(SpecError, match=r"--autoencoder vae: .* has learned pixels; leave it out"):
+        load_trained(plant(folder / "pixels"), autoencoder=Path("vae"))
     trained = load_trained(checkpoint)
     assert trained.autoencoder is not None
     guide = replace(trained, autoencoder=replace(trained.autoencoder, digest="0" * 64))
     guided = trained.sampler.model_copy(update={"guidance": 2.0})
     with pytest.raises(SpecError, match="has an autoencoder with checksum = 00000000, and"):
         check_guide(guide, trained, [guided])
+
+
+def test_pictures_of_decoded_images_have_a_limit(sections: dict[str, Any], store: DatasetCache) -> None:
+    spec = tiny_spec(**sections)
+    check_store(store, cast(RunPlan, SimpleNamespace(spec=spec)))
+    many = SimpleNamespace(spec=spec.model_copy(update={"samples": SamplesSpec.model_construct(count=2**19)}))
+    with pytest.raises(SpecError, match=r"samples.count = 524288 makes a picture of 134,217,728 pixels"):
+        check_store(store, cast(RunPlan, many))
 
 
 @pytest.mark.launch
@@ -173,4 +191,4 @@ def test_a_run_of_two_ranks_learns_latents_and_pictures_samples_and_resumption_f
     assert load_trained(run_dir).images_seen == 96
     pixels = ["--set", "data.autoencoder=null", "--set", "data.channels=3", "--set", "train.images=128"]
     refused = run_ranks(2, train, *command, *pixels, MLFLOW_TRACKING_URI="")
-    assert refused.returncode == 2
+    assert refused.returncode == 2 and "was trained with another spec: data.channels: 4 -> 3" in refused.stderr
