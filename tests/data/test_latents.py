@@ -147,6 +147,21 @@ def test_what_is_not_finite_in_half_precision_is_done_again_in_single(
     assert torch.equal(found, Coder(autoencoder, CPU).decode(drawn)), "with weights that were not rounded"
 
 
+def test_without_memory_on_the_device_the_cpu_decodes(spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    autoencoder = autoencoder_of(spec_of())
+    assert autoencoder is not None
+    decode, drawn = AutoencoderKL.decode, torch.randn(2, 4, 4, 4)
+
+    def full(self: AutoencoderKL, part: torch.Tensor) -> Any:
+        if part.is_meta:  # which stands for a device
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return decode(self, part)
+
+    monkeypatch.setattr(AutoencoderKL, "decode", full)
+    found = Coder(autoencoder, torch.device("meta")).decode(drawn)
+    assert torch.equal(found, Coder(autoencoder, CPU).decode(drawn))
+
+
 def test_a_store_is_named_after_pixels_and_autoencoder(spec_of: SpecOf, tmp_path: Path, model: Saved) -> None:
     shutil.copytree(model[0], tmp_path / "moved")
     config = tmp_path / "moved" / "config.json"
