@@ -107,8 +107,9 @@ def test_a_store_is_named_after_all_that_decides_its_images(tmp_path: Path) -> N
         "crop_from": 12,
         "channels": 3,
         "store_root": tmp_path,
+        "store": "encoded",
     }
-    of_training = {"horizontal_flips", "held_out_images", "max_bad_fraction", "workers"}
+    of_training = {"horizontal_flips", "held_out_images", "max_bad_fraction", "shuffle_images", "workers"}
     of_training |= {"autoencoder"}  # it names a store of latents: tests/data/test_latents.py
     assert {*others, *of_training} == set(DataSpec.model_fields), "does the new key decide what is prepared?"
     spec = DataSpec(source="digits", image_size=8, channels=1)

@@ -83,7 +83,7 @@ def test_a_window_is_256_runs_of_neighbours_from_anywhere_shuffled_together() ->
         assert abs(np.mean(list(found)) - 5000) < 5 * deviation
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=15)
 @given(count=st.integers(1, 2000), window=st.integers(1, 3000), start=st.integers(0, 4000), step=st.integers(1, 700))
 def test_every_image_is_read_ahead_once_before_it_is_used_and_not_before_its_window_is_next(
     count: int, window: int, start: int, step: int
@@ -139,12 +139,19 @@ def test_replicas_take_turns_within_a_batch(digits: DatasetCache) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(replicas=st.integers(1, 4), micro=st.integers(1, 5), each=st.integers(1, 4), start=st.integers(0, 5000))
+@given(
+    replicas=st.integers(1, 4),
+    micro=st.integers(1, 5),
+    each=st.integers(1, 4),
+    start=st.integers(0, 5000),
+    window=st.sampled_from([None, 300]),
+)
 def test_global_batch_is_the_same_images_in_every_layout(
-    digits: DatasetCache, replicas: int, micro: int, each: int, start: int
+    digits: DatasetCache, replicas: int, micro: int, each: int, start: int, window: int | None
 ) -> None:
     batch = replicas * micro * each
-    layout = {"batch_images": batch, "micro_batch_images": micro, "replicas": replicas, "start_images": start}
+    layout: dict[str, Any] = {"batch_images": batch, "micro_batch_images": micro, "replicas": replicas}
+    layout |= {"start_images": start, "window": window}
     streams = [take(digits, 2 * each, replica=replica, **layout) for replica in range(replicas)]
     for step in range(2):
         parts = [part for stream in streams for part in stream[step * each : (step + 1) * each]]
@@ -152,17 +159,18 @@ def test_global_batch_is_the_same_images_in_every_layout(
         order = index.argsort()
         first = start + step * batch
         assert index[order].tolist() == list(range(first, first + batch))
-        stored = Order(len(digits), 3).image_at(np.arange(first, first + batch))
+        stored = Order(len(digits), 3, window).image_at(np.arange(first, first + batch))
         assert (torch.cat([part.images for part in parts])[order].numpy() == digits.images[stored]).all()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_resumed_stream_is_the_uninterrupted_one(digits: DatasetCache, workers: int) -> None:
-    """Over the end of an epoch (1797 images), with and without workers, on each replica."""
+@pytest.mark.parametrize("workers, window", [(0, None), (0, 512), (2, None), (2, 512)])
+def test_resumed_stream_is_the_uninterrupted_one(digits: DatasetCache, workers: int, window: int | None) -> None:
+    """Over the end of an epoch (1797 images), with and without workers, on each replica, and over ends of windows."""
     before = torch.get_rng_state()
     for replica in (0, 1):
-        whole = take(digits, 150, batch_images=32, replica=replica, start_images=1000)
-        rest = take(digits, 50, batch_images=32, replica=replica, start_images=1000 + 100 * 8, workers=workers)
+        order: dict[str, Any] = {"batch_images": 32, "replica": replica, "window": window}
+        whole = take(digits, 150, **order, start_images=1000)
+        rest = take(digits, 50, **order, start_images=1000 + 100 * 8, workers=workers)
         assert_same(whole[100:], rest)
     assert torch.equal(torch.get_rng_state(), before)
     for cache in (digits, digits.centre(6)):  # what a spawned worker receives

@@ -8,12 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from ddpm_ds.checkpoint.folder import checkpoint_name
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.data.prepare import prepare
+from ddpm_ds.data import prepare
 from ddpm_ds.tracking.run_folder import checkpoints_of
 from tests.launching import REPOSITORY, run_ranks, tiny_spec, write_json
 from tests.train.resume_worker import HALFLIFE_IMAGES, PROFILES, RAMPUP_FRACTION, STEPS, Course
@@ -54,7 +55,7 @@ class Courses:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         values = tiny_spec(
-            data={"store_root": str(folder / "data")},
+            data={"store_root": str(folder / "data"), "shuffle_images": 600},
             unet={"attention_resolutions": []},
             optimizer={"learning_rate": 3e-3, "warmup_images": 5 * BATCH},
             train={"images": 2 * STEPS * BATCH, "batch_images": BATCH},
@@ -66,7 +67,9 @@ class Courses:
             "snapshot_images": BATCH,
         }
         (folder / "spec.yaml").write_text(yaml.safe_dump(values))
-        prepare(RunSpec.model_validate(values).data)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(prepare, "SHARD_BYTES", 2**14)  # eight files
+            prepare.prepare(RunSpec.model_validate(values).data)
 
     def course(
         self, name: str, layout: Layout, precision: str, sources: Iterable[str] = (), *, overflow: bool | None = None
