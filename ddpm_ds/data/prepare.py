@@ -43,7 +43,7 @@ from ddpm_ds.data.cache import (
     shard_name,
 )
 from ddpm_ds.data.decoding import decoded
-from ddpm_ds.data.latents import Coder, autoencoder_of, encoded, pixels_of, sources_of
+from ddpm_ds.data.latents import Coder, autoencoder_of, encoded, pixels_learned, pixels_of, sources_of
 from ddpm_ds.data.sources import Source, UnreadableImage, identity, open_source
 from ddpm_ds.errors import DataError
 from ddpm_ds.files import read_bytes, replace_file, sha256_of, sync
@@ -165,13 +165,21 @@ def prepare(
 
     Raises:
         DataError: the source's own, too many unreadable images, ``store_root`` not writable or full, a damaged cache,
-            an autoencoder that can't be used; latents are missing, and ``encode_on`` is None.
+            an autoencoder that can't be used; latents are missing and ``encode_on`` is None, or of other pixels.
     """
     path = cache_path(spec)
     if path.exists():
         if verify is None:
             verify = sum(file.stat().st_size for file in path.glob("images*")) <= VERIFIED_BYTES
-        return DatasetCache.open(path, verify, progress)
+        found = DatasetCache.open(path, verify, progress)
+        pixels = None if encode_on is None else pixels_of(spec)
+        if (
+            pixels is not None
+            and cache_path(pixels).exists()
+            and prepare(pixels, progress).meta.sha256 != pixels_learned(found.meta.sha256)
+        ):
+            raise DataError(f"{path} has latents of other pixels than are prepared now; delete it and encode again")
+        return found
     if (autoencoder := autoencoder_of(spec)) is not None and encode_on is None:
         raise DataError(
             f"data.autoencoder = {autoencoder.name}: there are no latents at {path}; make them once with: "

@@ -180,6 +180,17 @@ def test_latents_are_made_only_when_asked_for(spec_of: SpecOf) -> None:
     assert not spec_of().store_root.exists()
 
 
+def test_latents_of_pixels_that_have_changed_are_refused(spec_of: SpecOf, folder: Path) -> None:
+    store = prepare(spec_of(), encode_on=CPU)
+    assert prepare(spec_of(), encode_on=CPU).meta == store.meta
+    shutil.rmtree(cache_path(pixels_of(spec_of())))
+    (folder / "cats" / "0.png").unlink()
+    assert prepare(spec_of(), encode_on=CPU).meta == store.meta, "the pixels are gone: there is nothing to compare"
+    prepare(pixels_of(spec_of()))
+    with pytest.raises(DataError, match="has latents of other pixels than are prepared now; delete it and encode"):
+        prepare(spec_of(), encode_on=CPU)
+
+
 def test_classes_have_their_names_and_numbers_where_the_autoencoder_is_gone(tmp_path: Path, model: Saved) -> None:
     path = tmp_path / "moved"
     shutil.copytree(model[0], path)
