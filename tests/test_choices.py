@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,8 @@ def test_a_store_is_named_after_all_that_decides_its_images(tmp_path: Path) -> N
     named = [cache_path(spec.model_copy(update={key: value})) for key, value in others.items()]
     assert len({cache_path(spec), *named}) == 1 + len(others)
     assert cache_path(spec) == Path("data/digits-8px-1ch"), "stores that exist keep their names"
+    photos = spec.model_copy(update={"source": "folder", "path": Path("/photos")})
+    assert cache_path(photos) == Path(f"data/folder-8px-1ch-{sha256(b'/photos').hexdigest()[:8]}")
 
 
 @pytest.mark.parametrize("key", ["diffusion.schedule", "diffusion.objective"])

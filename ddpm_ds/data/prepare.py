@@ -594,7 +594,7 @@ def _describe(
     meta = CacheMeta(
         format=FORMAT,
         source=spec.source,
-        folder=None if spec.path is None else str(spec.path),
+        folder=spec.name if spec.path is None else str(spec.path),
         count=len(labels),
         shape=plan.shape,
         classes=classes,

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import io
 import json
 import os
 import pickle
 import re
+import shutil
 import socket
 import struct
 import tarfile
@@ -402,6 +404,17 @@ def test_archives_that_are_wrong_are_one_line(
 ) -> None:
     path = archive(tmp_path / "a.zip", labels, names or ("00000/img0.png", "00000/img1.png"))
     assert said in line_of(spec_of(source="zip", path=path))
+
+
+def test_a_disk_that_is_full_while_an_array_is_unpacked_is_one_line(
+    tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfileobj", full)
+    with pytest.raises(DataError, match=r"data.store_root = .* can't be written .No space left on device.; choose"):
+        prepare(spec_of(source="arrays", path=written(tmp_path / "a.npz", images=GREY)))
 
 
 @pytest.mark.parametrize("form", ["plain", "64 bits", "appended", "described"])

@@ -13,6 +13,7 @@ from scipy.io import savemat
 from torchvision import datasets
 
 from ddpm_ds.config.spec import DataSpec
+from ddpm_ds.data.prepare import prepare
 from ddpm_ds.data.sources import open_source
 from tests.data.reading import PICTURES, at, encoded, line_of
 
@@ -52,6 +53,8 @@ def test_arrays_of_each_split_are_read(downloads: Path, spec_of: SpecOf) -> None
         pixels, label = at(source, 1)
         assert (pixels[..., 0] == PICTURES[first + 1, ..., 0]).all() and label == (first + 1) % 10
         assert source.classes[3] == "3 - three" and len(source.labels) == (8 if first == 0 else 4)
+    store = prepare(spec_of(source="torchvision", name="MNIST", split="test"))
+    assert (store.meta.source, store.meta.folder, store.labels.tolist()) == ("torchvision", "MNIST", [8, 9, 0, 1])
 
 
 def test_arrays_with_channels_first_are_read(downloads: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import tarfile
@@ -9,11 +10,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tqdm import tqdm
 
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.sources import UnreadableImage, open_source, webdataset
+from ddpm_ds.errors import DataError
 from tests.data.reading import PICTURES, at, encoded, line_of
 
 SpecOf = Callable[..., DataSpec]
@@ -57,6 +60,15 @@ def test_one_shard_without_labels_is_one_class(tmp_path: Path, spec_of: SpecOf) 
     members = sample("a", 0) | sample("b", 1, b'{"text": "a cat"}', "json") | {"c.webp": encoded(PICTURES[2], "webp")}
     source = open_source(spec_of(source="webdataset", path=shard(tmp_path / "a.tar", members)))
     assert (source.classes, source.labels.tolist()) == ((".",), [0, 0, 0])
+
+
+def test_images_of_any_size_and_kind_in_one_shard_become_alike(tmp_path: Path, spec_of: SpecOf) -> None:
+    wide = np.tile(PICTURES[0], (2, 5, 1))
+    members = {"a.png": encoded(wide), "b.jpg": encoded(wide, "jpeg"), "c.png": encoded(wide[..., 0])}
+    members |= {"d.png": encoded(np.dstack([wide, wide[..., 0]])), "e.webp": encoded(wide[:3], "webp")}
+    source = open_source(spec_of(source="webdataset", path=shard(tmp_path / "a.tar", members)))
+    for channels in (1, 3):
+        assert {at(source, i, 8, channels)[0].shape for i in range(5)} == {(8, 8, channels)}
 
 
 def test_long_names_in_each_format_of_tar_are_read(tmp_path: Path, spec_of: SpecOf) -> None:
@@ -116,6 +128,18 @@ def test_a_shard_that_ends_early_anywhere_is_one_line(tmp_path: Path, spec_of: S
         )
     path.write_bytes(whole[: end // 1024 * 512] + b"\1" * 512 + whole[end // 1024 * 512 + 512 :])
     assert f"shard {path}" in line_of(spec_of(source="webdataset", path=path))
+
+
+def test_a_shard_damaged_anywhere_is_an_error_of_a_line_or_of_an_image(tmp_path: Path, spec_of: SpecOf) -> None:
+    path = shard(tmp_path / "a.tar", sample("a", 0, b"1") | sample("b", 1, b'{"label": 2}', "json"))
+    whole = path.read_bytes()
+    for place in range(0, len(whole.rstrip(b"\0")), 3):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
+        with contextlib.suppress(DataError):
+            source = open_source(spec_of(source="webdataset", path=path))
+            for i in range(len(source.labels)):
+                with contextlib.suppress(UnreadableImage):
+                    at(source, i)
 
 
 def test_what_is_no_shard_is_one_line(tmp_path: Path, spec_of: SpecOf) -> None:

@@ -104,7 +104,10 @@ def open_huggingface(spec: DataSpec, progress: bool) -> HuggingFaceSource:
     classes, labels = _labels(datasets, rows, spec, key)
     root = Path() if spec.path is None else spec.path.resolve() if spec.path.is_dir() else spec.path.resolve().parent
     pyarrow.default_memory_pool().release_unused()  # of what was converted
-    source = HuggingFaceSource(classes, labels, tuple(file["filename"] for file in rows.cache_files), column, root)
+    try:
+        source = HuggingFaceSource(classes, labels, tuple(file["filename"] for file in rows.cache_files), column, root)
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise DataError(f"{key} can't be read ({one_line(error)}); save it again") from error
     if not len(rows) or source.rows != len(rows):
         raise DataError(f"{key} holds {len(rows):,} rows of {source.rows:,} in its files; save a whole data set")
     return source
