@@ -94,7 +94,28 @@ def memory_bytes(device: torch.device, sharing: int | None = None) -> int:
     """Return the memory of a device; of a CPU's the share of one of ``sharing`` processes, by default this host's."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return int(psutil.virtual_memory().total // (sharing or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return host_memory() // (sharing or int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+"""Where Linux shows the limits of control groups, by which containers and jobs get a part of a host's memory, and in
+which of them this process is."""
+
+
+def host_memory() -> int:
+    """Return the bytes of memory that this process may use: the host's, or fewer where a control group limits it."""
+    most = int(psutil.virtual_memory().total)
+    with contextlib.suppress(OSError):
+        for line in OWN_CGROUPS.read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            root, name = (CGROUPS / "memory", "memory.limit_in_bytes") if controllers else (CGROUPS, "memory.max")
+            inside = root / group.lstrip("/")
+            for folder in (inside, *inside.parents):
+                with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+                    most = min(most, int((folder / name).read_text()))
+    return most
 
 
 def wait_for_device(device: torch.device) -> None:

@@ -20,10 +20,10 @@ from torch import Tensor
 class Stream(IntEnum):
     """Purpose of a draw; two streams of one image are independent.
 
-    Augmentation uses AUGMENTATION for even and AUGMENTATION + 1 for normal draws. Dropout of layer i uses DROPOUT + i,
-    the held-out noise at timestep t HELD_OUT + t. A drawn image begins with the noise of SAMPLE and is given that of
-    SAMPLE + 1 + t on leaving timestep t. Where noise levels are continuous, t is the per cent of training below the
-    held-out level, and the number of the sampler's step.
+    Augmentation uses AUGMENTATION for even and AUGMENTATION + 1 for normal draws, that of colours COLOUR and
+    COLOUR + 1. Dropout of layer i uses DROPOUT + i, the held-out noise at timestep t HELD_OUT + t. A drawn image begins
+    with the noise of SAMPLE and is given that of SAMPLE + 1 + t on leaving timestep t. Where noise
+    levels are continuous, t is the per cent of training below the held-out level, and the number of the sampler's step.
     """
 
     TIMESTEP = 0
@@ -33,6 +33,7 @@ class Stream(IntEnum):
     CROP = 4
     PERTURBATION = 5
     AUGMENTATION = 6
+    COLOUR = 8
     DROPOUT = 16
     HELD_OUT = 2**20
     SAMPLE = 2**21

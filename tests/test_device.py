@@ -7,7 +7,9 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
+import psutil
 import pynvml
 import pytest
 import torch
@@ -51,6 +53,30 @@ def refused(wanted: str = "auto", stages: int = 1) -> str:
         choose_device(wanted, stages)
     assert "\n" not in str(error.value)
     return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "part"),
+    [
+        ("0::/job/step\n", {"job/step/memory.max": "max", "job/memory.max": "4096"}, 4096),
+        ("0::/\n", {"memory.max": "5000"}, 5000),
+        ("5:cpu:/a\n4:memory:/docker/x\n", {"cpu/a/memory.max": "1", "memory/memory.limit_in_bytes": "6000"}, 6000),
+        ("4:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712"}, None),
+        (None, {}, None),
+    ],
+)
+def test_memory_is_the_hosts_or_what_control_groups_leave_of_it(
+    groups: str | None, limits: dict[str, str], part: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(device, "OWN_CGROUPS", tmp_path / "own")
+    if groups is not None:
+        (tmp_path / "own").write_text(groups)
+    for name, limit in limits.items():
+        file = tmp_path / "cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(limit + "\n")
+    assert device.host_memory() == (psutil.virtual_memory().total if part is None else part)
 
 
 def test_messages_get_their_environment_before_cuda_is_first_called_and_rank_0_says_so_once(

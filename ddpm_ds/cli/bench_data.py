@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpm_ds.command_line import (
@@ -14,7 +14,9 @@ from ddpm_ds.command_line import (
     aligned,
     batch,
     check_writable,
+    counted,
     file_path,
+    gib,
     limited_seconds,
     number,
     positive,
@@ -25,6 +27,7 @@ from ddpm_ds.processes.ranks import set_environment
 
 if TYPE_CHECKING:
     from ddpm_ds.config.spec import RunSpec
+    from ddpm_ds.data.residence import Residence
     from ddpm_ds.device import Dtype
     from ddpm_ds.experiments.data_rate import Feed, Loading, UnetPace
 
@@ -34,7 +37,8 @@ MOST_WAIT = 0.01
 DESCRIPTION = """\
 Prepare the images of a spec, read them as training does with each number of loader processes, and say how many images
 a second arrive; then time forward and backward of the U-Net, and say how many it needs, how many times faster the
-loader is, and which share of a step would be waited for data. Nothing is trained.
+loader is, and which share of a step would be waited for data. Nothing is trained. With --preparation, say instead how
+long the images take to be prepared; nothing is written.
 
 The loader is that of one process that reads data, with one replica's micro-batches, up to the device. The first and the
 last stage of each replica read apart: on a host with several of them, count them together.
@@ -48,6 +52,8 @@ examples
       your own images; all cores that the loader may use are those of taskset or the job
   ddpm-ds bench-data --spec launch/specs/cifar10.yaml --needs 9000 --json cifar10.json
       for a U-Net that takes 9,000 images/s on a device that is not here; every number in a file
+  ddpm-ds bench-data --spec launch/specs/folder.yaml --set data.path=photos --preparation
+      how long your images take to be decoded and scaled, from some seconds of it
   taskset -c 0 ddpm-ds bench-data --spec launch/specs/cifar10.yaml --no-model
       what the loader gives on one core
 
@@ -91,6 +97,11 @@ def add_bench_data(verbs: argparse._SubParsersAction[Any]) -> None:
         metavar="S",
         help="seconds of reading for each number of workers (default 4)",
     )
+    parser.add_argument(
+        "--preparation",
+        action="store_true",
+        help="measure how long the images take to be prepared, for some seconds, and nothing else",
+    )
     parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="rounds of measurement (default 5)")
     need = parser.add_mutually_exclusive_group()
     need.add_argument("--needs", type=above_zero, metavar="X", help="images/s of the U-Net, where it is known")
@@ -113,18 +124,24 @@ def _bench(options: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     from ddpm_ds.data.prepare import prepare
+    from ddpm_ds.data.residence import Residence
     from ddpm_ds.device import choose_device
     from ddpm_ds.experiments.data_rate import Feed, measure_loading  # torch, now that everything cheap is checked
 
+    if options.preparation:
+        _bench_preparation(options, spec)
+        return
     device = choose_device(options.device)
     store = prepare(spec.data, progress=True)
     size = options.micro_batch or spec.train.batch_images
-    print(
-        f"images   {store.path}: {len(store):,} of {'x'.join(map(str, store.meta.shape))}, {store.meta.dtype}\n"
-        f"loader   micro-batches of {size} for one replica on {device.type}, {_cores()} cores",
-        flush=True,
-    )
-    feed = Feed(store, size, device)
+    residence, window = Residence.of(store), spec.data.shuffle_images
+    print(f"images   {store.path}: {len(store):,} of {'x'.join(map(str, store.meta.shape))}, {store.meta.dtype}")
+    print(f"store    {_stored(residence)}, {'full shuffle' if window is None else f'windows of {window:,} images'}")
+    if residence.scattered(window):
+        print(f"         a full shuffle reads each image from another place on the disk: {residence.remedy(window)}")
+    cores = counted(residence.cores, "core")
+    print(f"loader   micro-batches of {size} for one replica on {device.type}, {cores}", flush=True)
+    feed = Feed(store, size, device, window)
     with tqdm(desc="measuring", disable=None, leave=False, bar_format="{desc}: {postfix} {elapsed}") as bar:
         need = _need(options, spec, feed, bar.set_postfix_str)
         if need is not None:
@@ -137,9 +154,11 @@ def _bench(options: argparse.Namespace) -> None:
             needs=None if need is None else need.images_per_second,
             advance=bar.set_postfix_str,
         )
-    print("\n" + "\n".join(table(loadings, store.images[0].nbytes, need)))
+    remedy = residence.remedy(window)
+    print("\n" + "\n".join(table(loadings, residence.decoded_bytes // residence.images, need)) + "\n")
     if need is not None:
-        print(f"\n{conclusion(loadings, need)}")
+        print(conclusion(loadings, need, remedy))
+    print(paces(loadings, remedy))
     if options.json is not None:
         numbers = {
             "spec": str(options.spec),
@@ -148,15 +167,57 @@ def _bench(options: argparse.Namespace) -> None:
             "images": len(store),
             "shape": store.meta.shape,
             "device": device.type,
-            "cores": _cores(),
+            "residence": asdict(residence),
+            "shuffle_images": window,
             "micro_batch_images": size,
             "seconds": options.seconds,
             "rounds": options.rounds,
             "needs": None if need is None else asdict(need),
             "workers": [asdict(loading) for loading in loadings],
         }
-        options.json.write_text(json.dumps(numbers, indent=2) + "\n")
-        print(f"\n{options.json}: every number")
+        _write_numbers(options.json, numbers)
+
+
+def _bench_preparation(options: argparse.Namespace, spec: RunSpec) -> None:
+    from tqdm import tqdm
+
+    from ddpm_ds.experiments.data_rate import measure_preparation
+
+    with tqdm(desc="measuring", disable=None, leave=False, bar_format="{desc}: {postfix} {elapsed}") as bar:
+        found = measure_preparation(spec.data, options.seconds, bar.set_postfix_str)
+    plan, minutes = found.plan, found.seconds / 60
+    size = f"{plan.images:,} images of {'x'.join(map(str, plan.shape))}"
+    print(f"source       {spec.data.source}: {size}, {gib(plan.images * plan.image_bytes)} as {plan.kind}")
+    print(f"1 core       {found.one_core:,.0f} images/s")
+    if found.cores > 1:
+        share = found.all_cores / found.one_core / found.cores
+        print(
+            f"{found.cores} cores".ljust(12), f"{found.all_cores:,.0f} images/s, {share:.2f} x {found.cores} x one core"
+        )
+    print(f"preparation  {f'{minutes:,.0f} min' if minutes >= 10 else f'{found.seconds:,.0f} s'}")
+    if options.json is not None:
+        numbers = {
+            "spec": str(options.spec),
+            "overrides": options.overrides,
+            "plan": plan.model_dump(mode="json"),
+            "cores": found.cores,
+            "one_core_images_per_second": found.one_core,
+            "all_cores_images_per_second": found.all_cores,
+            "seconds": found.seconds,
+        }
+        _write_numbers(options.json, numbers)
+
+
+def _write_numbers(file: Path, numbers: dict[str, Any]) -> None:
+    file.write_text(json.dumps(numbers, indent=2) + "\n")
+    print(f"\n{file}: every number")
+
+
+def _stored(residence: Residence) -> str:
+    """Return what a store keeps, and whether memory holds it."""
+    of = f"{gib(residence.memory_bytes)} of memory"
+    where = f"in {of}" if residence.in_memory else f"too large for {of}"
+    return f"{residence.kind}, {gib(residence.stored_bytes)}, {where}"
 
 
 def _need(options: argparse.Namespace, spec: RunSpec, feed: Feed, advance: Callable[[str], None]) -> UnetPace | None:
@@ -191,8 +252,8 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def conclusion(loadings: Sequence[Loading], need: UnetPace) -> str:
-    """Return which number of workers suffices, or what else would help."""
+def conclusion(loadings: Sequence[Loading], need: UnetPace, remedy: str) -> str:
+    """Return which number of workers suffices, or what else would help, such as ``remedy``."""
     shares = {loading.workers: loading.wait_share or 0.0 for loading in loadings}
     for loading in loadings:
         if loading.images_per_second.median >= need.images_per_second and shares[loading.workers] < MOST_WAIT:
@@ -200,9 +261,15 @@ def conclusion(loadings: Sequence[Loading], need: UnetPace) -> str:
     best = min(shares, key=lambda workers: shares[workers])
     return (
         f"none suffices; with data.workers={best} {shares[best]:.1%} of a step is waited for data: try more workers, "
-        "larger micro-batches, or data.store_root on a faster disk"
+        f"larger micro-batches, or {remedy}"
     )
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def paces(loadings: Sequence[Loading], remedy: str) -> str:
+    """Return the fewest workers for U-Nets of any speed: what the loader gave in three of four rounds."""
+    found: list[tuple[float, int]] = []
+    for loading in loadings:
+        if not found or loading.images_per_second.low > found[-1][0]:
+            found.append((loading.images_per_second.low, loading.workers))
+    steps = ", ".join(f"up to {_number(rate)} images/s data.workers={workers}" for rate, workers in found)
+    return f"for a U-Net of another speed: {steps}; beyond, {remedy}"

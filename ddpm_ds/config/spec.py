@@ -130,7 +130,17 @@ class DataSpec(Section):
     source: Annotated[str, OneOf(SOURCES), Field(description=_listed("Where images come from", SOURCES))]
     path: FilePath | None = None
     """What the source reads: for `folder` a folder of images, whose subfolders are classes, for `zip` and `arrays` a
-    file. Others refuse a path."""
+    file, for `webdataset` and `huggingface` either. Others refuse a path."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._/-]+$", max_length=200)] | None = None
+    """Name of the data set: on the Hugging Face hub (`OWNER/NAME`, or `OWNER/NAME/CONFIGURATION` where it has several),
+    or of the class in torchvision.datasets, such as CIFAR100."""
+    split: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$", max_length=200)] | None = None
+    """Part of the data set that `huggingface` or `torchvision` reads; null means train, or what there is instead."""
+    image_column: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    """Column of images that `huggingface` reads; null means the only one."""
+    label_column: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    """Column of labels that `huggingface` reads; null means the only one of class labels, or else whole numbers called
+    label."""
     image_size: Pixels
     """Height and width of what is learned: of images, which are scaled, up or down, and centre-cropped, or of
     `autoencoder`'s latents."""
@@ -149,7 +159,7 @@ class DataSpec(Section):
     max_bad_fraction: Fraction = 0.01
     """Share of unreadable images above which preparation fails; below it they are skipped and reported."""
     store_root: FilePath = Path("data")
-    """Folder of data-set caches; a cache's own folder name follows from source, size, channels and path."""
+    """Folder of data-set caches; a cache's own folder name follows from source, size, channels and what is read."""
     store: Literal["auto", "pixels", "encoded"] = "auto"
     """What the data-set cache holds: pixels, or images as they are encoded, which the loader decodes each time; auto
     keeps pixels up to 64 GiB of them, and beyond it what is smaller."""
@@ -202,6 +212,10 @@ class UnetSpec(Section):
     augmentation: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Augment training images as EDM does, which takes 0.12, and tell the U-Net how: the probability of turning upside
     down, scaling, rotation, stretching and translation each, while half of the images are mirrored. 0 is off."""
+    colour_augmentation: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Change colours of training images as EDM's code can, and tell the U-Net how: the probability of another
+    brightness, another contrast, light and dark exchanged, other hues and another saturation each; grey images have the
+    first three. 0 is off, as in EDM's runs."""
 
 
 class DiffusionSpec(Section):
@@ -491,14 +505,20 @@ def with_current_names(values: Any) -> Any:
 
 def _check_data(spec: RunSpec) -> None:
     data = spec.data
-    wanted = SOURCES[data.source].path
-    if wanted is not None and data.path is None:
-        raise ValueError(f"data.path is missing; source {data.source} needs it: --set data.path={wanted}")
-    if wanted is None and data.path is not None:
-        readers = " or ".join(name for name, source in SOURCES.items() if source.path is not None)
-        raise ValueError(
-            f"data.path = {data.path} is not read by source {data.source}; remove it or use source {readers}"
-        )
+    for key in ("path", "name", "split", "image_column", "label_column"):
+        if (value := getattr(data, key)) is not None and not SOURCES[data.source].reads(key):
+            readers = " or ".join(name for name, source in SOURCES.items() if source.reads(key))
+            raise ValueError(
+                f"data.{key} = {value} is not read by source {data.source}; remove it or use source {readers}"
+            )
+    wanted = {"path": SOURCES[data.source].path, "name": SOURCES[data.source].name}
+    takes = {f"data.{key}": word for key, word in wanted.items() if word is not None}
+    given = [f"data.{key}" for key, word in wanted.items() if word is not None and getattr(data, key) is not None]
+    if takes and not given:
+        needs = " or ".join(f"--set {key}={word}" for key, word in takes.items())
+        raise ValueError(f"{' or '.join(takes)} is missing; source {data.source} needs it: {needs}")
+    if len(given) > 1:
+        raise ValueError(f"data.path = {data.path} and data.name = {data.name} are two data sets; remove one")
     if data.crop_from is not None and data.crop_from < data.image_size:
         raise ValueError(
             f"data.crop_from = {data.crop_from} is below data.image_size = {data.image_size}, the size of the crops; "
@@ -514,6 +534,7 @@ def _check_data(spec: RunSpec) -> None:
             "data.crop_from": data.crop_from,
             "data.horizontal_flips": data.horizontal_flips,
             "unet.augmentation": spec.unet.augmentation,
+            "unet.colour_augmentation": spec.unet.colour_augmentation,
         }
         for key, value in pixels_alone.items():
             if value:

@@ -206,18 +206,16 @@ def _build(spec: DataSpec, progress: bool, processes: int) -> Path:
     with one_at_a_time(cache_path(spec)):  # one lists, and downloads
         if (path := cache_path(spec)).exists():
             return path
-        source = open_source(spec, progress)
-        encoded_bytes = _encoded_bytes(source)
-        plan = _planned(spec, source, encoded_bytes)
+        decoding = decoding_of(spec, progress)
+        plan = decoding.plan
         path = cache_path(spec.model_copy(update={"store": plan.kind}))
         start(path, plan)
     if plan.kind == "encoded" and spec.store == "auto" and progress:
         kept, pixels = (f"{size / 1024:,.0f} KiB" for size in (plan.image_bytes, math.prod(plan.shape)))
         print(f"data.store: encoded, {kept} an image instead of {pixels}; data.workers decode them", file=sys.stderr)
-    decoding = _Decoding(source, plan)
-    alone = processes == 1 or plan.images <= FEW_IMAGES or encoded_bytes is None
-    with nullcontext(decoding.chunks) if alone else _by_processes(decoding, processes) as chunks:
-        write_cache(path, plan, chunks, spec, source.classes, progress)
+    several = processes > 1 and decoding.shareable
+    with by_processes(decoding, processes) if several else nullcontext(decoding.chunks) as chunks:
+        write_cache(path, plan, chunks, spec, decoding.source.classes, progress)
     return path
 
 
@@ -244,6 +242,17 @@ def _build_latents(path: Path, coder: Coder, pixels: DatasetCache, spec: DataSpe
             return
         start(path, plan)
     write_cache(path, plan, chunks, spec, pixels.meta.classes, progress, made_of)
+
+
+def decoding_of(spec: DataSpec, progress: bool) -> Decoding:
+    """Return the decoding of the source of ``spec``, with the plan of its cache; nothing is written or decoded yet.
+
+    Raises:
+        DataError: the source's own.
+    """
+    source = open_source(spec, progress)
+    encoded_bytes = _encoded_bytes(source)
+    return Decoding(source, _planned(spec, source, encoded_bytes), shareable=encoded_bytes is not None)
 
 
 def _encoded_bytes(source: Source) -> float | None:
@@ -295,11 +304,13 @@ def _origin(spec: DataSpec, source: Source) -> str:
     return digest.hexdigest()
 
 
-class _Decoding:
+class Decoding:
     """Decoding of a source's images, in which processes share."""
 
-    def __init__(self, source: Source, plan: Plan) -> None:
-        self.source, self.encoded = source, plan.kind == "encoded"
+    def __init__(self, source: Source, plan: Plan, shareable: bool) -> None:
+        self.source, self.plan, self.encoded = source, plan, plan.kind == "encoded"
+        self.shareable = shareable and plan.images > FEW_IMAGES
+        """Whether several processes are faster than one."""
         self.channels, self.size, _ = plan.shape
         self.chunk_images = min(CHUNK_IMAGES, max(1, CHUNK_BYTES // math.prod(plan.shape)))
         self.large: AbstractContextManager[object] = nullcontext()
@@ -331,11 +342,11 @@ class _Decoding:
         return Chunk(images, labels, skipped)
 
 
-_decoding: _Decoding
+_decoding: Decoding
 """What a process decodes."""
 
 
-def _begin(decoding: _Decoding, large: Lock) -> None:
+def _begin(decoding: Decoding, large: Lock) -> None:
     """Begin a process that decodes; it ends with the process that has started it."""
     global _decoding
     _decoding, decoding.large = decoding, large
@@ -354,7 +365,7 @@ def _decode(numbers: range) -> Chunk:
 
 
 @contextmanager
-def _by_processes(decoding: _Decoding, count: int) -> Iterator[Chunks]:
+def by_processes(decoding: Decoding, count: int) -> Iterator[Chunks]:
     """Yield a function that has images decoded by ``count`` processes, a bounded number of them ahead."""
     context = multiprocessing.get_context("spawn")  # this process may have threads
     with ProcessPoolExecutor(count, context, _begin, (decoding, context.Lock())) as pool:

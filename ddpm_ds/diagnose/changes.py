@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ddpm_ds.command_line import counted
+from ddpm_ds.command_line import counted, gib
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.pipeline.cuts import Schedule, partition, weighted
 from ddpm_ds.predict.finished_run import FinishedRun, Setup
@@ -231,17 +231,35 @@ def halve_messages(model: Model) -> Ideas:
 
 
 def workers(model: Model) -> Ideas:
-    """Propose as many loader processes as keep up with the steps."""
-    now, workers = model.now, model.facts.spec.data.workers
+    """Propose as many loader processes as keep up with the steps; more than cores only to wait for a disk."""
+    now, workers, residence = model.now, model.facts.spec.data.workers, model.facts.residence
+    most = MOST_WORKERS if residence is None or not residence.in_memory else min(MOST_WORKERS, residence.cores)
     wait = max(rank.data_wait for rank in model.facts.ranks)
     alone = model.step_seconds(replace(now, data_wait=0.0))
     work = wait if workers == 0 else workers * (alone + wait)
-    enough = min(math.ceil(work / alone), MOST_WORKERS)
+    enough = min(math.ceil(work / alone), most)
     if enough <= workers or not wait:
         return
     left = max(0.0, work / enough - alone) / wait
     words = f"With {counted(enough, 'loader')} images are read ahead while the devices compute"
     yield words, replace(now, data_wait=left), (f"--set data.workers={enough}",), {}
+
+
+def windows(model: Model) -> Ideas:
+    """Propose to shuffle within windows where a full shuffle waits for the disk with every image."""
+    residence = model.facts.residence
+    if residence is not None and residence.scattered(model.facts.spec.data.shuffle_images):
+        window = residence.window
+        words = f"Windows of {window:,} images are read in runs of neighbours, which a disk gives many times as fast"
+        yield words, replace(model.now, data_wait=0.0), (f"--set data.shuffle_images={window}",), {}
+
+
+def pixels(model: Model) -> Ideas:
+    """Propose to keep pixels where memory holds them and they are decoded each time."""
+    residence = model.facts.residence
+    if residence is not None and residence.kind == "encoded" and residence.decoded_in_memory:
+        words = f"Pixels are decoded once, and memory holds the {gib(residence.decoded_bytes)} of them"
+        yield words, replace(model.now, data_wait=0.0), ("--set data.store=pixels",), {}
 
 
 def loss_scale(model: Model) -> Ideas:
@@ -277,7 +295,7 @@ _SIMPLE: dict[str, tuple[Callable[[Model], Ideas], ...]] = {
     "bubble": (partial(micro_batches, more=True), schedules),
     "imbalance": (partitions,),
     "communication": (schedules, halve_messages),
-    "data wait": (workers,),
+    "data wait": (windows, workers, pixels),
     "overflow steps": (loss_scale,),
     "optimizer": (partition_optimizer,),
     "checkpoint pauses": (lambda model: rarer_pauses(model, "checkpoint"),),

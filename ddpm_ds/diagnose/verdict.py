@@ -257,8 +257,7 @@ def _evidence(model: Model, cost: str, share: float) -> str:
             return clause
         case "data wait":
             number, wait = longest("data_wait")
-            workers = facts.spec.data.workers
-            return f"rank {number} waits {wait} of {step} for the next images, with data.workers = {workers}"
+            return f"rank {number} waits {wait} of {step} for the next images, {_slow_reading(facts)}"
         case "transfers":
             number, load = longest("load")
             return f"rank {number} takes {load} of {step} to bring images to its device and to noise them"
@@ -298,6 +297,25 @@ def _evidence(model: Model, cost: str, share: float) -> str:
             )
     other = _seconds(mean([rank.other for rank in ranks]))
     return f"{other} of {step} are in no instruction: Python between them; --profile-kernels FIRST-LAST shows more"
+
+
+def _slow_reading(facts: FinishedRun) -> str:
+    """Return a clause about what makes images come late: the disk, decoding or too few workers."""
+    data, residence = facts.spec.data, facts.residence
+    workers = f"with data.workers = {data.workers}"
+    if residence is None:
+        return workers
+    size, memory = gib(residence.stored_bytes), gib(residence.memory_bytes)
+    larger = f"{workers}: it is the disk, since the store of {size} is larger than the memory of {memory}"
+    if residence.scattered(data.shuffle_images):
+        return f"{larger}, and a full shuffle reads each image from another place"
+    if residence.kind == "encoded":
+        few = f" on {counted(residence.cores, 'core')}"
+        return f"{workers}: it is the store, which keeps images encoded, so that they are decoded each time{few}"
+    if not residence.in_memory:
+        rate = facts.setup.images * residence.stored_bytes / residence.images / facts.step_seconds
+        return f"{larger}; it gave {rate / 1e6:,.3g} MB/s; {residence.remedy(data.shuffle_images)} gives more"
+    return f"{workers}: it is the workers, since memory of {memory} holds all of the store, {size} of {residence.kind}"
 
 
 def _seconds(seconds: float) -> str:

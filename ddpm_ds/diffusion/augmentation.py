@@ -1,8 +1,8 @@
 """EDM's augmentation of training images, of which the U-Net is told, so that it never draws augmented images.
 
-Source: Karras et al. 2022, appendix F.2. Each transformation has one or two numbers, which are 0 where it is not made;
-together they are the condition that the U-Net takes in training. Told zeros, as when drawing, it draws images as they
-are.
+Source: Karras et al. 2022, appendix F.2, and for colours Karras et al. 2020 (StyleGAN2-ADA), appendix B. Each
+transformation has one or two numbers, which are 0 where it is not made; together they are the condition that the U-Net
+takes in training. Told zeros, as when drawing, it draws images as they are.
 """
 
 from __future__ import annotations
@@ -43,6 +43,10 @@ MIDDLE = sum(number * factor for number, factor in enumerate(FILTER)) / sum(FILT
 """Where a pixel lies in the image of twice the size, beyond the one at twice its number: 0.1 pixels of that size."""
 REACH = 3
 """Pixels to each side that a pixel of an image of twice the size is made of."""
+BRIGHTNESS = 0.2
+"""Standard deviation of what is added to all channels, in the scale of [-1, 1]."""
+LOG_CONTRAST, LOG_SATURATION = 0.5 * math.log(2.0), math.log(2.0)
+"""Standard deviation of the logarithm of the factor of contrast, and of saturation."""
 
 
 def augmented(images: Tensor, index: Tensor, seed: int, probability: float) -> tuple[Tensor, Tensor]:
@@ -70,6 +74,42 @@ def augmented(images: Tensor, index: Tensor, seed: int, probability: float) -> t
     images = torch.where(changed[:, None, None, None], _resampled(images, matrix, offsets), images)
     images = images.contiguous(memory_format=torch.channels_last)  # (N, C, H, H)
     return images, torch.cat((torch.stack([part.float() for part in condition], dim=1), shift), dim=1)  # (N, 9)
+
+
+def coloured(images: Tensor, index: Tensor, seed: int, probability: float) -> tuple[Tensor, Tensor]:
+    """Return images around [-1, 1], (N, C, H, W) channels-last, with other colours, and the condition: (N, 6) for three
+    channels, (N, 3) for one, float32 both.
+
+    Each of five changes happens with ``probability``: of brightness, of contrast, light and dark exchanged (a coin
+    after the choice), hues rotated, and of saturation. Grey images, which have no hue and no saturation, get the first
+    three. ``index`` (N,) int64 are the image indices that everything random follows from. Images whose colours stay
+    keep their pixels exactly, and others may leave [-1, 1]. Nothing waits for the device.
+    """
+    drawn = keyed.uniform(seed, Stream.COLOUR, index, 6).unbind(1)  # (N,) each
+    normal = keyed.normal(seed, Stream.COLOUR + 1, index, 3).unbind(1)  # (N,) each
+    exchanged = drawn[2] < probability / 2.0
+    brightness, contrast, saturation = (
+        deviations * (share < probability)
+        for deviations, share in zip(normal, (drawn[0], drawn[1], drawn[4]), strict=True)
+    )
+    condition = [brightness, contrast, exchanged.float()]
+    grey = (LOG_CONTRAST * contrast).exp()  # factor of the mean over the channels; of what is beyond it: colour
+    light = torch.where(exchanged, -grey, grey)
+    if images.shape[1] == 1:
+        factors = [light]
+    else:
+        angle = math.pi * (2.0 * drawn[5] - 1.0) * (drawn[3] < probability)
+        condition += [angle.cos() - 1.0, angle.sin(), saturation]
+        # A rotation about the axis of greys, with the mean scaled by light and the rest by colour, treats the channels
+        # alike: it has one factor for a channel itself, one for the next channel, and one for that after it.
+        colour = grey * (LOG_SATURATION * saturation).exp()
+        even, odd = (light - colour * angle.cos()) / 3.0, colour * angle.sin() / math.sqrt(3.0)
+        factors = [even + colour * angle.cos(), even - odd, even + odd]
+    # An image whose colours stay is once itself and nought times the other channels, which is exact.
+    mixed = (BRIGHTNESS * light * brightness)[:, None, None, None]
+    for number, factor in enumerate(factors):
+        mixed = mixed + factor[:, None, None, None] * images.roll(-number, 1)
+    return mixed.contiguous(memory_format=torch.channels_last), torch.stack(condition, dim=1)  # (N, C, H, W), (N, 6)
 
 
 def _back(angle: Tensor, scale: Tensor, axis: Tensor, stretch: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

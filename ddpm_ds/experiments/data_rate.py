@@ -1,5 +1,5 @@
-"""Measurement of the loader's and the U-Net's images per second, of the wait for data in a step, and medians with
-quartiles of both.
+"""Measurement of the images per second of preparation, of the loader and of the U-Net, of the wait for data in a step,
+and medians with quartiles of the latter.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.config.spec import DataSpec, RunSpec
 from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.latents import pixels_of
 from ddpm_ds.data.loader import MicroBatch, micro_batches, on_device
+from ddpm_ds.data.prepare import Chunk, Plan, by_processes, decoding_of
+from ddpm_ds.data.residence import usable_cores
 from ddpm_ds.device import DTYPES, Dtype, wait_for_device
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.unet.layers import unet_layers
@@ -31,6 +34,10 @@ FEWEST_STEPS = 3
 """Fewest steps of the U-Net that are timed, after some that are not."""
 WAITS, WAITS_SECONDS = range(16, 200), 2.0
 """Fewest and most micro-batches whose waits are timed, and the seconds after which the fewest are enough."""
+DECODED_IMAGES, CHUNK_SECONDS = 8, 0.25
+"""Number of images that one process decodes between two looks at the clock, and seconds that one of several should take
+at most for the images that it decodes at a time.
+"""
 LONGEST_PAUSE_SECONDS = 0.02
 """Longest pause between two micro-batches in seconds, where the U-Net takes longer and reading less than a quarter of
 it.
@@ -51,6 +58,62 @@ class Loading:
 
 
 @dataclass(frozen=True)
+class Preparation:
+    """Measurements of preparation, in images per second."""
+
+    plan: Plan
+    """What would be prepared."""
+    one_core: float
+    cores: int
+    """Processes that would decode; 1 where there is nothing to decode, or little."""
+    all_cores: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that preparation takes, unless it waits for a disk."""
+        return self.plan.images / self.all_cores
+
+
+def measure_preparation(spec: DataSpec, seconds: float, advance: Advance = lambda what: None) -> Preparation:
+    """Measure how fast one process decodes images, and as many as there are cores, ``seconds`` each; writes nothing.
+
+    Of latents these are the images that an autoencoder will encode. The two begin at different images, so that none is
+    in memory for having just been read. ``advance`` is called before each measurement.
+
+    Raises:
+        DataError: the source's own.
+    """
+    advance("listing the images")
+    decoding = decoding_of(pixels_of(spec), progress=True)
+    plan, cores = decoding.plan, usable_cores() if decoding.shareable else 1
+    advance("decoding on 1 core")
+    step = DECODED_IMAGES
+    few = (range(first, min(first + step, plan.images)) for first in range(0, plan.images, step))
+    alone = map(decoding.chunk, itertools.cycle(few))
+    next(alone)  # imports decoders
+    one_core = all_cores = _decoding_rate(alone, seconds)
+    if cores > 1:
+        advance(f"decoding on {cores} cores")
+        decoding.chunk_images = max(1, min(decoding.chunk_images, int(one_core * CHUNK_SECONDS)))
+        firsts = itertools.chain([plan.images // 2], itertools.repeat(0))
+        with by_processes(decoding, cores) as chunks:
+            together = itertools.chain.from_iterable(chunks(range(first, plan.images)) for first in firsts)
+            for _ in range(3 * cores):  # those that are decoded ahead while processes start
+                next(together)
+            all_cores = _decoding_rate(together, seconds)
+    return Preparation(plan, one_core, cores, all_cores)
+
+
+def _decoding_rate(chunks: Iterator[Chunk], seconds: float) -> float:
+    """Return images per second of endless chunks."""
+    images, begin = 0, time.perf_counter()
+    while (taken := time.perf_counter() - begin) < seconds:
+        chunk = next(chunks)
+        images += len(chunk.images) + len(chunk.skipped)
+    return images / taken
+
+
+@dataclass(frozen=True)
 class UnetPace:
     """Speed of the U-Net in images per second."""
 
@@ -66,6 +129,8 @@ class Feed:
     store: DatasetCache
     micro_batch_images: int
     device: torch.device
+    window: int | None = None
+    """Images that are shuffled together, as ``data.shuffle_images`` says; None shuffles all."""
 
     def batches(self, workers: int) -> Iterator[MicroBatch]:
         """Yield the endless micro-batches on the device."""
@@ -73,6 +138,7 @@ class Feed:
             batches = micro_batches(
                 self.store,
                 seed=0,
+                window=self.window,
                 batch_images=self.micro_batch_images,
                 micro_batch_images=self.micro_batch_images,
                 replicas=1,

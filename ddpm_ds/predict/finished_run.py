@@ -13,6 +13,7 @@ from typing import Any, Literal
 from ddpm_ds.config.ds_config import ELEMENT_BYTES, zero_stage
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
+from ddpm_ds.data.residence import Residence
 from ddpm_ds.errors import OutputError
 from ddpm_ds.files import EVALUATIONS, METRICS, read_json, read_points, read_text
 from ddpm_ds.observe.device_speed import Device, read_device
@@ -23,6 +24,8 @@ from ddpm_ds.unet.layers import PASSES_PER_STEP
 
 SUMMARY = Path("trace") / "summary.json"
 """The summary of the traced steps, in a run's folder."""
+RESIDENCE = "store.json"
+"""Where the images were when the run began, in a run's folder; absent in those of older versions."""
 HOW_TO_TRACE = "train with --trace-steps FIRST-LAST, or for 22 steps or more: then steps 20 to 22 are"
 
 FIRST_SCALE_POWER = 16
@@ -104,6 +107,8 @@ class FinishedRun:
     evaluation_seconds: float
     """Seconds of validation between steps."""
     device: Device
+    residence: Residence | None = None
+    """Where the images were read from; None is unknown."""
 
     @property
     def spec(self) -> RunSpec:
@@ -162,6 +167,7 @@ def _read(run_dir: Path) -> FinishedRun:
             point.get("usage/evaluation_seconds", 0.0) for point in read_points(run_dir / EVALUATIONS)[:-1]
         ),
         device=read_device(run_dir),
+        residence=Residence(**read_json(path)) if (path := run_dir / RESIDENCE).exists() else None,
     )
 
 

@@ -21,9 +21,11 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.pictures import grid, grid_title, write_animation, write_png
 from ddpm_ds.data.prepare import class_names
+from ddpm_ds.data.residence import Residence
 from ddpm_ds.errors import Preempted
 from ddpm_ds.files import EVALUATIONS, METRICS, OBSERVATIONS
 from ddpm_ds.pipeline.schedule import PROGRAMS, written
+from ddpm_ds.predict.finished_run import RESIDENCE
 from ddpm_ds.predict.plan import RunPlan, stage_table
 from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.run_folder import (
@@ -206,6 +208,7 @@ def recorded(
         "spec.yaml": yaml.safe_dump(spec, sort_keys=False),
         "ds_config.json": json.dumps(config, indent=2) + "\n",
         "stages.txt": stage_table(plan) + "\n",
+        RESIDENCE: json.dumps(asdict(Residence.of(store)), indent=2) + "\n",
     }
     if plan.programs is not None:
         contents[PROGRAMS] = written(plan.programs)

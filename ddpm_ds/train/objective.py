@@ -13,7 +13,7 @@ from torch import Tensor
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.loader import Indices, MicroBatch, micro_batches, on_device
-from ddpm_ds.diffusion.augmentation import augmented
+from ddpm_ds.diffusion.augmentation import augmented, coloured
 from ddpm_ds.diffusion.process import Diffusion
 from ddpm_ds.predict.plan import RunPlan
 
@@ -30,7 +30,8 @@ class Noised(NamedTuple):
     labels: Tensor | None
     """(N,) int64, dropped labels replaced; None in a run without classes"""
     condition: Tensor | None
-    """(N, 9) fp32, how images were augmented; None in a run without augmentation"""
+    """(N, :func:`ddpm_ds.unet.layers.condition_numbers`) fp32, how images were augmented; None in a run without
+    augmentation"""
     images: Tensor
     """(N,) int64, image indices"""
 
@@ -48,9 +49,14 @@ class Denoising:
         spec = self._spec
         images, labels, index = (tensor.to(self._device, non_blocking=True) for tensor in micro_batch)
         x0 = self._diffusion.prepare(images, index, flips=spec.data.horizontal_flips, size=spec.data.image_size)
-        condition = None
+        told = []
         if spec.unet.augmentation:
-            x0, condition = augmented(x0, index, spec.train.seed, spec.unet.augmentation)
+            x0, numbers = augmented(x0, index, spec.train.seed, spec.unet.augmentation)
+            told.append(numbers)
+        if spec.unet.colour_augmentation:
+            x0, numbers = coloured(x0, index, spec.train.seed, spec.unet.colour_augmentation)
+            told.append(numbers)
+        condition = torch.cat(told, dim=1) if told else None
         t, eps = self._diffusion.draw(index, x0.shape)
         if spec.unet.classes is None:
             return Noised(x0, t, eps, None, condition, index)

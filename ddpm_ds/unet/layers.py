@@ -19,8 +19,6 @@ from typing import Any
 
 from ddpm_ds.config.spec import UnetSpec
 
-CONDITIONS = 9
-"""Numbers of :func:`ddpm_ds.diffusion.augmentation.augmented`."""
 PASSES_PER_STEP = 3
 """Cost of a training step in forward passes: the backward pass costs two. Recomputation by activation checkpointing is
 not the model's work and is not counted.
@@ -250,6 +248,14 @@ class AttentionLayer(Layer):
         return (6 * self.in_channels + self.heads) * self.pixels + 2 * self.groups
 
 
+def condition_numbers(unet: UnetSpec, image_channels: int) -> int:
+    """Return how many numbers tell the U-Net how a training image was augmented: those of
+    :func:`ddpm_ds.diffusion.augmentation.augmented`, then those of ``coloured``.
+    """
+    colours = 3 if image_channels == 1 else 6
+    return (9 if unet.augmentation else 0) + (colours if unet.colour_augmentation else 0)
+
+
 def unet_layers(unet: UnetSpec, *, image_channels: int, image_size: int) -> tuple[Layer, ...]:
     """Return the U-Net of a spec as its ordered list of layers.
 
@@ -297,7 +303,7 @@ def unet_layers(unet: UnetSpec, *, image_channels: int, image_size: int) -> tupl
         sine_first=unet.sinusoid_order == "sin_cos",
         sinusoid_shift=unet.sinusoid_shift,
         classes=unet.classes,
-        conditions=CONDITIONS if unet.augmentation else 0,
+        conditions=condition_numbers(unet, image_channels),
     )
     add(InputLayer, "conv_in", widths[0], resolution, pushes=True)
     for level, width in enumerate(widths):

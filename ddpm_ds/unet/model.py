@@ -102,8 +102,8 @@ class UNet(nn.Module):
     ) -> Tensor:
         """Predict from x_t (N, C, H, W) at timesteps t (N,): (N, C, H, W) in the dtype of the weights.
 
-        labels (N,) int64 for a class-conditional U-Net; condition (N, 9) says how images were augmented; images (N,)
-        int64, which dropout needs in training.
+        labels (N,) int64 for a class-conditional U-Net; condition (N, K) says how images were augmented, in the K
+        numbers of the first layer; images (N,) int64, which dropout needs in training.
         """
         if images is not None:
             set_image_index(self.layers, images)

@@ -160,9 +160,7 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> RunPlan:
         stages=options.pipeline_stages,
         device=options.device,
     )
-    if plan.spec.unet.augmentation:
-        raise SpecError(
-            f"unet.augmentation = {plan.spec.unet.augmentation:g} makes a U-Net that no other row has; "
-            "--set unet.augmentation=0"
-        )
+    for key in ("augmentation", "colour_augmentation"):
+        if value := getattr(plan.spec.unet, key):
+            raise SpecError(f"unet.{key} = {value:g} makes a U-Net that no other row has; --set unet.{key}=0")
     return plan

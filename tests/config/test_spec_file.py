@@ -106,7 +106,15 @@ def test_a_misspelt_key_is_answered_with_the_nearest_one() -> None:
         ),
         ("optimizer.betas=[0.9]", "optimizer.betas = [0.9] should be [a number >= 0 and < 1, a number >= 0 and < 1]"),
         ("train.accumulation=some", 'train.accumulation = "some" should be a whole number from 1 to 2^20 or "auto"'),
-        ("data.source=mnist", 'data.source = "mnist" should be "digits" or "cifar10" or "folder" or "zip" or "arrays"'),
+        (
+            "data.source=mnist",
+            'data.source = "mnist" should be "digits" or "cifar10" or "folder" or "zip" or "arrays" or "webdataset" or '
+            '"huggingface" or "torchvision"',
+        ),
+        (
+            "data.name=a b",
+            'data.name = "a b" should be text of 1 to 200 printable characters like [A-Za-z0-9._/-]+ or null',
+        ),
         ("data.channels=65", "data.channels = 65 should be a whole number from 1 to 64"),
         ("name=a b", 'name = "a b" should be text of 1 to 200 printable characters like [A-Za-z0-9._-]+'),
         ('logging.experiment="a\\nb"', 'logging.experiment = "a\\nb" should be text of 1 to 200 printable characters'),

@@ -1,4 +1,4 @@
-"""EDM's augmentation: each image is transformed as its condition says, by its index alone, and most not at all."""
+"""EDM's augmentation: each image is transformed, in place and colour, as its condition says, by its index alone."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddpm_ds.diffusion.augmentation import augmented
+from ddpm_ds.config.spec import UnetSpec
+from ddpm_ds.diffusion.augmentation import augmented, coloured
 from ddpm_ds.keyed import Stream, integers
+from ddpm_ds.unet.layers import condition_numbers
 
 SIZE = 32
 
@@ -83,28 +85,77 @@ def test_transformations_happen_as_often_as_asked_and_a_condition_of_zeros_is_th
     assert abs(normal.mean()) < 0.1 and abs(normal.std() - 1) < 0.1
 
 
+def recoloured(image: Tensor, condition: list[float]) -> Tensor:
+    """An image (C, H, W) with the colours that a condition says: the matrices of StyleGAN2-ADA, appendix B.3, one after
+    the other on its channels, float64.
+    """
+    brightness, contrast, exchanged, *rest = condition
+    image = 2 ** (0.5 * contrast) * (image.double() + 0.2 * brightness)
+    if not rest:
+        return -image if exchanged else image
+    cos, sin, saturation = rest
+    grey = torch.full((3, 3), 1 / 3, dtype=torch.float64)  # projects on the axis of greys
+    axis = torch.tensor([[0.0, -1.0, 1.0], [1.0, 0.0, -1.0], [-1.0, 1.0, 0.0]], dtype=torch.float64) / 3**0.5
+    matrix = torch.eye(3, dtype=torch.float64) - 2 * exchanged * grey
+    matrix = torch.linalg.matrix_exp(math.atan2(sin, cos + 1) * axis) @ matrix
+    matrix = (grey + (torch.eye(3, dtype=torch.float64) - grey) * 2**saturation) @ matrix
+    return torch.einsum("ij,jhw->ihw", matrix, image)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_every_image_has_the_colours_that_its_condition_says(channels: int) -> None:
+    pictures = torch.rand((400, channels, 8, 8), generator=torch.Generator().manual_seed(0)) * 2 - 1
+    images, conditions = coloured(pictures, torch.arange(400), 0, 0.6)
+    unet = UnetSpec(channels=16, multipliers=(1,), colour_augmentation=0.6)
+    assert conditions.shape == (400, condition_numbers(unet, channels)) == (400, 6 if channels == 3 else 3)
+    assert conditions.dtype == images.dtype == torch.float32
+    assert conditions.abs().max(dim=0).values.min() > 0.9, "every change was seen"
+    for image, picture, condition in zip(images, pictures, conditions.double().tolist(), strict=True):
+        wanted = recoloured(picture, condition)
+        # A pixel is a sum of four products of a dozen roundings each, of factors that contrast and saturation raise.
+        limit = 50 * 2.0**-24 * (1 + 0.2 * abs(condition[0])) * 2 ** (0.5 * condition[1]) * 2 ** max(0.0, condition[-1])
+        assert (image - wanted).abs().max() < limit, condition
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_colours_change_as_often_as_asked_and_those_that_stay_are_exact(channels: int) -> None:
+    count = 20_000
+    pictures = torch.rand((count, channels, 2, 2), generator=torch.Generator().manual_seed(0)) * 2 - 1
+    images, condition = coloured(pictures, torch.arange(count), 3, 0.12)
+    made = condition != 0.0
+    for number, share in enumerate((0.12, 0.12, 0.06, 0.12, 0.12, 0.12)[: condition.shape[1]]):
+        assert abs(made[:, number].double().mean() - share) < 5 * (share * (1 - share) / count) ** 0.5, number
+    untouched = ~made.any(dim=1)
+    assert torch.equal(images[untouched], pictures[untouched])
+    normal = condition[:, [0, 1, -1] if channels == 3 else [0, 1]]
+    normal = normal[normal != 0.0]
+    assert abs(normal.mean()) < 0.1 and abs(normal.std() - 1) < 0.1
+
+
 @pytest.mark.parametrize("size", [8, 9, 32])
 def test_an_image_depends_on_its_index_and_the_seed_alone(size: int) -> None:
     generator = torch.Generator().manual_seed(1)
     pictures = (torch.rand((12, 3, size, size), generator=generator) * 2 - 1).to(memory_format=torch.channels_last)
     index = torch.arange(10**6, 10**6 + 12)
-    whole = augmented(pictures, index, 0, 0.6)
-    assert whole[0].is_contiguous(memory_format=torch.channels_last) and whole[0].isfinite().all()
-    for part in (1, 4, 5):
-        parts = zip(*map(augmented, pictures.split(part), index.split(part), [0] * 12, [0.6] * 12), strict=True)
-        for one, many in zip(whole, parts, strict=True):
-            assert torch.equal(one, torch.cat(many))
-    assert not torch.equal(augmented(pictures, index, 1, 0.6)[1], whole[1])
+    for change in (augmented, coloured):
+        whole = change(pictures, index, 0, 0.6)
+        assert whole[0].is_contiguous(memory_format=torch.channels_last) and whole[0].isfinite().all()
+        for part in (1, 4, 5):
+            parts = zip(*map(change, pictures.split(part), index.split(part), [0] * 12, [0.6] * 12), strict=True)
+            for one, many in zip(whole, parts, strict=True):
+                assert torch.equal(one, torch.cat(many))
+        assert not torch.equal(change(pictures, index, 1, 0.6)[1], whole[1])
 
 
 def test_nothing_reads_back_from_the_device() -> None:
-    images, condition = augmented(torch.empty(4, 3, 16, 16, device="meta"), torch.arange(4, device="meta"), 0, 0.12)
-    assert images.shape == (4, 3, 16, 16) and condition.shape == (4, 9)
+    for change, numbers in ((augmented, 9), (coloured, 6)):
+        images, condition = change(torch.empty(4, 3, 16, 16, device="meta"), torch.arange(4, device="meta"), 0, 0.12)
+        assert images.shape == (4, 3, 16, 16) and condition.shape == (4, numbers)
 
 
 def test_its_draws_are_no_others() -> None:
     index = torch.arange(1000)
-    streams = [Stream.AUGMENTATION, Stream.AUGMENTATION + 1, *(stream for stream in Stream if stream != 6)]
+    streams = [Stream.AUGMENTATION + 1, Stream.COLOUR + 1, *Stream]
     drawn = torch.stack([integers(0, stream, index, 2**31) for stream in streams])
     assert len(drawn.unique(dim=0)) == len(streams)
 
@@ -113,11 +164,11 @@ def test_its_draws_are_no_others() -> None:
 def test_on_cuda_it_neither_synchronises_nor_differs() -> None:
     pictures = blobs(*places()).float().expand(16, 3, SIZE, SIZE)
     index = torch.arange(16)
-    on_cpu = augmented(pictures, index, 0, 0.7)
+    on_cpu = (*augmented(pictures, index, 0, 0.7), *coloured(pictures, index, 0, 0.7))
     pictures, index = pictures.cuda(), index.cuda()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        on_cuda = augmented(pictures, index, 0, 0.7)
+        on_cuda = (*augmented(pictures, index, 0, 0.7), *coloured(pictures, index, 0, 0.7))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for one, other in zip(on_cuda, on_cpu, strict=True):

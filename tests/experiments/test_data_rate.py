@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
-from ddpm_ds.cli.bench_data import add_bench_data, conclusion, table
+from ddpm_ds.cli.bench_data import add_bench_data, conclusion, paces, table
 from ddpm_ds.command_line import OneLineParser
+from ddpm_ds.data import prepare as preparing
+from ddpm_ds.data import residence
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.errors import SpecError, UserError
@@ -99,7 +102,15 @@ def test_table_says_how_many_times_faster_the_loader_is() -> None:
     ],
 )
 def test_conclusion_names_the_fewest_workers_that_suffice(loadings: list[Loading], line: str) -> None:
-    assert conclusion(loadings, NEED).startswith(line)
+    found = conclusion(loadings, NEED, "data.store=pixels")
+    assert found.startswith(line) and ("suffices: " in found or found.endswith("micro-batches, or data.store=pixels"))
+
+
+def test_a_u_net_of_any_speed_finds_its_workers() -> None:
+    """The slower quartile counts, and workers that make it no faster are not named."""
+    loadings = [loading(0, 1000.0, 0.0), loading(1, 900.0, 0.0), loading(4, 4000.0, 0.0)]
+    speeds = "up to 900 images/s data.workers=0, up to 3,600 images/s data.workers=4; beyond, more cores"
+    assert paces(loadings, "more cores") == f"for a U-Net of another speed: {speeds}"
 
 
 def bench(*arguments: object) -> None:
@@ -119,12 +130,49 @@ def test_digits_are_measured_as_they_are_trained(
     bench(*small, "--workers=1,0", "--seconds=0.2", "--rounds=2", "--micro-batch=16", "--device=cpu", "--json", numbers)
     out = capsys.readouterr().out
     assert "digits-12px-1ch: 1,797 of 1x12x12, uint8" in out and "micro-batches of 16 for one replica on cpu" in out
-    assert "digits, forward and backward of 16 in fp32" in out
+    assert "digits, forward and backward of 16 in fp32" in out and "store    pixels, 0.2 MiB, in " in out
+    assert "of memory, full shuffle\n" in out and "\nfor a U-Net of another speed: up to " in out
     found = json.loads(numbers.read_text())
     assert [line["workers"] for line in found["workers"]] == [0, 1]
     for line in found["workers"]:
         assert line["images_per_second"]["median"] > 1000 and 0.0 <= line["wait_share"] < 1.0
     assert found["needs"]["images_per_second"] > 10 and found["shape"] == [1, 12, 12]
+
+
+def test_a_cache_that_memory_does_not_hold_is_said_with_the_windows_to_read_it_in(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr(residence, "host_memory", lambda: 2**16)
+    quick = [f"--set=data.store_root={tmp_path}", "--workers=0", "--seconds=0.1", "--rounds=1", "--no-model"]
+    bench(*quick)
+    out = capsys.readouterr().out
+    assert "pixels, 0.1 MiB, too large for 0.1 MiB of memory, full shuffle" in out
+    assert "another place on the disk: data.shuffle_images=64\n" in out
+    bench(*quick, "--set=data.shuffle_images=128")
+    out = capsys.readouterr().out
+    assert "memory, windows of 128 images" in out and "another place" not in out
+    assert "; beyond, data.store_root on a faster disk" in out
+
+
+def test_preparation_is_measured_and_nothing_is_prepared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    photos, numbers = tmp_path / "photos", tmp_path / "numbers.json"
+    photos.mkdir()
+    for number in range(3):
+        Image.new("RGB", (40, 30), (number, 0, 0)).save(photos / f"{number}.png")
+    monkeypatch.setattr(data_bench, "usable_cores", lambda: 2)
+    monkeypatch.setattr(preparing, "FEW_IMAGES", 2)
+    folder = ["--set=data.source=folder", f"--set=data.path={photos}", f"--set=data.store_root={tmp_path / 'stores'}"]
+    bench(*folder, "--preparation", "--seconds=0.2", "--json", numbers)
+    out, found = capsys.readouterr().out, json.loads(numbers.read_text())
+    assert "source       folder: 3 images of 1x8x8, 0.0 MiB as pixels\n1 core       " in out
+    assert "\n2 cores      " in out and " x 2 x one core\npreparation  0 s\n" in out
+    assert found["one_core_images_per_second"] > 10 and found["cores"] == 2 and found["plan"]["images"] == 3
+    assert not (tmp_path / "stores").exists()
+    bench(f"--set=data.store_root={tmp_path}", "--preparation", "--seconds=0.1")  # its pixels are only copied
+    assert "\n2 cores" not in capsys.readouterr().out
 
 
 def test_a_step_that_would_take_long_is_of_few_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

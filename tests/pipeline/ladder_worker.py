@@ -233,7 +233,8 @@ def spec_of(compiled: bool, process: Process = "plain") -> RunSpec:
         return tiny_spec(unet=unet, diffusion={"schedule": "edm", "objective": "v", "sigma_data": 0.25})
     if process == "augmented":
         weighted = {"objective": "v", "weighting": "p2", "zero_terminal_snr": True, "input_perturbation": 0.1}
-        return tiny_spec(unet={**unet, "augmentation": 0.5}, data={"horizontal_flips": False}, diffusion=weighted)
+        unet |= {"augmentation": 0.5, "colour_augmentation": 0.5}
+        return tiny_spec(unet=unet, data={"horizontal_flips": False}, diffusion=weighted)
     return tiny_spec(unet=unet)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddpm_ds.data.residence import Residence
 from ddpm_ds.diagnose.verdict import conclude
 from ddpm_ds.errors import OutputError
 from ddpm_ds.observe.device_speed import Device, measure_device
@@ -23,11 +24,12 @@ BENCHES = [
     Bench(schedule="folded", micro_batches=8, interval=1),
     Bench(schedule="planned", in_flight=2),
 ]
+STORED = Residence("encoded", 100, 2**20, 2**22, 2**33, 2)
 
 
 @pytest.mark.parametrize("bench", BENCHES, ids=lambda bench: bench.schedule)
 def test_facts_are_what_the_folder_says(bench: Bench, tmp_path: Path) -> None:
-    facts = bench.traced()
+    facts = bench.traced(residence=None if bench.zero_stage else STORED)
     run_dir = write_run(tmp_path / "run", facts)
     found = facts_of(run_dir)
     assert replace(found, ranks=(), job=facts.job) == replace(facts, ranks=())
@@ -82,8 +84,8 @@ def test_a_trace_of_another_layout_is_not_judged(tmp_path: Path) -> None:
 
 
 def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "run", Bench().traced())
-    for name in ("trace/summary.json", "stages.txt", "ds_config.json", "trace/device.json"):
+    run_dir = write_run(tmp_path / "run", Bench().traced(residence=STORED))
+    for name in ("trace/summary.json", "stages.txt", "ds_config.json", "trace/device.json", "store.json"):
         whole = (run_dir / name).read_text()
         for content in ("", "[]", '{"a": 1}', "\0"):
             (run_dir / name).write_text(content)

@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
     """A tiny run that learns 8x8 crops of digits made 11x11, augmented."""
     data = {"crop_from": 11, "horizontal_flips": False, "store_root": str(tmp_path_factory.mktemp("stores"))}
-    return tiny_spec(data=data, unet={"augmentation": 0.5})
+    return tiny_spec(data=data, unet={"augmentation": 0.5, "colour_augmentation": 0.3})
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +64,22 @@ def test_every_stage_and_every_layout_cuts_and_augments_an_image_alike(spec: Run
     """First and last stage prepare a micro-batch each; so does every replica, whatever the size of micro-batches."""
     whole = noised(spec, store, replicas=1, micro=48)
     assert whole.x0.shape == (48, 1, 8, 8)
-    assert whole.condition is not None and 0.3 < (whole.condition[:, 2] != 0.0).double().mean() < 0.7
+    assert whole.condition is not None and whole.condition.shape == (48, 12)
+    assert 0.3 < (whole.condition[:, 2] != 0.0).double().mean() < 0.7
+    assert (whole.condition[:, 9:] != 0.0).any(dim=0).all(), "each change of colours was seen"
     for replicas, micro in ((1, 48), (1, 4), (2, 8), (3, 16), (4, 3)):
         for one, other in zip(noised(spec, store, replicas, micro), whole, strict=True):
             assert one is not None and other is not None and torch.equal(one, other)
+
+
+def test_colours_change_without_the_other_augmentation_too(spec: RunSpec, store: DatasetCache) -> None:
+    alone = spec.model_copy(update={"unet": spec.unet.model_copy(update={"augmentation": 0.0})})
+    off = spec.model_copy(update={"unet": alone.unet.model_copy(update={"colour_augmentation": 0.0})})
+    batch = next(micro_batches(store, seed=3, batch_images=48, micro_batch_images=48, replicas=1, replica=0))
+    coloured, plain = (Denoising(one, CPU).prepare(batch) for one in (alone, off))
+    assert plain.condition is None and coloured.condition is not None and coloured.condition.shape == (48, 3)
+    same = (coloured.x0 == plain.x0).flatten(1).all(dim=1)
+    assert torch.equal(same, (coloured.condition == 0.0).all(dim=1)) and 5 < same.sum() < 43
 
 
 def test_held_out_loss_is_of_centres(spec: RunSpec, store: DatasetCache) -> None:
@@ -91,6 +103,9 @@ def test_a_checkpoint_from_before_the_key_goes_on_without_crops(spec: RunSpec, s
     assert check_resume(checkpoint, plain, {}, store.meta.sha256) == []
     with pytest.raises(CheckpointError, match=r"data\.crop_from: null -> 11"):
         check_resume(checkpoint, spec, {}, store.meta.sha256)
+    coloured = plain.model_copy(update={"unet": plain.unet.model_copy(update={"colour_augmentation": 0.1})})
+    with pytest.raises(CheckpointError, match=r"unet\.colour_augmentation: 0\.3 -> 0\.1"):
+        check_resume(checkpoint, coloured, {}, store.meta.sha256)
     older["data"]["gone"] = 1
     with pytest.raises(CheckpointError, match=r"data\.gone: 1 -> unset"):
         check_resume(checkpoint, plain, {}, store.meta.sha256)

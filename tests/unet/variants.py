@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpm_ds.config.spec import UnetSpec
-from ddpm_ds.unet.layers import Layer, unet_layers
+from ddpm_ds.unet.layers import Layer, condition_numbers, unet_layers
 from ddpm_ds.unet.model import UNet
 from ddpm_ds.unet.operations import set_image_index
 
@@ -26,7 +26,9 @@ VARIANTS = {
     "wide_embedding": UnetSpec(
         channels=15, multipliers=(1, 2), blocks_per_level=3, norm_groups=5, norm_epsilon=1e-2, embedding_channels=48
     ),
-    "augmentation": UnetSpec(channels=16, multipliers=(1, 2), norm_groups=8, classes=3, augmentation=0.12),
+    "augmentation": UnetSpec(
+        channels=16, multipliers=(1, 2), norm_groups=8, classes=3, augmentation=0.12, colour_augmentation=0.1
+    ),
     "dropout": UnetSpec(channels=16, multipliers=(1, 2), blocks_per_level=1, norm_groups=8, dropout=0.2),
 }
 
@@ -78,4 +80,5 @@ def batch(name: str, seed: int = 1) -> tuple[Tensor, ...]:
     t = torch.randint(0, 1000, (2,), generator=generator)
     classes = VARIANTS[name].classes
     labels = () if classes is None else (torch.tensor([3, classes]),)
-    return (x_t, t, *labels, *((torch.randn(2, 9, generator=generator),) if VARIANTS[name].augmentation else ()))
+    numbers = condition_numbers(VARIANTS[name], IMAGE["image_channels"])
+    return (x_t, t, *labels, *((torch.randn(2, numbers, generator=generator),) if numbers else ()))
