@@ -137,8 +137,8 @@ def _bench(options: argparse.Namespace) -> None:
     residence, window = Residence.of(store), spec.data.shuffle_images
     print(f"images   {store.path}: {len(store):,} of {'x'.join(map(str, store.meta.shape))}, {store.meta.dtype}")
     print(f"store    {_stored(residence)}, {'full shuffle' if window is None else f'windows of {window:,} images'}")
-    if residence.scattered(window):
-        print(f"         a full shuffle reads each image from another place on the disk: {residence.remedy(window)}")
+    if (notice := residence.notice(window)) is not None:
+        print(notice)
     cores = counted(residence.cores, "core")
     print(f"loader   micro-batches of {size} for one replica on {device.type}, {cores}", flush=True)
     feed = Feed(store, size, device, window)

@@ -104,6 +104,7 @@ def _prepare(options: argparse.Namespace) -> None:
 
     data = load_spec(options.spec, options.overrides).data
     from ddpm_ds.data.prepare import prepare  # after the spec is known to be good: this imports torch
+    from ddpm_ds.data.residence import Residence
 
     device = None
     if options.encode:
@@ -113,10 +114,12 @@ def _prepare(options: argparse.Namespace) -> None:
         from ddpm_ds.device import choose_device
 
         device = choose_device("auto")
-    store = prepare(data, progress=True, encode_on=device)
+    store = prepare(data, progress=True, verify=True, encode_on=device)
     skipped = f", {store.meta.skipped:,} unreadable ones left out (skipped.txt)" if store.meta.skipped else ""
     what = f"latents of {'x'.join(map(str, store.meta.shape))}" if store.meta.kind == "latents" else "images"
     print(f"{store.path}: {len(store):,} {what}{skipped}")
+    if (notice := Residence.of(store).notice(data.shuffle_images)) is not None:
+        print(notice)
 
 
 def _add_schema(verbs: argparse._SubParsersAction[OneLineParser]) -> None:

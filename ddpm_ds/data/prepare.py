@@ -219,6 +219,17 @@ def _build(spec: DataSpec, progress: bool, processes: int) -> Path:
     return path
 
 
+def decoding_of(spec: DataSpec, progress: bool) -> Decoding:
+    """Return the decoding of the source of ``spec``, with the plan of its cache; nothing is written or decoded yet.
+
+    Raises:
+        DataError: the source's own.
+    """
+    source = open_source(spec, progress)
+    encoded_bytes = _encoded_bytes(source)
+    return Decoding(source, _planned(spec, source, encoded_bytes), shareable=encoded_bytes is not None)
+
+
 def _build_latents(path: Path, coder: Coder, pixels: DatasetCache, spec: DataSpec, progress: bool) -> None:
     """Make the cache of the latents of all ``pixels``."""
     shape = (spec.channels, spec.image_size, spec.image_size)
@@ -242,17 +253,6 @@ def _build_latents(path: Path, coder: Coder, pixels: DatasetCache, spec: DataSpe
             return
         start(path, plan)
     write_cache(path, plan, chunks, spec, pixels.meta.classes, progress, made_of)
-
-
-def decoding_of(spec: DataSpec, progress: bool) -> Decoding:
-    """Return the decoding of the source of ``spec``, with the plan of its cache; nothing is written or decoded yet.
-
-    Raises:
-        DataError: the source's own.
-    """
-    source = open_source(spec, progress)
-    encoded_bytes = _encoded_bytes(source)
-    return Decoding(source, _planned(spec, source, encoded_bytes), shareable=encoded_bytes is not None)
 
 
 def _encoded_bytes(source: Source) -> float | None:

@@ -6,6 +6,7 @@ import math
 import os
 from dataclasses import dataclass
 
+from ddpm_ds.command_line import gib
 from ddpm_ds.data.cache import DatasetCache, Kind
 from ddpm_ds.device import host_memory
 
@@ -62,6 +63,15 @@ class Residence:
     def scattered(self, shuffle_images: int | None) -> bool:
         """Whether a run that shuffles so many images together, None for all, waits for a disk with each of them."""
         return not self.in_memory and shuffle_images is None
+
+    def notice(self, shuffle_images: int | None) -> str | None:
+        """Return a line for such a run, None for others."""
+        if not self.scattered(shuffle_images):
+            return None
+        return (
+            f"data.shuffle_images: the {gib(self.stored_bytes)} of images are more than memory holds, and a full "
+            f"shuffle reads each from another place on the disk; use {self.window}"
+        )
 
     def remedy(self, shuffle_images: int | None) -> str:
         """Return what makes images come faster where more loader processes don't."""

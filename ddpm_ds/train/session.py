@@ -20,6 +20,7 @@ from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.latents import pixels_of
 from ddpm_ds.data.loader import split
 from ddpm_ds.data.prepare import prepare
+from ddpm_ds.data.residence import Residence
 from ddpm_ds.device import DTYPES
 from ddpm_ds.diagnose import verdict
 from ddpm_ds.errors import BadNumbersError, OutputError, Preempted, SpecError
@@ -184,6 +185,7 @@ def _prepare(
         for notice in (
             hosts if hosts != hosts_planned else None,
             mixed_gpus,
+            Residence.of(store).notice(plan.spec.data.shuffle_images),
             widening(device.type, DTYPES[plan.ds.precision][1]),
         ):
             if notice is not None:

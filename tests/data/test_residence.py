@@ -25,4 +25,9 @@ def test_a_cache_is_in_memory_where_memory_holds_its_files(tmp_path: Path, monke
 def test_memory_holds_two_windows_and_more() -> None:
     cache = Residence("pixels", 10**6, 12_288 * 10**6, 12_288 * 10**6, 2**32, 2)
     assert not cache.in_memory
+    assert cache.notice(1024) is None
+    assert cache.notice(None) == (
+        "data.shuffle_images: the 11.44 GiB of images are more than memory holds, and a full shuffle reads each from "
+        "another place on the disk; use 32768"
+    )
     assert cache.window == 32_768 and 2 * cache.window * 12_288 < 2**32 / 4 <= 4 * cache.window * 12_288
