@@ -330,11 +330,12 @@ def _from_hub(name: Path) -> Path:
     where it was not before.
     """
     import huggingface_hub  # with diffusers
+    from huggingface_hub.utils import logging
 
     owner, *rest = name.parts or (".",)
     if name.is_absolute() or len(rest) not in (1, 2) or owner in (".", ".."):
         raise DataError(f"data.autoencoder = {name} does not exist; {EXPECTED}")
-    huggingface_hub.utils.logging.set_verbosity_error()  # it would report each of its tries
+    logging.set_verbosity_error()  # it would report each of its tries
     repository = f"{owner}/{rest[0]}"
     get = functools.partial(huggingface_hub.hf_hub_download, repository, subfolder="/".join(rest[1:]) or None)
     try:
