@@ -1,4 +1,4 @@
-"""Train pixel-space diffusion U-Nets on DeepSpeed's pipeline engine, from a laptop CPU to many nodes.
+"""Train diffusion U-Nets, of pixels or latents, on DeepSpeed's pipeline engine, from a laptop CPU to many nodes.
 
 What a script needs is here, and ``docs/python.md`` shows it at work::
 

@@ -14,6 +14,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
+from tests.launching import place_empty_store
+
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 PROGRAM_PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -58,9 +60,6 @@ def _own_environment() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An SQLite store of MLflow without runs, made once: making one takes longer than most tests that use it."""
-    from mlflow import MlflowClient
-
-    path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    MlflowClient(f"sqlite:///{path}").search_experiments()
-    return path
+    """An SQLite store of MLflow without runs, to be copied."""
+    place_empty_store(folder := tmp_path_factory.mktemp("store"))
+    return folder / "mlflow.db"

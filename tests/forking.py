@@ -1,7 +1,7 @@
 """Processes that share one import: PyTorch and DeepSpeed take seconds in each process that imports them anew.
 
 A server, one for a test process, has imported them and forks a process for each script that is asked for. What it is
-asked comes as lines of JSON, and so do its answers.
+asked comes as lines of JSON, and so do its answers. A rank 0 that starts MLflow's worker finds that forked as well.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import json
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,8 +87,67 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
+class ForkedWorker:
+    """A child of this process that becomes the first ``python -m MODULE`` that is asked for. It was forked before there
+    were threads; whoever takes this for the module ``subprocess`` finds what a tracker uses of that."""
+
+    DEVNULL, PIPE = subprocess.DEVNULL, subprocess.PIPE
+
+    def __init__(self) -> None:
+        self._asked, asking = socket.socketpair()
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._asked.close()
+            try:
+                self._become(asking)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+        asking.close()
+
+    @staticmethod
+    def _become(asking: socket.socket) -> None:
+        details, received, _, _ = socket.recv_fds(asking, 1 << 20, 8)
+        if not details:  # the rank has ended and wanted no worker
+            os._exit(0)
+        module, arguments, environment, numbers = json.loads(details)
+        inherited = [os.dup2(fd, 200 + place) for place, fd in enumerate([os.open(os.devnull, os.O_RDONLY), *received])]
+        for fd, number in zip(inherited, (0, 1, *numbers), strict=True):
+            os.dup2(fd, number)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv[1:] = arguments
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+    def Popen(self, words: Sequence[str], *, pass_fds: Sequence[int], env: Mapping[str, str], **others: int) -> Any:
+        """This child, or, if it is taken, one that is started as usual."""
+        if self._asked.fileno() == -1:
+            return subprocess.Popen(words, pass_fds=pass_fds, env=env, **others)  # type: ignore[call-overload]
+        _, _, module, *arguments = words
+        ours, theirs = os.pipe()
+        details = json.dumps([module, arguments, dict(env), list(pass_fds)]).encode()
+        with self._asked:
+            socket.send_fds(self._asked, [details], [theirs, *pass_fds])
+        os.close(theirs)
+        self.stdout = os.fdopen(ours, "rb")
+        return self
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
 def forked(words: Sequence[str], environment: Mapping[str, str], stdout: str, stderr: str) -> int | None:
     """The new process's id; None in the new process, which is then what the script would be."""
+    records = "MLFLOW_TRACKING_URI" in environment  # which says that a store is where the run is
+    if records:
+        import mlflow  # noqa: F401
     if (pid := os.fork()) != 0:
         return pid
     ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
@@ -96,6 +157,8 @@ def forked(words: Sequence[str], environment: Mapping[str, str], stdout: str, st
         opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         os.dup2(opened, number)
         os.close(opened)
+    if records and environment.get("RANK") == "0":
+        setattr(ddpm_ds.tracking.tracker, "subprocess", ForkedWorker())  # noqa: B010
     sys.argv[:] = words
     sys.path[0] = str(Path(words[0]).parent)
     runpy.run_path(words[0], run_name="__main__")
@@ -126,8 +189,10 @@ if __name__ == "__main__":
     import_deepspeed()
     import torch._dynamo  # noqa: F401  (the first optimizer imports it)
 
-    import ddpm_ds.train.session  # noqa: F401
+    import ddpm_ds.tracking.tracker
+    import ddpm_ds.train.session
 
+    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # which MLflow reads when it is imported
     gc.collect()
     gc.freeze()  # else each process takes a second to free what it did not make
 

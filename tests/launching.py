@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
@@ -16,6 +17,22 @@ from ddpm_ds.config.spec import RunSpec
 from tests.forking import ONE_THREAD, REPOSITORY, Forked
 
 OTHERS_SECONDS = 30.0
+
+
+@functools.cache
+def _empty_store() -> bytes:
+    from mlflow import MlflowClient
+
+    with TemporaryDirectory() as folder:
+        MlflowClient(f"sqlite:///{folder}/mlflow.db").search_experiments()
+        return Path(folder, "mlflow.db").read_bytes()
+
+
+def place_empty_store(folder: Path) -> None:
+    """Put MLflow's SQLite store without runs into a folder that has none: making one takes longer than most tests."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "mlflow.db").exists():
+        (folder / "mlflow.db").write_bytes(_empty_store())
 
 
 def free_port() -> int:

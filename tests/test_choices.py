@@ -110,6 +110,8 @@ def test_a_store_is_named_after_all_that_decides_its_images(tmp_path: Path) -> N
         "store": "encoded",
     }
     of_training = {"horizontal_flips", "held_out_images", "max_bad_fraction", "shuffle_images", "workers"}
+    others |= {"name": "a/b", "split": "test", "image_column": "image", "label_column": "label"}
+    of_training |= {"autoencoder"}  # it names a store of latents: tests/data/test_latents.py
     assert {*others, *of_training} == set(DataSpec.model_fields), "does the new key decide what is prepared?"
     spec = DataSpec(source="digits", image_size=8, channels=1)
     named = [cache_path(spec.model_copy(update={key: value})) for key, value in others.items()]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.forking import REPOSITORY
-from tests.launching import fork_ranks
+from tests.launching import fork_ranks, place_empty_store
 from tests.strict import LOCKED, MUTANTS
 from tests.train.ranks import TRAIN, arguments, checkpoints, points
 
@@ -20,11 +20,14 @@ DEEP = ("unet.multipliers=[1,1]", "unet.blocks_per_level=2")
 """A U-Net that folds onto four ranks."""
 LENGTH = ("train.images=128", "train.batch_images=16", "train.accumulation=8")
 """Eight steps of eight micro-batches, with samples and held-out losses after the fifth and the last."""
+FEW = (*LENGTH, "train.accumulation=4")
+"""With as many micro-batches as two ranks need: a profile takes long to read the operators of each."""
 WATCHED = ("--profile-kernels", "5-5", "--trace-steps", "6-7")
 
 
 def run(processes: int, *words: str, log: Path, **environment: str) -> list[int]:
     """The exit codes of the ranks of a script of ``launch/``."""
+    place_empty_store(log.parent)
     ranks = fork_ranks(processes, STRICT, *words, stdout=log, stderr=log, MLFLOW_TRACKING_URI="", **environment)
     try:
         return [rank.wait(SECONDS) for rank in ranks]
@@ -56,14 +59,14 @@ def test_a_run_that_is_watched_in_every_way_does_not_lock(
 ) -> None:
     """ZeRO-2, samples, held-out losses, checkpoints, flops, kernels and a trace; losses are those of plain gloo."""
     config, log = config_of(tmp_path, schedule), tmp_path / "log"
-    words = arguments(tmp_path / "run", (*DEEP, *LENGTH), config, (*layout, *WATCHED))
+    words = arguments(tmp_path / "run", FEW, config, (*layout, *WATCHED))
     assert run(4, str(TRAIN), *words, log=log) == [0] * 4, log.read_text()[-6000:]
     said = log.read_text()
     assert all(words in said for words in ("flops of step 4", "traced steps 6-7", "held-out loss")), said
     assert list((tmp_path / "run" / "samples").glob("*.png")) and checkpoints(tmp_path / "run")
     assert (tmp_path / "run" / "kernels" / "groups.txt").exists()
 
-    plain = arguments(tmp_path / "plain", (*DEEP, *LENGTH), config, layout)
+    plain = arguments(tmp_path / "plain", FEW, config, layout)
     ranks = fork_ranks(4, TRAIN, *plain, stdout=log, stderr=log, MLFLOW_TRACKING_URI="")
     assert [rank.wait(SECONDS) for rank in ranks] == [0] * 4, log.read_text()[-6000:]
     strict_losses, losses = ([point["train/loss"] for point in points(tmp_path / of)] for of in ("run", "plain"))
@@ -90,7 +93,7 @@ def test_a_resume_on_another_layout_with_a_folder_for_each_host_does_not_lock(tm
 def test_the_benchmark_does_not_lock(tmp_path: Path) -> None:
     """The rows of this project's engines; DistributedDataParallel can't use a process group written in Python."""
     bench, log = REPOSITORY / "launch" / "bench.py", tmp_path / "log"
-    words = arguments(tmp_path / "run", (*DEEP, *LENGTH), "zero1_fp32.json", ("-p", "2"))[2:]
+    words = arguments(tmp_path / "run", FEW, "zero1_fp32.json", ("-p", "2"))[2:]
     effort = ("--rows", "1f1b,folded,traced", "--rounds", "1", "--steps-per-round", "1", "--compared-steps", "3")
     assert run(2, str(bench), *words, *effort, log=log) == [0] * 2, log.read_text()[-6000:]
 

@@ -8,6 +8,7 @@ import shlex
 from dataclasses import replace
 from typing import Any
 
+from ddpm_ds.cli.sample import add_autoencoder
 from ddpm_ds.command_line import add_overrides, file_path, whole
 from ddpm_ds.errors import SpecError
 from ddpm_ds.processes.ranks import set_environment
@@ -59,6 +60,7 @@ def add_export(verbs: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument("out", type=file_path, metavar="DIR", help="folder to write; must be empty or not exist")
     parser.add_argument("--weights", choices=("ema", "raw"), default="ema", help="averaged or as trained (default ema)")
+    add_autoencoder(parser)
     parser.add_argument(
         "--dtype", choices=("fp32", "fp16"), default="fp32", help="data type of the file (default fp32)"
     )
@@ -123,7 +125,7 @@ def _export(options: argparse.Namespace) -> None:
 
     device = choose_device(options.device)
     with new_folder(options.out) as folder:
-        trained = load_trained(options.path, weights=options.weights)
+        trained = load_trained(options.path, weights=options.weights, autoencoder=options.autoencoder)
         if options.register and trained.run_dir is None:
             raise SpecError(
                 f"--register {options.register}: {trained.origin} is not in the folder of a run, whose MLflow run "

@@ -23,7 +23,8 @@ from ddpm_ds.cli.runs import add_compare, add_diagnose, add_note
 from ddpm_ds.cli.sample import add_sample
 from ddpm_ds.cli.sweep import add_sweep
 from ddpm_ds.command_line import OneLineParser, add_spec_options
-from ddpm_ds.errors import UserError
+from ddpm_ds.errors import SpecError, UserError
+from ddpm_ds.processes.ranks import set_environment
 
 EPILOG = """\
 training
@@ -89,9 +90,12 @@ def _add_prepare(verbs: argparse._SubParsersAction[OneLineParser]) -> None:
         "prepare",
         help="write the images of a spec into the data-set cache",
         description="Read a spec's images once and write the data-set cache that training reads. Training does this\n"
-        "by itself when the cache is missing.",
+        "by itself when the cache is missing. Latents of data.autoencoder are made here alone, with --encode.",
     )
     add_spec_options(parser)
+    parser.add_argument(
+        "--encode", action="store_true", help="make the latents of data.autoencoder too, on CUDA if there is any"
+    )
     parser.set_defaults(run=_prepare)
 
 
@@ -101,9 +105,18 @@ def _prepare(options: argparse.Namespace) -> None:
     data = load_spec(options.spec, options.overrides).data
     from ddpm_ds.data.prepare import prepare  # after the spec is known to be good: this imports torch
 
-    store = prepare(data, progress=True)
+    device = None
+    if options.encode:
+        if data.autoencoder is None:
+            raise SpecError("--encode makes latents of data.autoencoder, which is null; name one or leave --encode out")
+        set_environment()
+        from ddpm_ds.device import choose_device
+
+        device = choose_device("auto")
+    store = prepare(data, progress=True, encode_on=device)
     skipped = f", {store.meta.skipped:,} unreadable ones left out (skipped.txt)" if store.meta.skipped else ""
-    print(f"{store.path}: {len(store):,} images{skipped}")
+    what = f"latents of {'x'.join(map(str, store.meta.shape))}" if store.meta.kind == "latents" else "images"
+    print(f"{store.path}: {len(store):,} {what}{skipped}")
 
 
 def _add_schema(verbs: argparse._SubParsersAction[OneLineParser]) -> None:

@@ -114,6 +114,7 @@ def add_drawing_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say which weights draw images, and how."""
     parser.add_argument("path", type=file_path, metavar="CHECKPOINT|RUN_DIR|EXPORT", help="folder of the weights")
     parser.add_argument("--weights", choices=("ema", "raw"), default="ema", help="averaged or as trained (default ema)")
+    add_autoencoder(parser)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
     parser.add_argument("--precision", choices=("fp32", "fp16", "bf16"), default="fp32", help="default fp32")
     parser.add_argument("--seed", type=seed, default=0, metavar="N", help="seed of all noise (default 0)")
@@ -149,6 +150,13 @@ def add_drawing_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_autoencoder(parser: argparse.ArgumentParser) -> None:
+    """Add the option that says where the autoencoder of a run's latents is."""
+    parser.add_argument(
+        "--autoencoder", type=file_path, metavar="DIR", help="data.autoencoder of the run, where it has moved"
+    )
+
+
 def _interval(text: str) -> tuple[float, float]:
     try:
         low, high = map(float, text.split(","))
@@ -179,25 +187,32 @@ def load(
     from ddpm_ds.evaluate.trained import load_trained
 
     device, (_, dtype) = choose_device(options.device), DTYPES[options.precision]
-    trained = load_trained(options.path, weights=options.weights, ema_length=ema_length, device=device, dtype=dtype)
+    place: dict[str, Any] = {"autoencoder": options.autoencoder, "device": device, "dtype": dtype}
+    trained = load_trained(options.path, weights=options.weights, ema_length=ema_length, **place)
     samplers = [
         sampler_from(
             argparse.Namespace(**{**vars(options), "guidance": guidance}),
             trained.sampler,
             trained.diffusion,
             classes=trained.unet_spec.classes,
+            latents=trained.autoencoder is not None,
         )
         for guidance in guidances or (options.guidance,)
     ]
     if options.guide is None:
         return trained, samplers, None
-    guide = load_trained(options.guide, device=device, dtype=dtype)
+    guide = load_trained(options.guide, **place)
     check_guide(guide, trained, samplers)
     return trained, samplers, guide
 
 
 def sampler_from(
-    options: argparse.Namespace, sampler: SamplerSpec, diffusion: DiffusionSpec, *, classes: int | None
+    options: argparse.Namespace,
+    sampler: SamplerSpec,
+    diffusion: DiffusionSpec,
+    *,
+    classes: int | None,
+    latents: bool = False,
 ) -> SamplerSpec:
     """Return the run's sampler, changed by the options.
 
@@ -221,7 +236,7 @@ def sampler_from(
             f"--variance is an option of {readers}, not of {changed.kind}; leave it out or use --sampler {readers}"
         )
     try:
-        check_sampler(changed, diffusion, classes=classes, guide=options.guide is not None)
+        check_sampler(changed, diffusion, classes=classes, guide=options.guide is not None, latents=latents)
     except ValueError as error:
         said = re.sub(r"sampler\.(\w+)", lambda key: "--" + key[1].replace("_", "-"), str(error))
         raise SpecError(said.replace("use kind ", "use --sampler ")) from None

@@ -50,9 +50,13 @@ Images = Annotated[int, Field(ge=1, le=10**15)]
 """Images seen, which floats count exactly."""
 Batch = Annotated[int, Field(ge=1, le=MOST_BATCH)]
 """Images, or micro-batches, of one optimizer step."""
-Pixels = Annotated[int, Field(ge=1, le=8192)]
+MOST_SIDE = 8192
+"""Largest height and width of an image."""
+Pixels = Annotated[int, Field(ge=1, le=MOST_SIDE)]
 MOST_CHANNELS = 2**16
 Channels = Annotated[int, Field(ge=1, le=MOST_CHANNELS)]
+LatentChannels = Annotated[int, Field(ge=1, le=64)]
+"""Channels of what a U-Net draws; published latents have 4 to 32."""
 Blocks = Annotated[int, Field(ge=1, le=64)]
 MOST_LEVELS = 14
 """Levels after which the largest image is a pixel."""
@@ -126,14 +130,28 @@ class DataSpec(Section):
     source: Annotated[str, OneOf(SOURCES), Field(description=_listed("Where images come from", SOURCES))]
     path: FilePath | None = None
     """What the source reads: for `folder` a folder of images, whose subfolders are classes, for `zip` and `arrays` a
-    file. Others refuse a path."""
+    file, for `webdataset` and `huggingface` either. Others refuse a path."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._/-]+$", max_length=200)] | None = None
+    """Name of the data set: on the Hugging Face hub (`OWNER/NAME`, or `OWNER/NAME/CONFIGURATION` where it has several),
+    or of the class in torchvision.datasets, such as CIFAR100."""
+    split: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$", max_length=200)] | None = None
+    """Part of the data set that `huggingface` or `torchvision` reads; null means train, or what there is instead."""
+    image_column: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    """Column of images that `huggingface` reads; null means the only one."""
+    label_column: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    """Column of labels that `huggingface` reads; null means the only one of class labels, or else whole numbers called
+    label."""
     image_size: Pixels
-    """Height and width in pixels of what is learned; images are scaled, up or down, and centre-cropped."""
+    """Height and width of what is learned: of images, which are scaled, up or down, and centre-cropped, or of
+    `autoencoder`'s latents."""
     crop_from: Pixels | None = None
     """Height and width of the prepared images, from which `image_size` pixels are cropped at a place chosen anew each
     time an image is seen, in the centre to evaluate; null prepares `image_size`."""
-    channels: Literal[1, 3]
-    """Colour channels after preparation: 1 grey, 3 RGB."""
+    channels: LatentChannels
+    """Channels of what is learned: 1 grey, 3 RGB; with `autoencoder` those of its latents."""
+    autoencoder: FilePath | None = None
+    """Autoencoder whose latents are learned (latent diffusion): a folder that diffusers' AutoencoderKL has saved, or
+    its name on the Hugging Face hub. `ddpm-ds prepare --encode` makes the latents; null learns pixels."""
     horizontal_flips: bool = False
     """Mirror half of the images, chosen anew each time an image is seen."""
     held_out_images: Annotated[int, Field(ge=0, le=10**9)] = 0
@@ -141,7 +159,7 @@ class DataSpec(Section):
     max_bad_fraction: Fraction = 0.01
     """Share of unreadable images above which preparation fails; below it they are skipped and reported."""
     store_root: FilePath = Path("data")
-    """Folder of data-set caches; a cache's own folder name follows from source, size, channels and path."""
+    """Folder of data-set caches; a cache's own folder name follows from source, size, channels and what is read."""
     store: Literal["auto", "pixels", "encoded"] = "auto"
     """What the data-set cache holds: pixels, or images as they are encoded, which the loader decodes each time; auto
     keeps pixels up to 64 GiB of them, and beyond it what is smaller."""
@@ -469,7 +487,8 @@ class RunSpec(Section):
         _check_data(self)
         _check_unet(self)
         _check_training(self)
-        check_sampler(self.sampler, self.diffusion, classes=self.unet.classes)
+        latents = self.data.autoencoder is not None
+        check_sampler(self.sampler, self.diffusion, classes=self.unet.classes, latents=latents)
         return self
 
 
@@ -486,19 +505,42 @@ def with_current_names(values: Any) -> Any:
 
 def _check_data(spec: RunSpec) -> None:
     data = spec.data
-    wanted = SOURCES[data.source].path
-    if wanted is not None and data.path is None:
-        raise ValueError(f"data.path is missing; source {data.source} needs it: --set data.path={wanted}")
-    if wanted is None and data.path is not None:
-        readers = " or ".join(name for name, source in SOURCES.items() if source.path is not None)
-        raise ValueError(
-            f"data.path = {data.path} is not read by source {data.source}; remove it or use source {readers}"
-        )
+    for key in ("path", "name", "split", "image_column", "label_column"):
+        if (value := getattr(data, key)) is not None and not SOURCES[data.source].reads(key):
+            readers = " or ".join(name for name, source in SOURCES.items() if source.reads(key))
+            raise ValueError(
+                f"data.{key} = {value} is not read by source {data.source}; remove it or use source {readers}"
+            )
+    wanted = {"path": SOURCES[data.source].path, "name": SOURCES[data.source].name}
+    takes = {f"data.{key}": word for key, word in wanted.items() if word is not None}
+    given = [f"data.{key}" for key, word in wanted.items() if word is not None and getattr(data, key) is not None]
+    if takes and not given:
+        needs = " or ".join(f"--set {key}={word}" for key, word in takes.items())
+        raise ValueError(f"{' or '.join(takes)} is missing; source {data.source} needs it: {needs}")
+    if len(given) > 1:
+        raise ValueError(f"data.path = {data.path} and data.name = {data.name} are two data sets; remove one")
     if data.crop_from is not None and data.crop_from < data.image_size:
         raise ValueError(
             f"data.crop_from = {data.crop_from} is below data.image_size = {data.image_size}, the size of the crops; "
             f"use {data.image_size} or more, or null for no crops"
         )
+    if data.autoencoder is None and data.channels not in (1, 3):
+        raise ValueError(
+            f"data.channels = {data.channels} should be 1 (grey) or 3 (RGB); other numbers are of the latents of "
+            "data.autoencoder, which is null"
+        )
+    if data.autoencoder is not None:
+        pixels_alone = {
+            "data.crop_from": data.crop_from,
+            "data.horizontal_flips": data.horizontal_flips,
+            "unet.augmentation": spec.unet.augmentation,
+        }
+        for key, value in pixels_alone.items():
+            if value:
+                said, off = ("true", "false") if value is True else (f"{value:g}", "null" if "crop" in key else "0")
+                raise ValueError(
+                    f"{key} = {said} changes pixels, and a latent of data.autoencoder can't be changed alike; use {off}"
+                )
 
 
 def check_extent(unet: UnetSpec) -> None:
@@ -564,13 +606,7 @@ def _check_unet(spec: RunSpec) -> None:
 def _check_training(spec: RunSpec) -> None:
     diffusion, train = spec.diffusion, spec.train
     _check_ema(spec.ema, train.images)
-    pixels = spec.samples.count * spec.data.image_size**2
-    if spec.samples.every_images and pixels > MOST_PICTURE_PIXELS:
-        fewer = MOST_PICTURE_PIXELS // spec.data.image_size**2
-        raise ValueError(
-            f"samples.count = {spec.samples.count} makes a picture of {pixels:,} pixels, and {MOST_PICTURE_PIXELS:,} "
-            f"are the most; use {f'{fewer} or fewer' if fewer else 'samples.every_images = null'}"
-        )
+    check_picture(spec.samples, spec.data.image_size)
     schedule = SCHEDULES[diffusion.schedule]
     if isinstance(schedule, ContinuousSchedule):
         if diffusion.objective != schedule.objective:
@@ -623,6 +659,17 @@ def _check_training(spec: RunSpec) -> None:
         )
 
 
+def check_picture(samples: SamplesSpec, image_size: int) -> None:
+    """Check the pictures of images of so many pixels' height and width; raises ValueError with one line."""
+    pixels = samples.count * image_size**2
+    if samples.every_images and pixels > MOST_PICTURE_PIXELS:
+        fewer = MOST_PICTURE_PIXELS // image_size**2
+        raise ValueError(
+            f"samples.count = {samples.count} makes a picture of {pixels:,} pixels, and {MOST_PICTURE_PIXELS:,} are "
+            f"the most; use {f'{fewer} or fewer' if fewer else 'samples.every_images = null'}"
+        )
+
+
 def _check_ema(ema: EmaSpec, images: int) -> None:
     given = list(ema.profiles)
     if len(set(given)) < len(given):
@@ -639,12 +686,25 @@ def _check_ema(ema: EmaSpec, images: int) -> None:
         )
 
 
-def check_sampler(sampler: SamplerSpec, diffusion: DiffusionSpec, *, classes: int | None, guide: bool = False) -> None:
+def check_sampler(
+    sampler: SamplerSpec,
+    diffusion: DiffusionSpec,
+    *,
+    classes: int | None,
+    guide: bool = False,
+    latents: bool = False,
+) -> None:
     """Check a sampler against the diffusion process and the U-Net; raises ValueError with one line.
 
-    ``guide`` says that another U-Net guides, so that guidance needs no classes.
+    ``guide`` says that another U-Net guides, so that guidance needs no classes; ``latents`` that the U-Net draws
+    latents, which are not in [-1, 1].
     """
     kind = SAMPLERS[sampler.kind]
+    if latents and sampler.clip != "none":
+        raise ValueError(
+            f"sampler.clip = {sampler.clip} keeps pixels in [-1, 1], and latents of an autoencoder are beyond it; use "
+            "none"
+        )
     schedule = SCHEDULES[diffusion.schedule]
     if isinstance(schedule, ContinuousSchedule):
         if sampler.steps is None and kind.steps is None:

@@ -13,6 +13,9 @@
 
 from __future__ import annotations
 
+import io
+import math
+import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +38,10 @@ FORMAT: Final = 1
 LABELS, OFFSETS, META, SKIPPED = "labels.npy", "offsets.npy", "meta.json", "skipped.txt"
 Kind = Literal["pixels", "encoded", "latents"]
 MOST_MAPPED = 256
-"""Most files of images mapped at a time. Each keeps a file descriptor, of which a process often has 1,024."""
+"""Most files of images mapped at a time. Each keeps two file descriptors, of which a process often has 1,024."""
+
+READAHEAD_BYTES = 2**17
+"""Most bytes that Linux reads ahead at once, as disks are set up: of a longer request it drops the rest."""
 
 Indices = npt.NDArray[np.int64]
 Images = npt.NDArray[Any]
@@ -91,7 +97,8 @@ class StoredImages:
         self.shape = (meta.count, *meta.shape) if crop is None else (meta.count, meta.shape[0], crop, crop)
         self.offsets, self._path, self._meta, self._crop = offsets, path, meta, crop
         self._starts = np.cumsum((0, *meta.counts))  # (files + 1,)
-        self._sizes = [(path / name).stat().st_size for name in meta.files]
+        self._paths = [str(path / name) for name in meta.files]
+        self._sizes = [os.stat(file).st_size for file in self._paths]
         self._mapped = lru_cache(MOST_MAPPED)(self._map)
 
     @property
@@ -115,15 +122,27 @@ class StoredImages:
         """
         out = np.empty((len(positions), *self.shape[1:]), self.dtype) if out is None else out
         files = self._starts.searchsorted(positions, side="right") - 1  # (n,)
-        for number in np.unique(files).tolist():
+        needed = np.unique(files).tolist()
+        for number in needed:
             self._check(number)
+        if len(self._sizes) > 1:  # all at once: a disk reads many at a time faster than one after the other
+            for number, position in zip(files.tolist(), positions.tolist(), strict=True):
+                self._will_read(number, position, position + 1)
         if len(self._sizes) == 1 and self.offsets is None and self._crop is None:
             # One call, and one copy: in its other modes numpy copies into a buffer first.
-            return np.take(self._mapped(0), positions, axis=0, out=out, mode="clip")
-        top, left = ((side - cut) // 2 for side, cut in zip(self._meta.shape[1:], self.shape[2:], strict=True))
-        for row, (number, position) in enumerate(zip(files.tolist(), positions.tolist(), strict=True)):
-            image = self._image(number, position)
-            out[row] = image[:, top : top + self.shape[2], left : left + self.shape[3]]
+            return np.take(self._mapped(0)[0], positions, axis=0, out=out, mode="clip")
+        cut = [
+            slice((side - kept) // 2, (side + kept) // 2)
+            for side, kept in zip(self._meta.shape[1:], self.shape[2:], strict=True)
+        ]
+        if self.offsets is not None:
+            for row, (number, position) in enumerate(zip(files.tolist(), positions.tolist(), strict=True)):
+                out[row] = self._decoded(number, position)[:, *cut]
+            return out
+        images = {number: self._mapped(number)[0][:, :, *cut] for number in needed}
+        places = (positions - self._starts[files]).tolist()
+        for row, (number, place) in enumerate(zip(files.tolist(), places, strict=True)):
+            out[row] = images[number][place]
         return out
 
     def will_read(self, first: int, last: int) -> None:
@@ -131,10 +150,14 @@ class StoredImages:
         while first < last:
             number = int(self._starts.searchsorted(first, side="right")) - 1
             end = min(last, int(self._starts[number + 1]))
-            begin = self._byte(number, first)
-            with open(self._path / self._meta.files[number], "rb") as file:
-                os.posix_fadvise(file.fileno(), begin, self._byte(number, end) - begin, os.POSIX_FADV_WILLNEED)
+            self._will_read(number, first, end)
             first = end
+
+    def _will_read(self, number: int, first: int, last: int) -> None:
+        """Ask for images of file ``number``."""
+        file, end = self._mapped(number)[1].fileno(), self._byte(number, last)
+        for begin in range(self._byte(number, first), end, READAHEAD_BYTES):
+            os.posix_fadvise(file, begin, min(READAHEAD_BYTES, end - begin), os.POSIX_FADV_WILLNEED)
 
     def _byte(self, number: int, position: int) -> int:
         """Return the byte of file ``number`` at which the image at ``position`` begins."""
@@ -144,31 +167,38 @@ class StoredImages:
         image_bytes = self._sizes[number] // max(1, self._meta.counts[number])  # the header is lost in rounding
         return (position - start) * image_bytes
 
-    def _image(self, number: int, position: int) -> Images:
+    def _decoded(self, number: int, position: int) -> Images:
         """Return the image (C, H, W) at ``position``, which is in file ``number``."""
-        if self.offsets is None:
-            image: Images = self._mapped(number)[position - self._starts[number]]
-            return image
-        content = self._mapped(number)[self._byte(number, position) : self._byte(number, position + 1)].tobytes()
+        content = self._mapped(number)[0][self._byte(number, position) : self._byte(number, position + 1)].tobytes()
         channels, size, _ = self._meta.shape
         try:
             return decode(content, size, channels).transpose(2, 0, 1)
         except Exception as error:  # a decoder may raise anything on broken bytes
             raise damaged(self._path, f"image {position} can't be decoded ({' '.join(str(error).split())})") from error
 
-    def _map(self, number: int) -> Images:
-        """Map a file: (n, C, H, W), or the bytes of one with encoded images."""
-        name = self._meta.files[number]
-        return _mapped(self._path, name) if self.offsets is None else np.asarray(np.memmap(self._path / name, mode="r"))
+    def _map(self, number: int) -> tuple[Images, io.FileIO]:
+        """Map a file: (n, C, H, W), or the bytes (n,) of encoded images; the file stays open to be read ahead."""
+        file = io.FileIO(self._paths[number])
+        count, size, shape = self._meta.counts[number], self._sizes[number], self._meta.shape
+        if not count:
+            return np.empty((0, *shape), self.dtype), file
+        mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+        if len(self._sizes) > 1:  # else each image would bring along megabytes that lie around it
+            mapped.madvise(mmap.MADV_RANDOM)
+        if self.offsets is not None:
+            return np.frombuffer(mapped, np.uint8), file
+        images = count * math.prod(shape)
+        header = size - images * self.dtype.itemsize
+        return np.frombuffer(mapped, self.dtype, images, header).reshape(count, *shape), file
 
     def _check(self, number: int) -> None:
-        file, size = self._path / self._meta.files[number], self._sizes[number]
         try:
-            found = file.stat().st_size
+            found = os.stat(self._paths[number]).st_size
         except OSError:  # removed: what is mapped stays
             return
-        if found < size:
-            raise damaged(self._path, f"{file.name} was cut from {size:,} to {found:,} bytes while it was read")
+        if found < (size := self._sizes[number]):
+            name = self._meta.files[number]
+            raise damaged(self._path, f"{name} was cut from {size:,} to {found:,} bytes while it was read")
 
 
 @dataclass(frozen=True)
@@ -203,8 +233,8 @@ class DatasetCache:
                 for name, checksum in checksums(path, names, progress).items():
                     if meta.sha256.get(name) != checksum:
                         raise damaged(path, f"{name} has another checksum than meta.json says")
-            labels = _mapped(path, LABELS)
-            offsets = np.array(_mapped(path, OFFSETS)) if meta.kind == "encoded" else None
+            labels = _array(path, LABELS)
+            offsets = np.array(_array(path, OFFSETS)) if meta.kind == "encoded" else None
             for wrong in _misfits(path, meta, labels, offsets):
                 raise damaged(path, wrong)
             return cls(path, meta, StoredImages(path, meta, offsets), np.array(labels))
@@ -254,7 +284,7 @@ def _misfits(path: Path, meta: CacheMeta, labels: npt.NDArray[Any], offsets: npt
     start = 0
     for name, count in zip(meta.files, meta.counts, strict=True):
         if offsets is None:
-            images = _mapped(path, name)
+            images = _array(path, name)
             if images.dtype != meta.dtype or images.shape != (count, *meta.shape):
                 yield f"{name} is {images.dtype} {images.shape}, {META} says otherwise"
         elif (path / name).stat().st_size != offsets[start + count] - offsets[start]:
@@ -262,12 +292,10 @@ def _misfits(path: Path, meta: CacheMeta, labels: npt.NDArray[Any], offsets: npt
         start += count
 
 
-def _mapped(path: Path, name: str) -> npt.NDArray[Any]:
+def _array(path: Path, name: str) -> npt.NDArray[Any]:
     """Map a ``.npy`` of the cache: so a header that lies can't allocate what the file lacks."""
     try:
-        return np.asarray(
-            np.load(path / name, mmap_mode="r")
-        )  # a plain array: each view of a memmap takes microseconds
+        return np.load(path / name, mmap_mode="r")
     except (ValueError, EOFError, OverflowError, MemoryError) as error:  # numpy's, on a broken header or file
         raise damaged(path, f"{name} is cut short or no numpy file") from error
 

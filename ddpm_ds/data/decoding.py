@@ -18,7 +18,7 @@ MOST_DECODING_BYTES = 300_000_000
 """Most memory that decoding one image may take, its file included: the whole of it, before it is scaled."""
 BIG_BYTES = 2**24
 """Memory above which an image is big: a PNG of 2048 x 2048 pixels."""
-PIXEL_BYTES = {"WEBP": 17, "JPEG2000": 24, "AVIF": 16, "TIFF": 10}
+PIXEL_BYTES = {"WEBP": 17, "JPEG2000": 25, "AVIF": 16, "TIFF": 10}
 """Memory per pixel of decoders that keep copies, as measured; others fill Pillow's image, 4 bytes."""
 WHOLE_PIXELS, STRIP_PIXELS = 2**22, 2**20
 """Pixels up to which an image is converted and scaled at once, and those of a strip of a larger one, which is never

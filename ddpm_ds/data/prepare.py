@@ -15,14 +15,14 @@ import shutil
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from hashlib import sha256
 from multiprocessing.synchronize import Lock
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeAlias
 from uuid import uuid4
 
 import numpy as np
@@ -43,9 +43,13 @@ from ddpm_ds.data.cache import (
     shard_name,
 )
 from ddpm_ds.data.decoding import decoded
+from ddpm_ds.data.latents import Coder, autoencoder_of, encoded, pixels_learned, pixels_of, sources_of
 from ddpm_ds.data.sources import Source, UnreadableImage, identity, open_source
 from ddpm_ds.errors import DataError
 from ddpm_ds.files import read_bytes, replace_file, sha256_of, sync
+
+if TYPE_CHECKING:
+    import torch
 
 SHARD_BYTES = 2**28
 """Most bytes of a file of images, about so many where they are encoded."""
@@ -117,8 +121,14 @@ Chunks: TypeAlias = Callable[[range], Iterator[Chunk]]
 
 def cache_path(spec: DataSpec) -> Path:
     """Return the folder of the cache: a function of everything that a source reads, of size and channels, and of
-    ``data.store``, where "auto" means the one that exists.
+    ``data.store``, where "auto" means the one that exists; that of latents also of the autoencoder.
+
+    Raises:
+        DataError: the autoencoder can't be used.
     """
+    if (autoencoder := autoencoder_of(spec)) is not None:
+        pixels = cache_path(pixels_of(spec).model_copy(update={"store": "pixels"}))
+        return pixels.with_name(f"{pixels.name}-latents-{autoencoder.digest[:8]}")
     name = f"{spec.source}-{spec.stored_size}px-{spec.channels}ch"
     if (hashed := identity(spec)) is not None:
         name += f"-{hashed}"
@@ -133,29 +143,56 @@ def class_names(spec: RunSpec) -> Sequence[str]:
     numbers = [str(label) for label in range(spec.unet.classes or 0)]
     try:
         names = CacheMeta.model_validate_json(read_bytes(cache_path(spec.data) / META)).classes
-    except (OSError, ValueError):
+    except (OSError, ValueError, DataError):  # DataError of an autoencoder that is gone
         return numbers
     return names if len(names) == len(numbers) else numbers
 
 
-def prepare(spec: DataSpec, progress: bool = False, *, together: int = 1, verify: bool | None = None) -> DatasetCache:
+def prepare(
+    spec: DataSpec,
+    progress: bool = False,
+    *,
+    together: int = 1,
+    verify: bool | None = None,
+    encode_on: torch.device | None = None,
+) -> DatasetCache:
     """Return the data-set cache of ``spec``, made when it is missing; ``progress`` shows bars.
 
     An existing cache is used unchanged: delete it after changing a folder's images. Safe to call from several processes
     and hosts at once, which share the work; ``together`` of them share this host's cores. Unreadable images are left
     out and named in ``skipped.txt``. ``verify`` compares the checksums of a cache that exists; None means up to 16 GiB.
+    Latents are made on the device ``encode_on`` alone.
 
     Raises:
-        DataError: the source's own, too many unreadable images, ``store_root`` not writable or full, a damaged cache.
+        DataError: the source's own, too many unreadable images, ``store_root`` not writable or full, a damaged cache,
+            an autoencoder that can't be used; latents are missing and ``encode_on`` is None, or of other pixels.
     """
     path = cache_path(spec)
     if path.exists():
         if verify is None:
             verify = sum(file.stat().st_size for file in path.glob("images*")) <= VERIFIED_BYTES
-        return DatasetCache.open(path, verify, progress)
+        found = DatasetCache.open(path, verify, progress)
+        pixels = None if encode_on is None else pixels_of(spec)
+        if (
+            pixels is not None
+            and cache_path(pixels).exists()
+            and prepare(pixels, progress).meta.sha256 != pixels_learned(found.meta.sha256)
+        ):
+            raise DataError(f"{path} has latents of other pixels than are prepared now; delete it and encode again")
+        return found
+    if (autoencoder := autoencoder_of(spec)) is not None and encode_on is None:
+        raise DataError(
+            f"data.autoencoder = {autoencoder.name}: there are no latents at {path}; make them once with: "
+            "ddpm-ds prepare --encode"
+        )
     try:
         spec.store_root.mkdir(parents=True, exist_ok=True)
-        path = _build(spec, progress, max(1, len(os.sched_getaffinity(0)) // together))
+        if autoencoder is not None and encode_on is not None:
+            coder = Coder(autoencoder, encode_on)
+            coder.load()  # a damaged one is to be found before hours of preparation
+            _build_latents(path, coder, prepare(pixels_of(spec), progress, together=together), spec, progress)
+        else:
+            path = _build(spec, progress, max(1, len(os.sched_getaffinity(0)) // together))
     except OSError as error:
         raise DataError(
             f"data.store_root = {spec.store_root} can't be written ({error.strerror or error}); "
@@ -191,6 +228,31 @@ def decoding_of(spec: DataSpec, progress: bool) -> Decoding:
     source = open_source(spec, progress)
     encoded_bytes = _encoded_bytes(source)
     return Decoding(source, _planned(spec, source, encoded_bytes), shareable=encoded_bytes is not None)
+
+
+def _build_latents(path: Path, coder: Coder, pixels: DatasetCache, spec: DataSpec, progress: bool) -> None:
+    """Make the cache of the latents of all ``pixels``."""
+    shape = (spec.channels, spec.image_size, spec.image_size)
+    made_of = sources_of(pixels, coder.autoencoder)
+    image_bytes = 2 * math.prod(shape)
+    plan = Plan(
+        kind="latents",
+        shape=shape,
+        images=len(pixels),
+        image_bytes=image_bytes,
+        shard_images=max(1, SHARD_BYTES // image_bytes),
+        origin=sha256(repr(sorted(made_of.items())).encode()).hexdigest(),
+    )
+
+    def chunks(numbers: range) -> Iterator[Chunk]:
+        for part, latents in encoded(pixels, coder, numbers):
+            yield Chunk([latent.tobytes() for latent in latents], pixels.labels[part].tolist(), [])
+
+    with one_at_a_time(path):
+        if path.exists():
+            return
+        start(path, plan)
+    write_cache(path, plan, chunks, spec, pixels.meta.classes, progress, made_of)
 
 
 def _encoded_bytes(source: Source) -> float | None:
@@ -388,9 +450,17 @@ def _claimed(folder: Path, number: int | None, wait: bool = True) -> Iterator[bo
 
 
 def write_cache(
-    path: Path, plan: Plan, chunks: Chunks, spec: DataSpec, classes: tuple[str, ...], progress: bool
+    path: Path,
+    plan: Plan,
+    chunks: Chunks,
+    spec: DataSpec,
+    classes: tuple[str, ...],
+    progress: bool,
+    made_of: Mapping[str, str] | None = None,
 ) -> None:
     """Write the cache at ``path``, which :func:`start` has begun, together with whoever else does.
+
+    ``made_of`` are checksums of what the images were made of, by names of no file, which ``meta.json`` keeps too.
 
     Raises:
         DataError: too many images are unreadable; nothing is kept.
@@ -402,7 +472,7 @@ def write_cache(
             records = _write_shards(folder, plan, chunks, spec.max_bad_fraction, bar)
         with one_at_a_time(path):
             if not path.exists():
-                _describe(folder, plan, records, spec, classes)
+                _describe(folder, plan, records, spec, classes, made_of or {})
                 folder.rename(path)
                 sync(path.parent)
                 for name in (PLAN, CLAIMS, *map(_record_name, range(plan.shards))):
@@ -501,7 +571,14 @@ def _write_header(file: BinaryIO, plan: Plan, count: int) -> None:
     np.lib.format.write_array_header_1_0(file, header)
 
 
-def _describe(folder: Path, plan: Plan, records: Sequence[Record], spec: DataSpec, classes: tuple[str, ...]) -> None:
+def _describe(
+    folder: Path,
+    plan: Plan,
+    records: Sequence[Record],
+    spec: DataSpec,
+    classes: tuple[str, ...],
+    made_of: Mapping[str, str],
+) -> None:
     """Write what a cache has besides its images."""
     labels = [label for record in records for label in record.labels]
     skipped = [image for record in records for image in record.skipped]
@@ -522,7 +599,7 @@ def _describe(folder: Path, plan: Plan, records: Sequence[Record], spec: DataSpe
         shape=plan.shape,
         classes=classes,
         skipped=len(skipped),
-        sha256=checksums | {name: sha256_of(folder / name) for name in files},
+        sha256=checksums | {name: sha256_of(folder / name) for name in files} | dict(made_of),
         kind=plan.kind,
         shards=tuple(len(record.labels) for record in records) if len(records) > 1 else (),
     )

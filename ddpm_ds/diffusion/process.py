@@ -31,7 +31,8 @@ class Diffusion:
         self.levels = levels_of(spec, device)
 
     def prepare(self, images: Tensor, index: Tensor, flips: bool, size: int | None = None) -> Tensor:
-        """Turn uint8 (N, C, H, W) into float32 in [-1, 1], with half of the images mirrored where `flips`.
+        """Turn uint8 (N, C, H, W) into float32 in [-1, 1], with half of the images mirrored where `flips`; float16
+        latents become float32 and stay what they are.
 
         Images that are larger than `size` are cropped to (N, C, size, size), each at a place of its own. Source: DDPM
         (Ho et al. 2020), section 3.3.
@@ -46,6 +47,8 @@ class Diffusion:
             mirrored = keyed.integers(self.seed, Stream.FLIP, index, 2).bool()  # (N,)
             images = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
         pixels = images.to(torch.float32, memory_format=torch.channels_last)
+        if images.is_floating_point():
+            return pixels
         # Dividing by 127.5 is exact at 0 and 255; multiplying by 2 / 255 is not.
         return pixels.div_(127.5).sub_(1.0)  # (N, C, H, W)
 

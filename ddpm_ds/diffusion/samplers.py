@@ -178,13 +178,11 @@ class Drawing:
         self._taken += 1
 
     def images(self) -> Tensor:
-        """Return the images, (N, C, H, W) uint8, once all predictions are taken; a pixel that is not a number
-        is black.
+        """Return the images, (N, C, H, W) float32 as the U-Net learned them, once all predictions are taken;
+        :func:`ddpm_ds.data.latents.to_pixels` makes pixels of them.
         """
         assert self._taken == self.calls, f"{self.calls - self._taken} of {self.calls} predictions are still to take"
-        # The way back from Diffusion.prepare, which it undoes exactly.
-        pixels = self._x.add(1.0).mul_(127.5).round_()
-        return pixels.nan_to_num_(nan=0.0).clamp_(0.0, 255.0).to(torch.uint8)
+        return self._x
 
     def _noise(self, stream: int) -> Tensor:
         """Return standard normal noise of each image, (N, C, H, W) float32."""

@@ -5,10 +5,11 @@
     DIR/
         README.md                                   the model card
         samples.png
-        model_index.json                            what DDPMPipeline is made of
+        model_index.json                            what DDPMPipeline is made of, or LDMPipeline of latents
         scheduler/scheduler_config.json
         unet/config.json
         unet/diffusion_pytorch_model.safetensors
+        vqvae/                                      of a U-Net that draws latents, a copy of the autoencoder
 
 Import makes a model of diffusers the start of a run: its weights under our names, and a spec with its U-Net and
 diffusion process.
@@ -39,7 +40,14 @@ from ddpm_ds.diffusion.choices import OBJECTIVES, SCHEDULES, ContinuousSchedule
 from ddpm_ds.diffusion.diffusers_config import scheduler_class, scheduler_config
 from ddpm_ds.diffusion.levels import alpha_bars, levels_of
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
-from ddpm_ds.evaluate.trained import CONFIG, SCHEDULER_CONFIG, WEIGHTS, DiffusersFolder, Trained
+from ddpm_ds.evaluate.trained import (
+    AUTOENCODER_FOLDER,
+    CONFIG,
+    SCHEDULER_CONFIG,
+    WEIGHTS,
+    DiffusersFolder,
+    Trained,
+)
 from ddpm_ds.files import sync, temporary_beside
 from ddpm_ds.unet.diffusers import diffusers_config, to_diffusers
 from ddpm_ds.unet.model import UNet
@@ -113,7 +121,7 @@ def rounded(trained: Trained, precision: Precision) -> Trained:
 
 
 def write_pipeline(trained: Trained, folder: Path, precision: Precision) -> None:
-    """Write the configurations and the weights of a ``DDPMPipeline`` into ``folder``.
+    """Write the configurations and the weights of a ``DDPMPipeline``, or ``LDMPipeline``, into ``folder``.
 
     Raises:
         CheckpointError: diffusers has no such U-Net, noise schedule or objective.
@@ -124,12 +132,15 @@ def write_pipeline(trained: Trained, folder: Path, precision: Precision) -> None
         scheduler = scheduler_config(trained.diffusion, trained.sampler)
     except ValueError as error:
         raise CheckpointError(f"{trained.origin} can't be exported: {error}") from None
-    name = scheduler_class(trained.diffusion)
+    name, pipeline = scheduler_class(trained.diffusion), "DDPMPipeline"
     parts = {"unet": ["diffusers", "UNet2DModel"], "scheduler": ["diffusers", name]}
+    if trained.autoencoder is not None:
+        pipeline, parts[AUTOENCODER_FOLDER] = "LDMPipeline", ["diffusers", "AutoencoderKL"]
+        trained.autoencoder.copy_to(folder / AUTOENCODER_FOLDER)
     configs = {
         "unet/" + CONFIG: ("UNet2DModel", unet),
         "scheduler/" + SCHEDULER_CONFIG: (name, scheduler),
-        "model_index.json": ("DDPMPipeline", parts),
+        "model_index.json": (pipeline, parts),
     }
     for file, (class_name, values) in configs.items():
         (folder / file).parent.mkdir(exist_ok=True)
@@ -158,8 +169,9 @@ def check_in_diffusers(trained: Trained, folder: Path) -> str:
         return "not read back, because diffusers is not installed (pip install diffusers)"
     import diffusers
 
+    diffusers.utils.logging.set_verbosity_error()  # LDMPipeline was made for an autoencoder of another kind
     diffusers.utils.logging.disable_progress_bar()
-    pipeline = diffusers.DDPMPipeline.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False)
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False)
     generator = torch.Generator().manual_seed(0)
     x_t = torch.randn(4, *trained.image_shape, generator=generator, dtype=torch.float64)
     if isinstance(SCHEDULES[trained.diffusion.schedule], ContinuousSchedule):

@@ -56,9 +56,9 @@ In this folder, in Python:
 
 ```python
 import torch
-from diffusers import DDPMPipeline
+from diffusers import {pipeline}
 
-pipeline = DDPMPipeline.from_pretrained(".")
+pipeline = {pipeline}.from_pretrained(".")
 unet, scheduler = pipeline.unet, pipeline.scheduler
 scheduler.set_timesteps({steps})
 {labels}x = scheduler.init_noise_sigma * torch.randn({count}, {channels}, {size}, {size}, dtype=unet.dtype)
@@ -66,12 +66,17 @@ for t in scheduler.timesteps:
     with torch.no_grad():
         prediction = unet(scheduler.scale_model_input(x, t), t{argument}).sample
     x = scheduler.step(prediction, t, x).prev_sample
-images = pipeline.numpy_to_pil((x / 2 + 0.5).clamp(0, 1).float().permute(0, 2, 3, 1).numpy())
+{decode}images = pipeline.numpy_to_pil((x / 2 + 0.5).clamp(0, 1).float().permute(0, 2, 3, 1).numpy())
 ```
 """
+DECODE = """\
+with torch.no_grad():
+    x = pipeline.vqvae.decode(x / {scale} + {shift}).sample
+"""
+LATENTS = "The U-Net draws latents, of which the autoencoder of this folder makes the images."
 SCALED = "`DDPMPipeline` does not scale the U-Net's inputs, as EDM does, so the loop is written out."
 CONDITIONAL = """\
-The U-Net takes labels 0 to {last_class}, and {classes} for no label. `DDPMPipeline` gives it none, so the loop is
+The U-Net takes labels 0 to {last_class}, and {classes} for no label. `{pipeline}` gives it none, so the loop is
 written out."""
 UNLABELLED = """
 `ddpm-ds export --label none` (or a class) writes a U-Net that needs no labels.
@@ -86,32 +91,45 @@ def model_card(trained: Trained, *, precision: str, label: str | None, picture: 
     ``label`` says which label was folded into the weights, if any; ``picture`` names the grid of samples.
     """
     channels, size, _ = trained.image_shape
+    autoencoder = trained.autoencoder
     diffusion, spec, losses = trained.diffusion, trained.spec, last_losses(trained)
     classes, task = trained.unet_spec.classes, "unconditional-image-generation"
+    pipeline = "DDPMPipeline" if autoencoder is None else "LDMPipeline"
     continuous = isinstance(SCHEDULES[diffusion.schedule], ContinuousSchedule)
     steps = EDM_STEPS if continuous else diffusion.timesteps
     count, labels, argument = 16, "", ""
     tags = ["diffusers", "ddpm", "ddpm_ds", "class-conditional" if classes is not None else task]
     front: dict[str, object] = {"license": "apache-2.0", "library_name": "diffusers", "tags": tags}
-    shape = f"{size}x{size} pixels and {channels} channel{'s' if channels > 1 else ''}"
+    colours, pixels, _ = trained.picture_shape
+    shape = f"{pixels}x{pixels} pixels and {colours} channel{'s' if colours > 1 else ''}"
     parameters = sum(parameter.numel() for parameter in trained.unet.parameters())
     kind, _, length = trained.weights.partition("-")
     of_length = f" of relative length {length} by a power function (EDM2)" if length else ""
     facts = {"parameters": f"{parameters:,} in {precision}", "weights": WEIGHTS[kind] + of_length}
     if classes is None:
-        front["pipeline_tag"], why = task, SCALED
+        front["pipeline_tag"], why = task, SCALED if autoencoder is None else LATENTS
     else:
         facts["classes"] = f"{classes}, and no label"
-        why = CONDITIONAL.format(classes=classes, last_class=classes - 1)
+        why = CONDITIONAL.format(classes=classes, last_class=classes - 1, pipeline=pipeline)
         count, labels, argument = classes, f"labels = torch.arange({classes})\n", ", class_labels=labels"
-    if classes is None and not continuous:
+    if classes is None and not continuous and autoencoder is None:
         # This scheduler has no clipping of its own, but its thresholding with the bound 1 is one.
         options = ", thresholding=True" if trained.sampler.clip == "static" else ""
         usage = UNCONDITIONAL.format(steps=steps, fast_steps=min(20, steps), options=options)
     else:
         usage = LOOP.format(
-            why=why, steps=steps, labels=labels, count=count, channels=channels, size=size, argument=argument
+            why=why,
+            steps=steps,
+            labels=labels,
+            count=count,
+            channels=channels,
+            size=size,
+            argument=argument,
+            pipeline=pipeline,
+            decode="" if autoencoder is None else DECODE.format(scale=autoencoder.scale, shift=autoencoder.shift),
         ) + (UNLABELLED if classes is not None else "")
+    if autoencoder is not None:
+        facts["latents"] = f"{size}x{size} and {channels} channels, of the autoencoder {autoencoder.name}"
     if label is not None:
         facts["label"] = f"{label}, folded into the time embedding"
     if spec is not None:

@@ -161,7 +161,7 @@ def draw(
             drawing.take(trained.unet(*drawing.inputs()))
             if after_step is not None:
                 after_step(sum(drawing.evaluations[: number + 1]), sum(drawing.evaluations))
-        return drawing.images().cpu()
+        return trained.to_pixels(drawing.images()).cpu()
 
 
 def sample(
@@ -189,7 +189,8 @@ def sample(
     """
     sampler, classes = sampler or trained.sampler, trained.unet_spec.classes
     try:
-        check_sampler(sampler, trained.diffusion, classes=classes, guide=guide is not None)
+        latents = trained.autoencoder is not None
+        check_sampler(sampler, trained.diffusion, classes=classes, guide=guide is not None, latents=latents)
     except ValueError as error:
         raise SpecError(str(error)) from None
     if guide is not None:
@@ -226,6 +227,7 @@ def check_guide(guide: Trained, trained: Trained, samplers: Sequence[SamplerSpec
     mine, its = (
         {
             "images (C, H, W)": one.image_shape,
+            "an autoencoder with checksum": one.autoencoder and one.autoencoder.digest[:8],
             "unet.classes": one.unet_spec.classes,
             **{f"diffusion.{key}": value for key, value in one.diffusion.process_values().items()},
         }

@@ -20,6 +20,7 @@ from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.command_line import aligned, cache_folder
 from ddpm_ds.config.spec import ALL_SIGMAS
 from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.latents import pixels_learned, pixels_of
 from ddpm_ds.data.loader import shuffled
 from ddpm_ds.data.pictures import write_png
 from ddpm_ds.data.prepare import prepare
@@ -46,7 +47,8 @@ from ddpm_ds.tracking.tracker import print_to_stderr
 def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
     """Open the prepared images at ``given``, else those of the checkpoint's spec, prepared where they are missing.
 
-    Checksums are verified. For a run that has learned crops these are the centres of the images.
+    Checksums are verified. For a run that has learned crops these are the centres of the images, for one that has
+    learned latents the pixels that they were made of.
 
     Raises:
         DataError: there are none, they are damaged, or not those that were learned.
@@ -60,15 +62,15 @@ def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
             "--dataset DIR"
         )
     else:
-        reference = prepare(spec.data, progress=True)
+        reference = prepare(pixels_of(spec.data), progress=True)
     if spec is not None:
-        if reference.meta.sha256 != read_manifest(Path(origin)).data_sha256:
+        if reference.meta.sha256 != pixels_learned(read_manifest(Path(origin)).data_sha256):
             raise DataError(
                 f"{reference.path} holds other images than those that {origin} learned; name theirs with --dataset DIR"
             )
-        reference = reference.centre(spec.data.image_size)
-    if reference.meta.shape != trained.image_shape:
-        there, drawn = ("x".join(map(str, shape)) for shape in (reference.meta.shape, trained.image_shape))
+        reference = reference.centre(trained.picture_shape[1])
+    if reference.meta.shape != trained.picture_shape:
+        there, drawn = ("x".join(map(str, shape)) for shape in (reference.meta.shape, trained.picture_shape))
         raise DataError(f"--dataset {reference.path} has images of {there}, {origin} draws {drawn}; name another")
     classes, found = trained.unet_spec.classes, len(reference.meta.classes)
     if classes not in (None, found):

@@ -24,8 +24,9 @@ from ddpm_ds.checkpoint.power_ema import Reconstruction, averaged_kind
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.union import checkpoint_at
 from ddpm_ds.config.spec import DiffusionSpec, RunSpec, SamplerSpec, UnetSpec, with_current_names
+from ddpm_ds.data.latents import Autoencoder, ToPixels, autoencoder_of, to_pixels
 from ddpm_ds.diffusion.diffusers_config import diffusion_from_scheduler
-from ddpm_ds.errors import CheckpointError
+from ddpm_ds.errors import CheckpointError, SpecError
 from ddpm_ds.files import open_regular, open_tensors, read_json, sha256_of
 from ddpm_ds.tracking.run_folder import averages_of, checkpoints_of, snapshots_of
 from ddpm_ds.tracking.tracker import print_to_stderr
@@ -38,6 +39,8 @@ FLOATS = ("F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat1
 """Types that are read, as safetensors and as PyTorch name them."""
 SMALLEST_ELEMENT_BYTES = 2
 CONFIG, SCHEDULER_CONFIG = "config.json", "scheduler_config.json"
+AUTOENCODER_FOLDER = "vqvae"
+"""Folder of the autoencoder in an export, as diffusers' LDMPipeline calls it."""
 
 Weights = Literal["ema", "raw"]
 KINDS: dict[Weights, str] = {"ema": "ema", "raw": "master"}
@@ -55,7 +58,7 @@ class Trained:
     sampler: SamplerSpec
     """Sampler of the run; the default one for an export, which has none."""
     image_shape: tuple[int, int, int]
-    """(C, H, W)"""
+    """(C, H, W) of what the U-Net draws."""
     origin: str
     """Path of the folder that the weights were read from."""
     digest: str
@@ -68,11 +71,26 @@ class Trained:
     """Folder of the run, where the checkpoint is in ``RUN_DIR/checkpoints``."""
     spec: RunSpec | None = None
     """The run's spec; None for an export."""
+    autoencoder: Autoencoder | None = None
+    """What makes pixels of the latents that the U-Net draws; None where it draws pixels."""
 
     @property
     def layers(self) -> tuple[Layer, ...]:
         """The U-Net's list of layers."""
         return unet_layers(self.unet_spec, image_channels=self.image_shape[0], image_size=self.image_shape[1])
+
+    @functools.cached_property
+    def to_pixels(self) -> ToPixels:
+        """The function from what the U-Net draws to uint8 pixels."""
+        return to_pixels(self.autoencoder, next(self.unet.parameters()).device)
+
+    @property
+    def picture_shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of the pixels."""
+        if self.autoencoder is None:
+            return self.image_shape
+        _, height, width = self.image_shape
+        return 3, height * self.autoencoder.factor, width * self.autoencoder.factor
 
 
 def find_trained(path: Path) -> Path:
@@ -96,6 +114,7 @@ def load_trained(
     *,
     weights: Weights = "ema",
     ema_length: float | None = None,
+    autoencoder: Path | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Trained:
@@ -103,33 +122,39 @@ def load_trained(
 
     ``weights`` are ``ema``, averaged over training, or ``raw``, as trained; an export has one kind, loaded as ``ema``.
     With ``ema_length``, ``path`` is a run's folder, and the weights are, whatever ``weights`` says, the average of that
-    relative length (0.001 to 0.28, sigma_rel of EDM2) at the time of its newest snapshot.
+    relative length (0.001 to 0.28, sigma_rel of EDM2) at the time of its newest snapshot. ``autoencoder`` is where that
+    of a run's latents is now, if it has moved; an export holds its own.
 
     Raises:
         CheckpointError: there are no such weights, they are damaged, or not finite in ``dtype``.
-        SpecError: ``ema_length`` is out of range.
+        DataError: the autoencoder can't be used.
+        SpecError: ``ema_length`` is out of range, or ``autoencoder`` is given for a run of pixels.
     """
     if ema_length is not None:
         average = Reconstruction(snapshots_of(Path(path)), ema_length)
-        return _load_checkpoint(average, average.kind, average.digest, device, dtype)
+        return _load_checkpoint(average, average.kind, average.digest, autoencoder, device, dtype)
     found = find_trained(Path(path))
     if (found / MANIFEST).is_file():
         reader = Reader(found)
         kind = _kind(reader, weights)
         digest = hashlib.sha256(f"{reader.manifest.sha256} {kind}".encode()).hexdigest()
-        return _load_checkpoint(reader, kind, digest, device, dtype)
+        return _load_checkpoint(reader, kind, digest, autoencoder, device, dtype)
     if weights != "ema":
         raise CheckpointError(f"{found} is an export, which has weights of one kind; leave out --weights {weights}")
     folder = DiffusersFolder(found)
+    decoder, digest = folder.autoencoder(), sha256_of(folder.weights)
+    if decoder is not None:
+        digest = hashlib.sha256(f"{digest} {decoder.digest}".encode()).hexdigest()
     return Trained(
         unet=_filled(folder.layers, folder.tensors().items(), found, device, dtype),
         unet_spec=folder.unet,
         diffusion=folder.diffusion(),
-        sampler=SamplerSpec(),
+        sampler=SamplerSpec(clip="static" if decoder is None else "none"),
         image_shape=(folder.image_channels, folder.image_size, folder.image_size),
         origin=str(found),
-        digest=sha256_of(folder.weights),
+        digest=digest,
         weights="export",
+        autoencoder=decoder,
     )
 
 
@@ -145,7 +170,12 @@ def _kind(reader: Reader, weights: Weights) -> str:
 
 
 def _load_checkpoint(
-    reader: Reader | Reconstruction, kind: str, digest: str, device: torch.device | str, dtype: torch.dtype
+    reader: Reader | Reconstruction,
+    kind: str,
+    digest: str,
+    moved: Path | None,
+    device: torch.device | str,
+    dtype: torch.dtype,
 ) -> Trained:
     path = reader.path
     read = reader.read if isinstance(reader, Reconstruction) else functools.partial(reader.read, kind)
@@ -158,7 +188,12 @@ def _load_checkpoint(
             f"checkpoint {path} has a spec that this version can't read ({what}); use the ddpm_ds "
             f"{reader.manifest.version} that wrote it"
         ) from None
+    if moved is not None:
+        if spec.data.autoencoder is None:
+            raise SpecError(f"--autoencoder {moved}: {path} has learned pixels; leave it out")
+        spec = spec.model_copy(update={"data": spec.data.model_copy(update={"autoencoder": moved})})
     data = spec.data
+    autoencoder = autoencoder_of(data, reader.manifest.data_sha256)
     layers = unet_layers(spec.unet, image_channels=data.channels, image_size=data.image_size)
     shapes = parameter_shapes(layers)
     if shapes != reader.manifest.parameters:
@@ -180,6 +215,7 @@ def _load_checkpoint(
         images_seen=reader.manifest.images,
         run_dir=run_dir if in_run else None,
         spec=spec,
+        autoencoder=autoencoder,
     )
 
 
@@ -231,6 +267,22 @@ class DiffusersFolder:
     def at(path: Path) -> bool:
         """Return whether ``path`` is meant to be such a folder."""
         return (path / "unet" / CONFIG).is_file() or (path / CONFIG).is_file()
+
+    def autoencoder(self) -> Autoencoder | None:
+        """Open the autoencoder beside the U-Net; None where the U-Net draws pixels.
+
+        Raises:
+            DataError: it can't be used.
+        """
+        path = self.path / AUTOENCODER_FOLDER
+        if path.is_dir():
+            return Autoencoder.open(path)
+        if self.image_channels not in (1, 3):
+            raise CheckpointError(
+                f"{self.path} draws images of {self.image_channels} channels, which are latents, and holds no "
+                f"autoencoder; add it as {AUTOENCODER_FOLDER}/{CONFIG} with its weights"
+            )
+        return None
 
     @property
     def has_schedule(self) -> bool:

@@ -207,7 +207,8 @@ def describe_plan(plan: RunPlan, run_dir: Path) -> str:
     lines = [
         f"run          {spec.name}: {plan.spec_path} with {plan.ds_path}",
         f"data         {data.source}, {data.image_size}x{data.image_size}x{data.channels}"
-        + (f", cropped from {data.crop_from}x{data.crop_from}" if data.crop_from else ""),
+        + (f", cropped from {data.crop_from}x{data.crop_from}" if data.crop_from else "")
+        + (f", latents of {data.autoencoder}" if data.autoencoder else ""),
         f"U-Net        {plan.parameters:,} parameters in {len(plan.layers)} layers, "
         f"{2 * plan.macs / 1e9:.4f} GFLOP forward per image",
         f"precision    {ds.precision}, ZeRO-{ds.zero_stage}, activation checkpointing {recompute}",

@@ -22,7 +22,7 @@ class Noised(NamedTuple):
     """Micro-batch as training needs it, on the device."""
 
     x0: Tensor
-    """(N, C, H, W) fp32 in [-1, 1]"""
+    """(N, C, H, W) fp32, pixels in [-1, 1] or latents"""
     t: Tensor
     """(N,) int64, or float32 where noise levels are continuous"""
     eps: Tensor
@@ -45,7 +45,7 @@ class Denoising:
         self._diffusion = Diffusion(spec.diffusion, spec.train.seed, device)
 
     def prepare(self, micro_batch: MicroBatch) -> Noised:
-        """Turn uint8 images into x0, timestep, noise and label, each a function of (seed, image index)."""
+        """Turn stored images into x0, timestep, noise and label, each a function of (seed, image index)."""
         spec = self._spec
         images, labels, index = (tensor.to(self._device, non_blocking=True) for tensor in micro_batch)
         x0 = self._diffusion.prepare(images, index, flips=spec.data.horizontal_flips, size=spec.data.image_size)

@@ -91,6 +91,7 @@ MAY_CHANGE = (
     "data.store",
     "data.store_root",
     "data.path",
+    "data.autoencoder",
     "data.max_bad_fraction",
 )
 """Spec keys that a resumed run may change: length, cadences, samples, logging, layout, machine."""

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 
 from ddpm_ds.checkpoint.union import CompleteCheckpoint
+from ddpm_ds.config.spec import check_picture
 from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.latents import pixels_of
 from ddpm_ds.data.loader import split
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.device import DTYPES
@@ -193,8 +195,13 @@ def check_store(store: DatasetCache, plan: RunPlan) -> None:
     """Refuse images that the spec's U-Net does not fit.
 
     Raises:
-        SpecError: the numbers of classes differ, or too many images are held out.
+        SpecError: the numbers of classes differ, too many images are held out, or pictures of decoded latents would be
+            too large.
     """
+    try:
+        check_picture(plan.spec.samples, pixels_of(plan.spec.data).image_size)
+    except ValueError as error:
+        raise SpecError(str(error)) from None
     split(len(store), plan.spec.data.held_out_images)
     classes, asked = len(store.meta.classes), plan.spec.unet.classes
     if asked is not None and asked != classes:

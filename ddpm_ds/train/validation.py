@@ -16,6 +16,7 @@ from torch import Tensor
 from ddpm_ds import keyed
 from ddpm_ds.config.spec import HELD_OUT_QUANTILES, RunSpec
 from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.latents import ToPixels, autoencoder_of, to_pixels
 from ddpm_ds.data.loader import Indices
 from ddpm_ds.diffusion.process import Diffusion
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
@@ -95,7 +96,7 @@ class HeldOutLoss:
         return x_t, t, torch.from_numpy(self._store.labels[stored]).to(device)
 
 
-def draw_previews(spec: RunSpec, engine: UnetPipelineEngine, watchdog: Watchdog) -> Tensor | None:
+def draw_previews(spec: RunSpec, engine: UnetPipelineEngine, watchdog: Watchdog, to_pixels: ToPixels) -> Tensor | None:
     """Draw the first ``samples.count`` images of the sampler, uint8 (count, C, H, W) on rank 0's CPU; None elsewhere.
 
     They are those of ``ddpm-ds sample`` with its own seed. Collective over all ranks.
@@ -129,7 +130,9 @@ def draw_previews(spec: RunSpec, engine: UnetPipelineEngine, watchdog: Watchdog)
         )
     if not engine.is_first_stage():
         return None
-    mine = torch.stack([drawing.images() for drawing in drawings])  # (rounds, images, C, H, W)
+    with watchdog.pause():  # an autoencoder may take long
+        mine = to_pixels(torch.cat([drawing.images() for drawing in drawings]))  # (rounds x images, C, H, W)
+    mine = mine.unflatten(0, (rounds, images))
     everyone = [torch.empty_like(mine) for _ in range(replicas)]
     dist.all_gather(everyone, mine, group=engine.grid.get_data_parallel_group())
     drawn = torch.stack(everyone, dim=1).flatten(0, 2)[:count].cpu()  # in the order of their index
@@ -153,6 +156,7 @@ class Validation:
     ) -> None:
         self._spec, self._engine, self._ema = spec, engine, ema
         self._held_out, self._watchdog, self._recorder = held_out, watchdog, recorder
+        self._to_pixels = to_pixels(autoencoder_of(spec.data), engine.device)
 
     def due(self, before: int, done: bool) -> bool:
         """Return whether the step from ``before`` images on passed a point of a cadence, or was the last."""
@@ -183,7 +187,7 @@ class Validation:
 
     def _draw(self, begin: float) -> None:
         with self._recorder.doing("drawing samples"):
-            images = draw_previews(self._spec, self._engine, self._watchdog)
+            images = draw_previews(self._spec, self._engine, self._watchdog, self._to_pixels)
         seconds = time.perf_counter() - begin
         self._recorder.samples(images, seconds, self._engine.images_seen, self._engine.global_steps)
 

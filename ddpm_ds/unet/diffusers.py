@@ -23,6 +23,7 @@ from ddpm_ds.config.spec import (
     Channels,
     Classes,
     Fraction,
+    LatentChannels,
     Pixels,
     Small,
     Timesteps,
@@ -80,7 +81,7 @@ class _UnetArguments(Arguments):
     class_names: ClassVar[tuple[str, ...]] = ("UNet2DModel",)
 
     sample_size: Pixels | tuple[Pixels, Pixels] | None = None
-    in_channels: Literal[1, 3] = 3
+    in_channels: LatentChannels = 3
     out_channels: Channels = 3
     center_input_sample: Literal[False] = False
     time_embedding_type: Literal["positional"] = "positional"

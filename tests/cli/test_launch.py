@@ -16,7 +16,7 @@ from ddpm_ds.cli.launch import _outcome
 from ddpm_ds.cli.main import main
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED
 from tests.forking import REPOSITORY
-from tests.launching import tiny_spec
+from tests.launching import place_empty_store, tiny_spec
 from tests.terminal import PROGRAM, Terminal
 
 CONFIG = REPOSITORY / "ds_configs" / "zero1_fp32.json"
@@ -36,6 +36,7 @@ def spec(tmp_path: Path) -> Path:
 def test_it_shows_what_it_does_saves_at_ctrl_c_and_the_command_that_it_prints_goes_on(
     spec: Path, tmp_path: Path
 ) -> None:
+    place_empty_store(tmp_path)
     words = f"train --processes 2 -p 2 --deepspeed_config {CONFIG} --spec {spec} --run-dir run"
     first = Terminal([*PROGRAM, *words.split()], tmp_path)
     first.read(lambda text: re.search(r"\d/400 images.* loss \d", text) is not None)

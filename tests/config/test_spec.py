@@ -62,6 +62,20 @@ def test_an_unknown_key_is_an_error_in_every_section(section: str) -> None:
         ({"unet__head_channels": 12}, ["unet.head_channels = 12", "32 channels"]),
         ({"data__source": "folder"}, ["data.path is missing", "--set data.path=FOLDER"]),
         ({"data__path": "photos"}, ["data.path = photos", "digits"]),
+        ({"data__source": "torchvision"}, ["data.name is missing", "--set data.name=CIFAR100"]),
+        (
+            {"data__source": "huggingface"},
+            ["data.path or data.name is missing", "--set data.path=PATH or --set data.name=OWNER/NAME"],
+        ),
+        (
+            {"data__source": "huggingface", "data__path": "photos", "data__name": "a/b"},
+            ["data.path = photos and data.name = a/b are two data sets", "remove one"],
+        ),
+        ({"data__split": "test"}, ["data.split = test is not read by source digits", "huggingface or torchvision"]),
+        (
+            {"data__source": "torchvision", "data__name": "MNIST", "data__image_column": "image"},
+            ["data.image_column = image is not read by source torchvision", "use source huggingface"],
+        ),
         ({"data__crop_from": 7}, ["data.crop_from = 7", "data.image_size = 8", "8 or more", "null"]),
         (
             {"unet__augmentation": 0.12, "data__horizontal_flips": True},

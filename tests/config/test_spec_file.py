@@ -26,7 +26,7 @@ def error_of(*overrides: str, path: Path = DIGITS) -> str:
 
 @pytest.mark.parametrize("path", sorted(SPECS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_spec_in_the_repository_loads_and_names_its_schema(path: Path) -> None:
-    spec = load_spec(path, ["data.path=photos"] if path.stem in ("folder", "imagenet64") else [])
+    spec = load_spec(path, ["data.path=photos"] if path.stem in ("folder", "imagenet64", "latent") else [])
     assert spec.train.images % spec.train.batch_images == 0
     assert path.read_text().startswith("# yaml-language-server: $schema=run.schema.json\n")
 
@@ -106,8 +106,16 @@ def test_a_misspelt_key_is_answered_with_the_nearest_one() -> None:
         ),
         ("optimizer.betas=[0.9]", "optimizer.betas = [0.9] should be [a number >= 0 and < 1, a number >= 0 and < 1]"),
         ("train.accumulation=some", 'train.accumulation = "some" should be a whole number from 1 to 2^20 or "auto"'),
-        ("data.source=mnist", 'data.source = "mnist" should be "digits" or "cifar10" or "folder" or "zip" or "arrays"'),
-        ("data.channels=2", "data.channels = 2 should be 1 or 3"),
+        (
+            "data.source=mnist",
+            'data.source = "mnist" should be "digits" or "cifar10" or "folder" or "zip" or "arrays" or "webdataset" or '
+            '"huggingface" or "torchvision"',
+        ),
+        (
+            "data.name=a b",
+            'data.name = "a b" should be text of 1 to 200 printable characters like [A-Za-z0-9._/-]+ or null',
+        ),
+        ("data.channels=65", "data.channels = 65 should be a whole number from 1 to 64"),
         ("name=a b", 'name = "a b" should be text of 1 to 200 printable characters like [A-Za-z0-9._-]+'),
         ('logging.experiment="a\\nb"', 'logging.experiment = "a\\nb" should be text of 1 to 200 printable characters'),
         ("unet=3", "unet is a section; set one of its keys, such as unet.channels"),

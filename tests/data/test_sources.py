@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import contextlib
+import importlib
 import io
 import json
 import os
 import pickle
+import re
 import socket
 import struct
 import tarfile
@@ -15,6 +18,7 @@ from hashlib import md5
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,19 +27,14 @@ import pytest
 from PIL import Image
 
 from ddpm_ds.config.spec import DataSpec
-from ddpm_ds.data.decoding import decoded, fit
-from ddpm_ds.data.sources import Pixels, Source, UnreadableImage, open_source
+from ddpm_ds.data.decoding import fit
+from ddpm_ds.data.prepare import prepare
+from ddpm_ds.data.sources import SOURCES, SourceKind, UnreadableImage, open_source
 from ddpm_ds.data.sources.base import NETWORK_TIMEOUT_SECONDS
 from ddpm_ds.errors import DataError
+from tests.data.reading import at, encoded, line_of
 
 SpecOf = Callable[..., DataSpec]
-
-
-def at(source: Source, i: int, size: int = 8, channels: int = 1) -> tuple[Pixels, int]:
-    """Pixels and label of an image, of a source that was sent to another process."""
-    there = pickle.loads(pickle.dumps(source))
-    assert there.name(i) == source.name(i) and there.classes == source.classes
-    return decoded(there, i, size, channels), int(there.labels[i])
 
 
 def halves(width: int, height: int) -> Image.Image:
@@ -343,14 +342,6 @@ def test_packed_arrays_are_mapped_from_a_file_that_nobody_has_to_remove(tmp_path
     assert isinstance(there.images, np.memmap) and (there.read(19_999) == COLOUR[-1]).all()
 
 
-def line_of(spec: DataSpec) -> str:
-    """The error of a source, which is one line."""
-    with pytest.raises(DataError) as caught:
-        open_source(spec)
-    assert str(caught.value).isprintable()
-    return str(caught.value)
-
-
 def archive(path: Path, labels: Any = None, names: Sequence[str] = ("00000/img0.png", "00000/img1.png")) -> Path:
     """An archive like those of EDM's tools."""
     with warnings.catch_warnings(), zipfile.ZipFile(path, "w") as file:
@@ -361,6 +352,23 @@ def archive(path: Path, labels: Any = None, names: Sequence[str] = ("00000/img0.
             file.writestr(name, content.getvalue())
         file.writestr("dataset.json", labels if isinstance(labels, str) else json.dumps({"labels": labels}))
     return path
+
+
+def test_the_page_that_adds_a_source_adds_one_that_is_prepared(
+    tmp_path: Path, folder: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "add_a_source.md").read_text()
+    module, entry = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "csv_source.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    kinds: dict[str, SourceKind] = {}
+    exec(entry, {"SOURCES": kinds, "SourceKind": SourceKind, **vars(importlib.import_module("csv_source"))})
+    monkeypatch.setitem(SOURCES, "csv", kinds["csv"])
+    (folder / "list.csv").write_text("".join(f"cats/{i}.png,cat\n" for i in range(6)) + "dogs/0.png,a dog\n")
+    store = prepare(spec_of(source="csv", path=folder / "list.csv", channels=3))
+    assert store.meta.classes == ("a dog", "cat") and store.labels.tolist() == [1] * 6 + [0]
+    (folder / "empty.csv").touch()
+    assert "empty.csv has no rows" in line_of(spec_of(source="csv", path=folder / "empty.csv"))
 
 
 def test_an_archive_of_edms_tools_is_read_in_place(tmp_path: Path, spec_of: SpecOf) -> None:
@@ -396,11 +404,54 @@ def test_archives_that_are_wrong_are_one_line(
     assert said in line_of(spec_of(source="zip", path=path))
 
 
+@pytest.mark.parametrize("form", ["plain", "64 bits", "appended", "described"])
+def test_archives_of_each_form_are_listed_as_pythons_zipfile_does(
+    form: str, tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if form == "64 bits":
+        monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 10)
+        monkeypatch.setattr(zipfile, "ZIP_FILECOUNT_LIMIT", 1)
+    path = tmp_path / "a.zip"
+    written = io.BytesIO(b"a program" * 100 if form == "appended" else b"")
+    written.seek(0, os.SEEK_END)
+    target: Any = written
+    if form == "described":  # to a pipe: sizes and checksums come behind the content
+        target = SimpleNamespace(write=written.write, flush=written.flush)
+    with zipfile.ZipFile(target, "w" if form == "described" else "a") as file:
+        file.comment = b"made by a test"
+        file.writestr("a/", b"")
+        for name, pixels in zip(("a/ä.png", "a-b/1.png", "a/日.png", "0.png"), GREY, strict=False):
+            info = zipfile.ZipInfo(name)
+            info.comment = b"x" * 20
+            kind = zipfile.ZIP_DEFLATED if "b" in name else zipfile.ZIP_STORED
+            file.writestr(info, encoded(pixels), kind)
+    path.write_bytes(written.getvalue())
+    source = open_source(spec_of(source="zip", path=path))
+    with zipfile.ZipFile(path) as file:
+        assert [source.name(i) for i in range(4)] == ["0.png", "a/ä.png", "a/日.png", "a-b/1.png"]
+        assert [source.read(i) for i in range(4)] == [file.read(source.name(i)) for i in range(4)]
+    assert source.classes == (".", "a", "a-b") and source.labels.tolist() == [0, 1, 1, 2]
+
+
+def test_an_archive_damaged_anywhere_is_an_error_of_a_line_or_of_an_image(tmp_path: Path, spec_of: SpecOf) -> None:
+    path = archive(tmp_path / "a.zip", [["00000/img1.png", 2], ["00000/img0.png", 0]])
+    whole = path.read_bytes()
+    spec = spec_of(source="zip", path=path)
+    for place in range(0, len(whole), 3):
+        for damaged in (whole[:place], whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :]):
+            path.write_bytes(damaged)
+            with contextlib.suppress(DataError):
+                source = open_source(spec)
+                for i in range(len(source.labels)):
+                    with contextlib.suppress(OSError, ValueError):
+                        source.read(i)
+
+
 def test_a_cut_archive_is_one_line_and_a_damaged_image_is_named(tmp_path: Path, spec_of: SpecOf) -> None:
     path = archive(tmp_path / "a.zip")
     content = path.read_bytes()
     path.write_bytes(content[:-30])
-    assert "can't be read (File is not a zip file)" in line_of(spec_of(source="zip", path=path))
+    assert "can't be read (its end is not that of a zip file)" in line_of(spec_of(source="zip", path=path))
     path.write_bytes(content[:60] + b"x" + content[61:])
     with pytest.raises(UnreadableImage, match=r"^00000/img0.png: its checksum is wrong"):
         at(open_source(spec_of(source="zip", path=path)), 0)

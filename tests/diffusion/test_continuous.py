@@ -23,7 +23,7 @@ from ddpm_ds.diffusion.levels import Continuous, NoiseLevel
 from ddpm_ds.diffusion.process import Diffusion
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.keyed import Stream
-from tests.diffusion.sampling import sample
+from tests.diffusion.sampling import pixels_of, sample
 from tests.launching import tiny_spec
 
 EDM = DiffusionSpec(schedule="edm", objective="v", sigma_data=0.6)
@@ -207,7 +207,7 @@ def test_drawings_are_finite_and_do_not_depend_on_the_batch(diffusion: Diffusion
             x_t, t = drawing.inputs()
             assert t.dtype == torch.float32 and x_t.isfinite().all() and x_t.abs().max() < 8, number
             drawing.take(network(x_t, t[:, None, None, None]))
-        return drawing.images()
+        return pixels_of(drawing)
 
     whole = drawn(torch.arange(6))
     assert (drawn(torch.tensor([4, 2])).int() - whole[[4, 2]].int()).abs().max() <= 1

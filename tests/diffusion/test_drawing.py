@@ -17,7 +17,7 @@ from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.diffusion.process import Diffusion
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.keyed import Stream
-from tests.diffusion.sampling import sample
+from tests.diffusion.sampling import pixels_of, sample
 
 SHAPE = (3, 6, 5)
 NO_LABEL = 10
@@ -50,7 +50,7 @@ def unet(x_t: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
 def drawn(drawing: Drawing) -> Tensor:
     for _ in range(drawing.calls):
         drawing.take(unet(*drawing.inputs()))
-    return drawing.images()
+    return pixels_of(drawing)
 
 
 @pytest.mark.parametrize("guidance", [0.0, 1.0, 3.0])
@@ -85,7 +85,7 @@ def test_a_drawing_is_the_sampler_with_keyed_noise(kind: str) -> None:
         x_t, asked = drawing.inputs()
         assert x_t.dtype == torch.float32 and asked.dtype == torch.int64 and asked.tolist() == [t, t]
         drawing.take(unet(x_t, asked))
-    found = drawing.images()
+    found = pixels_of(drawing)
     assert not torch.equal(found, drawn(drawing_of(sampler, index, seed=6)))
     assert torch.equal(found, ((expected + 1) * 127.5).round().clamp(0, 255).to(torch.uint8))
 
@@ -117,7 +117,7 @@ def test_guidance_goes_from_the_prediction_without_label_through_that_with_it(gu
         with_label, without = unet(x_t, t, torch.tensor([3, 4])), unet(x_t, t, torch.tensor([10, 10]))
         assert not torch.equal(with_label, without)
         plain.take((1 - guidance) * without + guidance * with_label)
-    assert torch.equal(guided.images(), plain.images())
+    assert torch.equal(pixels_of(guided), pixels_of(plain))
 
 
 EDM = DiffusionSpec(schedule="edm", objective="v")
@@ -153,7 +153,7 @@ def test_guidance_stays_within_its_interval_and_costs_nothing_outside(
         guided.take(unet(*asked))
         x_t, t = plain.inputs()
         plain.take(weight * unet(x_t, t, labels) + (1 - weight) * unet(x_t, t, none))
-    assert torch.equal(guided.images(), plain.images())
+    assert torch.equal(pixels_of(guided), pixels_of(plain))
 
 
 def test_guidance_of_nought_takes_the_label_again_outside_its_interval() -> None:
@@ -227,7 +227,7 @@ def finished(x0: Tensor) -> Tensor:
     sampler = sampler_of(DiffusionSpec(objective="x0"), steps=1, clip="none")
     drawing = drawing_of(sampler, torch.arange(len(x0)), shape=tuple(x0.shape[1:]))
     drawing.take(x0)
-    return drawing.images()
+    return pixels_of(drawing)
 
 
 def test_pixels_undo_what_training_does_to_bytes_are_rounded_and_kept_in_range() -> None:

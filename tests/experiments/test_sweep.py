@@ -18,7 +18,7 @@ import pytest
 from ddpm_ds.cli.main import main
 from ddpm_ds.experiments.sweep import Ending, run_command
 from ddpm_ds.tracking.runs import find_run, find_runs
-from tests.launching import REPOSITORY
+from tests.launching import REPOSITORY, place_empty_store
 from tests.processes.test_supervisor import STAND_IN
 from tests.train.ranks import QUIET, TINY
 
@@ -75,6 +75,7 @@ def start(root: Path, *words: str) -> subprocess.Popen[str]:
         (folder / "__init__.py").touch()
     (package / "runner.py").write_text(STAND_IN)
     (root / "played.py").write_text(PLAYED)
+    place_empty_store(root / "runs")
     search = os.pathsep.join([str(package.parents[1]), str(REPOSITORY)])
     return subprocess.Popen(
         [sys.executable, "-c", WITH_STAND_INS, str(root / "played.py"), *command(root, *words)],

@@ -39,7 +39,6 @@ class Layout:
 LAYOUTS = {
     "1x1": Layout(1, 1, zero=0, accumulation=2),
     "2x1": Layout(2, 1, zero=1, accumulation=4, recompute=1),
-    "4x1": Layout(4, 1, zero=2, accumulation=4),
     "2x2": Layout(2, 2, zero=2, accumulation=2),
     "1x4": Layout(1, 4, zero=1, accumulation=1),
     "2x2 folded": Layout(2, 2, zero=2, accumulation=4, recompute=3, schedule="folded"),
@@ -121,11 +120,9 @@ class Courses:
 
 
 def sources_of(layout: str, precision: str) -> list[str]:
-    """The layouts that a layout goes on from, itself first: in fp32 the next three, in fp16 the next one."""
+    """The layouts that a layout goes on from, itself and the next one: each is gone on from elsewhere, and back."""
     names = PRECISIONS[precision]
-    own = names.index(layout)
-    others = [*names[own + 1 :], *names[:own]]
-    return [layout, *(others[: 3 if precision == "fp32" else 1])]
+    return [layout, names[(names.index(layout) + 1) % len(names)]]
 
 
 def train_all(folder: Path) -> Courses:

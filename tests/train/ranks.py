@@ -17,7 +17,7 @@ from mlflow.tracking import MlflowClient
 from ddpm_ds.checkpoint.folder import names
 from ddpm_ds.checkpoint.reader import Reader
 from tests.forking import ONE_THREAD
-from tests.launching import REPOSITORY, fork_ranks
+from tests.launching import REPOSITORY, fork_ranks, place_empty_store
 
 TRAIN = REPOSITORY / "launch" / "train.py"
 BATCH = 8
@@ -70,6 +70,7 @@ class Ranks:
         self._run_dir = run_dir
         layout = [] if "-p" in options else ["-p", str(count)]
         words = arguments(run_dir, changes, config, [*layout, *options])
+        place_empty_store(run_dir.parent)
         output, variables = self._output, {**QUIET, **environment}
         self.processes = fork_ranks(count, script, *words, stdout=output, stderr=output, **variables)
 

@@ -72,7 +72,7 @@ def likeness(shown: npt.NDArray[np.float64], picture: Path) -> float:
 @pytest.mark.needs_programs(CHROMIUM)
 def test_the_printed_address_shows_the_losses_first_and_the_digits_that_were_drawn(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "one"
-    done = train(1, folder, overrides=[*TINY, "train.images=6400", "samples.every_images=6400"])
+    done = train(1, folder, overrides=[*TINY, "train.images=3200", "samples.every_images=3200"])
     assert done.returncode == 0, done.stderr[-4000:]
     rows = dict(re.findall(r"^(serve it with|open it at) +(.*)$", done.stdout, re.MULTILINE))
     port = free_port()
@@ -85,7 +85,7 @@ def test_the_printed_address_shows_the_losses_first_and_the_digits_that_were_dra
         charts = browser.ask(CHARTS)
         assert charts[:3] == ["eval/loss", "perf/images_per_second", "train/loss"]
         assert "perf/run_seconds" not in charts, "a single number is no chart"
-        first, last = (folder / "samples" / f"images-{images:09}.png" for images in (0, 6400))
+        first, last = (folder / "samples" / f"images-{images:09}.png" for images in (0, 3200))
         at_first = browser.wait_for(IN_CARD)[0]
         browser.ask("document.querySelector('[role=slider]').focus()")
         browser.press("ArrowRight", 39)  # to the next picture, which is the last

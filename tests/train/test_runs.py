@@ -18,7 +18,7 @@ from PIL import Image, ImageSequence
 from ddpm_ds.tracking.recorder import PARAMETERS
 from ddpm_ds.tracking.runs import find_run, mean_of_points
 from ddpm_ds.tracking.tracker import numbers_of
-from tests.launching import REPOSITORY, launch, run_ranks, write_json
+from tests.launching import REPOSITORY, launch, place_empty_store, run_ranks
 from tests.train.ranks import mlflow_run
 
 TRAIN = REPOSITORY / "launch" / "train.py"
@@ -54,6 +54,8 @@ def train(
 ) -> subprocess.CompletedProcess[str]:
     """The main command with a small U-Net, its outputs in ``folder``."""
     changes = [f"data.store_root={folder.parent / 'data'}", *overrides]
+    if start is run_ranks:
+        place_empty_store(folder.parent)
     return start(
         processes,
         TRAIN,
@@ -112,22 +114,20 @@ def test_golden_losses(process: str, one_process: Path, tmp_path: Path) -> None:
 
 @pytest.mark.launch
 @pytest.mark.long
-@pytest.mark.parametrize(("stages", "schedule"), [(2, "planned"), (4, "1f1b")])
-def test_any_layout_of_four_processes_gives_the_same_curve_as_one_process(
-    stages: int, schedule: str, one_process: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "runs" / f"four-{stages}-{schedule}"
-    config = json.loads((REPOSITORY / "ds_configs" / "zero0_fp32.json").read_text())
-    config["pipeline"]["schedule"] = schedule
-    done = train(4, folder, "-p", str(stages), config=str(write_json(tmp_path / "config.json", config)))
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert (folder / "programs.txt").exists() == (schedule == "planned")
-    losses = curve(folder)
-    assert len(losses) == 10 and mlflow_run(folder)[1].data.params["derived.stages"] == str(stages)
-    assert losses == pytest.approx(curve(one_process), rel=1e-5)
-    assert curve(folder, "eval/loss") == pytest.approx(curve(one_process, "eval/loss"), rel=1e-4)
-    for images in (800, 1600):
-        drawn, expected = (tiles_of(run / "samples" / f"images-{images:09}.png") for run in (folder, one_process))
+def test_two_stages_of_two_replicas_give_the_same_curve_as_one_process(tmp_path: Path) -> None:
+    short = ["train.images=320", "logging.log_every_images=32", "samples.every_images=160"]
+    overrides = [*TINY, *short, "evaluation.every_images=160"]
+    one, four = (tmp_path / "runs" / name for name in ("one", "four"))
+    for processes, folder, layout in ((1, one, ()), (4, four, ("-p", "2"))):
+        done = train(processes, folder, *layout, overrides=overrides)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert (four / "programs.txt").exists(), "the schedule is planned"
+    losses = curve(four)
+    assert len(losses) == 10 and mlflow_run(four)[1].data.params["derived.stages"] == "2"
+    assert losses == pytest.approx(curve(one), rel=1e-5) and losses[-1] < losses[0]
+    assert curve(four, "eval/loss") == pytest.approx(curve(one, "eval/loss"), rel=1e-4)
+    for images in (160, 320):
+        drawn, expected = (tiles_of(run / "samples" / f"images-{images:09}.png") for run in (four, one))
         assert drawn.shape == expected.shape and np.abs(drawn - expected).max() <= 1
 
 
@@ -226,7 +226,11 @@ def test_the_main_config_trains_on_two_processes_with_profiling_keys_on(tmp_path
     config["pipeline"]["partition"] = "measured"
     (tmp_path / "profiled.json").write_text(json.dumps(config))
     folder = tmp_path / "runs" / "main"
-    done = train(2, folder, "-p", "2", config=str(tmp_path / "profiled.json"), cache=tmp_path / "cache")
+    small = ["train.images=640", "logging.log_every_images=64", "optimizer.learning_rate=0.003"]
+    small += ["unet.multipliers=[1]", "unet.attention_resolutions=[]"]
+    small += ["samples.every_images=640", "evaluation.every_images=640"]
+    config_file, cache = str(tmp_path / "profiled.json"), tmp_path / "cache"
+    done = train(2, folder, "-p", "2", config=config_file, overrides=[*TINY, *small], cache=cache)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "fp16 on a CPU: stored in fp16, computed in fp32" in done.stdout
     losses = curve(folder)
@@ -268,10 +272,13 @@ def test_numbers_gone_bad_end_the_run_as_failed_with_what_to_try(config: str, sa
 
 
 @pytest.mark.launch
-def test_bad_input_ends_all_ranks_with_one_line_and_code_2(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", [run_ranks, pytest.param(launch, marks=pytest.mark.long)])
+def test_bad_input_ends_all_ranks_with_one_line_and_code_2(
+    start: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
     folder = tmp_path / "runs" / "never"
-    done = train(2, folder, overrides=[*TINY, "unet.chanels=3"], start=launch)
+    done = train(2, folder, overrides=[*TINY, "unet.chanels=3"], start=start)
     assert done.returncode == 2
     wrong = "ddpm_ds: error: --set unet.chanels=3: unet.chanels is unknown; did you mean unet.channels?"
     assert error_lines(done.stderr) == {wrong}
-    assert not folder.parent.exists()
+    assert {path.name for path in folder.parent.glob("*")} <= {"mlflow.db"}, "the store that was placed there"

@@ -7,6 +7,7 @@ Rank r writes ``REPORT_FOLDER/rank{r}.json``: a record for each case.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from ddpm_ds.config.spec import EmaSpec, RunSpec
 from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.latents import to_pixels
 from ddpm_ds.data.loader import split
 from ddpm_ds.diffusion.process import Diffusion
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
@@ -37,7 +39,7 @@ from tests.pipeline.batches import global_batch
 from tests.pipeline.ladder_worker import Case, Precision, build_awake_layer, report_cases
 
 HELD_OUT = 13
-WATCHDOG = cast(Watchdog, SimpleNamespace(progress=lambda: None))
+WATCHDOG = cast(Watchdog, SimpleNamespace(progress=lambda: None, pause=contextlib.nullcontext))
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def drawn_alone(spec: RunSpec, unet: UNet) -> Tensor:
     )
     for _ in range(drawing.calls):
         drawing.take(unet(*drawing.inputs()))
-    return drawing.images()
+    return to_pixels(None, torch.device("cpu"))(drawing.images())
 
 
 def measured_alone(spec: RunSpec, unet: UNet, store: DatasetCache) -> dict[str, float]:
@@ -166,7 +168,7 @@ def run_case(look: Look) -> dict[str, Any]:
         shadow.mul_(0.5)
     before, held = weights(engine), [shadow.clone() for shadow in ema.shadows]
     with ema.applied():
-        draw_previews(spec, engine, WATCHDOG)
+        draw_previews(spec, engine, WATCHDOG, to_pixels(None, torch.device("cpu")))
         halved = [parameter.detach().clone() for parameter in engine.module.parameters()]
     record["averages_used"] = all(
         torch.allclose(half.float(), 0.5 * full.float(), rtol=1e-3, atol=1e-7)
@@ -177,7 +179,7 @@ def run_case(look: Look) -> dict[str, Any]:
         for pair in itertools.chain(zip(weights(engine), before, strict=True), zip(ema.shadows, held, strict=True))
     )
 
-    images = draw_previews(spec, engine, WATCHDOG)
+    images = draw_previews(spec, engine, WATCHDOG, to_pixels(None, torch.device("cpu")))
     if dist.get_rank() == 0:
         assert images is not None
         difference = (images.int() - drawn_alone(spec, unet).int()).abs()

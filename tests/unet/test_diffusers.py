@@ -140,7 +140,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "class embedding": ({"class_embed_type": "timestep"}, "class_embed_type"),
     "one label": ({"num_class_embeds": 1}, "num_class_embeds = 1"),
     "learned variance": ({"out_channels": 6}, "out_channels = 6.*variances"),
-    "latents": ({"in_channels": 4, "out_channels": 4}, "in_channels = 4.*1 or 3"),
+    "more than latents": ({"in_channels": 65, "out_channels": 65}, "in_channels = 65.*"),
     "no size": ({"sample_size": None}, "sample_size = null"),
     "not square": ({"sample_size": [32, 64]}, r"sample_size = \[32, 64\].*square"),
     "not halved": ({"sample_size": 28}, "sample_size = 28.*3 times"),

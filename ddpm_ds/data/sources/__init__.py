@@ -7,15 +7,18 @@ numpy and Pillow, so a source imports such libraries where it uses them.
 
 from __future__ import annotations
 
+import json
 import os
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from ddpm_ds.data.sources.arrays import open_arrays
 from ddpm_ds.data.sources.base import Pixels, Source, SourceKind, UnreadableImage, network_limit
-from ddpm_ds.data.sources.cifar10 import open_cifar10
 from ddpm_ds.data.sources.digits import open_digits
 from ddpm_ds.data.sources.folder import open_folder
+from ddpm_ds.data.sources.huggingface import open_huggingface
+from ddpm_ds.data.sources.torchvision import open_cifar10, open_torchvision
+from ddpm_ds.data.sources.webdataset import open_webdataset
 from ddpm_ds.data.sources.zip import open_zip
 
 if TYPE_CHECKING:
@@ -29,6 +32,17 @@ SOURCES = {
     "folder": SourceKind("image files, `path` names their folder", open_folder, path="FOLDER"),
     "zip": SourceKind("image files in the zip archive `path`, as EDM's tools write", open_zip, path="FILE"),
     "arrays": SourceKind("`path` is a .npy or .npz of images", open_arrays, path="FILE"),
+    "webdataset": SourceKind("`path` is a .tar file or a folder of them", open_webdataset, path="PATH"),
+    "huggingface": SourceKind(
+        "a data set of the datasets library, of parquet or of arrow files at `path`, or on the hub by `name`",
+        open_huggingface,
+        path="PATH",
+        name="OWNER/NAME",
+        keys=("split", "image_column", "label_column"),
+    ),
+    "torchvision": SourceKind(
+        "one of torchvision's by `name`, downloaded", open_torchvision, name="CIFAR100", keys=("split",)
+    ),
 }
 """Sources by `data.source`."""
 
@@ -46,6 +60,9 @@ def identity(spec: DataSpec) -> str | None:
     """Return a short hash of what ``spec`` names besides the source itself, and so of which images it gives; None where
     it names nothing more. The path counts as an absolute one.
     """
-    if spec.path is None:
+    keys = {key: getattr(spec, key) for key in ("name", "split", "image_column", "label_column")}
+    named = {key: value for key, value in keys.items() if value is not None}
+    path = b"" if spec.path is None else os.fsencode(spec.path.resolve())
+    if not path and not named:
         return None
-    return sha256(os.fsencode(spec.path.resolve())).hexdigest()[:8]
+    return sha256(path + (json.dumps(named).encode() if named else b"")).hexdigest()[:8]  # a path alone: as ever

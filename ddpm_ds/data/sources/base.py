@@ -30,6 +30,8 @@ MOST_IMAGE_BYTES = 2**28
 """Most bytes of an encoded image, which are read at once."""
 MOST_CLASSES = 10**6
 """Most classes of a source, as of a U-Net."""
+UNLABELLED = -1
+"""Label of an image that has none, while labels are collected."""
 NETWORK_TIMEOUT_SECONDS = 20.0
 """Time limit for each answer of the network; a network that drops packets would delay a launch for minutes."""
 
@@ -84,6 +86,14 @@ class SourceKind:
     """Function that opens it; the second argument shows bars. Raises DataError."""
     path: str | None = None
     """Word for what `data.path` names, such as FOLDER; None means that it reads no path."""
+    name: str | None = None
+    """Word for what `data.name` names; None means that it reads no name. A source of both reads either."""
+    keys: tuple[str, ...] = ()
+    """Other keys that it reads, of `split`, `image_column` and `label_column`."""
+
+    def reads(self, key: str) -> bool:
+        """Return whether it reads a key of the spec."""
+        return key in self.keys or getattr(self, key, None) is not None
 
 
 @contextlib.contextmanager

@@ -1,0 +1,353 @@
+"""Latents: what an autoencoder of diffusers makes of images, learned in their place (latent diffusion).
+
+::
+
+    pixels  uint8 (N, 3, H, W) ──encode, once──▶ latents  float16 (N, C, h, w) ──▶ training
+                                                              │ drawn by a sampler
+    pixels  uint8 (N, 3, H, W) ◀──────────decode──────────────┘
+
+A latent is (mean of the encoder's posterior - shift_factor) x scaling_factor, both of the autoencoder's config.json.
+Everything else takes latents for images of another size and number of channels. Source: Rombach et al. 2022,
+"High-Resolution Image Synthesis with Latent Diffusion Models".
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ddpm_ds.config.spec import MOST_LEVELS, MOST_SIDE, Blocks, Channels, DataSpec, LatentChannels
+from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.errors import DataError
+from ddpm_ds.files import open_regular, parse_json, read_bytes, sha256_of
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+    from torch import Tensor
+
+CONFIG, WEIGHTS = "config.json", "diffusion_pytorch_model.safetensors"
+"""Files of an autoencoder's folder."""
+PIXELS_AT_ONCE = 2**18
+"""Pixels that are encoded or decoded together, at least one image: 4 of 256x256. A layer of the usual autoencoders
+keeps 128 numbers of each."""
+MOVED_PIXELS = 2**22
+"""Pixels that are encoded between two moves of the model to the device and back, at least one image."""
+SMALLEST_ELEMENT_BYTES = 2
+MOST_FLOAT16 = 65504.0
+AUTOENCODER, PIXELS = "autoencoder", "pixels/"
+"""Names in the checksums of a store of latents: its autoencoder, and before each file of the pixels it was made of."""
+
+ToPixels = Callable[["Tensor"], "Tensor"]
+"""Function from drawn images (N, C, H, W) float32 to uint8 pixels on the same device."""
+
+EXPECTED = f"name a folder that AutoencoderKL.save_pretrained of diffusers has written ({CONFIG}, {WEIGHTS})"
+Latents: TypeAlias = "npt.NDArray[np.float16]"
+"""(n, C, h, w)"""
+
+
+class _Config(BaseModel):
+    """What is read of ``config.json``, with the defaults of diffusers."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+    class_name: Literal["AutoencoderKL"] = Field(alias="_class_name")
+    in_channels: Literal[3] = 3
+    out_channels: Literal[3] = 3
+    latent_channels: LatentChannels = 4
+    block_out_channels: Annotated[tuple[Channels, ...], Field(min_length=1, max_length=MOST_LEVELS)] = (64,)
+    layers_per_block: Blocks = 1
+    scaling_factor: Annotated[float, Field(gt=0.0)] = 0.18215
+    shift_factor: float | None = None
+
+
+@dataclass(frozen=True)
+class Autoencoder:
+    """Autoencoder's folder and numbers; nothing of it is loaded yet."""
+
+    name: str
+    """What ``data.autoencoder`` says."""
+    folder: Path
+    digest: str
+    """SHA-256 of its configuration and weights."""
+    channels: int
+    """Channels of a latent."""
+    factor: int
+    """Height and width in pixels of what becomes one place of a latent."""
+    scale: float
+    shift: float
+
+    @classmethod
+    def open(cls, name: Path) -> Autoencoder:
+        """Open the folder ``name``, or else the autoencoder of that name on the Hugging Face hub.
+
+        Raises:
+            DataError: diffusers is not installed, or there is no such autoencoder, or none of its kind.
+        """
+        if importlib.util.find_spec("diffusers") is None:
+            raise DataError(f"data.autoencoder = {name} needs diffusers: pip install 'ddpm_ds[latents]'")
+        folder = name if name.exists() else _from_hub(name)
+        try:
+            content = parse_json(read_bytes(folder / CONFIG))
+            config = _Config.model_validate(content)
+            weights = _checksum(folder / WEIGHTS)
+        except OSError as error:
+            raise _unusable(name, f"{error.filename or folder} can't be read ({error.strerror or error})") from None
+        except ValidationError as error:
+            fault = error.errors()[0]
+            key = ".".join(map(str, fault["loc"])) or CONFIG
+            raise _unusable(name, f"{CONFIG} is of another kind ({key}: {fault['msg']})") from None
+        except ValueError as error:
+            raise _unusable(name, f"{CONFIG} is damaged ({error})") from None
+        decisive = {key: value for key, value in content.items() if not key.startswith("_")}  # not diffusers' version
+        followed = f"{json.dumps(decisive, sort_keys=True)} {weights}"
+        return cls(
+            str(name),
+            folder,
+            hashlib.sha256(followed.encode()).hexdigest(),
+            channels=config.latent_channels,
+            factor=2 ** (len(config.block_out_channels) - 1),
+            scale=config.scaling_factor,
+            shift=config.shift_factor or 0.0,
+        )
+
+    def copy_to(self, folder: Path) -> None:
+        """Copy the autoencoder into a new folder, which :meth:`open` opens as the same.
+
+        Raises:
+            OSError: the file system refuses.
+        """
+        folder.mkdir()
+        for name in (CONFIG, WEIGHTS):
+            shutil.copyfile(self.folder / name, folder / name)
+
+
+def autoencoder_of(data: DataSpec, learned: Mapping[str, str] | None = None) -> Autoencoder | None:
+    """Open the autoencoder of ``data``; None where pixels are learned.
+
+    ``learned`` are the checksums of the images that a checkpoint learned.
+
+    Raises:
+        DataError: it can't be used, makes other latents than ``data`` says, or is another than that of ``learned``.
+    """
+    if data.autoencoder is None:
+        return None
+    found = Autoencoder.open(data.autoencoder)
+    if found.channels != data.channels:
+        raise DataError(
+            f"data.channels = {data.channels}, but the latents of data.autoencoder = {found.name} have "
+            f"{found.channels}; --set data.channels={found.channels}"
+        )
+    if data.image_size * found.factor > MOST_SIDE:
+        raise DataError(
+            f"data.image_size = {data.image_size} is of latents, each made of {found.factor}x{found.factor} pixels by "
+            f"data.autoencoder = {found.name}, and {MOST_SIDE:,} pixels are the most; use "
+            f"{MOST_SIDE // found.factor} or less"
+        )
+    if learned is not None and learned.get(AUTOENCODER) != found.digest:
+        raise DataError(
+            f"data.autoencoder = {found.name} is another than that whose latents were learned; name that one"
+        )
+    return found
+
+
+def pixels_of(data: DataSpec) -> DataSpec:
+    """Return the spec of the pixels that the latents of ``data`` are made of; ``data`` itself without autoencoder.
+
+    Raises:
+        DataError: see :func:`autoencoder_of`.
+    """
+    found = autoencoder_of(data)
+    if found is None:
+        return data
+    changes = {"autoencoder": None, "channels": 3, "image_size": data.image_size * found.factor}
+    return data.model_copy(update=changes)
+
+
+def sources_of(pixels: DatasetCache, autoencoder: Autoencoder) -> dict[str, str]:
+    """Return the checksums that a store of latents keeps of what it was made of."""
+    return {AUTOENCODER: autoencoder.digest, **{f"{PIXELS}{name}": value for name, value in pixels.meta.sha256.items()}}
+
+
+def pixels_learned(checksums: Mapping[str, str]) -> dict[str, str]:
+    """Return the checksums of the pixels behind the images with these checksums, whether they are latents or not."""
+    of_pixels = {name.removeprefix(PIXELS): value for name, value in checksums.items() if name.startswith(PIXELS)}
+    return of_pixels or dict(checksums)
+
+
+def to_pixels(autoencoder: Autoencoder | None, device: torch.device) -> ToPixels:
+    """Return the function from what a U-Net draws on ``device`` to pixels; it decodes latents.
+
+    An autoencoder is loaded when the first latents come, and occupies the device only while it decodes. A pixel that is
+    not a number is black.
+    """
+    return _as_bytes if autoencoder is None else Coder(autoencoder, device).decode
+
+
+def _as_bytes(images: Tensor) -> Tensor:
+    """Return pixels in [-1, 1] as uint8: the way back from :meth:`ddpm_ds.diffusion.process.Diffusion.prepare`, which
+    it undoes exactly.
+    """
+    import torch
+
+    pixels = images.add(1.0).mul_(127.5).round_()
+    return pixels.nan_to_num_(nan=0.0).clamp_(0.0, 255.0).to(torch.uint8)
+
+
+class Coder:
+    """Autoencoder at work on a device: in fp16 on CUDA, in fp32 on a CPU.
+
+    What is not finite in fp16 is done again in fp32, and so is all that follows; without memory on the device it works
+    on the CPU.
+    """
+
+    def __init__(self, autoencoder: Autoencoder, device: torch.device) -> None:
+        import torch
+
+        self.autoencoder, self._device = autoencoder, device
+        self._dtype = torch.float16 if device.type == "cuda" else torch.float32
+
+    def load(self) -> None:
+        """Load the model now, not when it is first needed.
+
+        Raises:
+            DataError: its files are damaged; so does the first :meth:`encode` or :meth:`decode`.
+        """
+        _ = self._model
+
+    @functools.cached_property
+    def _model(self) -> Any:
+        """The model of diffusers, in fp32 or rounded to fp16."""
+        import diffusers
+        import torch
+
+        diffusers.utils.logging.set_verbosity_error()  # a warning would say what the error below says
+        diffusers.utils.logging.disable_progress_bar()
+        kind, folder = diffusers.AutoencoderKL, self.autoencoder.folder
+        options = {"use_safetensors": True, "local_files_only": True, "low_cpu_mem_usage": False}
+        try:
+            with torch.device("meta"):  # without memory, of which a forged configuration would take all
+                parameters = sum(each.numel() for each in kind.from_config(kind.load_config(folder)).parameters())
+            if SMALLEST_ELEMENT_BYTES * parameters > (size := (folder / WEIGHTS).stat().st_size):
+                raise ValueError(f"{size:,} bytes for {parameters:,} parameters")
+            model, notes = kind.from_pretrained(folder, output_loading_info=True, **options)
+        except Exception as error:  # whatever diffusers makes of damaged files
+            raise _unusable(self.autoencoder.name, f"{WEIGHTS} is damaged or of another model ({error})") from None
+        if wrong := [*notes["missing_keys"], *notes["unexpected_keys"]]:
+            raise _unusable(self.autoencoder.name, f"{WEIGHTS} is of another model ({wrong[0]})")
+        return model.eval().requires_grad_(False)
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Return the latents (N, C, h, w) float32 of pixels (N, 3, H, W) uint8, on their device."""
+        pixels = images.float().div_(127.5).sub_(1.0)
+        latents = self._mapped(lambda model, part: model.encode(part).latent_dist.mean, pixels, images[0, 0].numel())
+        return latents.sub_(self.autoencoder.shift).mul_(self.autoencoder.scale)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return the pixels (N, 3, H, W) uint8 of latents (N, C, h, w), on their device."""
+        means = latents.float().div(self.autoencoder.scale).add_(self.autoencoder.shift)
+        pixels = latents[0, 0].numel() * self.autoencoder.factor**2
+        return _as_bytes(self._mapped(lambda model, part: model.decode(part).sample, means, pixels))
+
+    def _mapped(self, work: Callable[[Any, Tensor], Tensor], images: Tensor, pixels: int) -> Tensor:
+        """Return what the model makes of images, each of so many pixels, in float32; it leaves the device then."""
+        import torch
+
+        with torch.inference_mode():
+            parts = images.split(max(1, PIXELS_AT_ONCE // pixels))
+            done = [self._worked(work, part).to(images.device) for part in parts]
+        self._model.cpu()
+        return torch.cat(done)
+
+    def _worked(self, work: Callable[[Any, Tensor], Tensor], part: Tensor) -> Tensor:
+        """Return what the model makes of some images, in the first of fp16 and fp32, device and CPU that can."""
+        import torch
+
+        while True:
+            try:
+                done = work(self._model.to(self._device, self._dtype), part.to(self._device, self._dtype)).float()
+            except torch.OutOfMemoryError:
+                if self._device.type == "cpu":
+                    raise
+                self._device = torch.device("cpu")
+            else:
+                if self._dtype is torch.float32 or done.isfinite().all():
+                    return done
+            self._dtype = torch.float32
+            del self._model  # its weights may be rounded: it is loaded again
+
+
+def encoded(store: DatasetCache, coder: Coder, numbers: range) -> Iterator[tuple[slice, Latents]]:
+    """Yield the latents of the images ``numbers`` of a store of pixels, some at a time, with their place in the store.
+
+    Raises:
+        DataError: a value is beyond float16.
+    """
+    import torch
+
+    together = max(1, MOVED_PIXELS // math.prod(store.meta.shape[1:]))
+    for first in range(numbers.start, numbers.stop, together):
+        part = slice(first, min(first + together, numbers.stop))
+        latents = coder.encode(torch.from_numpy(store.images[part]))
+        largest = latents.abs().amax(dim=(1, 2, 3))  # (n,), NaN where a value is
+        beyond = ~(largest <= MOST_FLOAT16)
+        if beyond.any():
+            which = int(beyond.int().argmax())
+            raise DataError(
+                f"data.autoencoder = {coder.autoencoder.name} makes values up to {largest[which]:g} of image "
+                f"{first + which} of {store.path}, and float16 ends at {MOST_FLOAT16:,.0f}; use another autoencoder, "
+                f"or a smaller scaling_factor in its {CONFIG}"
+            )
+        yield part, latents.half().numpy()
+
+
+@functools.lru_cache(maxsize=8)
+def _sha256(path: Path, size: int, changed: int) -> str:
+    return sha256_of(path)
+
+
+def _checksum(path: Path) -> str:
+    """Return the SHA-256 of a large file, computed once in a process unless the file changes; raises OSError."""
+    with open_regular(path) as file:
+        facts = os.fstat(file.fileno())
+    return _sha256(path, facts.st_size, facts.st_mtime_ns)
+
+
+def _from_hub(name: Path) -> Path:
+    """Return the folder of an autoencoder of the Hugging Face hub, ``OWNER/NAME`` or ``OWNER/NAME/FOLDER``, downloaded
+    where it was not before.
+    """
+    import huggingface_hub  # with diffusers
+
+    owner, *rest = name.parts or (".",)
+    if name.is_absolute() or len(rest) not in (1, 2) or owner in (".", ".."):
+        raise DataError(f"data.autoencoder = {name} does not exist; {EXPECTED}")
+    huggingface_hub.utils.logging.set_verbosity_error()  # it would report each of its tries
+    repository = f"{owner}/{rest[0]}"
+    get = functools.partial(huggingface_hub.hf_hub_download, repository, subfolder="/".join(rest[1:]) or None)
+    try:
+        try:
+            files = [get(file, local_files_only=True) for file in (CONFIG, WEIGHTS)]
+        except OSError:
+            files = [get(file) for file in (CONFIG, WEIGHTS)]
+    except Exception as error:  # it has many kinds of its own
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        what = f"is no folder, and can't be had from the Hugging Face hub ({reason[0]})"
+        raise DataError(f"data.autoencoder = {name} {what}; {EXPECTED}") from None
+    return Path(files[0]).parent
+
+
+def _unusable(name: Path | str, what: str) -> DataError:
+    return DataError(f"data.autoencoder = {name} can't be used: {what}; {EXPECTED}")

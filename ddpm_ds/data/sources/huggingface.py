@@ -1,0 +1,209 @@
+"""Data sets of Hugging Face's ``datasets`` library: a folder that it saved, parquet and arrow files, or a hub name.
+
+The library finds and converts; images are then read from its Arrow files, which are mapped, without it: to import it
+takes seconds, and memory in each process.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddpm_ds.data.sources.base import MOST_CLASSES, UNLABELLED, Labels, check_size, one_line, printable
+from ddpm_ds.errors import DataError
+from ddpm_ds.files import open_regular
+
+if TYPE_CHECKING:
+    from ddpm_ds.config.spec import DataSpec
+
+SAVED = ("state.json", "dataset_dict.json")
+"""Files of which one is in a folder that ``save_to_disk`` wrote."""
+FILES = {".parquet": "parquet", ".arrow": "arrow"}
+"""Loaders of the library for single files."""
+MOST_REASON = 300
+"""Characters of an error of the library that are shown."""
+
+
+@dataclass
+class HuggingFaceSource:
+    """Images of a column of Arrow files, by row: encoded ones, or paths of image files."""
+
+    classes: tuple[str, ...]
+    labels: Labels = field(repr=False)
+    files: tuple[str, ...]
+    column: str
+    root: Path
+    """Folder to which paths in the column are relative."""
+
+    def __post_init__(self) -> None:
+        import pyarrow as pa
+
+        self._columns = [pa.ipc.open_stream(pa.memory_map(file)).read_all().column(self.column) for file in self.files]
+        self._ends = list(itertools.accumulate(map(len, self._columns)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if not key.startswith("_")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.__post_init__()
+
+    @property
+    def rows(self) -> int:
+        """Return the number of rows of all files."""
+        return self._ends[-1] if self._ends else 0
+
+    def name(self, i: int, /) -> str:
+        """Return the row, and the name of its file where it has one."""
+        value = self._value(i)
+        path = value["path"].as_py() if "path" in getattr(value, "keys", tuple)() else None
+        return f"row {i}" + (f" ({printable(path)})" if path else "")
+
+    def read(self, i: int, /) -> bytes:
+        """Read the image of a row, or the file that the row names."""
+        value = self._value(i).as_py()
+        if isinstance(value, dict):
+            value = value.get("path") if value.get("bytes") is None else value["bytes"]
+        if isinstance(value, str):
+            with open_regular(self.root / value) as file:
+                check_size(os.fstat(file.fileno()).st_size)
+                return file.read()
+        if value is None:
+            raise ValueError("it has no image")
+        check_size(len(value))
+        return bytes(value)
+
+    def _value(self, i: int) -> Any:
+        number = bisect.bisect_right(self._ends, i)
+        column = self._columns[number]
+        return column[i - self._ends[number] + len(column)]
+
+
+def open_huggingface(spec: DataSpec, progress: bool) -> HuggingFaceSource:
+    """Open the data set at ``data.path`` or of ``data.name`` on the hub. What is not Arrow files of the library yet is
+    converted to them, once, in ``downloads`` of ``store_root``.
+    """
+    try:
+        import datasets
+        import pyarrow
+        from huggingface_hub import logging as hub_logging
+    except ImportError as error:
+        raise DataError(
+            "data.source = huggingface needs the datasets library; pip install 'ddpm_ds[huggingface]'"
+        ) from error
+    (datasets.enable_progress_bars if progress else datasets.disable_progress_bars)()
+    datasets.logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()
+    key = f"data.path = {spec.path}" if spec.name is None else f"data.name = {spec.name}"
+    rows = _split(_loaded(datasets, spec, key), spec, key)
+    column = _image_column(datasets, rows, spec, key)
+    classes, labels = _labels(datasets, rows, spec, key)
+    root = Path() if spec.path is None else spec.path.resolve() if spec.path.is_dir() else spec.path.resolve().parent
+    pyarrow.default_memory_pool().release_unused()  # of what was converted
+    source = HuggingFaceSource(classes, labels, tuple(file["filename"] for file in rows.cache_files), column, root)
+    if not len(rows) or source.rows != len(rows):
+        raise DataError(f"{key} holds {len(rows):,} rows of {source.rows:,} in its files; save a whole data set")
+    return source
+
+
+def _loaded(datasets: Any, spec: DataSpec, key: str) -> Any:
+    """Return what the library loads, a data set or a dictionary of them by split; raises DataError."""
+    cache = str(spec.store_root / "downloads" / "huggingface")
+    path = spec.path
+    fix = "give what save_to_disk wrote, a .parquet or .arrow file or a folder of them with --set data.path=PATH"
+    if path is not None and not path.exists():
+        raise DataError(f"{key} does not exist; {fix}")
+    if path is not None and path.is_file() and path.suffix not in FILES:
+        raise DataError(f"{key} is no .parquet or .arrow file; {fix}")
+    try:
+        if path is None:
+            name, configuration = spec.name, None
+            assert name is not None  # the run spec checks it
+            if name.count("/") == 2:
+                name, _, configuration = name.rpartition("/")
+            return datasets.load_dataset(name, configuration, cache_dir=cache)
+        if path.is_file():
+            return datasets.load_dataset(FILES[path.suffix], data_files=str(path.resolve()), cache_dir=cache)
+        if any((path / name).is_file() for name in SAVED):
+            return datasets.load_from_disk(str(path), keep_in_memory=False)
+        return datasets.load_dataset(str(path.resolve()), cache_dir=cache)
+    except Exception as error:  # of Arrow, of each file format, of the network
+        while isinstance(error.__cause__, Exception):
+            error = error.__cause__
+        reason = one_line(error)[:MOST_REASON]
+        if path is None:
+            fix = "check the name and the network, or bring a folder of it and set data.path"
+        raise DataError(f"{key} can't be loaded ({reason}); {fix}") from error
+
+
+def _split(loaded: Any, spec: DataSpec, key: str) -> Any:
+    """Return the data set of the split that the spec names, else of train or of the only one; raises DataError."""
+    if not isinstance(loaded, dict):
+        if spec.split is not None and spec.split != str(loaded.split):
+            raise DataError(f"data.split = {spec.split}: {key} is one data set without splits; remove it")
+        return loaded
+    splits = ", ".join(map(str, loaded))
+    wanted = spec.split or ("train" if "train" in loaded or len(loaded) != 1 else next(iter(loaded)))
+    if wanted not in loaded:
+        raise DataError(f"data.split = {wanted} is no split of {key}; choose with --set data.split= one of {splits}")
+    return loaded[wanted]
+
+
+def _image_column(datasets: Any, rows: Any, spec: DataSpec, key: str) -> str:
+    """Return the name of the column of images; raises DataError."""
+    columns = ", ".join(rows.column_names)
+    if spec.image_column is not None:
+        if spec.image_column not in rows.column_names:
+            raise DataError(f"data.image_column = {spec.image_column} is no column of {key}; its columns are {columns}")
+        feature = rows.features[spec.image_column]
+        kinds = ("binary", "large_binary", "string", "large_string")
+        encoded = (isinstance(feature, dict) and "bytes" in feature) or getattr(feature, "dtype", "") in kinds
+        if not (isinstance(feature, datasets.Image) or encoded):
+            raise DataError(
+                f"data.image_column = {spec.image_column} of {key} holds no images; its columns are {columns}"
+            )
+        return spec.image_column
+    images = [name for name, feature in rows.features.items() if isinstance(feature, datasets.Image)]
+    if len(images) == 1:
+        return images[0]
+    if images:
+        raise DataError(f"{key} has images in {', '.join(images)}; choose with --set data.image_column={images[0]}")
+    raise DataError(f"{key} has no column of images; its columns are {columns}: if one is, set data.image_column")
+
+
+def _labels(datasets: Any, rows: Any, spec: DataSpec, key: str) -> tuple[tuple[str, ...], Labels]:
+    """Return the names of the classes and the label of each row; raises DataError."""
+    import numpy as np
+
+    columns, features = ", ".join(rows.column_names), rows.features
+    column = spec.label_column
+    if column is None:
+        named = [name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
+        if len(named) > 1:
+            raise DataError(f"{key} has labels in {', '.join(named)}; choose with --set data.label_column={named[0]}")
+        column = named[0] if named else "label"
+        if column not in features or not _whole(features[column]):
+            return (".",), np.zeros(len(rows), np.int64)
+    elif column not in features:
+        raise DataError(f"data.label_column = {column} is no column of {key}; its columns are {columns}")
+    elif not _whole(features[column]):
+        raise DataError(f"data.label_column = {column} of {key} holds no whole numbers; its columns are {columns}")
+    labels = rows.data.column(column).cast("int64").fill_null(UNLABELLED).to_numpy()
+    missing = int((labels < 0).sum())
+    if missing == len(labels) and spec.label_column is None:
+        return (".",), np.zeros(len(rows), np.int64)
+    names = getattr(features[column], "names", None)
+    most = int(labels.max(initial=0))
+    if missing or most >= (len(names) if names else MOST_CLASSES):
+        what = f"{missing:,} of {len(labels):,} rows without a label" if missing else f"the label {most}"
+        raise DataError(f"{key} has {what} in column {column}; name another with data.label_column, or mend it")
+    return tuple(names) if names else tuple(map(str, range(most + 1))), labels
+
+
+def _whole(feature: Any) -> bool:
+    """Return whether a column holds whole numbers; class labels are such."""
+    return str(getattr(feature, "dtype", "")).lstrip("u").startswith("int")

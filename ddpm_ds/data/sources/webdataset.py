@@ -1,0 +1,204 @@
+"""WebDataset's tar shards, read in place: their headers are listed once, and nothing is unpacked.
+
+The library of that name reads shards as streams, in an order of its own that a resumed run could not go on with. Here
+every image has a number, as of any source.
+"""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, NoReturn
+
+from tqdm import tqdm
+
+from ddpm_ds.data.sources.base import (
+    MOST_CLASSES,
+    UNLABELLED,
+    Labels,
+    Names,
+    check_size,
+    is_image,
+    one_line,
+    printable,
+)
+from ddpm_ds.errors import DataError
+from ddpm_ds.files import MOST_RECORD_BYTES, check_digits, open_regular, parse_json
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from ddpm_ds.config.spec import DataSpec
+
+LABELS = ("cls", "json")
+"""Extensions of labels: a whole number, or a block with a whole number called label or cls. The first counts."""
+COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst")
+
+
+@dataclass
+class WebDatasetSource:
+    """Images of tar shards, in the order of the shards' names and of their members. A process opens a shard as it reads
+    from it.
+    """
+
+    classes: tuple[str, ...]
+    labels: Labels = field(repr=False)
+    shards: tuple[Path, ...]
+    files: Names = field(repr=False)
+    places: npt.NDArray[np.int64] = field(repr=False)
+    """Of each image the index of its shard, the offset of its content in bytes and its size: (N, 3)."""
+
+    def name(self, i: int, /) -> str:
+        """Return shard and member."""
+        return printable(f"{self.shards[self.places[i, 0]].name}/{self.files[i]}")
+
+    def read(self, i: int, /) -> bytes:
+        """Read a member of a shard."""
+        shard, offset, size = self.places[i].tolist()
+        check_size(size)
+        with open_regular(self.shards[shard]) as file:
+            content = os.pread(file.fileno(), size, offset)
+        if len(content) < size:
+            raise ValueError("its shard was cut since it was listed")
+        return content
+
+
+def open_webdataset(spec: DataSpec, progress: bool) -> WebDatasetSource:
+    """List the images of the shards at ``data.path``: members of one name up to its first dot belong together."""
+    import numpy as np
+
+    shards = _shards(spec)
+    places, labels = array("q"), array("q")
+
+    def names() -> Iterator[str]:
+        with tqdm(total=total, desc="listing shards", unit="B", unit_scale=True, delay=1, disable=not progress) as bar:
+            for number, shard in enumerate(shards):
+                for image in _images(shard, bar):
+                    places.extend((number, image.offset, image.size))
+                    labels.append(image.label)
+                    yield image.name
+
+    total = sum(shard.stat().st_size for shard in shards)
+    files = Names(names())
+    if not len(files):
+        raise DataError(f"data.path = {spec.path} holds no images (KEY.jpg, KEY.png, KEY.webp, ...) in its shards")
+    table, found = np.array(places, np.int64).reshape(-1, 3), np.array(labels, np.int64)
+    if (found == UNLABELLED).all():
+        return WebDatasetSource((".",), np.zeros_like(found), shards, files, table)
+    source = WebDatasetSource(tuple(map(str, range(int(found.max()) + 1))), found, shards, files, table)
+    if len(without := np.flatnonzero(found == UNLABELLED)):
+        raise DataError(
+            f"data.path = {spec.path}: {len(without):,} of {len(found):,} images have no label, first "
+            f"{source.name(int(without[0]))}; give each a .cls, or none"
+        )
+    return source
+
+
+def _shards(spec: DataSpec) -> tuple[Path, ...]:
+    """Return the tar files at ``data.path``, sorted by name."""
+    path = spec.path
+    assert path is not None  # the run spec checks it
+    fix = "give a .tar file or a folder of them with --set data.path=PATH"
+    if not path.exists():
+        raise DataError(f"data.path = {path} does not exist; {fix}")
+    try:
+        found = sorted(path.iterdir()) if path.is_dir() else [path]
+    except OSError as error:
+        raise DataError(f"data.path = {path} can't be listed ({error.strerror}); {fix}") from error
+    if packed := [one.name for one in found if one.suffix in COMPRESSED]:
+        raise DataError(f"data.path = {path}: {printable(packed[0])} is compressed; decompress it, to read it in place")
+    shards = tuple(one for one in found if one.suffix == ".tar" or one == path)
+    if not shards:
+        raise DataError(f"data.path = {path} holds no .tar files; {fix}")
+    return shards
+
+
+@dataclass
+class _Image:
+    name: str
+    offset: int
+    size: int
+    label: int = UNLABELLED
+
+
+def _images(shard: Path, bar: tqdm[NoReturn]) -> Iterable[_Image]:
+    """Return the images of a shard with their labels; raises DataError, whose line names the shard."""
+    images: dict[str, _Image] = {}
+    labels: dict[tuple[str, str], int] = {}
+    try:
+        with open_regular(shard) as file:
+            for member in _members(file, bar):
+                folder, base = os.path.split(member.name)
+                stem, _, extension = base.partition(".")
+                key, extension = os.path.join(folder, stem), extension.lower()
+                if extension in LABELS:
+                    if (key, extension) in labels:
+                        raise ValueError(f"{printable(member.name)} is there twice")
+                    labels[key, extension] = _label(file, member)
+                elif is_image(base) and "." not in extension:
+                    if key in images:
+                        raise ValueError(f"{printable(images[key].name)} and {printable(member.name)} are of one key")
+                    images[key] = _Image(member.name, member.offset_data, member.size)
+    except (OSError, ValueError, tarfile.TarError) as error:
+        raise DataError(f"data.path: shard {shard}: {one_line(error)}; write it again") from error
+    for key, image in images.items():
+        image.label = next(
+            (found for kind in LABELS if (found := labels.get((key, kind), UNLABELLED)) >= 0), UNLABELLED
+        )
+    return images.values()
+
+
+def _members(file: IO[bytes], bar: tqdm[NoReturn]) -> Iterator[tarfile.TarInfo]:
+    """Yield the regular files of a tar file whose end is there; raises ValueError and tarfile's errors."""
+    if file.read(2) == b"\x1f\x8b":
+        raise ValueError("it is compressed with gzip; decompress it")
+    file.seek(0)
+    try:
+        archive = tarfile.TarFile(fileobj=file)
+    except tarfile.ReadError as error:
+        raise ValueError(f"it is no tar file ({one_line(error)})") from error
+    start = bar.n
+    while (member := archive.next()) is not None:
+        archive.members.clear()  # type: ignore[attr-defined]  # else each stays in memory
+        bar.update(start + member.offset - bar.n)
+        if member.isdir():
+            continue
+        name = printable(member.name)
+        if member.name.startswith("/") or ".." in member.name.split("/"):
+            raise ValueError(f"{name} points outside it")
+        if not member.isreg() or member.issparse() or member.size < 0:
+            raise ValueError(f"{name} is a link, a device or has holes, not a file")
+        yield member
+    file.seek(archive.offset)
+    if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile stops in silence
+        raise ValueError(f"it ends early, or is damaged, at byte {archive.offset:,}")
+    bar.update(start + os.fstat(file.fileno()).st_size - bar.n)
+
+
+def _label(file: IO[bytes], member: tarfile.TarInfo) -> int:
+    """Return the label in a member, UNLABELLED where its block names none; raises ValueError."""
+    name = printable(member.name)
+    if member.size > MOST_RECORD_BYTES:
+        raise ValueError(f"{name} has more than {MOST_RECORD_BYTES:,} bytes")
+    content = os.pread(file.fileno(), member.size, member.offset_data)
+    if len(content) < member.size:
+        raise ValueError("it ends early")
+    try:
+        if name.lower().endswith("json"):
+            block = parse_json(content)
+            label = next((block[key] for key in ("label", "cls") if block.get(key) is not None), UNLABELLED)
+            if label is UNLABELLED:
+                return UNLABELLED
+        else:
+            check_digits(content.decode("ascii").strip())
+            label = int(content)
+    except (ValueError, AttributeError):
+        label = None
+    if type(label) is not int or not 0 <= label < MOST_CLASSES:
+        raise ValueError(f"the label in {name} is no whole number from 0 to {MOST_CLASSES - 1:,}")
+    return label

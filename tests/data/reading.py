@@ -1,0 +1,41 @@
+"""How tests read a source: as another process does, and for its errors."""
+
+from __future__ import annotations
+
+import io
+import pickle
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from PIL import Image
+
+from ddpm_ds.config.spec import DataSpec
+from ddpm_ds.data.decoding import decoded
+from ddpm_ds.data.sources import Pixels, Source, open_source
+from ddpm_ds.errors import DataError
+
+PICTURES = np.random.default_rng(3).integers(0, 256, (12, 8, 8, 3), dtype=np.uint8)
+"""Twelve colour pictures of 8x8 pixels."""
+
+
+def encoded(pixels: npt.NDArray[np.uint8], kind: str = "png") -> bytes:
+    """An image file of these pixels."""
+    content = io.BytesIO()
+    Image.fromarray(pixels).save(content, kind)
+    return content.getvalue()
+
+
+def at(source: Source, i: int, size: int = 8, channels: int = 1) -> tuple[Pixels, int]:
+    """Pixels and label of an image, of a source that was sent to another process."""
+    there = pickle.loads(pickle.dumps(source))
+    assert there.name(i) == source.name(i) and there.classes == source.classes
+    return decoded(there, i, size, channels), int(there.labels[i])
+
+
+def line_of(spec: DataSpec) -> str:
+    """The error of a source, which is one line."""
+    with pytest.raises(DataError) as caught:
+        open_source(spec)
+    assert str(caught.value).isprintable()
+    return str(caught.value)

@@ -1,0 +1,172 @@
+"""Images to pixels of one size: limits by their headers, and large ones without copies."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+import ddpm_ds
+from ddpm_ds.data import decoding
+from ddpm_ds.data.decoding import decode, fit
+from ddpm_ds.data.sources import UnreadableImage
+
+# Prints by how many bytes the memory of this process rises while it decodes the file on its command line.
+PEAK = """
+import sys
+from ddpm_ds.data import decoding
+from ddpm_ds.data.sources.base import formats
+
+def peak():
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+
+formats()
+open("/proc/self/clear_refs", "w").write("5")  # from now on
+before = peak()
+content = open(sys.argv[1], "rb").read()
+decoding.decode(content, 64, 3)
+print(peak() - before)
+"""
+
+
+def noise(width: int, height: int, seed: int = 0) -> Image.Image:
+    """An image whose every pixel is anything, and partly transparent."""
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 4), dtype=np.uint8))
+
+
+def file_of(image: Image.Image, kind: str, **options: Any) -> bytes:
+    content = io.BytesIO()
+    image.save(content, kind, **options)
+    return content.getvalue()
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "P", "1", "CMYK", "I;16"])
+def test_images_turn_and_fit_as_pillow_does_it_in_one_go(mode: str) -> None:
+    for width, height in ((97, 40), (40, 97), (1, 9), (33, 33)):
+        if mode == "I;16":
+            image = Image.fromarray(np.asarray(noise(width, height))[..., 0].astype(np.uint16) * 257)
+        else:
+            image = noise(width, height).convert(mode)
+        for orientation in range(1, 9):
+            image.getexif()[0x0112] = orientation
+            for channels in (1, 3):
+                upright = decoding._coloured(ImageOps.exif_transpose(image), "L" if channels == 1 else "RGB")
+                whole = ImageOps.fit(upright, (16, 16), Image.Resampling.LANCZOS)
+                assert (fit(image, 16, channels) == np.array(whole).reshape(16, 16, channels)).all()
+
+
+@pytest.mark.parametrize("width, height", [(97, 40), (40, 97), (64, 64), (300, 2), (5, 5)])
+@pytest.mark.parametrize("size", [8, 40, 100])
+def test_strips_of_a_large_image_give_the_pixels_of_the_whole(
+    width: int, height: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "WHOLE_PIXELS", 0)
+    smooth = noise(4, 4).convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
+    for image in (noise(width, height), smooth):
+        for orientation in range(1, 9):
+            image.getexif()[0x0112] = orientation
+            found = []
+            for pixels in (10**6, 500, 1):
+                monkeypatch.setattr(decoding, "STRIP_PIXELS", pixels)
+                found.append(fit(image, size, 3))
+            assert (found[0] == found[1]).all() and (found[0] == found[2]).all()
+    with monkeypatch.context() as patch:
+        patch.setattr(decoding, "WHOLE_PIXELS", 10**6)
+        assert np.abs(fit(smooth, size, 3).astype(int) - found[0]).max() <= 2  # Pillow may take columns first
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "most"),
+    [
+        ("png", {}, 75),
+        ("webp", {"lossless": True}, 17),
+        ("jpeg2000", {}, 12),
+        ("tiff", {"compression": "tiff_lzw"}, 30),
+        ("avif", {}, 18),
+        ("jpeg", {"progressive": True}, 50),
+        ("jpeg", {}, None),
+    ],
+)
+def test_what_would_take_too_much_is_refused_by_its_header(
+    kind: str, options: dict[str, Any], most: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = file_of(noise(400, 400).convert("RGB"), kind, **options)
+    budget = decoding.MOST_DECODING_BYTES * 0.16  # of an image of so many million pixels
+    monkeypatch.setattr(decoding, "MOST_DECODING_BYTES", len(content) + budget / ((most or 40) - 3))
+    assert decode(content, 8, 3).shape == (8, 8, 3)
+    if most is not None:
+        monkeypatch.setattr(decoding, "MOST_DECODING_BYTES", len(content) + budget / (most + 3))
+        monkeypatch.setattr(decoding, "fit", None)
+        with pytest.raises(ValueError, match=r"^400 x 400 pixels take \d MB to decode, more than \d; scale it down$"):
+            decode(content, 8, 3)
+
+
+def test_pixels_that_would_take_too_much_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "MOST_DECODING_BYTES", 1000)
+    assert decode(np.zeros((15, 16, 1), np.uint8), 8, 1).shape == (8, 8, 1)
+    with pytest.raises(ValueError, match="17 x 16 pixels take 0 MB to decode"):
+        decode(np.zeros((16, 17, 3), np.uint8), 8, 3)
+
+
+def test_big_images_are_decoded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered = []
+
+    class Context:
+        def __enter__(self) -> None:
+            entered.append(1)
+
+        def __exit__(self, *_: object) -> None:
+            entered.append(-1)
+
+    big, small = noise(2100, 2000).convert("L"), noise(500, 500).convert("L")
+    for image, kind, expected in ((big, "png", [1, -1]), (small, "png", []), (big, "jpeg", [])):
+        entered.clear()
+        decode(file_of(image, kind), 8, 1, Context())
+        assert entered == expected, "a JPEG is scaled down while it is decoded"
+
+
+def test_the_error_of_an_image_reaches_another_process() -> None:
+    error = pickle.loads(pickle.dumps(UnreadableImage("cats/1.png", "it is cut")))
+    assert (error.name, error.reason, str(error)) == ("cats/1.png", "it is cut", "cats/1.png: it is cut")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("kind", "side", "options"),
+    [
+        ("png", 8192, {"compress_level": 1}),
+        ("png", 8192, {"compress_level": 1, "exif": 6}),
+        ("png16", 8192, {"compress_level": 1}),
+        ("tiff", 5000, {"compression": "tiff_lzw"}),
+        ("webp", 4100, {}),
+        ("jpeg2000", 3400, {}),
+        ("avif", 4000, {"speed": 10}),
+        ("jpeg", 8192, {}),
+        ("jpeg", 7000, {"progressive": True, "subsampling": 0}),
+    ],
+)
+def test_an_image_takes_less_memory_than_is_allowed(
+    kind: str, side: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    image = noise(32, 32).resize((side, side), Image.Resampling.NEAREST)
+    if kind == "png16":
+        image = Image.fromarray(np.asarray(image)[..., 0].astype(np.uint16) * 257)
+    if "exif" in options:
+        exif = Image.Exif()
+        exif[0x0112] = options["exif"]
+        options = options | {"exif": exif}
+    path = tmp_path / "image"
+    path.write_bytes(file_of(image.convert("RGB") if kind == "jpeg" else image, kind.removesuffix("16"), **options))
+    home = Path(ddpm_ds.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(path)], cwd=home, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 1.05 * decoding.MOST_DECODING_BYTES

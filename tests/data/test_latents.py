@@ -1,0 +1,351 @@
+"""Latents are what diffusers' autoencoder makes of the prepared pixels, and drawn ones become its pixels again."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKL
+
+from ddpm_ds.cli import main as command
+from ddpm_ds.config.spec import DataSpec, DiffusionSpec
+from ddpm_ds.config.spec_file import load_spec
+from ddpm_ds.data import latents
+from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.latents import Autoencoder, Coder, autoencoder_of, pixels_learned, pixels_of, to_pixels
+from ddpm_ds.data.loader import micro_batches
+from ddpm_ds.data.prepare import cache_path, class_names, prepare
+from ddpm_ds.diffusion.process import Diffusion
+from ddpm_ds.errors import DataError, SpecError
+from tests.autoencoders import save_autoencoder
+from tests.launching import REPOSITORY, tiny_spec
+
+CPU = torch.device("cpu")
+SpecOf = Callable[..., DataSpec]
+Saved = tuple[Path, Any]
+DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """A saved autoencoder: its folder, and itself."""
+    path = tmp_path_factory.mktemp("autoencoder") / "tiny"
+    return path, save_autoencoder(path)
+
+
+@pytest.fixture
+def spec_of(model: Saved, folder: Path, tmp_path: Path) -> SpecOf:
+    """Specs of the latents of twelve pictures of 8x8 pixels."""
+
+    def make(**changes: Any) -> DataSpec:
+        given = {"source": "folder", "path": folder, "image_size": 4, "channels": 4, "autoencoder": model[0]}
+        return DataSpec.model_validate(given | {"store_root": tmp_path / "stores"} | changes)
+
+    return make
+
+
+def test_the_store_holds_what_diffusers_encodes_shifted_and_scaled(
+    spec_of: SpecOf, model: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latents, "MOVED_PIXELS", 330)  # five images of 64 pixels
+    monkeypatch.setattr("ddpm_ds.data.prepare.SHARD_BYTES", 7 * 128)
+    monkeypatch.setattr(latents, "PIXELS_AT_ONCE", 150)  # two images of 64 pixels
+    store, pixels = prepare(spec_of(), encode_on=CPU), prepare(pixels_of(spec_of()))
+    assert pixels.path.name.startswith("folder-8px-3ch-") and store.path.name.startswith(pixels.path.name + "-latents-")
+    images = torch.from_numpy(np.array(pixels.images[:12])).float() / 127.5 - 1
+    expected = (model[1].encode(images).latent_dist.mean - 0.25) * 0.7
+    found = store.images[:12]
+    assert found.dtype == np.float16 and found.shape == (12, 4, 4, 4) and expected.std() > 0.1
+    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-3, atol=1e-3)
+    assert np.array_equal(store.labels, pixels.labels) and store.meta.classes == ("cats", "dogs")
+    assert store.meta.shards == (7, 5)
+    assert pixels_learned(store.meta.sha256) == pixels_learned(pixels.meta.sha256) == pixels.meta.sha256
+    assert prepare(spec_of()).meta == store.meta, "it is opened without encoding, and its checksums are right"
+
+
+def test_what_is_encoded_before_an_interruption_is_kept(spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latents, "MOVED_PIXELS", 64)
+    monkeypatch.setattr("ddpm_ds.data.prepare.SHARD_BYTES", 4 * 128)
+    encode, seen = Coder.encode, list[int]()
+
+    def counted(self: Coder, images: torch.Tensor) -> torch.Tensor:
+        if len(seen) == 6:
+            raise KeyboardInterrupt
+        seen.append(int(images[0, 0, 0, 0]))
+        return encode(self, images)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Coder, "encode", counted)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(spec_of(), encode_on=CPU)
+        assert not cache_path(spec_of()).exists()
+        values, seen[:] = [*seen], []
+        with pytest.raises(KeyboardInterrupt):
+            prepare(spec_of(), encode_on=CPU)
+        assert (values, seen) == ([0, 1, 2, 3, 4, 5], [4, 5, 40, 41, 42, 43]), "the first file was there"
+    whole = prepare(spec_of(), encode_on=CPU)
+    shutil.rmtree(whole.path)
+    assert np.array_equal(whole.labels, prepare(spec_of(), encode_on=CPU).labels) and len(whole) == 12
+
+
+def test_training_reads_latents_as_they_are(spec_of: SpecOf) -> None:
+    store = prepare(spec_of(), encode_on=CPU)
+    batch = next(micro_batches(store, seed=0, batch_images=12, micro_batch_images=12, replicas=1, replica=0))
+    x0 = Diffusion(DiffusionSpec(), 0, "cpu").prepare(batch.images, batch.index, flips=False, size=4)
+    assert x0.dtype == torch.float32 and x0.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(
+        x0.sum((1, 2, 3)).sort().values,
+        torch.from_numpy(np.array(store.images[:12])).float().sum((1, 2, 3)).sort().values,
+    )
+
+
+def test_drawn_latents_become_what_diffusers_decodes_some_at_a_time(
+    spec_of: SpecOf, model: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latents, "PIXELS_AT_ONCE", 150)
+    drawn = torch.randn(5, 4, 4, 4, generator=torch.Generator().manual_seed(0))
+    before, together = drawn.clone(), []
+    decode = AutoencoderKL.decode
+
+    def counted(self: AutoencoderKL, part: torch.Tensor) -> Any:
+        together.append(len(part))
+        return decode(self, part)
+
+    monkeypatch.setattr(AutoencoderKL, "decode", counted)
+    found = to_pixels(autoencoder_of(spec_of()), CPU)(drawn)
+    assert together == [2, 2, 1] and torch.equal(drawn, before)
+    expected = (decode(model[1], drawn / 0.7 + 0.25).sample + 1) * 127.5
+    assert found.shape == (5, 3, 8, 8) and found.dtype == torch.uint8 and expected.std() > 5
+    assert (found - expected.clamp(0, 255)).abs().max() <= 0.51
+
+
+def test_what_is_not_finite_in_half_precision_is_done_again_in_single(
+    spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    autoencoder = autoencoder_of(spec_of())
+    assert autoencoder is not None
+    coder, tried = Coder(autoencoder, CPU), []
+    coder._dtype = torch.float16
+    decode = AutoencoderKL.decode
+
+    def overflowing(self: Any, part: torch.Tensor) -> Any:
+        tried.append(part.dtype)
+        found = decode(self, part.float() if self.dtype is torch.float32 else part)
+        return type(found)(found.sample * (float("inf") if part.dtype is torch.float16 else 1.0))
+
+    monkeypatch.setattr(AutoencoderKL, "decode", overflowing)
+    drawn = torch.randn(2, 4, 4, 4)
+    found = coder.decode(drawn)
+    assert tried == [torch.float16, torch.float32]
+    assert torch.equal(found, Coder(autoencoder, CPU).decode(drawn)), "with weights that were not rounded"
+
+
+def test_without_memory_on_the_device_the_cpu_decodes(spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    autoencoder = autoencoder_of(spec_of())
+    assert autoencoder is not None
+    decode, drawn = AutoencoderKL.decode, torch.randn(2, 4, 4, 4)
+
+    def full(self: AutoencoderKL, part: torch.Tensor) -> Any:
+        if part.is_meta:  # which stands for a device
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return decode(self, part)
+
+    monkeypatch.setattr(AutoencoderKL, "decode", full)
+    found = Coder(autoencoder, torch.device("meta")).decode(drawn)
+    assert torch.equal(found, Coder(autoencoder, CPU).decode(drawn))
+
+
+def test_a_store_is_named_after_pixels_and_autoencoder(spec_of: SpecOf, tmp_path: Path, model: Saved) -> None:
+    shutil.copytree(model[0], tmp_path / "moved")
+    config = tmp_path / "moved" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"_diffusers_version": "0.1"}))
+    assert cache_path(spec_of(autoencoder=tmp_path / "moved")) == cache_path(spec_of())
+    save_autoencoder(tmp_path / "other", seed=1)
+    save_autoencoder(tmp_path / "scaled", scaling_factor=0.5)
+    names = [cache_path(spec_of(autoencoder=tmp_path / name)).name for name in ("moved", "other", "scaled")]
+    assert len(set(names)) == 3
+    assert cache_path(spec_of(image_size=8)).name.startswith("folder-16px-3ch-")
+
+
+def test_latents_are_made_only_when_asked_for(spec_of: SpecOf) -> None:
+    with pytest.raises(DataError, match=r"data.autoencoder = .*tiny: there are no latents at .* with: .* --encode"):
+        prepare(spec_of())
+    assert not spec_of().store_root.exists()
+
+
+def test_latents_of_pixels_that_have_changed_are_refused(spec_of: SpecOf, folder: Path) -> None:
+    store = prepare(spec_of(), encode_on=CPU)
+    assert prepare(spec_of(), encode_on=CPU).meta == store.meta
+    shutil.rmtree(cache_path(pixels_of(spec_of())))
+    (folder / "cats" / "0.png").unlink()
+    assert prepare(spec_of(), encode_on=CPU).meta == store.meta, "the pixels are gone: there is nothing to compare"
+    prepare(pixels_of(spec_of()))
+    with pytest.raises(DataError, match="has latents of other pixels than are prepared now; delete it and encode"):
+        prepare(spec_of(), encode_on=CPU)
+
+
+def test_classes_have_their_names_and_numbers_where_the_autoencoder_is_gone(tmp_path: Path, model: Saved) -> None:
+    path = tmp_path / "moved"
+    shutil.copytree(model[0], path)
+    data = {"horizontal_flips": False, "channels": 4, "autoencoder": path, "store_root": tmp_path}
+    spec = tiny_spec(data=data, sampler={"clip": "none"}, unet={"classes": 10})
+    shutil.rmtree(path)
+    assert class_names(spec) == [str(label) for label in range(10)]
+
+
+def test_values_beyond_float16_are_one_line_and_leave_nothing(spec_of: SpecOf, tmp_path: Path) -> None:
+    save_autoencoder(tmp_path / "huge", scaling_factor=1e7)
+    spec = spec_of(autoencoder=tmp_path / "huge")
+    with pytest.raises(
+        DataError, match=r"huge makes values up to .* of image 0 of .*, and float16 ends at 65,504; use"
+    ):
+        prepare(spec, encode_on=CPU)
+    assert [path.name for path in spec.store_root.glob("[!.]*")] == [cache_path(pixels_of(spec)).name]
+    assert not list(spec.store_root.glob(".*preparing*"))
+
+
+def broken(folder: Path, how: str) -> None:
+    """Break a saved autoencoder."""
+    config, weights = folder / "config.json", folder / "diffusion_pytorch_model.safetensors"
+    values = json.loads(config.read_text())
+    match how:
+        case "missing":
+            shutil.rmtree(folder)
+        case "no weights":
+            weights.rename(weights.with_suffix(".bin"))
+        case "kind":
+            config.write_text(json.dumps(values | {"_class_name": "VQModel"}))
+        case "grey":
+            config.write_text(json.dumps(values | {"in_channels": 1}))
+        case "no JSON":
+            config.write_text("{")
+        case "other":
+            config.write_text(json.dumps(values | {"block_out_channels": [8, 8]}))
+        case "forged":
+            config.write_text(json.dumps(values | {"block_out_channels": [65536, 65536]}))
+        case "fewer":
+            config.write_text(json.dumps(values | {"use_quant_conv": False}))
+        case "cut":
+            weights.write_bytes(weights.read_bytes()[:-100])
+        case unknown:
+            raise AssertionError(unknown)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("missing", "does not exist; name a folder that AutoencoderKL.save_pretrained"),
+        ("no weights", r"can't be used: .*safetensors can't be read \(No such file"),
+        ("kind", r"can't be used: config.json is of another kind \(_class_name: Input should be 'AutoencoderKL'\)"),
+        ("grey", r"can't be used: config.json is of another kind \(in_channels: Input should be 3\)"),
+        ("no JSON", "can't be used: config.json is damaged"),
+        ("other", "safetensors is damaged or of another model"),
+        ("forged", r"safetensors is damaged or of another model \([0-9,]* bytes for [0-9]*,[0-9,]* parameters\)"),
+        ("fewer", r"safetensors is of another model \(quant_conv"),
+        ("cut", "safetensors is damaged or of another model"),
+    ],
+)
+def test_a_bad_autoencoder_is_one_line(how: str, said: str, spec_of: SpecOf, tmp_path: Path, model: Saved) -> None:
+    shutil.copytree(model[0], tmp_path / "bad")
+    broken(tmp_path / "bad", how)
+    spec = spec_of(autoencoder=tmp_path / "bad")
+    with pytest.raises(DataError, match=rf"^data.autoencoder = .*bad .*{said}") as caught:
+        prepare(spec, encode_on=CPU)
+    assert "\n" not in str(caught.value)
+    assert not list(spec.store_root.glob("[!.]*latents*")) and not list(spec.store_root.glob(".*preparing*"))
+
+
+def test_numbers_that_do_not_fit_are_one_line_with_those_that_do(spec_of: SpecOf) -> None:
+    with pytest.raises(DataError, match=r"data.channels = 3, .* have 4; --set data.channels=4"):
+        autoencoder_of(spec_of(channels=3))
+    with pytest.raises(DataError, match=r"data.image_size = 8000 .* made of 2x2 pixels .* use 4096 or less"):
+        autoencoder_of(spec_of(image_size=8000))
+    with pytest.raises(DataError, match="is another than that whose latents were learned"):
+        autoencoder_of(spec_of(), {"images.npy": "0", "autoencoder": "1"})
+
+
+def test_a_name_of_the_hub_is_downloaded_once_and_without_network_is_one_line(
+    model: Saved, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked: list[tuple[Any, ...]] = []
+    network = True
+
+    def download(repository: str, file: str, subfolder: str | None, local_files_only: bool = False) -> str:
+        asked.append((repository, file, subfolder, local_files_only))
+        if local_files_only or not network:
+            raise OSError("Cannot find the requested files\nin the cache")
+        return str(model[0] / file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    found = Autoencoder.open(Path("owner/pipeline/vae"))
+    assert (found.folder, found.name, found.channels, found.factor) == (model[0], "owner/pipeline/vae", 4, 2)
+    assert asked[0] == ("owner/pipeline", "config.json", "vae", True) and asked[1][3] is False
+    network = False
+    with pytest.raises(DataError) as caught:
+        Autoencoder.open(Path("owner/model"))
+    assert "data.autoencoder = owner/model is no folder, and can't be had from the Hugging Face hub" in str(
+        caught.value
+    )
+    assert "\\n" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_without_diffusers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, spec_of: SpecOf) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(DataError, match=r"needs diffusers: pip install 'ddpm_ds\[latents\]'"):
+        prepare(spec_of(), encode_on=CPU)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            ["data.autoencoder=null"],
+            "data.channels = 4 should be 1 .grey. or 3 .RGB.; other .* which is null",
+        ),
+        (["data.crop_from=12"], "data.crop_from = 12 changes pixels, and a latent .* use null"),
+        (["data.horizontal_flips=true"], "data.horizontal_flips = true changes pixels, .* use false"),
+        (["unet.augmentation=0.1"], "unet.augmentation = 0.1 changes pixels, .* use 0"),
+        (["sampler.clip=static"], "sampler.clip = static keeps pixels in .* use none"),
+        (["data.channels=65"], "data.channels = 65 should be a whole number from 1 to 64"),
+    ],
+)
+def test_what_latents_can_not_have_is_refused_by_the_spec(changes: list[str], said: str) -> None:
+    latent = ["data.autoencoder=vae", "data.channels=4", "sampler.clip=none"]
+    assert load_spec(DIGITS, latent).data.autoencoder == Path("vae")
+    with pytest.raises(SpecError) as caught:
+        load_spec(DIGITS, [*latent, *changes])
+    assert re.search(said, str(caught.value)), str(caught.value)
+
+
+def test_the_verb_encodes_and_refuses_without_an_autoencoder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Saved
+) -> None:
+    arguments = ["prepare", "--encode", "--spec", str(DIGITS), "--set", f"data.store_root={tmp_path}"]
+    assert command.main(arguments) == 2
+    assert "--encode makes latents of data.autoencoder, which is null" in capsys.readouterr().err
+    latent = (
+        "data.channels=4",
+        f"data.autoencoder={model[0]}",
+        "sampler.clip=none",
+        "data.image_size=4",
+        "unet.attention_resolutions=[]",
+    )
+    assert command.main([*arguments, *(word for change in latent for word in ("--set", change))]) == 0
+    out = capsys.readouterr().out
+    assert "digits-8px-3ch-latents-" in out and "1,797 latents of 4x4x4" in out
+
+
+def test_a_store_of_latents_that_says_it_holds_pixels_is_refused(spec_of: SpecOf) -> None:
+    store = prepare(spec_of(), encode_on=CPU)
+    meta = store.path / "meta.json"
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"kind": "pixels"}))
+    with pytest.raises(DataError, match=r"images.npy is float16 .*, meta.json says otherwise"):
+        DatasetCache.open(store.path, verify=False)

@@ -1,0 +1,153 @@
+"""WebDataset's tar shards."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import tarfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tqdm import tqdm
+
+from ddpm_ds.config.spec import DataSpec
+from ddpm_ds.data.sources import UnreadableImage, open_source, webdataset
+from tests.data.reading import PICTURES, at, encoded, line_of
+
+SpecOf = Callable[..., DataSpec]
+PNG = [encoded(pixels) for pixels in PICTURES]
+
+
+def shard(path: Path, members: Mapping[str, bytes] | list[tuple[str, bytes]], **changes: Any) -> Path:
+    """A tar file of these members; ``changes`` are of each header."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, content in members.items() if isinstance(members, Mapping) else members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            for key, value in changes.items():
+                setattr(member, key, value)
+            tar.addfile(member, io.BytesIO(content))
+    return path
+
+
+def sample(key: str, i: int, label: bytes | None = None, kind: str = "cls") -> dict[str, bytes]:
+    """The members of an image."""
+    return {f"{key}.png": PNG[i]} | ({} if label is None else {f"{key}.{kind}": label})
+
+
+def test_shards_are_read_in_place_in_the_order_of_their_names_and_members(tmp_path: Path, spec_of: SpecOf) -> None:
+    b = (
+        sample("deep/b0", 2, b"4\n")
+        | {"./notes.txt": b"no image"}
+        | sample("a1", 3, b'{"label": 0, "text": "x"}', "json")
+    )
+    shard(tmp_path / "shards" / "2.tar", b)
+    shard(tmp_path / "shards" / "1.tar", {"x.png": PNG[0], "x.cls": b"1", "x.seg.png": b"", ".hidden.png": b""})
+    source = open_source(spec_of(source="webdataset", path=tmp_path / "shards"))
+    assert source.classes == tuple("01234") and source.labels.tolist() == [1, 4, 0]
+    assert [source.name(i) for i in range(3)] == ["1.tar/x.png", "2.tar/deep/b0.png", "2.tar/a1.png"]
+    for i, number in enumerate((0, 2, 3)):
+        assert (at(source, i, channels=3)[0] == PICTURES[number]).all()
+
+
+def test_one_shard_without_labels_is_one_class(tmp_path: Path, spec_of: SpecOf) -> None:
+    members = sample("a", 0) | sample("b", 1, b'{"text": "a cat"}', "json") | {"c.webp": encoded(PICTURES[2], "webp")}
+    source = open_source(spec_of(source="webdataset", path=shard(tmp_path / "a.tar", members)))
+    assert (source.classes, source.labels.tolist()) == ((".",), [0, 0, 0])
+
+
+def test_long_names_in_each_format_of_tar_are_read(tmp_path: Path, spec_of: SpecOf) -> None:
+    key = "folder/" * 30 + "ä" * 90
+    for form in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
+        path = tmp_path / f"{form}.tar"
+        with tarfile.open(path, "w", format=form) as tar:
+            member = tarfile.TarInfo(f"{key}.png")
+            member.size = len(PNG[0])
+            tar.addfile(member, io.BytesIO(PNG[0]))
+        source = open_source(spec_of(source="webdataset", path=path))
+        assert source.name(0) == f"{path.name}/{key}.png" and (at(source, 0, channels=3)[0] == PICTURES[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [
+        (sample("a", 0, b"1") | sample("b", 1), "1 of 2 images have no label, first a.tar/b.png; give each a .cls"),
+        (sample("a", 0, b"cat"), "the label in a.cls is no whole number from 0 to 999,999; write it again"),
+        (sample("a", 0, b"-1"), "the label in a.cls is no whole number"),
+        (sample("a", 0, b"1" * 50), "the label in a.cls is no whole number"),
+        (sample("a", 0, b'{"label": true}', "json"), "the label in a.json is no whole number"),
+        (sample("a", 0, b"[" * 9999, "json"), "the label in a.json is no whole number"),
+        ([("a.png", PNG[0]), ("b.png", PNG[1]), ("a.png", PNG[2])], "a.png and a.png are of one key"),
+        ({"a.png": PNG[0], "a.jpg": PNG[1]}, "a.png and a.jpg are of one key"),
+        ([("a.png", PNG[0]), ("a.cls", b"1"), ("a.cls", b"2")], "a.cls is there twice"),
+        ({"../a.png": PNG[0]}, "../a.png points outside it"),
+        ({"/a.png": PNG[0]}, "/a.png points outside it"),
+        ({"a.txt": b"text"}, "holds no images (KEY.jpg, KEY.png, KEY.webp, ...) in its shards"),
+        ({}, "holds no images"),
+    ],
+)
+def test_shards_that_are_wrong_are_one_line(
+    members: Mapping[str, bytes] | list[tuple[str, bytes]], said: str, tmp_path: Path, spec_of: SpecOf
+) -> None:
+    line = line_of(spec_of(source="webdataset", path=shard(tmp_path / "a.tar", members)))
+    assert said in line and "a.tar" in line
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE])
+def test_links_and_devices_in_a_shard_are_one_line(kind: bytes, tmp_path: Path, spec_of: SpecOf) -> None:
+    path = shard(tmp_path / "a.tar", {"a.png": b""}, type=kind, linkname="/etc/passwd")
+    assert "a.png is a link, a device or has holes, not a file" in line_of(spec_of(source="webdataset", path=path))
+
+
+def test_a_shard_that_ends_early_anywhere_is_one_line(tmp_path: Path, spec_of: SpecOf) -> None:
+    whole = shard(tmp_path / "whole.tar", sample("a", 0, b"1") | sample("b", 1, b"0")).read_bytes()
+    path = tmp_path / "cut" / "0001.tar"
+    path.parent.mkdir()
+    end = len(whole.rstrip(b"\0")) // 512 * 512 + 512  # of the last member's content
+    for size in (0, 100, 512, 700, 1024, end - 512, end - 100, end, end + 100):
+        path.write_bytes(whole[:size])
+        line = line_of(spec_of(source="webdataset", path=path.parent))
+        assert f"shard {path}" in line and ("early" in line or "tar file" in line or "end of data" in line), (
+            size,
+            line,
+        )
+    path.write_bytes(whole[: end // 1024 * 512] + b"\1" * 512 + whole[end // 1024 * 512 + 512 :])
+    assert f"shard {path}" in line_of(spec_of(source="webdataset", path=path))
+
+
+def test_what_is_no_shard_is_one_line(tmp_path: Path, spec_of: SpecOf) -> None:
+    def said(path: Path) -> str:
+        return line_of(spec_of(source="webdataset", path=path))
+
+    whole = shard(tmp_path / "shards" / "a.tar", sample("a", 0)).read_bytes()
+    assert "does not exist; give a .tar file or a folder of them" in said(tmp_path / "none")
+    (tmp_path / "shards" / "b.tar.gz").write_bytes(gzip.compress(whole))
+    assert "b.tar.gz is compressed; decompress it" in said(tmp_path / "shards")
+    (tmp_path / "c.tar").write_bytes(gzip.compress(whole))
+    assert "c.tar: it is compressed with gzip; decompress it" in said(tmp_path / "c.tar")
+    (tmp_path / "d.tar").write_bytes(b"hello" * 1000)
+    assert "d.tar: it is no tar file (" in said(tmp_path / "d.tar")
+    (tmp_path / "empty").mkdir()
+    assert "holds no .tar files" in said(tmp_path / "empty")
+
+
+def test_a_shard_that_changes_after_it_was_listed_costs_its_images(tmp_path: Path, spec_of: SpecOf) -> None:
+    path = shard(tmp_path / "a.tar", sample("a", 0) | sample("b", 1))
+    source = open_source(spec_of(source="webdataset", path=path))
+    path.write_bytes(path.read_bytes()[:1100])
+    with pytest.raises(UnreadableImage, match=r"^a.tar/b.png: its shard was cut since it was listed$"):
+        at(source, 1)
+
+
+def test_listing_shows_a_bar_only_where_asked_for(
+    tmp_path: Path, spec_of: SpecOf, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_of(source="webdataset", path=shard(tmp_path / "a.tar", sample("a", 0) | sample("b", 1)))
+    monkeypatch.setattr(webdataset, "tqdm", lambda **options: tqdm(**options | {"delay": 0}))
+    for progress in (False, True):
+        open_source(spec, progress)
+        out, err = capfd.readouterr()
+        assert out == "" and ("listing shards: 100%" in err) == progress
