@@ -534,6 +534,7 @@ def _check_data(spec: RunSpec) -> None:
             "data.crop_from": data.crop_from,
             "data.horizontal_flips": data.horizontal_flips,
             "unet.augmentation": spec.unet.augmentation,
+            "unet.colour_augmentation": spec.unet.colour_augmentation,
         }
         for key, value in pixels_alone.items():
             if value:

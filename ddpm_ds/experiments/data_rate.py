@@ -15,6 +15,7 @@ import torch
 
 from ddpm_ds.config.spec import DataSpec, RunSpec
 from ddpm_ds.data.cache import DatasetCache
+from ddpm_ds.data.latents import pixels_of
 from ddpm_ds.data.loader import MicroBatch, micro_batches, on_device
 from ddpm_ds.data.prepare import Chunk, Plan, by_processes, decoding_of
 from ddpm_ds.data.residence import usable_cores
@@ -75,6 +76,7 @@ class Preparation:
 
 def measure_preparation(spec: DataSpec, seconds: float, advance: Advance = lambda what: None) -> Preparation:
     """Measure how fast one process decodes images, and as many as there are cores, ``seconds`` each; writes nothing.
+    Of latents it is the pixels that they are made of.
 
     They begin at different images, so that none is in memory for having just been read. ``advance`` is called before
     each measurement.
@@ -83,7 +85,7 @@ def measure_preparation(spec: DataSpec, seconds: float, advance: Advance = lambd
         DataError: the source's own.
     """
     advance("listing the images")
-    decoding = decoding_of(spec, progress=True)
+    decoding = decoding_of(pixels_of(spec), progress=True)
     plan, cores = decoding.plan, usable_cores() if decoding.shareable else 1
     advance("decoding on 1 core")
     step = DECODED_IMAGES
