@@ -89,12 +89,15 @@ def _source(opened: Any, spec: DataSpec, key: str) -> Source:
         numbers = np.array([UNLABELLED if label is None else int(label) for label in labels], np.int64)
         files = isinstance(images, list | tuple) and all(isinstance(image, str | os.PathLike) for image in images)
         pixels = None if files else np.asarray(images)
-        if len(images) != len(numbers) or not len(numbers) or (pixels is not None and pixels.dtype != np.uint8):
+        unlabelled = bool((numbers == UNLABELLED).all())
+        if len(images) != len(numbers) or not len(numbers) or (not unlabelled and numbers.min() < 0):
             raise ValueError
-    except (TypeError, ValueError):
+        if pixels is not None and pixels.dtype != np.uint8:
+            raise ValueError
+    except (TypeError, ValueError, RuntimeError):  # the last is of a tensor that is no number
         raise DataError(f"{key} is no data set of images with one class each; use one such as CIFAR100") from None
     classes = _classes(getattr(opened, "classes", None), int(numbers.max()))
-    if (numbers == UNLABELLED).all():
+    if unlabelled:
         classes, numbers = (".",), np.zeros_like(numbers)
     if pixels is None:
         return FolderSource(classes, numbers, Path("/"), Names(os.path.abspath(image).lstrip("/") for image in images))
