@@ -76,7 +76,6 @@ class Preparation:
 
 def measure_preparation(spec: DataSpec, seconds: float, advance: Advance = lambda what: None) -> Preparation:
     """Measure how fast one process decodes images, and as many as there are cores, ``seconds`` each; writes nothing.
-    Of latents it is the pixels that they are made of.
 
     Of latents these are the images that an autoencoder will encode. The two begin at different images, so that none is
     in memory for having just been read. ``advance`` is called before each measurement.
