@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import io
 import math
-import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -37,9 +36,8 @@ from ddpm_ds.files import open_regular, read_bytes, sha256_of
 FORMAT: Final = 1
 LABELS, OFFSETS, META, SKIPPED = "labels.npy", "offsets.npy", "meta.json", "skipped.txt"
 Kind = Literal["pixels", "encoded", "latents"]
-MOST_MAPPED = 256
-"""Most files of images mapped at a time. Each keeps two file descriptors, of which a process often has 1,024."""
-
+MOST_OPEN = 256
+"""Most files of images that are open at a time; a process often may have 1,024."""
 READAHEAD_BYTES = 2**17
 """Most bytes that Linux reads ahead at once, as disks are set up: of a longer request it drops the rest."""
 
@@ -89,17 +87,18 @@ class CacheMeta(BaseModel):
 class StoredImages:
     """Images of a cache where they lie, read by position: ``images[7]``, ``images[:100]``, ``images[positions]``.
 
-    Files are mapped when they are first read, and checked before each read: to read beyond the end of a file that was
-    cut short would end the process. Encoded images are decoded as they are read.
+    An only file of pixels or latents is mapped, and checked before each read, since to read beyond the end of a mapped
+    file that was cut short would end the process. Others are opened when they are first read, and images are read one
+    by one; encoded ones are decoded then.
     """
 
     def __init__(self, path: Path, meta: CacheMeta, offsets: Indices | None, crop: int | None = None) -> None:
         self.shape = (meta.count, *meta.shape) if crop is None else (meta.count, meta.shape[0], crop, crop)
         self.offsets, self._path, self._meta, self._crop = offsets, path, meta, crop
         self._starts = np.cumsum((0, *meta.counts))  # (files + 1,)
-        self._paths = [str(path / name) for name in meta.files]
-        self._sizes = [os.stat(file).st_size for file in self._paths]
-        self._mapped = lru_cache(MOST_MAPPED)(self._map)
+        self._paths = [path / name for name in meta.files]
+        self._sizes = np.array([os.stat(file).st_size for file in self._paths])
+        self._file = lru_cache(MOST_OPEN)(lambda number: io.FileIO(self._paths[number]))
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -118,31 +117,22 @@ class StoredImages:
         """Return the images at ``positions`` (n,), (n, C, H, W), in ``out`` where it is given.
 
         Raises:
-            DataError: a file was cut short since the cache was opened, or an encoded image can't be decoded.
+            DataError: a file was cut short or removed since the cache was opened, or an encoded image can't be decoded.
         """
         out = np.empty((len(positions), *self.shape[1:]), self.dtype) if out is None else out
-        files = self._starts.searchsorted(positions, side="right") - 1  # (n,)
-        needed = np.unique(files).tolist()
-        for number in needed:
-            self._check(number)
-        if len(self._sizes) > 1:  # all at once: a disk reads many at a time faster than one after the other
-            for number, position in zip(files.tolist(), positions.tolist(), strict=True):
-                self._will_read(number, position, position + 1)
-        if len(self._sizes) == 1 and self.offsets is None and self._crop is None:
-            # One call, and one copy: in its other modes numpy copies into a buffer first.
-            return np.take(self._mapped(0)[0], positions, axis=0, out=out, mode="clip")
-        cut = [
-            slice((side - kept) // 2, (side + kept) // 2)
-            for side, kept in zip(self._meta.shape[1:], self.shape[2:], strict=True)
-        ]
-        if self.offsets is not None:
-            for row, (number, position) in enumerate(zip(files.tolist(), positions.tolist(), strict=True)):
-                out[row] = self._decoded(number, position)[:, *cut]
-            return out
-        images = {number: self._mapped(number)[0][:, :, *cut] for number in needed}
-        places = (positions - self._starts[files]).tolist()
-        for row, (number, place) in enumerate(zip(files.tolist(), places, strict=True)):
-            out[row] = images[number][place]
+        try:
+            if len(self._sizes) == 1 and self.offsets is None and self._crop is None:
+                self._check(0)
+                # One call, and one copy: in its other modes numpy copies into a buffer first.
+                return np.take(self._mapped, positions, axis=0, out=out, mode="clip")
+            places = list(self._places(positions))
+            if len(self._sizes) > 1:  # all at once: a disk reads many at a time faster than one after the other
+                for place in places:
+                    self._ask(*place)
+            for row, position, place in zip(out, positions.tolist(), places, strict=True):
+                self._read_one(row, position, *place)
+        except OSError as error:
+            raise damaged(self._path, f"{error.filename or self._path} can't be read ({error.strerror})") from error
         return out
 
     def will_read(self, first: int, last: int) -> None:
@@ -150,53 +140,58 @@ class StoredImages:
         while first < last:
             number = int(self._starts.searchsorted(first, side="right")) - 1
             end = min(last, int(self._starts[number + 1]))
-            self._will_read(number, first, end)
+            (_, begin, _), (_, _, stop) = self._places(np.array([first, end - 1]))
+            self._ask(number, begin, stop)
             first = end
 
-    def _will_read(self, number: int, first: int, last: int) -> None:
-        """Ask for images of file ``number``."""
-        file, end = self._mapped(number)[1].fileno(), self._byte(number, last)
-        for begin in range(self._byte(number, first), end, READAHEAD_BYTES):
-            os.posix_fadvise(file, begin, min(READAHEAD_BYTES, end - begin), os.POSIX_FADV_WILLNEED)
-
-    def _byte(self, number: int, position: int) -> int:
-        """Return the byte of file ``number`` at which the image at ``position`` begins."""
-        start = int(self._starts[number])
+    def _places(self, positions: Indices) -> Iterator[tuple[int, int, int]]:
+        """Yield the number of each image's file, its first byte there and the one after its last."""
+        files = self._starts.searchsorted(positions, side="right") - 1  # (n,)
+        starts = self._starts[files]
         if self.offsets is not None:
-            return int(self.offsets[position] - self.offsets[start])
-        image_bytes = self._sizes[number] // max(1, self._meta.counts[number])  # the header is lost in rounding
-        return (position - start) * image_bytes
+            begins, ends = (self.offsets[positions + more] - self.offsets[starts] for more in (0, 1))
+        else:
+            image_bytes = math.prod(self._meta.shape) * self.dtype.itemsize
+            headers = self._sizes[files] - np.array(self._meta.counts)[files] * image_bytes
+            begins = headers + (positions - starts) * image_bytes
+            ends = begins + image_bytes
+        return zip(files.tolist(), begins.tolist(), ends.tolist(), strict=True)
 
-    def _decoded(self, number: int, position: int) -> Images:
-        """Return the image (C, H, W) at ``position``, which is in file ``number``."""
-        content = self._mapped(number)[0][self._byte(number, position) : self._byte(number, position + 1)].tobytes()
-        channels, size, _ = self._meta.shape
-        try:
-            return decode(content, size, channels).transpose(2, 0, 1)
-        except Exception as error:  # a decoder may raise anything on broken bytes
-            raise damaged(self._path, f"image {position} can't be decoded ({' '.join(str(error).split())})") from error
+    def _ask(self, number: int, begin: int, end: int) -> None:
+        """Ask the system to read these bytes of file ``number``."""
+        file = self._file(number).fileno()
+        for byte in range(begin, end, READAHEAD_BYTES):
+            os.posix_fadvise(file, byte, min(READAHEAD_BYTES, end - byte), os.POSIX_FADV_WILLNEED)
 
-    def _map(self, number: int) -> tuple[Images, io.FileIO]:
-        """Map a file: (n, C, H, W), or the bytes (n,) of encoded images; the file stays open to be read ahead."""
-        file = io.FileIO(self._paths[number])
-        count, size, shape = self._meta.counts[number], self._sizes[number], self._meta.shape
-        if not count:
-            return np.empty((0, *shape), self.dtype), file
-        mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
-        if len(self._sizes) > 1:  # else each image would bring along megabytes that lie around it
-            mapped.madvise(mmap.MADV_RANDOM)
-        if self.offsets is not None:
-            return np.frombuffer(mapped, np.uint8), file
-        images = count * math.prod(shape)
-        header = size - images * self.dtype.itemsize
-        return np.frombuffer(mapped, self.dtype, images, header).reshape(count, *shape), file
+    def _read_one(self, row: Images, position: int, number: int, begin: int, end: int) -> None:
+        """Read the image at ``position``, which is in these bytes of file ``number``, into ``row``."""
+        encoded, cropped = self.offsets is not None, self._crop is not None
+        if encoded:
+            content: Any = bytearray(end - begin)
+        else:
+            content = np.empty(self._meta.shape, self.dtype) if cropped else row
+        if os.preadv(self._file(number).fileno(), [content], begin) != end - begin:
+            self._check(number)
+        if encoded:
+            channels, size, _ = self._meta.shape
+            try:
+                content = decode(bytes(content), size, channels).transpose(2, 0, 1)
+            except Exception as error:  # a decoder may raise anything on broken bytes
+                reason = " ".join(str(error).split())
+                raise damaged(self._path, f"image {position} can't be decoded ({reason})") from error
+        if encoded or cropped:
+            top, left = ((side - kept) // 2 for side, kept in zip(content.shape[1:], row.shape[1:], strict=True))
+            row[:] = content[:, top : top + row.shape[1], left : left + row.shape[2]]
+
+    @cached_property
+    def _mapped(self) -> Images:
+        """Images (n, C, H, W) of an only file."""
+        return np.load(self._paths[0], mmap_mode="r")
 
     def _check(self, number: int) -> None:
-        try:
-            found = os.stat(self._paths[number]).st_size
-        except OSError:  # removed: what is mapped stays
-            return
-        if found < (size := self._sizes[number]):
+        """Raise DataError if file ``number`` is not as long as it was."""
+        found, size = os.fstat(self._file(number).fileno()).st_size, self._sizes[number]
+        if found != size:
             name = self._meta.files[number]
             raise damaged(self._path, f"{name} was cut from {size:,} to {found:,} bytes while it was read")
 

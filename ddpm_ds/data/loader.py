@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -120,7 +121,7 @@ def _window(order: Order, epoch: int, window: int) -> Indices:
     return positions[_permutation(len(positions), order.seed, epoch, window + 1)]
 
 
-READ_BYTES, READ_IMAGES = 2**20, 512
+READ_BYTES, READ_IMAGES = 2**22, 512
 """Bytes and images up to which smaller micro-batches are read together: a read costs a tenth of a millisecond besides
 its bytes, and one by another process some milliseconds.
 """
@@ -158,9 +159,9 @@ def micro_batches(
         micro-batch         0     0     1     1
 
     ``among`` are the positions in the cache that are trained on, rising, None for all of it, and ``window`` is that of
-    their :class:`Order`. ``workers`` processes read ahead;
-    with 0 a thread of this one does. An error or the death of a worker is raised here. ``pin_memory`` puts the images
-    into pinned memory. Raises ValueError when ``batch_images`` is not M x ``replicas`` x ``micro_batch_images``.
+    their :class:`Order`. ``workers`` processes read ahead; with 0 two threads of this one do. An error or the death of
+    a worker is raised here. ``pin_memory`` puts the images into pinned memory. Raises ValueError when ``batch_images``
+    is not M x ``replicas`` x ``micro_batch_images``.
     """
     turn = replicas * micro_batch_images
     if batch_images % turn:
@@ -171,19 +172,18 @@ def micro_batches(
     order = Order(len(cache if among is None else among), seed, window)
     images = _Reads(cache, among, order, first, turn, micro_batch_images, pin_memory and not workers)
     if not workers:
-        reads = _one_ahead(map(images.__getitem__, itertools.count()))
-    else:
-        loader = DataLoader(
-            images,
-            batch_size=None,
-            sampler=itertools.count(),
-            collate_fn=_as_it_is,
-            num_workers=workers,
-            pin_memory=pin_memory,
-            generator=torch.Generator(),  # else the loader draws from torch's global generator
-        )
-        reads = iter(loader)
-    return (micro_batch for read in reads for micro_batch in _parts(read, micro_batch_images, pin_memory))
+        return _ahead(images.__getitem__, 2, micro_batch_images, pin_memory)
+    loader = DataLoader(
+        images,
+        batch_size=None,
+        sampler=itertools.count(),
+        collate_fn=_as_it_is,
+        num_workers=workers,
+        pin_memory=pin_memory,
+        generator=torch.Generator(),  # else the loader draws from torch's global generator
+    )
+    reads = iter(loader)
+    return _ahead(lambda _: next(reads), 1, micro_batch_images, pin_memory)
 
 
 _Read = tuple[Tensor, Indices, Indices]
@@ -228,21 +228,24 @@ class _Reads(Dataset[_Read]):
         return images, self.cache.labels[stored], index
 
 
-def _one_ahead(reads: Iterator[_Read]) -> Iterator[_Read]:
-    """Yield the same reads, each made by a thread while the one before is used."""
-    with ThreadPoolExecutor(1) as thread:
-        coming = thread.submit(next, reads)
-        while True:
-            read, coming = coming.result(), thread.submit(next, reads)
-            yield read
+def _ahead(read: Callable[[int], _Read], threads: int, size: int, pin_memory: bool) -> Iterator[MicroBatch]:
+    """Yield the micro-batches of ``size`` images of read 0, read 1 and so on, as views; while one is used, each of
+    ``threads`` makes another.
+    """
 
+    def parts(number: int) -> list[MicroBatch]:
+        images, *others = read(number)
+        labels, index = (torch.from_numpy(numbers) for numbers in others)
+        if pin_memory:
+            labels, index = labels.pin_memory(), index.pin_memory()
+        return list(map(MicroBatch, images.split(size), labels.split(size), index.split(size)))
 
-def _parts(read: _Read, size: int, pin_memory: bool) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of a read, as views."""
-    images, labels, index = read[0], torch.from_numpy(read[1]), torch.from_numpy(read[2])
-    if pin_memory:
-        labels, index = labels.pin_memory(), index.pin_memory()
-    return map(MicroBatch, images.split(size), labels.split(size), index.split(size))
+    with ThreadPoolExecutor(threads) as pool:
+        coming = deque(pool.submit(parts, number) for number in range(threads))
+        for number in itertools.count(threads):
+            batches = coming.popleft().result()
+            coming.append(pool.submit(parts, number))
+            yield from batches
 
 
 def _as_it_is(read: Any) -> Any:

@@ -128,10 +128,8 @@ def test_images_in_several_files_or_encoded_are_those_in_one(photos: dict[str, D
     several.images.will_read(5, 6)
 
 
-def test_no_more_files_are_mapped_than_a_limit(
-    photos: dict[str, DatasetCache], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cache, "MOST_MAPPED", 2)
+def test_no_more_files_are_open_than_a_limit(photos: dict[str, DatasetCache], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "MOST_OPEN", 2)
     several, expected = DatasetCache.open(photos["several"].path), photos["one"].images[:]
     before = len(os.listdir("/proc/self/fd"))
     assert (several.images[:] == expected).all()
