@@ -98,7 +98,7 @@ class StoredImages:
         self._starts = np.cumsum((0, *meta.counts))  # (files + 1,)
         self._paths = [path / name for name in meta.files]
         self._sizes = np.array([os.stat(file).st_size for file in self._paths])
-        self._file = lru_cache(MOST_OPEN)(lambda number: io.FileIO(self._paths[number]))
+        self._file = lru_cache(MOST_OPEN)(lambda number: io.FileIO(self._paths[number]))  # closed by its last user
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -159,9 +159,9 @@ class StoredImages:
 
     def _ask(self, number: int, begin: int, end: int) -> None:
         """Ask the system to read these bytes of file ``number``."""
-        file = self._file(number).fileno()
+        file = self._file(number)
         for byte in range(begin, end, READAHEAD_BYTES):
-            os.posix_fadvise(file, byte, min(READAHEAD_BYTES, end - byte), os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(file.fileno(), byte, min(READAHEAD_BYTES, end - byte), os.POSIX_FADV_WILLNEED)
 
     def _read_one(self, row: Images, position: int, number: int, begin: int, end: int) -> None:
         """Read the image at ``position``, which is in these bytes of file ``number``, into ``row``."""
@@ -170,7 +170,8 @@ class StoredImages:
             content: Any = bytearray(end - begin)
         else:
             content = np.empty(self._meta.shape, self.dtype) if cropped else row
-        if os.preadv(self._file(number).fileno(), [content], begin) != end - begin:
+        file = self._file(number)
+        if os.preadv(file.fileno(), [content], begin) != end - begin:
             self._check(number)
         if encoded:
             channels, size, _ = self._meta.shape
@@ -190,7 +191,8 @@ class StoredImages:
 
     def _check(self, number: int) -> None:
         """Raise DataError if file ``number`` is not as long as it was."""
-        found, size = os.fstat(self._file(number).fileno()).st_size, self._sizes[number]
+        file, size = self._file(number), self._sizes[number]
+        found = os.fstat(file.fileno()).st_size
         if found != size:
             name = self._meta.files[number]
             raise damaged(self._path, f"{name} was cut from {size:,} to {found:,} bytes while it was read")

@@ -4,6 +4,8 @@ import json
 import os
 import pickle
 import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -134,6 +136,21 @@ def test_no_more_files_are_open_than_a_limit(photos: dict[str, DatasetCache], mo
     before = len(os.listdir("/proc/self/fd"))
     assert (several.images[:] == expected).all()
     assert len(os.listdir("/proc/self/fd")) <= before + 2 * 2
+
+
+def test_threads_may_read_at_once_whichever_files_are_closed_meanwhile(
+    photos: dict[str, DatasetCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that one thread has just opened must not be closed by what another thread opens."""
+    monkeypatch.setattr(cache, "MOST_OPEN", 2)
+    several, expected = DatasetCache.open(photos["several"].path), photos["one"].images[:]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            assert all((found == expected).all() for found in threads.map(lambda _: several.images[:], range(100)))
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_damage_to_one_of_several_files_is_named(photos: dict[str, DatasetCache]) -> None:
