@@ -167,7 +167,8 @@ class DataSpec(Section):
     """Images that are shuffled together: less than memory holds of them, where the cache is larger; null shuffles
     all."""
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Loader processes per rank that loads data. 0 reads in the training process, which is fastest for small images."""
+    """Loader processes per rank that loads data. 0 reads in threads of the training process, which is fastest for
+    images kept as pixels."""
 
     @property
     def stored_size(self) -> int:

@@ -208,7 +208,7 @@ class _Reads(Dataset[_Read]):
     @property
     def micro_batches(self) -> int:
         """Number of micro-batches in a read."""
-        image_bytes = math.prod(self.cache.meta.shape)
+        image_bytes = math.prod(self.cache.meta.shape) * self.cache.meta.dtype.itemsize
         return max(1, min(READ_BYTES // image_bytes, READ_IMAGES) // self.size)
 
     def __getitem__(self, number: int) -> _Read:
