@@ -90,6 +90,7 @@ def test_a_resume_on_another_layout_with_a_folder_for_each_host_does_not_lock(tm
     assert points(tmp_path / "a" / "run")[-1]["train/seen_images"] == 192
 
 
+@pytest.mark.long
 def test_the_benchmark_does_not_lock(tmp_path: Path) -> None:
     """The rows of this project's engines; DistributedDataParallel can't use a process group written in Python."""
     bench, log = REPOSITORY / "launch" / "bench.py", tmp_path / "log"

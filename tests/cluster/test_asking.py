@@ -108,6 +108,7 @@ def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
     assert seen.hosts["one"].port_error == "Address already in use" and not seen.hosts["two"].port_error
 
 
+@pytest.mark.long
 def test_the_network_of_hosts_is_measured_and_one_that_leaves_is_named(tmp_path: Path) -> None:
     for hosts, expected in ((["one", "two"], {}), (["one", "no-host"], {"no-host"})):
         network = network_test(

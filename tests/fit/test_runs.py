@@ -104,6 +104,7 @@ def test_the_largest_that_fits_a_budget_is_found_and_the_next_one_does_not_fit(
     assert not any(PLANTED in words and "--run-dir" in words for words in running)
 
 
+@pytest.mark.long
 @pytest.mark.launch
 def test_a_child_that_is_killed_does_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -29,6 +29,7 @@ CASES: list[tuple[dict[str, Any], Candidate]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.launch
 def test_predicted_memory_is_what_ranks_hold(tmp_path: Path) -> None:
     predictors: list[Predictor] = []

@@ -28,7 +28,7 @@ CUT = {"pipeline": {"stages": 2, "partition": [5], "use_reentrant": True}, "trai
     [
         (FP16, 2, 12, 6, {0, 1, 2}),
         (BF16, 3, 16, 8, {1, 2}),
-        (OFFLOAD, 2, 24, 8, {0, 1, 2}),
+        (OFFLOAD, 2, 12, 4, {0, 1, 2}),
         (CUT, 1, 16, 2, {0, 1, 2}),
     ],
     ids=["fp16", "bf16", "offload", "cut"],

@@ -58,6 +58,7 @@ def test_the_first_is_the_fastest_of_all_and_the_others_follow_with_a_reason(pre
     assert reason.startswith("1 is the fastest of ") and " longer: " in " ".join(reason.split())
 
 
+@pytest.mark.long
 def test_many_micro_batches_are_extrapolated_to_what_their_simulation_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     """From four times as many as a rank holds on, one more adds the same; an order made for another number of them is
     not quite the same order."""

@@ -73,6 +73,7 @@ def sent_folded(plan: RunPlan) -> list[int]:
     return [down[rank] + down[rank + 1] + up[rank] + up[rank + 1] for rank in range(ranks)]
 
 
+@pytest.mark.long
 @pytest.mark.launch
 def test_in_one_process_a_wrong_row_is_refused_and_others_are_compared_to_the_plain_loop(tmp_path: Path) -> None:
     file = tmp_path / "result.json"

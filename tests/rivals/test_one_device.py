@@ -138,6 +138,7 @@ def test_the_other_unet_is_that_of_its_spec_with_the_runs_objective() -> None:
     assert other.plan.parameters == 16_432_195 and other.plan.spec.diffusion.loss == "huber"
 
 
+@pytest.mark.long
 @pytest.mark.launch
 def test_a_wrong_row_is_refused_and_good_ones_are_timed(tmp_path: Path, store_root: Path) -> None:
     file = tmp_path / "result.json"

@@ -186,10 +186,6 @@ def tolerance(case: Case) -> float:
     return stored + 4 * 2.0**-24 * ((30 + terms) ** 0.5 + abs(case.mean) / case.deviation)
 
 
-CORE = ("fp32-tiles-embedding", "fp32-whole-embedding", "fp16-tiles", "channels-in-blocks")
-"""Cases that are interpreted in every run of the tests; the others take long."""
-
-
 def interpret(out: str, *names: str) -> None:
     """Write to a file what the interpreter made of some cases."""
     found = {name: report(CASES[name]) for name in names}
@@ -209,9 +205,8 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixtur
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in CORE else pytest.param(name, marks=pytest.mark.long) for name in CASES]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
 def test_output_and_every_gradient_equal_float64_and_have_the_dtypes_and_memory_format_of_x(
     interpreted: dict[str, Any], name: str
 ) -> None:
@@ -220,6 +215,7 @@ def test_output_and_every_gradient_equal_float64_and_have_the_dtypes_and_memory_
     assert report["repeats"] and all(report["dtypes"]) and all(report["channels_last"])
 
 
+@pytest.mark.long
 def test_compiled_and_recomputed_it_gives_the_same_bits(interpreted: dict[str, Any]) -> None:
     assert interpreted["same"] == {"compiled": True, "recomputed": True}
 

@@ -73,6 +73,7 @@ def interpret(out: str) -> None:
     Path(out).write_text(json.dumps({"differing": differing("cpu"), "drawn": drawn_alike("cpu")}))
 
 
+@pytest.mark.long
 def test_interpreted_every_mask_is_the_reference_bit_for_bit(tmp_path: Path) -> None:
     run_alone("test_keyed_mask", f"interpret({str(tmp_path / 'report')!r})", TRITON_INTERPRET="1")
     report = json.loads((tmp_path / "report").read_text())
