@@ -129,7 +129,7 @@ def test_a_run_is_diagnosed_by_name_and_the_verdict_is_kept(
     assert (store.root / "slow" / "verdict.txt").read_text() == said
     (run,) = store.client.search_runs([store.experiment])
     assert run.data.tags["verdict.top"] == "data wait"
-    assert run.data.tags["verdict.try"] == "--set data.workers=1"
+    assert run.data.tags["verdict.try"] == "--set data.workers=2"
     assert run.data.tags["verdict.share"] == "23.1%"
     kept = store.client.download_artifacts(run.info.run_id, "verdict.txt", str(store.root))
     assert Path(kept).read_text() == said
