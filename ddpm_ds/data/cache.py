@@ -1,4 +1,4 @@
-"""Data-set cache: all images of a source, in their final size, in memory-mapped files of bounded size.
+"""Data-set cache: all images of a source, in their final size, in files of bounded size.
 
 ::
 
