@@ -98,7 +98,10 @@ class StoredImages:
         self._starts = np.cumsum((0, *meta.counts))  # (files + 1,)
         self._paths = [path / name for name in meta.files]
         self._sizes = np.array([os.stat(file).st_size for file in self._paths])
-        self._file = lru_cache(MOST_OPEN)(lambda number: io.FileIO(self._paths[number]))  # closed by its last user
+        self._image_bytes = math.prod(meta.shape) * meta.dtype.itemsize
+        self._headers = self._sizes - np.array(meta.counts) * self._image_bytes  # of files that are not encoded
+        # Closed by its last user: whoever uses the descriptor keeps the file, since another thread may drop it here.
+        self._file = lru_cache(MOST_OPEN)(lambda number: io.FileIO(self._paths[number]))
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -122,7 +125,8 @@ class StoredImages:
         out = np.empty((len(positions), *self.shape[1:]), self.dtype) if out is None else out
         try:
             if len(self._sizes) == 1 and self.offsets is None and self._crop is None:
-                self._check(0)
+                if self._size(0) != self._sizes[0]:
+                    raise self._cut_short(0)
                 # One call, and one copy: in its other modes numpy copies into a buffer first.
                 return np.take(self._mapped, positions, axis=0, out=out, mode="clip")
             places = list(self._places(positions))
@@ -151,10 +155,8 @@ class StoredImages:
         if self.offsets is not None:
             begins, ends = (self.offsets[positions + more] - self.offsets[starts] for more in (0, 1))
         else:
-            image_bytes = math.prod(self._meta.shape) * self.dtype.itemsize
-            headers = self._sizes[files] - np.array(self._meta.counts)[files] * image_bytes
-            begins = headers + (positions - starts) * image_bytes
-            ends = begins + image_bytes
+            begins = self._headers[files] + (positions - starts) * self._image_bytes
+            ends = begins + self._image_bytes
         return zip(files.tolist(), begins.tolist(), ends.tolist(), strict=True)
 
     def _ask(self, number: int, begin: int, end: int) -> None:
@@ -172,7 +174,7 @@ class StoredImages:
             content = np.empty(self._meta.shape, self.dtype) if cropped else row
         file = self._file(number)
         if os.preadv(file.fileno(), [content], begin) != end - begin:
-            self._check(number)
+            raise self._cut_short(number)
         if encoded:
             channels, size, _ = self._meta.shape
             try:
@@ -187,15 +189,17 @@ class StoredImages:
     @cached_property
     def _mapped(self) -> Images:
         """Images (n, C, H, W) of an only file."""
-        return np.load(self._paths[0], mmap_mode="r")
+        return _array(self._path, self._meta.files[0])
 
-    def _check(self, number: int) -> None:
-        """Raise DataError if file ``number`` is not as long as it was."""
-        file, size = self._file(number), self._sizes[number]
-        found = os.fstat(file.fileno()).st_size
-        if found != size:
-            name = self._meta.files[number]
-            raise damaged(self._path, f"{name} was cut from {size:,} to {found:,} bytes while it was read")
+    def _size(self, number: int) -> int:
+        """Return the bytes that file ``number`` has now."""
+        file = self._file(number)
+        return os.fstat(file.fileno()).st_size
+
+    def _cut_short(self, number: int) -> DataError:
+        """Return the error of file ``number``, which is not as long as it was."""
+        name, before, now = self._meta.files[number], self._sizes[number], self._size(number)
+        return damaged(self._path, f"{name} was cut from {before:,} to {now:,} bytes while it was read")
 
 
 @dataclass(frozen=True)

@@ -236,10 +236,10 @@ def workers(model: Model) -> Ideas:
     most = MOST_WORKERS if residence is None or not residence.in_memory else min(MOST_WORKERS, residence.cores)
     wait = max(rank.data_wait for rank in model.facts.ranks)
     alone = model.step_seconds(replace(now, data_wait=0.0))
-    now_read = max(1, workers)  # without workers two threads read, which give as much as one worker (docs/data.md)
-    work = now_read * (alone + wait)
+    readers = max(1, workers)  # without workers two threads read, which give as much as one worker (docs/data.md)
+    work = readers * (alone + wait)
     enough = min(math.ceil(work / alone), most)
-    if enough <= now_read or not wait:
+    if enough <= readers or not wait:
         return
     left = max(0.0, work / enough - alone) / wait
     words = f"With {counted(enough, 'loader')} images are read ahead while the devices compute"

@@ -144,11 +144,15 @@ def test_threads_may_read_at_once_whichever_files_are_closed_meanwhile(
     """A file that one thread has just opened must not be closed by what another thread opens."""
     monkeypatch.setattr(cache, "MOST_OPEN", 2)
     several, expected = DatasetCache.open(photos["several"].path), photos["one"].images[:]
+    begun = [DatasetCache.open(photos["one"].path) for _ in range(100)]  # each opens its only file in several threads
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(4) as threads:
             assert all((found == expected).all() for found in threads.map(lambda _: several.images[:], range(100)))
+            for one in begun:
+                found = threads.map(one.images.__getitem__, [slice(None)] * 4)
+                assert all((images == expected).all() for images in found)
     finally:
         sys.setswitchinterval(before)
 

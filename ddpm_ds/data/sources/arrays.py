@@ -34,7 +34,6 @@ class ArraySource:
     classes: tuple[str, ...]
     labels: Labels = field(repr=False)
     images: Pixels = field(repr=False)  # (N, H, W), (N, H, W, C) or (N, C, H, W)
-    channels_first: bool = False
     file: IO[bytes] | None = field(default=None, repr=False)
     """File that ``images`` is mapped from, which may have no name any more."""
 
@@ -52,6 +51,11 @@ class ArraySource:
         vars(self).update(state)
         if isinstance(self.images, tuple):
             self.images = np.memmap(*self.images)
+
+    @property
+    def channels_first(self) -> bool:
+        """Whether images are (C, H, W): their last dimension is not one or three colours."""
+        return self.images.ndim == 4 and self.images.shape[3] not in (1, 3)
 
     def name(self, i: int, /) -> str:
         """Return the position in the array."""
@@ -97,10 +101,8 @@ def open_arrays(spec: DataSpec, progress: bool) -> ArraySource:
             f"data.path = {path} holds images of {images.dtype} {images.shape}; use uint8 (N, H, W), (N, H, W, C) or "
             "(N, C, H, W)"
         )
-    channels_first = images.ndim == 4 and images.shape[3] not in (1, 3)
-    channels = 1 if images.ndim == 3 else images.shape[1 if channels_first else 3]
-    if channels not in (1, 3):
-        raise DataError(f"data.path = {path} holds images of {channels} channels; use 1 or 3")
+    if images.ndim == 4 and not {images.shape[1], images.shape[3]} & {1, 3}:
+        raise DataError(f"data.path = {path} holds images of {images.shape[1]} channels; use 1 or 3")
     labels = np.zeros(len(images), np.int64) if labels is None else labels
     if labels.shape != (len(images),) or labels.dtype.kind not in "iu":
         raise DataError(
@@ -111,7 +113,7 @@ def open_arrays(spec: DataSpec, progress: bool) -> ArraySource:
     if least < 0 or most >= MOST_CLASSES:
         raise DataError(f"data.path = {path} holds labels from {least} to {most}; number classes from 0")
     classes = tuple(map(str, range(most + 1)))
-    return ArraySource(classes, labels.astype(np.int64), images, channels_first, file)
+    return ArraySource(classes, labels.astype(np.int64), images, file)
 
 
 def _stored_arrays(path: Path, folder: Path) -> tuple[npt.NDArray[Any], npt.NDArray[Any] | None, IO[bytes]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from ddpm_ds.errors import DataError
+from ddpm_ds.files import open_regular
 
 if TYPE_CHECKING:
     import numpy as np
@@ -154,6 +155,13 @@ def check_size(size: int) -> None:
     """Raise ValueError for an encoded image of too many bytes."""
     if size > MOST_IMAGE_BYTES:
         raise ValueError(f"{size:,} bytes, more than {MOST_IMAGE_BYTES:,}; save it smaller")
+
+
+def read_file(path: Path) -> bytes:
+    """Return an image file; raises OSError for what is no regular file, and ValueError for too many bytes."""
+    with open_regular(path) as file:
+        check_size(os.fstat(file.fileno()).st_size)
+        return file.read()
 
 
 @functools.cache

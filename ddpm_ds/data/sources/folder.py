@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddpm_ds.data.sources.base import Labels, Names, check_size, is_image, numbered, printable
+from ddpm_ds.data.sources.base import Labels, Names, is_image, numbered, printable, read_file
 from ddpm_ds.errors import DataError
-from ddpm_ds.files import open_regular
 
 if TYPE_CHECKING:
     from ddpm_ds.config.spec import DataSpec
@@ -34,9 +33,7 @@ class FolderSource:
 
     def read(self, i: int, /) -> bytes:
         """Read an image file; what is no regular file raises OSError."""
-        with open_regular(self.root / self.files[i]) as file:
-            check_size(os.fstat(file.fileno()).st_size)
-            return file.read()
+        return read_file(self.root / self.files[i])
 
 
 def open_folder(spec: DataSpec, progress: bool) -> FolderSource:

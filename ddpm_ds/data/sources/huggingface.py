@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpm_ds.data.sources.base import MOST_CLASSES, UNLABELLED, Labels, check_size, one_line, printable
+from ddpm_ds.data.sources.base import MOST_CLASSES, UNLABELLED, Labels, check_size, one_line, printable, read_file
 from ddpm_ds.errors import DataError
-from ddpm_ds.files import open_regular
 
 if TYPE_CHECKING:
     from ddpm_ds.config.spec import DataSpec
@@ -69,9 +67,7 @@ class HuggingFaceSource:
         if isinstance(value, dict):
             value = value.get("path") if value.get("bytes") is None else value["bytes"]
         if isinstance(value, str):
-            with open_regular(self.root / value) as file:
-                check_size(os.fstat(file.fileno()).st_size)
-                return file.read()
+            return read_file(self.root / value)
         if value is None:
             raise ValueError("it has no image")
         check_size(len(value))

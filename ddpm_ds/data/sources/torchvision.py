@@ -101,9 +101,8 @@ def _source(opened: Any, spec: DataSpec, key: str) -> Source:
         classes, numbers = (".",), np.zeros_like(numbers)
     if pixels is None:
         return FolderSource(classes, numbers, Path("/"), Names(os.path.abspath(image).lstrip("/") for image in images))
-    channels_first = pixels.ndim == 4 and pixels.shape[3] not in (1, 3)
     pixels, file = in_file(pixels, spec.store_root)
-    return ArraySource(classes, numbers, pixels, channels_first, file)
+    return ArraySource(classes, numbers, pixels, file)
 
 
 def _classes(names: Any, most: int) -> tuple[str, ...]:

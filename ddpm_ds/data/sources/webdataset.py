@@ -51,7 +51,7 @@ class WebDatasetSource:
     shards: tuple[Path, ...]
     files: Names = field(repr=False)
     places: npt.NDArray[np.int64] = field(repr=False)
-    """Of each image the index of its shard, the offset of its content in bytes and its size: (N, 3)."""
+    """Index of each image's shard, the offset of its content in bytes and its size: (N, 3)."""
 
     def name(self, i: int, /) -> str:
         """Return shard and member."""

@@ -60,7 +60,7 @@ class ZipSource:
     path: Path
     files: Names = field(repr=False)
     places: npt.NDArray[np.int64] = field(repr=False)
-    """Of each image the offset of its header, stored and whole size in bytes, checksum, method and flags: (N, 6)."""
+    """Offset of each image's header, its stored and whole size in bytes, checksum, method and flags: (N, 6)."""
 
     def name(self, i: int, /) -> str:
         """Return the path in the archive."""
