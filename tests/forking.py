@@ -17,11 +17,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PYTHON_PATH = os.pathsep.join(filter(None, (f"{REPOSITORY}", f"{REPOSITORY}/launch", os.environ.get("PYTHONPATH"))))
@@ -99,18 +100,14 @@ class ForkedWorker:
         self.pid = os.fork()
         if self.pid == 0:
             self._asked.close()
-            try:
-                self._become(asking)
-            except BaseException:
-                traceback.print_exc()
-            os._exit(1)
+            run(lambda: self._become(asking))
         asking.close()
 
     @staticmethod
     def _become(asking: socket.socket) -> None:
         details, received, _, _ = socket.recv_fds(asking, 1 << 20, 8)
         if not details:  # the rank has ended and wanted no worker
-            os._exit(0)
+            return
         module, arguments, environment, numbers = json.loads(details)
         inherited = [os.dup2(fd, 200 + place) for place, fd in enumerate([os.open(os.devnull, os.O_RDONLY), *received])]
         for fd, number in zip(inherited, (0, 1, *numbers), strict=True):
@@ -143,11 +140,40 @@ class ForkedWorker:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def forked(words: Sequence[str], environment: Mapping[str, str], stdout: str, stderr: str) -> int | None:
-    """The new process's id; None in the new process, which is then what the script would be."""
+@functools.cache
+def import_store() -> None:
+    """Import what MLflow's worker needs for a store in SQLite, and make SQLAlchemy ready for its tables."""
+    import mlflow.store.tracking.sqlalchemy_store
+    import sqlalchemy.orm
+
+    sqlalchemy.orm.configure_mappers()
+    gc.freeze()
+
+
+def run(program: Callable[[], object]) -> NoReturn:
+    """Run a program and end as Python does, but do not free one by one what the server imported."""
+    code = 0
+    try:
+        program()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code & 0xFF)
+
+
+def forked(words: Sequence[str], environment: Mapping[str, str], stdout: str, stderr: str) -> int:
+    """The process's id. The new process never comes back: it is what the script would be."""
     records = "MLFLOW_TRACKING_URI" in environment  # which says that a store is where the run is
     if records:
-        import mlflow  # noqa: F401
+        import_store()
     if (pid := os.fork()) != 0:
         return pid
     ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
@@ -161,8 +187,7 @@ def forked(words: Sequence[str], environment: Mapping[str, str], stdout: str, st
         setattr(ddpm_ds.tracking.tracker, "subprocess", ForkedWorker())  # noqa: B010
     sys.argv[:] = words
     sys.path[0] = str(Path(words[0]).parent)
-    runpy.run_path(words[0], run_name="__main__")
-    return None
+    run(lambda: runpy.run_path(words[0], run_name="__main__"))
 
 
 def polled(pid: int) -> int | None:
@@ -177,16 +202,14 @@ def serve() -> None:
     while line := sys.stdin.readline():
         details = json.loads(line)
         question = details.pop("question")
-        answer = answers[question](**details)
-        if question == "fork" and answer is None:
-            return
-        print(json.dumps(answer))
+        print(json.dumps(answers[question](**details)))
 
 
 if __name__ == "__main__":
     from ddpm_ds.pipeline import import_deepspeed
 
     import_deepspeed()
+    import sklearn.datasets  # noqa: F401  (the digits)
     import torch._dynamo  # noqa: F401  (the first optimizer imports it)
 
     import ddpm_ds.tracking.tracker
