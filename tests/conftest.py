@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
+from tests.forking import ServedWorkers
 from tests.launching import place_empty_store
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -56,6 +57,12 @@ def _own_environment() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture
+def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trackers of this process have workers that share the import of MLflow."""
+    monkeypatch.setattr("ddpm_ds.tracking.tracker.subprocess", ServedWorkers)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """Processes that share one import: PyTorch and DeepSpeed take seconds in each process that imports them anew.
 
 A server, one for a test process, has imported them and forks a process for each script that is asked for. What it is
-asked comes as lines of JSON, and so do its answers. A rank 0 that starts MLflow's worker finds that forked as well.
+asked comes as lines of JSON, and so do its answers. Whoever starts MLflow's worker finds that forked as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn, cast
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PYTHON_PATH = os.pathsep.join(filter(None, (f"{REPOSITORY}", f"{REPOSITORY}/launch", os.environ.get("PYTHONPATH"))))
@@ -35,41 +35,65 @@ ONE_THREAD = {
 DIE_WITH_PARENT = 1
 
 
-@functools.cache
-def server() -> subprocess.Popen[str]:
-    """The server of this process, which ends with it."""
-    found = subprocess.Popen(
-        [sys.executable, "-u", __file__],
-        env={**os.environ, **ONE_THREAD},
-        cwd=REPOSITORY,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    atexit.register(found.wait)
-    atexit.register(found.kill)
-    return found
+class Server:
+    """A process that forks others for this one, and ends with it."""
+
+    def __init__(self) -> None:
+        self._asking, (self._socket, asked) = threading.Lock(), socket.socketpair()
+        with asked:
+            process = subprocess.Popen(
+                [sys.executable, "-u", __file__],
+                env={**os.environ, **ONE_THREAD},
+                cwd=REPOSITORY,
+                stdin=asked,
+                stdout=subprocess.DEVNULL,
+            )
+        self.pid = process.pid
+        atexit.register(process.wait)
+        atexit.register(process.kill)
+
+    def ask(self, question: str, fds: Sequence[int] = (), **details: Any) -> Any:
+        """The answer to a question, which may come with open files."""
+        with self._asking:
+            tell(self._socket, {"question": question, **details}, fds)
+            return heard(self._socket)[0]
 
 
-def ask(question: str, **details: Any) -> Any:
-    """The server's answer."""
-    asked, answers = server().stdin, server().stdout
-    assert asked is not None and answers is not None
-    print(json.dumps({"question": question, **details}), file=asked, flush=True)
-    return json.loads(answers.readline())
+def tell(listener: socket.socket, value: Any, fds: Sequence[int] = ()) -> None:
+    """Send a line of JSON, and open files with its first byte."""
+    line = json.dumps(value).encode() + b"\n"
+    socket.send_fds(listener, [line[:1]], fds)
+    listener.sendall(line[1:])
+
+
+def heard(teller: socket.socket) -> tuple[Any, list[int]]:
+    """The value and the open files of the next line; None where nobody tells anything any more."""
+    line, fds, _, _ = socket.recv_fds(teller, 1, 8)
+    while line and not line.endswith(b"\n"):
+        line += teller.recv(1 << 16)
+    return json.loads(line or b"null"), fds
+
+
+server = functools.cache(Server)
+"""The server of this process."""
 
 
 class Forked:
-    """A script that runs in a process of its own, with what is used of :class:`subprocess.Popen`."""
+    """A process of its own that the server has forked, with what is used of :class:`subprocess.Popen`."""
 
-    def __init__(self, words: Sequence[str], *, env: Mapping[str, str], stdout: Path, stderr: Path) -> None:
-        files = {"stdout": str(stdout), "stderr": str(stderr)}
-        self.pid: int = ask("fork", words=list(words), environment=dict(env), **files)
+    def __init__(self, pid: int) -> None:
+        self.pid, self.stdout = pid, cast(IO[bytes], None)
         self.returncode: int | None = None
+
+    @classmethod
+    def script(cls, words: Sequence[str], *, env: Mapping[str, str], stdout: Path, stderr: Path) -> Forked:
+        """A script with its arguments; what it prints is appended to two files, or to one."""
+        files = {"stdout": str(stdout), "stderr": str(stderr)}
+        return cls(server().ask("script", words=list(words), environment=dict(env), **files))
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            self.returncode = ask("poll", pid=self.pid)
+            self.returncode = server().ask("poll", pid=self.pid)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -86,6 +110,24 @@ class Forked:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+class ServedWorkers:
+    """Whoever takes this for the module ``subprocess`` finds what a tracker uses of that. Workers are the server's."""
+
+    DEVNULL, PIPE = subprocess.DEVNULL, subprocess.PIPE
+
+    @staticmethod
+    def Popen(words: Sequence[str], *, pass_fds: Sequence[int], env: Mapping[str, str], **others: int) -> Forked:
+        _, _, module, trainer, *arguments = words
+        assert int(trainer) == os.getpid()
+        arguments = [str(server().pid), *arguments]  # a worker ends with its parent
+        ours, theirs = os.pipe()
+        details = {"module": module, "arguments": arguments, "environment": dict(env), "numbers": list(pass_fds)}
+        worker = Forked(server().ask("module", [theirs, *pass_fds], **details))
+        os.close(theirs)
+        worker.stdout = os.fdopen(ours, "rb")
+        return worker
 
 
 class ForkedWorker:
@@ -105,17 +147,9 @@ class ForkedWorker:
 
     @staticmethod
     def _become(asking: socket.socket) -> None:
-        details, received, _, _ = socket.recv_fds(asking, 1 << 20, 8)
-        if not details:  # the rank has ended and wanted no worker
-            return
-        module, arguments, environment, numbers = json.loads(details)
-        inherited = [os.dup2(fd, 200 + place) for place, fd in enumerate([os.open(os.devnull, os.O_RDONLY), *received])]
-        for fd, number in zip(inherited, (0, 1, *numbers), strict=True):
-            os.dup2(fd, number)
-        os.environ.clear()
-        os.environ.update(environment)
-        sys.argv[1:] = arguments
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        details, fds = heard(asking)
+        if details is not None:  # else the rank has ended and wanted no worker
+            become(fds, **details)
 
     def Popen(self, words: Sequence[str], *, pass_fds: Sequence[int], env: Mapping[str, str], **others: int) -> Any:
         """This child, or, if it is taken, one that is started as usual."""
@@ -123,9 +157,9 @@ class ForkedWorker:
             return subprocess.Popen(words, pass_fds=pass_fds, env=env, **others)  # type: ignore[call-overload]
         _, _, module, *arguments = words
         ours, theirs = os.pipe()
-        details = json.dumps([module, arguments, dict(env), list(pass_fds)]).encode()
         with self._asked:
-            socket.send_fds(self._asked, [details], [theirs, *pass_fds])
+            details = {"module": module, "arguments": arguments, "environment": dict(env), "numbers": list(pass_fds)}
+            tell(self._asked, details, [theirs, *pass_fds])
         os.close(theirs)
         self.stdout = os.fdopen(ours, "rb")
         return self
@@ -143,7 +177,7 @@ class ForkedWorker:
 @functools.cache
 def import_store() -> None:
     """Import what MLflow's worker needs for a store in SQLite, and make SQLAlchemy ready for its tables."""
-    import mlflow.store.tracking.sqlalchemy_store
+    import mlflow.store.tracking.sqlalchemy_store  # noqa: F401
     import sqlalchemy.orm
 
     sqlalchemy.orm.configure_mappers()
@@ -169,8 +203,33 @@ def run(program: Callable[[], object]) -> NoReturn:
     os._exit(code & 0xFF)
 
 
-def forked(words: Sequence[str], environment: Mapping[str, str], stdout: str, stderr: str) -> int:
-    """The process's id. The new process never comes back: it is what the script would be."""
+def become(
+    fds: Sequence[int], module: str, arguments: Sequence[str], environment: Mapping[str, str], numbers: Sequence[int]
+) -> None:
+    """Run a module with the standard output and the open files of ``numbers`` that it is given."""
+    moved = [os.dup2(fd, 200 + place) for place, fd in enumerate([os.open(os.devnull, os.O_RDONLY), *fds])]
+    for fd, number in zip(moved, (0, 1, *numbers), strict=True):
+        os.dup2(fd, number)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
+    sys.argv[1:] = arguments
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def fork_module(fds: Sequence[int], **details: Any) -> int:
+    """The id of a process that becomes a module."""
+    import_store()
+    if (pid := os.fork()) == 0:
+        ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
+        run(lambda: become(fds, **details))
+    return pid
+
+
+def fork_script(
+    fds: Sequence[int], words: Sequence[str], environment: Mapping[str, str], stdout: str, stderr: str
+) -> int:
+    """The id of a process that is what the script would be."""
     records = "MLFLOW_TRACKING_URI" in environment  # which says that a store is where the run is
     if records:
         import_store()
@@ -190,19 +249,19 @@ def forked(words: Sequence[str], environment: Mapping[str, str], stdout: str, st
     run(lambda: runpy.run_path(words[0], run_name="__main__"))
 
 
-def polled(pid: int) -> int | None:
+def poll(fds: Sequence[int], pid: int) -> int | None:
     """The exit code of a process that has ended."""
     ended, status = os.waitpid(pid, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if ended else None
 
 
-def serve() -> None:
+def serve(asking: socket.socket) -> None:
     """Answer until nobody asks any more."""
-    answers: dict[str, Callable[..., int | None]] = {"fork": forked, "poll": polled}
-    while line := sys.stdin.readline():
-        details = json.loads(line)
-        question = details.pop("question")
-        print(json.dumps(answers[question](**details)))
+    answers: dict[str, Callable[..., int | None]] = {"module": fork_module, "script": fork_script, "poll": poll}
+    while (details := (asked := heard(asking))[0]) is not None:
+        tell(asking, answers[details.pop("question")](asked[1], **details))
+        for fd in asked[1]:
+            os.close(fd)
 
 
 if __name__ == "__main__":
@@ -219,4 +278,4 @@ if __name__ == "__main__":
     gc.collect()
     gc.freeze()  # else each process takes a second to free what it did not make
 
-    serve()
+    serve(socket.socket(fileno=0))

@@ -72,7 +72,7 @@ def fork_ranks(
     for rank in range(processes):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         variables = {**os.environ, **ONE_THREAD, **world, **own, **environment}
-        ranks.append(Forked([str(script), *arguments], env=variables, stdout=stdout, stderr=stderr))
+        ranks.append(Forked.script([str(script), *arguments], env=variables, stdout=stdout, stderr=stderr))
     return ranks
 
 

@@ -29,6 +29,7 @@ def no_network(weights: Path | None) -> Any:
 def test_scores_and_exports_are_children_of_the_run_with_params_tags_metrics_and_artifacts(
     tmp_path: Path,
     empty_store: Path,
+    forked_workers: None,
     digits: DatasetCache,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],

@@ -58,7 +58,7 @@ def without_launcher(command: Sequence[str], **options: Any) -> int:
     ranks = []
     for rank in range(count):
         variables = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
-        ranks.append(Forked([str(script), *words], env=variables, stdout=output, stderr=output))
+        ranks.append(Forked.script([str(script), *words], env=variables, stdout=output, stderr=output))
     code = max(rank.wait() for rank in ranks)
     print(output.read_text())
     return code

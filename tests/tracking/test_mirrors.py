@@ -46,7 +46,7 @@ init = lambda **options: Run(**options)
 
 
 @pytest.fixture
-def root(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path: Path, empty_store: Path, forked_workers: None, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An output root with an empty store, and the folder `run` of a run with a picture."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     shutil.copy(empty_store, tmp_path / "mlflow.db")

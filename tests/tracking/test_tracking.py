@@ -31,7 +31,7 @@ PATIENCE_SECONDS = 240.0
 
 
 @pytest.fixture
-def root(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path: Path, empty_store: Path, forked_workers: None, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An output root with an empty store and a run folder `run`."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))

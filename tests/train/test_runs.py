@@ -1,4 +1,4 @@
-"""Whole runs; the first one and one of bad input are started by the real launcher, as a user does it."""
+"""Whole runs; one of bad input is also started by the real launcher, as a user does it."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def tiles_of(picture: Path) -> npt.NDArray[np.int64]:
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run on one process in fp32."""
     folder = tmp_path_factory.mktemp("runs") / "one"
-    done = train(1, folder, start=launch)
+    done = train(1, folder)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     (folder.parent / "stdout").write_text(done.stdout)
     (folder.parent / "stderr").write_text(done.stderr)
