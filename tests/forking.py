@@ -45,14 +45,14 @@ class Server:
                 [sys.executable, "-u", __file__],
                 env={**os.environ, **ONE_THREAD},
                 cwd=REPOSITORY,
-                stdin=asked,
+                stdin=asked.fileno(),
                 stdout=subprocess.DEVNULL,
             )
         self.pid = process.pid
         atexit.register(process.wait)
         atexit.register(process.kill)
 
-    def ask(self, question: str, fds: Sequence[int] = (), **details: Any) -> Any:
+    def ask(self, question: str, details: Mapping[str, Any], fds: Sequence[int] = ()) -> Any:
         """The answer to a question, which may come with open files."""
         with self._asking:
             tell(self._socket, {"question": question, **details}, fds)
@@ -88,12 +88,12 @@ class Forked:
     @classmethod
     def script(cls, words: Sequence[str], *, env: Mapping[str, str], stdout: Path, stderr: Path) -> Forked:
         """A script with its arguments; what it prints is appended to two files, or to one."""
-        files = {"stdout": str(stdout), "stderr": str(stderr)}
-        return cls(server().ask("script", words=list(words), environment=dict(env), **files))
+        details = {"words": list(words), "environment": dict(env), "stdout": str(stdout), "stderr": str(stderr)}
+        return cls(server().ask("script", details))
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            self.returncode = server().ask("poll", pid=self.pid)
+            self.returncode = server().ask("poll", {"pid": self.pid})
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -124,7 +124,7 @@ class ServedWorkers:
         arguments = [str(server().pid), *arguments]  # a worker ends with its parent
         ours, theirs = os.pipe()
         details = {"module": module, "arguments": arguments, "environment": dict(env), "numbers": list(pass_fds)}
-        worker = Forked(server().ask("module", [theirs, *pass_fds], **details))
+        worker = Forked(server().ask("module", details, [theirs, *pass_fds]))
         os.close(theirs)
         worker.stdout = os.fdopen(ours, "rb")
         return worker
