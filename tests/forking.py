@@ -214,6 +214,7 @@ def become(
     os.environ.update(environment)
     sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
     sys.argv[1:] = arguments
+    sys.modules.pop(module, None)  # the server may have imported it, which runpy would warn of
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
