@@ -33,6 +33,8 @@ ONE_THREAD = {
     "PYTHONPATH": PYTHON_PATH,
 }
 DIE_WITH_PARENT = 1
+ENDED: dict[int, int] = {}
+"""Exit codes of the server's processes that have ended, by id: two threads may ask for the same one."""
 
 
 class Server:
@@ -252,8 +254,9 @@ def fork_script(
 
 def poll(fds: Sequence[int], pid: int) -> int | None:
     """The exit code of a process that has ended."""
-    ended, status = os.waitpid(pid, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if ended else None
+    if pid not in ENDED and (found := os.waitpid(pid, os.WNOHANG))[0]:
+        ENDED[pid] = os.waitstatus_to_exitcode(found[1])
+    return ENDED.get(pid)
 
 
 def serve(asking: socket.socket) -> None:
