@@ -226,6 +226,7 @@ def fork_module(fds: Sequence[int], **details: Any) -> int:
     if (pid := os.fork()) == 0:
         ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
         run(lambda: become(fds, **details))
+    ENDED.pop(pid, None)
     return pid
 
 
@@ -237,6 +238,7 @@ def fork_script(
     if records:
         import_store()
     if (pid := os.fork()) != 0:
+        ENDED.pop(pid, None)
         return pid
     ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
     os.environ.clear()
