@@ -69,7 +69,7 @@ def table_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     """Return name, better direction and a cell for each run: status of unfinished runs, parameters, metrics."""
     runs = comparison.runs
     rows: list[tuple[str, ...]] = [("", "better", *(one.label for one in runs))]
-    if comparison.unfinished:
+    if any(one.run.status != "FINISHED" for one in runs):
         rows.append(("status", "", *(one.run.status for one in runs)))
     for name in comparison.parameters:
         rows.append((name, "", *(one.parameters.get(name, "-") for one in runs)))

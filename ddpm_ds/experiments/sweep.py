@@ -87,6 +87,13 @@ class Sweep:
 
     def __init__(self, folder: Path, trials: Sequence[Trial]) -> None:
         self.folder, self.trials = folder, tuple(trials)
+        file = folder / ENDINGS
+        try:
+            known = _ENDINGS.validate_python(read_json(file)) if file.exists() else {}
+        except (OSError, ValueError):
+            raise OutputError(f"{file} is damaged; delete it, and trials that are done are looked at again") from None
+        self.endings = {trial.name: known[trial.name] for trial in trials if trial.name in known}
+        """Endings of the trials that have been started, by name, in the trials' order."""
 
     def run_dir(self, trial: Trial) -> Path:
         """Return the folder of a trial's run: beside the sweep's, since MLflow's store is in the folder above
@@ -98,18 +105,14 @@ class Sweep:
         """Return the file with a trial's output, of every start."""
         return self.run_dir(trial) / LOG
 
-    def endings(self) -> dict[str, Ending]:
-        """Return how the trials that have been started ended, by name."""
-        file = self.folder / ENDINGS
-        try:
-            return _ENDINGS.validate_python(read_json(file)) if file.exists() else {}
-        except (OSError, ValueError):
-            raise OutputError(f"{file} is damaged; delete it, and trials that are done are looked at again") from None
+    def finished(self, trial: Trial) -> bool:
+        """Return whether a trial is done."""
+        return trial.name in self.endings and self.endings[trial.name].finished
 
     def remember(self, trial: Trial, ending: Ending) -> None:
         """Write down how a trial ended, atomically."""
-        endings = self.endings() | {trial.name: ending}
-        write_file(self.folder / ENDINGS, _ENDINGS.dump_json(endings, indent=2) + b"\n")
+        self.endings[trial.name] = ending
+        write_file(self.folder / ENDINGS, _ENDINGS.dump_json(self.endings, indent=2) + b"\n")
 
     def prepare(self, trial: Trial, spec: RunSpec) -> None:
         """Make a trial's folder, with the files that it is started from."""

@@ -24,33 +24,12 @@ from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.train.meters import peak_memory_bytes
 from ddpm_ds.unet.operations import arithmetic_dtype
+from rivals import measure, unets
 from rivals.choice import ONE_DEVICE_ROWS, OTHER_UNETS, ROUNDS, STEPS, TORCH_SCHEDULES, choose
 from rivals.deepspeed_rows import OneStageEngine, OurPipeline, StockPipeline, TracedPipeline, ZeroWithoutPipeline
-from rivals.measure import (
-    LOSS_TOLERANCE,
-    all_done,
-    check_losses,
-    check_probe,
-    observe,
-    peak_in_child,
-    print_peak,
-    ratios,
-    time_rounds,
-    tolerance,
-)
 from rivals.pipelining import TorchPipeline
 from rivals.report import Report, Result, about, common_lines
 from rivals.rows import Loop, Probe, Row, Setting, plain_loop
-from rivals.unets import (
-    PACKAGES,
-    diffusers_loop,
-    dim64,
-    lucidrains_loop,
-    missing_switches,
-    our_loop,
-    switches_of,
-    why_not_here,
-)
 
 SCHEDULES: dict[str, Schedule] = {name: name for name in get_args(Schedule)}
 """Schedules of this project's rows, by the rows' names."""
@@ -78,14 +57,14 @@ def build_one_device_row(name: str, setting: Setting, missing: Mapping[str, str]
     """Return the row with a name of :data:`rivals.choice.ONE_DEVICE_ROWS`."""
     match name:
         case "diffusers" | "diffusers-compiled":
-            return diffusers_loop(setting, compiled=name == "diffusers-compiled")
+            return unets.diffusers_loop(setting, compiled=name == "diffusers-compiled")
         case "engine":
             return OneStageEngine(setting)
         case "lucidrains":
-            return lucidrains_loop(setting)
+            return unets.lucidrains_loop(setting)
     copied = "its convolutions' weights are kept channels-last and copied in every forward" if name == "plain" else ""
-    own = dim64(setting) if name == "ours-dim64" else setting
-    return our_loop(own, switches_of(name, own, missing), copied)
+    own = unets.dim64(setting) if name == "ours-dim64" else setting
+    return unets.our_loop(own, unets.switches_of(name, own, missing), copied)
 
 
 def run_layout(
@@ -102,7 +81,7 @@ def run_layout(
     rounds, steps = options.rounds or ROUNDS["layout"], options.steps_per_round or STEPS["layout"]
     with process_group():
         if options.memory_of is not None:
-            print_peak(lambda: build_row(options.memory_of, setting), device)
+            measure.print_peak(lambda: build_row(options.memory_of, setting), device)
         else:
             results = _measure_layout(setting, names, rounds, steps, options)
         dist.barrier()
@@ -142,14 +121,16 @@ def _measure_layout(
     setting: Setting, names: Sequence[str], rounds: int, steps: int, options: argparse.Namespace
 ) -> list[Result]:
     device, images = setting.device, setting.plan.ds.layout.batch_images
-    peaks = [said_by_all(peak_in_child(name), int) if options.memory else None for name in names]
+    peaks = [said_by_all(measure.peak_in_child(name), int) if options.memory else None for name in names]
     rows = [build_row(name, setting) for name in names]
     parts = [[float(row.step()) for _ in range(options.compared_steps)] for row in rows]  # which warms them up, too
     losses = [[sum(of_ranks) for of_ranks in zip(*said_by_all(part, list[float]), strict=True)] for part in parts]
-    differences = check_losses([row.name for row in rows], losses, LOSS_TOLERANCE[setting.plan.ds.precision])
+    differences = measure.check_losses(
+        [row.name for row in rows], losses, measure.LOSS_TOLERANCE[setting.plan.ds.precision]
+    )
     gc.collect()
-    seconds = time_rounds([row.step for row in rows], rounds, steps, lambda: all_done(device))
-    observed = [said_by_all(observe(row, steps, device), tuple[int, int, float]) for row in rows]
+    seconds = measure.time_rounds([row.step for row in rows], rounds, steps, lambda: measure.all_done(device))
+    observed = [said_by_all(measure.observe(row, steps, device), tuple[int, int, float]) for row in rows]
     return [
         layout_result(name, row, images, own, seconds[0], *others)
         for name, row, own, *others in zip(names, rows, seconds, observed, losses, differences, peaks, strict=True)
@@ -172,7 +153,7 @@ def layout_result(
     ``images`` are those of a batch; ``seconds`` of a step and those of the first row, the ``reference``, are by round;
     what was ``observed`` (:func:`rivals.measure.observe`) and peak bytes are by rank.
     """
-    step, ratio = Spread.of(seconds), Spread.of(ratios(seconds, reference))
+    step, ratio = Spread.of(seconds), Spread.of(measure.ratios(seconds, reference))
     messages, collectives, idle = map(list, zip(*observed, strict=True))
     sent = max(map(sum, zip(messages, collectives, strict=True))) / 1e6
     bubble = sum(idle) / len(idle) if row.is_pipeline else None
@@ -214,31 +195,33 @@ def run_one_device(plan: RunPlan, device: torch.device, overrides: Sequence[str]
         BadNumbersError: the outputs of two rows of the same U-Net differ by more than rounding.
     """
     setting = Setting.prepare(plan, device, verbose=options.verbose)
-    missing = missing_switches(setting, options.rows)
-    names, not_run = choose(options.rows or list(ONE_DEVICE_ROWS), lambda name: why_not_here(name, setting, missing))
+    missing = unets.missing_switches(setting, options.rows)
+    names, not_run = choose(
+        options.rows or list(ONE_DEVICE_ROWS), lambda name: unets.why_not_here(name, setting, missing)
+    )
     precision, dropout, images = plan.ds.precision, plan.spec.unet.dropout, plan.ds.layout.micro_batch_images
-    arithmetic, allowed = arithmetic_dtype(device.type, DTYPES[precision][1]), tolerance(precision, device)
+    arithmetic, allowed = arithmetic_dtype(device.type, DTYPES[precision][1]), measure.tolerance(precision, device)
     rounds, steps = options.rounds or ROUNDS[device.type], options.steps_per_round or STEPS[device.type]
     with process_group():
         if options.memory_of is not None:
-            print_peak(lambda: build_one_device_row(options.memory_of, setting, missing), device)
+            measure.print_peak(lambda: build_one_device_row(options.memory_of, setting, missing), device)
             return
         peak = matmul_peak(device, arithmetic)
         rows, compared = warm_rows(names, setting, missing, allowed, memory=options.memory)
         gc.collect()
         parts = {name: part for name, row in rows.items() if (part := row.forward_backward) is not None}
         timed = [*(row.step for row in rows.values()), *parts.values()]
-        seconds = time_rounds(timed, rounds, steps, lambda: wait_for_device(device))
+        seconds = measure.time_rounds(timed, rounds, steps, lambda: wait_for_device(device))
         peak = max(peak, matmul_peak(device, arithmetic))  # a neighbour may have been there at first
     whole = dict(zip(rows, seconds, strict=False))
     without_optimizer = dict(zip(parts, seconds[len(rows) :], strict=True))
-    over = Spread.of(ratios(whole["engine"], whole["bare"])) if {"engine", "bare"} <= whole.keys() else None
+    over = Spread.of(measure.ratios(whole["engine"], whole["bare"])) if {"engine", "bare"} <= whole.keys() else None
     dtype = str(arithmetic).removeprefix("torch.")
     facts = about(
         setting,
         overrides,
         not_run,
-        packages=sorted({PACKAGES[name] for name in names if name in PACKAGES}),
+        packages=sorted({unets.PACKAGES[name] for name in names if name in unets.PACKAGES}),
         layout="one device",
         precision=precision,
         images=images,
@@ -282,7 +265,7 @@ def warm_rows(
     references: dict[bool, tuple[str, Probe]] = {}
     compared = []
     for name in tqdm(names, desc="comparing", unit="row"):
-        peak = peak_in_child(name) if memory and not on_gpu else None
+        peak = measure.peak_in_child(name) if memory and not on_gpu else None
         before = torch.cuda.memory_allocated(device) if on_gpu else 0
         try:
             row = build_one_device_row(name, setting, missing)
@@ -299,7 +282,7 @@ def warm_rows(
         first, reference = references.setdefault(name in OTHER_UNETS, (name, probe))
         differences = {}
         if name not in OTHER_UNETS:
-            differences = check_probe(name, probe, first, reference, allowed)
+            differences = measure.check_probe(name, probe, first, reference, allowed)
         elif not math.isfinite(probe.loss + probe.gradient_norm):
             raise BadNumbersError(f"{name} has loss {probe.loss} and gradients of norm {probe.gradient_norm}")
         rows[name] = row
@@ -338,7 +321,7 @@ def one_device_result(
     of_its_own = name == reference or prediction is None
     part = without_optimizer.get(name, [])
     step, part_step = Spread.of(whole[name]), Spread.of(part) if part else None
-    speed, rate = Spread.of(ratios(whole[reference], whole[name])), images / step.median
+    speed, rate = Spread.of(measure.ratios(whole[reference], whole[name])), images / step.median
     mfu = 6 * known["macs"] * rate / peak
     numbers = {
         **known,

@@ -72,9 +72,8 @@ class OurPipeline:
                 programs=plan.programs,
                 verbose=setting.verbose,
             )
-        self._batches = None
-        if self._engine.reads_data:
-            self._batches = setting.batches(self._replicas, self._engine.grid.get_data_parallel_id())
+        replica = self._engine.grid.get_data_parallel_id()
+        self._batches = setting.batches(self._replicas, replica) if self._engine.reads_data else None
 
     def step(self) -> Tensor:
         with layout_of(self._engine.mpu):
@@ -220,9 +219,8 @@ class StockPipeline:
         cuts = list(map(int, module.parts[1:-1]))
         self.name = f"DeepSpeed PipelineEngine, {'its' if default_cuts else 'our'} cuts {cuts}, {plan.ds.precision}, "
         self.name += f"ZeRO-{zero_stage}"
-        self._batches = None
-        if self._engine.is_first_stage() or self._engine.is_last_stage():
-            self._batches = self._read(setting)
+        reads_data = self._engine.is_first_stage() or self._engine.is_last_stage()
+        self._batches = self._read(setting) if reads_data else None
 
     def step(self) -> Tensor:
         with layout_of(self._engine.mpu):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from ddpm_ds.cli.runs import add_diagnose
+from ddpm_ds.cli.main import main
 from ddpm_ds.diagnose.verdict import SHOWN, Verdict, verdict
-from ddpm_ds.errors import OutputError, UserError
 from ddpm_ds.predict.finished_run import facts_of
 from ddpm_ds.predict.layouts import rank_stages
-from ddpm_ds.tracking.runs import ExperimentError
 from ddpm_ds.tracking.worker import START_TAG
 from tests.diagnose.planted_facts import Bench, write_run
 from tests.diagnose.test_verdict import FAULTS
@@ -101,13 +99,6 @@ def test_messages_are_as_long_as_the_model_says(folder: Path) -> None:
             assert sizes == [phase.activation_bytes, phase.gradient_bytes]
 
 
-def diagnose(*words: str) -> None:
-    parser = argparse.ArgumentParser()
-    add_diagnose(parser.add_subparsers())
-    options = parser.parse_args(["diagnose", *words])
-    options.run(options)
-
-
 @pytest.fixture
 def store(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> PlantedStore:
     """An output root with the run `slow`, whose loader is slow, in its folder and in MLflow."""
@@ -123,7 +114,7 @@ def store(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_run_is_diagnosed_by_name_and_the_verdict_is_kept(
     store: PlantedStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    diagnose("slow", "--runs", str(store.root))
+    assert main(["diagnose", "slow", "--runs", str(store.root)]) == 0
     said = capsys.readouterr().out
     assert "largest cost: data wait" in said
     assert (store.root / "slow" / "verdict.txt").read_text() == said
@@ -137,29 +128,25 @@ def test_a_run_is_diagnosed_by_name_and_the_verdict_is_kept(
 
 def test_a_folder_that_mlflow_does_not_know_is_diagnosed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = write_run(tmp_path / "alone", Bench(cuts=(3,)).traced())
-    diagnose(str(run_dir), "--runs", str(tmp_path))
+    assert main(["diagnose", str(run_dir), "--runs", str(tmp_path)]) == 0
     said = capsys.readouterr()
     assert "largest cost: imbalance" in said.out
     assert said.err.startswith("ddpm-ds diagnose: not kept in MLflow: ")
     assert len(said.err.splitlines()) == 1
 
 
-def test_a_run_that_is_not_there_is_one_line(store: PlantedStore, tmp_path: Path) -> None:
-    with pytest.raises(ExperimentError, match=r"slwo is no run .*did you mean slow") as error:
-        diagnose("slwo", "--runs", str(store.root))
-    assert isinstance(error.value, UserError) and "\n" not in str(error.value)
+def test_a_run_that_can_not_be_judged_is_one_line(
+    store: PlantedStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ExperimentError, match="is not the folder of a run"):
-        diagnose(str(tmp_path / "empty"), "--runs", str(store.root))
-
-
-def test_a_run_whose_folder_is_elsewhere_is_one_line(store: PlantedStore) -> None:
     store.run("away", tags={START_TAG: "6" * 32})
-    with pytest.raises(ExperimentError, match="the folder of run away is not on this machine"):
-        diagnose("away", "--runs", str(store.root))
-
-
-def test_a_run_without_a_trace_says_how_to_get_one(store: PlantedStore) -> None:
     (store.root / "slow" / "trace" / "summary.json").unlink()
-    with pytest.raises(OutputError, match="no step was traced; train with --trace-steps FIRST-LAST"):
-        diagnose("slow", "--runs", str(store.root))
+    for name, said in (
+        ("slwo", "slwo is no run .*did you mean slow"),
+        (str(tmp_path / "empty"), "is not the folder of a run"),
+        ("away", "the folder of run away is not on this machine"),
+        ("slow", "no step was traced; train with --trace-steps FIRST-LAST"),
+    ):
+        assert main(["diagnose", name, "--runs", str(store.root)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert re.search(said, line), line

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from rivals import benchmark, unets
-from rivals.choice import ONE_DEVICE_ROWS, choose
 from rivals.rows import Loop, Setting
 from rivals.unets import Switches, comparable_unet, diffusers_loop, dim64, missing_switches, our_loop, why_not_here
 
@@ -128,9 +127,6 @@ def test_what_takes_minutes_on_a_cpu_is_left_out_unless_it_is_named() -> None:
     assert "name the row in --rows" in missing_switches(narrow, None)["autocast"]
     assert "autocast" not in missing_switches(narrow, ["diffusers", "plain"])
     assert "takes minutes" not in missing_switches(planned(), ["compile"]).get("compile", "")
-    missing = missing_switches(planned(), list(ONE_DEVICE_ROWS)[2:3])
-    with pytest.raises(LayoutError, match="--rows fused-kernels leaves nothing to run: fused-kernels: "):
-        choose(["fused-kernels"], lambda name: why_not_here(name, planned(), missing))
 
 
 def test_the_other_unet_is_that_of_its_spec_with_the_runs_objective() -> None:
