@@ -5,76 +5,58 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from ddpm_ds.cli.main import main
-from ddpm_ds.diagnose.verdict import SHOWN, Verdict, verdict
+from ddpm_ds.diagnose.verdict import SHOWN, verdict
 from ddpm_ds.predict.finished_run import facts_of
 from ddpm_ds.predict.layouts import rank_stages
 from ddpm_ds.tracking.worker import START_TAG
 from tests.diagnose.planted_facts import Bench, write_run
 from tests.diagnose.test_verdict import FAULTS
 from tests.experiments.planted_runs import PlantedStore
-from tests.launching import run_ranks, tiny_spec, write_json
+from tests.launching import REPOSITORY, place_empty_store, run_ranks, tiny_spec
 
-BATCH = 32
-BALANCED = [9]
-"""The cut of the U-Net below that gives two ranks about as many flops."""
-
-
-def case(name: str, micro_batches: int = 8, **planted: float) -> dict[str, Any]:
-    """Two ranks, one pipeline, eight micro-batches, and what is planted."""
-    pipeline = {"stages": 2, "partition": BALANCED, "activation_checkpoint_interval": 0}
-    block = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
-    return {
-        "name": name,
-        "config": {**block, "gradient_accumulation_steps": micro_batches, "pipeline": pipeline},
-        **planted,
-    }
-
-
-CASES = {
-    "data wait": case("slow_loader", loader_seconds=0.1),
-    "bubble": case("few_micro_batches", 1),
-    "communication": case("slow_link", link_seconds=0.1),
-}
-"""By the cost that it causes: waits that are many times longer than anything else, on a busy machine too."""
+PLANTED = {"data wait": 8, "bubble": 1, "communication": 8}
+"""Micro-batches by planted fault: waits that are many times longer than anything else, on a busy machine too."""
 ATTEMPTS = 3
 """What neighbours of this machine do to a traced step may be more than what was planted all the same."""
+CHANGES = (
+    *("train.batch_images=32", "train.images=96", "data.workers=0", "ds.pipeline.activation_checkpoint_interval=0"),
+    *("evaluation.every_images=null", "samples.every_images=null", "optimizer.warmup_images=0"),
+    "ds.pipeline.partition=[9]",  # which gives two ranks about as many flops of the U-Net below
+)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the folder of a run for each case."""
-    folder, worker = tmp_path_factory.mktemp("faults"), Path(__file__).with_name("fault_worker.py")
+    """With the folder of a run of three steps for each fault, the last two traced."""
+    folder, worker = tmp_path_factory.mktemp("faults"), Path(__file__).with_name("faulty.py")
+    place_empty_store(folder)
     unet = {"channels": 16, "attention_resolutions": [], "dropout": 0.0}
-    spec = tiny_spec(data={"image_size": 16}, unet=unet, train={"batch_images": BATCH})
+    spec = tiny_spec(data={"image_size": 16}, unet=unet)
     (folder / "spec.yaml").write_text(yaml.safe_dump(spec.model_dump(mode="json")))
-    left = list(CASES)
-    for _ in range(ATTEMPTS):
-        for fault in left:
-            shutil.rmtree(folder / CASES[fault]["name"], ignore_errors=True)
-        file = write_json(folder / "cases.json", [CASES[fault] for fault in left])
-        done = run_ranks(2, worker, str(file), str(folder), XDG_CACHE_HOME=str(folder))
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        left = [fault for fault in left if judged(folder, fault).top != fault]
-        if not left:
-            break
+    files = ["--spec", str(folder / "spec.yaml"), "--deepspeed_config", str(REPOSITORY / "ds_configs/zero0_fp32.json")]
+    for fault, micro_batches in PLANTED.items():
+        changes = (*CHANGES, f"train.accumulation={micro_batches}", f"data.store_root={folder / 'data'}")
+        words = [*files, "-p", "2", "--trace-steps", "2-3", "--run-dir", str(folder / fault)]
+        words += [part for change in changes for part in ("--set", change)]
+        for _ in range(ATTEMPTS):
+            shutil.rmtree(folder / fault, ignore_errors=True)
+            done = run_ranks(2, worker, *words, FAULT=fault, MLFLOW_TRACKING_URI="", XDG_CACHE_HOME=str(folder))
+            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+            if verdict(facts_of(folder / fault)).top == fault:
+                break
     return folder
 
 
-def judged(folder: Path, fault: str) -> Verdict:
-    return verdict(facts_of(folder / CASES[fault]["name"]))
-
-
 @pytest.mark.launch
-@pytest.mark.parametrize("fault", CASES)
+@pytest.mark.parametrize("fault", PLANTED)
 def test_the_planted_fault_of_a_real_run_is_named(folder: Path, fault: str) -> None:
-    found = judged(folder, fault)
-    said = (folder / CASES[fault]["name"] / "verdict.txt").read_text()
+    found = verdict(facts_of(folder / fault))
+    said = (folder / fault / "verdict.txt").read_text()
     assert found.top == fault, said
     assert f"largest cost: {SHOWN.get(fault, fault)}, " in said
     assert sum(found.shares.values()) == pytest.approx(1.0)
@@ -91,7 +73,7 @@ def test_the_fault_is_named_from_the_files_of_a_run(fault: str, bench: Bench, tm
 
 @pytest.mark.launch
 def test_messages_are_as_long_as_the_model_says(folder: Path) -> None:
-    facts = facts_of(folder / "slow_link")
+    facts = facts_of(folder / "communication")
     layout = facts.setup
     for own, stages in zip(facts.ranks, rank_stages(facts.job.layers, layout.bounds, layout.schedule), strict=True):
         for phase, stage in zip(own.phases, stages, strict=True):
