@@ -28,7 +28,7 @@ from rivals import measure, unets
 from rivals.choice import ONE_DEVICE_ROWS, OTHER_UNETS, ROUNDS, STEPS, TORCH_SCHEDULES, choose
 from rivals.deepspeed_rows import OneStageEngine, OurPipeline, StockPipeline, TracedPipeline, ZeroWithoutPipeline
 from rivals.pipelining import TorchPipeline
-from rivals.report import Report, Result, about, common_lines
+from rivals.report import Report, Result, about, common_lines, recomputing
 from rivals.rows import Loop, Probe, Row, Setting, plain_loop
 
 SCHEDULES: dict[str, Schedule] = {name: name for name in get_args(Schedule)}
@@ -77,7 +77,7 @@ def run_layout(
         BadNumbersError: the rows' losses differ by more than rounding.
     """
     setting = Setting.prepare(plan, device, verbose=options.verbose)
-    layout, interval = plan.ds.layout, setting.plan.ds.checkpoint_interval
+    layout = plan.ds.layout
     rounds, steps = options.rounds or ROUNDS["layout"], options.steps_per_round or STEPS["layout"]
     with process_group():
         if options.memory_of is not None:
@@ -102,7 +102,7 @@ def run_layout(
     head = [
         f"U-Net        {plan.parameters:,} parameters: {plan.spec.name} with {plan.ds_path}",
         f"layout       {facts['layout']}",
-        f"batch        {facts['batch']}; {recomputing(interval)}",
+        f"batch        {facts['batch']}; {recomputing(facts)}",
         *common_lines(facts),
         f"losses       largest relative difference in the first {options.compared_steps} steps",
         "sent         in one step by the rank that sends most; of collectives what a ring of processes sends",
@@ -110,11 +110,6 @@ def run_layout(
         *(["peak         memory of the fullest rank, in processes that train one row each"] * options.memory),
     ]
     Report(facts, head, results).publish(plan, options)
-
-
-def recomputing(interval: int | str) -> str:
-    """Return the table's text on activation checkpointing."""
-    return f"activation checkpointing {f'every {interval} layers' if interval else 'off'}"
 
 
 def _measure_layout(
@@ -235,7 +230,7 @@ def run_one_device(plan: RunPlan, device: torch.device, overrides: Sequence[str]
     )
     head = [
         f"U-Net        {plan.spec.name} with {plan.ds_path}, {precision}, dropout {dropout:g}",
-        f"batch        {images} images; the engine's {recomputing(setting.plan.ds.checkpoint_interval)}",
+        f"batch        {images} images; the engine's {recomputing(facts)}",
         *common_lines(facts),
         f"peak         {peak / 1e12:.4g} TFLOP/s: square matrix products in {dtype}, this run",
         f"prediction   and gradient: relative difference, seen before all was timed; allowed {allowed:g}",

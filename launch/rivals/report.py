@@ -126,6 +126,12 @@ def about(
     }
 
 
+def recomputing(about: Mapping[str, Any]) -> str:
+    """Return the table's text on activation checkpointing."""
+    interval = about["activation_checkpoint_interval"]
+    return f"activation checkpointing {f'every {interval} layers' if interval else 'off'}"
+
+
 def common_lines(about: Mapping[str, Any]) -> list[str]:
     """Return the lines that stand above every table."""
     return [

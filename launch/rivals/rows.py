@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -181,14 +182,14 @@ class Loop:
         name: str,
         note: str = "",
         *,
-        fused_adamw: bool = False,
+        fused: bool = False,
         scaled: bool = False,
     ) -> None:
         self.name, self.note, self.model = name, note, model
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.macs = setting.plan.macs
         """Multiply-accumulates of one image's forward."""
-        self.optimizer = Optimizer(setting, model.parameters(), fused=fused_adamw, scaled=scaled)
+        self.optimizer = Optimizer(setting, model.parameters(), fused=fused, scaled=scaled)
         self._replicas, self._micro_batches = setting.plan.ds.layout.world_size, replica_micro_batches(setting.plan)
         self._batches = setting.batches(self._replicas, dist.get_rank() if self._replicas > 1 else 0)
         self._device, self._objective = setting.device, setting.objective()
@@ -244,19 +245,11 @@ def plain_loop(setting: Setting, *, parallel: bool) -> Loop:
     return Loop(setting, unet, f"{name}, fp32", setting.unchecked())
 
 
-@contextlib.contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off, ours and PyTorch's: no two U-Nets draw the same masks."""
-    found = [
-        (part, "p" if isinstance(part, nn.Dropout) else "rate")
-        for part in model.modules()
-        if isinstance(part, (KeyedDropout, nn.Dropout))
-    ]
-    rates = [getattr(part, name) for part, name in found]
-    for part, name in found:
-        setattr(part, name, 0.0)
-    try:
-        yield
-    finally:
-        for (part, name), rate in zip(found, rates, strict=True):
-            setattr(part, name, rate)
+def without_dropout(model: nn.Module) -> contextlib.ExitStack:
+    """Return a context in which dropout is off, ours and PyTorch's: no two U-Nets draw the same masks."""
+    stack = contextlib.ExitStack()
+    for part in model.modules():
+        if isinstance(part, (KeyedDropout, nn.Dropout)):
+            name = "p" if isinstance(part, nn.Dropout) else "rate"
+            stack.enter_context(mock.patch.object(part, name, 0.0))
+    return stack

@@ -88,7 +88,7 @@ def our_loop(setting: Setting, switches: Switches, note: str = "") -> Loop:
     if switches.compiled:
         compile_layers(list(unet.layers), cache_folder() / "compiled")
     name = f"ours, {precision}, {switches}"
-    return Loop(setting, unet, name, note, fused_adamw=switches.fused_adamw, scaled=precision == "fp16")
+    return Loop(setting, unet, name, note, fused=switches.fused_adamw, scaled=precision == "fp16")
 
 
 class AutocastLoop(Loop):
