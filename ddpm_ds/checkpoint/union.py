@@ -211,7 +211,7 @@ def _assemble(
     try:
         state = parse_state(path, _read(path, STATE, source, groups, gather))
         # Each once, since two hosts may hold a copy.
-        fragments = {(kind, name, start, length) for found in spans for kind, name, start, length in found}
+        fragments = {Span(*span) for found in spans for span in found}
         if check_coverage(manifest.parameters, fragments) != manifest.kinds:
             raise ValueError(f"its files hold other kinds of values than {MANIFEST} says")
         if (state.images_seen, state.steps) != (manifest.images, manifest.step):

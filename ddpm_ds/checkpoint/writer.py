@@ -14,9 +14,7 @@ No thread runs a collective.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-import os
 import shutil
 import threading
 import time
@@ -35,7 +33,6 @@ from ddpm_ds.checkpoint.manifest import (
     MANIFEST,
     STATE,
     Description,
-    FileEntry,
     Part,
     Parts,
     Place,
@@ -43,21 +40,18 @@ from ddpm_ds.checkpoint.manifest import (
     StoredDtype,
     manifest_of,
 )
-from ddpm_ds.checkpoint.reader import header
+from ddpm_ds.checkpoint.reader import write_tensors
 from ddpm_ds.files import replace_file, sync, write_file
 
 POLL_SECONDS = 0.02
 
 
 class Fragment(NamedTuple):
-    """Piece of one parameter, or of one kind of its state, that only this rank owns."""
+    """Piece of one parameter, or of one kind of its state, that only this rank owns; see :class:`Span`."""
 
     kind: str
-    """``master``, ``exp_avg``, ``exp_avg_sq``, ``ema``, ...: no slash."""
     name: str
-    """Global name of the parameter."""
     start: int
-    """Index of the first value in the flattened parameter."""
     values: Tensor  # (length,) fp32, any device
 
 
@@ -65,30 +59,27 @@ DTYPES: dict[StoredDtype, torch.dtype] = {"F32": torch.float32, "F16": torch.flo
 
 
 class HostCopy:
-    """Copy of fragments at one moment, one after the other, in ``dtype``; its memory is reused for the next moment."""
+    """Copy of tensors at one moment, one after the other, in ``dtype``; its memory is reused for the next moment."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._values = torch.empty(0, dtype=dtype)
         self._used = 0
 
-    def take(self, fragments: Sequence[Fragment]) -> None:
+    def take(self, pieces: Sequence[Tensor]) -> None:
         """Copy all values; returns when they may change. Pinned memory where any are on CUDA."""
-        devices = {fragment.values.device for fragment in fragments if fragment.values.is_cuda}
-        self._used = sum(fragment.values.numel() for fragment in fragments)
+        devices = {piece.device for piece in pieces if piece.is_cuda}
+        sizes = [piece.numel() for piece in pieces]
+        self._used = sum(sizes)
         if self._values.numel() < self._used:
             dtype = self._values.dtype
             self._values = torch.empty(0, dtype=dtype)  # frees the old before the new is there
             self._values = torch.empty(self._used, dtype=dtype, pin_memory=bool(devices))
-        at = 0
-        for fragment in fragments:
-            end = at + fragment.values.numel()
-            values = fragment.values.detach()
-            if values.device.type == "cpu":  # numpy, since torch would start its threads anew for every fragment
+        for target, piece in zip(self._values[: self._used].split(sizes), pieces, strict=True):
+            if piece.is_cuda:
+                target.copy_(piece.detach(), non_blocking=True)
+            else:  # numpy, since torch would start its threads anew for every piece
                 with np.errstate(over="ignore"):  # beyond fp16 is infinity, which is refused where it is read
-                    self._values.numpy()[at:end] = values.numpy()
-            else:
-                self._values[at:end].copy_(values, non_blocking=True)
-            at = end
+                    target.numpy()[:] = piece.detach().numpy()
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
 
@@ -155,8 +146,8 @@ class Writer:
         self.wait()
         self._attempt += 1
         fragments = [fragment for fragment in fragments if fragment.values.numel()]
-        self._host.take(fragments)
-        spans = [(fragment.kind, fragment.name, fragment.start, fragment.values.numel()) for fragment in fragments]
+        self._host.take([fragment.values for fragment in fragments])
+        spans = [Span(kind, name, start, values.numel()) for kind, name, start, values in fragments]
         text = json.dumps(dict(state), indent=2) + "\n"
         copies = f"{part}.safetensors", spans, description.model_copy(deep=True), text
         self._thread = threading.Thread(target=self._write, args=copies, name=self._what, daemon=True)
@@ -200,17 +191,9 @@ class Writer:
     def _write_part(self, scratch: Path, file: str, spans: list[Span]) -> None:
         """Write this rank's file, then its record."""
         scratch.mkdir(parents=True, exist_ok=True)
-        keys = [(f"{kind}/{name}@{start}", self._dtype, (n,), n) for kind, name, start, n in spans]
-        digest, size = hashlib.sha256(), 0
-        with (scratch / file).open("wb") as stream:
-            for piece in (header(keys, {}), self._host.raw()):
-                digest.update(piece)
-                stream.write(piece)
-                size += len(piece)
-            stream.flush()
-            os.fsync(stream.fileno())
+        tensors = [(span.key, self._dtype, (span.length,)) for span in spans]
+        entry = write_tensors(scratch / file, tensors, [self._host.raw()])
         place = Place(host=self._groups.hosts[self._groups.rank], folder=str(self._folder.absolute()))
-        entry = FileEntry(bytes=size, sha256=digest.hexdigest())
         record = Part(file=file, entry=entry, place=place, fragments=spans)
         replace_file(scratch / _record(self._groups.rank), record.model_dump_json().encode())  # the leader syncs
 

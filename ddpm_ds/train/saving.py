@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpm_ds.checkpoint.delivery import Wanted, deliver
+from ddpm_ds.checkpoint.delivery import deliver
 from ddpm_ds.checkpoint.folder import set_aside
 from ddpm_ds.checkpoint.groups import Gather, Groups
-from ddpm_ds.checkpoint.manifest import Description
+from ddpm_ds.checkpoint.manifest import Description, Span
 from ddpm_ds.checkpoint.power_ema import EMA
 from ddpm_ds.checkpoint.union import CompleteCheckpoint, newest
 from ddpm_ds.checkpoint.writer import Fragment, Writer
@@ -91,13 +91,13 @@ def load_state(
     """
     state = whole.state
     moments = [moment for moment in MOMENTS if moment in whole.manifest.kinds]
-    wanted: list[Wanted] = []
+    wanted: list[Span] = []
     targets: list[Tensor] = []
     for piece in insides.owned_pieces(engine):
         tensors: dict[str, Tensor] = {MASTER: piece.master, **ema.of(piece.master)}
         if moments:
             tensors |= _moments(engine, piece.master, state.optimizer_steps)
-        wanted += [Wanted(kind, piece.name, piece.first, piece.first + piece.length) for kind in tensors]
+        wanted += [Span(kind, piece.name, piece.first, piece.length) for kind in tensors]
         targets += [piece.of(tensor) for tensor in tensors.values()]
     for index, start, values in deliver(whole, wanted, gather=gather, device=engine.device, log=log):
         at = start - wanted[index].start

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from ddpm_ds.checkpoint import delivery, groups, writer
-from ddpm_ds.checkpoint.delivery import Wanted, deliver
+from ddpm_ds.checkpoint.delivery import deliver
 from ddpm_ds.checkpoint.groups import Gather, Groups, find_groups
-from ddpm_ds.checkpoint.manifest import MANIFEST, STATE, read_manifest
+from ddpm_ds.checkpoint.manifest import MANIFEST, STATE, Span, read_manifest
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.union import BRING_BACK, CompleteCheckpoint, whole
 from ddpm_ds.cli.main import main
@@ -58,7 +58,7 @@ def check_values(checkpoint: CompleteCheckpoint, hosts: Hosts, images: int) -> N
         for kind in KINDS:
             for name, shape in SHAPES.items():
                 expected = values_of(kind, name, images, math.prod(shape))
-                for start, stop in reader.covered(kind, name, 0, math.prod(shape)):
+                for start, stop in reader.covered(Span(kind, name, 0, math.prod(shape))):
                     assert reader.read(kind, name, start, stop - start).equal(expected[start:stop])
                     held.update({(kind, name, index): True for index in range(start, stop)})
     assert len(held) == len(KINDS) * sum(map(math.prod, SHAPES.values()))
@@ -240,7 +240,7 @@ def receive(folder: Path, ranks: str, rank: int, bounds: list[int], port: int, o
     said: list[str] = []
     found = whole(hosts.folders[rank] / TWO, hosts.groups(rank), gather)
     pieces = fragments_of(2, bounds[rank], bounds[rank + 1])
-    wanted = [Wanted(one.kind, one.name, one.start, one.start + len(one.values)) for one in pieces]
+    wanted = [Span(one.kind, one.name, one.start, len(one.values)) for one in pieces]
     taken = [torch.full_like(one.values, torch.nan) for one in pieces]
     for index, start, values in deliver(found, wanted, gather=gather, device=torch.device("cpu"), log=said.append):
         assert taken[index][start - wanted[index].start :][: len(values)].isnan().all(), "once only"
