@@ -48,9 +48,8 @@ def images_of(name: str) -> int | None:
 
 def names(folder: Path) -> list[str]:
     """Return the names of complete checkpoints, oldest first, without verifying their checksums."""
-    found = {path.name: images_of(path.name) for path in folder.glob("images-*") if path.is_dir()}
-    counted = {name: images for name, images in found.items() if images is not None}
-    return sorted(counted, key=counted.__getitem__)
+    found = [path.name for path in folder.glob("images-*") if path.is_dir() and _NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda name: int(name.removeprefix("images-")))
 
 
 def to_delete(names: Sequence[str], keep_last: int | None, keep_every_images: int | None) -> list[str]:
@@ -62,12 +61,9 @@ def to_delete(names: Sequence[str], keep_last: int | None, keep_every_images: in
     if keep_last is None:
         return []
     kept = set(names[-max(keep_last, 1) :])
-    milestones: set[int] = {0}
-    for name in names if keep_every_images else ():
-        milestone = (images_of(name) or 0) // (keep_every_images or 1)
-        if milestone not in milestones:
-            milestones.add(milestone)
-            kept.add(name)
+    if keep_every_images:
+        first_after = {(images_of(name) or 0) // keep_every_images: name for name in reversed(names)}
+        kept |= {name for milestone, name in first_after.items() if milestone}
     return [name for name in names if name not in kept]
 
 
@@ -144,25 +140,23 @@ def take_back(target: Path) -> None:
     shutil.rmtree(deleting, ignore_errors=True)
 
 
-def tidy(folder: Path, newest: str, keep_last: int | None, keep_every_images: int | None) -> list[str]:
-    """Replace ``latest`` after a checkpoint was written, apply the keep rules, set aside what the run has left behind.
-
-    Later checkpoints than ``newest`` are damaged, or of a course that the run left when it resumed from an older
-    one. They would be resumed from next time, so they are renamed; returns their new names.
+def tidy(folder: Path, newest: str, keep_last: int | None, keep_every_images: int | None) -> None:
+    """Replace ``latest`` after a checkpoint was written, and apply the keep rules.
 
     Raises:
         OSError: the file system refuses.
     """
     write_file(folder / LATEST, f"{newest}\n".encode())
     shutil.rmtree(folder / f"{REPLACED}{newest}", ignore_errors=True)
-    abandoned = set_aside(folder, images_of(newest) or 0)
     for name in to_delete(names(folder), keep_last, keep_every_images):
         shutil.rmtree(_hide(folder / name))
-    return abandoned
 
 
 def set_aside(folder: Path, after: int) -> list[str]:
     """Rename what is of more than ``after`` images, so that it is never read again; return the new names.
+
+    It is damaged, or of a course that the run left when it resumed from an older checkpoint. The run would be resumed
+    from it next time.
 
     Raises:
         OSError: the file system refuses.

@@ -27,7 +27,16 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from ddpm_ds.checkpoint.folder import WRITING, checkpoint_name, clean, names, put_in_place, take_back, tidy
+from ddpm_ds.checkpoint.folder import (
+    WRITING,
+    checkpoint_name,
+    clean,
+    names,
+    put_in_place,
+    set_aside,
+    take_back,
+    tidy,
+)
 from ddpm_ds.checkpoint.groups import CalledOff, Groups, Leaders, NotSaved
 from ddpm_ds.checkpoint.manifest import (
     MANIFEST,
@@ -119,7 +128,6 @@ class Writer:
         self._leaders = Leaders(groups, store, time_limit_seconds, what)
         self._keep = keep_last, keep_every_images
         self._time_limit_seconds = time_limit_seconds
-        self._attempt = 0
         self._thread: threading.Thread | None = None
         self._saved = True
         self.why_not = ""
@@ -144,7 +152,7 @@ class Writer:
         """
         started = time.monotonic()
         self.wait()
-        self._attempt += 1
+        self._leaders.attempt += 1
         fragments = [fragment for fragment in fragments if fragment.values.numel()]
         self._host.take([fragment.values for fragment in fragments])
         spans = [Span(kind, name, start, values.numel()) for kind, name, start, values in fragments]
@@ -167,10 +175,9 @@ class Writer:
         """Write a checkpoint; this is all that the thread does."""
         self._saved = False
         name = checkpoint_name(description.images)
-        scratch = self._folder / f"{WRITING}{name}.{self._attempt}"  # the same for all ranks
+        scratch = self._folder / f"{WRITING}{name}.{self._leaders.attempt}"  # the same for all ranks
         try:
             if self._groups.leads:
-                self._leaders.attempt = self._attempt
                 self._remove_earlier_attempts()
             self._write_part(scratch, file, spans)
             if self._groups.leads:
@@ -180,12 +187,30 @@ class Writer:
             self._give_up(scratch, file, name, error)
             return
         if self._groups.leads:
-            self._tidy(name)
+            self.set_aside(description.images)
+            try:
+                tidy(self._folder, name, *self._keep)
+            except Exception as error:
+                changed = "older ones or `latest` could not be changed"
+                self._log(f"{self._what} {name} is saved, but {changed}: {_reason(error)}")
+
+    def set_aside(self, images: int) -> None:
+        """Rename what this folder has of more than ``images``: the run has gone on from before it."""
+        if not self._groups.leads:
+            return
+        try:
+            abandoned = set_aside(self._folder, images)
+        except OSError as error:
+            what = f"{self._what}s of more than {images:,} images in {self._folder}"
+            self._log(f"{what} can't be renamed ({error.strerror}); remove them: the run went on from before them")
+            return
+        if abandoned and self._groups.rank == 0:
+            self._log(f"the run went on from before them: {self._what}s renamed to {', '.join(abandoned)}")
 
     def _remove_earlier_attempts(self) -> None:
         """Remove what earlier attempts of this process left, such as the parts of ranks that were slower to fail."""
         for path in self._folder.glob(f"{WRITING}*"):
-            if path.suffix[1:].isdigit() and int(path.suffix[1:]) < self._attempt:
+            if path.suffix[1:].isdigit() and int(path.suffix[1:]) < self._leaders.attempt:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _write_part(self, scratch: Path, file: str, spans: list[Span]) -> None:
@@ -261,16 +286,6 @@ class Writer:
                 lost = "`ddpm-ds ema` makes averages from the others"
             self.why_not = f"{self._what} {name} was not saved: {reason}; {lost}"
             self._log(self.why_not)
-
-    def _tidy(self, name: str) -> None:
-        try:
-            abandoned = tidy(self._folder, name, *self._keep)
-        except Exception as error:
-            what = f"{self._what} {name}"
-            self._log(f"{what} is saved, but older ones or `latest` could not be changed: {_reason(error)}")
-            return
-        if abandoned and self._groups.rank == 0:
-            self._log(f"the run went on from before them: {self._what}s renamed to {', '.join(abandoned)}")
 
 
 def _record(rank: int) -> str:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddpm_ds.checkpoint.delivery import deliver
-from ddpm_ds.checkpoint.folder import set_aside
 from ddpm_ds.checkpoint.groups import Gather, Groups
 from ddpm_ds.checkpoint.manifest import Description, Span
 from ddpm_ds.checkpoint.power_ema import EMA
@@ -200,7 +199,9 @@ class Saver:
     def _begin(self, writer: Writer, fragments: list[Fragment]) -> float:
         """Begin to write something of this moment."""
         engine, plan = self._engine, self._plan
-        self._set_snapshots_aside()
+        if self._began_at is not None:  # before anything is written, so that no average is ever made of both courses
+            self._snapshot_writer.set_aside(self._began_at)
+            self._began_at = None
         description = Description(
             images=engine.images_seen,
             step=engine.global_steps,
@@ -213,24 +214,6 @@ class Saver:
         part = f"stage{engine.stage_id}-replica{engine.grid.get_data_parallel_id()}"
         scalars = {**state_scalars(engine), "rewinds": self.rollbacks}
         return writer.begin(part, fragments, description, scalars)
-
-    def _set_snapshots_aside(self) -> None:
-        """Rename the snapshots after the moment where this course of the run began: they are of one that it has left.
-
-        Done before the course writes anything, so that an average is never made from both; up to then a start from a
-        later checkpoint still finds its snapshots.
-        """
-        began_at, self._began_at = self._began_at, None
-        if began_at is None or not self._groups.leads:
-            return
-        try:
-            abandoned = set_aside(self._snapshots, began_at)
-        except OSError as error:
-            what = f"snapshots of more than {began_at:,} images in {self._snapshots}"
-            self._warn(f"{what} can't be renamed ({error.strerror}); remove them: the run went on from before them")
-            return
-        if abandoned and self._groups.rank == 0:
-            self._log(f"the run went on from before them: snapshots renamed to {', '.join(abandoned)}")
 
     def wait(self) -> bool:
         """Wait until the last checkpoint and the last snapshot are on the disk; return whether the checkpoint is, as

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from ddpm_ds.checkpoint.folder import checkpoint_name
 from ddpm_ds.checkpoint.groups import Groups
 from ddpm_ds.checkpoint.manifest import Description, State
 from ddpm_ds.checkpoint.reader import Reader
+from ddpm_ds.checkpoint.union import newest
 from ddpm_ds.checkpoint.writer import Fragment, Writer
 
 KINDS = ("ema", "exp_avg", "exp_avg_sq", "master")
@@ -95,3 +96,9 @@ def check(path: Path, images: int, shapes: Shapes = SHAPES) -> None:
     for kind in KINDS:
         for name, shape in shapes.items():
             assert reader.read(kind, name).equal(values_of(kind, name, images, math.prod(shape)))
+
+
+def newest_good(folder: Path, log: Callable[[str], None]) -> Path | None:
+    """The newest good checkpoint of a run of one rank."""
+    found = newest(folder, Groups.one_folder(), lambda value: [value], log)
+    return found.path if found else None

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from ddpm_ds.checkpoint.manifest import MANIFEST, STATE
 from ddpm_ds.checkpoint.reader import Reader
-from ddpm_ds.checkpoint.union import newest_good
 from ddpm_ds.errors import CheckpointError
-from tests.checkpoint.saving import SHAPES, check, save, scalars
+from tests.checkpoint.saving import SHAPES, check, newest_good, save, scalars
 
 PART = "rank0.safetensors"
 BLANK = "0" * 64

@@ -14,9 +14,8 @@ import pytest
 from ddpm_ds.checkpoint.folder import checkpoint_name, clean, images_of, names
 from ddpm_ds.checkpoint.groups import Groups
 from ddpm_ds.checkpoint.manifest import read_manifest, verify
-from ddpm_ds.checkpoint.union import newest_good
 from ddpm_ds.checkpoint.writer import Writer
-from tests.checkpoint.saving import Shapes, check, describe, fragments_of, scalars
+from tests.checkpoint.saving import Shapes, check, describe, fragments_of, newest_good, scalars
 
 SHAPES: Shapes = {"0.weight": (300, 100), "1.weight": (200, 100)}
 BOUNDS = (0, 20_000, 50_000)
