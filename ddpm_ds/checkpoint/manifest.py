@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -146,7 +146,8 @@ class Part(_Record):
 
     file: str
     entry: FileEntry
-    place: Place
+    place: Place | None
+    """None where all hosts share a folder."""
     fragments: list[Span]
     """In the order of the file."""
 
@@ -193,15 +194,13 @@ class Manifest(Description):
         return blank.replace(_BLANK.encode(), hashlib.sha256(blank).hexdigest().encode(), 1)
 
 
-def manifest_of(
-    description: Description, state: bytes, parts: Sequence[Part], *, places: bool, dtype: StoredDtype = "F32"
-) -> Manifest:
-    """Return the manifest of ``parts``, the files of all ranks, and of ``state.json``; with ``places`` if asked for.
+def manifest_of(description: Description, state: bytes, parts: Iterable[Part], dtype: StoredDtype = "F32") -> Manifest:
+    """Return the manifest of ``parts``, the files of all ranks, and of ``state.json``.
 
     Raises:
         ValueError: not every element was written once, or two ranks wrote files of one name.
     """
-    parts = [part for part in parts if part.fragments]
+    parts = sorted((part for part in parts if part.fragments), key=lambda part: part.file)
     files = {part.file: part.entry for part in parts}
     if len(files) != len(parts):
         raise ValueError("two ranks wrote parts of one name")
@@ -214,7 +213,7 @@ def manifest_of(
         created=datetime.now(UTC),
         kinds=kinds,
         files=dict(sorted(files.items())),
-        places={part.file: part.place for part in sorted(parts, key=lambda part: part.file)} if places else {},
+        places={part.file: part.place for part in parts if part.place},
         dtype=dtype,
     )
 

@@ -31,7 +31,6 @@ from ddpm_ds.checkpoint.manifest import (
     STATE,
     Description,
     Part,
-    Place,
     Span,
     manifest_of,
     read_bytes,
@@ -192,14 +191,14 @@ class Reconstruction:
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
             temporary.mkdir()
-            self._write_files(temporary, out)
+            self._write_files(temporary)
             put_in_place(temporary, out)
         except OSError as error:
             raise OutputError(f"{out} can't be written ({error.strerror}); name a folder that can") from None
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
-    def _write_files(self, folder: Path, out: Path) -> None:
+    def _write_files(self, folder: Path) -> None:
         def values() -> Iterator[memoryview]:
             for span in spans:
                 read = self.read(span.name)
@@ -211,11 +210,11 @@ class Reconstruction:
 
         spans = [Span(self.kind, name, 0, math.prod(shape)) for name, shape in self.manifest.parameters.items()]
         entry = write_tensors(folder / FILE, [(span.key, "F32", (span.length,)) for span in spans], values())
-        part = Part(file=FILE, entry=entry, place=Place(host="", folder=str(out.parent)), fragments=spans)
+        part = Part(file=FILE, entry=entry, place=None, fragments=spans)
         state = read_bytes(self.path, STATE)
         description = Description(**{name: getattr(self.manifest, name) for name in Description.model_fields})
         write_file(folder / STATE, state)
-        write_file(folder / MANIFEST, manifest_of(description, state, [part], places=False).dump())
+        write_file(folder / MANIFEST, manifest_of(description, state, [part]).dump())
         sync(folder)
 
 

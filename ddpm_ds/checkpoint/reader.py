@@ -147,7 +147,7 @@ def write_tensors(
     text += b" " * (-len(text) % 8)  # readers that map the file want aligned tensors
     digest = hashlib.sha256()
     with path.open("wb") as file:
-        for piece in itertools.chain([len(text).to_bytes(8, "little"), text], values):
+        for piece in itertools.chain([memoryview(len(text).to_bytes(8, "little") + text)], values):
             digest.update(piece)
             file.write(piece)
         file.flush()

@@ -219,7 +219,7 @@ class Writer:
         tensors = [(span.key, self._dtype, (span.length,)) for span in spans]
         entry = write_tensors(scratch / file, tensors, [self._host.raw()])
         place = Place(host=self._groups.hosts[self._groups.rank], folder=str(self._folder.absolute()))
-        record = Part(file=file, entry=entry, place=place, fragments=spans)
+        record = Part(file=file, entry=entry, place=None if self._groups.shared else place, fragments=spans)
         replace_file(scratch / _record(self._groups.rank), record.model_dump_json().encode())  # the leader syncs
 
     def _complete(self, scratch: Path, description: Description, state: str) -> None:
@@ -227,8 +227,7 @@ class Writer:
 
         def describe(texts: list[str]) -> str:
             parts = [part for text in texts for part in Parts.validate_json(text)]
-            shared = self._groups.shared
-            manifest = manifest_of(description, state.encode(), parts, places=not shared, dtype=self._dtype)
+            manifest = manifest_of(description, state.encode(), parts, self._dtype)
             return json.dumps([manifest.dump().decode(), state])
 
         parts = self._parts(scratch)

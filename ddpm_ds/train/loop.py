@@ -17,7 +17,7 @@ from ddpm_ds.processes.requests import Requests
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.tracking.recorder import Recorder
 from ddpm_ds.train.ema import Ema
-from ddpm_ds.train.meters import Interval, Meter, gather, metrics
+from ddpm_ds.train.meters import Interval, Meter, gather, is_due, metrics
 from ddpm_ds.train.saving import Saver
 from ddpm_ds.train.validation import Validation
 
@@ -76,7 +76,7 @@ def train(run: Run) -> Interval:
         save = done or asked.save or asked.stop or run.saver.due(before, engine.images_seen)
         keep = run.saver.snapshot_due(before, engine.images_seen, done)
         trouble = _scale_floor(engine)
-        if not trouble and (save or keep or engine.images_seen // every > before // every):
+        if not trouble and (save or keep or is_due(every, before, engine.images_seen)):
             interval = _log(run, meter)
             trouble = _bad_loss(run, interval, done)
         if trouble:
@@ -149,7 +149,6 @@ def _bad_loss(run: Run, interval: Interval, done: bool) -> str | None:
 
 
 def _roll_back(run: Run, trouble: str) -> None:
-    """Go back as ``bad_numbers.policy`` says, or raise."""
     if run.plan.spec.bad_numbers.policy == "stop":
         raise BadNumbersError(trouble)
     done, engine = run.saver.roll_back(trouble), run.engine

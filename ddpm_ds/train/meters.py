@@ -27,6 +27,11 @@ Batch = TypeVar("Batch")
 FLOPS_PER_MAC = 2
 
 
+def is_due(every: int | None, before: int, images_seen: int, done: bool = False) -> bool:
+    """Return whether a step from ``before`` to ``images_seen`` passed a multiple of ``every``, or was the last."""
+    return every is not None and (done or images_seen // every > before // every)
+
+
 @dataclass(frozen=True)
 class Interval:
     """Means and sums over the steps between two log points; times are of the host's clock.
@@ -129,11 +134,6 @@ def peak_reserved_bytes(device: torch.device) -> int:
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
 
 
-def model_tflops(macs_per_image: int, images_per_second: float, devices: int) -> float:
-    """Return model TFLOP/s per device: a forward's multiply-accumulates x 2 flops x 3 passes x images/s."""
-    return macs_per_image * FLOPS_PER_MAC * PASSES_PER_STEP * images_per_second / devices / 1e12
-
-
 @dataclass(frozen=True)
 class Gathered:
     """An interval of all ranks together."""
@@ -179,10 +179,10 @@ def metrics(gathered: Gathered, engine: UnetPipelineEngine, macs_per_image: int)
     ``usage/step_seconds`` and ``usage/data_wait_seconds`` are means per step. ``macs_per_image`` are the
     multiply-accumulates of one image's forward pass through the whole U-Net.
     """
-    interval = gathered.interval
-    images_per_second = interval.images / interval.seconds
-    devices = sum(len(replicas) for replicas in gathered.stage_peak_memory_bytes)
-    peaks = [float(max(replicas)) for replicas in gathered.stage_peak_memory_bytes]
+    interval, by_stage = gathered.interval, gathered.stage_peak_memory_bytes
+    images_per_second, devices = interval.images / interval.seconds, sum(map(len, by_stage))
+    peaks = [float(max(replicas)) for replicas in by_stage]
+    flops_per_second = macs_per_image * FLOPS_PER_MAC * PASSES_PER_STEP * images_per_second
     values = {
         "train/loss": interval.loss,
         "train/lr": engine.get_lr()[0],
@@ -192,7 +192,7 @@ def metrics(gathered: Gathered, engine: UnetPipelineEngine, macs_per_image: int)
         "perf/images_per_second": images_per_second,
         "usage/step_seconds": interval.seconds / interval.steps,
         "usage/data_wait_seconds": interval.data_wait_seconds / interval.steps,
-        "usage/model_tflops_per_device": model_tflops(macs_per_image, images_per_second, devices),
+        "usage/model_tflops_per_device": flops_per_second / devices / 1e12,
         "usage/peak_memory_bytes": max(peaks),
     }
     if math.isfinite(norm := engine.gradient_norm()):
