@@ -13,7 +13,8 @@
     RUN_DIR/snapshots/                    the same of the averages of ``ema.profiles`` alone, in fp16, none deleted
 
 What begins with a dot or ``abandoned-`` is not a checkpoint. Hosts that share no folder have one each, with the same
-``manifest.json`` and ``state.json`` beside the fragments of their own ranks.
+``manifest.json`` and ``state.json`` beside the fragments of their own ranks. Whatever changes the folder raises OSError
+when the file system refuses.
 """
 
 from __future__ import annotations
@@ -81,22 +82,14 @@ def unfinished(folder: Path, prefix: str) -> dict[tuple[str, str], Path]:
 
 
 def restore(folder: Path) -> None:
-    """Restore the name of a checkpoint whose replacement was interrupted.
-
-    Raises:
-        OSError: the file system refuses.
-    """
+    """Restore the name of a checkpoint whose replacement was interrupted."""
     for path in folder.glob(f"{REPLACED}*"):
         if not (original := folder / path.name.removeprefix(REPLACED)).exists():
             path.rename(original)
 
 
 def clean(folder: Path) -> None:
-    """Remove what killed processes left of their work, and finish or undo it. No process may be writing.
-
-    Raises:
-        OSError: a checkpoint that was being replaced can't be moved back.
-    """
+    """Remove what killed processes left of their work, and finish or undo it. No process may be writing."""
     restore(folder)
     for probe in folder.glob(f"{PROBE}*"):
         probe.unlink(missing_ok=True)
@@ -106,11 +99,7 @@ def clean(folder: Path) -> None:
 
 
 def put_in_place(written: Path, target: Path) -> None:
-    """Make ``written`` the checkpoint ``target``. One of that name is replaced; :func:`clean` repairs an interruption.
-
-    Raises:
-        OSError: the file system refuses.
-    """
+    """Make ``written`` the checkpoint ``target``, in place of one of that name; :func:`clean` mends what a kill interrupts."""
     before = target.with_name(REPLACED + target.name)
     if target.exists():
         shutil.rmtree(before, ignore_errors=True)
@@ -127,11 +116,7 @@ def put_in_place(written: Path, target: Path) -> None:
 
 
 def take_back(target: Path) -> None:
-    """Undo :func:`put_in_place`, as long as :func:`tidy` has not been called.
-
-    Raises:
-        OSError: the file system refuses.
-    """
+    """Undo :func:`put_in_place`, as long as :func:`tidy` has not been called."""
     before = target.with_name(REPLACED + target.name)
     deleting = _hide(target)
     if before.exists():
@@ -141,11 +126,7 @@ def take_back(target: Path) -> None:
 
 
 def tidy(folder: Path, newest: str, keep_last: int | None, keep_every_images: int | None) -> None:
-    """Replace ``latest`` after a checkpoint was written, and apply the keep rules.
-
-    Raises:
-        OSError: the file system refuses.
-    """
+    """Replace ``latest`` after a checkpoint was written, and apply the keep rules."""
     write_file(folder / LATEST, f"{newest}\n".encode())
     shutil.rmtree(folder / f"{REPLACED}{newest}", ignore_errors=True)
     for name in to_delete(names(folder), keep_last, keep_every_images):
@@ -157,9 +138,6 @@ def set_aside(folder: Path, after: int) -> list[str]:
 
     It is damaged, or of a course that the run left when it resumed from an older checkpoint. The run would be resumed
     from it next time.
-
-    Raises:
-        OSError: the file system refuses.
     """
     abandoned = [f"{_ABANDONED}{name}" for name in names(folder) if (images_of(name) or 0) > after]
     for name in abandoned:

@@ -282,21 +282,13 @@ def _reading(checkpoint: Path, name: str) -> Iterator[None]:
 
 
 def read_bytes(checkpoint: Path, name: str) -> bytes:
-    """All bytes of a small file of a checkpoint.
-
-    Raises:
-        CheckpointError: it can't be read.
-    """
+    """All bytes of a small file of a checkpoint; raises CheckpointError when it can't be read."""
     with _reading(checkpoint, name):
         return read_file(checkpoint / name)
 
 
 def parse_state(checkpoint: Path, text: bytes) -> State:
-    """The scalars in the text of ``state.json``.
-
-    Raises:
-        CheckpointError: a value is missing, of another type or out of range.
-    """
+    """The scalars in the text of ``state.json``; raises CheckpointError when one is missing, or out of range."""
     try:
         return State.model_validate_json(text)
     except ValidationError as error:

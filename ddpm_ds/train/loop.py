@@ -53,8 +53,7 @@ def train(run: Run) -> Interval:
         BadNumbersError: the policy is to stop, or the run was rolled back often enough; on all ranks alike.
         Preempted: the run was asked to stop, or its launcher is gone, and it is saved; on all ranks alike.
     """
-    engine, total = run.engine, run.plan.spec.train.images
-    every = run.plan.spec.logging.log_every_images
+    engine, spec = run.engine, run.plan.spec
     run.validation.before_first_step()
     meter = Meter()
     batches = meter.timed(run.batches())
@@ -72,11 +71,12 @@ def train(run: Run) -> Interval:
             run.recorder.first_loss(gather(meter.so_far(), engine).interval.loss)
             first = False
         asked = run.requests.poll()
-        done = engine.images_seen >= total
-        save = done or asked.save or asked.stop or run.saver.due(before, engine.images_seen)
-        keep = run.saver.snapshot_due(before, engine.images_seen, done)
+        seen = engine.images_seen
+        done = seen >= spec.train.images
+        save = asked.save or asked.stop or done or is_due(spec.checkpoint.every_images, before, seen)
+        keep = is_due(spec.ema.snapshot_images, before, seen, done)
         trouble = _scale_floor(engine)
-        if not trouble and (save or keep or is_due(every, before, engine.images_seen)):
+        if not trouble and (save or keep or is_due(spec.logging.log_every_images, before, seen)):
             interval = _log(run, meter)
             trouble = _bad_loss(run, interval, done)
         if trouble:
@@ -102,10 +102,10 @@ def train(run: Run) -> Interval:
         if asked.abandoned:
             raise LauncherLostError(
                 f"what started {asked.abandoned} is gone: all ranks have saved and stopped after "
-                f"{engine.images_seen:,} images; the run can be resumed"
+                f"{seen:,} images; the run can be resumed"
             )
         if asked.stop:
-            raise Preempted(f"asked to stop after {engine.images_seen:,} images")
+            raise Preempted(f"asked to stop after {seen:,} images")
 
 
 def _log(run: Run, meter: Meter) -> Interval:

@@ -29,7 +29,6 @@ from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.tracking.run_folder import checkpoints_of, snapshots_of
 from ddpm_ds.tracking.tracker import print_to_stderr
 from ddpm_ds.train.ema import Ema
-from ddpm_ds.train.meters import is_due
 from ddpm_ds.train.resume import InitialWeights
 from ddpm_ds.unet.model import parameter_shapes
 
@@ -88,34 +87,22 @@ class Saver:
         store: dist.Store | None = None,
     ) -> None:
         self._plan, self._engine, self._ema = plan, engine, ema
-        self._folder, self._snapshots = checkpoints_of(run_dir), snapshots_of(run_dir)
+        self._folder = checkpoints_of(run_dir)
         self._data_sha256, self._log, self._groups = data_sha256, log, groups
-        spec, self._profiles = plan.spec.checkpoint, plan.spec.ema.profiles
-        self._every, self._snapshots_every = spec.every_images, plan.spec.ema.snapshot_images
-        self._warn = log if groups.rank == 0 else print_to_stderr
+        warn = log if groups.rank == 0 else print_to_stderr
         self._writer = Writer(
             self._folder,
             groups,
-            log=self._warn,
-            keep_last=spec.keep_last,
-            keep_every_images=spec.keep_every_images,
+            log=warn,
+            keep_last=plan.spec.checkpoint.keep_last,
+            keep_every_images=plan.spec.checkpoint.keep_every_images,
             store=store,
         )
-        self._snapshot_writer = Writer(self._snapshots, groups, log=self._warn, store=store, what="snapshot")
+        self._snapshot_writer = Writer(snapshots_of(run_dir), groups, log=warn, store=store, what="snapshot")
         self._began_at: int | None = 0  # None once this course of the run has written something
         self._shapes = parameter_shapes(plan.layers)
         self.rollbacks = 0
         """Number of rollbacks after bad numbers."""
-
-    def due(self, before: int, images_seen: int) -> bool:
-        """Return whether a step from ``before`` to ``images_seen`` passed a point of ``checkpoint.every_images``."""
-        return is_due(self._every, before, images_seen)
-
-    def snapshot_due(self, before: int, images_seen: int, done: bool) -> bool:
-        """Return whether a step from ``before`` to ``images_seen`` passed a point of ``ema.snapshot_images``, or is the
-        last of a run that keeps snapshots.
-        """
-        return is_due(self._snapshots_every, before, images_seen, done)
 
     def save(self) -> float:
         """Begin a checkpoint of this moment; returns the seconds for which training was held up."""
