@@ -99,7 +99,7 @@ def clean(folder: Path) -> None:
 
 
 def put_in_place(written: Path, target: Path) -> None:
-    """Make ``written`` the checkpoint ``target``, in place of one of that name; :func:`clean` mends what a kill interrupts."""
+    """Make ``written`` the checkpoint ``target``, replacing one of that name; :func:`clean` mends an interruption."""
     before = target.with_name(REPLACED + target.name)
     if target.exists():
         shutil.rmtree(before, ignore_errors=True)

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from tqdm import tqdm
 
 import ddpm_ds
@@ -142,7 +142,7 @@ class Place(_Record):
 
 
 class Part(_Record):
-    """Record of a rank's file that is safe on the disk, for the leader of its group."""
+    """Record of a rank's file that is safe on the disk, for rank 0."""
 
     file: str
     entry: FileEntry
@@ -150,10 +150,6 @@ class Part(_Record):
     """None where all hosts share a folder."""
     fragments: list[Span]
     """In the order of the file."""
-
-
-Parts = TypeAdapter(list[Part])
-"""Records of all files of a group, from its leader to rank 0."""
 
 
 class Manifest(Description):
@@ -200,7 +196,7 @@ def manifest_of(description: Description, state: bytes, parts: Iterable[Part], d
     Raises:
         ValueError: not every element was written once, or two ranks wrote files of one name.
     """
-    parts = sorted((part for part in parts if part.fragments), key=lambda part: part.file)
+    parts = sorted(parts, key=lambda part: part.file)
     files = {part.file: part.entry for part in parts}
     if len(files) != len(parts):
         raise ValueError("two ranks wrote parts of one name")

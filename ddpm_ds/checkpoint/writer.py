@@ -3,12 +3,10 @@
 ::
 
     training   begin: copy to host memory ─┐ ...trains on...
-    thread                                 └ own file ─ part record ─▶ leader: all parts of this folder there?
-                                                                     └─▶ rank 0: all parts of all? covered once?
-                                                     leader: manifest, state, fsync, rename, latest ◀─┘
+    thread                                 └ own file ─ its record ─▶ rank 0: records of all? every value once?
+                                                        leader: manifest, state, fsync, rename, latest ◀─┘
 
-Ranks that see one folder exchange files in it; the leaders of several folders use a key-value store (:class:`Leaders`).
-No thread runs a collective.
+Ranks use a key-value store (:class:`~ddpm_ds.checkpoint.groups.Completion`); no thread runs a collective.
 """
 
 from __future__ import annotations
@@ -37,22 +35,19 @@ from ddpm_ds.checkpoint.folder import (
     take_back,
     tidy,
 )
-from ddpm_ds.checkpoint.groups import CalledOff, Groups, Leaders, NotSaved
+from ddpm_ds.checkpoint.groups import CalledOff, Completion, Groups, NotSaved
 from ddpm_ds.checkpoint.manifest import (
     MANIFEST,
     STATE,
     Description,
     Part,
-    Parts,
     Place,
     Span,
     StoredDtype,
     manifest_of,
 )
 from ddpm_ds.checkpoint.reader import write_tensors
-from ddpm_ds.files import replace_file, sync, write_file
-
-POLL_SECONDS = 0.02
+from ddpm_ds.files import replace_file, write_file
 
 
 class Fragment(NamedTuple):
@@ -100,8 +95,8 @@ class HostCopy:
 class Writer:
     """One rank's share in writing checkpoints into ``folder``.
 
-    ``groups`` says which ranks see the same folder of that name; where there are several, ``store`` is the key-value
-    store of their leaders. Make it on every rank before training communicates: the leaders remove what killed processes
+    ``groups`` says which ranks see the same folder of that name; where there are several ranks, ``store`` is their
+    key-value store. Make it on every rank before training communicates: the leaders remove what killed processes
     left (for several folders :func:`ddpm_ds.checkpoint.union.settle` has done so). Every rank calls :meth:`begin` for
     every checkpoint, with no fragments if it owns none. File errors never raise into training: rank 0 reports through
     ``log`` (from a thread) in one line what was lost, and earlier checkpoints stay. ``keep_last`` and
@@ -125,9 +120,8 @@ class Writer:
         self._folder, self._groups, self._log = folder, groups, log
         self._what = what
         self._dtype: StoredDtype = "F32" if what == "checkpoint" else "F16"
-        self._leaders = Leaders(groups, store, time_limit_seconds, what)
+        self._completion = Completion(groups, store, time_limit_seconds, what)
         self._keep = keep_last, keep_every_images
-        self._time_limit_seconds = time_limit_seconds
         self._thread: threading.Thread | None = None
         self._saved = True
         self.why_not = ""
@@ -152,7 +146,7 @@ class Writer:
         """
         started = time.monotonic()
         self.wait()
-        self._leaders.attempt += 1
+        self._completion.attempt += 1
         fragments = [fragment for fragment in fragments if fragment.values.numel()]
         self._host.take([fragment.values for fragment in fragments])
         spans = [Span(kind, name, start, values.numel()) for kind, name, start, values in fragments]
@@ -175,16 +169,15 @@ class Writer:
         """Write a checkpoint; this is all that the thread does."""
         self._saved = False
         name = checkpoint_name(description.images)
-        scratch = self._folder / f"{WRITING}{name}.{self._leaders.attempt}"  # the same for all ranks
+        scratch = self._folder / f"{WRITING}{name}.{self._completion.attempt}"  # the same for all ranks
         try:
             if self._groups.leads:
                 self._remove_earlier_attempts()
-            self._write_part(scratch, file, spans)
-            if self._groups.leads:
-                self._complete(scratch, description, state)
+            scratch.mkdir(parents=True, exist_ok=True)
+            self._complete(scratch, self._written(scratch / file, spans), description, state)
             self._saved = True
         except Exception as error:
-            self._give_up(scratch, file, name, error)
+            self._give_up(scratch, name, error)
             return
         if self._groups.leads:
             self.set_aside(description.images)
@@ -210,74 +203,53 @@ class Writer:
     def _remove_earlier_attempts(self) -> None:
         """Remove what earlier attempts of this process left, such as the parts of ranks that were slower to fail."""
         for path in self._folder.glob(f"{WRITING}*"):
-            if path.suffix[1:].isdigit() and int(path.suffix[1:]) < self._leaders.attempt:
+            if path.suffix[1:].isdigit() and int(path.suffix[1:]) < self._completion.attempt:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _write_part(self, scratch: Path, file: str, spans: list[Span]) -> None:
-        """Write this rank's file, then its record."""
-        scratch.mkdir(parents=True, exist_ok=True)
+    def _written(self, path: Path, spans: list[Span]) -> str:
+        """Write this rank's file, and return its record; a rank without values has neither."""
+        if not spans:
+            return ""
         tensors = [(span.key, self._dtype, (span.length,)) for span in spans]
-        entry = write_tensors(scratch / file, tensors, [self._host.raw()])
+        entry = write_tensors(path, tensors, [self._host.raw()])
         place = Place(host=self._groups.hosts[self._groups.rank], folder=str(self._folder.absolute()))
-        record = Part(file=file, entry=entry, place=None if self._groups.shared else place, fragments=spans)
-        replace_file(scratch / _record(self._groups.rank), record.model_dump_json().encode())  # the leader syncs
+        shown = None if self._groups.shared else place
+        return Part(file=path.name, entry=entry, place=shown, fragments=spans).model_dump_json()
 
-    def _complete(self, scratch: Path, description: Description, state: str) -> None:
-        """Wait on a leader for all parts, have rank 0 check them, and put the checkpoint in place."""
+    def _complete(self, scratch: Path, part: str, description: Description, state: str) -> None:
+        """Give rank 0 the record of this rank's file; on a leader, put the checkpoint in place once it has all."""
 
         def describe(texts: list[str]) -> str:
-            parts = [part for text in texts for part in Parts.validate_json(text)]
+            parts = [Part.model_validate_json(text) for text in texts if text]
             manifest = manifest_of(description, state.encode(), parts, self._dtype)
             return json.dumps([manifest.dump().decode(), state])
 
-        parts = self._parts(scratch)
-        manifest, state = json.loads(self._leaders.agree("manifest", Parts.dump_json(parts).decode(), describe))
-        write_file(scratch / STATE, state.encode())
+        groups, agree = self._groups, self._completion.agree
+        described = agree("manifest", range(len(groups.hosts)), part, describe)
+        if not groups.leads:
+            return
+        manifest, state = json.loads(described)
+        replace_file(scratch / STATE, state.encode())
         write_file(scratch / MANIFEST, manifest.encode())
-        for path in list(scratch.iterdir()):
-            if path.name not in (STATE, MANIFEST, *(part.file for part in parts if part.fragments)):
-                path.unlink()
-        sync(scratch)
-        self._leaders.agree("ready")
-        self._leaders.forget("manifest")
+        agree("ready", groups.leaders)
+        self._completion.forget("manifest")
         target = self._folder / checkpoint_name(description.images)
         put_in_place(scratch, target)
         try:
-            self._leaders.agree("placed")
+            agree("placed", groups.leaders)
         except CalledOff:
             take_back(target)
             raise
 
-    def _parts(self, scratch: Path) -> list[Part]:
-        """Return the records of all ranks of this folder, as soon as they exist."""
-        deadline = time.monotonic() + self._time_limit_seconds
-        while True:
-            there = {path.name for path in scratch.iterdir()}
-            for failed in (name for name in there if name.endswith(".failed")):
-                raise NotSaved((scratch / failed).read_text())
-            missing = [rank for rank in self._groups.members if _record(rank) not in there]
-            if not missing:
-                break
-            if time.monotonic() > deadline:
-                ranks = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-                where = "" if self._groups.shared else f" on host {self._groups.hosts[self._groups.rank]}"
-                raise NotSaved(f"rank {ranks}{where} had not written its part after {self._time_limit_seconds:g} s")
-            time.sleep(POLL_SECONDS)
-        return [Part.model_validate_json((scratch / _record(rank)).read_bytes()) for rank in self._groups.members]
-
-    def _give_up(self, scratch: Path, file: str, name: str, error: Exception) -> None:
-        """Remove what is half-written; rank 0 reports it, another rank tells its leader, and that one rank 0."""
+    def _give_up(self, scratch: Path, name: str, error: Exception) -> None:
+        """Remove what is half-written, tell the others, and report it on rank 0."""
         rank, reason = self._groups.rank, _reason(error)
         if not isinstance(error, NotSaved) and (rank != 0 or not self._groups.shared):
             reason = f"{self._groups.name(rank)}: {reason}"
-        if not self._groups.leads:
-            with contextlib.suppress(OSError):
-                (scratch / file).unlink(missing_ok=True)  # makes room for the message
-                write_file(scratch / f"rank{rank}.failed", reason.encode())
-            return
-        shutil.rmtree(scratch, ignore_errors=True)
+        if self._groups.leads:
+            shutil.rmtree(scratch, ignore_errors=True)
         if rank == 0 or not isinstance(error, CalledOff):
-            self._leaders.fail(reason)
+            self._completion.fail(reason)
         if rank == 0:
             before = names(self._folder)
             lost = f"{before[-1]} stays, only the time since is at risk" if before else "there is none before it"
@@ -285,10 +257,6 @@ class Writer:
                 lost = "`ddpm-ds ema` makes averages from the others"
             self.why_not = f"{self._what} {name} was not saved: {reason}; {lost}"
             self._log(self.why_not)
-
-
-def _record(rank: int) -> str:
-    return f"rank{rank}.part.json"
 
 
 def _reason(error: Exception) -> str:

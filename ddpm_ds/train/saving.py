@@ -70,8 +70,7 @@ class Saver:
     """Saver of this rank's share of checkpoints and snapshots of a run in ``run_dir``; all methods are collective.
 
     ``data_sha256`` are the checksums of the data-set cache, ``log`` shows a line on rank 0. ``groups`` are the ranks by
-    the folder of checkpoints that they see; where there are several, ``store`` is that of
-    :func:`ddpm_ds.processes.heartbeat.make_store`.
+    the folder of checkpoints that they see, ``store`` is that of :func:`ddpm_ds.processes.heartbeat.make_store`.
     """
 
     def __init__(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import HashStore
 
 from ddpm_ds.checkpoint.folder import checkpoint_name
 from ddpm_ds.checkpoint.groups import Groups
@@ -66,6 +67,12 @@ def total(shapes: Shapes = SHAPES) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
+def ranks(folder: Path, count: int, log: Callable[[str], None], **options: Any) -> list[Writer]:
+    """The writers of ranks that see one folder."""
+    store = HashStore()
+    return [Writer(folder, Groups.one_folder(rank, count), log=log, store=store, **options) for rank in range(count)]
+
+
 def save(
     folder: Path,
     images: int,
@@ -76,8 +83,7 @@ def save(
     """Write a checkpoint by ``len(cuts) + 1`` ranks in this process; returns what was said."""
     said: list[str] = []
     bounds = (0, *sorted(cuts), total(shapes))
-    count = len(bounds) - 1
-    writers = [Writer(folder, Groups.one_folder(rank, count), log=said.append, **options) for rank in range(count)]
+    writers = ranks(folder, len(bounds) - 1, said.append, **options)
     for rank, (writer, (start, stop)) in enumerate(zip(writers, itertools.pairwise(bounds), strict=True)):
         writer.begin(
             f"rank{rank}", fragments_of(images, start, stop, shapes), describe(images, shapes), scalars(images)

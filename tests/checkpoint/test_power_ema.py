@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.checkpoint.folder import checkpoint_name, names, set_aside
-from ddpm_ds.checkpoint.groups import Groups
 from ddpm_ds.checkpoint.manifest import read_manifest
 from ddpm_ds.checkpoint.power_ema import (
     FARTHEST,
@@ -26,9 +25,9 @@ from ddpm_ds.checkpoint.power_ema import (
     profile_kind,
 )
 from ddpm_ds.checkpoint.reader import Reader
-from ddpm_ds.checkpoint.writer import Fragment, Writer
+from ddpm_ds.checkpoint.writer import Fragment
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
-from tests.checkpoint.saving import SHAPES, describe, save, scalars
+from tests.checkpoint.saving import SHAPES, describe, ranks, save, scalars
 
 STEPS, BATCH, EVERY = 96, 10, 6
 LENGTHS = (0.05, 0.1)
@@ -61,7 +60,7 @@ def snapshots(tmp_path_factory: pytest.TempPathFactory, course: dict[str, Tensor
     """Snapshots of averages that were updated step by step in fp32, as training does, written by two ranks."""
     folder = tmp_path_factory.mktemp("run") / "snapshots"
     kept = {(length, name): torch.zeros(values.shape[1]) for length in LENGTHS for name, values in course.items()}
-    writers = [Writer(folder, Groups.one_folder(rank, 2), log=pytest.fail, what="snapshot") for rank in range(2)]
+    writers = ranks(folder, 2, pytest.fail, what="snapshot")
     for step in range(1, STEPS + 1):
         images = step * BATCH
         for (length, name), values in kept.items():
