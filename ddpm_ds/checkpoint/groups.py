@@ -111,15 +111,19 @@ class CalledOff(NotSaved):
 
 
 class Completion:
-    """One rank's part in completing checkpoints. A rank alone exchanges nothing, and ``store`` may be None.
+    """One rank's part in completing checkpoints. A rank alone needs no ``store``.
 
     Rank 0 waits for ``seconds``, the others until it must have finished waiting. ``what`` is written; its name sets the
     keys of one writer apart from those of another.
     """
 
     def __init__(self, groups: Groups, store: Store | None, seconds: float, what: str) -> None:
-        self._groups, self._store, self._what = groups, store, what
+        from torch.distributed import HashStore
+
+        self._groups, self._what = groups, what
+        self._store = HashStore() if store is None else store
         self._seconds = seconds if groups.rank == 0 else 4 * seconds
+        self._answers: list[str] = []  # keys of rank 0's, until all have read them
         self.attempt = 0
         """Number of the checkpoint that all keys in the store belong to, the same on all ranks."""
 
@@ -136,33 +140,26 @@ class Completion:
             NotSaved: on the others: nothing came from rank 0.
         """
         if self._groups.rank:
-            self._set(topic, self._groups.rank, text)
+            self._store.set(self._key(topic, self._groups.rank), text)
             return self._wait(topic, [0], "called off")[0] if self._groups.leads else ""
         others = [rank for rank in ranks if rank]
         answered = answer([text, *self._wait(topic, others, "problem")])
-        for rank in others:
-            self.forget(topic, rank)
-        if not self._groups.shared:
-            self._set(topic, 0, answered)
+        for read in (*self._answers, *(self._key(topic, rank) for rank in others)):
+            self._store.delete_key(read)
+        self._answers = [self._key(topic, 0)]
+        self._store.set(self._key(topic, 0), answered)
         return answered
-
-    def forget(self, topic: str, rank: int = 0) -> None:
-        """Delete what a rank wrote in the store, on rank 0, once it has been read."""
-        if self._groups.rank == 0 and self._store is not None:
-            self._store.delete_key(self._key(topic, rank))
 
     def fail(self, reason: str) -> None:
         """Report a problem to rank 0; on rank 0, cancel the checkpoint."""
         with contextlib.suppress(Exception):  # whatever a store raises when rank 0 has gone
-            if self._store is not None:
-                self._set("problem" if self._groups.rank else "called off", 0, reason)
+            self._store.set(self._key("problem" if self._groups.rank else "called off", 0), reason)
 
     def _wait(self, topic: str, ranks: Sequence[int], trouble: str) -> list[str]:
         """Return the texts of ranks as soon as they exist; for a missing key the store itself would wait."""
         if not ranks:
             return []
         store, keys = self._store, {rank: self._key(topic, rank) for rank in ranks}
-        assert store is not None
         deadline = time.monotonic() + self._seconds
         while not store.check(list(keys.values())):
             if store.check([self._key(trouble, 0)]):
@@ -173,10 +170,6 @@ class Completion:
                 raise NotSaved(reason) if self._groups.rank else CalledOff(reason)
             time.sleep(POLL_SECONDS)
         return [store.get(key).decode() for key in keys.values()]
-
-    def _set(self, topic: str, rank: int, text: str) -> None:
-        assert self._store is not None
-        self._store.set(self._key(topic, rank), text)
 
     def _key(self, topic: str, rank: int) -> str:
         return f"{self._what}/{self.attempt}/{topic}/{rank}"

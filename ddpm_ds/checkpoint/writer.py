@@ -232,7 +232,6 @@ class Writer:
         replace_file(scratch / STATE, state.encode())
         write_file(scratch / MANIFEST, manifest.encode())
         agree("ready", groups.leaders)
-        self._completion.forget("manifest")
         target = self._folder / checkpoint_name(description.images)
         put_in_place(scratch, target)
         try:

@@ -80,8 +80,12 @@ def train(run: Run) -> Interval:
             interval = _log(run, meter)
             trouble = _bad_loss(run, interval, done)
         if trouble:
-            _roll_back(run, trouble)
-            meter, save = Meter(), False
+            if spec.bad_numbers.policy == "stop":
+                raise BadNumbersError(trouble)
+            what = run.saver.roll_back(trouble)
+            run.recorder.rolled_back(what, run.saver.rollbacks, engine.images_seen, engine.global_steps)
+            run.recent.clear()
+            meter = Meter()
             batches = meter.timed(run.batches())
             continue
         if run.validation.due(before, done):  # before the save: a run that dies in between draws again
@@ -146,11 +150,3 @@ def _bad_loss(run: Run, interval: Interval, done: bool) -> str | None:
         )
     run.recent.append(interval.loss)
     return None
-
-
-def _roll_back(run: Run, trouble: str) -> None:
-    if run.plan.spec.bad_numbers.policy == "stop":
-        raise BadNumbersError(trouble)
-    done, engine = run.saver.roll_back(trouble), run.engine
-    run.recorder.rolled_back(done, run.saver.rollbacks, engine.images_seen, engine.global_steps)
-    run.recent.clear()

@@ -115,7 +115,7 @@ def test_each_host_has_what_its_ranks_own_and_the_same_manifest(tmp_path: Path) 
     found = hosts.newest()
     assert found is not None and found.path.name == TWO and found.state.images_seen == 2
     check_values(found, hosts, 2)
-    assert store.num_keys() - keys == 2 * 2, "two words for each checkpoint stay in the store: ready and placed"
+    assert store.num_keys() - keys == 1, "the last word stays in the store"
     shared = Hosts(tmp_path / "shared", "aaaa")  # says nothing of hosts, so that any version can read it
     assert shared.save(1) == [True] * 4
     assert '"places"' not in (shared.folders[0] / ONE / MANIFEST).read_text()
