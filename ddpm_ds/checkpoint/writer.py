@@ -140,9 +140,6 @@ class Writer:
 
         ``part`` names this rank's file, such as ``stage0-replica1``; ``description`` and ``state`` (what JSON can
         hold) are those of rank 0. A checkpoint of the same number of images is replaced.
-
-        Raises:
-            TypeError, ValueError: a state that JSON can't hold: a bug.
         """
         started = time.monotonic()
         self.wait()

@@ -68,7 +68,7 @@ def train(run: Run) -> Interval:
         run.watchdog.progress()
         run.recorder.step(engine.images_seen)
         if first:  # the loss is on the screen before the first log point
-            run.recorder.first_loss(gather(meter.so_far(), engine).interval.loss)
+            run.recorder.first_loss(gather(meter.so_far(), engine).loss)
             first = False
         asked = run.requests.poll()
         seen = engine.images_seen
@@ -115,10 +115,10 @@ def train(run: Run) -> Interval:
 def _log(run: Run, meter: Meter) -> Interval:
     """Make one log point; waits for the device, and for the other ranks."""
     engine = run.engine
-    gathered = gather(meter.read(), engine)
-    values = metrics(gathered, engine, run.plan.macs)
+    interval = gather(meter.read(), engine)
+    values = metrics(interval, engine, run.plan.macs)
     run.recorder.point(values, engine.global_steps, fp16=engine.fp16_enabled())
-    return gathered.interval
+    return interval
 
 
 def _scale_floor(engine: UnetPipelineEngine) -> str | None:

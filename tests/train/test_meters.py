@@ -7,7 +7,7 @@ import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -15,7 +15,6 @@ import torch
 
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.train.meters import (
-    Gathered,
     Interval,
     Meter,
     metrics,
@@ -110,10 +109,11 @@ def test_on_cuda_what_is_reserved_is_told_from_what_tensors_take(monkeypatch: py
     ("reserved", "on_cuda"), [(0, {}), (9, {"usage/peak_reserved_bytes": 9.0})], ids=["cpu", "cuda"]
 )
 def test_the_names_of_metrics_are_a_contract(reserved: int, on_cuda: dict[str, float]) -> None:
-    interval = Interval(steps=4, images=400, seconds=2.0, loss=0.5, non_finite_steps=0, data_wait_seconds=0.4)
+    memory: dict[str, Any] = {"stage_peak_memory_bytes": [[5, 7], [6, 4]], "peak_reserved_bytes": reserved}
+    interval = Interval(4, 400, seconds=2.0, loss=0.5, non_finite_steps=0, data_wait_seconds=0.4, **memory)
     numbers = {"get_lr": lambda: [1e-4], "next_loss_scale": lambda: 65536.0, "gradient_norm": lambda: 0.25}
     engine = SimpleNamespace(images_seen=4000, skipped_steps=3, **numbers)
-    values = metrics(Gathered(interval, [[5, 7], [6, 4]], reserved), cast(UnetPipelineEngine, engine), 10**9)
+    values = metrics(interval, cast(UnetPipelineEngine, engine), 10**9)
     assert values == {
         "train/loss": 0.5,
         "train/total_grad_norm": 0.25,
