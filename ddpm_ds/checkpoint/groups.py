@@ -11,7 +11,7 @@ On a shared file system all ranks are one group. The ranks speak through a key-v
 
     rank 0                                        other ranks
     all parts: covered once?   ◀────── part       its file is on the disk
-                                                  leaders of other folders
+                                                  a leader of another folder goes on
     manifest, state            ──────▶            writes them beside the files of its group, and flushes
     all ready?                 ◀────── ready
     ready                      ──────▶            renames the folder
@@ -111,17 +111,14 @@ class CalledOff(NotSaved):
 
 
 class Completion:
-    """One rank's part in completing checkpoints. A rank alone needs no ``store``.
+    """One rank's part in completing checkpoints.
 
     Rank 0 waits for ``seconds``, the others until it must have finished waiting. ``what`` is written; its name sets the
     keys of one writer apart from those of another.
     """
 
-    def __init__(self, groups: Groups, store: Store | None, seconds: float, what: str) -> None:
-        from torch.distributed import HashStore
-
-        self._groups, self._what = groups, what
-        self._store = HashStore() if store is None else store
+    def __init__(self, groups: Groups, store: Store, seconds: float, what: str) -> None:
+        self._groups, self._store, self._what = groups, store, what
         self._seconds = seconds if groups.rank == 0 else 4 * seconds
         self._answers: list[str] = []  # keys of rank 0's, until all have read them
         self.attempt = 0

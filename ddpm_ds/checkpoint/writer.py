@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed import Store
+from torch.distributed import HashStore, Store
 
 from ddpm_ds.checkpoint.folder import (
     WRITING,
@@ -120,7 +120,7 @@ class Writer:
         self._folder, self._groups, self._log = folder, groups, log
         self._what = what
         self._dtype: StoredDtype = "F32" if what == "checkpoint" else "F16"
-        self._completion = Completion(groups, store, time_limit_seconds, what)
+        self._completion = Completion(groups, store or HashStore(), time_limit_seconds, what)
         self._keep = keep_last, keep_every_images
         self._thread: threading.Thread | None = None
         self._saved = True
