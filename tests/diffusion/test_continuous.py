@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddpm_ds import keyed
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec, check_sampler
 from ddpm_ds.diffusion.choices import OBJECTIVES
 from ddpm_ds.diffusion.levels import Continuous, NoiseLevel
@@ -172,8 +171,8 @@ def test_eulers_steps_of_flow_matching_go_along_the_velocity() -> None:
     torch.testing.assert_close(drawn, expected)
 
 
-@pytest.mark.parametrize(("diffusion", "kind", "order"), [(EDM, "ddim", 1), (EDM, "heun", 2), (EDM, "dpm_solver", 2)])
-def test_errors_shrink_by_the_order_of_the_sampler(diffusion: DiffusionSpec, kind: str, order: int) -> None:
+@pytest.mark.parametrize(("kind", "order"), [("ddim", 1), ("heun", 2), ("dpm_solver", 2)])
+def test_errors_shrink_by_the_order_of_the_sampler(kind: str, order: int) -> None:
     """Data ~ N(0.3, 0.5^2), whose best denoiser is known, and whose images are those of its noise in a straight way."""
 
     def exact(x_t: Tensor, level: NoiseLevel) -> Tensor:
@@ -185,7 +184,7 @@ def test_errors_shrink_by_the_order_of_the_sampler(diffusion: DiffusionSpec, kin
     errors = []
     for steps in (32, 64, 128):
         spec = SamplerSpec(kind=kind, steps=steps, clip="none", sigma_min=0.02, sigma_max=20)
-        sampler = Sampler(spec, diffusion)
+        sampler = Sampler(spec, EDM)
         levels = {visit.t: visit.level for visit in sampler.visits}
         first, last = sampler.visits[0].level, sampler.visits[-1].level
         x = first.signal * 0.3 + (first.signal**2 * 0.25 + first.noise**2).sqrt() * normal(4)
@@ -250,4 +249,3 @@ def test_what_does_not_go_together_is_said(diffusion: Any, sampler: Any, said: s
 
 def test_a_number_of_timesteps_does_not_bound_the_steps_of_edm() -> None:
     check_sampler(SamplerSpec(kind="heun", steps=2000), EDM, classes=None)
-    assert keyed.Stream.SAMPLE + 4000 < 2**32
