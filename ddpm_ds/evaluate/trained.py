@@ -37,7 +37,6 @@ from ddpm_ds.unet.model import UNet, parameter_shapes
 WEIGHTS = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")
 FLOATS = ("F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16")
 """Types that are read, as safetensors and as PyTorch name them."""
-SMALLEST_ELEMENT_BYTES = 2
 CONFIG, SCHEDULER_CONFIG = "config.json", "scheduler_config.json"
 AUTOENCODER_FOLDER = "vqvae"
 """Folder of the autoencoder in an export, as diffusers' LDMPipeline calls it."""
@@ -310,9 +309,6 @@ class DiffusersFolder:
         copied from another one.
         """
         misfit = f"{self.weights} does not fit its {CONFIG}: "
-        parameters = sum(layer.parameters for layer in self.layers)
-        if (size := self.weights.stat().st_size) < SMALLEST_ELEMENT_BYTES * parameters:
-            raise CheckpointError(f"{misfit}it has {size:,} bytes for {parameters:,} parameters")
         headers, read = _open_weights(self.weights)
         try:
             stored = stored_names(headers, self.layers)
@@ -367,14 +363,11 @@ def _check_archive(path: Path) -> None:
 
 
 def _plain(tensor: object) -> bool:
-    """Whether this is a tensor whose values lie in memory one after the other, neither sparse nor without values.
-
-    A tensor of stride 0 may be of any size without taking memory, until it is copied.
+    """Whether this is a tensor with all of its values in memory: not sparse, without values, or repeated by a stride of
+    0, which may be of any size until it is copied.
     """
-    return isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta and _dense(tensor)
-
-
-def _dense(tensor: Tensor) -> bool:
+    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+        return False
     return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import torch
@@ -34,8 +35,6 @@ from tests.diffusion.test_diffusers_schedule import DDPM_CIFAR10 as CIFAR10_SCHE
 from tests.evaluate.planted import UNLABELLED, plant, same_weights, trained_of, unet_of
 from tests.launching import REPOSITORY, tiny_spec, write_json
 from tests.unet.test_diffusers import DDPM_CIFAR10 as CIFAR10_MODEL
-
-diffusers = pytest.importorskip("diffusers", reason="diffusers, an optional extra, is not installed")
 
 FEW: dict[str, Any] = {"diffusion": {"timesteps": 4}, "sampler": {"steps": 2}}
 SPECS = REPOSITORY / "launch" / "specs"

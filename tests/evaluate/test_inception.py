@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch_fidelity
+from scipy.linalg import sqrtm
 
 from ddpm_ds.errors import EvaluationError
 from ddpm_ds.evaluate import inception
@@ -48,13 +50,12 @@ def test_shifted_and_scaled_gaussians_have_the_distances_of_the_closed_forms() -
 
 @pytest.mark.parametrize("ranks", [(None, None), (20, None), (5, 7)])
 def test_covariances_that_do_not_commute_as_scipy_has_them(ranks: tuple[int | None, int | None]) -> None:
-    linalg = pytest.importorskip("scipy.linalg")
     a, b = gaussian(20, ranks[0]), gaussian(20, ranks[1])
     b = Gaussian(b.mean, (turn := rotation(20)) @ b.covariance @ turn.T)
     # scipy's root of a singular product is bad; a thousandth of nothing makes it regular, and moves each of the 20
     # roots by up to the root of that.
     little = 1e-10
-    root = linalg.sqrtm((a.covariance + little * np.eye(20)) @ (b.covariance + little * np.eye(20))).real
+    root = sqrtm((a.covariance + little * np.eye(20)) @ (b.covariance + little * np.eye(20))).real
     expected = ((a.mean - b.mean) ** 2).sum() + np.trace(a.covariance + b.covariance - 2 * root)
     largest = np.sqrt(max(np.linalg.eigvalsh(a.covariance)[-1], np.linalg.eigvalsh(b.covariance)[-1]))
     assert frechet_distance(a, b) == pytest.approx(expected, abs=2 * 20 * largest * np.sqrt(little))
@@ -88,9 +89,6 @@ def test_large_images_are_averaged_over_boxes(monkeypatch: pytest.MonkeyPatch) -
     np.testing.assert_allclose(large.covariance, pixel_gaussian(small).covariance, atol=1e-12)
     pair = np.array([[[[0, 255] * 8] * 16]] * 2, np.uint8)  # a fine pattern has the mean of its boxes
     np.testing.assert_allclose(pixel_gaussian(pair).mean, 0.0, atol=1e-12)
-
-
-torch_fidelity = pytest.importorskip("torch_fidelity")
 
 
 @pytest.fixture(autouse=True)

@@ -68,17 +68,12 @@ def test_the_average_is_drawn_from_scored_and_exported_like_a_checkpoint(
     assert not same_weights(trained.unet, load_trained(run_dir).unet)
 
     assert "ema-0.1 weights after 320 images" in said(["sample", made, *FAST, "--count", 4], capfd)
-    assert "averaged over training (EMA) of relative length 0.1" in exported(made, tmp_path / "hub", capfd)
+    said(["export", made, tmp_path / "hub", "--samples", 0], capfd)
+    assert "averaged over training (EMA) of relative length 0.1" in (tmp_path / "hub" / "README.md").read_text()
     said(["evaluate", made, *FAST, "--count", 12, "--metrics", "pixel"], capfd)
     (folder,) = (run_dir / "evaluations").iterdir()
     assert folder.name.startswith("images-000000320-ema-0.1-ema-0.1-ddim-3-12-")
     assert [tracker.kind for tracker in trackers] == ["export", "evaluate"], "children of the run that made them"
-
-
-def exported(made: Path, out: Path, capfd: pytest.CaptureFixture[str]) -> str:
-    """The model card of an export without samples."""
-    said(["export", made, out, "--samples", 0], capfd)
-    return (out / "README.md").read_text()
 
 
 def test_an_average_of_the_past_goes_where_it_is_told_to(
