@@ -145,7 +145,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
         change_config("scheduler", beta_schedule="scaled_linear"),
         r"scheduler_config\.json is not a diffusion process that .* express: beta_schedule = \"scaled_linear\"",
     ),
-    "other width": (change_config("unet", time_embedding_dim=16), r"does not fit its config\.json: .*F32 of shape"),
+    "other width": (change_config("unet", time_embedding_dim=16), r"does not fit its config\.json: .*float32 of shape"),
     "far too wide": (change_config("unet", block_out_channels=[2**40, 2**40]), "block_out_channels = .*65536"),
     "far too deep": (change_config("unet", layers_per_block=10**9), "layers_per_block = 1000000000.*64"),
     "too many timesteps": (
@@ -162,7 +162,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "integers": (
         change_weights(lambda t: t.update({"conv_in.bias": t["conv_in.bias"].int()})),
-        "conv_in.bias is I32",
+        "conv_in.bias is int32",
     ),
     "missing tensor": (change_weights(lambda tensors: tensors.pop("conv_in.bias")), r"first is conv_in\.bias"),
     "not finite": (change_weights(lambda tensors: tensors["conv_in.bias"].fill_(math.nan)), "not finite"),
