@@ -136,7 +136,7 @@ def add_drawing_options(parser: argparse.ArgumentParser) -> None:
         "--guide",
         type=file_path,
         metavar="CHECKPOINT|RUN_DIR|EXPORT",
-        help="worse weights, averaged, that guidance leads away from (autoguidance) in the place of no class",
+        help="weights of a worse U-Net, averaged, that guidance leads away from instead of no class (autoguidance)",
     )
 
 
@@ -238,11 +238,7 @@ def sampler_from(
 
 
 def _labels(options: argparse.Namespace, classes: int | None) -> tuple[int, ...] | None:
-    """Return the labels that images take in turn, from --labels; None for images without labels.
-
-    Raises:
-        SpecError: there are no classes, or not these.
-    """
+    """Return the labels that images take in turn, from --labels; None for images without labels."""
     from ddpm_ds.evaluate.sampling import check_label
 
     text = options.labels

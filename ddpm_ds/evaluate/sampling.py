@@ -183,13 +183,7 @@ def draw_missing(
 
 
 def draw_share(
-    trained: Trained,
-    request: Request,
-    folder: ImageFolder,
-    rank: int,
-    world_size: int,
-    *,
-    guide: Trained | None = None,
+    trained: Trained, request: Request, folder: ImageFolder, rank: int, world_size: int, *, guide: Trained | None = None
 ) -> None:
     """Draw the images that ``folder`` lacks of every ``world_size``-th batch, without waiting for other processes."""
     there = folder.there()

@@ -318,11 +318,7 @@ class DiffusersFolder:
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file by name; nothing in it is executed.
-
-    Raises:
-        CheckpointError: it is damaged, or holds something other than plain tensors by name.
-    """
+    """Return the tensors of a file by name; nothing in it is executed."""
     try:
         if path.suffix == ".safetensors":
             file = open_tensors(path)

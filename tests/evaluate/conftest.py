@@ -14,10 +14,10 @@ from torch import Tensor
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.prepare import prepare
-from ddpm_ds.evaluate import mlflow_child, sampling, scores
+from ddpm_ds.evaluate import sampling, scores
 from ddpm_ds.evaluate.inception import Inception, Unavailable, find_inception
 from ddpm_ds.evaluate.sampling import draw
-from ddpm_ds.tracking.tracker import RunLink
+from ddpm_ds.tracking.tracker import RunLink, Tracker
 from tests.evaluate.planted import UNLABELLED, plant
 
 
@@ -119,11 +119,9 @@ def trackers(monkeypatch: pytest.MonkeyPatch) -> list[FakeTracker]:
     """The children that are recorded from now on, which MLflow does not get."""
     made: list[FakeTracker] = []
 
-    class Tracker:
-        @staticmethod
-        def start(experiment: str, name: str, **options: Any) -> FakeTracker:
-            made.append(FakeTracker(options["tags"]["kind"], options))
-            return made[-1]
+    def start(experiment: str, name: str, **options: Any) -> FakeTracker:
+        made.append(FakeTracker(options["tags"]["kind"], options))
+        return made[-1]
 
-    monkeypatch.setattr(mlflow_child, "Tracker", Tracker)
+    monkeypatch.setattr(Tracker, "start", start)
     return made

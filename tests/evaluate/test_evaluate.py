@@ -221,8 +221,6 @@ def test_a_data_set_that_has_moved_is_named(tmp_path: Path, evaluate: Evaluate, 
         (("--guidances", "1,x"), "'x' is not a guidance from 0 to 1,000"),
         (("--guidances", "1,2,1"), "'1,2,1' has one number twice"),
         (("--guidances", "1,2", "--guidance", "3"), "--guidance and --guidances exclude each other"),
-        (("--guidances", "1,2", "--guidance-between", "300,400"), "holds none of the noise levels of the steps"),
-        (("--steps", "2000"), "--steps = 2000 is above the 1000 timesteps"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_nothing_is_drawn_or_written(

@@ -90,7 +90,6 @@ def test_an_average_of_the_past_goes_where_it_is_told_to(
     ("arguments", "problem"),
     [
         (["--length", "-0.1"], "argument --length: '-0.1' is not a relative length from 0.001 to 0.28, such as 0.1"),
-        (["--length", "nan"], "argument --length: 'nan' is not a relative length"),
         (["--length", "0.25"], "--length 0.25 is outside of what the 3 snapshots in"),
         (["--length", "0.07", "--at", "100"], "--at 100 is the time of no snapshot in"),
         (["--length", "0.07", "--at", "160"], "holds one snapshot of up to 160 images"),
@@ -139,7 +138,6 @@ def test_scores_are_drawn_over_the_length(
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--ema-lengths", "0.05,0.05"], "argument --ema-lengths: '0.05,0.05' has one number twice"),
         (["--ema-lengths", "0.05,"], "argument --ema-lengths: '' is not a relative length from 0.001 to 0.28"),
         (["--ema-lengths", "0.05,0.25"], "--length 0.25 is outside of what the 3 snapshots in"),
         (["--ema-lengths", "0.05", "--weights", "raw"], "--weights raw is not averaged"),
