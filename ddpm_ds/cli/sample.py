@@ -1,6 +1,6 @@
 """``ddpm-ds sample`` and ``launch/sample.py``: images from trained weights, by one process or several.
 
-The options that say which weights draw, and how, are those of ``ddpm-ds evaluate`` and ``export`` too.
+``ddpm-ds evaluate`` has the same options of weights and sampler, ``ddpm-ds export`` those of weights.
 """
 
 from __future__ import annotations
