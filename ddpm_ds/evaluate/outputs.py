@@ -96,8 +96,8 @@ class Request(BaseModel):
     @property
     def batches(self) -> list[range]:
         """Numbers of each batch's images."""
-        starts = self.index[:: self.batch_images]
-        return [range(start, min(start + self.batch_images, self.index.stop)) for start in starts]
+        size = self.batch_images
+        return [self.index[at : at + size] for at in range(0, self.count, size)]
 
     def labels_of(self, index: Sequence[int]) -> Tensor | None:
         """Return the labels of images, (N,) int64."""
