@@ -72,7 +72,6 @@ class RunLink:
     """Location of a run. ``run_id`` is None when MLflow was never reached."""
 
     run_id: str | None
-    experiment_id: str | None
     tracking_uri: str
     url: str
     """Page of the run, in the mode of MLflow's UI for model training."""
@@ -329,12 +328,11 @@ class Tracker:
 
     def _make_link(self) -> RunLink:
         uri, run_id = without_secrets(resolve_uri(self._start["output_root"])), self.run_id
-        experiment_id = self._run.get("experiment_id")
         served = uri.startswith(("http://", "https://"))
-        page = f"/#/experiments/{experiment_id}/runs/{run_id}?{TRAINING_MODE}" if run_id else ""
+        page = f"/#/experiments/{self._run['experiment_id']}/runs/{run_id}?{TRAINING_MODE}" if run_id else ""
         url = f"{uri.rstrip('/') if served else LOCAL_UI}{page}"
         command = None if served else f"mlflow ui --backend-store-uri {shlex.quote(uri)}"  # listens on loopback only
-        return RunLink(run_id, experiment_id, uri, url, command)
+        return RunLink(run_id, uri, url, command)
 
 
 def _new_journal(start: Record) -> int:
