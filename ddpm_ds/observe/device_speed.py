@@ -73,7 +73,6 @@ def _key(facts: Sequence[Any]) -> str:
 
 
 def _name(device: torch.device) -> str:
-    """The GPU's name, or the processor's with the threads that PyTorch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.processor() or platform.machine()} x {torch.get_num_threads()}"
@@ -214,10 +213,8 @@ def _rate(size: int, device: torch.device, dtype: torch.dtype) -> float:
 
 # ------------------------------------------------------------------ what a layer costs at least
 
-FILE = Path("trace") / "device.json"
-"""Path of the device's file in a run's folder."""
-FEW_PIXELS = 2
-"""Height and width in pixels of an image on which a layer has next to nothing to compute."""
+FILE = Path("trace", "device.json")  # in a run's folder
+FEW_PIXELS = 2  # height and width of an image on which a layer has next to nothing to compute
 
 
 @dataclass(frozen=True)

@@ -36,12 +36,8 @@ from ddpm_ds.pipeline.schedule import Instruction
 
 TABLE_ROWS = 100
 WIDEST_NAME = 60
-SILENT = "6"
-"""Log level at which the profiler's library neither announces itself nor warns that there is no GPU."""
-MOST_TRACE_BYTES = 2**25
-"""Largest compressed trace of one rank, in bytes."""
-MOST_TRACES_BYTES = 2**29
-"""Largest sum of all ranks' traces, in bytes."""
+SILENT = "6"  # the profiler's library then neither announces itself nor warns that there is no GPU
+MOST_TRACE_BYTES, MOST_TRACES_BYTES = 2**25, 2**29  # of one rank's compressed trace, and of all ranks' together
 COLUMNS = ("self CPU ms", "CPU ms", "self device ms", "calls", "memory MB")
 
 
@@ -50,7 +46,6 @@ class RankProfile:
     """Profile of one rank."""
 
     steps: int
-    """Number of recorded steps."""
     shares: Shares
     rows: dict[str, list[float]]
     """Values of :data:`COLUMNS` for each operator and kernel, summed over its calls; memory is bytes allocated by
@@ -170,7 +165,6 @@ class KernelProfile(Observer):
 
 
 def _labelled(instruction: Instruction, execute: Callable[[], None]) -> None:
-    """Execute an instruction as a range of the profile."""
     with record_function(INSTRUCTION + instruction.name):
         execute()
 
@@ -227,7 +221,7 @@ def metrics(ranks: Sequence[RankProfile]) -> dict[str, float]:
 
 
 def write(ranks: Sequence[RankProfile], folder: Path, last_step: int, *, on_device: bool) -> list[Path]:
-    """Write every file; returns their paths."""
+    """Write every file and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     steps = ranks[0].steps
     recorded = f"{steps} optimizer {'step' if steps == 1 else 'steps'} up to number {last_step}"

@@ -29,8 +29,7 @@ from ddpm_ds.pipeline.messages import Channel
 from ddpm_ds.pipeline.schedule import Event, Instruction
 
 Value = TypeVar("Value")
-BARRIERS = 8
-"""Number of barriers that the ranks pass to compare their clocks."""
+BARRIERS = 8  # that the ranks pass to compare their clocks
 RECEIVES = {"ForwardPass": "RecvActivation", "BackwardPass": "RecvGrad", "InputGradients": "RecvGrad"}
 """Name of the wait for a message inside an instruction, by the instruction."""
 WAIT_FOR_RANKS = "WaitForRanks"

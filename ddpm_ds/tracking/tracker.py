@@ -63,6 +63,7 @@ MLFLOW = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the worker retries by itself, and can be woken while it waits
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
 """Default environment of MLflow's client: a server that is down is noticed soon."""
 

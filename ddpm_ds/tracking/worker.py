@@ -29,15 +29,7 @@ from PIL import Image  # here, since two threads that import it at once can each
 
 from ddpm_ds.secret import without_secrets
 from ddpm_ds.tracking.mirrors import KINDS, TensorBoard, WeightsAndBiases
-from ddpm_ds.tracking.tracker import (
-    SQLITE,
-    Record,
-    keep_unsent,
-    now_ms,
-    print_to_stderr,
-    reason,
-    resolve_uri,
-)
+from ddpm_ds.tracking.tracker import SQLITE, Record, keep_unsent, now_ms, print_to_stderr, reason, resolve_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

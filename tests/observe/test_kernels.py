@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ddpm_ds.observe.kernel_groups import GROUPS, ProfiledOperation, group_of_each, operations_of, shares
 from ddpm_ds.observe.kernels import KernelProfile, bounded
-from tests.observe.told import Told
+from tests.observe.observed_worker import Told
 
 NODE = "autograd::engine::evaluate_function: "
 

@@ -7,62 +7,22 @@ import getpass
 import json
 import math
 import os
-import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mlflow import MlflowClient
-from mlflow.entities import Run
 
 from ddpm_ds.tracking import tracker as module
-from ddpm_ds.tracking.tracker import UNSENT_FILE, RunLink, Tracker, flatten, keep_unsent
+from ddpm_ds.tracking.tracker import UNSENT_FILE, RunLink, flatten, keep_unsent
+from ddpm_ds.tracking.worker import Worker
 from tests.launching import free_port
-
-PATIENCE_SECONDS = 240.0
-
-
-@pytest.fixture
-def root(tmp_path: Path, empty_store: Path, forked_workers: None, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An output root with an empty store and a run folder `run`."""
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    shutil.copy(empty_store, tmp_path / "mlflow.db")
-    (tmp_path / "run").mkdir()
-    return tmp_path
-
-
-def start(root: Path, **changes: Any) -> Tracker:
-    options: dict[str, Any] = {"params": {}, "tags": {}, "output_root": root, "run_dir": root / "run"} | changes
-    return Tracker.start("experiment", "name", **options)
-
-
-def read_run(root: Path) -> Run:
-    """The only run of the store."""
-    client = MlflowClient(f"sqlite:///{root}/mlflow.db")
-    experiment = client.get_experiment_by_name("experiment")
-    assert experiment is not None
-    (run,) = client.search_runs([experiment.experiment_id])
-    return run
-
-
-def history(root: Path, name: str) -> list[tuple[int, float]]:
-    client = MlflowClient(f"sqlite:///{root}/mlflow.db")
-    return [(point.step, point.value) for point in client.get_metric_history(read_run(root).info.run_id, name)]
-
-
-def wait_for(happened: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (result := happened()):
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.05)
-    return result
+from tests.tracking.stored import PATIENCE_SECONDS, history, read_run, start, wait_for
 
 
 def unsent(root: Path) -> list[dict[str, Any]]:
@@ -131,6 +91,11 @@ def test_going_on_with_a_run_appends_and_leaves_its_params_and_a_refused_record_
     assert history(root, "train/loss") == [(1, 2.0), (2, 1.0)]
     assert (run.data.params["images"], run.data.tags["resume_count"]) == ("100", "1")
     assert run.info.status == "FINISHED" and len(said) == 1
+    (root / "missing.txt").touch()
+    with (root / "run" / UNSENT_FILE).open() as file:
+        Worker(file.fileno()).work()
+    assert [found.path for found in MlflowClient().list_artifacts(run_id)] == ["missing.txt"]
+    assert read_run(root).info.status == "FINISHED", "what is sent later ends no run anew"
 
 
 def test_a_tracker_that_is_down_is_named_once_and_caught_up_with(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
