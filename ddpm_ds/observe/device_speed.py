@@ -29,13 +29,11 @@ from ddpm_ds.unet.layers import DownsampleLayer, EmbedLayer, Layer, UpsampleLaye
 from ddpm_ds.unet.model import build_layer
 from ddpm_ds.unet.operations import arithmetic_dtype, set_image_index
 
-ENOUGH_SECONDS = 0.2
-"""Seconds of timing after which a layer is not run again; it runs at least once."""
+ENOUGH_SECONDS = 0.2  # seconds of timing after which a layer is not run again; it runs at least once
 MOST_TIMES = 20
 SIZES = {"cpu": (512, 1024), "cuda": (4096, 8192)}
 """Rows of the square matrices; a device reaches its peak on large ones, if they fit its caches."""
-PEAK_SECONDS = 0.15
-"""Seconds of matrix products timed for each size."""
+PEAK_SECONDS = 0.15  # seconds of matrix products timed for each size
 
 
 class Remembered:
@@ -76,9 +74,6 @@ def _name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.processor() or platform.machine()} x {torch.get_num_threads()}"
-
-
-# ------------------------------------------------------------------ seconds of each layer
 
 
 @dataclass(frozen=True)
@@ -164,9 +159,6 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-# ------------------------------------------------------------------ the peak of matrix products
-
-
 def shared_peak(device: torch.device, precision: Dtype) -> float:
     """Return flops per second of one device, the mean over all ranks; collective, with the same result on each rank.
 
@@ -210,8 +202,6 @@ def _rate(size: int, device: torch.device, dtype: torch.dtype) -> float:
         fastest = min(fastest, _now(device) - begin)
     return 2 * size**3 / fastest
 
-
-# ------------------------------------------------------------------ what a layer costs at least
 
 FILE = Path("trace", "device.json")  # in a run's folder
 FEW_PIXELS = 2  # height and width of an image on which a layer has next to nothing to compute

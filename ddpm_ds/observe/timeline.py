@@ -32,8 +32,7 @@ MOST_EVENTS = 400_000
 """Most events of all ranks in one trace of several steps: a file of 60 MB, which a browser can still open."""
 EVENTS_PER_PASS = 4
 """Most events of a micro-batch in one direction of one phase: the pass, its wait, and sending or loading."""
-EVENTS_PER_STEP = 8
-"""Most other events of a step: gradients, optimizer, EMA, pauses, and waiting for other ranks."""
+EVENTS_PER_STEP = 8  # most other events of a step: gradients, optimizer, EMA, pauses, and waiting for other ranks
 
 PAUSES = {"checkpoint": ["checkpoint"], "inspection": ["inspection"]}
 """Events between steps, by the name under which their seconds are summed."""
@@ -53,8 +52,7 @@ PHASES = {
     "send": ["SendActivation", "SendGrad"],
 }
 """Events of one phase of a rank, by the name under which their seconds are summed."""
-NOTICEABLE = 0.001
-"""Share of the time above which a pause is reported; less is only the check whether a pause is due."""
+NOTICEABLE = 0.001  # share of the time above which a pause is reported; less is only the check whether a pause is due
 
 
 class Timeline(Observer):

@@ -14,8 +14,7 @@ from ddpm_ds.errors import SpecError
 from ddpm_ds.tracking.run_folder import IDENTITY
 from ddpm_ds.tracking.tracker import Record
 
-TENSORBOARD_FOLDER = "tensorboard"
-"""Folder of a run's folder that TensorBoard reads."""
+TENSORBOARD_FOLDER = "tensorboard"  # folder of a run's folder that TensorBoard reads
 
 
 def check_trackers(names: Sequence[str]) -> None:

@@ -30,8 +30,7 @@ ANIMATION = "progress.gif"
 """File with the pictures drawn while training, one after the other."""
 IDENTITY = "identity"
 """File with the identity of the folder's MLflow run."""
-LOCK = ".lock"
-"""File that the run's process keeps locked."""
+LOCK = ".lock"  # file that the run's process keeps locked
 REFUSALS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
