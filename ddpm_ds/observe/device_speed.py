@@ -5,6 +5,7 @@ The first two are measured once and cached in the user's cache folder; start-up 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -12,17 +13,18 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import PositiveFloat, TypeAdapter
 from torch import Tensor
 
 from ddpm_ds.command_line import cache_folder
 from ddpm_ds.device import DTYPES, Dtype, memory_bytes, wait_for_device
-from ddpm_ds.files import read_json
+from ddpm_ds.files import read_json, replace_file
 from ddpm_ds.pipeline.exchange import said_by_all
 from ddpm_ds.processes.process_group import decided_by_rank_0
 from ddpm_ds.unet.layers import DownsampleLayer, EmbedLayer, Layer, UpsampleLayer
@@ -44,12 +46,9 @@ class Remembered:
 
     def __init__(self, name: str) -> None:
         self._file = cache_folder() / name
-        self._known: dict[str, list[float]] = {}
         try:
-            for key, values in read_json(self._file).items():
-                if min(values) > 0:
-                    self._known[key] = list(map(float, values))
-        except (OSError, ValueError, TypeError, AttributeError):
+            self._known = TypeAdapter(dict[str, list[PositiveFloat]]).validate_python(read_json(self._file))
+        except (OSError, ValueError):
             self._known = {}
 
     def get(self, facts: Sequence[Any]) -> list[float] | None:
@@ -57,13 +56,9 @@ class Remembered:
 
     def set(self, facts: Sequence[Any], values: list[float]) -> None:
         self._known[_key(facts)] = values
-        try:
+        with contextlib.suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            written = self._file.with_name(f"{self._file.name}.{os.getpid()}")
-            written.write_text(json.dumps(self._known))
-            os.replace(written, self._file)
-        except OSError:
-            pass
+            replace_file(self._file, json.dumps(self._known).encode())
 
 
 def _key(facts: Sequence[Any]) -> str:
@@ -110,8 +105,7 @@ def measured_times(
             seconds = known.get(facts)
             if seconds is None:
                 progress(layer, images)
-                measured = time_layer(layer, images, device, DTYPES[precision][1])
-                seconds = [measured.forward, measured.backward]
+                seconds = list(astuple(time_layer(layer, images, device, DTYPES[precision][1])))
                 known.set(facts, seconds)
             found.append(LayerSeconds(*seconds))
         return found
