@@ -5,6 +5,7 @@ The first two are measured once and cached in the user's cache folder; start-up 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -12,30 +13,29 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import PositiveFloat, TypeAdapter
 from torch import Tensor
 
 from ddpm_ds.command_line import cache_folder
 from ddpm_ds.device import DTYPES, Dtype, memory_bytes, wait_for_device
-from ddpm_ds.files import read_json
+from ddpm_ds.files import read_json, replace_file
 from ddpm_ds.pipeline.exchange import said_by_all
 from ddpm_ds.processes.process_group import decided_by_rank_0
 from ddpm_ds.unet.layers import DownsampleLayer, EmbedLayer, Layer, UpsampleLayer
 from ddpm_ds.unet.model import build_layer
 from ddpm_ds.unet.operations import arithmetic_dtype, set_image_index
 
-ENOUGH_SECONDS = 0.2
-"""Seconds of timing after which a layer is not run again; it runs at least once."""
+ENOUGH_SECONDS = 0.2  # seconds of timing after which a layer is not run again; it runs at least once
 MOST_TIMES = 20
 SIZES = {"cpu": (512, 1024), "cuda": (4096, 8192)}
 """Rows of the square matrices; a device reaches its peak on large ones, if they fit its caches."""
-PEAK_SECONDS = 0.15
-"""Seconds of matrix products timed for each size."""
+PEAK_SECONDS = 0.15  # seconds of matrix products timed for each size
 
 
 class Remembered:
@@ -46,12 +46,9 @@ class Remembered:
 
     def __init__(self, name: str) -> None:
         self._file = cache_folder() / name
-        self._known: dict[str, list[float]] = {}
         try:
-            for key, values in read_json(self._file).items():
-                if min(values) > 0:
-                    self._known[key] = list(map(float, values))
-        except (OSError, ValueError, TypeError, AttributeError):
+            self._known = TypeAdapter(dict[str, list[PositiveFloat]]).validate_python(read_json(self._file))
+        except (OSError, ValueError):
             self._known = {}
 
     def get(self, facts: Sequence[Any]) -> list[float] | None:
@@ -59,13 +56,9 @@ class Remembered:
 
     def set(self, facts: Sequence[Any], values: list[float]) -> None:
         self._known[_key(facts)] = values
-        try:
+        with contextlib.suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            written = self._file.with_name(f"{self._file.name}.{os.getpid()}")
-            written.write_text(json.dumps(self._known))
-            os.replace(written, self._file)
-        except OSError:
-            pass
+            replace_file(self._file, json.dumps(self._known).encode())
 
 
 def _key(facts: Sequence[Any]) -> str:
@@ -73,13 +66,9 @@ def _key(facts: Sequence[Any]) -> str:
 
 
 def _name(device: torch.device) -> str:
-    """The GPU's name, or the processor's with the threads that PyTorch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.processor() or platform.machine()} x {torch.get_num_threads()}"
-
-
-# ------------------------------------------------------------------ seconds of each layer
 
 
 @dataclass(frozen=True)
@@ -116,8 +105,7 @@ def measured_times(
             seconds = known.get(facts)
             if seconds is None:
                 progress(layer, images)
-                measured = time_layer(layer, images, device, DTYPES[precision][1])
-                seconds = [measured.forward, measured.backward]
+                seconds = list(astuple(time_layer(layer, images, device, DTYPES[precision][1])))
                 known.set(facts, seconds)
             found.append(LayerSeconds(*seconds))
         return found
@@ -165,9 +153,6 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-# ------------------------------------------------------------------ the peak of matrix products
-
-
 def shared_peak(device: torch.device, precision: Dtype) -> float:
     """Return flops per second of one device, the mean over all ranks; collective, with the same result on each rank.
 
@@ -212,12 +197,8 @@ def _rate(size: int, device: torch.device, dtype: torch.dtype) -> float:
     return 2 * size**3 / fastest
 
 
-# ------------------------------------------------------------------ what a layer costs at least
-
-FILE = Path("trace") / "device.json"
-"""Path of the device's file in a run's folder."""
-FEW_PIXELS = 2
-"""Height and width in pixels of an image on which a layer has next to nothing to compute."""
+FILE = Path("trace", "device.json")  # in a run's folder
+FEW_PIXELS = 2  # height and width of an image on which a layer has next to nothing to compute
 
 
 @dataclass(frozen=True)

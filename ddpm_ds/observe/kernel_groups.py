@@ -44,8 +44,7 @@ of the host for a message or a collective.
 LEFT_OUT = (SPAN + "inspection", SPAN + "checkpoint")
 """Ranges that are not training; neither they nor what runs within them belong to a group."""
 
-RUNTIME_CALL = re.compile(r"(cuda|cu|hip)[A-Z]")
-"""Pattern of calls into the device's driver, on the host."""
+RUNTIME_CALL = re.compile(r"(cuda|cu|hip)[A-Z]")  # pattern of calls into the device's driver, on the host
 
 _BY_NAME_ALONE: tuple[tuple[Group, re.Pattern[str]], ...] = (
     ("synchronisation", re.compile(rf"{WAIT}$|(cuda|cu|hip)\w*Synchronize")),

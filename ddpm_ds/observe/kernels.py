@@ -1,6 +1,6 @@
 """Kernel profile: PyTorch's profiler over some optimizer steps, and the time of each operator and kernel.
 
-    kernels/groups.txt             the groups and the operators of all ranks together
+    kernels/groups.txt             the groups of all ranks together
     kernels/rank{r}.txt            a rank's groups, and PyTorch's own table of its operators
     kernels/rank{r}.trace.json.gz  every event, for https://ui.perfetto.dev
 
@@ -36,13 +36,8 @@ from ddpm_ds.pipeline.schedule import Instruction
 
 TABLE_ROWS = 100
 WIDEST_NAME = 60
-SILENT = "6"
-"""Log level at which the profiler's library neither announces itself nor warns that there is no GPU."""
-MOST_TRACE_BYTES = 2**25
-"""Largest compressed trace of one rank, in bytes."""
-MOST_TRACES_BYTES = 2**29
-"""Largest sum of all ranks' traces, in bytes."""
-COLUMNS = ("self CPU ms", "CPU ms", "self device ms", "calls", "memory MB")
+SILENT = "6"  # the profiler's library then neither announces itself nor warns that there is no GPU
+MOST_TRACE_BYTES, MOST_TRACES_BYTES = 2**25, 2**29  # of one rank's compressed trace, and of all ranks' together
 
 
 @dataclass(frozen=True)
@@ -50,12 +45,7 @@ class RankProfile:
     """Profile of one rank."""
 
     steps: int
-    """Number of recorded steps."""
     shares: Shares
-    rows: dict[str, list[float]]
-    """Values of :data:`COLUMNS` for each operator and kernel, summed over its calls; memory is bytes allocated by
-    itself less bytes freed, on the device where there is one.
-    """
     table: str
     """PyTorch's own table of operators."""
     trace: Annotated[bytes, EncodedBytes(Base64Encoder)]
@@ -149,14 +139,13 @@ class KernelProfile(Observer):
                     f"the kernel trace of rank {number} was cut to the first {rank.kept:.0%} of its events, "
                     f"{len(rank.trace) / 2**20:.0f} MiB; profile fewer steps to see all of them"
                 )
-        keep(self._report, "kernels", lambda: write(ranks, self._folder, self._last, on_device=self._on_device))
+        keep(self._report, "kernels", lambda: write(ranks, self._folder, self._last))
         self._report.observed(metrics(ranks), self._last)
 
     def _read(self, profiler: profile) -> RankProfile:
         events = profiler.events()
         assert events is not None
-        averages = profiler.key_averages()
-        table = averages.table(
+        table = profiler.key_averages().table(
             sort_by="self_device_time_total" if self._on_device else "self_cpu_time_total",
             row_limit=TABLE_ROWS,
             max_name_column_width=WIDEST_NAME,
@@ -166,11 +155,10 @@ class KernelProfile(Observer):
             profiler.export_chrome_trace(str(path))
             trace, kept = bounded(path.read_bytes(), min(MOST_TRACE_BYTES, MOST_TRACES_BYTES // dist.get_world_size()))
         own = shares(operations_of(events, on_device=self._on_device))
-        return RankProfile(self._recorded, own, _rows(averages, self._on_device), table, trace, kept)
+        return RankProfile(self._recorded, own, table, trace, kept)
 
 
 def _labelled(instruction: Instruction, execute: Callable[[], None]) -> None:
-    """Execute an instruction as a range of the profile."""
     with record_function(INSTRUCTION + instruction.name):
         execute()
 
@@ -189,19 +177,6 @@ def labelled_waits() -> Iterator[None]:
         yield
     finally:
         dist.Work.wait = wait  # type: ignore[method-assign]
-
-
-def _rows(averages: Any, on_device: bool) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
-    for one in averages:
-        times = (one.self_cpu_time_total * 1e-3, one.cpu_time_total * 1e-3, one.self_device_time_total * 1e-3)
-        memory = (one.self_device_memory_usage if on_device else one.self_cpu_memory_usage) * 1e-6
-        _add(found, one.key, [*times, one.count, memory])
-    return found
-
-
-def _add(rows: dict[str, list[float]], name: str, values: Sequence[float]) -> None:
-    rows[name] = [one + other for one, other in zip(rows.get(name, [0.0] * len(COLUMNS)), values, strict=True)]
 
 
 def bounded(trace: bytes, most_bytes: int) -> tuple[bytes, float]:
@@ -226,14 +201,13 @@ def metrics(ranks: Sequence[RankProfile]) -> dict[str, float]:
     }
 
 
-def write(ranks: Sequence[RankProfile], folder: Path, last_step: int, *, on_device: bool) -> list[Path]:
-    """Write every file; returns their paths."""
+def write(ranks: Sequence[RankProfile], folder: Path, last_step: int) -> list[Path]:
+    """Write every file and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     steps = ranks[0].steps
     recorded = f"{steps} optimizer {'step' if steps == 1 else 'steps'} up to number {last_step}"
     groups = folder / "groups.txt"
-    operators = operator_table(ranks, on_device=on_device)
-    groups.write_text(f"{recorded}, all ranks\n\n{group_table(ranks)}\n\n{operators}\n")
+    groups.write_text(f"{recorded}, all ranks\n\n{group_table(ranks)}\n")
     paths = [groups]
     for number, rank in enumerate(ranks):
         text, trace = folder / f"rank{number}.txt", folder / f"rank{number}.trace.json.gz"
@@ -256,18 +230,3 @@ def group_table(ranks: Sequence[RankProfile]) -> str:
         share = "" if group == "total" else f"{mean / (means['kernels/total_seconds'] or 1):.1%}"
         rows.append((group.replace("_", " "), f"{mean:.4f}", share, f"{min(own):.4f}", f"{max(own):.4f}", largest))
     return "\n".join(aligned(rows, left={0, 5}))
-
-
-def operator_table(ranks: Sequence[RankProfile], *, on_device: bool) -> str:
-    """Return a table of the operators of all ranks summed, per step, those with most self time first."""
-    rows: dict[str, list[float]] = {}
-    for rank in ranks:
-        for name, values in rank.rows.items():
-            _add(rows, name, [value / rank.steps for value in values])
-    order = sorted(rows.items(), key=lambda row: -row[1][2 if on_device else 0])[:TABLE_ROWS]
-    digits = (3, 3, 3, 1, 2)
-    cells = [
-        (name[: WIDEST_NAME - 1], *(f"{value:.{places}f}" for value, places in zip(values, digits, strict=True)))
-        for name, values in order
-    ]
-    return "\n".join(aligned([("per step, all ranks summed", *COLUMNS), *cells], left={0}))

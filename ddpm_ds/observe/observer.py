@@ -15,12 +15,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from ddpm_ds.files import read_json, replace_file
 from ddpm_ds.pipeline.schedule import Instruction
-
-Value = TypeVar("Value")
 
 
 class Report(Protocol):
@@ -104,9 +102,7 @@ def instructions_wrapped(engine: Any, around: Callable[[Instruction, Callable[[]
 
 
 def keep(report: Report, folder: str, write: Callable[[], Sequence[Path]]) -> bool:
-    """Write files and keep them with the run in ``folder``. If the disk refuses, log it and continue; return whether it
-    worked.
-    """
+    """Write files and keep them with the run in ``folder``; log a refusal of the disk and return False."""
     try:
         paths = write()
     except OSError as error:
@@ -118,8 +114,7 @@ def keep(report: Report, folder: str, write: Callable[[], Sequence[Path]]) -> bo
     return True
 
 
-FILE = Path("trace") / "pauses.json"
-"""Path of the pauses' file in a run's folder."""
+FILE = Path("trace", "pauses.json")  # in a run's folder
 
 
 @dataclass(frozen=True)

@@ -40,18 +40,12 @@ LOOKS: dict[str, tuple[str, ...]] = {
 }
 """Name of an event and the colour of its box by phase; an event without a colour is a wait."""
 WAITING = "#e4e4e4"
-PROCESS = 1
-STEPS_ROW = 1
-"""Thread id of the row above the ranks, which shows the steps."""
-NAMED_BOXES = 600
-"""Largest number of boxes in a picture for the number of the micro-batch to be written into them."""
-CHARACTER = 0.014
-"""Width of a character as a share of the picture's width; a box has room for its number and one more."""
-VISIBLE = 0.001
-"""Smallest width of a box that can be seen, as a share of the picture's width."""
+PROCESS, STEPS_ROW = 1, 1  # ids in a trace: the process of all, and the thread above the ranks, which shows the steps
+NUMBERED_BOXES = 600  # most boxes of a picture with the number of the micro-batch in them
+CHARACTER = 0.014  # width as a share of the picture's; a box has room for its number and one more
+VISIBLE = 0.001  # smallest width of a box that can be seen, as a share of the picture's
 TITLE_CHARACTERS = 72
-MOST_ROWS = 32
-"""Largest number of rows for which the picture grows, and of ranks that are named at its side."""
+MOST_ROWS = 32  # for which the picture grows, and ranks that are named at its side
 
 
 def write_trace(ranks: Sequence[RankTrace], title: str, path: Path) -> None:
@@ -118,7 +112,7 @@ def draw_step(rows: Sequence[Sequence[Event]], seconds: float, names: Sequence[s
     axes.tick_params(labelsize=7.5)
     for row in range(len(rows)):
         axes.broken_barh([(0, seconds)], (row - 0.42, 0.84), facecolors=WAITING)
-    numbered = sum(event.instruction in PASSES for events in rows for event in events) <= NAMED_BOXES
+    numbered = sum(event.instruction in PASSES for events in rows for event in events) <= NUMBERED_BOXES
     labels: dict[str, str] = {}
     folds = any(event.phase for events in rows for event in events)
     for name, (_, *colours) in LOOKS.items():

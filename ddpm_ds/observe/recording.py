@@ -29,8 +29,7 @@ from ddpm_ds.pipeline.messages import Channel
 from ddpm_ds.pipeline.schedule import Event, Instruction
 
 Value = TypeVar("Value")
-BARRIERS = 8
-"""Number of barriers that the ranks pass to compare their clocks."""
+BARRIERS = 8  # that the ranks pass to compare their clocks
 RECEIVES = {"ForwardPass": "RecvActivation", "BackwardPass": "RecvGrad", "InputGradients": "RecvGrad"}
 """Name of the wait for a message inside an instruction, by the instruction."""
 WAIT_FOR_RANKS = "WaitForRanks"
@@ -118,7 +117,7 @@ class Recording:
         self._barriers = tuple(_barrier() for _ in range(BARRIERS))
         self._inside: tuple[str, int, int] | None = None
         self._resumed: Any = None
-        self._steps: list[tuple[int, Any, list[tuple[str, int, int, Any, Any]]]] = []
+        self._steps: list[tuple[int, Any, list[Event]]] = []  # number, mark of the start, events between two marks
         self._wrapping = contextlib.ExitStack()
         self._wrapping.enter_context(instructions_wrapped(engine, self._timed))
         self._receive, engine.receive = engine.receive, self._timed_receive
@@ -132,7 +131,7 @@ class Recording:
 
     def begin_step(self, step: int) -> None:
         """End the step before and begin this one."""
-        self._events: list[tuple[str, int, int, Any, Any]] = []
+        self._events: list[Event] = []
         self._steps.append((step, self._clock.mark(), self._events))
 
     @contextlib.contextmanager
@@ -140,7 +139,7 @@ class Recording:
         """Record an event between two steps' instructions."""
         begin = self._clock.mark()
         yield
-        self._events.append((name, 0, -1, begin, self._clock.mark()))
+        self._events.append(Event(name, 0, -1, begin, self._clock.mark()))
 
     def close(self) -> RankTrace:
         """End the last step and restore the engine. Waits for the device."""
@@ -162,11 +161,10 @@ class Recording:
         """Restore the engine."""
         self._wrapping.close()
 
-    def _resolved(self, number: int, start: Any, events: list[tuple[str, int, int, Any, Any]], end: Any) -> TracedStep:
-        first, last, *marks = self._clock.seconds([start, end, *(mark for event in events for mark in event[3:])])
-        spans = zip(marks[::2], marks[1::2], strict=True)
-        timed = tuple(Event(*event[:3], *span) for event, span in zip(events, spans, strict=True))
-        return TracedStep(number, first, last, timed)
+    def _resolved(self, number: int, start: Any, events: list[Event], end: Any) -> TracedStep:
+        first, last, *times = self._clock.seconds([start, end, *(mark for event in events for mark in event[3:])])
+        timed = (Event(*event[:3], *times[2 * place :][:2]) for place, event in enumerate(events))
+        return TracedStep(number, first, last, tuple(timed))
 
     def _timed(self, instruction: Instruction, execute: Callable[[], None]) -> None:
         name, phase, numbers = instruction
@@ -176,7 +174,7 @@ class Recording:
         with self._timed_loader() if name == "LoadMicroBatch" else contextlib.nullcontext():
             execute()
         end = self._clock.mark()
-        self._events.append((name, phase, number, begin if self._resumed is None else self._resumed, end))
+        self._events.append(Event(name, phase, number, begin if self._resumed is None else self._resumed, end))
         self._inside = None
 
     @contextlib.contextmanager
@@ -200,7 +198,7 @@ class Recording:
         begin = self._clock.mark()
         value = wait()
         self._resumed = self._clock.mark()
-        self._events.append((name, *self._inside[1:], begin, self._resumed))
+        self._events.append(Event(name, *self._inside[1:], begin, self._resumed))
         return value
 
 

@@ -1,24 +1,20 @@
 """Trackers beside MLflow, fed by MLflow's process: TensorBoard and Weights & Biases, with the same names of metrics.
 
-Each gets every record when it is read, in a thread of its own, so none waits for another or for MLflow. One that fails
-is reported once, and misses the records that it refused.
+Each gets every record when it is written, in a thread of its own, so none waits for another or for MLflow. One that
+fails is reported once, and misses the records that it refused.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
 
 from ddpm_ds.errors import SpecError
 from ddpm_ds.tracking.run_folder import IDENTITY
-from ddpm_ds.tracking.tracker import Record, reason
+from ddpm_ds.tracking.tracker import Record
 
-TENSORBOARD_FOLDER = "tensorboard"
-"""Folder of a run's folder that TensorBoard reads."""
+TENSORBOARD_FOLDER = "tensorboard"  # folder of a run's folder that TensorBoard reads
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -30,19 +26,6 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         if find_spec(name) is None:
             raise SpecError(f"logging.trackers has {name}, which is not installed; pip install 'ddpm_ds[{name}]'")
-
-
-class Mirror(Protocol):
-    """A tracker that is sent the records of one run, which :mod:`ddpm_ds.tracking.tracker` documents."""
-
-    def __init__(self, start: Record) -> None:
-        """Begin the run of a start record, or continue it."""
-
-    def send(self, record: Record) -> None:
-        """Take in one record; those that mean nothing here are left out."""
-
-    def close(self, status: str) -> None:
-        """End the run."""
 
 
 class TensorBoard:
@@ -115,45 +98,5 @@ class WeightsAndBiases:
         self._run.finish(exit_code=0 if status == "FINISHED" else 1)
 
 
-KINDS: dict[str, type[Mirror]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+KINDS: dict[str, type[TensorBoard | WeightsAndBiases]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
 """Trackers by their names in ``logging.trackers``, which are also those of their packages."""
-
-
-class Mirrors:
-    """Threads that feed the trackers of ``logging.trackers``; ``log`` shows a line, once for each topic."""
-
-    def __init__(self, names: Sequence[str], log: Callable[[str, str], None]) -> None:
-        self._log = log
-        self._queues: list[queue.SimpleQueue[Record]] = [queue.SimpleQueue() for _ in names]
-        self._threads = [
-            threading.Thread(target=self._feed, args=(name, records), daemon=True)
-            for name, records in zip(names, self._queues, strict=True)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def put(self, record: Record) -> None:
-        """Hand a record to every tracker; waits for none."""
-        for records in self._queues:
-            records.put(record)
-
-    def join(self) -> None:
-        """Wait until every tracker has ended the run."""
-        for thread in self._threads:
-            thread.join()
-
-    def _feed(self, name: str, records: queue.SimpleQueue[Record]) -> None:
-        mirror: Mirror | None = None
-        while True:
-            record = records.get()
-            try:
-                if "start" in record:
-                    mirror = KINDS[name](record["start"])
-                elif mirror is not None and "finish" in record:
-                    mirror.close(record["finish"])
-                elif mirror is not None:
-                    mirror.send(record)
-            except Exception as error:  # whatever it is, training and MLflow must not see it
-                self._log(name, f"{name} fails ({reason(error)}); training continues, and MLflow has everything")
-            if "finish" in record:
-                return

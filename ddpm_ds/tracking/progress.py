@@ -18,10 +18,8 @@ if TYPE_CHECKING:
     from ddpm_ds.tracking.tracker import RunLink
 
 SECONDS_BETWEEN_UPDATES = 0.2
-TICK_SECONDS = 0.5
-"""How often the clock of an activity moves on a terminal."""
-QUIET_SECONDS = 5.0
-"""Longest silence where there is no terminal, while a run is young; later a sixtieth of its age."""
+TICK_SECONDS = 0.5  # how often the clock of an activity moves on a terminal
+QUIET_SECONDS = 5.0  # longest silence where there is no terminal, while a run is young; later a sixtieth of its age
 BEFORE, BAR = "{desc}", "{percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} images{desc}{postfix}"
 """Forms of tqdm's bar before the first step and from then on."""
 

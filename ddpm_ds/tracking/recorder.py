@@ -28,13 +28,8 @@ from ddpm_ds.pipeline.schedule import PROGRAMS, written
 from ddpm_ds.predict.finished_run import RESIDENCE
 from ddpm_ds.predict.plan import RunPlan, stage_table
 from ddpm_ds.tracking.progress import ProgressLine
-from ddpm_ds.tracking.run_folder import (
-    ANIMATION,
-    SAMPLES_KEY,
-    RunFolder,
-    labels,
-)
-from ddpm_ds.tracking.runs import RATE, VARIED_TAG, Run, is_derived
+from ddpm_ds.tracking.run_folder import ANIMATION, SAMPLES_KEY, RunFolder, labels
+from ddpm_ds.tracking.runs import DERIVED, RATE, VARIED_TAG, Run
 from ddpm_ds.tracking.tracker import RunLink, Tracker, flatten
 
 PARAMETERS = (
@@ -217,9 +212,11 @@ def recorded(
     settings = flatten({**spec, "ds_config": config, "derived": _derived(plan, device)})
     tags = _tags(plan) | labels(run_dir, note, line.log)
     params = parameters(settings, tags)
-    tags |= {name: value for name, value in settings.items() if is_derived(name) and name not in params}
+    tags |= {name: value for name, value in settings.items() if name.startswith(DERIVED) and name not in params}
     if checkpoint is not None:
         tags["resume_count"] = str(folder.add_resume(checkpoint, changed))
+    meta = store.meta
+    images = Path(meta.folder).name if meta.folder else meta.source
     tracker = Tracker.start(
         plan.spec.logging.experiment,
         run_dir.name,
@@ -228,7 +225,7 @@ def recorded(
         params=params,
         tags=tags,
         artifacts=[run_dir / name for name in contents],
-        dataset=_dataset(store),
+        dataset={"name": f"{images}-{meta.shape[-1]}px", "digest": store.key, "source": str(store.path)},
         trackers=plan.spec.logging.trackers,
         identity=folder.identity(),
         parent=parent,
@@ -246,13 +243,6 @@ def parameters(settings: Mapping[str, str], tags: Mapping[str, str]) -> dict[str
     """Return the settings that become parameters: those that people vary, and those that the run's sweep varies."""
     keys = (*PARAMETERS, *tags.get(VARIED_TAG, "").split())
     return {name: value for name, value in settings.items() if any(f"{name}.".startswith(f"{key}.") for key in keys)}
-
-
-def _dataset(store: DatasetCache) -> dict[str, str]:
-    """Return how MLflow names the images, the digest of their content, and the folder that they are in."""
-    meta = store.meta
-    name = Path(meta.folder).name if meta.folder else meta.source
-    return {"name": f"{name}-{meta.shape[-1]}px", "digest": store.key, "source": str(store.path)}
 
 
 def _derived(plan: RunPlan, device: torch.device) -> dict[str, object]:

@@ -16,6 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
+from pydantic import TypeAdapter
+
 from ddpm_ds.errors import OutputError
 from ddpm_ds.files import read_json, read_points, read_text, write_file
 
@@ -28,8 +30,7 @@ ANIMATION = "progress.gif"
 """File with the pictures drawn while training, one after the other."""
 IDENTITY = "identity"
 """File with the identity of the folder's MLflow run."""
-LOCK = ".lock"
-"""File that the run's process keeps locked."""
+LOCK = ".lock"  # file that the run's process keeps locked
 REFUSALS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
@@ -149,28 +150,19 @@ def write_labels(run_dir: Path, tags: dict[str, str]) -> None:
     (run_dir / LABELS).write_text(json.dumps(tags, indent=2) + "\n")
 
 
-def _written_labels(file: Path) -> dict[str, str]:
-    """Return what :func:`write_labels` has written.
-
-    Raises:
-        OutputError: the file is damaged.
-    """
-    try:
-        tags = read_json(file) if file.exists() else {}
-    except (OSError, ValueError):
-        tags = None
-    if not isinstance(tags, dict) or not all(isinstance(value, str) for value in tags.values()):
-        raise OutputError(f"{file} is damaged; delete it, which only loses the run's tags")
-    return tags
-
-
 def labels(run_dir: Path, note: str | None, log: Callable[[str], None]) -> dict[str, str]:
     """Return the tags of the folder's run. Call it before the folder has an identity: a note is for a new run.
 
     The note of a resumed run may have been edited in MLflow, so it is left as it is.
+
+    Raises:
+        OutputError: the file of :func:`write_labels` is damaged.
     """
     given, first = run_dir / LABELS, run_dir / NOTE
-    tags = _written_labels(given)
+    try:
+        tags = TypeAdapter(dict[str, str]).validate_python(read_json(given) if given.exists() else {}, strict=True)
+    except (OSError, ValueError):
+        raise OutputError(f"{given} is damaged; delete it, which only loses the run's tags") from None
     tags[FOLDER_TAG] = str(run_dir.resolve())
     if note is not None and identity_of(run_dir) is None:
         first.write_text(note)

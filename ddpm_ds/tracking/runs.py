@@ -28,13 +28,7 @@ from ddpm_ds.diagnose import VERDICT
 from ddpm_ds.errors import SpecError, UserError
 from ddpm_ds.files import EVALUATIONS, METRICS, parse_json, read_json, read_points
 from ddpm_ds.secret import without_secrets
-from ddpm_ds.tracking.run_folder import (
-    FOLDER_TAG,
-    NOTE_TAG,
-    OUTPUT_ROOT,
-    checkpoints_of,
-    identity_of,
-)
+from ddpm_ds.tracking.run_folder import FOLDER_TAG, NOTE_TAG, OUTPUT_ROOT, checkpoints_of, identity_of
 from ddpm_ds.tracking.tracker import MLFLOW, SQLITE, flatten, numbers_of, reason, resolve_uri
 from ddpm_ds.tracking.worker import PARENT_TAG, START_TAG
 
@@ -50,15 +44,13 @@ SWEEP = "vary"
 """Kind of the run whose children are the trials of a sweep."""
 VARIED_TAG = "vary.keys"
 """Tag of a trial with the settings that its sweep varies, separated by spaces."""
+DERIVED = "derived."
+"""Beginning of the names of settings that follow from spec and DeepSpeed JSON."""
 FAILURES = ("FAILED", "KILLED")
-NOTE_CHARACTERS = 8000
-"""MLflow's limit for the value of a tag."""
-SHORTEST_ID = 6
-"""Fewest hexadecimal digits that are taken for the beginning of an id."""
+NOTE_CHARACTERS = 8000  # MLflow's limit for the value of a tag
+SHORTEST_ID = 6  # hexadecimal digits that are taken for the beginning of an id
 NEAR_NAMES = 3
-MOST_FOUND = 50_000
-"""Most runs, or experiments, that MLflow returns for one question."""
-NO_PROGRESS_BAR = {"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}
+MOST_FOUND = 50_000  # runs, or experiments, that MLflow returns for one question
 
 
 class ExperimentError(UserError):
@@ -117,9 +109,7 @@ class Run:
     def images_per_second(self) -> float:
         """Speed of the whole run without pauses, as :func:`mean_of_points` says; 0 before the first log point."""
         metrics = self.metrics
-        points = (
-            [(int(step), rate) for step, rate in zip(metrics["step"], metrics[RATE], strict=True)] if metrics else []
-        )
+        points = list(zip(map(int, metrics.get("step", ())), metrics.get(RATE, ()), strict=True))
         return mean_of_points(RATE, points) if points else 0.0
 
     @property
@@ -190,7 +180,7 @@ class RecordedRun:
     @functools.cached_property
     def settings(self) -> dict[str, str]:
         """Everything that the run was started with: its parameters, what follows from them, spec and DeepSpeed JSON."""
-        derived = {name: value for name, value in self.tags.items() if is_derived(name)}
+        derived = {name: value for name, value in self.tags.items() if name.startswith(DERIVED)}
         spec, config = (self.read_artifact(name) for name in ("spec.yaml", "ds_config.json"))
         try:
             written = flatten(parse_yaml(spec.decode(), "spec.yaml")) if spec else {}
@@ -245,26 +235,18 @@ class RecordedRun:
             client.set_tag(self.id, NOTE_TAG, note)
 
 
-def is_derived(name: str) -> bool:
-    """Return whether a setting is neither of the spec nor of the DeepSpeed JSON, but follows from them."""
-    return name.startswith("derived.")
-
-
 def keep_with(
     run_id: str, tracking_uri: str, files: Mapping[str, str], tags: Mapping[str, str] | None = None
 ) -> str | None:
     """Log texts, by path among the artifacts, and tags to a run; return None, or why that is not possible."""
-    from mlflow import MlflowClient
-    from mlflow.exceptions import MlflowException
-
     try:
-        client = MlflowClient(tracking_uri)
-        for path, text in files.items():
-            client.log_text(run_id, text, path)
-        for name, value in (tags or {}).items():
-            client.set_tag(run_id, name, value)
-    except (MlflowException, OSError) as error:
-        return reason(error)
+        with _speaking_to(tracking_uri) as client:
+            for path, text in files.items():
+                client.log_text(run_id, text, path)
+            for name, value in (tags or {}).items():
+                client.set_tag(run_id, name, value)
+    except ExperimentError as error:
+        return str(error)
     return None
 
 
@@ -302,26 +284,22 @@ def find_runs(text: str, *, root: Path = OUTPUT_ROOT) -> list[RecordedRun]:
         ExperimentError: there are none, or MLflow does not answer.
     """
     found, uri = _search(text, root)
+    if len(found) == 1 and found[0].tags.get(KIND_TAG) != SWEEP:
+        return found
     if len(found) == 1:
-        (run,) = found
-        if run.tags.get(KIND_TAG) != SWEEP:
-            return found
-        trials = _training(_runs(uri, f"tags.`{PARENT_TAG}` = '{run.id}'"))
-        if not trials:
-            raise ExperimentError(f"run {run.name} in {without_secrets(uri)} has no trials yet; start it")
-        return trials
-    with _speaking_to(uri) as client:
-        experiment = client.get_experiment_by_name(text)
-    if experiment is None:
-        raise _unclear("run and no experiment", text, found, uri)
-    runs = _training(_runs(uri, "", [experiment.experiment_id]))
+        among = _runs(uri, f"tags.`{PARENT_TAG}` = '{found[0].id}'")
+        problem = f"run {found[0].name} in {without_secrets(uri)} has no trials yet; start it"
+    else:
+        with _speaking_to(uri) as client:
+            experiment = client.get_experiment_by_name(text)
+        if experiment is None:
+            raise _unclear("run and no experiment", text, found, uri)
+        among = _runs(uri, "", [experiment.experiment_id])
+        problem = f"experiment {text} in {without_secrets(uri)} has no training runs; name another"
+    runs = [run for run in among if KIND_TAG not in run.tags]
     if not runs:
-        raise ExperimentError(f"experiment {text} in {without_secrets(uri)} has no training runs; name another")
+        raise ExperimentError(problem)
     return runs
-
-
-def _training(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
-    return [run for run in runs if KIND_TAG not in run.tags]
 
 
 def _search(text: str, root: Path) -> tuple[list[RecordedRun], str]:
@@ -403,7 +381,7 @@ def _speaking_to(uri: str) -> Iterator[MlflowClient]:
     """
     if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).is_file():
         raise ExperimentError(f"there is no MLflow store {uri}; name its folder by --runs or set MLFLOW_TRACKING_URI")
-    for name, value in (MLFLOW | NO_PROGRESS_BAR).items():
+    for name, value in MLFLOW.items():
         os.environ.setdefault(name, value)
     from mlflow.exceptions import MlflowException
 

@@ -45,10 +45,8 @@ class SystemMetrics:
             import pynvml as nvml
 
             nvml.nvmlInit()
-            self._nvml, self._gpus = (
-                nvml,
-                [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())],
-            )
+            self._nvml = nvml
+            self._gpus = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
         except Exception as error:  # no module, no driver, a driver of another version
             if os.environ.get("DS_ACCELERATOR") == "cuda":
                 fix = "pip install nvidia-ml-py" if isinstance(error, ImportError) else "nvidia-smi says more"

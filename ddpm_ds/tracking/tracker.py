@@ -5,10 +5,10 @@
        log lines ◀── supervising thread ◀── replies
 
 MLflow lives in a child process (:mod:`ddpm_ds.tracking.worker`): its import, the making of its database, its network
-and its crashes stay outside of the training process. The journal is a nameless file, so a record is written down at
-once, whatever MLflow does; a second worker continues where the first one died, and records that MLflow has not accepted
-by the end of the run are kept in the run folder, to be sent later. (MLflow's own asynchronous logging drops what a
-server does not take at once, and runs in threads of the training process.)
+and its crashes stay outside of the training process. The journal is a file in memory, so a record is written down at
+once, whatever MLflow and the disk do; a second worker continues where the first one died, and records that MLflow has
+not accepted by the end of the run are kept in the run folder, to be sent later. (MLflow's own asynchronous logging
+drops what a server does not take at once, and runs in threads of the training process.)
 
 The journal has one JSON object per line:
 
@@ -33,7 +33,6 @@ import os
 import shlex
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -63,6 +62,7 @@ MLFLOW = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the worker retries by itself, and can be woken while it waits
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
 """Default environment of MLflow's client: a server that is down is noticed soon."""
 
@@ -72,7 +72,6 @@ class RunLink:
     """Location of a run. ``run_id`` is None when MLflow was never reached."""
 
     run_id: str | None
-    experiment_id: str | None
     tracking_uri: str
     url: str
     """Page of the run, in the mode of MLflow's UI for model training."""
@@ -199,10 +198,9 @@ class Tracker:
     def __init__(self, start: Record, log: Callable[[str], None]) -> None:
         self._start, self._log = start, log
         self._lock = threading.Lock()
-        self._journal = _new_journal(start)
-        self._unwritten = b""  # what the disk had no room for
+        self._journal = os.memfd_create("journal")
+        self._sent = os.write(self._journal, _line({"start": start}))  # every worker reads the start besides
         self._closed = False
-        self._sent = os.fstat(self._journal).st_size  # every worker reads the start besides
         self._run: dict[str, str] = {}
         self._down = False  # what was last tried failed
         self._link: RunLink | None = None
@@ -267,8 +265,8 @@ class Tracker:
                 self._process.kill()
             self._supervisor.join(5.0)
             unsent = os.pread(self._journal, os.fstat(self._journal).st_size - self._sent, self._sent)
-            if lines := (unsent + self._unwritten).splitlines():
-                self._log(keep_unsent(self._start, map(json.loads, lines)))
+            if unsent:
+                self._log(keep_unsent(self._start, map(json.loads, unsent.splitlines())))
             os.close(self._journal)
             self._link = self._make_link()
         return self._link
@@ -282,10 +280,9 @@ class Tracker:
         return float(times.user + times.system)
 
     def _put(self, record: Record) -> None:
-        with self._lock, suppress(OSError):  # a full disk: tried again with the next record
-            self._unwritten += json.dumps(record).encode() + b"\n"
-            while self._unwritten and not self._closed:
-                self._unwritten = self._unwritten[os.write(self._journal, self._unwritten) :]
+        with self._lock:
+            if not self._closed:
+                os.write(self._journal, _line(record))
 
     def _start_worker(self) -> subprocess.Popen[bytes]:
         variables = {
@@ -329,23 +326,12 @@ class Tracker:
 
     def _make_link(self) -> RunLink:
         uri, run_id = without_secrets(resolve_uri(self._start["output_root"])), self.run_id
-        experiment_id = self._run.get("experiment_id")
         served = uri.startswith(("http://", "https://"))
-        page = f"/#/experiments/{experiment_id}/runs/{run_id}?{TRAINING_MODE}" if run_id else ""
+        page = f"/#/experiments/{self._run['experiment_id']}/runs/{run_id}?{TRAINING_MODE}" if run_id else ""
         url = f"{uri.rstrip('/') if served else LOCAL_UI}{page}"
         command = None if served else f"mlflow ui --backend-store-uri {shlex.quote(uri)}"  # listens on loopback only
-        return RunLink(run_id, experiment_id, uri, url, command)
+        return RunLink(run_id, uri, url, command)
 
 
-def _new_journal(start: Record) -> int:
-    """Return a file without a name in the run folder, or in memory where that can't be written."""
-    line = json.dumps({"start": start}).encode() + b"\n"
-    try:
-        with tempfile.TemporaryFile(dir=start["run_dir"]) as file:
-            file.write(line)
-            file.flush()
-            return os.dup(file.fileno())
-    except OSError:
-        journal = os.memfd_create("mlflow")
-        os.write(journal, line)
-        return journal
+def _line(record: Record) -> bytes:
+    return json.dumps(record).encode() + b"\n"

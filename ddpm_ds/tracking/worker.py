@@ -19,32 +19,25 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from itertools import islice, takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from PIL import Image  # here, since two threads that import it at once can each see half of it
 
 from ddpm_ds.secret import without_secrets
-from ddpm_ds.tracking.mirrors import Mirrors
-from ddpm_ds.tracking.tracker import (
-    SQLITE,
-    Record,
-    keep_unsent,
-    now_ms,
-    print_to_stderr,
-    reason,
-    resolve_uri,
-)
+from ddpm_ds.tracking.mirrors import KINDS, TensorBoard, WeightsAndBiases
+from ddpm_ds.tracking.tracker import SQLITE, Record, keep_unsent, now_ms, print_to_stderr, reason, resolve_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import DatasetInput, Run
 
 POLL_SECONDS = 0.1
+CHUNK_BYTES = 1 << 20
+LAST_BYTES = 100  # of a journal, which hold the whole record of its end
 FLUSH_SECONDS = 20.0  # after the trainer died; DeepSpeed's launcher kills what is left of a rank after 30
 LONGEST_PAUSE_SECONDS = 30.0
 RECORDS_PER_REQUEST = 1000
@@ -56,6 +49,48 @@ REFUSALS = ("BAD_REQUEST", "INVALID_PARAMETER_VALUE", "INVALID_STATE", "RESOURCE
 DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 
 
+class Journal:
+    """Records in the file of this descriptor, which process ``trainer`` writes; None reads a file that is complete."""
+
+    def __init__(self, file: int, trainer: int | None) -> None:
+        self._file, self._trainer = file, trainer
+
+    @property
+    def alone(self) -> bool:
+        """Whether nobody writes it any more."""
+        return self._trainer is None or os.getppid() != self._trainer
+
+    @property
+    def ended(self) -> bool:
+        """Whether no record will be added."""
+        size = os.fstat(self._file).st_size
+        return self.alone or b'{"finish"' in os.pread(self._file, LAST_BYTES, max(0, size - LAST_BYTES))
+
+    def read(self, start: int) -> list[tuple[Record, int]]:
+        """Return the next records from byte ``start`` on, each with the byte where it ends; a trainer that died has
+        failed.
+        """
+        died = self._trainer is not None and self.alone  # asked first: what it wrote before is read
+        content = b""
+        while b"\n" not in content and (chunk := os.pread(self._file, CHUNK_BYTES, start + len(content))):
+            content += chunk
+        found = []
+        for line in content.split(b"\n")[:-1]:
+            start += len(line) + 1
+            found.append((json.loads(line), start))
+        return found or ([({"finish": "FAILED", "time": now_ms()}, start)] if died else [])
+
+    def follow(self, start: int) -> Iterator[Record]:
+        """Yield records from byte ``start`` on as they come, until the run's end."""
+        while True:
+            for record, end in self.read(start):
+                yield record
+                if "finish" in record:
+                    return
+                start = end
+            time.sleep(POLL_SECONDS)
+
+
 class Worker:
     """Sends the records of the journal with this file descriptor.
 
@@ -64,87 +99,63 @@ class Worker:
     """
 
     def __init__(self, journal: int, sent: int = 0, trainer: int | None = None, replies: IO[str] | None = None) -> None:
-        self._journal, self._sent, self._trainer, self._replies = journal, sent, trainer, replies
-        self._lock = threading.Lock()
-        self._records: deque[tuple[Record, int]] = deque()  # read but not accepted yet, and where each ends
-        self._end, self._tail = sent, b""  # of the last record that was read, and the beginning of the next
+        self._journal, self._sent, self._trainer, self._replies = Journal(journal, trainer), sent, trainer, replies
         self._start: Record = {}
         self._said: set[str] = set()
-        self._mirrors: Mirrors | None = None
-        if sent:
-            first = json.loads(os.pread(journal, sent, 0).split(b"\n", 1)[0])
-            self._start = first["start"]
-            self._add(first, sent)
-        self._ended = not sent  # the last run that was started is finished, so that nothing more will come
-        self._down = False
+        self._down = self._ended = False
         self._client: MlflowClient
         self._run: Run
 
     def work(self) -> None:
         """Send every record; returns when there are no more to come."""
+        mirrors = []
         if self._trainer is not None:
+            start, _ = self._journal.read(0)[0]
+            self._start = start["start"]
+            for name in self._start["trackers"]:
+                mirrors.append(threading.Thread(target=self._mirror, args=(name, self._sent), daemon=True))
+                mirrors[-1].start()
             threading.Thread(target=self._survive_trainer, daemon=True).start()
-        while self._wait_for_records():
-            batch = self._next_batch()
+            self._deliver([start])
+        while not self._ended:
+            found = self._journal.read(self._sent)
+            if not found:
+                self._ended = self._trainer is None
+                time.sleep(POLL_SECONDS)
+                continue
+            batch = list(takewhile(lambda one: "metrics" in one[0], found[:RECORDS_PER_REQUEST])) or found[:1]
             self._deliver([record for record, _ in batch])
-            with self._lock:
-                for _, self._sent in batch:
-                    self._records.popleft()
+            last, self._sent = batch[-1]
+            self._ended = self._trainer is not None and "finish" in last
             self._reply({"sent": self._sent})
-            if self._down and not self._records:
+            if self._down and len(batch) == len(found):
                 self._down = False
                 self._log("up", f"MLflow at {self._uri} answers again; everything has been sent")
-        if self._mirrors is not None:
-            self._mirrors.join()
+        for mirror in mirrors:
+            mirror.join()
 
-    def _wait_for_records(self) -> bool:
-        """Return whether there is a record to send; False when all are sent and no more will come."""
-        while True:
-            self._read()
-            if self._records or self._ended:
-                return bool(self._records)
-            time.sleep(POLL_SECONDS)
-
-    def _read(self) -> None:
-        """Read the records added to the journal."""
-        alone = self._trainer is None or os.getppid() != self._trainer  # asked first: what it wrote before is read
-        with self._lock:
-            while chunk := os.pread(self._journal, 1 << 20, self._end + len(self._tail)):
-                *lines, self._tail = (self._tail + chunk).split(b"\n")
-                for line in lines:
-                    self._end += len(line) + 1
-                    record = json.loads(line)
-                    self._add(record, self._end)
-                    self._ended = "finish" in record or (self._ended and "start" not in record)
-            if alone and not self._ended:
-                self._add({"finish": "FAILED", "time": now_ms()}, self._end)
-                self._ended = True
-
-    def _add(self, record: Record, end: int) -> None:
-        """Queue a record for MLflow, and hand it to the other trackers; of a run that is sent later they have all."""
-        self._records.append((record, end))
-        if "start" in record and self._trainer is not None:
-            self._mirrors = Mirrors(record["start"].get("trackers", ()), self._log)
-        if self._mirrors is not None:
-            self._mirrors.put(record)
+    def _mirror(self, name: str, sent: int) -> None:
+        """Feed a tracker beside MLflow with the start, and with each record after byte ``sent`` when it is written."""
+        mirror: TensorBoard | WeightsAndBiases | None = None
+        for record in chain([{"start": self._start}], self._journal.follow(sent)):
+            try:
+                if "start" in record:
+                    mirror = KINDS[name](record["start"])
+                elif mirror is not None and "finish" in record:
+                    mirror.close(record["finish"])
+                elif mirror is not None:
+                    mirror.send(record)
+            except Exception as error:  # whatever it is, training and MLflow must not see it
+                self._log(name, f"{name} fails ({reason(error)}); training continues, and MLflow has everything")
 
     def _survive_trainer(self) -> None:
         """Limit the time that this process outlives the trainer; remaining records are then kept in the run folder."""
-        while os.getppid() == self._trainer:
+        while not self._journal.alone:
             time.sleep(1.0)
         time.sleep(FLUSH_SECONDS)
-        self._read()
-        with self._lock:
-            left = [record for record, _ in self._records if "start" not in record]
-        if self._start and left:
-            self._log("unsent", keep_unsent(self._start, left))
+        if not self._ended:
+            self._log("unsent", keep_unsent(self._start, self._journal.follow(self._sent)))
         os._exit(1)
-
-    def _next_batch(self) -> list[tuple[Record, int]]:
-        """Return the next record, and if it is one of metrics those that follow it."""
-        with self._lock:
-            first = list(islice(self._records, RECORDS_PER_REQUEST))
-        return list(takewhile(lambda one: "metrics" in one[0], first)) or first[:1]
 
     def _deliver(self, batch: list[Record]) -> None:
         """Retry until MLflow accepts the records, or refuses them for good; those are kept in the run folder."""
@@ -163,10 +174,9 @@ class Worker:
                     "down", f"MLflow at {self._uri} fails ({reason(error)}); training continues, it is tried again"
                 )
             until = time.monotonic() + pause
-            while time.monotonic() < until and not self._ended:
+            while time.monotonic() < until and not self._journal.ended:
                 time.sleep(POLL_SECONDS)
-                self._read()
-            if self._ended:  # the time left is bounded now, so waste none of it
+            if self._journal.ended:  # the time left is bounded now, so waste none of it
                 time.sleep(1.0)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
@@ -222,7 +232,8 @@ class Worker:
                 location = (Path(start["output_root"]) / "mlartifacts").as_uri() if bare else None
                 experiment_id = client.create_experiment(start["experiment"], location, EXPERIMENT_TAGS)
             if found := self._find(experiment_id, start["id"]):
-                client.update_run(found.info.run_id, status="RUNNING")
+                if self._trainer is not None:
+                    client.update_run(found.info.run_id, status="RUNNING")
             else:
                 tags = {START_TAG: start["id"]}
                 found = client.create_run(experiment_id, start["time"], tags, start["run_name"])

@@ -111,7 +111,7 @@ class FakeTracker:
 
     def finish(self, status: str) -> RunLink:
         self.status = status
-        return RunLink("the-id", "1", "uri", "page", "mlflow ui")
+        return RunLink("the-id", "uri", "page", "mlflow ui")
 
 
 @pytest.fixture

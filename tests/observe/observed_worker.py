@@ -1,4 +1,4 @@
-"""One rank of two: train cases without observers and with a flops profile, a timeline and a kernel profile.
+"""One rank of two: train cases with a flops profile, a timeline and a kernel profile; the folded one without, too.
 
     python tests/observe/observed_worker.py CASES.json REPORT_FOLDER
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.pipeline.messages import Channel
 from ddpm_ds.unet.layers import unet_layers
 from tests.launching import tiny_spec
-from tests.observe.told import Told
 from tests.pipeline.batches import global_batch, micro_batches
 from tests.pipeline.ladder_worker import Case, report_cases
 
@@ -37,6 +36,24 @@ read."""
 LAYERS = unet_layers(SPEC.unet, image_channels=SPEC.data.channels, image_size=SPEC.data.image_size)
 FLOPS_STEP, TRACED, PROFILED = 1, range(2, 4), range(5, 7)
 SETTINGS = {"enabled": True, "profile_step": FLOPS_STEP, "module_depth": -1, "top_modules": 2, "detailed": True}
+
+
+class Told:
+    """A report that remembers what observers told it."""
+
+    def __init__(self) -> None:
+        self.logged: list[str] = []
+        self.metrics: list[tuple[int, dict[str, float]]] = []
+        self.artifacts: list[str] = []
+
+    def log(self, line: str) -> None:
+        self.logged.append(line)
+
+    def observed(self, values: Mapping[str, float], step: int) -> None:
+        self.metrics.append((step, dict(values)))
+
+    def artifact(self, path: Path, folder: str = "") -> None:
+        self.artifacts.append(f"{folder}/{path.name}")
 
 
 def is_wrapped(engine: UnetPipelineEngine) -> bool:
@@ -70,7 +87,7 @@ def run(entry: dict[str, Any]) -> dict[str, Any]:
     case, told, folder = Case(**entry["case"]), Told(), Path(sys.argv[-1]) / entry["name"]
     macs = sum(layer.macs for layer in LAYERS)
     expected = None
-    if case.stages > 1:
+    if entry["name"] == "folded":
         plain = case.engine(SPEC)
         expected = train(plain, {**entry, "loader_seconds": 0.0}, Observer())
         plain.destroy()

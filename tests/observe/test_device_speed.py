@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from ddpm_ds.device import Dtype
 from ddpm_ds.observe import device_speed
@@ -29,14 +27,6 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(device_speed, "SIZES", {"cpu": (32, 256)})
     monkeypatch.setattr(device_speed, "PEAK_SECONDS", 0.02)
     return tmp_path / "ddpm_ds"
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A process group of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def times_with(images: int, precision: Dtype = "fp32") -> tuple[list[float], list[str]]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -19,8 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ddpm_ds.observe.flops import FlopsProfile, profile_layers
 from ddpm_ds.observe.observer import instructions_wrapped
 from ddpm_ds.pipeline.schedule import Instruction
-from tests.observe.observed_worker import SETTINGS
-from tests.observe.told import Told
+from tests.observe.observed_worker import SETTINGS, Told
 from tests.unet.variants import VARIANTS, batch, layers_of, random_unet
 
 
@@ -32,14 +30,6 @@ def test_module_depth_counts_from_the_stage_to_the_innermost(depth: int, levels:
     assert len(seconds) == len(unet.layers) and min(seconds) > 0
     assert [line for line in text.splitlines() if line.startswith("depth")] == [f"depth {d}:" for d in range(levels)]
     assert "Profile Summary at step 7" in text and ("(norm1): GroupNorm(" in text) == settings["detailed"]
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A process group of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class OneStage:

@@ -19,12 +19,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from ddpm_ds.observe.kernel_groups import GROUPS, ProfiledOperation, group_of_each, operations_of, shares
 from ddpm_ds.observe.kernels import KernelProfile, bounded
-from tests.observe.told import Told
+from tests.observe.observed_worker import Told
 
 NODE = "autograd::engine::evaluate_function: "
-
-
-# ---------------------------------------------------------------- groups
 
 
 def groups_of(*names_and_parents: tuple[str, int | None]) -> list[str | None]:
@@ -153,9 +150,6 @@ def test_a_real_step_is_shared_out_without_rest() -> None:
     assert any(name.startswith("Optimizer.step#AdamW") for name in found["optimizer"])
 
 
-# ---------------------------------------------------------------- a device's profile, made by hand
-
-
 def event(name: str, start: float, end: float, kind: str = "CPU", **values: Any) -> SimpleNamespace:
     """As PyTorch's profiler has it, times in microseconds."""
     known: dict[str, Any] = {
@@ -204,9 +198,6 @@ def test_on_a_device_kernels_count_and_of_the_host_its_calls_and_waits() -> None
     }
 
 
-# ---------------------------------------------------------------- traces
-
-
 def trace_of(events: int) -> bytes:
     draw = random.Random(0)
     made = [{"ph": "X", "name": f"{draw.random()}", "ts": float(number), "dur": 1} for number in range(events)]
@@ -224,9 +215,6 @@ def test_a_trace_that_is_too_large_keeps_its_beginning() -> None:
     assert cut["schema"] == 1 and cut["traceEvents"][0]["ph"] == "M"
     times = [one["ts"] for one in cut["traceEvents"][1:]]
     assert times == [float(number) for number in range(len(times))] and len(times) == pytest.approx(4000 * kept, abs=2)
-
-
-# ---------------------------------------------------------------- two ranks
 
 
 def test_a_run_that_was_resumed_after_the_steps_says_so(tmp_path: Path) -> None:

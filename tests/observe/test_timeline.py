@@ -1,8 +1,9 @@
-"""The timeline of real ranks, its files, and its limits: events are the schedule, and training stays as it is."""
+"""The timeline's clock and metrics, its files, and its limits, of traces written by hand."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,16 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
 
 from ddpm_ds.observe import timeline
 from ddpm_ds.observe.pictures import draw_median_step, draw_step, write_trace
-from ddpm_ds.observe.recording import RankTrace, TracedStep
-from ddpm_ds.observe.timeline import Timeline
+from ddpm_ds.observe.recording import Barrier, DeviceClock, RankTrace, TracedStep, aligned, clock_offset
+from ddpm_ds.observe.timeline import Timeline, rank_seconds, timeline_metrics
 from ddpm_ds.pipeline.schedule import Event
-from tests.observe.told import Told
+from tests.observe.observed_worker import Told
 
 
 def step(number: int, start: float, seconds: float) -> TracedStep:
@@ -112,3 +114,144 @@ def test_a_trace_has_as_many_steps_as_fit_and_says_so(tmp_path: Path, monkeypatc
         "--trace-steps 20-39: only steps 20-21 are traced; a trace has at most 1,000 events, "
         "and a step may have 168 on each rank"
     ]
+
+
+def summarise(traces: Sequence[RankTrace], peak: float) -> dict[str, Any]:
+    """A summary of steps that two ranks recorded, with micro-batches of 8 images."""
+    job = {"micro_batches": 1, "micro_batch_images": 8, "pipeline_ranks": 2, "replicas": 1, "step_seconds": 10.0}
+    return {**job, "peak_flops_per_second": peak, "ranks": [rank_seconds(trace) for trace in traces]}
+
+
+def trace(rank: int, events: Sequence[Event], barriers: Any = ((0, 1),), ahead: float = 0.0) -> RankTrace:
+    """One step of ten seconds on a rank whose clock is ``ahead``."""
+    moved = tuple(event._replace(start=event.start + ahead, end=event.end + ahead) for event in events)
+    return RankTrace(
+        rank=rank,
+        pipeline_rank=rank,
+        replica=0,
+        stages=(rank,),
+        message_bytes=((64, 0), (0, 64))[rank : rank + 1],
+        barriers=tuple(Barrier(came + ahead, left + ahead) for came, left in barriers),
+        steps=(TracedStep(20, ahead, 10.0 + ahead, moved),),
+    )
+
+
+FIRST = [
+    Event("DataWait", 0, 0, 0.0, 1.0),
+    Event("LoadMicroBatch", 0, 0, 1.0, 1.5),
+    Event("ForwardPass", 0, 0, 1.5, 3.5),
+    Event("SendActivation", 0, 0, 3.5, 3.75),
+    Event("RecvGrad", 0, 0, 3.75, 6.0),
+    Event("BackwardPass", 0, 0, 6.0, 8.0),
+    Event("OptimizerStep", 0, -1, 8.0, 9.0),
+    Event("EMA", 0, -1, 9.0, 9.5),
+]
+SECOND = [
+    Event("RecvActivation", 0, 0, 0.0, 4.0),
+    Event("ForwardPass", 0, 0, 4.0, 5.0),
+    Event("BackwardPass", 0, 0, 5.0, 6.0),
+    Event("OptimizerStep", 0, -1, 6.0, 9.0),
+    Event("EMA", 0, -1, 9.0, 9.25),
+]
+
+
+def test_seconds_bubble_and_utilisation_of_a_step() -> None:
+    ranks, error = aligned([trace(1, SECOND), trace(0, FIRST)])
+    assert error == 1.0
+    assert [event.instruction for event in ranks[1].steps[0].events][3:5] == ["WaitForRanks", "OptimizerStep"]
+    summary = summarise(ranks, 1000.0)
+    values = timeline_metrics(summary, macs_per_image=125)
+    assert values == pytest.approx(
+        {
+            "stage0/forward_seconds": 2.0,
+            "stage0/backward_seconds": 2.0,
+            "stage0/wait_seconds": 2.25,
+            "stage0/send_seconds": 0.25,
+            "stage0/load_seconds": 1.5,
+            "stage0/reduce_seconds": 0.0,
+            "stage0/optimizer_seconds": 1.0,
+            "stage0/ema_seconds": 0.5,
+            "stage1/forward_seconds": 1.0,
+            "stage1/backward_seconds": 1.0,
+            "stage1/wait_seconds": 6.0,  # 4 for activations, 2 until rank 0 has come to the optimizer's step
+            "stage1/send_seconds": 0.0,
+            "stage1/load_seconds": 0.0,
+            "stage1/reduce_seconds": 0.0,
+            "stage1/optimizer_seconds": 1.0,
+            "stage1/ema_seconds": 0.25,
+            "perf/traced_step_seconds": 10.0,
+            "perf/bubble_fraction": (2.25 + 6.0) / 20,
+            "perf/imbalance": 4 / 3 - 1,
+            "perf/mfu": 8 * 125 * 2 * 3 / 10 / 2000,
+            "perf/data_wait_fraction": 0.1,
+        }
+    )
+    assert summary["ranks"][0]["other_seconds"] == pytest.approx(0.5)
+    assert summary["ranks"][1]["phases"][0]["gradient_bytes"] == 64
+
+
+def test_pauses_are_no_part_of_the_step() -> None:
+    pause = Event("checkpoint", 0, -1, 9.5, 10.0)
+    ranks, _ = aligned([trace(0, [*FIRST, pause]), trace(1, SECOND)])
+    summary = summarise(ranks, 1.0)
+    values = timeline_metrics(summary, macs_per_image=1)
+    assert summary["ranks"][0]["step_seconds"] == 9.5
+    assert values["perf/checkpoint_fraction"] == pytest.approx(0.025)
+    assert "perf/inspection_fraction" not in values
+
+
+def test_a_step_on_which_ranks_do_not_agree_makes_nobody_wait() -> None:
+    early = [event if event.instruction != "OptimizerStep" else event._replace(end=7.0) for event in SECOND]
+    ranks, _ = aligned([trace(0, FIRST), trace(1, early)])
+    assert all(event.instruction != "WaitForRanks" for event in ranks[1].steps[0].events)
+
+
+def test_replicas_wait_for_each_other_where_gradients_are_added() -> None:
+    late = [Event("ReduceGrads", 0, -1, 7.0, 8.0)]
+    early = [Event("ReduceGrads", 0, -1, 5.0, 8.0)]
+    both = [trace(0, late), trace(1, early)]
+    ranks, _ = aligned(both)
+    assert ranks[1].steps[0].events == tuple(early)  # another stage
+    ranks, _ = aligned([both[0], RankTrace(**{**vars(both[1]), "pipeline_rank": 0, "replica": 1})])
+    assert ranks[1].steps[0].events == (Event("WaitForRanks", 0, -1, 5.0, 7.0), Event("ReduceGrads", 0, -1, 7.0, 8.0))
+
+
+def test_clocks_of_two_hosts_become_one() -> None:
+    barriers = [Barrier(0.0, 1.02), Barrier(2.0, 2.01), Barrier(3.0, 3.5)]
+    later = [Barrier(0.99, 1.01), Barrier(1.99, 2.015), Barrier(3.2, 3.5)]
+    ranks, error = aligned([trace(0, FIRST, barriers), trace(1, SECOND, later, ahead=5000.0)])
+    moved = ranks[1].steps[0]
+    assert error < 0.02
+    assert moved.start == pytest.approx(0.0, abs=error)
+    assert moved.events[-1].end == pytest.approx(9.25, abs=error)
+    assert clock_offset(later, barriers)[0] == 0.0  # nothing says that these two are not one clock
+
+
+class Event_:
+    """As torch.cuda.Event: a time, in milliseconds, that the device says when it has come there."""
+
+    device_now = 100.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = Event_.device_now
+
+    def elapsed_time(self, end: Event_) -> float:
+        return end.at - self.at
+
+
+def test_time_on_a_device_is_what_its_events_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "Event", Event_)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    monkeypatch.setattr("ddpm_ds.observe.recording.time.perf_counter", lambda: 7.0)
+    clock = DeviceClock(torch.device("cuda"))
+    waited.clear()
+    marks = [clock.mark()]
+    Event_.device_now = 350.0
+    marks.append(clock.mark())
+    assert waited == []
+    assert clock.seconds(marks) == pytest.approx([7.0, 7.25])
+    assert len(waited) == 1

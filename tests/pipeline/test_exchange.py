@@ -30,7 +30,7 @@ TRACE = RankTrace(
     *(1, 0, 0, (0,), ((4, 8),), (Barrier(0.5, 1.5),)),
     (TracedStep(20, 0.0, math.inf, (Event("ForwardPass", 0, 1, 0.0, 1.0),)),),
 )
-PROFILE = RankProfile(2, {}, {"aten::mm": [1.0, 2.0]}, "table", b"\x1f\x8b\xff", 1.0)
+PROFILE = RankProfile(2, {"attention": {"aten::mm": 1.0}}, "table", b"\x1f\x8b\xff", 1.0)
 VALUES: dict[str, tuple[Any, Any]] = {
     "number": (0.1, float),
     "nothing": (None, list[float] | None),

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from mlflow import MlflowClient
 from PIL import Image
 
 from ddpm_ds.errors import SpecError
 from ddpm_ds.tracking import mirrors
 from ddpm_ds.tracking.mirrors import KINDS, check_trackers
 from ddpm_ds.tracking.run_folder import RunFolder
-from ddpm_ds.tracking.tracker import Tracker
+from tests.tracking.stored import PATIENCE_SECONDS, history, start
 
-PATIENCE_SECONDS = 240.0
 WANDB = """
 import json, pathlib
 
@@ -45,42 +42,17 @@ init = lambda **options: Run(**options)
 """As much of wandb's interface as is used, which writes down what it hears."""
 
 
-@pytest.fixture
-def root(tmp_path: Path, empty_store: Path, forked_workers: None, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An output root with an empty store, and the folder `run` of a run with a picture."""
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    shutil.copy(empty_store, tmp_path / "mlflow.db")
-    (tmp_path / "run").mkdir()
-    Image.fromarray(np.full((16, 16), 200, np.uint8)).save(tmp_path / "run" / "picture.png")
-    return tmp_path
-
-
 def record(root: Path, tracker: str, steps: range, said: list[str]) -> None:
     """Record a process of the run, which has a loss of its step's number."""
-    run = Tracker.start(
-        "digits",
-        "name",
-        output_root=root,
-        run_dir=root / "run",
-        params={"unet.channels": 8},
-        tags={},
-        trackers=[tracker],
-        identity=RunFolder(root / "run").identity(),
-        log=said.append,
-    )
+    picture, identity = root / "run" / "picture.png", RunFolder(root / "run").identity()
+    Image.fromarray(np.full((16, 16), 200, np.uint8)).save(picture)
+    run = start(root, params={"unet.channels": 8}, trackers=[tracker], identity=identity, log=said.append)
     for step in steps:
         run.metrics({"train/loss": float(step), "eval/loss": 0.5}, step)
     run.numbers({"perf/mfu": 0.25}, steps[-1])
     run.system_metrics({"cpu": 50.0})
-    run.image(root / "run" / "picture.png", "eval/samples_ema", steps[-1])
+    run.image(picture, "eval/samples_ema", steps[-1])
     run.finish("FINISHED", PATIENCE_SECONDS)
-
-
-def in_mlflow(root: Path) -> list[float]:
-    """The losses that MLflow has."""
-    client = MlflowClient(f"sqlite:///{root}/mlflow.db")
-    (run,) = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
-    return [point.value for point in client.get_metric_history(run.info.run_id, "train/loss")]
 
 
 def test_wandb_hears_what_mlflow_hears_and_its_failure_is_its_own(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +73,7 @@ def test_wandb_hears_what_mlflow_hears_and_its_failure_is_its_own(root: Path, mo
     assert sum("eval/samples_ema" in value for value in logged) == sum("system/cpu" in value for value in logged) == 2
     assert heard.count(["update", {"perf/mfu": 0.25}]) == heard.count(["finish", 0]) == 2
     assert said == ["wandb fails (no room); training continues, and MLflow has everything"]
-    assert in_mlflow(root) == [1.0, 2.0, 2.0, 3.0, 4.0]
+    assert [loss for _, loss in history(root, "train/loss")] == [1.0, 2.0, 2.0, 3.0, 4.0]
 
 
 @pytest.mark.long

@@ -166,7 +166,7 @@ def test_durations(seconds: float, text: str) -> None:
 
 def test_the_summary_says_what_came_out_and_where_it_is() -> None:
     uri = "sqlite:////runs/mlflow.db"
-    link = RunLink("abc", "1", uri, "http://127.0.0.1:5000/#/runs/abc", f"mlflow ui --backend-store-uri {uri}")
+    link = RunLink("abc", uri, "http://127.0.0.1:5000/#/runs/abc", f"mlflow ui --backend-store-uri {uri}")
 
     def text(link: RunLink) -> str:
         pauses = Pauses(seconds=100.0, checkpoint_seconds=0.2, inspection_seconds=1.5)
@@ -183,5 +183,5 @@ def test_the_summary_says_what_came_out_and_where_it_is() -> None:
         "serve it with             mlflow ui --backend-store-uri sqlite:////runs/mlflow.db",
         "open it at                http://127.0.0.1:5000/#/runs/abc",
     ]
-    unreached = RunLink(None, None, "http://127.0.0.1:5000", "http://127.0.0.1:5000", None)
+    unreached = RunLink(None, "http://127.0.0.1:5000", "http://127.0.0.1:5000", None)
     assert "not reached at http://127.0.0.1:5000" in text(unreached) and "serve" not in text(unreached)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -18,9 +17,7 @@ import torch.distributed as dist
 from ddpm_ds.processes.ranks import NODE_ID
 from ddpm_ds.tracking import system_metrics as module
 from ddpm_ds.tracking.system_metrics import INTERVAL, SAMPLES, SWITCH, SystemMetrics, system_metrics
-from ddpm_ds.tracking.tracker import Tracker
-
-PATIENCE_SECONDS = 240.0
+from tests.tracking.stored import PATIENCE_SECONDS, wait_for
 
 
 class Tracked:
@@ -46,49 +43,30 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def stores() -> Iterator[list[dist.TCPStore]]:
+def stores() -> list[dist.TCPStore]:
     """The store of three ranks, that of rank 0 first."""
     options: dict[str, Any] = {"wait_for_workers": False, "timeout": timedelta(seconds=PATIENCE_SECONDS)}
-    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, **options)]
-    stores += [dist.TCPStore("127.0.0.1", stores[0].port, **options) for _ in range(2)]
-    yield stores
+    first = dist.TCPStore("127.0.0.1", 0, is_master=True, **options)
+    return [first, *(dist.TCPStore("127.0.0.1", first.port, **options) for _ in range(2))]
 
 
 @pytest.fixture
-def on_rank(
-    monkeypatch: pytest.MonkeyPatch, stores: list[dist.TCPStore]
-) -> Callable[..., AbstractContextManager[None]]:
-    """What training is wrapped in on a rank."""
+def on_rank(monkeypatch: pytest.MonkeyPatch, stores: list[dist.TCPStore]) -> Callable[..., ExitStack]:
+    """Enters what training is wrapped in on a rank; closing it is the end of training."""
 
-    def wrapped(
-        rank: int,
-        host: str,
-        tracked: Tracked | None = None,
-        said: list[str] | None = None,
-        local_rank: int = 0,
-        alone: bool = False,
-    ) -> AbstractContextManager[None]:
+    def enter(rank: int, host: str, tracked: Any = None, log: Any = print, local_rank: int = 0) -> ExitStack:
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
         monkeypatch.setattr(module, "host_name", lambda: host)
-        context = system_metrics(
-            None if alone else stores[rank], cast(Tracker | None, tracked), (said if said is not None else []).append
-        )
-        context.__enter__()  # the environment is read here
-        return cast(AbstractContextManager[None], SimpleNamespace(end=lambda: context.__exit__(None, None, None)))
+        training = ExitStack()
+        training.enter_context(system_metrics(stores[rank] if stores else None, tracked, log))
+        return training
 
-    return wrapped
-
-
-def wait_for(happened: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not happened():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.01)
+    return enter
 
 
 def test_all_hosts_are_in_the_run_of_rank_0_as_often_as_its_environment_says(
-    on_rank: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    on_rank: Callable[..., ExitStack], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tracked, threads = Tracked(), threading.active_count()
     first = on_rank(0, "a", tracked)
@@ -97,7 +75,7 @@ def test_all_hosts_are_in_the_run_of_rank_0_as_often_as_its_environment_says(
     nothing = on_rank(1, "b", local_rank=1)
     wait_for(lambda: tracked.nodes in ({None, "b", "b-rank1"}, {None, "b", "b-rank2"}))
     for context in (*others, nothing, first):
-        context.end()
+        context.close()
     wait_for(lambda: threading.active_count() == threads)
     for _, values in tracked.values:
         assert values["cpu_utilization_percentage"] >= 0 and values["system_memory_usage_megabytes"] > 0
@@ -141,7 +119,10 @@ def test_gpus_that_training_uses_and_nobody_can_read_are_said(
     )
 
 
-def test_readings_are_averaged_and_traffic_is_not(on_rank: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readings_are_averaged_and_traffic_is_not(
+    on_rank: Callable[..., ExitStack], stores: list[dist.TCPStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores.clear()  # of a single rank
     readings = iter(range(1, 1000))
     monkeypatch.setenv(SAMPLES, "3")
     monkeypatch.setenv(NODE_ID, "a")
@@ -152,9 +133,9 @@ def test_readings_are_averaged_and_traffic_is_not(on_rank: Callable[..., Any], m
 
     monkeypatch.setattr(SystemMetrics, "read", read)
     tracked = Tracked()
-    alone = on_rank(0, "a", tracked, alone=True)
+    alone = on_rank(0, "a", tracked)
     wait_for(lambda: len(tracked.values) >= 2)
-    alone.end()
+    alone.close()
     assert tracked.values[:2] == [
         ("a", {"cpu": 2.0, "network_receive_megabytes": 3.0}),
         ("a", {"cpu": 5.0, "network_receive_megabytes": 6.0}),
@@ -162,32 +143,34 @@ def test_readings_are_averaged_and_traffic_is_not(on_rank: Callable[..., Any], m
 
 
 def test_a_reading_that_fails_is_said_once_and_a_store_that_has_gone_is_not(
-    on_rank: Callable[..., Any], stores: list[dist.TCPStore], monkeypatch: pytest.MonkeyPatch
+    on_rank: Callable[..., ExitStack], stores: list[dist.TCPStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said, tracked, threads = list[str](), Tracked(), threading.active_count()
-    first = on_rank(0, "a", tracked, said)
+    first = on_rank(0, "a", tracked, said.append)
     with monkeypatch.context() as broken:
         broken.setattr(SystemMetrics, "read", lambda self: 1 / 0)
-        second = on_rank(1, "b", said=said)
+        second = on_rank(1, "b", log=said.append)
         wait_for(lambda: any("of b" in line for line in said))
     assert "system metrics of b are no longer read (division by zero); training continues" in said
-    third, before = on_rank(2, "c", said=said), len(said)
+    third, before = on_rank(2, "c", log=said.append), len(said)
     wait_for(lambda: "c" in tracked.nodes)
-    first.end()
+    first.close()
     del stores[0], first  # the server ends with it
     wait_for(lambda: threading.active_count() == threads)
     assert len(said) == before
-    second.end()
-    third.end()
+    second.close()
+    third.close()
 
 
-def test_nothing_is_read_where_it_is_switched_off(on_rank: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_where_it_is_switched_off(
+    on_rank: Callable[..., ExitStack], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(SWITCH, "false")
     tracked, threads = Tracked(), threading.active_count()
     first = on_rank(0, "a", tracked)
     monkeypatch.delenv(SWITCH)
     second = on_rank(1, "b")
     wait_for(lambda: threading.active_count() == threads + 1)  # the one that hears other hosts
-    second.end()
-    first.end()
+    second.close()
+    first.close()
     assert tracked.values == []
