@@ -12,9 +12,8 @@ import os
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
-from ddpm_ds.data.sources.arrays import open_arrays
+from ddpm_ds.data.sources.arrays import open_arrays, open_digits
 from ddpm_ds.data.sources.base import Pixels, Source, SourceKind, UnreadableImage, network_limit
-from ddpm_ds.data.sources.digits import open_digits
 from ddpm_ds.data.sources.folder import open_folder
 from ddpm_ds.data.sources.huggingface import open_huggingface
 from ddpm_ds.data.sources.torchvision import open_cifar10, open_torchvision

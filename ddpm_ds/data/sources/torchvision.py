@@ -11,7 +11,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpm_ds.data.sources.arrays import ArraySource, in_file
+from ddpm_ds.data.sources.arrays import ArraySource
 from ddpm_ds.data.sources.base import NETWORK_TIMEOUT_SECONDS, UNLABELLED, Names, Source, network_limit, one_line
 from ddpm_ds.data.sources.folder import FolderSource
 from ddpm_ds.errors import DataError
@@ -56,7 +56,7 @@ def _open(spec: DataSpec, name: str, key: str, progress: bool) -> Source:
         raise DataError(f"{key} with data.split = {spec.split}: {one_line(error)}") from error
     except ImportError as error:
         raise DataError(f"{key} needs another package ({one_line(error)}); install it with pip") from error
-    return _source(opened, spec, key)
+    return _source(opened, key)
 
 
 def _options(kind: type, spec: DataSpec, key: str) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def _options(kind: type, spec: DataSpec, key: str) -> dict[str, Any]:
     return {"train": spec.split != "test"} if "train" in parameters else {}
 
 
-def _source(opened: Any, spec: DataSpec, key: str) -> Source:
+def _source(opened: Any, key: str) -> Source:
     """Return the source of an opened data set, by the attributes in which torchvision's classes keep pixels and labels,
     files and labels, or pairs of a file and its label: nothing is decoded to learn a label.
     """
@@ -101,8 +101,7 @@ def _source(opened: Any, spec: DataSpec, key: str) -> Source:
         classes, numbers = (".",), np.zeros_like(numbers)
     if pixels is None:
         return FolderSource(classes, numbers, Path("/"), Names(os.path.abspath(image).lstrip("/") for image in images))
-    pixels, file = in_file(pixels, spec.store_root)
-    return ArraySource(classes, numbers, pixels, file)
+    return ArraySource(classes, numbers, pixels)
 
 
 def _classes(names: Any, most: int) -> tuple[str, ...]:
