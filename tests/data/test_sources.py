@@ -417,7 +417,7 @@ def test_a_disk_that_is_full_while_an_array_is_unpacked_is_one_line(
 
 
 @pytest.mark.parametrize("form", ["plain", "64 bits", "appended", "described"])
-def test_archives_of_each_form_are_listed_as_pythons_zipfile_does(
+def test_images_in_archives_of_each_form_are_those_that_pythons_zipfile_reads(
     form: str, tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if form == "64 bits":
@@ -463,7 +463,7 @@ def test_a_cut_archive_is_one_line_and_a_damaged_image_is_named(tmp_path: Path, 
     path = archive(tmp_path / "a.zip")
     content = path.read_bytes()
     path.write_bytes(content[:-30])
-    assert "can't be read (its end is not that of a zip file)" in line_of(spec_of(source="zip", path=path))
+    assert "can't be read (File is not a zip file)" in line_of(spec_of(source="zip", path=path))
     path.write_bytes(content[:60] + b"x" + content[61:])
     with pytest.raises(UnreadableImage, match=r"^00000/img0.png: its checksum is wrong"):
         at(open_source(spec_of(source="zip", path=path)), 0)
