@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpm_ds.data.sources.base import MOST_CLASSES, Labels, Pixels, one_line, read_path
+from ddpm_ds.data.sources.base import MOST_CLASSES, Labels, Pixels, labelled, one_line, read_path
 from ddpm_ds.errors import DataError
 
 if TYPE_CHECKING:
@@ -88,8 +88,7 @@ def open_arrays(spec: DataSpec, progress: bool) -> ArraySource:
     least, most = int(labels.min()), int(labels.max())
     if least < 0 or most >= MOST_CLASSES:
         raise DataError(f"data.path = {path} holds labels from {least} to {most}; number classes from 0")
-    classes = tuple(map(str, range(most + 1)))
-    return ArraySource(classes, labels.astype(np.int64), images)
+    return ArraySource(*labelled(labels.astype(np.int64)), images)
 
 
 def _stored_arrays(path: Path, folder: Path) -> tuple[npt.NDArray[Any], npt.NDArray[Any] | None]:

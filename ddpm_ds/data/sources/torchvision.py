@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpm_ds.data.sources.arrays import ArraySource
-from ddpm_ds.data.sources.base import NETWORK_TIMEOUT_SECONDS, UNLABELLED, Names, Source, network_limit, one_line
+from ddpm_ds.data.sources.base import (
+    NETWORK_TIMEOUT_SECONDS,
+    UNLABELLED,
+    Names,
+    Source,
+    labelled,
+    network_limit,
+    one_line,
+)
 from ddpm_ds.data.sources.folder import FolderSource
 from ddpm_ds.errors import DataError
 
@@ -89,23 +97,15 @@ def _source(opened: Any, key: str) -> Source:
         numbers = np.array([UNLABELLED if label is None else int(label) for label in labels], np.int64)
         files = isinstance(images, list | tuple) and all(isinstance(image, str | os.PathLike) for image in images)
         pixels = None if files else np.asarray(images)
-        unlabelled = bool((numbers == UNLABELLED).all())
-        if len(images) != len(numbers) or not len(numbers) or (not unlabelled and numbers.min() < 0):
+        if len(images) != len(numbers) or not len(numbers) or numbers.min() < 0 <= numbers.max():
             raise ValueError
         if pixels is not None and pixels.dtype != np.uint8:
             raise ValueError
     except (TypeError, ValueError, RuntimeError):  # the last is of a tensor that is no number
         raise DataError(f"{key} is no data set of images with one class each; use one such as CIFAR100") from None
-    classes = _classes(getattr(opened, "classes", None), int(numbers.max()))
-    if unlabelled:
-        classes, numbers = (".",), np.zeros_like(numbers)
+    names = getattr(opened, "classes", None)
+    named = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+    classes, numbers = labelled(numbers, names if named else None)
     if pixels is None:
         return FolderSource(classes, numbers, Path("/"), Names(os.path.abspath(image).lstrip("/") for image in images))
     return ArraySource(classes, numbers, pixels)
-
-
-def _classes(names: Any, most: int) -> tuple[str, ...]:
-    """Return the names of classes 0 to ``most`` and more; their numbers where there are no such names."""
-    if isinstance(names, list | tuple) and len(names) > most and all(isinstance(name, str) for name in names):
-        return tuple(names)
-    return tuple(map(str, range(most + 1)))

@@ -21,6 +21,7 @@ from ddpm_ds.data.sources.base import (
     Names,
     check_size,
     is_image,
+    labelled,
     numbered,
     one_line,
     printable,
@@ -97,9 +98,8 @@ def open_zip(spec: DataSpec, progress: bool) -> ZipSource:
                 labels = _labels(_content(file, places[LABELS].tolist()), files)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise DataError(f"{LABELS} of data.path = {path}: {one_line(error)}; write it again") from error
-    if labels is None:
-        return ZipSource(*numbered(map(class_of, files)), path, files, table)
-    return ZipSource(tuple(map(str, range(int(labels.max()) + 1))), labels, path, files, table)
+    classed = numbered(map(class_of, files)) if labels is None else labelled(labels)
+    return ZipSource(*classed, path, files, table)
 
 
 def _labels(content: bytes, files: Names) -> Labels | None:
