@@ -190,7 +190,7 @@ def _bench_preparation(options: argparse.Namespace, spec: RunSpec) -> dict[str, 
         print(f"{f'{cores} cores':12} {all_cores:,.0f} images/s, {share}")
     print(f"preparation  {f'{seconds / 60:,.0f} min' if seconds >= 600 else f'{seconds:,.0f} s'}")
     return {
-        "plan": plan.model_dump(mode="json"),
+        "plan": asdict(plan),
         "cores": cores,
         "one_core_images_per_second": one_core,
         "all_cores_images_per_second": all_cores,

@@ -17,8 +17,9 @@ from ddpm_ds.config.spec import DataSpec, RunSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.latents import pixels_of
 from ddpm_ds.data.loader import MicroBatch, micro_batches, on_device
-from ddpm_ds.data.prepare import Chunk, Plan, by_processes, decoding_of
+from ddpm_ds.data.prepare import by_processes, decoding_of
 from ddpm_ds.data.residence import usable_cores
+from ddpm_ds.data.writing import Chunk, Plan
 from ddpm_ds.device import DTYPES, Dtype, wait_for_device
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.unet.layers import unet_layers

@@ -18,6 +18,7 @@ from PIL import Image
 import ddpm_ds
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data import prepare as prepare_module
+from ddpm_ds.data import writing
 from ddpm_ds.data.cache import CacheMeta
 from ddpm_ds.data.prepare import cache_path, class_names, prepare
 from ddpm_ds.data.sources.folder import FolderSource
@@ -181,7 +182,7 @@ def test_full_disk_is_one_line_before_and_while_it_is_written_and_what_is_done_i
             raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "sync", full)
+        patch.setattr(writing, "sync", full)
         with pytest.raises(DataError, match=r"data.store_root = .* can't be written .No space left on device"):
             prepare(spec)
     (kept,) = temporaries(spec)
@@ -238,7 +239,7 @@ def test_what_is_finished_of_other_images_is_not_used(
     spec = spec_of(source="folder", path=folder)
     monkeypatch.setattr(prepare_module, "SHARD_BYTES", 4 * 64)
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "_describe", lambda *_: 1 / 0)
+        patch.setattr(writing, "_describe", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             prepare(spec)
     assert len(list(temporaries(spec)[0].glob("shard.*.json"))) == 3
