@@ -10,6 +10,7 @@ import os
 import re
 import tempfile
 from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -105,39 +106,16 @@ def whole(text: str, lowest: int, highest: int, what: str) -> int:
     return int(text)
 
 
-def positive(text: str) -> int:
-    """A whole number from 1 to a million."""
-    return whole(text, 1, 10**6, "a whole number from 1 to 1,000,000")
-
-
-def natural(text: str) -> int:
-    """A whole number from 0 to a million."""
-    return whole(text, 0, 10**6, "a whole number from 0 to 1,000,000")
-
-
-def processes(text: str) -> int:
-    """A number of processes, stages or hosts."""
-    return whole(text, 1, MOST_PROCESSES, f"a whole number from 1 to {MOST_PROCESSES:,}")
-
-
-def batch(text: str) -> int:
-    """A number of images, or of micro-batches, that are worked on together."""
-    return whole(text, 1, MOST_BATCH, f"a whole number from 1 to {MOST_BATCH:,}")
-
-
-def image_number(text: str) -> int:
-    """The number of an image among all that a seed draws."""
-    return whole(text, 0, 2**48, "a whole number from 0 to 2^48")
-
-
-def port(text: str) -> int:
-    """A port of TCP."""
-    return whole(text, 1, 2**16 - 1, f"a port, which is a whole number from 1 to {2**16 - 1:,}")
-
-
-def seed(text: str) -> int:
-    """A 32-bit key of a random generator."""
-    return whole(text, 0, 2**32 - 1, "a number from 0 to 2^32 - 1")
+positive = partial(whole, lowest=1, highest=10**6, what="a whole number from 1 to 1,000,000")
+natural = partial(whole, lowest=0, highest=10**6, what="a whole number from 0 to 1,000,000")
+processes = partial(whole, lowest=1, highest=MOST_PROCESSES, what=f"a whole number from 1 to {MOST_PROCESSES:,}")
+"""A number of processes, stages or hosts."""
+batch = partial(whole, lowest=1, highest=MOST_BATCH, what=f"a whole number from 1 to {MOST_BATCH:,}")
+"""A number of images, or of micro-batches, that are worked on together."""
+image_number = partial(whole, lowest=0, highest=2**48, what="a whole number from 0 to 2^48")
+"""The number of an image among all that a seed draws."""
+port = partial(whole, lowest=1, highest=2**16 - 1, what="a port, which is a whole number from 1 to 65,535")
+seed = partial(whole, lowest=0, highest=2**32 - 1, what="a number from 0 to 2^32 - 1")
 
 
 def number(text: str, lowest: float, highest: float, what: str) -> float:
@@ -155,27 +133,22 @@ def number(text: str, lowest: float, highest: float, what: str) -> float:
     return found
 
 
-def ema_length(text: str) -> float:
-    """A relative length of a power-function average."""
-    return number(
-        text, SHORTEST_EMA, LONGEST_EMA, f"a relative length from {SHORTEST_EMA:g} to {LONGEST_EMA:g}, such as 0.1"
-    )
+ema_length = partial(
+    number,
+    lowest=SHORTEST_EMA,
+    highest=LONGEST_EMA,
+    what=f"a relative length from {SHORTEST_EMA:g} to {LONGEST_EMA:g}, such as 0.1",
+)
+limited_seconds = partial(
+    number, lowest=0.001, highest=1e6, what="a time in seconds from 0.001 to 1,000,000, such as 30"
+)
+grace_seconds = partial(number, lowest=0.0, highest=1e6, what="a time in seconds from 0 to 1,000,000, such as 30")
 
 
 def seconds(text: str) -> float:
     """A time in seconds, such as ``0.5``; ``inf`` is for ever."""
     found = number(text, 0.001, math.inf, "a time in seconds from 0.001 to 1,000,000, such as 30, or inf")
     return found if math.isinf(found) else limited_seconds(text)
-
-
-def limited_seconds(text: str) -> float:
-    """A time in seconds that ends."""
-    return number(text, 0.001, 1e6, "a time in seconds from 0.001 to 1,000,000, such as 30")
-
-
-def grace_seconds(text: str) -> float:
-    """A time in seconds that ends, or none at all."""
-    return number(text, 0.0, 1e6, "a time in seconds from 0 to 1,000,000, such as 30")
 
 
 def step_range(text: str) -> range:

@@ -122,7 +122,7 @@ def prepare(
         spec.store_root.mkdir(parents=True, exist_ok=True)
         if autoencoder is not None and encode_on is not None:
             coder = Coder(autoencoder, encode_on)
-            coder.load()  # a damaged one is to be found before hours of preparation
+            _ = coder.model  # a damaged one is to be found before hours of preparation
             _build_latents(path, coder, prepare(pixels_of(spec), progress, together=together), spec, progress)
         else:
             path = _build(spec, progress, max(1, len(os.sched_getaffinity(0)) // together))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import statistics
 import time
 import warnings
@@ -18,7 +19,6 @@ from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.latents import pixels_of
 from ddpm_ds.data.loader import MicroBatch, micro_batches, on_device
 from ddpm_ds.data.prepare import by_processes, decoding_of
-from ddpm_ds.data.residence import usable_cores
 from ddpm_ds.data.writing import Chunk, Plan
 from ddpm_ds.device import DTYPES, Dtype, wait_for_device
 from ddpm_ds.train.objective import Denoising
@@ -66,7 +66,7 @@ def measure_preparation(spec: DataSpec, seconds: float) -> Preparation:
         DataError: the source's own.
     """
     decoding = decoding_of(pixels_of(spec), progress=True)
-    plan, cores = decoding.plan, usable_cores() if decoding.shareable else 1
+    plan, cores = decoding.plan, len(os.sched_getaffinity(0)) if decoding.shareable else 1
     step = DECODED_IMAGES
     few = (range(first, min(first + step, plan.images)) for first in range(0, plan.images, step))
     alone = map(_images_in, map(decoding.chunk, itertools.cycle(few)))

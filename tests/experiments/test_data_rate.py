@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -160,7 +161,7 @@ def test_preparation_is_measured_and_nothing_is_prepared(
     photos.mkdir()
     for number in range(3):
         Image.new("RGB", (40, 30), (number, 0, 0)).save(photos / f"{number}.png")
-    monkeypatch.setattr(data_bench, "usable_cores", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(2))
     monkeypatch.setattr(preparing, "FEW_IMAGES", 2)
     folder = ["--set=data.source=folder", f"--set=data.path={photos}", f"--set=data.store_root={tmp_path / 'stores'}"]
     bench(*folder, "--preparation", "--seconds=0.2", "--json", numbers)
