@@ -94,19 +94,15 @@ class StoredImages:
 
     def __init__(self, path: Path, meta: CacheMeta, offsets: Indices | None, crop: int | None = None) -> None:
         self.shape = (meta.count, *meta.shape) if crop is None else (meta.count, meta.shape[0], crop, crop)
-        self.offsets, self._path, self._meta, self._crop = offsets, path, meta, crop
+        self.dtype, self.offsets = meta.dtype, offsets
+        self._path, self._meta, self._crop = path, meta, crop
         self._starts = np.cumsum((0, *meta.counts))  # (files + 1,)
         self._paths = [path / name for name in meta.files]
         self._sizes = np.array([os.stat(file).st_size for file in self._paths])
-        self._image_bytes = math.prod(meta.shape) * meta.dtype.itemsize
+        self._image_bytes = math.prod(meta.shape) * self.dtype.itemsize
         self._headers = self._sizes - np.array(meta.counts) * self._image_bytes  # of files that are not encoded
         # Closed by its last user: whoever uses the descriptor keeps the file, since another thread may drop it here.
         self._file = lru_cache(MOST_OPEN)(lambda number: io.FileIO(self._paths[number]))
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Type of an image's numbers."""
-        return self._meta.dtype
 
     def __len__(self) -> int:
         return self.shape[0]

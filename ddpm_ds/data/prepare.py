@@ -25,7 +25,7 @@ import numpy as np
 
 from ddpm_ds.config.spec import DataSpec, RunSpec
 from ddpm_ds.data.cache import META, CacheMeta, DatasetCache, Kind
-from ddpm_ds.data.decoding import decoded
+from ddpm_ds.data.decoding import ALONE, decoded
 from ddpm_ds.data.latents import Coder, autoencoder_of, encoded, pixels_learned, pixels_of, sources_of
 from ddpm_ds.data.sources import Source, UnreadableImage, open_source
 from ddpm_ds.data.writing import Chunk, Chunks, Plan, lock_of, locked, write_cache
@@ -222,7 +222,7 @@ class Decoding:
         self.shareable = shareable and plan.images > FEW_IMAGES
         """Whether several processes are faster than one."""
         self.chunk_images = min(CHUNK_IMAGES, max(1, CHUNK_BYTES // math.prod(plan.shape)))
-        self.large: AbstractContextManager[object] = nullcontext()
+        self.large: AbstractContextManager[object] = ALONE
         """Context in which a large image is decoded, by one process at a time."""
 
     def parts(self, numbers: range) -> Iterator[range]:

@@ -135,11 +135,8 @@ def test_missing_folder_a_file_and_a_folder_without_images_are_one_line_errors(t
     empty.mkdir()
     file.touch()
     for path, what in ((tmp_path / "none", "does not exist"), (file, "is not a folder"), (empty, "no image files")):
-        with pytest.raises(DataError) as caught:
-            open_source(spec_of(source="folder", path=path))
-        message = str(caught.value)
-        assert f"data.path = {path}" in message and what in message and "--set data.path=FOLDER" in message
-        assert "\n" not in message
+        line = line_of(spec_of(source="folder", path=path))
+        assert f"data.path = {path}" in line and what in line and "--set data.path=FOLDER" in line
 
 
 @pytest.fixture
@@ -181,18 +178,12 @@ def test_cifar10_archive_put_by_hand_is_read_without_network(fake_cifar: Path, s
     assert pixels[0, 0].tolist() == [20, 21, 22]
 
 
-@pytest.mark.parametrize("archive", ["missing", "cut"])
 def test_cifar10_without_network_says_where_to_put_the_archive(
-    fake_cifar: Path, spec_of: SpecOf, archive: str, capfd: pytest.CaptureFixture[str]
+    fake_cifar: Path, spec_of: SpecOf, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    if archive == "cut":
-        fake_cifar.write_bytes(fake_cifar.read_bytes()[:100])
-    else:
-        fake_cifar.unlink()
-    with pytest.raises(DataError) as caught:
-        open_source(spec_of(source="cifar10", image_size=32, channels=3))
-    message = str(caught.value)
-    assert "data.source = cifar10" in message and f"put it at {fake_cifar}" in message and "\n" not in message
+    fake_cifar.write_bytes(fake_cifar.read_bytes()[:100])
+    line = line_of(spec_of(source="cifar10", image_size=32, channels=3))
+    assert "data.source = cifar10" in line and f"put it at {fake_cifar}" in line
     assert capfd.readouterr() == ("", "")
 
 
@@ -348,9 +339,7 @@ def archive(path: Path, labels: Any = None, names: Sequence[str] = ("00000/img0.
     with warnings.catch_warnings(), zipfile.ZipFile(path, "w") as file:
         warnings.simplefilter("ignore")  # of a name twice
         for name, pixels in zip(names, GREY, strict=False):
-            content = io.BytesIO()
-            Image.fromarray(pixels).save(content, "png")
-            file.writestr(name, content.getvalue())
+            file.writestr(name, encoded(pixels))
         file.writestr("dataset.json", labels if isinstance(labels, str) else json.dumps({"labels": labels}))
     return path
 
@@ -416,27 +405,21 @@ def test_a_disk_that_is_full_while_an_array_is_unpacked_is_one_line(
         prepare(spec_of(source="arrays", path=written(tmp_path / "a.npz", images=GREY)))
 
 
-@pytest.mark.parametrize("form", ["plain", "64 bits", "appended", "described"])
+@pytest.mark.parametrize("form", ["64 bits", "appended", "described"])
 def test_images_in_archives_of_each_form_are_those_that_pythons_zipfile_reads(
     form: str, tmp_path: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if form == "64 bits":
         monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 10)
-        monkeypatch.setattr(zipfile, "ZIP_FILECOUNT_LIMIT", 1)
-    path = tmp_path / "a.zip"
-    written = io.BytesIO(b"a program" * 100 if form == "appended" else b"")
+    path, written = tmp_path / "a.zip", io.BytesIO(b"a program" * 100 if form == "appended" else b"")
     written.seek(0, os.SEEK_END)
     target: Any = written
     if form == "described":  # to a pipe: sizes and checksums come behind the content
         target = SimpleNamespace(write=written.write, flush=written.flush)
     with zipfile.ZipFile(target, "w" if form == "described" else "a") as file:
-        file.comment = b"made by a test"
         file.writestr("a/", b"")
         for name, pixels in zip(("a/ä.png", "a-b/1.png", "a/日.png", "0.png"), GREY, strict=False):
-            info = zipfile.ZipInfo(name)
-            info.comment = b"x" * 20
-            kind = zipfile.ZIP_DEFLATED if "b" in name else zipfile.ZIP_STORED
-            file.writestr(info, encoded(pixels), kind)
+            file.writestr(name, encoded(pixels), zipfile.ZIP_DEFLATED if "b" in name else zipfile.ZIP_STORED)
     path.write_bytes(written.getvalue())
     source = open_source(spec_of(source="zip", path=path))
     with zipfile.ZipFile(path) as file:
