@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from ddpm_ds.data import loader
 from ddpm_ds.data.cache import DatasetCache, StoredImages
@@ -138,7 +139,7 @@ def test_replicas_take_turns_within_a_batch(digits: DatasetCache) -> None:
         take(digits, 0, replica=2)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     replicas=st.integers(1, 4),
     micro=st.integers(1, 5),
@@ -207,7 +208,8 @@ def test_error_while_reading_reaches_the_trainer(digits: DatasetCache, workers: 
         take(broken(digits, die=False), 1, workers=workers)
 
 
-def test_death_of_a_worker_is_an_error_and_no_hang(digits: DatasetCache) -> None:
+def test_death_of_a_worker_is_an_error_and_no_hang(digits: DatasetCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))  # 5 s between two looks
     with pytest.raises(RuntimeError, match=r"DataLoader worker .*exited unexpectedly"):
         take(broken(digits, die=True), 1, workers=2)
 
