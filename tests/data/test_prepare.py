@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 from PIL import Image
 
-import ddpm_ds
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data import prepare as prepare_module
 from ddpm_ds.data import writing
@@ -23,11 +23,12 @@ from ddpm_ds.data.cache import CacheMeta
 from ddpm_ds.data.prepare import cache_path, class_names, prepare
 from ddpm_ds.data.sources.folder import FolderSource
 from ddpm_ds.errors import DataError
-from tests.launching import tiny_spec
+from tests.launching import REPOSITORY, tiny_spec
 
 SpecOf = Callable[..., DataSpec]
 
-# Prepares the spec on its command line with slow reads, noting in a file what it reads. Waits for a line first.
+# Prepares the spec on its command line with slow reads, noting in a file what it reads, without torch. Waits for a
+# line first.
 SLOW_PREPARE = """
 import os, sys, time, fcntl
 from ddpm_ds.data import prepare
@@ -55,6 +56,7 @@ if locks == "no":
 print("ready", flush=True)
 input()
 print(len(prepare.prepare(spec)))
+assert "torch" not in sys.modules
 """
 
 
@@ -62,13 +64,8 @@ def slowly(
     count: int, spec: DataSpec, reads: Path, seconds: float, locks: str = "yes", shard_bytes: int = 2**28
 ) -> list[subprocess.Popen[str]]:
     """``count`` processes that begin to prepare at the same moment."""
-    command = [sys.executable, "-c", SLOW_PREPARE, spec.model_dump_json(), str(reads), str(seconds), locks]
-    command.append(str(shard_bytes))
-    home = Path(ddpm_ds.__file__).parents[1]
-    pipe = subprocess.PIPE
-    processes = [
-        subprocess.Popen(command, cwd=home, stdin=pipe, stdout=pipe, stderr=pipe, text=True) for _ in range(count)
-    ]
+    asked = [spec.model_dump_json(), str(reads), str(seconds), locks, str(shard_bytes)]
+    processes = [started(SLOW_PREPARE, *asked) for _ in range(count)]
     for process in processes:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
     for process in processes:
@@ -76,6 +73,12 @@ def slowly(
         process.stdin.write("\n")
         process.stdin.flush()
     return processes
+
+
+def started(code: str, *arguments: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    words = [sys.executable, "-c", code, *arguments]
+    return subprocess.Popen(words, cwd=REPOSITORY, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
 def reads_in(file: Path) -> list[tuple[int, int]]:
@@ -267,14 +270,13 @@ def test_processes_decode_the_same_pixels_and_end_with_the_one_that_has_started_
         "prepare.prepare(DataSpec.model_validate_json(sys.argv[1]))"
     )
     spec = spec.model_copy(update={"store_root": tmp_path / "killed"})
-    command, home = [sys.executable, "-c", code, spec.model_dump_json()], Path(ddpm_ds.__file__).parents[1]
-    process = subprocess.Popen(command, cwd=home, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = started(code, spec.model_dump_json())
     assert process.stdout is not None and process.stdout.readline() == "\n"
-    started = psutil.Process(process.pid).children()
-    assert len(started) >= 2
+    children = psutil.Process(process.pid).children()
+    assert len(children) >= 2
     process.kill()
     process.communicate()
-    assert not psutil.wait_procs(started, timeout=60)[1]
+    assert not psutil.wait_procs(children, timeout=60)[1]
 
 
 def test_encoded_images_are_kept_where_they_are_smaller_and_many(
@@ -293,32 +295,13 @@ def test_encoded_images_are_kept_where_they_are_smaller_and_many(
         prepare(spec_of(store="encoded"))
 
 
-def test_preparing_digits_does_not_import_torch(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from ddpm_ds.data.prepare import prepare; "
-        "from ddpm_ds.config.spec import DataSpec; "
-        "prepare(DataSpec(source='digits', image_size=8, channels=1, store_root=Path(sys.argv[1]))); "
-        "sys.exit('torch' in sys.modules)"
-    )
-    home = Path(ddpm_ds.__file__).parents[1]
-    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=home, timeout=60).returncode == 0
-
-
 def test_classes_have_the_names_of_the_cache_and_numbers_where_it_has_none(tmp_path: Path) -> None:
     spec = tiny_spec(data={"source": "folder", "path": str(tmp_path / "pictures"), "store_root": str(tmp_path)})
     assert class_names(spec) == [str(label) for label in range(10)]
     cache_path(spec.data).mkdir()
     for names, expected in ((10, ("cat",) * 10), (9, [str(label) for label in range(10)])):
-        meta = CacheMeta(
-            format=1,
-            source="folder",
-            folder=None,
-            count=0,
-            shape=(1, 8, 8),
-            classes=("cat",) * names,
-            skipped=0,
-            sha256={},
-        )
+        kept: dict[str, Any] = {"format": 1, "source": "folder", "folder": None, "count": 0, "shape": (1, 8, 8)}
+        meta = CacheMeta(**kept, classes=("cat",) * names, skipped=0, sha256={})
         (cache_path(spec.data) / "meta.json").write_text(meta.model_dump_json())
         assert class_names(spec) == expected
     assert not class_names(tiny_spec(unet={"classes": None}, train={"label_drop": 0.0}))
