@@ -9,7 +9,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -176,43 +176,18 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[s
     ]
 
 
-_PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_BINARY = {f"{prefix}i": 2 ** (10 * power) for power, prefix in enumerate("KMGT", start=1)}
+_DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_PREFIXES = _DECIMAL | {f"{prefix}i": 2.0 ** (10 * power) for power, prefix in enumerate("KMGT", start=1)}
 _NUMBER = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(.*)")
 GIB = 2**30
 
 
-def memory_size(text: str) -> int:
-    """Bytes of a size such as ``80GiB`` or ``24GB``.
+def quantity(text: str, units: Mapping[str, float], what: str, most: float) -> float:
+    """A number above 0 with one of ``units``, as ``what`` describes, in the unit that counts 1: from 1 to ``most``.
 
     Raises:
-        argparse.ArgumentTypeError: not a positive number, or a unit other than B with a prefix.
+        argparse.ArgumentTypeError: ``text`` is something else.
     """
-    sizes = {f"{prefix}B": size for prefix, size in (_PREFIXES | _BINARY).items()}
-    return int(_quantity(text, sizes, "a size such as 80GiB or 24GB", 2**60))
-
-
-def bandwidth(text: str) -> float:
-    """Bytes per second of a speed such as ``300GB/s`` or ``400Gbit/s``.
-
-    Raises:
-        argparse.ArgumentTypeError: not a positive number, or a unit other than B/s or bit/s with a prefix.
-    """
-    bytes_ = {f"{prefix}B/s": float(size) for prefix, size in (_PREFIXES | _BINARY).items()}
-    bits = {f"{prefix}bit/s": size / 8 for prefix, size in _PREFIXES.items()}
-    return _quantity(text, bytes_ | bits, "a speed such as 300GB/s or 400Gbit/s", 1e18)
-
-
-def teraflops(text: str) -> float:
-    """Flops per second of a number of TFLOP/s.
-
-    Raises:
-        argparse.ArgumentTypeError: not a positive number.
-    """
-    return _quantity(text, {"": 1e12}, "a number of TFLOP/s such as 120", 1e21)
-
-
-def _quantity(text: str, units: dict[str, float] | dict[str, int], what: str, most: float) -> float:
     match = _NUMBER.fullmatch(text.strip()) if len(text) <= MOST_DIGITS else None
     if match is None or float(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
@@ -225,6 +200,24 @@ def _quantity(text: str, units: dict[str, float] | dict[str, int], what: str, mo
     if not 1 <= found <= most:
         raise argparse.ArgumentTypeError(f"{text!r} is out of range; give {what}")
     return found
+
+
+def memory_size(text: str) -> int:
+    """Bytes of a size such as ``80GiB`` or ``24GB``."""
+    sizes = {f"{prefix}B": size for prefix, size in _PREFIXES.items()}
+    return int(quantity(text, sizes, "a size such as 80GiB or 24GB", 2**60))
+
+
+bandwidth = partial(
+    quantity,
+    units={f"{prefix}B/s": size for prefix, size in _PREFIXES.items()}
+    | {f"{prefix}bit/s": size / 8 for prefix, size in _DECIMAL.items()},
+    what="a speed such as 300GB/s or 400Gbit/s",
+    most=1e18,
+)
+"""Bytes per second."""
+teraflops = partial(quantity, units={"": 1e12}, what="a number of TFLOP/s such as 120", most=1e21)
+"""Flops per second."""
 
 
 def limit(value: float) -> str:

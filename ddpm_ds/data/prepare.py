@@ -105,13 +105,10 @@ def prepare(
         if verify is None:
             verify = sum(file.stat().st_size for file in path.glob("images*")) <= VERIFIED_BYTES
         found = DatasetCache.open(path, verify, progress)
-        pixels = None if encode_on is None else pixels_of(spec)
-        if (
-            pixels is not None
-            and cache_path(pixels).exists()
-            and prepare(pixels, progress).meta.sha256 != pixels_learned(found.meta.sha256)
-        ):
-            raise DataError(f"{path} has latents of other pixels than are prepared now; delete it and encode again")
+        if encode_on is not None and cache_path(pixels := pixels_of(spec)).exists():
+            now = prepare(pixels, progress)
+            if now.meta.sha256 != pixels_learned(found.meta.sha256):
+                raise DataError(f"{path} has latents of other pixels than are prepared now; delete it and encode again")
         return found
     if (autoencoder := autoencoder_of(spec)) is not None and encode_on is None:
         raise DataError(

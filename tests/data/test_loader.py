@@ -182,14 +182,6 @@ def test_resumed_stream_is_the_uninterrupted_one(digits: DatasetCache, workers: 
             assert np.array_equal(np.asarray(left), np.asarray(right))
 
 
-def test_epoch_smaller_than_a_micro_batch_repeats_its_images(digits: DatasetCache) -> None:
-    few = replace(digits, meta=digits.meta.model_copy(update={"count": 3}))
-    (batch,) = take(few, 1, batch_images=9, micro_batch_images=9, replicas=1)
-    images = batch.images.numpy().reshape(3, 3, 64)
-    for epoch in images:
-        assert sorted(epoch.tolist()) == sorted(digits.images[:3].reshape(3, 64).tolist())
-
-
 def broken(store: DatasetCache, die: bool) -> DatasetCache:
     """A store whose images raise an error, or end the process, when they are read."""
 

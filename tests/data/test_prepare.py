@@ -98,18 +98,6 @@ def temporaries(spec: DataSpec) -> list[Path]:
     return list(spec.store_root.glob(".*.preparing"))
 
 
-def test_store_path_says_source_size_channels_and_tells_folders_apart(spec_of: SpecOf, tmp_path: Path) -> None:
-    def name(**changes: object) -> str:
-        return cache_path(spec_of(**changes)).name
-
-    assert name() == "digits-8px-1ch"
-    assert name(source="cifar10", image_size=32, channels=3) == "cifar10-32px-3ch"
-    one, other = name(source="folder", path=tmp_path / "a"), name(source="folder", path=tmp_path / "b")
-    assert one.startswith("folder-8px-1ch-") and len(one) == len("folder-8px-1ch-") + 8
-    assert one != other
-    assert one == name(source="folder", path=tmp_path / "b" / ".." / "a")
-
-
 def test_folder_is_prepared_channels_first_with_labels(folder: Path, spec_of: SpecOf) -> None:
     store = prepare(spec_of(source="folder", path=folder, channels=3))
     assert store.images.shape == (12, 3, 8, 8)
