@@ -208,5 +208,5 @@ def printable(path: str) -> str:
 
 def one_line(error: Exception) -> str:
     """Return the reason of an error in one line."""
-    reason = (isinstance(error, OSError) and error.strerror) or str(error)
+    reason = (isinstance(error, OSError) and error.strerror) or str(error).split(" <_io.BytesIO")[0]  # of Pillow's
     return " ".join(reason.split()) or type(error).__name__
