@@ -279,8 +279,9 @@ def test_encoded_images_are_kept_where_they_are_smaller_and_many(
     assert "data.store: encoded, 0 KiB an image instead of 12 KiB; data.workers decode them" in capfd.readouterr().err
     assert cache_path(spec_of(**pixels)) == encoded.path == cache_path(spec_of(**pixels, store="encoded"))
     assert (encoded.images[:] == prepare(spec_of(**pixels, store="pixels")).images[:]).all()
-    with pytest.raises(DataError, match=r"data.store = encoded, but data.source = digits has pixels; --set data.store"):
-        prepare(spec_of(store="encoded"))
+    np.save(folder / "a.npy", np.zeros((3, 8, 8), np.uint8))
+    with pytest.raises(DataError, match=r"data.store = encoded, but data.source = arrays has pixels; --set data.store"):
+        prepare(spec_of(source="arrays", path=folder / "a.npy", store="encoded"))
 
 
 def test_classes_have_the_names_of_the_cache_and_numbers_where_it_has_none(tmp_path: Path) -> None:
