@@ -162,9 +162,10 @@ def _begun(path: Path, plan: Plan) -> Path:
             f"data.store_root = {path.parent} has {gib(free)} free, and the images take {gib(needed)}; free some, or "
             "choose another folder with --set data.store_root=FOLDER"
         )
-    for other in path.parent.glob(f".{glob.escape(path.name)}.*preparing"):  # of another plan
-        with locked(other / CLAIMS):  # waits for those who still work on it
-            shutil.rmtree(other)
+    for other in path.parent.glob(f".{glob.escape(path.name)}.*preparing"):
+        if other != folder:  # which another process, that could not be locked out, may have made now
+            with locked(other / CLAIMS):  # waits for those who still work on another plan
+                shutil.rmtree(other)
     folder.mkdir(exist_ok=True)
     return folder
 
