@@ -42,8 +42,7 @@ class UnreadableImage(Exception):
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(name, reason)  # what it takes to send it to another process
-        self.name = name
-        self.reason = reason
+        self.name, self.reason = name, reason
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason}"
@@ -152,7 +151,9 @@ def labelled(labels: Labels, names: Sequence[str] | None = None) -> tuple[tuple[
     most = int(labels.max(initial=UNLABELLED))
     if most < 0:
         return (".",), np.zeros_like(labels)
-    return tuple(names) if names is not None and len(names) > most else tuple(map(str, range(most + 1))), labels
+    if names is None or len(names) <= most:
+        names = list(map(str, range(most + 1)))
+    return tuple(names), labels
 
 
 def read_path(spec: DataSpec, what: str, folder: bool = False) -> Path:
