@@ -6,8 +6,6 @@ takes seconds, and memory in each process.
 
 from __future__ import annotations
 
-import bisect
-import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,24 +47,24 @@ class HuggingFaceSource:
     def __post_init__(self) -> None:
         import pyarrow as pa
 
-        self._columns = [pa.ipc.open_stream(pa.memory_map(file)).read_all().column(self.column) for file in self.files]
-        self._ends = list(itertools.accumulate(map(len, self._columns)))
+        tables = [pa.ipc.open_stream(pa.memory_map(file)).read_all().select([self.column]) for file in self.files]
+        self._rows = pa.concat_tables(tables).column(self.column)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return HuggingFaceSource, (self.classes, self.labels, self.files, self.column, self.root)
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return len(self._rows)
 
     def name(self, i: int, /) -> str:
         """Return the row, and the name of its file where it has one."""
-        value = self._value(i)
+        value = self._rows[i]
         path = value["path"].as_py() if "path" in getattr(value, "keys", tuple)() else None
         return f"row {i}" + (f" ({printable(path)})" if path else "")
 
     def read(self, i: int, /) -> bytes:
         """Read the image of a row, or the file that the row names."""
-        value = self._value(i).as_py()
+        value = self._rows[i].as_py()
         if isinstance(value, dict):
             value = value.get("path") if value.get("bytes") is None else value["bytes"]
         if isinstance(value, str):
@@ -75,11 +73,6 @@ class HuggingFaceSource:
             raise ValueError("it has no image")
         check_size(len(value))
         return bytes(value)
-
-    def _value(self, i: int) -> Any:
-        number = bisect.bisect_right(self._ends, i)
-        column = self._columns[number]
-        return column[i - self._ends[number] + len(column)]
 
 
 def open_huggingface(spec: DataSpec, progress: bool) -> HuggingFaceSource:
