@@ -20,7 +20,7 @@ from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data import prepare as prepare_module
 from ddpm_ds.data import writing
 from ddpm_ds.data.cache import CacheMeta
-from ddpm_ds.data.prepare import cache_path, class_names, prepare
+from ddpm_ds.data.prepare import cache_path, class_names, decoding_of, prepare
 from ddpm_ds.data.sources.folder import FolderSource
 from ddpm_ds.errors import DataError
 from tests.launching import REPOSITORY, tiny_spec
@@ -236,6 +236,23 @@ def test_what_is_finished_of_other_images_is_not_used(
     assert len(list(temporaries(spec)[0].glob("shard.*.json"))) == 3
     (folder / "dogs" / "9.png").write_bytes((folder / "dogs" / "0.png").read_bytes())
     assert len(prepare(spec)) == 13 and not temporaries(spec)
+
+
+def test_what_another_process_begins_of_the_same_images_meanwhile_is_left_to_it(
+    folder: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there are no locks, its folder may appear after this process has looked for one."""
+    spec, usage = spec_of(source="folder", path=folder), shutil.disk_usage
+    path, plan = cache_path(spec), decoding_of(spec, False).plan
+    spec.store_root.mkdir()
+
+    def meanwhile(where: Path) -> Any:
+        monkeypatch.setattr(shutil, "disk_usage", usage)
+        (writing._begun(path, plan) / "work").touch()
+        return usage(where)
+
+    monkeypatch.setattr(shutil, "disk_usage", meanwhile)
+    assert (writing._begun(path, plan) / "work").exists()
 
 
 def test_processes_decode_the_same_pixels_and_end_with_the_one_that_has_started_them(
