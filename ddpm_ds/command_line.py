@@ -9,7 +9,8 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -105,39 +106,16 @@ def whole(text: str, lowest: int, highest: int, what: str) -> int:
     return int(text)
 
 
-def positive(text: str) -> int:
-    """A whole number from 1 to a million."""
-    return whole(text, 1, 10**6, "a whole number from 1 to 1,000,000")
-
-
-def natural(text: str) -> int:
-    """A whole number from 0 to a million."""
-    return whole(text, 0, 10**6, "a whole number from 0 to 1,000,000")
-
-
-def processes(text: str) -> int:
-    """A number of processes, stages or hosts."""
-    return whole(text, 1, MOST_PROCESSES, f"a whole number from 1 to {MOST_PROCESSES:,}")
-
-
-def batch(text: str) -> int:
-    """A number of images, or of micro-batches, that are worked on together."""
-    return whole(text, 1, MOST_BATCH, f"a whole number from 1 to {MOST_BATCH:,}")
-
-
-def image_number(text: str) -> int:
-    """The number of an image among all that a seed draws."""
-    return whole(text, 0, 2**48, "a whole number from 0 to 2^48")
-
-
-def port(text: str) -> int:
-    """A port of TCP."""
-    return whole(text, 1, 2**16 - 1, f"a port, which is a whole number from 1 to {2**16 - 1:,}")
-
-
-def seed(text: str) -> int:
-    """A 32-bit key of a random generator."""
-    return whole(text, 0, 2**32 - 1, "a number from 0 to 2^32 - 1")
+positive = partial(whole, lowest=1, highest=10**6, what="a whole number from 1 to 1,000,000")
+natural = partial(whole, lowest=0, highest=10**6, what="a whole number from 0 to 1,000,000")
+processes = partial(whole, lowest=1, highest=MOST_PROCESSES, what=f"a whole number from 1 to {MOST_PROCESSES:,}")
+"""A number of processes, stages or hosts."""
+batch = partial(whole, lowest=1, highest=MOST_BATCH, what=f"a whole number from 1 to {MOST_BATCH:,}")
+"""A number of images, or of micro-batches, that are worked on together."""
+image_number = partial(whole, lowest=0, highest=2**48, what="a whole number from 0 to 2^48")
+"""The number of an image among all that a seed draws."""
+port = partial(whole, lowest=1, highest=2**16 - 1, what="a port, which is a whole number from 1 to 65,535")
+seed = partial(whole, lowest=0, highest=2**32 - 1, what="a number from 0 to 2^32 - 1")
 
 
 def number(text: str, lowest: float, highest: float, what: str) -> float:
@@ -155,27 +133,22 @@ def number(text: str, lowest: float, highest: float, what: str) -> float:
     return found
 
 
-def ema_length(text: str) -> float:
-    """A relative length of a power-function average."""
-    return number(
-        text, SHORTEST_EMA, LONGEST_EMA, f"a relative length from {SHORTEST_EMA:g} to {LONGEST_EMA:g}, such as 0.1"
-    )
+ema_length = partial(
+    number,
+    lowest=SHORTEST_EMA,
+    highest=LONGEST_EMA,
+    what=f"a relative length from {SHORTEST_EMA:g} to {LONGEST_EMA:g}, such as 0.1",
+)
+limited_seconds = partial(
+    number, lowest=0.001, highest=1e6, what="a time in seconds from 0.001 to 1,000,000, such as 30"
+)
+grace_seconds = partial(number, lowest=0.0, highest=1e6, what="a time in seconds from 0 to 1,000,000, such as 30")
 
 
 def seconds(text: str) -> float:
     """A time in seconds, such as ``0.5``; ``inf`` is for ever."""
     found = number(text, 0.001, math.inf, "a time in seconds from 0.001 to 1,000,000, such as 30, or inf")
     return found if math.isinf(found) else limited_seconds(text)
-
-
-def limited_seconds(text: str) -> float:
-    """A time in seconds that ends."""
-    return number(text, 0.001, 1e6, "a time in seconds from 0.001 to 1,000,000, such as 30")
-
-
-def grace_seconds(text: str) -> float:
-    """A time in seconds that ends, or none at all."""
-    return number(text, 0.0, 1e6, "a time in seconds from 0 to 1,000,000, such as 30")
 
 
 def step_range(text: str) -> range:
@@ -203,43 +176,18 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[s
     ]
 
 
-_PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_BINARY = {f"{prefix}i": 2 ** (10 * power) for power, prefix in enumerate("KMGT", start=1)}
+_DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_PREFIXES = _DECIMAL | {f"{prefix}i": 2.0 ** (10 * power) for power, prefix in enumerate("KMGT", start=1)}
 _NUMBER = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(.*)")
 GIB = 2**30
 
 
-def memory_size(text: str) -> int:
-    """Bytes of a size such as ``80GiB`` or ``24GB``.
+def quantity(text: str, units: Mapping[str, float], what: str, most: float) -> float:
+    """A number above 0 with one of ``units``, as ``what`` describes, in the unit that counts 1: from 1 to ``most``.
 
     Raises:
-        argparse.ArgumentTypeError: not a positive number, or a unit other than B with a prefix.
+        argparse.ArgumentTypeError: ``text`` is something else.
     """
-    sizes = {f"{prefix}B": size for prefix, size in (_PREFIXES | _BINARY).items()}
-    return int(_quantity(text, sizes, "a size such as 80GiB or 24GB", 2**60))
-
-
-def bandwidth(text: str) -> float:
-    """Bytes per second of a speed such as ``300GB/s`` or ``400Gbit/s``.
-
-    Raises:
-        argparse.ArgumentTypeError: not a positive number, or a unit other than B/s or bit/s with a prefix.
-    """
-    bytes_ = {f"{prefix}B/s": float(size) for prefix, size in (_PREFIXES | _BINARY).items()}
-    bits = {f"{prefix}bit/s": size / 8 for prefix, size in _PREFIXES.items()}
-    return _quantity(text, bytes_ | bits, "a speed such as 300GB/s or 400Gbit/s", 1e18)
-
-
-def teraflops(text: str) -> float:
-    """Flops per second of a number of TFLOP/s.
-
-    Raises:
-        argparse.ArgumentTypeError: not a positive number.
-    """
-    return _quantity(text, {"": 1e12}, "a number of TFLOP/s such as 120", 1e21)
-
-
-def _quantity(text: str, units: dict[str, float] | dict[str, int], what: str, most: float) -> float:
     match = _NUMBER.fullmatch(text.strip()) if len(text) <= MOST_DIGITS else None
     if match is None or float(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
@@ -252,6 +200,24 @@ def _quantity(text: str, units: dict[str, float] | dict[str, int], what: str, mo
     if not 1 <= found <= most:
         raise argparse.ArgumentTypeError(f"{text!r} is out of range; give {what}")
     return found
+
+
+def memory_size(text: str) -> int:
+    """Bytes of a size such as ``80GiB`` or ``24GB``."""
+    sizes = {f"{prefix}B": size for prefix, size in _PREFIXES.items()}
+    return int(quantity(text, sizes, "a size such as 80GiB or 24GB", 2**60))
+
+
+bandwidth = partial(
+    quantity,
+    units={f"{prefix}B/s": size for prefix, size in _PREFIXES.items()}
+    | {f"{prefix}bit/s": size / 8 for prefix, size in _DECIMAL.items()},
+    what="a speed such as 300GB/s or 400Gbit/s",
+    most=1e18,
+)
+"""Bytes per second."""
+teraflops = partial(quantity, units={"": 1e12}, what="a number of TFLOP/s such as 120", most=1e21)
+"""Flops per second."""
 
 
 def limit(value: float) -> str:

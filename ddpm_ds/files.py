@@ -44,22 +44,13 @@ def open_regular(path: Path) -> BinaryIO:
     """
     if fault := path_fault(path):
         raise OSError(errno.EINVAL, fault, str(path))
-    _check_regular(os.stat(path).st_mode, path)
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        _check_regular(os.fstat(descriptor).st_mode, path)  # it may have been replaced since
-    except OSError:
-        os.close(descriptor)
-        raise
-    return os.fdopen(descriptor, "rb")
-
-
-def _check_regular(mode: int, path: Path) -> None:
+    mode = os.stat(path).st_mode
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
         kinds = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
         raise OSError(errno.EINVAL, f"it is {kinds.get(stat.S_IFMT(mode), 'a device')}, not a file", str(path))
+    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
 
 
 def path_fault(path: Path | str) -> str | None:
@@ -114,7 +105,12 @@ def parse_json(text: str | bytes) -> Any:
         ValueError: it is no JSON, a block has a key twice, or a limit is passed; the message is one line.
     """
     try:
-        value = json.loads(text, object_pairs_hook=_without_duplicates, parse_int=_int, parse_float=_float)
+        value = json.loads(
+            text,
+            object_pairs_hook=_without_duplicates,
+            parse_int=lambda number: int(check_digits(number)),
+            parse_float=lambda number: float(check_digits(number)),
+        )
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     _check_depth(value)
@@ -153,20 +149,11 @@ def open_tensors(path: Path, framework: str = "pt") -> Any:
         raise OSError(errno.EINVAL, "it is no safetensors file", str(path)) from None
 
 
-def check_digits(text: str) -> None:
-    """Raise ValueError for a number of too many digits, which Python could take long to read."""
+def check_digits(text: str) -> str:
+    """Return the text of a number; raises ValueError for too many digits, which Python could take long to read."""
     if len(text) > MOST_DIGITS:
         raise ValueError(f"the number {text[:8]}... has more than {MOST_DIGITS} digits")
-
-
-def _int(text: str) -> int:
-    check_digits(text)
-    return int(text)
-
-
-def _float(text: str) -> float:
-    check_digits(text)
-    return float(text)
+    return text
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -251,14 +238,8 @@ def read_points(path: Path) -> list[dict[str, Any]]:
                     point = parse_json(line)
                 except ValueError:
                     continue
-                if _is_point(point):
-                    found.append(point)
+                if isinstance(point, dict) and all(type(value) in (int, float) for value in point.values()):
+                    step = point.get("step", math.nan)
+                    if 0 <= step < math.inf and step == int(step):
+                        found.append(point)
     return found
-
-
-def _is_point(point: Any) -> bool:
-    """Whether a line of a file of points holds a step and numbers."""
-    if not isinstance(point, dict) or not all(type(value) in (int, float) for value in point.values()):
-        return False
-    step = point.get("step", math.nan)
-    return 0 <= step < math.inf and step == int(step)

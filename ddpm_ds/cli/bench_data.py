@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpm_ds.command_line import (
@@ -27,9 +26,8 @@ from ddpm_ds.processes.ranks import set_environment
 
 if TYPE_CHECKING:
     from ddpm_ds.config.spec import RunSpec
-    from ddpm_ds.data.residence import Residence
     from ddpm_ds.device import Dtype
-    from ddpm_ds.experiments.data_rate import Feed, Loading, UnetPace
+    from ddpm_ds.experiments.data_rate import Loading, UnetPace
 
 MOST_WAIT = 0.01
 """Share of a step that may be spent waiting for data."""
@@ -121,114 +119,83 @@ def _bench(options: argparse.Namespace) -> None:
         check_writable("--json", options.json)
     spec = load_spec(options.spec, options.overrides)
     set_environment()
-    from tqdm import tqdm
+    numbers = _bench_preparation(options, spec) if options.preparation else _bench_loader(options, spec)
+    if options.json is not None:
+        asked = {"spec": str(options.spec), "overrides": options.overrides}
+        options.json.write_text(json.dumps(asked | numbers, indent=2) + "\n")
+        print(f"\n{options.json}: every number")
 
+
+def _bench_loader(options: argparse.Namespace, spec: RunSpec) -> dict[str, Any]:
+    """Measure the loader, print what was found and return every number."""
     from ddpm_ds.data.prepare import prepare
     from ddpm_ds.data.residence import Residence
     from ddpm_ds.device import choose_device
-    from ddpm_ds.experiments.data_rate import Feed, measure_loading  # torch, now that everything cheap is checked
+    from ddpm_ds.experiments.data_rate import Feed, UnetPace, measure_loading, unet_need  # torch
 
-    if options.preparation:
-        _bench_preparation(options, spec)
-        return
     device = choose_device(options.device)
     store = prepare(spec.data, progress=True)
     size = options.micro_batch or spec.train.batch_images
     residence, window = Residence.of(store), spec.data.shuffle_images
+    memory, cores = f"{gib(residence.memory_bytes)} of memory", counted(residence.cores, "core")
+    where = f"in {memory}" if residence.in_memory else f"too large for {memory}"
+    order = "full shuffle" if window is None else f"windows of {window:,} images"
     print(f"images   {store.path}: {len(store):,} of {'x'.join(map(str, store.meta.shape))}, {store.meta.dtype}")
-    print(f"store    {_stored(residence)}, {'full shuffle' if window is None else f'windows of {window:,} images'}")
+    print(f"store    {residence.kind}, {gib(residence.stored_bytes)}, {where}, {order}")
     if (notice := residence.notice(window)) is not None:
         print(notice)
-    cores = counted(residence.cores, "core")
     print(f"loader   micro-batches of {size} for one replica on {device.type}, {cores}", flush=True)
     feed = Feed(store, size, device, window)
-    with tqdm(desc="measuring", disable=None, leave=False, bar_format="{desc}: {postfix} {elapsed}") as bar:
-        need = _need(options, spec, feed, bar.set_postfix_str)
-        if need is not None:
-            bar.write(f"U-Net    {_number(need.images_per_second)} images/s: {need.words}")
-        loadings = measure_loading(
-            feed,
-            options.workers,
-            seconds=options.seconds,
-            rounds=options.rounds,
-            needs=None if need is None else need.images_per_second,
-            advance=bar.set_postfix_str,
-        )
+    need = None
+    if options.needs is not None:
+        need = UnetPace(options.needs, "as --needs says")
+    elif not options.no_model:
+        precision: Dtype = options.precision or ("bf16" if device.type == "cuda" else "fp32")
+        need = unet_need(spec, feed, precision, options.seconds / 2)
+    if need is not None:
+        print(f"U-Net    {_number(need.images_per_second)} images/s: {need.words}", flush=True)
+    needs = None if need is None else need.images_per_second
+    loadings = measure_loading(feed, options.workers, seconds=options.seconds, rounds=options.rounds, needs=needs)
     remedy = residence.remedy(window)
     print("\n" + "\n".join(table(loadings, residence.decoded_bytes // residence.images, need)) + "\n")
     if need is not None:
         print(conclusion(loadings, need, remedy))
     print(paces(loadings, remedy))
-    if options.json is not None:
-        numbers = {
-            "spec": str(options.spec),
-            "overrides": options.overrides,
-            "store": str(store.path),
-            "images": len(store),
-            "shape": store.meta.shape,
-            "device": device.type,
-            "residence": asdict(residence),
-            "shuffle_images": window,
-            "micro_batch_images": size,
-            "seconds": options.seconds,
-            "rounds": options.rounds,
-            "needs": None if need is None else asdict(need),
-            "workers": [asdict(loading) for loading in loadings],
-        }
-        _write_numbers(options.json, numbers)
+    return {
+        "store": str(store.path),
+        "images": len(store),
+        "shape": store.meta.shape,
+        "device": device.type,
+        "residence": asdict(residence),
+        "shuffle_images": window,
+        "micro_batch_images": size,
+        "seconds": options.seconds,
+        "rounds": options.rounds,
+        "needs": None if need is None else asdict(need),
+        "workers": [asdict(loading) for loading in loadings],
+    }
 
 
-def _bench_preparation(options: argparse.Namespace, spec: RunSpec) -> None:
-    from tqdm import tqdm
-
+def _bench_preparation(options: argparse.Namespace, spec: RunSpec) -> dict[str, Any]:
+    """Measure preparation, print what was found and return every number."""
     from ddpm_ds.experiments.data_rate import measure_preparation
 
-    with tqdm(desc="measuring", disable=None, leave=False, bar_format="{desc}: {postfix} {elapsed}") as bar:
-        found = measure_preparation(spec.data, options.seconds, bar.set_postfix_str)
-    plan, minutes = found.plan, found.seconds / 60
+    plan, one_core, cores, all_cores = measure_preparation(spec.data, options.seconds)
+    seconds = plan.images / all_cores
     size = f"{plan.images:,} images of {'x'.join(map(str, plan.shape))}"
     print(f"source       {spec.data.source}: {size}, {gib(plan.images * plan.image_bytes)} as {plan.kind}")
-    print(f"1 core       {found.one_core:,.0f} images/s")
-    if found.cores > 1:
-        share = found.all_cores / found.one_core / found.cores
-        print(
-            f"{found.cores} cores".ljust(12), f"{found.all_cores:,.0f} images/s, {share:.2f} x {found.cores} x one core"
-        )
-    print(f"preparation  {f'{minutes:,.0f} min' if minutes >= 10 else f'{found.seconds:,.0f} s'}")
-    if options.json is not None:
-        numbers = {
-            "spec": str(options.spec),
-            "overrides": options.overrides,
-            "plan": plan.model_dump(mode="json"),
-            "cores": found.cores,
-            "one_core_images_per_second": found.one_core,
-            "all_cores_images_per_second": found.all_cores,
-            "seconds": found.seconds,
-        }
-        _write_numbers(options.json, numbers)
-
-
-def _write_numbers(file: Path, numbers: dict[str, Any]) -> None:
-    file.write_text(json.dumps(numbers, indent=2) + "\n")
-    print(f"\n{file}: every number")
-
-
-def _stored(residence: Residence) -> str:
-    """Return what a store keeps, and whether memory holds it."""
-    of = f"{gib(residence.memory_bytes)} of memory"
-    where = f"in {of}" if residence.in_memory else f"too large for {of}"
-    return f"{residence.kind}, {gib(residence.stored_bytes)}, {where}"
-
-
-def _need(options: argparse.Namespace, spec: RunSpec, feed: Feed, advance: Callable[[str], None]) -> UnetPace | None:
-    from ddpm_ds.experiments.data_rate import UnetPace, unet_need
-
-    if options.no_model:
-        return None
-    if options.needs is not None:
-        return UnetPace(options.needs, "as --needs says")
-    precision: Dtype = options.precision or ("bf16" if feed.device.type == "cuda" else "fp32")
-    return unet_need(spec, feed, precision, options.seconds / 2, advance)
+    print(f"1 core       {one_core:,.0f} images/s")
+    if cores > 1:
+        share = f"{all_cores / one_core / cores:.2f} x {cores} x one core"
+        print(f"{f'{cores} cores':12} {all_cores:,.0f} images/s, {share}")
+    print(f"preparation  {f'{seconds / 60:,.0f} min' if seconds >= 600 else f'{seconds:,.0f} s'}")
+    return {
+        "plan": asdict(plan),
+        "cores": cores,
+        "one_core_images_per_second": one_core,
+        "all_cores_images_per_second": all_cores,
+        "seconds": seconds,
+    }
 
 
 def table(loadings: Sequence[Loading], image_bytes: int, need: UnetPace | None) -> list[str]:

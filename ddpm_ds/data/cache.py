@@ -89,24 +89,20 @@ class StoredImages:
 
     An only file of pixels or latents is mapped, and checked before each read, since to read beyond the end of a mapped
     file that was cut short would end the process. Others are opened when they are first read, and images are read one
-    by one; encoded ones are decoded then.
+    by one; encoded ones are decoded then. With ``crop`` the centre of each is read, so many pixels high and wide.
     """
 
     def __init__(self, path: Path, meta: CacheMeta, offsets: Indices | None, crop: int | None = None) -> None:
         self.shape = (meta.count, *meta.shape) if crop is None else (meta.count, meta.shape[0], crop, crop)
-        self.offsets, self._path, self._meta, self._crop = offsets, path, meta, crop
+        self.dtype, self.offsets = meta.dtype, offsets
+        self.crop, self._path, self._meta = crop, path, meta
         self._starts = np.cumsum((0, *meta.counts))  # (files + 1,)
         self._paths = [path / name for name in meta.files]
         self._sizes = np.array([os.stat(file).st_size for file in self._paths])
-        self._image_bytes = math.prod(meta.shape) * meta.dtype.itemsize
+        self._image_bytes = math.prod(meta.shape) * self.dtype.itemsize
         self._headers = self._sizes - np.array(meta.counts) * self._image_bytes  # of files that are not encoded
         # Closed by its last user: whoever uses the descriptor keeps the file, since another thread may drop it here.
         self._file = lru_cache(MOST_OPEN)(lambda number: io.FileIO(self._paths[number]))
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Type of an image's numbers."""
-        return self._meta.dtype
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -124,8 +120,8 @@ class StoredImages:
         """
         out = np.empty((len(positions), *self.shape[1:]), self.dtype) if out is None else out
         try:
-            if len(self._sizes) == 1 and self.offsets is None and self._crop is None:
-                if self._size(0) != self._sizes[0]:
+            if len(self._sizes) == 1 and self.offsets is None and self.crop is None:
+                if self._bytes_now(0) != self._sizes[0]:
                     raise self._cut_short(0)
                 # One call, and one copy: in its other modes numpy copies into a buffer first.
                 return np.take(self._mapped, positions, axis=0, out=out, mode="clip")
@@ -167,7 +163,7 @@ class StoredImages:
 
     def _read_one(self, row: Images, position: int, number: int, begin: int, end: int) -> None:
         """Read the image at ``position``, which is in these bytes of file ``number``, into ``row``."""
-        encoded, cropped = self.offsets is not None, self._crop is not None
+        encoded, cropped = self.offsets is not None, self.crop is not None
         if encoded:
             content: Any = bytearray(end - begin)
         else:
@@ -191,14 +187,12 @@ class StoredImages:
         """Images (n, C, H, W) of an only file."""
         return _array(self._path, self._meta.files[0])
 
-    def _size(self, number: int) -> int:
-        """Return the bytes that file ``number`` has now."""
+    def _bytes_now(self, number: int) -> int:
         file = self._file(number)
         return os.fstat(file.fileno()).st_size
 
     def _cut_short(self, number: int) -> DataError:
-        """Return the error of file ``number``, which is not as long as it was."""
-        name, before, now = self._meta.files[number], self._sizes[number], self._size(number)
+        name, before, now = self._meta.files[number], self._sizes[number], self._bytes_now(number)
         return damaged(self._path, f"{name} was cut from {before:,} to {now:,} bytes while it was read")
 
 
@@ -211,8 +205,6 @@ class DatasetCache:
     images: StoredImages = field(repr=False)
     """(N, C, H, W)"""
     labels: Indices = field(repr=False)  # (N,)
-    cropped: int | None = None
-    """Height and width in pixels of the crops made by :meth:`centre`; None where images are as they were prepared."""
 
     @classmethod
     def open(cls, path: Path, verify: bool = True, progress: bool = False) -> DatasetCache:
@@ -247,8 +239,8 @@ class DatasetCache:
     def __len__(self) -> int:
         return self.meta.count
 
-    def __reduce__(self) -> tuple[Callable[[Path, int | None], DatasetCache], tuple[Path, int | None]]:
-        return _reopen, (self.path, self.cropped)
+    def __reduce__(self) -> tuple[Callable[[Path, int], DatasetCache], tuple[Path, int]]:
+        return _reopen, (self.path, self.meta.shape[1])
 
     def centre(self, size: int) -> DatasetCache:
         """Return this cache with the centres of its images, (C, ``size``, ``size``) in images and meta, without a copy.
@@ -260,13 +252,13 @@ class DatasetCache:
             return self
         images = StoredImages(self.path, self.meta, self.images.offsets, size)
         meta = self.meta.model_copy(update={"shape": (channels, size, size)})
-        return replace(self, meta=meta, images=images, cropped=size)
+        return replace(self, meta=meta, images=images)
 
     @property
     def key(self) -> str:
         """Return a hexadecimal key of exactly these images: their checksums, hashed with the size of crops."""
         parts = [self.meta.sha256[name] for name in self.meta.files]
-        parts += [] if self.cropped is None else [str(self.cropped)]
+        parts += [] if self.images.crop is None else [str(self.images.crop)]
         return parts[0] if len(parts) == 1 else sha256(" ".join(parts).encode()).hexdigest()
 
 
@@ -301,9 +293,8 @@ def _array(path: Path, name: str) -> npt.NDArray[Any]:
         raise damaged(path, f"{name} is cut short or no numpy file") from error
 
 
-def _reopen(path: Path, cropped: int | None) -> DatasetCache:
-    cache = DatasetCache.open(path, verify=False)
-    return cache if cropped is None else cache.centre(cropped)
+def _reopen(path: Path, size: int) -> DatasetCache:
+    return DatasetCache.open(path, verify=False).centre(size)
 
 
 def checksums(folder: Path, names: tuple[str, ...], progress: bool) -> dict[str, str]:

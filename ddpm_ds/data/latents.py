@@ -219,17 +219,9 @@ class Coder:
         self.autoencoder, self._device = autoencoder, device
         self._dtype = torch.float16 if device.type == "cuda" else torch.float32
 
-    def load(self) -> None:
-        """Load the model now, not when it is first needed.
-
-        Raises:
-            DataError: its files are damaged; so does the first :meth:`encode` or :meth:`decode`.
-        """
-        _ = self._model
-
     @functools.cached_property
-    def _model(self) -> Any:
-        """The model of diffusers, in fp32 or rounded to fp16."""
+    def model(self) -> Any:
+        """Model of diffusers, in fp32 or rounded to fp16, loaded when it is first needed; raises DataError."""
         import diffusers
         import torch
 
@@ -268,7 +260,7 @@ class Coder:
         with torch.inference_mode():
             parts = images.split(max(1, PIXELS_AT_ONCE // pixels))
             done = [self._worked(work, part).to(images.device) for part in parts]
-        self._model.cpu()
+        self.model.cpu()
         return torch.cat(done)
 
     def _worked(self, work: Callable[[Any, Tensor], Tensor], part: Tensor) -> Tensor:
@@ -277,7 +269,7 @@ class Coder:
 
         while True:
             try:
-                done = work(self._model.to(self._device, self._dtype), part.to(self._device, self._dtype)).float()
+                done = work(self.model.to(self._device, self._dtype), part.to(self._device, self._dtype)).float()
             except torch.OutOfMemoryError:
                 if self._device.type == "cpu":
                     raise
@@ -286,7 +278,7 @@ class Coder:
                 if self._dtype is torch.float32 or done.isfinite().all():
                     return done
             self._dtype = torch.float32
-            del self._model  # its weights may be rounded: it is loaded again
+            del self.model  # its weights may be rounded: it is loaded again
 
 
 def encoded(store: DatasetCache, coder: Coder, numbers: range) -> Iterator[tuple[slice, Latents]]:

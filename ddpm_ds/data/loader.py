@@ -62,12 +62,12 @@ class Order:
     @property
     def runs(self) -> int:
         """Number of runs of an epoch; the last images in the cache may be a shorter one."""
-        return 0 if self.window is None else math.ceil(self.count / self.run_images)
+        return math.ceil(self.count / self.run_images)
 
     @property
     def run_images(self) -> int:
         """Number of images of a run."""
-        return self.count if self.window is None else max(1, self.window // RUNS)
+        return max(1, (self.window or self.count) // RUNS)
 
     def ahead(self, first: int, last: int, begin: bool) -> Iterator[tuple[int, int]]:
         """Yield the runs, as their first position and the one after their last, that should be read from the disk
@@ -253,7 +253,7 @@ def _as_it_is(read: Any) -> Any:
 
 
 def on_device(batches: Iterator[MicroBatch], device: torch.device) -> Iterator[MicroBatch]:
-    """Yield the same micro-batches on ``device``, still uint8.
+    """Yield the same endless micro-batches on ``device``, still uint8.
 
     On CUDA each is copied on a stream of its own while the one before is computed with; the current stream waits for
     the copy, the host does not::
@@ -274,9 +274,7 @@ def _copied_ahead(batches: Iterator[MicroBatch], device: torch.device) -> Iterat
             copied = MicroBatch(*(tensor.to(device, non_blocking=True) for tensor in batch))
             return copied, stream.record_event()
 
-    for arrived, _ in itertools.pairwise(itertools.chain(map(copy, batches), [None])):  # the next one is on its way
-        assert arrived is not None
-        batch, copied = arrived
+    for (batch, copied), _ in itertools.pairwise(map(copy, batches)):  # the next one is on its way
         current = torch.cuda.current_stream(device)
         current.wait_event(copied)
         for tensor in batch:

@@ -41,7 +41,7 @@ class Residence:
             stored_bytes=sum((store.path / name).stat().st_size for name in meta.files),
             decoded_bytes=meta.count * math.prod(meta.shape) * meta.dtype.itemsize,
             memory_bytes=host_memory(),
-            cores=usable_cores(),
+            cores=len(os.sched_getaffinity(0)),
         )
 
     @property
@@ -80,8 +80,3 @@ class Residence:
         if self.kind == "encoded":
             return "data.store=pixels" if self.decoded_in_memory else "more cores"
         return "more cores" if self.in_memory else "data.store_root on a faster disk"
-
-
-def usable_cores() -> int:
-    """Return the number of processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

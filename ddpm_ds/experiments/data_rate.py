@@ -1,24 +1,25 @@
-"""Measurement of the images per second of preparation, of the loader and of the U-Net, of the wait for data in a step,
-and medians with quartiles of the latter.
-"""
+"""Images per second of preparation, of the loader and of the U-Net, and the wait for data in a step."""
 
 from __future__ import annotations
 
 import itertools
+import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from tqdm import tqdm
 
 from ddpm_ds.config.spec import DataSpec, RunSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.latents import pixels_of
 from ddpm_ds.data.loader import MicroBatch, micro_batches, on_device
-from ddpm_ds.data.prepare import Chunk, Plan, by_processes, decoding_of
-from ddpm_ds.data.residence import usable_cores
+from ddpm_ds.data.prepare import by_processes, decoding_of
+from ddpm_ds.data.writing import Chunk, Plan
 from ddpm_ds.device import DTYPES, Dtype, wait_for_device
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.unet.layers import unet_layers
@@ -43,23 +44,9 @@ LONGEST_PAUSE_SECONDS = 0.02
 it.
 """
 
-Advance = Callable[[str], None]
-"""Callback with the name of the next measurement."""
 
-
-@dataclass(frozen=True)
-class Loading:
-    """Measurements of the loader with some number of workers."""
-
-    workers: int
-    images_per_second: Spread
-    wait_share: float | None
-    """Share of a step spent waiting for micro-batches; None where the U-Net's speed is unknown."""
-
-
-@dataclass(frozen=True)
-class Preparation:
-    """Measurements of preparation, in images per second."""
+class Preparation(NamedTuple):
+    """How fast images are prepared, in images per second."""
 
     plan: Plan
     """What would be prepared."""
@@ -68,58 +55,48 @@ class Preparation:
     """Processes that would decode; 1 where there is nothing to decode, or little."""
     all_cores: float
 
-    @property
-    def seconds(self) -> float:
-        """Seconds that preparation takes, unless it waits for a disk."""
-        return self.plan.images / self.all_cores
 
-
-def measure_preparation(spec: DataSpec, seconds: float, advance: Advance = lambda what: None) -> Preparation:
+def measure_preparation(spec: DataSpec, seconds: float) -> Preparation:
     """Measure how fast one process decodes images, and as many as there are cores, ``seconds`` each; writes nothing.
 
     Of latents these are the images that an autoencoder will encode. The two begin at different images, so that none is
-    in memory for having just been read. ``advance`` is called before each measurement.
+    in memory for having just been read.
 
     Raises:
         DataError: the source's own.
     """
-    advance("listing the images")
     decoding = decoding_of(pixels_of(spec), progress=True)
-    plan, cores = decoding.plan, usable_cores() if decoding.shareable else 1
-    advance("decoding on 1 core")
+    plan, cores = decoding.plan, len(os.sched_getaffinity(0)) if decoding.shareable else 1
     step = DECODED_IMAGES
     few = (range(first, min(first + step, plan.images)) for first in range(0, plan.images, step))
-    alone = map(decoding.chunk, itertools.cycle(few))
+    alone = map(_images_in, map(decoding.chunk, itertools.cycle(few)))
     next(alone)  # imports decoders
-    one_core = all_cores = _decoding_rate(alone, seconds)
+    one_core = all_cores = _rate(alone, seconds)
     if cores > 1:
-        advance(f"decoding on {cores} cores")
         decoding.chunk_images = max(1, min(decoding.chunk_images, int(one_core * CHUNK_SECONDS)))
         firsts = itertools.chain([plan.images // 2], itertools.repeat(0))
         with by_processes(decoding, cores) as chunks:
-            together = itertools.chain.from_iterable(chunks(range(first, plan.images)) for first in firsts)
+            together = map(
+                _images_in, itertools.chain.from_iterable(chunks(range(first, plan.images)) for first in firsts)
+            )
             for _ in range(3 * cores):  # those that are decoded ahead while processes start
                 next(together)
-            all_cores = _decoding_rate(together, seconds)
+            all_cores = _rate(together, seconds)
     return Preparation(plan, one_core, cores, all_cores)
 
 
-def _decoding_rate(chunks: Iterator[Chunk], seconds: float) -> float:
-    """Return images per second of endless chunks."""
+def _images_in(chunk: Chunk) -> int:
+    return len(chunk.images) + len(chunk.skipped)
+
+
+def _rate(reads: Iterator[int], seconds: float, device: torch.device | None = None) -> float:
+    """Return images per second of reads, each given by its number of images, made as fast as possible."""
     images, begin = 0, time.perf_counter()
-    while (taken := time.perf_counter() - begin) < seconds:
-        chunk = next(chunks)
-        images += len(chunk.images) + len(chunk.skipped)
-    return images / taken
-
-
-@dataclass(frozen=True)
-class UnetPace:
-    """Speed of the U-Net in images per second."""
-
-    images_per_second: float
-    words: str
-    """Origin of the number, in words."""
+    while time.perf_counter() - begin < seconds:
+        images += next(reads)
+    if device is not None:
+        wait_for_device(device)
+    return images / (time.perf_counter() - begin)
 
 
 @dataclass(frozen=True)
@@ -149,79 +126,78 @@ class Feed:
         return on_device(batches, self.device)
 
 
+@dataclass(frozen=True)
+class Loading:
+    """How fast the loader is with some number of workers."""
+
+    workers: int
+    images_per_second: Spread
+    wait_share: float | None
+    """Share of a step spent waiting for micro-batches; None where the U-Net's speed is unknown."""
+
+
 def measure_loading(
-    feed: Feed,
-    workers: Sequence[int],
-    *,
-    seconds: float,
-    rounds: int,
-    needs: float | None,
-    advance: Advance = lambda what: None,
+    feed: Feed, workers: Sequence[int], *, seconds: float, rounds: int, needs: float | None
 ) -> list[Loading]:
     """Measure the loader by number of workers: ``rounds`` turns of each, ``seconds`` in all for each number.
 
     The numbers take turns, so that other load on the machine affects all. ``needs`` is the U-Net's images/s, where it
-    is known. ``advance`` is called ``rounds`` + 1 times for each number of workers.
+    is known.
     """
-    batches = {count: feed.batches(count) for count in workers}
+    reads = {count: (len(batch.images) for batch in feed.batches(count)) for count in workers}
     rates: dict[int, list[float]] = {count: [] for count in workers}
-    for _, count in itertools.product(range(rounds), workers):
-        advance(f"{count} workers")
-        _rate(feed, batches[count], WARM_UP * seconds / rounds)
-        rates[count].append(_rate(feed, batches[count], seconds / rounds))
+    turns = [count for _ in range(rounds) for count in workers]
+    for count in tqdm(turns, "reading", leave=False, disable=None):
+        _rate(reads[count], WARM_UP * seconds / rounds, feed.device)
+        rates[count].append(_rate(reads[count], seconds / rounds, feed.device))
     found = []
     for count in workers:
-        advance(f"{count} workers at the U-Net's pace")
         speed = Spread.of(rates[count])
-        _rate(feed, batches[count], WARM_UP * seconds / rounds)
-        share = None if needs is None else _wait_share(feed, batches[count], needs, speed.median)
+        _rate(reads[count], WARM_UP * seconds / rounds, feed.device)
+        share = None if needs is None else _wait_share(reads[count], feed.micro_batch_images, needs, speed.median)
         found.append(Loading(count, speed, share))
     return found
 
 
-def _rate(feed: Feed, batches: Iterator[MicroBatch], seconds: float) -> float:
-    """Return images per second, read as fast as possible."""
-    images, begin = 0, time.perf_counter()
-    while time.perf_counter() - begin < seconds:
-        next(batches)
-        images += feed.micro_batch_images
-    wait_for_device(feed.device)
-    return images / (time.perf_counter() - begin)
-
-
-def _wait_share(feed: Feed, batches: Iterator[MicroBatch], needs: float, speed: float) -> float:
-    """Return the mean wait for the next micro-batch as a share of a step, with a pause as long as the U-Net's work
-    before each.
+def _wait_share(reads: Iterator[int], images: int, needs: float, speed: float) -> float:
+    """Return the mean wait for the next micro-batch of ``images`` as a share of a step, with a pause as long as the
+    U-Net's work before each.
     """
-    working, reading = feed.micro_batch_images / needs, feed.micro_batch_images / speed
+    working, reading = images / needs, images / speed
     pause = min(working, max(LONGEST_PAUSE_SECONDS, 4 * reading))
     waits: list[float] = []
     end = time.perf_counter() + WAITS_SECONDS
     while len(waits) < WAITS.start or (len(waits) < WAITS.stop and time.perf_counter() < end):
         time.sleep(pause)
         begin = time.perf_counter()
-        next(batches)
+        next(reads)
         waits.append(time.perf_counter() - begin)
     wait = statistics.mean(waits)
     return wait / (wait + working)
 
 
-def unet_need(
-    spec: RunSpec, feed: Feed, precision: Dtype, seconds: float, advance: Advance = lambda what: None
-) -> UnetPace:
+@dataclass(frozen=True)
+class UnetPace:
+    """Speed of the U-Net in images per second."""
+
+    images_per_second: float
+    words: str
+    """Origin of the number, in words."""
+
+
+def unet_need(spec: RunSpec, feed: Feed, precision: Dtype, seconds: float) -> UnetPace:
     """Return images/s of the U-Net's forward and backward, the median of some steps; no optimizer, one device.
 
-    A step is of a micro-batch, or of its first images where that would take long. ``advance`` is called once for each
-    step.
+    A step is of a micro-batch, or of its first images where that would take long.
     """
     device, batch = feed.device, next(feed.batches(0))
     batch = batch._replace(labels=torch.zeros_like(batch.labels))  # a class that every U-Net with classes has
     layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
     unet = UNet(layers, seed=0).to(device=device, dtype=DTYPES[precision][1]).train()
     objective = Denoising(spec, device)
+    bar = tqdm(desc="timing the U-Net", unit=" steps", leave=False, disable=None)
 
     def step(batch: MicroBatch) -> float:
-        advance("U-Net")
         begin = time.perf_counter()
         prepared = objective.prepare(batch)
         x_t, *conditions = objective.inputs(prepared)
@@ -229,16 +205,18 @@ def unet_need(
         objective.loss(prediction, prepared).backward()
         unet.zero_grad()
         wait_for_device(device)
+        bar.update()
         return time.perf_counter() - begin
 
-    few = MicroBatch(*(tensor[:FEW_IMAGES] for tensor in batch))
-    step(few)
-    if step(few) * len(batch.images) / len(few.images) > LONG_STEP_SECONDS:
-        batch = few
-    step(batch)
-    times: list[float] = []
-    while len(times) < FEWEST_STEPS or sum(times) < seconds:
-        times.append(step(batch))
+    with bar:
+        few = MicroBatch(*(tensor[:FEW_IMAGES] for tensor in batch))
+        step(few)
+        if step(few) * len(batch.images) / len(few.images) > LONG_STEP_SECONDS:
+            batch = few
+        step(batch)
+        times: list[float] = []
+        while len(times) < FEWEST_STEPS or sum(times) < seconds:
+            times.append(step(batch))
     images = len(batch.images)
     return UnetPace(images / statistics.median(times), f"{spec.name}, forward and backward of {images} in {precision}")
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-import ddpm_ds
 from ddpm_ds.data import decoding
 from ddpm_ds.data.decoding import decode, fit
 from ddpm_ds.data.sources import UnreadableImage
+from tests.forking import REPOSITORY
 
 # Prints by how many bytes the memory of this process rises while it decodes the file on its command line.
 PEAK = """
@@ -164,9 +164,7 @@ def test_an_image_takes_less_memory_than_is_allowed(
         options = options | {"exif": exif}
     path = tmp_path / "image"
     path.write_bytes(file_of(image.convert("RGB") if kind == "jpeg" else image, kind.removesuffix("16"), **options))
-    home = Path(ddpm_ds.__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-c", PEAK, str(path)], cwd=home, capture_output=True, text=True, timeout=120
-    )
+    command = [sys.executable, "-c", PEAK, str(path)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 1.05 * decoding.MOST_DECODING_BYTES

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,76 +23,62 @@ def micro_batch(number: int) -> MicroBatch:
     return MicroBatch(torch.full((4, 1, 8, 8), number, dtype=torch.uint8), index % 10, index)
 
 
-def noted(count: int, said: list[str], error: Exception | None = None) -> Iterator[MicroBatch]:
-    """Micro-batches that note when they are read."""
-    for number in range(count):
-        said.append(f"read {number}")
-        yield micro_batch(number)
-    if error is not None:
-        raise error
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is asked of CUDA's streams, in the order in which the host asks; there is no device."""
+    said: list[str] = []
+    inside = ["current"]
 
-
-class FakeCuda:
-    """Streams that note what is asked of them, in the order in which the host asks; no device."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.said: list[str] = []
-        self.inside: list[FakeStream] = [FakeStream(self, "current")]
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream(self, "side"))
-        monkeypatch.setattr(torch.cuda, "stream", self.stream)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.inside[-1])
-        monkeypatch.setattr(Tensor, "to", lambda tensor, device, non_blocking: self.copy(tensor, device, non_blocking))
-        monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: self.say(f"{stream.name} keeps", tensor))
+    def stream(name: str) -> Any:
+        return SimpleNamespace(
+            name=name,
+            record_event=lambda: said[-1].split()[-1],
+            wait_event=lambda event: said.append(f"{name} waits for {event}"),
+        )
 
     @contextmanager
-    def stream(self, stream: FakeStream) -> Iterator[None]:
-        self.inside.append(stream)
+    def within(stream: Any) -> Iterator[None]:
+        inside.append(stream.name)
         yield
-        self.inside.pop()
+        inside.pop()
 
-    def copy(self, tensor: Tensor, device: torch.device, non_blocking: bool) -> Tensor:
+    def say(words: str, tensor: Tensor) -> None:
+        if tensor.dtype == torch.uint8:  # the images; labels and index go with them
+            said.append(f"{words} {int(tensor.flatten()[0])}")
+
+    def copy(tensor: Tensor, device: torch.device, non_blocking: bool) -> Tensor:
         assert device == CUDA and non_blocking
-        self.say(f"{self.inside[-1].name} copies", tensor)
+        say(f"{inside[-1]} copies", tensor)
         return tensor.clone()
 
-    def say(self, words: str, tensor: Tensor) -> None:
-        if tensor.dtype == torch.uint8:  # the images; labels and index go with them
-            self.said.append(f"{words} {int(tensor.flatten()[0])}")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream("side"))
+    monkeypatch.setattr(torch.cuda, "stream", within)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream(inside[-1]))
+    monkeypatch.setattr(Tensor, "to", copy)
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: say(f"{stream.name} keeps", tensor))
+    return said
 
 
-class FakeStream:
-    def __init__(self, cuda: FakeCuda, name: str) -> None:
-        self.cuda, self.name = cuda, name
+def test_next_micro_batch_is_copied_before_the_current_one_is_handed_out(said: list[str]) -> None:
+    def read(count: int) -> Iterator[MicroBatch]:
+        for number in range(count):
+            said.append(f"read {number}")
+            yield micro_batch(number)
+        raise OSError(5, "Input/output error")
 
-    def record_event(self) -> str:
-        return self.cuda.said[-1].split()[-1]
-
-    def wait_event(self, event: str) -> None:
-        self.cuda.said.append(f"{self.name} waits for {event}")
-
-
-def test_next_micro_batch_is_copied_before_the_current_one_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = noted(1, [])
+    given = read(1)
     assert on_device(given, torch.device("cpu")) is given
-    cuda = FakeCuda(monkeypatch)
-    for number, batch in enumerate(on_device(noted(3, cuda.said), CUDA)):
-        cuda.said.append(f"compute {number}")
+    batches = on_device(read(3), CUDA)
+    assert said == []
+    for number, batch in enumerate(islice(batches, 2)):
+        said.append(f"compute {number}")
         assert all(torch.equal(found, given) for found, given in zip(batch, micro_batch(number), strict=True))
-    assert cuda.said == [
+    assert said == [
         "read 0",
         "side copies 0",
         *("read 1", "side copies 1", "current waits for 0", "current keeps 0", "compute 0"),
         *("read 2", "side copies 2", "current waits for 1", "current keeps 1", "compute 1"),
-        *("current waits for 2", "current keeps 2", "compute 2"),
     ]
-
-
-def test_error_of_the_loader_is_raised_where_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = FakeCuda(monkeypatch)
-    batches = on_device(noted(2, cuda.said, OSError(5, "Input/output error")), CUDA)
-    assert cuda.said == []
-    next(batches)
-    assert [words for words in cuda.said if words.startswith("read")] == ["read 0", "read 1"]
     with pytest.raises(OSError, match="Input/output error"):
         next(batches)
 

@@ -9,24 +9,26 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 from PIL import Image
 
-import ddpm_ds
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data import prepare as prepare_module
+from ddpm_ds.data import writing
 from ddpm_ds.data.cache import CacheMeta
-from ddpm_ds.data.prepare import cache_path, class_names, prepare
+from ddpm_ds.data.prepare import cache_path, class_names, decoding_of, prepare
 from ddpm_ds.data.sources.folder import FolderSource
 from ddpm_ds.errors import DataError
-from tests.launching import tiny_spec
+from tests.launching import REPOSITORY, tiny_spec
 
 SpecOf = Callable[..., DataSpec]
 
-# Prepares the spec on its command line with slow reads, noting in a file what it reads. Waits for a line first.
+# Prepares the spec on its command line with slow reads, noting in a file what it reads, without torch. Waits for a
+# line first.
 SLOW_PREPARE = """
 import os, sys, time, fcntl
 from ddpm_ds.data import prepare
@@ -54,6 +56,7 @@ if locks == "no":
 print("ready", flush=True)
 input()
 print(len(prepare.prepare(spec)))
+assert "torch" not in sys.modules
 """
 
 
@@ -61,13 +64,8 @@ def slowly(
     count: int, spec: DataSpec, reads: Path, seconds: float, locks: str = "yes", shard_bytes: int = 2**28
 ) -> list[subprocess.Popen[str]]:
     """``count`` processes that begin to prepare at the same moment."""
-    command = [sys.executable, "-c", SLOW_PREPARE, spec.model_dump_json(), str(reads), str(seconds), locks]
-    command.append(str(shard_bytes))
-    home = Path(ddpm_ds.__file__).parents[1]
-    pipe = subprocess.PIPE
-    processes = [
-        subprocess.Popen(command, cwd=home, stdin=pipe, stdout=pipe, stderr=pipe, text=True) for _ in range(count)
-    ]
+    asked = [spec.model_dump_json(), str(reads), str(seconds), locks, str(shard_bytes)]
+    processes = [started(SLOW_PREPARE, *asked) for _ in range(count)]
     for process in processes:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
     for process in processes:
@@ -75,6 +73,12 @@ def slowly(
         process.stdin.write("\n")
         process.stdin.flush()
     return processes
+
+
+def started(code: str, *arguments: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    words = [sys.executable, "-c", code, *arguments]
+    return subprocess.Popen(words, cwd=REPOSITORY, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
 def reads_in(file: Path) -> list[tuple[int, int]]:
@@ -92,18 +96,6 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def temporaries(spec: DataSpec) -> list[Path]:
     return list(spec.store_root.glob(".*.preparing"))
-
-
-def test_store_path_says_source_size_channels_and_tells_folders_apart(spec_of: SpecOf, tmp_path: Path) -> None:
-    def name(**changes: object) -> str:
-        return cache_path(spec_of(**changes)).name
-
-    assert name() == "digits-8px-1ch"
-    assert name(source="cifar10", image_size=32, channels=3) == "cifar10-32px-3ch"
-    one, other = name(source="folder", path=tmp_path / "a"), name(source="folder", path=tmp_path / "b")
-    assert one.startswith("folder-8px-1ch-") and len(one) == len("folder-8px-1ch-") + 8
-    assert one != other
-    assert one == name(source="folder", path=tmp_path / "b" / ".." / "a")
 
 
 def test_folder_is_prepared_channels_first_with_labels(folder: Path, spec_of: SpecOf) -> None:
@@ -181,7 +173,7 @@ def test_full_disk_is_one_line_before_and_while_it_is_written_and_what_is_done_i
             raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "sync", full)
+        patch.setattr(writing, "sync", full)
         with pytest.raises(DataError, match=r"data.store_root = .* can't be written .No space left on device"):
             prepare(spec)
     (kept,) = temporaries(spec)
@@ -238,12 +230,29 @@ def test_what_is_finished_of_other_images_is_not_used(
     spec = spec_of(source="folder", path=folder)
     monkeypatch.setattr(prepare_module, "SHARD_BYTES", 4 * 64)
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "_describe", lambda *_: 1 / 0)
+        patch.setattr(writing, "_describe", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             prepare(spec)
     assert len(list(temporaries(spec)[0].glob("shard.*.json"))) == 3
     (folder / "dogs" / "9.png").write_bytes((folder / "dogs" / "0.png").read_bytes())
     assert len(prepare(spec)) == 13 and not temporaries(spec)
+
+
+def test_what_another_process_begins_of_the_same_images_meanwhile_is_left_to_it(
+    folder: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there are no locks, its folder may appear after this process has looked for one."""
+    spec, usage = spec_of(source="folder", path=folder), shutil.disk_usage
+    path, plan = cache_path(spec), decoding_of(spec, False).plan
+    spec.store_root.mkdir()
+
+    def meanwhile(where: Path) -> Any:
+        monkeypatch.setattr(shutil, "disk_usage", usage)
+        (writing._begun(path, plan) / "work").touch()
+        return usage(where)
+
+    monkeypatch.setattr(shutil, "disk_usage", meanwhile)
+    assert (writing._begun(path, plan) / "work").exists()
 
 
 def test_processes_decode_the_same_pixels_and_end_with_the_one_that_has_started_them(
@@ -266,14 +275,13 @@ def test_processes_decode_the_same_pixels_and_end_with_the_one_that_has_started_
         "prepare.prepare(DataSpec.model_validate_json(sys.argv[1]))"
     )
     spec = spec.model_copy(update={"store_root": tmp_path / "killed"})
-    command, home = [sys.executable, "-c", code, spec.model_dump_json()], Path(ddpm_ds.__file__).parents[1]
-    process = subprocess.Popen(command, cwd=home, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = started(code, spec.model_dump_json())
     assert process.stdout is not None and process.stdout.readline() == "\n"
-    started = psutil.Process(process.pid).children()
-    assert len(started) >= 2
+    children = psutil.Process(process.pid).children()
+    assert len(children) >= 2
     process.kill()
     process.communicate()
-    assert not psutil.wait_procs(started, timeout=60)[1]
+    assert not psutil.wait_procs(children, timeout=60)[1]
 
 
 def test_encoded_images_are_kept_where_they_are_smaller_and_many(
@@ -288,19 +296,9 @@ def test_encoded_images_are_kept_where_they_are_smaller_and_many(
     assert "data.store: encoded, 0 KiB an image instead of 12 KiB; data.workers decode them" in capfd.readouterr().err
     assert cache_path(spec_of(**pixels)) == encoded.path == cache_path(spec_of(**pixels, store="encoded"))
     assert (encoded.images[:] == prepare(spec_of(**pixels, store="pixels")).images[:]).all()
-    with pytest.raises(DataError, match=r"data.store = encoded, but data.source = digits has pixels; --set data.store"):
-        prepare(spec_of(store="encoded"))
-
-
-def test_preparing_digits_does_not_import_torch(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from ddpm_ds.data.prepare import prepare; "
-        "from ddpm_ds.config.spec import DataSpec; "
-        "prepare(DataSpec(source='digits', image_size=8, channels=1, store_root=Path(sys.argv[1]))); "
-        "sys.exit('torch' in sys.modules)"
-    )
-    home = Path(ddpm_ds.__file__).parents[1]
-    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=home, timeout=60).returncode == 0
+    np.save(folder / "a.npy", np.zeros((3, 8, 8), np.uint8))
+    with pytest.raises(DataError, match=r"data.store = encoded, but data.source = arrays has pixels; --set data.store"):
+        prepare(spec_of(source="arrays", path=folder / "a.npy", store="encoded"))
 
 
 def test_classes_have_the_names_of_the_cache_and_numbers_where_it_has_none(tmp_path: Path) -> None:
@@ -308,16 +306,8 @@ def test_classes_have_the_names_of_the_cache_and_numbers_where_it_has_none(tmp_p
     assert class_names(spec) == [str(label) for label in range(10)]
     cache_path(spec.data).mkdir()
     for names, expected in ((10, ("cat",) * 10), (9, [str(label) for label in range(10)])):
-        meta = CacheMeta(
-            format=1,
-            source="folder",
-            folder=None,
-            count=0,
-            shape=(1, 8, 8),
-            classes=("cat",) * names,
-            skipped=0,
-            sha256={},
-        )
+        kept: dict[str, Any] = {"format": 1, "source": "folder", "folder": None, "count": 0, "shape": (1, 8, 8)}
+        meta = CacheMeta(**kept, classes=("cat",) * names, skipped=0, sha256={})
         (cache_path(spec.data) / "meta.json").write_text(meta.model_dump_json())
         assert class_names(spec) == expected
     assert not class_names(tiny_spec(unet={"classes": None}, train={"label_drop": 0.0}))

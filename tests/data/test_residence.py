@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from ddpm_ds.data import residence
 from ddpm_ds.data.prepare import prepare
-from ddpm_ds.data.residence import Residence, usable_cores
+from ddpm_ds.data.residence import Residence
 from tests.launching import tiny_spec
 
 
@@ -18,7 +19,7 @@ def test_a_cache_is_in_memory_where_memory_holds_its_files(tmp_path: Path, monke
     for memory, fits in ((2 * file, True), (file, False)):
         monkeypatch.setattr(residence, "host_memory", lambda memory=memory: memory)
         found = Residence.of(store)
-        assert found == Residence("pixels", 1797, file, 1797 * 64, memory, usable_cores())
+        assert found == Residence("pixels", 1797, file, 1797 * 64, memory, len(os.sched_getaffinity(0)))
         assert found.in_memory == fits
 
 

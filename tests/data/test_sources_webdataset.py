@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tqdm import tqdm
 
@@ -60,27 +59,6 @@ def test_one_shard_without_labels_is_one_class(tmp_path: Path, spec_of: SpecOf) 
     members = sample("a", 0) | sample("b", 1, b'{"text": "a cat"}', "json") | {"c.webp": encoded(PICTURES[2], "webp")}
     source = open_source(spec_of(source="webdataset", path=shard(tmp_path / "a.tar", members)))
     assert (source.classes, source.labels.tolist()) == ((".",), [0, 0, 0])
-
-
-def test_images_of_any_size_and_kind_in_one_shard_become_alike(tmp_path: Path, spec_of: SpecOf) -> None:
-    wide = np.tile(PICTURES[0], (2, 5, 1))
-    members = {"a.png": encoded(wide), "b.jpg": encoded(wide, "jpeg"), "c.png": encoded(wide[..., 0])}
-    members |= {"d.png": encoded(np.dstack([wide, wide[..., 0]])), "e.webp": encoded(wide[:3], "webp")}
-    source = open_source(spec_of(source="webdataset", path=shard(tmp_path / "a.tar", members)))
-    for channels in (1, 3):
-        assert {at(source, i, 8, channels)[0].shape for i in range(5)} == {(8, 8, channels)}
-
-
-def test_long_names_in_each_format_of_tar_are_read(tmp_path: Path, spec_of: SpecOf) -> None:
-    key = "folder/" * 30 + "ä" * 90
-    for form in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
-        path = tmp_path / f"{form}.tar"
-        with tarfile.open(path, "w", format=form) as tar:
-            member = tarfile.TarInfo(f"{key}.png")
-            member.size = len(PNG[0])
-            tar.addfile(member, io.BytesIO(PNG[0]))
-        source = open_source(spec_of(source="webdataset", path=path))
-        assert source.name(0) == f"{path.name}/{key}.png" and (at(source, 0, channels=3)[0] == PICTURES[0]).all()
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,10 @@ numpy and Pillow, so a source imports such libraries where it uses them.
 
 from __future__ import annotations
 
-import json
-import os
-from hashlib import sha256
 from typing import TYPE_CHECKING
 
-from ddpm_ds.data.sources.arrays import open_arrays
+from ddpm_ds.data.sources.arrays import open_arrays, open_digits
 from ddpm_ds.data.sources.base import Pixels, Source, SourceKind, UnreadableImage, network_limit
-from ddpm_ds.data.sources.digits import open_digits
 from ddpm_ds.data.sources.folder import open_folder
 from ddpm_ds.data.sources.huggingface import open_huggingface
 from ddpm_ds.data.sources.torchvision import open_cifar10, open_torchvision
@@ -24,7 +20,7 @@ from ddpm_ds.data.sources.zip import open_zip
 if TYPE_CHECKING:
     from ddpm_ds.config.spec import DataSpec
 
-__all__ = ["SOURCES", "Pixels", "Source", "SourceKind", "UnreadableImage", "identity", "network_limit", "open_source"]
+__all__ = ["SOURCES", "Pixels", "Source", "SourceKind", "UnreadableImage", "network_limit", "open_source"]
 
 SOURCES = {
     "digits": SourceKind("scikit-learn's, 8x8 pixels", open_digits),
@@ -54,15 +50,3 @@ def open_source(spec: DataSpec, progress: bool = False) -> Source:
         DataError: what it reads is missing, damaged or holds no images, or can't be downloaded.
     """
     return SOURCES[spec.source].open(spec, progress)
-
-
-def identity(spec: DataSpec) -> str | None:
-    """Return a short hash of what ``spec`` names besides the source itself, and so of which images it gives; None where
-    it names nothing more. The path counts as an absolute one.
-    """
-    keys = {key: getattr(spec, key) for key in ("name", "split", "image_column", "label_column")}
-    named = {key: value for key, value in keys.items() if value is not None}
-    path = b"" if spec.path is None else os.fsencode(spec.path.resolve())
-    if not path and not named:
-        return None
-    return sha256(path + (json.dumps(named).encode() if named else b"")).hexdigest()[:8]  # a path alone: as ever

@@ -8,7 +8,7 @@ import os
 import socket
 import warnings
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -42,8 +42,7 @@ class UnreadableImage(Exception):
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(name, reason)  # what it takes to send it to another process
-        self.name = name
-        self.reason = reason
+        self.name, self.reason = name, reason
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason}"
@@ -142,13 +141,29 @@ def numbered(names: Iterable[str]) -> tuple[tuple[str, ...], Labels]:
     return classes, place[order]
 
 
-def read_path(spec: DataSpec, what: str) -> Path:
-    """Return ``data.path`` of a source that is one file; ``what`` is that file in words. Raises DataError."""
-    assert spec.path is not None  # the run spec checks it
-    if not spec.path.is_file():
-        wrong = "is not a file" if spec.path.exists() else "does not exist"
-        raise DataError(f"data.path = {spec.path} {wrong}; give {what} with --set data.path=FILE")
-    return spec.path
+def labelled(labels: Labels, names: Sequence[str] | None = None) -> tuple[tuple[str, ...], Labels]:
+    """Return the names of the classes, which are numbers unless ``names`` has one for each, and the labels, int64 (N,).
+
+    Where no image has a label, all are of one class.
+    """
+    import numpy as np
+
+    most = int(labels.max(initial=UNLABELLED))
+    if most < 0:
+        return (".",), np.zeros_like(labels)
+    if names is None or len(names) <= most:
+        names = list(map(str, range(most + 1)))
+    return tuple(names), labels
+
+
+def read_path(spec: DataSpec, what: str, folder: bool = False) -> Path:
+    """Return ``data.path`` of a source that is one file, or one folder; ``what`` is that in words. Raises DataError."""
+    path, kind = spec.path, "folder" if folder else "file"
+    assert path is not None  # the run spec checks it
+    if not (path.is_dir() if folder else path.is_file()):
+        wrong = f"is not a {kind}" if path.exists() else "does not exist"
+        raise DataError(f"data.path = {path} {wrong}; give {what} with --set data.path={kind.upper()}")
+    return path
 
 
 def check_size(size: int) -> None:
@@ -194,5 +209,5 @@ def printable(path: str) -> str:
 
 def one_line(error: Exception) -> str:
     """Return the reason of an error in one line."""
-    reason = (isinstance(error, OSError) and error.strerror) or str(error)
+    reason = (isinstance(error, OSError) and error.strerror) or str(error).split(" <_io.BytesIO")[0]  # of Pillow's
     return " ".join(reason.split()) or type(error).__name__

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddpm_ds.data.sources.base import Labels, Names, is_image, numbered, printable, read_file
+from ddpm_ds.data.sources.base import Labels, Names, is_image, numbered, printable, read_file, read_path
 from ddpm_ds.errors import DataError
 
 if TYPE_CHECKING:
@@ -38,11 +38,7 @@ class FolderSource:
 
 def open_folder(spec: DataSpec, progress: bool) -> FolderSource:
     """List the image files under the folder ``data.path``."""
-    root = spec.path
-    assert root is not None  # the run spec checks it
-    if not root.is_dir():
-        what = "is not a folder" if root.exists() else "does not exist"
-        raise DataError(f"data.path = {root} {what}; give a folder of images with --set data.path=FOLDER")
+    root = read_path(spec, "a folder of images", folder=True)
     files = Names(_image_files(str(root)))
     if not len(files):
         raise DataError(

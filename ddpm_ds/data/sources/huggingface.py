@@ -6,13 +6,20 @@ takes seconds, and memory in each process.
 
 from __future__ import annotations
 
-import bisect
-import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpm_ds.data.sources.base import MOST_CLASSES, UNLABELLED, Labels, check_size, one_line, printable, read_file
+from ddpm_ds.data.sources.base import (
+    MOST_CLASSES,
+    UNLABELLED,
+    Labels,
+    check_size,
+    labelled,
+    one_line,
+    printable,
+    read_file,
+)
 from ddpm_ds.errors import DataError
 
 if TYPE_CHECKING:
@@ -40,30 +47,24 @@ class HuggingFaceSource:
     def __post_init__(self) -> None:
         import pyarrow as pa
 
-        self._columns = [pa.ipc.open_stream(pa.memory_map(file)).read_all().column(self.column) for file in self.files]
-        self._ends = list(itertools.accumulate(map(len, self._columns)))
+        tables = [pa.ipc.open_stream(pa.memory_map(file)).read_all().select([self.column]) for file in self.files]
+        self._rows = pa.concat_tables(tables).column(self.column)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if not key.startswith("_")}
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HuggingFaceSource, (self.classes, self.labels, self.files, self.column, self.root)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self.__post_init__()
-
-    @property
-    def rows(self) -> int:
-        """Return the number of rows of all files."""
-        return self._ends[-1] if self._ends else 0
+    def __len__(self) -> int:
+        return len(self._rows)
 
     def name(self, i: int, /) -> str:
         """Return the row, and the name of its file where it has one."""
-        value = self._value(i)
+        value = self._rows[i]
         path = value["path"].as_py() if "path" in getattr(value, "keys", tuple)() else None
         return f"row {i}" + (f" ({printable(path)})" if path else "")
 
     def read(self, i: int, /) -> bytes:
         """Read the image of a row, or the file that the row names."""
-        value = self._value(i).as_py()
+        value = self._rows[i].as_py()
         if isinstance(value, dict):
             value = value.get("path") if value.get("bytes") is None else value["bytes"]
         if isinstance(value, str):
@@ -72,11 +73,6 @@ class HuggingFaceSource:
             raise ValueError("it has no image")
         check_size(len(value))
         return bytes(value)
-
-    def _value(self, i: int) -> Any:
-        number = bisect.bisect_right(self._ends, i)
-        column = self._columns[number]
-        return column[i - self._ends[number] + len(column)]
 
 
 def open_huggingface(spec: DataSpec, progress: bool) -> HuggingFaceSource:
@@ -104,8 +100,8 @@ def open_huggingface(spec: DataSpec, progress: bool) -> HuggingFaceSource:
         source = HuggingFaceSource(classes, labels, tuple(file["filename"] for file in rows.cache_files), column, root)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DataError(f"{key} can't be read ({one_line(error)}); save it again") from error
-    if not len(rows) or source.rows != len(rows):
-        raise DataError(f"{key} holds {len(rows):,} rows of {source.rows:,} in its files; save a whole data set")
+    if not len(rows) or len(source) != len(rows):
+        raise DataError(f"{key} holds {len(rows):,} rows of {len(source):,} in its files; save a whole data set")
     return source
 
 
@@ -155,52 +151,52 @@ def _split(loaded: Any, spec: DataSpec, key: str) -> Any:
 def _image_column(datasets: Any, rows: Any, spec: DataSpec, key: str) -> str:
     """Return the name of the column of images; raises DataError."""
     columns = ", ".join(rows.column_names)
-    if spec.image_column is not None:
-        if spec.image_column not in rows.column_names:
-            raise DataError(f"data.image_column = {spec.image_column} is no column of {key}; its columns are {columns}")
-        feature = rows.features[spec.image_column]
+    if (named := spec.image_column) is not None:
+        feature = _feature(rows, "data.image_column", named, key)
         kinds = ("binary", "large_binary", "string", "large_string")
         encoded = (isinstance(feature, dict) and "bytes" in feature) or getattr(feature, "dtype", "") in kinds
         if not (isinstance(feature, datasets.Image) or encoded):
-            raise DataError(
-                f"data.image_column = {spec.image_column} of {key} holds no images; its columns are {columns}"
-            )
-        return spec.image_column
+            raise DataError(f"data.image_column = {named} of {key} holds no images; its columns are {columns}")
+        return named
     images = [name for name, feature in rows.features.items() if isinstance(feature, datasets.Image)]
-    if len(images) == 1:
-        return images[0]
-    if images:
+    if not images:
+        raise DataError(f"{key} has no column of images; its columns are {columns}: if one is, set data.image_column")
+    if len(images) > 1:
         raise DataError(f"{key} has images in {', '.join(images)}; choose with --set data.image_column={images[0]}")
-    raise DataError(f"{key} has no column of images; its columns are {columns}: if one is, set data.image_column")
+    return images[0]
 
 
 def _labels(datasets: Any, rows: Any, spec: DataSpec, key: str) -> tuple[tuple[str, ...], Labels]:
     """Return the names of the classes and the label of each row; raises DataError."""
     import numpy as np
 
-    columns, features = ", ".join(rows.column_names), rows.features
     column = spec.label_column
     if column is None:
-        named = [name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
+        named = [name for name, feature in rows.features.items() if isinstance(feature, datasets.ClassLabel)]
         if len(named) > 1:
             raise DataError(f"{key} has labels in {', '.join(named)}; choose with --set data.label_column={named[0]}")
         column = named[0] if named else "label"
-        if column not in features or not _whole(features[column]):
-            return (".",), np.zeros(len(rows), np.int64)
-    elif column not in features:
-        raise DataError(f"data.label_column = {column} is no column of {key}; its columns are {columns}")
-    elif not _whole(features[column]):
+        if not _whole(rows.features.get(column)):
+            return labelled(np.full(len(rows), UNLABELLED))
+    elif not _whole(_feature(rows, "data.label_column", column, key)):
+        columns = ", ".join(rows.column_names)
         raise DataError(f"data.label_column = {column} of {key} holds no whole numbers; its columns are {columns}")
     labels = rows.data.column(column).cast("int64").fill_null(UNLABELLED).to_numpy()
-    missing = int((labels < 0).sum())
-    if missing == len(labels) and spec.label_column is None:
-        return (".",), np.zeros(len(rows), np.int64)
-    names = getattr(features[column], "names", None)
-    most = int(labels.max(initial=0))
-    if missing or most >= (len(names) if names else MOST_CLASSES):
+    names = getattr(rows.features[column], "names", None)
+    missing, most = int((labels < 0).sum()), int(labels.max(initial=0))
+    none_is_meant = missing == len(labels) and spec.label_column is None
+    if (missing and not none_is_meant) or most >= (len(names) if names else MOST_CLASSES):
         what = f"{missing:,} of {len(labels):,} rows without a label" if missing else f"the label {most}"
         raise DataError(f"{key} has {what} in column {column}; name another with data.label_column, or mend it")
-    return tuple(names) if names else tuple(map(str, range(most + 1))), labels
+    return labelled(labels, names)
+
+
+def _feature(rows: Any, option: str, column: str, key: str) -> Any:
+    """Return what a column holds, which a key of the spec names; raises DataError where there is none."""
+    if column not in rows.column_names:
+        columns = ", ".join(rows.column_names)
+        raise DataError(f"{option} = {column} is no column of {key}; its columns are {columns}")
+    return rows.features[column]
 
 
 def _whole(feature: Any) -> bool:

@@ -11,8 +11,16 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddpm_ds.data.sources.arrays import ArraySource, in_file
-from ddpm_ds.data.sources.base import NETWORK_TIMEOUT_SECONDS, UNLABELLED, Names, Source, network_limit, one_line
+from ddpm_ds.data.sources.arrays import ArraySource
+from ddpm_ds.data.sources.base import (
+    NETWORK_TIMEOUT_SECONDS,
+    UNLABELLED,
+    Names,
+    Source,
+    labelled,
+    network_limit,
+    one_line,
+)
 from ddpm_ds.data.sources.folder import FolderSource
 from ddpm_ds.errors import DataError
 
@@ -56,7 +64,7 @@ def _open(spec: DataSpec, name: str, key: str, progress: bool) -> Source:
         raise DataError(f"{key} with data.split = {spec.split}: {one_line(error)}") from error
     except ImportError as error:
         raise DataError(f"{key} needs another package ({one_line(error)}); install it with pip") from error
-    return _source(opened, spec, key)
+    return _source(opened, key)
 
 
 def _options(kind: type, spec: DataSpec, key: str) -> dict[str, Any]:
@@ -73,7 +81,7 @@ def _options(kind: type, spec: DataSpec, key: str) -> dict[str, Any]:
     return {"train": spec.split != "test"} if "train" in parameters else {}
 
 
-def _source(opened: Any, spec: DataSpec, key: str) -> Source:
+def _source(opened: Any, key: str) -> Source:
     """Return the source of an opened data set, by the attributes in which torchvision's classes keep pixels and labels,
     files and labels, or pairs of a file and its label: nothing is decoded to learn a label.
     """
@@ -89,24 +97,15 @@ def _source(opened: Any, spec: DataSpec, key: str) -> Source:
         numbers = np.array([UNLABELLED if label is None else int(label) for label in labels], np.int64)
         files = isinstance(images, list | tuple) and all(isinstance(image, str | os.PathLike) for image in images)
         pixels = None if files else np.asarray(images)
-        unlabelled = bool((numbers == UNLABELLED).all())
-        if len(images) != len(numbers) or not len(numbers) or (not unlabelled and numbers.min() < 0):
+        if len(images) != len(numbers) or not len(numbers) or numbers.min() < 0 <= numbers.max():
             raise ValueError
         if pixels is not None and pixels.dtype != np.uint8:
             raise ValueError
     except (TypeError, ValueError, RuntimeError):  # the last is of a tensor that is no number
         raise DataError(f"{key} is no data set of images with one class each; use one such as CIFAR100") from None
-    classes = _classes(getattr(opened, "classes", None), int(numbers.max()))
-    if unlabelled:
-        classes, numbers = (".",), np.zeros_like(numbers)
+    names = getattr(opened, "classes", None)
+    named = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+    classes, numbers = labelled(numbers, names if named else None)
     if pixels is None:
         return FolderSource(classes, numbers, Path("/"), Names(os.path.abspath(image).lstrip("/") for image in images))
-    pixels, file = in_file(pixels, spec.store_root)
-    return ArraySource(classes, numbers, pixels, file)
-
-
-def _classes(names: Any, most: int) -> tuple[str, ...]:
-    """Return the names of classes 0 to ``most`` and more; their numbers where there are no such names."""
-    if isinstance(names, list | tuple) and len(names) > most and all(isinstance(name, str) for name in names):
-        return tuple(names)
-    return tuple(map(str, range(most + 1)))
+    return ArraySource(classes, numbers, pixels)

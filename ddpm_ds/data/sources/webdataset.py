@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tarfile
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NoReturn
@@ -23,6 +23,7 @@ from ddpm_ds.data.sources.base import (
     Names,
     check_size,
     is_image,
+    labelled,
     one_line,
     printable,
 )
@@ -78,20 +79,18 @@ def open_webdataset(spec: DataSpec, progress: bool) -> WebDatasetSource:
     def names() -> Iterator[str]:
         with tqdm(total=total, desc="listing shards", unit="B", unit_scale=True, delay=1, disable=not progress) as bar:
             for number, shard in enumerate(shards):
-                for image in _images(shard, bar):
-                    places.extend((number, image.offset, image.size))
-                    labels.append(image.label)
-                    yield image.name
+                for name, offset, size, label in _images(shard, bar):
+                    places.extend((number, offset, size))
+                    labels.append(label)
+                    yield name
 
     total = sum(shard.stat().st_size for shard in shards)
     files = Names(names())
     if not len(files):
         raise DataError(f"data.path = {spec.path} holds no images (KEY.jpg, KEY.png, KEY.webp, ...) in its shards")
     table, found = np.array(places, np.int64).reshape(-1, 3), np.array(labels, np.int64)
-    if (found == UNLABELLED).all():
-        return WebDatasetSource((".",), np.zeros_like(found), shards, files, table)
-    source = WebDatasetSource(tuple(map(str, range(int(found.max()) + 1))), found, shards, files, table)
-    if len(without := np.flatnonzero(found == UNLABELLED)):
+    source = WebDatasetSource(*labelled(found), shards, files, table)
+    if len(without := np.flatnonzero(source.labels == UNLABELLED)):
         raise DataError(
             f"data.path = {spec.path}: {len(without):,} of {len(found):,} images have no label, first "
             f"{source.name(int(without[0]))}; give each a .cls, or none"
@@ -118,17 +117,13 @@ def _shards(spec: DataSpec) -> tuple[Path, ...]:
     return shards
 
 
-@dataclass
-class _Image:
-    name: str
-    offset: int
-    size: int
-    label: int = UNLABELLED
+def _images(shard: Path, bar: tqdm[NoReturn]) -> Iterator[tuple[str, int, int, int]]:
+    """Yield the name of each image of a shard, its offset and size in bytes, and its label.
 
-
-def _images(shard: Path, bar: tqdm[NoReturn]) -> Iterable[_Image]:
-    """Return the images of a shard with their labels; raises DataError, whose line names the shard."""
-    images: dict[str, _Image] = {}
+    Raises:
+        DataError: the shard, which the line names, is damaged, or wrong.
+    """
+    images: dict[str, tuple[str, int, int]] = {}
     labels: dict[tuple[str, str], int] = {}
     try:
         with open_regular(shard) as file:
@@ -142,15 +137,13 @@ def _images(shard: Path, bar: tqdm[NoReturn]) -> Iterable[_Image]:
                     labels[key, extension] = _label(file, member)
                 elif is_image(base) and "." not in extension:
                     if key in images:
-                        raise ValueError(f"{printable(images[key].name)} and {printable(member.name)} are of one key")
-                    images[key] = _Image(member.name, member.offset_data, member.size)
+                        raise ValueError(f"{printable(images[key][0])} and {printable(member.name)} are of one key")
+                    images[key] = (member.name, member.offset_data, member.size)
     except (OSError, ValueError, tarfile.TarError) as error:
         raise DataError(f"data.path: shard {shard}: {one_line(error)}; write it again") from error
     for key, image in images.items():
-        image.label = next(
-            (found for kind in LABELS if (found := labels.get((key, kind), UNLABELLED)) >= 0), UNLABELLED
-        )
-    return images.values()
+        found = (labels.get((key, kind), UNLABELLED) for kind in LABELS)
+        yield *image, next((label for label in found if label >= 0), UNLABELLED)
 
 
 def _members(file: IO[bytes], bar: tqdm[NoReturn]) -> Iterator[tarfile.TarInfo]:

@@ -1,0 +1,295 @@
+"""Writing of a data-set cache, by any number of processes and hosts that see its folder.
+
+Images are written in order to files of bounded size, in a folder beside the cache: each process takes the next file
+that no other works on. A finished file has a record of its labels and is kept when a process is killed: the next one
+goes on there. A cache is complete or does not exist.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
+from uuid import uuid4
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+from tqdm import tqdm
+
+from ddpm_ds.command_line import gib
+from ddpm_ds.config.spec import DataSpec
+from ddpm_ds.data.cache import FORMAT, LABELS, META, OFFSETS, SKIPPED, CacheMeta, Kind, shard_name
+from ddpm_ds.errors import DataError
+from ddpm_ds.files import read_bytes, sha256_of, sync
+
+CLAIMS = "claims"
+"""File in which processes lock a byte for the file of images that they work on."""
+MOST_RECORD_BYTES = 2**27
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Plan of a cache: what its files have to fit."""
+
+    kind: Kind
+    shape: tuple[int, int, int]  # (C, H, W)
+    images: int
+    """Images of the source, the unreadable ones among them."""
+    image_bytes: float
+    """Bytes that an image takes, on average."""
+    shard_images: int
+    """Images of the source that a file is made of."""
+    origin: str
+    """Hash of the source's names and labels."""
+
+    @property
+    def shards(self) -> int:
+        """Number of files."""
+        return math.ceil(self.images / self.shard_images)
+
+    def images_of(self, number: int) -> range:
+        """Return the images of the source that file ``number`` is made of."""
+        return range(number * self.shard_images, min(self.images, (number + 1) * self.shard_images))
+
+
+class Record(BaseModel):
+    """Record of a finished file of images."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    labels: tuple[int, ...]
+    sizes: tuple[int, ...]
+    """Bytes of each encoded image."""
+    skipped: tuple[tuple[str, str], ...]
+    """Names of unreadable images, and the reasons."""
+    sha256: str
+
+
+class Chunk(NamedTuple):
+    """Some images that follow one another in the source."""
+
+    images: list[bytes]
+    """Each as it is written: pixels or latents (C, H, W), or an encoded file."""
+    labels: list[int]
+    skipped: list[tuple[str, str]]
+
+
+Chunks: TypeAlias = Callable[[range], Iterator[Chunk]]
+"""Yields the images of a range of the source, in order, the unreadable ones among the skipped."""
+
+
+@contextmanager
+def locked(file: Path, number: int | None = None, wait: bool = True) -> Iterator[bool]:
+    """Lock byte ``number`` of a file, or all of it; yields False, without ``wait``, where another process has it.
+
+    Where the file system has no locks (some Lustre mounts) nobody waits and everybody gets it.
+    """
+    with file.open("ab") as opened:
+        mine = True
+        try:
+            how = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
+            fcntl.lockf(opened, how, 0 if number is None else 1, number or 0)
+        except (BlockingIOError, PermissionError):
+            mine = False
+        except OSError:
+            pass
+        yield mine
+
+
+def lock_of(path: Path) -> Path:
+    """Return the file whose lock lets one process at a time list, begin or finish the cache at ``path``."""
+    return path.with_name(f".{path.name}.lock")
+
+
+def write_cache(
+    path: Path,
+    plan: Plan,
+    chunks: Chunks,
+    spec: DataSpec,
+    classes: tuple[str, ...],
+    progress: bool,
+    made_of: Mapping[str, str] | None = None,
+) -> None:
+    """Write the cache at ``path`` unless it exists, together with whoever else does.
+
+    ``made_of`` are checksums of what the images were made of, by names of no file, which ``meta.json`` keeps too.
+
+    Raises:
+        DataError: the disk has too little space, or too many images are unreadable; nothing is kept.
+        OSError: the disk; what is finished is kept.
+    """
+    with locked(lock_of(path)):
+        if path.exists():
+            return
+        folder = _begun(path, plan)
+    try:
+        with tqdm(total=plan.images, desc=f"preparing {path.name}", disable=not progress) as bar:
+            records = _Shards(folder, plan, chunks, spec.max_bad_fraction, bar).write()
+        with locked(lock_of(path)):
+            if not path.exists():
+                _describe(folder, plan, records, spec, classes, made_of or {})
+                folder.rename(path)
+                sync(path.parent)
+                for name in (CLAIMS, *map(_record_name, range(plan.shards))):
+                    (path / name).unlink()
+    except OSError:
+        if not path.exists():  # else another process has finished
+            raise
+    except DataError:
+        shutil.rmtree(folder, ignore_errors=True)  # a file that is mended keeps its name, and is to be read again
+        raise
+
+
+def _begun(path: Path, plan: Plan) -> Path:
+    """Return the folder, named after the plan, in which the cache at ``path`` is written; made where it is missing.
+
+    Raises:
+        DataError: the disk has too little space.
+    """
+    folder = path.with_name(f".{path.name}.{sha256(repr(plan).encode()).hexdigest()[:8]}.preparing")
+    if folder.exists():
+        return folder
+    needed, free = plan.images * plan.image_bytes, shutil.disk_usage(path.parent).free
+    if needed > free:
+        raise DataError(
+            f"data.store_root = {path.parent} has {gib(free)} free, and the images take {gib(needed)}; free some, or "
+            "choose another folder with --set data.store_root=FOLDER"
+        )
+    for other in path.parent.glob(f".{glob.escape(path.name)}.*preparing"):
+        if other != folder:  # which another process, that could not be locked out, may have made now
+            with locked(other / CLAIMS):  # waits for those who still work on another plan
+                shutil.rmtree(other)
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _record_name(number: int) -> str:
+    return f"shard.{number}.json"
+
+
+@dataclass
+class _Shards:
+    """Files of a cache that is being written."""
+
+    folder: Path
+    plan: Plan
+    chunks: Chunks
+    max_bad_fraction: float
+    bar: tqdm[Any]
+
+    def write(self) -> list[Record]:
+        """Write the files that no other process writes, wait for those that others do, and return all records."""
+        records: dict[int, Record] = {}
+        wait = False
+        while len(records) < self.plan.shards:
+            worked = False
+            for number in range(self.plan.shards):
+                if number in records:
+                    continue
+                with locked(self.folder / CLAIMS, number, wait) as mine:
+                    record = self._read_record(number)
+                    if mine and record is None:
+                        skipped = [image for record in records.values() for image in record.skipped]
+                        record = self._write_shard(number, skipped)
+                        worked = True
+                if record is not None:
+                    records[number] = record
+            wait = not worked
+        self.bar.update(self.plan.images - self.bar.n)
+        return [records[number] for number in range(self.plan.shards)]
+
+    def _read_record(self, number: int) -> Record | None:
+        with suppress(FileNotFoundError):
+            return Record.model_validate_json(read_bytes(self.folder / _record_name(number), MOST_RECORD_BYTES))
+        return None
+
+    def _write_shard(self, number: int, skipped_before: Sequence[tuple[str, str]]) -> Record:
+        """Write one file of images and its record; ``skipped_before`` are unreadable images of other files."""
+        plan, bar, numbers = self.plan, self.bar, self.plan.images_of(number)
+        bar.update(max(0, numbers.start - bar.n))
+        temporary = self.folder / f".{uuid4().hex[:8]}"
+        labels: list[int] = []
+        sizes: list[int] = []
+        skipped: list[tuple[str, str]] = []
+        try:
+            with temporary.open("wb") as file:
+                self._write_header(file, len(numbers))
+                for chunk in self.chunks(numbers):
+                    file.writelines(chunk.images)
+                    labels += chunk.labels
+                    sizes += map(len, chunk.images) if plan.kind == "encoded" else []
+                    skipped += chunk.skipped
+                    bar.update(len(chunk.images) + len(chunk.skipped))
+                    if (bad := len(skipped_before) + len(skipped)) > self.max_bad_fraction * plan.images:
+                        name, reason = (*skipped_before, *skipped)[0]
+                        raise DataError(
+                            f"data.max_bad_fraction = {self.max_bad_fraction:g} is passed: {bad} of {plan.images} "
+                            f"images are unreadable so far, first {name}: {reason}; fix or remove them, or raise it to "
+                            "skip them"
+                        )
+                file.seek(0)
+                self._write_header(file, len(labels))
+            sync(temporary)
+            record = Record(
+                labels=tuple(labels), sizes=tuple(sizes), skipped=tuple(skipped), sha256=sha256_of(temporary)
+            )
+            temporary.replace(self.folder / shard_name(plan.kind, number))
+            temporary.write_text(record.model_dump_json())
+            sync(temporary)
+            temporary.replace(self.folder / _record_name(number))
+        finally:
+            temporary.unlink(missing_ok=True)
+        return record
+
+    def _write_header(self, file: BinaryIO, count: int) -> None:
+        """Start a ``.npy`` of so many images. numpy pads the header so that the number can change in place later."""
+        if self.plan.kind != "encoded":
+            descr = "<f2" if self.plan.kind == "latents" else "|u1"
+            header = {"descr": descr, "fortran_order": False, "shape": (count, *self.plan.shape)}
+            np.lib.format.write_array_header_1_0(file, header)
+
+
+def _describe(
+    folder: Path,
+    plan: Plan,
+    records: Sequence[Record],
+    spec: DataSpec,
+    classes: tuple[str, ...],
+    made_of: Mapping[str, str],
+) -> None:
+    """Write what a cache has besides its images."""
+    labels = [label for record in records for label in record.labels]
+    skipped = [image for record in records for image in record.skipped]
+    files = {LABELS: np.array(labels, np.int64)}
+    if plan.kind == "encoded":
+        files[OFFSETS] = np.cumsum([0, *(size for record in records for size in record.sizes)])
+    for name, array in files.items():
+        np.save(folder / name, array)
+    if skipped:
+        report = "".join(f"{name}\t{reason}\n" for name, reason in skipped)
+        (folder / SKIPPED).write_text(report, encoding="utf-8", errors="backslashreplace")
+    checksums = {shard_name(plan.kind, number): record.sha256 for number, record in enumerate(records)}
+    meta = CacheMeta(
+        format=FORMAT,
+        source=spec.source,
+        folder=spec.name if spec.path is None else str(spec.path),
+        count=len(labels),
+        shape=plan.shape,
+        classes=classes,
+        skipped=len(skipped),
+        sha256=checksums | {name: sha256_of(folder / name) for name in files} | dict(made_of),
+        kind=plan.kind,
+        shards=tuple(len(record.labels) for record in records) if len(records) > 1 else (),
+    )
+    # Without defaults: any version reads a cache of one file of pixels.
+    (folder / META).write_text(meta.model_dump_json(indent=2, exclude_defaults=True) + "\n", encoding="utf-8")
+    for name in (*files, META, *([SKIPPED] if skipped else [])):
+        sync(folder / name)
+    sync(folder)
