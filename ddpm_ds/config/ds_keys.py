@@ -72,7 +72,7 @@ PAIR = Kind(
     lambda value: isinstance(value, list) and len(value) == 2 and all(_number(item, 0, 1) for item in value),
 )
 CUTS = Kind(
-    '"flops", "measured", "parameters", "uniform" or a rising list of whole numbers from 1 to 512',
+    f'"flops", "measured", "parameters", "uniform" or a rising list of whole numbers from 1 to {MOST_LAYERS}',
     lambda value: (
         value in ("flops", "measured", "parameters", "uniform")
         or (

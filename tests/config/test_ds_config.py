@@ -437,7 +437,7 @@ def test_numbers_that_agree_with_the_spec_are_taken() -> None:
         (
             {"pipeline__partition": [3, 3]},
             'pipeline.partition = [3, 3] should be "flops", "measured", "parameters", "uniform" or a rising list of '
-            'whole numbers from 1 to 512 or "auto"',
+            'whole numbers from 1 to 256 or "auto"',
         ),
         (
             {"zero_optimization__overlap_comm": True},
