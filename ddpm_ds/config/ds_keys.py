@@ -381,16 +381,11 @@ class Refusal:
         return off or one_of(*self.harmless).accepts(value)
 
 
-def _refusals() -> dict[str, Refusal]:
-    found = {}
-    for reason, names in _REFUSED.items():
-        for item in names.split():
-            name, _, values = item.partition("=")
-            found[name] = Refusal(reason, tuple(json.loads(value) for value in values.split("|") if value))
-    return found
-
-
-REFUSED: dict[str, Refusal] = _refusals()
+REFUSED = {
+    name: Refusal(reason, tuple(json.loads(value) for value in values.split("|") if value))
+    for reason, names in _REFUSED.items()
+    for name, _, values in (item.partition("=") for item in names.split())
+}
 
 
 def zero_only_keys() -> list[tuple[str, str]]:

@@ -8,21 +8,11 @@ appears in ``docs/spec.md`` and in the JSON schema that editors read.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
-    model_validator,
-)
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, core_schema
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from ddpm_ds.command_line import LONGEST_EMA, MOST_BATCH, SHORTEST_EMA
 from ddpm_ds.data.sources import SOURCES
@@ -95,27 +85,21 @@ def _printable(text: str) -> str:
 Title = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_printable)]
 
 
-@dataclass(frozen=True)
-class OneOf:
-    """Annotation of a text field that takes one of the names of a registry, which may still grow."""
+def _one_of(choices: Mapping[str, Any]) -> AfterValidator:
+    """Return the check of a text field that takes one of the names of a registry, which may still grow."""
 
-    choices: Mapping[str, Any]
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._known, handler(source))
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return {**handler(schema), "enum": [*self.choices]}
-
-    def _known(self, name: str) -> str:
-        if name not in self.choices:
-            raise PydanticKnownError("literal_error", {"expected": " or ".join(map(repr, self.choices))})
+    def known(name: str) -> str:
+        if name not in choices:
+            raise PydanticKnownError("literal_error", {"expected": " or ".join(map(repr, choices))})
         return name
 
+    return AfterValidator(known)
 
-def _listed(what: str, choices: Mapping[str, Any]) -> str:
+
+def _listed(what: str, choices: Mapping[str, Any]) -> Any:
     """Return the documentation of a field that takes one of these names, each in the words of its entry."""
-    return f"{what}: {', '.join(f'{name} ({choice.about})' for name, choice in choices.items())}."
+    about = f"{what}: {', '.join(f'{name} ({choice.about})' for name, choice in choices.items())}."
+    return Field(description=about, json_schema_extra=lambda schema: schema.update(enum=[*choices]))
 
 
 class Section(BaseModel):
@@ -127,7 +111,7 @@ class Section(BaseModel):
 class DataSpec(Section):
     """Which images are learned."""
 
-    source: Annotated[str, OneOf(SOURCES), Field(description=_listed("Where images come from", SOURCES))]
+    source: Annotated[str, _one_of(SOURCES), _listed("Where images come from", SOURCES)]
     path: FilePath | None = None
     """What the source reads: for `folder` a folder of images, whose subfolders are classes, for `zip` and `arrays` a
     file, for `webdataset` and `huggingface` either. Others refuse a path."""
@@ -222,7 +206,7 @@ class UnetSpec(Section):
 class DiffusionSpec(Section):
     """The forward process and what the U-Net predicts."""
 
-    schedule: Annotated[str, OneOf(SCHEDULES), Field(description=_listed("Noise schedule", SCHEDULES))] = "linear"
+    schedule: Annotated[str, _one_of(SCHEDULES), _listed("Noise schedule", SCHEDULES)] = "linear"
     timesteps: Timesteps = 1000
     """Number of noise levels T; edm and flow have none."""
     beta_start: Small = 1e-4
@@ -231,9 +215,7 @@ class DiffusionSpec(Section):
     """Last beta of the linear schedule."""
     zero_terminal_snr: bool = False
     """Rescale the betas so that the last timestep is noise alone (Lin et al.); not with eps, which is known there."""
-    objective: Annotated[str, OneOf(OBJECTIVES), Field(description=_listed("What the U-Net predicts", OBJECTIVES))] = (
-        "eps"
-    )
+    objective: Annotated[str, _one_of(OBJECTIVES), _listed("What the U-Net predicts", OBJECTIVES)] = "eps"
     sigma_data: Sigma = 0.5
     """Standard deviation that edm takes images in [-1, 1] to have."""
     noise_mean: Annotated[float, Field(ge=-10.0, le=10.0)] | None = None
@@ -360,7 +342,7 @@ _STEPS = "Steps to an image, an evaluation of the U-Net each, under heun two but
 class SamplerSpec(Section):
     """How images are drawn, while training and by `ddpm-ds sample`."""
 
-    kind: Annotated[str, OneOf(SAMPLERS), Field(description=_listed("Sampler", SAMPLERS))] = "dpm_solver"
+    kind: Annotated[str, _one_of(SAMPLERS), _listed("Sampler", SAMPLERS)] = "dpm_solver"
     steps: Annotated[Timesteps | None, Field(description=_STEPS)] = None
     spacing: Literal["trailing", "leading", "linspace"] = "trailing"
     """Which timesteps are visited (names of diffusers): trailing starts at the last one, as training does."""

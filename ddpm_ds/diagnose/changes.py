@@ -234,7 +234,7 @@ def workers(model: Model) -> Ideas:
     """Propose as many loader processes as keep up with the steps; more than cores only to wait for a disk."""
     now, workers, residence = model.now, model.facts.spec.data.workers, model.facts.residence
     most = MOST_WORKERS if residence is None or not residence.in_memory else min(MOST_WORKERS, residence.cores)
-    wait = max(rank.data_wait for rank in model.facts.ranks)
+    wait = max(rank.data_wait_seconds for rank in model.facts.ranks)
     alone = model.step_seconds(replace(now, data_wait=0.0))
     readers = max(1, workers)  # without workers two threads read, which give as much as one worker (docs/data.md)
     work = readers * (alone + wait)

@@ -89,15 +89,6 @@ class RunPlan:
 
         return run_exchange(self.ds, self.layers, self.bounds, weight_passes(self.programs, self.ds.schedule))
 
-    def sent_bytes(self, stage: Stage) -> int:
-        """Bytes that ``stage`` sends to the next one in one step; as many come back as gradients."""
-        return stage.sent_elements * self.images_per_replica * ELEMENT_BYTES[self.ds.precision]
-
-    @property
-    def images_per_replica(self) -> int:
-        """Images of one step that one pipeline works on."""
-        return self.ds.layout.batch_images // self.ds.layout.replicas
-
 
 def plan_run(
     spec_path: Path,
@@ -144,10 +135,11 @@ def on_hosts(plan: RunPlan, names: Sequence[str]) -> RunPlan:
 
 def stage_table(plan: RunPlan) -> str:
     """Return the stages as a table: layers, parameters, forward flops, bytes sent per step."""
-    header = ("stage", "layers", "first", "last", "parameters", "forward GFLOP/image", "share", "sent MB/step")
-    grid = plan.grid() if plan.several_hosts else None
-    rows = [[*header, *(["host"] if grid else [])]]
+    header = ["stage", "layers", "first", "last", "parameters", "forward GFLOP/image", "share", "sent MB/step"]
+    grid, layout = plan.grid() if plan.several_hosts else None, plan.ds.layout
+    rows = [[*header, "host"] if grid else header]
     for stage in plan.stages:
+        sent = stage.sent_elements * layout.batch_images // layout.replicas * ELEMENT_BYTES[plan.ds.precision]
         row = [
             f"{stage.index} on rank {stage.rank}" if folds(plan.ds.schedule) else str(stage.index),
             str(stage.layers),
@@ -156,7 +148,7 @@ def stage_table(plan: RunPlan) -> str:
             f"{stage.parameters:,}",
             f"{stage.forward_flops / 1e9:.4f}",
             f"{stage.forward_flops / (2 * plan.macs):.1%}",
-            f"{plan.sent_bytes(stage) / 1e6:.2f}",
+            f"{sent / 1e6:.2f}",
         ]
         if grid:
             names = list(dict.fromkeys(map(str, grid.hosts_of(stage.rank))))
@@ -212,7 +204,8 @@ def describe_plan(plan: RunPlan, run_dir: Path) -> str:
         f"U-Net        {plan.parameters:,} parameters in {len(plan.layers)} layers, "
         f"{2 * plan.macs / 1e9:.4f} GFLOP forward per image",
         f"precision    {ds.precision}, ZeRO-{ds.zero_stage}, activation checkpointing {recompute}",
-        f"layout       {layout_words(plan)}",
+        f"layout       {counted(layout.world_size, 'process')}: {counted(layout.stages, 'stage')} x "
+        f"{counted(layout.replicas, 'replica')}{f', schedule {ds.schedule}' if layout.stages > 1 else ''}",
         *([f"stages       {plan.chosen}"] if plan.chosen else []),
         *([line] if (line := hosts_line(plan)) else []),
         f"batch        {counted(layout.batch_images, 'image')} = {counted(layout.micro_batches, 'micro-batch')} of "
@@ -236,16 +229,6 @@ def describe_plan(plan: RunPlan, run_dir: Path) -> str:
         stage_table(plan),
     ]
     return "\n".join(lines)
-
-
-def layout_words(plan: RunPlan) -> str:
-    """Return the layout in a few words: ``4 processes: 2 stages x 2 replicas, 1f1b``."""
-    layout = plan.ds.layout
-    schedule = f", schedule {plan.ds.schedule}" if layout.stages > 1 else ""
-    return (
-        f"{counted(layout.world_size, 'process')}: {counted(layout.stages, 'stage')} x "
-        f"{counted(layout.replicas, 'replica')}{schedule}"
-    )
 
 
 def _regular(name: str, what: str, every_images: int | None, forwards: int) -> str:

@@ -13,6 +13,7 @@ from ddpm_ds.config.ds_config import resolve
 from ddpm_ds.errors import LayoutError, UserError
 from ddpm_ds.pipeline.placement import AcrossHosts
 from ddpm_ds.predict.layouts import Candidate, ds_config, layouts
+from ddpm_ds.predict.memory import peak_bytes, pipeline_memory
 from ddpm_ds.predict.predictor import Prediction, Predictor
 
 
@@ -66,7 +67,7 @@ def candidates(predictor: Predictor) -> list[Candidate]:
     machine = predictor.machine
     possible = layouts(predictor.job, machine.devices, offload=not machine.is_cpu, nodes=machine.nodes)
     for layout in tqdm(list(possible), "cutting the U-Net", unit=" layouts", delay=3, leave=False, disable=None):
-        if not predictor.can_cut(layout):
+        if predictor.cut(layout) is None:
             continue
         kind = (layout.schedule, layout.zero_stage, layout.offload, layout.checkpoint_interval)
         if kind not in accepted:
@@ -92,7 +93,7 @@ def sort_out(predictor: Predictor, considered: Sequence[Candidate]) -> tuple[lis
 
 def _needs(predictor: Predictor, layout: Candidate) -> int:
     """Return the bytes that the fullest rank holds."""
-    return max(memory.total for memory in predictor.memory(layout))
+    return peak_bytes(predictor.job, layout, predictor.bounds(layout))
 
 
 def _fastest(predictor: Predictor, fitting: Sequence[Candidate], top: int) -> tuple[Prediction, ...]:
@@ -157,11 +158,12 @@ def _nothing(predictor: Predictor, misfits: Sequence[Candidate]) -> LayoutError:
             f"use --set train.batch_images={-(-batch // devices) * devices} or another number of devices"
         )
     nearest = min(misfits, key=lambda layout: _needs(predictor, layout))
-    needs, rank = max((memory.total, -rank) for rank, memory in enumerate(predictor.memory(nearest)))
+    totals = [memory.total for memory in pipeline_memory(job, nearest, predictor.bounds(nearest))]
+    needs, rank = max(totals), totals.index(max(totals))
     device = machine.memory_bytes * needs / machine.usable_bytes
     return LayoutError(
         f"nothing fits {devices} devices of {gib(machine.memory_bytes)} ({gib(machine.usable_bytes)} of it usable); "
-        f"the nearest, {nearest.words()}, is {gib(needs - machine.usable_bytes)} over on rank {-rank}; use more "
+        f"the nearest, {nearest.words()}, is {gib(needs - machine.usable_bytes)} over on rank {rank}; use more "
         f"devices, devices of {_rounded_up(device)} or a smaller train.batch_images"
     )
 

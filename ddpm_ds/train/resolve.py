@@ -15,7 +15,7 @@ from ddpm_ds.pipeline.schedule import Program
 from ddpm_ds.predict.auto import measured_cuts, planned_order
 from ddpm_ds.predict.layouts import Candidate, Workload
 from ddpm_ds.predict.machine import usable
-from ddpm_ds.predict.memory import checkpoint_interval, pipeline_memory
+from ddpm_ds.predict.memory import checkpoint_interval, peak_bytes
 from ddpm_ds.predict.plan import RunPlan, stage_table
 from ddpm_ds.processes.process_group import decided_by_rank_0
 
@@ -62,7 +62,7 @@ def decide(plan: RunPlan, device: torch.device) -> RunPlan:
         interval = checkpoint_interval(job, fewest, plan.bounds, memory)
     if in_flight == "auto" and plan.ds.schedule == "planned":
         layout = Candidate.of(plan.ds, interval)
-        fullest = max(rank.total for rank in pipeline_memory(job, layout, plan.bounds))
+        fullest = peak_bytes(job, layout, plan.bounds)
         in_flight = layout.most_held if fullest <= usable(memory, on_cpu=job.on_cpu) else layout.stages
     decided = replace(plan.ds, checkpoint_interval=interval, in_flight=in_flight, across_hosts=plan.across)
     return replace(plan, ds=decided)

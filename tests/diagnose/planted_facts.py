@@ -109,8 +109,8 @@ class Bench:
         return (
             RankFacts(
                 tuple(replace(phase, apart_seconds=0.0) for phase in phases),
-                data_wait=self.micro_batches * reading,
-                optimizer=update,
+                data_wait_seconds=self.micro_batches * reading,
+                optimizer_seconds=update,
             ),
             RankCosts((with_reading, *rest), optimizer_seconds=update),
         )
@@ -129,7 +129,7 @@ class Bench:
             job=Workload(self.spec, self.config, on_cpu=True),
             setup=setup,
             partition=self.cuts or "measured",
-            ranks=tuple(replace(rank, wait=wait) for rank, wait in zip(ranks, step.wait_seconds, strict=True)),
+            ranks=tuple(replace(rank, wait_seconds=wait) for rank, wait in zip(ranks, step.wait_seconds, strict=True)),
             step_seconds=step.step_seconds,
             peak_flops_per_second=4e9,
             overflows=Overflows(),
@@ -157,14 +157,14 @@ def write_run(run_dir: Path, facts: FinishedRun, **summary: Any) -> Path:
             "rank": rank * setup.replicas + replica,
             "pipeline_rank": rank,
             "replica": replica,
-            **{f"{part}_seconds": getattr(own, part) for part in parts},
+            **{f"{part}_seconds": getattr(own, f"{part}_seconds") for part in parts},
             "phases": [
                 {
                     "forward_seconds_per_micro_batch": phase.forward_seconds,
                     "backward_seconds_per_micro_batch": phase.backward_seconds,
                     "weight_seconds_per_micro_batch": phase.weight_seconds,
-                    "wait_seconds": own.wait / len(own.phases),
-                    "send_seconds": own.send / len(own.phases),
+                    "wait_seconds": own.wait_seconds / len(own.phases),
+                    "send_seconds": own.send_seconds / len(own.phases),
                     "activation_bytes": phase.activation_bytes,
                     "gradient_bytes": phase.gradient_bytes,
                 }

@@ -240,7 +240,7 @@ def test_pauses_are_a_share_of_the_run(pauses: Pauses, evaluation_seconds: float
 def test_without_a_better_setting_nothing_is_named() -> None:
     facts = Bench(ranks=1, micro_batches=1).traced()
     (rank,) = facts.ranks
-    busy = replace(facts, ranks=(replace(rank, load=facts.step_seconds),), step_seconds=2 * facts.step_seconds)
+    busy = replace(facts, ranks=(replace(rank, load_seconds=facts.step_seconds),), step_seconds=2 * facts.step_seconds)
     found = verdict(busy)
     assert (found.top, found.change) == ("transfers", None)
     assert found.shares["transfers"] == pytest.approx(0.5, abs=0.01)
@@ -267,8 +267,8 @@ def test_unequal_stages_of_a_planned_run_are_no_bubble() -> None:
 def test_waiting_is_never_explained_twice() -> None:
     """A trace in which ranks waited less than a simulation says is shared out as it was."""
     facts = Bench(micro_batches=2).traced()
-    ranks = tuple(replace(rank, wait=rank.wait / 2) for rank in facts.ranks)
+    ranks = tuple(replace(rank, wait_seconds=rank.wait_seconds / 2) for rank in facts.ranks)
     found = shares(Model(replace(facts, ranks=ranks)))
-    waited, busy = sum(rank.wait for rank in ranks), sum(2 * rank.pass_seconds for rank in ranks)
+    waited, busy = sum(rank.wait_seconds for rank in ranks), sum(2 * rank.pass_seconds for rank in ranks)
     assert found["bubble"] + found["imbalance"] == pytest.approx(waited / (waited + busy), rel=0.01)
     assert found["communication"] == 0

@@ -43,7 +43,7 @@ def test_predicted_memory_is_what_ranks_hold(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     counted = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     ratios = {
-        f"{precision} {layout} rank {rank}": predictor.memory(layout)[rank % layout.stages].total
+        f"{precision} {layout} rank {rank}": predictor.predict(layout).memory[rank % layout.stages].total
         / counted[rank][number]
         for number, ((precision, layout), predictor) in enumerate(zip(CASES, predictors, strict=True))
         for rank in range(2)

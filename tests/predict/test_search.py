@@ -151,13 +151,13 @@ def test_cuts_are_moved_as_long_as_a_step_gets_shorter_and_fits(no_communicators
     found, peak = free.bounds(layout), free.predict(layout).peak.total
     free.improve(layout)
     best, moved = free.bounds(layout), free.predict(layout)
-    around = [free.simulate(layout, bounds=cuts) for cuts in neighbouring(free.job.layers, best, "planned")]
+    around = [free.simulate(layout, cuts) for cuts in neighbouring(free.job.layers, best, "planned")]
     assert moved.step_seconds * (1 - predict.LEAST_GAIN) <= min(step.step_seconds for step in around)
-    assert moved.step_seconds < free.simulate(layout, bounds=found).step_seconds and moved.peak.total > peak
+    assert moved.step_seconds < free.simulate(layout, found).step_seconds and moved.peak.total > peak
     tight = small_predictor(4, memory_bytes=int(peak / USABLE_MEMORY) + 1, **SLOW_LINKS)
     tight.improve(layout)
     assert tight.predict(layout).peak.total <= tight.machine.usable_bytes
-    assert tight.predict(layout).step_seconds <= free.simulate(layout, bounds=found).step_seconds
+    assert tight.predict(layout).step_seconds <= free.simulate(layout, found).step_seconds
 
 
 def test_cuts_heed_messages_where_that_is_faster(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,7 +125,7 @@ def test_every_row_trains_the_same_on_two_stages_and_what_it_sends_is_counted(
     done = run_ranks(processes, BENCH, *words)
     report, found = results(done, file)
     plan = plan_run(DIGITS, TINY, REPOSITORY / "ds_configs" / config, world_size=processes, stages=2)
-    images, replicas = plan.images_per_replica, plan.ds.layout.replicas
+    images, replicas = plan.ds.layout.batch_images // plan.ds.layout.replicas, plan.ds.layout.replicas
     assert list(found) == [name for name in rows if name != "plain"]
     reference = found["1f1b"]["first_losses"]
     assert reference[-1] != reference[3]
