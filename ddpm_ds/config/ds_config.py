@@ -136,6 +136,10 @@ ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 """Bytes of a weight, of an element sent between stages and of a gradient, by precision."""
 
 
+CutMethod = Literal["flops", "measured", "parameters", "uniform"]
+"""Method of cutting the U-Net into stages, where the JSON does not list the cuts."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Layout of a run: processes = stages x replicas, batch = replicas x micro-batches x micro-batch.
@@ -160,7 +164,7 @@ class ResolvedDsConfig:
     """
 
     layout: Layout
-    partition: Literal["flops", "measured", "parameters", "uniform"] | list[int]
+    partition: CutMethod | list[int]
     schedule: Literal["1f1b", "folded", "planned"]
     in_flight: int | Literal["auto"]
     """Most micro-batches that a rank of a planned pipeline holds."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
-from ddpm_ds.config.ds_config import ELEMENT_BYTES, zero_stage
+from ddpm_ds.config.ds_config import ELEMENT_BYTES, CutMethod, zero_stage
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.data.residence import Residence
@@ -30,8 +30,6 @@ RESIDENCE = "store.json"
 
 FIRST_SCALE_POWER = 16
 """Power of two of DeepSpeed's initial loss scale."""
-Method = Literal["flops", "measured", "parameters", "uniform"]
-"""Method of cutting named in the JSON, where it does not list the cuts."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ class FinishedRun:
     job: Workload
     setup: Setup
     """Layout of the traced step."""
-    partition: Method | tuple[int, ...]
+    partition: CutMethod | tuple[int, ...]
     """Method of cutting, or the cuts, as in the JSON."""
     ranks: tuple[RankFacts, ...]
     """Ranks of one pipeline."""

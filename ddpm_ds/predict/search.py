@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -55,8 +56,10 @@ def search(predictor: Predictor, top: int, among: Sequence[Candidate] | None = N
     if (across := best[0].layout.across) != "auto":
         other: AcrossHosts = "replicas" if across == "stages" else "stages"
         turned = predictor.predict(replace(best[0].layout, across=other))
-    tempting = _tempting(predictor, misfits, best[0].step_seconds)
-    return Plan(predictor, best, len(fitting), len(misfits), tempting, turned)
+    limit = best[0].step_seconds
+    known = [layout for layout in misfits if predictor.knows_times(layout)]  # timing others would take long
+    faster = (one for one in _fastest(predictor, known, 1, limit) if one.step_seconds < limit)
+    return Plan(predictor, best, len(fitting), len(misfits), next(faster, None), turned)
 
 
 def candidates(predictor: Predictor) -> list[Candidate]:
@@ -96,11 +99,12 @@ def _needs(predictor: Predictor, layout: Candidate) -> int:
     return peak_bytes(predictor.job, layout, predictor.bounds(layout))
 
 
-def _fastest(predictor: Predictor, fitting: Sequence[Candidate], top: int) -> tuple[Prediction, ...]:
-    """Predict in the order of lower bounds until no other can be among the fastest."""
+def _fastest(
+    predictor: Predictor, among: Sequence[Candidate], top: int, limit: float = math.inf
+) -> tuple[Prediction, ...]:
+    """Predict in the order of lower bounds until no other can be among the fastest, or faster than ``limit``."""
     best: dict[tuple[int, str, int], Prediction] = {}
-    limit = float("inf")
-    for bound, layout in sorted(((predictor.lower_bound(one), one) for one in fitting), key=lambda pair: pair[0]):
+    for bound, layout in sorted(((predictor.lower_bound(one), one) for one in among), key=lambda pair: pair[0]):
         if bound > limit:
             break
         prediction = predictor.predict(layout)
@@ -108,29 +112,13 @@ def _fastest(predictor: Predictor, fitting: Sequence[Candidate], top: int) -> tu
         if key not in best or _order(prediction) < _order(best[key]):
             best[key] = prediction
         if len(best) >= top:
-            limit = sorted(one.step_seconds for one in best.values())[top - 1]
+            limit = min(limit, sorted(one.step_seconds for one in best.values())[top - 1])
     return tuple(sorted(best.values(), key=_order)[:top])
 
 
 def _order(prediction: Prediction) -> tuple[float, int]:
     """Sort key: the fastest first, and of equally fast ones the one that needs least memory."""
     return prediction.step_seconds, prediction.peak.total
-
-
-def _tempting(predictor: Predictor, misfits: Sequence[Candidate], limit: float) -> Prediction | None:
-    """Return the fastest misfit below ``limit`` seconds, among micro-batches whose layers have been timed.
-
-    Timing others would take long and tell little.
-    """
-    timed = [(predictor.lower_bound(layout), layout) for layout in misfits if predictor.knows_times(layout)]
-    best: Prediction | None = None
-    for bound, layout in sorted(timed, key=lambda pair: pair[0]):
-        if bound >= limit:
-            break
-        prediction = predictor.predict(layout)
-        if prediction.step_seconds < limit:
-            best, limit = prediction, prediction.step_seconds
-    return best
 
 
 def _is_accepted(predictor: Predictor, layout: Candidate) -> bool:

@@ -96,21 +96,19 @@ def check_accepted(facts: FinishedRun, change: Change, folder: Path) -> None:
 
 def changed(bench: Bench, change: Change) -> Bench:
     """The machine with a change made."""
-    pipeline = change.config.get("pipeline", {})
-    zero = change.config.get("zero_optimization", {})
-    values: dict[str, Any] = {"cuts": None} if "partition" in pipeline else {}
-    values |= {"interval": 0} if "activation_checkpoint_interval" in pipeline else {}
-    values |= {"zero_stage": zero["stage"]} if zero else {}
-    values["schedule"] = pipeline.get("schedule", bench.schedule)
-    values["micro_batches"] = change.config.get("gradient_accumulation_steps", bench.micro_batches)
-    for option in change.options:
-        name, _, value = option.replace("--set ", "").replace("-p ", "-p=").partition("=")
-        if name == "-p":
-            values |= {"ranks": int(value), "replicas": bench.ranks * bench.replicas // int(value)}
-        else:
-            assert name == "data.workers"
-            values["workers"] = int(value)
-    return replace(bench, **values)
+    fields = {
+        "-p": "ranks",
+        "data.workers": "workers",
+        "ds.gradient_accumulation_steps": "micro_batches",
+        "ds.pipeline.activation_checkpoint_interval": "interval",
+        "ds.pipeline.partition": "cuts",
+        "ds.pipeline.schedule": "schedule",
+        "ds.zero_optimization.stage": "zero_stage",
+    }
+    settings = {name: value for name, value in change.settings.items() if name != "ds.train_micro_batch_size_per_gpu"}
+    values = {fields[name]: value for name, value in settings.items()}
+    values |= {"cuts": None} if "cuts" in values else {}
+    return replace(bench, **values, replicas=bench.ranks * bench.replicas // values.get("ranks", bench.ranks))
 
 
 def test_a_run_in_which_little_is_lost_is_healthy() -> None:
