@@ -43,7 +43,6 @@ class RunPlan:
     ds_path: Path
     layers: tuple[Layer, ...]
     bounds: tuple[int, ...]
-    stages: tuple[Stage, ...]
     hosts: tuple[str, ...]
     """Host of each global rank; empty while unknown, since hosts may differ in their number of ranks."""
     programs: tuple[Program, ...] | None = None
@@ -65,6 +64,11 @@ class RunPlan:
     def steps(self) -> int:
         """Optimizer steps; the last batch is whole even where ``train.images`` is not a multiple of it."""
         return -(-self.spec.train.images // self.ds.layout.batch_images)
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages, in the order of the layers."""
+        return describe(self.layers, self.bounds, self.ds.schedule)
 
     @cached_property
     def across(self) -> AcrossHosts:
@@ -124,8 +128,7 @@ def plan_run(
     layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
     bounds = partition(layers, ds.layout.stages, ds.planned_partition, ds.schedule)
     names = ("0",) * world_size if hosts is None else tuple(hosts)
-    table = describe(layers, bounds, ds.schedule)
-    return RunPlan(spec, spec_path, ds, ds_path, layers, bounds, table, names, chosen=chosen)
+    return RunPlan(spec, spec_path, ds, ds_path, layers, bounds, names, chosen=chosen)
 
 
 def on_hosts(plan: RunPlan, names: Sequence[str]) -> RunPlan:

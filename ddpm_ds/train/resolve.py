@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from ddpm_ds.device import memory_bytes
 from ddpm_ds.observe.device_speed import LayerTimes, measured_times
-from ddpm_ds.pipeline.cuts import describe
 from ddpm_ds.pipeline.schedule import Program
 from ddpm_ds.predict.auto import measured_cuts, planned_order
 from ddpm_ds.predict.layouts import Candidate, Workload
@@ -37,7 +36,7 @@ def cut_and_ordered(plan: RunPlan, device: torch.device) -> RunPlan:
 
     if measured:
         bounds = decided_by_rank_0(lambda: measured_cuts(plan.spec, plan.ds, times), tuple[int, ...])
-        plan = replace(plan, bounds=bounds, stages=describe(plan.layers, bounds, plan.ds.schedule))
+        plan = replace(plan, bounds=bounds)
         if dist.get_rank() == 0:
             print(f"\ncut by the layers' times on this device\n{stage_table(plan)}", flush=True)
     if not plan.ds.is_ordered:
