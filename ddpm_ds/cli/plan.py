@@ -98,7 +98,7 @@ def _plan(options: argparse.Namespace) -> None:
     print(f"U-Net    {spec.name}: {parameters:,} parameters, {job.precision}, {spec.train.batch_images} images a step")
     print(f"devices  {devices.words()}")
     print(f"layers   {'timed on this machine' if options.measure else 'computed, not timed (--measure times them)'}\n")
-    print(report(found, devices))
+    print(report(found))
     first = found.best[0].layout
     if options.out is not None:
         options.out.write_text(json.dumps(found.ds_config(), indent=2) + "\n")

@@ -19,7 +19,7 @@ from ddpm_ds.observe.device_speed import LayerTimes
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.placement import across_hosts, launched_hosts
 from ddpm_ds.pipeline.schedule import Program
-from ddpm_ds.predict.costs import APART, analytic_times, link
+from ddpm_ds.predict.costs import APART, link
 from ddpm_ds.predict.finished_run import mean_ranks
 from ddpm_ds.predict.layouts import Candidate, Workload
 from ddpm_ds.predict.machine import machine, most_alike, this_machine
@@ -123,7 +123,7 @@ def _predictor(
         memory_bytes=memory,
     )
     job = Workload(spec, config, devices.is_cpu)
-    return Predictor(job, devices, times(job) if times else analytic_times(job, devices))
+    return Predictor(job, devices, times(job) if times else None)
 
 
 def _layouts(ds: ResolvedDsConfig, predictor: Predictor) -> list[Candidate]:

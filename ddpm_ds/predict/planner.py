@@ -64,13 +64,12 @@ def plan(
         network_bandwidth=network_bandwidth,
     )
     with _without_accelerator():
-        from ddpm_ds.predict.costs import analytic_times
         from ddpm_ds.predict.layouts import Workload
         from ddpm_ds.predict.predictor import Predictor
         from ddpm_ds.predict.search import candidates, search, sort_out
 
     job = Workload(spec, config, devices.is_cpu)
-    predictor = Predictor(job, devices, analytic_times(job, devices))
+    predictor = Predictor(job, devices)
     among = candidates(predictor)
     if times is not None and (fitting := sort_out(predictor, among)[0]):  # nothing is timed for what does not fit
         among, predictor = fitting, Predictor(job, devices, times(job, devices))

@@ -11,7 +11,7 @@ from ddpm_ds.observe.device_speed import LayerSeconds, LayerTimes
 from ddpm_ds.pipeline.cuts import Room, neighbouring, weighted
 from ddpm_ds.pipeline.placement import Traffic
 from ddpm_ds.pipeline.schedule import Program
-from ddpm_ds.predict.costs import crossing_seconds, link, planned_costs, step_traffic
+from ddpm_ds.predict.costs import analytic_times, crossing_seconds, link, planned_costs, step_traffic
 from ddpm_ds.predict.layouts import Candidate, Workload
 from ddpm_ds.predict.machine import Machine
 from ddpm_ds.predict.memory import Memory, layer_bytes, peak_bytes, pipeline_memory
@@ -63,7 +63,8 @@ class Predictor:
 
     job: Workload
     machine: Machine
-    times: LayerTimes
+    times: LayerTimes | None = None
+    """Times of the layers; without them they are computed."""
     _times: dict[int, Sequence[LayerSeconds]] = field(default_factory=dict)
     _cuts: dict[tuple[str, int, int, str], Bounds | None] = field(default_factory=dict)
     _own_cuts: dict[Candidate, Bounds] = field(default_factory=dict)
@@ -196,7 +197,7 @@ class Predictor:
 
     def _layer_times(self, images: int) -> Sequence[LayerSeconds]:
         if images not in self._times:
-            self._times[images] = self.times(images)
+            self._times[images] = (self.times or analytic_times(self.job, self.machine))(images)
         return self._times[images]
 
     def _fastest_cut(self, layout: Candidate, room: Room | None) -> Bounds | None:

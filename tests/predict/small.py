@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.predict.costs import analytic_times
 from ddpm_ds.predict.layouts import Workload
 from ddpm_ds.predict.machine import Machine, machine
 from ddpm_ds.predict.predictor import Predictor
@@ -26,6 +25,4 @@ def small_machine(devices: int, *, kind: str = "l4", **rates: Any) -> Machine:
 
 def small_predictor(devices: int, job: Workload | None = None, **rates: Any) -> Predictor:
     """Predicts with computed times."""
-    job = job or small_job()
-    devices_ = small_machine(devices, **rates)
-    return Predictor(job, devices_, analytic_times(job, devices_))
+    return Predictor(job or small_job(), small_machine(devices, **rates))

@@ -50,7 +50,7 @@ def test_the_first_is_the_fastest_of_all_and_the_others_follow_with_a_reason(pre
         key = (layout.stages, layout.schedule, layout.micro_batch_images)
         groups[key] = min(seconds, groups.get(key, seconds))
     assert [one.step_seconds for one in found.best] == sorted(groups.values())[:4]
-    layouts, memories, reason = report(found, predictor.machine).split("\n\n")
+    layouts, memories, reason = report(found).split("\n\n")
     assert layouts.split()[:4] == ["stages", "replicas", "schedule", "micro-batches"]
     assert [line.split()[0] for line in layouts.splitlines()[1:]] == ["1", "2", "3", "4"]
     parts = ["weights", "gradients", "optimizer", "ema", "activations", "buffers", "communicators", "total"]
@@ -84,7 +84,7 @@ def test_a_little_less_memory_than_the_first_needs_makes_another_the_first(predi
     assert found.tempting is not None and found.misfits > 0
     assert found.tempting.step_seconds < found.best[0].step_seconds
     assert found.tempting.peak.total > tight.machine.usable_bytes
-    assert f"{found.tempting.layout.words()} would take" in why(found, tight.machine)
+    assert f"{found.tempting.layout.words()} would take" in why(found)
 
 
 def test_where_nothing_fits_the_nearest_is_named_and_what_it_needs(no_communicators: None) -> None:
@@ -116,7 +116,7 @@ def test_both_ways_round_are_simulated_and_the_better_one_is_said() -> None:
         assert turned is not None and turned.layout == replace(first.layout, across=turned.layout.across)
         assert first.layout.across == first.layout.apart == kept != turned.layout.across
         assert first.step_seconds < turned.step_seconds and first.traffic.busiest < turned.traffic.busiest
-        said = why(found, apart.machine)
+        said = why(found)
         assert f"1 has its {kept} across nodes: " in said and f"with its {turned.layout.across} across them" in said
         assert ds_config(job, first.layout, apart.bounds(first.layout))["pipeline"]["across_hosts"] == kept
 
