@@ -671,12 +671,7 @@ def _check_ema(ema: EmaSpec, images: int) -> None:
 
 
 def check_sampler(
-    sampler: SamplerSpec,
-    diffusion: DiffusionSpec,
-    *,
-    classes: int | None,
-    guide: bool = False,
-    latents: bool = False,
+    sampler: SamplerSpec, diffusion: DiffusionSpec, *, classes: int | None, guide: bool = False, latents: bool = False
 ) -> None:
     """Check a sampler against the diffusion process and the U-Net; raises ValueError with one line.
 

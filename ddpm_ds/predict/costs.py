@@ -186,11 +186,7 @@ def shared(job: Workload, layout: Candidate) -> Sharing:
 
 
 def step_traffic(
-    job: Workload,
-    machine: Machine,
-    layout: Candidate,
-    bounds: Sequence[int],
-    programs: Sequence[Program] | None = None,
+    job: Workload, machine: Machine, layout: Candidate, bounds: Sequence[int], programs: Sequence[Program] | None = None
 ) -> Traffic:
     """Return the bytes of a step on all connections: messages between stages, gradients and weights among replicas."""
     sent = exchange(

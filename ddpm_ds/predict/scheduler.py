@@ -42,12 +42,7 @@ MOST_TRIED_PASSES = 25_000
 
 
 def planned(
-    schedule: Schedule,
-    micro_batches: int,
-    costs: Sequence[RankCosts],
-    link: Links = free,
-    *,
-    most_held: int,
+    schedule: Schedule, micro_batches: int, costs: Sequence[RankCosts], link: Links = free, *, most_held: int
 ) -> tuple[Program, ...]:
     """Return the programs of all ranks whose simulated step is the shortest that is found; a function of the arguments
     alone.

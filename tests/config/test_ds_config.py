@@ -506,11 +506,7 @@ def test_values_of_the_json_are_set_like_those_of_the_spec(tmp_path: Path) -> No
     file.write_text('{"pipeline": {"stages": 2}, "gradient_clipping": 1.0}')
     changes = ["unet.channels=8", "ds.pipeline.schedule=1f1b", "ds.pipeline.partition=[3]", "ds.fp16.enabled=true"]
     pipeline = {"stages": 2, "schedule": "1f1b", "partition": [3]}
-    assert read_ds_config(file, changes) == {
-        "pipeline": pipeline,
-        "gradient_clipping": 1.0,
-        "fp16": {"enabled": True},
-    }
+    assert read_ds_config(file, changes) == {"pipeline": pipeline, "gradient_clipping": 1.0, "fp16": {"enabled": True}}
     assert spec_overrides(changes) == ["unet.channels=8"]
     for bad, words in (
         ("ds.gradient_clipping.value=1", "--set ds.gradient_clipping.value=1: gradient_clipping is no block"),

@@ -137,10 +137,7 @@ def test_overrides_that_contradict_the_file_are_shown_beside_it() -> None:
         ("name: a\ndata:\n  channels: 1\n  channels: 3", ["channels is given twice"]),
         ("name: a\ndata: 3", ["data = 3 should be a section with source"]),
         ("name: a\nuent: {}", ["uent is unknown; did you mean unet?"]),
-        (
-            "name: a\ndata: {source: digits, channels: 1}",
-            ["data.image_size is missing; it takes a whole number"],
-        ),
+        ("name: a\ndata: {source: digits, channels: 1}", ["data.image_size is missing; it takes a whole number"]),
         ("nmae: a", ["nmae is unknown; did you mean name?"]),
     ],
 )
