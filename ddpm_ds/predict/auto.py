@@ -115,13 +115,9 @@ def _predictor(
 ) -> Predictor:
     """Return a predictor for processes on hosts like this one, with the layers' computed times unless given others."""
     kind, memory = this_machine(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
-    devices = machine(
-        kind or most_alike(memory),
-        half=precision(config) != "fp32",
-        devices=world_size,
-        nodes=len(set(launched_hosts(world_size))) or 1,
-        memory_bytes=memory,
-    )
+    half, nodes = precision(config) != "fp32", len(set(launched_hosts(world_size))) or 1
+    devices = machine(kind or most_alike(memory), half=half, devices=world_size, nodes=nodes)
+    devices = replace(devices, memory_bytes=memory)
     job = Workload(spec, config, devices.is_cpu)
     return Predictor(job, devices, times(job) if times else None)
 

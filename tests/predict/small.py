@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ddpm_ds.config.spec import RunSpec
@@ -18,9 +19,9 @@ def small_job(spec: RunSpec | None = None, *, on_cpu: bool = False, **config: An
     return Workload(spec or tiny_spec(), {"optimizer": ADAMW, **config}, on_cpu)
 
 
-def small_machine(devices: int, *, kind: str = "l4", **rates: Any) -> Machine:
-    """Devices of a kind in one node, unless ``nodes`` says otherwise."""
-    return machine(kind, half=False, devices=devices, **{"nodes": 1, **rates})
+def small_machine(devices: int, *, kind: str = "l4", nodes: int = 1, **rates: Any) -> Machine:
+    """Devices of a kind, of which some rates are given."""
+    return replace(machine(kind, half=False, devices=devices, nodes=nodes), **rates)
 
 
 def small_predictor(devices: int, job: Workload | None = None, **rates: Any) -> Predictor:
