@@ -205,8 +205,7 @@ def _override(values: dict[str, Any], item: str) -> str:
 
 def _first_problem(error: ValidationError, values: Mapping[str, Any]) -> tuple[str, str]:
     """Return the dotted key and message of the problem that explains most: a misspelt key, else the first one."""
-    problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-    problem = problems[0]
+    problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     location = _field_location(problem["loc"])
     key = ".".join(location)
     if problem["type"] == "value_error":  # From RunSpec's own check of the whole: already one line.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shlex
 from dataclasses import replace
@@ -58,6 +59,10 @@ PLANTED = [*FAULTS.items(), *FOLDED.items(), *ORDERED.items()]
 NAMES = [f"{name}-{bench.schedule}" for name, bench in PLANTED]
 
 
+judged = functools.cache(lambda bench: verdict(bench.traced()))
+"""Verdict on a machine that is as it is planted."""
+
+
 def edit(found: Verdict) -> str:
     """The change to try as it is typed."""
     return "" if found.change is None else found.change.edit
@@ -70,7 +75,7 @@ def test_the_fault_is_named_with_a_change_that_training_accepts_and_that_saves_w
     """The same machine, simulated with the change, takes so much less."""
     assert bench.images * bench.micro_batches * bench.replicas == BATCH
     before = bench.traced()
-    model, found = Model(before), verdict(before)
+    model, found = Model(before), judged(bench)
     assert found.top == fault and not found.healthy
     assert sum(found.shares.values()) == pytest.approx(1.0) and min(found.shares.values()) >= 0
     assert model.step_seconds(model.now) == pytest.approx(before.step_seconds, rel=0.01)
@@ -120,7 +125,7 @@ def test_a_run_in_which_little_is_lost_is_healthy() -> None:
 
 
 def test_the_text_is_a_table_and_sentences_with_numbers_and_the_tags_are_short() -> None:
-    found = verdict(FAULTS["data wait"].traced())
+    found = judged(FAULTS["data wait"])
     said = text(found, RUN)
     assert said.startswith("where the time went\n\n  useful work ") and " 68.1%  #####" in said
     assert " ".join(said.split()).count(" data wait 23.1% ######### ") == 1
@@ -131,7 +136,7 @@ def test_the_text_is_a_table_and_sentences_with_numbers_and_the_tags_are_short()
     assert "23% less time per image, 1.30 times the images per second" in " ".join(said.split())
     assert all(len(line) <= 112 or line == command for line in said.splitlines())
     assert tags(found) == {"verdict.top": "data wait", "verdict.share": "23.1%", "verdict.try": "--set data.workers=2"}
-    starting = verdict(FAULTS["low utilisation"].traced())  # which has another name in the text than as a tag
+    starting = judged(FAULTS["low utilisation"])  # which has another name in the text than as a tag
     said = text(starting, RUN)
     assert "\nlargest cost: kernel start-up, " in said and "low utilisation" not in said
     assert tags(starting)["verdict.top"] == "low utilisation"
@@ -248,7 +253,7 @@ def test_without_a_better_setting_nothing_is_named() -> None:
 def test_a_change_against_another_cost_says_so() -> None:
     """A fold sends as little as there is to send, in an order made for its links; what can be gained is a smaller
     bubble."""
-    found = verdict(ORDERED["communication"].traced())
+    found = judged(ORDERED["communication"])
     assert (found.top, found.change_for) == ("communication", "bubble")
     assert (
         "Nothing is predicted to lower that. Against bubble:\ntry next: ddpm-ds train --spec 'runs/a b/spec.yaml' "
