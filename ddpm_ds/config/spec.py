@@ -487,20 +487,18 @@ def with_current_names(values: Any) -> Any:
 
 
 def _check_data(spec: RunSpec) -> None:
-    data = spec.data
+    data, source = spec.data, SOURCES[spec.data.source]
     for key in ("path", "name", "split", "image_column", "label_column"):
-        if (value := getattr(data, key)) is not None and not SOURCES[data.source].reads(key):
-            readers = " or ".join(name for name, source in SOURCES.items() if source.reads(key))
+        if (value := getattr(data, key)) is not None and not source.reads(key):
+            readers = " or ".join(name for name, other in SOURCES.items() if other.reads(key))
             raise ValueError(
                 f"data.{key} = {value} is not read by source {data.source}; remove it or use source {readers}"
             )
-    wanted = {"path": SOURCES[data.source].path, "name": SOURCES[data.source].name}
-    takes = {f"data.{key}": word for key, word in wanted.items() if word is not None}
-    given = [f"data.{key}" for key, word in wanted.items() if word is not None and getattr(data, key) is not None]
-    if takes and not given:
+    takes = {f"data.{key}": word for key, word in (("path", source.path), ("name", source.name)) if word is not None}
+    if takes and data.path is None and data.name is None:
         needs = " or ".join(f"--set {key}={word}" for key, word in takes.items())
         raise ValueError(f"{' or '.join(takes)} is missing; source {data.source} needs it: {needs}")
-    if len(given) > 1:
+    if data.path is not None and data.name is not None:
         raise ValueError(f"data.path = {data.path} and data.name = {data.name} are two data sets; remove one")
     if data.crop_from is not None and data.crop_from < data.image_size:
         raise ValueError(
