@@ -299,19 +299,16 @@ def memory(machine: Machine) -> Iterator[Finding]:
 def planned_bytes(work: Path) -> int:
     """Return the bytes that the planner predicts for the run that ``memory`` makes."""
     from ddpm_ds.config.spec_file import load_spec
-    from ddpm_ds.predict.costs import analytic_times
     from ddpm_ds.predict.layouts import Candidate, Workload
-    from ddpm_ds.predict.machine import machine
-    from ddpm_ds.predict.predictor import Predictor
+    from ddpm_ds.predict.memory import peak_bytes
 
     found, path = json.loads((work / "trials.json").read_text()), work / "fit.json"
     trial, config = found["layouts"][0]["trials"][0], json.loads(path.read_text())
     job = Workload(load_spec(Path(found["spec"])), config, on_cpu=False)
-    devices = machine("h100", half=True, devices=1, nodes=1)  # any: the memory that a run needs is the same on all
     zero = config["zero_optimization"]["stage"]
     sizes = (trial["micro_batch_images"], trial["micro_batches"], trial["checkpoint_interval"])
     layout = Candidate(1, 1, "1f1b", *sizes, zero, offload=False)
-    return Predictor(job, devices, analytic_times(job, devices)).memory(layout)[0].total
+    return peak_bytes(job, layout, (0, len(job.layers)))
 
 
 def one_device(machine: Machine) -> Iterator[Finding]:

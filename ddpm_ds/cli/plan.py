@@ -55,13 +55,7 @@ def add_plan(verbs: argparse._SubParsersAction[Any]) -> None:
     parser = verbs.add_parser("plan", help=about, description=DESCRIPTION, epilog=EXAMPLES)
     add_spec_options(parser)
     parser.add_argument("--deepspeed_config", type=file_path, required=True, metavar="JSON", help="JSON to complete")
-    parser.add_argument(
-        "--processes",
-        type=processes,
-        required=True,
-        metavar="N",
-        help="processes to train with",
-    )
+    parser.add_argument("--processes", type=processes, required=True, metavar="N", help="processes to train with")
     parser.add_argument("--nodes", type=processes, default=1, metavar="N", help="hosts that share them (default 1)")
     parser.add_argument("--device-kind", choices=tuple(KINDS), help="default: this machine's GPU, else cpu")
     parser.add_argument("--device-memory", type=memory_size, metavar="SIZE", help="memory of one device, such as 80GiB")
@@ -104,13 +98,12 @@ def _plan(options: argparse.Namespace) -> None:
     print(f"U-Net    {spec.name}: {parameters:,} parameters, {job.precision}, {spec.train.batch_images} images a step")
     print(f"devices  {devices.words()}")
     print(f"layers   {'timed on this machine' if options.measure else 'computed, not timed (--measure times them)'}\n")
-    print(report(found, devices))
+    print(report(found))
     first = found.best[0].layout
     if options.out is not None:
         options.out.write_text(json.dumps(found.ds_config(), indent=2) + "\n")
-        where = ["--processes", str(options.devices)] if options.nodes == 1 else ["--hostfile", "hostfile"]
-        command = ["ddpm-ds", "train", *where, "--deepspeed_config", str(options.out)]
-        command += ["--spec", str(options.spec)]
+        where = ["--processes", str(options.processes)] if options.nodes == 1 else ["--hostfile", "hostfile"]
+        command = ["ddpm-ds", "train", *where, "--deepspeed_config", str(options.out), "--spec", str(options.spec)]
         command += [word for change in spec_overrides(options.overrides) for word in ("--set", change)]
         print(f"\ntrain with 1: {shlex.join(command)}")
     if options.timeline is not None and first.stages == 1:

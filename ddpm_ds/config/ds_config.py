@@ -57,7 +57,8 @@ def _check_block(block: dict[str, Any], prefix: str) -> None:
     for name, value in block.items():
         dotted = f"{prefix}{name}"
         if "." in name:  # or it would be taken for a key of a block, which DeepSpeed does not do
-            raise DsConfigError(f"{dotted} is unknown: a dot is no block; {_nested(name)}")
+            inside, _, key_name = name.partition(".")
+            raise DsConfigError(f'{dotted} is unknown: a dot is no block; write "{inside}": {{"{key_name}": ...}}')
         refusal = REFUSED.get(dotted)
         if refusal:
             if not refusal.lets_through(value):
@@ -75,11 +76,6 @@ def _check_block(block: dict[str, Any], prefix: str) -> None:
             raise DsConfigError(f"{dotted} = {shown(value)} should be {key.kind.words}{auto}{why}")
         elif key.kind is BLOCK:
             _check_block(value, f"{dotted}.")
-
-
-def _nested(name: str) -> str:
-    block, _, key = name.partition(".")
-    return f'write "{block}": {{"{key}": ...}}'
 
 
 def _unknown(name: str, prefix: str) -> str:
@@ -140,6 +136,10 @@ ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 """Bytes of a weight, of an element sent between stages and of a gradient, by precision."""
 
 
+CutMethod = Literal["flops", "measured", "parameters", "uniform"]
+"""Method of cutting the U-Net into stages, where the JSON does not list the cuts."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Layout of a run: processes = stages x replicas, batch = replicas x micro-batches x micro-batch.
@@ -164,7 +164,7 @@ class ResolvedDsConfig:
     """
 
     layout: Layout
-    partition: Literal["flops", "measured", "parameters", "uniform"] | list[int]
+    partition: CutMethod | list[int]
     schedule: Literal["1f1b", "folded", "planned"]
     in_flight: int | Literal["auto"]
     """Most micro-batches that a rank of a planned pipeline holds."""
@@ -343,9 +343,8 @@ def _schedule(pipeline: dict[str, Any], stages: int) -> Literal["1f1b", "folded"
 def leaves_stages_open(config: dict[str, Any], world_size: int) -> bool:
     """Return whether a checked DeepSpeed JSON leaves the number of stages to the planner."""
     pipeline = config.get("pipeline", {})
-    return (
-        world_size > 1 and _given(pipeline, "stages", None) is None and not isinstance(pipeline.get("partition"), list)
-    )
+    given = _given(pipeline, "stages", None) is not None or isinstance(pipeline.get("partition"), list)
+    return world_size > 1 and not given
 
 
 def _layout(config: dict[str, Any], spec: RunSpec, world_size: int, asked_stages: int | None) -> Layout:
@@ -393,11 +392,10 @@ def _stages(config: dict[str, Any], world_size: int, asked: int | None) -> int:
     else:
         raise LayoutError(f"pipeline.stages is auto for {world_size} processes; say how many stages with -p")
     if stages < 1 or world_size % stages:
-        fitting = [str(count) for count in range(1, world_size + 1) if world_size % count == 0]
+        fitting = " or ".join(map(str, divisors(world_size)))
         more = f", or --processes {-(-world_size // stages) * stages}" if stages > 0 else ""
         raise LayoutError(
-            f"{name} makes {stages} stages, which don't divide {world_size} processes; use {' or '.join(fitting)} "
-            f"stages{more}"
+            f"{name} makes {stages} stages, which don't divide {world_size} processes; use {fitting} stages{more}"
         )
     cuts = [count * stages - 1 for count in per_rank]
     if isinstance(partition, list) and len(partition) not in cuts:
@@ -405,6 +403,11 @@ def _stages(config: dict[str, Any], world_size: int, asked: int | None) -> int:
             f"{name} needs {' or '.join(map(str, cuts))} cuts, but pipeline.partition = {partition}; change one of them"
         )
     return int(stages)
+
+
+def divisors(number: int, most: int | None = None) -> list[int]:
+    """Return the divisors of a number, up to ``most``."""
+    return [count for count in range(1, min(number, most or number) + 1) if number % count == 0]
 
 
 def _micro_batches(config: dict[str, Any], spec: RunSpec, share: int, stages: int) -> tuple[int, int]:
@@ -429,12 +432,8 @@ def _micro_batches(config: dict[str, Any], spec: RunSpec, share: int, stages: in
 def _fill_optimizer(config: dict[str, Any], spec: RunSpec) -> None:
     params = config["optimizer"].setdefault("params", {})
     values = spec.optimizer.model_dump(mode="json")
-    for name, field in (
-        ("lr", "learning_rate"),
-        ("betas", "betas"),
-        ("eps", "epsilon"),
-        ("weight_decay", "weight_decay"),
-    ):
+    fields = {"lr": "learning_rate", "betas": "betas", "eps": "epsilon", "weight_decay": "weight_decay"}
+    for name, field in fields.items():
         params[name] = _agreed(params, name, values[field], f"optimizer.{field}", "optimizer.params.")
 
 

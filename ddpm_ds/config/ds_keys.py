@@ -72,7 +72,7 @@ PAIR = Kind(
     lambda value: isinstance(value, list) and len(value) == 2 and all(_number(item, 0, 1) for item in value),
 )
 CUTS = Kind(
-    '"flops", "measured", "parameters", "uniform" or a rising list of whole numbers from 1 to 512',
+    f'"flops", "measured", "parameters", "uniform" or a rising list of whole numbers from 1 to {MOST_LAYERS}',
     lambda value: (
         value in ("flops", "measured", "parameters", "uniform")
         or (
@@ -381,16 +381,11 @@ class Refusal:
         return off or one_of(*self.harmless).accepts(value)
 
 
-def _refusals() -> dict[str, Refusal]:
-    found = {}
-    for reason, names in _REFUSED.items():
-        for item in names.split():
-            name, _, values = item.partition("=")
-            found[name] = Refusal(reason, tuple(json.loads(value) for value in values.split("|") if value))
-    return found
-
-
-REFUSED: dict[str, Refusal] = _refusals()
+REFUSED = {
+    name: Refusal(reason, tuple(json.loads(value) for value in values.split("|") if value))
+    for reason, names in _REFUSED.items()
+    for name, _, values in (item.partition("=") for item in names.split())
+}
 
 
 def zero_only_keys() -> list[tuple[str, str]]:

@@ -8,21 +8,11 @@ appears in ``docs/spec.md`` and in the JSON schema that editors read.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
-    model_validator,
-)
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, core_schema
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from ddpm_ds.command_line import LONGEST_EMA, MOST_BATCH, SHORTEST_EMA
 from ddpm_ds.data.sources import SOURCES
@@ -95,27 +85,21 @@ def _printable(text: str) -> str:
 Title = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_printable)]
 
 
-@dataclass(frozen=True)
-class OneOf:
-    """Annotation of a text field that takes one of the names of a registry, which may still grow."""
+def _one_of(choices: Mapping[str, Any]) -> AfterValidator:
+    """Return the check of a text field that takes one of the names of a registry, which may still grow."""
 
-    choices: Mapping[str, Any]
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._known, handler(source))
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return {**handler(schema), "enum": [*self.choices]}
-
-    def _known(self, name: str) -> str:
-        if name not in self.choices:
-            raise PydanticKnownError("literal_error", {"expected": " or ".join(map(repr, self.choices))})
+    def known(name: str) -> str:
+        if name not in choices:
+            raise PydanticKnownError("literal_error", {"expected": " or ".join(map(repr, choices))})
         return name
 
+    return AfterValidator(known)
 
-def _listed(what: str, choices: Mapping[str, Any]) -> str:
+
+def _listed(what: str, choices: Mapping[str, Any]) -> Any:
     """Return the documentation of a field that takes one of these names, each in the words of its entry."""
-    return f"{what}: {', '.join(f'{name} ({choice.about})' for name, choice in choices.items())}."
+    about = f"{what}: {', '.join(f'{name} ({choice.about})' for name, choice in choices.items())}."
+    return Field(description=about, json_schema_extra=lambda schema: schema.update(enum=[*choices]))
 
 
 class Section(BaseModel):
@@ -127,7 +111,7 @@ class Section(BaseModel):
 class DataSpec(Section):
     """Which images are learned."""
 
-    source: Annotated[str, OneOf(SOURCES), Field(description=_listed("Where images come from", SOURCES))]
+    source: Annotated[str, _one_of(SOURCES), _listed("Where images come from", SOURCES)]
     path: FilePath | None = None
     """What the source reads: for `folder` a folder of images, whose subfolders are classes, for `zip` and `arrays` a
     file, for `webdataset` and `huggingface` either. Others refuse a path."""
@@ -222,7 +206,7 @@ class UnetSpec(Section):
 class DiffusionSpec(Section):
     """The forward process and what the U-Net predicts."""
 
-    schedule: Annotated[str, OneOf(SCHEDULES), Field(description=_listed("Noise schedule", SCHEDULES))] = "linear"
+    schedule: Annotated[str, _one_of(SCHEDULES), _listed("Noise schedule", SCHEDULES)] = "linear"
     timesteps: Timesteps = 1000
     """Number of noise levels T; edm and flow have none."""
     beta_start: Small = 1e-4
@@ -231,9 +215,7 @@ class DiffusionSpec(Section):
     """Last beta of the linear schedule."""
     zero_terminal_snr: bool = False
     """Rescale the betas so that the last timestep is noise alone (Lin et al.); not with eps, which is known there."""
-    objective: Annotated[str, OneOf(OBJECTIVES), Field(description=_listed("What the U-Net predicts", OBJECTIVES))] = (
-        "eps"
-    )
+    objective: Annotated[str, _one_of(OBJECTIVES), _listed("What the U-Net predicts", OBJECTIVES)] = "eps"
     sigma_data: Sigma = 0.5
     """Standard deviation that edm takes images in [-1, 1] to have."""
     noise_mean: Annotated[float, Field(ge=-10.0, le=10.0)] | None = None
@@ -360,7 +342,7 @@ _STEPS = "Steps to an image, an evaluation of the U-Net each, under heun two but
 class SamplerSpec(Section):
     """How images are drawn, while training and by `ddpm-ds sample`."""
 
-    kind: Annotated[str, OneOf(SAMPLERS), Field(description=_listed("Sampler", SAMPLERS))] = "dpm_solver"
+    kind: Annotated[str, _one_of(SAMPLERS), _listed("Sampler", SAMPLERS)] = "dpm_solver"
     steps: Annotated[Timesteps | None, Field(description=_STEPS)] = None
     spacing: Literal["trailing", "leading", "linspace"] = "trailing"
     """Which timesteps are visited (names of diffusers): trailing starts at the last one, as training does."""
@@ -505,20 +487,18 @@ def with_current_names(values: Any) -> Any:
 
 
 def _check_data(spec: RunSpec) -> None:
-    data = spec.data
+    data, source = spec.data, SOURCES[spec.data.source]
     for key in ("path", "name", "split", "image_column", "label_column"):
-        if (value := getattr(data, key)) is not None and not SOURCES[data.source].reads(key):
-            readers = " or ".join(name for name, source in SOURCES.items() if source.reads(key))
+        if (value := getattr(data, key)) is not None and not source.reads(key):
+            readers = " or ".join(name for name, other in SOURCES.items() if other.reads(key))
             raise ValueError(
                 f"data.{key} = {value} is not read by source {data.source}; remove it or use source {readers}"
             )
-    wanted = {"path": SOURCES[data.source].path, "name": SOURCES[data.source].name}
-    takes = {f"data.{key}": word for key, word in wanted.items() if word is not None}
-    given = [f"data.{key}" for key, word in wanted.items() if word is not None and getattr(data, key) is not None]
-    if takes and not given:
+    takes = {f"data.{key}": word for key, word in (("path", source.path), ("name", source.name)) if word is not None}
+    if takes and data.path is None and data.name is None:
         needs = " or ".join(f"--set {key}={word}" for key, word in takes.items())
         raise ValueError(f"{' or '.join(takes)} is missing; source {data.source} needs it: {needs}")
-    if len(given) > 1:
+    if data.path is not None and data.name is not None:
         raise ValueError(f"data.path = {data.path} and data.name = {data.name} are two data sets; remove one")
     if data.crop_from is not None and data.crop_from < data.image_size:
         raise ValueError(
@@ -689,12 +669,7 @@ def _check_ema(ema: EmaSpec, images: int) -> None:
 
 
 def check_sampler(
-    sampler: SamplerSpec,
-    diffusion: DiffusionSpec,
-    *,
-    classes: int | None,
-    guide: bool = False,
-    latents: bool = False,
+    sampler: SamplerSpec, diffusion: DiffusionSpec, *, classes: int | None, guide: bool = False, latents: bool = False
 ) -> None:
     """Check a sampler against the diffusion process and the U-Net; raises ValueError with one line.
 
@@ -736,15 +711,12 @@ def check_sampler(
             f"sampler.sigma_min = {sampler.sigma_min:g} and sigma_max = {sampler.sigma_max:g} must rise, as EDM's "
             "0.002 and 80 do"
         )
-    if sampler.churn and "churn" not in kind.options:
-        raise ValueError(
-            f"sampler.churn = {sampler.churn:g} is of {samplers_with('churn')}, not of {sampler.kind}; use that, or 0"
-        )
-    if sampler.eta and "eta" not in SAMPLERS[sampler.kind].options:
-        readers = samplers_with("eta")
-        raise ValueError(
-            f"sampler.eta = {sampler.eta:g} is of {readers}, not of {sampler.kind}; use kind {readers} or eta 0"
-        )
+    for option, value in (("churn", sampler.churn), ("eta", sampler.eta)):
+        if value and option not in kind.options:
+            readers = samplers_with(option)
+            raise ValueError(
+                f"sampler.{option} = {value:g} is of {readers}, not of {sampler.kind}; use kind {readers} or {option} 0"
+            )
     if sampler.guidance != 1.0 and classes is None and not guide:
         raise ValueError(
             f"sampler.guidance = {sampler.guidance:g} needs a class-conditional U-Net; leave it at 1, or train one "

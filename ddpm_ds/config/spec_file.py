@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,10 @@ def load_spec(path: Path | str, overrides: Sequence[str] = ()) -> RunSpec:
 def spec_schema() -> dict[str, Any]:
     """Return the JSON schema of the run spec, for editors that complete and check YAML."""
     schema = RunSpec.model_json_schema()
-    _collapse_descriptions(schema)
+    for section in (schema, *schema["$defs"].values()):
+        for part in (section, *section["properties"].values()):
+            if "description" in part:  # a docstring's line breaks mean nothing here
+                part["description"] = " ".join(part["description"].split())
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
@@ -137,7 +140,9 @@ def spec_markdown() -> str:
     """Return every section, field, type, default and docstring as Markdown."""
     schema = spec_schema()
     lines: list[str] = []
-    for name, section in [("", schema), *_sections(schema)]:
+    fields = schema["properties"].items()
+    sections = {name: schema["$defs"][field["$ref"].rpartition("/")[2]] for name, field in fields if "$ref" in field}
+    for name, section in {"": schema, **sections}.items():
         lines += [f"## `{name}`" if name else "## Top level", "", section["description"], ""]
         lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
         for key, field in section["properties"].items():
@@ -184,9 +189,9 @@ def _override(values: dict[str, Any], item: str) -> str:
         raise SpecError(f"--set {item}: write section.key=value, such as unet.dropout=0.1")
     if key.startswith(JSON_PREFIX):
         raise SpecError(f"--set {item}: this command reads no DeepSpeed JSON; leave it out")
-    *sections, name = key.split(".")
-    if _section_at((*sections, name)):
-        raise SpecError(f"--set {item}: {key} is a section; set one of its keys, such as {key}.{_fields(key)[0]}")
+    *sections, name = location = key.split(".")
+    if _section_at(location):
+        raise SpecError(f"--set {item}: {key} is a section; set one of its keys, such as {key}.{_fields(location)[0]}")
     place = values
     for depth, section in enumerate(sections, start=1):
         if not _section_at(sections[:depth]):
@@ -200,8 +205,7 @@ def _override(values: dict[str, Any], item: str) -> str:
 
 def _first_problem(error: ValidationError, values: Mapping[str, Any]) -> tuple[str, str]:
     """Return the dotted key and message of the problem that explains most: a misspelt key, else the first one."""
-    problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-    problem = problems[0]
+    problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     location = _field_location(problem["loc"])
     key = ".".join(location)
     if problem["type"] == "value_error":  # From RunSpec's own check of the whole: already one line.
@@ -223,11 +227,8 @@ def _at(values: Any, location: Sequence[str]) -> Any:
 
 def _field_location(location: Sequence[int | str]) -> tuple[str, ...]:
     """Return the part of pydantic's location that names a field; the rest points into list items and union members."""
-    names = [str(part) for part in location]
-    for depth in range(1, len(names)):
-        if not _section_at(names[:depth]):
-            return tuple(names[:depth])
-    return tuple(names)
+    names = tuple(map(str, location))
+    return next((names[:depth] for depth in range(1, len(names)) if not _section_at(names[:depth])), names)
 
 
 def _section_at(location: Sequence[str]) -> type[Section] | None:
@@ -240,16 +241,16 @@ def _section_at(location: Sequence[str]) -> type[Section] | None:
     return model
 
 
-def _fields(key: str) -> list[str]:
-    section = _section_at(key.split(".") if key else ())
+def _fields(location: Sequence[str]) -> list[str]:
+    section = _section_at(location)
     return list(section.model_fields) if section else []
 
 
 def _unknown(location: Sequence[str]) -> str:
     *sections, name = location
     prefix = "".join(f"{section}." for section in sections)
-    known = _fields(".".join(sections))
-    elsewhere = [f"{other}.{name}" for other in _fields("") if name in _fields(other)]
+    known = _fields(sections)
+    elsewhere = [f"{other}.{name}" for other in _fields(()) if name in _fields((other,))]
     hint = _nearest(name, known, prefix) or (f"; did you mean {elsewhere[0]}?" if elsewhere else "")
     return f"{prefix}{name} is unknown{hint or '; known here: ' + ', '.join(known)}"
 
@@ -267,7 +268,7 @@ def shown(value: Any) -> str:
 
 def _expected_at(location: Sequence[str]) -> str:
     if _section_at(location):
-        return f"a section with {', '.join(_fields('.'.join(location)))}"
+        return f"a section with {', '.join(_fields(location))}"
     *sections, name = location
     section = _section_at(sections)
     assert section is not None
@@ -302,21 +303,6 @@ def _expected(schema: Mapping[str, Any]) -> str:
             return text + most + like
         case kind:
             return str(kind)
-
-
-def _sections(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for name, field in schema["properties"].items():
-        if "$ref" in field:
-            yield name, schema["$defs"][field["$ref"].rsplit("/", 1)[-1]]
-
-
-def _collapse_descriptions(schema: Any) -> None:
-    """Join the lines of each description: a docstring's line breaks mean nothing there."""
-    if isinstance(schema, dict):
-        if isinstance(schema.get("description"), str):
-            schema["description"] = " ".join(schema["description"].split())
-        for value in schema.values():
-            _collapse_descriptions(value)
 
 
 SPECS = Path(__file__).resolve().parents[2] / "launch" / "specs"

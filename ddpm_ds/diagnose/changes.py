@@ -6,8 +6,8 @@ import contextlib
 import json
 import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,10 @@ PAUSE_SHARE = 0.01
 """Share of the time that pauses may take after a change."""
 
 
+Settings = dict[str, Any]
+"""Values by key of the run spec, or of the DeepSpeed JSON after ``ds.``; ``-p`` is the number of stages."""
+
+
 @dataclass(frozen=True)
 class Change:
     """Change of one setting, and its predicted saving."""
@@ -36,29 +40,20 @@ class Change:
     """Description of the effect, in a sentence."""
     gain: float
     """Share of an image's time that the change saves."""
-    options: tuple[str, ...] = ()
-    """Options of launch/train.py."""
-    config: dict[str, Any] = field(default_factory=dict)
-    """Keys of the DeepSpeed JSON with their new values."""
+    settings: Settings
 
     @property
     def edit(self) -> str:
         """The change as it is typed, as options of ``ddpm-ds train``."""
-        keys = (f"--set {shlex.quote(f'ds.{key}')}" for key in _leaves(self.config))
-        return " ".join((*self.options, *keys))
+        options = []
+        for name, value in self.settings.items():
+            text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+            options.append(f"-p {text}" if name == "-p" else f"--set {shlex.quote(f'{name}={text}')}")
+        return " ".join(options)
 
 
-def _leaves(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield ``block.key=value`` of each value."""
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from (f"{key}.{leaf}" for leaf in _leaves(value))
-        else:
-            yield f"{key}={value if isinstance(value, str) else json.dumps(value, separators=(',', ':'))}"
-
-
-Ideas = Iterator[tuple[str, Setup | float, tuple[str, ...], dict[str, Any]]]
-"""Changes before they are predicted: words, the step's new setup or else the gain, options, keys of the JSON."""
+Ideas = Iterator[tuple[str, Setup | float, Settings]]
+"""Changes before they are predicted: words, the step's new setup or else the gain, and the settings."""
 
 
 def best_change(model: Model, cost: str) -> Change | None:
@@ -74,11 +69,11 @@ def best_change(model: Model, cost: str) -> Change | None:
 
 def _best(model: Model, sources: Sequence[Callable[[Model], Ideas]]) -> Change | None:
     found = []
-    for words, way, options, config in (idea for source in sources for idea in source(model)):
+    for words, way, settings in (idea for source in sources for idea in source(model)):
         if not isinstance(way, Setup):
-            found.append(Change(words, way, options, config))
+            found.append(Change(words, way, settings))
         elif model.fits(way):
-            found.append(Change(words, stepping(model.facts) * model.gain(way), options, config))
+            found.append(Change(words, stepping(model.facts) * model.gain(way), settings))
     worth = [change for change in found if change.gain >= LEAST_GAIN]
     most = max((change.gain for change in worth), default=0.0)
     return next((change for change in worth if change.gain > most - LEAST_GAIN), None)
@@ -103,17 +98,15 @@ def micro_batches(model: Model, *, more: bool) -> Ideas:
             way = replace(now, micro_batches=count, micro_batch_images=share // count)
             instead = f"{now.micro_batches} of {now.micro_batch_images}"
             words = f"{count} micro-batches of {way.micro_batch_images} instead of {instead} {why}"
-            yield words, way, *_sharing(model, way)
+            yield words, way, _sharing(model, way)
 
 
-def _sharing(model: Model, way: Setup) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Return options and JSON keys that give the micro-batches of a setup."""
+def _sharing(model: Model, way: Setup) -> Settings:
+    """Return the settings that give the micro-batches of a setup."""
     if model.facts.spec.train.accumulation != "auto":
-        return (f"--set train.accumulation={way.micro_batches}",), {}
-    return (), {
-        "train_micro_batch_size_per_gpu": way.micro_batch_images,
-        "gradient_accumulation_steps": way.micro_batches,
-    }
+        return {"train.accumulation": way.micro_batches}
+    micro_batch = {"ds.train_micro_batch_size_per_gpu": way.micro_batch_images}
+    return {**micro_batch, "ds.gradient_accumulation_steps": way.micro_batches}
 
 
 def schedules(model: Model) -> Ideas:
@@ -128,8 +121,8 @@ def schedules(model: Model) -> Ideas:
         else "The 1f1b schedule has no second visit to each rank"
     )
     if cut := _cut(model, now.stages, other):
-        bounds, pipeline = cut
-        yield words, replace(now, schedule=other, bounds=bounds), (), {"pipeline": {"schedule": other} | pipeline}
+        bounds, partitioned = cut
+        yield words, replace(now, schedule=other, bounds=bounds), {"ds.pipeline.schedule": other} | partitioned
 
 
 def partitions(model: Model) -> Ideas:
@@ -137,16 +130,16 @@ def partitions(model: Model) -> Ideas:
     bounds = _measured_bounds(model, model.now.stages, model.now.schedule)
     if bounds is None or bounds == model.now.bounds:
         return
-    asked: dict[str, Any] = {"partition": "measured"}
+    asked: str | list[int] = "measured"
     words = "Cuts by the layers' measured times give every rank as much to do"
     if model.facts.partition == "measured":
-        asked = {"partition": list(bounds[1:-1])}
+        asked = list(bounds[1:-1])
         words = "These cuts even out what the stages took in the traced step"
-    yield words, replace(model.now, bounds=bounds), (), {"pipeline": asked}
+    yield words, replace(model.now, bounds=bounds), {"ds.pipeline.partition": asked}
 
 
-def _cut(model: Model, ranks: int, schedule: Schedule) -> tuple[tuple[int, ...], dict[str, Any]] | None:
-    """Return bounds for another number of stages or schedule, and the keys that set them; None where there are none.
+def _cut(model: Model, ranks: int, schedule: Schedule) -> tuple[tuple[int, ...], Settings] | None:
+    """Return bounds for another number of stages or schedule, and settings for them; None where there are none.
 
     They are found by the present method, or by measured times where the JSON lists the cuts.
     """
@@ -159,7 +152,8 @@ def _cut(model: Model, ranks: int, schedule: Schedule) -> tuple[tuple[int, ...],
     else:
         with contextlib.suppress(LayoutError):
             bounds = partition(model.job.layers, ranks, given, schedule)
-    return None if bounds is None else (bounds, {"partition": "measured"} if isinstance(given, tuple) else {})
+    settings = {"ds.pipeline.partition": "measured"} if isinstance(given, tuple) else {}
+    return None if bounds is None else (bounds, settings)
 
 
 def _measured_bounds(model: Model, ranks: int, schedule: Schedule) -> tuple[int, ...] | None:
@@ -182,49 +176,39 @@ def stages(model: Model) -> Ideas:
         cut = _cut(model, ranks, schedule)
         if cut is None or (schedule == "folded" and count < 2 * ranks):
             continue
-        bounds, pipeline = cut
-        pipeline = ({"schedule": schedule} if schedule != now.schedule else {}) | pipeline
-        way = replace(
-            now,
-            stages=ranks,
-            schedule=schedule,
-            bounds=bounds,
-            replicas=replicas,
-            micro_batches=count,
-            in_flight=None,
-        )
-        options, config = _sharing(model, way)
+        bounds, partitioned = cut
+        way = replace(now, stages=ranks, replicas=replicas, micro_batches=count, in_flight=None)
+        way = replace(way, schedule=schedule, bounds=bounds)
+        scheduled = {"ds.pipeline.schedule": schedule} if schedule != now.schedule else {}
         words = f"{counted(ranks, 'stage')} x {counted(replicas, 'replica')} instead of {now.stages} x {now.replicas}"
-        yield words, way, (f"-p {ranks}", *options), config | ({"pipeline": pipeline} if pipeline else {})
+        yield words, way, {"-p": ranks, **_sharing(model, way), **scheduled, **partitioned}
 
 
 def batches(model: Model, *, part: str) -> Ideas:
     """Propose a batch twice as large, by more micro-batches or by larger ones."""
     way = replace(model.now, **{part: 2 * getattr(model.now, part)})
-    options, config = _sharing(model, way)
     words = "A batch twice as large, which learns differently: look at optimizer.learning_rate too"
-    yield words, way, (f"--set train.batch_images={way.images}", *options), config
+    yield words, way, {"train.batch_images": way.images, **_sharing(model, way)}
 
 
 def keep_activations(model: Model) -> Ideas:
     """Propose no recomputation."""
     if model.now.checkpoint_interval:
         words = "All activations fit the device's memory, so none need be computed again"
-        config = {"pipeline": {"activation_checkpoint_interval": 0}}
-        yield words, replace(model.now, checkpoint_interval=0), (), config
+        yield words, replace(model.now, checkpoint_interval=0), {"ds.pipeline.activation_checkpoint_interval": 0}
 
 
 def partition_optimizer(model: Model) -> Ideas:
     """Propose ZeRO-1 instead of none."""
     if model.now.zero_stage == 0 and model.now.replicas > 1:
         words = f"With ZeRO-1 each of {model.now.replicas} replicas steps its share of the weights"
-        yield words, replace(model.now, zero_stage=1), (), {"zero_optimization": {"stage": 1}}
+        yield words, replace(model.now, zero_stage=1), {"ds.zero_optimization.stage": 1}
 
 
 def halve_messages(model: Model) -> Ideas:
     """Propose half precision on GPUs; on a CPU it costs more compute than it saves."""
     if model.job.precision == "fp32" and not model.job.on_cpu:
-        yield "In bf16 messages are half as long", replace(model.now, element_bytes=2), (), {"bf16": {"enabled": True}}
+        yield "In bf16 messages are half as long", replace(model.now, element_bytes=2), {"ds.bf16.enabled": True}
 
 
 # ---------------------------------------------------------------- beside a step's layout
@@ -234,7 +218,7 @@ def workers(model: Model) -> Ideas:
     """Propose as many loader processes as keep up with the steps; more than cores only to wait for a disk."""
     now, workers, residence = model.now, model.facts.spec.data.workers, model.facts.residence
     most = MOST_WORKERS if residence is None or not residence.in_memory else min(MOST_WORKERS, residence.cores)
-    wait = max(rank.data_wait for rank in model.facts.ranks)
+    wait = max(rank.data_wait_seconds for rank in model.facts.ranks)
     alone = model.step_seconds(replace(now, data_wait=0.0))
     readers = max(1, workers)  # without workers two threads read, which give as much as one worker (docs/data.md)
     work = readers * (alone + wait)
@@ -243,7 +227,7 @@ def workers(model: Model) -> Ideas:
         return
     left = max(0.0, work / enough - alone) / wait
     words = f"With {counted(enough, 'loader')} images are read ahead while the devices compute"
-    yield words, replace(now, data_wait=left), (f"--set data.workers={enough}",), {}
+    yield words, replace(now, data_wait=left), {"data.workers": enough}
 
 
 def windows(model: Model) -> Ideas:
@@ -252,7 +236,7 @@ def windows(model: Model) -> Ideas:
     if residence is not None and residence.scattered(model.facts.spec.data.shuffle_images):
         window = residence.window
         words = f"Windows of {window:,} images are read in runs of neighbours, which a disk gives many times as fast"
-        yield words, replace(model.now, data_wait=0.0), (f"--set data.shuffle_images={window}",), {}
+        yield words, replace(model.now, data_wait=0.0), {"data.shuffle_images": window}
 
 
 def pixels(model: Model) -> Ideas:
@@ -260,7 +244,7 @@ def pixels(model: Model) -> Ideas:
     residence = model.facts.residence
     if residence is not None and residence.kind == "encoded" and residence.decoded_in_memory:
         words = f"Pixels are decoded once, and memory holds the {gib(residence.decoded_bytes)} of them"
-        yield words, replace(model.now, data_wait=0.0), ("--set data.store=pixels",), {}
+        yield words, replace(model.now, data_wait=0.0), {"data.store": "pixels"}
 
 
 def loss_scale(model: Model) -> Ideas:
@@ -270,10 +254,10 @@ def loss_scale(model: Model) -> Ideas:
     if found.last_scale < found.first_scale:
         power = max(int(math.log2(found.last_scale)), 0)
         words = "A loss scale that begins where it ended overflows in no step at the beginning"
-        yield words, share, (), {"fp16": {"initial_scale_power": power}}
+        yield words, share, {"ds.fp16.initial_scale_power": power}
     else:
         words = "bf16 has fp32's range and needs no loss scale"
-        yield words, share, (), {"fp16": {"enabled": False}, "bf16": {"enabled": True}}
+        yield words, share, {"ds.fp16.enabled": False, "ds.bf16.enabled": True}
 
 
 def rarer_pauses(model: Model, *parts: str) -> Ideas:
@@ -288,8 +272,8 @@ def rarer_pauses(model: Model, *parts: str) -> Ideas:
         key = "every_minutes" if spec.every_images is None else "every_images"
         every = getattr(spec, key, None)
         if every is not None and shares[part]:
-            option = f"--set {part}.{key}={factor * every:.15g}"
-            yield f"{names[part]} {factor} times as rare", shares[part] * (1 - 1 / factor), (option,), {}
+            rarer = {f"{part}.{key}": f"{factor * every:.15g}"}
+            yield f"{names[part]} {factor} times as rare", shares[part] * (1 - 1 / factor), rarer
 
 
 _SIMPLE: dict[str, tuple[Callable[[Model], Ideas], ...]] = {

@@ -17,6 +17,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
@@ -25,7 +26,8 @@ from ddpm_ds.diagnose import VERDICT
 from ddpm_ds.diagnose.changes import LEAST_GAIN, Change, best_change, stepping
 from ddpm_ds.errors import UserError
 from ddpm_ds.observe.device_speed import measure_device, write_device
-from ddpm_ds.predict.finished_run import FinishedRun, RankFacts, facts_of, mean
+from ddpm_ds.predict.finished_run import FinishedRun, RankFacts, facts_of
+from ddpm_ds.predict.memory import activation_bytes
 from ddpm_ds.predict.scheduler import order_of
 from ddpm_ds.predict.simulate import PhaseCosts, RankCosts, simulate
 from ddpm_ds.predict.whatif import Model, reads_data
@@ -155,7 +157,7 @@ def _step(model: Model) -> dict[str, float]:
     again, starting = model.recomputation_seconds, times * model.startup_seconds
 
     def own(seconds: Callable[[RankFacts], float]) -> float:
-        return mean([seconds(rank) for rank in model.facts.ranks])
+        return fmean(seconds(rank) for rank in model.facts.ranks)
 
     return {
         USEFUL: times * own(lambda rank: rank.pass_seconds) - again - starting,
@@ -163,11 +165,11 @@ def _step(model: Model) -> dict[str, float]:
         "low utilisation": starting,
         "bubble": waits["bubble"],
         "imbalance": waits["imbalance"],
-        "communication": waits["communication"] + own(lambda rank: rank.send + rank.reduce),
-        "data wait": waits["data wait"] + own(lambda rank: rank.data_wait),
-        "transfers": waits["transfers"] + own(lambda rank: rank.load),
-        "optimizer": waits["optimizer"] + own(lambda rank: rank.update),
-        "other": max(0.0, own(lambda rank: rank.other)),
+        "communication": waits["communication"] + own(lambda rank: rank.send_seconds + rank.reduce_seconds),
+        "data wait": waits["data wait"] + own(lambda rank: rank.data_wait_seconds),
+        "transfers": waits["transfers"] + own(lambda rank: rank.load_seconds),
+        "optimizer": waits["optimizer"] + own(lambda rank: rank.update_seconds),
+        "other": max(0.0, own(lambda rank: rank.other_seconds)),
     }
 
 
@@ -178,17 +180,18 @@ def _waits(model: Model) -> dict[str, float]:
     equal = [tuple(_mean_phase(same) for same in zip(*measured, strict=True))] * len(measured)
     bubble, uneven = _idle(model, equal), _idle(model, measured)
     loading = _idle(model, [_with_loading(model, number) for number in range(len(ranks))])
-    updates, late = [rank.update for rank in ranks], max(0.0, loading - uneven)
-    waited_for_data, loaded = (math.fsum(getattr(rank, part) for rank in ranks) for part in ("data_wait", "load"))
-    for_loader = late * waited_for_data / (waited_for_data + loaded) if waited_for_data + loaded else 0.0
+    updates, late = [rank.update_seconds for rank in ranks], max(0.0, loading - uneven)
+    waited_for_data = math.fsum(rank.data_wait_seconds for rank in ranks)
+    reading = waited_for_data + math.fsum(rank.load_seconds for rank in ranks)
+    for_loader = late * waited_for_data / reading if reading else 0.0
     explained = {
         "bubble": bubble,
         "imbalance": max(0.0, uneven - bubble),
         "data wait": for_loader,
         "transfers": late - for_loader,
-        "optimizer": max(updates) - mean(updates),
+        "optimizer": max(updates) - fmean(updates),
     }
-    waited = mean([rank.wait + rank.agreement_wait for rank in ranks])
+    waited = fmean(rank.wait_seconds + rank.agreement_wait_seconds for rank in ranks)
     found = math.fsum(explained.values())
     part = min(1.0, waited / found) if found else 0.0
     return {name: part * seconds for name, seconds in explained.items()} | {"communication": max(0.0, waited - found)}
@@ -197,14 +200,14 @@ def _waits(model: Model) -> dict[str, float]:
 def _idle(model: Model, ranks: Sequence[tuple[PhaseCosts, ...]]) -> float:
     """Return the mean seconds that a rank waits in a step on free links."""
     now, costs = model.now, list(map(RankCosts, ranks))
-    return mean(simulate(now.schedule, now.micro_batches, costs, programs=order_of(now, costs)).wait_seconds)
+    return fmean(simulate(now.schedule, now.micro_batches, costs, programs=order_of(now, costs)).wait_seconds)
 
 
 def _mean_phase(same: Sequence[PhaseCosts]) -> PhaseCosts:
     return PhaseCosts(
-        mean([phase.forward_seconds for phase in same]),
-        mean([phase.backward_seconds for phase in same]),
-        weight_seconds=mean([phase.weight_seconds for phase in same]),
+        fmean(phase.forward_seconds for phase in same),
+        fmean(phase.backward_seconds for phase in same),
+        weight_seconds=fmean(phase.weight_seconds for phase in same),
     )
 
 
@@ -214,7 +217,7 @@ def _with_loading(model: Model, number: int) -> tuple[PhaseCosts, ...]:
     if not reads_data(model.now, number):
         return rank.phases
     first, *rest = rank.phases
-    each = (rank.data_wait + rank.load) / model.now.micro_batches
+    each = (rank.data_wait_seconds + rank.load_seconds) / model.now.micro_batches
     return replace(first, forward_seconds=first.forward_seconds + each), *rest
 
 
@@ -242,7 +245,7 @@ def _evidence(model: Model, cost: str, share: float) -> str:
             busy = [now.micro_batches * rank.pass_seconds for rank in ranks]
             return (
                 f"the layers of rank {busy.index(max(busy))} take {_seconds(max(busy))} of {step}, those of a rank "
-                f"{_seconds(mean(busy))} in the mean, and the others wait for it"
+                f"{_seconds(fmean(busy))} in the mean, and the others wait for it"
             )
         case "communication":
             clause = f"{_seconds(share * facts.step_seconds)} of {step} go to messages and gradients"
@@ -252,14 +255,14 @@ def _evidence(model: Model, cost: str, share: float) -> str:
                 slow = "" if math.isinf(rate) else f", as over links of {rate / 1e6:,.3g} MB/s"
                 clause += f"; {now.micro_batches * messages / 1e6:,.3g} MB cross between stages{slow}"
             if now.replicas > 1:
-                reduce = mean([rank.reduce for rank in ranks])
+                reduce = fmean(rank.reduce_seconds for rank in ranks)
                 clause += f"; {_seconds(reduce)} to the gradients of {now.replicas} replicas"
             return clause
         case "data wait":
-            number, wait = longest("data_wait")
+            number, wait = longest("data_wait_seconds")
             return f"rank {number} waits {wait} of {step} for the next images, {_slow_reading(facts)}"
         case "transfers":
-            number, load = longest("load")
+            number, load = longest("load_seconds")
             return f"rank {number} takes {load} of {step} to bring images to its device and to noise them"
         case "overflow steps":
             found = facts.overflows
@@ -268,9 +271,10 @@ def _evidence(model: Model, cost: str, share: float) -> str:
                 f"loss scale began at {found.first_scale:,.0f} and is {found.last_scale:,.0f}"
             )
         case "optimizer":
+            optimizer, ema = longest("optimizer_seconds")[1], longest("ema_seconds")[1]
             return (
-                f"of {step} of {counted(now.images, 'image')} the optimizer takes {longest('optimizer')[1]} and the "
-                f"averaged weights {longest('ema')[1]}, however few the images"
+                f"of {step} of {counted(now.images, 'image')} the optimizer takes {optimizer} and the averaged weights "
+                f"{ema}, however few the images"
             )
         case "checkpoint pauses":
             return f"checkpoints held training up for {pauses.checkpoint_seconds:,.3g} s of {pauses.seconds:,.3g} s"
@@ -281,21 +285,21 @@ def _evidence(model: Model, cost: str, share: float) -> str:
                 f"samples and {losses:,.3g} s for validation"
             )
         case "recomputation":
-            memory = facts.device.memory_bytes
+            memory, kept = facts.device.memory_bytes, replace(now, checkpoint_interval=0)
             has = "" if memory is None else f" of the {gib(memory)} that its device has"
             return (
                 f"activation_checkpoint_interval = {now.checkpoint_interval} computes activations a second time, "
                 f"{_seconds(model.recomputation_seconds)} of {step}; to keep them would take "
-                f"{gib(model.kept_bytes())}{has}"
+                f"{gib(activation_bytes(facts.job, kept, now.bounds))}{has}"
             )
         case "low utilisation":
-            passes = mean([rank.pass_seconds for rank in ranks])
+            passes = fmean(rank.pass_seconds for rank in ranks)
             reached = "" if facts.mfu is None else f"; the devices reach {facts.mfu:.1%} of their flops"
             return (
                 f"of {_seconds(passes)} that a micro-batch of {counted(now.micro_batch_images, 'image')} takes a rank, "
                 f"{_seconds(model.startup_seconds)} are what its layers take before they compute{reached}"
             )
-    other = _seconds(mean([rank.other for rank in ranks]))
+    other = _seconds(fmean(rank.other_seconds for rank in ranks))
     return f"{other} of {step} are in no instruction: Python between them; --profile-kernels FIRST-LAST shows more"
 
 

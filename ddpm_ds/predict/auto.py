@@ -12,21 +12,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ddpm_ds.config.ds_config import ResolvedDsConfig, precision, resolve
+from ddpm_ds.config.ds_config import ResolvedDsConfig, divisors, precision, resolve
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.errors import LayoutError
 from ddpm_ds.observe.device_speed import LayerTimes
 from ddpm_ds.pipeline.cuts import partition
 from ddpm_ds.pipeline.placement import across_hosts, launched_hosts
 from ddpm_ds.pipeline.schedule import Program
-from ddpm_ds.predict.costs import APART, analytic_times, link
+from ddpm_ds.predict.costs import APART, link
 from ddpm_ds.predict.finished_run import mean_ranks
 from ddpm_ds.predict.layouts import Candidate, Workload
-from ddpm_ds.predict.machine import Machine, machine, most_alike, this_machine
+from ddpm_ds.predict.machine import machine, most_alike, this_machine
 from ddpm_ds.predict.predictor import Predictor
 from ddpm_ds.predict.scheduler import order_of
 from ddpm_ds.predict.search import search
-from ddpm_ds.predict.simulate import PhaseCosts, RankCosts
+from ddpm_ds.predict.simulate import PhaseCosts
 
 
 def choose_stages(spec: RunSpec, config: dict[str, Any], path: Path, *, world_size: int) -> tuple[int, str]:
@@ -37,19 +37,17 @@ def choose_stages(spec: RunSpec, config: dict[str, Any], path: Path, *, world_si
         LayoutError: no number of stages shares the processes, the batch and the layers, or none fits the memory.
     """
     accepted, refusal = [], LayoutError(f"{world_size} processes can't be laid out")
-    for stages in (count for count in range(1, world_size + 1) if world_size % count == 0):
+    for stages in divisors(world_size):
         try:
             accepted.append(resolve(config, spec, world_size=world_size, stages=stages, path=path))
         except LayoutError as error:
             refusal = error
     if not accepted:
         raise refusal
-    devices = _devices(config, world_size)
-    job = Workload(spec, config, devices.is_cpu)
-    predictor = Predictor(job, devices, analytic_times(job, devices))
+    predictor = _predictor(spec, config, world_size)
     among = [layout for ds in accepted for layout in _layouts(ds, predictor)]
     first, *others = search(predictor, len(accepted), among).best
-    why = f"on {devices.kind} {first.layout.words()} would take {first.step_seconds:.3g} s a step"
+    why = f"on {predictor.machine.kind} {first.layout.words()} would take {first.step_seconds:.3g} s a step"
     if others:
         why += f", {others[0].layout.words()} {others[0].step_seconds:.3g} s"
     return first.layout.stages, f"{why}; -p chooses otherwise"
@@ -61,14 +59,11 @@ def measured_cuts(spec: RunSpec, ds: ResolvedDsConfig, times: Callable[[Workload
     Raises:
         LayoutError: the U-Net can't be cut into so many stages.
     """
-    devices = _devices(ds.blocks, ds.layout.world_size)
-    job = Workload(spec, ds.blocks, devices.is_cpu)
-    predictor = Predictor(job, devices, times(job))
+    predictor = _predictor(spec, ds.blocks, ds.layout.world_size, times)
     layouts = _layouts(ds, predictor)
     if not layouts:
-        raise LayoutError(
-            f"the U-Net's {len(job.layers)} layers can't be cut into {ds.layout.stages} stages; use fewer"
-        )
+        count = len(predictor.job.layers)
+        raise LayoutError(f"the U-Net's {count} layers can't be cut into {ds.layout.stages} stages; use fewer")
     best = next((layout for layout in layouts if predictor.fits(layout)), None)
     if best is not None:
         predictor.improve(best)
@@ -82,9 +77,7 @@ def planned_order(
 
     ``times`` measures layers; without it their seconds are computed.
     """
-    devices = _devices(ds.blocks, ds.layout.world_size)
-    job = Workload(spec, ds.blocks, devices.is_cpu)
-    predictor = Predictor(job, devices, times(job) if times else analytic_times(job, devices))
+    predictor = _predictor(spec, ds.blocks, ds.layout.world_size, times)
     made = predictor.programs(Candidate.of(ds, int(ds.checkpoint_interval)), bounds)
     assert made is not None
     return made
@@ -98,9 +91,8 @@ def planned_again(
     Of what is not measured the computed share counts: weight gradients in whole backwards, and what a pass of weight
     gradients takes once for all its micro-batches.
     """
-    devices = _devices(ds.blocks, ds.layout.world_size)
-    job, layout = Workload(spec, ds.blocks, devices.is_cpu), Candidate.of(ds, int(ds.checkpoint_interval))
-    computed = Predictor(job, devices, analytic_times(job, devices)).costs(layout, bounds)
+    predictor = _predictor(spec, ds.blocks, ds.layout.world_size)
+    layout = Candidate.of(ds, int(ds.checkpoint_interval))
 
     def divided(found: PhaseCosts, expected: PhaseCosts) -> PhaseCosts:
         whole = expected.weight_seconds + expected.weight_pass_seconds
@@ -109,31 +101,32 @@ def planned_again(
         apart = APART * weights
         return replace(found, weight_seconds=weights - once, weight_pass_seconds=once, apart_seconds=apart)
 
-    costs = []
-    for found, own in zip(mean_ranks(summary), computed, strict=True):
-        phases = tuple(map(divided, found.phases, own.phases))
-        costs.append(RankCosts(phases, found.reduce, found.optimizer))
-    made = order_of(layout, costs, link(devices, layout))
+    costs = [
+        replace(found, phases=tuple(map(divided, found.phases, own.phases)))
+        for found, own in zip(mean_ranks(summary), predictor.costs(layout, bounds), strict=True)
+    ]
+    made = order_of(layout, costs, link(predictor.machine, layout))
     assert made is not None
     return made
 
 
-def _devices(config: Mapping[str, Any], world_size: int) -> Machine:
+def _predictor(
+    spec: RunSpec, config: Mapping[str, Any], world_size: int, times: Callable[[Workload], LayerTimes] | None = None
+) -> Predictor:
+    """Return a predictor for processes on hosts like this one, with the layers' computed times unless given others."""
     kind, memory = this_machine(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
-    return machine(
-        kind or most_alike(memory),
-        half=precision(config) != "fp32",
-        devices=world_size,
-        nodes=len(set(launched_hosts(world_size))) or 1,
-        memory_bytes=memory,
-    )
+    half, nodes = precision(config) != "fp32", len(set(launched_hosts(world_size))) or 1
+    devices = machine(kind or most_alike(memory), half=half, devices=world_size, nodes=nodes)
+    devices = replace(devices, memory_bytes=memory)
+    job = Workload(spec, config, devices.is_cpu)
+    return Predictor(job, devices, times(job) if times else None)
 
 
 def _layouts(ds: ResolvedDsConfig, predictor: Predictor) -> list[Candidate]:
     """Return a configuration's layouts, with and without recomputation if that is open; none without cuts."""
     intervals = (0, 1) if ds.checkpoint_interval == "auto" else (ds.checkpoint_interval,)
     layouts = [Candidate.of(ds, interval) for interval in intervals]
-    if not predictor.can_cut(layouts[0]):
+    if predictor.cut(layouts[0]) is None:
         return []
     hosts, layers = launched_hosts(ds.layout.world_size), predictor.job.layers
     if len(set(hosts)) > 1 and min(ds.layout.stages, ds.layout.replicas) > 1:

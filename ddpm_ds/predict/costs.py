@@ -16,7 +16,7 @@ from ddpm_ds.pipeline.placement import AcrossHosts, Grid, Sharing, Traffic, exch
 from ddpm_ds.pipeline.schedule import Program, weight_passes
 from ddpm_ds.predict.layouts import Candidate, Workload, rank_stages
 from ddpm_ds.predict.machine import Machine
-from ddpm_ds.predict.simulate import Link, PhaseCosts, RankCosts
+from ddpm_ds.predict.simulate import Link, Links, PhaseCosts, RankCosts
 from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer
 
 ADAM_BYTES = 34
@@ -139,7 +139,7 @@ def grid(machine: Machine, layout: Candidate) -> Grid:
     return _grid(layout.stages, layout.replicas, across, machine.devices_per_node)
 
 
-def link(machine: Machine, layout: Candidate) -> Callable[[int, int], Link]:
+def link(machine: Machine, layout: Candidate) -> Links:
     """Return the links of a pipeline; those of its slowest replica where replicas differ."""
     boundaries = grid(machine, layout).boundaries
 
@@ -186,11 +186,7 @@ def shared(job: Workload, layout: Candidate) -> Sharing:
 
 
 def step_traffic(
-    job: Workload,
-    machine: Machine,
-    layout: Candidate,
-    bounds: Sequence[int],
-    programs: Sequence[Program] | None = None,
+    job: Workload, machine: Machine, layout: Candidate, bounds: Sequence[int], programs: Sequence[Program] | None = None
 ) -> Traffic:
     """Return the bytes of a step on all connections: messages between stages, gradients and weights among replicas."""
     sent = exchange(

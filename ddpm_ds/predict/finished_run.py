@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from statistics import fmean
+from typing import Any
 
-from ddpm_ds.config.ds_config import ELEMENT_BYTES, zero_stage
+from ddpm_ds.config.ds_config import ELEMENT_BYTES, CutMethod, zero_stage
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.data.residence import Residence
@@ -19,19 +20,16 @@ from ddpm_ds.files import EVALUATIONS, METRICS, read_json, read_points, read_tex
 from ddpm_ds.observe.device_speed import Device, read_device
 from ddpm_ds.observe.observer import Pauses, read_pauses
 from ddpm_ds.predict.layouts import Candidate, Workload, offloads
-from ddpm_ds.predict.simulate import PhaseCosts
+from ddpm_ds.predict.simulate import PhaseCosts, RankCosts
 from ddpm_ds.unet.layers import PASSES_PER_STEP
 
 SUMMARY = Path("trace") / "summary.json"
 """The summary of the traced steps, in a run's folder."""
 RESIDENCE = "store.json"
 """Where the images were when the run began, in a run's folder; absent in those of older versions."""
-HOW_TO_TRACE = "train with --trace-steps FIRST-LAST, or for 22 steps or more: then steps 20 to 22 are"
 
 FIRST_SCALE_POWER = 16
 """Power of two of DeepSpeed's initial loss scale."""
-Method = Literal["flops", "measured", "parameters", "uniform"]
-"""Method of cutting named in the JSON, where it does not list the cuts."""
 
 
 @dataclass(frozen=True)
@@ -47,34 +45,28 @@ class Setup(Candidate):
 
 
 @dataclass(frozen=True)
-class RankFacts:
-    """Seconds of a traced step on a rank of the pipeline, its replicas averaged; the parts are disjoint."""
+class RankFacts(RankCosts):
+    """Seconds of a traced step on a rank of the pipeline, its replicas averaged; the parts are disjoint.
 
-    phases: tuple[PhaseCosts, ...]
-    """Costs of one micro-batch's passes by phase, without waiting."""
-    wait: float = 0.0
+    Passes are without waiting.
+    """
+
+    wait_seconds: float = 0.0
     """Seconds waiting for messages of other stages."""
-    send: float = 0.0
-    data_wait: float = 0.0
+    send_seconds: float = 0.0
+    data_wait_seconds: float = 0.0
     """Seconds waiting for the loader."""
-    load: float = 0.0
+    load_seconds: float = 0.0
     """Seconds of the rest of loading: copy to the device, noise."""
-    reduce: float = 0.0
-    optimizer: float = 0.0
-    agreement_wait: float = 0.0
+    agreement_wait_seconds: float = 0.0
     """Seconds waiting for other ranks, before gradients are reduced and before the optimizer's step."""
-    ema: float = 0.0
-    other: float = 0.0
+    ema_seconds: float = 0.0
+    other_seconds: float = 0.0
 
     @property
-    def pass_seconds(self) -> float:
-        """Seconds of one micro-batch's forwards and backwards."""
-        return sum(phase.pass_seconds for phase in self.phases)
-
-    @property
-    def update(self) -> float:
+    def update_seconds(self) -> float:
         """Seconds of the optimizer and the averaged weights."""
-        return self.optimizer + self.ema
+        return self.optimizer_seconds + self.ema_seconds
 
 
 @dataclass(frozen=True)
@@ -94,7 +86,7 @@ class FinishedRun:
     job: Workload
     setup: Setup
     """Layout of the traced step."""
-    partition: Method | tuple[int, ...]
+    partition: CutMethod | tuple[int, ...]
     """Method of cutting, or the cuts, as in the JSON."""
     ranks: tuple[RankFacts, ...]
     """Ranks of one pipeline."""
@@ -133,7 +125,8 @@ def facts_of(run_dir: Path) -> FinishedRun:
     if not (run_dir / "spec.yaml").is_file():
         raise OutputError(f"{run_dir} is not the folder of a run; name one that launch/train.py has written")
     if not (run_dir / SUMMARY).is_file():
-        raise OutputError(f"{run_dir}: no step was traced; {HOW_TO_TRACE}")
+        how = "train with --trace-steps FIRST-LAST, or for 22 steps or more: then steps 20 to 22 are"
+        raise OutputError(f"{run_dir}: no step was traced; {how}")
     try:
         return _read(run_dir)
     except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
@@ -211,11 +204,6 @@ def _setup(run_dir: Path, job: Workload, summary: Mapping[str, Any]) -> Setup:
     return setup
 
 
-def mean(values: Sequence[float]) -> float:
-    """Return the mean."""
-    return math.fsum(values) / len(values)
-
-
 def mean_ranks(summary: Mapping[str, Any]) -> tuple[RankFacts, ...]:
     """Return the ranks of one pipeline from a trace's summary."""
     return tuple(
@@ -226,18 +214,17 @@ def mean_ranks(summary: Mapping[str, Any]) -> tuple[RankFacts, ...]:
 
 def _mean_rank(replicas: Sequence[Mapping[str, Any]]) -> RankFacts:
     """Average a rank of the pipeline over all processes that have it."""
-
-    names = ("data_wait", "load", "reduce", "optimizer", "agreement_wait", "ema", "other")
-    own = {name: mean([replica[f"{name}_seconds"] for replica in replicas]) for name in names}
-    for name in ("wait", "send"):
-        own[name] = mean([math.fsum(phase[f"{name}_seconds"] for phase in one["phases"]) for one in replicas])
+    by_phase = ("wait_seconds", "send_seconds")
+    own = {name: fmean(math.fsum(phase[name] for phase in one["phases"]) for one in replicas) for name in by_phase}
+    names = [field.name for field in fields(RankFacts) if field.name not in ("phases", *by_phase)]
+    own |= {name: fmean(replica[name] for replica in replicas) for name in names}
     phases = [
         PhaseCosts(
-            mean([phase["forward_seconds_per_micro_batch"] for phase in same]),
-            mean([phase["backward_seconds_per_micro_batch"] for phase in same]),
+            fmean(phase["forward_seconds_per_micro_batch"] for phase in same),
+            fmean(phase["backward_seconds_per_micro_batch"] for phase in same),
             same[0]["activation_bytes"],
             same[0]["gradient_bytes"],
-            mean([phase.get("weight_seconds_per_micro_batch", 0.0) for phase in same]),
+            fmean(phase.get("weight_seconds_per_micro_batch", 0.0) for phase in same),
         )
         for same in zip(*(replica["phases"] for replica in replicas), strict=True)
     ]

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from ddpm_ds.command_line import counted
-from ddpm_ds.config.ds_config import BUCKET_ELEMENTS, ELEMENT_BYTES, ResolvedDsConfig, precision
+from ddpm_ds.config.ds_config import BUCKET_ELEMENTS, ELEMENT_BYTES, ResolvedDsConfig, divisors, precision
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.device import DTYPES, Dtype
 from ddpm_ds.pipeline.cuts import Schedule, Stage, describe, stages_of, usual_in_flight
@@ -149,7 +149,7 @@ def layouts(job: Workload, devices: int, *, offload: bool, nodes: int = 1) -> It
     ``offload`` allows Adam's state in host memory; a given ``train.accumulation`` leaves one number of micro-batches.
     """
     batch, wanted, zeros = job.spec.train.batch_images, job.spec.train.accumulation, _zero_choices(job, offload)
-    for stages in _divisors(devices):
+    for stages in divisors(devices):
         replicas = devices // stages
         if stages > len(job.layers) or batch % replicas:
             continue
@@ -160,8 +160,8 @@ def layouts(job: Workload, devices: int, *, offload: bool, nodes: int = 1) -> It
         schedules: list[tuple[Schedule, int | None]] = [("1f1b", None)]
         if 1 < stages <= len(job.layers) // 2:
             schedules += [("planned", None), ("planned", stages)]  # faster, or with half of the activations
-        for (schedule, in_flight), count in itertools.product(schedules, _divisors(share)):
-            if count > most or wanted not in ("auto", count) or (in_flight is not None and count <= in_flight):
+        for (schedule, in_flight), count in itertools.product(schedules, divisors(share, most)):
+            if wanted not in ("auto", count) or (in_flight is not None and count <= in_flight):
                 continue
             for (zero_stage, offloaded), interval, across in itertools.product(zeros, (0, *INTERVALS), places):
                 sizes = share // count, count, interval
@@ -199,11 +199,6 @@ def _zero_choices(job: Workload, offload: bool) -> list[tuple[int, bool]]:
     needs_zero = "grad_accum_dtype" in job.config.get("data_types", {})
     choices = [(stage, False) for stage in ([1, 2] if needs_zero else [0, 1, 2])]
     return choices + ([(1, True), (2, True)] if offload else [])
-
-
-def _divisors(number: int) -> list[int]:
-    small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
-    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 @functools.lru_cache(maxsize=4096)

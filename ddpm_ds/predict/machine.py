@@ -110,18 +110,8 @@ def usable(memory_bytes: int, *, on_cpu: bool) -> int:
     return memory_bytes if on_cpu else int(USABLE_MEMORY * memory_bytes)
 
 
-def machine(
-    kind: str,
-    *,
-    half: bool,
-    devices: int,
-    nodes: int,
-    memory_bytes: int | None = None,
-    flops: float | None = None,
-    link_bandwidth: float | None = None,
-    network_bandwidth: float | None = None,
-) -> Machine:
-    """Return devices of a kind of :data:`KINDS`; given values replace those of the data sheet. ``half``: fp16 or bf16.
+def machine(kind: str, *, half: bool, devices: int, nodes: int) -> Machine:
+    """Return devices of a kind of :data:`KINDS`, which train in single precision or ``half`` (fp16 or bf16).
 
     Raises:
         LayoutError: there is no such kind, or the devices can't be divided evenly among the nodes.
@@ -140,11 +130,11 @@ def machine(
         kind=kind,
         devices=devices,
         nodes=nodes,
-        memory_bytes=int(sheet.memory_gib * GIB) if memory_bytes is None else memory_bytes,
-        flops=flops or REACHED_FLOPS * teraflops * 1e12,
+        memory_bytes=int(sheet.memory_gib * GIB),
+        flops=REACHED_FLOPS * teraflops * 1e12,
         memory_bandwidth=REACHED_MEMORY * sheet.memory_gigabytes_per_second * 1e9,
-        link_bandwidth=link_bandwidth or REACHED_LINK * sheet.link_gigabytes_per_second * 1e9,
-        network_bandwidth=network_bandwidth or REACHED_LINK * sheet.network_gigabytes_per_second * 1e9,
+        link_bandwidth=REACHED_LINK * sheet.link_gigabytes_per_second * 1e9,
+        network_bandwidth=REACHED_LINK * sheet.network_gigabytes_per_second * 1e9,
         host_bandwidth=8e9,
     )
 

@@ -81,6 +81,11 @@ def pipeline_memory(job: Workload, layout: Candidate, bounds: Sequence[int]) -> 
     return tuple(found)
 
 
+def peak_bytes(job: Workload, layout: Candidate, bounds: Sequence[int]) -> int:
+    """Return the bytes of the fullest rank."""
+    return max(memory.total for memory in pipeline_memory(job, layout, bounds))
+
+
 def activation_bytes(job: Workload, layout: Candidate, bounds: Sequence[int]) -> int:
     """Bytes that layers keep on the fullest rank, in the fullest moment of its schedule: what checkpointing can save.
 

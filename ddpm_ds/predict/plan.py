@@ -43,7 +43,6 @@ class RunPlan:
     ds_path: Path
     layers: tuple[Layer, ...]
     bounds: tuple[int, ...]
-    stages: tuple[Stage, ...]
     hosts: tuple[str, ...]
     """Host of each global rank; empty while unknown, since hosts may differ in their number of ranks."""
     programs: tuple[Program, ...] | None = None
@@ -67,6 +66,11 @@ class RunPlan:
         return -(-self.spec.train.images // self.ds.layout.batch_images)
 
     @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages, in the order of the layers."""
+        return describe(self.layers, self.bounds, self.ds.schedule)
+
+    @cached_property
     def across(self) -> AcrossHosts:
         """The axis that is split over hosts."""
         return across_hosts(self.ds, self.layers, self.bounds, self.hosts)
@@ -88,15 +92,6 @@ class RunPlan:
         from ddpm_ds.pipeline.schedule import weight_passes  # DeepSpeed, which has been imported where programs are
 
         return run_exchange(self.ds, self.layers, self.bounds, weight_passes(self.programs, self.ds.schedule))
-
-    def sent_bytes(self, stage: Stage) -> int:
-        """Bytes that ``stage`` sends to the next one in one step; as many come back as gradients."""
-        return stage.sent_elements * self.images_per_replica * ELEMENT_BYTES[self.ds.precision]
-
-    @property
-    def images_per_replica(self) -> int:
-        """Images of one step that one pipeline works on."""
-        return self.ds.layout.batch_images // self.ds.layout.replicas
 
 
 def plan_run(
@@ -133,8 +128,7 @@ def plan_run(
     layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
     bounds = partition(layers, ds.layout.stages, ds.planned_partition, ds.schedule)
     names = ("0",) * world_size if hosts is None else tuple(hosts)
-    table = describe(layers, bounds, ds.schedule)
-    return RunPlan(spec, spec_path, ds, ds_path, layers, bounds, table, names, chosen=chosen)
+    return RunPlan(spec, spec_path, ds, ds_path, layers, bounds, names, chosen=chosen)
 
 
 def on_hosts(plan: RunPlan, names: Sequence[str]) -> RunPlan:
@@ -144,10 +138,11 @@ def on_hosts(plan: RunPlan, names: Sequence[str]) -> RunPlan:
 
 def stage_table(plan: RunPlan) -> str:
     """Return the stages as a table: layers, parameters, forward flops, bytes sent per step."""
-    header = ("stage", "layers", "first", "last", "parameters", "forward GFLOP/image", "share", "sent MB/step")
-    grid = plan.grid() if plan.several_hosts else None
-    rows = [[*header, *(["host"] if grid else [])]]
+    header = ["stage", "layers", "first", "last", "parameters", "forward GFLOP/image", "share", "sent MB/step"]
+    grid, layout = plan.grid() if plan.several_hosts else None, plan.ds.layout
+    rows = [[*header, "host"] if grid else header]
     for stage in plan.stages:
+        sent = stage.sent_elements * layout.batch_images // layout.replicas * ELEMENT_BYTES[plan.ds.precision]
         row = [
             f"{stage.index} on rank {stage.rank}" if folds(plan.ds.schedule) else str(stage.index),
             str(stage.layers),
@@ -156,7 +151,7 @@ def stage_table(plan: RunPlan) -> str:
             f"{stage.parameters:,}",
             f"{stage.forward_flops / 1e9:.4f}",
             f"{stage.forward_flops / (2 * plan.macs):.1%}",
-            f"{plan.sent_bytes(stage) / 1e6:.2f}",
+            f"{sent / 1e6:.2f}",
         ]
         if grid:
             names = list(dict.fromkeys(map(str, grid.hosts_of(stage.rank))))
@@ -212,7 +207,8 @@ def describe_plan(plan: RunPlan, run_dir: Path) -> str:
         f"U-Net        {plan.parameters:,} parameters in {len(plan.layers)} layers, "
         f"{2 * plan.macs / 1e9:.4f} GFLOP forward per image",
         f"precision    {ds.precision}, ZeRO-{ds.zero_stage}, activation checkpointing {recompute}",
-        f"layout       {layout_words(plan)}",
+        f"layout       {counted(layout.world_size, 'process')}: {counted(layout.stages, 'stage')} x "
+        f"{counted(layout.replicas, 'replica')}{f', schedule {ds.schedule}' if layout.stages > 1 else ''}",
         *([f"stages       {plan.chosen}"] if plan.chosen else []),
         *([line] if (line := hosts_line(plan)) else []),
         f"batch        {counted(layout.batch_images, 'image')} = {counted(layout.micro_batches, 'micro-batch')} of "
@@ -236,16 +232,6 @@ def describe_plan(plan: RunPlan, run_dir: Path) -> str:
         stage_table(plan),
     ]
     return "\n".join(lines)
-
-
-def layout_words(plan: RunPlan) -> str:
-    """Return the layout in a few words: ``4 processes: 2 stages x 2 replicas, 1f1b``."""
-    layout = plan.ds.layout
-    schedule = f", schedule {plan.ds.schedule}" if layout.stages > 1 else ""
-    return (
-        f"{counted(layout.world_size, 'process')}: {counted(layout.stages, 'stage')} x "
-        f"{counted(layout.replicas, 'replica')}{schedule}"
-    )
 
 
 def _regular(name: str, what: str, every_images: int | None, forwards: int) -> str:

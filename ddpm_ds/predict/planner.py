@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddpm_ds.config.ds_config import check_ds_config, precision, read_ds_config
 from ddpm_ds.config.spec import RunSpec
@@ -53,24 +54,17 @@ def plan(
         device_memory = device_memory or here
     if device_kind is None:
         raise LayoutError(f"this machine's GPU is not in the planner's table; use --device-kind {' or '.join(KINDS)}")
-    devices = machine(
-        device_kind,
-        half=precision(config) != "fp32",
-        devices=processes,
-        nodes=nodes,
-        memory_bytes=device_memory,
-        flops=flops,
-        link_bandwidth=link_bandwidth,
-        network_bandwidth=network_bandwidth,
-    )
+    devices = machine(device_kind, half=precision(config) != "fp32", devices=processes, nodes=nodes)
+    rates = {"flops": flops, "link_bandwidth": link_bandwidth, "network_bandwidth": network_bandwidth}
+    given: dict[str, Any] = {"memory_bytes": device_memory, **rates}
+    devices = replace(devices, **{name: value for name, value in given.items() if value is not None})
     with _without_accelerator():
-        from ddpm_ds.predict.costs import analytic_times
         from ddpm_ds.predict.layouts import Workload
         from ddpm_ds.predict.predictor import Predictor
         from ddpm_ds.predict.search import candidates, search, sort_out
 
     job = Workload(spec, config, devices.is_cpu)
-    predictor = Predictor(job, devices, analytic_times(job, devices))
+    predictor = Predictor(job, devices)
     among = candidates(predictor)
     if times is not None and (fitting := sort_out(predictor, among)[0]):  # nothing is timed for what does not fit
         among, predictor = fitting, Predictor(job, devices, times(job, devices))

@@ -11,10 +11,10 @@ from ddpm_ds.observe.device_speed import LayerSeconds, LayerTimes
 from ddpm_ds.pipeline.cuts import Room, neighbouring, weighted
 from ddpm_ds.pipeline.placement import Traffic
 from ddpm_ds.pipeline.schedule import Program
-from ddpm_ds.predict.costs import crossing_seconds, link, planned_costs, step_traffic
+from ddpm_ds.predict.costs import analytic_times, crossing_seconds, link, planned_costs, step_traffic
 from ddpm_ds.predict.layouts import Candidate, Workload
 from ddpm_ds.predict.machine import Machine
-from ddpm_ds.predict.memory import Memory, layer_bytes, pipeline_memory
+from ddpm_ds.predict.memory import Memory, layer_bytes, peak_bytes, pipeline_memory
 from ddpm_ds.predict.scheduler import order_of
 from ddpm_ds.predict.simulate import RankCosts, Simulation, simulate
 
@@ -63,20 +63,28 @@ class Predictor:
 
     job: Workload
     machine: Machine
-    times: LayerTimes
+    times: LayerTimes | None = None
+    """Times of the layers; without them they are computed."""
     _times: dict[int, Sequence[LayerSeconds]] = field(default_factory=dict)
     _cuts: dict[tuple[str, int, int, str], Bounds | None] = field(default_factory=dict)
     _own_cuts: dict[Candidate, Bounds] = field(default_factory=dict)
     """Cuts made for one layout alone."""
     _programs: dict[tuple[Candidate, Bounds], tuple[Program, ...] | None] = field(default_factory=dict)
 
-    def can_cut(self, layout: Candidate) -> bool:
-        """Return whether the U-Net can be cut into so many stages."""
-        return self._cut(layout) is not None
+    def cut(self, layout: Candidate) -> Bounds | None:
+        """The cuts of a layout: the fastest, or with :meth:`fits` those that fit the memory; None where the U-Net can't
+        be cut into so many stages.
+        """
+        if layout in self._own_cuts:
+            return self._own_cuts[layout]
+        key = (layout.schedule, layout.stages, layout.micro_batch_images, layout.across)
+        if key not in self._cuts:
+            self._cuts[key] = self._fastest_cut(layout, None)
+        return self._cuts[key]
 
     def bounds(self, layout: Candidate) -> Bounds:
-        """The cuts of a layout: the fastest, or with :meth:`fits` those that fit the memory."""
-        bounds = self._cut(layout)
+        """The cuts of a layout that can be cut."""
+        bounds = self.cut(layout)
         assert bounds is not None
         return bounds
 
@@ -85,7 +93,7 @@ class Predictor:
         usable = limit = self.machine.usable_bytes
 
         def excess(bounds: Bounds) -> int:
-            return max(memory.total for memory in pipeline_memory(self.job, layout, bounds)) - usable
+            return peak_bytes(self.job, layout, bounds) - usable
 
         if excess(self.bounds(layout)) <= 0:
             return True
@@ -107,18 +115,17 @@ class Predictor:
         """
         if not 1 < layout.stages <= MOST_IMPROVED:
             return
-        few = replace(layout, micro_batches=min(layout.micro_batches, FEW_PER_RANK * layout.stages))
-        usable = self.machine.usable_bytes
+        few, usable = _few(layout), self.machine.usable_bytes
         best: Bounds = ()
         better = self.bounds(layout)
         while best != better:
-            best, shortest = better, self.simulate(few, bounds=better).step_seconds
+            best, shortest = better, self.simulate(few, better).step_seconds
             for moved in neighbouring(self.job.layers, best, layout.schedule):
                 limit = shortest * (1 - LEAST_GAIN)
                 if (
                     self.lower_bound(few, moved) < limit
-                    and (taken := self.simulate(few, bounds=moved).step_seconds) < limit
-                    and all(memory.total <= usable for memory in pipeline_memory(self.job, layout, moved))
+                    and (taken := self.simulate(few, moved).step_seconds) < limit
+                    and peak_bytes(self.job, layout, moved) <= usable
                 ):
                     better, shortest = moved, taken
         self._own_cuts[layout] = best
@@ -126,10 +133,6 @@ class Predictor:
     def knows_times(self, layout: Candidate) -> bool:
         """Return whether the layers' times are already known for this micro-batch."""
         return layout.micro_batch_images in self._times
-
-    def memory(self, layout: Candidate) -> tuple[Memory, ...]:
-        """The memory of each rank."""
-        return pipeline_memory(self.job, layout, self.bounds(layout))
 
     def costs(self, layout: Candidate, bounds: Bounds | None = None) -> list[RankCosts]:
         """The costs of each rank, for the simulator."""
@@ -147,26 +150,17 @@ class Predictor:
             for rank in self.costs(layout, bounds)
         )
 
-    def simulate(
-        self,
-        layout: Candidate,
-        micro_batches: int | None = None,
-        bounds: Bounds | None = None,
-        *,
-        keep_events: bool = False,
-    ) -> Simulation:
-        """Simulate a step of a layout, or of the same with another number of micro-batches or other cuts."""
-        count, cuts = micro_batches or layout.micro_batches, bounds or self.bounds(layout)
-        costs, made = self.costs(layout, cuts), self.programs(replace(layout, micro_batches=count), cuts)
-        between = link(self.machine, layout)
-        return simulate(layout.schedule, count, costs, between, programs=made, keep_events=keep_events)
+    def simulate(self, layout: Candidate, bounds: Bounds | None = None, *, keep_events: bool = False) -> Simulation:
+        """Simulate a step of a layout, with its own cuts or others."""
+        cuts, between = bounds or self.bounds(layout), link(self.machine, layout)
+        costs, made = self.costs(layout, cuts), self.programs(layout, cuts)
+        return simulate(layout.schedule, layout.micro_batches, costs, between, programs=made, keep_events=keep_events)
 
     def programs(self, layout: Candidate, bounds: Bounds) -> tuple[Program, ...] | None:
         """Return the programs of a planned schedule; None where the schedule's name says them."""
         if (layout, bounds) not in self._programs:
-            between = link(self.machine, layout)
-            made = order_of(layout, self.costs(layout, bounds), between)
-            self._programs[layout, bounds] = made
+            costs, between = self.costs(layout, bounds), link(self.machine, layout)
+            self._programs[layout, bounds] = order_of(layout, costs, between)
         return self._programs[layout, bounds]
 
     def predict(self, layout: Candidate) -> Prediction:
@@ -182,7 +176,7 @@ class Predictor:
             bubble=max(0.0, 1 - busy / step),
             pass_seconds=busy - update,
             update_seconds=update,
-            memory=self.memory(layout),
+            memory=pipeline_memory(self.job, layout, bounds),
             traffic=step_traffic(self.job, self.machine, layout, bounds, order),
         )
 
@@ -190,10 +184,10 @@ class Predictor:
         """Return the seconds of a step, and those in which a device is busy, in the mean."""
 
         def simulated(count: int) -> tuple[float, float]:
-            step = self.simulate(layout, count)
+            step = self.simulate(replace(layout, micro_batches=count), bounds)
             return step.step_seconds, sum(step.busy_seconds) / layout.stages
 
-        most = _most_simulated(layout)
+        bounds, most = self.bounds(layout), _most_simulated(layout)
         if layout.micro_batches <= most:
             return simulated(layout.micro_batches)
         fewer = most // 2
@@ -203,16 +197,8 @@ class Predictor:
 
     def _layer_times(self, images: int) -> Sequence[LayerSeconds]:
         if images not in self._times:
-            self._times[images] = self.times(images)
+            self._times[images] = (self.times or analytic_times(self.job, self.machine))(images)
         return self._times[images]
-
-    def _cut(self, layout: Candidate) -> Bounds | None:
-        if layout in self._own_cuts:
-            return self._own_cuts[layout]
-        key = (layout.schedule, layout.stages, layout.micro_batch_images, layout.across)
-        if key not in self._cuts:
-            self._cuts[key] = self._fastest_cut(layout, None)
-        return self._cuts[key]
 
     def _fastest_cut(self, layout: Candidate, room: Room | None) -> Bounds | None:
         """The fastest of cuts with more and less attention to messages, as simulated; None where there are none.
@@ -232,8 +218,13 @@ class Predictor:
             return next(iter(found), None)
         if room is not None:
             return min(found, key=lambda cut: self.lower_bound(layout, cut))
-        count = min(layout.micro_batches, FEW_PER_RANK * layout.stages)
-        return min(found, key=lambda cut: self.simulate(layout, count, cut).step_seconds)
+        few = _few(layout)
+        return min(found, key=lambda cut: self.simulate(few, cut).step_seconds)
+
+
+def _few(layout: Candidate) -> Candidate:
+    """Return a layout with few micro-batches, for comparing cuts."""
+    return replace(layout, micro_batches=min(layout.micro_batches, FEW_PER_RANK * layout.stages))
 
 
 def _most_simulated(layout: Candidate) -> int:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from ddpm_ds.command_line import GIB, aligned, gib
 from ddpm_ds.observe.pictures import draw_step
-from ddpm_ds.predict.machine import Machine
 from ddpm_ds.predict.predictor import Prediction
 from ddpm_ds.predict.search import Plan
 from ddpm_ds.predict.simulate import Simulation
 
 
-def report(plan: Plan, machine: Machine) -> str:
+def report(plan: Plan) -> str:
     """Return everything that ``ddpm-ds plan`` prints of its result."""
+    machine = plan.predictor.machine
     return "\n".join(
         [
             *aligned(_rows(plan.best, several_nodes=machine.nodes > 1)),
@@ -23,14 +23,14 @@ def report(plan: Plan, machine: Machine) -> str:
             f"memory of 1, MiB per device (fits up to {machine.usable_bytes / 2**20:,.0f})",
             *aligned(_memory_rows(plan.best[0])),
             "",
-            textwrap.fill(why(plan, machine), 112, break_on_hyphens=False),
+            textwrap.fill(why(plan), 112, break_on_hyphens=False),
         ]
     )
 
 
-def why(plan: Plan, machine: Machine) -> str:
+def why(plan: Plan) -> str:
     """Return sentences: why the first layout is fastest, what crosses nodes, what more memory would do."""
-    first, *others = plan.best
+    machine, (first, *others) = plan.predictor.machine, plan.best
     sentences = [
         f"1 is the fastest of {plan.fitting:,} layouts that fit; {plan.misfits:,} don't. Its devices spend "
         f"{first.pass_seconds / first.step_seconds:.0%} of the step in forwards and backwards, "

@@ -21,7 +21,7 @@ from ddpm_ds.pipeline import schedule as schedules
 from ddpm_ds.pipeline.cuts import Schedule, folds
 from ddpm_ds.pipeline.schedule import PASSES, Instruction, Program, completed, neighbours, phases_of, program
 from ddpm_ds.predict.layouts import Candidate
-from ddpm_ds.predict.simulate import FREE, Link, PhaseCosts, RankCosts, simulate
+from ddpm_ds.predict.simulate import Links, PhaseCosts, RankCosts, free, simulate
 
 Pass = tuple[Literal["forward", "backward"], int]
 """Kind and phase of a pass."""
@@ -42,12 +42,7 @@ MOST_TRIED_PASSES = 25_000
 
 
 def planned(
-    schedule: Schedule,
-    micro_batches: int,
-    costs: Sequence[RankCosts],
-    link: Callable[[int, int], Link] = lambda source, target: FREE,
-    *,
-    most_held: int,
+    schedule: Schedule, micro_batches: int, costs: Sequence[RankCosts], link: Links = free, *, most_held: int
 ) -> tuple[Program, ...]:
     """Return the programs of all ranks whose simulated step is the shortest that is found; a function of the arguments
     alone.
@@ -107,11 +102,7 @@ def _whole(
     return tuple(joined)
 
 
-def order_of(
-    layout: Candidate,
-    costs: Sequence[RankCosts],
-    link: Callable[[int, int], Link] = lambda source, target: FREE,
-) -> tuple[Program, ...] | None:
+def order_of(layout: Candidate, costs: Sequence[RankCosts], link: Links = free) -> tuple[Program, ...] | None:
     """Return the programs of a layout's planned schedule, for :func:`simulate`, or of a single stage that holds several
     micro-batches; None where the schedule's name says them.
     """
@@ -145,7 +136,7 @@ class _Greedy:
         schedule: Schedule,
         micro_batches: int,
         costs: Sequence[RankCosts],
-        link: Callable[[int, int], Link],
+        link: Links,
         preference: Sequence[Pass],
         most_held: int,
         together: int,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +14,7 @@ from ddpm_ds.config.ds_config import resolve
 from ddpm_ds.errors import LayoutError, UserError
 from ddpm_ds.pipeline.placement import AcrossHosts
 from ddpm_ds.predict.layouts import Candidate, ds_config, layouts
+from ddpm_ds.predict.memory import peak_bytes, pipeline_memory
 from ddpm_ds.predict.predictor import Prediction, Predictor
 
 
@@ -54,8 +56,10 @@ def search(predictor: Predictor, top: int, among: Sequence[Candidate] | None = N
     if (across := best[0].layout.across) != "auto":
         other: AcrossHosts = "replicas" if across == "stages" else "stages"
         turned = predictor.predict(replace(best[0].layout, across=other))
-    tempting = _tempting(predictor, misfits, best[0].step_seconds)
-    return Plan(predictor, best, len(fitting), len(misfits), tempting, turned)
+    limit = best[0].step_seconds
+    known = [layout for layout in misfits if predictor.knows_times(layout)]  # timing others would take long
+    faster = (one for one in _fastest(predictor, known, 1, limit) if one.step_seconds < limit)
+    return Plan(predictor, best, len(fitting), len(misfits), next(faster, None), turned)
 
 
 def candidates(predictor: Predictor) -> list[Candidate]:
@@ -66,7 +70,7 @@ def candidates(predictor: Predictor) -> list[Candidate]:
     machine = predictor.machine
     possible = layouts(predictor.job, machine.devices, offload=not machine.is_cpu, nodes=machine.nodes)
     for layout in tqdm(list(possible), "cutting the U-Net", unit=" layouts", delay=3, leave=False, disable=None):
-        if not predictor.can_cut(layout):
+        if predictor.cut(layout) is None:
             continue
         kind = (layout.schedule, layout.zero_stage, layout.offload, layout.checkpoint_interval)
         if kind not in accepted:
@@ -92,14 +96,15 @@ def sort_out(predictor: Predictor, considered: Sequence[Candidate]) -> tuple[lis
 
 def _needs(predictor: Predictor, layout: Candidate) -> int:
     """Return the bytes that the fullest rank holds."""
-    return max(memory.total for memory in predictor.memory(layout))
+    return peak_bytes(predictor.job, layout, predictor.bounds(layout))
 
 
-def _fastest(predictor: Predictor, fitting: Sequence[Candidate], top: int) -> tuple[Prediction, ...]:
-    """Predict in the order of lower bounds until no other can be among the fastest."""
+def _fastest(
+    predictor: Predictor, among: Sequence[Candidate], top: int, limit: float = math.inf
+) -> tuple[Prediction, ...]:
+    """Predict in the order of lower bounds until no other can be among the fastest, or faster than ``limit``."""
     best: dict[tuple[int, str, int], Prediction] = {}
-    limit = float("inf")
-    for bound, layout in sorted(((predictor.lower_bound(one), one) for one in fitting), key=lambda pair: pair[0]):
+    for bound, layout in sorted(((predictor.lower_bound(one), one) for one in among), key=lambda pair: pair[0]):
         if bound > limit:
             break
         prediction = predictor.predict(layout)
@@ -107,29 +112,13 @@ def _fastest(predictor: Predictor, fitting: Sequence[Candidate], top: int) -> tu
         if key not in best or _order(prediction) < _order(best[key]):
             best[key] = prediction
         if len(best) >= top:
-            limit = sorted(one.step_seconds for one in best.values())[top - 1]
+            limit = min(limit, sorted(one.step_seconds for one in best.values())[top - 1])
     return tuple(sorted(best.values(), key=_order)[:top])
 
 
 def _order(prediction: Prediction) -> tuple[float, int]:
     """Sort key: the fastest first, and of equally fast ones the one that needs least memory."""
     return prediction.step_seconds, prediction.peak.total
-
-
-def _tempting(predictor: Predictor, misfits: Sequence[Candidate], limit: float) -> Prediction | None:
-    """Return the fastest misfit below ``limit`` seconds, among micro-batches whose layers have been timed.
-
-    Timing others would take long and tell little.
-    """
-    timed = [(predictor.lower_bound(layout), layout) for layout in misfits if predictor.knows_times(layout)]
-    best: Prediction | None = None
-    for bound, layout in sorted(timed, key=lambda pair: pair[0]):
-        if bound >= limit:
-            break
-        prediction = predictor.predict(layout)
-        if prediction.step_seconds < limit:
-            best, limit = prediction, prediction.step_seconds
-    return best
 
 
 def _is_accepted(predictor: Predictor, layout: Candidate) -> bool:
@@ -157,11 +146,12 @@ def _nothing(predictor: Predictor, misfits: Sequence[Candidate]) -> LayoutError:
             f"use --set train.batch_images={-(-batch // devices) * devices} or another number of devices"
         )
     nearest = min(misfits, key=lambda layout: _needs(predictor, layout))
-    needs, rank = max((memory.total, -rank) for rank, memory in enumerate(predictor.memory(nearest)))
+    totals = [memory.total for memory in pipeline_memory(job, nearest, predictor.bounds(nearest))]
+    needs, rank = max(totals), totals.index(max(totals))
     device = machine.memory_bytes * needs / machine.usable_bytes
     return LayoutError(
         f"nothing fits {devices} devices of {gib(machine.memory_bytes)} ({gib(machine.usable_bytes)} of it usable); "
-        f"the nearest, {nearest.words()}, is {gib(needs - machine.usable_bytes)} over on rank {-rank}; use more "
+        f"the nearest, {nearest.words()}, is {gib(needs - machine.usable_bytes)} over on rank {rank}; use more "
         f"devices, devices of {_rounded_up(device)} or a smaller train.batch_images"
     )
 

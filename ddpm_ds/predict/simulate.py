@@ -17,6 +17,7 @@ rank's own. Therefore ranks can be walked one at a time, each as far as the mess
 from __future__ import annotations
 
 import functools
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -88,8 +89,13 @@ class Link:
     latency_seconds: float = 0.0
 
 
-FREE = Link(bytes_per_second=float("inf"))
-"""Link on which messages cost nothing."""
+Links = Callable[[int, int], Link]
+"""Function from two neighbouring ranks, the first of which sends, to the link between them."""
+
+
+def free(source: int, target: int) -> Link:
+    """Return a link on which messages cost nothing."""
+    return Link(bytes_per_second=math.inf)
 
 
 @dataclass(frozen=True)
@@ -117,14 +123,14 @@ def simulate(
     schedule: Schedule,
     micro_batches: int,
     costs: Sequence[RankCosts],
-    link: Callable[[int, int], Link] = lambda source, target: FREE,
+    link: Links = free,
     *,
     programs: Sequence[Program] | None = None,
     keep_events: bool = False,
 ) -> Simulation:
     """Simulate one step of a pipeline of ``len(costs)`` ranks, by ``programs`` or by those of the schedule's name.
 
-    ``link(source, target)`` gives the link from one rank to a neighbour. Takes a microsecond or so per instruction.
+    Takes a microsecond or so per instruction.
 
     Raises:
         ValueError: the schedule can't have so few micro-batches.

@@ -8,16 +8,17 @@ sending, reducing and updating go as fast as they did.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 
 from ddpm_ds.observe.device_speed import LayerSeconds
 from ddpm_ds.pipeline.cuts import Stage
 from ddpm_ds.predict.costs import step_costs
-from ddpm_ds.predict.finished_run import FinishedRun, Setup, mean
+from ddpm_ds.predict.finished_run import FinishedRun, Setup
 from ddpm_ds.predict.layouts import rank_stages
 from ddpm_ds.predict.machine import usable
-from ddpm_ds.predict.memory import activation_bytes, pipeline_memory
+from ddpm_ds.predict.memory import peak_bytes
 from ddpm_ds.predict.scheduler import order_of
 from ddpm_ds.predict.simulate import Link, PhaseCosts, simulate
 
@@ -127,7 +128,7 @@ class Model:
 
     def _step(self, way: Setup, bytes_per_second: float) -> float:
         link, images = Link(bytes_per_second), way.micro_batch_images
-        each = way.data_wait * self._per_image("data_wait") + self._per_image("load")
+        each = way.data_wait * self._per_image("data_wait_seconds") + self._per_image("load_seconds")
         costs = step_costs(
             self.job.layers,
             way,
@@ -141,7 +142,7 @@ class Model:
         )
         order = order_of(way, costs, lambda *_: link)
         step = simulate(way.schedule, way.micro_batches, costs, lambda *_: link, programs=order)
-        return step.step_seconds + mean([rank.other for rank in self.facts.ranks])
+        return step.step_seconds + fmean(rank.other_seconds for rank in self.facts.ranks)
 
     def _reduce_seconds(self, way: Setup, parameters: int, bytes_per_second: float) -> float:
         """Return the seconds to reduce gradients among replicas; 0 where the measured backward includes them."""
@@ -150,7 +151,7 @@ class Model:
             return 0.0
         ring = (way.replicas - 1) / way.replicas
         if now.replicas > 1 and now.zero_stage < 2 and way.zero_stage < 2:
-            measured = self._total("reduce") / self._parameters
+            measured = self._total("reduce_seconds") / self._parameters
             return measured * parameters * ring / ((now.replicas - 1) / now.replicas)
         return 2 * ring * parameters * way.element_bytes / bytes_per_second
 
@@ -173,29 +174,20 @@ class Model:
         now = self.now
         elements = sum(one.sent_elements + one.received_elements for own in self._stages for one in own)
         sent = elements * now.element_bytes * now.micro_batches * now.micro_batch_images
-        return self._total("send") / sent if sent else 0.0
+        return self._total("send_seconds") / sent if sent else 0.0
 
     @cached_property
     def _update(self) -> float:
         """Seconds per parameter of an update, on the replica that steps it."""
         owned = self._parameters / (self.now.replicas if self.now.zero_stage else 1)
-        return self._total("update") / owned
-
-    # ---------------------------------------------------------------- memory
+        return self._total("update_seconds") / owned
 
     def fits(self, way: Setup) -> bool:
         """Return whether a layout fits the devices' memory or, if that is unknown, takes no more than now."""
-        most, memory = self._peak_bytes(self.now), self.facts.device.memory_bytes
+        most, memory = peak_bytes(self.job, self.now, self.now.bounds), self.facts.device.memory_bytes
         if memory is not None:
             most = max(most, usable(memory, on_cpu=self.job.on_cpu))
-        return self._peak_bytes(way) <= most
-
-    def _peak_bytes(self, way: Setup) -> int:
-        return max(memory.total for memory in pipeline_memory(self.job, way, way.bounds))
-
-    def kept_bytes(self) -> int:
-        """Bytes of activations on the fullest rank, if none were recomputed."""
-        return activation_bytes(self.job, replace(self.now, checkpoint_interval=0), self.now.bounds)
+        return peak_bytes(self.job, way, way.bounds) <= most
 
 
 def reads_data(way: Setup, rank: int) -> bool:

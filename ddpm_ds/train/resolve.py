@@ -10,12 +10,11 @@ import torch.distributed as dist
 
 from ddpm_ds.device import memory_bytes
 from ddpm_ds.observe.device_speed import LayerTimes, measured_times
-from ddpm_ds.pipeline.cuts import describe
 from ddpm_ds.pipeline.schedule import Program
 from ddpm_ds.predict.auto import measured_cuts, planned_order
 from ddpm_ds.predict.layouts import Candidate, Workload
 from ddpm_ds.predict.machine import usable
-from ddpm_ds.predict.memory import checkpoint_interval, pipeline_memory
+from ddpm_ds.predict.memory import checkpoint_interval, peak_bytes
 from ddpm_ds.predict.plan import RunPlan, stage_table
 from ddpm_ds.processes.process_group import decided_by_rank_0
 
@@ -37,7 +36,7 @@ def cut_and_ordered(plan: RunPlan, device: torch.device) -> RunPlan:
 
     if measured:
         bounds = decided_by_rank_0(lambda: measured_cuts(plan.spec, plan.ds, times), tuple[int, ...])
-        plan = replace(plan, bounds=bounds, stages=describe(plan.layers, bounds, plan.ds.schedule))
+        plan = replace(plan, bounds=bounds)
         if dist.get_rank() == 0:
             print(f"\ncut by the layers' times on this device\n{stage_table(plan)}", flush=True)
     if not plan.ds.is_ordered:
@@ -62,7 +61,7 @@ def decide(plan: RunPlan, device: torch.device) -> RunPlan:
         interval = checkpoint_interval(job, fewest, plan.bounds, memory)
     if in_flight == "auto" and plan.ds.schedule == "planned":
         layout = Candidate.of(plan.ds, interval)
-        fullest = max(rank.total for rank in pipeline_memory(job, layout, plan.bounds))
+        fullest = peak_bytes(job, layout, plan.bounds)
         in_flight = layout.most_held if fullest <= usable(memory, on_cpu=job.on_cpu) else layout.stages
     decided = replace(plan.ds, checkpoint_interval=interval, in_flight=in_flight, across_hosts=plan.across)
     return replace(plan, ds=decided)

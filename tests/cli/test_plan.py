@@ -49,10 +49,12 @@ def test_prints_the_best_and_writes_json_and_timeline(tmp_path: Path, capsys: py
     assert colours is not None and {(59, 125, 216), (224, 123, 57)} <= {colour for _, colour in colours}
 
 
-def test_one_stage_has_no_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    picture = tmp_path / "plan.png"
-    plan(tmp_path, "--processes", "1", "--device-kind", "l4", "--timeline", str(picture))
-    assert f"{picture}: not drawn, as 1 has one stage" in capsys.readouterr().out and not picture.exists()
+def test_one_stage_has_no_timeline_and_one_node_no_hostfile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture, out = tmp_path / "plan.png", tmp_path / "plan.json"
+    plan(tmp_path, "--processes", "1", "--device-kind", "l4", "--timeline", str(picture), "--out", str(out))
+    printed = capsys.readouterr().out
+    assert f"{picture}: not drawn, as 1 has one stage" in printed and not picture.exists()
+    assert f"\ntrain with 1: ddpm-ds train --processes 1 --deepspeed_config {out} --spec " in printed
 
 
 def test_timed_layers_are_planned_with(

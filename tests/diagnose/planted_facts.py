@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.observe.device_speed import Device, LayerSeconds, write_device
 from ddpm_ds.observe.observer import Pauses
 from ddpm_ds.pipeline.cuts import Schedule, partition, weighted
@@ -19,7 +19,7 @@ from ddpm_ds.predict.finished_run import RESIDENCE, FinishedRun, Overflows, Rank
 from ddpm_ds.predict.layouts import Workload, rank_stages
 from ddpm_ds.predict.scheduler import order_of
 from ddpm_ds.predict.simulate import Link, PhaseCosts, RankCosts, simulate
-from ddpm_ds.unet.layers import Layer, unet_layers
+from ddpm_ds.unet.layers import Layer
 from tests.launching import tiny_spec
 
 BATCH = 32
@@ -48,21 +48,21 @@ class Bench:
     update_seconds: float = 1e-9
     """To step a parameter."""
 
-    @property
-    def spec(self) -> RunSpec:
-        return tiny_spec(train={"batch_images": BATCH}, data={"workers": self.workers})
+    @cached_property
+    def job(self) -> Workload:
+        spec = tiny_spec(train={"batch_images": BATCH}, data={"workers": self.workers})
+        return Workload(spec, self.config, on_cpu=True)
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        spec = self.spec
-        return unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
+        return self.job.layers
 
     @property
     def images(self) -> int:
         """Images of a micro-batch."""
         return BATCH // self.replicas // self.micro_batches
 
-    @property
+    @cached_property
     def bounds(self) -> tuple[int, ...]:
         if self.cuts is not None:
             return partition(self.layers, self.ranks, self.cuts, self.schedule)
@@ -95,23 +95,17 @@ class Bench:
             forward = sum(forwards)
             weights = sum(2 * one * weight_share(layer) for one, layer in zip(forwards, own, strict=True))
             sent, received = (4 * self.images * size for size in (stage.sent_elements, stage.received_elements))
-            phases.append(
-                PhaseCosts(
-                    forward, (3 if self.interval else 2) * forward, sent, received, weights, 0.0, APART * weights
-                )
-            )
+            backward = (3 if self.interval else 2) * forward
+            phases.append(PhaseCosts(forward, backward, sent, received, weights, 0.0, APART * weights))
         loads = number == 0 or (self.schedule == "1f1b" and number == self.ranks - 1)
         reading = self.read_seconds * self.images if loads and not self.workers else 0.0  # loaders read ahead
         owned = sum(stage.parameters for stage in stages) / (self.replicas if self.zero_stage else 1)
         update = owned * self.update_seconds
+        traced = tuple(replace(phase, apart_seconds=0.0) for phase in phases)
         first, *rest = phases
         with_reading = replace(first, forward_seconds=first.forward_seconds + reading)
         return (
-            RankFacts(
-                tuple(replace(phase, apart_seconds=0.0) for phase in phases),
-                data_wait=self.micro_batches * reading,
-                optimizer=update,
-            ),
+            RankFacts(traced, optimizer_seconds=update, data_wait_seconds=self.micro_batches * reading),
             RankCosts((with_reading, *rest), optimizer_seconds=update),
         )
 
@@ -126,10 +120,10 @@ class Bench:
         step = simulate(self.schedule, self.micro_batches, costs, lambda *_: link, programs=order)
         start = LayerSeconds(self.start_seconds, 2 * self.start_seconds)
         facts = FinishedRun(
-            job=Workload(self.spec, self.config, on_cpu=True),
+            job=self.job,
             setup=setup,
             partition=self.cuts or "measured",
-            ranks=tuple(replace(rank, wait=wait) for rank, wait in zip(ranks, step.wait_seconds, strict=True)),
+            ranks=tuple(replace(rank, wait_seconds=wait) for rank, wait in zip(ranks, step.wait_seconds, strict=True)),
             step_seconds=step.step_seconds,
             peak_flops_per_second=4e9,
             overflows=Overflows(),
@@ -157,14 +151,14 @@ def write_run(run_dir: Path, facts: FinishedRun, **summary: Any) -> Path:
             "rank": rank * setup.replicas + replica,
             "pipeline_rank": rank,
             "replica": replica,
-            **{f"{part}_seconds": getattr(own, part) for part in parts},
+            **{f"{part}_seconds": getattr(own, f"{part}_seconds") for part in parts},
             "phases": [
                 {
                     "forward_seconds_per_micro_batch": phase.forward_seconds,
                     "backward_seconds_per_micro_batch": phase.backward_seconds,
                     "weight_seconds_per_micro_batch": phase.weight_seconds,
-                    "wait_seconds": own.wait / len(own.phases),
-                    "send_seconds": own.send / len(own.phases),
+                    "wait_seconds": own.wait_seconds / len(own.phases),
+                    "send_seconds": own.send_seconds / len(own.phases),
                     "activation_bytes": phase.activation_bytes,
                     "gradient_bytes": phase.gradient_bytes,
                 }

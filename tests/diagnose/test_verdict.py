@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shlex
 from dataclasses import replace
@@ -58,6 +59,10 @@ PLANTED = [*FAULTS.items(), *FOLDED.items(), *ORDERED.items()]
 NAMES = [f"{name}-{bench.schedule}" for name, bench in PLANTED]
 
 
+judged = functools.cache(lambda bench: verdict(bench.traced()))
+"""Verdict on a machine that is as it is planted."""
+
+
 def edit(found: Verdict) -> str:
     """The change to try as it is typed."""
     return "" if found.change is None else found.change.edit
@@ -70,7 +75,7 @@ def test_the_fault_is_named_with_a_change_that_training_accepts_and_that_saves_w
     """The same machine, simulated with the change, takes so much less."""
     assert bench.images * bench.micro_batches * bench.replicas == BATCH
     before = bench.traced()
-    model, found = Model(before), verdict(before)
+    model, found = Model(before), judged(bench)
     assert found.top == fault and not found.healthy
     assert sum(found.shares.values()) == pytest.approx(1.0) and min(found.shares.values()) >= 0
     assert model.step_seconds(model.now) == pytest.approx(before.step_seconds, rel=0.01)
@@ -96,21 +101,19 @@ def check_accepted(facts: FinishedRun, change: Change, folder: Path) -> None:
 
 def changed(bench: Bench, change: Change) -> Bench:
     """The machine with a change made."""
-    pipeline = change.config.get("pipeline", {})
-    zero = change.config.get("zero_optimization", {})
-    values: dict[str, Any] = {"cuts": None} if "partition" in pipeline else {}
-    values |= {"interval": 0} if "activation_checkpoint_interval" in pipeline else {}
-    values |= {"zero_stage": zero["stage"]} if zero else {}
-    values["schedule"] = pipeline.get("schedule", bench.schedule)
-    values["micro_batches"] = change.config.get("gradient_accumulation_steps", bench.micro_batches)
-    for option in change.options:
-        name, _, value = option.replace("--set ", "").replace("-p ", "-p=").partition("=")
-        if name == "-p":
-            values |= {"ranks": int(value), "replicas": bench.ranks * bench.replicas // int(value)}
-        else:
-            assert name == "data.workers"
-            values["workers"] = int(value)
-    return replace(bench, **values)
+    fields = {
+        "-p": "ranks",
+        "data.workers": "workers",
+        "ds.gradient_accumulation_steps": "micro_batches",
+        "ds.pipeline.activation_checkpoint_interval": "interval",
+        "ds.pipeline.partition": "cuts",
+        "ds.pipeline.schedule": "schedule",
+        "ds.zero_optimization.stage": "zero_stage",
+    }
+    settings = {name: value for name, value in change.settings.items() if name != "ds.train_micro_batch_size_per_gpu"}
+    values = {fields[name]: value for name, value in settings.items()}
+    values |= {"cuts": None} if "cuts" in values else {}
+    return replace(bench, **values, replicas=bench.ranks * bench.replicas // values.get("ranks", bench.ranks))
 
 
 def test_a_run_in_which_little_is_lost_is_healthy() -> None:
@@ -122,7 +125,7 @@ def test_a_run_in_which_little_is_lost_is_healthy() -> None:
 
 
 def test_the_text_is_a_table_and_sentences_with_numbers_and_the_tags_are_short() -> None:
-    found = verdict(FAULTS["data wait"].traced())
+    found = judged(FAULTS["data wait"])
     said = text(found, RUN)
     assert said.startswith("where the time went\n\n  useful work ") and " 68.1%  #####" in said
     assert " ".join(said.split()).count(" data wait 23.1% ######### ") == 1
@@ -133,7 +136,7 @@ def test_the_text_is_a_table_and_sentences_with_numbers_and_the_tags_are_short()
     assert "23% less time per image, 1.30 times the images per second" in " ".join(said.split())
     assert all(len(line) <= 112 or line == command for line in said.splitlines())
     assert tags(found) == {"verdict.top": "data wait", "verdict.share": "23.1%", "verdict.try": "--set data.workers=2"}
-    starting = verdict(FAULTS["low utilisation"].traced())  # which has another name in the text than as a tag
+    starting = judged(FAULTS["low utilisation"])  # which has another name in the text than as a tag
     said = text(starting, RUN)
     assert "\nlargest cost: kernel start-up, " in said and "low utilisation" not in said
     assert tags(starting)["verdict.top"] == "low utilisation"
@@ -240,7 +243,7 @@ def test_pauses_are_a_share_of_the_run(pauses: Pauses, evaluation_seconds: float
 def test_without_a_better_setting_nothing_is_named() -> None:
     facts = Bench(ranks=1, micro_batches=1).traced()
     (rank,) = facts.ranks
-    busy = replace(facts, ranks=(replace(rank, load=facts.step_seconds),), step_seconds=2 * facts.step_seconds)
+    busy = replace(facts, ranks=(replace(rank, load_seconds=facts.step_seconds),), step_seconds=2 * facts.step_seconds)
     found = verdict(busy)
     assert (found.top, found.change) == ("transfers", None)
     assert found.shares["transfers"] == pytest.approx(0.5, abs=0.01)
@@ -250,7 +253,7 @@ def test_without_a_better_setting_nothing_is_named() -> None:
 def test_a_change_against_another_cost_says_so() -> None:
     """A fold sends as little as there is to send, in an order made for its links; what can be gained is a smaller
     bubble."""
-    found = verdict(ORDERED["communication"].traced())
+    found = judged(ORDERED["communication"])
     assert (found.top, found.change_for) == ("communication", "bubble")
     assert (
         "Nothing is predicted to lower that. Against bubble:\ntry next: ddpm-ds train --spec 'runs/a b/spec.yaml' "
@@ -267,8 +270,8 @@ def test_unequal_stages_of_a_planned_run_are_no_bubble() -> None:
 def test_waiting_is_never_explained_twice() -> None:
     """A trace in which ranks waited less than a simulation says is shared out as it was."""
     facts = Bench(micro_batches=2).traced()
-    ranks = tuple(replace(rank, wait=rank.wait / 2) for rank in facts.ranks)
+    ranks = tuple(replace(rank, wait_seconds=rank.wait_seconds / 2) for rank in facts.ranks)
     found = shares(Model(replace(facts, ranks=ranks)))
-    waited, busy = sum(rank.wait for rank in ranks), sum(2 * rank.pass_seconds for rank in ranks)
+    waited, busy = sum(rank.wait_seconds for rank in ranks), sum(2 * rank.pass_seconds for rank in ranks)
     assert found["bubble"] + found["imbalance"] == pytest.approx(waited / (waited + busy), rel=0.01)
     assert found["communication"] == 0

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.predict.costs import analytic_times
 from ddpm_ds.predict.layouts import Workload
 from ddpm_ds.predict.machine import Machine, machine
 from ddpm_ds.predict.predictor import Predictor
@@ -19,13 +19,11 @@ def small_job(spec: RunSpec | None = None, *, on_cpu: bool = False, **config: An
     return Workload(spec or tiny_spec(), {"optimizer": ADAMW, **config}, on_cpu)
 
 
-def small_machine(devices: int, *, kind: str = "l4", **rates: Any) -> Machine:
-    """Devices of a kind in one node, unless ``nodes`` says otherwise."""
-    return machine(kind, half=False, devices=devices, **{"nodes": 1, **rates})
+def small_machine(devices: int, *, kind: str = "l4", nodes: int = 1, **rates: Any) -> Machine:
+    """Devices of a kind, of which some rates are given."""
+    return replace(machine(kind, half=False, devices=devices, nodes=nodes), **rates)
 
 
 def small_predictor(devices: int, job: Workload | None = None, **rates: Any) -> Predictor:
     """Predicts with computed times."""
-    job = job or small_job()
-    devices_ = small_machine(devices, **rates)
-    return Predictor(job, devices_, analytic_times(job, devices_))
+    return Predictor(job or small_job(), small_machine(devices, **rates))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from ddpm_ds.config.ds_config import resolve
 from ddpm_ds.observe.device_speed import LayerSeconds
-from ddpm_ds.pipeline.cuts import Schedule, partition, sent_shapes
+from ddpm_ds.pipeline.cuts import Schedule, partition
 from ddpm_ds.pipeline.placement import ACROSS_HOSTS, Grid, run_exchange, traffic
 from ddpm_ds.pipeline.schedule import weight_passes
 from ddpm_ds.predict.costs import link, planned_costs, ring_bandwidth, ring_seconds, step_traffic
@@ -71,19 +70,6 @@ def test_bytes_of_a_step_are_those_of_the_placement(schedule: Schedule) -> None:
         assert list(planned.sent.values()) == list(counted.sent.values())
     here = step_traffic(job, small_machine(4), layout, bounds, half)
     assert here.between_hosts == 0 and here.within_hosts == planned.within_hosts + planned.between_hosts
-
-
-def test_a_rank_holds_its_layers_and_sends_what_crosses_its_cuts() -> None:
-    layers = small_job().layers
-    cut = partition(layers, 2, "flops", "folded")
-    size = lambda place, phase: sum(  # noqa: E731
-        math.prod(shape) for shape in sent_shapes(layers, cut[place], phase=phase, schedule="folded")
-    )
-    outer, inner = rank_stages(layers, cut, "folded")
-    assert [(one.start, one.stop) for one in (*outer, *inner)] == [cut[0:2], cut[3:5], cut[1:3], cut[2:4]]
-    assert sum(one.parameters for own in (outer, inner) for one in own) == sum(layer.parameters for layer in layers)
-    assert [(one.received_elements, one.sent_elements) for one in outer] == [(0, size(1, 0)), (size(3, 1), 0)]
-    assert [(one.received_elements, one.sent_elements) for one in inner] == [(size(1, 0), 0), (0, size(3, 1))]
 
 
 def test_recomputing_adds_a_forward_to_the_backward_but_not_the_first_layer() -> None:
