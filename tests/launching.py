@@ -83,8 +83,8 @@ def run_ranks(
 ) -> subprocess.CompletedProcess[str]:
     """What :func:`launch` does, without the launcher and without importing everything once for each rank.
 
-    The code is that of the first rank that failed; the others have ``OTHERS_SECONDS`` to end then, and none where rank 0
-    has said that the input or the numbers are bad, for which they hold back.
+    The code is that of the first rank that failed; the others have ``OTHERS_SECONDS`` to end then, and none where they
+    hold back, since rank 0 says that the input or the numbers are bad.
     """
     with TemporaryDirectory() as folder:
         stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
