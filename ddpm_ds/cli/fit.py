@@ -27,9 +27,9 @@ from ddpm_ds.command_line import (
 )
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, JSON_PREFIX
 from ddpm_ds.errors import LayoutError, SpecError
-from ddpm_ds.fit.child import TriedSize
 from ddpm_ds.fit.report import Found, draw, numbers, table, why, winner
 from ddpm_ds.fit.task import Task, TrialLayout
+from ddpm_ds.fit.trial import search
 from ddpm_ds.processes.ranks import HANG_SECONDS, set_environment
 
 USABLE = 0.9
@@ -218,15 +218,13 @@ def _search(tasks: Sequence[Task], folder: Path) -> tuple[list[Found], dict[Tria
     found, needs = [], {}
     for task in tasks:
         print(task.layout.words(), flush=True)
-        own = folder / str(task.layout)
-        own.mkdir()
-        result = task.start(own)
-        trials = sorted((TriedSize(**trial) for trial in result["trials"]), key=lambda trial: trial.micro_batch_images)
+        tried, needed = search(task, folder / str(task.layout))
+        trials = sorted(tried, key=lambda trial: trial.micro_batch_images)
         if trials[0].fits:
             found.append(Found(task, tuple(trials), is_limit=trials[-1].fits))
-        elif result["needs_bytes"] is not None:
-            needs[task.layout] = result["needs_bytes"]
-            print(f"  micro-batch {trials[0].micro_batch_images} needs {gib(needs[task.layout])}", flush=True)
+        elif needed is not None:
+            needs[task.layout] = needed
+            print(f"  micro-batch {trials[0].micro_batch_images} needs {gib(needed)}", flush=True)
     return found, needs
 
 

@@ -31,14 +31,18 @@ import psutil
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PEER_LOST, EXIT_PREEMPTED, OutputError, SpecError
 from ddpm_ds.processes.hosts import ENVIRONMENT_FILE_VARIABLE, OF_DEEPSPEED, find_environment, write_environment
 from ddpm_ds.processes.launcher import Launch, read_launch, ssh_environment
-from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, PRIVATE_FILE, RUN_SECRET, ExitRecord, read_exits
+from ddpm_ds.processes.ranks import (
+    EXIT_FILE_VARIABLE,
+    PRIVATE_FILE,
+    RUN_SECRET,
+    SAME_SIGNAL_SECONDS,
+    ExitRecord,
+    read_exits,
+)
 from ddpm_ds.processes.ranks import STOP_SIGNALS as OF_RANKS
 from ddpm_ds.secret import is_secret, write_private
 
 STOP_SIGNALS = (*OF_RANKS, signal.SIGHUP)
-SAME_SIGNAL_SECONDS = 1.0
-"""Some senders signal a process and then its group: what comes so soon is not a second signal."""
-
 FINAL = (0, EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PREEMPTED)
 """Exit codes after which another start would be wrong, or is the scheduler's to make."""
 MEANINGS = {1: "an error of the program, see its traceback", EXIT_PEER_LOST: "a process was lost or hung"}
@@ -78,7 +82,7 @@ def supervise(
     """
     latest = _run_dir(command) / "checkpoints" / "latest"
     restarts = ports = 0
-    with _Signals() as signals:
+    with Signals() as signals:
         while True:
             before = _content(latest)
             launch = read_launch(command)
@@ -141,7 +145,7 @@ def _content(path: Path) -> str:
         return ""
 
 
-class _Signals:
+class Signals:
     """Counts the signals that ask for an end. What our own parent has set to be ignored, as nohup does, stays so."""
 
     def __init__(self) -> None:
@@ -149,7 +153,7 @@ class _Signals:
         self.last = signal.SIGTERM
         self._heard_at = float("-inf")
 
-    def __enter__(self) -> _Signals:
+    def __enter__(self) -> Signals:
         numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
         self._handlers = {number: signal.signal(number, self._hear) for number in numbers}
         return self
@@ -172,7 +176,7 @@ class _Start:
         self,
         launch: Launch,
         port: int,
-        signals: _Signals,
+        signals: Signals,
         grace_seconds: float,
         log: Callable[[str], None],
         starting: Callable[[], AbstractContextManager[None]],
