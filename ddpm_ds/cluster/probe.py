@@ -15,24 +15,30 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ddpm_ds
-from ddpm_ds.cluster.travel import travelling
 from ddpm_ds.processes.hosts import interface_towards
+from ddpm_ds.secret import is_secret
 
 MARK = "ddpm-ds-doctor "
 PACKAGES = ("torch", "deepspeed", "mlflow", "pydantic", "numpy", "safetensors", "einops")
 CHECKSUM_DIGITS = 12
+TRAVELS = re.compile(
+    r"DS_ACCELERATOR|CUDA_DEVICE_MAX_CONNECTIONS|(OMP|GOMP|MKL|OPENBLAS)_\w+|(NCCL|GLOO|MLFLOW|TORCH|UCX)_\w+"
+)
+OF_ONE_PROCESS = re.compile(r"MLFLOW_RUN_ID|TORCHELASTIC_\w+|TORCH_HOME")
+"""Variables of a single run or host."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,15 @@ class HostFacts:
     interfaces: tuple[str, ...]
     addresses: tuple[str, ...]
     """Addresses as ``hostname -I`` prints them."""
+
+
+def travelling(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that every rank needs, without secrets."""
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if TRAVELS.fullmatch(name) and not OF_ONE_PROCESS.fullmatch(name) and not is_secret(name, value)
+    }
 
 
 def tell(value: Any) -> None:

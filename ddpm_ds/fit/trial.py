@@ -29,7 +29,7 @@ from ddpm_ds.errors import UserError
 from ddpm_ds.fit.task import Task, largest_fitting
 from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.processes.ranks import RUN_SECRET, free_port
-from ddpm_ds.processes.supervisor import Signals
+from ddpm_ds.processes.supervisor import heard_signals
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 3.0
@@ -139,13 +139,13 @@ def run_trial(task: Task, size: int, budget_bytes: int | None, folder: Path) -> 
     world = {name: str(task.layout.processes) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), RUN_SECRET: secrets.token_hex()}
     until = math.inf
-    with Signals() as signals:  # which interrupt no start of a process
+    with heard_signals() as heard:  # which interrupt no start of a process
         try:
             for number in range(task.layout.processes):
                 own = {"RANK": str(number), "LOCAL_RANK": str(number)}
                 ranks.append(Rank(task, plan, budget_bytes, world | own, folder / f"rank-{number}.log"))
             while None in (answers := [rank.look(task.hang_seconds, limit) for rank in ranks]):
-                if signals.count:
+                if heard:
                     raise KeyboardInterrupt
                 if until == math.inf and any(answer and answer.kind != "done" for answer in answers):
                     until = time.monotonic() + GRACE_SECONDS

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
@@ -82,13 +82,13 @@ def supervise(
     """
     latest = _run_dir(command) / "checkpoints" / "latest"
     restarts = ports = 0
-    with Signals() as signals:
+    with heard_signals() as heard:
         while True:
             before = _content(latest)
             launch = read_launch(command)
-            code = _Start(launch, launch.port + ports, signals, grace_seconds, log, starting).run()
+            code = _Start(launch, launch.port + ports, heard, grace_seconds, log, starting).run()
             ports += launch.remote
-            if code in FINAL or signals.count:
+            if code in FINAL or heard:
                 return code
             restarts = 1 if _content(latest) != before else restarts + 1
             why = f"exit code {code} ({MEANINGS.get(code, 'of the script')})"
@@ -99,7 +99,7 @@ def supervise(
             log(f"{why}; restart {restarts} of {max_restarts} in {pause:g} s")
             until = time.monotonic() + pause
             while time.monotonic() < until:
-                if signals.count:
+                if heard:
                     return EXIT_PREEMPTED
                 time.sleep(POLL_SECONDS)
 
@@ -145,28 +145,25 @@ def _content(path: Path) -> str:
         return ""
 
 
-class Signals:
-    """Counts the signals that ask for an end. What our own parent has set to be ignored, as nohup does, stays so."""
+@contextlib.contextmanager
+def heard_signals() -> Iterator[list[signal.Signals]]:
+    """Yield the list of received signals that ask for an end; those that our parent ignores, as nohup does, stay so."""
+    heard: list[signal.Signals] = []
+    heard_at = -math.inf
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.last = signal.SIGTERM
-        self._heard_at = float("-inf")
+    def hear(number: int, frame: FrameType | None) -> None:
+        nonlocal heard_at
+        if time.monotonic() - heard_at > SAME_SIGNAL_SECONDS:
+            heard.append(signal.Signals(number))
+        heard_at = time.monotonic()
 
-    def __enter__(self) -> Signals:
-        numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-        self._handlers = {number: signal.signal(number, self._hear) for number in numbers}
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._handlers.items():
+    numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, hear) for number in numbers}
+    try:
+        yield heard
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
-
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if now - self._heard_at > SAME_SIGNAL_SECONDS:
-            self.count += 1
-        self.last, self._heard_at = signal.Signals(number), now
 
 
 class _Start:
@@ -176,12 +173,12 @@ class _Start:
         self,
         launch: Launch,
         port: int,
-        signals: Signals,
+        heard: Sequence[signal.Signals],
         grace_seconds: float,
         log: Callable[[str], None],
         starting: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._launch, self._port, self._signals = launch, port, signals
+        self._launch, self._port, self._heard = launch, port, heard
         self._grace_seconds, self._log = grace_seconds, log
         self._starting = contextlib.ExitStack()
         self._starting.enter_context(starting())
@@ -206,9 +203,9 @@ class _Start:
             finally:
                 self._starting.close()
                 self._kill()
-        if self._signals.count > 1:
-            self._log(f"{self._signals.last.name}: ended everything at once")
-            return 128 + self._signals.last
+        if len(self._heard) > 1:
+            self._log(f"{self._heard[-1].name}: ended everything at once")
+            return 128 + self._heard[-1]
         return code
 
     def _environment(self, folder: Path) -> dict[str, str]:
@@ -233,13 +230,13 @@ class _Start:
     def _wait(self) -> int:
         """Wait until the launcher ends, or has to be ended; returns the exit code of this start."""
         limits: dict[int, float] = {}  # times at which everything is ended, by the exit code of that
-        while (code := self._launcher.poll()) is None and self._signals.count < 2:
+        while (code := self._launcher.poll()) is None and len(self._heard) < 2:
             now = time.monotonic()
-            if self._exit_file.stat().st_size > len(NOTHING_YET) or self._signals.count:
+            if self._exit_file.stat().st_size > len(NOTHING_YET) or self._heard:
                 self._starting.close()
-            if self._signals.count and EXIT_PREEMPTED not in limits:
+            if self._heard and EXIT_PREEMPTED not in limits:
                 limits[EXIT_PREEMPTED] = now + self._grace_seconds
-                if not self._ask_to_stop(self._signals.last.name):
+                if not self._ask_to_stop(self._heard[-1].name):
                     self._stop_launcher()
                     return EXIT_PREEMPTED
             if EXIT_PEER_LOST not in limits and read_exits(self._exit_file).failure == EXIT_PEER_LOST:
@@ -252,18 +249,18 @@ class _Start:
                 return EXIT_PEER_LOST
             time.sleep(POLL_SECONDS)
         if code is None:
-            return 128 + self._signals.last
+            return 128 + self._heard[-1]
 
         self._wait_until_gone(SETTLE_SECONDS)
         orphaned = self._ask_to_stop(f"the launcher has ended (exit code {code}), but its ranks have not")
         if orphaned:
             self._wait_until_gone(self._grace_seconds)
         record = read_exits(self._exit_file)
-        return exit_code(code, record, stopping=self._signals.count > 0, orphaned=orphaned)
+        return exit_code(code, record, stopping=bool(self._heard), orphaned=orphaned)
 
     def _stop_launcher(self) -> None:
         """End a launcher that has no ranks yet, and what it has started."""
-        self._log(f"{self._signals.last.name}: stopped before any rank had started")
+        self._log(f"{self._heard[-1].name}: stopped before any rank had started")
         if self._launch.remote:  # it would end every launcher of this user, whatever its job, on all hosts
             self._launcher.kill()
         _send(signal.SIGTERM, self._processes())
@@ -279,7 +276,7 @@ class _Start:
 
     def _wait_until_gone(self, seconds: float) -> None:
         until = time.monotonic() + seconds
-        while self._signals.count < 2 and time.monotonic() < until and self._processes():
+        while len(self._heard) < 2 and time.monotonic() < until and self._processes():
             time.sleep(POLL_SECONDS)
 
     def _processes(self) -> list[psutil.Process]:

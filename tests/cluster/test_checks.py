@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from ddpm_ds.cli.doctor import CHECKPOINT_BYTES, saved_bytes
 from ddpm_ds.cluster.checks import STEPS, check
 from ddpm_ds.cluster.probe import PACKAGES, Disk, Document, HostFacts
 from ddpm_ds.cluster.report import findings
 from ddpm_ds.cluster.survey import Ended, Failure, HostReport, PlannedRun, Survey, _failure
-from tests.launching import tiny_spec
 
 GIB = 2**30
 OMP = {"OMP_NUM_THREADS": "4"}
@@ -31,17 +29,6 @@ FACTS = HostFacts(
     interfaces=("lo", "eth0"),
     addresses=("10.0.0.1",),
 )
-
-
-def test_snapshots_are_counted_in_the_room_that_a_run_needs() -> None:
-    kept = {"train": {"images": 640, "batch_images": 16}, "checkpoint": {"keep_last": 2}}
-    assert saved_bytes(tiny_spec(**kept)) == 3 * CHECKPOINT_BYTES
-    ema = {"profiles": [0.05, 0.1], "snapshot_images": 100}
-    averages, snapshots = (
-        2 * 4,
-        7 * 2 * 2,
-    )  # fp32 in each checkpoint; fp16 in each snapshot, the last of which is the end
-    assert saved_bytes(tiny_spec(**kept, ema=ema)) == 3 * (CHECKPOINT_BYTES + averages) + snapshots
 
 
 def survey(**changes: dict[str, Any]) -> Survey:
