@@ -47,7 +47,7 @@ SSH_FIXES = {
 NETWORK_FIXES = {
     "ssh was lost": "is {host} still up, and its network steady? then try again",
     "no module|cannot import|importerror": (
-        "repair the environment on {host}: python -m ddpm_ds.cluster.network --help shows the error"
+        "repair the environment on {host}: python -c 'import torch, ddpm_ds' shows the error"
     ),
     "timeout|timed out|nothing heard|connect": (
         "open all TCP ports between the hosts (also those above 1024: {backend} takes free ones), or name the "

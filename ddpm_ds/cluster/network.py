@@ -1,6 +1,6 @@
 """The network test: on all hosts at the same time a small all-reduce, then latency and bandwidth of each pair of hosts.
 
-    python -m ddpm_ds.cluster.network --rank I --world N --master-addr A --master-port P --seconds S [--backend nccl]
+    python -m ddpm_ds.cluster.network ARGUMENTS_OF_TAKE_PART_IN_JSON
 
 :func:`network_test` starts this program on each host and collects what it tells. As in training, gloo listens where the
 first host is reached, and NCCL where its own variables say. A transfer doubles in size until it takes
@@ -9,8 +9,8 @@ first host is reached, and NCCL where its own variables say. A transfer doubles 
 
 from __future__ import annotations
 
-import argparse
 import itertools
+import json
 import os
 import queue
 import signal
@@ -85,8 +85,7 @@ def network_test(
     ``seconds``. ``backend`` is gloo or nccl."""
     network, heard = Network(hosts, backend), queue.SimpleQueue[tuple[int, Any]]()
     log(f"{backend} over {address}:{port} between {', '.join(hosts)}")
-    options = {"world": len(hosts), "master-addr": address, "master-port": port, "seconds": seconds, "backend": backend}
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    told = {"world": len(hosts), "address": address, "port": port, "seconds": seconds, "backend": backend}
     steps = dict.fromkeys(range(len(hosts)), "starting")  # of the ranks that are at work
 
     def hear(rank: int, said: Any) -> None:
@@ -94,7 +93,7 @@ def network_test(
 
     with ExitStack() as stack:
         for rank, host in enumerate(hosts):
-            command = run.command(host, __name__, "--rank", str(rank), *words)
+            command = run.command(host, __name__, json.dumps({"rank": rank, **told}))
             talk = Conversation(command, hear=partial(hear, rank))
             stack.callback(talk.close)
         while steps:
@@ -197,35 +196,29 @@ def measure(rank: int, world: int, backend: str) -> None:
         dist.all_reduce(turn)  # nobody disturbs a pair
 
 
-def main() -> None:
+def take_part(rank: int, world: int, address: str, port: int, seconds: int, backend: str) -> None:
     """Take part in the test; every outcome is told in lines of JSON."""
-    parser = argparse.ArgumentParser()
-    for name in ("--rank", "--world", "--master-port", "--seconds"):
-        parser.add_argument(name, type=int, required=True)
-    parser.add_argument("--master-addr", required=True)
-    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
-    options = parser.parse_args()
-    signal.alarm(options.seconds + options.seconds * len(pairs(options.world)))  # ends it even where all else hangs
+    signal.alarm(seconds + seconds * len(pairs(world)))  # ends it even where all else hangs
     threading.Thread(target=_leave_with_the_asking_side, daemon=True).start()
-    use_interface_towards(options.master_addr)
+    use_interface_towards(address)
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     tell({"step": "rendezvous"})
-    address = f"[{options.master_addr}]" if ":" in options.master_addr else options.master_addr
+    reached_at = f"[{address}]" if ":" in address else address
     try:
-        if options.backend == "nccl":
+        if backend == "nccl":
             torch.cuda.set_device(0)
         dist.init_process_group(
-            "gloo" if options.backend == "gloo" else "cpu:gloo,cuda:nccl",
-            init_method=f"tcp://{address}:{options.master_port}",
-            rank=options.rank,
-            world_size=options.world,
-            timeout=timedelta(seconds=options.seconds),
+            "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl",
+            init_method=f"tcp://{reached_at}:{port}",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=seconds),
         )
         tell({"step": "connected"})
-        measure(options.rank, options.world, options.backend)
+        measure(rank, world, backend)
         dist.destroy_process_group()
     except (RuntimeError, ArithmeticError) as error:
         tell({"error": " ".join(str(error).split())})
@@ -239,4 +232,4 @@ def _leave_with_the_asking_side() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    take_part(**json.loads(sys.argv[1]))

@@ -68,11 +68,7 @@ def ssh(host: str, words: Sequence[str], *, connect_seconds: int = 10) -> list[s
 
 
 def ssh_to(host: str) -> list[str]:
-    """The beginning of that command line: ssh, the options that pdsh gives to it, and the host.
-
-    Raises:
-        SpecError: see :func:`ssh`.
-    """
+    """The beginning of that command line: ssh, the options that pdsh gives to it, and the host. Raises SpecError."""
     if host.startswith("-"):
         raise SpecError(f"host {host!r} would be an option of ssh; correct the hostfile")
     user, _, name = host.rpartition("@")
@@ -87,10 +83,7 @@ def ssh_to(host: str) -> list[str]:
 def ssh_settings(host: str) -> dict[str, str]:
     """The settings of pdsh's ssh to a host, by their names in small letters; nothing is connected.
 
-    Empty where ssh does not tell them.
-
-    Raises:
-        SpecError: see :func:`ssh`.
+    Empty where ssh does not tell them. Raises SpecError as :func:`ssh` does.
     """
     program, *to_host = ssh_to(host)
     with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -187,8 +180,7 @@ def read_environment(path: Path) -> dict[str, str]:
 def find_environment() -> dict[str, str]:
     """The variables of the user's file, and over them those of the file in the working folder, as DeepSpeed reads them.
 
-    Raises:
-        SpecError: see :func:`read_environment`.
+    Raises SpecError as :func:`read_environment` does.
     """
     name = os.environ.get(ENVIRONMENT_FILE_VARIABLE, ENVIRONMENT_FILE)
     values: dict[str, str] = {}

@@ -210,7 +210,6 @@ class Hosts:
 
     Attributes:
         switch: the namespace with the bridge.
-        shared: a folder that all hosts share.
         ssh_config: for clients, with the key that every host accepts.
         environment_file: what DeepSpeed's launcher sets on every host (``DS_ENV_FILE``).
     """
@@ -218,13 +217,12 @@ class Hosts:
     def __init__(self, folder: Path, count: int = 2, visible: Sequence[Path] = ()) -> None:
         self.folder, self.count = folder, count
         self.visible = (folder, REPOSITORY, Path(sys.prefix), *visible)
-        self.shared = folder / "shared"
         self.key, self.ssh_config = folder / "key", folder / "ssh_config"
         self.environment_file = folder / "deepspeed_env"
         self._hosts: list[Host] = []
 
     def __enter__(self) -> Hosts:
-        self.shared.mkdir(parents=True)
+        self.folder.mkdir(parents=True)
         make_key(self.key)
         self.ssh_config.write_text(SSH_CONFIG.format(key=self.key))
         self.environment_file.write_text("".join(f"{name}={value}\n" for name, value in TRAVELS.items()))
