@@ -32,6 +32,7 @@ from ddpm_ds.processes.hosts import (
     this_host,
     write_environment,
 )
+from ddpm_ds.processes.launcher import DEFAULT_PORT
 from ddpm_ds.secret import is_secret, shown, write_private
 from ddpm_ds.tracking.run_folder import OUTPUT_ROOT
 
@@ -95,10 +96,11 @@ def add_doctor(verbs: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument(
         "--master-addr",
+        default="",
         metavar="ADDRESS",
         help="address of the first host (default: the first word of its hostname -I)",
     )
-    parser.add_argument("--master-port", type=port, default=29500, metavar="PORT", help="default 29500")
+    parser.add_argument("--master-port", type=port, default=DEFAULT_PORT, metavar="PORT", help="default %(default)s")
     parser.add_argument(
         "--no-network", action="store_true", help="skip the network tests (all-reduce and pairs of hosts)"
     )
@@ -129,21 +131,13 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.deepspeed_config is not None:
         read_ds_config(options.deepspeed_config, options.overrides)
     run = _planned_run(options, local)
-    seen = survey(
-        hosts,
-        run,
-        local=local,
-        master_address=options.master_addr,
-        master_port=options.master_port,
-        seconds=options.timeout_seconds,
-        log=_log,
-    )
+    seen = survey(hosts, run, _log)
     rows, network = check(seen), None
     if not options.no_network:
-        network = _network(seen, options.timeout_seconds)
+        network = _network(seen)
     if network:
         rows["all-reduce"] = network_row(network)
-    notes = list(_notes(seen, local, network, untried=network is None and not options.no_network))
+    notes = list(_notes(seen, network, untried=network is None and not options.no_network))
     found = findings(rows, network)
     print(report(list(hosts), rows, network, found, notes, sys.stdout.isatty()))
     if options.write_env is not None:
@@ -173,6 +167,10 @@ def _planned_run(options: argparse.Namespace, local: bool) -> PlannedRun:
         ds_config=None if options.deepspeed_config is None else str(options.deepspeed_config),
         run_dir=str(options.run_dir),
         checkpoint_bytes=saved_bytes(spec) * sum(layer.parameters for layer in layers),
+        local=local,
+        master_address=options.master_addr,
+        master_port=options.master_port,
+        seconds=options.timeout_seconds,
         connect_seconds=min(CONNECT_SECONDS, options.timeout_seconds),
     )
 
@@ -189,7 +187,7 @@ def _log(line: str) -> None:
     print(f"ddpm-ds doctor: {line}", file=sys.stderr, flush=True)
 
 
-def _network(seen: Survey, seconds: int) -> Network | None:
+def _network(seen: Survey) -> Network | None:
     """Run the network test between the hosts that can connect to the first one's port, if there are two."""
     able = [
         host
@@ -199,29 +197,27 @@ def _network(seen: Survey, seconds: int) -> Network | None:
     if seen.master not in able or len(able) < 2:
         return None
     backend = "nccl" if on_cuda(seen.facts) and all(seen.facts[host].devices for host in able) else "gloo"
-    return network_test(
-        able, seen.run, seen.master_address, seen.master_port, backend=backend, seconds=seconds, log=_log
-    )
+    return network_test(able, seen.run, seen.master_address, backend, _log)
 
 
-def _notes(seen: Survey, local: bool, network: Network | None, untried: bool) -> Iterator[str]:
+def _notes(seen: Survey, network: Network | None, untried: bool) -> Iterator[str]:
     """Return findings that belong to no single host."""
     if len(seen.hosts) > 1 and shutil.which("pdsh") is None:
         yield (
             "pdsh is not on this machine, which deepspeed starts other hosts with: apt install pdsh, or use its "
             "--launcher slurm or openmpi, or --no_ssh."
         )
-    if len(seen.hosts) == 1 and not local:
+    if len(seen.hosts) == 1 and not seen.run.local:
         yield "With a single host in the hostfile deepspeed starts the processes here, unless --force_multi."
     if len(seen.hosts) > 1 and untried:
         yield "The network was not tried: fewer than two hosts can connect."
     if network and len(network.hosts) > ALL_PAIRS_HOSTS:
         yield f"With more than {ALL_PAIRS_HOSTS} hosts only neighbours in the hostfile are measured."
-    if network and network.ways:
-        slowest = min(way.bytes_per_second for way in network.ways)
+    if network and network.routes:
+        slowest = min(route.bytes_per_second for route in network.routes)
         yield (
-            f"For ddpm-ds plan: --inter-node {slowest / 1e9:.3g}GB/s, the slowest way by {network.backend}; less where "
-            "several processes of a host send at once."
+            f"For ddpm-ds plan: --inter-node {slowest / 1e9:.3g}GB/s, the slowest route by {network.backend}; less "
+            "where several processes of a host send at once."
         )
 
 

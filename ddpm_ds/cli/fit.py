@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from ddpm_ds.command_line import (
     add_spec_options,
     batch,
@@ -201,8 +203,6 @@ def _limits(options: argparse.Namespace, layout: TrialLayout, device: str) -> tu
     """Return the most bytes of a process (None: the device's), and of one that finds out its need (None: no more)."""
     budget, most = options.memory_budget, EVERYTHING
     if device == "cpu":
-        import psutil
-
         most = int(USABLE * psutil.virtual_memory().available / layout.processes)
         if budget is not None and budget > most:
             raise LayoutError(

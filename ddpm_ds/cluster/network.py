@@ -51,7 +51,7 @@ def pairs(world: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Route:
-    """The measured way from one host to another."""
+    """What was measured from one host to another."""
 
     sender: str
     receiver: str
@@ -66,24 +66,18 @@ class Network:
     hosts: Sequence[str]
     backend: str
     all_reduce_seconds: dict[str, float] = field(default_factory=dict)
-    ways: list[Route] = field(default_factory=list)
+    routes: list[Route] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)
     """Errors by host; where some have met none, they may have waited for one that has."""
 
 
 def network_test(
-    hosts: Sequence[str],
-    run: PlannedRun,
-    address: str,
-    port: int,
-    *,
-    backend: str,
-    seconds: int,
-    log: Callable[[str], None],
+    hosts: Sequence[str], run: PlannedRun, address: str, backend: str, log: Callable[[str], None]
 ) -> Network:
     """Run the test between hosts, of which the first has ``address``; given up when none has said anything for
-    ``seconds``. ``backend`` is gloo or nccl."""
+    ``run.seconds``. ``backend`` is gloo or nccl."""
     network, heard = Network(hosts, backend), queue.SimpleQueue[tuple[int, Any]]()
+    port, seconds = run.master_port, run.seconds
     log(f"{backend} over {address}:{port} between {', '.join(hosts)}")
     told = {"world": len(hosts), "address": address, "port": port, "seconds": seconds, "backend": backend}
     steps = dict.fromkeys(range(len(hosts)), "starting")  # of the ranks that are at work
@@ -116,10 +110,10 @@ def network_test(
             if "all_reduce_seconds" in said:
                 network.all_reduce_seconds[hosts[rank]] = said["all_reduce_seconds"]
             if "to" in said:
-                way = Route(hosts[rank], hosts[said["to"]], said["latency_seconds"], said["bytes_per_second"])
-                network.ways.append(way)
-                latency, bandwidth = f"{way.latency_seconds * 1e3:.3f} ms", speed(way.bytes_per_second)
-                log(f"{way.sender} to {way.receiver}: {latency}, {bandwidth}")
+                route = Route(hosts[rank], hosts[said["to"]], said["latency_seconds"], said["bytes_per_second"])
+                network.routes.append(route)
+                latency, bandwidth = f"{route.latency_seconds * 1e3:.3f} ms", speed(route.bytes_per_second)
+                log(f"{route.sender} to {route.receiver}: {latency}, {bandwidth}")
             if "error" in said or steps[rank] == "done":
                 del steps[rank]
     return network
@@ -164,7 +158,7 @@ def measure(rank: int, world: int, backend: str) -> None:
         return time.perf_counter() - began
 
     def lead(peer: int) -> None:
-        """Measure the way to ``peer``, which follows."""
+        """Measure the route to ``peer``, which follows."""
         for _ in range(WARM_UP_PINGS):
             transfer(peer, 0)
         times, until = [transfer(peer, 0)], time.monotonic() + PING_SECONDS

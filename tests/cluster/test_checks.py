@@ -49,7 +49,7 @@ def survey(**changes: dict[str, Any]) -> Survey:
             keepalive_seconds=15,
         )
         vars(hosts[name]).update({key: value for key, value in change.items() if key not in of_facts})
-    return Survey(RUN, hosts, "a", "10.0.0.1", 29500, by_ssh=True)
+    return Survey(RUN, hosts, "a", "10.0.0.1")
 
 
 def failure(at: str, why: str) -> dict[str, Any]:
@@ -207,5 +207,5 @@ def test_a_host_that_tells_nothing_is_never_good(at: str, settings: int | None) 
 
 def test_a_machine_that_does_not_answer_itself_is_not_good() -> None:
     alone = HostReport(slots=None, failure=_failure(Ended(None, "no answer in 60 s"), local=True))
-    seen = Survey(RUN, {"localhost": alone}, "", "", 29500, by_ssh=False)
+    seen = Survey(replace(RUN, local=True), {"localhost": alone}, "", "")
     assert findings(check(seen), None)[0].startswith("! localhost, ddpm_ds: no answer in 60 s")
