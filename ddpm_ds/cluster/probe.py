@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import ddpm_ds
-from ddpm_ds.processes.hosts import interface_towards
+from ddpm_ds.processes.hosts import route_towards
 from ddpm_ds.secret import is_secret
 
 MARK = "ddpm-ds-doctor "
@@ -138,7 +138,8 @@ class Probe:
         be. Both are undone at the end. Returns fields of ``HostReport``, and the file as ``token``."""
         found = _route(address) | {"token": ""}
         try:
-            self.undo.enter_context(socket.create_server(("", port), family=_family(address), backlog=1024))
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            self.undo.enter_context(socket.create_server(("", port), family=family, backlog=1024))
         except OSError as error:
             found["port_error"] = os.strerror(error.errno or 0)
         with contextlib.suppress(OSError):
@@ -166,16 +167,11 @@ def _route(address: str) -> dict[str, str]:
     """The interface that leads to an address, and this host's own address on it."""
     if not address:
         return {"route_error": "the first host's address is unknown"}
-    with socket.socket(_family(address), socket.SOCK_DGRAM) as way:
-        try:
-            way.connect((address, 9))  # sends nothing
-        except OSError as error:
-            return {"route_error": error.strerror or str(error)}
-        return {"interface": interface_towards(address) or "", "address": way.getsockname()[0]}
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        interface, own = route_towards(address)
+    except OSError as error:
+        return {"route_error": error.strerror or str(error)}
+    return {"interface": interface or "", "address": own}
 
 
 def _appears(path: Path, seconds: float = 3.0) -> bool:
