@@ -42,9 +42,6 @@ def main() -> int:
         os.kill(os.getpid(), signal.SIGKILL)
     if part == "kill_launcher":
         os.kill(os.getppid(), signal.SIGKILL)
-    if part == "kill_launcher_and_self":
-        os.kill(os.getppid(), signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
     if part == "environment":
         set_environment()
         (folder / "environment").write_text(json.dumps(dict(os.environ)))

@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ddpm_ds.cluster.checks import BAD, check, network_row, on_cuda
 from ddpm_ds.cluster.network import ALL_PAIRS_HOSTS, Network, network_test
+from ddpm_ds.cluster.probe import travelling
 from ddpm_ds.cluster.report import findings, report
 from ddpm_ds.cluster.survey import PlannedRun, Survey, survey
-from ddpm_ds.cluster.travel import chosen_by_hosts, exported, merge_into, secrets, travelling
 from ddpm_ds.command_line import add_spec_options, check_writable, file_path, port, positive
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, load_spec, spec_overrides
@@ -24,11 +25,15 @@ from ddpm_ds.processes.hosts import (
     DEFAULT_HOSTFILE,
     ENVIRONMENT_FILE,
     ENVIRONMENT_FILE_VARIABLE,
+    OF_DEEPSPEED,
     find_environment,
     read_environment,
     read_hostfile,
     this_host,
+    write_environment,
 )
+from ddpm_ds.processes.launcher import DEFAULT_PORT
+from ddpm_ds.secret import is_secret, shown, write_private
 from ddpm_ds.tracking.run_folder import OUTPUT_ROOT
 
 CONNECT_SECONDS = 10
@@ -36,6 +41,7 @@ CHECKPOINT_BYTES = 16
 """Bytes of a checkpoint per parameter: fp32 weight, two Adam moments and averaged weight."""
 PROFILE_BYTES, SNAPSHOT_BYTES = 4, 2
 """Bytes per parameter of an average of ``ema.profiles``, in a checkpoint and in a snapshot."""
+NEEDED_SECRET = re.compile(r"(MLFLOW|AWS)_\w+")
 DESCRIPTION = """\
 Ask every host of a hostfile what a training run will ask of it, compare the answers side by side, and say how to fix
 each that is not good: ssh, working folder, Python, package versions, sources, spec and DeepSpeed JSON, clock, disks,
@@ -90,10 +96,11 @@ def add_doctor(verbs: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument(
         "--master-addr",
+        default="",
         metavar="ADDRESS",
         help="address of the first host (default: the first word of its hostname -I)",
     )
-    parser.add_argument("--master-port", type=port, default=29500, metavar="PORT", help="default 29500")
+    parser.add_argument("--master-port", type=port, default=DEFAULT_PORT, metavar="PORT", help="default %(default)s")
     parser.add_argument(
         "--no-network", action="store_true", help="skip the network tests (all-reduce and pairs of hosts)"
     )
@@ -124,21 +131,13 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.deepspeed_config is not None:
         read_ds_config(options.deepspeed_config, options.overrides)
     run = _planned_run(options, local)
-    seen = survey(
-        hosts,
-        run,
-        local=local,
-        master_address=options.master_addr,
-        master_port=options.master_port,
-        seconds=options.timeout_seconds,
-        log=_log,
-    )
+    seen = survey(hosts, run, _log)
     rows, network = check(seen), None
     if not options.no_network:
-        network = _network(seen, options.timeout_seconds)
+        network = _network(seen)
     if network:
         rows["all-reduce"] = network_row(network)
-    notes = list(_notes(seen, local, network, untried=network is None and not options.no_network))
+    notes = list(_notes(seen, network, untried=network is None and not options.no_network))
     found = findings(rows, network)
     print(report(list(hosts), rows, network, found, notes, sys.stdout.isatty()))
     if options.write_env is not None:
@@ -168,6 +167,10 @@ def _planned_run(options: argparse.Namespace, local: bool) -> PlannedRun:
         ds_config=None if options.deepspeed_config is None else str(options.deepspeed_config),
         run_dir=str(options.run_dir),
         checkpoint_bytes=saved_bytes(spec) * sum(layer.parameters for layer in layers),
+        local=local,
+        master_address=options.master_addr,
+        master_port=options.master_port,
+        seconds=options.timeout_seconds,
         connect_seconds=min(CONNECT_SECONDS, options.timeout_seconds),
     )
 
@@ -184,7 +187,7 @@ def _log(line: str) -> None:
     print(f"ddpm-ds doctor: {line}", file=sys.stderr, flush=True)
 
 
-def _network(seen: Survey, seconds: int) -> Network | None:
+def _network(seen: Survey) -> Network | None:
     """Run the network test between the hosts that can connect to the first one's port, if there are two."""
     able = [
         host
@@ -194,29 +197,27 @@ def _network(seen: Survey, seconds: int) -> Network | None:
     if seen.master not in able or len(able) < 2:
         return None
     backend = "nccl" if on_cuda(seen.facts) and all(seen.facts[host].devices for host in able) else "gloo"
-    return network_test(
-        able, seen.run, seen.master_address, seen.master_port, backend=backend, seconds=seconds, log=_log
-    )
+    return network_test(able, seen.run, seen.master_address, backend, _log)
 
 
-def _notes(seen: Survey, local: bool, network: Network | None, untried: bool) -> Iterator[str]:
+def _notes(seen: Survey, network: Network | None, untried: bool) -> Iterator[str]:
     """Return findings that belong to no single host."""
     if len(seen.hosts) > 1 and shutil.which("pdsh") is None:
         yield (
             "pdsh is not on this machine, which deepspeed starts other hosts with: apt install pdsh, or use its "
             "--launcher slurm or openmpi, or --no_ssh."
         )
-    if len(seen.hosts) == 1 and not local:
+    if len(seen.hosts) == 1 and not seen.run.local:
         yield "With a single host in the hostfile deepspeed starts the processes here, unless --force_multi."
     if len(seen.hosts) > 1 and untried:
         yield "The network was not tried: fewer than two hosts can connect."
     if network and len(network.hosts) > ALL_PAIRS_HOSTS:
         yield f"With more than {ALL_PAIRS_HOSTS} hosts only neighbours in the hostfile are measured."
-    if network and network.ways:
-        slowest = min(way.bytes_per_second for way in network.ways)
+    if network and network.routes:
+        slowest = min(route.bytes_per_second for route in network.routes)
         yield (
-            f"For ddpm-ds plan: --inter-node {slowest / 1e9:.3g}GB/s, the slowest way by {network.backend}; less where "
-            "several processes of a host send at once."
+            f"For ddpm-ds plan: --inter-node {slowest / 1e9:.3g}GB/s, the slowest route by {network.backend}; less "
+            "where several processes of a host send at once."
         )
 
 
@@ -234,3 +235,51 @@ def _write(path: Path, seen: Survey) -> str:
     if path.name != os.environ.get(ENVIRONMENT_FILE_VARIABLE, ENVIRONMENT_FILE):
         lines.append(f"  deepspeed reads it with {ENVIRONMENT_FILE_VARIABLE}={path}")
     return "\n".join(lines)
+
+
+def secrets(environment: Mapping[str, str]) -> list[str]:
+    """Names of variables that training may need and that stay where they are."""
+    return sorted(
+        name for name, value in environment.items() if NEEDED_SECRET.fullmatch(name) and is_secret(name, value)
+    )
+
+
+def exported(environment: Mapping[str, str], file: Mapping[str, str], folder: str) -> dict[str, str]:
+    """The environment that DeepSpeed's pdsh launcher gives to the processes on every host.
+
+    It is the file's variables over those that DeepSpeed takes along, with the working folder first in ``PYTHONPATH``.
+    Secrets are left out, since nothing that is asked of hosts needs them.
+    """
+    taken = {name: value for name, value in environment.items() if name.startswith(OF_DEEPSPEED)}
+    python_path = ":".join([folder, *filter(None, [environment.get("PYTHONPATH")])])
+    everything = taken | {"PYTHONPATH": python_path} | dict(file)
+    return {name: value for name, value in everything.items() if not is_secret(name, value)}
+
+
+def chosen_by_hosts(on_cuda: bool, interfaces: Iterable[str]) -> dict[str, str]:
+    """The variables that follow from the hosts: the CPU accelerator where none has a CUDA device, and gloo's interface
+    where all use one name for it."""
+    values = {} if on_cuda else {"DS_ACCELERATOR": "cpu"}
+    names = set(interfaces)
+    return values | ({"GLOO_SOCKET_IFNAME": names.pop()} if len(names) == 1 and "" not in names else {})
+
+
+def merge_into(path: Path, values: Mapping[str, str], defaults: Mapping[str, str]) -> list[str]:
+    """Write ``values`` over those of an environment file, and these over ``defaults``; a file that changes is kept
+    beside itself as ``.bak``. Returns lines that describe what was done.
+
+    Raises:
+        SpecError: the file can't be understood, or a value can't be written into it.
+        OSError: it can't be written.
+    """
+    before = read_environment(path) if path.exists() else {}
+    after = dict(defaults) | before | dict(values)
+    old = path.read_bytes() if path.exists() else None
+    write_environment(path, after)
+    lines = [f"{path}: {', '.join(after) or 'nothing has to travel'}"]
+    lines += [f"  {name} was {shown(name, value)}" for name, value in before.items() if after[name] != value]
+    if old is not None and old != path.read_bytes():
+        backup = path.with_name(f"{path.name}.bak")
+        write_private(backup, old)
+        lines.append(f"  the file as it was: {backup}")
+    return lines

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from ddpm_ds.command_line import (
     add_spec_options,
     batch,
@@ -27,9 +29,9 @@ from ddpm_ds.command_line import (
 )
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, JSON_PREFIX
 from ddpm_ds.errors import LayoutError, SpecError
-from ddpm_ds.fit.child import TriedSize
 from ddpm_ds.fit.report import Found, draw, numbers, table, why, winner
 from ddpm_ds.fit.task import Task, TrialLayout
+from ddpm_ds.fit.trial import search
 from ddpm_ds.processes.ranks import HANG_SECONDS, set_environment
 
 USABLE = 0.9
@@ -201,8 +203,6 @@ def _limits(options: argparse.Namespace, layout: TrialLayout, device: str) -> tu
     """Return the most bytes of a process (None: the device's), and of one that finds out its need (None: no more)."""
     budget, most = options.memory_budget, EVERYTHING
     if device == "cpu":
-        import psutil
-
         most = int(USABLE * psutil.virtual_memory().available / layout.processes)
         if budget is not None and budget > most:
             raise LayoutError(
@@ -218,15 +218,13 @@ def _search(tasks: Sequence[Task], folder: Path) -> tuple[list[Found], dict[Tria
     found, needs = [], {}
     for task in tasks:
         print(task.layout.words(), flush=True)
-        own = folder / str(task.layout)
-        own.mkdir()
-        result = task.start(own)
-        trials = sorted((TriedSize(**trial) for trial in result["trials"]), key=lambda trial: trial.micro_batch_images)
+        tried, needed = search(task, folder / str(task.layout))
+        trials = sorted(tried, key=lambda trial: trial.micro_batch_images)
         if trials[0].fits:
             found.append(Found(task, tuple(trials), is_limit=trials[-1].fits))
-        elif result["needs_bytes"] is not None:
-            needs[task.layout] = result["needs_bytes"]
-            print(f"  micro-batch {trials[0].micro_batch_images} needs {gib(needs[task.layout])}", flush=True)
+        elif needed is not None:
+            needs[task.layout] = needed
+            print(f"  micro-batch {trials[0].micro_batch_images} needs {gib(needed)}", flush=True)
     return found, needs
 
 

@@ -75,18 +75,10 @@ def add_train(verbs: argparse._SubParsersAction[OneLineParser]) -> None:
 def _add_launch_options(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
-        "--processes",
-        type=processes,
-        default=None,
-        metavar="N",
-        help="processes on this machine (default: one for each GPU, or one)",
+        "--processes", type=processes, metavar="N", help="processes on this machine (default: one for each GPU, or one)"
     )
     where.add_argument(
-        "--hostfile",
-        type=file_path,
-        default=None,
-        metavar="FILE",
-        help="hosts and their processes, as DeepSpeed reads them",
+        "--hostfile", type=file_path, metavar="FILE", help="hosts and their processes, as DeepSpeed reads them"
     )
     _add_restart_options(parser)
 

@@ -47,7 +47,7 @@ SSH_FIXES = {
 NETWORK_FIXES = {
     "ssh was lost": "is {host} still up, and its network steady? then try again",
     "no module|cannot import|importerror": (
-        "repair the environment on {host}: python -m ddpm_ds.cluster.network --help shows the error"
+        "repair the environment on {host}: python -c 'import torch, ddpm_ds' shows the error"
     ),
     "timeout|timed out|nothing heard|connect": (
         "open all TCP ports between the hosts (also those above 1024: {backend} takes free ones), or name the "
@@ -146,7 +146,7 @@ def _step(step: str, survey: Survey, host: str) -> Cell | None:
 
 
 def _ssh(survey: Survey, host: str) -> Cell | None:
-    return _step("ssh", survey, host) if survey.by_ssh else None
+    return None if survey.run.local else _step("ssh", survey, host)
 
 
 def _python(survey: Survey, host: str) -> Cell | None:
@@ -327,7 +327,7 @@ def _loops_back(survey: Survey, host: str) -> bool:
 
 def _port(survey: Survey, host: str) -> Cell | None:
     """The master port: free on the first host, reached from the others."""
-    number, first, error = survey.master_port, survey.master, survey.hosts[host].port_error
+    number, first, error = survey.run.master_port, survey.master, survey.hosts[host].port_error
     if not first:
         return None
     if host == first:

@@ -1,6 +1,6 @@
 """The network test: on all hosts at the same time a small all-reduce, then latency and bandwidth of each pair of hosts.
 
-    python -m ddpm_ds.cluster.network --rank I --world N --master-addr A --master-port P --seconds S [--backend nccl]
+    python -m ddpm_ds.cluster.network ARGUMENTS_OF_TAKE_PART_IN_JSON
 
 :func:`network_test` starts this program on each host and collects what it tells. As in training, gloo listens where the
 first host is reached, and NCCL where its own variables say. A transfer doubles in size until it takes
@@ -9,8 +9,8 @@ first host is reached, and NCCL where its own variables say. A transfer doubles 
 
 from __future__ import annotations
 
-import argparse
 import itertools
+import json
 import os
 import queue
 import signal
@@ -51,7 +51,7 @@ def pairs(world: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Route:
-    """The measured way from one host to another."""
+    """What was measured from one host to another."""
 
     sender: str
     receiver: str
@@ -66,27 +66,20 @@ class Network:
     hosts: Sequence[str]
     backend: str
     all_reduce_seconds: dict[str, float] = field(default_factory=dict)
-    ways: list[Route] = field(default_factory=list)
+    routes: list[Route] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)
     """Errors by host; where some have met none, they may have waited for one that has."""
 
 
 def network_test(
-    hosts: Sequence[str],
-    run: PlannedRun,
-    address: str,
-    port: int,
-    *,
-    backend: str,
-    seconds: int,
-    log: Callable[[str], None],
+    hosts: Sequence[str], run: PlannedRun, address: str, backend: str, log: Callable[[str], None]
 ) -> Network:
     """Run the test between hosts, of which the first has ``address``; given up when none has said anything for
-    ``seconds``. ``backend`` is gloo or nccl."""
+    ``run.seconds``. ``backend`` is gloo or nccl."""
     network, heard = Network(hosts, backend), queue.SimpleQueue[tuple[int, Any]]()
+    port, seconds = run.master_port, run.seconds
     log(f"{backend} over {address}:{port} between {', '.join(hosts)}")
-    options = {"world": len(hosts), "master-addr": address, "master-port": port, "seconds": seconds, "backend": backend}
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    told = {"world": len(hosts), "address": address, "port": port, "seconds": seconds, "backend": backend}
     steps = dict.fromkeys(range(len(hosts)), "starting")  # of the ranks that are at work
 
     def hear(rank: int, said: Any) -> None:
@@ -94,7 +87,7 @@ def network_test(
 
     with ExitStack() as stack:
         for rank, host in enumerate(hosts):
-            command = run.command(host, __name__, "--rank", str(rank), *words)
+            command = run.command(host, __name__, json.dumps({"rank": rank, **told}))
             talk = Conversation(command, hear=partial(hear, rank))
             stack.callback(talk.close)
         while steps:
@@ -117,10 +110,10 @@ def network_test(
             if "all_reduce_seconds" in said:
                 network.all_reduce_seconds[hosts[rank]] = said["all_reduce_seconds"]
             if "to" in said:
-                way = Route(hosts[rank], hosts[said["to"]], said["latency_seconds"], said["bytes_per_second"])
-                network.ways.append(way)
-                latency, bandwidth = f"{way.latency_seconds * 1e3:.3f} ms", speed(way.bytes_per_second)
-                log(f"{way.sender} to {way.receiver}: {latency}, {bandwidth}")
+                route = Route(hosts[rank], hosts[said["to"]], said["latency_seconds"], said["bytes_per_second"])
+                network.routes.append(route)
+                latency, bandwidth = f"{route.latency_seconds * 1e3:.3f} ms", speed(route.bytes_per_second)
+                log(f"{route.sender} to {route.receiver}: {latency}, {bandwidth}")
             if "error" in said or steps[rank] == "done":
                 del steps[rank]
     return network
@@ -165,7 +158,7 @@ def measure(rank: int, world: int, backend: str) -> None:
         return time.perf_counter() - began
 
     def lead(peer: int) -> None:
-        """Measure the way to ``peer``, which follows."""
+        """Measure the route to ``peer``, which follows."""
         for _ in range(WARM_UP_PINGS):
             transfer(peer, 0)
         times, until = [transfer(peer, 0)], time.monotonic() + PING_SECONDS
@@ -197,35 +190,29 @@ def measure(rank: int, world: int, backend: str) -> None:
         dist.all_reduce(turn)  # nobody disturbs a pair
 
 
-def main() -> None:
+def take_part(rank: int, world: int, address: str, port: int, seconds: int, backend: str) -> None:
     """Take part in the test; every outcome is told in lines of JSON."""
-    parser = argparse.ArgumentParser()
-    for name in ("--rank", "--world", "--master-port", "--seconds"):
-        parser.add_argument(name, type=int, required=True)
-    parser.add_argument("--master-addr", required=True)
-    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
-    options = parser.parse_args()
-    signal.alarm(options.seconds + options.seconds * len(pairs(options.world)))  # ends it even where all else hangs
+    signal.alarm(seconds + seconds * len(pairs(world)))  # ends it even where all else hangs
     threading.Thread(target=_leave_with_the_asking_side, daemon=True).start()
-    use_interface_towards(options.master_addr)
+    use_interface_towards(address)
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     tell({"step": "rendezvous"})
-    address = f"[{options.master_addr}]" if ":" in options.master_addr else options.master_addr
+    reached_at = f"[{address}]" if ":" in address else address
     try:
-        if options.backend == "nccl":
+        if backend == "nccl":
             torch.cuda.set_device(0)
         dist.init_process_group(
-            "gloo" if options.backend == "gloo" else "cpu:gloo,cuda:nccl",
-            init_method=f"tcp://{address}:{options.master_port}",
-            rank=options.rank,
-            world_size=options.world,
-            timeout=timedelta(seconds=options.seconds),
+            "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl",
+            init_method=f"tcp://{reached_at}:{port}",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=seconds),
         )
         tell({"step": "connected"})
-        measure(options.rank, options.world, options.backend)
+        measure(rank, world, backend)
         dist.destroy_process_group()
     except (RuntimeError, ArithmeticError) as error:
         tell({"error": " ".join(str(error).split())})
@@ -239,4 +226,4 @@ def _leave_with_the_asking_side() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    take_part(**json.loads(sys.argv[1]))

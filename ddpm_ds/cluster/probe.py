@@ -15,24 +15,30 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ddpm_ds
-from ddpm_ds.cluster.travel import travelling
-from ddpm_ds.processes.hosts import interface_towards
+from ddpm_ds.processes.hosts import route_towards
+from ddpm_ds.secret import is_secret
 
 MARK = "ddpm-ds-doctor "
 PACKAGES = ("torch", "deepspeed", "mlflow", "pydantic", "numpy", "safetensors", "einops")
 CHECKSUM_DIGITS = 12
+TRAVELS = re.compile(
+    r"DS_ACCELERATOR|CUDA_DEVICE_MAX_CONNECTIONS|(OMP|GOMP|MKL|OPENBLAS)_\w+|(NCCL|GLOO|MLFLOW|TORCH|UCX)_\w+"
+)
+OF_ONE_PROCESS = re.compile(r"MLFLOW_RUN_ID|TORCHELASTIC_\w+|TORCH_HOME")
+"""Variables of a single run or host."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,15 @@ class HostFacts:
     """Addresses as ``hostname -I`` prints them."""
 
 
+def travelling(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that every rank needs, without secrets."""
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if TRAVELS.fullmatch(name) and not OF_ONE_PROCESS.fullmatch(name) and not is_secret(name, value)
+    }
+
+
 def tell(value: Any) -> None:
     """Send something that JSON can hold to the asking side."""
     print(MARK + json.dumps(value), flush=True)
@@ -123,7 +138,8 @@ class Probe:
         be. Both are undone at the end. Returns fields of ``HostReport``, and the file as ``token``."""
         found = _route(address) | {"token": ""}
         try:
-            self.undo.enter_context(socket.create_server(("", port), family=_family(address), backlog=1024))
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            self.undo.enter_context(socket.create_server(("", port), family=family, backlog=1024))
         except OSError as error:
             found["port_error"] = os.strerror(error.errno or 0)
         with contextlib.suppress(OSError):
@@ -151,16 +167,11 @@ def _route(address: str) -> dict[str, str]:
     """The interface that leads to an address, and this host's own address on it."""
     if not address:
         return {"route_error": "the first host's address is unknown"}
-    with socket.socket(_family(address), socket.SOCK_DGRAM) as way:
-        try:
-            way.connect((address, 9))  # sends nothing
-        except OSError as error:
-            return {"route_error": error.strerror or str(error)}
-        return {"interface": interface_towards(address) or "", "address": way.getsockname()[0]}
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        interface, own = route_towards(address)
+    except OSError as error:
+        return {"route_error": error.strerror or str(error)}
+    return {"interface": interface or "", "address": own}
 
 
 def _appears(path: Path, seconds: float = 3.0) -> bool:

@@ -12,7 +12,7 @@ from ddpm_ds.command_line import aligned
 
 HOSTS_ABREAST = 8
 SLOW = 0.5
-"""Share of the median bandwidth below which a way is noted."""
+"""Share of the median bandwidth below which a route is noted."""
 COLOURS = {BAD: "\033[31m", WARNING: "\033[33m"}
 PLAIN = "\033[0m"
 MARKED = re.compile(r"(?<=  )[!?] \S+(?: \S+)*|^[!?] .*$", re.MULTILINE)
@@ -28,13 +28,13 @@ def findings(rows: Rows, network: Network | None) -> list[str]:
             if cell.mark != GOOD:
                 found.setdefault((cell.mark, f"{name}: {cell.why}; {cell.fix}"), []).append(host)
     lines = [f"{mark} {', '.join(who)}, {what}" for (mark, what), who in found.items()]
-    if network is not None and len(network.ways) > 2:
-        median = statistics.median(way.bytes_per_second for way in network.ways)
+    if network is not None and len(network.routes) > 2:
+        median = statistics.median(route.bytes_per_second for route in network.routes)
         lines += [
-            f"{WARNING} {way.sender} to {way.receiver}, bandwidth: {speed(way.bytes_per_second)}, the median is "
+            f"{WARNING} {route.sender} to {route.receiver}, bandwidth: {speed(route.bytes_per_second)}, the median is "
             f"{speed(median)}; look at its cable, link speed (ethtool) and other traffic"
-            for way in network.ways
-            if way.bytes_per_second < SLOW * median
+            for route in network.routes
+            if route.bytes_per_second < SLOW * median
         ]
     return sorted(lines, key=lambda line: not line.startswith(BAD))
 
@@ -48,7 +48,7 @@ def report(
     verdict += [f"{len(found) - bad} to check"] if len(found) > bad else []
     parts = [
         *_host_tables(hosts, rows),
-        _pair_table(network) if network and network.ways else "",
+        _pair_table(network) if network and network.routes else "",
         "\n".join(found),
         "\n".join(notes),
         f"{len(hosts)} host{'s' if len(hosts) != 1 else ''}: {', '.join(verdict)}",
@@ -71,13 +71,13 @@ def _host_tables(hosts: Sequence[str], rows: Rows) -> list[str]:
 
 
 def _pair_table(network: Network) -> str:
-    """A row for each pair of hosts, with the ways there and back."""
-    ways = {(way.sender, way.receiver): way for way in network.ways}
+    """A row for each pair of hosts, with the routes there and back."""
+    routes = {(route.sender, route.receiver): route for route in network.routes}
     rows: list[tuple[str, ...]] = [("pair", "latency", "there", "back")]
     for one, other in pairs(len(network.hosts)):
         sender, receiver = network.hosts[one], network.hosts[other]
-        both = ways.get((sender, receiver)), ways.get((receiver, sender))
-        latency = max((way.latency_seconds for way in both if way), default=None)
-        cells = [speed(way.bytes_per_second) if way else "-" for way in both]
+        both = routes.get((sender, receiver)), routes.get((receiver, sender))
+        latency = max((route.latency_seconds for route in both if route), default=None)
+        cells = [speed(route.bytes_per_second) if route else "-" for route in both]
         rows.append((f"{sender} - {receiver}", "-" if latency is None else f"{latency * 1e3:.3f} ms", *cells))
     return "\n".join(aligned(rows, left={0}))

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from ddpm_ds.cluster.probe import MARK, HostFacts
 from ddpm_ds.processes.hosts import ssh, ssh_settings
+from ddpm_ds.processes.launcher import DEFAULT_PORT
 
 PROBE = "ddpm_ds.cluster.probe"
 REACHED = {"step": "reached"}
@@ -141,6 +142,13 @@ class PlannedRun:
     run_dir: str
     checkpoint_bytes: int
     """Size of all checkpoints that are kept and the one that is written meanwhile, on all hosts together."""
+    local: bool = False
+    """Whether it is on this machine alone, which needs no ssh."""
+    master_address: str = ""
+    """Address of the first host; empty where it is to be asked for it, as DeepSpeed does."""
+    master_port: int = DEFAULT_PORT
+    seconds: int = 60
+    """Silence after which a host is given up."""
     connect_seconds: int = 10
     """Time for ssh to reach a host."""
 
@@ -197,9 +205,6 @@ class Survey:
     master: str
     """The first host that answers; empty where none does."""
     master_address: str
-    master_port: int
-    by_ssh: bool
-    """Whether hosts were asked by ssh; else it is this machine alone."""
 
     @property
     def facts(self) -> dict[str, HostFacts]:
@@ -207,23 +212,8 @@ class Survey:
         return {host: report.facts for host, report in self.hosts.items() if report.facts is not None}
 
 
-def survey(
-    hosts: Mapping[str, int | None],
-    run: PlannedRun,
-    *,
-    local: bool,
-    master_address: str | None,
-    master_port: int,
-    seconds: int,
-    log: Callable[[str], None],
-) -> Survey:
-    """Ask the hosts, by ssh unless ``local``; one that does not answer for ``seconds`` is given up.
-
-    Args:
-        hosts: slots by host.
-        master_address: of the first host; None asks it, as DeepSpeed does.
-        log: is given lines that say what is going on.
-    """
+def survey(hosts: Mapping[str, int | None], run: PlannedRun, log: Callable[[str], None]) -> Survey:
+    """Ask the hosts, given with their slots; ``log`` is given lines that say what is going on."""
     reports = {host: HostReport(slots) for host, slots in hosts.items()}
     talks: dict[str, Conversation] = {}
 
@@ -235,7 +225,7 @@ def survey(
                 step(talks[host], reports[host])
             except Ended as ended:
                 talks[host].kill()
-                reports[host] = HostReport(hosts[host], failure=_failure(ended, local))
+                reports[host] = HostReport(hosts[host], failure=_failure(ended, run.local))
 
         list(pool.map(take, names))
 
@@ -243,41 +233,42 @@ def survey(
         return [host for host, report in reports.items() if report.failure is None]
 
     def meet(talk: Conversation, report: HostReport) -> None:
-        if not local:
+        if not run.local:
             talk.next(run.connect_seconds + LOGIN_SECONDS)
-        _ask_facts(talk, report, run, seconds)
+        _ask_facts(talk, report, run)
 
     with ThreadPoolExecutor(len(hosts)) as pool:
         try:
             log(f"asking {', '.join(hosts)}")
             for host in hosts:
-                if local:  # as DeepSpeed starts training on a single host
+                if run.local:  # as DeepSpeed starts training on a single host
                     here = {**os.environ, "PYTHONPATH": run.environment["PYTHONPATH"]}
                     talks[host] = Conversation([run.python, "-u", "-m", PROBE], here)
                 else:
                     talks[host] = Conversation(run.command(host, PROBE))
             each(hosts, meet)
-            master, address = next(iter(ready()), ""), master_address or ""
+            master, address = next(iter(ready()), ""), run.master_address
             if facts := master and reports[master].facts:
-                address = address or ("127.0.0.1" if local else next(iter(facts.addresses), ""))
+                address = address or ("127.0.0.1" if run.local else next(iter(facts.addresses), ""))
                 where = address or "no known address"
-                log(f"clocks, folders, and the way to port {master_port} of {master} at {where}")
-                way: dict[str, Any] = {"address": address, "port": master_port}
+                log(f"clocks, folders, and the way to port {run.master_port} of {master} at {where}")
+                way: dict[str, Any] = {"address": address, "port": run.master_port}
 
                 def open_first(talk: Conversation, report: HostReport) -> None:
-                    found = talk.ask("open", seconds, **way, run_dir=run.run_dir)
-                    way.update(token=found.pop("token"), port=None if "port_error" in found else master_port)
+                    found = talk.ask("open", run.seconds, **way, run_dir=run.run_dir)
+                    way.update(token=found.pop("token"), port=None if "port_error" in found else run.master_port)
                     vars(report).update(found)
 
                 def reach_first(talk: Conversation, report: HostReport) -> None:
-                    vars(report).update(talk.ask("reach", seconds + CONNECT_SECONDS, **way, seconds=CONNECT_SECONDS))
+                    limit = run.seconds + CONNECT_SECONDS
+                    vars(report).update(talk.ask("reach", limit, **way, seconds=CONNECT_SECONDS))
 
                 each([master], open_first)
                 if reports[master].failure:
                     master = ""
                 else:
                     each(ready()[1:], reach_first)
-            if not local:
+            if not run.local:
                 keepalives = pool.map(lambda host: ssh_settings(host).get("serveraliveinterval", ""), hosts)
                 for report, interval in zip(reports.values(), keepalives, strict=True):
                     report.keepalive_seconds = int(interval) if interval.isdecimal() else None
@@ -287,7 +278,7 @@ def survey(
             raise
         finally:
             list(pool.map(Conversation.close, talks.values()))
-    return Survey(run, reports, master, address, master_port, by_ssh=not local)
+    return Survey(run, reports, master, address)
 
 
 def _failure(ended: Ended, local: bool) -> Failure:
@@ -297,19 +288,19 @@ def _failure(ended: Ended, local: bool) -> Failure:
     return Failure(at, ended.last_line.removeprefix("ssh: ") or f"exit code {ended.code}")
 
 
-def _ask_facts(talk: Conversation, report: HostReport, run: PlannedRun, seconds: float) -> None:
+def _ask_facts(talk: Conversation, report: HostReport, run: PlannedRun) -> None:
     """Ask for the facts of a host, and for its time, of which the quickest answer counts."""
     from pydantic import TypeAdapter, ValidationError
 
     about = {"spec": run.spec, "overrides": run.overrides, "ds_config": run.ds_config, "run_dir": run.run_dir}
     try:
-        report.facts = TypeAdapter(HostFacts).validate_python(talk.ask("facts", seconds, **about))
+        report.facts = TypeAdapter(HostFacts).validate_python(talk.ask("facts", run.seconds, **about))
     except ValidationError:
         report.failure = Failure("ddpm_ds", "another version of ddpm_ds answers")
         return
     round_trips = {}
     for _ in range(CLOCK_QUESTIONS):
         asked = time.time()
-        told, seconds_taken = talk.ask("time", seconds), time.time() - asked
+        told, seconds_taken = talk.ask("time", run.seconds), time.time() - asked
         round_trips[seconds_taken] = told - (asked + seconds_taken / 2)
     report.clock_ahead_seconds = round_trips[min(round_trips)]

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.prepare import cache_path
 from ddpm_ds.device import choose_device, wait_for_device
-from ddpm_ds.fit.child import Answer
 from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.engine import CAUTIOUS_STEPS
 from ddpm_ds.pipeline.messages import runs_behind
@@ -42,12 +41,13 @@ def measure(
     steps: int,
     hang_seconds: float,
     progress: Callable[[], object],
-) -> Answer:
+) -> tuple[list[float], int, int]:
     """Build the engine, train until a step has updated the weights, then time ``steps`` of them.
 
-    Every process of the layout calls this. The data-set cache must exist. ``budget_bytes`` limits PyTorch's allocator
-    on CUDA; on a CPU the caller enforces it. ``progress`` is called after each step; without it for ``hang_seconds``
-    the watching process ends this one.
+    Returns the seconds of each timed step, the peak bytes of this process, and the interval of activation
+    checkpointing. Every process of the layout calls this. The data-set cache must exist. ``budget_bytes`` limits
+    PyTorch's allocator on CUDA; on a CPU the caller enforces it. ``progress`` is called after each step; without it for
+    ``hang_seconds`` the watching process ends this one.
     """
     own = choose_device(device, plan.ds.layout.stages)
     if own.type == "cuda" and budget_bytes is not None:
@@ -63,7 +63,7 @@ def measure(
         dist.barrier()  # none leaves, and is thought to have failed, before all are done
     interval = plan.ds.checkpoint_interval
     assert interval != "auto"
-    return Answer("done", seconds=seconds, peak_bytes=peak, checkpoint_interval=interval)
+    return seconds, peak, interval
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ddpm_ds.command_line import GIB, aligned, gib
-from ddpm_ds.fit.child import TriedSize
 from ddpm_ds.fit.task import Task, TrialLayout
+from ddpm_ds.fit.trial import TriedSize
 
 KNEE = 0.05
 """Share of the best throughput that a smaller micro-batch may lack."""

@@ -1,38 +1,23 @@
-"""Search task: one layout of a run with micro-batches of any size, in processes that DeepSpeed's launcher starts.
-
-No torch.
-"""
+"""Search task: one layout of a run with micro-batches of any size, and the order in which sizes are tried. No torch."""
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from pydantic import BaseModel
 
 from ddpm_ds.command_line import counted
 from ddpm_ds.config.ds_config import read_ds_config, resolve
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
-from ddpm_ds.errors import EXIT_PREEMPTED, LayoutError, SpecError, UserError
+from ddpm_ds.errors import LayoutError, SpecError
 from ddpm_ds.predict.plan import RunPlan, plan_run
-from ddpm_ds.processes.ranks import free_port
-from ddpm_ds.processes.supervisor import supervise
 
 LARGEST = 2**20
 """Largest micro-batch of a search, in images."""
-PROGRAM = "ddpm_ds.fit.trial"
-"""Name of the module that the launcher starts."""
-GRACE_SECONDS = 5.0
-TASK, RESULT = "task.json", "result.json"
-LOG_CHARACTERS = 3000
-"""Number of characters shown from the end of a log."""
 
 
 def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
@@ -77,7 +62,8 @@ class TrialLayout:
         return f"{counted(self.stages, 'stage')} x {counted(self.replicas, 'replica')}"
 
 
-class Task(BaseModel, frozen=True, ser_json_inf_nan="constants"):
+@dataclass(frozen=True)
+class Task:
     """Search of one layout: everything but the micro-batch."""
 
     spec: Path
@@ -115,7 +101,7 @@ class Task(BaseModel, frozen=True, ser_json_inf_nan="constants"):
         train, layout = self.load_spec(1).train, self.layout
         if self.accumulation is not None:
             self._check(1)
-            return self.model_copy(update={"sizes": tuple(asked)})
+            return replace(self, sizes=tuple(asked))
         batch, wanted = train.batch_images, train.accumulation
         if wanted != "auto":
             raise SpecError(
@@ -145,7 +131,7 @@ class Task(BaseModel, frozen=True, ser_json_inf_nan="constants"):
                 refusal = refusal or error
         if refusal is not None and not possible:
             raise refusal
-        return self.model_copy(update={"sizes": tuple(possible)})
+        return replace(self, sizes=tuple(possible))
 
     def changes(self, size: int) -> tuple[str, ...]:
         """Return the overrides of the spec with micro-batches of ``size`` images."""
@@ -187,31 +173,6 @@ class Task(BaseModel, frozen=True, ser_json_inf_nan="constants"):
         path.write_text(json.dumps(self.config(size), indent=2) + "\n")
         layout = self.layout
         return plan_run(self.spec, self.changes(size), path, world_size=layout.processes, stages=layout.stages)
-
-    def start(self, folder: Path) -> dict[str, Any]:
-        """Start DeepSpeed's launcher with the processes of the layout; returns their results. Leaves nothing running.
-
-        Raises:
-            UserError: training would refuse the run on this device.
-            RuntimeError: a bug; the message has the output.
-            KeyboardInterrupt: a signal asked for an end.
-        """
-        (folder / TASK).write_text(self.model_dump_json())
-        options = ["--quiet", "--hostfile", os.devnull, "--num_gpus", str(self.layout.processes)]
-        options += ["--master_port", str(free_port()), "--module", PROGRAM, "--run-dir", str(folder)]
-        sys.stdout.flush()
-        code = supervise(options, max_restarts=0, grace_seconds=GRACE_SECONDS, log=lambda line: None)
-        if code == EXIT_PREEMPTED or code > 128:
-            raise KeyboardInterrupt
-        if code or not (folder / RESULT).exists():
-            logs = [path.read_text(errors="replace")[-LOG_CHARACTERS:] for path in sorted(folder.glob("*/*/log"))]
-            raise RuntimeError(f"the trials of {self.layout} ended with exit code {code}\n" + "\n".join(logs))
-        result: dict[str, Any] = json.loads((folder / RESULT).read_text())
-        if result["refused"]:
-            raise UserError(result["failure"])
-        if result["failure"]:
-            raise RuntimeError(f"a trial of {self.layout} failed\n{result['failure']}")
-        return result
 
     def _check(self, size: int) -> None:
         """Raise an error for a size that training would refuse: SpecError, DsConfigError or LayoutError."""

@@ -1,149 +1,120 @@
-"""Program that DeepSpeed's launcher starts once for a layout, in every process: the search, whose trials are children.
+"""Trials: steps of one layout with one micro-batch, in processes that may run out of memory. No torch.
 
-All ranks search alike. For each trial every rank starts a child, watches it and writes its answer into a shared folder;
-from the answers of all, each draws the same conclusion. So a child may run out of memory and the search continues. On a
-CPU a child is a fork of a rank that has imported everything and computed nothing; CUDA does not survive a fork, so
-there a child starts afresh.
+Each trial starts a process for every rank and watches them all, so the search continues whatever becomes of them. On a
+CPU they are forks of one process that has imported everything and computed nothing; CUDA does not survive a fork, so
+there each starts afresh.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
+import math
 import multiprocessing
 import os
+import secrets
 import signal
-import sys
+import statistics
 import time
+import traceback
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
 from ddpm_ds.command_line import gib
-from ddpm_ds.files import replace_file
-from ddpm_ds.fit.child import Answer, TrialError, TriedSize, answer_trial, judge
-from ddpm_ds.fit.task import LOG_CHARACTERS, RESULT, TASK, Task, largest_fitting
-from ddpm_ds.processes.ranks import free_port, recorded, set_environment
+from ddpm_ds.errors import UserError
+from ddpm_ds.fit.task import Task, largest_fitting
+from ddpm_ds.predict.plan import RunPlan
+from ddpm_ds.processes.ranks import RUN_SECRET, free_port
+from ddpm_ds.processes.supervisor import heard_signals
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 3.0
-"""Seconds that a child may continue when that of another rank has failed: it may have an answer of its own."""
+"""Seconds that a process may continue when that of another rank has failed: it may have an answer of its own."""
 KILL_SECONDS = 10.0
 """Seconds to wait for a killed process to end; one that is stuck in a driver stays."""
+LOG_CHARACTERS = 3000
+"""Number of characters shown from the end of a log."""
 
 
-class Trials:
-    """Trials of one layout, as one rank takes part in them."""
+@dataclass(frozen=True)
+class Answer:
+    """Result of one process."""
 
-    def __init__(self, task: Task, folder: Path, rank: int) -> None:
-        self._task, self._folder, self._rank = task, folder, rank
-        on_cpu = task.device == "cpu"
-        self._context: Any = multiprocessing.get_context("fork" if on_cpu else "spawn")
-        self._library_bytes = getattr(psutil.Process().memory_info(), "shared", 0) if on_cpu else 0
-        self._count = 0
-        self.done: list[TriedSize] = []
-
-    def fits(self, size: int) -> bool:
-        """Return whether a micro-batch fits; the trial is kept in ``done``.
-
-        Raises:
-            TrialError: the trial failed for another reason than memory.
-        """
-        trial = self.run(size, self._task.budget_bytes)
-        self.done.append(trial)
-        if self._rank == 0:
-            print(line(trial), flush=True)
-        return trial.fits
-
-    def run(self, size: int, budget_bytes: int | None) -> TriedSize:
-        """Run one trial; every rank calls this."""
-        self._count += 1
-        folder = self._folder / f"trial-{self._count}"
-        folders = [folder / f"rank-{rank}" for rank in range(self._task.layout.processes)]
-        own, answers = folders[self._rank], [one / "answer.json" for one in folders]
-        own.mkdir(parents=True)
-        if self._rank == 0:
-            replace_file(folder / "port", str(free_port()).encode())
-        port, (ours, theirs) = wait_for(folder / "port"), self._context.Pipe(duplex=False)
-        child = self._context.Process(
-            target=answer_trial, args=(self._task, size, budget_bytes, own, port, self._library_bytes, theirs)
-        )
-        child.start()
-        theirs.close()
-        limit = budget_bytes if self._task.device == "cpu" else None  # a GPU refuses by itself
-        others = [path for rank, path in enumerate(answers) if rank != self._rank]
-        answer = self._watch(child, ours, own / "log", limit, others)
-        replace_file(answers[self._rank], json.dumps(asdict(answer)).encode())
-        layout = self._task.plan(size, own).ds.layout
-        found = [Answer(**wait_for(path)) for path in answers]
-        return judge(found, (size, layout.micro_batches, layout.batch_images), limit)
-
-    def _watch(
-        self, child: BaseProcess, pipe: Connection[Any, Any], log: Path, limit: int | None, others: Sequence[Path]
-    ) -> Answer:
-        """Wait for the child's answer, or end it: when it holds too much, takes no step, or another rank's failed."""
-        process, step_at, patience = psutil.Process(child.pid), time.monotonic(), float("inf")
-        while True:
-            ended = child.exitcode is not None  # before the last look at what it has sent
-            child.join(POLL_SECONDS)
-            with contextlib.suppress(EOFError, ConnectionError):  # it has ended without an answer
-                while pipe.poll():
-                    if (answer := pipe.recv()) is not None:
-                        child.join(KILL_SECONDS)
-                        return answer
-                    step_at = time.monotonic()
-            if ended:
-                return without_answer(child.exitcode or 0, log)
-            held = self._resident(process)
-            now, patient = time.monotonic(), self._task.hang_seconds
-            if now - step_at > patient:
-                return _end(child, Answer("hung", f"no step for {patient:g} s", peak_bytes=held))
-            if limit is not None and held > limit:
-                return _end(child, Answer("memory", f"took over {gib(limit)}", peak_bytes=held))
-            if patience == float("inf") and any(path.exists() and wait_for(path)["kind"] != "done" for path in others):
-                patience = now + GRACE_SECONDS
-            if now > patience:
-                return _end(child, Answer("lost", "ended, since another rank had failed", peak_bytes=held))
-
-    def _resident(self, process: psutil.Process) -> int:
-        try:
-            return int(process.memory_info().rss) + self._library_bytes
-        except psutil.Error:  # it has just ended
-            return 0
+    kind: Literal["done", "memory", "refused", "failed", "hung", "lost"]
+    """``memory``: ran out of it, or was killed; ``refused``: a UserError; ``hung``: took no step for too long;
+    ``lost``: ended because another process had.
+    """
+    words: str = ""
+    """Reason, unless it is done."""
+    seconds: list[float] = field(default_factory=list)
+    """Seconds of each timed step."""
+    peak_bytes: int = 0
+    checkpoint_interval: int = 0
 
 
-def _end(child: BaseProcess, answer: Answer) -> Answer:
-    """Kill a child and all processes that it has started, such as compilers."""
-    with contextlib.suppress(psutil.Error):
-        for process in psutil.Process(child.pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-    child.kill()
-    child.join(KILL_SECONDS)
-    return answer
+@dataclass(frozen=True)
+class TriedSize:
+    """Result of all processes of a layout with one micro-batch."""
+
+    micro_batch_images: int
+    micro_batches: int
+    batch_images: int
+    fits: bool
+    why: str
+    """Reason why it does not fit; empty where it does."""
+    step_seconds: list[float]
+    """Seconds of each timed step, of the slowest process."""
+    rank_peak_bytes: list[int]
+    checkpoint_interval: int
+    hung: bool = False
+    """Whether it took no step for too long, which says nothing about memory; larger sizes are not tried either."""
+
+    @property
+    def median_seconds(self) -> float:
+        """Median seconds of a step."""
+        return statistics.median(self.step_seconds)
+
+    @property
+    def images_per_second(self) -> float:
+        """Images per second by the median step."""
+        return self.batch_images / self.median_seconds
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak bytes of the fullest process."""
+        return max(self.rank_peak_bytes)
 
 
-def without_answer(code: int, log: Path) -> Answer:
-    """Return the answer for a child that ended without sending one."""
-    printed = log.read_text(errors="replace")[-LOG_CHARACTERS:] if log.exists() else ""
-    if code == -signal.SIGKILL:
-        return Answer("memory", "was killed (SIGKILL)")
-    if code == -signal.SIGABRT and "bad_alloc" in printed:
-        return Answer("memory", "ran out of memory")
-    return Answer("failed", f"ended with {code} and printed\n{printed}")
+def search(task: Task, folder: Path) -> tuple[list[TriedSize], int | None]:
+    """Return all trials, and the bytes that the smallest micro-batch needs where it does not fit and that is known.
 
+    A trial that hangs is taken for one that does not fit; the smallest one ends the search. Leaves nothing running.
 
-def wait_for(path: Path) -> Any:
-    """Return what another rank has written, once it has."""
-    while not path.exists():
-        time.sleep(POLL_SECONDS)
-    return json.loads(path.read_text())
+    Raises:
+        UserError: training would refuse the run on this device, or not even the smallest micro-batch takes a step.
+        RuntimeError: a bug; the message has the output.
+        KeyboardInterrupt: a signal asked for an end.
+    """
+    trials: list[TriedSize] = []
+
+    def fits(size: int) -> bool:
+        trials.append(run_trial(task, size, task.budget_bytes, folder / f"trial-{len(trials)}"))
+        print(line(trials[-1]), flush=True)
+        return trials[-1].fits
+
+    if largest_fitting(task.candidates, fits) is not None:
+        return trials, None
+    if trials[0].hung:
+        which = f"micro-batch {task.candidates[0]} of layout {task.layout}"
+        raise UserError(f"{which} {trials[0].why}; --hang-seconds waits longer")
+    if task.most_bytes is None:
+        return trials, None
+    whole = run_trial(task, task.candidates[0], task.most_bytes, folder / "whole")
+    return trials, max(whole.peak_bytes, trials[0].peak_bytes) if whole.fits else None
 
 
 def line(trial: TriedSize) -> str:
@@ -154,44 +125,179 @@ def line(trial: TriedSize) -> str:
     return f"{size} {trial.images_per_second:10,.4g} images/s, {gib(trial.peak_bytes)} in the fullest process"
 
 
-def search(task: Task, folder: Path, rank: int) -> dict[str, object]:
-    """Search, and return the results for :meth:`ddpm_ds.fit.task.Task.start`.
+def run_trial(task: Task, size: int, budget_bytes: int | None, folder: Path) -> TriedSize:
+    """Run one trial in a new ``folder``.
 
-    A trial that hangs is taken for one that does not fit; the smallest one ends the search.
+    Raises:
+        UserError, RuntimeError: it failed for another reason than memory; see :func:`judge`.
+        KeyboardInterrupt: a signal asked for an end.
     """
-    trials = Trials(task, folder, rank)
-    needs, failure, refused = None, None, False
+    folder.mkdir(parents=True)
+    plan = task.plan(size, folder)
+    limit = budget_bytes if task.device == "cpu" else None  # a GPU refuses by itself
+    layout, ranks = plan.ds.layout, list[Rank]()
+    world = {name: str(task.layout.processes) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), RUN_SECRET: secrets.token_hex()}
+    until = math.inf
+    with heard_signals() as heard:  # which interrupt no start of a process
+        try:
+            for number in range(task.layout.processes):
+                own = {"RANK": str(number), "LOCAL_RANK": str(number)}
+                ranks.append(Rank(task, plan, budget_bytes, world | own, folder / f"rank-{number}.log"))
+            while None in (answers := [rank.look(task.hang_seconds, limit) for rank in ranks]):
+                if heard:
+                    raise KeyboardInterrupt
+                if until == math.inf and any(answer and answer.kind != "done" for answer in answers):
+                    until = time.monotonic() + GRACE_SECONDS
+                for rank in ranks if time.monotonic() > until else ():
+                    rank.answer = rank.answer or rank.end("lost", "ended, since another rank had failed")
+                time.sleep(POLL_SECONDS)
+        finally:
+            for rank in ranks:
+                rank.kill()
+    told = [answer for answer in answers if answer]
+    return judge(told, (size, layout.micro_batches, layout.batch_images), limit)
+
+
+class Rank:
+    """A process that takes part in a trial, started with ``variables`` in its environment, as its watcher sees it."""
+
+    def __init__(
+        self, task: Task, plan: RunPlan, budget_bytes: int | None, variables: dict[str, str], log: Path
+    ) -> None:
+        self.answer: Answer | None = None
+        self._log, (self._pipe, theirs) = log, multiprocessing.Pipe(duplex=False)
+        told = plan, task.device, budget_bytes, task.steps, task.hang_seconds
+        self._process = _context(task.device).Process(target=take_part, args=(variables, log, theirs, *told))
+        self._process.start()
+        theirs.close()
+        self._step_at = time.monotonic()
+
+    def look(self, hang_seconds: float, limit: int | None) -> Answer | None:
+        """Return the process's answer, once it has one; end it where it takes no step or holds more than ``limit``."""
+        if self.answer is not None:
+            return self.answer
+        ended = self._process.exitcode is not None  # before the last look at what it has sent
+        with contextlib.suppress(EOFError, ConnectionError):  # it has ended without an answer
+            while self.answer is None and self._pipe.poll():
+                self._step_at, self.answer = time.monotonic(), self._pipe.recv()
+        if self.answer is None and ended:
+            self.answer = without_answer(self._process.exitcode or 0, self._log)
+        elif self.answer is None and time.monotonic() - self._step_at > hang_seconds:
+            self.answer = self.end("hung", f"no step for {hang_seconds:g} s")
+        elif self.answer is None and limit is not None and self._held() > limit:
+            self.answer = self.end("memory", f"took over {gib(limit)}")
+        return self.answer
+
+    def end(self, kind: Literal["memory", "hung", "lost"], words: str) -> Answer:
+        """Kill the process, and return what is said in the place of its answer."""
+        held = self._held()
+        self.kill()
+        return Answer(kind, words, peak_bytes=held)
+
+    def kill(self) -> None:
+        """Kill the process and all that it has started, such as compilers."""
+        with contextlib.suppress(psutil.Error):
+            for process in psutil.Process(self._process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+        self._process.kill()
+        self._process.join(KILL_SECONDS)
+
+    def _held(self) -> int:
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            process = psutil.Process(self._process.pid)
+            return int(process.memory_info().rss) + _library_bytes(process.ppid())
+        return 0
+
+
+def _context(device: str) -> Any:
+    """Return what starts the processes of trials."""
+    if device != "cpu":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ddpm_ds.fit.measure"])
+    return context
+
+
+def _library_bytes(parent: int) -> int:
+    """Return the bytes of libraries that a process would hold if it had loaded them itself, and a fork does not."""
+    return int(getattr(psutil.Process(parent).memory_info(), "shared", 0))
+
+
+def take_part(
+    variables: dict[str, str],
+    log: Path,
+    pipe: Connection[Any, Any],
+    plan: RunPlan,
+    device: str,
+    budget_bytes: int | None,
+    steps: int,
+    hang_seconds: float,
+) -> None:
+    """Be one rank of a trial; the process ends here. Sends None after each step, and finally the answer."""
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(variables)
+    with contextlib.suppress(OSError):  # the kernel's first victim
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    from ddpm_ds.fit import measure
+
     try:
-        none_fits = largest_fitting(task.candidates, trials.fits) is None
-        if none_fits and trials.done[0].hung:
-            which = f"micro-batch {task.candidates[0]} of layout {task.layout}"
-            failure, refused = f"{which} {trials.done[0].why}; --hang-seconds waits longer", True
-        elif none_fits and task.most_bytes is not None:
-            whole = trials.run(task.candidates[0], task.most_bytes)
-            needs = max(whole.peak_bytes, trials.done[0].peak_bytes) if whole.fits else None
-    except TrialError as error:
-        failure, refused = str(error), error.refused
-    found = [asdict(trial) for trial in trials.done]
-    return {"trials": found, "needs_bytes": needs, "failure": failure, "refused": refused}
+        seconds, peak_bytes, interval = measure.measure(
+            plan, device, budget_bytes, steps, hang_seconds, lambda: pipe.send(None)
+        )
+        more = _library_bytes(os.getppid()) if device == "cpu" else 0
+        answer = Answer("done", "", seconds, peak_bytes + more, interval)
+    except UserError as error:
+        answer = Answer("refused", str(error))
+    except Exception as error:
+        if measure.is_out_of_memory(error):
+            answer = Answer("memory", "ran out of memory")
+        else:
+            answer = Answer("failed", traceback.format_exc())
+    pipe.send(answer)
+    os._exit(0)  # without what leaving in order would wait for
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--local_rank", type=int)
-    folder = parser.parse_args(arguments).run_dir
-    task, rank = Task.model_validate_json((folder / TASK).read_text()), int(os.environ["RANK"])
-    os.environ["LOCAL_WORLD_SIZE"] = str(task.layout.processes)
-    set_environment()
-    if task.device == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"
-        import ddpm_ds.fit.measure  # noqa: F401  # once, for all children
-    result = search(task, folder, rank)
-    if rank == 0:
-        (folder / RESULT).write_text(json.dumps(result))
-    return 0
+def without_answer(code: int, log: Path) -> Answer:
+    """Return the answer for a process that ended without sending one."""
+    printed = log.read_text(errors="replace")[-LOG_CHARACTERS:] if log.exists() else ""
+    if code == -signal.SIGKILL:
+        return Answer("memory", "was killed (SIGKILL)")
+    if code == -signal.SIGABRT and "bad_alloc" in printed:
+        return Answer("memory", "ran out of memory")
+    return Answer("failed", f"ended with {code} and printed\n{printed}")
 
 
-if __name__ == "__main__":
-    sys.exit(recorded(main))
+def judge(answers: Sequence[Answer], sizes: tuple[int, int, int], budget_bytes: int | None) -> TriedSize:
+    """Combine the answers of all ranks; ``sizes``: images of a micro-batch, micro-batches, images of a batch.
+
+    ``budget_bytes`` is the most that a process may hold; None where the device sets the limit.
+
+    Raises:
+        UserError: a process was refused.
+        RuntimeError: a process failed.
+    """
+    peaks = [answer.peak_bytes for answer in answers]
+    first = {answer.kind: rank for rank, answer in reversed(list(enumerate(answers)))}
+    if "memory" in first:  # what others lose by that fails, too
+        why = f"rank {first['memory']} {answers[first['memory']].words}"
+        return TriedSize(*sizes, False, why, [], peaks, 0)
+    if "refused" in first:
+        raise UserError(answers[first["refused"]].words)
+    if "hung" in first:
+        return TriedSize(*sizes, False, f"failed: {answers[first['hung']].words}", [], peaks, 0, hung=True)
+    if set(first) != {"done"}:
+        words = [f"rank {rank}: {one.words or one.kind}" for rank, one in enumerate(answers)]
+        raise RuntimeError("\n".join([f"the trial of micro-batch {sizes[0]} failed", *words]))
+    over = budget_bytes is not None and max(peaks) > budget_bytes
+    return TriedSize(
+        *sizes,
+        fits=not over,
+        why=f"rank {peaks.index(max(peaks))} took {gib(max(peaks))}" if over else "",
+        step_seconds=[max(step) for step in zip(*(answer.seconds for answer in answers), strict=True)],
+        rank_peak_bytes=peaks,
+        checkpoint_interval=answers[0].checkpoint_interval,
+    )

@@ -37,6 +37,7 @@ from ddpm_ds.pipeline.exchange import said_by_rank_0
 from ddpm_ds.processes.store import SealedStore, connect
 
 BEAT_SECONDS = 0.5
+STORE_TIMEOUT = timedelta(seconds=60)
 LAST_WORDS_SECONDS = 3.0
 """Time for which rank 0 keeps the store up at its end, for the others to read that it leaves, and why."""
 
@@ -50,17 +51,16 @@ FIRST_MESSAGE = json.dumps([0, 0, "running", "-"])
 """Beats, steps, state and place of a rank that has not been heard yet."""
 
 
-def make_store(rank: int, world_size: int, *, timeout_seconds: float = 60.0) -> SealedStore | None:
+def make_store(rank: int, world_size: int) -> SealedStore | None:
     """A key-value store beside the process group's, served by rank 0 on a free port; None for a single rank.
 
     A collective over all ranks, whose process group must exist.
     """
     if world_size == 1:
         return None
-    timeout = timedelta(seconds=timeout_seconds)
     if rank != 0:
-        return SealedStore(connect(rank, said_by_rank_0(None, int), timeout))
-    served = connect(rank, 0, timeout, agent=False)
+        return SealedStore(connect(rank, said_by_rank_0(None, int), STORE_TIMEOUT))
+    served = connect(rank, 0, STORE_TIMEOUT)
     store = SealedStore(served)
     for peer in range(world_size):
         store.set(_key(peer), FIRST_MESSAGE)  # reading a key that is missing would block

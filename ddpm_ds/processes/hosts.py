@@ -68,11 +68,7 @@ def ssh(host: str, words: Sequence[str], *, connect_seconds: int = 10) -> list[s
 
 
 def ssh_to(host: str) -> list[str]:
-    """The beginning of that command line: ssh, the options that pdsh gives to it, and the host.
-
-    Raises:
-        SpecError: see :func:`ssh`.
-    """
+    """The beginning of that command line: ssh, the options that pdsh gives to it, and the host. Raises SpecError."""
     if host.startswith("-"):
         raise SpecError(f"host {host!r} would be an option of ssh; correct the hostfile")
     user, _, name = host.rpartition("@")
@@ -87,10 +83,7 @@ def ssh_to(host: str) -> list[str]:
 def ssh_settings(host: str) -> dict[str, str]:
     """The settings of pdsh's ssh to a host, by their names in small letters; nothing is connected.
 
-    Empty where ssh does not tell them.
-
-    Raises:
-        SpecError: see :func:`ssh`.
+    Empty where ssh does not tell them. Raises SpecError as :func:`ssh` does.
     """
     program, *to_host = ssh_to(host)
     with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -187,8 +180,7 @@ def read_environment(path: Path) -> dict[str, str]:
 def find_environment() -> dict[str, str]:
     """The variables of the user's file, and over them those of the file in the working folder, as DeepSpeed reads them.
 
-    Raises:
-        SpecError: see :func:`read_environment`.
+    Raises SpecError as :func:`read_environment` does.
     """
     name = os.environ.get(ENVIRONMENT_FILE_VARIABLE, ENVIRONMENT_FILE)
     values: dict[str, str] = {}
@@ -235,25 +227,25 @@ def _assignment(line: str, where: str) -> tuple[str, str]:
     return found["name"], _ESCAPED.sub(r"\1", text)
 
 
-def interface_towards(address: str) -> str | None:
-    """The local interface by which packets to a host (name or address) leave; the host's own where that is this one.
+def route_towards(address: str) -> tuple[str | None, str]:
+    """The local interface by which packets to a host (name or address) leave, and this host's own address there.
 
-    None where the name is unknown or no route leads there.
+    Raises:
+        OSError: the name is unknown, or no route leads there.
     """
-    try:
-        family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)  # of a datagram socket: chooses a route, sends nothing
-            own = probe.getsockname()[0].partition("%")[0]
-    except OSError:
-        return None
+    family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)  # of a datagram socket: chooses a route, sends nothing
+        own = str(probe.getsockname()[0])
+    plain = own.partition("%")[0]
     for name, addresses in psutil.net_if_addrs().items():
-        if any(found.address.partition("%")[0] == own for found in addresses):
-            return name
-    return None
+        if any(found.address.partition("%")[0] == plain for found in addresses):
+            return name, own
+    return None, own
 
 
 def use_interface_towards(address: str) -> None:
     """Let gloo listen where ``address`` is reached, unless the environment has chosen an interface."""
-    if GLOO_INTERFACE not in os.environ and (name := interface_towards(address)) is not None:
-        os.environ[GLOO_INTERFACE] = name
+    with contextlib.suppress(OSError):
+        if GLOO_INTERFACE not in os.environ and (name := route_towards(address)[0]) is not None:
+            os.environ[GLOO_INTERFACE] = name

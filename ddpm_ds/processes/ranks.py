@@ -43,6 +43,9 @@ RUN_SECRET = "DDPM_DS_RUN_SECRET"
 STARTED = "started"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """Signals that ask a rank to stop."""
+SAME_SIGNAL_SECONDS = 1.0
+"""A terminal or a scheduler signals a launcher and its ranks, and the launcher its ranks again: what comes so soon is
+not a second signal."""
 LAUNCHED = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")
 """Variables that DeepSpeed's and PyTorch's launchers set. The parent of a process without them may be a shell, which
 may leave."""

@@ -24,11 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpm_ds.processes.ranks import STOP_SIGNALS, Launcher, record_exit
+from ddpm_ds.processes.ranks import SAME_SIGNAL_SECONDS, STOP_SIGNALS, Launcher, record_exit
 
-SAME_SIGNAL_SECONDS = 1.0
-"""A terminal or a scheduler signals a launcher and its ranks, and the launcher its ranks again: what comes so soon is
-not a second signal."""
 FILES = ("save", "save_and_stop")
 
 

@@ -23,22 +23,20 @@ from ddpm_ds.processes.ranks import RUN_SECRET, on_several_hosts
 BACKLOG = 2048
 
 
-def connect(rank: int, port: int, timeout: timedelta, *, agent: bool = True) -> dist.TCPStore:
+def connect(rank: int, port: int, timeout: timedelta) -> dist.TCPStore:
     """Return the store at a port of the host of rank 0, which serves it; port 0 takes a free one.
 
-    With ``agent`` it is torchrun's, where that serves one.
+    At another port it is torchrun's, where that serves one.
 
     Raises:
         dist.DistError: the port is taken, or the store can't be reached.
     """
     host, by_agent = os.environ["MASTER_ADDR"], os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    served = rank == 0 and not (agent and by_agent)
+    served = rank == 0 and not (port and by_agent)
     listener = _listener(host, port) if served else None
-    if listener is not None:
-        port = listener.getsockname()[1]
     return dist.TCPStore(
         host,
-        port,
+        port if listener is None else listener.getsockname()[1],
         is_master=served,
         timeout=timeout,
         wait_for_workers=False,

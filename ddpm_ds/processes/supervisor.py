@@ -21,8 +21,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -31,14 +32,18 @@ import psutil
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PEER_LOST, EXIT_PREEMPTED, OutputError, SpecError
 from ddpm_ds.processes.hosts import ENVIRONMENT_FILE_VARIABLE, OF_DEEPSPEED, find_environment, write_environment
 from ddpm_ds.processes.launcher import Launch, read_launch, ssh_environment
-from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, PRIVATE_FILE, RUN_SECRET, ExitRecord, read_exits
+from ddpm_ds.processes.ranks import (
+    EXIT_FILE_VARIABLE,
+    PRIVATE_FILE,
+    RUN_SECRET,
+    SAME_SIGNAL_SECONDS,
+    ExitRecord,
+    read_exits,
+)
 from ddpm_ds.processes.ranks import STOP_SIGNALS as OF_RANKS
 from ddpm_ds.secret import is_secret, write_private
 
 STOP_SIGNALS = (*OF_RANKS, signal.SIGHUP)
-SAME_SIGNAL_SECONDS = 1.0
-"""Some senders signal a process and then its group: what comes so soon is not a second signal."""
-
 FINAL = (0, EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PREEMPTED)
 """Exit codes after which another start would be wrong, or is the scheduler's to make."""
 MEANINGS = {1: "an error of the program, see its traceback", EXIT_PEER_LOST: "a process was lost or hung"}
@@ -78,13 +83,15 @@ def supervise(
     """
     latest = _run_dir(command) / "checkpoints" / "latest"
     restarts = ports = 0
-    with _Signals() as signals:
+    with heard_signals() as heard:
         while True:
             before = _content(latest)
             launch = read_launch(command)
-            code = _Start(launch, launch.port + ports, signals, grace_seconds, log, starting).run()
+            with contextlib.ExitStack() as shown:
+                shown.enter_context(starting())
+                code = _Start(launch, launch.port + ports, heard, grace_seconds, log, shown).run()
             ports += launch.remote
-            if code in FINAL or signals.count:
+            if code in FINAL or heard:
                 return code
             restarts = 1 if _content(latest) != before else restarts + 1
             why = f"exit code {code} ({MEANINGS.get(code, 'of the script')})"
@@ -95,7 +102,7 @@ def supervise(
             log(f"{why}; restart {restarts} of {max_restarts} in {pause:g} s")
             until = time.monotonic() + pause
             while time.monotonic() < until:
-                if signals.count:
+                if heard:
                     return EXIT_PREEMPTED
                 time.sleep(POLL_SECONDS)
 
@@ -141,46 +148,38 @@ def _content(path: Path) -> str:
         return ""
 
 
-class _Signals:
-    """Counts the signals that ask for an end. What our own parent has set to be ignored, as nohup does, stays so."""
+@contextlib.contextmanager
+def heard_signals() -> Iterator[list[signal.Signals]]:
+    """Yield the list of received signals that ask for an end; those that our parent ignores, as nohup does, stay so."""
+    heard: list[signal.Signals] = []
+    heard_at = -math.inf
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.last = signal.SIGTERM
-        self._heard_at = float("-inf")
+    def hear(number: int, frame: FrameType | None) -> None:
+        nonlocal heard_at
+        if time.monotonic() - heard_at > SAME_SIGNAL_SECONDS:
+            heard.append(signal.Signals(number))
+        heard_at = time.monotonic()
 
-    def __enter__(self) -> _Signals:
-        numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-        self._handlers = {number: signal.signal(number, self._hear) for number in numbers}
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._handlers.items():
+    numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, hear) for number in numbers}
+    try:
+        yield heard
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if now - self._heard_at > SAME_SIGNAL_SECONDS:
-            self.count += 1
-        self.last, self._heard_at = signal.Signals(number), now
 
-
+@dataclass
 class _Start:
     """One start of the launcher, in a session of its own, so that a terminal's Ctrl-C does not reach the ranks."""
 
-    def __init__(
-        self,
-        launch: Launch,
-        port: int,
-        signals: _Signals,
-        grace_seconds: float,
-        log: Callable[[str], None],
-        starting: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._launch, self._port, self._signals = launch, port, signals
-        self._grace_seconds, self._log = grace_seconds, log
-        self._starting = contextlib.ExitStack()
-        self._starting.enter_context(starting())
+    launch: Launch
+    port: int
+    heard: Sequence[signal.Signals]
+    grace_seconds: float
+    log: Callable[[str], None]
+    starting: contextlib.ExitStack
+    """Closed once a rank of this host has started."""
 
     def run(self) -> int:
         """Start, wait, and leave nothing running."""
@@ -192,7 +191,7 @@ class _Start:
             except OSError as error:
                 raise OutputError(f"{folder} can't be written ({error.strerror}); make room, or set TMPDIR") from None
             self._launcher = subprocess.Popen(
-                [sys.executable, "-m", "deepspeed.launcher.runner", *self._launch.command(self._port)],
+                [sys.executable, "-m", "deepspeed.launcher.runner", *self.launch.command(self.port)],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
@@ -200,11 +199,11 @@ class _Start:
             try:
                 code = self._wait()
             finally:
-                self._starting.close()
+                self.starting.close()
                 self._kill()
-        if self._signals.count > 1:
-            self._log(f"{self._signals.last.name}: ended everything at once")
-            return 128 + self._signals.last
+        if len(self.heard) > 1:
+            self.log(f"{self.heard[-1].name}: ended everything at once")
+            return 128 + self.heard[-1]
         return code
 
     def _environment(self, folder: Path) -> dict[str, str]:
@@ -219,48 +218,48 @@ class _Start:
         write_private(folder / PRIVATE_FILE, json.dumps(private).encode())
         open_to_all = {name: value for name, value in found.items() if name not in private}
         write_environment(travels, open_to_all | {EXIT_FILE_VARIABLE: str(self._exit_file)})
-        left_out = {*RANK_VARIABLES, *(private if self._launch.remote else ())}  # see _rank
+        left_out = {*RANK_VARIABLES, *(private if self.launch.remote else ())}  # see _rank
         ours = {name: value for name, value in os.environ.items() if name not in left_out}
         ours |= {EXIT_FILE_VARIABLE: str(self._exit_file), ENVIRONMENT_FILE_VARIABLE: str(travels)}
-        if not self._launch.remote:  # other hosts' ranks would not have it
+        if not self.launch.remote:  # other hosts' ranks would not have it
             ours.setdefault(RUN_SECRET, secrets.token_hex())
         return ours | ssh_environment(ours)
 
     def _wait(self) -> int:
         """Wait until the launcher ends, or has to be ended; returns the exit code of this start."""
         limits: dict[int, float] = {}  # times at which everything is ended, by the exit code of that
-        while (code := self._launcher.poll()) is None and self._signals.count < 2:
+        while (code := self._launcher.poll()) is None and len(self.heard) < 2:
             now = time.monotonic()
-            if self._exit_file.stat().st_size > len(NOTHING_YET) or self._signals.count:
-                self._starting.close()
-            if self._signals.count and EXIT_PREEMPTED not in limits:
-                limits[EXIT_PREEMPTED] = now + self._grace_seconds
-                if not self._ask_to_stop(self._signals.last.name):
+            if self._exit_file.stat().st_size > len(NOTHING_YET) or self.heard:
+                self.starting.close()
+            if self.heard and EXIT_PREEMPTED not in limits:
+                limits[EXIT_PREEMPTED] = now + self.grace_seconds
+                if not self._ask_to_stop(self.heard[-1].name):
                     self._stop_launcher()
                     return EXIT_PREEMPTED
             if EXIT_PEER_LOST not in limits and read_exits(self._exit_file).failure == EXIT_PEER_LOST:
                 limits[EXIT_PEER_LOST] = now + LOSING_SECONDS
             if now > limits.get(EXIT_PREEMPTED, math.inf):
-                self._log(f"not saved within {self._grace_seconds:g} s: ending everything; what was saved before stays")
+                self.log(f"not saved within {self.grace_seconds:g} s: ending everything; what was saved before stays")
                 return EXIT_PREEMPTED
             if now > limits.get(EXIT_PEER_LOST, math.inf):
-                self._log(f"ranks were lost {LOSING_SECONDS:g} s ago and the launcher has not ended: ending it")
+                self.log(f"ranks were lost {LOSING_SECONDS:g} s ago and the launcher has not ended: ending it")
                 return EXIT_PEER_LOST
             time.sleep(POLL_SECONDS)
         if code is None:
-            return 128 + self._signals.last
+            return 128 + self.heard[-1]
 
         self._wait_until_gone(SETTLE_SECONDS)
         orphaned = self._ask_to_stop(f"the launcher has ended (exit code {code}), but its ranks have not")
         if orphaned:
-            self._wait_until_gone(self._grace_seconds)
+            self._wait_until_gone(self.grace_seconds)
         record = read_exits(self._exit_file)
-        return exit_code(code, record, stopping=self._signals.count > 0, orphaned=orphaned)
+        return exit_code(code, record, stopping=bool(self.heard), orphaned=orphaned)
 
     def _stop_launcher(self) -> None:
         """End a launcher that has no ranks yet, and what it has started."""
-        self._log(f"{self._signals.last.name}: stopped before any rank had started")
-        if self._launch.remote:  # it would end every launcher of this user, whatever its job, on all hosts
+        self.log(f"{self.heard[-1].name}: stopped before any rank had started")
+        if self.launch.remote:  # it would end every launcher of this user, whatever its job, on all hosts
             self._launcher.kill()
         _send(signal.SIGTERM, self._processes())
         self._wait_until_gone(SETTLE_SECONDS)
@@ -269,13 +268,13 @@ class _Start:
         """Signal the ranks, if there are any. Their children are theirs to end."""
         ranks = [process for process in self._processes() if _rank(process) not in (None, _rank(process.parent()))]
         if ranks:
-            self._log(f"{why}: asking {len(ranks)} ranks to save and stop; a second signal ends them at once")
+            self.log(f"{why}: asking {len(ranks)} ranks to save and stop; a second signal ends them at once")
             _send(signal.SIGTERM, ranks)
         return bool(ranks)
 
     def _wait_until_gone(self, seconds: float) -> None:
         until = time.monotonic() + seconds
-        while self._signals.count < 2 and time.monotonic() < until and self._processes():
+        while len(self.heard) < 2 and time.monotonic() < until and self._processes():
             time.sleep(POLL_SECONDS)
 
     def _processes(self) -> list[psutil.Process]:

@@ -47,7 +47,7 @@ def fit(*options: str, config: Path = ZERO) -> int:
 def test_what_is_wrong_is_one_line_before_anything_is_started(
     options: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddpm_ds.fit.task.supervise", lambda *command, **options: pytest.fail("was started"))
+    monkeypatch.setattr("ddpm_ds.cli.fit.search", lambda *told: pytest.fail("was started"))
     with pytest.raises(UserError) as raised:
         fit(*options.split())
     assert message in str(raised.value) and "\n" not in str(raised.value)

@@ -61,15 +61,8 @@ def planned(tmp_path: Path, **changes: Any) -> PlannedRun:
 
 def ask(tmp_path: Path, hosts: list[str], port: int | None = None, **changes: Any) -> Survey:
     slots: dict[str, int | None] = dict.fromkeys(hosts, 2)
-    return survey(
-        slots,
-        planned(tmp_path, **changes),
-        local=False,
-        master_address="127.0.0.1",
-        master_port=port or free_port(),
-        seconds=60,
-        log=lambda line: None,
-    )
+    run = planned(tmp_path, master_address="127.0.0.1", master_port=port or free_port(), **changes)
+    return survey(slots, run, log=lambda line: None)
 
 
 def test_hosts_say_what_they_are_and_an_unreachable_one_does_not_hold_them_up(tmp_path: Path) -> None:
@@ -111,12 +104,11 @@ def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_the_network_of_hosts_is_measured_and_one_that_leaves_is_named(tmp_path: Path) -> None:
     for hosts, expected in ((["one", "two"], {}), (["one", "no-host"], {"no-host"})):
-        network = network_test(
-            hosts, planned(tmp_path), "127.0.0.1", free_port(), backend="gloo", seconds=60, log=lambda line: None
-        )
+        run = planned(tmp_path, master_port=free_port())
+        network = network_test(hosts, run, "127.0.0.1", "gloo", log=lambda line: None)
         assert set(network.errors) == set(expected)
-        ways = [(way.sender, way.receiver) for way in network.ways if way.bytes_per_second > 0]
-        assert ways == ([] if expected else [("one", "two"), ("two", "one")])
+        routes = [(route.sender, route.receiver) for route in network.routes if route.bytes_per_second > 0]
+        assert routes == ([] if expected else [("one", "two"), ("two", "one")])
     assert "ssh was lost" in network.errors["no-host"]
 
 

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from ddpm_ds.cli.doctor import CHECKPOINT_BYTES, saved_bytes
 from ddpm_ds.cluster.checks import STEPS, check
 from ddpm_ds.cluster.probe import PACKAGES, Disk, Document, HostFacts
 from ddpm_ds.cluster.report import findings
 from ddpm_ds.cluster.survey import Ended, Failure, HostReport, PlannedRun, Survey, _failure
-from tests.launching import tiny_spec
 
 GIB = 2**30
 OMP = {"OMP_NUM_THREADS": "4"}
@@ -33,17 +31,6 @@ FACTS = HostFacts(
 )
 
 
-def test_snapshots_are_counted_in_the_room_that_a_run_needs() -> None:
-    kept = {"train": {"images": 640, "batch_images": 16}, "checkpoint": {"keep_last": 2}}
-    assert saved_bytes(tiny_spec(**kept)) == 3 * CHECKPOINT_BYTES
-    ema = {"profiles": [0.05, 0.1], "snapshot_images": 100}
-    averages, snapshots = (
-        2 * 4,
-        7 * 2 * 2,
-    )  # fp32 in each checkpoint; fp16 in each snapshot, the last of which is the end
-    assert saved_bytes(tiny_spec(**kept, ema=ema)) == 3 * (CHECKPOINT_BYTES + averages) + snapshots
-
-
 def survey(**changes: dict[str, Any]) -> Survey:
     """Hosts a, b and c that are alike but for changes by host: of facts, of the report, or ``failure`` alone."""
     hosts = {}
@@ -62,7 +49,7 @@ def survey(**changes: dict[str, Any]) -> Survey:
             keepalive_seconds=15,
         )
         vars(hosts[name]).update({key: value for key, value in change.items() if key not in of_facts})
-    return Survey(RUN, hosts, "a", "10.0.0.1", 29500, by_ssh=True)
+    return Survey(RUN, hosts, "a", "10.0.0.1")
 
 
 def failure(at: str, why: str) -> dict[str, Any]:
@@ -220,5 +207,5 @@ def test_a_host_that_tells_nothing_is_never_good(at: str, settings: int | None) 
 
 def test_a_machine_that_does_not_answer_itself_is_not_good() -> None:
     alone = HostReport(slots=None, failure=_failure(Ended(None, "no answer in 60 s"), local=True))
-    seen = Survey(RUN, {"localhost": alone}, "", "", 29500, by_ssh=False)
+    seen = Survey(replace(RUN, local=True), {"localhost": alone}, "", "")
     assert findings(check(seen), None)[0].startswith("! localhost, ddpm_ds: no answer in 60 s")

@@ -16,13 +16,13 @@ ROWS = {
 
 
 def network(**speeds: float) -> Network:
-    """Ways of 1 GB/s between three hosts, others where told: ``ab=1e6``."""
-    ways = [(one, other) for one in HOSTS for other in HOSTS if one != other]
+    """Routes of 1 GB/s between three hosts, others where told: ``ab=1e6``."""
+    routes = [(one, other) for one in HOSTS for other in HOSTS if one != other]
     return Network(
         HOSTS,
         "gloo",
         all_reduce_seconds=dict.fromkeys(HOSTS, 0.001),
-        ways=[Route(one, other, 1e-4, speeds.get(one + other, 1e9)) for one, other in ways],
+        routes=[Route(one, other, 1e-4, speeds.get(one + other, 1e9)) for one, other in routes],
     )
 
 

@@ -10,8 +10,8 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from ddpm_ds.fit.child import TriedSize
 from ddpm_ds.fit.report import Found, draw, numbers, table, why, winner
+from ddpm_ds.fit.trial import TriedSize
 from tests.fit.test_task import task
 
 GIB = 2**30

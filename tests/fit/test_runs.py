@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from ddpm_ds.cli import fit as fit_command
 from ddpm_ds.config.ds_config import read_ds_config, resolve
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.errors import LayoutError
-from ddpm_ds.fit import task as fit_task
+from ddpm_ds.fit import trial as fit_trial
 from ddpm_ds.fit.task import Task
+from ddpm_ds.fit.trial import TriedSize, run_trial, search, take_part
+from ddpm_ds.predict.plan import RunPlan
 from tests.cli.test_fit import fit
-from tests.forking import Forked
 from tests.launching import REPOSITORY, write_json
 from tests.train.ranks import TINY
 
 DIGITS = REPOSITORY / "launch" / "specs" / "digits.yaml"
 CONFIGS = REPOSITORY / "ds_configs"
-PLANTED = "tests.fit.planted"
 MIB = 2**20
 WIDE = (
     *("unet.channels=8", "unet.multipliers=[1,1]", "unet.norm_groups=4", "unet.attention_resolutions=[]"),
@@ -33,11 +36,9 @@ WIDE = (
 
 
 @pytest.fixture(autouse=True)
-def planted(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    monkeypatch.setattr(fit_task, "PROGRAM", PLANTED)
 
 
 def searched(folder: Path, settings: Sequence[str], *options: str, config: Path) -> dict[str, Any]:
@@ -50,45 +51,30 @@ def searched(folder: Path, settings: Sequence[str], *options: str, config: Path)
     return dict(found)
 
 
-def without_launcher(command: Sequence[str], **options: Any) -> int:
-    """Stands for ``supervise``: the launcher's own start takes longer than all trials."""
-    count = int(command[command.index("--num_gpus") + 1])
-    program, *words = command[command.index("--module") + 1 :]
-    script, output = REPOSITORY / f"{program.replace('.', '/')}.py", Path(words[-1]) / "output"
-    ranks = []
-    for rank in range(count):
-        variables = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
-        ranks.append(Forked.script([str(script), *words], env=variables, stdout=output, stderr=output))
-    code = max(rank.wait() for rank in ranks)
-    print(output.read_text())
-    return code
-
-
 @pytest.mark.long
 @pytest.mark.launch
 def test_the_largest_that_fits_a_budget_is_found_and_the_next_one_does_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("PLANTED", "budget")
-    results: list[dict[str, Any]] = []
-    begin = Task.start
+    before, measured = set(psutil.Process().children()), list[int]()
 
-    def kept(task: Task, folder: Path) -> dict[str, Any]:
-        results.append(begin(task, folder))
-        return results[-1]
+    def budgeted(task: Task, folder: Path) -> Any:
+        """First some trials without a budget, of which the budget is made: room for 5 images."""
+        low, high = (run_trial(task, size, None, folder / f"first-{size}").peak_bytes for size in (2, 8))
+        budget = low + (high - low) * 7 // 12  # of 5.5 images
+        measured.extend([low, high, budget])
+        return search(replace(task, budget_bytes=budget), folder)
 
-    monkeypatch.setattr(Task, "start", kept)
+    monkeypatch.setattr(fit_command, "search", budgeted)
     files = ["--out", str(tmp_path / "fit.json"), "--plot", str(tmp_path / "fit.png")]
     folded = read_ds_config(CONFIGS / "folded_zero2_fp16.json") | {"fp16": {"enabled": False}}
-    options = ["--layouts", "2x1", "--accumulation", "4", "--micro-batch", "4,5,6,7", *files]
+    options = ["--layouts", "2x1", "--accumulation", "4", "--micro-batch", "4,7", *files]
     found = searched(tmp_path, WIDE, *options, config=write_json(tmp_path / "folded.json", folded))
 
-    low, high, budget = results[0]["planted"]
+    low, high, budget = measured
     assert high - low > 24 * MIB
-    fits = {trial["micro_batch_images"]: trial["fits"] for trial in found["trials"]}
-    largest = found["largest_micro_batch_images"]
-    assert 4 <= largest <= 6 and found["ended_by_memory"]
-    assert fits[largest] and fits[largest + 1] is False  # each in processes of its own
+    assert {trial["micro_batch_images"]: trial["fits"] for trial in found["trials"]} == {4: True, 7: False}
+    assert found["largest_micro_batch_images"] == 4 and found["ended_by_memory"]
     for trial in found["trials"]:
         assert (trial["micro_batches"], trial["batch_images"]) == (4, 4 * trial["micro_batch_images"])
         assert (max(trial["rank_peak_bytes"]) <= budget) == trial["fits"]
@@ -100,17 +86,31 @@ def test_the_largest_that_fits_a_budget_is_found_and_the_next_one_does_not_fit(
     spec = load_spec(DIGITS, [*WIDE, f"train.batch_images={4 * knee}"])
     used = resolve(read_ds_config(tmp_path / "fit.json"), spec, world_size=2, stages=None, path="fit.json").layout
     assert (used.stages, used.micro_batch_images, used.micro_batches) == (2, knee, 4)
-    running = [one.info["cmdline"] or () for one in psutil.process_iter(["cmdline"])]
-    assert not any(PLANTED in words and "--run-dir" in words for words in running)
+    started = set(psutil.Process().children()) - before  # the server that forked them
+    assert [one for server in started for one in server.children()] == []
+
+
+def dying(variables: dict[str, str], *others: Any) -> None:
+    """Instead of :func:`take_part`: rank 1 is killed when a micro-batch is large, while the other rank waits for it."""
+    from ddpm_ds.fit import measure
+
+    measured = measure.measure
+
+    def measure_or_die(plan: RunPlan, *others: Any) -> Any:
+        if plan.ds.layout.micro_batch_images >= 4 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return measured(plan, *others)
+
+    measure.measure = measure_or_die  # type: ignore[assignment]
+    take_part(variables, *others)
 
 
 @pytest.mark.long
 @pytest.mark.launch
-def test_a_child_that_is_killed_does_not_fit(
+def test_a_process_that_is_killed_does_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("PLANTED", "kill")
-    monkeypatch.setattr(fit_task, "supervise", without_launcher)
+    monkeypatch.setattr(fit_trial, "take_part", dying)
     settings = [
         *TINY,
         "optimizer.warmup_images=0",
@@ -129,14 +129,8 @@ def test_a_child_that_is_killed_does_not_fit(
 def test_a_budget_too_little_for_one_image_is_said_with_what_is_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def finding_nothing(command: Sequence[str], **options: Any) -> int:
-        trial = {"micro_batch_images": 1, "micro_batches": 8, "batch_images": 8, "fits": False, "why": "rank 0 took 1"}
-        trial |= {"step_seconds": [], "rank_peak_bytes": [1], "checkpoint_interval": 0}
-        result = {"trials": [trial], "needs_bytes": 612 * MIB, "failure": None, "refused": False}
-        (Path(command[command.index("--run-dir") + 1]) / "result.json").write_text(json.dumps(result))
-        return 0
-
-    monkeypatch.setattr(fit_task, "supervise", finding_nothing)
+    nothing = TriedSize(1, 8, 8, False, "rank 0 took 1", [], [1], 0)
+    monkeypatch.setattr(fit_command, "search", lambda task, folder: ([nothing], 612 * MIB))
     with pytest.raises(LayoutError) as refused:
         searched(
             tmp_path,

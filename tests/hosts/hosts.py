@@ -83,11 +83,6 @@ class Host:
             self.end()
             raise
 
-    @property
-    def pid(self) -> int:
-        """Number of its first process, as seen from outside."""
-        return self._inside.pid
-
     def environment(self, **changes: str) -> dict[str, str]:
         """All that a program in the host finds in its environment: nothing else of the test's own."""
         return {
@@ -181,7 +176,7 @@ class Host:
         self._programs.clear()
 
     def _plug_in(self) -> None:
-        veth = f"{self.port} type veth peer name eth0 netns {self.pid}"
+        veth = f"{self.port} type veth peer name eth0 netns {self._inside.pid}"
         self._hosts.switch.ip(f"link add {veth}", f"link set {self.port} master br0 up")
         address = f"addr add {self.address}/24 dev eth0"
         self._inside.ip(f"link set eth0 address {self._mac}", address, "link set eth0 up")
@@ -215,7 +210,6 @@ class Hosts:
 
     Attributes:
         switch: the namespace with the bridge.
-        shared: a folder that all hosts share.
         ssh_config: for clients, with the key that every host accepts.
         environment_file: what DeepSpeed's launcher sets on every host (``DS_ENV_FILE``).
     """
@@ -223,13 +217,12 @@ class Hosts:
     def __init__(self, folder: Path, count: int = 2, visible: Sequence[Path] = ()) -> None:
         self.folder, self.count = folder, count
         self.visible = (folder, REPOSITORY, Path(sys.prefix), *visible)
-        self.shared = folder / "shared"
         self.key, self.ssh_config = folder / "key", folder / "ssh_config"
         self.environment_file = folder / "deepspeed_env"
         self._hosts: list[Host] = []
 
     def __enter__(self) -> Hosts:
-        self.shared.mkdir(parents=True)
+        self.folder.mkdir(parents=True)
         make_key(self.key)
         self.ssh_config.write_text(SSH_CONFIG.format(key=self.key))
         self.environment_file.write_text("".join(f"{name}={value}\n" for name, value in TRAVELS.items()))
@@ -256,10 +249,6 @@ class Hosts:
 
     def __len__(self) -> int:
         return len(self._hosts)
-
-    def pids(self) -> list[int]:
-        """The first processes of the switch and of every host."""
-        return [self.switch.pid, *(host.pid for host in self._hosts)]
 
     def hostfile(self, path: Path, slots: int = 2, names: Sequence[str] | None = None) -> Path:
         """Write DeepSpeed's list of hosts, all of them unless ``names`` says which, and return ``path``."""

@@ -6,25 +6,12 @@ import contextlib
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Sequence
 
 import psutil
 
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-PROGRAMS = (
-    "unshare",
-    "nsenter",
-    "ip",
-    "bridge",
-    "mount",
-    "hostname",
-    "ps",
-    "sshd",
-    "ssh",
-    "ssh-keygen",
-    "pdsh",
-)
+PROGRAMS = ("unshare", "nsenter", "ip", "bridge", "mount", "hostname", "sshd", "ssh", "ssh-keygen", "pdsh")
 """Programs that hosts on one machine are made with, and that their tests run in them."""
 END_SECONDS = 10.0
 
@@ -89,15 +76,7 @@ class Namespace:
 
 
 class Program(subprocess.Popen[str]):
-    """A program in a namespace: the process outside only waits for it, so signals go to the program itself."""
-
-    def send_signal(self, sig: int) -> None:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            while self.poll() is None:
-                if children := psutil.Process(self.pid).children():
-                    children[0].send_signal(sig)
-                    return
-                time.sleep(0.001)
+    """A program in a namespace, for which the process outside only waits."""
 
     def end(self) -> None:
         """Kill the program and all that it has started, and wait for it."""

@@ -212,6 +212,8 @@ def test_a_run_outlives_a_dropped_ssh_and_a_host_that_falls_silent_and_dies(
         hosts.stall()
 
     until(lambda: logged(run_dir) >= LOGGED)
+    with hosts.environment_file.open("a") as travels:
+        travels.writelines(f"{name}={value}\n" for name, value in UNMETERED.items())  # of later starts
     after(drop_ssh, [two])
     after(lose_host, [two])
     two.kill()

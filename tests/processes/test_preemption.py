@@ -107,7 +107,6 @@ def test_another_unet_and_other_images_are_refused(story: Story, tmp_path: Path)
     assert "other images" in refused(story, f"data.store_root={tmp_path / 'data'}")
 
 
-@pytest.mark.long
 def test_a_finished_run_says_how_to_go_on(story: Story) -> None:
     with Ranks(story.run_dir, f"train.images={story.images}", count=1) as ranks:
         assert ranks.codes() == [0], ranks.said[-4000:]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from ddpm_ds.processes.requests import SAME_SIGNAL_SECONDS, Asked, Requests
-from tests.launching import REPOSITORY
+from ddpm_ds.processes.ranks import SAME_SIGNAL_SECONDS
+from ddpm_ds.processes.requests import Asked, Requests
+from tests.forking import Forked
 
 
 @pytest.fixture(autouse=True)
@@ -101,15 +101,18 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # minutes in which Python do
 """
 
 
-def test_a_second_signal_ends_at_once_even_where_the_first_was_not_handled() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    with subprocess.Popen([sys.executable, "-c", STUCK], env=environment, stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None and process.stdout.readline() == b"listening\n"
-            process.send_signal(signal.SIGTERM)
-            with pytest.raises(subprocess.TimeoutExpired):
-                process.wait(SAME_SIGNAL_SECONDS + 0.2)
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 128 + signal.SIGTERM
-        finally:
-            process.kill()
+def test_a_second_signal_ends_at_once_even_where_the_first_was_not_handled(tmp_path: Path) -> None:
+    script, said = tmp_path / "stuck.py", tmp_path / "said"
+    script.write_text(STUCK)
+    process = Forked.script([str(script)], env=os.environ, stdout=said, stderr=said)
+    try:
+        while not (said.exists() and said.read_text() == "listening\n"):
+            assert process.poll() is None, said.read_text()
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(SAME_SIGNAL_SECONDS + 0.2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+    finally:
+        process.kill()

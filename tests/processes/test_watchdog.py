@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -25,7 +25,8 @@ from ddpm_ds.processes.heartbeat import DeviceWork, Judgement, Peer, make_store,
 from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitRecord, read_exits
 from ddpm_ds.processes.store import SealedStore
 from ddpm_ds.processes.watchdog import Watchdog
-from tests.launching import REPOSITORY, run_ranks
+from tests.forking import Forked
+from tests.launching import run_ranks
 
 NAMES = [f"rank {rank} (stage {rank // 2})" for rank in range(4)]
 PATIENCE_SECONDS = 30.0
@@ -284,10 +285,14 @@ def test_rank_0_is_missed_when_it_is_frozen_and_when_it_is_gone(
 ) -> None:
     monkeypatch.setenv(EXIT_FILE_VARIABLE, str(tmp_path / "exits"))
     (tmp_path / "exits").touch()
-    server = subprocess.Popen([sys.executable, "-c", RANK_0], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    script, said = tmp_path / "rank_0.py", tmp_path / "said"
+    script.write_text(RANK_0)
+    server = Forked.script([str(script)], env=os.environ, stdout=said, stderr=said)
     try:
-        assert server.stdout is not None
-        port = int(server.stdout.readline())
+        while not (said.exists() and said.read_text().endswith("\n")):
+            assert server.poll() is None, said.read_text()
+            time.sleep(0.01)
+        port = int(said.read_text())
         stores = [SealedStore(dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=60))) for _ in range(2)]
         first, _ = (watchdog_of(rank + 1, 3, store, events, dead_seconds=60) for rank, store in enumerate(stores))
         server.send_signal(signal.SIGSTOP)

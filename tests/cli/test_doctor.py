@@ -1,12 +1,14 @@
-"""The variables that travel, and the file that takes them."""
+"""The variables that travel, the file that takes them, and the room that a run needs."""
 
 from __future__ import annotations
 
 import stat
 from pathlib import Path
 
-from ddpm_ds.cluster.travel import chosen_by_hosts, exported, merge_into, secrets, travelling
+from ddpm_ds.cli.doctor import CHECKPOINT_BYTES, chosen_by_hosts, exported, merge_into, saved_bytes, secrets
+from ddpm_ds.cluster.probe import travelling
 from ddpm_ds.processes.hosts import read_environment
+from tests.launching import tiny_spec
 
 HERE = {
     "DS_ACCELERATOR": "cpu",
@@ -80,3 +82,11 @@ def test_writing_keeps_what_was_there(tmp_path: Path) -> None:
     lines = merge_into(path, {}, {"NCCL_DEBUG": "INFO", "DS_ACCELERATOR": "cpu"})
     assert read_environment(path)["NCCL_DEBUG"] == "WARN", "a default changes nothing"
     assert lines[1:] == [f"  the file as it was: {backup}"]
+
+
+def test_snapshots_are_counted_in_the_room_that_a_run_needs() -> None:
+    kept = {"train": {"images": 640, "batch_images": 16}, "checkpoint": {"keep_last": 2}}
+    assert saved_bytes(tiny_spec(**kept)) == 3 * CHECKPOINT_BYTES
+    ema = {"profiles": [0.05, 0.1], "snapshot_images": 100}
+    averages, snapshots = 2 * 4, 7 * 2 * 2  # fp32 in each checkpoint; fp16 in each snapshot, the last at the end
+    assert saved_bytes(tiny_spec(**kept, ema=ema)) == 3 * (CHECKPOINT_BYTES + averages) + snapshots
