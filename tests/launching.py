@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,6 +18,8 @@ from ddpm_ds.config.spec import RunSpec
 from tests.forking import ONE_THREAD, REPOSITORY, Forked
 
 OTHERS_SECONDS = 30.0
+PATIENCE_SECONDS = 600.0
+"""How long a test waits for what another process does, however busy the machine is."""
 SAID_BY_RANK_0 = (2, 3)
 """Exit codes of errors that all ranks find and rank 0 says."""
 
@@ -35,6 +38,15 @@ def place_empty_store(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "mlflow.db").exists():
         (folder / "mlflow.db").write_bytes(_empty_store())
+
+
+def wait_for(happened: Callable[[], Any]) -> Any:
+    """The first result of ``happened`` that is true."""
+    until = time.monotonic() + PATIENCE_SECONDS
+    while not (result := happened()):
+        assert time.monotonic() < until, "did not happen in time"
+        time.sleep(0.01)
+    return result
 
 
 def free_port() -> int:

@@ -18,9 +18,10 @@ from ddpm_ds.command_line import add_spec_options, counted, file_path, grace_sec
 from ddpm_ds.config.ds_config import check_ds_config, read_ds_config
 from ddpm_ds.config.spec_file import load_spec, spec_overrides
 from ddpm_ds.errors import EXIT_PREEMPTED, OutputError
-from ddpm_ds.experiments.sweep import TRAIN, Sweep, heard_signals, run_command
+from ddpm_ds.experiments.sweep import TRAIN, Sweep, run_command
 from ddpm_ds.experiments.trials import BASELINE, SHORTHANDS, Trial, make_trials, parse_variables, plan_trials
 from ddpm_ds.predict.plan import RunPlan
+from ddpm_ds.processes.supervisor import heard_signals
 from ddpm_ds.tracking.run_folder import claim_folder
 from ddpm_ds.tracking.runs import ExperimentError, add_runs_option
 

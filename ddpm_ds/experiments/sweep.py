@@ -20,10 +20,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import yaml
 from pydantic import TypeAdapter
@@ -35,7 +34,7 @@ from ddpm_ds.experiments.compare_pages import ARTIFACT_FOLDER
 from ddpm_ds.experiments.trials import BASELINE, Trial
 from ddpm_ds.files import METRICS, read_json, read_points, write_file
 from ddpm_ds.processes.ranks import free_port
-from ddpm_ds.processes.supervisor import MEANINGS, STOP_SIGNALS
+from ddpm_ds.processes.supervisor import MEANINGS
 from ddpm_ds.tracking.run_folder import RunFolder, identity_of, labels, write_labels
 from ddpm_ds.tracking.runs import KIND_TAG, SWEEP, VARIED_TAG, find_run
 from ddpm_ds.tracking.tracker import Tracker
@@ -181,23 +180,6 @@ class Sweep:
             (self.folder / name).write_text(text)
             tracker.artifact(self.folder / name, ARTIFACT_FOLDER)
         return terminal(compared, shutil.get_terminal_size((120, 24)).columns)
-
-
-@contextlib.contextmanager
-def heard_signals() -> Iterator[list[signal.Signals]]:
-    """Yield the list of received signals that ask for an end; those that our parent ignores stay ignored."""
-    heard: list[signal.Signals] = []
-
-    def hear(number: int, frame: FrameType | None) -> None:
-        heard.append(signal.Signals(number))
-
-    numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, hear) for number in numbers}
-    try:
-        yield heard
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def run_command(command: Sequence[str], log: Path, heard: Sequence[signal.Signals], tick: Callable[[], None]) -> Ending:

@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ from ddpm_ds.data.cache import CacheMeta
 from ddpm_ds.data.prepare import cache_path, class_names, decoding_of, prepare
 from ddpm_ds.data.sources.folder import FolderSource
 from ddpm_ds.errors import DataError
-from tests.launching import REPOSITORY, tiny_spec
+from tests.launching import REPOSITORY, tiny_spec, wait_for
 
 SpecOf = Callable[..., DataSpec]
 
@@ -85,13 +84,6 @@ def reads_in(file: Path) -> list[tuple[int, int]]:
     """Processes and the images that they have read, in order."""
     lines = file.read_text().splitlines() if file.exists() else []
     return [(int(process), int(image)) for process, image in map(str.split, lines)]
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def temporaries(spec: DataSpec) -> list[Path]:

@@ -7,10 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -19,11 +16,10 @@ from ddpm_ds.cli.main import main
 from ddpm_ds.experiments.sweep import Ending, run_command
 from ddpm_ds.tracking.runs import find_run, find_runs
 from tests.forking import Forked
-from tests.launching import REPOSITORY, place_empty_store
+from tests.launching import PATIENCE_SECONDS, REPOSITORY, place_empty_store, wait_for
 from tests.processes.test_supervisor import STAND_IN
 from tests.train.ranks import QUIET, TINY
 
-PATIENCE_SECONDS = 600.0
 CONFIG = REPOSITORY / "ds_configs" / "zero2_fp16.json"
 
 
@@ -83,13 +79,6 @@ def start(root: Path, *words: str) -> Forked:
     said = root / "said"
     said.unlink(missing_ok=True)
     return Forked.script(words, env=environment, stdout=said, stderr=said)
-
-
-def wait_for(happened: Callable[[], Any]) -> None:
-    until = time.monotonic() + PATIENCE_SECONDS
-    while not happened():
-        assert time.monotonic() < until, "did not happen in time"
-        time.sleep(0.02)
 
 
 def left_running(root: Path) -> list[str]:

@@ -17,7 +17,7 @@ from ddpm_ds.command_line import cache_folder
 from ddpm_ds.errors import SpecError
 from ddpm_ds.processes.hosts import find_environment
 from ddpm_ds.processes.ranks import STOP_SIGNALS, set_environment
-from tests.launching import REPOSITORY
+from tests.launching import REPOSITORY, wait_for
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 DEEPSPEED = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}
@@ -128,13 +128,6 @@ said.write_text("gone" if launcher.is_gone() else "still there")
 LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
 
 
-def wait_for(said: Path, word: str) -> None:
-    until = time.monotonic() + 60
-    while not (said.exists() and said.read_text() == word):
-        assert time.monotonic() < until, said.read_text() if said.exists() else "nothing"
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize(("launched", "output"), [(True, "stdout"), (False, "stdout"), (False, "stderr")])
 def test_a_launcher_is_missed_when_it_is_killed_and_any_parent_when_nobody_reads_the_output(
     launched: bool, output: str, tmp_path: Path
@@ -145,14 +138,14 @@ def test_a_launcher_is_missed_when_it_is_killed_and_any_parent_when_nobody_reads
     command = [sys.executable, "-c", LAUNCHER, RANK, str(said)]
     parent = subprocess.Popen(command, env=variables, **streams, start_new_session=True)  # type: ignore[call-overload]
     try:
-        wait_for(said, "here")
+        wait_for(lambda: said.exists() and said.read_text() == "here")
         parent.kill()
         parent.wait()
         if not launched:
             time.sleep(0.3)
             assert said.read_text() == "here", "its parent may have been a shell"
             getattr(parent, output).close()
-        wait_for(said, "gone")
+        wait_for(lambda: said.read_text() == "gone")
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(parent.pid, signal.SIGKILL)

@@ -31,10 +31,9 @@ from ddpm_ds.processes.ranks import (
     recorded,
 )
 from ddpm_ds.processes.supervisor import exit_code, supervise
-from tests.launching import REPOSITORY, free_port
+from tests.launching import PATIENCE_SECONDS, REPOSITORY, free_port, wait_for
 
 SCRIPT = REPOSITORY / "tests" / "fake_training.py"
-PATIENCE_SECONDS = 180.0
 LOST = "exit code 76 (a process was lost or hung)"
 
 STAND_IN = """
@@ -115,13 +114,6 @@ def finish(run: subprocess.Popen[str]) -> tuple[int, list[str]]:
     """The exit code, and what the supervisor itself logged."""
     _, said = run.communicate(timeout=PATIENCE_SECONDS)
     return run.returncode, re.findall(r"ddpm-ds run: (.*)", said)
-
-
-def wait_for(happened: Callable[[], Any]) -> None:
-    until = time.monotonic() + PATIENCE_SECONDS
-    while not happened():
-        assert time.monotonic() < until, "did not happen in time"
-        time.sleep(0.05)
 
 
 def ready(run_dir: Path) -> Callable[[], bool]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +9,6 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 
 from ddpm_ds.tracking.tracker import Tracker
-
-PATIENCE_SECONDS = 240.0
 
 
 def start(root: Path, **changes: Any) -> Tracker:
@@ -30,11 +26,3 @@ def read_run(root: Path) -> Run:
 def history(root: Path, name: str) -> list[tuple[int, float]]:
     client = MlflowClient(f"sqlite:///{root}/mlflow.db")
     return [(point.step, point.value) for point in client.get_metric_history(read_run(root).info.run_id, name)]
-
-
-def wait_for(happened: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (result := happened()):
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.01)
-    return result

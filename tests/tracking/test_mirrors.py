@@ -14,7 +14,8 @@ from ddpm_ds.errors import SpecError
 from ddpm_ds.tracking import mirrors
 from ddpm_ds.tracking.mirrors import KINDS, check_trackers
 from ddpm_ds.tracking.run_folder import RunFolder
-from tests.tracking.stored import PATIENCE_SECONDS, history, start
+from tests.launching import PATIENCE_SECONDS
+from tests.tracking.stored import history, start
 
 WANDB = """
 import json, pathlib

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ddpm_ds.processes.ranks import NODE_ID
 from ddpm_ds.tracking import system_metrics as module
 from ddpm_ds.tracking.system_metrics import INTERVAL, SAMPLES, SWITCH, SystemMetrics, system_metrics
-from tests.tracking.stored import PATIENCE_SECONDS, wait_for
+from tests.launching import PATIENCE_SECONDS, wait_for
 
 
 class Tracked:

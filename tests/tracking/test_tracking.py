@@ -21,8 +21,8 @@ from mlflow import MlflowClient
 from ddpm_ds.tracking import tracker as module
 from ddpm_ds.tracking.tracker import UNSENT_FILE, RunLink, flatten, keep_unsent
 from ddpm_ds.tracking.worker import Worker
-from tests.launching import free_port
-from tests.tracking.stored import PATIENCE_SECONDS, history, read_run, start, wait_for
+from tests.launching import PATIENCE_SECONDS, free_port, wait_for
+from tests.tracking.stored import history, read_run, start
 
 
 def unsent(root: Path) -> list[dict[str, Any]]:
