@@ -27,9 +27,8 @@ from torch.autograd.graph import GradientEdge
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.cuts import Schedule, sent_shapes
 from ddpm_ds.pipeline.flight import Flight, Passage, as_leaves, edge
-from ddpm_ds.pipeline.messages import Channel, StageChannels, open_p2p_groups, runs_behind
+from ddpm_ds.pipeline.messages import Channel, Edge, Kind, StageChannels, open_p2p_groups, runs_behind
 from ddpm_ds.pipeline.module import UnetPipelineModule, checkpoint_function, forget_peaks, warm_up
-from ddpm_ds.pipeline.order import Edge, Kind
 from ddpm_ds.pipeline.schedule import Instruction, Program, check_programs, most_in_flight, neighbours, split_passes
 from ddpm_ds.unet.blocks import Carry, weighted_parts
 from ddpm_ds.unet.operations import Convolution, Kernels, KeyedDropout, Linear, set_image_index

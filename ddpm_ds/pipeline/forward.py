@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.messages import Channel, runs_behind
-from ddpm_ds.pipeline.order import Edge
+from ddpm_ds.pipeline.messages import Channel, Edge, runs_behind
 from ddpm_ds.unet.blocks import Carry
 
 Give = Callable[[int], Carry]

@@ -7,7 +7,8 @@ The tensors that cross a cut are one contiguous message per micro-batch and dire
        gradients.receive     ◀──     send        [ the same shapes, same order ]
 
 Both sides compute the shapes from the list of layers, so nothing is negotiated at run time. Images are channels-last
-and travel as they lie in memory. :mod:`ddpm_ds.pipeline.order` says when a message is posted and waited for.
+and travel as they lie in memory. :class:`EdgeEnd` decides when a message is posted and waited for, and the model in
+``tests/pipeline/order_model.py`` finds out whether the ends of all ranks can lock.
 
 NCCL executes what one communicator is given in the order in which it is given, whoever the messages are for, and does
 not look at tags. So each directed edge, phase and kind of message has a P2P group of its own two ranks, and no message
@@ -26,15 +27,102 @@ used. Steps in which that may happen send their messages from host to host inste
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpm_ds.pipeline.order import Edge, EdgeEnd, Work, pipeline_edges
+Kind = Literal["activations", "gradients", "predictions"]
+Message = TypeVar("Message")
+
+
+class Edge(NamedTuple):
+    """One kind of message of one phase, from one rank of a pipeline to another. Each edge has its own communicator."""
+
+    kind: Kind
+    phase: int
+    source: int
+    target: int
+
+
+def pipeline_edges(ranks: int, phases: int) -> list[Edge]:
+    """Return all edges of a pipeline, in the order in which their communicators are made.
+
+    Edges that share no rank are neighbours in this order, so that they are made at the same time: a rank takes part in
+    at most two of each kind and phase, however many ranks and replicas there are.
+    """
+    edges = []
+    for phase in range(phases):
+        for kind, forward in (("activations", phase == 0), ("gradients", phase == 1)):
+            for parity in (0, 1):
+                for rank in range(parity, ranks - 1, 2):
+                    ends = (rank, rank + 1) if forward else (rank + 1, rank)
+                    edges.append(Edge(kind, phase, *ends))  # type: ignore[arg-type]
+    if phases == 1 and ranks > 1:
+        edges.append(Edge("predictions", 0, ranks - 1, 0))
+    return edges
+
+
+class Work(Protocol):
+    """Posted operation."""
+
+    def wait(self) -> object:
+        """Wait until the operation is complete before anything that follows."""
+
+
+class EdgeEnd(ABC, Generic[Message]):
+    """One end of an edge: when it posts its messages, and when it waits for them.
+
+    A send returns at once; of ``most_in_flight`` messages that are not known to be delivered the oldest is waited for.
+    Receives are posted one message ahead, so that a message travels while its receiver computes.
+    """
+
+    def __init__(self, most_in_flight: int) -> None:
+        self._most_in_flight = most_in_flight
+        self._in_flight: deque[Work] = deque()
+        self._to_post = 0
+        self._receives: deque[tuple[Work, Message]] = deque()
+
+    @abstractmethod
+    def post_send(self, message: Message) -> Work:
+        """Post a send; what is sent is kept alive until the operation is forgotten."""
+
+    @abstractmethod
+    def post_receive(self) -> tuple[Work, Message]:
+        """Post a receive of the next message; return the operation and the message."""
+
+    def post_message(self, message: Message) -> None:
+        """Post a send, after the oldest where too many are in flight."""
+        while len(self._in_flight) >= self._most_in_flight:
+            self._in_flight.popleft().wait()
+        self._in_flight.append(self.post_send(message))
+
+    def start_receiving(self, messages: int) -> None:
+        """Post the receive of the first of so many messages; each one that is waited for posts the next."""
+        self._to_post += messages
+        self._post()
+
+    def next_message(self) -> Message:
+        """Wait for the next message, and post the receive of the one after it."""
+        work, message = self._receives.popleft()
+        self._post()
+        work.wait()
+        return message
+
+    def drain(self) -> None:
+        """Wait until everything sent has been delivered."""
+        while self._in_flight:
+            self._in_flight.popleft().wait()
+
+    def _post(self) -> None:
+        if self._to_post:
+            self._to_post -= 1
+            self._receives.append(self.post_receive())
 
 
 @dataclass(frozen=True)

@@ -14,21 +14,11 @@ from torch import Tensor
 
 from ddpm_ds.pipeline.cuts import Schedule
 from ddpm_ds.pipeline.forward import ForwardPipeline
-from ddpm_ds.pipeline.messages import StageChannels
-from ddpm_ds.pipeline.order import (
-    Edge,
-    LockError,
-    Operation,
-    OrderLog,
-    RecordedEnd,
-    execute,
-    own_communicator,
-    pipeline_edges,
-    training_order,
-)
+from ddpm_ds.pipeline.messages import Edge, StageChannels, pipeline_edges
 from ddpm_ds.pipeline.schedule import program
 from ddpm_ds.predict.simulate import PhaseCosts, RankCosts, simulate
 from tests.launching import fork_ranks
+from tests.pipeline.order_model import LockError, Operation, RecordedEnd, execute, training_order
 
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "folded")
 RANKS = (2, 3, 4, 5, 8)
@@ -49,10 +39,10 @@ def step(
     schedule: Schedule,
     count: int,
     ranks: int,
-    communicator: Callable[[Edge], Hashable] = own_communicator,
+    communicator: Callable[[Edge], Hashable] = lambda edge: edge,
     **ways: Any,
 ) -> float:
-    """A training step on log."""
+    """Seconds of a training step in the model."""
     programs = [program(schedule, count, ranks, rank) for rank in range(ranks)]
     return execute([training_order(schedule, programs, rank, **ways) for rank in range(ranks)], communicator)
 
@@ -144,8 +134,6 @@ def test_communicators_of_a_rank(ranks: int, phases: int, most: int, all_edges: 
 class RecordedChannel(RecordedEnd):
     """An end of an edge with what the forward pipeline uses of a channel."""
 
-    by_host = False
-
     def send(self, tensors: Any) -> None:
         self.post_message(None)
 
@@ -155,14 +143,18 @@ class RecordedChannel(RecordedEnd):
 
 
 class RecordedEngine:
-    """One rank with what the forward pipeline uses of an engine; what it posts is written down."""
+    """One rank with what the forward pipeline uses of an engine; what it posts is written down.
 
-    device = torch.device("cpu")
+    Where it says that its layers are warmed up for the first time, the messages go by the hosts.
+    """
+
+    device = torch.device("cuda")
 
     def __init__(self, schedule: Schedule, ranks: int, rank: int, *, device_waits: bool, by_host: bool) -> None:
         self.num_stages, self.stage_id, self.phases = ranks, rank, 2 if schedule == "folded" else 1
         self.loss_stage = 0 if schedule == "folded" else ranks - 1
-        self.log, self.module, self._device_waits = OrderLog(by_host), self, device_waits
+        self.operations: list[Operation] = []
+        self.module, self._device_waits, self._by_host = self, device_waits, by_host
         self.unet_layers = [type("Layer", (), {"output_shape": (1,)})]
         self.most = 2 * ranks + 1 if schedule == "folded" else ranks + 1
         self.in_message_dtype = lambda carry: carry
@@ -172,7 +164,7 @@ class RecordedEngine:
         return self.stage_id == 0
 
     def channel(self, edge: Edge, *_: Any) -> RecordedChannel:
-        return RecordedChannel(self.log, edge, self.most)
+        return RecordedChannel(self.operations, edge, self.most)
 
     def stage_channels(self, phase: int, images: int) -> StageChannels:
         own: dict[tuple[str, bool], Any] = {}
@@ -186,14 +178,14 @@ class RecordedEngine:
         return carry[:1], carry[1:] if self.phases == 2 and phase == 0 else ()
 
     def walk(self, phase: int, carry: Any) -> Any:
-        self.log.operations.append(Operation("pass", name="ForwardPass"))
+        self.operations.append(Operation("pass", name="ForwardPass"))
         if self._device_waits:
-            self.log.operations.append(Operation("device"))
+            self.operations.append(Operation("device"))
         last = self.phases - 1 == phase and self.stage_id == self.loss_stage
         return torch.zeros(1) if last else (torch.zeros(1),) * 3
 
     def warm_up(self, images: int, *, gradients: bool) -> bool:
-        return False
+        return self._by_host
 
     def eval(self) -> None: ...
 
@@ -204,7 +196,7 @@ def forward_order(schedule: Schedule, ranks: int, rank: int, calls: int, depth: 
     """What a rank posts and waits for in the forward pipeline."""
     engine: Any = RecordedEngine(schedule, ranks, rank, **ways)
     ForwardPipeline(engine, 1).run(calls, lambda number: (torch.zeros(1),), lambda number, found: None, depth=depth)
-    return list(engine.log.operations)
+    return list(engine.operations)
 
 
 def depths(ranks: int) -> Iterator[tuple[int, int]]:
