@@ -30,9 +30,9 @@ from ddpm_ds.pipeline.flight import Flight, Passage, as_leaves, edge
 from ddpm_ds.pipeline.messages import Channel, Edge, Kind, StageChannels, open_p2p_groups, runs_behind
 from ddpm_ds.pipeline.module import UnetPipelineModule, checkpoint_function, forget_peaks, warm_up
 from ddpm_ds.pipeline.schedule import Instruction, Program, check_programs, most_in_flight, neighbours, split_passes
-from ddpm_ds.unet.blocks import Carry, weighted_parts
-from ddpm_ds.unet.operations import Convolution, Kernels, KeyedDropout, Linear, set_image_index
-from ddpm_ds.unet.weight_gradients import WaitingGradients
+from ddpm_ds.unet.blocks import Carry
+from ddpm_ds.unet.operations import Kernels, KeyedDropout, set_image_index
+from ddpm_ds.unet.weight_gradients import WaitingGradients, Weighted, weighted_parts
 
 
 class Objective(Protocol):
@@ -131,7 +131,7 @@ class UnetPipelineEngine(PipelineEngine):
             layer.waiting = self._waiting
         self._channels = [self.stage_channels(phase, self.micro_batch_size) for phase in range(self.phases)]
 
-    def _weighted_parts(self, phases: Iterable[int]) -> list[Convolution | Linear]:
+    def _weighted_parts(self, phases: Iterable[int]) -> list[Weighted]:
         """Return the parts of this rank's layers of some phases whose weight gradients may wait."""
         own = (self.module.get_submodule(str(index)) for phase in phases for index in range(*self.module.ends(phase)))
         return [part for layer in own for part in weighted_parts(layer)]

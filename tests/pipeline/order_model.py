@@ -4,8 +4,8 @@ NCCL executes the operations of one communicator one after another in the order 
 is complete when its receiver takes it. A wait for a message is therefore a wait for everything posted before it on that
 communicator, here and at the other end. A rank that waits for its whole device waits for everything it has posted.
 
-:class:`RecordedEnd` notes the operations that the engines' channels execute, and :func:`execute` plays the ranks' notes
-against each other::
+:class:`RecordedChannel` notes the operations that the engines' channels execute, and :func:`execute` plays the notes of
+the ranks against each other::
 
     rank 0   receive gradients 0 | send activations 0 | ... wait for gradients 0
     rank 1   receive activations 0 | wait for activations 0 | ... | send gradients 0
@@ -19,9 +19,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from ddpm_ds.pipeline.messages import Edge, EdgeEnd, Kind, Work, pipeline_edges
+import torch
+from torch import Tensor
+
+from ddpm_ds.pipeline.messages import Channel, Edge, Kind, P2PGroup, Posted, pipeline_edges
 from ddpm_ds.pipeline.schedule import PASSES, Program, Schedule, most_in_flight, neighbours, phases_of
 
 
@@ -58,26 +61,34 @@ class RecordedWork:
         self.operations.append(Operation("wait", self.edge, self.number))
 
 
-class RecordedEnd(EdgeEnd[None]):
-    """End of an edge that notes its operations, as the engine's channels execute them."""
+class RecordedChannel(Channel):
+    """Channel that notes its operations in the place of executing them."""
 
     def __init__(self, operations: list[Operation], edge: Edge, most_in_flight: int, *, by_host: bool = False) -> None:
-        super().__init__(most_in_flight)
+        group: Any = None
+        device = torch.device("cpu")
+        super().__init__((), torch.float32, device, P2PGroup(edge, edge.target, group, group, 0), most_in_flight)
         self.by_host = by_host
-        self._operations, self._edge = operations, edge
+        self._operations = operations
         self._numbers = {"send": 0, "receive": 0}
 
-    def post_send(self, message: None) -> Work:
-        return self._posted("send")
+    def send(self, tensors: Sequence[Tensor] = ()) -> None:
+        self.post_message(torch.zeros(1))
 
-    def post_receive(self) -> tuple[Work, None]:
-        return self._posted("receive"), None
+    def receive(self) -> tuple[Tensor, ...]:
+        return (self.next_message(),) * 2
 
-    def _posted(self, does: Literal["send", "receive"]) -> Work:
+    def post_send(self, message: Tensor) -> Posted:
+        return self._posted("send", message)
+
+    def post_receive(self) -> Posted:
+        return self._posted("receive", torch.zeros(1))
+
+    def _posted(self, does: Literal["send", "receive"], message: Tensor) -> Posted:
         number = self._numbers[does]
         self._numbers[does] += 1
-        self._operations.append(Operation(does, self._edge, number, self.by_host))
-        return RecordedWork(self._operations, self._edge, number)
+        self._operations.append(Operation(does, self.p2p.edge, number, self.by_host))
+        return Posted(RecordedWork(self._operations, self.p2p.edge, number), message)
 
 
 def training_order(
@@ -89,7 +100,7 @@ def training_order(
     by_host: bool = False,
     reduces: bool = False,
     seconds: Callable[[str, int], float] = lambda instruction, phase: 1.0,
-    end_of_edge: type[RecordedEnd] = RecordedEnd,
+    channel: type[RecordedChannel] = RecordedChannel,
 ) -> list[Operation]:
     """Return what one rank of a pipeline posts and waits for in a training step, as the engine does.
 
@@ -99,12 +110,12 @@ def training_order(
         by_host: messages go from host to host, as in the engine's cautious steps.
         reduces: the replicas reduce gradients after each backward, as under ZeRO-2.
         seconds: of a pass, by its instruction and phase.
-        end_of_edge: when ends of edges post and wait.
+        channel: says when ends of edges post and wait.
     """
     operations: list[Operation] = []
     own, ranks, most = programs[rank], len(programs), most_in_flight(programs)
     edges = [edge for edge in pipeline_edges(ranks, phases_of(schedule)) if edge.kind != "predictions"]
-    recorded = {edge: end_of_edge(operations, edge, most, by_host=by_host) for edge in edges if rank in edge[2:]}
+    recorded = {edge: channel(operations, edge, most, by_host=by_host) for edge in edges if rank in edge[2:]}
     sends = {edge[:2]: end for edge, end in recorded.items() if edge.source == rank}
     receives = {edge[:2]: end for edge, end in recorded.items() if edge.target == rank}
     for (_, phase), end in receives.items():
@@ -112,11 +123,11 @@ def training_order(
     for name, phase, _ in own:
         kind: Kind = "activations" if name in ("ForwardPass", "SendActivation") else "gradients"
         if name in ("SendActivation", "SendGrad"):
-            sends[kind, phase].post_message(None)
+            sends[kind, phase].send()
         elif name in PASSES:
             before, after = neighbours(schedule, ranks, rank, phase)
             if name != "WeightGradients" and (before if kind == "activations" else after) is not None:
-                receives[kind, phase].next_message()
+                receives[kind, phase].receive()
             operations.append(Operation("pass", name=name, seconds=seconds(name, phase)))
             if name in device_waits:
                 operations.append(Operation("device"))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ddpm_ds.pipeline.build import use_host_accelerator
-from ddpm_ds.pipeline.messages import Channel
+from ddpm_ds.pipeline.messages import Channel, Posted
 from ddpm_ds.processes.process_group import process_group
 from tests.pipeline import ladder_worker
 from tests.pipeline.batches import global_batch, micro_batches
@@ -38,7 +38,6 @@ def main() -> None:
     schedule, count, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     seen: list[Any] = []
     numbers: Counter[Any] = Counter()
-    post_send, post_receive = Channel.post_send, Channel.post_receive
 
     def note(does: str, channel: Channel) -> list[Any]:
         edge = channel.p2p.edge
@@ -47,17 +46,18 @@ def main() -> None:
         seen.append([does, *what])
         return what
 
-    def send(channel: Channel, message: torch.Tensor) -> Any:
-        what = note("send", channel)
-        return Recorded(post_send(channel, message), what, seen)
+    def recorded(does: str) -> Any:
+        post = getattr(Channel, f"post_{does}")
 
-    def receive(channel: Channel) -> Any:
-        what = note("receive", channel)
-        work, message = post_receive(channel)
-        return Recorded(work, what, seen), message
+        def posted(channel: Channel, *message: torch.Tensor) -> Posted:
+            what = note(does, channel)
+            work, kept = post(channel, *message)
+            return Posted(Recorded(work, what, seen), kept)
 
-    for name, method in (("post_send", send), ("post_receive", receive)):
-        setattr(Channel, name, method)
+        return posted
+
+    for does in ("send", "receive"):
+        setattr(Channel, f"post_{does}", recorded(does))
     use_host_accelerator()
     with process_group():
         case = Case(4, 1, 0, "fp32", 0, micro_batches=count, schedule=schedule)  # type: ignore[arg-type]

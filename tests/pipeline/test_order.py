@@ -18,7 +18,7 @@ from ddpm_ds.pipeline.messages import Edge, StageChannels, pipeline_edges
 from ddpm_ds.pipeline.schedule import program
 from ddpm_ds.predict.simulate import PhaseCosts, RankCosts, simulate
 from tests.launching import fork_ranks
-from tests.pipeline.order_model import LockError, Operation, RecordedEnd, execute, training_order
+from tests.pipeline.order_model import LockError, Operation, RecordedChannel, execute, training_order
 
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "folded")
 RANKS = (2, 3, 4, 5, 8)
@@ -52,18 +52,20 @@ def one_for_each_direction(edge: Edge) -> Hashable:
     return edge.phase, edge.kind
 
 
-class PostedWhereUsed(RecordedEnd):
+class PostedWhereUsed(RecordedChannel):
     """Receives are not posted ahead."""
 
     def start_receiving(self, messages: int) -> None:
         self._to_post += messages
 
-    def next_message(self) -> None:
+    def next_message(self) -> Tensor:
         self._post()
-        self._receives.popleft()[0].wait()
+        work, message = self._receives.popleft()
+        work.wait()
+        return message
 
 
-class PostedAtOnce(RecordedEnd):
+class PostedAtOnce(RecordedChannel):
     """All receives of a step are posted before it begins."""
 
     def start_receiving(self, messages: int) -> None:
@@ -72,10 +74,10 @@ class PostedAtOnce(RecordedEnd):
 
 
 @every_step
-@pytest.mark.parametrize("end", [RecordedEnd, PostedWhereUsed, PostedAtOnce])
-def test_no_step_locks(schedule: Schedule, ranks: int, end: type[RecordedEnd]) -> None:
+@pytest.mark.parametrize("channel", [RecordedChannel, PostedWhereUsed, PostedAtOnce])
+def test_no_step_locks(schedule: Schedule, ranks: int, channel: type[RecordedChannel]) -> None:
     for count in micro_batches(schedule, ranks):
-        step(schedule, count, ranks, end_of_edge=end, reduces=True)
+        step(schedule, count, ranks, channel=channel, reduces=True)
 
 
 @every_step
@@ -103,7 +105,7 @@ def test_a_wait_for_the_device_locks_unless_messages_go_by_the_hosts(
 def test_a_wait_for_the_device_locks_a_fold_even_if_receives_are_posted_where_they_are_used() -> None:
     """Neighbours wait for the sends that each has posted; so messages have to leave the device altogether."""
     with pytest.raises(LockError):
-        step("folded", 8, 4, device_waits=PASSES, end_of_edge=PostedWhereUsed)
+        step("folded", 8, 4, device_waits=PASSES, channel=PostedWhereUsed)
 
 
 def test_a_lock_is_described() -> None:
@@ -129,17 +131,6 @@ def test_communicators_of_a_rank(ranks: int, phases: int, most: int, all_edges: 
     edges = pipeline_edges(ranks, phases)
     assert len(edges) == len(set(edges)) == all_edges
     assert max(sum(rank in edge[2:] for edge in edges) for rank in range(ranks)) == most
-
-
-class RecordedChannel(RecordedEnd):
-    """An end of an edge with what the forward pipeline uses of a channel."""
-
-    def send(self, tensors: Any) -> None:
-        self.post_message(None)
-
-    def receive(self) -> tuple[Tensor, ...]:
-        self.next_message()
-        return (torch.zeros(1),) * 2
 
 
 class RecordedEngine:

@@ -78,9 +78,8 @@ import sys
 from pathlib import Path
 import torch
 from torch._dynamo.utils import counters
-from ddpm_ds.unet.blocks import weighted_parts
 from ddpm_ds.unet.model import compile_layers
-from ddpm_ds.unet.weight_gradients import WaitingGradients
+from ddpm_ds.unet.weight_gradients import WaitingGradients, weighted_parts
 from tests.unet.variants import batch, layers_of, random_unet, rounding
 
 torch.set_num_threads(1)
