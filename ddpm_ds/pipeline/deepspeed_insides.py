@@ -24,7 +24,6 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe import engine as pipe_engine
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed.runtime.zero import stage_1_and_2
-from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
@@ -163,18 +162,6 @@ def gradient_norm(engine: DeepSpeedEngine, scale: float) -> float:
     if norm is None:
         return float("nan")
     return float(norm) / (1.0 if isinstance(engine.optimizer, ZeROOptimizer) else scale)
-
-
-def full_gradient(engine: DeepSpeedEngine, parameter: torch.nn.Parameter, scale: float) -> Tensor:
-    """Return the unscaled, averaged fp32 gradient of a parameter between reduction and optimizer step.
-
-    A collective over the data-parallel group under ZeRO. Assumes ``safe_get_full_grad`` gathers a partitioned
-    gradient by the parameter's mapping, and that gradients still carry the loss scale.
-    """
-    gradient = safe_get_full_grad(parameter) if isinstance(engine.optimizer, ZeROOptimizer) else parameter.grad
-    if gradient is None:
-        raise RuntimeError(f"a parameter of shape {tuple(parameter.shape)} has no gradient")
-    return gradient.detach().float() / scale
 
 
 def tolerate_scale_floor(engine: DeepSpeedEngine) -> None:

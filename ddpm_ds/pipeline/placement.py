@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from ddpm_ds.config.ds_config import ELEMENT_BYTES, ResolvedDsConfig
-from ddpm_ds.pipeline.cuts import Schedule, folds, segments, sent_shapes, usual_in_flight
+from ddpm_ds.pipeline.cuts import Schedule, folds, segments, sent_elements, usual_in_flight
 from ddpm_ds.unet.layers import Layer
 
 AcrossHosts = Literal["stages", "replicas"]
@@ -153,13 +153,11 @@ def exchange(
     ranks = (len(bounds) - 1) // (2 if folds(schedule) else 1)
     width, ring = images * ELEMENT_BYTES[precision], (replicas - 1) / replicas
 
-    def elements(cut: int, phase: int) -> int:
-        return sum(map(math.prod, sent_shapes(layers, cut, phase=phase, schedule=schedule)))
-
     messages = []
     for rank in range(ranks - 1):
         (_, down), *up = segments(bounds, schedule, rank)
-        messages.append(width * (elements(down, 0) + sum(elements(start, 1) for start, _ in up)))
+        cuts = [(down, 0), *((start, 1) for start, _ in up)]
+        messages.append(width * sum(sent_elements(layers, *cut, schedule) for cut in cuts))
     parameters = [
         sum(layer.parameters for start, stop in segments(bounds, schedule, rank) for layer in layers[start:stop])
         for rank in range(ranks)

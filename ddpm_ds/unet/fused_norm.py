@@ -147,14 +147,7 @@ def _empty_outputs(x: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(x), mean, rstd
 
 
-@torch.library.custom_op(
-    "ddpm_ds::norm_silu",
-    mutates_args=(),
-    schema=(
-        "(Tensor x, Tensor weight, Tensor bias, Tensor? add, Tensor? scale, Tensor? shift, int groups, float epsilon,"
-        " bool silu) -> (Tensor, Tensor, Tensor)"
-    ),
-)
+@torch.library.custom_op("ddpm_ds::norm_silu", mutates_args=())
 def _norm_silu(
     x: Tensor,
     weight: Tensor,
@@ -208,14 +201,7 @@ def _empty_gradients(x: Tensor, weight: Tensor, bias: Tensor, *vectors: Tensor |
     return (torch.empty_like(x), torch.empty_like(weight), torch.empty_like(bias), *given)
 
 
-@torch.library.custom_op(
-    "ddpm_ds::norm_silu_backward",
-    mutates_args=(),
-    schema=(
-        "(Tensor dy, Tensor x, Tensor weight, Tensor bias, Tensor? add, Tensor? scale, Tensor? shift, Tensor mean,"
-        " Tensor rstd, bool silu) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-    ),
-)
+@torch.library.custom_op("ddpm_ds::norm_silu_backward", mutates_args=())
 def _norm_silu_backward(
     dy: Tensor,
     x: Tensor,
@@ -227,7 +213,7 @@ def _norm_silu_backward(
     mean: Tensor,
     rstd: Tensor,
     silu: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of x, weight, bias, add, scale and shift; an empty tensor where there is no such input."""
     from ddpm_ds.unet import fused_norm_kernels as kernels
 

@@ -23,6 +23,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer
+from deepspeed.utils import safe_get_full_grad
 from rivals.observation import SentBytes
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -200,16 +201,20 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 
 def watch_gradients(engine: UnetPipelineEngine, sent: SentBytes) -> dict[str, Tensor]:
-    """Fill the returned dictionary with this stage's gradients each time the optimizer is about to step.
+    """Fill the returned dictionary with this stage's gradients, unscaled, averaged and in fp32, each time the optimizer
+    is about to step.
 
     What is sent for that is not counted.
     """
     seen: dict[str, Tensor] = {}
-    step = engine.execute["OptimizerStep"]
+    step, partitioned = engine.execute["OptimizerStep"], insides.is_partitioned(engine)
 
     def observed(instruction: Instruction) -> None:
         before = sent.collective_bytes
-        seen.update({name: gradient.clone() for name, gradient in engine.named_gradients().items()})
+        for name, parameter in engine.module.named_parameters():
+            gradient = safe_get_full_grad(parameter) if partitioned else parameter.grad
+            assert gradient is not None, name
+            seen[name] = gradient.detach().float() / engine._step_loss_scale
         sent.collective_bytes = before
         step(instruction)
 
