@@ -116,8 +116,8 @@ class Taps(NamedTuple):
 class Weighted(nn.Module):
     """Convolution or linear layer: what it computes, and with which weight."""
 
-    weight: nn.Parameter
-    bias: nn.Parameter
+    weight: Tensor
+    bias: Tensor
     waiting: WaitingGradients | None = None
     """Queue for the weight gradient; without one it is computed in the backward."""
     taps: Taps | None = None
