@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ddpm_ds.pipeline.messages import Channel, Edge, Kind, P2PGroup, Posted, pipeline_edges
+from ddpm_ds.pipeline.messages import Channel, Edge, Kind, P2PGroup, Posted, Work, pipeline_edges
 from ddpm_ds.pipeline.schedule import PASSES, Program, Schedule, most_in_flight, neighbours, phases_of
 
 
@@ -56,9 +56,13 @@ class RecordedWork:
     operations: list[Operation]
     edge: Edge
     number: int
+    work: Work | None = None
+    """What is waited for, if it was really posted."""
 
     def wait(self) -> None:
         self.operations.append(Operation("wait", self.edge, self.number))
+        if self.work is not None:
+            self.work.wait()
 
 
 class RecordedChannel(Channel):

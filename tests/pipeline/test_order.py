@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import sys
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ddpm_ds.pipeline.build import use_host_accelerator
 from ddpm_ds.pipeline.cuts import Schedule
 from ddpm_ds.pipeline.forward import ForwardPipeline
-from ddpm_ds.pipeline.messages import Edge, StageChannels, pipeline_edges
+from ddpm_ds.pipeline.messages import Channel, Edge, Posted, StageChannels, pipeline_edges
 from ddpm_ds.pipeline.schedule import program
 from ddpm_ds.predict.simulate import PhaseCosts, RankCosts, simulate
-from tests.launching import fork_ranks
-from tests.pipeline.order_model import LockError, Operation, RecordedChannel, execute, training_order
+from ddpm_ds.processes.process_group import process_group
+from tests.launching import run_ranks
+from tests.pipeline.batches import global_batch, micro_batches
+from tests.pipeline.ladder_worker import Case, spec_of
+from tests.pipeline.order_model import LockError, Operation, RecordedChannel, RecordedWork, execute, training_order
 
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "folded")
 RANKS = (2, 3, 4, 5, 8)
 PASSES = ("ForwardPass", "BackwardPass")
 
 
-def micro_batches(schedule: Schedule, ranks: int) -> list[int]:
+def counts(schedule: Schedule, ranks: int) -> list[int]:
     """From the fewest that a schedule can have to four for each rank."""
     if schedule == "folded":
         return [2 * ranks, 2 * ranks + 1, 3 * ranks, 4 * ranks]
@@ -76,7 +85,7 @@ class PostedAtOnce(RecordedChannel):
 @every_step
 @pytest.mark.parametrize("channel", [RecordedChannel, PostedWhereUsed, PostedAtOnce])
 def test_no_step_locks(schedule: Schedule, ranks: int, channel: type[RecordedChannel]) -> None:
-    for count in micro_batches(schedule, ranks):
+    for count in counts(schedule, ranks):
         step(schedule, count, ranks, channel=channel, reduces=True)
 
 
@@ -95,7 +104,7 @@ def test_two_communicators_for_a_pipeline_lock_from_four_ranks_on(schedule: Sche
 def test_a_wait_for_the_device_locks_unless_messages_go_by_the_hosts(
     schedule: Schedule, ranks: int, passes: tuple[str, ...]
 ) -> None:
-    for count in micro_batches(schedule, ranks):
+    for count in counts(schedule, ranks):
         step(schedule, count, ranks, device_waits=passes, by_host=True, reduces=True)
     if "ForwardPass" in passes:
         with pytest.raises(LockError, match="waits for the device"):
@@ -119,7 +128,7 @@ def test_a_step_takes_as_long_as_the_simulator_says(schedule: Schedule, ranks: i
     """On links that cost nothing: a message that is taken late, or posted late, delays nobody."""
     seconds = {"ForwardPass": 1.0, "BackwardPass": 2.0}
     costs = [RankCosts((PhaseCosts(1.0, 2.0),) * (2 if schedule == "folded" else 1))] * ranks
-    for count in micro_batches(schedule, ranks):
+    for count in counts(schedule, ranks):
         found = step(schedule, count, ranks, seconds=lambda instruction, phase: seconds[instruction])
         assert found == pytest.approx(simulate(schedule, count, costs).step_seconds)
 
@@ -211,21 +220,57 @@ def test_the_forward_pipeline_locked_on_two_communicators() -> None:
         execute(orders, lambda edge: "gradients" if edge.kind == "predictions" else "activations")
 
 
+COUNT = 8
+"""Micro-batches of the engines' step."""
+
+
 @pytest.mark.launch
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_engines_post_what_the_model_posts(schedule: Schedule, tmp_path: Path) -> None:
+def test_the_engines_post_what_the_model_posts(tmp_path: Path) -> None:
     """Sends, receives and waits of a step, in their order, on each of four ranks."""
-    ranks, count = 4, 8
-    worker = Path(__file__).with_name("order_worker.py")
-    log = tmp_path / "log"
-    forked = fork_ranks(ranks, worker, schedule, str(count), str(tmp_path), stdout=log, stderr=log)
-    assert [rank.wait(timeout=300) for rank in forked] == [0] * ranks, log.read_text()
-    programs = [program(schedule, count, ranks, rank) for rank in range(ranks)]
-    for rank in range(ranks):
-        posted = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        expected = [
-            [operation.does, list(operation.edge), operation.number]
-            for operation in training_order(schedule, programs, rank)
-            if operation.edge is not None
-        ]
-        assert posted == expected
+    done = run_ranks(4, Path(__file__), str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    for schedule, rank in itertools.product(SCHEDULES, range(4)):
+        programs = [program(schedule, COUNT, 4, rank) for rank in range(4)]
+        expected = [operation[:3] for operation in training_order(schedule, programs, rank) if operation.edge]
+        assert (tmp_path / f"{schedule}{rank}.json").read_text() == json.dumps(expected)
+
+
+@contextlib.contextmanager
+def noted_operations() -> Iterator[list[Operation]]:
+    """Note what the channels of this process post and wait for."""
+    operations: list[Operation] = []
+    numbers: Counter[tuple[str, Edge]] = Counter()
+
+    def noted(does: Literal["send", "receive"]) -> Callable[..., Posted]:
+        post = getattr(Channel, f"post_{does}")
+
+        def posted(channel: Channel, *message: Tensor) -> Posted:
+            edge = channel.p2p.edge
+            number = numbers[does, edge]
+            numbers[does, edge] += 1
+            operations.append(Operation(does, edge, number))
+            work, kept = post(channel, *message)
+            return Posted(RecordedWork(operations, edge, number, work), kept)
+
+        return posted
+
+    with patch.multiple(Channel, post_send=noted("send"), post_receive=noted("receive")):
+        yield operations
+
+
+def main() -> None:
+    """One rank, which writes down what its engine posts and waits for in a step of each schedule."""
+    use_host_accelerator()
+    with process_group():
+        for schedule in SCHEDULES:
+            case, spec = Case(4, 1, 0, "fp32", 0, micro_batches=COUNT, schedule=schedule), spec_of(compiled=False)
+            engine = case.engine(spec)
+            with noted_operations() as operations:
+                engine.train_batch(micro_batches(engine, global_batch(spec, 0)))
+            Path(sys.argv[1], f"{schedule}{dist.get_rank()}.json").write_text(
+                json.dumps([operation[:3] for operation in operations])
+            )
+
+
+if __name__ == "__main__":
+    main()
