@@ -32,6 +32,8 @@ class ForwardPipeline:
 
     def __init__(self, engine: UnetPipelineEngine, images: int) -> None:
         self._engine, self._images = engine, images
+        self._gives = engine.is_first_stage()
+        """Whether this rank gives inputs and takes predictions."""
         self._channels = [engine.stage_channels(phase, images) for phase in range(engine.phases)]
         self._predictions: Channel | None = None
         """Way back of predictions, where the last stage is on another rank than the first."""
@@ -66,7 +68,7 @@ class ForwardPipeline:
             channels.begin(calls, by_host=by_host, gradients=False)
         if predictions is not None:
             predictions.by_host = by_host
-            if engine.is_first_stage():
+            if self._gives:
                 predictions.start_receiving(calls)
         lead = min(depth, self._most_ahead()) - 1
         for number in range(calls + lead):
@@ -76,7 +78,7 @@ class ForwardPipeline:
                 outputs = self._under_way.popleft()
                 if engine.phases == 2:
                     outputs = self._pass(1, outputs)
-                if predictions is not None and engine.is_first_stage():
+                if predictions is not None and self._gives:
                     outputs = predictions.receive()
                 if self._gives:
                     take(number - lead, outputs[0].float())
@@ -86,11 +88,6 @@ class ForwardPipeline:
         if predictions is not None:
             predictions.drain()
 
-    @property
-    def _gives(self) -> bool:
-        """Whether this rank gives inputs and takes predictions."""
-        return self._engine.is_first_stage()
-
     def _most_ahead(self) -> int:
         """Return the largest number of calls that this rank begins before it ends the first of them.
 
@@ -99,7 +96,7 @@ class ForwardPipeline:
         engine = self._engine
         if engine.phases == 2:
             return 2 * (engine.num_stages - 1 - engine.stage_id) + 1
-        return 2 * engine.num_stages if engine.is_first_stage() and engine.num_stages > 1 else 1
+        return 2 * engine.num_stages if self._gives and engine.num_stages > 1 else 1
 
     def _pass(self, phase: int, carry: Carry) -> Carry:
         """Run a stage on the inputs, or on what it receives and what phase 0 kept (``carry``); send its output on.

@@ -58,12 +58,13 @@ class UnetPipelineModule(PipelineModule):
 
     def _partition_layers(self, method: str = "uniform") -> None:
         self.parts = list(self._bounds)
-        ((self.first, self.stop),) = segments(self._bounds, self.schedule, self.stage_id)
+        self.phase_bounds = list(segments(self._bounds, self.schedule, self.stage_id))
+        ((self.first, self.stop),) = self.phase_bounds
         self._set_bounds(start=self.first, stop=self.stop)
 
     def ends(self, phase: int) -> tuple[int, int]:
         """Return the layers [first, stop) of this rank's stage of a phase."""
-        return self.first, self.stop
+        return self.phase_bounds[phase]
 
     def walk(self, phase: int, carry: Carry) -> Any:
         """Run this rank's layers of a phase; return a carry, or after the last layer the prediction."""
@@ -144,9 +145,6 @@ class FoldedUnetModule(UnetPipelineModule, DualPipeVModule):
         """Let :meth:`forward` walk the stage of phase 0, down the U-Net, or of phase 1, up it."""
         super().activate_phase(phase)
         self.first, self.stop = self.phase_bounds[phase]
-
-    def ends(self, phase: int) -> tuple[int, int]:
-        return self.phase_bounds[phase]
 
     def walk(self, phase: int, carry: Carry) -> Any:
         self.activate_phase(phase)

@@ -42,7 +42,6 @@ from ddpm_ds.pipeline.schedule import Instruction, Program, weight_passes
 from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.unet import model
-from ddpm_ds.unet import model as compiled
 from ddpm_ds.unet.layers import Layer, unet_layers
 from tests.launching import tiny_spec
 from tests.pipeline.batches import device, global_batch, micro_batches
@@ -297,7 +296,7 @@ def run_case(case: Case) -> list[dict[str, Any]]:
 def compile_without_code() -> None:
     """Let ``torch.compile`` trace and differentiate, which is where layers and engines meet it, and leave out the
     building of code, which takes a minute a U-Net: ``tests/unet/test_model.py`` does it."""
-    compiled.torch.compile = functools.partial(torch.compile, backend="aot_eager")
+    model.torch.compile = functools.partial(torch.compile, backend="aot_eager")
 
 
 def report_cases(run: Callable[[dict[str, Any]], Any]) -> None:

@@ -75,9 +75,6 @@ ONE_PROCESS = [
 MORE_BY_TWO = [
     *(Case(2, 1, *ways, schedule="folded") for ways in SOME),
     Case(1, 2, 2, "fp16", 1, micro_batches=2, compile=True, fused=True),
-    Case(2, 1, 2, "fp32", 1, schedule="folded", compile=True, fused=True),
-    Case(2, 1, 1, "fp32", 2, reentrant=True, compile=True),
-    Case(2, 1, 0, "fp32", 0, compile=True, random_programs=10),
     Case(2, 1, 2, "fp16", 1, schedule="folded", compile=True, random_programs=11),
     Case(2, 1, 1, "fp32", 2, reentrant=True, schedule="folded", compile=True, random_programs=12),
     Case(2, 1, 0, "bf16", 0, fused=True),
