@@ -213,10 +213,10 @@ MOST_BLOCKS = 8
 class StageChannels:
     """Channels of one stage; None where it has no neighbour on another rank."""
 
-    activations_in: Channel | None
-    activations_out: Channel | None
-    gradients_in: Channel | None
-    gradients_out: Channel | None
+    activations_in: Channel | None = None
+    activations_out: Channel | None = None
+    gradients_in: Channel | None = None
+    gradients_out: Channel | None = None
 
     def begin(self, micro_batches: int, *, by_host: bool, gradients: bool = True) -> None:
         """Begin forward passes of so many micro-batches, and backward passes where there are ``gradients``.
