@@ -117,7 +117,7 @@ class Weighted(nn.Module):
     """Convolution or linear layer: what it computes, and with which weight."""
 
     weight: Tensor
-    bias: Tensor
+    bias: nn.Parameter
     waiting: WaitingGradients | None = None
     """Queue for the weight gradient; without one it is computed in the backward."""
     taps: Taps | None = None
