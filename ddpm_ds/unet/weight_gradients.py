@@ -1,9 +1,8 @@
 """Weight gradients apart from input gradients: a backward leaves them, and several micro-batches are done at once.
 
 A convolution or linear layer (:class:`Weighted`) whose weight gradient waits computes with the detached weight, and a
-node of the graph
-behind it queues what the gradient is made of: the layer's input, which autograd keeps anyway, and its output's
-gradient. Biases and normalisations have small gradients, which stay in the backward.
+node of the graph behind it queues what the gradient is made of: the layer's input, which autograd keeps anyway, and its
+output's gradient. Biases and normalisations have small gradients, which stay in the backward.
 
 A compiled graph can queue nothing; there both tensors come out as the gradients of two more inputs (:class:`Tapped`).
 """

@@ -40,11 +40,11 @@ class Operation(NamedTuple):
     seconds: float = 0.0
     """Seconds of a pass."""
     name: str = ""
-    """Name of a pass, or of a collective operation."""
+    """Name of a pass."""
 
     def __str__(self) -> str:
         if self.edge is None:
-            return {"pass": self.name, "together": f"a collective of {self.name}", "device": "the device"}[self.does]
+            return {"pass": self.name, "together": "a collective of all ranks", "device": "the device"}[self.does]
         kind, phase, source, target = self.edge
         return f"{kind} {self.number} of phase {phase} from rank {source} to rank {target}"
 
@@ -102,7 +102,6 @@ def training_order(
     *,
     device_waits: Collection[str] = (),
     by_host: bool = False,
-    reduces: bool = False,
     seconds: Callable[[str, int], float] = lambda instruction, phase: 1.0,
     channel: type[RecordedChannel] = RecordedChannel,
 ) -> list[Operation]:
@@ -112,7 +111,6 @@ def training_order(
         programs: of all ranks.
         device_waits: passes inside of which the rank waits for its whole device.
         by_host: messages go from host to host, as in the engine's cautious steps.
-        reduces: the replicas reduce gradients after each backward, as under ZeRO-2.
         seconds: of a pass, by its instruction and phase.
         channel: says when ends of edges post and wait.
     """
@@ -135,9 +133,7 @@ def training_order(
             operations.append(Operation("pass", name=name, seconds=seconds(name, phase)))
             if name in device_waits:
                 operations.append(Operation("device"))
-            if name in ("BackwardPass", "InputGradients", "WeightGradients") and reduces:
-                operations.append(Operation("together", name=f"the replicas of rank {rank}"))
-    operations.append(Operation("together", name="all ranks"))
+    operations.append(Operation("together"))
     for end in sends.values():
         end.drain()
     return operations
@@ -152,8 +148,8 @@ def execute(
 ) -> float:
     """Play the orders of the ranks of one pipeline, and return the seconds that they take; messages take none.
 
-    The replicas of a pipeline execute the same order, so what they do together only keeps them in step and is no wait
-    within one pipeline. ``communicator`` says which edges share one.
+    The replicas of a pipeline execute the same order, so what they do together after a backward, as under ZeRO-2, is no
+    wait within one pipeline and is left out. ``communicator`` says which edges share one.
 
     Raises:
         LockError: some ranks wait for each other for ever.
@@ -207,7 +203,7 @@ class _Player:
                 if any(not queue[0][0].by_host for queue in self.queues.values() if queue):
                     return False
                 self.now = max([self.now, *self.complete.values()])
-            case "together" if operation.name == "all ranks":
+            case "together":
                 self.met = True
                 if not all(rank.met or rank.position == len(rank.order) for rank in ranks):
                     return False

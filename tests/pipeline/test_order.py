@@ -86,7 +86,7 @@ class PostedAtOnce(RecordedChannel):
 @pytest.mark.parametrize("channel", [RecordedChannel, PostedWhereUsed, PostedAtOnce])
 def test_no_step_locks(schedule: Schedule, ranks: int, channel: type[RecordedChannel]) -> None:
     for count in counts(schedule, ranks):
-        step(schedule, count, ranks, channel=channel, reduces=True)
+        step(schedule, count, ranks, channel=channel)
 
 
 @every_step
@@ -105,7 +105,7 @@ def test_a_wait_for_the_device_locks_unless_messages_go_by_the_hosts(
     schedule: Schedule, ranks: int, passes: tuple[str, ...]
 ) -> None:
     for count in counts(schedule, ranks):
-        step(schedule, count, ranks, device_waits=passes, by_host=True, reduces=True)
+        step(schedule, count, ranks, device_waits=passes, by_host=True)
     if "ForwardPass" in passes:
         with pytest.raises(LockError, match="waits for the device"):
             step(schedule, 2 * ranks, ranks, device_waits=passes)
@@ -115,12 +115,6 @@ def test_a_wait_for_the_device_locks_a_fold_even_if_receives_are_posted_where_th
     """Neighbours wait for the sends that each has posted; so messages have to leave the device altogether."""
     with pytest.raises(LockError):
         step("folded", 8, 4, device_waits=PASSES, channel=PostedWhereUsed)
-
-
-def test_a_lock_is_described() -> None:
-    with pytest.raises(LockError) as locked:
-        execute([[Operation("receive", Edge("activations", 0, 1, 0)), Operation("device")], [Operation("pass")]])
-    assert str(locked.value) == ("rank 0 waits for the device, behind activations 0 of phase 0 from rank 1 to rank 0")
 
 
 @every_step

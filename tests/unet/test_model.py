@@ -117,6 +117,7 @@ def test_compiled_for_real_once_per_shape_and_where_weight_gradients_wait_and_ke
     tmp_path: Path,
 ) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # others would be processes that import PyTorch
     said = [
         subprocess.run(
             [sys.executable, "-c", PROGRAM, str(tmp_path), steps],
