@@ -167,16 +167,16 @@ class Machine:
 def together(*calls: Callable[[], Any]) -> list[Any]:
     """Run some calls at the same time and return their results."""
     with ThreadPoolExecutor(len(calls)) as pool:
-        return [future.result() for future in [pool.submit(call) for call in calls]]
+        return list(pool.map(lambda call: call(), calls))
 
 
 def judged(name: str, good: bool, measured: str, limit: str) -> Finding:
-    """A row that passes or fails."""
+    """Return a row that passes or fails."""
     return Finding(name, measured, "pass" if good else "fail", limit)
 
 
 def settings(**values: Any) -> list[str | Path]:
-    """``--set`` of each value; two underscores are the dot of a key."""
+    """Return a ``--set`` option for each value; two underscores are the dot of a key."""
     return [word for key, value in values.items() for word in ("--set", f"{key.replace('__', '.')}={value}")]
 
 
@@ -185,7 +185,7 @@ CIFAR10_SIZED: list[str | Path] = [*settings(data__source="digits", optimizer__w
 
 
 def run_pytest(machine: Machine, name: str, *words: str | Path, seconds: float) -> Finding:
-    """A row for some tests; what they record with ``record_property`` is shown."""
+    """Run some tests and return a row for them, with what they record by ``record_property``."""
     slug = re.sub(r"\W+", "-", name)
     file = machine.work / f"{slug}.xml"
     # addopts may name options of plug-ins that are missing; where CI is set, pytest does not cut what differs
@@ -212,7 +212,7 @@ def gpu_tests(machine: Machine) -> Iterator[Finding]:
 
 
 def ladder(machine: Machine, processes: int) -> Finding:
-    """Losses and gradients by name against plain PyTorch: precisions x ZeRO stages x checkpointing."""
+    """Compare losses and gradients by name with plain PyTorch: precisions x ZeRO stages x checkpointing."""
     on, unit = ("on_gpus_", "GPU") if machine.on_gpu else ("", "process")
     unit = f"{processes} {unit}" + ("" if processes == 1 else "s" if machine.on_gpu else "es")
     test = f"{LADDER}::test_{on}loss_and_every_gradient_equal_plain_pytorch[{unit}]"
@@ -297,7 +297,7 @@ def memory(machine: Machine) -> Iterator[Finding]:
 
 
 def planned_bytes(work: Path) -> int:
-    """Bytes that the planner predicts for the run that ``memory`` makes."""
+    """Return the bytes that the planner predicts for the run that ``memory`` makes."""
     from ddpm_ds.config.spec_file import load_spec
     from ddpm_ds.predict.costs import analytic_times
     from ddpm_ds.predict.layouts import Candidate, Workload
@@ -445,7 +445,7 @@ CORES = 3
 
 
 def run_checks(names: Sequence[str], machine: Machine) -> Iterator[Outcome]:
-    """The checks of these names, each as it ends."""
+    """Run the named checks and yield each outcome as it ends."""
     with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // CORES)) as pool:
         futures = [pool.submit(run_check, name, machine) for name in BESIDE if name in names]
         try:
@@ -458,7 +458,7 @@ def run_checks(names: Sequence[str], machine: Machine) -> Iterator[Outcome]:
 
 
 def run_check(name: str, machine: Machine) -> Outcome:
-    """One check to whatever end it comes to, in a folder of its own; rows that it found before it failed are kept."""
+    """Run one check in a folder of its own and return its outcome; rows found before a failure are kept."""
     outcome, begin, machine = Outcome(name), time.monotonic(), replace(machine, work=machine.work / name)
     machine.work.mkdir()
     try:
@@ -507,7 +507,7 @@ def facts(machine: Machine) -> dict[str, str]:
 
 
 def markdown(about: dict[str, str], outcomes: Sequence[Outcome]) -> str:
-    """The report."""
+    """Return the report as Markdown."""
     lines = ["# Checks of a machine", "", *(f"- {name}: {value}" for name, value in about.items()), ""]
     lines += ["| check | measured | limit | result |", "|---|---|---|---|"]
     for row in (row for outcome in outcomes for row in outcome.rows):

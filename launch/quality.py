@@ -76,7 +76,7 @@ USUAL = (FIRST, "edm", *LAYOUTS)
 
 
 class Run(NamedTuple):
-    """One training of a row, with its scores."""
+    """Result of one training of a row."""
 
     scores: Mapping[str, float]
     """By the names of SCORES."""
@@ -170,13 +170,7 @@ def report(results: Mapping[str, Sequence[Run]], images: int, count: int) -> str
 def each(what: str, do: Callable[[str, int], object], jobs: Sequence[tuple[str, int]], at_once: int) -> None:
     """Do a job for each row and seed, so many at a time; none begins after one that fails."""
     with ThreadPoolExecutor(at_once) as pool:
-        futures = [pool.submit(do, name, seed) for name, seed in jobs]
-        for (name, seed), future in zip(jobs, futures, strict=True):
-            try:
-                future.result()
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        for (name, seed), _ in zip(jobs, pool.map(lambda job: do(*job), jobs), strict=True):
             print(f"{what} {name}, seed {seed}", file=sys.stderr, flush=True)
 
 

@@ -33,6 +33,8 @@ ONE_THREAD = {
     "PYTHONPATH": PYTHON_PATH,
 }
 DIE_WITH_PARENT = 1
+ENDED: dict[int, int] = {}
+"""Exit codes of the server's processes that have ended, by id: two threads may ask for the same one."""
 
 
 class Server:
@@ -214,6 +216,7 @@ def become(
     os.environ.update(environment)
     sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
     sys.argv[1:] = arguments
+    sys.modules.pop(module, None)  # the server may have imported it, which runpy would warn of
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
@@ -223,6 +226,7 @@ def fork_module(fds: Sequence[int], **details: Any) -> int:
     if (pid := os.fork()) == 0:
         ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
         run(lambda: become(fds, **details))
+    ENDED.pop(pid, None)
     return pid
 
 
@@ -234,6 +238,7 @@ def fork_script(
     if records:
         import_store()
     if (pid := os.fork()) != 0:
+        ENDED.pop(pid, None)
         return pid
     ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
     os.environ.clear()
@@ -251,8 +256,9 @@ def fork_script(
 
 def poll(fds: Sequence[int], pid: int) -> int | None:
     """The exit code of a process that has ended."""
-    ended, status = os.waitpid(pid, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if ended else None
+    if pid not in ENDED and (found := os.waitpid(pid, os.WNOHANG))[0]:
+        ENDED[pid] = os.waitstatus_to_exitcode(found[1])
+    return ENDED.get(pid)
 
 
 def serve(asking: socket.socket) -> None:

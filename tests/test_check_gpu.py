@@ -203,15 +203,6 @@ def test_a_row_of_tests_counts_them_and_names_those_that_fail(tmp_path: Path, te
     assert check_gpu.run_pytest(machine, "some", tmp_path / "test_planted.py", seconds=600) == row
 
 
-def test_every_test_that_needs_a_gpu_has_the_mark_by_which_the_program_finds_it() -> None:
-    otherwise = [
-        str(file.relative_to(REPOSITORY))
-        for file in (REPOSITORY / "tests").rglob("test_*.py")
-        if re.search(r"skip.*cuda\.(is_available|device_count)", file.read_text()) and file != Path(__file__)
-    ]
-    assert otherwise == []
-
-
 @pytest.mark.long
 @pytest.mark.launch
 def test_one_device_is_measured_on_a_cpu(tmp_path: Path) -> None:

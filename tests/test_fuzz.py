@@ -46,19 +46,8 @@ few, many = settings(profile, max_examples=60), settings(profile, max_examples=4
 NUMBERS = [0, -1, 1, 2, 3, 7, 64, 513, 65_537, 2**31, 10**9, 10**12, 10**15, 2**63, 10**39, -(10**39)]
 FLOATS = [0.5, -0.0, 1e-300, 1e308, float("nan"), float("inf"), float("-inf")]
 TEXTS = ["", "auto", "nan", "inf", "-inf", "1e400", "9" * 5000, "a\nb", "\x1b[2J", "\u202e", "\ud800", "\0", "x" * 300]
-TEXTS += [
-    "x" * 10**5,
-    "/" * 5000,
-    "../..",
-    "{}",
-    "[" * 5000,
-    "{a: " * 5000,
-    "!!bool maybe",
-    "*a",
-    "&a [*a]",
-    "~",
-    "none",
-]
+TEXTS += ["x" * 10**5, "/" * 5000, "../..", "{}", "[" * 5000, "{a: " * 5000]
+TEXTS += ["!!bool maybe", "*a", "&a [*a]", "~", "none"]
 TEXTS += ["1-2", "3-1", "0x" + "f" * 5000, "1:" * 2000 + "1", "= ", "<<: 1", "1_000", "٣", "true", "80GiB", "9e99TiB"]
 scalars = st.one_of(
     st.sampled_from([*NUMBERS, *FLOATS, *TEXTS, None, True, False]),
@@ -170,38 +159,37 @@ def as_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def in_profiles(test: Callable[..., None]) -> Callable[..., None]:
-    """Run a property on few examples, and on many of them as a long test."""
-    hypothesis_test = test
+def fuzzed(**strategies: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test a property of few examples, and of many of them as a long test."""
     parameters = [pytest.param(few, id="few"), pytest.param(many, id="many", marks=pytest.mark.long)]
 
-    @pytest.mark.parametrize("examples", parameters)
-    def run(examples: settings, folder: Path) -> None:
-        examples(hypothesis_test)(folder)
+    def decorated(test: Callable[..., None]) -> Callable[..., None]:
+        @pytest.mark.parametrize("examples", parameters)
+        def run(examples: settings, folder: Path) -> None:
+            examples(given(**strategies)(test))(folder)
 
-    run.__name__ = test.__name__
-    return run
+        run.__name__ = test.__name__
+        return run
+
+    return decorated
 
 
 changes = st.tuples(st.sampled_from(SPEC_KEYS) | st.text(max_size=12), values)
 json_changes = st.tuples(st.sampled_from([*KEYS, *REFUSED]) | st.text(max_size=12), values)
 
 
-@in_profiles
-@given(changed=st.lists(changes, min_size=1, max_size=3))
+@fuzzed(changed=st.lists(changes, min_size=1, max_size=3))
 def test_any_override_of_the_spec(folder: Path, changed: list[tuple[str, object]]) -> None:
     attack([*dry_run(), *(word for key, value in changed for word in ("--set", f"{key}={as_text(value)}"))], folder)
 
 
-@in_profiles
-@given(changed=st.lists(json_changes, min_size=1, max_size=3))
+@fuzzed(changed=st.lists(json_changes, min_size=1, max_size=3))
 def test_any_override_of_the_json(folder: Path, changed: list[tuple[str, object]]) -> None:
     words = [word for key, value in changed for word in ("--set", f"ds.{key}={as_text(value)}")]
     attack([*dry_run(), *words], folder)
 
 
-@in_profiles
-@given(changed=st.lists(changes, min_size=1, max_size=3))
+@fuzzed(changed=st.lists(changes, min_size=1, max_size=3))
 def test_any_value_in_the_spec(folder: Path, changed: list[tuple[str, object]]) -> None:
     spec = yaml.safe_load(DIGITS.read_text())
     for key, value in changed:
@@ -211,8 +199,7 @@ def test_any_value_in_the_spec(folder: Path, changed: list[tuple[str, object]]) 
     attack(dry_run(path), folder)
 
 
-@in_profiles
-@given(changed=st.lists(json_changes, min_size=1, max_size=3), top=st.booleans())
+@fuzzed(changed=st.lists(json_changes, min_size=1, max_size=3), top=st.booleans())
 def test_any_value_in_the_json(folder: Path, changed: list[tuple[str, object]], top: bool) -> None:
     config = read_ds_config(ZERO2)
     for key, value in changed:
@@ -239,21 +226,18 @@ OPTIONS = list(options_of(make_parser()))
 TRAIN = [words[1] for words in OPTIONS if words[0] == "train" and words[1] not in ("--deepspeed_config", "--run-dir")]
 
 
-@in_profiles
-@given(option=st.sampled_from(OPTIONS), value=scalars)
+@fuzzed(option=st.sampled_from(OPTIONS), value=scalars)
 def test_any_value_of_any_option_is_parsed_or_refused(folder: Path, option: tuple[str, ...], value: object) -> None:
     with limited(), contextlib.suppress(UserError):
         make_parser().parse_args([*option[:-1], f"{option[-1]}={as_text(value)}"])
 
 
-@in_profiles
-@given(given_options=st.lists(st.tuples(st.sampled_from(TRAIN), scalars), min_size=1, max_size=3))
+@fuzzed(given_options=st.lists(st.tuples(st.sampled_from(TRAIN), scalars), min_size=1, max_size=3))
 def test_any_options_of_training(folder: Path, given_options: list[tuple[str, object]]) -> None:
     attack([*dry_run(), *(f"{name}={as_text(value)}" for name, value in given_options)], folder)
 
 
-@in_profiles
-@given(content=st.sampled_from(RAW) | st.binary(max_size=200), is_spec=st.booleans())
+@fuzzed(content=st.sampled_from(RAW) | st.binary(max_size=200), is_spec=st.booleans())
 @example(content=LAUGHS.encode(), is_spec=True)
 def test_any_bytes_as_a_file(folder: Path, content: bytes, is_spec: bool) -> None:
     path = folder.parent / "raw"
@@ -268,20 +252,11 @@ def test_an_error_is_a_line_of_few_characters_whatever_it_holds() -> None:
         assert line.startswith("file: ") and line.endswith("; fix")
 
 
-VERBS_OF_FOLDERS = (
-    ["checkpoint", "list"],
-    ["checkpoint", "verify"],
-    ["checkpoint", "describe"],
-    ["sample"],
-    ["evaluate"],
-)
-
-
 def test_what_is_no_file_is_refused_wherever_a_file_is_named(folder: Path) -> None:
     for path in no_files(folder):
         assert attack(dry_run(path), folder)
         assert attack(dry_run(DIGITS, path), folder)
         assert attack([*dry_run(), "--set", f"data.path={json.dumps(path)}"], folder)
         assert attack(["train", "--hostfile", path, "--dry-run", "--deepspeed_config", str(ZERO2)], folder)
-        for verb in VERBS_OF_FOLDERS:
-            assert attack([*verb, path], folder), (verb, path)
+        for verb in ("checkpoint list", "checkpoint verify", "checkpoint describe", "sample", "evaluate"):
+            assert attack([*verb.split(), path], folder), (verb, path)

@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ddpm_ds.checkpoint.groups import Gather
-from ddpm_ds.checkpoint.manifest import BAR_BYTES, unusable
+from ddpm_ds.checkpoint.manifest import BAR_BYTES, Span, unusable
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.union import CompleteCheckpoint
 
@@ -27,30 +27,17 @@ SENT_ELEMENTS = 2**24
 """Largest number of values sent at once."""
 
 
-class Wanted(NamedTuple):
-    """Values of a flattened parameter, or of one kind of its state, that a rank needs."""
-
-    kind: str
-    name: str
-    start: int
-    stop: int
-
-    @property
-    def bytes(self) -> int:
-        return 4 * (self.stop - self.start)
-
-
 class _Transfer(NamedTuple):
     source: int
     target: int
     number: int
     """Index of the values among those that the target wants."""
-    values: Wanted
+    values: Span
 
 
 def deliver(
     whole: CompleteCheckpoint,
-    wanted: Sequence[Wanted],
+    wanted: Sequence[Span],
     *,
     gather: Gather,
     device: torch.device,
@@ -66,46 +53,46 @@ def deliver(
     """
     groups = whole.groups
     reader = Reader(whole.path, whole.manifest, whole.here)
-    needs: list[tuple[int, Wanted]] = []
+    needs: list[tuple[int, Span]] = []
     for index, want in enumerate(wanted):
         at = want.start
-        for start, stop in reader.covered(*want):
-            needs += [(index, want._replace(start=at, stop=start))] if at < start else []
-            yield index, start, reader.read(want.kind, want.name, start, stop - start)
+        for start, stop in (*reader.covered(want), (want.stop, want.stop)):
+            if at < start:
+                needs.append((index, want.part(at, start)))
+            if start < stop:
+                yield index, start, reader.read(*want.part(start, stop))
             at = stop
-        needs += [(index, want._replace(start=at))] if at < want.stop else []
     transfers = _transfers(whole, reader, needs, gather)
     if not transfers:
         return
     if groups.rank == 0:
         sources = ", ".join(sorted({groups.hosts[one.source] for one in transfers}))
         targets = ", ".join(sorted({groups.hosts[one.target] for one in transfers}))
-        megabytes = sum(one.values.bytes for one in transfers) / 1e6
+        megabytes = sum(4 * one.values.length for one in transfers) / 1e6
         log(f"{whole.path.name}: {megabytes:,.1f} MB of it go from host {sources} to host {targets}")
-    mine = sum(one.values.bytes for one in transfers if one.target == groups.rank)
+    mine = sum(4 * one.values.length for one in transfers if one.target == groups.rank)
     hidden = groups.rank != min(one.target for one in transfers) or mine < BAR_BYTES
     with tqdm(total=mine, desc=f"fetching {whole.path.name}", unit="B", unit_scale=True, disable=hidden) as bar:
         for source, target, number, piece in transfers:  # in one order on all ranks, so that no two wait for each other
             if source == groups.rank:
-                values = reader.read(piece.kind, piece.name, piece.start, piece.stop - piece.start)
-                dist.send(values.to(device), target)
+                dist.send(reader.read(*piece).to(device), target)
             elif target == groups.rank:
-                values = torch.empty(piece.stop - piece.start, device=device)
+                values = torch.empty(piece.length, device=device)
                 dist.recv(values, source)
-                bar.update(piece.bytes)
+                bar.update(values.nbytes)
                 yield number, piece.start, values
 
 
 def _transfers(
-    whole: CompleteCheckpoint, reader: Reader, needs: Sequence[tuple[int, Wanted]], gather: Gather
+    whole: CompleteCheckpoint, reader: Reader, needs: Sequence[tuple[int, Span]], gather: Gather
 ) -> list[_Transfer]:
     """Plan the transfers, the same list on all ranks. Where several have a value the lowest leader sends it."""
     asked = [
-        (target, index, Wanted(*want)) for target, theirs in enumerate(gather(list(needs))) for index, want in theirs
+        (target, index, Span(*want)) for target, theirs in enumerate(gather(list(needs))) for index, want in theirs
     ]
     if not asked:
         return []
-    offers = gather([reader.covered(*want) if whole.groups.leads else [] for _, _, want in asked])
+    offers = gather([reader.covered(want) if whole.groups.leads else [] for _, _, want in asked])
     transfers = []
     for number, (target, index, want) in enumerate(asked):
         at = want.start
@@ -115,7 +102,7 @@ def _transfers(
             if start > at or stop <= at:
                 continue
             for low in range(at, stop, SENT_ELEMENTS):
-                piece = want._replace(start=low, stop=min(low + SENT_ELEMENTS, stop))
+                piece = want.part(low, min(low + SENT_ELEMENTS, stop))
                 transfers.append(_Transfer(source, target, index, piece))
             at = stop
         if at < want.stop:

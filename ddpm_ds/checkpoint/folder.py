@@ -13,7 +13,8 @@
     RUN_DIR/snapshots/                    the same of the averages of ``ema.profiles`` alone, in fp16, none deleted
 
 What begins with a dot or ``abandoned-`` is not a checkpoint. Hosts that share no folder have one each, with the same
-``manifest.json`` and ``state.json`` beside the fragments of their own ranks.
+``manifest.json`` and ``state.json`` beside the fragments of their own ranks. Whatever changes the folder raises OSError
+when the file system refuses.
 """
 
 from __future__ import annotations
@@ -48,9 +49,8 @@ def images_of(name: str) -> int | None:
 
 def names(folder: Path) -> list[str]:
     """Return the names of complete checkpoints, oldest first, without verifying their checksums."""
-    found = {path.name: images_of(path.name) for path in folder.glob("images-*") if path.is_dir()}
-    counted = {name: images for name, images in found.items() if images is not None}
-    return sorted(counted, key=counted.__getitem__)
+    found = [path.name for path in folder.glob("images-*") if path.is_dir() and _NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda name: int(name.removeprefix("images-")))
 
 
 def to_delete(names: Sequence[str], keep_last: int | None, keep_every_images: int | None) -> list[str]:
@@ -62,12 +62,9 @@ def to_delete(names: Sequence[str], keep_last: int | None, keep_every_images: in
     if keep_last is None:
         return []
     kept = set(names[-max(keep_last, 1) :])
-    milestones: set[int] = {0}
-    for name in names if keep_every_images else ():
-        milestone = (images_of(name) or 0) // (keep_every_images or 1)
-        if milestone not in milestones:
-            milestones.add(milestone)
-            kept.add(name)
+    if keep_every_images:
+        first_after = {(images_of(name) or 0) // keep_every_images: name for name in reversed(names)}
+        kept |= {name for milestone, name in first_after.items() if milestone}
     return [name for name in names if name not in kept]
 
 
@@ -85,22 +82,14 @@ def unfinished(folder: Path, prefix: str) -> dict[tuple[str, str], Path]:
 
 
 def restore(folder: Path) -> None:
-    """Restore the name of a checkpoint whose replacement was interrupted.
-
-    Raises:
-        OSError: the file system refuses.
-    """
+    """Restore the name of a checkpoint whose replacement was interrupted."""
     for path in folder.glob(f"{REPLACED}*"):
         if not (original := folder / path.name.removeprefix(REPLACED)).exists():
             path.rename(original)
 
 
 def clean(folder: Path) -> None:
-    """Remove what killed processes left of their work, and finish or undo it. No process may be writing.
-
-    Raises:
-        OSError: a checkpoint that was being replaced can't be moved back.
-    """
+    """Remove what killed processes left of their work, and finish or undo it. No process may be writing."""
     restore(folder)
     for probe in folder.glob(f"{PROBE}*"):
         probe.unlink(missing_ok=True)
@@ -110,11 +99,7 @@ def clean(folder: Path) -> None:
 
 
 def put_in_place(written: Path, target: Path) -> None:
-    """Make ``written`` the checkpoint ``target``. One of that name is replaced; :func:`clean` repairs an interruption.
-
-    Raises:
-        OSError: the file system refuses.
-    """
+    """Make ``written`` the checkpoint ``target``, replacing one of that name; :func:`clean` mends an interruption."""
     before = target.with_name(REPLACED + target.name)
     if target.exists():
         shutil.rmtree(before, ignore_errors=True)
@@ -131,11 +116,7 @@ def put_in_place(written: Path, target: Path) -> None:
 
 
 def take_back(target: Path) -> None:
-    """Undo :func:`put_in_place`, as long as :func:`tidy` has not been called.
-
-    Raises:
-        OSError: the file system refuses.
-    """
+    """Undo :func:`put_in_place`, as long as :func:`tidy` has not been called."""
     before = target.with_name(REPLACED + target.name)
     deleting = _hide(target)
     if before.exists():
@@ -144,28 +125,19 @@ def take_back(target: Path) -> None:
     shutil.rmtree(deleting, ignore_errors=True)
 
 
-def tidy(folder: Path, newest: str, keep_last: int | None, keep_every_images: int | None) -> list[str]:
-    """Replace ``latest`` after a checkpoint was written, apply the keep rules, set aside what the run has left behind.
-
-    Later checkpoints than ``newest`` are damaged, or of a course that the run left when it resumed from an older
-    one. They would be resumed from next time, so they are renamed; returns their new names.
-
-    Raises:
-        OSError: the file system refuses.
-    """
+def tidy(folder: Path, newest: str, keep_last: int | None, keep_every_images: int | None) -> None:
+    """Replace ``latest`` after a checkpoint was written, and apply the keep rules."""
     write_file(folder / LATEST, f"{newest}\n".encode())
     shutil.rmtree(folder / f"{REPLACED}{newest}", ignore_errors=True)
-    abandoned = set_aside(folder, images_of(newest) or 0)
     for name in to_delete(names(folder), keep_last, keep_every_images):
         shutil.rmtree(_hide(folder / name))
-    return abandoned
 
 
 def set_aside(folder: Path, after: int) -> list[str]:
     """Rename what is of more than ``after`` images, so that it is never read again; return the new names.
 
-    Raises:
-        OSError: the file system refuses.
+    It is damaged, or of a course that the run left when it resumed from an older checkpoint. The run would be resumed
+    from it next time.
     """
     abandoned = [f"{_ABANDONED}{name}" for name in names(folder) if (images_of(name) or 0) > after]
     for name in abandoned:

@@ -1,4 +1,4 @@
-"""Ranks of a run by the folder of checkpoints that they see, and how the leaders of several folders act together.
+"""Ranks of a run by the folder of checkpoints that they see, and how they complete a checkpoint together.
 
 ::
 
@@ -7,12 +7,12 @@
     host b   rank 2 ┐ RUN_DIR/checkpoints      another folder of the same name: a group, led by rank 2
              rank 3 ┘
 
-On a shared file system all ranks are one group. Where there are several, their leaders complete a checkpoint through a
-key-value store, and rank 0 decides::
+On a shared file system all ranks are one group. The ranks speak through a key-value store, and rank 0 decides::
 
-    rank 0                                        leader of another folder
-    all parts: covered once?   ◀────── parts      its ranks' files are on the disk
-    manifest, state            ──────▶            writes them beside its files, and flushes
+    rank 0                                        other ranks
+    all parts: covered once?   ◀────── part       its file is on the disk
+                                                  a leader of another folder goes on
+    manifest, state            ──────▶            writes them beside the files of its group, and flushes
     all ready?                 ◀────── ready
     ready                      ──────▶            renames the folder
     all placed?                ◀────── placed
@@ -67,11 +67,6 @@ class Groups:
         return self.leader_of[self.rank] == self.rank
 
     @property
-    def members(self) -> tuple[int, ...]:
-        """Ranks of this rank's group."""
-        return tuple(rank for rank, leader in enumerate(self.leader_of) if leader == self.leader_of[self.rank])
-
-    @property
     def shared(self) -> bool:
         """Whether all ranks see one folder."""
         return len(self.leaders) == 1
@@ -115,67 +110,63 @@ class CalledOff(NotSaved):
     """Error: rank 0 has decided that there is no checkpoint."""
 
 
-class Leaders:
-    """One leader's part in completing checkpoints. With one folder nothing is exchanged, and ``store`` may be None.
+class Completion:
+    """One rank's part in completing checkpoints.
 
-    ``seconds`` is what a group is given for its own part: rank 0 waits half as long again, the others until rank 0 must
-    have finished waiting. ``what`` is written; its name sets the keys of one writer apart from those of another.
+    Rank 0 waits for ``seconds``, the others until it must have finished waiting. ``what`` is written; its name sets the
+    keys of one writer apart from those of another.
     """
 
-    def __init__(self, groups: Groups, store: Store | None, seconds: float, what: str) -> None:
+    def __init__(self, groups: Groups, store: Store, seconds: float, what: str) -> None:
         self._groups, self._store, self._what = groups, store, what
-        self._seconds = 1.5 * seconds if groups.rank == 0 else 4 * seconds
+        self._seconds = seconds if groups.rank == 0 else 4 * seconds
+        self._answers: list[str] = []  # keys of rank 0's, until all have read them
         self.attempt = 0
         """Number of the checkpoint that all keys in the store belong to, the same on all ranks."""
 
-    def agree(self, topic: str, text: str = "", answer: Callable[[list[str]], str] = lambda texts: "") -> str:
-        """Give ``text`` to rank 0, which answers all leaders once it has the texts of all; return the answer.
+    def agree(
+        self, topic: str, ranks: Sequence[int], text: str = "", answer: Callable[[list[str]], str] = lambda texts: ""
+    ) -> str:
+        """Give ``text`` to rank 0, which answers the leaders once it has the texts of all ``ranks``; return the answer.
+
+        Other ranks than leaders wait for none.
 
         Raises:
-            CalledOff: on rank 0: another leader has a problem, or nothing came from it. On the others: rank 0 has
-                called the checkpoint off.
+            CalledOff: on rank 0: another rank has a problem, or nothing came from it. On the others: rank 0 has called
+                the checkpoint off.
             NotSaved: on the others: nothing came from rank 0.
         """
-        others = self._groups.leaders[1:]
         if self._groups.rank:
-            self._set(topic, self._groups.rank, text)
-            return self._wait(topic, 0, "called off")
-        texts = [text]
-        for rank in others:
-            texts.append(self._wait(topic, rank, "problem"))
-            self.forget(topic, rank)
-        answered = answer(texts)
-        if others:
-            self._set(topic, 0, answered)
+            self._store.set(self._key(topic, self._groups.rank), text)
+            return self._wait(topic, [0], "called off")[0] if self._groups.leads else ""
+        others = [rank for rank in ranks if rank]
+        answered = answer([text, *self._wait(topic, others, "problem")])
+        for read in (*self._answers, *(self._key(topic, rank) for rank in others)):
+            self._store.delete_key(read)
+        self._answers = [self._key(topic, 0)]
+        self._store.set(self._key(topic, 0), answered)
         return answered
-
-    def forget(self, topic: str, rank: int = 0) -> None:
-        """Delete what a leader wrote in the store, on rank 0, once it has been read."""
-        if self._groups.rank == 0 and self._store is not None:
-            self._store.delete_key(self._key(topic, rank))
 
     def fail(self, reason: str) -> None:
         """Report a problem to rank 0; on rank 0, cancel the checkpoint."""
-        if not self._groups.shared:
-            with contextlib.suppress(Exception):  # whatever a store raises when rank 0 has gone
-                self._set("problem" if self._groups.rank else "called off", 0, reason)
+        with contextlib.suppress(Exception):  # whatever a store raises when rank 0 has gone
+            self._store.set(self._key("problem" if self._groups.rank else "called off", 0), reason)
 
-    def _wait(self, topic: str, rank: int, trouble: str) -> str:
-        """Return the text of a key as soon as it exists; for a missing key the store itself would wait."""
-        assert self._store is not None
+    def _wait(self, topic: str, ranks: Sequence[int], trouble: str) -> list[str]:
+        """Return the texts of ranks as soon as they exist; for a missing key the store itself would wait."""
+        if not ranks:
+            return []
+        store, keys = self._store, {rank: self._key(topic, rank) for rank in ranks}
         deadline = time.monotonic() + self._seconds
-        while not self._store.check([self._key(topic, rank)]):
-            if self._store.check([self._key(trouble, 0)]):
-                raise CalledOff(self._store.get(self._key(trouble, 0)).decode())
+        while not store.check(list(keys.values())):
+            if store.check([self._key(trouble, 0)]):
+                raise CalledOff(store.get(self._key(trouble, 0)).decode())
             if time.monotonic() > deadline:
-                reason = f"{self._groups.name(rank)} has not answered for {self._seconds:g} s"
+                missing = [self._groups.name(rank) for rank, key in keys.items() if not store.check([key])]
+                reason = f"{', '.join(missing[:8])}{', ...' * (len(missing) > 8)} gave no answer in {self._seconds:g} s"
                 raise NotSaved(reason) if self._groups.rank else CalledOff(reason)
             time.sleep(POLL_SECONDS)
-        return self._store.get(self._key(topic, rank)).decode()
-
-    def _set(self, topic: str, rank: int, text: str) -> None:
-        assert self._store is not None
-        self._store.set(self._key(topic, rank), text)
+        return [store.get(key).decode() for key in keys.values()]
 
     def _key(self, topic: str, rank: int) -> str:
         return f"{self._what}/{self.attempt}/{topic}/{rank}"

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from tqdm import tqdm
 
 import ddpm_ds
@@ -27,8 +28,31 @@ BAR_BYTES = 10**9
 _BLANK = "0" * 64
 
 StoredDtype = Literal["F32", "F16"]
-Span = tuple[str, str, int, int]
-"""Values of a fragment: (kind, name of the parameter, first element, number of elements)."""
+
+
+class Span(NamedTuple):
+    """Place of successive values of a flattened parameter, or of one kind of its state."""
+
+    kind: str
+    """``master``, ``exp_avg``, ``exp_avg_sq``, ``ema``, ...: no slash."""
+    name: str
+    """Global name of the parameter."""
+    start: int
+    """Index of the first value."""
+    length: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+    @property
+    def key(self) -> str:
+        """Name of the tensor of these values in a file of a checkpoint."""
+        return f"{self.kind}/{self.name}@{self.start}"
+
+    def part(self, start: int, stop: int) -> Span:
+        """Return the place of the values from ``start`` to ``stop`` among these."""
+        return self._replace(start=start, length=stop - start)
 
 
 def _plain(name: str) -> str:
@@ -118,17 +142,14 @@ class Place(_Record):
 
 
 class Part(_Record):
-    """Record of a rank's file that is safe on the disk, for the leader of its group."""
+    """Record of a rank's file that is safe on the disk, for rank 0."""
 
     file: str
     entry: FileEntry
-    place: Place
+    place: Place | None
+    """None where all hosts share a folder."""
     fragments: list[Span]
     """In the order of the file."""
-
-
-Parts = TypeAdapter(list[Part])
-"""Records of all files of a group, from its leader to rank 0."""
 
 
 class Manifest(Description):
@@ -169,15 +190,13 @@ class Manifest(Description):
         return blank.replace(_BLANK.encode(), hashlib.sha256(blank).hexdigest().encode(), 1)
 
 
-def manifest_of(
-    description: Description, state: bytes, parts: Sequence[Part], *, places: bool, dtype: StoredDtype = "F32"
-) -> Manifest:
-    """Return the manifest of ``parts``, the files of all ranks, and of ``state.json``; with ``places`` if asked for.
+def manifest_of(description: Description, state: bytes, parts: Iterable[Part], dtype: StoredDtype = "F32") -> Manifest:
+    """Return the manifest of ``parts``, the files of all ranks, and of ``state.json``.
 
     Raises:
         ValueError: not every element was written once, or two ranks wrote files of one name.
     """
-    parts = [part for part in parts if part.fragments]
+    parts = sorted(parts, key=lambda part: part.file)
     files = {part.file: part.entry for part in parts}
     if len(files) != len(parts):
         raise ValueError("two ranks wrote parts of one name")
@@ -190,7 +209,7 @@ def manifest_of(
         created=datetime.now(UTC),
         kinds=kinds,
         files=dict(sorted(files.items())),
-        places={part.file: part.place for part in sorted(parts, key=lambda part: part.file)} if places else {},
+        places={part.file: part.place for part in parts if part.place},
         dtype=dtype,
     )
 
@@ -201,22 +220,22 @@ def check_coverage(parameters: Mapping[str, tuple[int, ...]], fragments: Iterabl
     Raises:
         ValueError: a kind lacks elements, has some twice, or belongs to an unknown parameter.
     """
-    spans: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
-    for kind, name, start, length in fragments:
-        if name not in parameters:
-            raise ValueError(f"{kind} of {name} was written, but there is no such parameter")
-        spans[kind, name].append((start, length))
+    spans: dict[tuple[str, str], list[Span]] = defaultdict(list)
+    for span in fragments:
+        if span.name not in parameters:
+            raise ValueError(f"{span.kind} of {span.name} was written, but there is no such parameter")
+        spans[span.kind, span.name].append(span)
     kinds = tuple(sorted({kind for kind, _ in spans}))
     if not kinds:
         raise ValueError("no rank wrote a fragment")
     for kind in kinds:
         for name, shape in parameters.items():
             at = 0
-            for start, length in (*sorted(spans[kind, name]), (math.prod(shape), 0)):
-                if start != at:
-                    what = "was not written" if start > at else "was written twice or beyond its end"
-                    raise ValueError(f"{kind} of {name} {what}, from element {min(start, at)} on")
-                at = start + length
+            for span in (*sorted(spans[kind, name]), Span(kind, name, math.prod(shape), 0)):
+                if span.start != at:
+                    what = "was not written" if span.start > at else "was written twice or beyond its end"
+                    raise ValueError(f"{kind} of {name} {what}, from element {min(span.start, at)} on")
+                at = span.stop
     return kinds
 
 
@@ -249,24 +268,23 @@ def read_manifest(checkpoint: Path) -> Manifest:
     )
 
 
-def read_bytes(checkpoint: Path, name: str) -> bytes:
-    """All bytes of a small file of a checkpoint.
-
-    Raises:
-        CheckpointError: it can't be read.
-    """
+@contextlib.contextmanager
+def _reading(checkpoint: Path, name: str) -> Iterator[None]:
+    """Raise CheckpointError where the file system can't read a file of a checkpoint."""
     try:
-        return read_file(checkpoint / name)
+        yield
     except OSError as error:
         raise unusable(checkpoint, f"{name} can't be read ({error.strerror})") from None
 
 
-def parse_state(checkpoint: Path, text: bytes) -> State:
-    """The scalars in the text of ``state.json``.
+def read_bytes(checkpoint: Path, name: str) -> bytes:
+    """All bytes of a small file of a checkpoint; raises CheckpointError when it can't be read."""
+    with _reading(checkpoint, name):
+        return read_file(checkpoint / name)
 
-    Raises:
-        CheckpointError: a value is missing, of another type or out of range.
-    """
+
+def parse_state(checkpoint: Path, text: bytes) -> State:
+    """The scalars in the text of ``state.json``; raises CheckpointError when one is missing, or out of range."""
     try:
         return State.model_validate_json(text)
     except ValidationError as error:
@@ -281,35 +299,18 @@ def check_headers(checkpoint: Path, manifest: Manifest, name: str) -> list[Span]
     Raises:
         CheckpointError: it is no safetensors file, or a fragment is none of the checkpoint's, in its data type.
     """
-    found = []
-    try:
+    with _reading(checkpoint, name):
         file = open_tensors(checkpoint / name, "numpy")
-        for key in file.keys():  # noqa: SIM118 - not a mapping
-            piece = file.get_slice(key)
-            kind, parameter, start = split_key(key)
-            (length,) = piece.get_shape()
-            known = kind in manifest.kinds and parameter in manifest.parameters
-            if piece.get_dtype() != manifest.dtype or not known:
-                raise ValueError(key)
-            found.append((kind, parameter, start, length))
-    except OSError as error:
-        raise unusable(checkpoint, f"{name} can't be read ({error.strerror})") from None
-    except ValueError:
-        what = {"F32": "fp32", "F16": "fp16"}[manifest.dtype]
-        raise unusable(checkpoint, f"{name} holds something other than the checkpoint's values in {what}") from None
+    found = []
+    for key in file.keys():  # noqa: SIM118 - not a mapping
+        piece = file.get_slice(key)
+        match, shape = re.fullmatch(r"([^/]+)/(.+)@(\d{1,15})", key), piece.get_shape()
+        known = piece.get_dtype() == manifest.dtype and len(shape) == 1
+        if not (known and match and match[1] in manifest.kinds and match[2] in manifest.parameters):
+            what = {"F32": "fp32", "F16": "fp16"}[manifest.dtype]
+            raise unusable(checkpoint, f"{name} holds something other than the checkpoint's values in {what}")
+        found.append(Span(match[1], match[2], int(match[3]), *shape))
     return found
-
-
-def split_key(key: str) -> tuple[str, str, int]:
-    """Return the kind, the parameter's name and the first element of a fragment's key, ``{kind}/{name}@{start}``.
-
-    Raises:
-        ValueError: it has another form.
-    """
-    match = re.fullmatch(r"([^/]+)/(.+)@(\d{1,15})", key)
-    if match is None:
-        raise ValueError(key)
-    return match[1], match[2], int(match[3])
 
 
 def files_here(checkpoint: Path, manifest: Manifest) -> list[str]:
@@ -369,11 +370,9 @@ def damages(checkpoint: Path, manifest: Manifest, names: Collection[str], progre
 def check_bytes(checkpoint: Path, name: str, manifest: Manifest, bar: tqdm[Any] | None = None) -> None:
     """Raise CheckpointError when a file's bytes are not those that were written; advances ``bar`` by its bytes."""
     path, expected = checkpoint / name, manifest.files[name]
-    try:
+    with _reading(checkpoint, name):
         size = path.stat().st_size
         digest = sha256_of(path, bar) if size == expected.bytes else None
-    except OSError as error:
-        raise unusable(checkpoint, f"{name} can't be read ({error.strerror})") from None
     if digest is None:
         raise unusable(checkpoint, f"{name} has {size:,} bytes, {expected.bytes:,} were written")
     if digest != expected.sha256:

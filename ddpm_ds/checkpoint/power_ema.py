@@ -16,10 +16,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,17 +30,16 @@ from ddpm_ds.checkpoint.manifest import (
     MANIFEST,
     STATE,
     Description,
-    FileEntry,
     Part,
-    Place,
+    Span,
     manifest_of,
     read_bytes,
     unusable,
 )
-from ddpm_ds.checkpoint.reader import Reader, header
+from ddpm_ds.checkpoint.reader import Reader, write_tensors
 from ddpm_ds.command_line import LONGEST_EMA, SHORTEST_EMA
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
-from ddpm_ds.files import sha256_of, sync, temporary_beside, write_file
+from ddpm_ds.files import sync, temporary_beside, write_file
 
 EMA = "ema"
 """Kind of values of the exponential average, which every checkpoint holds."""
@@ -193,33 +191,30 @@ class Reconstruction:
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
             temporary.mkdir()
-            self._write_files(temporary, out)
+            self._write_files(temporary)
             put_in_place(temporary, out)
         except OSError as error:
             raise OutputError(f"{out} can't be written ({error.strerror}); name a folder that can") from None
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
-    def _write_files(self, folder: Path, out: Path) -> None:
-        parameters = self.manifest.parameters
-        sizes = {name: math.prod(shape) for name, shape in parameters.items()}
-        keys = [(f"{self.kind}/{name}@0", "F32", (size,), size) for name, size in sizes.items()]
-        with (folder / FILE).open("wb") as file:
-            file.write(header(keys, {}))
-            for name in parameters:
-                values = self.read(name)
-                if not values.isfinite().all():
-                    raise CheckpointError(f"{name} of {self.path} is not finite or beyond fp16; use others with --at")
-                file.write(values.numpy().data)
-            file.flush()
-            os.fsync(file.fileno())
-        entry = FileEntry(bytes=(folder / FILE).stat().st_size, sha256=sha256_of(folder / FILE))
-        spans = [(self.kind, name, 0, size) for name, size in sizes.items()]
-        part = Part(file=FILE, entry=entry, place=Place(host="", folder=str(out.parent)), fragments=spans)
+    def _write_files(self, folder: Path) -> None:
+        def values() -> Iterator[memoryview]:
+            for span in spans:
+                read = self.read(span.name)
+                if not read.isfinite().all():
+                    raise CheckpointError(
+                        f"{span.name} of {self.path} is not finite or beyond fp16; use others with --at"
+                    )
+                yield read.numpy().data
+
+        spans = [Span(self.kind, name, 0, math.prod(shape)) for name, shape in self.manifest.parameters.items()]
+        entry = write_tensors(folder / FILE, [(span.key, "F32", (span.length,)) for span in spans], values())
+        part = Part(file=FILE, entry=entry, place=None, fragments=spans)
         state = read_bytes(self.path, STATE)
         description = Description(**{name: getattr(self.manifest, name) for name in Description.model_fields})
         write_file(folder / STATE, state)
-        write_file(folder / MANIFEST, manifest_of(description, state, [part], places=False).dump())
+        write_file(folder / MANIFEST, manifest_of(description, state, [part]).dump())
         sync(folder)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import itertools
 import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +19,9 @@ from tqdm import tqdm
 
 from ddpm_ds.checkpoint.manifest import (
     STATE,
+    FileEntry,
     Manifest,
-    State,
+    Span,
     check_all_here,
     check_bytes,
     check_headers,
@@ -33,15 +36,6 @@ from ddpm_ds.errors import CheckpointError, OutputError
 from ddpm_ds.files import open_tensors, sync, temporary_beside
 
 ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-
-
-class _Span(NamedTuple):
-    """Place of a fragment: its elements of the parameter, and the file and key."""
-
-    start: int
-    stop: int
-    file: str
-    key: str
 
 
 class Reader:
@@ -61,18 +55,11 @@ class Reader:
             check_all_here(path, self.manifest)
         self._listed = [name for name in self.manifest.files if only is None or name in only]
         self._verified: set[str] = set()
-        self._state: State | None = None
+        self._files: dict[str, Any] = {}
+        self._spans: dict[tuple[str, str], list[tuple[Span, str]]] = {}
         if STATE in self._listed:
             self._check(STATE)
-            self._state = parse_state(path, read_bytes(path, STATE))
-        self._files: dict[str, Any] = {}
-        self._spans: dict[tuple[str, str], list[_Span]] = {}
-
-    @property
-    def state(self) -> State:
-        """Return the scalars of the checkpoint, where ``only`` does not leave them out."""
-        assert self._state is not None
-        return self._state
+            self.state = parse_state(path, read_bytes(path, STATE))
 
     def verify(self, progress: bool = False) -> None:
         """Compare the checksums of all files."""
@@ -95,12 +82,12 @@ class Reader:
             raise ValueError(f"values {start} to {stop} of {name}, which has {elements}")
         values = torch.empty(stop - start)
         at = start
-        for span in self._spans_of(kind, name):
+        for span, file in self._spans_of(kind, name):
             low, high = max(at, span.start), min(stop, span.stop)
             if low != at or low >= high:
                 continue
-            self._check(span.file)
-            piece = self._files[span.file].get_slice(span.key)[low - span.start : high - span.start]
+            self._check(file)
+            piece = self._files[file].get_slice(span.key)[low - span.start : high - span.start]
             values.numpy()[low - start : high - start] = piece.numpy()
             at = high
         if at != stop:
@@ -108,55 +95,64 @@ class Reader:
             raise unusable(self.path, f"values {at} and following of {kind} of {name} are in none of its files")
         return values
 
-    def covered(self, kind: str, name: str, start: int, stop: int) -> list[tuple[int, int]]:
+    def covered(self, wanted: Span) -> list[tuple[int, int]]:
         """Return which of these values its files hold: (start, stop) of each piece, in order."""
-        spans = [(max(start, span.start), min(stop, span.stop)) for span in self._spans_of(kind, name)]
-        return [(low, high) for low, high in spans if low < high]
+        spans = [span for span, _ in self._spans_of(wanted.kind, wanted.name)]
+        pieces = [(max(wanted.start, span.start), min(wanted.stop, span.stop)) for span in spans]
+        return [(low, high) for low, high in pieces if low < high]
 
     def _check(self, name: str) -> None:
         if name not in self._verified:
             check_bytes(self.path, name, self.manifest)
             self._verified.add(name)
 
-    def _spans_of(self, kind: str, name: str) -> list[_Span]:
-        """Return the fragments of one tensor in order; opens all files the first time.
+    def _spans_of(self, kind: str, name: str) -> list[tuple[Span, str]]:
+        """Return the fragments of one tensor in order, each with its file; opens all files the first time.
 
         A damaged header can hide fragments or claim more, but not make values: they are read after the checksum.
         """
         if not self._spans:
             spans = defaultdict(list)
             for file in self._listed:
-                for span_kind, span_name, span in self._fragments(file) if file != STATE else ():
-                    spans[span_kind, span_name].append(span)
+                for span in self._open(file) if file != STATE else ():
+                    spans[span.kind, span.name].append((span, file))
             self._spans = {key: sorted(found) for key, found in spans.items()}
         return self._spans.get((kind, name), [])
 
-    def _fragments(self, file: str) -> Iterator[tuple[str, str, _Span]]:
+    def _open(self, file: str) -> list[Span]:
         try:
-            fragments = check_headers(self.path, self.manifest, file)
+            spans = check_headers(self.path, self.manifest, file)
             self._files[file] = open_tensors(self.path / file)
         except (OSError, CheckpointError):
             self._check(file)  # a checksum says more
             raise
-        for kind, name, start, length in fragments:
-            yield kind, name, _Span(start, start + length, file, f"{kind}/{name}@{start}")
+        return spans
 
 
-def header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> bytes:
-    """Return the header of a safetensors file, made here so that the tensors after it can be streamed.
+def write_tensors(
+    path: Path, tensors: Iterable[tuple[str, str, tuple[int, ...]]], values: Iterable[memoryview], **metadata: str
+) -> FileEntry:
+    """Write a safetensors file that is on the disk when this returns; its tensors are streamed.
 
-    Eight bytes little-endian length, then JSON; the raw tensors follow without gaps. ``tensors`` are (key, dtype,
-    shape, elements) in the order of their bytes.
+    Eight bytes little-endian length, then a header in JSON; the raw tensors follow without gaps. ``tensors`` are (key,
+    dtype, shape) in the order of their ``values``.
     """
-    entries: dict[str, object] = {"__metadata__": dict(metadata)}
+    entries: dict[str, object] = {"__metadata__": metadata}
     at = 0
-    for key, dtype, shape, elements in tensors:
-        end = at + elements * ELEMENT_BYTES[dtype]
-        entries[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
+    for key, dtype, shape in tensors:
+        end = at + math.prod(shape) * ELEMENT_BYTES[dtype]
+        entries[key] = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # readers that map the file want aligned tensors
-    return len(text).to_bytes(8, "little") + text
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for piece in itertools.chain([memoryview(len(text).to_bytes(8, "little") + text)], values):
+            digest.update(piece)
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileEntry(bytes=8 + len(text) + at, sha256=digest.hexdigest())
 
 
 def consolidate(path: Path, out: Path, kind: str = "ema", dtype: Dtype = "fp32", *, progress: bool = False) -> None:
@@ -178,20 +174,21 @@ def consolidate(path: Path, out: Path, kind: str = "ema", dtype: Dtype = "fp32",
         raise CheckpointError(f"checkpoint {path} has no {kind} weights, only {kinds}; choose others")
     reader.verify(progress)
     code, torch_dtype = DTYPES[dtype]
-    metadata = {"format": "pt", "kind": kind, "images": str(reader.manifest.images)}
-    tensors = [(name, code, shape, math.prod(shape)) for name, shape in parameters.items()]
+    tensors = [(name, code, shape) for name, shape in parameters.items()]
     temporary = temporary_beside(out)
-    try:
-        with temporary.open("wb") as file, tqdm(parameters, desc=f"writing {out.name}", disable=not progress) as bar:
-            file.write(header(tensors, metadata))
+
+    def converted() -> Iterator[memoryview]:
+        with tqdm(parameters, desc=f"writing {out.name}", disable=not progress) as bar:
             for name in bar:
                 values = reader.read(kind, name)
-                converted = values.to(torch_dtype)
-                if not converted.isfinite().equal(values.isfinite()):
+                narrower = values.to(torch_dtype)
+                if not narrower.isfinite().equal(values.isfinite()):
                     raise CheckpointError(f"{kind} of {name} has values beyond {dtype}; use --dtype bf16 or fp32")
-                file.write(converted.view(torch.uint8).numpy().data)
-            file.flush()
-            os.fsync(file.fileno())
+                yield narrower.view(torch.uint8).numpy().data
+
+    try:
+        images = str(reader.manifest.images)
+        write_tensors(temporary, tensors, converted(), format="pt", kind=kind, images=images)
         temporary.replace(out)
         sync(out.absolute().parent)
     except OSError as error:

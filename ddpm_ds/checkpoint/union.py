@@ -130,16 +130,6 @@ def newest(
     raise NoCheckpointError(f"{none}: {problems[0][-1]}")
 
 
-def newest_good(folder: Path, log: Callable[[str], None]) -> Path | None:
-    """Return the path of :func:`newest` for a process alone.
-
-    Raises:
-        NoCheckpointError: there are checkpoints, but none can be used.
-    """
-    found = newest(folder, Groups.one_folder(), lambda value: [value], log)
-    return found.path if found else None
-
-
 def checkpoint_at(path: Path, log: Callable[[str], None]) -> Path:
     """Return ``path``, or where it is a run's folder its newest good checkpoint.
 
@@ -149,10 +139,10 @@ def checkpoint_at(path: Path, log: Callable[[str], None]) -> Path:
     folder = path / "checkpoints"
     if (path / MANIFEST).exists() or not folder.is_dir():
         return path
-    found = newest_good(folder, log)
+    found = newest(folder, Groups.one_folder(), lambda value: [value], log)
     if found is None:
         raise NoCheckpointError(f"run {path} has no checkpoint yet; name a run that has saved, or a checkpoint")
-    return found
+    return found.path
 
 
 def whole(path: Path, groups: Groups, gather: Gather, *, progress: bool = False) -> CompleteCheckpoint:
@@ -211,7 +201,7 @@ def _assemble(
     try:
         state = parse_state(path, _read(path, STATE, source, groups, gather))
         # Each once, since two hosts may hold a copy.
-        fragments = {(kind, name, start, length) for found in spans for kind, name, start, length in found}
+        fragments = {Span(*span) for found in spans for span in found}
         if check_coverage(manifest.parameters, fragments) != manifest.kinds:
             raise ValueError(f"its files hold other kinds of values than {MANIFEST} says")
         if (state.images_seen, state.steps) != (manifest.images, manifest.step):

@@ -3,20 +3,16 @@
 ::
 
     training   begin: copy to host memory ─┐ ...trains on...
-    thread                                 └ own file ─ part record ─▶ leader: all parts of this folder there?
-                                                                     └─▶ rank 0: all parts of all? covered once?
-                                                     leader: manifest, state, fsync, rename, latest ◀─┘
+    thread                                 └ own file ─ its record ─▶ rank 0: records of all? every value once?
+                                                        leader: manifest, state, fsync, rename, latest ◀─┘
 
-Ranks that see one folder exchange files in it; the leaders of several folders use a key-value store (:class:`Leaders`).
-No thread runs a collective.
+Ranks use a key-value store (:class:`~ddpm_ds.checkpoint.groups.Completion`); no thread runs a collective.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-import os
 import shutil
 import threading
 import time
@@ -27,37 +23,39 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed import Store
+from torch.distributed import HashStore, Store
 
-from ddpm_ds.checkpoint.folder import WRITING, checkpoint_name, clean, names, put_in_place, take_back, tidy
-from ddpm_ds.checkpoint.groups import CalledOff, Groups, Leaders, NotSaved
+from ddpm_ds.checkpoint.folder import (
+    WRITING,
+    checkpoint_name,
+    clean,
+    names,
+    put_in_place,
+    set_aside,
+    take_back,
+    tidy,
+)
+from ddpm_ds.checkpoint.groups import CalledOff, Completion, Groups, NotSaved
 from ddpm_ds.checkpoint.manifest import (
     MANIFEST,
     STATE,
     Description,
-    FileEntry,
     Part,
-    Parts,
     Place,
     Span,
     StoredDtype,
     manifest_of,
 )
-from ddpm_ds.checkpoint.reader import header
-from ddpm_ds.files import replace_file, sync, write_file
-
-POLL_SECONDS = 0.02
+from ddpm_ds.checkpoint.reader import write_tensors
+from ddpm_ds.files import replace_file, write_file
 
 
 class Fragment(NamedTuple):
-    """Piece of one parameter, or of one kind of its state, that only this rank owns."""
+    """Piece of one parameter, or of one kind of its state, that only this rank owns; see :class:`Span`."""
 
     kind: str
-    """``master``, ``exp_avg``, ``exp_avg_sq``, ``ema``, ...: no slash."""
     name: str
-    """Global name of the parameter."""
     start: int
-    """Index of the first value in the flattened parameter."""
     values: Tensor  # (length,) fp32, any device
 
 
@@ -65,30 +63,27 @@ DTYPES: dict[StoredDtype, torch.dtype] = {"F32": torch.float32, "F16": torch.flo
 
 
 class HostCopy:
-    """Copy of fragments at one moment, one after the other, in ``dtype``; its memory is reused for the next moment."""
+    """Copy of tensors at one moment, one after the other, in ``dtype``; its memory is reused for the next moment."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._values = torch.empty(0, dtype=dtype)
         self._used = 0
 
-    def take(self, fragments: Sequence[Fragment]) -> None:
+    def take(self, pieces: Sequence[Tensor]) -> None:
         """Copy all values; returns when they may change. Pinned memory where any are on CUDA."""
-        devices = {fragment.values.device for fragment in fragments if fragment.values.is_cuda}
-        self._used = sum(fragment.values.numel() for fragment in fragments)
+        devices = {piece.device for piece in pieces if piece.is_cuda}
+        sizes = [piece.numel() for piece in pieces]
+        self._used = sum(sizes)
         if self._values.numel() < self._used:
             dtype = self._values.dtype
             self._values = torch.empty(0, dtype=dtype)  # frees the old before the new is there
             self._values = torch.empty(self._used, dtype=dtype, pin_memory=bool(devices))
-        at = 0
-        for fragment in fragments:
-            end = at + fragment.values.numel()
-            values = fragment.values.detach()
-            if values.device.type == "cpu":  # numpy, since torch would start its threads anew for every fragment
+        for target, piece in zip(self._values[: self._used].split(sizes), pieces, strict=True):
+            if piece.is_cuda:
+                target.copy_(piece.detach(), non_blocking=True)
+            else:  # numpy, since torch would start its threads anew for every piece
                 with np.errstate(over="ignore"):  # beyond fp16 is infinity, which is refused where it is read
-                    self._values.numpy()[at:end] = values.numpy()
-            else:
-                self._values[at:end].copy_(values, non_blocking=True)
-            at = end
+                    target.numpy()[:] = piece.detach().numpy()
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
 
@@ -100,8 +95,8 @@ class HostCopy:
 class Writer:
     """One rank's share in writing checkpoints into ``folder``.
 
-    ``groups`` says which ranks see the same folder of that name; where there are several, ``store`` is the key-value
-    store of their leaders. Make it on every rank before training communicates: the leaders remove what killed processes
+    ``groups`` says which ranks see the same folder of that name; where there are several ranks, ``store`` is their
+    key-value store. Make it on every rank before training communicates: the leaders remove what killed processes
     left (for several folders :func:`ddpm_ds.checkpoint.union.settle` has done so). Every rank calls :meth:`begin` for
     every checkpoint, with no fragments if it owns none. File errors never raise into training: rank 0 reports through
     ``log`` (from a thread) in one line what was lost, and earlier checkpoints stay. ``keep_last`` and
@@ -125,10 +120,8 @@ class Writer:
         self._folder, self._groups, self._log = folder, groups, log
         self._what = what
         self._dtype: StoredDtype = "F32" if what == "checkpoint" else "F16"
-        self._leaders = Leaders(groups, store, time_limit_seconds, what)
+        self._completion = Completion(groups, store or HashStore(), time_limit_seconds, what)
         self._keep = keep_last, keep_every_images
-        self._time_limit_seconds = time_limit_seconds
-        self._attempt = 0
         self._thread: threading.Thread | None = None
         self._saved = True
         self.why_not = ""
@@ -147,16 +140,13 @@ class Writer:
 
         ``part`` names this rank's file, such as ``stage0-replica1``; ``description`` and ``state`` (what JSON can
         hold) are those of rank 0. A checkpoint of the same number of images is replaced.
-
-        Raises:
-            TypeError, ValueError: a state that JSON can't hold: a bug.
         """
         started = time.monotonic()
         self.wait()
-        self._attempt += 1
+        self._completion.attempt += 1
         fragments = [fragment for fragment in fragments if fragment.values.numel()]
-        self._host.take(fragments)
-        spans = [(fragment.kind, fragment.name, fragment.start, fragment.values.numel()) for fragment in fragments]
+        self._host.take([fragment.values for fragment in fragments])
+        spans = [Span(kind, name, start, values.numel()) for kind, name, start, values in fragments]
         text = json.dumps(dict(state), indent=2) + "\n"
         copies = f"{part}.safetensors", spans, description.model_copy(deep=True), text
         self._thread = threading.Thread(target=self._write, args=copies, name=self._what, daemon=True)
@@ -176,101 +166,86 @@ class Writer:
         """Write a checkpoint; this is all that the thread does."""
         self._saved = False
         name = checkpoint_name(description.images)
-        scratch = self._folder / f"{WRITING}{name}.{self._attempt}"  # the same for all ranks
+        scratch = self._folder / f"{WRITING}{name}.{self._completion.attempt}"  # the same for all ranks
         try:
             if self._groups.leads:
-                self._leaders.attempt = self._attempt
                 self._remove_earlier_attempts()
-            self._write_part(scratch, file, spans)
-            if self._groups.leads:
-                self._complete(scratch, description, state)
+            scratch.mkdir(parents=True, exist_ok=True)
+            self._complete(scratch, self._written(scratch / file, spans), description, state)
             self._saved = True
         except Exception as error:
-            self._give_up(scratch, file, name, error)
+            self._give_up(scratch, name, error)
             return
         if self._groups.leads:
-            self._tidy(name)
+            self.set_aside(description.images)
+            try:
+                tidy(self._folder, name, *self._keep)
+            except Exception as error:
+                changed = "older ones or `latest` could not be changed"
+                self._log(f"{self._what} {name} is saved, but {changed}: {_reason(error)}")
+
+    def set_aside(self, images: int) -> None:
+        """Rename what this folder has of more than ``images``: the run has gone on from before it."""
+        if not self._groups.leads:
+            return
+        try:
+            abandoned = set_aside(self._folder, images)
+        except OSError as error:
+            what = f"{self._what}s of more than {images:,} images in {self._folder}"
+            self._log(f"{what} can't be renamed ({error.strerror}); remove them: the run went on from before them")
+            return
+        if abandoned and self._groups.rank == 0:
+            self._log(f"the run went on from before them: {self._what}s renamed to {', '.join(abandoned)}")
 
     def _remove_earlier_attempts(self) -> None:
         """Remove what earlier attempts of this process left, such as the parts of ranks that were slower to fail."""
         for path in self._folder.glob(f"{WRITING}*"):
-            if path.suffix[1:].isdigit() and int(path.suffix[1:]) < self._attempt:
+            if path.suffix[1:].isdigit() and int(path.suffix[1:]) < self._completion.attempt:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _write_part(self, scratch: Path, file: str, spans: list[Span]) -> None:
-        """Write this rank's file, then its record."""
-        scratch.mkdir(parents=True, exist_ok=True)
-        keys = [(f"{kind}/{name}@{start}", self._dtype, (n,), n) for kind, name, start, n in spans]
-        digest, size = hashlib.sha256(), 0
-        with (scratch / file).open("wb") as stream:
-            for piece in (header(keys, {}), self._host.raw()):
-                digest.update(piece)
-                stream.write(piece)
-                size += len(piece)
-            stream.flush()
-            os.fsync(stream.fileno())
+    def _written(self, path: Path, spans: list[Span]) -> str:
+        """Write this rank's file, and return its record; a rank without values has neither."""
+        if not spans:
+            return ""
+        tensors = [(span.key, self._dtype, (span.length,)) for span in spans]
+        entry = write_tensors(path, tensors, [self._host.raw()])
         place = Place(host=self._groups.hosts[self._groups.rank], folder=str(self._folder.absolute()))
-        entry = FileEntry(bytes=size, sha256=digest.hexdigest())
-        record = Part(file=file, entry=entry, place=place, fragments=spans)
-        replace_file(scratch / _record(self._groups.rank), record.model_dump_json().encode())  # the leader syncs
+        shown = None if self._groups.shared else place
+        return Part(file=path.name, entry=entry, place=shown, fragments=spans).model_dump_json()
 
-    def _complete(self, scratch: Path, description: Description, state: str) -> None:
-        """Wait on a leader for all parts, have rank 0 check them, and put the checkpoint in place."""
+    def _complete(self, scratch: Path, part: str, description: Description, state: str) -> None:
+        """Give rank 0 the record of this rank's file; on a leader, put the checkpoint in place once it has all."""
 
         def describe(texts: list[str]) -> str:
-            parts = [part for text in texts for part in Parts.validate_json(text)]
-            shared = self._groups.shared
-            manifest = manifest_of(description, state.encode(), parts, places=not shared, dtype=self._dtype)
+            parts = [Part.model_validate_json(text) for text in texts if text]
+            manifest = manifest_of(description, state.encode(), parts, self._dtype)
             return json.dumps([manifest.dump().decode(), state])
 
-        parts = self._parts(scratch)
-        manifest, state = json.loads(self._leaders.agree("manifest", Parts.dump_json(parts).decode(), describe))
-        write_file(scratch / STATE, state.encode())
+        groups, agree = self._groups, self._completion.agree
+        described = agree("manifest", range(len(groups.hosts)), part, describe)
+        if not groups.leads:
+            return
+        manifest, state = json.loads(described)
+        replace_file(scratch / STATE, state.encode())
         write_file(scratch / MANIFEST, manifest.encode())
-        for path in list(scratch.iterdir()):
-            if path.name not in (STATE, MANIFEST, *(part.file for part in parts if part.fragments)):
-                path.unlink()
-        sync(scratch)
-        self._leaders.agree("ready")
-        self._leaders.forget("manifest")
+        agree("ready", groups.leaders)
         target = self._folder / checkpoint_name(description.images)
         put_in_place(scratch, target)
         try:
-            self._leaders.agree("placed")
+            agree("placed", groups.leaders)
         except CalledOff:
             take_back(target)
             raise
 
-    def _parts(self, scratch: Path) -> list[Part]:
-        """Return the records of all ranks of this folder, as soon as they exist."""
-        deadline = time.monotonic() + self._time_limit_seconds
-        while True:
-            there = {path.name for path in scratch.iterdir()}
-            for failed in (name for name in there if name.endswith(".failed")):
-                raise NotSaved((scratch / failed).read_text())
-            missing = [rank for rank in self._groups.members if _record(rank) not in there]
-            if not missing:
-                break
-            if time.monotonic() > deadline:
-                ranks = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-                where = "" if self._groups.shared else f" on host {self._groups.hosts[self._groups.rank]}"
-                raise NotSaved(f"rank {ranks}{where} had not written its part after {self._time_limit_seconds:g} s")
-            time.sleep(POLL_SECONDS)
-        return [Part.model_validate_json((scratch / _record(rank)).read_bytes()) for rank in self._groups.members]
-
-    def _give_up(self, scratch: Path, file: str, name: str, error: Exception) -> None:
-        """Remove what is half-written; rank 0 reports it, another rank tells its leader, and that one rank 0."""
+    def _give_up(self, scratch: Path, name: str, error: Exception) -> None:
+        """Remove what is half-written, tell the others, and report it on rank 0."""
         rank, reason = self._groups.rank, _reason(error)
         if not isinstance(error, NotSaved) and (rank != 0 or not self._groups.shared):
             reason = f"{self._groups.name(rank)}: {reason}"
-        if not self._groups.leads:
-            with contextlib.suppress(OSError):
-                (scratch / file).unlink(missing_ok=True)  # makes room for the message
-                write_file(scratch / f"rank{rank}.failed", reason.encode())
-            return
-        shutil.rmtree(scratch, ignore_errors=True)
+        if self._groups.leads:
+            shutil.rmtree(scratch, ignore_errors=True)
         if rank == 0 or not isinstance(error, CalledOff):
-            self._leaders.fail(reason)
+            self._completion.fail(reason)
         if rank == 0:
             before = names(self._folder)
             lost = f"{before[-1]} stays, only the time since is at risk" if before else "there is none before it"
@@ -278,20 +253,6 @@ class Writer:
                 lost = "`ddpm-ds ema` makes averages from the others"
             self.why_not = f"{self._what} {name} was not saved: {reason}; {lost}"
             self._log(self.why_not)
-
-    def _tidy(self, name: str) -> None:
-        try:
-            abandoned = tidy(self._folder, name, *self._keep)
-        except Exception as error:
-            what = f"{self._what} {name}"
-            self._log(f"{what} is saved, but older ones or `latest` could not be changed: {_reason(error)}")
-            return
-        if abandoned and self._groups.rank == 0:
-            self._log(f"the run went on from before them: {self._what}s renamed to {', '.join(abandoned)}")
-
-
-def _record(rank: int) -> str:
-    return f"rank{rank}.part.json"
 
 
 def _reason(error: Exception) -> str:

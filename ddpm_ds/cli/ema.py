@@ -27,12 +27,8 @@ examples
 
 def add_ema(verbs: argparse._SubParsersAction[Any]) -> None:
     """Add the verb."""
-    parser = verbs.add_parser(
-        "ema",
-        help="make averaged weights of another length after training",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-    )
+    what = "make averaged weights of another length after training"
+    parser = verbs.add_parser("ema", help=what, description=DESCRIPTION, epilog=EXAMPLES)
     parser.add_argument("run_dir", type=file_path, metavar="RUN_DIR", help="folder of a run that keeps snapshots")
     parser.add_argument("--length", type=ema_length, required=True, metavar="L", help="relative length, such as 0.1")
     parser.add_argument(

@@ -18,7 +18,7 @@ from ddpm_ds.processes.ranks import set_environment
 if TYPE_CHECKING:
     from ddpm_ds.config.spec import SamplerSpec
     from ddpm_ds.data.cache import DatasetCache
-    from ddpm_ds.evaluate.sampling import Request
+    from ddpm_ds.evaluate.outputs import Request
     from ddpm_ds.evaluate.scores import Score, Scorer
     from ddpm_ds.evaluate.trained import Trained
 
@@ -51,12 +51,8 @@ exit codes
 
 def add_evaluate(verbs: argparse._SubParsersAction[Any]) -> None:
     """Add the verb."""
-    parser = verbs.add_parser(
-        "evaluate",
-        help="score a checkpoint or an export against the real images",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-    )
+    what = "score a checkpoint or an export against the real images"
+    parser = verbs.add_parser("evaluate", help=what, description=DESCRIPTION, epilog=EXAMPLES)
     parser.add_argument("--count", type=_count, default=10_000, metavar="N", help="images to draw (default 10000)")
     parser.add_argument(
         "--metrics",
@@ -181,8 +177,8 @@ def _evaluate_one(
 ) -> tuple[Path, list[Score]]:
     """Draw, score and record the images of one kind of weights and sampler; returns the folder and the scores."""
     from ddpm_ds.evaluate.mlflow_child import record_child
-    from ddpm_ds.evaluate.outputs import BatchFolder, titled_grid, writing
-    from ddpm_ds.evaluate.sampling import Request, draw_missing
+    from ddpm_ds.evaluate.outputs import BatchFolder, Request, titled_grid, writing
+    from ddpm_ds.evaluate.sampling import draw_missing
     from ddpm_ds.evaluate.scores import about, labels_like, table, write_report
 
     labels = None if trained.unet_spec.classes is None else labels_like(reference, options.count)

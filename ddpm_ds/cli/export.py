@@ -8,7 +8,7 @@ import shlex
 from dataclasses import replace
 from typing import Any
 
-from ddpm_ds.cli.sample import add_autoencoder
+from ddpm_ds.cli.sample import add_weights_options
 from ddpm_ds.command_line import add_overrides, file_path, whole
 from ddpm_ds.errors import SpecError
 from ddpm_ds.processes.ranks import set_environment
@@ -49,21 +49,12 @@ examples
 
 def add_export(verbs: argparse._SubParsersAction[Any]) -> None:
     """Add the verb ``export``."""
-    parser = verbs.add_parser(
-        "export",
-        help="write trained weights as a pipeline of diffusers",
-        description=EXPORT_DESCRIPTION,
-        epilog=EXPORT_EXAMPLES,
-    )
-    parser.add_argument(
-        "path", type=file_path, metavar="CHECKPOINT|RUN_DIR", help="folder of the weights; a run's newest"
-    )
+    what = "write trained weights as a pipeline of diffusers"
+    parser = verbs.add_parser("export", help=what, description=EXPORT_DESCRIPTION, epilog=EXPORT_EXAMPLES)
+    add_weights_options(parser)
     parser.add_argument("out", type=file_path, metavar="DIR", help="folder to write; must be empty or not exist")
-    parser.add_argument("--weights", choices=("ema", "raw"), default="ema", help="averaged or as trained (default ema)")
-    add_autoencoder(parser)
-    parser.add_argument(
-        "--dtype", choices=("fp32", "fp16"), default="fp32", help="data type of the file (default fp32)"
-    )
+    of_file = "data type of the file (default fp32)"
+    parser.add_argument("--dtype", choices=("fp32", "fp16"), default="fp32", help=of_file)
     parser.add_argument(
         "--label", type=_label, metavar="none|K", help="fold this label into the weights of a class-conditional U-Net"
     )
@@ -74,21 +65,14 @@ def add_export(verbs: argparse._SubParsersAction[Any]) -> None:
         metavar="N",
         help=f"images in samples.png, drawn by the run's sampler (default {MOST_SAMPLES}, 0 draws none)",
     )
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="device that draws (default: CUDA if any)"
-    )
     parser.add_argument("--register", metavar="NAME", help="make the export a version of this model in MLflow")
     parser.set_defaults(run=_export)
 
 
 def add_import(verbs: argparse._SubParsersAction[Any]) -> None:
     """Add the verb ``import``."""
-    parser = verbs.add_parser(
-        "import",
-        help="take a model of diffusers as the start of a run",
-        description=IMPORT_DESCRIPTION,
-        epilog=IMPORT_EXAMPLES,
-    )
+    what = "take a model of diffusers as the start of a run"
+    parser = verbs.add_parser("import", help=what, description=IMPORT_DESCRIPTION, epilog=IMPORT_EXAMPLES)
     parser.add_argument("path", type=file_path, metavar="DIR", help="folder of a pipeline, or of a UNet2DModel")
     parser.add_argument(
         "--spec", type=file_path, required=True, metavar="BASE", help="spec of the run: data, length, batch"
@@ -159,14 +143,13 @@ def _export(options: argparse.Namespace) -> None:
 
 def _row(label: str | None, classes: int | None) -> int | None:
     """Return the row of the label embedding that --label asks for."""
+    from ddpm_ds.evaluate.sampling import check_label
+
     if label is None:
         return None
-    if classes is None:
-        raise SpecError(f"--label {label}: the U-Net has no classes (unet.classes is null); leave it out")
-    if label == "none":
+    if label == "none" and classes is not None:
         return classes
-    if int(label) >= classes:
-        raise SpecError(f"--label {label} is out of range: the U-Net has {classes} classes, 0 to {classes - 1}")
+    check_label(label, classes, "--label")
     return int(label)
 
 

@@ -1,6 +1,6 @@
 """``ddpm-ds sample`` and ``launch/sample.py``: images from trained weights, by one process or several.
 
-The options that say which weights draw, and how, are those of ``ddpm-ds evaluate`` too.
+``ddpm-ds evaluate`` has the same options of weights and sampler, ``ddpm-ds export`` those of weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ddpm_ds.errors import PeerLostError, SpecError, UserError
 from ddpm_ds.processes.ranks import print_once, record_exit, set_environment
 
 if TYPE_CHECKING:
-    from ddpm_ds.evaluate.sampling import Request
+    from ddpm_ds.evaluate.outputs import Request
     from ddpm_ds.evaluate.trained import Trained
 
 DESCRIPTION = """\
@@ -52,23 +52,16 @@ FLAGS = ("steps", "eta", "churn", "spacing", "variance", "clip", "guidance", "gu
 
 def add_sample(verbs: argparse._SubParsersAction[Any]) -> None:
     """Add the verb."""
-    parser = verbs.add_parser(
-        "sample",
-        help="draw images from a checkpoint or an export",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-    )
+    what = "draw images from a checkpoint or an export"
+    parser = verbs.add_parser("sample", help=what, description=DESCRIPTION, epilog=EXAMPLES)
     _add_options(parser)
     parser.set_defaults(run=_sample)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command of ``launch/sample.py`` in one of its processes and return the exit code."""
-    parser = OneLineParser(
-        prog="deepspeed [launcher options] launch/sample.py",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-    )
+    prog = "deepspeed [launcher options] launch/sample.py"
+    parser = OneLineParser(prog=prog, description=DESCRIPTION, epilog=EXAMPLES)
     _add_options(parser)
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # given by launchers
     try:
@@ -112,10 +105,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def add_drawing_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say which weights draw images, and how."""
-    parser.add_argument("path", type=file_path, metavar="CHECKPOINT|RUN_DIR|EXPORT", help="folder of the weights")
-    parser.add_argument("--weights", choices=("ema", "raw"), default="ema", help="averaged or as trained (default ema)")
-    add_autoencoder(parser)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
+    add_weights_options(parser)
     parser.add_argument("--precision", choices=("fp32", "fp16", "bf16"), default="fp32", help="default fp32")
     parser.add_argument("--seed", type=seed, default=0, metavar="N", help="seed of all noise (default 0)")
     parser.add_argument(
@@ -146,15 +136,19 @@ def add_drawing_options(parser: argparse.ArgumentParser) -> None:
         "--guide",
         type=file_path,
         metavar="CHECKPOINT|RUN_DIR|EXPORT",
-        help="worse weights, averaged, that guidance leads away from (autoguidance) in the place of no class",
+        help="weights of a worse U-Net, averaged, that guidance leads away from instead of no class (autoguidance)",
     )
 
 
-def add_autoencoder(parser: argparse.ArgumentParser) -> None:
-    """Add the option that says where the autoencoder of a run's latents is."""
-    parser.add_argument(
-        "--autoencoder", type=file_path, metavar="DIR", help="data.autoencoder of the run, where it has moved"
-    )
+def add_weights_options(parser: argparse.ArgumentParser) -> None:
+    """Add the folder of the weights, and the options that say which of them are loaded, and on which device."""
+    folder = "folder of the weights; of a run, its newest checkpoint"
+    parser.add_argument("path", type=file_path, metavar="CHECKPOINT|RUN_DIR|EXPORT", help=folder)
+    parser.add_argument("--weights", choices=("ema", "raw"), default="ema", help="averaged or as trained (default ema)")
+    moved = "data.autoencoder of the run, where it has moved"
+    parser.add_argument("--autoencoder", type=file_path, metavar="DIR", help=moved)
+    where = "device that draws (default: CUDA if any)"
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help=where)
 
 
 def _interval(text: str) -> tuple[float, float]:
@@ -244,11 +238,7 @@ def sampler_from(
 
 
 def _labels(options: argparse.Namespace, classes: int | None) -> tuple[int, ...] | None:
-    """Return the labels that images take in turn, from --labels; None for images without labels.
-
-    Raises:
-        SpecError: there are no classes, or not these.
-    """
+    """Return the labels that images take in turn, from --labels; None for images without labels."""
     from ddpm_ds.evaluate.sampling import check_label
 
     text = options.labels
@@ -289,8 +279,8 @@ def _sample(options: argparse.Namespace) -> int:
     """Run the verb, or this process's share of it."""
     set_environment()
     from ddpm_ds.evaluate.mlflow_child import record_child
-    from ddpm_ds.evaluate.outputs import BatchFolder, PngFolder, check_file, titled_grid, write_grid, write_npz
-    from ddpm_ds.evaluate.sampling import Request, draw_missing
+    from ddpm_ds.evaluate.outputs import BatchFolder, PngFolder, Request, check_file, titled_grid, write_grid, write_npz
+    from ddpm_ds.evaluate.sampling import draw_missing
     from ddpm_ds.unet.operations import widening
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -156,11 +156,10 @@ def _check_train_options(options: argparse.Namespace) -> argparse.Namespace:
 
 def _describe(sweep: Sweep, plans: Sequence[RunPlan]) -> str:
     """Return the trials and their layouts as text."""
-    endings = sweep.endings()
     lines = [f"sweep        {sweep.folder}, {counted(len(sweep.trials), 'trial')}"]
     for trial, plan in zip(sweep.trials, plans, strict=True):
         layout = plan.ds.layout
-        state = " (done)" if trial.name in endings and endings[trial.name].finished else ""
+        state = " (done)" if sweep.finished(trial) else ""
         lines.append(
             f"  {trial.label}: {counted(layout.stages, 'stage')} x {counted(layout.replicas, 'replica')}, "
             f"{plan.ds.precision}, ZeRO-{plan.ds.zero_stage}, "
@@ -201,8 +200,7 @@ def _train(sweep: Sweep, plans: Sequence[RunPlan], options: argparse.Namespace) 
                 if heard:
                     break
                 bar.n = done
-                before = sweep.endings().get(trial.name)
-                if before is not None and before.finished:
+                if sweep.finished(trial):
                     log(f"{trial.label}: done before")
                     continue
                 sweep.prepare(trial, plan.spec)
@@ -218,7 +216,7 @@ def _train(sweep: Sweep, plans: Sequence[RunPlan], options: argparse.Namespace) 
                     for line in ending.said:
                         log(f"    {line}")
                     tracker.artifact(sweep.log(trial), f"failed/{trial.name}")
-            bar.n = sum(ending.finished for ending in sweep.endings().values())
+            bar.n = sum(map(sweep.finished, sweep.trials))
         code, status = _outcome(sweep, stopped=bool(heard))
         if not heard and (table := sweep.compare(options.metrics, tracker, log)):
             print(f"\n{table}", flush=True)
@@ -236,23 +234,20 @@ def _show_progress(bar: Any, done: int, sweep: Sweep, trial: Trial, total: int) 
 
 def _outcome(sweep: Sweep, *, stopped: bool) -> tuple[int, Literal["FINISHED", "FAILED", "KILLED"]]:
     """Return the exit code, and how the sweep's run ends in MLflow."""
-    endings = sweep.endings()
-    ended = [endings[trial.name] for trial in sweep.trials if trial.name in endings]
-    for ending in ended:
+    for ending in sweep.endings.values():
         if ending.stopped:
             return (ending.exit_code if ending.exit_code > 0 else EXIT_PREEMPTED), "KILLED"
-    if stopped and len(ended) < len(sweep.trials):
+    if stopped and len(sweep.endings) < len(sweep.trials):
         return EXIT_PREEMPTED, "KILLED"
-    failed = [ending.exit_code for ending in ended if not ending.finished]
+    failed = [ending.exit_code for ending in sweep.endings.values() if not ending.finished]
     return (failed[0], "FAILED") if failed else (0, "FINISHED")
 
 
 def _log_what_next(sweep: Sweep, code: int, log: Callable[[str], None]) -> None:
-    endings = sweep.endings()
-    done = sum(trial.name in endings and endings[trial.name].finished for trial in sweep.trials)
+    done = sum(map(sweep.finished, sweep.trials))
     if code == 0:
         return log(f"all {done} trials are done; look again: ddpm-ds compare {sweep.folder}")
     for trial in sweep.trials:
-        if trial.name in endings and not endings[trial.name].finished:
-            log(f"{trial.label}: {endings[trial.name].words()}, see {sweep.log(trial)}")
+        if trial.name in sweep.endings and not sweep.finished(trial):
+            log(f"{trial.label}: {sweep.endings[trial.name].words()}, see {sweep.log(trial)}")
     log(f"{done} of {len(sweep.trials)} trials are done; the same command continues with the others")

@@ -66,11 +66,7 @@ class ContinuousSchedule:
 
 
 def _linear(spec: DiffusionSpec) -> Tensor:
-    """Return betas on a line. Source: DDPM (Ho et al. 2020), section 4.
-
-    Raises:
-        SpecError: a beta is not below 1.
-    """
+    """Return betas on a line. Source: DDPM (Ho et al. 2020), section 4."""
     import torch
 
     for key in ("beta_start", "beta_end"):
@@ -87,9 +83,7 @@ def _cosine(spec: DiffusionSpec) -> Tensor:
 
 
 def _sigmoid(spec: DiffusionSpec) -> Tensor:
-    """Return betas of a sigmoid in alpha_bar. Source: Jabri et al. 2022; Chen 2023, algorithm 1, from -3 to 3 with tau
-    = 1.
-    """
+    """Return betas of a sigmoid in alpha_bar. Source: Jabri et al. 2022; Chen 2023, algorithm 1."""
     start, end, tau = -3.0, 3.0, 1.0
     curve = ((start + (end - start) * _progress(spec)) / tau).sigmoid()
     return _betas_of((curve[-1] - curve) / (curve[-1] - curve[0]))
@@ -117,9 +111,7 @@ def _noise(spec: DiffusionSpec, normal: Tensor) -> Tensor:
 
 
 def _edm_level(spec: DiffusionSpec, t: Tensor) -> NoiseLevel:
-    """Return the level sigma = exp(4 t), scaled to unit variance. Source: Karras et al. 2022, table 1 (c_in,
-    c_noise).
-    """
+    """Return the level sigma = exp(4 t), scaled to unit variance. Source: Karras et al. 2022, table 1."""
     from ddpm_ds.diffusion.levels import NoiseLevel
 
     sigma = (4.0 * t).exp()
@@ -385,11 +377,7 @@ SAMPLERS = {
         leaves_out_zero=True,
     ),
     "heun": SamplerKind(
-        "EDM's, of second order, twice the evaluations",
-        _heun,
-        steps=18,
-        options=frozenset({"churn"}),
-        corrects=True,
+        "EDM's, of second order, twice the evaluations", _heun, steps=18, options=frozenset({"churn"}), corrects=True
     ),
 }
 """Samplers by `sampler.kind`."""

@@ -167,30 +167,21 @@ def diffusion_from_scheduler(config: Mapping[str, Any], base: DiffusionSpec | No
 
 
 def _schedule(found: _SchedulerArguments) -> dict[str, Any]:
-    """Return our name of the schedule, and its range where it has one."""
-    if found.trained_betas is not None:
-        return _schedule_with(found.trained_betas, found.num_train_timesteps)
-    schedules = timestep_schedules()
+    """Return our schedule of that name, or with those betas up to the rounding of fp32, and its range if it has one."""
+    trained, timesteps, schedules = found.trained_betas, found.num_train_timesteps, timestep_schedules()
+    if trained is not None and len(trained) != timesteps:
+        raise refused(EXPLICIT, trained, f"{len(trained)} betas for num_train_timesteps = {timesteps}")
+    start, end = (found.beta_start, found.beta_end) if trained is None else (trained[0], trained[-1])
     for name, ours in schedules.items():
-        if found.beta_schedule == ours.diffusers != EXPLICIT:
-            return _with_range(name, found.beta_start, found.beta_end)
+        values = {"schedule": name} | ({"beta_start": start, "beta_end": end} if ours.reads_beta_range else {})
+        if trained is None:
+            same = found.beta_schedule == ours.diffusers != EXPLICIT
+        else:
+            expected = betas(DiffusionSpec.model_validate({"timesteps": timesteps, **values}))
+            same = torch.allclose(torch.tensor(trained, dtype=torch.float64), expected, rtol=1e-4, atol=2e-7)
+        if same:
+            return values
+    if trained is not None:
+        raise refused(EXPLICIT, trained, f"they are not those of our schedules {', '.join(schedules)}")
     named = " and ".join(ours.diffusers for ours in schedules.values() if ours.diffusers not in (EXPLICIT, None))
     raise refused("beta_schedule", found.beta_schedule, f"ours are {named}; others are read from {EXPLICIT}")
-
-
-def _with_range(schedule: str, start: float, end: float) -> dict[str, Any]:
-    """Return a schedule, with its first and last beta where it reads them."""
-    beta_range = {"beta_start": start, "beta_end": end} if timestep_schedules()[schedule].reads_beta_range else {}
-    return {"schedule": schedule, **beta_range}
-
-
-def _schedule_with(trained: tuple[float, ...], timesteps: int) -> dict[str, Any]:
-    """Return the schedule with these betas, up to the rounding of fp32."""
-    if len(trained) != timesteps:
-        raise refused(EXPLICIT, trained, f"{len(trained)} betas for num_train_timesteps = {timesteps}")
-    for name in timestep_schedules():
-        candidate = _with_range(name, trained[0], trained[-1])
-        ours = betas(DiffusionSpec.model_validate({"timesteps": timesteps, **candidate}))
-        if torch.allclose(torch.tensor(trained, dtype=torch.float64), ours, rtol=1e-4, atol=2e-7):
-            return candidate
-    raise refused(EXPLICIT, trained, f"they are not those of our schedules {', '.join(timestep_schedules())}")

@@ -10,21 +10,14 @@ from __future__ import annotations
 
 import math
 from statistics import NormalDist
-from typing import NamedTuple, Protocol, assert_never
+from typing import NamedTuple, assert_never
 
 import torch
 from torch import Tensor
 
 from ddpm_ds import keyed
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
-from ddpm_ds.diffusion.choices import (
-    MOST_SIGMA,
-    OBJECTIVES,
-    SAMPLERS,
-    SCHEDULES,
-    ContinuousSchedule,
-    evaluations,
-)
+from ddpm_ds.diffusion.choices import MOST_SIGMA, OBJECTIVES, SAMPLERS, SCHEDULES, ContinuousSchedule, evaluations
 from ddpm_ds.keyed import Stream
 
 
@@ -99,28 +92,6 @@ class Visit(NamedTuple):
         return min(float(f"{float(self.level.noise / self.level.signal):.12g}"), MOST_SIGMA)
 
 
-class Levels(Protocol):
-    """Noise levels of a process, on a device; `t` (N,) is int64 with timesteps, float32 where levels are continuous."""
-
-    dtype: torch.dtype
-    """That of t."""
-
-    def draw(self, seed: int, index: Tensor) -> Tensor:
-        """Return the t at which each image is trained, (N,); `index` (N,) int64 are image indices."""
-
-    def level(self, t: Tensor) -> NoiseLevel:
-        """Return the noise levels, (N,) float32 each."""
-
-    def weights(self, t: Tensor) -> Tensor:
-        """Return the weight of each loss, (N,) float32."""
-
-    def quantile(self, percent: int) -> tuple[float, int]:
-        """Return the t below which so many per cent of the training is, and the stream of its held-out noise."""
-
-    def visits(self, sampler: SamplerSpec) -> list[Visit]:
-        """Return the evaluations of a sampler, from noise to image."""
-
-
 class Timesteps:
     """Levels of T timesteps, as in DDPM; stateless but for float32 tables on `device`.
 
@@ -129,6 +100,7 @@ class Timesteps:
     """
 
     dtype = torch.int64
+    """That of t."""
 
     def __init__(self, spec: DiffusionSpec, device: torch.device | str = "cpu") -> None:
         self._spec = spec
@@ -138,20 +110,27 @@ class Timesteps:
         self._weights = weights(spec, self._alpha_bar).float().to(device)
 
     def draw(self, seed: int, index: Tensor) -> Tensor:
-        """Source: DDPM, algorithm 1. Our t is the paper's t - 1."""
+        """Return the t at which each image is trained, (N,); `index` (N,) int64 are image indices.
+
+        Source: DDPM, algorithm 1. Our t is the paper's t - 1.
+        """
         return keyed.integers(seed, Stream.TIMESTEP, index, self._spec.timesteps)
 
     def level(self, t: Tensor) -> NoiseLevel:
+        """Return the noise levels, (N,) float32 each."""
         return NoiseLevel(self._signal[t], self._noise[t])
 
     def weights(self, t: Tensor) -> Tensor:
+        """Return the weight of each loss, (N,) float32."""
         return self._weights[t]
 
     def quantile(self, percent: int) -> tuple[int, int]:
+        """Return the t below which so many per cent of the training is, and the stream of its held-out noise."""
         t = max(round(self._spec.timesteps * percent / 100) - 1, 0)
         return t, Stream.HELD_OUT + t
 
     def visits(self, sampler: SamplerSpec) -> list[Visit]:
+        """Return the evaluations of a sampler, from noise to image."""
         return [
             Visit(t, NoiseLevel.of(self._alpha_bar[t]), float(self._alpha_bar[t]), 1.0, Stream.SAMPLE + 1 + t)
             for t in map(int, evaluations(sampler, visited(sampler, self._spec)))
@@ -159,7 +138,7 @@ class Timesteps:
 
 
 class Continuous:
-    """Levels of a :class:`ddpm_ds.diffusion.choices.ContinuousSchedule`; stateless."""
+    """Levels of a :class:`ddpm_ds.diffusion.choices.ContinuousSchedule`, with the methods of :class:`Timesteps`."""
 
     dtype = torch.float32
 
@@ -192,7 +171,7 @@ class Continuous:
         ]
 
 
-def levels_of(spec: DiffusionSpec, device: torch.device | str = "cpu") -> Levels:
+def levels_of(spec: DiffusionSpec, device: torch.device | str = "cpu") -> Timesteps | Continuous:
     """Return the noise levels of a process, with their tables on `device`.
 
     Raises:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ddpm_ds import keyed
 from ddpm_ds.config.spec import DiffusionSpec
-from ddpm_ds.diffusion import objective
 from ddpm_ds.diffusion.choices import OBJECTIVES
 from ddpm_ds.diffusion.levels import NoiseLevel, levels_of
 from ddpm_ds.keyed import Stream
@@ -65,8 +67,9 @@ class Diffusion:
         return self.levels.level(t).each()
 
     def noised(self, x0: Tensor, t: Tensor, eps: Tensor) -> Tensor:
-        """Return x_t, float32 (N, C, H, W)."""
-        return objective.add_noise(x0, eps, self.level(t))
+        """Return x_t, float32 (N, C, H, W). Source: DDPM (Ho et al. 2020), eq. 4."""
+        level = self.level(t)
+        return level.signal * x0 + level.noise * eps
 
     def perturbed(self, eps: Tensor, index: Tensor) -> Tensor:
         """Return the noise (N, C, H, W) that goes into x_t: `eps`, and by `input_perturbation` more that is not to be
@@ -83,9 +86,20 @@ class Diffusion:
         return (self.levels.weights(t) * self.distances(prediction, x0, eps, t)).mean()
 
     def distances(self, prediction: Tensor, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """Return each image's distance without its weight, (N,) float32; `prediction` may be of any float dtype."""
+        """Return the distance of each prediction from its target, without its weight, averaged over pixels in float32,
+        (N,); `prediction` may be of any float dtype.
+
+        Huber is d^2 / 2 for |d| <= delta, else delta (|d| - delta / 2). Source: Huber 1964; DDPM, eq. 14 (l2).
+        """
+        kinds: dict[str, Callable[..., Tensor]] = {
+            "l1": F.l1_loss,
+            "l2": F.mse_loss,
+            "huber": partial(F.huber_loss, delta=self.spec.huber_delta),
+        }
         target = OBJECTIVES[self.spec.objective].target(x0, eps, self.level(t))
-        return objective.distance(self.spec.loss, prediction, target, self.spec.huber_delta)  # (N,)
+        # (N, H, W, C), views: PyTorch's losses give gradients that lie in the order of the dimensions.
+        prediction, target = prediction.float().permute(0, 2, 3, 1), target.float().permute(0, 2, 3, 1)
+        return kinds[self.spec.loss](prediction, target, reduction="none").flatten(1).mean(dim=1)  # (N,)
 
     def drop_labels(self, labels: Tensor, index: Tensor, share: float, none_label: int) -> Tensor:
         """Return labels (N,), of which `share` are replaced by `none_label`. Source: Ho and Salimans 2022,

@@ -2,8 +2,8 @@
 
 Every sampler's step mixes x_t, the predicted clean image x0, the x0 of the step before and fresh noise. They differ in
 the four coefficients, which :data:`ddpm_ds.diffusion.choices.SAMPLERS` computes in float64 from alpha_bar; x_t of
-another standard deviation than 1 is one factor more. A
-:class:`Drawing` is the state of some unfinished images; any denoiser can drive it, such as a pipeline of stages.
+another standard deviation than 1 is one factor more. A :class:`Drawing` is the state of some unfinished images; any
+denoiser can drive it, such as a pipeline of stages.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple, assert_never
+from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -21,15 +21,6 @@ from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec
 from ddpm_ds.diffusion.choices import OBJECTIVES, SAMPLERS, Coefficients
 from ddpm_ds.diffusion.levels import levels_of
 from ddpm_ds.keyed import Stream
-
-
-class SamplerStep(NamedTuple):
-    """Result of a step, (N, C, H, W) each."""
-
-    x: Tensor
-    """x at the next visit; after the last step the image."""
-    x0: Tensor
-    """Clean image as predicted here, clipped; the next step's `previous_x0`."""
 
 
 class Sampler:
@@ -62,8 +53,9 @@ class Sampler:
 
     def step(
         self, number: int, x_t: Tensor, prediction: Tensor, *, noise: Tensor | None, previous_x0: Tensor | None
-    ) -> SamplerStep:
-        """Go from x_t at ``visits[number]`` to the next one, or to the image after the last.
+    ) -> tuple[Tensor, Tensor]:
+        """Return x at the visit after ``visits[number]``, which after the last is the image, and x0: the clean image as
+        predicted here, clipped, and the next step's ``previous_x0``.
 
         ``x_t``, the U-Net's ``prediction`` for it (of any float dtype), the standard normal ``noise`` (not used unless
         :meth:`needs_noise`) and ``previous_x0`` (x0 of the step before; None at the first) are (N, C, H, W). The dtype
@@ -71,7 +63,7 @@ class Sampler:
         """
         x0 = self._clipped(self._to_x0(prediction.to(x_t.dtype), x_t, self.visits[number].level))
         if number == len(self._coefficients):
-            return SamplerStep(x0, x0)
+            return x0, x0
         part = self._coefficients[number]
         x = part.x_t * x_t + part.x0 * x0
         if part.previous_x0:
@@ -80,7 +72,7 @@ class Sampler:
         if part.noise:
             assert noise is not None
             x = x + part.noise * noise
-        return SamplerStep(x, x0)
+        return x, x0
 
     def _clipped(self, x0: Tensor) -> Tensor:
         """Return x0 in [-1, 1] as the spec asks. Source of dynamic clipping: Imagen (Saharia et al. 2022),

@@ -13,7 +13,8 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-Pixels = npt.NDArray[np.uint8]
+from ddpm_ds.evaluate.inception import Pixels
+
 Labels = npt.NDArray[np.int64]
 
 SIDE_PIXELS = 8

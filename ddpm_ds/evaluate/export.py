@@ -40,14 +40,7 @@ from ddpm_ds.diffusion.choices import OBJECTIVES, SCHEDULES, ContinuousSchedule
 from ddpm_ds.diffusion.diffusers_config import scheduler_class, scheduler_config
 from ddpm_ds.diffusion.levels import alpha_bars, levels_of
 from ddpm_ds.errors import CheckpointError, OutputError, SpecError
-from ddpm_ds.evaluate.trained import (
-    AUTOENCODER_FOLDER,
-    CONFIG,
-    SCHEDULER_CONFIG,
-    WEIGHTS,
-    DiffusersFolder,
-    Trained,
-)
+from ddpm_ds.evaluate.trained import AUTOENCODER_FOLDER, CONFIG, SCHEDULER_CONFIG, WEIGHTS, DiffusersFolder, Trained
 from ddpm_ds.files import sync, temporary_beside
 from ddpm_ds.unet.diffusers import diffusers_config, to_diffusers
 from ddpm_ds.unet.model import UNet
@@ -246,11 +239,7 @@ def import_weights(path: Path, base: Path, overrides: Sequence[str], out: Path) 
 
 
 def _spec_with_model(before: RunSpec, folder: DiffusersFolder, base: Path, weights: Path) -> RunSpec:
-    """The spec ``before`` of the file ``base`` with the model's U-Net and diffusion process.
-
-    Raises:
-        SpecError: it is of other images or classes than the model, or does not fit it otherwise.
-    """
+    """Return the spec ``before`` of the file ``base`` with the U-Net and the diffusion process of the model."""
     pairs = {
         "data.channels": (before.data.channels, folder.image_channels),
         "data.image_size": (before.data.image_size, folder.image_size),

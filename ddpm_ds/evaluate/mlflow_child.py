@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +20,6 @@ def record_child(
     metrics: Mapping[str, float] | None = None,
     artifacts: Mapping[Path, str],
     model_name: str | None = None,
-    log: Callable[[str], None] = print_to_stderr,
 ) -> None:
     """Record finished work as a child of the run that ``trained`` was saved by, and print where it is.
 
@@ -29,17 +28,16 @@ def record_child(
 
     ``params`` may be nested. The step of ``metrics`` is the images that the checkpoint has seen. ``artifacts`` are
     files and folders, each with the folder of artifacts that it goes into. ``model_name`` makes the artifacts' folder
-    ``export`` a version of that registered model. ``log`` reports problems.
+    ``export`` a version of that registered model.
     """
     if trained.run_dir is None or trained.spec is None:
-        log(f"{trained.origin} is not in the folder of a run, so nothing is recorded in MLflow")
+        print_to_stderr(f"{trained.origin} is not in the folder of a run, so nothing is recorded in MLflow")
         return
     try:
         parent = RunFolder(trained.run_dir).identity()
     except OSError as error:  # a copy that lacks it, on a read-only disk
-        log(
-            f"{error.filename or trained.run_dir} can't be written ({error.strerror}), so nothing is recorded in MLflow"
-        )
+        path = error.filename or trained.run_dir
+        print_to_stderr(f"{path} can't be written ({error.strerror}), so nothing is recorded in MLflow")
         return
     checkpoint = Path(trained.origin).name
     tracker = Tracker.start(
@@ -58,7 +56,6 @@ def record_child(
             "version.ddpm_ds": ddpm_ds.__version__,
         },
         parent=parent,
-        log=log,
     )
     if metrics:
         tracker.metrics(metrics, trained.images_seen or 0)

@@ -1,7 +1,8 @@
-"""Outputs for drawn images: a folder of finished batches, a folder of PNG files, a grid or an npz archive.
+"""The request for images, and what holds them: a folder of finished batches, a folder of PNG files, a grid or an npz
+archive.
 
-Each holds the record of the request that it answers, so that nothing is overwritten or mixed with other images. A file
-is complete or does not exist, and an interrupted drawing continues from the files that exist.
+Each output has the record of the request that it answers, so that nothing is overwritten or mixed with other images. A
+file is complete or does not exist, and an interrupted drawing continues from the files that exist.
 """
 
 from __future__ import annotations
@@ -12,23 +13,119 @@ import os
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
 from PIL import Image, PngImagePlugin
+from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from ddpm_ds.config.spec import SamplerSpec
 from ddpm_ds.data.pictures import grid, grid_title, picture, write_png
 from ddpm_ds.data.prepare import class_names
+from ddpm_ds.device import DTYPES
 from ddpm_ds.errors import OutputError
-from ddpm_ds.evaluate.sampling import Request
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.files import sync, temporary_beside, write_file
 
 RECORD = "sampling.json"
 PNG_KEY = "sampling"
 """Keyword of the PNG text that holds the record of a grid."""
+
+
+class Request(BaseModel):
+    """Requested images and everything that determines their pixels."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    origin: str
+    """Path of the weights; they may have moved since."""
+    weights: str
+    images_seen: int | None
+    digest: str
+    """Checksum of the weights."""
+    precision: str
+    guide: str | None = None
+    """Path of the weights that guide; None where the U-Net guides itself, if at all."""
+    guide_digest: str | None = None
+    """Checksum of the weights that guide."""
+    sampler: SamplerSpec
+    """Sampler, with the number of steps filled in."""
+    seed: int
+    labels: tuple[int, ...] | None
+    """Labels in turn: image i has label number i modulo their number; None draws without labels."""
+    first: int = 0
+    count: int = 0
+    batch_images: int = 0
+    """Number of images drawn together; another number gives the same images only up to rounding."""
+
+    @classmethod
+    def of(
+        cls,
+        trained: Trained,
+        sampler: SamplerSpec,
+        labels: Sequence[int] | None,
+        guide: Trained | None = None,
+        /,
+        **numbers: int,
+    ) -> Self:
+        """Make a request to ``trained``, guided by ``guide`` unless guidance is 1; ``numbers`` are ``seed``, ``first``,
+        ``count`` and ``batch_images``.
+        """
+        guide = guide if sampler.guidance != 1.0 else None
+        stored = next(trained.unet.parameters()).dtype
+        return cls(
+            origin=trained.origin,
+            weights=trained.weights,
+            images_seen=trained.images_seen,
+            digest=trained.digest,
+            precision=next(name for name, (_, dtype) in DTYPES.items() if dtype is stored),
+            guide=None if guide is None else guide.origin,
+            guide_digest=None if guide is None else guide.digest,
+            sampler=sampler.model_copy(update={"steps": sampler.steps_of(trained.diffusion)}),
+            labels=None if labels is None else tuple(labels),
+            **numbers,
+        )
+
+    @property
+    def index(self) -> range:
+        """Numbers of the images."""
+        return range(self.first, self.first + self.count)
+
+    @property
+    def batches(self) -> list[range]:
+        """Numbers of each batch's images."""
+        size = self.batch_images
+        return [self.index[at : at + size] for at in range(0, self.count, size)]
+
+    def labels_of(self, index: Sequence[int]) -> Tensor | None:
+        """Return the labels of images, (N,) int64."""
+        return None if self.labels is None else torch.tensor([self.labels[i % len(self.labels)] for i in index])
+
+    def dump(self, *left_out: str) -> bytes:
+        """Return the record as JSON without the fields ``left_out``; :meth:`read` reads it."""
+        return (self.model_dump_json(indent=2, exclude=set(left_out)) + "\n").encode()
+
+    @classmethod
+    def read(cls, content: bytes | str) -> Self | None:
+        """Return the request that :meth:`dump` has written; None for anything else."""
+        try:
+            return cls.model_validate_json(content)
+        except ValidationError:
+            return None
+
+    def difference(self, there: Self, *left_out: str) -> str:
+        """Return the names of the values that decide pixels and differ in ``there``; empty where the images are the
+        same.
+        """
+        ignored = {"origin", "weights", "images_seen", "guide", "sampler", *left_out}
+        mine, theirs = (
+            request.model_dump(exclude=ignored) | {f"sampler.{name}": value for name, value in request.sampler}
+            for request in (self, there)
+        )
+        said = {"digest": "weights", "guide_digest": "guide"}
+        return ", ".join(said.get(name, name) for name in mine if mine[name] != theirs[name])
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Sampling from trained weights: the request, one batch, and many batches by several processes.
+"""Sampling from trained weights: one batch, some images from Python, and many batches by several processes.
 
 An image is a function of the weights, the sampler, the seed, its number and its label, up to rounding. So finished
 batches count whichever process drew them, and processes that share the work wait for each other only at the end.
@@ -10,24 +10,20 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Literal
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 from tqdm import tqdm
 
 from ddpm_ds.config.spec import SamplerSpec, check_sampler
-from ddpm_ds.device import DTYPES
 from ddpm_ds.diffusion.samplers import Drawing, Sampler
 from ddpm_ds.errors import LayoutError, PeerLostError, SpecError
+from ddpm_ds.evaluate.outputs import ImageFolder, Request
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.processes.hosts import use_interface_towards
 from ddpm_ds.processes.store import connect
-
-if TYPE_CHECKING:
-    from ddpm_ds.evaluate.outputs import ImageFolder
 
 JOIN_LIMIT = timedelta(minutes=10)
 """Time limit for all processes to load the weights."""
@@ -35,100 +31,6 @@ WAIT_LIMIT = timedelta(days=1)
 """Time limit for the slowest process to finish; a process that has died is noticed at once, by its connection."""
 LOG_SECONDS = 30.0
 """Seconds between two lines of the progress bar where there is no terminal."""
-
-
-class Request(BaseModel):
-    """Requested images and everything that determines their pixels."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    origin: str
-    """Path of the weights; they may have moved since."""
-    weights: str
-    images_seen: int | None
-    digest: str
-    """Checksum of the weights."""
-    precision: str
-    guide: str | None = None
-    """Path of the weights that guide; None where the U-Net guides itself, if at all."""
-    guide_digest: str | None = None
-    """Checksum of the weights that guide."""
-    sampler: SamplerSpec
-    """Sampler, with the number of steps filled in."""
-    seed: int
-    labels: tuple[int, ...] | None
-    """Labels in turn: image i has label number i modulo their number; None draws without labels."""
-    first: int = 0
-    count: int = 0
-    batch_images: int = 0
-    """Number of images drawn together; another number gives the same images only up to rounding."""
-
-    @classmethod
-    def of(
-        cls,
-        trained: Trained,
-        sampler: SamplerSpec,
-        labels: Sequence[int] | None,
-        guide: Trained | None = None,
-        /,
-        **numbers: int,
-    ) -> Self:
-        """Make a request to ``trained``, guided by ``guide`` unless guidance is 1; ``numbers`` are ``seed``, ``first``,
-        ``count`` and ``batch_images``.
-        """
-        guide = guide if sampler.guidance != 1.0 else None
-        stored = next(trained.unet.parameters()).dtype
-        return cls(
-            origin=trained.origin,
-            weights=trained.weights,
-            images_seen=trained.images_seen,
-            digest=trained.digest,
-            precision=next(name for name, (_, dtype) in DTYPES.items() if dtype is stored),
-            guide=None if guide is None else guide.origin,
-            guide_digest=None if guide is None else guide.digest,
-            sampler=sampler.model_copy(update={"steps": sampler.steps_of(trained.diffusion)}),
-            labels=None if labels is None else tuple(labels),
-            **numbers,
-        )
-
-    @property
-    def index(self) -> range:
-        """Numbers of the images."""
-        return range(self.first, self.first + self.count)
-
-    @property
-    def batches(self) -> list[range]:
-        """Numbers of each batch's images."""
-        starts = self.index[:: self.batch_images]
-        return [range(start, min(start + self.batch_images, self.index.stop)) for start in starts]
-
-    def labels_of(self, index: Sequence[int]) -> Tensor | None:
-        """Return the labels of images, (N,) int64."""
-        return None if self.labels is None else torch.tensor([self.labels[i % len(self.labels)] for i in index])
-
-    def dump(self, *left_out: str) -> bytes:
-        """Return the record as JSON without the fields ``left_out``; :meth:`read` reads it."""
-        return (self.model_dump_json(indent=2, exclude=set(left_out)) + "\n").encode()
-
-    @classmethod
-    def read(cls, content: bytes | str) -> Self | None:
-        """Return the request that :meth:`dump` has written; None for anything else."""
-        try:
-            return cls.model_validate_json(content)
-        except ValidationError:
-            return None
-
-    def difference(self, there: Self, *left_out: str) -> str:
-        """Return the names of the values that decide pixels and differ in ``there``; empty where the images are the
-        same.
-        """
-        ignored = {"origin", "weights", "images_seen", "guide", "sampler", *left_out}
-        mine, theirs = (
-            request.model_dump(exclude=ignored) | {f"sampler.{name}": value for name, value in request.sampler}
-            for request in (self, there)
-        )
-        said = {"digest": "weights", "guide_digest": "guide"}
-        return ", ".join(said.get(name, name) for name in mine if mine[name] != theirs[name])
 
 
 def draw(
@@ -210,12 +112,12 @@ def sample(
     return torch.cat(drawn)
 
 
-def check_label(label: int, classes: int | None) -> None:
+def check_label(label: int | str, classes: int | None, option: str = "--labels") -> None:
     """Raise SpecError for a label that is none of the U-Net's classes."""
     if classes is None:
-        raise SpecError(f"--labels {label}: the U-Net has no classes (unet.classes is null); leave it out")
-    if not 0 <= label < classes:
-        raise SpecError(f"--labels {label} is out of range: the U-Net has {classes} classes, 0 to {classes - 1}")
+        raise SpecError(f"{option} {label}: the U-Net has no classes (unet.classes is null); leave it out")
+    if not 0 <= int(label) < classes:
+        raise SpecError(f"{option} {label} is out of range: the U-Net has {classes} classes, 0 to {classes - 1}")
 
 
 def check_guide(guide: Trained, trained: Trained, samplers: Sequence[SamplerSpec]) -> None:
@@ -281,13 +183,7 @@ def draw_missing(
 
 
 def draw_share(
-    trained: Trained,
-    request: Request,
-    folder: ImageFolder,
-    rank: int,
-    world_size: int,
-    *,
-    guide: Trained | None = None,
+    trained: Trained, request: Request, folder: ImageFolder, rank: int, world_size: int, *, guide: Trained | None = None
 ) -> None:
     """Draw the images that ``folder`` lacks of every ``world_size``-th batch, without waiting for other processes."""
     there = folder.there()

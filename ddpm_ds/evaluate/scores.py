@@ -38,7 +38,7 @@ from ddpm_ds.evaluate.inception import (
     kid_subset_images,
     pixel_gaussian,
 )
-from ddpm_ds.evaluate.sampling import Request
+from ddpm_ds.evaluate.outputs import Request
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.files import read_json, write_file
 from ddpm_ds.tracking.tracker import print_to_stderr

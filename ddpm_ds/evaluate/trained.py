@@ -10,7 +10,7 @@ import hashlib
 import os
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -35,9 +35,6 @@ from ddpm_ds.unet.layers import Layer, unet_layers
 from ddpm_ds.unet.model import UNet, parameter_shapes
 
 WEIGHTS = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")
-FLOATS = ("F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16")
-"""Types that are read, as safetensors and as PyTorch name them."""
-SMALLEST_ELEMENT_BYTES = 2
 CONFIG, SCHEDULER_CONFIG = "config.json", "scheduler_config.json"
 AUTOENCODER_FOLDER = "vqvae"
 """Folder of the autoencoder in an export, as diffusers' LDMPipeline calls it."""
@@ -304,57 +301,36 @@ class DiffusersFolder:
             raise CheckpointError(f"{self._scheduler} is {what}: {error}") from None
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of our U-Net in fp32, by global name.
-
-        Names, types and shapes are compared with the configuration before any value is read from a safetensors file, or
-        copied from another one.
-        """
+        """The tensors of our U-Net in fp32, by global name; they have the names and shapes of the configuration."""
+        stored = _read_weights(self.weights)
         misfit = f"{self.weights} does not fit its {CONFIG}: "
-        parameters = sum(layer.parameters for layer in self.layers)
-        if (size := self.weights.stat().st_size) < SMALLEST_ELEMENT_BYTES * parameters:
-            raise CheckpointError(f"{misfit}it has {size:,} bytes for {parameters:,} parameters")
-        headers, read = _open_weights(self.weights)
         try:
-            stored = stored_names(headers, self.layers)
+            names = stored_names(stored, self.layers)
         except ValueError as error:
             raise CheckpointError(f"{misfit}{error}") from None
         blank = {name: torch.empty(shape, device="meta") for name, shape in parameter_shapes(self.layers).items()}
         for name, expected in to_diffusers(blank, self.layers).items():
-            kind, shape = headers[stored[name]]
-            if shape != tuple(expected.shape) or kind not in FLOATS:
-                what = f"{stored[name]} is {kind} of shape {shape}"
+            tensor = stored[names[name]]
+            if tensor.shape != expected.shape or not tensor.is_floating_point():
+                what = f"{names[name]} is {_name(tensor.dtype)} of shape {tuple(tensor.shape)}"
                 raise CheckpointError(f"{misfit}{what}, not floats of {tuple(expected.shape)}")
-        return {name: tensor.float() for name, tensor in from_diffusers(read(), self.layers).items()}
+        return {name: tensor.float() for name, tensor in from_diffusers(stored, self.layers).items()}
 
 
-Headers = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Type and shape of each tensor of a file, by name."""
-
-
-def _open_weights(path: Path) -> tuple[Headers, Callable[[], Mapping[str, Tensor]]]:
-    """Return what a file of tensors holds, and a function that reads it; nothing in it is executed.
-
-    Raises:
-        CheckpointError: it is damaged, or holds something other than plain tensors by name.
-    """
-    damaged = CheckpointError(f"{path} is damaged, or holds more than tensors; get it again")
-    if path.suffix == ".safetensors":
-        try:
-            file = open_tensors(path)
-        except OSError:
-            raise damaged from None
-        pieces = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-        headers = {name: (piece.get_dtype(), tuple(piece.get_shape())) for name, piece in pieces.items()}
-        return headers, lambda: {name: file.get_tensor(name) for name in headers}
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file by name; nothing in it is executed."""
     try:
+        if path.suffix == ".safetensors":
+            file = open_tensors(path)
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
         _check_archive(path)
         with warnings.catch_warnings(action="ignore"):  # about sparse tensors, which are refused below
             state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception:  # whatever a forged pickle makes of its reader
-        raise damaged from None
+    except Exception:  # whatever a forged file makes of its reader
+        raise CheckpointError(f"{path} is damaged, or holds more than tensors; get it again") from None
     if not isinstance(state, dict) or not all(isinstance(name, str) and _plain(state[name]) for name in state):
         raise CheckpointError(f"{path} holds something other than plain tensors by name; it should be a model's state")
-    return {name: (_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in state.items()}, lambda: state
+    return state
 
 
 def _check_archive(path: Path) -> None:
@@ -367,14 +343,11 @@ def _check_archive(path: Path) -> None:
 
 
 def _plain(tensor: object) -> bool:
-    """Whether this is a tensor whose values lie in memory one after the other, neither sparse nor without values.
-
-    A tensor of stride 0 may be of any size without taking memory, until it is copied.
+    """Whether this is a tensor with all of its values in memory: not sparse, without values, or repeated by a stride of
+    0, which may be of any size until it is copied.
     """
-    return isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta and _dense(tensor)
-
-
-def _dense(tensor: Tensor) -> bool:
+    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+        return False
     return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 

@@ -39,7 +39,7 @@ LOWER = (
 HIGHER = ("*_per_second", "usage/*tflops*", "perf/mfu")
 SHARES = ("*_fraction", "perf/mfu", "perf/imbalance")
 PACES = ("perf/*_per_second", "usage/*_seconds", "usage/*tflops*")
-"""Metrics measured at each log point, of which :func:`~ddpm_ds.tracking.runs.mean_of_points` counts."""
+"""Metrics of which not the last log point counts, but :func:`~ddpm_ds.tracking.runs.mean_of_points`."""
 UNITS = {
     "_bytes": ((2**30, " GiB"), (2**20, " MiB"), (2**10, " KiB"), (1, " B")),
     "_seconds": ((1, " s"), (1e-3, " ms"), (1e-6, " µs")),
@@ -66,11 +66,6 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 def direction(name: str) -> Literal["lower", "higher", ""]:
     """Return which values of a metric are better; empty where neither is."""
     return "lower" if _matches(name, LOWER) else "higher" if _matches(name, HIGHER) else ""
-
-
-def is_pace(name: str) -> bool:
-    """Return whether the mean over a run's log points counts, rather than the last one."""
-    return _matches(name, PACES)
 
 
 def ratio(value: float | None, baseline: float | None) -> float | None:
@@ -174,14 +169,9 @@ class Comparison:
         if len(self.runs) > 1:
             same = "" if self.parameters else "; no parameter differs"
             sentences.append(f"Ratios are to {self.baseline.label}{same}.")
-        if any(map(is_pace, self.metrics)):
+        if any(_matches(name, PACES) for name in self.metrics):
             sentences.append("Times and rates are means over all log points but the first, all else is the last value.")
         return " ".join(sentences)
-
-    @property
-    def unfinished(self) -> bool:
-        """Return whether a run has failed, was killed or is still running."""
-        return any(one.run.status != "FINISHED" for one in self.runs)
 
     @property
     def parent(self) -> str | None:
@@ -254,7 +244,7 @@ def _metrics(runs: Sequence[RecordedRun], asked_for: Sequence[str] | None) -> tu
 
 def _value(run: RecordedRun, name: str) -> float:
     """Return the value of a run's metric that is compared."""
-    if is_pace(name) and (points := [(point.step, point.value) for point in run.history(name)]):
+    if _matches(name, PACES) and (points := [(point.step, point.value) for point in run.history(name)]):
         return mean_of_points(name, points)
     return run.metrics[name]
 

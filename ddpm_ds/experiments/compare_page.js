@@ -6,9 +6,7 @@ const MOST_READ_OUT = 12;
 const byId = (id) => document.getElementById(id);
 const plot = byId("plot");
 const shown = new Set(runs.keys());
-let emphasised = null; // the run under the pointer in the legend
-let chart = null; // what is drawn: lines, ranges and scales
-let at = null; // where values are read out
+let chart = null; // what is drawn: lines, ranges and scales, and where values are read out
 
 function text(value, options = { maximumSignificantDigits: 4 }) {
   const tiny = value !== 0 && Math.abs(value) < 1e-4;
@@ -27,13 +25,13 @@ function ticks(low, high, most) {
   const least = (high - low) / most;
   const power = 10 ** Math.floor(Math.log10(least));
   const step = power * [1, 2, 5, 10].find((size) => size * power >= least * 0.999999);
-  const count = Math.floor(high / step + 1e-9) - Math.ceil(low / step - 1e-9) + 1;
-  return Array.from({ length: count }, (_, number) => (Math.ceil(low / step - 1e-9) + number) * step);
+  const first = Math.ceil(low / step - 1e-9);
+  return Array.from({ length: Math.floor(high / step + 1e-9) - first + 1 }, (_, number) => (first + number) * step);
 }
 function decades(low, high) {
+  const first = Math.floor(Math.log10(low));
+  const powers = Array.from({ length: Math.ceil(Math.log10(high)) - first + 1 }, (_, number) => 10 ** (first + number));
   for (const digits of [[1], [1, 2, 5], [1, 2, 3, 4, 5, 6, 7, 8, 9]]) {
-    const first = Math.floor(Math.log10(low));
-    const powers = Array.from({ length: Math.ceil(Math.log10(high)) - first + 1 }, (_, number) => 10 ** (first + number));
     const inside = powers.flatMap((power) => digits.map((digit) => digit * power)).filter((y) => y >= low && y <= high);
     if (inside.length >= 3) return inside;
   }
@@ -42,22 +40,22 @@ function decades(low, high) {
 
 function draw() {
   if (!plot) return;
-  at = null;
   const metric = metrics[byId("metric").value];
   const [axis, logarithmic] = [byId("axis").value, byId("logarithmic").checked];
   const usable = (value) => value !== null && (!logarithmic || value > 0);
   const lines = [...shown].map((index) => {
-    const curve = metric.curves[index];
-    const points = (curve[axis] || []).map((x, place) => ({ x, y: curve.values[place] }));
+    const { [axis]: along, values } = metric.curves[index];
+    const points = (along || []).map((x, place) => ({ x, y: values[place] }));
     return { index, run: runs[index], points, known: points.filter(({ y }) => usable(y)) };
   }).filter(({ known }) => known.length);
   byId("better").textContent = metric.better && `${metric.better} is better`;
-  plot.replaceChildren();
-  chart = null;
-  readOut();
   plot.setAttribute("aria-label", `${metric.name} of ${lines.length} runs against ${axis}; arrow keys read values out`);
   const [width, height] = [plot.clientWidth || 600, plot.clientHeight || 360];
   plot.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  plot.replaceChildren();
+  plot.classList.remove("dimmed");
+  chart = null;
+  readOut(null);
   if (!lines.length) {
     plot.append(shape("text", { x: 20, y: 30 }, "The runs shown have no such curve."));
     return;
@@ -78,17 +76,20 @@ function draw() {
   const scale = logarithmic ? Math.log : Number;
   const toX = (x) => begin + ((x - left) / (right - left)) * (end - begin);
   const toY = (y) => bottom - ((scale(y) - scale(low)) / (scale(high) - scale(low))) * (bottom - top);
-  chart = { metric, axis, lines, left, right, begin, end, top, bottom, toX, toY, over: shape("g", {}) };
-  marks.forEach((mark, place) => plot.append(
-    shape("line", { class: "grid", x1: begin, x2: end, y1: toY(mark), y2: toY(mark) }),
+  const line = (kind, x1, y1, x2, y2) => shape("line", { class: kind, x1, y1, x2, y2 });
+  const dot = (run, { x, y }) => shape("circle", { class: "dot", style: coloured(run), cx: toX(x), cy: toY(y), r: 4 });
+  const toValue = (x) => left + ((x - begin) / (end - begin)) * (right - left);
+  const cursor = (x) => line("cursor", toX(x), top, toX(x), bottom);
+  chart = { metric, axis, lines, left, right, toX, toY, toValue, cursor, dot, over: shape("g", {}), at: null };
+  marks.forEach((mark, place) => plot.append(line("grid", begin, toY(mark), end, toY(mark)),
     shape("text", { x: begin - 6, y: toY(mark) + 4, "text-anchor": "end" }, labels[place])));
   for (const mark of ticks(left, right, Math.max(2, Math.floor((end - begin) / 90)))) {
     const label = axis === "images" ? text(mark, { notation: "compact", maximumSignificantDigits: 4 }) : `${text(mark)} ${clock}`;
-    plot.append(shape("line", { class: "axis", x1: toX(mark), x2: toX(mark), y1: bottom, y2: bottom + 5 }),
+    plot.append(line("axis", toX(mark), bottom, toX(mark), bottom + 5),
       shape("text", { x: toX(mark), y: bottom + 19, "text-anchor": toX(mark) > end - 20 ? "end" : "middle" }, label));
   }
-  plot.append(shape("line", { class: "axis", x1: begin, x2: end, y1: bottom, y2: bottom }));
-  for (const { index, run, points, known } of [...lines].sort((one, other) => other.run.baseline - one.run.baseline)) {
+  plot.append(line("axis", begin, bottom, end, bottom));
+  for (const { index, run, points, known } of lines.sort((one, other) => other.run.baseline - one.run.baseline)) {
     const steps = points.map(({ x, y }, place) => (!usable(y) ? ""
       : `${place && usable(points[place - 1].y) ? "L" : "M"}${toX(x).toFixed(1)} ${toY(y).toFixed(1)}`));
     plot.append(shape("path", { class: `course${run.baseline ? " baseline" : ""}`, style: coloured(run), d: steps.join(""),
@@ -96,26 +97,24 @@ function draw() {
     if (known.length === 1) plot.append(dot(run, known[0]));
   }
   plot.append(chart.over);
-  emphasise();
 }
-const dot = (run, { x, y }) => shape("circle", { class: "dot", style: coloured(run), cx: chart.toX(x), cy: chart.toY(y), r: 4 });
 
 // Show the curves' values at `at`, those nearest to the pointer where they are many; nothing where `at` is null.
-function readOut(down = Infinity) {
+function readOut(at, down = Infinity) {
   const box = byId("readout");
   box.hidden = at === null || !chart;
-  if (chart) chart.over.replaceChildren();
+  chart?.over.replaceChildren();
+  if (chart) chart.at = at;
   if (box.hidden) return;
-  const { metric, axis, lines, left, right, top, bottom, toX, toY, over } = chart;
-  at = Math.min(right, Math.max(left, at));
+  const { metric, axis, lines, left, right, toX, toY } = chart;
+  at = chart.at = Math.min(right, Math.max(left, at));
   const slack = (right - left) / 40;
-  const reached = lines.filter(({ known }) => at >= known[0].x - slack && at <= known[known.length - 1].x + slack);
+  const reached = lines.filter(({ known }) => at >= known[0].x - slack && at <= known.at(-1).x + slack);
   const found = reached.map(({ run, known }) =>
     ({ run, ...known.reduce((best, point) => (Math.abs(point.x - at) < Math.abs(best.x - at) ? point : best)) }));
   found.sort((one, other) => Math.abs(toY(one.y) - down) - Math.abs(toY(other.y) - down)).splice(MOST_READ_OUT);
   found.sort((one, other) => other.y - one.y);
-  over.append(shape("line", { class: "cursor", x1: toX(at), x2: toX(at), y1: top, y2: bottom }),
-    ...found.map((point) => dot(point.run, point)));
+  chart.over.append(chart.cursor(at), ...found.map((point) => chart.dot(point.run, point)));
   const place = axis === "images" ? `${text(at, { maximumFractionDigits: 0 })} images` : `${text(at)} ${clock}`;
   const more = reached.length - found.length;
   const table = document.createElement("table");
@@ -132,8 +131,7 @@ function readOut(down = Infinity) {
   box.style.right = rightHalf ? `${plot.clientWidth - toX(at) + 20}px` : "";
 }
 
-function emphasise(index = emphasised) {
-  emphasised = index;
+function emphasise(index) {
   plot?.classList.toggle("dimmed", shown.has(index));
   for (const course of document.querySelectorAll(".course")) {
     course.classList.toggle("chosen", course.dataset.course === String(index));
@@ -158,10 +156,9 @@ function arrange() {
 
 for (const name of Object.keys(orders)) byId("order").append(new Option(name, name));
 byId("order").addEventListener("change", arrange);
-for (const [id, kept] of [["all", [...runs.keys()]], ["none", []]]) {
+for (const [id, change] of [["all", "add"], ["none", "delete"]]) {
   byId(id).addEventListener("click", () => {
-    shown.clear();
-    for (const index of kept) shown.add(index);
+    for (const index of runs.keys()) shown[change](index);
     show();
   });
 }
@@ -178,25 +175,19 @@ if (plot) {
   metrics.forEach(({ name }, index) => byId("metric").append(new Option(name, index)));
   for (const id of ["metric", "axis", "logarithmic"]) byId(id).addEventListener("change", draw);
   plot.addEventListener("pointermove", (event) => {
-    if (!chart) return;
     const box = plot.getBoundingClientRect();
-    at = chart.left + ((event.clientX - box.left - chart.begin) / (chart.end - chart.begin)) * (chart.right - chart.left);
-    readOut(event.clientY - box.top);
+    readOut(chart && chart.toValue(event.clientX - box.left), event.clientY - box.top);
   });
-  const forget = () => {
-    at = null;
-    readOut();
-  };
-  for (const kind of ["pointerleave", "blur"]) plot.addEventListener(kind, forget);
+  for (const kind of ["pointerleave", "blur"]) plot.addEventListener(kind, () => readOut(null));
   plot.addEventListener("keydown", (event) => {
     if (!chart) return;
-    const by = (chart.right - chart.left) / 40;
-    const from = at ?? chart.left;
-    const to = { ArrowLeft: from - by, ArrowRight: from + by, Home: chart.left, End: chart.right, Escape: null }[event.key];
+    const { left, right, at } = chart;
+    const from = at ?? left;
+    const by = (right - left) / 40;
+    const to = { ArrowLeft: from - by, ArrowRight: from + by, Home: left, End: right, Escape: null }[event.key];
     if (to === undefined) return;
     event.preventDefault();
-    at = to;
-    readOut();
+    readOut(to);
   });
   new ResizeObserver(draw).observe(plot);
 }

@@ -69,7 +69,7 @@ def table_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     """Return name, better direction and a cell for each run: status of unfinished runs, parameters, metrics."""
     runs = comparison.runs
     rows: list[tuple[str, ...]] = [("", "better", *(one.label for one in runs))]
-    if comparison.unfinished:
+    if any(one.run.status != "FINISHED" for one in runs):
         rows.append(("status", "", *(one.run.status for one in runs)))
     for name in comparison.parameters:
         rows.append((name, "", *(one.parameters.get(name, "-") for one in runs)))
@@ -128,8 +128,13 @@ def page(comparison: Comparison) -> str:
         comparison=comparison,
         rows=[(name, direction(name), comparison.cells(name)) for name in comparison.metrics],
         about=[about(one) for one in comparison.runs],
-        samples=[_pictures(one.run, latest_samples(one.run)) for one in comparison.runs],
-        timelines=[_pictures(one.run, timelines(one.run)) for one in comparison.runs],
+        pictured=[
+            (title, [_pictures(one.run, paths(one.run)) for one in comparison.runs], what)
+            for title, paths, what in (
+                ("Samples", latest_samples, "Latest samples"),
+                ("Timelines", timelines, "Timeline, a row for each rank, a box for each instruction, gaps for waits,"),
+            )
+        ],
         data=(data := _data(comparison)),
         lines=data["runs"],
         style=(FOLDER / "compare_page.css").read_text(encoding="utf-8"),

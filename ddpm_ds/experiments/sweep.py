@@ -21,19 +21,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 import yaml
+from pydantic import TypeAdapter
 
-from ddpm_ds.checkpoint.folder import write_file
 from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import SPECS
 from ddpm_ds.errors import EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PREEMPTED, OutputError, UserError
 from ddpm_ds.experiments.compare_pages import ARTIFACT_FOLDER
 from ddpm_ds.experiments.trials import BASELINE, Trial
-from ddpm_ds.files import METRICS, read_json, read_points
+from ddpm_ds.files import METRICS, read_json, read_points, write_file
 from ddpm_ds.processes.ranks import free_port
 from ddpm_ds.processes.supervisor import MEANINGS, STOP_SIGNALS
 from ddpm_ds.tracking.run_folder import RunFolder, identity_of, labels, write_labels
@@ -79,11 +79,21 @@ class Ending:
         return f"exit code {self.exit_code} ({WHAT_CODES_MEAN.get(self.exit_code, meaning)})"
 
 
+_ENDINGS = TypeAdapter(dict[str, Ending])
+
+
 class Sweep:
     """Folder of a sweep, and those of its trials beside it."""
 
     def __init__(self, folder: Path, trials: Sequence[Trial]) -> None:
         self.folder, self.trials = folder, tuple(trials)
+        file = folder / ENDINGS
+        try:
+            known = _ENDINGS.validate_python(read_json(file)) if file.exists() else {}
+        except (OSError, ValueError):
+            raise OutputError(f"{file} is damaged; delete it, and trials that are done are looked at again") from None
+        self.endings = {trial.name: known[trial.name] for trial in trials if trial.name in known}
+        """Endings of the trials that have been started, by name, in the trials' order."""
 
     def run_dir(self, trial: Trial) -> Path:
         """Return the folder of a trial's run: beside the sweep's, since MLflow's store is in the folder above
@@ -95,21 +105,14 @@ class Sweep:
         """Return the file with a trial's output, of every start."""
         return self.run_dir(trial) / LOG
 
-    def endings(self) -> dict[str, Ending]:
-        """Return how the trials that have been started ended, by name."""
-        file = self.folder / ENDINGS
-        try:
-            known = read_json(file) if file.exists() else {}
-            return {
-                name: Ending(each["exit_code"], each["seconds"], tuple(each["said"])) for name, each in known.items()
-            }
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise OutputError(f"{file} is damaged; delete it, and trials that are done are looked at again") from None
+    def finished(self, trial: Trial) -> bool:
+        """Return whether a trial is done."""
+        return trial.name in self.endings and self.endings[trial.name].finished
 
     def remember(self, trial: Trial, ending: Ending) -> None:
         """Write down how a trial ended, atomically."""
-        endings = {name: asdict(each) for name, each in (self.endings() | {trial.name: ending}).items()}
-        write_file(self.folder / ENDINGS, (json.dumps(endings, indent=2) + "\n").encode())
+        self.endings[trial.name] = ending
+        write_file(self.folder / ENDINGS, _ENDINGS.dump_json(self.endings, indent=2) + b"\n")
 
     def prepare(self, trial: Trial, spec: RunSpec) -> None:
         """Make a trial's folder, with the files that it is started from."""
@@ -214,7 +217,8 @@ def run_command(command: Sequence[str], log: Path, heard: Sequence[signal.Signal
                     process.send_signal(number)
                 passed = len(heard)
                 tick()
-                time.sleep(POLL_SECONDS)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(POLL_SECONDS)
         finally:
             if process.poll() is None:
                 process.terminate()

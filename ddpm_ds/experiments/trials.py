@@ -203,9 +203,13 @@ def _setting(name: str) -> str:
     """Return the name that a variable has among the settings of a run."""
     if name in DERIVED:
         return f"derived.{DERIVED[name]}"
-    if name in JSON_KEYS or name.startswith(JSON_PREFIX):
-        return f"ds_config.{JSON_KEYS.get(name, name.removeprefix(JSON_PREFIX))}"
-    return name
+    path = _json_path(name)
+    return f"ds_config.{path}" if path else name
+
+
+def _json_path(name: str) -> str | None:
+    """Return the path in the JSON of a variable that is there."""
+    return JSON_KEYS.get(name) or (name.removeprefix(JSON_PREFIX) if name.startswith(JSON_PREFIX) else None)
 
 
 def _edit(config: dict[str, Any], name: str, value: str) -> list[str]:
@@ -217,8 +221,8 @@ def _edit(config: dict[str, Any], name: str, value: str) -> list[str]:
             number_of_processes(value)
         except argparse.ArgumentTypeError as error:
             raise ExperimentError(f"--vary processes={value}: {error}") from None
-    elif name in JSON_KEYS or name.startswith(JSON_PREFIX):
-        set_key(config, JSON_KEYS.get(name, name.removeprefix(JSON_PREFIX)), value, f"--vary {name}={value}")
+    elif path := _json_path(name):
+        set_key(config, path, value, f"--vary {name}={value}")
         if name == "micro_batch_images":  # the number of micro-batches follows, so that the batch stays what it is
             config["gradient_accumulation_steps"] = "auto"
             return ["train.accumulation=auto"]

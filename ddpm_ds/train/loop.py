@@ -17,7 +17,7 @@ from ddpm_ds.processes.requests import Requests
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.tracking.recorder import Recorder
 from ddpm_ds.train.ema import Ema
-from ddpm_ds.train.meters import Interval, Meter, gather, metrics
+from ddpm_ds.train.meters import Interval, Meter, gather, is_due, metrics
 from ddpm_ds.train.saving import Saver
 from ddpm_ds.train.validation import Validation
 
@@ -53,8 +53,7 @@ def train(run: Run) -> Interval:
         BadNumbersError: the policy is to stop, or the run was rolled back often enough; on all ranks alike.
         Preempted: the run was asked to stop, or its launcher is gone, and it is saved; on all ranks alike.
     """
-    engine, total = run.engine, run.plan.spec.train.images
-    every = run.plan.spec.logging.log_every_images
+    engine, spec = run.engine, run.plan.spec
     run.validation.before_first_step()
     meter = Meter()
     batches = meter.timed(run.batches())
@@ -69,19 +68,24 @@ def train(run: Run) -> Interval:
         run.watchdog.progress()
         run.recorder.step(engine.images_seen)
         if first:  # the loss is on the screen before the first log point
-            run.recorder.first_loss(gather(meter.so_far(), engine).interval.loss)
+            run.recorder.first_loss(gather(meter.so_far(), engine).loss)
             first = False
         asked = run.requests.poll()
-        done = engine.images_seen >= total
-        save = done or asked.save or asked.stop or run.saver.due(before, engine.images_seen)
-        keep = run.saver.snapshot_due(before, engine.images_seen, done)
+        seen = engine.images_seen
+        done = seen >= spec.train.images
+        save = asked.save or asked.stop or done or is_due(spec.checkpoint.every_images, before, seen)
+        keep = is_due(spec.ema.snapshot_images, before, seen, done)
         trouble = _scale_floor(engine)
-        if not trouble and (save or keep or engine.images_seen // every > before // every):
+        if not trouble and (save or keep or is_due(spec.logging.log_every_images, before, seen)):
             interval = _log(run, meter)
             trouble = _bad_loss(run, interval, done)
         if trouble:
-            _roll_back(run, trouble)
-            meter, save = Meter(), False
+            if spec.bad_numbers.policy == "stop":
+                raise BadNumbersError(trouble)
+            what = run.saver.roll_back(trouble)
+            run.recorder.rolled_back(what, run.saver.rollbacks, engine.images_seen, engine.global_steps)
+            run.recent.clear()
+            meter = Meter()
             batches = meter.timed(run.batches())
             continue
         if run.validation.due(before, done):  # before the save: a run that dies in between draws again
@@ -102,19 +106,19 @@ def train(run: Run) -> Interval:
         if asked.abandoned:
             raise LauncherLostError(
                 f"what started {asked.abandoned} is gone: all ranks have saved and stopped after "
-                f"{engine.images_seen:,} images; the run can be resumed"
+                f"{seen:,} images; the run can be resumed"
             )
         if asked.stop:
-            raise Preempted(f"asked to stop after {engine.images_seen:,} images")
+            raise Preempted(f"asked to stop after {seen:,} images")
 
 
 def _log(run: Run, meter: Meter) -> Interval:
     """Make one log point; waits for the device, and for the other ranks."""
     engine = run.engine
-    gathered = gather(meter.read(), engine)
-    values = metrics(gathered, engine, run.plan.macs)
+    interval = gather(meter.read(), engine)
+    values = metrics(interval, engine, run.plan.macs)
     run.recorder.point(values, engine.global_steps, fp16=engine.fp16_enabled())
-    return gathered.interval
+    return interval
 
 
 def _scale_floor(engine: UnetPipelineEngine) -> str | None:
@@ -146,12 +150,3 @@ def _bad_loss(run: Run, interval: Interval, done: bool) -> str | None:
         )
     run.recent.append(interval.loss)
     return None
-
-
-def _roll_back(run: Run, trouble: str) -> None:
-    """Go back as ``bad_numbers.policy`` says, or raise."""
-    if run.plan.spec.bad_numbers.policy == "stop":
-        raise BadNumbersError(trouble)
-    done, engine = run.saver.roll_back(trouble), run.engine
-    run.recorder.rolled_back(done, run.saver.rollbacks, engine.images_seen, engine.global_steps)
-    run.recent.clear()

@@ -27,9 +27,14 @@ Batch = TypeVar("Batch")
 FLOPS_PER_MAC = 2
 
 
+def is_due(every: int | None, before: int, images_seen: int, done: bool = False) -> bool:
+    """Return whether a step from ``before`` to ``images_seen`` passed a multiple of ``every``, or was the last."""
+    return every is not None and (done or images_seen // every > before // every)
+
+
 @dataclass(frozen=True)
 class Interval:
-    """Means and sums over the steps between two log points; times are of the host's clock.
+    """Means and sums over the steps between two log points, of a rank or of all; times are of the host's clock.
 
     They cover everything but pauses: samples, validation and checkpoints.
     """
@@ -43,6 +48,10 @@ class Interval:
     """Steps whose loss was infinite or NaN."""
     data_wait_seconds: float
     """Sum of the times spent waiting for the next batch."""
+    stage_peak_memory_bytes: Sequence[Sequence[int]] = ()
+    """Of all ranks together: peak bytes ``[stage][replica]``, one number per device."""
+    peak_reserved_bytes: int = 0
+    """Of all ranks together: the most that the allocator of one device has reserved; 0 on CPUs."""
 
 
 class Meter:
@@ -129,27 +138,11 @@ def peak_reserved_bytes(device: torch.device) -> int:
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
 
 
-def model_tflops(macs_per_image: int, images_per_second: float, devices: int) -> float:
-    """Return model TFLOP/s per device: a forward's multiply-accumulates x 2 flops x 3 passes x images/s."""
-    return macs_per_image * FLOPS_PER_MAC * PASSES_PER_STEP * images_per_second / devices / 1e12
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """An interval of all ranks together."""
-
-    interval: Interval
-    """Loss over all replicas, images of the whole batch, the longest data wait and the slowest clock of all ranks."""
-    stage_peak_memory_bytes: Sequence[Sequence[int]]
-    """Peak bytes ``[stage][replica]``, one number per device."""
-    peak_reserved_bytes: int
-    """The most that the allocator of one device has reserved; 0 on CPUs."""
-
-
-def gather(interval: Interval, engine: UnetPipelineEngine) -> Gathered:
+def gather(interval: Interval, engine: UnetPipelineEngine) -> Interval:
     """Combine the ranks' intervals; collective over all ranks, each gets the same answer.
 
-    Only the stage with the last layer knows a loss; its replicas saw equal numbers of images.
+    It has the loss over all replicas, the images of the whole batch, the longest data wait and the slowest clock. Only
+    the stage with the last layer knows a loss; its replicas saw equal numbers of images.
     """
     device = engine.device
     waits = [interval.data_wait_seconds, interval.seconds]
@@ -160,29 +153,29 @@ def gather(interval: Interval, engine: UnetPipelineEngine) -> Gathered:
     dist.all_gather(everyone, mine)
     stages, losses, bad, data_waits, seconds, peaks, reserved = torch.stack(everyone, dim=1).tolist()
     last = [rank for rank, stage in enumerate(stages) if stage == engine.loss_stage]
-    combined = dataclasses.replace(
+    return dataclasses.replace(
         interval,
         loss=sum(losses[rank] for rank in last) / len(last),
         non_finite_steps=int(max(bad[rank] for rank in last)),
         data_wait_seconds=max(data_waits),
         seconds=max(seconds),
+        stage_peak_memory_bytes=[
+            [int(peak) for peak, of in zip(peaks, stages, strict=True) if of == stage]
+            for stage in range(engine.num_stages)
+        ],
+        peak_reserved_bytes=int(max(reserved)),
     )
-    by_stage = [
-        [int(peak) for peak, of in zip(peaks, stages, strict=True) if of == stage] for stage in range(engine.num_stages)
-    ]
-    return Gathered(combined, by_stage, int(max(reserved)))
 
 
-def metrics(gathered: Gathered, engine: UnetPipelineEngine, macs_per_image: int) -> dict[str, float]:
+def metrics(interval: Interval, engine: UnetPipelineEngine, macs_per_image: int) -> dict[str, float]:
     """Return one log point of a whole run. Its names are a contract: dashboards and comparisons read them.
 
     ``usage/step_seconds`` and ``usage/data_wait_seconds`` are means per step. ``macs_per_image`` are the
     multiply-accumulates of one image's forward pass through the whole U-Net.
     """
-    interval = gathered.interval
-    images_per_second = interval.images / interval.seconds
-    devices = sum(len(replicas) for replicas in gathered.stage_peak_memory_bytes)
-    peaks = [float(max(replicas)) for replicas in gathered.stage_peak_memory_bytes]
+    images_per_second, devices = interval.images / interval.seconds, sum(map(len, interval.stage_peak_memory_bytes))
+    peaks = [float(max(replicas)) for replicas in interval.stage_peak_memory_bytes]
+    flops_per_second = macs_per_image * FLOPS_PER_MAC * PASSES_PER_STEP * images_per_second
     values = {
         "train/loss": interval.loss,
         "train/lr": engine.get_lr()[0],
@@ -192,11 +185,11 @@ def metrics(gathered: Gathered, engine: UnetPipelineEngine, macs_per_image: int)
         "perf/images_per_second": images_per_second,
         "usage/step_seconds": interval.seconds / interval.steps,
         "usage/data_wait_seconds": interval.data_wait_seconds / interval.steps,
-        "usage/model_tflops_per_device": model_tflops(macs_per_image, images_per_second, devices),
+        "usage/model_tflops_per_device": flops_per_second / devices / 1e12,
         "usage/peak_memory_bytes": max(peaks),
     }
     if math.isfinite(norm := engine.gradient_norm()):
         values["train/total_grad_norm"] = norm
-    if gathered.peak_reserved_bytes:
-        values["usage/peak_reserved_bytes"] = float(gathered.peak_reserved_bytes)
+    if interval.peak_reserved_bytes:
+        values["usage/peak_reserved_bytes"] = float(interval.peak_reserved_bytes)
     return values | {f"usage/stage{stage}_peak_memory_bytes": peak for stage, peak in enumerate(peaks)}

@@ -1,10 +1,12 @@
-"""Training objective: a replica's micro-batches, and denoising drawn from the image index, so that first and last stage
-agree.
+"""A step's parts, which the images alone decide: a replica's micro-batches, denoising and the learning rate.
+
+First and last stage draw alike, and a resumed run goes on as if it had never stopped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -102,3 +104,31 @@ def replica_batches(
         pin_memory=device.type == "cuda",
     )
     return on_device(batches, device)
+
+
+def learning_rate(spec: RunSpec, images: float) -> float:
+    """Return the learning rate after so many images of the run; `optimizer.decay` must be given.
+
+    Source: Loshchilov and Hutter 2017 (SGDR), eq. 5, for one period without restart (cosine); Karras et al. 2024
+    (EDM2), eq. 67, and their linear ramp-up (inverse_sqrt).
+    """
+    optimizer, warmup = spec.optimizer, spec.optimizer.warmup_images
+    if optimizer.decay == "cosine":
+        progress = (images - warmup) / max(spec.train.images - warmup, 1)
+        wave = (1.0 + math.cos(math.pi * min(max(progress, 0.0), 1.0))) / 2.0
+        share = optimizer.decay_to + (1.0 - optimizer.decay_to) * wave
+    else:
+        assert optimizer.decay == "inverse_sqrt" and optimizer.reference_images is not None, "the spec refuses it"
+        share = max(images / optimizer.reference_images, 1.0) ** -0.5
+    return optimizer.learning_rate * share * (min(images / warmup, 1.0) if warmup else 1.0)
+
+
+def rate_of(spec: RunSpec) -> Callable[[int, int], float] | None:
+    """Return a function of the images seen before a step and of those of the step, which returns its learning rate.
+
+    That is the rate at the middle of the step's images, so that neither the first step of a warm-up nor the last one of
+    a decay is lost. None leaves it to DeepSpeed's scheduler.
+    """
+    if spec.optimizer.decay is None:
+        return None
+    return lambda before, batch: learning_rate(spec, before + batch / 2)

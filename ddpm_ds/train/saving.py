@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpm_ds.checkpoint.delivery import Wanted, deliver
-from ddpm_ds.checkpoint.folder import set_aside
-from ddpm_ds.checkpoint.groups import Gather, Groups
-from ddpm_ds.checkpoint.manifest import Description
+from ddpm_ds.checkpoint.delivery import deliver
+from ddpm_ds.checkpoint.groups import Groups
+from ddpm_ds.checkpoint.manifest import Description, Span
 from ddpm_ds.checkpoint.power_ema import EMA
 from ddpm_ds.checkpoint.union import CompleteCheckpoint, newest
 from ddpm_ds.checkpoint.writer import Fragment, Writer
@@ -37,95 +36,23 @@ MASTER = "master"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def state_fragments(engine: UnetPipelineEngine, ema: Ema) -> list[Fragment]:
-    """Return this rank's share of a checkpoint; without ZeRO the first replica's is everything."""
-    states = engine.basic_optimizer.state
+def state_fragments(engine: UnetPipelineEngine, ema: Ema, *, snapshot: bool = False) -> list[Fragment]:
+    """Return this rank's share of a checkpoint, or of a snapshot of the averages of ``ema.profiles``.
 
-    def saved(master: Tensor) -> dict[str, Tensor]:
-        moments = {moment: states[master][moment] for moment in MOMENTS if master in states}
-        return {MASTER: master, **ema.of(master), **moments}
-
-    return _fragments(engine, saved)
-
-
-def profile_fragments(engine: UnetPipelineEngine, ema: Ema) -> list[Fragment]:
-    """Return this rank's share of a snapshot: of the averages of ``ema.profiles``."""
-    return _fragments(engine, lambda master: {kind: tensor for kind, tensor in ema.of(master).items() if kind != EMA})
-
-
-def _fragments(engine: UnetPipelineEngine, tensors_of: Callable[[Tensor], dict[str, Tensor]]) -> list[Fragment]:
-    """Return the fragments of the tensors by kind that belong to each of the optimizer's tensors."""
+    Without ZeRO the first replica's share is everything.
+    """
     if engine.grid.get_data_parallel_id() != 0 and not insides.is_partitioned(engine):
         return []
-    return [
-        Fragment(kind, piece.name, piece.first, piece.of(tensor))
-        for piece in insides.owned_pieces(engine)
-        for kind, tensor in tensors_of(piece.master).items()
-    ]
-
-
-def state_scalars(engine: UnetPipelineEngine) -> dict[str, Any]:
-    """Return the numbers of a checkpoint: progress, counters, loss scaler, learning rate. The same on all ranks."""
-    insides.count_skips(engine)
-    optimizer = engine.basic_optimizer
-    steps = {int(state["step"]) for state in optimizer.state.values()}
-    return {
-        "images_seen": engine.images_seen,
-        "skipped_images": engine.skipped_images,
-        "steps": engine.global_steps,
-        "skipped_steps": engine.skipped_steps,
-        "optimizer_steps": max(steps, default=0),
-        "learning_rate": optimizer.param_groups[0]["lr"],
-        "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
-        "loss_scaler": insides.scaler_state(engine),
-    }
-
-
-@torch.no_grad()
-def load_state(
-    engine: UnetPipelineEngine, ema: Ema, whole: CompleteCheckpoint, gather: Gather, log: Callable[[str], None]
-) -> None:
-    """Put a checkpoint into the engine, whatever layout and hosts wrote it; collective.
-
-    Values from other hosts are announced through ``log`` on rank 0.
-    """
-    state = whole.state
-    moments = [moment for moment in MOMENTS if moment in whole.manifest.kinds]
-    wanted: list[Wanted] = []
-    targets: list[Tensor] = []
+    found = []
     for piece in insides.owned_pieces(engine):
-        tensors: dict[str, Tensor] = {MASTER: piece.master, **ema.of(piece.master)}
-        if moments:
-            tensors |= _moments(engine, piece.master, state.optimizer_steps)
-        wanted += [Wanted(kind, piece.name, piece.first, piece.first + piece.length) for kind in tensors]
-        targets += [piece.of(tensor) for tensor in tensors.values()]
-    for index, start, values in deliver(whole, wanted, gather=gather, device=engine.device, log=log):
-        at = start - wanted[index].start
-        targets[index][at : at + len(values)].copy_(values)
-    if not moments:
-        engine.basic_optimizer.state.clear()
-    insides.refresh_weights(engine)
-
-    engine.images_seen = state.images_seen
-    engine.skipped_images = state.skipped_images
-    engine.global_samples = state.images_seen
-    engine.global_steps = state.steps
-    engine.skipped_steps = state.skipped_steps
-    for group in engine.basic_optimizer.param_groups:
-        group["lr"] = state.learning_rate
-    if engine.lr_scheduler is not None and state.lr_scheduler is not None:
-        engine.lr_scheduler.load_state_dict(state.lr_scheduler.model_dump())
-    insides.load_scaler_state(engine, state.loss_scaler.model_dump(exclude_unset=True))
-    engine.consecutive_overflows_at_floor = 0
-
-
-@torch.no_grad()
-def start_from(engine: UnetPipelineEngine, ema: Ema, weights: InitialWeights) -> None:
-    """Put given weights into a fresh engine, and into their averages; a collective over the replicas under ZeRO."""
-    for piece in insides.owned_pieces(engine):
-        for tensor in (piece.master, *ema.of(piece.master).values()):
-            piece.of(tensor).copy_(weights.read(piece.name, piece.first, piece.length))
-    insides.refresh_weights(engine)
+        tensors = ema.of(piece.master)
+        if snapshot:
+            del tensors[EMA]
+        else:
+            state = engine.basic_optimizer.state.get(piece.master, {})
+            tensors |= {MASTER: piece.master, **{moment: state[moment] for moment in MOMENTS if moment in state}}
+        found += [Fragment(kind, piece.name, piece.first, piece.of(tensor)) for kind, tensor in tensors.items()]
+    return found
 
 
 def _moments(engine: UnetPipelineEngine, master: Tensor, steps: int) -> dict[str, Tensor]:
@@ -143,8 +70,7 @@ class Saver:
     """Saver of this rank's share of checkpoints and snapshots of a run in ``run_dir``; all methods are collective.
 
     ``data_sha256`` are the checksums of the data-set cache, ``log`` shows a line on rank 0. ``groups`` are the ranks by
-    the folder of checkpoints that they see; where there are several, ``store`` is that of
-    :func:`ddpm_ds.processes.heartbeat.make_store`.
+    the folder of checkpoints that they see, ``store`` is that of :func:`ddpm_ds.processes.heartbeat.make_store`.
     """
 
     def __init__(
@@ -160,34 +86,22 @@ class Saver:
         store: dist.Store | None = None,
     ) -> None:
         self._plan, self._engine, self._ema = plan, engine, ema
-        self._folder, self._snapshots = checkpoints_of(run_dir), snapshots_of(run_dir)
+        self._folder = checkpoints_of(run_dir)
         self._data_sha256, self._log, self._groups = data_sha256, log, groups
-        spec, self._profiles = plan.spec.checkpoint, plan.spec.ema.profiles
-        self._every, self._snapshots_every = spec.every_images, plan.spec.ema.snapshot_images
-        self._warn = log if groups.rank == 0 else print_to_stderr
+        warn = log if groups.rank == 0 else print_to_stderr
         self._writer = Writer(
             self._folder,
             groups,
-            log=self._warn,
-            keep_last=spec.keep_last,
-            keep_every_images=spec.keep_every_images,
+            log=warn,
+            keep_last=plan.spec.checkpoint.keep_last,
+            keep_every_images=plan.spec.checkpoint.keep_every_images,
             store=store,
         )
-        self._snapshot_writer = Writer(self._snapshots, groups, log=self._warn, store=store, what="snapshot")
+        self._snapshot_writer = Writer(snapshots_of(run_dir), groups, log=warn, store=store, what="snapshot")
         self._began_at: int | None = 0  # None once this course of the run has written something
         self._shapes = parameter_shapes(plan.layers)
         self.rollbacks = 0
         """Number of rollbacks after bad numbers."""
-
-    def due(self, before: int, images_seen: int) -> bool:
-        """Return whether a step from ``before`` to ``images_seen`` passed a point of ``checkpoint.every_images``."""
-        return _passed(self._every, before, images_seen)
-
-    def snapshot_due(self, before: int, images_seen: int, done: bool) -> bool:
-        """Return whether a step from ``before`` to ``images_seen`` passed a point of ``ema.snapshot_images``, or is the
-        last of a run that keeps snapshots.
-        """
-        return _passed(self._snapshots_every, before, images_seen) or (done and bool(self._profiles))
 
     def save(self) -> float:
         """Begin a checkpoint of this moment; returns the seconds for which training was held up."""
@@ -195,12 +109,14 @@ class Saver:
 
     def keep_snapshot(self) -> float:
         """Begin a snapshot of the averages of ``ema.profiles``; returns the seconds for which training was held up."""
-        return self._begin(self._snapshot_writer, profile_fragments(self._engine, self._ema))
+        return self._begin(self._snapshot_writer, state_fragments(self._engine, self._ema, snapshot=True))
 
     def _begin(self, writer: Writer, fragments: list[Fragment]) -> float:
-        """Begin to write something of this moment."""
-        engine, plan = self._engine, self._plan
-        self._set_snapshots_aside()
+        engine, plan, optimizer = self._engine, self._plan, self._engine.basic_optimizer
+        insides.count_skips(engine)
+        if self._began_at is not None:  # before anything is written, so that no average is ever made of both courses
+            self._snapshot_writer.set_aside(self._began_at)
+            self._began_at = None
         description = Description(
             images=engine.images_seen,
             step=engine.global_steps,
@@ -211,26 +127,18 @@ class Saver:
             parameters=self._shapes,
         )
         part = f"stage{engine.stage_id}-replica{engine.grid.get_data_parallel_id()}"
-        scalars = {**state_scalars(engine), "rewinds": self.rollbacks}
-        return writer.begin(part, fragments, description, scalars)
-
-    def _set_snapshots_aside(self) -> None:
-        """Rename the snapshots after the moment where this course of the run began: they are of one that it has left.
-
-        Done before the course writes anything, so that an average is never made from both; up to then a start from a
-        later checkpoint still finds its snapshots.
-        """
-        began_at, self._began_at = self._began_at, None
-        if began_at is None or not self._groups.leads:
-            return
-        try:
-            abandoned = set_aside(self._snapshots, began_at)
-        except OSError as error:
-            what = f"snapshots of more than {began_at:,} images in {self._snapshots}"
-            self._warn(f"{what} can't be renamed ({error.strerror}); remove them: the run went on from before them")
-            return
-        if abandoned and self._groups.rank == 0:
-            self._log(f"the run went on from before them: snapshots renamed to {', '.join(abandoned)}")
+        state = {
+            "images_seen": engine.images_seen,
+            "skipped_images": engine.skipped_images,
+            "steps": engine.global_steps,
+            "skipped_steps": engine.skipped_steps,
+            "optimizer_steps": max((int(state["step"]) for state in optimizer.state.values()), default=0),
+            "learning_rate": optimizer.param_groups[0]["lr"],
+            "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
+            "loss_scaler": insides.scaler_state(engine),
+            "rewinds": self.rollbacks,
+        }
+        return writer.begin(part, fragments, description, state)
 
     def wait(self) -> bool:
         """Wait until the last checkpoint and the last snapshot are on the disk; return whether the checkpoint is, as
@@ -248,14 +156,53 @@ class Saver:
         if why_not := said_by_rank_0("" if self.wait() else self._writer.why_not, str):
             raise OutputError(f"{why_not}; make {self._folder} writable, with room, and start the same command again")
 
+    @torch.no_grad()
+    def start_from(self, weights: InitialWeights) -> None:
+        """Put given weights into a fresh engine, and into their averages."""
+        for piece in insides.owned_pieces(self._engine):
+            for tensor in (piece.master, *self._ema.of(piece.master).values()):
+                piece.of(tensor).copy_(weights.read(piece.name, piece.first, piece.length))
+        insides.refresh_weights(self._engine)
+
+    @torch.no_grad()
     def load(self, checkpoint: CompleteCheckpoint) -> None:
         """Resume from a checkpoint of any layout, whose pieces are on any of this run's hosts.
+
+        Values from other hosts are announced on rank 0.
 
         Raises:
             CheckpointError: it can't be read or is of another U-Net.
         """
-        load_state(self._engine, self._ema, checkpoint, gather_objects, self._log)
-        self.rollbacks = checkpoint.state.rewinds
+        engine, state = self._engine, checkpoint.state
+        moments = [moment for moment in MOMENTS if moment in checkpoint.manifest.kinds]
+        wanted: list[Span] = []
+        targets: list[Tensor] = []
+        for piece in insides.owned_pieces(engine):
+            tensors: dict[str, Tensor] = {MASTER: piece.master, **self._ema.of(piece.master)}
+            if moments:
+                tensors |= _moments(engine, piece.master, state.optimizer_steps)
+            wanted += [Span(kind, piece.name, piece.first, piece.length) for kind in tensors]
+            targets += [piece.of(tensor) for tensor in tensors.values()]
+        values_read = deliver(checkpoint, wanted, gather=gather_objects, device=engine.device, log=self._log)
+        for index, start, values in values_read:
+            at = start - wanted[index].start
+            targets[index][at : at + len(values)].copy_(values)
+        if not moments:
+            engine.basic_optimizer.state.clear()
+        insides.refresh_weights(engine)
+
+        engine.images_seen = state.images_seen
+        engine.skipped_images = state.skipped_images
+        engine.global_samples = state.images_seen
+        engine.global_steps = state.steps
+        engine.skipped_steps = state.skipped_steps
+        for group in engine.basic_optimizer.param_groups:
+            group["lr"] = state.learning_rate
+        if engine.lr_scheduler is not None and state.lr_scheduler is not None:
+            engine.lr_scheduler.load_state_dict(state.lr_scheduler.model_dump())
+        insides.load_scaler_state(engine, state.loss_scaler.model_dump(exclude_unset=True))
+        engine.consecutive_overflows_at_floor = 0
+        self.rollbacks = state.rewinds
         self._began_at = checkpoint.manifest.images
 
     def roll_back(self, trouble: str) -> str:
@@ -284,11 +231,6 @@ class Saver:
             return newest(self._folder, self._groups, gather_objects, self._log, until=self._engine.images_seen)
         except NoCheckpointError:
             return None
-
-
-def _passed(every: int | None, before: int, images_seen: int) -> bool:
-    """Return whether a step from ``before`` to ``images_seen`` passed a multiple of ``every``."""
-    return every is not None and images_seen // every > before // every
 
 
 def gather_objects(value: Any) -> list[Any]:

@@ -44,8 +44,7 @@ from ddpm_ds.tracking.system_metrics import system_metrics
 from ddpm_ds.train.agreement import check_alike, check_gpus, check_same_images
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.loop import Run, train
-from ddpm_ds.train.objective import Denoising, replica_batches
-from ddpm_ds.train.rate import rate_of
+from ddpm_ds.train.objective import Denoising, rate_of, replica_batches
 from ddpm_ds.train.resolve import cut_and_ordered, decide, share_threads
 from ddpm_ds.train.resume import (
     Claim,
@@ -56,7 +55,7 @@ from ddpm_ds.train.resume import (
     gather_in,
     share_record,
 )
-from ddpm_ds.train.saving import Saver, gather_objects, start_from
+from ddpm_ds.train.saving import Saver, gather_objects
 from ddpm_ds.train.validation import HeldOutLoss, Validation
 from ddpm_ds.unet.kernel_choice import check_kernels
 from ddpm_ds.unet.model import check_compiler, parameter_shapes
@@ -112,10 +111,16 @@ def run_training(
         ) as watchdog:
             with watchdog.blamed(), watchdog.pause(), doing("building the pipeline"):
                 plan = cut_and_ordered(prepared.plan, device)
-                objective, seed = Denoising(plan.spec, device), plan.spec.train.seed
-                how: dict[str, Any] = {"seed": seed, "programs": plan.programs, "verbose": options.verbose}
-                how["rate"] = rate_of(plan.spec)
-                engine = build_engine(plan.layers, plan.bounds, plan.ds, objective, **how)
+                engine = build_engine(
+                    plan.layers,
+                    plan.bounds,
+                    plan.ds,
+                    Denoising(plan.spec, device),
+                    seed=plan.spec.train.seed,
+                    programs=plan.programs,
+                    rate=rate_of(plan.spec),
+                    verbose=options.verbose,
+                )
                 ema = Ema(engine, plan.spec.ema)
             with (
                 disk_errors_said(run_dir),
@@ -236,7 +241,7 @@ def _train(
         if prepared.checkpoint is not None:
             saver.load(prepared.checkpoint)
         elif prepared.initial is not None:
-            start_from(engine, ema, prepared.initial)
+            saver.start_from(prepared.initial)
         flops, precision, macs = plan.ds.blocks.get("flops_profiler", {}), plan.ds.precision, plan.macs
         trace = run_dir / "trace"
         replan = None
@@ -264,13 +269,12 @@ def _train(
         """Return this replica's micro-batches from the engine's progress on, on the stages that read data."""
         if not engine.reads_data:
             return None
-        replicas, replica = plan.ds.layout.replicas, engine.grid.get_data_parallel_id()
         return replica_batches(
             plan,
             store,
             engine.device,
-            replicas=replicas,
-            replica=replica,
+            replicas=plan.ds.layout.replicas,
+            replica=engine.grid.get_data_parallel_id(),
             among=among,
             start_images=engine.next_index,
         )

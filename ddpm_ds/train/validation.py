@@ -26,6 +26,7 @@ from ddpm_ds.pipeline.forward import ForwardPipeline
 from ddpm_ds.processes.watchdog import Watchdog
 from ddpm_ds.tracking.recorder import Recorder
 from ddpm_ds.train.ema import Ema
+from ddpm_ds.train.meters import is_due
 from ddpm_ds.unet.blocks import Carry
 
 NOISE_SEED = 0
@@ -160,20 +161,27 @@ class Validation:
 
     def due(self, before: int, done: bool) -> bool:
         """Return whether the step from ``before`` images on passed a point of a cadence, or was the last."""
-        return self._samples_due(before, done) or self._losses_due(before, done)
+        return any(self._due(before, done))
+
+    def _due(self, before: int, done: bool) -> tuple[bool, bool]:
+        """Return whether samples are due, and whether the held-out loss is."""
+        spec, seen = self._spec, self._engine.images_seen
+        losses = self._held_out is not None and is_due(spec.evaluation.every_images, before, seen, done)
+        return is_due(spec.samples.every_images, before, seen, done), losses
 
     def after_step(self, before: int, done: bool) -> None:
         """Draw the samples and measure the loss that are due after the step from ``before`` images on."""
-        engine, begin = self._engine, time.perf_counter()
+        begin = time.perf_counter()
+        samples, losses = self._due(before, done)
         with self._ema.applied():
-            if self._samples_due(before, done):
+            if samples:
                 self._draw(begin)
-            if self._held_out is not None and self._losses_due(before, done):
+            if losses and self._held_out is not None:
                 begin_measuring = time.perf_counter()
                 with self._recorder.doing("measuring the held-out loss"):
                     values = self._held_out.measure(self._watchdog)
                 values["usage/evaluation_seconds"] = time.perf_counter() - begin_measuring
-                self._recorder.evaluation(values, engine.global_steps)
+                self._recorder.evaluation(values, self._engine.global_steps)
 
     def before_first_step(self) -> None:
         """Draw the samples of the initial weights, unless samples are off or the run is resumed.
@@ -190,12 +198,3 @@ class Validation:
             images = draw_previews(self._spec, self._engine, self._watchdog, self._to_pixels)
         seconds = time.perf_counter() - begin
         self._recorder.samples(images, seconds, self._engine.images_seen, self._engine.global_steps)
-
-    def _samples_due(self, before: int, done: bool) -> bool:
-        return self._due(self._spec.samples.every_images, before, done)
-
-    def _losses_due(self, before: int, done: bool) -> bool:
-        return self._held_out is not None and self._due(self._spec.evaluation.every_images, before, done)
-
-    def _due(self, every: int | None, before: int, done: bool) -> bool:
-        return every is not None and (done or self._engine.images_seen // every > before // every)

@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parse(arguments)
         if options.json is not None:
             check_writable("--json", options.json)
-        (_one_device if options.one_device else _benchmark)(options)
+        _benchmark(options)
     except DeviceLostError as error:  # nothing that waits for the device may follow
         print_once(f"ddpm_ds: error: {error}")
         os._exit(error.exit_code)
@@ -116,38 +116,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _benchmark(options: argparse.Namespace) -> None:
-    """Compare ways of training one U-Net on all processes."""
+    """Compare ways of training one U-Net on all processes, or in one.
+
+    Raises:
+        LayoutError: several processes were started for ``--one-device``.
+    """
+    if options.one_device and (processes := os.environ["WORLD_SIZE"]) != "1":
+        raise LayoutError(f"--one-device has one process, and {processes} were started; deepspeed --num_gpus 1")
     plan = _plan(options, options.overrides)
-    names, not_run = choose(options.rows or list(ROWS), lambda row: why_not_in_layout(row, plan))
+    if not options.one_device:
+        names, not_run = choose(options.rows or list(ROWS), lambda row: why_not_in_layout(row, plan))
     from ddpm_ds.device import choose_device  # torch, now that everything cheap is checked
     from ddpm_ds.pipeline import import_deepspeed
 
     device = choose_device(options.device, plan.ds.layout.stages)
     import_deepspeed()
-    from rivals.layout import run_layout
+    from rivals.benchmark import run_layout, run_one_device
 
-    run_layout(plan, device, names, not_run, options)
-
-
-def _one_device(options: argparse.Namespace) -> None:
-    """Compare ways of training one U-Net in one process.
-
-    Raises:
-        LayoutError: several processes were started.
-    """
-    if (processes := os.environ["WORLD_SIZE"]) != "1":
-        raise LayoutError(f"--one-device has one process, and {processes} were started; deepspeed --num_gpus 1")
-    _plan(options, options.overrides)  # what is wrong is said before torch is loaded
-    from ddpm_ds.device import choose_device
-    from ddpm_ds.pipeline import import_deepspeed
-
-    device = choose_device(options.device)
-    import_deepspeed()
+    if not options.one_device:
+        return run_layout(plan, device, names, not_run, options)
     images = options.images or (CPU_IMAGES if device.type == "cpu" else None)
     batch = [] if images is None else [f"train.batch_images={images}"]
     overrides = [*options.overrides, *batch, "train.accumulation=1"]
-    from rivals.one_device import run_one_device
-
     run_one_device(_plan(options, overrides), device, overrides, options)
 
 

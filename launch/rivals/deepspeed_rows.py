@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
@@ -29,23 +30,17 @@ from ddpm_ds.unet.layers import Layer
 from ddpm_ds.unet.model import UNet, build_layer
 from ddpm_ds.unet.operations import KeyedDropout, set_image_index
 from rivals.choice import bounds_of, replica_micro_batches
-from rivals.loops import SCALES, Probe, without_dropout
-from rivals.rows import Setting
+from rivals.rows import SCALES, Probe, Setting, without_dropout
 from rivals.unets import comparable_unet
 
 
-@contextlib.contextmanager
-def layout_of(grid: Any | None) -> Iterator[None]:
-    """Let DeepSpeed think that its processes are laid out as in ``grid``; None for replicas alone.
+def layout_of(grid: Any | None) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which DeepSpeed takes its processes for laid out as in ``grid``; None for replicas alone.
 
     DeepSpeed keeps the layout of the pipeline that was built last in one place for the whole process, and an engine
     without a pipeline would take its data-parallel group from there.
     """
-    before, groups.mpu = groups.mpu, grid
-    try:
-        yield
-    finally:
-        groups.mpu = before
+    return mock.patch.object(groups, "mpu", grid)
 
 
 def with_zero_stage(config: dict[str, Any], stage: int) -> dict[str, Any]:
@@ -77,9 +72,8 @@ class OurPipeline:
                 programs=plan.programs,
                 verbose=setting.verbose,
             )
-        self._batches = None
-        if self._engine.reads_data:
-            self._batches = setting.batches(self._replicas, self._engine.grid.get_data_parallel_id())
+        replica = self._engine.grid.get_data_parallel_id()
+        self._batches = setting.batches(self._replicas, replica) if self._engine.reads_data else None
 
     def step(self) -> Tensor:
         with layout_of(self._engine.mpu):
@@ -210,7 +204,7 @@ class StockPipeline:
         plan, seed = setting.plan, setting.plan.spec.train.seed
         zero_stage, why = stock_zero_stage(plan)
         crash = "no activation checkpointing, whose default crashes it on several outputs"
-        self.note = "; ".join(part for part in (why, crash if setting.checkpoint_interval else "") if part)
+        self.note = "; ".join(part for part in (why, crash if plan.ds.checkpoint_interval else "") if part)
         self.is_pipeline = plan.ds.layout.stages > 1
         self._objective = setting.objective()
         config = with_zero_stage(replace(plan.ds, checkpoint_interval=0).for_deepspeed(), zero_stage)
@@ -225,9 +219,8 @@ class StockPipeline:
         cuts = list(map(int, module.parts[1:-1]))
         self.name = f"DeepSpeed PipelineEngine, {'its' if default_cuts else 'our'} cuts {cuts}, {plan.ds.precision}, "
         self.name += f"ZeRO-{zero_stage}"
-        self._batches = None
-        if self._engine.is_first_stage() or self._engine.is_last_stage():
-            self._batches = self._read(setting)
+        reads_data = self._engine.is_first_stage() or self._engine.is_last_stage()
+        self._batches = self._read(setting) if reads_data else None
 
     def step(self) -> Tensor:
         with layout_of(self._engine.mpu):

@@ -1,20 +1,60 @@
-"""Comparison of rows: first that they compute the same, then their times, in turn."""
+"""Measurements of rows: whether they compute the same, times in turn, seconds of computing, bytes sent, memory."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import psutil
 import torch
+import torch.distributed as dist
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from tqdm import tqdm
 
+from ddpm_ds.device import wait_for_device, wait_for_stream
 from ddpm_ds.errors import BadNumbersError
-from rivals.loops import Probe
+from ddpm_ds.pipeline.module import forget_peaks
+from ddpm_ds.processes.process_group import decided_by_rank_0
+from ddpm_ds.processes.ranks import free_port
+from ddpm_ds.train.meters import peak_memory_bytes
+from ddpm_ds.unet.weight_gradients import WaitingGradients
+from rivals.rows import Probe, Row
 
 LOSS_TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}
 """Relative difference that rounding explains, by precision. Over 50 steps of the digits it was seen to make 1e-7, 3e-4
 and 1e-3."""
 TF32_TOLERANCE = 1e-2
 """The same for fp32 on a GPU whose convolutions round their factors to TF32's 10 bits."""
+RING_SHARE: dict[str, Callable[[int, int, int], float]] = {
+    **dict.fromkeys(("allreduce_", "allreduce_coalesced_"), lambda first, second, n: 2 * first * (n - 1) / n),
+    **dict.fromkeys(("broadcast_", "reduce_"), lambda first, second, n: first * (n - 1) / n),
+    **dict.fromkeys(
+        ("allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_"),
+        lambda outputs, inputs, n: inputs * (n - 1),
+    ),
+    **dict.fromkeys(
+        ("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
+        lambda outputs, inputs, n: outputs * (n - 1),
+    ),
+}
+"""Bytes that each of n processes sends in a collective, from the bytes of its first two arguments, as a ring of
+processes does it; what a library really does may be another algorithm of about that cost."""
+SILENT = ("recv_", "recv_any_source_", "barrier", "monitored_barrier_")
+"""Operators that send nothing worth counting."""
+BACKWARDS: tuple[tuple[Any, str], ...] = (
+    (torch.autograd, "backward"),
+    (torch.autograd, "grad"),
+    (WaitingGradients, "compute"),
+)
+"""Functions that compute gradients: those of PyTorch, and of this project's passes of weight gradients."""
+PEAK = "peak bytes: "
 
 
 def check_losses(names: Sequence[str], losses: Sequence[Sequence[float]], tolerance: float) -> list[float]:
@@ -65,20 +105,23 @@ def check_probe(name: str, probe: Probe, first: str, reference: Probe, allowed: 
     return differences
 
 
+def all_done(device: torch.device) -> None:
+    """Wait until this process's device and all other processes have done what they were given."""
+    wait_for_device(device)
+    dist.barrier()
+
+
 def time_rounds(
     steps: Sequence[Callable[[], object]],
     rounds: int,
     steps_per_round: int,
     synchronize: Callable[[], object],
-    after_round: Callable[[], object],
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[list[float]]:
-    """Return the seconds of each kind of step in each round: ``[step][round]``. Each round begins with another one.
-
-    ``synchronize`` waits until this process's device and all other processes have done what they were given.
-    """
+    """Return the seconds of each kind of step in each round: ``[step][round]``. Each round begins with another one."""
     seconds: list[list[float]] = [[] for _ in steps]
-    for number in range(rounds):
+    hidden = os.environ.get("RANK", "0") != "0"
+    for number in tqdm(range(rounds), desc="measuring", unit="round", disable=hidden):
         for turn in range(len(steps)):
             which = (number + turn) % len(steps)
             synchronize()
@@ -87,10 +130,136 @@ def time_rounds(
                 steps[which]()
             synchronize()
             seconds[which].append((clock() - begin) / steps_per_round)
-        after_round()
     return seconds
 
 
 def ratios(seconds: Sequence[float], reference: Sequence[float]) -> list[float]:
     """Return the seconds of one row over those of another, round by round."""
     return [own / other for own, other in zip(seconds, reference, strict=True)]
+
+
+class BusyTime:
+    """While entered, adds up the seconds in modules' forwards and in :data:`BACKWARDS`; nested calls count once.
+
+    ``synchronize`` waits for the stream on which a call has only queued its work; not for the whole device, which may
+    have a message to receive that depends on what this process is about to send.
+    """
+
+    def __init__(
+        self, synchronize: Callable[[], object] = lambda: None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.seconds = 0.0
+        self._synchronize, self._clock = synchronize, clock
+        self._depth, self._begin = 0, 0.0
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> BusyTime:
+        def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+            def timed(*args: Any, **kwargs: Any) -> Any:
+                self._begin_call()
+                try:
+                    return call(*args, **kwargs)
+                finally:
+                    self._end_call()
+
+            return timed
+
+        for owner, name in BACKWARDS:
+            self._undo.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, watched(getattr(owner, name)))
+        before = register_module_forward_pre_hook(lambda module, inputs: self._begin_call())
+        after = register_module_forward_hook(lambda module, inputs, outputs: self._end_call(), always_call=True)
+        for hook in (before, after):
+            self._undo.callback(hook.remove)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._undo.close()
+
+    def _begin_call(self) -> None:
+        if self._depth == 0:
+            self._synchronize()
+            self._begin = self._clock()
+        self._depth += 1
+
+    def _end_call(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._synchronize()
+            self.seconds += self._clock() - self._begin
+
+
+class SentBytes(TorchDispatchMode):
+    """While entered, counts what this process sends, at the operators of ``torch.distributed``: Python calls,
+    DeepSpeed's and those that DistributedDataParallel makes in C++ all go through them. Slows everything down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.message_bytes = 0
+        """Bytes of messages to one other process, exactly."""
+        self.collective_bytes = 0.0
+        """Bytes of this process's share of collectives, by :data:`RING_SHARE`."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            self._count(func._schema, args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, schema: Any, arguments: Sequence[Any]) -> None:
+        name = schema.name.removeprefix("c10d::")
+        if name == "send":
+            self.message_bytes += _bytes(arguments[0])
+        elif name not in SILENT:
+            if name not in RING_SHARE:
+                raise NotImplementedError(f"what {schema.name} sends is not known here; add it to RING_SHARE")
+            position = [argument.name for argument in schema.arguments].index("process_group")
+            processes = dist.ProcessGroup.unbox(arguments[position]).size()
+            self.collective_bytes += RING_SHARE[name](_bytes(arguments[0]), _bytes(arguments[1]), processes)
+
+
+def _bytes(tensors: Any) -> int:
+    """Return the bytes of every tensor in a list of any depth."""
+    return sum(leaf.nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor))
+
+
+def observe(row: Row, steps: int, device: torch.device) -> tuple[int, int, float]:
+    """Return the bytes that one step of ``row`` sends from here in messages and in collectives, and the share of
+    ``steps`` further steps outside of forward and backward; every process calls this.
+    """
+    with SentBytes() as sent:
+        row.step()
+    all_done(device)
+    begin = time.perf_counter()
+    with BusyTime(lambda: wait_for_stream(device)) as busy:
+        for _ in range(steps):
+            row.step()
+    all_done(device)
+    return sent.message_bytes, round(sent.collective_bytes), 1 - busy.seconds / (time.perf_counter() - begin)
+
+
+def peak_in_child(row: str) -> int:
+    """Return the peak bytes of ``row`` in a child of this process that trains nothing else; in one process what a row
+    has freed the next one takes. Every process calls this; the children find each other at a port of their own.
+
+    Raises:
+        RuntimeError: a child failed; with the end of what it printed.
+    """
+    port = decided_by_rank_0(free_port, int)
+    command, environment = [sys.executable, *sys.argv, "--memory-of", row], {**os.environ, "MASTER_PORT": str(port)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    found = [line.removeprefix(PEAK) for line in done.stdout.splitlines() if line.startswith(PEAK)]
+    if done.returncode or len(found) != 1:
+        raise RuntimeError(f"the process that measures the memory of {row} failed:\n{done.stderr[-2000:]}")
+    return int(found[0])
+
+
+def print_peak(build: Callable[[], Row], device: torch.device) -> None:
+    """Print, in the child, by how much a row's steps raise the peak of its tensors, on a CPU of its resident set."""
+    before = 0 if device.type == "cuda" else psutil.Process().memory_info().rss
+    row = build()
+    for _ in range(2):  # the second has the optimizer's state and the gradients at once
+        forget_peaks(device)  # on a GPU the first step tries algorithms
+        row.step()
+    print(f"{PEAK}{max(peak_memory_bytes(device) - before, 0)}", flush=True)

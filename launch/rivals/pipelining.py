@@ -19,8 +19,7 @@ from ddpm_ds.unet.layers import Layer, boundary_shapes
 from ddpm_ds.unet.model import build_layer
 from ddpm_ds.unet.operations import KeyedDropout, set_image_index
 from rivals.choice import bounds_of
-from rivals.loops import Optimizer
-from rivals.rows import Setting
+from rivals.rows import Optimizer, Setting
 
 
 class StageModule(nn.Module):

@@ -97,22 +97,39 @@ def _columns(rows: Sequence[dict[str, str]]) -> list[str]:
     return aligned([names, *([row[name] for name in names] for row in rows)], left=range(len(names))) if rows else []
 
 
-def about(setting: Setting, overrides: Sequence[str], not_run: Mapping[str, str], **more: Any) -> dict[str, Any]:
-    """Return the facts of every report in JSON, and ``more``."""
+def about(
+    setting: Setting,
+    overrides: Sequence[str],
+    not_run: Mapping[str, str],
+    packages: Sequence[str] = (),
+    **more: Any,
+) -> dict[str, Any]:
+    """Return the facts of every report in JSON, the versions of some ``packages`` among them, and ``more``."""
     words = [word for word in sys.argv if not word.startswith("--local_rank")]
     return {
         "name": setting.plan.spec.name,
         "command": shlex.join(["deepspeed", "--num_gpus", os.environ["LOCAL_WORLD_SIZE"], *words]),
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "machine": machine(setting.device),
+        "versions": {
+            "ddpm_ds": ddpm_ds.__version__,
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "deepspeed", *packages)},
+        },
         "load_before": setting.load_before,
         "spec": str(setting.plan.spec_path),
         "overrides": list(overrides),
         "deepspeed_config": str(setting.plan.ds_path),
-        "activation_checkpoint_interval": setting.checkpoint_interval,
+        "activation_checkpoint_interval": setting.plan.ds.checkpoint_interval,
         "not_run": [{"row": row, "reason": reason} for row, reason in not_run.items()],
         **more,
     }
+
+
+def recomputing(about: Mapping[str, Any]) -> str:
+    """Return the table's text on activation checkpointing."""
+    interval = about["activation_checkpoint_interval"]
+    return f"activation checkpointing {f'every {interval} layers' if interval else 'off'}"
 
 
 def common_lines(about: Mapping[str, Any]) -> list[str]:
@@ -132,12 +149,6 @@ def machine(device: torch.device) -> str:
     cores = psutil.cpu_count(logical=False) or psutil.cpu_count()
     host = f"{names[0] if names else platform.machine()}, {cores} cores, {torch.get_num_threads()} threads per process"
     return f"{torch.cuda.get_device_name(device)} ({host})" if device.type == "cuda" else host
-
-
-def versions(packages: Sequence[str] = ()) -> dict[str, str]:
-    """Return the versions of what was run: this project, Python, PyTorch, DeepSpeed and some more ``packages``."""
-    known = {"ddpm_ds": ddpm_ds.__version__, "python": platform.python_version()}
-    return known | {name: version(name) for name in ("torch", "deepspeed", *packages)}
 
 
 def record(report: Report, plan: RunPlan, root: Path) -> RunLink:

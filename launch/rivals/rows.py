@@ -1,23 +1,36 @@
-"""Common parts of rows: the images, the objective and the filled configuration that each of them trains with."""
+"""Rows of a benchmark: what all share, and plain PyTorch loops: draw, forward, backward, clip, AdamW."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
+from unittest import mock
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from deepspeed.runtime import lr_schedules
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.loader import MicroBatch
 from ddpm_ds.data.prepare import prepare
-from ddpm_ds.pipeline.build import use_host_accelerator
+from ddpm_ds.pipeline.build import quiet_deepspeed, use_host_accelerator
 from ddpm_ds.predict.plan import RunPlan
 from ddpm_ds.train.objective import Denoising, replica_batches
 from ddpm_ds.train.resolve import decide, share_threads
 from ddpm_ds.train.session import check_store
+from ddpm_ds.unet.model import UNet
+from ddpm_ds.unet.operations import KeyedDropout
+from rivals.choice import replica_micro_batches
+
+SCALES = 32
+"""Number of loss scales that are tried, each half of the one before, before gradients count as not finite."""
 
 
 class Row(Protocol):
@@ -69,16 +82,174 @@ class Setting:
         """Yield the endless micro-batches of one of ``replicas``, from the first image on, on the device."""
         return replica_batches(self.plan, self.store, self.device, replicas=replicas, replica=replica)
 
-    @property
-    def checkpoint_interval(self) -> int:
-        """Layers between kept activations; 0 where none are recomputed."""
-        return int(self.plan.ds.checkpoint_interval)
-
-    def recomputing(self) -> str:
-        """Return the table's text on activation checkpointing."""
-        interval = self.checkpoint_interval
-        return f"activation checkpointing {f'every {interval} layers' if interval else 'off'}"
-
     def unchecked(self) -> str:
         """Return the note of a row that recomputes nothing, where the configuration asks for it."""
-        return "no activation checkpointing" if self.checkpoint_interval else ""
+        return "no activation checkpointing" if self.plan.ds.checkpoint_interval else ""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Prediction, loss and gradient norm of a row on one micro-batch with dropout switched off."""
+
+    prediction: Tensor
+    """(N, C, H, W) fp32, on the CPU"""
+    loss: float
+    gradient_norm: float
+    """Norm over all parameters, before clipping."""
+
+
+class Optimizer:
+    """Optimizer: loss scale, fp32 masters of 16-bit weights, clipping, AdamW, learning rate."""
+
+    def __init__(
+        self, setting: Setting, parameters: Iterable[nn.Parameter], *, fused: bool = False, scaled: bool = False
+    ) -> None:
+        spec, config = setting.plan.spec.optimizer, setting.plan.ds.blocks
+        self._parameters = list(parameters)
+        narrow = self._parameters[0].dtype is not torch.float32
+        self.masters = [nn.Parameter(one.detach().float()) for one in self._parameters] if narrow else []
+        for master in self.masters:
+            master.grad = torch.empty_like(master)
+        self._trained = self.masters or self._parameters
+        self._clip_norm = float(config.get("gradient_clipping", 1.0))  # 1.0 is DeepSpeed's default too
+        self._adamw = torch.optim.AdamW(
+            self._trained,
+            lr=spec.learning_rate,
+            betas=spec.betas,
+            eps=spec.epsilon,
+            weight_decay=spec.weight_decay,
+            fused=True if fused else None,  # False would keep PyTorch from choosing foreach
+        )
+        self._scheduler = None
+        if scheduler := config.get("scheduler"):
+            with quiet_deepspeed(verbose=False):  # DeepSpeed's own learning rates
+                self._scheduler = getattr(lr_schedules, scheduler["type"])(self._adamw, **scheduler["params"])
+        fp16 = config.get("fp16", {}) if scaled else {}
+        fixed = float(fp16.get("loss_scale", 0))
+        self.scaler = torch.amp.GradScaler(
+            setting.device.type,
+            init_scale=fixed or 2.0 ** fp16.get("initial_scale_power", 16),
+            growth_interval=2**31 - 1 if fixed else fp16.get("loss_scale_window", 1000),
+            enabled=scaled,
+        )
+
+    @torch.no_grad()
+    def step(self, norm_group: dist.ProcessGroup | None = None) -> None:
+        """Unscale, clip by the global norm and step; the gradients of the weights are gone afterwards.
+
+        Processes of ``norm_group`` share one model's parameters.
+        """
+        if self.masters:
+            narrow = [one.grad for one in self._parameters if one.grad is not None]
+            torch._foreach_copy_([one.grad for one in self.masters if one.grad is not None], narrow)
+        self.scaler.unscale_(self._adamw)
+        if self._clip_norm:
+            norm = torch.nn.utils.get_total_norm([one.grad for one in self._trained if one.grad is not None])
+            if norm_group is not None:
+                squared = norm.square()
+                dist.all_reduce(squared, group=norm_group)
+                norm = squared.sqrt()
+            torch.nn.utils.clip_grads_with_norm_(self._trained, self._clip_norm, norm)
+        self.scaler.step(self._adamw)
+        self.scaler.update()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        if self.masters:
+            torch._foreach_copy_(tuple(self._parameters), tuple(self.masters))
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def gradient_norm(self, loss: Tensor, scale: float) -> float:
+        """Return the norm of ``loss``'s gradient and change nothing; not finite where ``scale`` makes it overflow."""
+        (loss * scale).backward()
+        gradients = [one.grad.float() for one in self._parameters if one.grad is not None]
+        self.drop_gradients()
+        return float(torch.nn.utils.get_total_norm(gradients)) / scale
+
+
+class Loop:
+    """A row: a U-Net in a loop of its own, over the micro-batches of this process's replica."""
+
+    is_pipeline = False
+
+    def __init__(
+        self,
+        setting: Setting,
+        model: nn.Module,
+        name: str,
+        note: str = "",
+        *,
+        fused: bool = False,
+        scaled: bool = False,
+    ) -> None:
+        self.name, self.note, self.model = name, note, model
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.macs = setting.plan.macs
+        """Multiply-accumulates of one image's forward."""
+        self.optimizer = Optimizer(setting, model.parameters(), fused=fused, scaled=scaled)
+        self._replicas, self._micro_batches = setting.plan.ds.layout.world_size, replica_micro_batches(setting.plan)
+        self._batches = setting.batches(self._replicas, dist.get_rank() if self._replicas > 1 else 0)
+        self._device, self._objective = setting.device, setting.objective()
+
+    def predict(self, inputs: Sequence[Tensor], images: Tensor) -> Tensor:
+        """Return (N, C, H, W) of (x_t, t) or (x_t, t, labels); ``images`` (N,) are positions, as loaded."""
+        prediction: Tensor = self.model(*inputs, images=images.to(self._device, non_blocking=True))
+        return prediction
+
+    def step(self) -> Tensor:
+        loss = self._backward()
+        self.optimizer.step()
+        return loss
+
+    def forward_backward(self) -> Tensor:
+        """Take a step without the optimizer."""
+        loss = self._backward()
+        self.optimizer.drop_gradients()
+        return loss
+
+    def probe(self, micro_batch: MicroBatch) -> Probe:
+        """Return prediction, loss and gradient norm of ``micro_batch``; the weights stay as they are."""
+        scaler = self.optimizer.scaler
+        with without_dropout(self.model):
+            for halved in range(SCALES if scaler.is_enabled() else 1):
+                prediction, loss = self._forward(micro_batch)
+                norm = self.optimizer.gradient_norm(loss, scaler.get_scale() / 2**halved)
+                if math.isfinite(norm):
+                    break
+        return Probe(prediction.detach().float().cpu(), float(loss.detach()), norm)
+
+    def _backward(self) -> Tensor:
+        losses = []
+        parallel = self.model if isinstance(self.model, DistributedDataParallel) else None
+        for number, micro_batch in enumerate(itertools.islice(self._batches, self._micro_batches), 1):
+            last = number == self._micro_batches  # in which DistributedDataParallel averages gradients
+            with contextlib.nullcontext() if parallel is None or last else parallel.no_sync():
+                _, loss = self._forward(micro_batch)
+                self.optimizer.scaler.scale(loss / self._micro_batches).backward()
+            losses.append(loss.detach())
+        return sum(losses, torch.zeros((), device=self._device)) / (self._micro_batches * self._replicas)
+
+    def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        prepared = self._objective.prepare(micro_batch)
+        prediction = self.predict(self._objective.inputs(prepared), micro_batch.index)
+        return prediction, self._objective.loss(prediction, prepared)
+
+
+def plain_loop(setting: Setting, *, parallel: bool) -> Loop:
+    """Return the loop of our U-Net in fp32, as it is, or under DistributedDataParallel on every process."""
+    unet: nn.Module = UNet(setting.plan.layers, setting.plan.spec.train.seed).to(setting.device)
+    unet, name = (DistributedDataParallel(unet), "PyTorch DDP") if parallel else (unet, "plain PyTorch loop")
+    return Loop(setting, unet, f"{name}, fp32", setting.unchecked())
+
+
+def without_dropout(model: nn.Module) -> contextlib.ExitStack:
+    """Return a context in which dropout is off, ours and PyTorch's: no two U-Nets draw the same masks."""
+    stack = contextlib.ExitStack()
+    for part in model.modules():
+        if isinstance(part, (KeyedDropout, nn.Dropout)):
+            name = "p" if isinstance(part, nn.Dropout) else "rate"
+            stack.enter_context(mock.patch.object(part, name, 0.0))
+    return stack

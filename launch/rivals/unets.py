@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -22,8 +22,7 @@ from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet, check_compiler, compile_layers
 from ddpm_ds.unet.operations import Kernels, arithmetic_dtype, use_kernels, use_memory_format
 from rivals.choice import COMPILED, OTHER_UNETS
-from rivals.loops import Loop
-from rivals.rows import Setting
+from rivals.rows import Loop, Setting
 
 PACKAGES = {
     "diffusers": "diffusers",
@@ -80,72 +79,66 @@ def switches_of(row: str, setting: Setting, missing: Collection[str]) -> Switche
     )
 
 
-class OurLoop(Loop):
-    """Our U-Net with its weights in the run's precision, as the engine holds them, and fp32 masters."""
-
-    def __init__(self, setting: Setting, switches: Switches, note: str = "") -> None:
-        precision = setting.plan.ds.precision
-        unet = comparable_unet(setting).to(setting.device, DTYPES[precision][1])
-        use_memory_format(unet.layers, torch.channels_last if switches.channels_last else torch.contiguous_format)
-        use_kernels(unet.layers, switches.kernels)
-        if switches.compiled:
-            compile_layers(list(unet.layers), cache_folder() / "compiled")
-        name = f"ours, {precision}, {switches}"
-        super().__init__(setting, unet, name, note, fused_adamw=switches.fused_adamw, scaled=precision == "fp16")
+def our_loop(setting: Setting, switches: Switches, note: str = "") -> Loop:
+    """Return the loop of our U-Net, its weights in the run's precision, as the engine holds them, with fp32 masters."""
+    precision = setting.plan.ds.precision
+    unet = comparable_unet(setting).to(setting.device, DTYPES[precision][1])
+    use_memory_format(unet.layers, torch.channels_last if switches.channels_last else torch.contiguous_format)
+    use_kernels(unet.layers, switches.kernels)
+    if switches.compiled:
+        compile_layers(list(unet.layers), cache_folder() / "compiled")
+    name = f"ours, {precision}, {switches}"
+    return Loop(setting, unet, name, note, fused=switches.fused_adamw, scaled=precision == "fp16")
 
 
 class AutocastLoop(Loop):
     """A U-Net trained as its users do: fp32 weights, the forward under ``torch.autocast`` of the run's precision."""
 
-    def __init__(self, setting: Setting, model: nn.Module, name: str) -> None:
+    def __init__(self, setting: Setting, model: nn.Module, name: str, call: Callable[..., Tensor]) -> None:
         precision = setting.plan.ds.precision
+        self._call = call
         self._autocast = torch.autocast(setting.device.type, DTYPES[precision][1], enabled=precision != "fp32")
         how = "fp32" if precision == "fp32" else f"autocast {precision}"
         super().__init__(setting, model.to(setting.device), f"{name}, {how}, AdamW", scaled=precision == "fp16")
 
     def predict(self, inputs: Sequence[Tensor], images: Tensor) -> Tensor:
         with self._autocast:
-            prediction: Tensor = self.model(*inputs)
+            return self._call(*inputs)
+
+
+def diffusers_loop(setting: Setting, *, compiled: bool) -> Loop:
+    """Return the loop of ``UNet2DModel`` of our configuration, with our weights."""
+    from diffusers import UNet2DModel
+
+    plan = setting.plan
+    data, unet = plan.spec.data, plan.spec.unet
+    model: Any = UNet2DModel(**diffusers_config(unet, image_channels=data.channels, image_size=data.image_size))
+    model.load_state_dict(to_diffusers(comparable_unet(setting).layers.state_dict(), plan.layers))
+    called = torch.compile(model) if compiled else model
+
+    def call(x_t: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
+        prediction: Tensor = called(x_t, t, class_labels=labels, return_dict=False)[0]
         return prediction
 
-
-class DiffusersLoop(AutocastLoop):
-    """``UNet2DModel`` of our configuration, with our weights."""
-
-    def __init__(self, setting: Setting, *, compiled: bool) -> None:
-        from diffusers import UNet2DModel
-
-        plan = setting.plan
-        data, unet = plan.spec.data, plan.spec.unet
-        model: Any = UNet2DModel(**diffusers_config(unet, image_channels=data.channels, image_size=data.image_size))
-        model.load_state_dict(to_diffusers(comparable_unet(setting).layers.state_dict(), plan.layers))
-        super().__init__(setting, model, f"diffusers UNet2DModel{', compiled' if compiled else ''}")
-        self._call = torch.compile(self.model) if compiled else self.model
-
-    def predict(self, inputs: Sequence[Tensor], images: Tensor) -> Tensor:
-        x_t, t, *labels = inputs
-        with self._autocast:
-            prediction: Tensor = self._call(x_t, t, class_labels=labels[0] if labels else None, return_dict=False)[0]
-        return prediction
+    return AutocastLoop(setting, model, f"diffusers UNet2DModel{', compiled' if compiled else ''}", call)
 
 
-class LucidrainsLoop(AutocastLoop):
-    """``Unet`` of denoising-diffusion-pytorch at its setting of 2023, the widths of launch/specs/cifar10_dim64.yaml."""
+def lucidrains_loop(setting: Setting) -> Loop:
+    """Return the loop of denoising-diffusion-pytorch's ``Unet`` as of 2023, with the widths of :data:`DIM64`."""
+    with warnings.catch_warnings():  # it decorates with an autocast that PyTorch has renamed
+        warnings.simplefilter("ignore", FutureWarning)
+        from denoising_diffusion_pytorch import Unet
 
-    def __init__(self, setting: Setting) -> None:
-        with warnings.catch_warnings():  # it decorates with an autocast that PyTorch has renamed
-            warnings.simplefilter("ignore", FutureWarning)
-            from denoising_diffusion_pytorch import Unet
-
-        data, widths = setting.plan.spec.data, load_spec(DIM64, []).unet
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(setting.plan.spec.train.seed)
-            model = Unet(dim=widths.channels, dim_mults=widths.multipliers, channels=data.channels)
-        images = torch.zeros(1, data.channels, data.image_size, data.image_size)
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            model(images, torch.zeros(1, dtype=torch.int64))
-        super().__init__(setting, model, "denoising-diffusion-pytorch Unet")
-        self.macs = counter.get_total_flops() // 2
+    data, widths = setting.plan.spec.data, load_spec(DIM64, []).unet
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(setting.plan.spec.train.seed)
+        model = Unet(dim=widths.channels, dim_mults=widths.multipliers, channels=data.channels)
+    images = torch.zeros(1, data.channels, data.image_size, data.image_size)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(images, torch.zeros(1, dtype=torch.int64))
+    loop = AutocastLoop(setting, model, "denoising-diffusion-pytorch Unet", model)
+    loop.macs = counter.get_total_flops() // 2
+    return loop
 
 
 def dim64(setting: Setting) -> Setting:

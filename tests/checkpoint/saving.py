@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import HashStore
 
 from ddpm_ds.checkpoint.folder import checkpoint_name
 from ddpm_ds.checkpoint.groups import Groups
 from ddpm_ds.checkpoint.manifest import Description, State
 from ddpm_ds.checkpoint.reader import Reader
+from ddpm_ds.checkpoint.union import newest
 from ddpm_ds.checkpoint.writer import Fragment, Writer
 
 KINDS = ("ema", "exp_avg", "exp_avg_sq", "master")
@@ -65,6 +67,12 @@ def total(shapes: Shapes = SHAPES) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
+def ranks(folder: Path, count: int, log: Callable[[str], None], **options: Any) -> list[Writer]:
+    """The writers of ranks that see one folder."""
+    store = HashStore()
+    return [Writer(folder, Groups.one_folder(rank, count), log=log, store=store, **options) for rank in range(count)]
+
+
 def save(
     folder: Path,
     images: int,
@@ -75,8 +83,7 @@ def save(
     """Write a checkpoint by ``len(cuts) + 1`` ranks in this process; returns what was said."""
     said: list[str] = []
     bounds = (0, *sorted(cuts), total(shapes))
-    count = len(bounds) - 1
-    writers = [Writer(folder, Groups.one_folder(rank, count), log=said.append, **options) for rank in range(count)]
+    writers = ranks(folder, len(bounds) - 1, said.append, **options)
     for rank, (writer, (start, stop)) in enumerate(zip(writers, itertools.pairwise(bounds), strict=True)):
         writer.begin(
             f"rank{rank}", fragments_of(images, start, stop, shapes), describe(images, shapes), scalars(images)
@@ -95,3 +102,9 @@ def check(path: Path, images: int, shapes: Shapes = SHAPES) -> None:
     for kind in KINDS:
         for name, shape in shapes.items():
             assert reader.read(kind, name).equal(values_of(kind, name, images, math.prod(shape)))
+
+
+def newest_good(folder: Path, log: Callable[[str], None]) -> Path | None:
+    """The newest good checkpoint of a run of one rank."""
+    found = newest(folder, Groups.one_folder(), lambda value: [value], log)
+    return found.path if found else None

@@ -12,19 +12,10 @@ from hypothesis import strategies as st
 from ddpm_ds.checkpoint import manifest as manifest_module
 from ddpm_ds.checkpoint.manifest import FORMAT, Manifest, read_manifest
 from ddpm_ds.checkpoint.reader import Reader
-from ddpm_ds.checkpoint.union import newest_good
 from ddpm_ds.errors import CheckpointError
-from tests.checkpoint.saving import KINDS, SHAPES, check, save, values_of
+from tests.checkpoint.saving import KINDS, SHAPES, check, newest_good, values_of
 
 FILES = ("manifest.json", "state.json", "rank0.safetensors", "rank1.safetensors")
-
-
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pristine")
-    for images in (1, 2):
-        save(folder, images)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpm_ds.checkpoint.folder import checkpoint_name, clean, names, to_delete
-from ddpm_ds.checkpoint.union import newest_good
 from ddpm_ds.errors import CheckpointError
-from tests.checkpoint.saving import check, save
+from tests.checkpoint.saving import check, newest_good, save
 
 
 def named(*images: int) -> list[str]:

@@ -16,19 +16,16 @@ from hypothesis import strategies as st
 
 from ddpm_ds.checkpoint.manifest import MANIFEST, STATE
 from ddpm_ds.checkpoint.reader import Reader
-from ddpm_ds.checkpoint.union import newest_good
 from ddpm_ds.errors import CheckpointError
-from tests.checkpoint.saving import SHAPES, check, save, scalars
+from tests.checkpoint.saving import SHAPES, check, newest_good, scalars
 
 PART = "rank0.safetensors"
 BLANK = "0" * 64
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    for images in (1, 2):
-        save(tmp_path, images)
-    return tmp_path
+def folder(pristine: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path / "checkpoints"))
 
 
 def sign(checkpoint: Path, change: Callable[[dict[str, Any]], object] = lambda manifest: None) -> None:
@@ -157,11 +154,9 @@ json_values = st.recursive(
     path=st.lists(st.integers(0, 5), min_size=1, max_size=4),
     value=json_values,
 )
-def test_any_value_in_the_place_of_another(tmp_path: Path, file: str, path: list[int], value: object) -> None:
-    folder = tmp_path / "checkpoints"
-    shutil.rmtree(folder, ignore_errors=True)
-    save(folder, 2)
+def test_any_value_in_the_place_of_another(folder: Path, file: str, path: list[int], value: object) -> None:
     newest = folder / "images-000000002"
+    before = {name: (newest / name).read_bytes() for name in (MANIFEST, STATE)}
 
     def put(values: Any) -> None:
         for step in path[:-1]:
@@ -183,3 +178,6 @@ def test_any_value_in_the_place_of_another(tmp_path: Path, file: str, path: list
                 assert len(reader.read(kind, name)) == math.prod(shape) <= math.prod(SHAPES["0.conv.weight"]) + 10
     except CheckpointError as error:
         assert str(error).isprintable()
+    finally:
+        for name, content in before.items():
+            (newest / name).write_bytes(content)

@@ -10,21 +10,22 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from ddpm_ds.checkpoint.folder import checkpoint_name, clean, images_of, names
 from ddpm_ds.checkpoint.groups import Groups
 from ddpm_ds.checkpoint.manifest import read_manifest, verify
-from ddpm_ds.checkpoint.union import newest_good
 from ddpm_ds.checkpoint.writer import Writer
-from tests.checkpoint.saving import Shapes, check, describe, fragments_of, scalars
+from tests.checkpoint.saving import Shapes, check, describe, fragments_of, newest_good, scalars
 
 SHAPES: Shapes = {"0.weight": (300, 100), "1.weight": (200, 100)}
 BOUNDS = (0, 20_000, 50_000)
 
 
-def write_on(folder: Path, rank: int, first: int, barrier: Barrier) -> None:
+def write_on(folder: Path, rank: int, first: int, barrier: Barrier, port: int) -> None:
     """One rank of a run that does nothing but write checkpoints; the ranks keep pace by ``latest``."""
-    writer = Writer(folder, Groups.one_folder(rank, len(BOUNDS) - 1), log=print, keep_last=2)
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    writer = Writer(folder, Groups.one_folder(rank, len(BOUNDS) - 1), log=print, keep_last=2, store=store)
     barrier.wait()  # as training does: rank 0 has cleaned the folder before another rank writes
     for images in itertools.count(first):
         fragments = fragments_of(images, BOUNDS[rank], BOUNDS[rank + 1], SHAPES)
@@ -39,8 +40,9 @@ def kill_and_look(folder: Path, rounds: int, randomness: random.Random) -> int:
     interrupted, first = 0, 1
     for _ in range(rounds):
         barrier = context.Barrier(len(BOUNDS) - 1)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         ranks = [
-            context.Process(target=write_on, args=(folder, rank, first, barrier), daemon=True)
+            context.Process(target=write_on, args=(folder, rank, first, barrier, store.port), daemon=True)
             for rank in range(len(BOUNDS) - 1)
         ]
         for process in ranks:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ddpm_ds.data.latents import to_pixels
-from ddpm_ds.diffusion.samplers import Drawing, Sampler
+from ddpm_ds.diffusion.samplers import Sampler
 
 
 def sample(
@@ -25,8 +23,3 @@ def sample(
         added = noise(t) if sampler.needs_noise(number) else None
         x, previous_x0 = sampler.step(number, x, denoise(x, t), noise=added, previous_x0=previous_x0)
     return x
-
-
-def pixels_of(drawing: Drawing) -> Tensor:
-    """The finished images (N, C, H, W) as uint8 pixels."""
-    return to_pixels(None, torch.device("cpu"))(drawing.images())

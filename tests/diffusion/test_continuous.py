@@ -16,14 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddpm_ds import keyed
 from ddpm_ds.config.spec import DiffusionSpec, SamplerSpec, check_sampler
 from ddpm_ds.diffusion.choices import OBJECTIVES
 from ddpm_ds.diffusion.levels import Continuous, NoiseLevel
 from ddpm_ds.diffusion.process import Diffusion
-from ddpm_ds.diffusion.samplers import Drawing, Sampler
+from ddpm_ds.diffusion.samplers import Sampler
 from ddpm_ds.keyed import Stream
-from tests.diffusion.sampling import pixels_of, sample
+from tests.diffusion.sampling import sample
 from tests.launching import tiny_spec
 
 EDM = DiffusionSpec(schedule="edm", objective="v", sigma_data=0.6)
@@ -172,8 +171,8 @@ def test_eulers_steps_of_flow_matching_go_along_the_velocity() -> None:
     torch.testing.assert_close(drawn, expected)
 
 
-@pytest.mark.parametrize(("diffusion", "kind", "order"), [(EDM, "ddim", 1), (EDM, "heun", 2), (EDM, "dpm_solver", 2)])
-def test_errors_shrink_by_the_order_of_the_sampler(diffusion: DiffusionSpec, kind: str, order: int) -> None:
+@pytest.mark.parametrize(("kind", "order"), [("ddim", 1), ("heun", 2), ("dpm_solver", 2)])
+def test_errors_shrink_by_the_order_of_the_sampler(kind: str, order: int) -> None:
     """Data ~ N(0.3, 0.5^2), whose best denoiser is known, and whose images are those of its noise in a straight way."""
 
     def exact(x_t: Tensor, level: NoiseLevel) -> Tensor:
@@ -185,7 +184,7 @@ def test_errors_shrink_by_the_order_of_the_sampler(diffusion: DiffusionSpec, kin
     errors = []
     for steps in (32, 64, 128):
         spec = SamplerSpec(kind=kind, steps=steps, clip="none", sigma_min=0.02, sigma_max=20)
-        sampler = Sampler(spec, diffusion)
+        sampler = Sampler(spec, EDM)
         levels = {visit.t: visit.level for visit in sampler.visits}
         first, last = sampler.visits[0].level, sampler.visits[-1].level
         x = first.signal * 0.3 + (first.signal**2 * 0.25 + first.noise**2).sqrt() * normal(4)
@@ -195,23 +194,6 @@ def test_errors_shrink_by_the_order_of_the_sampler(diffusion: DiffusionSpec, kin
             x, previous = sampler.step(number, x, exact(x, levels[t]), noise=None, previous_x0=previous)
         errors.append((x - wanted).abs().max().item())
     assert [one / two for one, two in pairwise(errors)] == pytest.approx([2.0**order] * 2, rel=0.2)
-
-
-@pytest.mark.parametrize(("diffusion", "kind"), [(EDM, "heun"), (EDM, "ddpm"), (FLOW, "dpm_solver"), (FLOW, "ddpm")])
-def test_drawings_are_finite_and_do_not_depend_on_the_batch(diffusion: DiffusionSpec, kind: str) -> None:
-    sampler = Sampler(SamplerSpec(kind=kind, steps=7, churn=3.0 * (kind == "heun")), diffusion)
-
-    def drawn(index: Tensor) -> Tensor:
-        drawing = Drawing(sampler, seed=1, index=index, shape=(3, 4, 4), labels=None, no_label=None)
-        for number in range(drawing.calls):
-            x_t, t = drawing.inputs()
-            assert t.dtype == torch.float32 and x_t.isfinite().all() and x_t.abs().max() < 8, number
-            drawing.take(network(x_t, t[:, None, None, None]))
-        return pixels_of(drawing)
-
-    whole = drawn(torch.arange(6))
-    assert (drawn(torch.tensor([4, 2])).int() - whole[[4, 2]].int()).abs().max() <= 1
-    assert len(whole.unique()) > 10
 
 
 @pytest.mark.parametrize(
@@ -250,4 +232,3 @@ def test_what_does_not_go_together_is_said(diffusion: Any, sampler: Any, said: s
 
 def test_a_number_of_timesteps_does_not_bound_the_steps_of_edm() -> None:
     check_sampler(SamplerSpec(kind="heun", steps=2000), EDM, classes=None)
-    assert keyed.Stream.SAMPLE + 4000 < 2**32

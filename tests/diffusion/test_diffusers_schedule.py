@@ -6,6 +6,7 @@ import inspect
 import json
 from typing import Any
 
+import diffusers
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,8 +69,7 @@ def test_there_and_back_is_the_same_process_with_the_loss_of_the_base(spec: Diff
 
 @pytest.mark.parametrize("spec", PROCESSES, ids=lambda spec: f"{spec.schedule}-{spec.timesteps}-{spec.objective}")
 def test_diffusers_has_the_same_alpha_bars(spec: DiffusionSpec) -> None:
-    diffusers = pytest.importorskip("diffusers", reason="diffusers, an optional extra, is not installed")
-    scheduler = diffusers.DDPMScheduler(**scheduler_config(spec, SamplerSpec()))
+    scheduler: Any = diffusers.DDPMScheduler(**scheduler_config(spec, SamplerSpec()))
     # It rounds each beta to fp32, by up to 2^-24, which moves 1 - beta by the share 2^-24 / (1 - beta); then the
     # difference and the product with it are rounded. A share of alpha_bar is the sum of its factors' shares.
     expected = alpha_bars(spec)
@@ -81,15 +81,7 @@ def test_diffusers_has_the_same_alpha_bars(spec: DiffusionSpec) -> None:
     assert ((scheduler.alphas_cumprod.double() / expected - 1).abs() <= rounding).all()
 
 
-def test_clipping_and_variance_are_those_of_the_sampler() -> None:
-    """diffusers itself is asked in test_samplers_against_diffusers.py; here is what it does not show."""
-    static = scheduler_config(DiffusionSpec(), SamplerSpec(clip="static", variance="small"))
-    assert static["clip_sample"] and not static["thresholding"] and static["sample_max_value"] == 1.0
-    assert static["variance_type"] == "fixed_small" and static["steps_offset"] == 0
-
-
 def test_missing_keys_take_the_defaults_of_diffusers() -> None:
-    diffusers = pytest.importorskip("diffusers", reason="diffusers, an optional extra, is not installed")
     parameters = inspect.signature(diffusers.DDPMScheduler.__init__).parameters
     ours = {name: field.default for name, field in _SchedulerArguments.model_fields.items()}
     assert ours == {name: parameters[name].default for name in ours}

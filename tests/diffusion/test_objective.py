@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ddpm_ds.config.spec import DiffusionSpec
 from ddpm_ds.diffusion.choices import MAX_BETA, OBJECTIVES, timestep_schedules
 from ddpm_ds.diffusion.levels import NoiseLevel, alpha_bars, betas, weights
-from ddpm_ds.diffusion.objective import Loss, add_noise, distance
+from ddpm_ds.diffusion.process import Diffusion
 from ddpm_ds.errors import SpecError
 
 
@@ -46,19 +45,14 @@ def test_cosine_and_sigmoid_are_their_closed_forms() -> None:
 
     kinds: dict[Any, Any] = {"cosine": cosine, "sigmoid": sigmoid}
     for schedule, left in kinds.items():
-        alpha_bar = alpha_bars(DiffusionSpec(schedule=schedule, timesteps=timesteps))
-        expected = [left(t) / left(0) for t in range(1, timesteps)]  # the last step is clipped
+        spec = DiffusionSpec(schedule=schedule, timesteps=timesteps)
+        alpha_bar, beta = alpha_bars(spec), betas(spec)
+        assert beta[-1] == MAX_BETA == 0.999 and beta[:-1].max() < MAX_BETA, "the last step is clipped, to leave signal"
+        expected = [left(t) / left(0) for t in range(1, timesteps)]
         # A ratio, its difference from 1 and back, and a product per timestep, each rounded by up to 2^-53 of a number
         # that is at most 4 times what is left: no beta but the last, which is clipped, is above 0.75.
         rounding = 4 * 4 * timesteps * 2.0**-53
         torch.testing.assert_close(alpha_bar[:-1], torch.tensor(expected, dtype=torch.float64), rtol=rounding, atol=0)
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "sigmoid"])
-def test_the_last_beta_is_clipped_so_that_some_signal_is_left(schedule: Any) -> None:
-    beta = betas(DiffusionSpec(schedule=schedule))
-    assert beta[-1].item() == MAX_BETA == 0.999
-    assert beta[:-1].max() < MAX_BETA
 
 
 def test_a_beta_of_1_is_refused_by_name() -> None:
@@ -99,13 +93,13 @@ def test_the_exact_prediction_gives_back_the_image(objective: str, schedule: Any
     alpha_bar = alpha_bars(DiffusionSpec(schedule=schedule))
     level, (x0, eps) = level_of(alpha_bar), sample(len(alpha_bar))
     prediction = OBJECTIVES[objective].target(x0, eps, level)
-    torch.testing.assert_close(OBJECTIVES[objective].to_x0(prediction, add_noise(x0, eps, level), level), x0)
+    x_t = level.signal * x0 + level.noise * eps
+    torch.testing.assert_close(OBJECTIVES[objective].to_x0(prediction, x_t, level), x0)
 
 
 def test_targets_by_hand() -> None:
     level = NoiseLevel(torch.tensor(0.6), torch.tensor(0.8))
     x0, eps = torch.tensor(0.5), torch.tensor(2.0)
-    assert add_noise(x0, eps, level).item() == pytest.approx(0.6 * 0.5 + 0.8 * 2.0)
     assert OBJECTIVES["eps"].target(x0, eps, level).item() == 2.0
     assert OBJECTIVES["x0"].target(x0, eps, level).item() == 0.5
     assert OBJECTIVES["v"].target(x0, eps, level).item() == pytest.approx(0.6 * 2.0 - 0.8 * 0.5)
@@ -173,14 +167,13 @@ def test_weights_are_finite_for_every_schedule_that_can_be_asked_for(objective: 
         assert weight.isfinite().all() and (weight >= 0.0).all(), values
 
 
-@pytest.mark.parametrize(("loss", "by_hand"), [("l1", 1.0), ("l2", 1.25), ("huber", (0.125 + 1.0) / 2)])
-def test_distance_is_the_mean_over_pixels_of_each_image_in_fp32(loss: Loss, by_hand: float) -> None:
-    prediction, wanted = (tensor.float() for tensor in sample(4))
-    functional = {"l1": F.l1_loss, "l2": F.mse_loss, "huber": lambda a, b: F.huber_loss(a, b, delta=0.3)}[loss]
-    expected = torch.stack([functional(a, b) for a, b in zip(prediction, wanted, strict=True)])
-    torch.testing.assert_close(distance(loss, prediction, wanted, 0.3), expected)
-    difference = torch.tensor([[[[0.5, -1.5]], [[-0.5, 1.5]]]])  # delta 1 lies between
-    assert distance(loss, difference, torch.zeros_like(difference), 1.0).item() == pytest.approx(by_hand)
-    large = torch.full((1, 1, 2, 2), 300.0, dtype=torch.float16)  # its square overflows fp16
-    value = distance(loss, large, torch.zeros(1, 1, 2, 2), 1.0)
-    assert value.dtype == torch.float32 and value.item() == {"l1": 300.0, "l2": 90_000.0, "huber": 299.5}[loss]
+@pytest.mark.parametrize(
+    ("loss", "by_hand"),
+    [("l1", [1.0, 300.0]), ("l2", [1.25, 90_000.0]), ("huber", [(0.125 + 0.5 * 1.25) / 2, 0.5 * 299.75])],
+)
+def test_distance_is_the_mean_over_pixels_of_each_image_in_fp32(loss: Any, by_hand: list[float]) -> None:
+    diffusion = Diffusion(DiffusionSpec(loss=loss, huber_delta=0.5), 0, "cpu")
+    small, large = [[0.5, -1.5], [-0.5, 1.5]], [[300.0, 300.0], [300.0, 300.0]]  # whose square overflows fp16
+    prediction, nought = torch.tensor([[small], [large]], dtype=torch.float16), torch.zeros(2, 1, 2, 2)
+    found = diffusion.distances(prediction, nought, nought, torch.tensor([0, 0]))
+    assert found.dtype == torch.float32 and found.tolist() == by_hand

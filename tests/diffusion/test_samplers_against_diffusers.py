@@ -11,6 +11,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -22,8 +23,6 @@ from ddpm_ds.diffusion.diffusers_config import scheduler_config
 from ddpm_ds.diffusion.levels import alpha_bars, visited
 from ddpm_ds.diffusion.samplers import Sampler
 from tests.diffusion.sampling import sample
-
-diffusers = pytest.importorskip("diffusers", reason="diffusers, an optional extra, is not installed")
 
 SCHEDULES: tuple[Any, ...] = ("linear", "cosine", "sigmoid")
 SPACINGS: tuple[Any, ...] = ("trailing", "leading", "linspace")

@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch_fidelity.feature_extractor_inceptionv3 as inception
 from torch import Tensor
 
 from ddpm_ds.config.spec import DataSpec
 from ddpm_ds.data.cache import DatasetCache
 from ddpm_ds.data.prepare import prepare
-from ddpm_ds.evaluate import mlflow_child, sampling
+from ddpm_ds.evaluate import sampling, scores
+from ddpm_ds.evaluate.inception import Inception, Unavailable, find_inception
 from ddpm_ds.evaluate.sampling import draw
-from ddpm_ds.tracking.tracker import RunLink
+from ddpm_ds.tracking.tracker import RunLink, Tracker
 from tests.evaluate.planted import UNLABELLED, plant
 
 
@@ -45,7 +47,6 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> DatasetCache:
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file of random weights that torch-fidelity takes for Inception's, which are a download; for comparing programs
     their features are as good as any."""
-    inception = pytest.importorskip("torch_fidelity.feature_extractor_inceptionv3")
     network, path = inception.FeatureExtractorInceptionV3, tmp_path_factory.mktemp("inception") / "weights.pt"
     with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng():
         patch.setattr(inception, "load_state_dict_from_url", lambda *_, **__: {})
@@ -74,6 +75,18 @@ def watch_drawing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
         return drawn
 
     return watch
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes Inception's weights, which are a download, unavailable unless a file is named."""
+
+    def find(weights: Path | None) -> Inception:
+        if weights is None:
+            raise Unavailable("there is no network here")
+        return find_inception(weights)
+
+    monkeypatch.setattr(scores, "find_inception", find)
 
 
 class FakeTracker:
@@ -106,11 +119,9 @@ def trackers(monkeypatch: pytest.MonkeyPatch) -> list[FakeTracker]:
     """The children that are recorded from now on, which MLflow does not get."""
     made: list[FakeTracker] = []
 
-    class Tracker:
-        @staticmethod
-        def start(experiment: str, name: str, **options: Any) -> FakeTracker:
-            made.append(FakeTracker(options["tags"]["kind"], options))
-            return made[-1]
+    def start(experiment: str, name: str, **options: Any) -> FakeTracker:
+        made.append(FakeTracker(options["tags"]["kind"], options))
+        return made[-1]
 
-    monkeypatch.setattr(mlflow_child, "Tracker", Tracker)
+    monkeypatch.setattr(Tracker, "start", start)
     return made

@@ -10,14 +10,13 @@ from typing import Any, Literal
 
 import torch
 
-from ddpm_ds.checkpoint.groups import Groups
 from ddpm_ds.checkpoint.manifest import Description
-from ddpm_ds.checkpoint.writer import Fragment, Writer
+from ddpm_ds.checkpoint.writer import Fragment
 from ddpm_ds.config.spec import RunSpec, SamplerSpec
 from ddpm_ds.evaluate.trained import Trained
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
-from tests.checkpoint.saving import scalars
+from tests.checkpoint.saving import ranks, scalars
 from tests.launching import tiny_spec
 
 FAST = ("--sampler", "ddim", "--steps", "3", "--eta", "1", "--device", "cpu")
@@ -88,10 +87,7 @@ def plant(
     total = sum(map(math.prod, shapes.values()))
     bounds = list(itertools.pairwise((0, *(int(cut * total) for cut in cuts), total)))
     said: list[str] = []
-    writers = [
-        Writer(run_dir / f"{what}s", Groups.one_folder(rank, len(bounds)), log=said.append, what=what)
-        for rank in range(len(bounds))
-    ]
+    writers = ranks(run_dir / f"{what}s", len(bounds), said.append, what=what)
     for rank, (writer, (start, stop)) in enumerate(zip(writers, bounds, strict=True)):
         fragments = []
         for kind, unet in unets.items():

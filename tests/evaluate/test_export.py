@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import torch
@@ -26,16 +27,12 @@ from ddpm_ds.config.spec import RunSpec
 from ddpm_ds.config.spec_file import load_spec
 from ddpm_ds.errors import CheckpointError, SpecError
 from ddpm_ds.evaluate import export
-from ddpm_ds.evaluate.export import import_weights, rounded, write_pipeline
+from ddpm_ds.evaluate.export import rounded, write_pipeline
 from ddpm_ds.evaluate.model_card import last_losses, model_card
-from ddpm_ds.evaluate.trained import DiffusersFolder, Trained, load_trained
+from ddpm_ds.evaluate.trained import Trained, load_trained
 from ddpm_ds.train.resume import InitialWeights
-from tests.diffusion.test_diffusers_schedule import DDPM_CIFAR10 as CIFAR10_SCHEDULER
 from tests.evaluate.planted import UNLABELLED, plant, same_weights, trained_of, unet_of
 from tests.launching import REPOSITORY, tiny_spec, write_json
-from tests.unet.test_diffusers import DDPM_CIFAR10 as CIFAR10_MODEL
-
-diffusers = pytest.importorskip("diffusers", reason="diffusers, an optional extra, is not installed")
 
 FEW: dict[str, Any] = {"diffusion": {"timesteps": 4}, "sampler": {"steps": 2}}
 SPECS = REPOSITORY / "launch" / "specs"
@@ -347,18 +344,6 @@ def test_a_spec_of_the_base_begins_with_the_models_weights(
     assert words[:2] == ["deepspeed", "launch/train.py"] and words[-2:] == ["--spec", str(out / "spec.yaml")]
     assert (REPOSITORY / words[words.index("--deepspeed_config") + 1]).is_file()
     assert sorted(path.name for path in out.parent.iterdir()) == ["imported"]
-
-
-def test_ddpms_cifar10_model_makes_our_cifar10_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tmp_path / "ddpm-cifar10-32"
-    model.mkdir()
-    write_json(model / "config.json", CIFAR10_MODEL)
-    write_json(model / "scheduler_config.json", CIFAR10_SCHEDULER)
-    (model / "diffusion_pytorch_model.safetensors").touch()
-    monkeypatch.setattr(DiffusersFolder, "tensors", lambda _: {})
-    import_weights(model, SPECS / "cifar10.yaml", [], tmp_path / "out")
-    spec, ours = load_spec(tmp_path / "out" / "spec.yaml"), load_spec(SPECS / "cifar10.yaml")
-    assert (spec.unet, spec.diffusion) == (ours.unet, ours.diffusion)
 
 
 def test_the_base_decides_what_the_model_leaves_open(

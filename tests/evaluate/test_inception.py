@@ -9,12 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch_fidelity
+from scipy.linalg import sqrtm
 
 from ddpm_ds.errors import EvaluationError
 from ddpm_ds.evaluate import inception
 from ddpm_ds.evaluate.inception import (
     Array,
     Gaussian,
+    Inception,
     Pixels,
     Unavailable,
     find_inception,
@@ -48,13 +51,12 @@ def test_shifted_and_scaled_gaussians_have_the_distances_of_the_closed_forms() -
 
 @pytest.mark.parametrize("ranks", [(None, None), (20, None), (5, 7)])
 def test_covariances_that_do_not_commute_as_scipy_has_them(ranks: tuple[int | None, int | None]) -> None:
-    linalg = pytest.importorskip("scipy.linalg")
     a, b = gaussian(20, ranks[0]), gaussian(20, ranks[1])
     b = Gaussian(b.mean, (turn := rotation(20)) @ b.covariance @ turn.T)
     # scipy's root of a singular product is bad; a thousandth of nothing makes it regular, and moves each of the 20
     # roots by up to the root of that.
     little = 1e-10
-    root = linalg.sqrtm((a.covariance + little * np.eye(20)) @ (b.covariance + little * np.eye(20))).real
+    root = sqrtm((a.covariance + little * np.eye(20)) @ (b.covariance + little * np.eye(20))).real
     expected = ((a.mean - b.mean) ** 2).sum() + np.trace(a.covariance + b.covariance - 2 * root)
     largest = np.sqrt(max(np.linalg.eigvalsh(a.covariance)[-1], np.linalg.eigvalsh(b.covariance)[-1]))
     assert frechet_distance(a, b) == pytest.approx(expected, abs=2 * 20 * largest * np.sqrt(little))
@@ -90,9 +92,6 @@ def test_large_images_are_averaged_over_boxes(monkeypatch: pytest.MonkeyPatch) -
     np.testing.assert_allclose(pixel_gaussian(pair).mean, 0.0, atol=1e-12)
 
 
-torch_fidelity = pytest.importorskip("torch_fidelity")
-
-
 @pytest.fixture(autouse=True)
 def early_features(monkeypatch: pytest.MonkeyPatch) -> None:
     """The 64 features of the third convolution: the eigenvalues of 2048 x 2048 numbers take a minute."""
@@ -104,9 +103,14 @@ def images(seed: int, count: int, channels: int = 3) -> Pixels:
     return generator(seed).integers(20 * seed, 200 + 20 * seed, (count, channels, 8, 8), np.uint8)
 
 
-def score(weights: Path, samples: Pixels, reference: Pixels, cache: Path, *wanted: str) -> dict[str, float]:
+@pytest.fixture(scope="module")
+def network(weights: Path) -> Inception:
+    return find_inception(weights)
+
+
+def score(network: Inception, samples: Pixels, reference: Pixels, cache: Path, *wanted: str) -> dict[str, float]:
     return inception_scores(
-        find_inception(weights),
+        network,
         samples,
         reference,
         key="5" * 64,
@@ -128,10 +132,12 @@ def features(weights: Path, pixels: Pixels) -> Gaussian:
     return Gaussian(values.mean(0), np.cov(values, rowvar=False))
 
 
-def test_fid_is_the_frechet_distance_of_features_of_grey_images_in_three_colours(weights: Path, tmp_path: Path) -> None:
-    samples, reference = images(0, 12, channels=1), images(1, 14, channels=1)
-    found = score(weights, samples, reference, tmp_path, "fid")
-    mine, theirs = features(weights, samples), features(weights, reference)
+def test_fid_is_the_frechet_distance_of_features_of_grey_images_in_three_colours(
+    network: Inception, tmp_path: Path
+) -> None:
+    samples, reference = images(0, 8, channels=1), images(1, 9, channels=1)
+    found = score(network, samples, reference, tmp_path, "fid")
+    mine, theirs = features(network.weights, samples), features(network.weights, reference)
     # torch-fidelity takes the root of a product that is singular with so few images: each of 64 eigenvalues that
     # should be zero is one of the product's rounding errors, of which it adds the roots.
     rounding = np.finfo(np.float64).eps * np.linalg.norm(mine.covariance) * np.linalg.norm(theirs.covariance)
@@ -140,15 +146,15 @@ def test_fid_is_the_frechet_distance_of_features_of_grey_images_in_three_colours
 
 
 @pytest.mark.long
-def test_scores_of_equal_sets_of_sets_apart_and_of_a_part(weights: Path, tmp_path: Path) -> None:
-    near = score(weights, images(0, 20), images(0, 20), tmp_path / "near")
-    far = score(weights, images(0, 20), images(2, 20), tmp_path / "far")
+def test_scores_of_equal_sets_of_sets_apart_and_of_a_part(network: Inception, tmp_path: Path) -> None:
+    near = score(network, images(0, 12), images(0, 12), tmp_path / "near")
+    far = score(network, images(0, 12), images(2, 12), tmp_path / "far")
     assert near["fid"] < 1e-2 * far["fid"] and near["kid"] < far["kid"]
     assert (near["precision"], near["recall"]) == (1.0, 1.0) and far["precision"] < 0.5 and far["recall"] < 0.5
     assert set(far) == {"fid", "kid", "kid_std", "precision", "recall"}
     # Samples that are all some of the reference: each looks real, but not everything real is covered.
-    both = np.concatenate([images(0, 16), images(2, 16)])
-    some = score(weights, both[:16], both, tmp_path / "some", "pr")
+    both = np.concatenate([images(0, 10), images(2, 10)])
+    some = score(network, both[:10], both, tmp_path / "some", "pr")
     assert some["precision"] == 1.0 and some["recall"] < 0.8
 
 
@@ -164,21 +170,20 @@ class Explosive:
 
 @pytest.mark.long
 def test_features_of_the_reference_are_kept_by_checksum_weights_and_version_and_made_anew_when_damaged(
-    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    network: Inception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, mark = tmp_path / "cache", tmp_path / "executed"
-    first = score(weights, images(0, 12), images(1, 12), cache)
-    digest = find_inception(weights).digest
+    first = score(network, images(0, 12), images(1, 12), cache)
     kept = list(cache.iterdir())
-    name = f"{'5' * 16}-{torch_fidelity.__version__}-{digest[:16]}-"
+    name = f"{'5' * 16}-{torch_fidelity.__version__}-{network.digest[:16]}-"
     assert kept and all(path.name.startswith(name) for path in kept)
     elsewhere = images(2, 12)  # whatever it is now, the kept features are those of the checksum
-    assert score(weights, images(0, 12), elsewhere, cache) == first
+    assert score(network, images(0, 12), elsewhere, cache) == first
     for number, path in enumerate(kept):
         path.write_bytes(pickle.dumps(Explosive(mark)) if number else path.read_bytes()[:500])
-    assert score(weights, images(0, 12), images(1, 12), cache) == first and not mark.exists()
+    assert score(network, images(0, 12), images(1, 12), cache) == first and not mark.exists()
     monkeypatch.setattr(inception, "version", lambda _: "0.4.99")
-    assert score(weights, images(0, 12), elsewhere, cache)["fid"] != first["fid"]
+    assert score(network, images(0, 12), elsewhere, cache)["fid"] != first["fid"]
 
 
 @pytest.mark.parametrize("content", ["cut short", "something else", "planted"])

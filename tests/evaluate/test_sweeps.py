@@ -68,17 +68,12 @@ def test_the_average_is_drawn_from_scored_and_exported_like_a_checkpoint(
     assert not same_weights(trained.unet, load_trained(run_dir).unet)
 
     assert "ema-0.1 weights after 320 images" in said(["sample", made, *FAST, "--count", 4], capfd)
-    assert "averaged over training (EMA) of relative length 0.1" in exported(made, tmp_path / "hub", capfd)
+    said(["export", made, tmp_path / "hub", "--samples", 0], capfd)
+    assert "averaged over training (EMA) of relative length 0.1" in (tmp_path / "hub" / "README.md").read_text()
     said(["evaluate", made, *FAST, "--count", 12, "--metrics", "pixel"], capfd)
     (folder,) = (run_dir / "evaluations").iterdir()
     assert folder.name.startswith("images-000000320-ema-0.1-ema-0.1-ddim-3-12-")
     assert [tracker.kind for tracker in trackers] == ["export", "evaluate"], "children of the run that made them"
-
-
-def exported(made: Path, out: Path, capfd: pytest.CaptureFixture[str]) -> str:
-    """The model card of an export without samples."""
-    said(["export", made, out, "--samples", 0], capfd)
-    return (out / "README.md").read_text()
 
 
 def test_an_average_of_the_past_goes_where_it_is_told_to(
@@ -95,7 +90,6 @@ def test_an_average_of_the_past_goes_where_it_is_told_to(
     ("arguments", "problem"),
     [
         (["--length", "-0.1"], "argument --length: '-0.1' is not a relative length from 0.001 to 0.28, such as 0.1"),
-        (["--length", "nan"], "argument --length: 'nan' is not a relative length"),
         (["--length", "0.25"], "--length 0.25 is outside of what the 3 snapshots in"),
         (["--length", "0.07", "--at", "100"], "--at 100 is the time of no snapshot in"),
         (["--length", "0.07", "--at", "160"], "holds one snapshot of up to 160 images"),
@@ -144,7 +138,6 @@ def test_scores_are_drawn_over_the_length(
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--ema-lengths", "0.05,0.05"], "argument --ema-lengths: '0.05,0.05' has one number twice"),
         (["--ema-lengths", "0.05,"], "argument --ema-lengths: '' is not a relative length from 0.001 to 0.28"),
         (["--ema-lengths", "0.05,0.25"], "--length 0.25 is outside of what the 3 snapshots in"),
         (["--ema-lengths", "0.05", "--weights", "raw"], "--weights raw is not averaged"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 import zipfile
@@ -130,8 +129,7 @@ def compressed(folder: Path) -> None:
     """Put weights whose archive is compressed, as torch.save never does, in the place of the weights."""
     (folder / WEIGHTS).unlink()
     with zipfile.ZipFile(folder / "unet" / "diffusion_pytorch_model.bin", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("archive/data/0", bytes(10**8))
-        archive.writestr("archive/pad", os.urandom(10**6))
+        archive.writestr("archive/data/0", bytes(10**6))
 
 
 class Unsafe:
@@ -141,19 +139,13 @@ class Unsafe:
         return (print, ("executed",))
 
 
-PAD = {"pad": torch.zeros(10**5)}
-"""A tensor that makes a file large enough for the weights."""
 FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "other model": (change_config("unet", _class_name="UNet2DConditionModel"), "UNet2DConditionModel.*UNet2DModel can"),
     "other schedule": (
         change_config("scheduler", beta_schedule="scaled_linear"),
         r"scheduler_config\.json is not a diffusion process that .* express: beta_schedule = \"scaled_linear\"",
     ),
-    "other width": (change_config("unet", time_embedding_dim=16), r"does not fit its config\.json: .*F32 of shape"),
-    "wider than the file": (
-        change_config("unet", block_out_channels=[2**10, 2**12]),
-        r"it has [\d,]+ bytes for [\d,]+ par",
-    ),
+    "other width": (change_config("unet", time_embedding_dim=16), r"does not fit its config\.json: .*float32 of shape"),
     "far too wide": (change_config("unet", block_out_channels=[2**40, 2**40]), "block_out_channels = .*65536"),
     "far too deep": (change_config("unet", layers_per_block=10**9), "layers_per_block = 1000000000.*64"),
     "too many timesteps": (
@@ -170,7 +162,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "integers": (
         change_weights(lambda t: t.update({"conv_in.bias": t["conv_in.bias"].int()})),
-        "conv_in.bias is I32",
+        "conv_in.bias is int32",
     ),
     "missing tensor": (change_weights(lambda tensors: tensors.pop("conv_in.bias")), r"first is conv_in\.bias"),
     "not finite": (change_weights(lambda tensors: tensors["conv_in.bias"].fill_(math.nan)), "not finite"),
@@ -182,13 +174,13 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: (folder / "scheduler/scheduler_config.json").unlink(),
         "noise schedule is not known",
     ),
-    "damaged weights": (lambda folder: (folder / WEIGHTS).write_bytes(b"damaged" * 10**5), "is damaged"),
-    "pickle": (put_bin([Unsafe(), PAD]), "holds more than tensors"),
-    "list": (put_bin([PAD["pad"]]), "something other than plain tensors by name"),
-    "keys that are no names": (put_bin({1: PAD["pad"]}), "something other than plain tensors by name"),
-    "sparse": (put_bin({**PAD, "conv_in.bias": torch.zeros(8).to_sparse()}), "other than plain tensors"),
-    "without values": (put_bin({**PAD, "conv_in.bias": torch.zeros(8, device="meta")}), "other than plain tensors"),
-    "repeated without end": (put_bin({**PAD, "conv_in.bias": torch.zeros(1).expand(10**12)}), "other than plain"),
+    "damaged weights": (lambda folder: (folder / WEIGHTS).write_bytes(b"damaged"), "is damaged"),
+    "pickle": (put_bin([Unsafe()]), "holds more than tensors"),
+    "list": (put_bin([torch.zeros(3)]), "something other than plain tensors by name"),
+    "keys that are no names": (put_bin({1: torch.zeros(3)}), "something other than plain tensors by name"),
+    "sparse": (put_bin({"conv_in.bias": torch.zeros(8).to_sparse()}), "other than plain tensors"),
+    "without values": (put_bin({"conv_in.bias": torch.zeros(8, device="meta")}), "other than plain tensors"),
+    "repeated without end": (put_bin({"conv_in.bias": torch.zeros(1).expand(10**12)}), "other than plain"),
     "compressed": (compressed, "is damaged"),
     "damaged configuration": (lambda folder: (folder / "unet/config.json").write_text("{"), "should be a JSON object"),
 }

@@ -127,7 +127,7 @@ def test_the_latest_samples_of_each_run_stand_side_by_side() -> None:
     ]
     text = page(comparison(runs))
     found = re.findall(
-        r'<figure data-run="(\d)"><figcaption>(\w+)</figcaption><img src="data:image/png;base64,(.*?)"', text
+        r'<div data-run="(\d)">\n<figure><figcaption>(\w+)</figcaption><img src="data:image/png;base64,(.*?)"', text
     )
     assert found == [
         (str(run), name, base64.b64encode(drawn[place]).decode()) for run, name, place in ((0, "one", 2), (1, "two", 0))

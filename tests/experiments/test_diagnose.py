@@ -2,81 +2,61 @@
 
 from __future__ import annotations
 
-import argparse
+import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from ddpm_ds.cli.runs import add_diagnose
-from ddpm_ds.diagnose.verdict import SHOWN, Verdict, verdict
-from ddpm_ds.errors import OutputError, UserError
+from ddpm_ds.cli.main import main
+from ddpm_ds.diagnose.verdict import SHOWN, verdict
 from ddpm_ds.predict.finished_run import facts_of
 from ddpm_ds.predict.layouts import rank_stages
-from ddpm_ds.tracking.runs import ExperimentError
 from ddpm_ds.tracking.worker import START_TAG
 from tests.diagnose.planted_facts import Bench, write_run
 from tests.diagnose.test_verdict import FAULTS
 from tests.experiments.planted_runs import PlantedStore
-from tests.launching import run_ranks, tiny_spec, write_json
+from tests.launching import REPOSITORY, place_empty_store, run_ranks, tiny_spec
 
-BATCH = 32
-BALANCED = [9]
-"""The cut of the U-Net below that gives two ranks about as many flops."""
-
-
-def case(name: str, micro_batches: int = 8, **planted: float) -> dict[str, Any]:
-    """Two ranks, one pipeline, eight micro-batches, and what is planted."""
-    pipeline = {"stages": 2, "partition": BALANCED, "activation_checkpoint_interval": 0}
-    block = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
-    return {
-        "name": name,
-        "config": {**block, "gradient_accumulation_steps": micro_batches, "pipeline": pipeline},
-        **planted,
-    }
-
-
-CASES = {
-    "data wait": case("slow_loader", loader_seconds=0.1),
-    "bubble": case("few_micro_batches", 1),
-    "communication": case("slow_link", link_seconds=0.1),
-}
-"""By the cost that it causes: waits that are many times longer than anything else, on a busy machine too."""
+PLANTED = {"data wait": 8, "bubble": 1, "communication": 8}
+"""Micro-batches by planted fault: waits that are many times longer than anything else, on a busy machine too."""
 ATTEMPTS = 3
 """What neighbours of this machine do to a traced step may be more than what was planted all the same."""
+CHANGES = (
+    *("train.batch_images=64", "train.images=192", "data.workers=0", "ds.pipeline.activation_checkpoint_interval=0"),
+    *("evaluation.every_images=null", "samples.every_images=null", "optimizer.warmup_images=0"),
+    "ds.pipeline.partition=[9]",  # which gives two ranks about as many flops of the U-Net below
+)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the folder of a run for each case."""
-    folder, worker = tmp_path_factory.mktemp("faults"), Path(__file__).with_name("fault_worker.py")
+    """With the folder of a run of three steps for each fault, the last two traced."""
+    folder, worker = tmp_path_factory.mktemp("faults"), Path(__file__).with_name("faulty.py")
+    place_empty_store(folder)
     unet = {"channels": 16, "attention_resolutions": [], "dropout": 0.0}
-    spec = tiny_spec(data={"image_size": 16}, unet=unet, train={"batch_images": BATCH})
+    spec = tiny_spec(data={"image_size": 16}, unet=unet)
     (folder / "spec.yaml").write_text(yaml.safe_dump(spec.model_dump(mode="json")))
-    left = list(CASES)
-    for _ in range(ATTEMPTS):
-        for fault in left:
-            shutil.rmtree(folder / CASES[fault]["name"], ignore_errors=True)
-        file = write_json(folder / "cases.json", [CASES[fault] for fault in left])
-        done = run_ranks(2, worker, str(file), str(folder), XDG_CACHE_HOME=str(folder))
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        left = [fault for fault in left if judged(folder, fault).top != fault]
-        if not left:
-            break
+    files = ["--spec", str(folder / "spec.yaml"), "--deepspeed_config", str(REPOSITORY / "ds_configs/zero0_fp32.json")]
+    for fault, micro_batches in PLANTED.items():
+        changes = (*CHANGES, f"train.accumulation={micro_batches}", f"data.store_root={folder / 'data'}")
+        words = [*files, "-p", "2", "--trace-steps", "2-3", "--run-dir", str(folder / fault)]
+        words += [part for change in changes for part in ("--set", change)]
+        for _ in range(ATTEMPTS):
+            shutil.rmtree(folder / fault, ignore_errors=True)
+            done = run_ranks(2, worker, *words, FAULT=fault, MLFLOW_TRACKING_URI="", XDG_CACHE_HOME=str(folder))
+            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+            if verdict(facts_of(folder / fault)).top == fault:
+                break
     return folder
 
 
-def judged(folder: Path, fault: str) -> Verdict:
-    return verdict(facts_of(folder / CASES[fault]["name"]))
-
-
 @pytest.mark.launch
-@pytest.mark.parametrize("fault", CASES)
+@pytest.mark.parametrize("fault", PLANTED)
 def test_the_planted_fault_of_a_real_run_is_named(folder: Path, fault: str) -> None:
-    found = judged(folder, fault)
-    said = (folder / CASES[fault]["name"] / "verdict.txt").read_text()
+    found = verdict(facts_of(folder / fault))
+    said = (folder / fault / "verdict.txt").read_text()
     assert found.top == fault, said
     assert f"largest cost: {SHOWN.get(fault, fault)}, " in said
     assert sum(found.shares.values()) == pytest.approx(1.0)
@@ -93,19 +73,12 @@ def test_the_fault_is_named_from_the_files_of_a_run(fault: str, bench: Bench, tm
 
 @pytest.mark.launch
 def test_messages_are_as_long_as_the_model_says(folder: Path) -> None:
-    facts = facts_of(folder / "slow_link")
+    facts = facts_of(folder / "communication")
     layout = facts.setup
     for own, stages in zip(facts.ranks, rank_stages(facts.job.layers, layout.bounds, layout.schedule), strict=True):
         for phase, stage in zip(own.phases, stages, strict=True):
             sizes = [4 * layout.micro_batch_images * n for n in (stage.sent_elements, stage.received_elements)]
             assert sizes == [phase.activation_bytes, phase.gradient_bytes]
-
-
-def diagnose(*words: str) -> None:
-    parser = argparse.ArgumentParser()
-    add_diagnose(parser.add_subparsers())
-    options = parser.parse_args(["diagnose", *words])
-    options.run(options)
 
 
 @pytest.fixture
@@ -123,7 +96,7 @@ def store(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_run_is_diagnosed_by_name_and_the_verdict_is_kept(
     store: PlantedStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    diagnose("slow", "--runs", str(store.root))
+    assert main(["diagnose", "slow", "--runs", str(store.root)]) == 0
     said = capsys.readouterr().out
     assert "largest cost: data wait" in said
     assert (store.root / "slow" / "verdict.txt").read_text() == said
@@ -137,29 +110,25 @@ def test_a_run_is_diagnosed_by_name_and_the_verdict_is_kept(
 
 def test_a_folder_that_mlflow_does_not_know_is_diagnosed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = write_run(tmp_path / "alone", Bench(cuts=(3,)).traced())
-    diagnose(str(run_dir), "--runs", str(tmp_path))
+    assert main(["diagnose", str(run_dir), "--runs", str(tmp_path)]) == 0
     said = capsys.readouterr()
     assert "largest cost: imbalance" in said.out
     assert said.err.startswith("ddpm-ds diagnose: not kept in MLflow: ")
     assert len(said.err.splitlines()) == 1
 
 
-def test_a_run_that_is_not_there_is_one_line(store: PlantedStore, tmp_path: Path) -> None:
-    with pytest.raises(ExperimentError, match=r"slwo is no run .*did you mean slow") as error:
-        diagnose("slwo", "--runs", str(store.root))
-    assert isinstance(error.value, UserError) and "\n" not in str(error.value)
+def test_a_run_that_can_not_be_judged_is_one_line(
+    store: PlantedStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ExperimentError, match="is not the folder of a run"):
-        diagnose(str(tmp_path / "empty"), "--runs", str(store.root))
-
-
-def test_a_run_whose_folder_is_elsewhere_is_one_line(store: PlantedStore) -> None:
     store.run("away", tags={START_TAG: "6" * 32})
-    with pytest.raises(ExperimentError, match="the folder of run away is not on this machine"):
-        diagnose("away", "--runs", str(store.root))
-
-
-def test_a_run_without_a_trace_says_how_to_get_one(store: PlantedStore) -> None:
     (store.root / "slow" / "trace" / "summary.json").unlink()
-    with pytest.raises(OutputError, match="no step was traced; train with --trace-steps FIRST-LAST"):
-        diagnose("slow", "--runs", str(store.root))
+    for name, said in (
+        ("slwo", "slwo is no run .*did you mean slow"),
+        (str(tmp_path / "empty"), "is not the folder of a run"),
+        ("away", "the folder of run away is not on this machine"),
+        ("slow", "no step was traced; train with --trace-steps FIRST-LAST"),
+    ):
+        assert main(["diagnose", name, "--runs", str(store.root)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert re.search(said, line), line

@@ -18,6 +18,7 @@ import pytest
 from ddpm_ds.cli.main import main
 from ddpm_ds.experiments.sweep import Ending, run_command
 from ddpm_ds.tracking.runs import find_run, find_runs
+from tests.forking import Forked
 from tests.launching import REPOSITORY, place_empty_store
 from tests.processes.test_supervisor import STAND_IN
 from tests.train.ranks import QUIET, TINY
@@ -67,23 +68,21 @@ sys.exit(main())
 """
 
 
-def start(root: Path, *words: str) -> subprocess.Popen[str]:
-    """A sweep under launchers and trainings that take no time."""
+def start(root: Path, *words: str) -> Forked:
+    """A sweep under launchers and trainings that take no time; what it says is in ``root/said``."""
     package = root / "stand_in" / "deepspeed" / "launcher"
     package.mkdir(parents=True, exist_ok=True)
     for folder in (package, package.parent):
         (folder / "__init__.py").touch()
     (package / "runner.py").write_text(STAND_IN)
-    (root / "played.py").write_text(PLAYED)
+    for name, program in (("played", PLAYED), ("sweep", WITH_STAND_INS)):
+        (root / f"{name}.py").write_text(program)
     place_empty_store(root / "runs")
-    search = os.pathsep.join([str(package.parents[1]), str(REPOSITORY)])
-    return subprocess.Popen(
-        [sys.executable, "-c", WITH_STAND_INS, str(root / "played.py"), *command(root, *words)],
-        env={**os.environ, **QUIET, "PYTHONPATH": search},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    environment = {**os.environ, **QUIET, "RANK": "0", "PYTHONPATH": f"{package.parents[1]}:{REPOSITORY}"}
+    words = (str(root / "sweep.py"), str(root / "played.py"), *command(root, *words))
+    said = root / "said"
+    said.unlink(missing_ok=True)
+    return Forked.script(words, env=environment, stdout=said, stderr=said)
 
 
 def wait_for(happened: Callable[[], Any]) -> None:
@@ -117,15 +116,15 @@ def test_a_sweep_is_stopped_and_gone_on_with_whatever_becomes_of_its_trials(tmp_
     first = start(tmp_path, *words)
     wait_for(lambda: first.poll() is not None or list((tmp_path / "runs").glob("vary-*.zero-1/begun")))
     first.send_signal(signal.SIGTERM)
-    _, said = first.communicate(timeout=PATIENCE_SECONDS)
-    assert first.returncode == 75, said
+    code, said = first.wait(PATIENCE_SECONDS), (tmp_path / "said").read_text()
+    assert code == 75, said
     assert left_running(tmp_path) == []
     assert "1 of 3 trials are done; the same command continues" in said
     assert find_run(str(folder_of(tmp_path))).status == "KILLED"
 
     again = start(tmp_path, *words)
-    _, said = again.communicate(timeout=PATIENCE_SECONDS)
-    assert again.returncode == 3, said
+    code, said = again.wait(PATIENCE_SECONDS), (tmp_path / "said").read_text()
+    assert code == 3, said
     assert "baseline: done before" in said and "zero=1: done after" in said
     failure = "zero=0: exit code 3 (the numbers went bad)"
     assert said.count(failure) == 2 and "    ddpm_ds: error: too bad; try another" in said

@@ -24,7 +24,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.utils import safe_get_full_grad
-from rivals.observation import SentBytes
+from rivals.measure import SentBytes
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed import distributed_c10d

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from rivals import one_device, unets
-from rivals.choice import ONE_DEVICE_ROWS, choose
-from rivals.rows import Setting
-from rivals.unets import DiffusersLoop, OurLoop, Switches, comparable_unet, dim64, missing_switches, why_not_here
+from rivals import benchmark, unets
+from rivals.rows import Loop, Setting
+from rivals.unets import Switches, comparable_unet, diffusers_loop, dim64, missing_switches, our_loop, why_not_here
 
 from ddpm_ds.data.prepare import prepare
 from ddpm_ds.errors import LayoutError
@@ -52,22 +51,22 @@ def setting(store_root: Path, config: str = "zero1_fp32.json", *overrides: str) 
     return Setting(of.plan, prepare(of.plan.spec.data), CPU)
 
 
-def losses(row: OurLoop | DiffusersLoop, steps: int) -> list[float]:
+def losses(row: Loop, steps: int) -> list[float]:
     return [float(row.step()) for _ in range(steps)]
 
 
 def test_diffusers_and_ours_train_the_same_whatever_is_switched_on(store_root: Path) -> None:
     own = setting(store_root)
-    theirs = losses(DiffusersLoop(own, compiled=False), 6)
+    theirs = losses(diffusers_loop(own, compiled=False), 6)
     assert theirs[-1] != theirs[3]  # weights move
     for switches in (Switches(), Switches(channels_last=True, fused_adamw=True)):
-        assert losses(OurLoop(own, switches), 6) == pytest.approx(theirs, rel=1e-4)
+        assert losses(our_loop(own, switches), 6) == pytest.approx(theirs, rel=1e-4)
 
 
 def test_a_loss_scale_changes_nothing_but_rounding(store_root: Path) -> None:
     seen = "optimizer.epsilon=0.01"  # Adam would hide a wrong scale of the gradients
     wide, narrow = (
-        losses(OurLoop(setting(store_root, config, seen), Switches()), 10)
+        losses(our_loop(setting(store_root, config, seen), Switches()), 10)
         for config in ("zero1_fp32.json", "zero2_fp16.json")
     )
     assert narrow == pytest.approx(wide, rel=2e-3)
@@ -76,13 +75,13 @@ def test_a_loss_scale_changes_nothing_but_rounding(store_root: Path) -> None:
 def test_nothing_that_is_compared_begins_at_zero(store_root: Path) -> None:
     own = setting(store_root)
     assert all(parameter.any() for parameter in comparable_unet(own).parameters())
-    probe = OurLoop(own, Switches()).probe(next(own.batches(1, 0)))
+    probe = our_loop(own, Switches()).probe(next(own.batches(1, 0)))
     assert probe.prediction.abs().mean() > 0.1 and probe.gradient_norm > 0.1
 
 
 @pytest.mark.parametrize("config", ["zero2_fp16.json", "zero2_bf16.json"])
 def test_sixteen_bit_weights_have_masters_that_small_steps_add_up_in(config: str, store_root: Path) -> None:
-    row = OurLoop(setting(store_root, config, "optimizer.learning_rate=1e-7", "optimizer.warmup_images=0"), Switches())
+    row = our_loop(setting(store_root, config, "optimizer.learning_rate=1e-7", "optimizer.warmup_images=0"), Switches())
     weights = [parameter.clone() for parameter in row.model.parameters()]
     assert weights[0].dtype is not torch.float32
     masters = [master.detach().clone() for master in row.optimizer.masters]
@@ -97,7 +96,7 @@ def test_sixteen_bit_weights_have_masters_that_small_steps_add_up_in(config: str
 def test_a_probe_lowers_a_loss_scale_that_overflows_and_leaves_everything_as_it_was(store_root: Path) -> None:
     own = setting(store_root, "zero2_fp16.json", "unet.dropout=0.5")
     micro_batch = next(own.batches(1, 0))
-    row = OurLoop(own, Switches())
+    row = our_loop(own, Switches())
     normal = row.probe(micro_batch)
     row.optimizer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
     assert row.probe(micro_batch).gradient_norm == pytest.approx(normal.gradient_norm, rel=1e-2)
@@ -128,9 +127,6 @@ def test_what_takes_minutes_on_a_cpu_is_left_out_unless_it_is_named() -> None:
     assert "name the row in --rows" in missing_switches(narrow, None)["autocast"]
     assert "autocast" not in missing_switches(narrow, ["diffusers", "plain"])
     assert "takes minutes" not in missing_switches(planned(), ["compile"]).get("compile", "")
-    missing = missing_switches(planned(), list(ONE_DEVICE_ROWS)[2:3])
-    with pytest.raises(LayoutError, match="--rows fused-kernels leaves nothing to run: fused-kernels: "):
-        choose(["fused-kernels"], lambda name: why_not_here(name, planned(), missing))
 
 
 def test_the_other_unet_is_that_of_its_spec_with_the_runs_objective() -> None:
@@ -171,19 +167,19 @@ def test_a_wrong_row_is_refused_and_good_ones_are_timed(tmp_path: Path, store_ro
 
 
 def test_rows_that_do_not_fit_the_device_together_are_named(store_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(name: str, own: Setting, missing: dict[str, str]) -> OurLoop:
+    def full(name: str, own: Setting, missing: dict[str, str]) -> Loop:
         if name == "all":
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return OurLoop(own, Switches())
+        return our_loop(own, Switches())
 
-    monkeypatch.setattr(one_device, "build_row", full)
+    monkeypatch.setattr(benchmark, "build_one_device_row", full)
     with pytest.raises(LayoutError, match="row all no longer fits the device beside plain; name fewer rows"):
-        one_device.warm_rows(["plain", "all"], setting(store_root), {}, 1e-4, memory=False)
+        benchmark.warm_rows(["plain", "all"], setting(store_root), {}, 1e-4, memory=False)
 
 
 def test_a_unet_of_its_own_is_compared_with_such_alone(store_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_device, "build_row", lambda name, own, missing: OurLoop(own, Switches()))
+    monkeypatch.setattr(benchmark, "build_one_device_row", lambda name, own, missing: our_loop(own, Switches()))
     names = ["plain", "all", "lucidrains", "ours-dim64"]
-    warm = one_device.warm_rows(names, setting(store_root), {}, 1e-4, memory=False)
-    assert [warm[name].reference for name in names] == ["plain", "plain", "lucidrains", "lucidrains"]
-    assert [bool(warm[name].differences) for name in names] == [True, True, False, False]
+    _, compared = benchmark.warm_rows(names, setting(store_root), {}, 1e-4, memory=False)
+    assert [known["reference"] for known in compared] == ["plain", "plain", "lucidrains", "lucidrains"]
+    assert [known["prediction_difference"] for known in compared] == [0.0, 0.0, None, None]

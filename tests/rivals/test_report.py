@@ -8,11 +8,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-import torch
-from rivals.layout import layout_result
-from rivals.loops import Probe
-from rivals.observation import Observation
-from rivals.one_device import Warm, one_device_result
+from rivals.benchmark import layout_result, one_device_result
 from rivals.report import Report, record
 
 from ddpm_ds.experiments.data_rate import Spread
@@ -37,7 +33,7 @@ def row(**values: Any) -> Any:
 
 def layout_report(peaks: list[int] | None = None) -> Report:
     """A pipeline of two ranks and DDP, which takes 1.5 times as long."""
-    seen = [Observation(1_000_000, 500_000, 0.0), Observation(3_000_000, 0, 0.25)]
+    seen = [(1_000_000, 500_000, 0.0), (3_000_000, 0, 0.25)]
     seconds, slower = [0.4, 0.5, 0.6], [0.6, 0.75, 0.9]
     ours, ddp = row(name="ddpm_ds 1F1B", is_pipeline=True), row(name="PyTorch DDP", note="no checkpointing")
     rows = [
@@ -49,16 +45,17 @@ def layout_report(peaks: list[int] | None = None) -> Report:
 
 def one_device_report(peak_bytes: int | None = None) -> Report:
     """Diffusers, an engine that is 1.5 times as fast, and another U-Net."""
-    probe = Probe(torch.zeros(1), 1.0, 2.0)
-    same = {"prediction": 2e-6, "loss": 0.0, "gradients' norm": 3e-7}
+    shared = {"note": "", "parameters": 35_746_307, "macs": 6.222e9, "peak_bytes": peak_bytes, "reference": "diffusers"}
+    known: list[dict[str, Any]] = [
+        {"row": "diffusers", "name": "UNet2DModel"},
+        {"row": "engine", "name": "1F1B", "note": "kernels: reference"},
+        {"row": "lucidrains", "name": "theirs", "parameters": 35_719_555, "reference": "lucidrains"},
+    ]
+    for one, prediction, gradient in zip(known, (0.0, 2e-6, None), (0.0, 3e-7, None), strict=True):
+        one |= {"prediction_difference": prediction, "gradient_norm_difference": gradient}
     whole = {"diffusers": [0.9, 1.0, 12.5], "engine": [0.6, 0.5, 12.5], "lucidrains": [0.9, 1.0, 12.5]}
-    warm = {
-        "diffusers": Warm(row(name="UNet2DModel"), probe, "diffusers", dict.fromkeys(same, 0.0), peak_bytes),
-        "engine": Warm(row(name="1F1B", note="kernels: reference"), probe, "diffusers", same, peak_bytes),
-        "lucidrains": Warm(row(name="theirs", parameters=35_719_555), probe, "lucidrains", {}, peak_bytes),
-    }
     parts = {"diffusers": [0.7, 0.75, 0.8]}
-    rows = [one_device_result(name, warm[name], whole, parts.get(name, []), 8, 1e12) for name in warm]
+    rows = [one_device_result({**shared, **one}, whole, parts, 8, 1e12) for one in known]
     return Report({**ABOUT, "layout": "one device"}, ["machine      one"], rows, ["engine over bare: 1.040"])
 
 

@@ -29,6 +29,7 @@ from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.build import build_engine, use_host_accelerator
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
 from ddpm_ds.predict.plan import RunPlan, plan_run
+from ddpm_ds.processes.heartbeat import make_store
 from ddpm_ds.train.ema import Ema
 from ddpm_ds.train.objective import Denoising, Noised, replica_batches
 from ddpm_ds.train.saving import Saver, gather_objects, state_fragments
@@ -117,6 +118,7 @@ def run_course(course: Course, folder: Path) -> None:
     objective = (Overflowing if course.overflow else Denoising)(plan.spec, torch.device("cpu"))
     engine = build_engine(plan.layers, plan.bounds, plan.ds, objective, seed=plan.spec.train.seed)
     ema = Ema(engine, plan.spec.ema)
+    store = make_store(dist.get_rank(), world_size)
     for name, source in (course.sources or {"whole": ""}).items():
         there = folder / course.name / name
         report: dict[str, Any] = {
@@ -126,7 +128,7 @@ def run_course(course: Course, folder: Path) -> None:
             "shadow_elements": sum(shadow.numel() for shadow in ema.shadows),
         }
         groups = Groups.one_folder(dist.get_rank(), dist.get_world_size())
-        saver = Saver(plan, engine, ema, there, data_sha256={}, log=lambda line: print(line, flush=True), groups=groups)
+        saver = Saver(plan, engine, ema, there, data_sha256={}, log=print, groups=groups, store=store)
         if source:
             saver.load(whole(Path(source), groups, gather_objects))
         else:

@@ -24,7 +24,7 @@ from tests.train.ranks import QUIET, TRAIN, Ranks, arguments, end_of, mlflow_run
 
 pytestmark = pytest.mark.launch
 
-FAULTY = Path(__file__).with_name("failing_rank.py")
+FAULTY = Path(__file__).with_name("faulty_train.py")
 CHANGES = (
     "train.images=720",
     "checkpoint.every_images=40",
@@ -163,3 +163,16 @@ def test_a_run_whose_last_checkpoint_does_not_fit_on_the_disk_is_not_done(tmp_pa
     assert "make " in errors[0] and not any("Traceback" in line for line in lines), lines
     _, recorded = mlflow_run(tmp_path / "run")
     assert recorded.info.status == "FAILED"
+
+
+def test_a_gpu_that_a_kernel_has_broken_ends_all_ranks_with_one_line(tmp_path: Path) -> None:
+    """None of them asks a GPU for anything on its way out."""
+    with Ranks(tmp_path / "run", config="zero1_fp32.json", script=FAULTY, FAULT="gpu") as ranks:
+        assert ranks.codes() == [2, 2], ranks.said[-4000:]
+    line = (
+        'ddpm_ds: error: kernels = "auto": the fused kernels have broken the GPU of rank 1: an illegal memory access '
+        'was encountered; set "kernels" to "reference"'
+    )
+    said = {one for one in ranks.said.splitlines() if one.startswith("ddpm_ds: error")}
+    assert said == {line}, ranks.said[-4000:]
+    assert "Traceback" not in ranks.said

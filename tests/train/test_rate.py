@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ddpm_ds.config.spec import RunSpec
-from ddpm_ds.train.rate import learning_rate, rate_of
+from ddpm_ds.train.objective import learning_rate, rate_of
 from tests.launching import tiny_spec
 from tests.train.test_runs import TINY, train
 

@@ -18,14 +18,15 @@ from ddpm_ds.train.loop import SPIKE_POINTS, Run, _bad_loss
 from ddpm_ds.train.meters import Interval
 from tests.train.ranks import BATCH, Ranks, end_of, mlflow_run, points
 
-SCRIPT = Path(__file__).with_name("planted_train.py")
+SCRIPT = Path(__file__).with_name("faulty_train.py")
 IMAGES, SAVED, BAD = 640, 400, 403
 ROLLBACK = (f"train.images={IMAGES}", "checkpoint.every_images=80", "bad_numbers.policy=rollback")
 
 
-def train(run_dir: Path, planted: str, *changes: str, config: str, count: int) -> tuple[list[int], str]:
+def train(run_dir: Path, first: int, last: int, *changes: str, config: str, count: int) -> tuple[list[int], str]:
     """Exit codes and output of a run in which the numbers of some images are bad."""
-    with Ranks(run_dir, *ROLLBACK, *changes, config=config, count=count, script=SCRIPT, PLANTED=planted) as ranks:
+    fault = f"noise {first} {last} nan"
+    with Ranks(run_dir, *ROLLBACK, *changes, config=config, count=count, script=SCRIPT, FAULT=fault) as ranks:
         return ranks.codes(), ranks.said
 
 
@@ -46,16 +47,21 @@ def check_it_ended_well(run_dir: Path, said: str, skipped: int) -> None:
 @pytest.mark.launch
 def test_a_nan_is_left_out_on_all_ranks(tmp_path: Path) -> None:
     run_dir = tmp_path / "nan"
-    codes, said = train(run_dir, f"{BAD} {BAD} nan", config="zero1_fp32.json", count=2)
+    codes, said = train(run_dir, BAD, BAD, config="zero1_fp32.json", count=2)
     assert codes == [0, 0], said[-4000:]
     assert "train/loss was not finite in 1 of the last 2 steps" in said
     check_it_ended_well(run_dir, said, skipped=2 * BATCH)
 
 
+def run_of(spike_factor: float | None, fp16: bool) -> Run:
+    """What of a run says whether a loss is bad."""
+    plan = SimpleNamespace(spec=SimpleNamespace(bad_numbers=SimpleNamespace(spike_factor=spike_factor)))
+    engine = SimpleNamespace(images_seen=8, fp16_enabled=lambda: fp16)
+    return cast(Run, SimpleNamespace(plan=plan, engine=engine, recent=deque(maxlen=SPIKE_POINTS)))
+
+
 def test_a_loss_far_above_the_last_ten_points_is_a_spike() -> None:
-    spec = SimpleNamespace(bad_numbers=SimpleNamespace(spike_factor=20.0))
-    engine = SimpleNamespace(images_seen=8, fp16_enabled=lambda: False)
-    run = cast(Run, SimpleNamespace(plan=SimpleNamespace(spec=spec), engine=engine, recent=deque(maxlen=SPIKE_POINTS)))
+    run = run_of(20.0, fp16=False)
 
     def trouble(loss: float) -> str | None:
         return _bad_loss(run, Interval(2, 16, 1.0, loss, non_finite_steps=0, data_wait_seconds=0.0), done=False)
@@ -71,9 +77,8 @@ def test_images_that_overflow_in_fp16_at_every_scale_are_left_out(tmp_path: Path
     """From 65536 it takes 1 step of hysteresis and 16 halvings to the floor, and 8 steps there count as bad."""
     run_dir = tmp_path / "overflow"
     steps = 1 + 16 + 8
-    planted = f"{SAVED} {SAVED + steps * BATCH - 1} nan"
     changes = ("checkpoint.every_images=400", "ema.profiles=[0.05,0.1]", "ema.snapshot_images=80")
-    codes, said = train(run_dir, planted, *changes, config="zero2_fp16.json", count=1)
+    codes, said = train(run_dir, SAVED, SAVED + steps * BATCH - 1, *changes, config="zero2_fp16.json", count=1)
     assert codes == [0], said[-4000:]
     assert "at the lowest loss scale, 1," in said
     check_it_ended_well(run_dir, said, skipped=steps * BATCH)
@@ -96,8 +101,7 @@ def check_snapshots_are_of_one_course(run_dir: Path, said: str) -> None:
 @pytest.mark.long
 def test_too_many_rollbacks_end_the_run_on_all_ranks(tmp_path: Path) -> None:
     run_dir = tmp_path / "hopeless"
-    planted = f"{BAD} {10**9} nan"
-    codes, said = train(run_dir, planted, "bad_numbers.max_rewinds=2", config="zero1_fp32.json", count=2)
+    codes, said = train(run_dir, BAD, 10**9, "bad_numbers.max_rewinds=2", config="zero1_fp32.json", count=2)
     assert codes == [3, 3], said[-4000:]
     assert said.count("rolled back to") == 2 and "the run was rolled back 2 times" in said
     assert mlflow_run(run_dir)[1].info.status == "FAILED"
@@ -105,9 +109,7 @@ def test_too_many_rollbacks_end_the_run_on_all_ranks(tmp_path: Path) -> None:
 
 
 def test_an_fp16_run_does_not_end_well_without_a_finite_loss_in_its_last_interval() -> None:
-    spec = SimpleNamespace(bad_numbers=SimpleNamespace(spike_factor=None))
-    engine = SimpleNamespace(images_seen=8, fp16_enabled=lambda: True)
-    run = cast(Run, SimpleNamespace(plan=SimpleNamespace(spec=spec), engine=engine, recent=deque(maxlen=SPIKE_POINTS)))
+    run = run_of(None, fp16=True)
     interval = Interval(1, 8, 1.0, float("nan"), non_finite_steps=1, data_wait_seconds=0.0)
     assert _bad_loss(run, interval, done=False) is None, "the loss scale may still be looked for"
     found = _bad_loss(run, interval, done=True)

@@ -1,0 +1,97 @@
+"""launch/train.py with a fault; what only the last rank meets, the others wait for.
+
+FAULT="noise FIRST LAST FACTOR": the noise of the images FIRST to LAST is multiplied by FACTOR, on all ranks
+FAULT=gpu: as if on GPUs whose fused kernels break that of the last rank: no collective works there any more
+FAULT=checkpoint: a file of the checkpoint that the last rank reads is shorter than when it was verified
+FAULT=loader: its images can't be read any more
+FAULT=disk: from its first micro-batch on no file may grow beyond a few bytes, as on a full disk
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from ddpm_ds.checkpoint.union import CompleteCheckpoint
+from ddpm_ds.cli import train as command
+from ddpm_ds.data.loader import MicroBatch
+from ddpm_ds.pipeline import build
+from ddpm_ds.processes import ranks
+from ddpm_ds.train import objective, saving
+from ddpm_ds.train.objective import Denoising, Noised
+from ddpm_ds.unet import kernel_choice
+from ddpm_ds.unet.kernel_choice import Trial, choose_kernels
+
+MICRO_BATCHES = 5
+"""Read before the images are gone."""
+MOST_BYTES = 2**14  # more than the ranks print, less than they save
+COLLECTIVES = ("barrier", "all_gather_object", "broadcast_object_list", "destroy_process_group")
+IS_LAST = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+deliver, micro_batches, prepare = saving.deliver, objective.micro_batches, Denoising.prepare
+
+
+def deliver_truncated(whole: CompleteCheckpoint, *arguments: Any, **options: Any) -> Any:
+    damaged = whole.path.with_name(f".damaged-{whole.path.name}")
+    shutil.copytree(whole.path, damaged)
+    for file in damaged.glob("*.safetensors"):
+        os.truncate(file, file.stat().st_size // 2)
+    return deliver(dataclasses.replace(whole, path=damaged), *arguments, **options)
+
+
+def micro_batches_until_lost(*arguments: Any, **options: Any) -> Iterator[Any]:
+    yield from itertools.islice(micro_batches(*arguments, **options), MICRO_BATCHES)
+    raise OSError("the images are gone")
+
+
+def micro_batches_on_a_full_disk(*arguments: Any, **options: Any) -> Iterator[Any]:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_BYTES, MOST_BYTES))
+    yield from micro_batches(*arguments, **options)
+
+
+def broken(*arguments: Any, **options: Any) -> NoReturn:
+    raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+def tried(*arguments: Any) -> Trial:
+    """This rank's trial of the fused kernels."""
+    if not IS_LAST:
+        return Trial(2.0, 1.0)
+    for name in COLLECTIVES:
+        setattr(dist, name, broken)
+    return Trial(failure="an illegal memory access was encountered", device_lost=True)
+
+
+def chosen_on_cuda(asked: Any, layers: Any, device: torch.device, *others: Any) -> Any:
+    return choose_kernels("auto", layers, torch.device("cuda"), *others)
+
+
+if __name__ == "__main__":
+    fault, *numbers = os.environ["FAULT"].split()
+    if fault == "noise":
+        first, last, factor = map(float, numbers)
+
+        def planted(self: Denoising, micro_batch: MicroBatch) -> Noised:
+            prepared = prepare(self, micro_batch)
+            bad = (micro_batch.index >= first) & (micro_batch.index <= last)
+            return prepared._replace(eps=torch.where(bad[:, None, None, None], prepared.eps * factor, prepared.eps))
+
+        Denoising.prepare = planted  # type: ignore[method-assign]
+    elif fault == "gpu":
+        kernel_choice.try_kernels = tried  # type: ignore[assignment]
+        build.choose_kernels = chosen_on_cuda  # type: ignore[assignment]
+    elif IS_LAST and fault == "checkpoint":
+        saving.deliver = deliver_truncated
+    elif IS_LAST:
+        objective.micro_batches = {"loader": micro_batches_until_lost, "disk": micro_batches_on_a_full_disk}[fault]
+    if fault in ("noise", "disk"):  # all ranks end with one line, which a launcher shows once
+        ranks.OTHERS_WAIT_SECONDS = 0.0
+    sys.exit(ranks.recorded(command.main))
