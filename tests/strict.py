@@ -174,7 +174,7 @@ def install() -> None:
 def share_communicators() -> None:
     """Two communicators for each phase of a pipeline: for all of its activations and for all of its gradients."""
     from ddpm_ds.pipeline import messages
-    from ddpm_ds.pipeline.order import Edge
+    from ddpm_ds.pipeline.messages import Edge
 
     connect = messages.open_p2p_groups
 

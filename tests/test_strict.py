@@ -105,5 +105,5 @@ def test_the_benchmark_does_not_lock(tmp_path: Path) -> None:
 def test_what_nccl_would_not_survive_locks_here(mutant: str, tmp_path: Path) -> None:
     config, log = config_of(tmp_path, "folded"), tmp_path / "log"
     words = arguments(tmp_path / "run", (*DEEP, *LENGTH), config, ("-p", "4"))
-    codes = run(4, str(TRAIN), *words, log=log, STRICT_MUTANT=mutant, STRICT_SECONDS="6")
+    codes = run(4, str(TRAIN), *words, log=log, STRICT_MUTANT=mutant, STRICT_SECONDS="3")
     assert LOCKED in codes, log.read_text()[-6000:]

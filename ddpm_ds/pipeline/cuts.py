@@ -131,7 +131,10 @@ def mirrored_cuts(
         if live[cut] == live[mirror] and any(cut < turn < mirror for turn in turns)
     ]
     nodes = [(0, len(layers)), *pairs]
-    prices = [0.0, *(_crossing(layers, *pair) for pair in pairs), 0.0]
+    crosses = (
+        sent_elements(layers, cut, 0, "folded") + sent_elements(layers, mirror, 1, "folded") for cut, mirror in pairs
+    )
+    prices = [0.0, *crosses, 0.0]
     before = running_sum(weights)
     lefts, rights = (np.array(side) for side in zip(*nodes, strict=True))
     parts = np.full((len(prices), len(prices)), math.inf)  # [outer pair, inner pair]; the last is the middle
@@ -148,17 +151,18 @@ def mirrored_cuts(
             f"pipeline.stages = {ranks}, but a fold of this U-Net has mirrored cuts for {most} at most; "
             'use fewer stages, or "1f1b" as pipeline.schedule'
         )
-    edges, middles = [parts] * ranks, {node: [turn for turn in turns if node[0] < turn < node[1]] for node in nodes}
+    edges = [parts.copy() for _ in range(ranks)]
+    middles = {node: [turn for turn in turns if node[0] < turn < node[1]] for node in nodes}
     if room is not None:
-        down, up = ([running_sum(room.layer_bytes(rank, phase)) for rank in range(ranks)] for phase in (0, 1))
-        middles = {
-            (left, right): [
-                turn for turn in within if down[-1][turn] - down[-1][left] + up[-1][right] - up[-1][turn] <= room.limit
-            ]
+        for rank, edge in enumerate(edges):
+            down, up = (running_sum(room.layer_bytes(rank, phase)) for phase in (0, 1))
+            held = (down[lefts][None, :] - down[lefts][:, None]) + (up[rights][:, None] - up[rights][None, :])
+            edge[:-1, :-1][held > room.limit] = math.inf
+        middles = {  # of the last rank
+            (left, right): [turn for turn in within if down[turn] - down[left] + up[right] - up[turn] <= room.limit]
             for (left, right), within in middles.items()
         }
-        edges = [_in_room(parts, lefts, rights, *sums, room.limit) for sums in zip(down, up, strict=True)]
-        edges[-1][:-1, -1] = np.where([bool(middles[node]) for node in nodes], parts[:-1, -1], math.inf)
+        edges[-1][:-1, -1][[not middles[node] for node in nodes]] = math.inf
     chain = lightest_chain(edges, prices)
     if chain is None:
         raise LayoutError(f"the layers can't be folded onto {ranks} ranks that hold no more than their memory")
@@ -166,25 +170,6 @@ def mirrored_cuts(
     first, last = chosen[-1] if chosen else nodes[0]
     turn = min(middles[first, last], key=lambda turn: abs(2 * before[turn] - before[first] - before[last]))
     return (0, *(cut for cut, _ in chosen), turn, *(mirror for _, mirror in reversed(chosen)), len(layers))
-
-
-def _in_room(
-    parts: npt.NDArray[np.float64],
-    lefts: npt.NDArray[np.int64],
-    rights: npt.NDArray[np.int64],
-    down: npt.NDArray[np.float64],
-    up: npt.NDArray[np.float64],
-    limit: float,
-) -> npt.NDArray[np.float64]:
-    """Return ``parts`` without those whose layers take too much; ``down`` and ``up`` are running sums of
-    their bytes.
-    """
-    import numpy as np
-
-    held = (down[lefts][None, :] - down[lefts][:, None]) + (up[rights][:, None] - up[rights][None, :])
-    allowed = parts.copy()
-    allowed[:-1, :-1] = np.where(held <= limit, parts[:-1, :-1], math.inf)
-    return allowed
 
 
 def check_mirrored(layers: Sequence[Layer], bounds: Sequence[int]) -> None:
@@ -240,12 +225,6 @@ def _turns(layers: Sequence[Layer]) -> range:
     return range(last_push + 1, first_pop + 1)
 
 
-def _crossing(layers: Sequence[Layer], cut: int, mirror: int) -> int:
-    """Return the elements per image that cross a mirrored pair in each direction."""
-    down, up = (sent_shapes(layers, *at, schedule="folded") for at in ((cut, 0), (mirror, 1)))
-    return sum(map(math.prod, (*down, *up)))
-
-
 def partition(
     layers: Sequence[Layer], stages: int, method: PartitionMethod | Sequence[int], schedule: Schedule = "1f1b"
 ) -> tuple[int, ...]:
@@ -293,7 +272,7 @@ def weighted(
         raise LayoutError(
             f"pipeline.stages = {stages}, but the U-Net has {len(layers)} layers; use at most {len(layers)} stages"
         )
-    return balanced(weights, stages, [boundary_elements(layers, cut) for cut in range(1, len(layers))], crossing, room)
+    return balanced(weights, stages, [sent_elements(layers, cut) for cut in range(1, len(layers))], crossing, room)
 
 
 def _given(layers: Sequence[Layer], stages: int, cuts: Sequence[int], schedule: Schedule) -> tuple[int, ...]:
@@ -337,11 +316,6 @@ def balanced(
     if chain is None:
         raise LayoutError(f"the layers can't be cut into {stages} stages that hold no more than their memory")
     return tuple(chain)
-
-
-def boundary_elements(layers: Sequence[Layer], cut: int) -> int:
-    """Return the elements per image that cross before layer ``cut`` under 1f1b, in each direction."""
-    return sum(math.prod(shape) for shape in boundary_shapes(layers, cut))
 
 
 def stages_of(rank: int, ranks: int, schedule: Schedule) -> tuple[int, ...]:
@@ -398,7 +372,7 @@ def describe(layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule 
                 parameters=sum(layer.parameters for layer in own),
                 forward_flops=2 * sum(layer.macs for layer in own),
                 activation_elements=sum(layer.activation_elements for layer in own),
-                sent_elements=sum(map(math.prod, sent_shapes(layers, stop, phase=index // ranks, schedule=schedule)))
+                sent_elements=sent_elements(layers, stop, index // ranks, schedule)
                 if stop < len(layers) and not (folds(schedule) and index == ranks - 1)
                 else 0,
                 received_elements=stages[-1].sent_elements if stages else 0,
@@ -413,4 +387,9 @@ def sent_shapes(layers: Sequence[Layer], cut: int, phase: int, schedule: Schedul
     The fold keeps skips, and for its phase 1 the embedding, on their rank: (h, emb) goes down, h alone comes up.
     """
     shapes = boundary_shapes(layers, cut)
-    return shapes if schedule == "1f1b" else shapes[: 1 if phase else 2]
+    return shapes[: 1 if phase else 2] if folds(schedule) else shapes
+
+
+def sent_elements(layers: Sequence[Layer], cut: int, phase: int = 0, schedule: Schedule = "1f1b") -> int:
+    """Return the elements per image of :func:`sent_shapes`."""
+    return sum(map(math.prod, sent_shapes(layers, cut, phase, schedule)))

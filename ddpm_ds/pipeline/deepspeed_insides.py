@@ -24,7 +24,6 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe import engine as pipe_engine
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed.runtime.zero import stage_1_and_2
-from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
@@ -163,18 +162,6 @@ def gradient_norm(engine: DeepSpeedEngine, scale: float) -> float:
     if norm is None:
         return float("nan")
     return float(norm) / (1.0 if isinstance(engine.optimizer, ZeROOptimizer) else scale)
-
-
-def full_gradient(engine: DeepSpeedEngine, parameter: torch.nn.Parameter, scale: float) -> Tensor:
-    """Return the unscaled, averaged fp32 gradient of a parameter between reduction and optimizer step.
-
-    A collective over the data-parallel group under ZeRO. Assumes ``safe_get_full_grad`` gathers a partitioned
-    gradient by the parameter's mapping, and that gradients still carry the loss scale.
-    """
-    gradient = safe_get_full_grad(parameter) if isinstance(engine.optimizer, ZeROOptimizer) else parameter.grad
-    if gradient is None:
-        raise RuntimeError(f"a parameter of shape {tuple(parameter.shape)} has no gradient")
-    return gradient.detach().float() / scale
 
 
 def tolerate_scale_floor(engine: DeepSpeedEngine) -> None:
@@ -355,8 +342,7 @@ def owned_pieces(engine: DeepSpeedEngine) -> list[OwnedPiece]:
     """Return the pieces of this stage's parameters that this rank owns: a partition under ZeRO, everything without it.
 
     Assumes that ZeRO and BF16 optimizers link a parameter to its place in the flat partition by ``_hp_mapping`` (None
-    where another replica owns all of it), and that the unfused fp16 optimizer keeps ``fp32_groups`` in the order of
-    ``fp16_groups``.
+    where another replica owns all of it).
     """
     named = list(engine.module.named_parameters())
     optimizer = engine.optimizer
@@ -370,14 +356,18 @@ def owned_pieces(engine: DeepSpeedEngine) -> list[OwnedPiece]:
                 here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
                 pieces.append(OwnedPiece(name, here.start, here.numel, flat, there.start))
         return pieces
+    wide = {id(parameter): master for parameter, master in _unfused_masters(optimizer)}
+    return [OwnedPiece(name, 0, parameter.numel(), wide.get(id(parameter), parameter), 0) for name, parameter in named]
+
+
+def _unfused_masters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
+    """Yield the parameters of an unfused fp16 optimizer, each with its fp32 master; of another optimizer none.
+
+    Assumes that it keeps ``fp32_groups`` in the order of ``fp16_groups``.
+    """
     if isinstance(optimizer, FP16_UnfusedOptimizer):
-        wide = {
-            id(parameter): master
-            for narrow_group, wide_group in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
-            for parameter, master in zip(narrow_group, wide_group, strict=True)
-        }
-        return [OwnedPiece(name, 0, parameter.numel(), wide[id(parameter)], 0) for name, parameter in named]
-    return [OwnedPiece(name, 0, parameter.numel(), parameter, 0) for name, parameter in named]
+        for narrow, wide in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+            yield from zip(narrow, wide, strict=True)
 
 
 def is_partitioned(engine: DeepSpeedEngine) -> bool:
@@ -393,13 +383,10 @@ def refresh_weights(engine: DeepSpeedEngine) -> None:
 
     Assumes that ``update_lp_params`` of ZeRO and BF16 optimizers does what follows their step.
     """
-    optimizer = engine.optimizer
-    if isinstance(optimizer, ZeROOptimizer):
-        optimizer.update_lp_params()
-    elif isinstance(optimizer, FP16_UnfusedOptimizer):
-        for narrow_group, wide_group in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
-            for parameter, master in zip(narrow_group, wide_group, strict=True):
-                parameter.copy_(master)
+    if isinstance(engine.optimizer, ZeROOptimizer):
+        engine.optimizer.update_lp_params()
+    for parameter, master in _unfused_masters(engine.optimizer):
+        parameter.copy_(master)
 
 
 SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

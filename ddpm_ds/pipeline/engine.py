@@ -15,7 +15,8 @@ A program (:mod:`ddpm_ds.pipeline.schedule`) lists what a rank does in a step, a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -23,17 +24,17 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.utils.checkpoint import checkpoint
 
 from ddpm_ds.pipeline import deepspeed_insides as insides
 from ddpm_ds.pipeline.cuts import Schedule, sent_shapes
 from ddpm_ds.pipeline.flight import Flight, Passage, as_leaves, edge
-from ddpm_ds.pipeline.messages import Channel, StageChannels, open_p2p_groups, runs_behind
-from ddpm_ds.pipeline.module import UnetPipelineModule, checkpoint_function, forget_peaks, warm_up
-from ddpm_ds.pipeline.order import Edge, Kind
+from ddpm_ds.pipeline.messages import Channel, Edge, Kind, StageChannels, open_p2p_groups, runs_behind
+from ddpm_ds.pipeline.module import UnetPipelineModule, forget_peaks, warm_up
 from ddpm_ds.pipeline.schedule import Instruction, Program, check_programs, most_in_flight, neighbours, split_passes
-from ddpm_ds.unet.blocks import Carry, weighted_parts
-from ddpm_ds.unet.operations import Convolution, Kernels, KeyedDropout, Linear, set_image_index
-from ddpm_ds.unet.weight_gradients import WaitingGradients
+from ddpm_ds.unet.blocks import Carry
+from ddpm_ds.unet.operations import Kernels, KeyedDropout, set_image_index
+from ddpm_ds.unet.weight_gradients import WaitingGradients, Weighted, weighted_parts
 
 
 class Objective(Protocol):
@@ -82,7 +83,9 @@ class UnetPipelineEngine(PipelineEngine):
         insides.leave_forward_and_timing_to_us(self)
         insides.tolerate_scale_floor(self)
         insides.forget_first_optimizer_step(self)
-        module.activation_checkpoint_func = checkpoint_function(self._config.pipeline["use_reentrant"])
+        module.activation_checkpoint_func = functools.partial(
+            checkpoint, use_reentrant=self._config.pipeline["use_reentrant"], preserve_rng_state=False
+        )
 
         self.execute: dict[str, Callable[[Instruction], None]] = {
             "LoadMicroBatch": self._load,
@@ -128,19 +131,17 @@ class UnetPipelineEngine(PipelineEngine):
         check_programs(programs, self.module.schedule, self.micro_batches)
         self.programs = tuple(programs)
         self._waiting = WaitingGradients(split_passes(programs[self.stage_id]))
-        for layer in self._weighted_parts(range(self.phases)):
+        for layer in self._weighted_parts():
             layer.waiting = self._waiting
         self._channels = [self.stage_channels(phase, self.micro_batch_size) for phase in range(self.phases)]
 
-    def _weighted_parts(self, phases: Iterable[int]) -> list[Convolution | Linear]:
-        """Return the parts of this rank's layers of some phases whose weight gradients may wait."""
-        own = (self.module.get_submodule(str(index)) for phase in phases for index in range(*self.module.ends(phase)))
-        return [part for layer in own for part in weighted_parts(layer)]
-
-    def own_layers(self) -> dict[int, nn.Module]:
-        """Return the layers of all of this rank's stages, by their index in the list."""
-        ends = (self.module.ends(phase) for phase in range(self.phases))
+    def own_layers(self, *phases: int) -> dict[int, nn.Module]:
+        """Return the layers of this rank's stages of some phases, without any of all, by their index in the list."""
+        ends = (self.module.ends(phase) for phase in phases or range(self.phases))
         return {index: self.module.get_submodule(str(index)) for first, stop in ends for index in range(first, stop)}
+
+    def _weighted_parts(self, *phases: int) -> list[Weighted]:
+        return [part for layer in self.own_layers(*phases).values() for part in weighted_parts(layer)]
 
     def stage_channels(self, phase: int, images: int) -> StageChannels:
         """Return the channels of a stage for the carry of ``images`` images and its gradients."""
@@ -200,12 +201,10 @@ class UnetPipelineEngine(PipelineEngine):
         self._warm |= every
         for *_, phase, waits in cold if runs_behind(self.device) or self.compiled else ():
             self._waiting.open = waits
-            begin, stop = self.module.ends(phase)
             warm_up(
-                {index: self.module.get_submodule(str(index)) for index in range(begin, stop)},
+                self.own_layers(phase),
                 self.module.unet_layers,
                 images,
-                stage_begin=begin,
                 gradients=gradients,
                 recompute=gradients and self.module.activation_checkpoint_interval > 0,
             )
@@ -278,16 +277,6 @@ class UnetPipelineEngine(PipelineEngine):
     def next_loss_scale(self) -> float:
         """Return the loss scale that the next step will use; 1 in fp32 and bf16."""
         return insides.loss_scale(self)
-
-    def named_gradients(self) -> dict[str, Tensor]:
-        """Return this stage's unscaled, averaged fp32 gradients by parameter name.
-
-        Meant between the schedule's ReduceGrads and OptimizerStep. A collective over the replicas under ZeRO.
-        """
-        return {
-            name: insides.full_gradient(self, parameter, self._step_loss_scale)
-            for name, parameter in self.module.named_parameters()
-        }
 
     def _watch_scale_floor(self, scale: float) -> None:
         if not self.fp16_enabled():
@@ -391,7 +380,7 @@ class UnetPipelineEngine(PipelineEngine):
 
     def _weight_gradients(self, own: Instruction) -> None:
         with insides.micro_batch_backward(self):
-            self._waiting.compute(self._weighted_parts([own.phase]), own.micro_batches)
+            self._waiting.compute(self._weighted_parts(own.phase), own.micro_batches)
 
     def _send_gradients(self, own: Instruction) -> None:
         """Send the gradients of the received tensors; emb has none where a U-Net's last layers don't use it."""

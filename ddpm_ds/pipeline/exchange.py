@@ -20,25 +20,18 @@ _numbers = itertools.count()
 
 def said_by_all(value: Any, kind: Any) -> list[Any]:
     """Return the values of type ``kind`` that the ranks give, by rank."""
-    own = _packed(value, kind)
-    lengths = [torch.zeros_like(_length(own)) for _ in range(dist.get_world_size())]
-    dist.all_gather(lengths, _length(own))
-    messages = [own.new_empty(longest) for longest in [max(map(int, lengths))] * len(lengths)]
-    dist.all_gather(messages, _padded(own, len(messages[0])))
-    return [_unpacked(message[: int(length)], kind) for message, length in zip(messages, lengths, strict=True)]
+    own = _of_one_length(_packed(value, kind))
+    messages = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(messages, own)
+    return [_unpacked(message, kind) for message in messages]
 
 
 def said_to_rank_0(value: Any, kind: Any) -> list[Any] | None:
     """Return the values of type ``kind`` that the ranks give, by rank, on rank 0; None on the others."""
-    own, first = _packed(value, kind), dist.get_rank() == 0
-    lengths = [torch.zeros_like(_length(own)) for _ in range(dist.get_world_size())]
-    dist.all_gather(lengths, _length(own))
-    longest = max(map(int, lengths))
-    messages = [own.new_empty(longest) for _ in lengths] if first else None
-    dist.gather(_padded(own, longest), messages, dst=0)
-    if messages is None:
-        return None
-    return [_unpacked(message[: int(length)], kind) for message, length in zip(messages, lengths, strict=True)]
+    own = _of_one_length(_packed(value, kind))
+    messages = [torch.empty_like(own) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
+    dist.gather(own, messages, dst=0)
+    return None if messages is None else [_unpacked(message, kind) for message in messages]
 
 
 def said_by_rank_0(value: Any, kind: Any) -> Any:
@@ -75,8 +68,11 @@ def _unpacked(message: Tensor, kind: Any) -> Any:
     return TypeAdapter(kind).validate_python(json.loads(message.cpu().numpy().tobytes()))
 
 
-def _padded(message: Tensor, length: int) -> Tensor:
-    return torch.nn.functional.pad(message, (0, length - len(message)))
+def _of_one_length(message: Tensor) -> Tensor:
+    """Return the message with spaces behind it, which JSON allows, as long as the longest of all ranks."""
+    longest = _length(message)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    return torch.nn.functional.pad(message, (0, int(longest) - len(message)), value=ord(" "))
 
 
 def _length(message: Tensor) -> Tensor:

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from ddpm_ds.pipeline.engine import UnetPipelineEngine
-from ddpm_ds.pipeline.messages import Channel, runs_behind
-from ddpm_ds.pipeline.order import Edge
+from ddpm_ds.pipeline.messages import Edge, StageChannels, runs_behind
 from ddpm_ds.unet.blocks import Carry
 
 Give = Callable[[int], Carry]
@@ -33,12 +32,15 @@ class ForwardPipeline:
 
     def __init__(self, engine: UnetPipelineEngine, images: int) -> None:
         self._engine, self._images = engine, images
+        self._gives = engine.is_first_stage()
+        """Whether this rank gives inputs and takes predictions."""
         self._channels = [engine.stage_channels(phase, images) for phase in range(engine.phases)]
-        self._predictions: Channel | None = None
+        self._back = StageChannels()
         """Way back of predictions, where the last stage is on another rank than the first."""
         if engine.loss_stage > 0 and engine.stage_id in (0, engine.loss_stage):
             shape = (images, *engine.module.unet_layers[0].output_shape)
-            self._predictions = engine.channel(Edge("predictions", 0, engine.loss_stage, 0), [shape], torch.float32)
+            back = engine.channel(Edge("predictions", 0, engine.loss_stage, 0), [shape], torch.float32)
+            self._back = StageChannels(activations_in=back) if self._gives else StageChannels(activations_out=back)
         self._under_way: deque[Carry] = deque()
         """What this rank keeps of calls until it ends them: emb and skips in a fold; at its turn h before them."""
 
@@ -62,13 +64,9 @@ class ForwardPipeline:
             engine.be_cautious()
 
     def _run(self, calls: int, give: Give, take: Take, depth: int, progress: Callable[[], None], by_host: bool) -> None:
-        engine, predictions = self._engine, self._predictions
-        for channels in self._channels:
+        engine, all_channels = self._engine, [*self._channels, self._back]
+        for channels in all_channels:
             channels.begin(calls, by_host=by_host, gradients=False)
-        if predictions is not None:
-            predictions.by_host = by_host
-            if engine.is_first_stage():
-                predictions.start_receiving(calls)
         lead = min(depth, self._most_ahead()) - 1
         for number in range(calls + lead):
             if number < calls:
@@ -77,20 +75,13 @@ class ForwardPipeline:
                 outputs = self._under_way.popleft()
                 if engine.phases == 2:
                     outputs = self._pass(1, outputs)
-                if predictions is not None and engine.is_first_stage():
-                    outputs = predictions.receive()
+                if self._back.activations_in is not None:
+                    outputs = self._back.activations_in.receive()
                 if self._gives:
                     take(number - lead, outputs[0].float())
                 progress()
-        for channels in self._channels:
+        for channels in all_channels:
             channels.drain()
-        if predictions is not None:
-            predictions.drain()
-
-    @property
-    def _gives(self) -> bool:
-        """Whether this rank gives inputs and takes predictions."""
-        return self._engine.is_first_stage()
 
     def _most_ahead(self) -> int:
         """Return the largest number of calls that this rank begins before it ends the first of them.
@@ -100,7 +91,7 @@ class ForwardPipeline:
         engine = self._engine
         if engine.phases == 2:
             return 2 * (engine.num_stages - 1 - engine.stage_id) + 1
-        return 2 * engine.num_stages if engine.is_first_stage() and engine.num_stages > 1 else 1
+        return 2 * engine.num_stages if self._gives and engine.num_stages > 1 else 1
 
     def _pass(self, phase: int, carry: Carry) -> Carry:
         """Run a stage on the inputs, or on what it receives and what phase 0 kept (``carry``); send its output on.
@@ -113,8 +104,8 @@ class ForwardPipeline:
             carry = engine.module.unpacked(phase, received, carry)
         outputs = engine.module.walk(phase, carry)
         if phase == engine.phases - 1 and engine.stage_id == engine.loss_stage:
-            if self._predictions is not None:
-                self._predictions.send([outputs.float()])
+            if self._back.activations_out is not None:
+                self._back.activations_out.send([outputs.float()])
             return (outputs,)
         sent, kept = engine.module.packed(phase, outputs)
         if channels.activations_out is None:

@@ -7,7 +7,8 @@ The tensors that cross a cut are one contiguous message per micro-batch and dire
        gradients.receive     ◀──     send        [ the same shapes, same order ]
 
 Both sides compute the shapes from the list of layers, so nothing is negotiated at run time. Images are channels-last
-and travel as they lie in memory. :mod:`ddpm_ds.pipeline.order` says when a message is posted and waited for.
+and travel as they lie in memory. :class:`Channel` decides when a message is posted and waited for, and the model in
+``tests/pipeline/order_model.py`` finds out whether the channels of all ranks can lock.
 
 NCCL executes what one communicator is given in the order in which it is given, whoever the messages are for, and does
 not look at tags. So each directed edge, phase and kind of message has a P2P group of its own two ranks, and no message
@@ -26,15 +27,57 @@ used. Steps in which that may happen send their messages from host to host inste
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpm_ds.pipeline.order import Edge, EdgeEnd, Work, pipeline_edges
+Kind = Literal["activations", "gradients", "predictions"]
+
+
+class Edge(NamedTuple):
+    """One kind of message of one phase, from one rank of a pipeline to another. Each edge has its own communicator."""
+
+    kind: Kind
+    phase: int
+    source: int
+    target: int
+
+
+def pipeline_edges(ranks: int, phases: int) -> list[Edge]:
+    """Return all edges of a pipeline, in the order in which their communicators are made.
+
+    Edges that share no rank are neighbours in this order, so that they are made at the same time: a rank takes part in
+    at most two of each kind and phase, however many ranks and replicas there are.
+    """
+    edges = []
+    for phase in range(phases):
+        for kind, forward in (("activations", phase == 0), ("gradients", phase == 1)):
+            for parity in (0, 1):
+                for rank in range(parity, ranks - 1, 2):
+                    ends = (rank, rank + 1) if forward else (rank + 1, rank)
+                    edges.append(Edge(kind, phase, *ends))  # type: ignore[arg-type]
+    if phases == 1 and ranks > 1:
+        edges.append(Edge("predictions", 0, ranks - 1, 0))
+    return edges
+
+
+class Work(Protocol):
+    """Posted operation."""
+
+    def wait(self) -> object:
+        """Wait until the operation is complete before anything that follows."""
+
+
+class Posted(NamedTuple):
+    """Posted send or receive, which keeps its message alive."""
+
+    work: Work
+    message: Tensor
 
 
 @dataclass(frozen=True)
@@ -52,11 +95,12 @@ class P2PGroup:
     """Number of the edge among those that share ``host_group``; gloo matches messages by it, NCCL can't."""
 
 
-class Channel(EdgeEnd[Tensor]):
-    """End of an edge, with the shapes of its messages, micro-batch included.
+class Channel:
+    """End of an edge, with the shapes of its messages, micro-batch included: when it posts them, and when it waits.
 
-    A message that is sent is kept until it is known to be delivered, of which gloo says nothing before it is waited
-    for. A message to be received has its memory from when its receive is posted.
+    A send returns at once; of ``most_in_flight`` messages that are not known to be delivered, of which gloo says
+    nothing before they are waited for, the oldest is waited for. Receives are posted one message ahead, so that a
+    message travels while its receiver computes.
     """
 
     def __init__(
@@ -67,12 +111,15 @@ class Channel(EdgeEnd[Tensor]):
         p2p: P2PGroup,
         most_in_flight: int,
     ) -> None:
-        super().__init__(most_in_flight)
         self._shapes = tuple(shapes)
         self._sizes = [math.prod(shape) for shape in self._shapes]
         self._dtype, self._device, self.p2p = dtype, device, p2p
         self.by_host = False
         """Whether messages go from host to host, so that waiting for the device does not wait for them."""
+        self._most_in_flight = most_in_flight
+        self._in_flight: deque[Posted] = deque()
+        self._to_post = 0
+        self._receives: deque[Posted] = deque()
 
     @property
     def message_bytes(self) -> int:
@@ -94,33 +141,53 @@ class Channel(EdgeEnd[Tensor]):
         message = self.next_message().to(self._device)
         return tuple(_view(part, shape) for part, shape in zip(message.split(self._sizes), self._shapes, strict=True))
 
-    def post_send(self, message: Tensor) -> Work:
+    def post_message(self, message: Tensor) -> None:
+        """Post a send, after the oldest is delivered where too many are in flight."""
+        while len(self._in_flight) >= self._most_in_flight:
+            self._in_flight.popleft().work.wait()
+        self._in_flight.append(self.post_send(message))
+
+    def start_receiving(self, messages: int) -> None:
+        """Post the receive of the first of so many messages; each one that is waited for posts the next."""
+        self._to_post += messages
+        self._post()
+
+    def next_message(self) -> Tensor:
+        """Wait for the next message, and post the receive of the one after it."""
+        work, message = self._receives.popleft()
+        self._post()
+        work.wait()
+        return message
+
+    def drain(self) -> None:
+        """Wait until everything sent has been delivered."""
+        while self._in_flight:
+            self._in_flight.popleft().work.wait()
+
+    def _post(self) -> None:
+        if self._to_post:
+            self._to_post -= 1
+            self._receives.append(self.post_receive())
+
+    def post_send(self, message: Tensor) -> Posted:
+        """Post a send."""
         if self.by_host:
             message = message.cpu()
-        return _Sent(dist.isend(message, dst=self.p2p.peer, **self._way()), message)
+        work = dist.isend(message, dst=self.p2p.peer, **self._way())
+        assert work is not None
+        return Posted(work, message)
 
-    def post_receive(self) -> tuple[Work, Tensor]:
+    def post_receive(self) -> Posted:
+        """Post a receive of the next message, which has its memory from now on."""
         message = torch.empty(sum(self._sizes), dtype=self._dtype, device="cpu" if self.by_host else self._device)
         work = dist.irecv(message, src=self.p2p.peer, **self._way())
         assert work is not None
-        return work, message
+        return Posted(work, message)
 
     def _way(self) -> dict[str, Any]:
         if self.by_host and self.p2p.host_group is not None:
             return {"group": self.p2p.host_group, "tag": self.p2p.tag}
         return {"group": self.p2p.group}
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """Posted send, which keeps its message alive."""
-
-    work: dist.Work | None
-    message: Tensor
-
-    def wait(self) -> None:
-        assert self.work is not None
-        self.work.wait()
 
 
 def as_in_memory(tensor: Tensor) -> Tensor:
@@ -146,10 +213,10 @@ MOST_BLOCKS = 8
 class StageChannels:
     """Channels of one stage; None where it has no neighbour on another rank."""
 
-    activations_in: Channel | None
-    activations_out: Channel | None
-    gradients_in: Channel | None
-    gradients_out: Channel | None
+    activations_in: Channel | None = None
+    activations_out: Channel | None = None
+    gradients_in: Channel | None = None
+    gradients_out: Channel | None = None
 
     def begin(self, micro_batches: int, *, by_host: bool, gradients: bool = True) -> None:
         """Begin forward passes of so many micro-batches, and backward passes where there are ``gradients``.

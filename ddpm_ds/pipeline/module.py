@@ -58,12 +58,13 @@ class UnetPipelineModule(PipelineModule):
 
     def _partition_layers(self, method: str = "uniform") -> None:
         self.parts = list(self._bounds)
-        ((self.first, self.stop),) = segments(self._bounds, self.schedule, self.stage_id)
+        self.phase_bounds = list(segments(self._bounds, self.schedule, self.stage_id))
+        ((self.first, self.stop),) = self.phase_bounds
         self._set_bounds(start=self.first, stop=self.stop)
 
     def ends(self, phase: int) -> tuple[int, int]:
         """Return the layers [first, stop) of this rank's stage of a phase."""
-        return self.first, self.stop
+        return self.phase_bounds[phase]
 
     def walk(self, phase: int, carry: Carry) -> Any:
         """Run this rank's layers of a phase; return a carry, or after the last layer the prediction."""
@@ -145,9 +146,6 @@ class FoldedUnetModule(UnetPipelineModule, DualPipeVModule):
         super().activate_phase(phase)
         self.first, self.stop = self.phase_bounds[phase]
 
-    def ends(self, phase: int) -> tuple[int, int]:
-        return self.phase_bounds[phase]
-
     def walk(self, phase: int, carry: Carry) -> Any:
         self.activate_phase(phase)
         return self(carry)
@@ -163,30 +161,20 @@ class FoldedUnetModule(UnetPipelineModule, DualPipeVModule):
         return ((h,) if turns else (h, emb)), carry[1:]
 
 
-def checkpoint_function(use_reentrant: bool) -> Callable[..., Carry | Tensor]:
-    """Return PyTorch's activation checkpointing, reentrant or not."""
-
-    def run(function: Callable[..., Carry | Tensor], *inputs: Tensor) -> Carry | Tensor:
-        return checkpoint(function, *inputs, use_reentrant=use_reentrant, preserve_rng_state=False)
-
-    return run
-
-
 def warm_up(
     modules: dict[int, nn.Module],
     layers: Sequence[Layer],
     images: int,
     *,
-    stage_begin: int,
     gradients: bool,
     recompute: bool,
 ) -> None:
-    """Run each of ``modules``, by their index in ``layers``, on ``images`` images of zeros, one after the other.
+    """Run each of a stage's ``modules``, by their index in ``layers``, on ``images`` images of zeros, one by one.
 
     This makes all ranks compile, choose and load kernels at the same time, while none waits for a message of another.
-    With ``gradients`` backwards as well; no gradient is kept and no hook of a parameter runs. The layer where a stage
-    begins (``stage_begin``) gets an image that needs a gradient. With ``recompute`` the backward runs each layer
-    forwards once more, in the thread that differentiates: cuDNN's choices of algorithms are kept by thread.
+    With ``gradients`` backwards as well; no gradient is kept and no hook of a parameter runs. With ``recompute``
+    the backward runs each layer forwards once more, in the thread that differentiates: cuDNN's choices of algorithms
+    are kept by thread.
     """
     for index, module in modules.items():
         parameters = list(module.parameters())
@@ -197,7 +185,7 @@ def warm_up(
                 module(inputs)
             continue
         leaves = [tensor for tensor in inputs if tensor.is_floating_point()] if index else []
-        for leaf in leaves[index == 1 and stage_begin != 1 :]:  # conv_in's image is no layer's output
+        for leaf in leaves[index == 1 and 0 in modules :]:  # the image is no layer's output, but may have been received
             leaf.requires_grad_()
         if recompute:
             outputs = checkpoint(module, inputs, use_reentrant=False, preserve_rng_state=False)

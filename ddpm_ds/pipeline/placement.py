@@ -20,25 +20,20 @@ from functools import cached_property
 from typing import Any, Literal
 
 from ddpm_ds.config.ds_config import ELEMENT_BYTES, ResolvedDsConfig
-from ddpm_ds.pipeline.cuts import Schedule, folds, segments, sent_shapes, usual_in_flight
+from ddpm_ds.pipeline.cuts import Schedule, folds, segments, sent_elements, usual_in_flight
 from ddpm_ds.unet.layers import Layer
 
 AcrossHosts = Literal["stages", "replicas"]
 ACROSS_HOSTS: tuple[AcrossHosts, ...] = ("stages", "replicas")
 
 
-@dataclass(frozen=True)
-class Edges:
-    """Directed connections of one kind, each from one process to another."""
-
-    count: int
-    leaving: Mapping[Hashable, int]
-    """Number of connections from a host to another one, by the host that sends."""
+class Edges(Counter[tuple[Hashable, Hashable]]):
+    """Number of directed connections from process to process, by the hosts that they go from and to."""
 
     @cached_property
     def crossing(self) -> int:
         """Number of connections from one host to another."""
-        return sum(self.leaving.values())
+        return sum(count for (here, there), count in self.items() if here != there)
 
 
 @dataclass(frozen=True)
@@ -69,7 +64,7 @@ class Grid:
     def boundaries(self) -> tuple[Edges, ...]:
         """Return the connections between each rank of the pipeline and the next, in all replicas, there and back."""
         pairs = itertools.pairwise(self.hosts_of(stage) for stage in range(self.stages))
-        return tuple(_edges([*zip(here, there, strict=True), *zip(there, here, strict=True)]) for here, there in pairs)
+        return tuple(Edges([*zip(here, there, strict=True), *zip(there, here, strict=True)]) for here, there in pairs)
 
     @cached_property
     def rings(self) -> tuple[Edges, ...]:
@@ -79,12 +74,7 @@ class Grid:
         Collectives use these rings: gloo by the order of ranks, NCCL through each host once.
         """
         members = [self.hosts_of(stage) for stage in range(self.stages)]
-        return tuple(_edges(zip(hosts, [*hosts[1:], hosts[0]], strict=True) if hosts[1:] else []) for hosts in members)
-
-
-def _edges(pairs: Any) -> Edges:
-    found = list(pairs)
-    return Edges(len(found), Counter(source for source, target in found if source != target))
+        return tuple(Edges(zip(hosts, [*hosts[1:], hosts[0]], strict=True) if hosts[1:] else ()) for hosts in members)
 
 
 @dataclass(frozen=True)
@@ -153,13 +143,11 @@ def exchange(
     ranks = (len(bounds) - 1) // (2 if folds(schedule) else 1)
     width, ring = images * ELEMENT_BYTES[precision], (replicas - 1) / replicas
 
-    def elements(cut: int, phase: int) -> int:
-        return sum(map(math.prod, sent_shapes(layers, cut, phase=phase, schedule=schedule)))
-
     messages = []
     for rank in range(ranks - 1):
         (_, down), *up = segments(bounds, schedule, rank)
-        messages.append(width * (elements(down, 0) + sum(elements(start, 1) for start, _ in up)))
+        cuts = [(down, 0), *((start, 1) for start, _ in up)]
+        messages.append(width * sum(sent_elements(layers, *cut, schedule) for cut in cuts))
     parameters = [
         sum(layer.parameters for start, stop in segments(bounds, schedule, rank) for layer in layers[start:stop])
         for rank in range(ranks)
@@ -241,10 +229,10 @@ def traffic(grid: Grid, sent: Exchange) -> Traffic:
     by_host: dict[Hashable, float] = dict.fromkeys(grid.hosts, 0.0)
     for wires, sizes in kinds:
         crossing.append(sum(edges.crossing * size for edges, size in zip(wires, sizes, strict=True)))
-        within += sum((edges.count - edges.crossing) * size for edges, size in zip(wires, sizes, strict=True))
         for edges, size in zip(wires, sizes, strict=True):
-            for host, count in edges.leaving.items():
-                by_host[host] += count * size
+            within += (edges.total() - edges.crossing) * size
+            for (here, there), count in edges.items():
+                by_host[here] += count * size * (here != there)
     activations, gradients, weights = map(round, crossing)
     return Traffic(
         activations, gradients, weights, round(within), {host: round(size) for host, size in by_host.items()}

@@ -86,11 +86,6 @@ def neighbours(schedule: Schedule, ranks: int, rank: int, phase: int) -> tuple[i
     return (up, down) if phase == 0 else (down, up)
 
 
-def loss_rank(schedule: Schedule, ranks: int) -> int:
-    """Return the rank that computes the loss, in its last phase."""
-    return ranks - 1 if phases_of(schedule) == 1 else 0
-
-
 def most_in_flight(programs: Sequence[Program]) -> int:
     """Return the largest number of messages of one channel, sent but not yet received, that does not hold up the ranks.
 

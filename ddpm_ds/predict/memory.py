@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from ddpm_ds.pipeline.cuts import Schedule, Stage, folds
-from ddpm_ds.pipeline.order import pipeline_edges
+from ddpm_ds.pipeline.messages import pipeline_edges
 from ddpm_ds.pipeline.schedule import BACKWARDS, phases_of
 from ddpm_ds.predict.layouts import Candidate, Workload, rank_stages
 from ddpm_ds.predict.scheduler import typical_programs

@@ -7,7 +7,8 @@ and an emb. :func:`pack` and :func:`unpack` turn a carry into what crosses a bou
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -56,11 +57,6 @@ def pack(carry: Carry, newest_skip_is_h: bool) -> Carry:
 def unpack(tensors: Carry, newest_skip_is_h: bool) -> Carry:
     """Return the carry again, from the tensors that were received."""
     return (*tensors, tensors[0]) if newest_skip_is_h else tensors
-
-
-def weighted_parts(layer: nn.Module) -> list[Convolution | Linear]:
-    """Return the convolutions and linear layers of a layer, whose weight gradients may have a pass of their own."""
-    return [part for part in layer.modules() if isinstance(part, (Convolution, Linear))]
 
 
 class CarryLayer(nn.Module):
@@ -239,3 +235,19 @@ class Output(CarryLayer):
 
     def compute(self, h: Tensor, emb: Tensor, drawn: Tensor | None) -> Tensor:
         return self.conv(norm_silu(self.norm, h))
+
+
+MODULES: dict[type[Layer], Callable[[Any], nn.Module]] = {
+    EmbedLayer: Embed,
+    InputLayer: Input,
+    AttentionLayer: Attention,
+    DownsampleLayer: Downsample,
+    UpsampleLayer: Upsample,
+    OutputLayer: Output,
+}
+"""Module of every kind of layer but the residual block, whose dropout needs its index and the seed."""
+
+
+def module_of(layer: Layer, index: int, seed: int) -> nn.Module:
+    """Return the module of layer `index` of the list, with weights that are not drawn yet."""
+    return ResidualBlock(layer, index, seed) if isinstance(layer, BlockLayer) else MODULES[type(layer)](layer)

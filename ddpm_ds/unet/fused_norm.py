@@ -147,14 +147,7 @@ def _empty_outputs(x: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(x), mean, rstd
 
 
-@torch.library.custom_op(
-    "ddpm_ds::norm_silu",
-    mutates_args=(),
-    schema=(
-        "(Tensor x, Tensor weight, Tensor bias, Tensor? add, Tensor? scale, Tensor? shift, int groups, float epsilon,"
-        " bool silu) -> (Tensor, Tensor, Tensor)"
-    ),
-)
+@torch.library.custom_op("ddpm_ds::norm_silu", mutates_args=())
 def _norm_silu(
     x: Tensor,
     weight: Tensor,
@@ -202,20 +195,16 @@ def _(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_outputs(x, groups)
 
 
-def _empty_gradients(x: Tensor, weight: Tensor, bias: Tensor, *vectors: Tensor | None) -> tuple[Tensor, ...]:
-    """Allocate the gradients of x, weight, bias, add, scale and shift; an empty tensor stands for None."""
-    given = [x.new_empty(0) if vector is None else vector.new_empty(vector.shape) for vector in vectors]
-    return (torch.empty_like(x), torch.empty_like(weight), torch.empty_like(bias), *given)
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Gradients of x, weight, bias, add, scale and shift; an empty tensor where there is no such input."""
 
 
-@torch.library.custom_op(
-    "ddpm_ds::norm_silu_backward",
-    mutates_args=(),
-    schema=(
-        "(Tensor dy, Tensor x, Tensor weight, Tensor bias, Tensor? add, Tensor? scale, Tensor? shift, Tensor mean,"
-        " Tensor rstd, bool silu) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-    ),
-)
+def _empty_gradients(x: Tensor, weight: Tensor, bias: Tensor, *vectors: Tensor | None) -> Gradients:
+    add, scale, shift = (x.new_empty(0) if vector is None else vector.new_empty(vector.shape) for vector in vectors)
+    return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(bias), add, scale, shift
+
+
+@torch.library.custom_op("ddpm_ds::norm_silu_backward", mutates_args=())
 def _norm_silu_backward(
     dy: Tensor,
     x: Tensor,
@@ -227,17 +216,15 @@ def _norm_silu_backward(
     mean: Tensor,
     rstd: Tensor,
     silu: bool,
-) -> tuple[Tensor, ...]:
-    """Return the gradients of x, weight, bias, add, scale and shift; an empty tensor where there is no such input."""
+) -> Gradients:
     from ddpm_ds.unet import fused_norm_kernels as kernels
 
     dy = dy if _is_channels_last(dy) else dy.contiguous(memory_format=torch.channels_last)
     images, channels, height, width = x.shape
     pixels, groups = height * width, mean.shape[1]
     gradients = _empty_gradients(x, weight, bias, add, scale, shift)
-    dx, dweight, dbias, *_ = gradients
-    given = zip(gradients[3:], (add, scale, shift), strict=True)
-    dvectors = [gradient if vector is not None else None for gradient, vector in given]
+    dx, dweight, dbias, *given = gradients
+    dvectors = [None if vector is None else of for of, vector in zip(given, (add, scale, shift), strict=True)]
     per_image = x.new_empty((2, images, channels), dtype=torch.float32)
     kind = images * channels
     vectors = (weight, bias, *_row_stride(add), *_row_stride(scale), *_row_stride(shift), mean, rstd)
@@ -271,7 +258,7 @@ def _norm_silu_backward(
 
 
 @_norm_silu_backward.register_fake
-def _(dy: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def _(dy: Tensor, *arguments: Any) -> Gradients:
     return _empty_gradients(*arguments[:6])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,39 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ddpm_ds.errors import DsConfigError
-from ddpm_ds.unet.blocks import (
-    Attention,
-    Carry,
-    Downsample,
-    Embed,
-    Input,
-    Output,
-    ResidualBlock,
-    Upsample,
-    weighted_parts,
-)
-from ddpm_ds.unet.layers import (
-    AttentionLayer,
-    BlockLayer,
-    DownsampleLayer,
-    EmbedLayer,
-    InputLayer,
-    Layer,
-    OutputLayer,
-    UpsampleLayer,
-)
+from ddpm_ds.unet.blocks import Carry, module_of
+from ddpm_ds.unet.layers import Layer
 from ddpm_ds.unet.operations import draw_weights, set_image_index
-from ddpm_ds.unet.weight_gradients import Tapped
-
-MODULES: dict[type[Layer], Callable[[Any], nn.Module]] = {
-    EmbedLayer: Embed,
-    InputLayer: Input,
-    AttentionLayer: Attention,
-    DownsampleLayer: Downsample,
-    UpsampleLayer: Upsample,
-    OutputLayer: Output,
-}
-"""Module of every kind of layer but the residual block, whose dropout needs its index and the seed."""
+from ddpm_ds.unet.weight_gradients import Tapped, weighted_parts
 
 
 def build_layer(layer: Layer, index: int, seed: int) -> nn.Module:
@@ -55,7 +26,7 @@ def build_layer(layer: Layer, index: int, seed: int) -> nn.Module:
     U-Net. torch's global generator is neither read nor moved.
     """
     with torch.device("cpu"):
-        module = _module(layer, index, seed)
+        module = module_of(layer, index, seed)
     # torch's CPU generator takes 32 bits of a seed, so the pair is hashed rather than packed.
     entropy = np.random.SeedSequence((seed, index)).generate_state(1)
     draw_weights(module, torch.Generator().manual_seed(int(entropy[0])))
@@ -67,18 +38,12 @@ def parameter_shapes(layers: Sequence[Layer]) -> dict[str, tuple[int, ...]]:
     nothing.
     """
     with torch.device("meta"):
-        modules = [_module(layer, index, 0) for index, layer in enumerate(layers)]
+        modules = [module_of(layer, index, 0) for index, layer in enumerate(layers)]
     return {
         f"{index}.{name}": tuple(parameter.shape)
         for index, module in enumerate(modules)
         for name, parameter in module.named_parameters()
     }
-
-
-def _module(layer: Layer, index: int, seed: int) -> nn.Module:
-    if isinstance(layer, BlockLayer):
-        return ResidualBlock(layer, index, seed)
-    return MODULES[type(layer)](layer)
 
 
 class UNet(nn.Module):

@@ -16,7 +16,7 @@ from torch.nn.grad import conv2d_input
 
 from ddpm_ds.keyed import Stream, keep_mask
 from ddpm_ds.unet.fused_norm import fused_norm_silu
-from ddpm_ds.unet.weight_gradients import Taps, WaitingGradients, detached_weight, wait
+from ddpm_ds.unet.weight_gradients import Weighted
 
 WIDENED_ON_CPU = (
     (torch.float16,)
@@ -36,11 +36,6 @@ Kind = TypeVar("Kind", bound=nn.Module)
 Kernels = Literal["fused", "masks", "reference"]
 """Implementation of the normalisations, with what surrounds them, and of dropout's masks: kernels of ours, kernels of
 ours for the masks alone, or PyTorch's operations."""
-MemoryFormat = Literal["channels_last", "contiguous"]
-MEMORY_FORMATS: dict[MemoryFormat, torch.memory_format] = {
-    "channels_last": torch.channels_last,
-    "contiguous": torch.contiguous_format,
-}
 
 
 def arithmetic_dtype(device_type: str, stored: torch.dtype) -> torch.dtype:
@@ -117,7 +112,14 @@ def _(gradient: Tensor, x: Tensor) -> Tensor:
     return x.new_empty(gradient.shape[1], 3, 3, x.shape[1])
 
 
-class Convolution(nn.Module):
+class Undrawn:
+    """Part whose weights :func:`draw_weights` draws."""
+
+    def reset_parameters(self) -> None:
+        """Leave the weights undrawn; the inherited method would draw from torch's global generator."""
+
+
+class Convolution(Weighted):
     """Convolution with bias; at stride 1 it keeps the size of the image.
 
     ``weight`` is (out, k, k, in): what a channels-last convolution reads, in the one layout that optimizers, which
@@ -142,18 +144,13 @@ class Convolution(nn.Module):
         self.starts_at_zero = starts_at_zero
         self.memory_format = torch.channels_last
         """Memory format of images and weights in the arithmetic; tensors in another one are copied."""
-        self.waiting: WaitingGradients | None = None
-        """Queue for the weight gradient; without one it is computed in the backward."""
-        self.taps: Taps | None = None
-        """Inputs of compiled code in the place of the weight, while its gradient waits."""
 
     def forward(self, x: Tensor) -> Tensor:
-        waits = torch.is_grad_enabled() and self.waiting is not None and self.waiting.open
-        weight = (detached_weight(self) if waits else self.weight).to(x.dtype).permute(0, 3, 1, 2)  # (out, in, k, k)
-        x, weight = (tensor.contiguous(memory_format=self.memory_format) for tensor in (x, weight))
-        bias = self.bias.to(x.dtype)
-        y = convolution(x, weight, bias.detach() if waits else bias, self.stride, self.padding)
-        return wait(self, y, x, bias) if waits else y
+        return super().forward(x.contiguous(memory_format=self.memory_format))
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        weight = weight.permute(0, 3, 1, 2).contiguous(memory_format=self.memory_format)  # (out, in, k, k)
+        return convolution(x, weight, bias, self.stride, self.padding)
 
     def weight_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
         """Return the weight's gradient (out, k, k, in) from x (N, C, H, W) and the output's gradient."""
@@ -172,26 +169,16 @@ class Convolution(nn.Module):
         self.bias.zero_()
 
 
-class Linear(nn.Linear):
+class Linear(Undrawn, Weighted, nn.Linear):
     """Linear layer with bias. `parts` projections of one input may be fused in it; each is drawn separately."""
 
     def __init__(self, channels: int, out_channels: int, *, parts: int = 1, starts_at_zero: bool = False) -> None:
         super().__init__(channels, out_channels)
         self.parts = parts
         self.starts_at_zero = starts_at_zero
-        self.waiting: WaitingGradients | None = None
-        """Queue for the weight gradient; without one it is computed in the backward."""
-        self.taps: Taps | None = None
-        """Inputs of compiled code in the place of the weight, while its gradient waits."""
 
-    def reset_parameters(self) -> None:
-        """Leave the weights undrawn; the inherited method would draw from torch's global generator."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        waits = torch.is_grad_enabled() and self.waiting is not None and self.waiting.open
-        weight, bias = (detached_weight(self) if waits else self.weight).to(x.dtype), self.bias.to(x.dtype)
-        y = F.linear(x, weight, bias.detach() if waits else bias)
-        return wait(self, y, x, bias) if waits else y
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.linear(x, weight, bias)
 
     def weight_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
         """Return the weight's gradient (out, in) from x (..., in) and the output's gradient (..., out)."""
@@ -203,14 +190,11 @@ class Linear(nn.Linear):
         self.bias.zero_()
 
 
-class ConditionEmbedding(nn.Linear):
+class ConditionEmbedding(Undrawn, nn.Linear):
     """Linear layer without bias, so that a condition of zeros adds nothing; its weights start at zero."""
 
     def __init__(self, conditions: int, channels: int) -> None:
         super().__init__(conditions, channels, bias=False)
-
-    def reset_parameters(self) -> None:
-        """Leave the weights undrawn; the inherited method would draw from torch's global generator."""
 
     def forward(self, condition: Tensor) -> Tensor:
         return F.linear(condition, self.weight.to(condition.dtype))
@@ -220,14 +204,11 @@ class ConditionEmbedding(nn.Linear):
         self.weight.zero_()
 
 
-class LabelEmbedding(nn.Embedding):
+class LabelEmbedding(Undrawn, nn.Embedding):
     """Embedding with a row per class, and a last row for "no label"."""
 
     def __init__(self, classes: int, channels: int) -> None:
         super().__init__(classes + 1, channels)
-
-    def reset_parameters(self) -> None:
-        """Leave the weights undrawn; the inherited method would draw from torch's global generator."""
 
     def forward(self, labels: Tensor) -> Tensor:
         return F.embedding(labels, self.weight)
@@ -311,10 +292,10 @@ def use_kernels(modules: Iterable[nn.Module], kernels: Kernels) -> None:
             module.kernels = kernels
 
 
-def use_memory_format(modules: Iterable[nn.Module], memory_format: MemoryFormat) -> None:
+def use_memory_format(modules: Iterable[nn.Module], memory_format: torch.memory_format) -> None:
     """Set the memory format of images for every convolution in `modules`; weights stay channels-last."""
     for module in _all_of(modules, Convolution):
-        module.memory_format = MEMORY_FORMATS[memory_format]
+        module.memory_format = memory_format
 
 
 def _all_of(roots: Iterable[nn.Module], kind: type[Kind]) -> Iterator[Kind]:

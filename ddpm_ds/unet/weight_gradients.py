@@ -1,8 +1,8 @@
 """Weight gradients apart from input gradients: a backward leaves them, and several micro-batches are done at once.
 
-A convolution or linear layer whose weight gradient waits computes with the detached weight, and a node of the graph
-behind it queues what the gradient is made of: the layer's input, which autograd keeps anyway, and its output's
-gradient. Biases and normalisations have small gradients, which stay in the backward.
+A convolution or linear layer (:class:`Weighted`) whose weight gradient waits computes with the detached weight, and a
+node of the graph behind it queues what the gradient is made of: the layer's input, which autograd keeps anyway, and its
+output's gradient. Biases and normalisations have small gradients, which stay in the backward.
 
 A compiled graph can queue nothing; there both tensors come out as the gradients of two more inputs (:class:`Tapped`).
 """
@@ -11,15 +11,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-
-if TYPE_CHECKING:
-    from ddpm_ds.unet.operations import Convolution, Linear
-
 
 ENOUGH_PIXELS = {"cpu": 512, "cuda": 8192}
 """Pixels, of all images together, from which on more of them make a product no faster: micro-batches are joined until
@@ -52,7 +48,7 @@ class WaitingGradients:
         """Return whether weight gradients wait in the passes of a phase: in all, in none, or both."""
         return {(phase, number) in self._split for number in range(micro_batches)}
 
-    def put(self, layer: Convolution | Linear, x: Tensor, gradient: Tensor) -> None:
+    def put(self, layer: Weighted, x: Tensor, gradient: Tensor) -> None:
         """Queue a layer's input and its output's gradient.
 
         Raises:
@@ -63,7 +59,7 @@ class WaitingGradients:
             raise RuntimeError(f"a weight of shape {tuple(layer.weight.shape)} is used twice in a micro-batch")
         queued[layer] = x, gradient
 
-    def compute(self, layers: Iterable[Convolution | Linear], numbers: Sequence[int]) -> None:
+    def compute(self, layers: Iterable[Weighted], numbers: Sequence[int]) -> None:
         """Compute the weight gradients of some layers for some micro-batches at once, and give each weight its sum.
 
         The sum is made in the arithmetic's dtype. A weight gets it as from a backward, so that hooks run, once.
@@ -116,16 +112,38 @@ class Taps(NamedTuple):
     """The same for the layer's output; its gradient is the output's."""
 
 
-def detached_weight(layer: Convolution | Linear) -> Tensor:
-    """Return the weight to compute with while its gradient waits."""
-    return layer.weight.detach() if layer.taps is None else layer.taps.weight
+class Weighted(nn.Module):
+    """Convolution or linear layer: what it computes, and with which weight."""
+
+    weight: Tensor
+    bias: nn.Parameter
+    waiting: WaitingGradients | None = None
+    """Queue for the weight gradient; without one it is computed in the backward."""
+    taps: Taps | None = None
+    """Inputs of compiled code in the place of the weight, while its gradient waits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias.to(x.dtype)
+        if not torch.is_grad_enabled() or self.waiting is None or not self.waiting.open:
+            return self.product(x, self.weight.to(x.dtype), bias)
+        weight = self.weight.detach() if self.taps is None else self.taps.weight
+        y = self.product(x, weight.to(x.dtype), bias.detach())  # _Wait adds the graph that it lacks
+        if self.taps is None:
+            return _Wait.apply(y, x.detach(), bias, self)
+        return _Wait.apply(y, x.detach(), bias, None, self.taps.x, self.taps.y)
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """Return the output for a weight and a bias of the dtype of x."""
+        raise NotImplementedError
+
+    def weight_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
+        """Return the weight's gradient from x and the output's gradient."""
+        raise NotImplementedError
 
 
-def wait(layer: Convolution | Linear, y: Tensor, x: Tensor, bias: Tensor) -> Tensor:
-    """Return a layer's output y, computed from x, detached weight and detached bias, with the graph that they lack."""
-    if layer.taps is None:
-        return _Wait.apply(y, x.detach(), bias, layer)
-    return _Wait.apply(y, x.detach(), bias, None, layer.taps.x, layer.taps.y)
+def weighted_parts(layer: nn.Module) -> list[Weighted]:
+    """Return the convolutions and linear layers of a layer, whose weight gradients may have a pass of their own."""
+    return [part for part in layer.modules() if isinstance(part, Weighted)]
 
 
 class _Wait(torch.autograd.Function):
@@ -136,9 +154,7 @@ class _Wait(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, y: Tensor, x: Tensor, bias: Tensor, layer: Convolution | Linear | None, *taps: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, y: Tensor, x: Tensor, bias: Tensor, layer: Weighted | None, *taps: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         ctx.layer = layer
         return y.view_as(y)
@@ -174,7 +190,7 @@ class Tapped:
         self,
         compute: Callable[..., Tensor],
         compiled: Callable[..., Tensor],
-        parts: Sequence[Convolution | Linear],
+        parts: Sequence[Weighted],
     ) -> None:
         self._compute, self._compiled, self._parts = compute, compiled, parts
         self._known: dict[tuple[Any, ...], list[Tensor]] = {}
@@ -215,9 +231,7 @@ class _MakeTaps(torch.autograd.Function):
     """Two taps for each of some parts, whose backward queues what arrives there."""
 
     @staticmethod
-    def forward(
-        ctx: Any, root: Tensor, parts: Sequence[Convolution | Linear], alike: Sequence[Tensor]
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, root: Tensor, parts: Sequence[Weighted], alike: Sequence[Tensor]) -> tuple[Tensor, ...]:
         ctx.parts = parts
         return tuple(one.detach() for one in alike)
 

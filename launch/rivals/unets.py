@@ -83,7 +83,7 @@ def our_loop(setting: Setting, switches: Switches, note: str = "") -> Loop:
     """Return the loop of our U-Net, its weights in the run's precision, as the engine holds them, with fp32 masters."""
     precision = setting.plan.ds.precision
     unet = comparable_unet(setting).to(setting.device, DTYPES[precision][1])
-    use_memory_format(unet.layers, "channels_last" if switches.channels_last else "contiguous")
+    use_memory_format(unet.layers, torch.channels_last if switches.channels_last else torch.contiguous_format)
     use_kernels(unet.layers, switches.kernels)
     if switches.compiled:
         compile_layers(list(unet.layers), cache_folder() / "compiled")

@@ -17,22 +17,15 @@ def device() -> torch.device:
     return torch.device(get_accelerator().current_device_name())
 
 
-def on_device(batch: MicroBatch) -> MicroBatch:
-    """The same images on the device."""
-    return MicroBatch(*(tensor.to(device()) for tensor in batch))
-
-
 def global_batch(spec: RunSpec, step: int) -> MicroBatch:
     """The images of one step, as a function of the step."""
     batch = spec.train.batch_images
     generator = torch.Generator().manual_seed(step)
     shape = (batch, spec.data.channels, spec.data.image_size, spec.data.image_size)
-    return on_device(
-        MicroBatch(
-            images=torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8),
-            labels=torch.randint(0, 10, (batch,), generator=generator),
-            index=torch.arange(step * batch, (step + 1) * batch),
-        )
+    return MicroBatch(
+        images=torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).to(device()),
+        labels=torch.randint(0, 10, (batch,), generator=generator).to(device()),
+        index=torch.arange(step * batch, (step + 1) * batch, device=device()),
     )
 
 

@@ -23,6 +23,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer
+from deepspeed.utils import safe_get_full_grad
 from rivals.measure import SentBytes
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -41,7 +42,6 @@ from ddpm_ds.pipeline.schedule import Instruction, Program, weight_passes
 from ddpm_ds.processes.process_group import process_group
 from ddpm_ds.train.objective import Denoising
 from ddpm_ds.unet import model
-from ddpm_ds.unet import model as compiled
 from ddpm_ds.unet.layers import Layer, unet_layers
 from tests.launching import tiny_spec
 from tests.pipeline.batches import device, global_batch, micro_batches
@@ -200,16 +200,20 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 
 def watch_gradients(engine: UnetPipelineEngine, sent: SentBytes) -> dict[str, Tensor]:
-    """Fill the returned dictionary with this stage's gradients each time the optimizer is about to step.
+    """Fill the returned dictionary with this stage's gradients, unscaled, averaged and in fp32, each time the optimizer
+    is about to step.
 
     What is sent for that is not counted.
     """
     seen: dict[str, Tensor] = {}
-    step = engine.execute["OptimizerStep"]
+    step, partitioned = engine.execute["OptimizerStep"], insides.is_partitioned(engine)
 
     def observed(instruction: Instruction) -> None:
         before = sent.collective_bytes
-        seen.update({name: gradient.clone() for name, gradient in engine.named_gradients().items()})
+        for name, parameter in engine.module.named_parameters():
+            gradient = safe_get_full_grad(parameter) if partitioned else parameter.grad
+            assert gradient is not None, name
+            seen[name] = gradient.detach().float() / engine._step_loss_scale
         sent.collective_bytes = before
         step(instruction)
 
@@ -292,7 +296,7 @@ def run_case(case: Case) -> list[dict[str, Any]]:
 def compile_without_code() -> None:
     """Let ``torch.compile`` trace and differentiate, which is where layers and engines meet it, and leave out the
     building of code, which takes a minute a U-Net: ``tests/unet/test_model.py`` does it."""
-    compiled.torch.compile = functools.partial(torch.compile, backend="aot_eager")
+    model.torch.compile = functools.partial(torch.compile, backend="aot_eager")
 
 
 def report_cases(run: Callable[[dict[str, Any]], Any]) -> None:

@@ -307,14 +307,5 @@ def test_a_schedule_of_deepspeeds_meets_the_micro_batches_in_order(kind: Schedul
     assert set(counted.values()) == {8}
 
 
-def test_torch_has_what_clipping_needs() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(2))
-    parameter.grad = torch.tensor([3.0, 4.0])
-    assert torch.nn.utils.get_total_norm([parameter.grad]) == 5
-    torch.nn.utils.clip_grads_with_norm_([parameter], 1.0, torch.tensor(5.0))
-    assert torch.allclose(parameter.grad, torch.tensor([0.6, 0.8]), atol=1e-4)
-
-
-def test_the_engine_module_is_the_one_that_was_read() -> None:
+def test_deepspeed_is_the_one_that_was_read() -> None:
     assert deepspeed.__version__.startswith("0.19."), "read DeepSpeed's changes, then widen this"
-    assert deepspeed_engine.DeepSpeedEngine is DeepSpeedEngine

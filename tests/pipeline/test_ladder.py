@@ -73,11 +73,8 @@ ONE_PROCESS = [
     Case(1, 1, 2, "fp16", 1, compile=True, random_programs=9),
 ]
 MORE_BY_TWO = [
-    *(Case(2, 1, *ways, schedule="folded") for ways in SOME),
+    *(Case(2, 1, *ways, schedule="folded") for ways in SOME if ways != (1, "fp16", 0)),
     Case(1, 2, 2, "fp16", 1, micro_batches=2, compile=True, fused=True),
-    Case(2, 1, 2, "fp32", 1, schedule="folded", compile=True, fused=True),
-    Case(2, 1, 1, "fp32", 2, reentrant=True, compile=True),
-    Case(2, 1, 0, "fp32", 0, compile=True, random_programs=10),
     Case(2, 1, 2, "fp16", 1, schedule="folded", compile=True, random_programs=11),
     Case(2, 1, 1, "fp32", 2, reentrant=True, schedule="folded", compile=True, random_programs=12),
     Case(2, 1, 0, "bf16", 0, fused=True),
@@ -87,10 +84,8 @@ MORE_BY_FOUR = [
     Case(2, 2, 2, "fp32", 0, micro_batches=2, wall_clock=True),
     Case(2, 2, 1, "fp16", 0, offload=True, schedule="folded"),
     Case(4, 1, 0, "fp32", 0, micro_batches=8, schedule="folded"),
-    Case(1, 4, 2, "fp16", 0, micro_batches=2),
     Case(4, 1, 2, "fp32", 0, micro_batches=1),
     Case(2, 2, 2, "fp16", 0, fp32_accumulation=True, across="replicas"),
-    Case(2, 2, 0, "fp16", 0, micro_batches=2, growing_scale=True),
     Case(2, 2, 1, "fp16", 0, schedule="folded", across="replicas"),
     Case(2, 2, 2, "bf16", 0, fp32_accumulation=True, schedule="folded"),
     Case(1, 4, 2, "bf16", 0, random_programs=5),

@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import sys
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ddpm_ds.pipeline.build import use_host_accelerator
 from ddpm_ds.pipeline.cuts import Schedule
 from ddpm_ds.pipeline.forward import ForwardPipeline
-from ddpm_ds.pipeline.messages import StageChannels
-from ddpm_ds.pipeline.order import (
-    Edge,
-    LockError,
-    Operation,
-    OrderLog,
-    RecordedEnd,
-    execute,
-    own_communicator,
-    pipeline_edges,
-    training_order,
-)
+from ddpm_ds.pipeline.messages import Channel, Edge, Posted, StageChannels, pipeline_edges
 from ddpm_ds.pipeline.schedule import program
 from ddpm_ds.predict.simulate import PhaseCosts, RankCosts, simulate
-from tests.launching import fork_ranks
+from ddpm_ds.processes.process_group import process_group
+from tests.launching import run_ranks
+from tests.pipeline.batches import global_batch, micro_batches
+from tests.pipeline.ladder_worker import Case, spec_of
+from tests.pipeline.order_model import LockError, Operation, RecordedChannel, RecordedWork, execute, training_order
 
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "folded")
 RANKS = (2, 3, 4, 5, 8)
 PASSES = ("ForwardPass", "BackwardPass")
 
 
-def micro_batches(schedule: Schedule, ranks: int) -> list[int]:
+def counts(schedule: Schedule, ranks: int) -> list[int]:
     """From the fewest that a schedule can have to four for each rank."""
     if schedule == "folded":
         return [2 * ranks, 2 * ranks + 1, 3 * ranks, 4 * ranks]
@@ -49,10 +48,10 @@ def step(
     schedule: Schedule,
     count: int,
     ranks: int,
-    communicator: Callable[[Edge], Hashable] = own_communicator,
+    communicator: Callable[[Edge], Hashable] = lambda edge: edge,
     **ways: Any,
 ) -> float:
-    """A training step on log."""
+    """Seconds of a training step in the model."""
     programs = [program(schedule, count, ranks, rank) for rank in range(ranks)]
     return execute([training_order(schedule, programs, rank, **ways) for rank in range(ranks)], communicator)
 
@@ -62,18 +61,20 @@ def one_for_each_direction(edge: Edge) -> Hashable:
     return edge.phase, edge.kind
 
 
-class PostedWhereUsed(RecordedEnd):
+class PostedWhereUsed(RecordedChannel):
     """Receives are not posted ahead."""
 
     def start_receiving(self, messages: int) -> None:
         self._to_post += messages
 
-    def next_message(self) -> None:
+    def next_message(self) -> Tensor:
         self._post()
-        self._receives.popleft()[0].wait()
+        work, message = self._receives.popleft()
+        work.wait()
+        return message
 
 
-class PostedAtOnce(RecordedEnd):
+class PostedAtOnce(RecordedChannel):
     """All receives of a step are posted before it begins."""
 
     def start_receiving(self, messages: int) -> None:
@@ -82,10 +83,10 @@ class PostedAtOnce(RecordedEnd):
 
 
 @every_step
-@pytest.mark.parametrize("end", [RecordedEnd, PostedWhereUsed, PostedAtOnce])
-def test_no_step_locks(schedule: Schedule, ranks: int, end: type[RecordedEnd]) -> None:
-    for count in micro_batches(schedule, ranks):
-        step(schedule, count, ranks, end_of_edge=end, reduces=True)
+@pytest.mark.parametrize("channel", [RecordedChannel, PostedWhereUsed, PostedAtOnce])
+def test_no_step_locks(schedule: Schedule, ranks: int, channel: type[RecordedChannel]) -> None:
+    for count in counts(schedule, ranks):
+        step(schedule, count, ranks, channel=channel)
 
 
 @every_step
@@ -103,8 +104,8 @@ def test_two_communicators_for_a_pipeline_lock_from_four_ranks_on(schedule: Sche
 def test_a_wait_for_the_device_locks_unless_messages_go_by_the_hosts(
     schedule: Schedule, ranks: int, passes: tuple[str, ...]
 ) -> None:
-    for count in micro_batches(schedule, ranks):
-        step(schedule, count, ranks, device_waits=passes, by_host=True, reduces=True)
+    for count in counts(schedule, ranks):
+        step(schedule, count, ranks, device_waits=passes, by_host=True)
     if "ForwardPass" in passes:
         with pytest.raises(LockError, match="waits for the device"):
             step(schedule, 2 * ranks, ranks, device_waits=passes)
@@ -113,13 +114,7 @@ def test_a_wait_for_the_device_locks_unless_messages_go_by_the_hosts(
 def test_a_wait_for_the_device_locks_a_fold_even_if_receives_are_posted_where_they_are_used() -> None:
     """Neighbours wait for the sends that each has posted; so messages have to leave the device altogether."""
     with pytest.raises(LockError):
-        step("folded", 8, 4, device_waits=PASSES, end_of_edge=PostedWhereUsed)
-
-
-def test_a_lock_is_described() -> None:
-    with pytest.raises(LockError) as locked:
-        execute([[Operation("receive", Edge("activations", 0, 1, 0)), Operation("device")], [Operation("pass")]])
-    assert str(locked.value) == ("rank 0 waits for the device, behind activations 0 of phase 0 from rank 1 to rank 0")
+        step("folded", 8, 4, device_waits=PASSES, channel=PostedWhereUsed)
 
 
 @every_step
@@ -127,7 +122,7 @@ def test_a_step_takes_as_long_as_the_simulator_says(schedule: Schedule, ranks: i
     """On links that cost nothing: a message that is taken late, or posted late, delays nobody."""
     seconds = {"ForwardPass": 1.0, "BackwardPass": 2.0}
     costs = [RankCosts((PhaseCosts(1.0, 2.0),) * (2 if schedule == "folded" else 1))] * ranks
-    for count in micro_batches(schedule, ranks):
+    for count in counts(schedule, ranks):
         found = step(schedule, count, ranks, seconds=lambda instruction, phase: seconds[instruction])
         assert found == pytest.approx(simulate(schedule, count, costs).step_seconds)
 
@@ -141,28 +136,19 @@ def test_communicators_of_a_rank(ranks: int, phases: int, most: int, all_edges: 
     assert max(sum(rank in edge[2:] for edge in edges) for rank in range(ranks)) == most
 
 
-class RecordedChannel(RecordedEnd):
-    """An end of an edge with what the forward pipeline uses of a channel."""
-
-    by_host = False
-
-    def send(self, tensors: Any) -> None:
-        self.post_message(None)
-
-    def receive(self) -> tuple[Tensor, ...]:
-        self.next_message()
-        return (torch.zeros(1),) * 2
-
-
 class RecordedEngine:
-    """One rank with what the forward pipeline uses of an engine; what it posts is written down."""
+    """One rank with what the forward pipeline uses of an engine; what it posts is written down.
 
-    device = torch.device("cpu")
+    Where it says that its layers are warmed up for the first time, the messages go by the hosts.
+    """
+
+    device = torch.device("cuda")
 
     def __init__(self, schedule: Schedule, ranks: int, rank: int, *, device_waits: bool, by_host: bool) -> None:
         self.num_stages, self.stage_id, self.phases = ranks, rank, 2 if schedule == "folded" else 1
         self.loss_stage = 0 if schedule == "folded" else ranks - 1
-        self.log, self.module, self._device_waits = OrderLog(by_host), self, device_waits
+        self.operations: list[Operation] = []
+        self.module, self._device_waits, self._by_host = self, device_waits, by_host
         self.unet_layers = [type("Layer", (), {"output_shape": (1,)})]
         self.most = 2 * ranks + 1 if schedule == "folded" else ranks + 1
         self.in_message_dtype = lambda carry: carry
@@ -172,7 +158,7 @@ class RecordedEngine:
         return self.stage_id == 0
 
     def channel(self, edge: Edge, *_: Any) -> RecordedChannel:
-        return RecordedChannel(self.log, edge, self.most)
+        return RecordedChannel(self.operations, edge, self.most)
 
     def stage_channels(self, phase: int, images: int) -> StageChannels:
         own: dict[tuple[str, bool], Any] = {}
@@ -186,14 +172,14 @@ class RecordedEngine:
         return carry[:1], carry[1:] if self.phases == 2 and phase == 0 else ()
 
     def walk(self, phase: int, carry: Any) -> Any:
-        self.log.operations.append(Operation("pass", name="ForwardPass"))
+        self.operations.append(Operation("pass", name="ForwardPass"))
         if self._device_waits:
-            self.log.operations.append(Operation("device"))
+            self.operations.append(Operation("device"))
         last = self.phases - 1 == phase and self.stage_id == self.loss_stage
         return torch.zeros(1) if last else (torch.zeros(1),) * 3
 
     def warm_up(self, images: int, *, gradients: bool) -> bool:
-        return False
+        return self._by_host
 
     def eval(self) -> None: ...
 
@@ -204,7 +190,7 @@ def forward_order(schedule: Schedule, ranks: int, rank: int, calls: int, depth: 
     """What a rank posts and waits for in the forward pipeline."""
     engine: Any = RecordedEngine(schedule, ranks, rank, **ways)
     ForwardPipeline(engine, 1).run(calls, lambda number: (torch.zeros(1),), lambda number, found: None, depth=depth)
-    return list(engine.log.operations)
+    return list(engine.operations)
 
 
 def depths(ranks: int) -> Iterator[tuple[int, int]]:
@@ -228,21 +214,57 @@ def test_the_forward_pipeline_locked_on_two_communicators() -> None:
         execute(orders, lambda edge: "gradients" if edge.kind == "predictions" else "activations")
 
 
+COUNT = 8
+"""Micro-batches of the engines' step."""
+
+
 @pytest.mark.launch
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_engines_post_what_the_model_posts(schedule: Schedule, tmp_path: Path) -> None:
+def test_the_engines_post_what_the_model_posts(tmp_path: Path) -> None:
     """Sends, receives and waits of a step, in their order, on each of four ranks."""
-    ranks, count = 4, 8
-    worker = Path(__file__).with_name("order_worker.py")
-    log = tmp_path / "log"
-    forked = fork_ranks(ranks, worker, schedule, str(count), str(tmp_path), stdout=log, stderr=log)
-    assert [rank.wait(timeout=300) for rank in forked] == [0] * ranks, log.read_text()
-    programs = [program(schedule, count, ranks, rank) for rank in range(ranks)]
-    for rank in range(ranks):
-        posted = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        expected = [
-            [operation.does, list(operation.edge), operation.number]
-            for operation in training_order(schedule, programs, rank)
-            if operation.edge is not None
-        ]
-        assert posted == expected
+    done = run_ranks(4, Path(__file__), str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    for schedule, rank in itertools.product(SCHEDULES, range(4)):
+        programs = [program(schedule, COUNT, 4, rank) for rank in range(4)]
+        expected = [operation[:3] for operation in training_order(schedule, programs, rank) if operation.edge]
+        assert (tmp_path / f"{schedule}{rank}.json").read_text() == json.dumps(expected)
+
+
+@contextlib.contextmanager
+def noted_operations() -> Iterator[list[Operation]]:
+    """Note what the channels of this process post and wait for."""
+    operations: list[Operation] = []
+    numbers: Counter[tuple[str, Edge]] = Counter()
+
+    def noted(does: Literal["send", "receive"]) -> Callable[..., Posted]:
+        post = getattr(Channel, f"post_{does}")
+
+        def posted(channel: Channel, *message: Tensor) -> Posted:
+            edge = channel.p2p.edge
+            number = numbers[does, edge]
+            numbers[does, edge] += 1
+            operations.append(Operation(does, edge, number))
+            work, kept = post(channel, *message)
+            return Posted(RecordedWork(operations, edge, number, work), kept)
+
+        return posted
+
+    with patch.multiple(Channel, post_send=noted("send"), post_receive=noted("receive")):
+        yield operations
+
+
+def main() -> None:
+    """One rank, which writes down what its engine posts and waits for in a step of each schedule."""
+    use_host_accelerator()
+    with process_group():
+        for schedule in SCHEDULES:
+            case, spec = Case(4, 1, 0, "fp32", 0, micro_batches=COUNT, schedule=schedule), spec_of(compiled=False)
+            engine = case.engine(spec)
+            with noted_operations() as operations:
+                engine.train_batch(micro_batches(engine, global_batch(spec, 0)))
+            Path(sys.argv[1], f"{schedule}{dist.get_rank()}.json").write_text(
+                json.dumps([operation[:3] for operation in operations])
+            )
+
+
+if __name__ == "__main__":
+    main()

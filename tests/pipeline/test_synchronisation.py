@@ -1,78 +1,244 @@
-"""A training step that does not log lets the host run ahead of the device."""
+"""A training step that does not log lets the host run ahead of the device.
+
+As a script, with a folder for its report and "waits" or "differs", this trains tiny cases in one process and writes
+where a training step waits for the device, and for the latter also how it differs from one with the stock waits. On a
+CPU nothing waits, so what would wait on CUDA is counted: operations that hand a value to the host or whose result has a
+size that depends on values, values that the host hands over, and the accelerator's synchronize.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+import sys
+import traceback
+import unittest.mock
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import bf16_optimizer
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.launching import launch, run_ranks, write_json
+from ddpm_ds.config.spec import RunSpec
+from ddpm_ds.pipeline import deepspeed_insides as insides
+from ddpm_ds.pipeline.build import use_host_accelerator
+from ddpm_ds.pipeline.engine import Objective, UnetPipelineEngine
+from ddpm_ds.processes.process_group import process_group
+from ddpm_ds.train.ema import Ema
+from tests.launching import launch, run_ranks, tiny_spec
+from tests.pipeline.batches import device, global_batch, micro_batches
+from tests.pipeline.ladder_worker import Case, Precision
 
-WORKER = Path(__file__).with_name("synchronisation_worker.py")
-CASES: dict[str, dict[str, Any]] = {
-    f"zero{zero}-{precision}{'-fused' if fused else ''}": {
-        "stages": 1,
-        "replicas": 1,
-        "zero": zero,
-        "precision": precision,
-        "checkpoint": 0,
-        "micro_batches": 1,
-        "optimizer": {"fused": fused},
-        "clippings": [1e-3, 1e6] if zero == 0 and not fused else [1e-3],
-    }
-    for zero, precision, fused in (
-        (0, "fp32", False),
-        (2, "fp32", True),
-        (0, "bf16", True),
-        (1, "bf16", False),
-        (0, "fp16", False),
-        (2, "fp16", False),
+WARM_UP = 2
+BATCH = 4
+POISONED = 1
+"""The step of a course whose loss is infinite."""
+TO_THE_HOST = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2", "item")
+FROM_THE_HOST = ("lift_fresh",)
+"""``torch.tensor(value)``: a copy from memory that is not pinned."""
+WARNING = "called a synchronizing CUDA operation"
+"""What PyTorch says of a wait; it also warns, once, that it does not see every one."""
+
+
+class Synchronisations(TorchDispatchMode):
+    """Notes every operation that would wait on CUDA, with the innermost places in the code it comes from.
+
+    On CUDA itself what PyTorch warns of is noted instead.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in TO_THE_HOST + FROM_THE_HOST or (name.startswith("index") and self._picks_by_mask(args)):
+            self.note(name)
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _picks_by_mask(args: Any) -> bool:
+        chosen = args[1] if isinstance(args[1], list | tuple) else ()
+        return any(isinstance(index, torch.Tensor) and index.dtype == torch.bool for index in chosen)
+
+    def note(self, what: str) -> None:
+        stack = traceback.extract_stack()
+        if any("/torch/optim/" in frame.filename for frame in stack):
+            return  # the optimizer keeps its counts of steps on the host, on CUDA as well
+        frames = [frame for frame in stack if "/torch/" not in frame.filename]
+        places = [
+            f"{frame.filename.split('site-packages/')[-1]}:{frame.lineno} {frame.name}" for frame in frames[-8:-1]
+        ]
+        self.found.append(f"{what}: {' > '.join(places)}")
+
+    def warning(self, words: str) -> None:
+        """Note a wait that PyTorch warns of."""
+        if WARNING in words:
+            self.note(words)
+
+    @contextlib.contextmanager
+    def warned(self) -> Iterator[None]:
+        """On CUDA."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.showwarning = lambda message, *_, **__: self.warning(str(message))
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """The accelerator's own wait counts as well."""
+        accelerator = get_accelerator()
+        waits = accelerator.synchronize
+        accelerator.synchronize = lambda *_: self.note("synchronize")
+        try:
+            with self.warned() if device().type == "cuda" else self:
+                yield
+        finally:
+            accelerator.synchronize = waits
+
+
+def built(case: Case, clipping: float = 1.0) -> tuple[UnetPipelineEngine, RunSpec]:
+    """An engine of one process."""
+    spec = tiny_spec(
+        unet={"channels": 4, "multipliers": [1], "attention_resolutions": []}, train={"batch_images": BATCH}
     )
+    with unittest.mock.patch.object(bf16_optimizer, "see_memory_usage"):  # collects garbage, for seconds
+        return case.engine(spec, gradient_clipping=clipping), spec
+
+
+def places_of_waits(case: Case) -> list[str]:
+    """What a step after the warm-up waits for."""
+    engine, spec = built(case)
+    ema, watch = Ema(engine, spec.ema), Synchronisations()
+    for step in range(WARM_UP + 1):
+        loads = list(micro_batches(engine, global_batch(spec, step)))
+        with watch.watching() if step == WARM_UP else contextlib.nullcontext():
+            engine.train_batch(iter(loads))
+            ema.update()
+    engine.destroy()
+    return watch.found
+
+
+def course(case: Case, clipping: float) -> tuple[list[Any], list[Tensor]]:
+    """Losses, norms and the number of skipped steps of a few steps, and the weights at their end.
+
+    One step has an infinite gradient, but in fp32 without ZeRO, which does not skip it.
+    """
+    engine, spec = built(case, clipping)
+    objective, poisoned = engine.objective, Poisoned(engine.objective)
+    records: list[Any] = []
+    for step in range(3):
+        bad = step == POISONED and (case.zero, case.precision) != (0, "fp32")
+        engine.objective = poisoned if bad else objective
+        loss = engine.train_batch(micro_batches(engine, global_batch(spec, step))).item()
+        norm = engine.gradient_norm()
+        if not bad:
+            records.append([loss, norm])
+    weights = [master.detach().clone() for master in insides.masters(engine)]
+    records.append(engine.skipped_steps)
+    engine.destroy()
+    return records, weights
+
+
+class Poisoned:
+    """An objective whose loss is infinite."""
+
+    def __init__(self, objective: Objective) -> None:
+        self.prepare, self.inputs = objective.prepare, objective.inputs
+        self.loss = lambda prediction, prepared: objective.loss(prediction, prepared) * float("inf")
+
+
+def differs_from_stock(case: Case) -> list[str]:
+    """Differences, bit for bit, from training with DeepSpeed's own waits."""
+    different = []
+    for clipping in (1e-3, 1e6) if case.zero == 0 and not case.fused else (1e-3,):
+        ours, our_weights = course(case, clipping)
+        with unittest.mock.patch.object(insides, "one_wait", contextlib.nullcontext):
+            stock, stock_weights = course(case, clipping)
+        different += [f"{ours} is not {stock}"] if ours != stock else []
+        if not all(torch.equal(*pair) for pair in zip(our_weights, stock_weights, strict=True)):
+            different.append("weights")
+    return different
+
+
+WAYS: tuple[tuple[int, Precision, bool], ...] = (
+    (0, "fp32", False),
+    (2, "fp32", True),
+    (0, "bf16", True),
+    (1, "bf16", False),
+    (0, "fp16", False),
+    (2, "fp16", False),
+)
+CASES = {
+    f"zero{zero}-{precision}{'-fused' if fused else ''}": Case(1, 1, zero, precision, 0, micro_batches=1, fused=fused)
+    for zero, precision, fused in WAYS
 }
 
 
-def waits(name: str) -> int:
+def waits(case: Case) -> int:
     """How often the host must hear from the device: in fp16 whether to change the loss scale, elsewhere whether to
     step, unless the optimizer decides that itself or, as in fp32 without ZeRO, steps whatever the gradients are."""
-    precision = CASES[name]["precision"]
-    if precision == "fp16":
+    if case.precision == "fp16":
         return 1
-    return 0 if CASES[name]["optimizer"]["fused"] or name.startswith("zero0-fp32") else 1
+    return 0 if case.fused or (case.zero, case.precision) == (0, "fp32") else 1
 
 
-def run(folder: Path, cases: list[dict[str, Any]], start: Callable[..., Any], **environment: Any) -> dict[str, Any]:
-    """What the worker saw, by case."""
-    done = start(1, WORKER, str(write_json(folder / "cases.json", cases)), str(folder), **environment)
+def run(folder: Path, start: Callable[..., Any], what: str, **environment: Any) -> Any:
+    """What the script saw, by case."""
+    done = start(1, Path(__file__), str(folder), what, **environment)
     assert done.returncode == 0, done.stderr
-    return dict(zip(CASES, json.loads((folder / "rank0.json").read_text()), strict=True))
+    return json.loads((folder / "report.json").read_text())
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run(tmp_path_factory.mktemp("synchronisation"), list(CASES.values()), run_ranks)
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run(tmp_path_factory.mktemp("synchronisation"), run_ranks, "differs")
 
 
 @pytest.mark.launch
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_that_does_not_log_waits_for_the_device_as_seldom_as_it_can(reports: dict[str, Any], name: str) -> None:
+def test_a_step_that_does_not_log_waits_for_the_device_as_seldom_as_it_can(reports: Any, name: str) -> None:
     found = reports[name]["waits"]
-    assert len(found) == waits(name), "\n".join(found)
+    assert len(found) == waits(CASES[name]), "\n".join(found)
 
 
 @pytest.mark.launch
 @pytest.mark.parametrize("name", CASES)
-def test_every_number_is_as_with_the_stock_waits_also_around_a_step_that_is_skipped(
-    reports: dict[str, Any], name: str
-) -> None:
+def test_every_number_is_as_with_the_stock_waits_also_around_a_step_that_is_skipped(reports: Any, name: str) -> None:
     assert reports[name]["differs"] == []
 
 
 @pytest.mark.launch
 @pytest.mark.gpu
 def test_on_a_gpu_pytorch_sees_no_other_waits(tmp_path: Path) -> None:
-    cases = [{**case, "clippings": []} for case in CASES.values()]
-    found = run(tmp_path, cases, launch, DS_ACCELERATOR="cuda")
-    assert {name: report["waits"] for name, report in found.items() if len(report["waits"]) != waits(name)} == {}
+    found = run(tmp_path, launch, "waits", DS_ACCELERATOR="cuda")
+    assert {name: report["waits"] for name, report in found.items() if len(report["waits"]) != waits(CASES[name])} == {}
+
+
+def main() -> None:
+    folder, what = sys.argv[-2:]
+    use_host_accelerator()
+    torch.set_num_threads(1)
+    with process_group():
+        report = {
+            name: {
+                "waits": places_of_waits(case),
+                "differs": differs_from_stock(case) if what == "differs" else [],
+            }
+            for name, case in CASES.items()
+        }
+        Path(folder, "report.json").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

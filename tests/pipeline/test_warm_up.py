@@ -24,6 +24,6 @@ def test_each_layer_runs_forwards_and_once_more_where_backward_recomputes(
             ran[index] += 1
 
         module.register_forward_pre_hook(count)
-    warm_up(modules, LAYERS, 2, stage_begin=0, gradients=gradients, recompute=recompute)
+    warm_up(modules, LAYERS, 2, gradients=gradients, recompute=recompute)
     assert set(ran.values()) == {forwards}
     assert all(parameter.grad is None for module in modules.values() for parameter in module.parameters())

@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 
 from ddpm_ds.pipeline.cuts import Schedule
-from ddpm_ds.pipeline.order import execute, training_order
 from ddpm_ds.pipeline.schedule import (
     PASSES,
     Program,
@@ -23,6 +22,7 @@ from ddpm_ds.pipeline.schedule import (
 )
 from ddpm_ds.predict.scheduler import planned
 from ddpm_ds.predict.simulate import Link, PhaseCosts, RankCosts, simulate
+from tests.pipeline.order_model import execute, training_order
 
 EQUAL = PhaseCosts(1.0, 2.0, activation_bytes=1, gradient_bytes=1, weight_seconds=1.0)
 

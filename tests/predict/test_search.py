@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ddpm_ds.errors import LayoutError
-from ddpm_ds.pipeline.cuts import boundary_elements, neighbouring
+from ddpm_ds.pipeline.cuts import neighbouring, sent_elements
 from ddpm_ds.predict import memory
 from ddpm_ds.predict import predictor as predict
 from ddpm_ds.predict.layouts import Candidate, Workload, ds_config, layouts
@@ -127,7 +127,7 @@ def test_cuts_are_made_for_the_links_of_a_placement() -> None:
     by_stages = Candidate(2, 2, "1f1b", 1, 8, 0, 1, False, across="stages")
     by_replicas = replace(by_stages, across="replicas")
     (_, slow, _), (_, fast, _) = apart.bounds(by_stages), apart.bounds(by_replicas)
-    assert boundary_elements(apart.job.layers, slow) < boundary_elements(apart.job.layers, fast)
+    assert sent_elements(apart.job.layers, slow) < sent_elements(apart.job.layers, fast)
     near = small_predictor(4, link_bandwidth=1e12)
     assert apart.predict(by_stages).step_seconds > near.predict(by_stages).step_seconds
 

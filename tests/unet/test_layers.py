@@ -7,8 +7,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddpm_ds.config.spec import UnetSpec
-from ddpm_ds.unet.blocks import weighted_parts
 from ddpm_ds.unet.layers import boundary_shapes, unet_layers
+from ddpm_ds.unet.weight_gradients import weighted_parts
 from tests.unet.variants import VARIANTS, batch, layers_of, random_unet
 
 

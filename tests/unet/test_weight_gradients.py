@@ -10,11 +10,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ddpm_ds.unet import weight_gradients
-from ddpm_ds.unet.blocks import weighted_parts
 from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
 from ddpm_ds.unet.operations import set_image_index
-from ddpm_ds.unet.weight_gradients import Tapped, WaitingGradients
+from ddpm_ds.unet.weight_gradients import Tapped, WaitingGradients, weighted_parts
 from tests.launching import tiny_spec
 
 SPEC = tiny_spec()

@@ -1,12 +1,11 @@
-"""Order in which ranks post their messages, and a model that finds out whether that order can deadlock.
+"""A model that finds out whether the order in which ranks post their messages can lock.
 
 NCCL executes the operations of one communicator one after another in the order in which this rank posted them; a send
 is complete when its receiver takes it. A wait for a message is therefore a wait for everything posted before it on that
 communicator, here and at the other end. A rank that waits for its whole device waits for everything it has posted.
 
-:class:`EdgeEnd` decides when an end of a directed edge posts and waits. The engines' channels really send
-(:mod:`ddpm_ds.pipeline.messages`); a :class:`RecordedEnd` writes the same operations into an :class:`OrderLog`, and
-:func:`execute` plays the ranks' logs against each other::
+:class:`RecordedChannel` notes the operations that the engines' channels execute, and :func:`execute` plays the notes of
+the ranks against each other::
 
     rank 0   receive gradients 0 | send activations 0 | ... wait for gradients 0
     rank 1   receive activations 0 | wait for activations 0 | ... | send gradients 0
@@ -17,100 +16,16 @@ what can lock is the same.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple
 
+import torch
+from torch import Tensor
+
+from ddpm_ds.pipeline.messages import Channel, Edge, Kind, P2PGroup, Posted, Work, pipeline_edges
 from ddpm_ds.pipeline.schedule import PASSES, Program, Schedule, most_in_flight, neighbours, phases_of
-
-Kind = Literal["activations", "gradients", "predictions"]
-Message = TypeVar("Message")
-
-
-class Edge(NamedTuple):
-    """One kind of message of one phase, from one rank of a pipeline to another. Each edge has its own communicator."""
-
-    kind: Kind
-    phase: int
-    source: int
-    target: int
-
-
-def pipeline_edges(ranks: int, phases: int) -> list[Edge]:
-    """Return all edges of a pipeline, in the order in which their communicators are made.
-
-    Edges that share no rank are neighbours in this order, so that they are made at the same time: a rank takes part in
-    at most two of each kind and phase, however many ranks and replicas there are.
-    """
-    edges = []
-    for phase in range(phases):
-        for kind, forward in (("activations", phase == 0), ("gradients", phase == 1)):
-            for parity in (0, 1):
-                for rank in range(parity, ranks - 1, 2):
-                    ends = (rank, rank + 1) if forward else (rank + 1, rank)
-                    edges.append(Edge(kind, phase, *ends))  # type: ignore[arg-type]
-    if phases == 1 and ranks > 1:
-        edges.append(Edge("predictions", 0, ranks - 1, 0))
-    return edges
-
-
-class Work(Protocol):
-    """Posted operation."""
-
-    def wait(self) -> object:
-        """Wait until the operation is complete before anything that follows."""
-
-
-class EdgeEnd(ABC, Generic[Message]):
-    """One end of an edge: when it posts its messages, and when it waits for them.
-
-    A send returns at once; of ``most_in_flight`` messages that are not known to be delivered the oldest is waited for.
-    Receives are posted one message ahead, so that a message travels while its receiver computes.
-    """
-
-    def __init__(self, most_in_flight: int) -> None:
-        self._most_in_flight = most_in_flight
-        self._in_flight: deque[Work] = deque()
-        self._to_post = 0
-        self._receives: deque[tuple[Work, Message]] = deque()
-
-    @abstractmethod
-    def post_send(self, message: Message) -> Work:
-        """Post a send; what is sent is kept alive until the operation is forgotten."""
-
-    @abstractmethod
-    def post_receive(self) -> tuple[Work, Message]:
-        """Post a receive of the next message; return the operation and the message."""
-
-    def post_message(self, message: Message) -> None:
-        """Post a send, after the oldest where too many are in flight."""
-        while len(self._in_flight) >= self._most_in_flight:
-            self._in_flight.popleft().wait()
-        self._in_flight.append(self.post_send(message))
-
-    def start_receiving(self, messages: int) -> None:
-        """Post the receive of the first of so many messages; each one that is waited for posts the next."""
-        self._to_post += messages
-        self._post()
-
-    def next_message(self) -> Message:
-        """Wait for the next message, and post the receive of the one after it."""
-        work, message = self._receives.popleft()
-        self._post()
-        work.wait()
-        return message
-
-    def drain(self) -> None:
-        """Wait until everything sent has been delivered."""
-        while self._in_flight:
-            self._in_flight.popleft().wait()
-
-    def _post(self) -> None:
-        if self._to_post:
-            self._to_post -= 1
-            self._receives.append(self.post_receive())
 
 
 class Operation(NamedTuple):
@@ -125,50 +40,59 @@ class Operation(NamedTuple):
     seconds: float = 0.0
     """Seconds of a pass."""
     name: str = ""
-    """Name of a pass, or of a collective operation."""
+    """Name of a pass."""
 
     def __str__(self) -> str:
         if self.edge is None:
-            return {"pass": self.name, "together": f"a collective of {self.name}", "device": "the device"}[self.does]
+            return {"pass": self.name, "together": "a collective of all ranks", "device": "the device"}[self.does]
         kind, phase, source, target = self.edge
         return f"{kind} {self.number} of phase {phase} from rank {source} to rank {target}"
 
 
 @dataclass
-class OrderLog:
-    """Log of one rank's operations, in order; messages go from host to host, or between devices."""
+class RecordedWork:
+    """Posted operation whose wait is noted."""
 
-    by_host: bool = False
-    operations: list[Operation] = field(default_factory=list)
-
-
-@dataclass
-class _RecordedWork:
-    log: OrderLog
+    operations: list[Operation]
     edge: Edge
     number: int
+    work: Work | None = None
+    """What is waited for, if it was really posted."""
 
     def wait(self) -> None:
-        self.log.operations.append(Operation("wait", self.edge, self.number))
+        self.operations.append(Operation("wait", self.edge, self.number))
+        if self.work is not None:
+            self.work.wait()
 
 
-class RecordedEnd(EdgeEnd[None]):
-    """End of an edge whose operations are recorded."""
+class RecordedChannel(Channel):
+    """Channel that notes its operations in the place of executing them."""
 
-    def __init__(self, log: OrderLog, edge: Edge, most_in_flight: int) -> None:
-        super().__init__(most_in_flight)
-        self._log, self._edge = log, edge
-        self._sent = self._received = 0
+    def __init__(self, operations: list[Operation], edge: Edge, most_in_flight: int, *, by_host: bool = False) -> None:
+        group: Any = None
+        device = torch.device("cpu")
+        super().__init__((), torch.float32, device, P2PGroup(edge, edge.target, group, group, 0), most_in_flight)
+        self.by_host = by_host
+        self._operations = operations
+        self._numbers = {"send": 0, "receive": 0}
 
-    def post_send(self, message: None) -> Work:
-        self._log.operations.append(Operation("send", self._edge, self._sent, self._log.by_host))
-        self._sent += 1
-        return _RecordedWork(self._log, self._edge, self._sent - 1)
+    def send(self, tensors: Sequence[Tensor] = ()) -> None:
+        self.post_message(torch.zeros(1))
 
-    def post_receive(self) -> tuple[Work, None]:
-        self._log.operations.append(Operation("receive", self._edge, self._received, self._log.by_host))
-        self._received += 1
-        return _RecordedWork(self._log, self._edge, self._received - 1), None
+    def receive(self) -> tuple[Tensor, ...]:
+        return (self.next_message(),) * 2
+
+    def post_send(self, message: Tensor) -> Posted:
+        return self._posted("send", message)
+
+    def post_receive(self) -> Posted:
+        return self._posted("receive", torch.zeros(1))
+
+    def _posted(self, does: Literal["send", "receive"], message: Tensor) -> Posted:
+        number = self._numbers[does]
+        self._numbers[does] += 1
+        self._operations.append(Operation(does, self.p2p.edge, number, self.by_host))
+        return Posted(RecordedWork(self._operations, self.p2p.edge, number), message)
 
 
 def training_order(
@@ -178,9 +102,8 @@ def training_order(
     *,
     device_waits: Collection[str] = (),
     by_host: bool = False,
-    reduces: bool = False,
     seconds: Callable[[str, int], float] = lambda instruction, phase: 1.0,
-    end_of_edge: type[RecordedEnd] = RecordedEnd,
+    channel: type[RecordedChannel] = RecordedChannel,
 ) -> list[Operation]:
     """Return what one rank of a pipeline posts and waits for in a training step, as the engine does.
 
@@ -188,52 +111,45 @@ def training_order(
         programs: of all ranks.
         device_waits: passes inside of which the rank waits for its whole device.
         by_host: messages go from host to host, as in the engine's cautious steps.
-        reduces: the replicas reduce gradients after each backward, as under ZeRO-2.
         seconds: of a pass, by its instruction and phase.
-        end_of_edge: when ends of edges post and wait.
+        channel: says when ends of edges post and wait.
     """
-    log, most, ranks = OrderLog(by_host), most_in_flight(programs), len(programs)
+    operations: list[Operation] = []
+    own, ranks, most = programs[rank], len(programs), most_in_flight(programs)
     edges = [edge for edge in pipeline_edges(ranks, phases_of(schedule)) if edge.kind != "predictions"]
-    sends = {(edge.kind, edge.phase): end_of_edge(log, edge, most) for edge in edges if edge.source == rank}
-    receives = {(edge.kind, edge.phase): end_of_edge(log, edge, most) for edge in edges if edge.target == rank}
-    own = programs[rank]
+    recorded = {edge: channel(operations, edge, most, by_host=by_host) for edge in edges if rank in edge[2:]}
+    sends = {edge[:2]: end for edge, end in recorded.items() if edge.source == rank}
+    receives = {edge[:2]: end for edge, end in recorded.items() if edge.target == rank}
     for (_, phase), end in receives.items():
         end.start_receiving(sum(one.name == "ForwardPass" and one.phase == phase for one in own))
     for name, phase, _ in own:
         kind: Kind = "activations" if name in ("ForwardPass", "SendActivation") else "gradients"
         if name in ("SendActivation", "SendGrad"):
-            sends[kind, phase].post_message(None)
+            sends[kind, phase].send()
         elif name in PASSES:
             before, after = neighbours(schedule, ranks, rank, phase)
             if name != "WeightGradients" and (before if kind == "activations" else after) is not None:
-                receives[kind, phase].next_message()
-            log.operations.append(Operation("pass", name=name, seconds=seconds(name, phase)))
+                receives[kind, phase].receive()
+            operations.append(Operation("pass", name=name, seconds=seconds(name, phase)))
             if name in device_waits:
-                log.operations.append(Operation("device"))
-            if name in ("BackwardPass", "InputGradients", "WeightGradients") and reduces:
-                log.operations.append(Operation("together", name=f"the replicas of rank {rank}"))
-    log.operations.append(Operation("together", name="all ranks"))
+                operations.append(Operation("device"))
+    operations.append(Operation("together"))
     for end in sends.values():
         end.drain()
-    return log.operations
+    return operations
 
 
 class LockError(RuntimeError):
     """Error: the ranks wait for each other for ever; the message says which rank waits for what."""
 
 
-def own_communicator(edge: Edge) -> Hashable:
-    """Return a communicator for each edge of its own, as the engines have it."""
-    return edge
-
-
 def execute(
-    orders: Sequence[Iterable[Operation]], communicator: Callable[[Edge], Hashable] = own_communicator
+    orders: Sequence[Iterable[Operation]], communicator: Callable[[Edge], Hashable] = lambda edge: edge
 ) -> float:
     """Play the orders of the ranks of one pipeline, and return the seconds that they take; messages take none.
 
-    The replicas of a pipeline execute the same order, so what they do together only keeps them in step and is no wait
-    within one pipeline. ``communicator`` says which edges share one.
+    The replicas of a pipeline execute the same order, so what they do together after a backward, as under ZeRO-2, is no
+    wait within one pipeline and is left out. ``communicator`` says which edges share one.
 
     Raises:
         LockError: some ranks wait for each other for ever.
@@ -287,7 +203,7 @@ class _Player:
                 if any(not queue[0][0].by_host for queue in self.queues.values() if queue):
                     return False
                 self.now = max([self.now, *self.complete.values()])
-            case "together" if operation.name == "all ranks":
+            case "together":
                 self.met = True
                 if not all(rank.met or rank.position == len(rank.order) for rank in ranks):
                     return False
