@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -87,8 +88,10 @@ def test_waiting_for_batches_is_counted_and_work_between_them_is_not() -> None:
 
 def grown_by(size: int) -> int:
     """By how much the peak of this process is above what it has held before it held ``size`` bytes for a moment."""
-    held = psutil.Process().memory_info().rss
-    assert len(b"1" * size) == size
+    held, piece = psutil.Process().memory_info().rss, b"1" * 2**20
+    with mmap.mmap(-1, size) as memory:  # of the kernel: what this process has freed and kept would not be new
+        while memory.tell() < size:
+            memory.write(piece)
     return peak_memory_bytes(torch.device("cpu")) - held
 
 
