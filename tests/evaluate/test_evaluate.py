@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -175,7 +175,7 @@ def test_inceptions_scores_by_name_count_and_tool(
 ) -> None:
     monkeypatch.setattr(inception, "LAYER", "64")
     meta = digits.meta.model_copy(update={"count": 24})
-    small = replace(digits, meta=meta, images=cast(StoredImages, digits.images[:24]), labels=digits.labels[:24])
+    small = replace(digits, meta=meta, images=StoredImages(digits.path, meta, None), labels=digits.labels[:24])
     monkeypatch.setattr(scores, "prepare", lambda *_, **__: small)
     monkeypatch.setattr(scores, "cache_beside", lambda _: tmp_path / "cache")
     out = evaluate("--count", 20, "--metrics", "fid,kid,pr", "--inception-weights", weights)
