@@ -1,11 +1,11 @@
 #!/bin/bash
-# Train under Slurm on any number of nodes. From the repository, with what would follow launch/train.py:
+# Train under Slurm on any number of nodes. Type in the repository, with the options of launch/train.py:
 #
 #     sbatch launch/slurm.sh --deepspeed_config ds_configs/zero2_fp16.json -p 4
 #
-# Before the time limit, and when it is preempted, the job saves, leaves and queues itself again; it then goes on from
-# its newest checkpoint. So it does when ranks were lost, at most LOST_IN_A_ROW times without a new checkpoint between.
-# The run is in runs/slurm-JOB, or where RUN_DIR says. docs/launchers.md
+# Before the time limit, and when it is preempted, the job saves, ends and queues itself again; it then resumes from its
+# newest checkpoint. After losing ranks it does the same, at most LOST_IN_A_ROW times without a new checkpoint between.
+# The run is in runs/slurm-JOB, or where RUN_DIR says. See docs/launchers.md.
 
 # Edit these lines: how many machines, processes on each (as many as it has devices), and for how long.
 #SBATCH --nodes=2
@@ -33,7 +33,7 @@ queue_again() {
     fi
 }
 
-# The ranks that end first don't end the others: those have their last words, or upload what is left.
+# The ranks that end first don't end the others, which may still have to print an error or upload what is left.
 before=$(newest)
 srun --kill-on-bad-exit=0 --wait=0 ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
     "${PYTHON:-python}" -u launch/train.py --run-dir "$run_dir" "$@" &
@@ -43,7 +43,7 @@ trap 'asked=yes; kill -USR1 "$step"' USR1 # srun passes it on to all tasks; at S
 trap 'asked=yes' TERM                     # preempted or cancelled: Slurm has told the tasks itself
 wait "$step"
 code=$?
-while [ -n "$asked" ]; do # a signal has ended the waiting, not what is waited for
+while [ -n "$asked" ]; do # a signal ended the wait, not the ranks
     asked=
     wait "$step"
     ended=$?
@@ -53,7 +53,7 @@ done
 lost_file=$run_dir.lost
 case $code in
 0) rm -f "$lost_file" ;;
-2 | 3) ;; # bad input, bad numbers: it would end the same way
+2 | 3) ;; # bad input, bad numbers: the next start would end the same way
 75) queue_again "stopped and saved" ;;
 *)
     lost=1
