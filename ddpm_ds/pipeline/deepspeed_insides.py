@@ -278,7 +278,7 @@ def _mask_invalid(norm: Tensor, device: Any = None, val: float = -1.0) -> None:
 def _clip(
     input_tensors: Sequence[Tensor], max_norm: float, global_norm: Tensor, mpu: Any = None, eps: float = 1e-6
 ) -> Tensor:
-    """Scale gradients down to a norm; unlike the stock function, multiply by 1 instead of testing the norm on the host."""
+    """Scale gradients down to a norm; the stock function tests the norm on the host, this one multiplies by 1."""
     coefficient = (max_norm / (global_norm + eps)).clamp(max=1.0)
     for tensor in input_tensors:
         tensor.detach().mul_(coefficient)
