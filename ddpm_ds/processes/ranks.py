@@ -194,7 +194,7 @@ class Launcher:
                     self._outputs.register(descriptor, 0)
 
     def is_gone(self) -> bool:
-        """Return whether the launcher is gone; from then on this process's output is discarded, as writing would fail."""
+        """Return whether the launcher is gone; from then on output is discarded, since writing it would fail."""
         for descriptor, _ in self._outputs.poll(0):
             self._outputs.unregister(descriptor)
             nowhere = os.open(os.devnull, os.O_WRONLY)

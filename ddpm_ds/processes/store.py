@@ -93,7 +93,7 @@ class SealedStore(dist.Store):
         return self._store.check(list(keys))
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Set a value if the current one is ``expected`` ("" also means none or an invalid one); return the new value."""
+        """Set a value if the current one is ``expected`` ("" also: none or an invalid one); return the new value."""
         there = self._store.get(key) if self._store.check([key]) else b""
         if there and there != self._sealed(key, "").encode() and not self._opened(key, there):
             self._store.set(key, self._sealed(key, ""))
