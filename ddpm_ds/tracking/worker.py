@@ -25,7 +25,7 @@ from itertools import chain, takewhile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from PIL import Image  # here, since two threads that import it at once can each see half of it
+from PIL import Image  # at the top, since two threads that import it at once may see it half-imported
 
 from ddpm_ds.secret import without_secrets
 from ddpm_ds.tracking.mirrors import KINDS, TensorBoard, WeightsAndBiases
@@ -303,7 +303,7 @@ def _dataset_input(name: str, digest: str, source: str) -> DatasetInput:
 
 @contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Hold back other workers of the same folder: two that create one database at once corrupt it."""
+    """Lock out other workers of the same folder, since two that create one database at once corrupt it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".mlflow.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -311,7 +311,7 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def _make_database(path: Path) -> None:
-    """Make a database that is not there, under another name first: a process that is killed leaves none half-made."""
+    """Make a missing database under a temporary name first, so that a killed process leaves no incomplete one."""
     import mlflow
 
     if not path.exists():
