@@ -256,7 +256,7 @@ class DatasetCache:
 
     @property
     def key(self) -> str:
-        """Return a hexadecimal key that identifies these images: a hash of their checksums and the crop size."""
+        """Hexadecimal key that identifies these images: a hash of their checksums and the crop size."""
         parts = [self.meta.sha256[name] for name in self.meta.files]
         parts += [] if self.images.crop is None else [str(self.images.crop)]
         return parts[0] if len(parts) == 1 else sha256(" ".join(parts).encode()).hexdigest()

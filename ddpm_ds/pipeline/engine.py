@@ -226,12 +226,12 @@ class UnetPipelineEngine(PipelineEngine):
 
     @property
     def reads_data(self) -> bool:
-        """Return whether this rank needs the micro-batches."""
+        """Whether this rank needs the micro-batches."""
         return self.stage_id in (0, self.loss_stage)
 
     @property
     def next_index(self) -> int:
-        """Return the image index of the next batch's first image."""
+        """Image index of the next batch's first image."""
         return self.images_seen + self.skipped_images
 
     # ---------------------------------------------------------------- one batch

@@ -127,7 +127,7 @@ class UnetPipelineModule(PipelineModule):
 
 
 class FoldedUnetModule(UnetPipelineModule, DualPipeVModule):
-    """The two stages of one rank of the fold; :meth:`forward` walks the one that ``activate_phase`` has chosen."""
+    """Two stages of a rank of the fold; :meth:`forward` walks the one chosen by ``activate_phase``."""
 
     schedule: Schedule = "folded"
     phases = 2

@@ -65,7 +65,7 @@ PROGRAMS = "programs.txt"
 
 
 class Event(NamedTuple):
-    """An instruction that took time, in seconds from the start of the step."""
+    """Instruction with its times, in seconds from the start of the step."""
 
     instruction: str
     phase: int

@@ -67,12 +67,12 @@ class RunPlan:
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """The stages, in the order of the layers."""
+        """Stages in the order of the layers."""
         return describe(self.layers, self.bounds, self.ds.schedule)
 
     @cached_property
     def across(self) -> AcrossHosts:
-        """The axis that is split over hosts."""
+        """Axis that is split over hosts."""
         return across_hosts(self.ds, self.layers, self.bounds, self.hosts)
 
     @property
@@ -86,7 +86,7 @@ class RunPlan:
 
     @property
     def exchange(self) -> Exchange:
-        """Return the bytes that a step sends."""
+        """Bytes that a step sends."""
         if self.programs is None:
             return run_exchange(self.ds, self.layers, self.bounds)
         from ddpm_ds.pipeline.schedule import weight_passes  # DeepSpeed, which has been imported where programs are

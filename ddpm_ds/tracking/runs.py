@@ -89,12 +89,12 @@ class Run:
 
     @property
     def spec(self) -> RunSpec:
-        """The run spec. Raises SpecError where it can't be read."""
+        """Run spec; raises SpecError if it can't be read."""
         return load_spec(self.folder / "spec.yaml")
 
     @property
     def ds_config(self) -> dict[str, Any]:
-        """The DeepSpeed JSON that it trains with, every ``auto`` filled in."""
+        """DeepSpeed JSON that it trains with, every ``auto`` resolved."""
         config: dict[str, Any] = read_json(self.folder / "ds_config.json")
         return config
 

@@ -92,7 +92,7 @@ class Journal:
 
 
 class Worker:
-    """Sends the records of the journal with this file descriptor.
+    """Sender of the records in the journal with this file descriptor.
 
     MLflow has those of its first ``sent`` bytes; the start, which comes first, is needed all the same. ``trainer`` is
     the id of the process that writes the journal, if it still runs, and hears the ``replies``.

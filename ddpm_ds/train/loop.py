@@ -30,7 +30,7 @@ REMEDIES = "try a lower optimizer.learning_rate, a longer optimizer.warmup_image
 
 @dataclass
 class Run:
-    """Everything that the loop works with, on every rank."""
+    """State that the training loop works with, on every rank."""
 
     plan: RunPlan
     engine: UnetPipelineEngine

@@ -55,7 +55,7 @@ class Interval:
 
 
 class Meter:
-    """Gathers steps until :meth:`read`. Only ``read``, ``so_far`` and ``paused`` wait for the device."""
+    """Accumulator of steps until :meth:`read`. Only ``read``, ``so_far`` and ``paused`` wait for the device."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
