@@ -1,6 +1,6 @@
 """Train diffusion U-Nets, of pixels or latents, on DeepSpeed's pipeline engine, from a laptop CPU to many nodes.
 
-What a script needs is here, and ``docs/python.md`` shows it at work::
+The Python interface for scripts; ``docs/python.md`` has examples::
 
     load_spec     read a run spec
     plan          predict the fastest ways to lay a run out on some devices
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ddpm_ds.evaluate.trained import load_trained
     from ddpm_ds.predict.planner import plan
     from ddpm_ds.tracking.runs import open_run
-else:  # where a type checker saw __getattr__, it would take every name for one of the package
+else:  # hidden from type checkers: seeing __getattr__, they would accept every name
 
     def __getattr__(name: str) -> object:
         if name not in _MODULES:

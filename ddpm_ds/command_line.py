@@ -1,5 +1,6 @@
-"""Parts that command lines share: a parser with one-line errors, option types, sizes and speeds (80GiB, 400Gbit/s),
-tables. No torch.
+"""Shared parts of command lines: a parser with one-line errors, option types, units (80GiB, 400Gbit/s), tables.
+
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ SHORTEST_EMA, LONGEST_EMA = 0.001, 0.28
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser, with its verbs' parsers, that raises a SpecError where argparse would print its usage and leave.
+    """Parser that raises a SpecError where argparse would print its usage and exit; its subparsers do the same.
 
-    Descriptions are shown as they are written.
+    Descriptions are printed as written.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -40,14 +41,14 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def add_spec_options(parser: argparse.ArgumentParser, default: Path | None = None) -> None:
-    """Add ``--spec``, which has to be given unless there is a ``default``, and ``--set``."""
+    """Add ``--set`` and ``--spec``, which is required unless there is a ``default``."""
     asked = "run spec, see launch/specs" if default is None else f"run spec (default: {default.stem})"
     parser.add_argument("--spec", type=file_path, default=default, required=default is None, metavar="YAML", help=asked)
     add_overrides(parser)
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """Add ``--set``, which every program and verb has that takes a run spec."""
+    """Add ``--set``, an option of every program and verb that takes a run spec."""
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -59,14 +60,14 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def cache_folder() -> Path:
-    """Return the folder of cached measurements, in the user's cache (``XDG_CACHE_HOME``); may not exist yet."""
-    home = os.path.expanduser("~")  # as it is where the user has none, as in some containers
+    """Return the folder of cached measurements in the user's cache (``XDG_CACHE_HOME``); it may not exist yet."""
+    home = os.path.expanduser("~")  # stays "~" if the user has no home, as in some containers
     own = Path(home, ".cache") if home != "~" else Path(tempfile.gettempdir(), f"cache-{os.getuid()}")
     return Path(os.environ.get("XDG_CACHE_HOME") or own) / "ddpm_ds"
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Raise an error for a file that could not be written in the end.
+    """Check in advance that a file can be written.
 
     Raises:
         OutputError: it is a folder, or its folder is missing or not writable.
@@ -77,10 +78,10 @@ def check_writable(option: str, path: Path) -> None:
 
 
 def file_path(text: str) -> Path:
-    """The path of a file or folder, which need not exist.
+    """Parse the path of a file or folder, which need not exist.
 
     Raises:
-        argparse.ArgumentTypeError: nothing can have this path, or the way there is a loop of links or closed.
+        argparse.ArgumentTypeError: the path is impossible, passes through a loop of links, or can't be accessed.
     """
     fault = path_fault(text) if text else "a path can't be empty"
     if fault is None:
@@ -96,7 +97,7 @@ def file_path(text: str) -> Path:
 
 
 def whole(text: str, lowest: int, highest: int, what: str) -> int:
-    """A whole number from ``lowest`` to ``highest``, a range that ``what`` describes.
+    """Parse a whole number from ``lowest`` to ``highest``; ``what`` describes this range in the error.
 
     Raises:
         argparse.ArgumentTypeError: ``text`` is something else.
@@ -109,17 +110,17 @@ def whole(text: str, lowest: int, highest: int, what: str) -> int:
 positive = partial(whole, lowest=1, highest=10**6, what="a whole number from 1 to 1,000,000")
 natural = partial(whole, lowest=0, highest=10**6, what="a whole number from 0 to 1,000,000")
 processes = partial(whole, lowest=1, highest=MOST_PROCESSES, what=f"a whole number from 1 to {MOST_PROCESSES:,}")
-"""A number of processes, stages or hosts."""
+"""Option type: number of processes, stages or hosts."""
 batch = partial(whole, lowest=1, highest=MOST_BATCH, what=f"a whole number from 1 to {MOST_BATCH:,}")
-"""A number of images, or of micro-batches, that are worked on together."""
+"""Option type: number of images or micro-batches that are processed together."""
 image_number = partial(whole, lowest=0, highest=2**48, what="a whole number from 0 to 2^48")
-"""The number of an image among all that a seed draws."""
+"""Option type: number of an image among all those drawn from one seed."""
 port = partial(whole, lowest=1, highest=2**16 - 1, what="a port, which is a whole number from 1 to 65,535")
 seed = partial(whole, lowest=0, highest=2**32 - 1, what="a number from 0 to 2^32 - 1")
 
 
 def number(text: str, lowest: float, highest: float, what: str) -> float:
-    """A number from ``lowest`` to ``highest``, a range that ``what`` describes; ``nan`` is in none.
+    """Parse a number from ``lowest`` to ``highest``, not ``nan``; ``what`` describes this range in the error.
 
     Raises:
         argparse.ArgumentTypeError: ``text`` is something else.
@@ -146,13 +147,13 @@ grace_seconds = partial(number, lowest=0.0, highest=1e6, what="a time in seconds
 
 
 def seconds(text: str) -> float:
-    """A time in seconds, such as ``0.5``; ``inf`` is for ever."""
+    """Parse a time in seconds, such as ``0.5``; ``inf`` means no limit."""
     found = number(text, 0.001, math.inf, "a time in seconds from 0.001 to 1,000,000, such as 30, or inf")
     return found if math.isinf(found) else limited_seconds(text)
 
 
 def step_range(text: str) -> range:
-    """A range of optimizer steps, counted from 1: ``20-22``, ``20``, or ``none`` for no step at all."""
+    """Parse a range of optimizer steps, counted from 1: ``20-22``, ``20``, or ``none`` for no step."""
     if text == "none":
         return range(0)
     first, _, last = text.partition("-")
@@ -163,9 +164,7 @@ def step_range(text: str) -> range:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[str]:
-    """Return the lines of a table whose columns are as wide as their widest cell; those in ``left`` are aligned to the
-    left.
-    """
+    """Return the lines of a table with columns as wide as their widest cell, right-aligned except those in ``left``."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -183,7 +182,9 @@ GIB = 2**30
 
 
 def quantity(text: str, units: Mapping[str, float], what: str, most: float) -> float:
-    """A number above 0 with one of ``units``, as ``what`` describes, in the unit that counts 1: from 1 to ``most``.
+    """Parse a number with one of ``units`` and convert it to the unit of factor 1; the result is from 1 to ``most``.
+
+    ``what`` describes the option in the error.
 
     Raises:
         argparse.ArgumentTypeError: ``text`` is something else.
@@ -203,7 +204,7 @@ def quantity(text: str, units: Mapping[str, float], what: str, most: float) -> f
 
 
 def memory_size(text: str) -> int:
-    """Bytes of a size such as ``80GiB`` or ``24GB``."""
+    """Parse a size such as ``80GiB`` or ``24GB`` into bytes."""
     sizes = {f"{prefix}B": size for prefix, size in _PREFIXES.items()}
     return int(quantity(text, sizes, "a size such as 80GiB or 24GB", 2**60))
 
@@ -215,23 +216,23 @@ bandwidth = partial(
     what="a speed such as 300GB/s or 400Gbit/s",
     most=1e18,
 )
-"""Bytes per second."""
+"""Option type: bytes per second."""
 teraflops = partial(quantity, units={"": 1e12}, what="a number of TFLOP/s such as 120", most=1e21)
-"""Flops per second."""
+"""Option type: flops per second."""
 
 
 def limit(value: float) -> str:
-    """The end of a range for a reader: ``512``, ``65,536``, or as a power where it is long, ``10^15``."""
+    """Format the end of a range: ``512``, ``65,536``, or a long one as a power, ``10^15``."""
     powers = (f"{base}^{power}" for base in (10, 2) for power in range(6, 64) if base**power == value > 10**6)
     return next(powers, f"{value:,.15g}")
 
 
 def counted(number: int, what: str) -> str:
-    """A number of things: ``1 process``, ``2 stages``, ``2 micro-batches``."""
+    """Format a count with its noun: ``1 process``, ``2 stages``, ``2 micro-batches``."""
     plural = f"{what}es" if what.endswith(("ch", "ss")) else f"{what}s"
     return f"{number:,} {what if number == 1 else plural}"
 
 
 def gib(size: float) -> str:
-    """A size for a reader, in GiB or, below a tenth of one, in MiB."""
+    """Format a size in GiB, or in MiB below 0.1 GiB."""
     return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"

@@ -1,4 +1,4 @@
-"""The device of this process, chosen with CUDA's environment before DeepSpeed is imported, and its data types."""
+"""This process's device and its data types; the device and CUDA's environment are set before DeepSpeed is imported."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ DTYPES: dict[Dtype, tuple[str, torch.dtype]] = {
     "fp16": ("F16", torch.float16),
     "bf16": ("BF16", torch.bfloat16),
 }
-"""Data types by name: as safetensors writes them, and PyTorch's own."""
+"""Data types by name: the name in safetensors files and the PyTorch type."""
 MESSAGE_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_MAX_P2P_NCHANNELS": "8"}
-"""Environment of several processes on CUDA, where the user has not set it; docs/gpu.md says why."""
+"""Default environment for several processes on CUDA; docs/gpu.md gives the reasons."""
 LOCKING_ENVIRONMENT = {
     "CUDA_LAUNCH_BLOCKING": "the host would wait for each receive, before it sends what the other rank waits for",
     "NCCL_LAUNCH_ORDER_IMPLICIT": "messages to one rank would wait for those to another, in an order that is not alike",
 }
-"""Variables that stop a pipeline of several stages for ever unless they are 0, and why."""
+"""Variables that deadlock a pipeline of several stages unless they are 0, with the reason."""
 
 KEPT_MEMORY = {"MMAP_THRESHOLD": (-3, 2**31 - 1), "TRIM_THRESHOLD": (-1, -1), "TOP_PAD": (-2, 64 * 2**20)}
-"""Settings of glibc's malloc by their names in the environment: number and value. It keeps large blocks for the next
-pass instead of giving them back to the system, which would clear every page again (docs/performance.md)."""
+"""Settings of glibc's malloc by environment name: (parameter number, value). They make it keep large blocks for the
+next pass instead of returning them to the system, which would clear every page again (docs/performance.md)."""
 
 
 def choose_device(wanted: str, stages: int = 1) -> torch.device:
-    """Choose this process's device and set the environment that goes with it.
+    """Choose this process's device and set its environment.
 
-    ``wanted`` is ``auto``, ``cpu`` or ``cuda``; auto obeys ``DS_ACCELERATOR``, else takes CUDA where there is any.
-    Sets ``DS_ACCELERATOR``, which DeepSpeed reads when it is imported, and for several processes on CUDA
+    ``wanted`` is ``auto``, ``cpu`` or ``cuda``; auto obeys ``DS_ACCELERATOR``, else takes CUDA if available. Sets
+    ``DS_ACCELERATOR``, which DeepSpeed reads when it is imported, and for several processes on CUDA
     :data:`MESSAGE_ENVIRONMENT`. ``stages`` is the number of stages of the pipeline.
 
-    On CUDA cuDNN will time its algorithms for each new shape of a convolution and take the fastest: shapes stay the
-    same from step to step. The first time that takes memory and waits for the device.
+    On CUDA this turns on cuDNN's benchmark mode, since shapes stay the same from step to step; timing a new shape
+    takes memory and waits for the device.
 
     Raises:
-        LayoutError: CUDA was asked for and there is none, or it can't be used, or it has fewer devices than local
-            processes, or its environment would stop a pipeline.
+        LayoutError: CUDA was requested but is missing or unusable, has fewer devices than local processes, or its
+            environment would deadlock a pipeline.
     """
     asked_by = "--device" if wanted != "auto" else "DS_ACCELERATOR"
     wanted = wanted if wanted != "auto" else os.environ.get("DS_ACCELERATOR", "auto")
     if wanted not in ("auto", "cpu", "cuda"):
         raise LayoutError(f"{asked_by} = {wanted} has not been tried with this project; use cpu or cuda")
-    # Who plans a run before its ranks are started has no place among them.
+    # A process that plans a run before its ranks are started has no rank.
     local_rank, local_size = (int(os.environ.get(*found)) for found in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
     chosen = _prepare_messages() if wanted != "cpu" else {}
     devices = torch.cuda.device_count() if wanted != "cpu" else 0
@@ -91,19 +91,19 @@ def choose_device(wanted: str, stages: int = 1) -> torch.device:
 
 
 def memory_bytes(device: torch.device, sharing: int | None = None) -> int:
-    """Return the memory of a device; of a CPU's the share of one of ``sharing`` processes, by default this host's."""
+    """Return a device's bytes of memory; on a CPU, the share of one of ``sharing`` processes (default: this host's)."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return host_memory() // (sharing or int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-"""Where Linux shows the limits of control groups, by which containers and jobs get a part of a host's memory, and in
-which of them this process is."""
+"""Linux's files with the limits of control groups, which bound the memory of containers and jobs, and with the group of
+this process."""
 
 
 def host_memory() -> int:
-    """Return the bytes of memory that this process may use: the host's, or fewer where a control group limits it."""
+    """Return the bytes of memory that this process may use: the host's, or less if a control group limits it."""
     most = int(psutil.virtual_memory().total)
     with contextlib.suppress(OSError):
         for line in OWN_CGROUPS.read_text().splitlines():
@@ -119,22 +119,22 @@ def host_memory() -> int:
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Wait until a device has finished all its work, on any stream.
+    """Wait until a device has finished all its work, on every stream.
 
-    Only where no receive of a message is posted, which would be waited for as well.
+    Call it only while no receive is posted: it would wait for that message too.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def wait_for_stream(device: torch.device) -> None:
-    """Wait until a device has finished the work of the current stream; messages on other streams continue."""
+    """Wait until a device has finished the work on the current stream, but not messages on other streams."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def _keep_freed_memory() -> None:
-    """Set :data:`KEPT_MEMORY` where malloc is glibc's, except what the user's environment sets."""
+    """Apply :data:`KEPT_MEMORY` to glibc's malloc, except settings that the user's environment has."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
         for name, (number, value) in KEPT_MEMORY.items():
@@ -143,9 +143,9 @@ def _keep_freed_memory() -> None:
 
 
 def _prepare_messages() -> dict[str, str]:
-    """Set the environment that several processes on GPUs need, where the user has not, and return what was set.
+    """Set the variables of :data:`MESSAGE_ENVIRONMENT` that the user has not set, and return them.
 
-    NVIDIA's driver reads its environment once, when CUDA is first called, be it to count devices.
+    NVIDIA's driver reads its environment once, at the first CUDA call, even one that only counts devices.
     """
     if os.environ["WORLD_SIZE"] == "1" or _hidden() or not _gpus():
         return {}
@@ -155,10 +155,10 @@ def _prepare_messages() -> dict[str, str]:
 
 
 def _check_cuda(devices: int) -> None:
-    """Refuse to fall back on the CPU, or to fail later, where this host shows a GPU that CUDA can't use.
+    """Raise an error if this host has a GPU that CUDA can't use, rather than fall back on the CPU or fail later.
 
     Raises:
-        LayoutError: the driver is too old for this PyTorch or out of order, or CUDA_VISIBLE_DEVICES is wrong.
+        LayoutError: the driver is too old for this PyTorch or broken, or CUDA_VISIBLE_DEVICES is wrong.
     """
     if torch.version.cuda is None or _hidden() or not (devices or _gpus()):
         return
@@ -182,13 +182,13 @@ def _check_cuda(devices: int) -> None:
 
 
 def _hidden() -> bool:
-    """Return whether CUDA_VISIBLE_DEVICES hides all GPUs: it is empty, or names none first."""
+    """Return whether CUDA_VISIBLE_DEVICES hides all GPUs: it is empty or begins with an invalid number."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible)
 
 
 def _gpus() -> int:
-    """Number of GPUs of this host that a process may use, by NVIDIA's driver or by the files of its devices."""
+    """Return the number of GPUs that a process may use on this host, from NVIDIA's driver or its device files."""
     try:
         pynvml.nvmlInit()
         return int(pynvml.nvmlDeviceGetCount())
@@ -197,7 +197,7 @@ def _gpus() -> int:
 
 
 def _driver() -> str:
-    """Describe NVIDIA's driver and the newest CUDA that it serves."""
+    """Describe NVIDIA's driver and the newest CUDA version that it supports."""
     try:
         pynvml.nvmlInit()
         driver, newest = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetCudaDriverVersion_v2()
@@ -207,7 +207,7 @@ def _driver() -> str:
 
 
 def _why_no_device() -> str:
-    """Why PyTorch has no CUDA device on a host without a GPU that it could use, and what to do."""
+    """Explain why PyTorch has no CUDA device on a host without a usable GPU, and what to do."""
     if torch.version.cuda is None:
         return "this PyTorch is built without CUDA; use --device cpu, or install one that is built with it"
     if _hidden():

@@ -7,19 +7,19 @@ schedulers; ``docs/exit_codes.md`` says what to do with each.
 EXIT_BAD_INPUT = 2
 EXIT_BAD_NUMBERS = 3
 EXIT_PREEMPTED = 75
-"""Exit code after a signal asked for a stop and the run was saved: start it again (EX_TEMPFAIL of sysexits.h)."""
+"""Exit code after a signal stopped the run and it was saved: start it again (EX_TEMPFAIL of sysexits.h)."""
 EXIT_PEER_LOST = 76
-"""Exit code after a rank died or hangs and the others have ended: the run can be resumed from its newest checkpoint."""
+"""Exit code after a rank died or hung and the others ended: the run can resume from its newest checkpoint."""
 
 LONGEST_LINE = 2000
-"""Most characters of an error's line; a longer one loses its middle, since file and fix stand at its ends."""
+"""Maximum characters of an error line; a longer one loses its middle, since file and fix stand at its ends."""
 
 
 def one_line(text: str) -> str:
     """Return a text that can be shown on one line of any terminal.
 
-    Newlines, control characters and whatever else does not print are written as escapes, such as ``\\n`` and
-    ``\\x1b``. Of a text beyond ``LONGEST_LINE`` characters the middle is left out.
+    Newlines, control characters and other unprintable characters are written as escapes, such as ``\\n`` and
+    ``\\x1b``. A text longer than ``LONGEST_LINE`` characters loses its middle.
     """
     text = _shortened(text)
     return _shortened("".join(part if part.isprintable() else part.encode("unicode_escape").decode() for part in text))
@@ -40,7 +40,7 @@ class UserError(Exception):
 
 
 class SpecError(UserError):
-    """The run spec (YAML or ``--set``) or an option can't be read, or describes nothing that can be trained."""
+    """The run spec (YAML or ``--set``) or an option can't be read or describes something that can't be trained."""
 
 
 class DsConfigError(UserError):
@@ -48,7 +48,7 @@ class DsConfigError(UserError):
 
 
 class DeviceLostError(DsConfigError):
-    """A kernel has broken a GPU for its process, which can't even leave its process group in order."""
+    """A failed kernel has made the GPU unusable for this process, which can't even leave its process group cleanly."""
 
 
 class DataError(UserError):
@@ -60,7 +60,7 @@ class LayoutError(UserError):
 
 
 class HostError(UserError):
-    """The hosts of a run are not alike, or one of them can't take part."""
+    """The hosts of a run differ, or one of them can't take part."""
 
 
 class OutputError(UserError):
@@ -68,15 +68,15 @@ class OutputError(UserError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint is damaged, incomplete, of another format, or does not fit the run."""
+    """A checkpoint is damaged, incomplete or in another format, or does not fit the run."""
 
 
 class NoCheckpointError(CheckpointError):
-    """There are checkpoints, and none of them can be used; all ranks agree on that."""
+    """There are checkpoints, but all ranks agree that none can be used."""
 
 
 class EvaluationError(UserError):
-    """A score that was asked for can't be computed here, or not from so few images."""
+    """A requested score can't be computed here, or not from so few images."""
 
 
 class BadNumbersError(Exception):
@@ -92,16 +92,16 @@ class Preempted(Exception):
 
 
 class LauncherLostError(Preempted):
-    """The launcher of some ranks is gone, so the run was saved and stopped; it can be resumed; exit code 76."""
+    """The launcher of some ranks died, so the run was saved and stopped and can be resumed; exit code 76."""
 
     exit_code = EXIT_PEER_LOST
 
 
 class PeerLostError(Exception):
-    """Another rank died or hangs, so nothing that needs all ranks can continue; exit code 76."""
+    """Another rank died or hangs, so the run can't continue; exit code 76."""
 
     exit_code = EXIT_PEER_LOST
 
 
 KNOWN_TO_ALL_RANKS = (BadNumbersError, Preempted)
-"""Errors that every rank raises at the same step, so that all can still leave together."""
+"""Errors that every rank raises at the same step, so that all ranks can shut down together."""

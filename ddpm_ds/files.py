@@ -1,6 +1,6 @@
-"""Files that are written completely or not at all, files that are read within limits, and checksums. No torch.
+"""Atomic writes, reads within limits, and checksums of files. Does not import torch.
 
-Whatever a user names may be no file, endless, or made to break its reader. So every text file is read by
+A path from a user may be a device, endless, or built to break its reader. So every text file is read by
 :func:`read_bytes`, and every JSON by :func:`read_json` or :func:`parse_json`.
 """
 
@@ -23,24 +23,24 @@ from tqdm import tqdm
 
 CHUNK_BYTES = 2**20
 MOST_CONFIG_BYTES = 2**16
-"""Limit of a file that people write: run spec, DeepSpeed JSON, hostfile. The largest of ours has 2 KiB."""
+"""Maximum size of a file written by hand: run spec, DeepSpeed JSON, hostfile. Our largest has 2 KiB."""
 MOST_RECORD_BYTES = 2**24
-"""Limit of a file that programs write: manifests and states of checkpoints, configurations and traces' summaries."""
+"""Maximum size of a file written by a program: checkpoint manifests and states, configurations, trace summaries."""
 DEEPEST = 32
-"""Most levels of lists and blocks inside one another."""
+"""Maximum nesting of lists and blocks."""
 MOST_DIGITS = 40
-"""Most characters of a number: enough for 64-bit integers and for every digit of a float."""
+"""Maximum characters of a number: enough for 64-bit integers and every digit of a float."""
 LONGEST_NAME_BYTES, LONGEST_PATH_BYTES = 255, 4095
-"""Limits of Linux and of its file systems."""
+"""Linux's limits on the bytes of a file name and of a path."""
 
 
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading.
 
-    A named pipe would wait for its writer, and a device has no end: neither is opened.
+    Named pipes, which wait for a writer, and devices, which may be endless, are not opened.
 
     Raises:
-        OSError: it can't be opened, or is no regular file; ``strerror`` is the reason.
+        OSError: it can't be opened or is not a regular file; ``strerror`` is the reason.
     """
     if fault := path_fault(path):
         raise OSError(errno.EINVAL, fault, str(path))
@@ -54,7 +54,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def path_fault(path: Path | str) -> str | None:
-    """Return why no file can have this path, whatever the disk holds; None where one can."""
+    """Return why no file can ever have this path; None for a possible path."""
     name = os.fsencode(path)
     if b"\0" in name:
         return "a path can't hold a zero byte"
@@ -67,7 +67,7 @@ def read_bytes(path: Path, most: int = MOST_RECORD_BYTES) -> bytes:
     """Return the content of a regular file of at most ``most`` bytes.
 
     Raises:
-        OSError: it can't be read, is no regular file, or is larger; ``strerror`` is the reason.
+        OSError: it can't be read, is not a regular file, or is larger; ``strerror`` is the reason.
     """
     with open_regular(path) as file:
         content = file.read(most + 1)
@@ -99,10 +99,10 @@ def read_json(path: Path, most: int = MOST_RECORD_BYTES) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text, whose numbers have few digits and whose blocks are not nested deeply.
+    """Return the value of a JSON text, limiting the digits of numbers and the depth of nesting.
 
     Raises:
-        ValueError: it is no JSON, a block has a key twice, or a limit is passed; the message is one line.
+        ValueError: it is not JSON, has a duplicate key or exceeds a limit; the message is one line.
     """
     try:
         value = json.loads(
@@ -130,12 +130,12 @@ def _check_depth(value: Any) -> None:
 
 
 def open_tensors(path: Path, framework: str = "pt") -> Any:
-    """Open a safetensors file, for PyTorch or ``"numpy"``; names, shapes and types are read, but no values yet.
+    """Open a safetensors file for PyTorch or ``"numpy"``, reading names, shapes and types, but no values yet.
 
-    The library checks that a header's offsets and sizes agree with the file; its length is limited here.
+    The library checks the header's offsets and sizes against the file; the header's length is limited here.
 
     Raises:
-        OSError: it can't be read, or is no safetensors file; ``strerror`` is the reason.
+        OSError: it can't be read or is not a safetensors file; ``strerror`` is the reason.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -150,7 +150,7 @@ def open_tensors(path: Path, framework: str = "pt") -> Any:
 
 
 def check_digits(text: str) -> str:
-    """Return the text of a number; raises ValueError for too many digits, which Python could take long to read."""
+    """Return the text of a number; raises ValueError for too many digits, which could take long to parse."""
     if len(text) > MOST_DIGITS:
         raise ValueError(f"the number {text[:8]}... has more than {MOST_DIGITS} digits")
     return text
@@ -166,9 +166,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def temporary_beside(path: Path) -> Path:
-    """Return the name of a file or folder that this process writes and then renames to ``path``; removes what killed
-    writers of ``path`` left.
-    """
+    """Return a temporary name beside ``path``, to be renamed to it; remove those that killed processes left."""
     prefix = f".{path.name}.writing-"
     with contextlib.suppress(OSError):
         for left in path.parent.glob(f"{glob.escape(prefix)}*"):
@@ -179,15 +177,15 @@ def temporary_beside(path: Path) -> Path:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a small file so that it holds either all of ``content`` or what it held before, and make it last."""
+    """Write a small file atomically and durably: it holds either all of ``content`` or its old content."""
     replace_file(path, content)
     sync(path.parent)
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a small file so that it holds either all of ``content`` or what it held before.
+    """Write a small file atomically: it holds either all of ``content`` or its old content.
 
-    Once it is there, nothing can fail any more.
+    Nothing can fail after the file is in place.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as file:
@@ -198,7 +196,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file, or a folder's entries, survive a power cut."""
+    """Flush a file, or a folder's entries, to disk, so that it survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -207,7 +205,7 @@ def sync(path: Path) -> None:
 
 
 def sha256_of(path: Path, bar: tqdm[Any] | None = None) -> str:
-    """Hexadecimal SHA-256 of a file, read in pieces; advances ``bar`` by its bytes."""
+    """Return the hexadecimal SHA-256 of a file, read in pieces; advances ``bar`` by its bytes."""
     digest = hashlib.sha256()
     with open_regular(path) as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -218,14 +216,13 @@ def sha256_of(path: Path, bar: tqdm[Any] | None = None) -> str:
 
 
 METRICS, EVALUATIONS, OBSERVATIONS = "metrics.jsonl", "evaluations.jsonl", "observations.jsonl"
-"""Files of a run's folder with log points, held-out losses, and observers' measurements."""
+"""Files in a run's folder with log points, held-out losses and observers' measurements."""
 
 
 def read_points(path: Path) -> list[dict[str, Any]]:
-    """Return the points of a file of JSON lines, each a ``step`` and numbers, in the order of the file; none without a
-    file.
+    """Return the points of a JSON-lines file in order, each a ``step`` and numbers; empty if there is no file.
 
-    A line that was cut off when the disk was full, or that is damaged, is left out.
+    Damaged lines, such as one cut off by a full disk, are skipped.
 
     Raises:
         OSError: the file can't be read.

@@ -1,11 +1,11 @@
 """Random numbers as pure functions of (seed, stream, image index), with no state anywhere.
 
-The image index is the number of images seen before this one in the run, so it names a position in the endless
-training sequence. A draw depends on nothing else: not on the batch it is part of, nor on ranks, micro-batches,
-workers or what was drawn before. Two pipeline stages that draw apart agree, and a resumed run is the run.
+The image index is the number of images seen before this one in the run: its position in the endless training
+sequence. A draw depends on nothing else: not on its batch, ranks, micro-batches, workers or earlier draws. So two
+pipeline stages that draw separately agree, and a resumed run draws the same numbers.
 
-The integers, and what is exact in them (bits, uniform, integers, keep_mask), are the same on every device;
-`normal` is the same up to the device's rounding of log, sin and cos. Nothing here waits for a device.
+`bits`, `uniform`, `integers` and `keep_mask` are the same on every device, and `normal` up to the device's rounding of
+log, sin and cos. Nothing here waits for a device.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor
 class Stream(IntEnum):
     """Purpose of a draw; two streams of one image are independent.
 
-    Augmentation uses AUGMENTATION for even and AUGMENTATION + 1 for normal draws, that of colours COLOUR and
-    COLOUR + 1. Dropout of layer i uses DROPOUT + i, the held-out noise at timestep t HELD_OUT + t. A drawn image begins
-    with the noise of SAMPLE and is given that of SAMPLE + 1 + t on leaving timestep t. Where noise
-    levels are continuous, t is the per cent of training below the held-out level, and the number of the sampler's step.
+    Augmentation uses AUGMENTATION for uniform and AUGMENTATION + 1 for normal draws, colour augmentation COLOUR and
+    COLOUR + 1. Dropout of layer i uses DROPOUT + i, held-out noise at timestep t HELD_OUT + t. A sampled image starts
+    from noise of SAMPLE and gets noise of SAMPLE + 1 + t on leaving timestep t. With continuous noise levels, t is the
+    percentile of the held-out level, and the number of the sampler's step.
     """
 
     TIMESTEP = 0
@@ -40,7 +40,7 @@ class Stream(IntEnum):
 
 
 SAMPLE_SEED = 0
-"""Seed of drawn images unless another is asked for: not the run's, so that runs are compared from the same noise."""
+"""Default sampling seed, which is independent of the run's seed so that runs are compared from the same noise."""
 
 _WORD = 0xFFFFFFFF
 _ROUNDS = 10
@@ -50,17 +50,17 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 HASH_MULTIPLIERS = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35)
 """Odd 32-bit multipliers of `keep_mask`: 2^32 / golden ratio for the counter, then the two of MurmurHash3's finaliser
 (Appleby)."""
-_COUNTER_STEP, _MIX_1, _MIX_2 = (value - 2**32 for value in HASH_MULTIPLIERS)  # the signed int32 that torch wants
+_COUNTER_STEP, _MIX_1, _MIX_2 = (value - 2**32 for value in HASH_MULTIPLIERS)  # as signed int32 for torch
 
 
 def check_key(seed: int, stream: int) -> None:
-    """Raise ValueError where seed and stream are no key of Philox."""
+    """Raise ValueError unless seed and stream form a Philox key."""
     if not (0 <= seed <= _WORD and 0 <= stream <= _WORD):
         raise ValueError(f"seed = {seed} and stream = {stream} must be 32-bit unsigned integers")
 
 
 def drop_threshold(drop: float) -> int:
-    """Number of the 2^16 values of an element's bits that make `keep_mask` drop it.
+    """Return how many of the 2^16 values of an element's bits make `keep_mask` drop it.
 
     Raises:
         ValueError: drop is not in [0, 1).
@@ -71,7 +71,7 @@ def drop_threshold(drop: float) -> int:
 
 
 def _philox(seed: int, stream: int, images: Tensor, blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four words of each Philox4x32-10 block, (N, blocks) int64 each; see :func:`bits`."""
+    """Return the four words of each Philox4x32-10 block, (N, blocks) int64 each; see :func:`bits`."""
     check_key(seed, stream)
     key_0, key_1 = seed, int(stream)
     index = images.to(torch.int64)[:, None]  # (N, 1)
@@ -92,7 +92,7 @@ def _philox(seed: int, stream: int, images: Tensor, blocks: int) -> tuple[Tensor
 
 
 def bits(seed: int, stream: int, images: Tensor, count: int) -> Tensor:
-    """`count` 32-bit words for each image, by Philox4x32-10.
+    """Return `count` 32-bit words for each image, by Philox4x32-10.
 
     Key (seed, stream), counter (block, image low, image high, 0): four words per block. The first words don't
     depend on `count`. Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
@@ -112,26 +112,26 @@ def bits(seed: int, stream: int, images: Tensor, count: int) -> Tensor:
 
 
 def uniform(seed: int, stream: int, images: Tensor, count: int) -> Tensor:
-    """Draws, (N, count) float32 in [0, 1), multiples of 2^-24; arguments as for :func:`bits`."""
+    """Return uniform draws, (N, count) float32 in [0, 1), multiples of 2^-24; arguments as for :func:`bits`."""
     # 24 bits fit a float32 exactly, so nothing rounds up to 1.
     return (bits(seed, stream, images, count) >> 8).to(torch.float32).mul_(2.0**-24)  # (N, count)
 
 
 def normal(seed: int, stream: int, images: Tensor, count: int) -> Tensor:
-    """Draws, (N, count) float32 standard normal, by Box and Muller 1958; arguments as for :func:`bits`.
+    """Return standard normal draws, (N, count) float32, by Box and Muller 1958; arguments as for :func:`bits`.
 
-    Two words make two neighbouring draws. Magnitudes end at 6.8, which 1 of 10^11 draws would exceed.
+    Two words make two neighbouring draws. Magnitudes are at most 6.8, which 1 of 10^11 exact draws would exceed.
     """
     pairs = bits(seed, stream, images, 2 * -(-count // 2)).unflatten(1, (-1, 2))
     radius_word, angle_word = pairs.to(torch.float32).unbind(-1)  # (N, pairs) each
-    # The half keeps the logarithm's argument above 0. It may round up to 1, where the radius is 0.
+    # Adding a half keeps the logarithm's argument above 0. The argument may round up to 1, where the radius is 0.
     radius = radius_word.add(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
     angle = angle_word * (2.0**-32 * 2.0 * math.pi)
     return torch.stack((radius * angle.cos(), radius * angle.sin()), dim=-1).flatten(1)[:, :count]  # (N, count)
 
 
 def integers(seed: int, stream: int, images: Tensor, high: int) -> Tensor:
-    """Draws, (N,) int64, one per image, uniform in [0, high) up to a bias below high / 2^32; high is at most 2^31.
+    """Return one draw per image, (N,) int64, uniform in [0, high) up to a bias below high / 2^32; high is at most 2^31.
 
     Raises:
         ValueError: seed, stream or high is out of range.
@@ -142,21 +142,21 @@ def integers(seed: int, stream: int, images: Tensor, high: int) -> Tensor:
 
 
 def keep_mask(seed: int, stream: int, images: Tensor, count: int, drop: float) -> Tensor:
-    """Elements that dropout keeps, (N, count) bool: each is False with probability `drop`.
+    """Return the mask of elements that dropout keeps, (N, count) bool: False with probability `drop`.
 
-    Made for large activations: Philox gives each image two 32-bit keys, and an integer hash of (keys, counter)
+    To be fast for large activations, Philox gives each image two 32-bit keys and an integer hash of (keys, counter)
     gives 16 bits per element, so `drop` is rounded to a multiple of 2^-16. The first elements don't depend on
     `count`. ``ddpm_ds.unet.keyed_mask`` computes the same bits in one kernel.
 
     Raises:
         ValueError: seed or stream is out of range, or drop is not in [0, 1).
     """
-    threshold = drop_threshold(drop) - 2**15  # of the bits as a signed integer
+    threshold = drop_threshold(drop) - 2**15  # compared with the bits as a signed integer
     key_0, key_1, _, _ = (word.to(torch.int32) for word in _philox(seed, stream, images, 1))  # (N, 1) each
     counter = torch.arange(-(-count // 2), dtype=torch.int32, device=images.device)
     x = torch.add(key_0, counter, alpha=_COUNTER_STEP)  # (N, words)
-    # The shape of MurmurHash3's finaliser, except that the second key enters half-way: with one key, two images
-    # whose keys lie close would share a shifted mask. >> copies the sign, so a mask makes each shift logical.
+    # MurmurHash3's finaliser, except that the second key enters half-way: with one key, two images with close keys
+    # would share a shifted mask. >> copies the sign, so a mask makes each shift logical.
     spare = x >> 16
     x ^= spare.bitwise_and_(0xFFFF)
     torch.add(key_1, x, alpha=_MIX_1, out=x)

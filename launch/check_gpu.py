@@ -63,7 +63,7 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report's table; ``measured`` is a number that no limit is set to."""
+    """Line of the report's table; ``measured`` is a number without a limit."""
 
     name: str
     measured: str
@@ -203,7 +203,7 @@ def run_pytest(machine: Machine, name: str, *words: str | Path, seconds: float) 
 
 
 def gpu_tests(machine: Machine) -> Iterator[Finding]:
-    """The tests that need a GPU, but for the gradients."""
+    """Run the tests that need a GPU, except those of gradients."""
     if not machine.on_gpu:
         yield Finding("GPU tests", "no GPU", "skipped")
         return
@@ -220,12 +220,12 @@ def ladder(machine: Machine, processes: int) -> Finding:
 
 
 def gradients(machine: Machine) -> Iterator[Finding]:
-    """The engine in one process against plain PyTorch, every gradient by name."""
+    """Compare the engine in one process with plain PyTorch, every gradient by name."""
     yield ladder(machine, 1)
 
 
 def main_job(machine: Machine) -> Iterator[Finding]:
-    """The README's first command to its loss: on CPUs 0.080 to 0.083, and 0.14 to 0.16 after a twentieth of it."""
+    """Run the README's first command to its loss: on CPUs 0.080 to 0.083, and 0.14 to 0.16 after a twentieth of it."""
     images, limit, precisions = (128_000, 0.09, ("fp16", "bf16")) if machine.on_gpu else (6_400, 0.2, ("fp16",))
     length = settings(train__images=images, logging__log_every_images=images // 40)
     configs = [CONFIGS / f"zero2_{precision}.json" for precision in precisions]
@@ -240,7 +240,7 @@ def main_job(machine: Machine) -> Iterator[Finding]:
 
 
 def resume(machine: Machine) -> Iterator[Finding]:
-    """A run that is stopped in the middle and resumed, also on the CPU, beside one that never was; samples from it."""
+    """Compare a run that is stopped and resumed, also on the CPU, with an uninterrupted one, and sample from it."""
     images, folder = 6400 if machine.on_gpu else 1280, machine.work / "stopped"
 
     def final_loss(name: str, *words: str | Path, **how: Any) -> float:
@@ -334,7 +334,7 @@ def one_device(machine: Machine) -> Iterator[Finding]:
 
 
 def kernels(machine: Machine) -> Iterator[Finding]:
-    """The fused normalisation at the shapes of CIFAR-10's U-Net in bf16, and what ``"kernels": "auto"`` decides."""
+    """Time the fused normalisation at shapes of CIFAR-10's U-Net in bf16; report what ``"kernels": "auto"`` decides."""
     if not machine.on_gpu:
         yield Finding("fused normalisation", "no GPU", "skipped")
         return

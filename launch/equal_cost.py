@@ -32,7 +32,7 @@ def steps_of(kind: str, evaluations: int) -> int:
 
 
 def odd(text: str) -> tuple[int, ...]:
-    """Numbers of evaluations, each of which is odd."""
+    """Parse numbers of evaluations, which must be odd."""
     found = tuple(positive(word) for word in text.split(","))
     if even := [number for number in found if number % 2 == 0]:
         raise argparse.ArgumentTypeError(f"{even[0]} is even, and heun's steps are odd numbers of evaluations")

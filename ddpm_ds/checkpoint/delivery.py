@@ -43,10 +43,10 @@ def deliver(
     device: torch.device,
     log: Callable[[str], None],
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield all values of ``wanted``, as (its index, first element, values); every rank must iterate it to its end.
+    """Yield all values of ``wanted`` as (index in ``wanted``, first element, values); all ranks must exhaust it.
 
-    Values are (length,) fp32, in host memory or on ``device``, which is what the process group sends from. Values from
-    other hosts are announced through ``log`` on rank 0; a rank that receives many shows a bar.
+    Values are (length,) fp32, in host memory or on ``device``, from which the process group sends. Values from other
+    hosts are announced through ``log`` on rank 0; a rank that receives many shows a bar.
 
     Raises:
         CheckpointError: a file is damaged.
@@ -73,7 +73,7 @@ def deliver(
     mine = sum(4 * one.values.length for one in transfers if one.target == groups.rank)
     hidden = groups.rank != min(one.target for one in transfers) or mine < BAR_BYTES
     with tqdm(total=mine, desc=f"fetching {whole.path.name}", unit="B", unit_scale=True, disable=hidden) as bar:
-        for source, target, number, piece in transfers:  # in one order on all ranks, so that no two wait for each other
+        for source, target, number, piece in transfers:  # in the same order on all ranks, which avoids deadlock
             if source == groups.rank:
                 dist.send(reader.read(*piece).to(device), target)
             elif target == groups.rank:
@@ -86,7 +86,7 @@ def deliver(
 def _transfers(
     whole: CompleteCheckpoint, reader: Reader, needs: Sequence[tuple[int, Span]], gather: Gather
 ) -> list[_Transfer]:
-    """Plan the transfers, the same list on all ranks. Where several have a value the lowest leader sends it."""
+    """Plan the transfers, equal on all ranks; if several leaders have a value, the lowest sends it."""
     asked = [
         (target, index, Span(*want)) for target, theirs in enumerate(gather(list(needs))) for index, want in theirs
     ]

@@ -8,13 +8,13 @@
             state.json                    scalars
             stage0-replica0.safetensors   a rank's fragments, "{kind}/{name}@{start}"; on its own host at least
         latest                            the folder name of the last one written, for people and tools
-        abandoned-images-000019200/       of a course that the run has left; never read
+        abandoned-images-000019200/       left behind by a resume from an older checkpoint; never read
         .writing-*  .deleting-*  .replaced-*  .probe-*    work that a killed process may leave
-    RUN_DIR/snapshots/                    the same of the averages of ``ema.profiles`` alone, in fp16, none deleted
+    RUN_DIR/snapshots/                    the same for the averages of ``ema.profiles`` alone, in fp16, none deleted
 
-What begins with a dot or ``abandoned-`` is not a checkpoint. Hosts that share no folder have one each, with the same
-``manifest.json`` and ``state.json`` beside the fragments of their own ranks. Whatever changes the folder raises OSError
-when the file system refuses.
+Names that begin with a dot or ``abandoned-`` are not checkpoints. Hosts that share no folder have one each, with the
+same ``manifest.json`` and ``state.json`` beside the fragments of their own ranks. Functions that change the folder
+raise OSError if the file system refuses.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def names(folder: Path) -> list[str]:
 
 
 def to_delete(names: Sequence[str], keep_last: int | None, keep_every_images: int | None) -> list[str]:
-    """Return the checkpoints of ``names``, oldest first, that are not kept.
+    """Return the checkpoints among ``names``, oldest first, that the keep rules delete.
 
-    Kept are the last ``keep_last`` (None keeps all) and, for every multiple of ``keep_every_images``, the first
-    checkpoint at or after it. Once they are deleted, a second call returns none.
+    The rules keep the last ``keep_last`` (None keeps all) and, for every multiple of ``keep_every_images``, the first
+    checkpoint at or after it. After the deletion a second call returns none.
     """
     if keep_last is None:
         return []
@@ -69,9 +69,9 @@ def to_delete(names: Sequence[str], keep_last: int | None, keep_every_images: in
 
 
 def unfinished(folder: Path, prefix: str) -> dict[tuple[str, str], Path]:
-    """Return checkpoints with a manifest whose folders begin with ``prefix``, by name and checksum of the manifest.
+    """Return folders with a manifest that begin with ``prefix``, by checkpoint name and checksum of the manifest.
 
-    With the prefix ``WRITING`` they only need to be put in place; with ``REPLACED`` another one has taken their name.
+    With prefix ``WRITING`` they only need to be renamed; with ``REPLACED`` another checkpoint has taken their name.
     """
     found = {}
     for path in folder.glob(f"{prefix}*"):
@@ -89,7 +89,7 @@ def restore(folder: Path) -> None:
 
 
 def clean(folder: Path) -> None:
-    """Remove what killed processes left of their work, and finish or undo it. No process may be writing."""
+    """Finish, undo or remove the unfinished work of killed processes. No process may be writing."""
     restore(folder)
     for probe in folder.glob(f"{PROBE}*"):
         probe.unlink(missing_ok=True)
@@ -99,7 +99,7 @@ def clean(folder: Path) -> None:
 
 
 def put_in_place(written: Path, target: Path) -> None:
-    """Make ``written`` the checkpoint ``target``, replacing one of that name; :func:`clean` mends an interruption."""
+    """Rename ``written`` to ``target``, replacing a checkpoint of that name; :func:`clean` repairs an interruption."""
     before = target.with_name(REPLACED + target.name)
     if target.exists():
         shutil.rmtree(before, ignore_errors=True)
@@ -134,10 +134,10 @@ def tidy(folder: Path, newest: str, keep_last: int | None, keep_every_images: in
 
 
 def set_aside(folder: Path, after: int) -> list[str]:
-    """Rename what is of more than ``after`` images, so that it is never read again; return the new names.
+    """Rename checkpoints of more than ``after`` images, so that they are never read again; return the new names.
 
-    It is damaged, or of a course that the run left when it resumed from an older checkpoint. The run would be resumed
-    from it next time.
+    They are damaged, or were abandoned when the run resumed from an older checkpoint, and the next resume must not use
+    them.
     """
     abandoned = [f"{_ABANDONED}{name}" for name in names(folder) if (images_of(name) or 0) > after]
     for name in abandoned:
@@ -147,7 +147,7 @@ def set_aside(folder: Path, after: int) -> list[str]:
 
 
 def _hide(checkpoint: Path) -> Path:
-    """Rename a checkpoint before it is deleted, or a kill half-way would leave one with files missing."""
+    """Rename a checkpoint before its deletion, so that a kill can't leave one with missing files."""
     deleting = checkpoint.with_name(_DELETING + checkpoint.name)
     shutil.rmtree(deleting, ignore_errors=True)
     return checkpoint.rename(deleting)

@@ -1,4 +1,4 @@
-"""Ranks of a run by the folder of checkpoints that they see, and how they complete a checkpoint together.
+"""Groups of ranks that share a folder of checkpoints, and how they complete a checkpoint together.
 
 ::
 
@@ -7,7 +7,7 @@
     host b   rank 2 ┐ RUN_DIR/checkpoints      another folder of the same name: a group, led by rank 2
              rank 3 ┘
 
-On a shared file system all ranks are one group. The ranks speak through a key-value store, and rank 0 decides::
+On a shared file system all ranks are one group. The ranks communicate through a key-value store, and rank 0 decides::
 
     rank 0                                        other ranks
     all parts: covered once?   ◀────── part       its file is on the disk
@@ -18,8 +18,8 @@ On a shared file system all ranks are one group. The ranks speak through a key-v
     all placed?                ◀────── placed
     placed                     ──────▶            older checkpoints may go
 
-Until all are ready no name has changed anywhere, and once one has, nothing is left to do that can run out of space. No
-call blocks inside the store, whose client the watchdog uses as well. This module does not import torch.
+No folder is renamed before all are ready, and no later operation needs disk space. No call blocks inside the store,
+whose client the watchdog also uses. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 PROBE = ".probe-"
 POLL_SECONDS = 0.05
 Gather = Callable[[Any], list[Any]]
-"""Collective: takes this rank's value, which JSON can hold, and returns the values of all ranks, by rank."""
+"""Collective function from this rank's JSON value to the values of all ranks, by rank."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Groups:
 
     @classmethod
     def one_folder(cls, rank: int = 0, world_size: int = 1) -> Groups:
-        """Return the group of ranks that all see one folder; by default of a process alone."""
+        """Return the group in which all ranks see one folder; by default a single process."""
         return cls(rank, ("",) * world_size, (0,) * world_size)
 
     @property
@@ -72,15 +72,15 @@ class Groups:
         return len(self.leaders) == 1
 
     def name(self, rank: int) -> str:
-        """Return a rank's name for users: ``rank 2``, with its host where there are several folders."""
+        """Return a rank's name for users: ``rank 2``, with its host if there are several folders."""
         return f"rank {rank}" if self.shared else f"rank {rank} on host {self.hosts[rank]}"
 
 
 def find_groups(folder: Path, rank: int, hosts: Sequence[str], gather: Gather) -> Groups:
-    """Find which ranks see the same ``folder``; collective. Ranks of one host that can't write there are one group.
+    """Find which ranks see the same ``folder``; collective. Ranks of one host that can't write there form one group.
 
-    Every rank leaves an empty file and looks for those of the others by their names, which are new each time: a network
-    file system may answer from its memory of a folder's list, or of a name that it was asked for before.
+    Every rank creates an empty file and looks up the others' files by name. Names are new each time, since a network
+    file system may cache a folder's list or the answer for a name.
     """
     token = gather(secrets.token_hex(8))[0]
     probes = [folder / f"{PROBE}{token}-{other}" for other in range(len(hosts))]
@@ -113,8 +113,8 @@ class CalledOff(NotSaved):
 class Completion:
     """One rank's part in completing checkpoints.
 
-    Rank 0 waits for ``seconds``, the others until it must have finished waiting. ``what`` is written; its name sets the
-    keys of one writer apart from those of another.
+    Rank 0 waits for ``seconds``, the others until it must have finished waiting. ``what`` names the writer's output, so
+    that writers use different keys.
     """
 
     def __init__(self, groups: Groups, store: Store, seconds: float, what: str) -> None:
@@ -127,14 +127,14 @@ class Completion:
     def agree(
         self, topic: str, ranks: Sequence[int], text: str = "", answer: Callable[[list[str]], str] = lambda texts: ""
     ) -> str:
-        """Give ``text`` to rank 0, which answers the leaders once it has the texts of all ``ranks``; return the answer.
+        """Send ``text`` to rank 0, which answers the leaders once it has the texts of all ``ranks``; return the answer.
 
-        Other ranks than leaders wait for none.
+        Ranks that are not leaders wait for no answer.
 
         Raises:
-            CalledOff: on rank 0: another rank has a problem, or nothing came from it. On the others: rank 0 has called
-                the checkpoint off.
-            NotSaved: on the others: nothing came from rank 0.
+            CalledOff: on rank 0, another rank has failed or not answered; on others, rank 0 has cancelled the
+                checkpoint.
+            NotSaved: on others, rank 0 has not answered.
         """
         if self._groups.rank:
             self._store.set(self._key(topic, self._groups.rank), text)
@@ -149,11 +149,11 @@ class Completion:
 
     def fail(self, reason: str) -> None:
         """Report a problem to rank 0; on rank 0, cancel the checkpoint."""
-        with contextlib.suppress(Exception):  # whatever a store raises when rank 0 has gone
+        with contextlib.suppress(Exception):  # the store may raise anything once rank 0 has ended
             self._store.set(self._key("problem" if self._groups.rank else "called off", 0), reason)
 
     def _wait(self, topic: str, ranks: Sequence[int], trouble: str) -> list[str]:
-        """Return the texts of ranks as soon as they exist; for a missing key the store itself would wait."""
+        """Return the texts of ranks as soon as they exist, polling, since reading a missing key would block."""
         if not ranks:
             return []
         store, keys = self._store, {rank: self._key(topic, rank) for rank in ranks}

@@ -1,4 +1,4 @@
-"""``manifest.json``, which describes a checkpoint, and checks of a checkpoint's files against it. No torch."""
+"""``manifest.json``, which describes a checkpoint, and checks of the files against it. Does not import torch."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ StoredDtype = Literal["F32", "F16"]
 
 
 class Span(NamedTuple):
-    """Place of successive values of a flattened parameter, or of one kind of its state."""
+    """Range of values of a flattened parameter, or of one kind of its state."""
 
     kind: str
-    """``master``, ``exp_avg``, ``exp_avg_sq``, ``ema``, ...: no slash."""
+    """Kind of values: ``master``, ``exp_avg``, ``exp_avg_sq``, ``ema``, ...; no slash."""
     name: str
     """Global name of the parameter."""
     start: int
@@ -47,16 +47,16 @@ class Span(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Name of the tensor of these values in a file of a checkpoint."""
+        """Name of this tensor in a checkpoint's file."""
         return f"{self.kind}/{self.name}@{self.start}"
 
     def part(self, start: int, stop: int) -> Span:
-        """Return the place of the values from ``start`` to ``stop`` among these."""
+        """Return the span of the values from ``start`` to ``stop`` of this one."""
         return self._replace(start=start, length=stop - start)
 
 
 def _plain(name: str) -> str:
-    """A file's name inside its folder, which leads nowhere else."""
+    """Check that a file name has no folders, so that it can't lead out of its folder."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", name):
         raise ValueError("no plain file name")
     return name
@@ -65,9 +65,9 @@ def _plain(name: str) -> str:
 FileName = Annotated[str, AfterValidator(_plain)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Counter = Annotated[int, Field(ge=0, lt=2**53)]
-"""A number of images, steps or bytes, which a float holds exactly."""
+"""Number of images, steps or bytes, small enough for a float to hold exactly."""
 Counted = Annotated[int, Field(ge=-1, lt=2**53)]
-"""A number of steps that DeepSpeed counts, which begins at -1."""
+"""Step count of DeepSpeed, which begins at -1."""
 Amount = Annotated[float, Field(ge=0.0, le=2.0**53)]
 Shape = Annotated[tuple[Annotated[int, Field(ge=1, le=2**32)], ...], Field(max_length=8)]
 
@@ -77,7 +77,7 @@ class _Record(BaseModel):
 
 
 class SchedulerState(_Record):
-    """State of DeepSpeed's schedulers of the learning rate."""
+    """State of DeepSpeed's learning-rate schedulers."""
 
     last_batch_iteration: Counted
 
@@ -117,7 +117,7 @@ class Description(_Record):
     """Number of optimizer steps taken."""
     spec: dict[str, Any]
     ds_config: dict[str, Any]
-    """DeepSpeed's configuration as it was given."""
+    """DeepSpeed configuration of the run."""
     layout: dict[str, Any]
     """Processes, stages, replicas and batch of the run that wrote it."""
     data_sha256: dict[str, str]
@@ -127,7 +127,7 @@ class Description(_Record):
 
 
 class FileEntry(_Record):
-    """A file as it was written."""
+    """Size and checksum of a file as written."""
 
     bytes: Counter
     sha256: Sha256
@@ -142,33 +142,33 @@ class Place(_Record):
 
 
 class Part(_Record):
-    """Record of a rank's file that is safe on the disk, for rank 0."""
+    """Record, for rank 0, of a rank's file that is safely on disk."""
 
     file: str
     entry: FileEntry
     place: Place | None
-    """None where all hosts share a folder."""
+    """Place of the file; None if all hosts share a folder."""
     fragments: list[Span]
-    """In the order of the file."""
+    """Fragments in the order of the file."""
 
 
 class Manifest(Description):
     """``manifest.json``: the last file of a checkpoint to be written."""
 
     sha256: Sha256 = _BLANK
-    """Checksum of ``manifest.json`` itself with this value blanked by zeros."""
+    """Checksum of ``manifest.json`` itself, computed with zeros in place of this value."""
     format: int
     version: str
     """Version of ddpm_ds."""
     created: datetime
     kinds: tuple[str, ...]
-    """Kinds of values that are kept of every parameter, such as ``master``, ``exp_avg``, ``exp_avg_sq`` and ``ema``."""
+    """Kinds of values saved for every parameter, such as ``master``, ``exp_avg``, ``exp_avg_sq`` and ``ema``."""
     dtype: StoredDtype = "F32"
-    """Data type of all values, in the words of safetensors: half precision in snapshots."""
+    """Data type of all values, as safetensors names it; half precision in snapshots."""
     files: dict[FileName, FileEntry]
     """Every other file of the checkpoint."""
     places: dict[str, Place] = {}
-    """Place of each file, ``state.json`` apart, which is everywhere; empty where all hosts share a folder."""
+    """Place of each file except ``state.json``, which is everywhere; empty if all hosts share a folder."""
 
     @model_validator(mode="after")
     def _whole(self) -> Manifest:
@@ -182,8 +182,8 @@ class Manifest(Description):
         return sum(entry.bytes for entry in self.files.values())
 
     def dump(self) -> bytes:
-        """The bytes of ``manifest.json``."""
-        usual = {"places": {}, "dtype": "F32"}  # not written, and so not there in what 0.1 wrote
+        """Return the bytes of ``manifest.json``."""
+        usual = {"places": {}, "dtype": "F32"}  # defaults are left out, as in files of version 0.1
         left_out = {"sha256", *(name for name, value in usual.items() if getattr(self, name) == value)}
         values = {"sha256": _BLANK, **self.model_dump(mode="json", exclude=left_out)}
         blank = (json.dumps(values, indent=2) + "\n").encode()
@@ -247,10 +247,10 @@ def unusable(checkpoint: Path, what: str) -> CheckpointError:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest of a checkpoint, every byte of it checked.
+    """Return the manifest of a checkpoint, after checking every byte of it.
 
     Raises:
-        CheckpointError: it is missing, damaged or of another format.
+        CheckpointError: it is missing, damaged or in another format.
     """
     raw = read_bytes(checkpoint, MANIFEST)
     try:
@@ -259,7 +259,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
             raise ValueError("checksum")
         if values["format"] == FORMAT:
             return Manifest.model_validate_json(raw)
-    except (ValueError, KeyError, TypeError, AttributeError):  # whatever a flipped byte makes of JSON
+    except (ValueError, KeyError, TypeError, AttributeError):  # errors that a flipped byte can cause
         raise unusable(checkpoint, f"{MANIFEST} is damaged") from None
     raise unusable(
         checkpoint,
@@ -270,7 +270,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 @contextlib.contextmanager
 def _reading(checkpoint: Path, name: str) -> Iterator[None]:
-    """Raise CheckpointError where the file system can't read a file of a checkpoint."""
+    """Raise a CheckpointError in place of an OSError while a file of a checkpoint is read."""
     try:
         yield
     except OSError as error:
@@ -278,13 +278,13 @@ def _reading(checkpoint: Path, name: str) -> Iterator[None]:
 
 
 def read_bytes(checkpoint: Path, name: str) -> bytes:
-    """All bytes of a small file of a checkpoint; raises CheckpointError when it can't be read."""
+    """Return all bytes of a small file of a checkpoint; raises CheckpointError if it can't be read."""
     with _reading(checkpoint, name):
         return read_file(checkpoint / name)
 
 
 def parse_state(checkpoint: Path, text: bytes) -> State:
-    """The scalars in the text of ``state.json``; raises CheckpointError when one is missing, or out of range."""
+    """Parse the text of ``state.json``; raises CheckpointError if a scalar is missing or out of range."""
     try:
         return State.model_validate_json(text)
     except ValidationError as error:
@@ -297,7 +297,7 @@ def check_headers(checkpoint: Path, manifest: Manifest, name: str) -> list[Span]
     """Return the fragments in one of a checkpoint's files, without reading values.
 
     Raises:
-        CheckpointError: it is no safetensors file, or a fragment is none of the checkpoint's, in its data type.
+        CheckpointError: it is not a safetensors file, or a fragment or its data type does not belong to the checkpoint.
     """
     with _reading(checkpoint, name):
         file = open_tensors(checkpoint / name, "numpy")
@@ -319,7 +319,7 @@ def files_here(checkpoint: Path, manifest: Manifest) -> list[str]:
 
 
 def check_all_here(checkpoint: Path, manifest: Manifest) -> None:
-    """Raise CheckpointError when files were written on another host and are not here."""
+    """Raise CheckpointError if files of the checkpoint are not on this host."""
     here = files_here(checkpoint, manifest)
     elsewhere = [name for name in manifest.files if name not in here and name in manifest.places]
     if elsewhere:
@@ -368,7 +368,7 @@ def damages(checkpoint: Path, manifest: Manifest, names: Collection[str], progre
 
 
 def check_bytes(checkpoint: Path, name: str, manifest: Manifest, bar: tqdm[Any] | None = None) -> None:
-    """Raise CheckpointError when a file's bytes are not those that were written; advances ``bar`` by its bytes."""
+    """Raise CheckpointError if a file has changed since it was written; advances ``bar`` by its bytes."""
     path, expected = checkpoint / name, manifest.files[name]
     with _reading(checkpoint, name):
         size = path.stat().st_size

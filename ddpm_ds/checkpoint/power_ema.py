@@ -6,9 +6,9 @@
                         images-000400000/  ema-0.05, ema-0.1 ┼─ x_i ─▶ sum of x_i snapshot_i = the average asked for
                         images-000600000/  ema-0.05, ema-0.1 ┘
 
-An average after ``T`` images weighs the weights of time ``t`` by ``t ** gamma``, from 0 to T. Sums of such profiles are
-profiles too, so the ``x_i`` are those whose sum of profiles is nearest to the profile that is asked for. Source: Karras
-et al. 2024 (EDM2), section 3.1 and appendix C.
+An average after ``T`` images weights the parameters at time ``t`` by ``t ** gamma``, from 0 to T. The ``x_i`` are the
+coefficients whose sum of these profiles is nearest to the requested profile. Source: Karras et al. 2024 (EDM2),
+section 3.1 and appendix C.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from ddpm_ds.files import sync, temporary_beside, write_file
 EMA = "ema"
 """Kind of values of the exponential average, which every checkpoint holds."""
 FARTHEST = 0.1
-"""Largest distance between the profile that is asked for and the nearest sum, as a share of the former's norm."""
+"""Maximum distance between the requested profile and the nearest sum, as a share of the former's norm."""
 FILE = "weights.safetensors"
 
 
@@ -66,7 +66,7 @@ def average_name(images: int, length: float) -> str:
 
 
 def averaged_kind(kinds: Sequence[str]) -> str | None:
-    """Return the kind of values that is meant by averaged weights: ``ema``, or the only one of a given length."""
+    """Return the kind of values to use as averaged weights: ``ema``, or the only power-function average."""
     lengths = [kind for kind in kinds if length_of(kind) is not None]
     return EMA if EMA in kinds else lengths[0] if len(lengths) == 1 else None
 
@@ -89,7 +89,7 @@ def gamma_of(length: float) -> float:
 def power_decay(gamma: float, images_seen: int, batch_images: int) -> float:
     """Return the weight of the old power-function average in a step that ends at ``images_seen``.
 
-    It is 0 in the first step: what a run begins with has no weight.
+    It is 0 in the first step, so initial weights don't count.
     """
     return float((1 - batch_images / images_seen) ** (gamma + 1))
 
@@ -97,10 +97,10 @@ def power_decay(gamma: float, images_seen: int, batch_images: int) -> float:
 def combination(
     times: Sequence[float], lengths: Sequence[float], time: float, length: float
 ) -> tuple[np.ndarray, float]:
-    """Return the coefficients of averages that make the average of ``length`` at ``time``, and how near they come.
+    """Return coefficients that combine averages into the average of ``length`` at ``time``, and the remaining distance.
 
-    ``times`` and ``lengths`` are those of the averages. Coefficients are (averages,) float64, by least squares; the
-    distance between the sum of profiles and the one asked for is a share of the norm of the latter.
+    ``times`` and ``lengths`` describe the given averages. Coefficients are (averages,) float64, by least squares; the
+    distance between the sum of profiles and the requested profile is a share of the latter's norm.
     """
     t, gamma = np.array(times, np.float64) / time, np.array([gamma_of(each) for each in lengths])
     wanted = gamma_of(length)
@@ -112,20 +112,20 @@ def combination(
 
 
 def _inner(t_a: np.ndarray, gamma_a: np.ndarray, t_b: np.ndarray, gamma_b: np.ndarray) -> np.ndarray:
-    """Return the inner products of profiles, which each have the integral 1 (appendix C.2)."""
+    """Return the inner products of profiles, each with integral 1 (appendix C.2)."""
     exponent = np.where(t_a < t_b, gamma_b, -gamma_a)
     joined = (gamma_a + 1) * (gamma_b + 1) / ((gamma_a + gamma_b + 1) * np.maximum(t_a, t_b))
     return np.asarray(joined * (t_a / t_b) ** exponent)
 
 
 class Reconstruction:
-    """Average of a relative ``length`` at the time of a snapshot in ``folder``; at the last of them without ``at``.
+    """Average of a relative ``length`` at the time of a snapshot in ``folder``, by default the last.
 
-    ``at`` is a number of images; later snapshots are left out. Checksums are compared as values are read.
+    ``at`` is a number of images; later snapshots are not used. Checksums are compared as values are read.
 
     Raises:
         SpecError: the length is outside of 0.001 to 0.28.
-        CheckpointError: there are no such snapshots, or not enough for this length; all methods: one is damaged.
+        CheckpointError: snapshots are missing, or too few for this length; from all methods: a snapshot is damaged.
     """
 
     def __init__(self, folder: Path, length: float, at: int | None = None) -> None:
@@ -172,14 +172,14 @@ class Reconstruction:
         self.digest = hashlib.sha256(text.encode()).hexdigest()
 
     def read(self, name: str) -> Tensor:
-        """Return a parameter of the average, (elements,) fp32 in host memory; its sum is in fp64."""
+        """Return a parameter of the average, (elements,) fp32 in host memory, summed in fp64."""
         total = torch.zeros((), dtype=torch.float64)
         for coefficient, (reader, kind) in zip(self._coefficients, self._terms, strict=True):
             total = total + float(coefficient) * reader.read(kind, name).double()
         return total.float()
 
     def write(self, out: Path) -> None:
-        """Write the average as a checkpoint that holds nothing else, in fp32; it appears when it is complete.
+        """Write the average alone as a checkpoint in fp32, which appears when it is complete.
 
         Raises:
             CheckpointError: a value is not finite.

@@ -39,13 +39,12 @@ ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
 class Reader:
-    """An open checkpoint. A file's checksum is compared before the first value is read from it.
+    """Open checkpoint. A file's checksum is compared before the first value is read from it.
 
-    Where the manifest is known and this host lacks some of its files, ``manifest`` and ``only``, the files to read, are
-    given.
+    If this host lacks some of the files, pass the known ``manifest`` and the files to read, ``only``.
 
     Raises:
-        CheckpointError: anything of the checkpoint is missing, damaged or of another format; so do all methods.
+        CheckpointError: a part of the checkpoint is missing, damaged or in another format; also raised by all methods.
     """
 
     def __init__(self, path: Path, manifest: Manifest | None = None, only: Collection[str] | None = None) -> None:
@@ -67,10 +66,10 @@ class Reader:
         self._verified.update(self.manifest.files)
 
     def read(self, kind: str, name: str, start: int = 0, length: int | None = None) -> Tensor:
-        """Return ``length`` values (to the end when None) of flattened parameter ``name``, from ``start`` on.
+        """Return ``length`` values (None: up to the end) of flattened parameter ``name``, from ``start`` on.
 
-        (length,) fp32 in host memory, a copy. Only the files that hold them are checked and only their pages are read.
-        Raises ValueError when the parameter has no such values.
+        The result is a copy, (length,) fp32 in host memory. Only the files that hold the values are checked, and only
+        the needed pages read. Raises ValueError if the parameter has no such values.
         """
         if kind not in self.manifest.kinds:
             raise unusable(self.path, f"it has no {kind}, only {', '.join(self.manifest.kinds)}")
@@ -96,7 +95,7 @@ class Reader:
         return values
 
     def covered(self, wanted: Span) -> list[tuple[int, int]]:
-        """Return which of these values its files hold: (start, stop) of each piece, in order."""
+        """Return the pieces of a span that the opened files hold, as (start, stop) in order."""
         spans = [span for span, _ in self._spans_of(wanted.kind, wanted.name)]
         pieces = [(max(wanted.start, span.start), min(wanted.stop, span.stop)) for span in spans]
         return [(low, high) for low, high in pieces if low < high]
@@ -109,7 +108,7 @@ class Reader:
     def _spans_of(self, kind: str, name: str) -> list[tuple[Span, str]]:
         """Return the fragments of one tensor in order, each with its file; opens all files the first time.
 
-        A damaged header can hide fragments or claim more, but not make values: they are read after the checksum.
+        A damaged header can hide or invent fragments, but not values, which are read after the checksum is compared.
         """
         if not self._spans:
             spans = defaultdict(list)
@@ -124,7 +123,7 @@ class Reader:
             spans = check_headers(self.path, self.manifest, file)
             self._files[file] = open_tensors(self.path / file)
         except (OSError, CheckpointError):
-            self._check(file)  # a checksum says more
+            self._check(file)  # a wrong checksum is the better error
             raise
         return spans
 
@@ -132,10 +131,10 @@ class Reader:
 def write_tensors(
     path: Path, tensors: Iterable[tuple[str, str, tuple[int, ...]]], values: Iterable[memoryview], **metadata: str
 ) -> FileEntry:
-    """Write a safetensors file that is on the disk when this returns; its tensors are streamed.
+    """Write a safetensors file, streaming its tensors, and flush it to disk.
 
-    Eight bytes little-endian length, then a header in JSON; the raw tensors follow without gaps. ``tensors`` are (key,
-    dtype, shape) in the order of their ``values``.
+    The format is the header's length as 8 little-endian bytes, the header in JSON, and the raw tensors without gaps.
+    ``tensors`` are (key, dtype, shape) in the order of their ``values``.
     """
     entries: dict[str, object] = {"__metadata__": metadata}
     at = 0
@@ -144,7 +143,7 @@ def write_tensors(
         entries[key] = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # readers that map the file want aligned tensors
+    text += b" " * (-len(text) % 8)  # aligns the tensors for readers that map the file
     digest = hashlib.sha256()
     with path.open("wb") as file:
         for piece in itertools.chain([memoryview(len(text).to_bytes(8, "little") + text)], values):
@@ -158,8 +157,8 @@ def write_tensors(
 def consolidate(path: Path, out: Path, kind: str = "ema", dtype: Dtype = "fp32", *, progress: bool = False) -> None:
     """Write ``kind`` of every parameter of the checkpoint at ``path`` into the safetensors file ``out``.
 
-    Tensors have their global names and whole shapes, in the order of the layers. Host memory is one tensor; ``out``
-    appears when it is complete. ``progress`` shows bars on stderr.
+    Tensors have their global names and full shapes, in layer order. Only one tensor is in host memory at a time;
+    ``out`` appears when it is complete. ``progress`` shows bars on stderr.
 
     Raises:
         CheckpointError: the checkpoint is damaged, lacks ``kind``, or holds values beyond ``dtype``.

@@ -1,12 +1,12 @@
-"""Checkpoints whose files are on several hosts: finds whole ones, and what is missing where. No torch.
+"""Checkpoints whose files are spread over hosts: which are complete, and what is missing where. Does not import torch.
 
 ::
 
     host a   images-000012800/  manifest.json  state.json  stage0-replica0.safetensors
     host b   images-000012800/  manifest.json  state.json  stage1-replica0.safetensors      together: whole
 
-All functions are collective: every rank calls them, and all ranks get the same result or raise. The leader of each
-group looks into its folder.
+All functions are collective: every rank calls them, and all ranks get the same result or raise. Each group's leader
+inspects its folder.
 """
 
 from __future__ import annotations
@@ -51,31 +51,31 @@ BRING_BACK = "start the run with that host as well, or copy the folder from ther
 
 @dataclass(frozen=True)
 class CompleteCheckpoint:
-    """Checkpoint of which every file is whole on at least one host of this run."""
+    """Checkpoint of which every file is intact on at least one host of this run."""
 
     path: Path
-    """Path of the checkpoint, the same on all hosts; it does not exist on a host that has none of it."""
+    """Path of the checkpoint, the same on all hosts; missing on hosts without any of its files."""
     manifest: Manifest
     state: State
-    """The scalars."""
+    """Scalars of the run."""
     here: tuple[str, ...]
     """Names of its files on this rank's host."""
     groups: Groups
-    """The ranks by the folder of it that they see."""
+    """Groups of ranks by the folder that they see."""
 
 
 def settle(folder: Path, groups: Groups, gather: Gather) -> None:
-    """Remove what killed processes left in every group's folder, and finish or undo it. No process may be writing.
+    """Finish, undo or remove the work of killed processes in every group's folder. No process may be writing.
 
-    A checkpoint that one group has put in place is put in place by the others, which have already written it. If one of
-    them can't, the groups that replaced an older checkpoint of that name undo it.
+    If one group has put a checkpoint in place, so do the others, which have already written it. If one of them can't,
+    groups that replaced an older checkpoint of that name undo it.
 
     Raises:
         CheckpointError: a folder can't be changed.
     """
 
     def in_place_anywhere(asked: Sequence[Sequence[Sequence[str]]]) -> set[tuple[str, str]]:
-        """Return the checkpoints (name, checksum of the manifest) of ``asked`` that are in place in any group."""
+        """Return the checkpoints (name, checksum of the manifest) in ``asked`` that are in place in any group."""
         pairs = sorted({(name, sha256) for theirs in asked for name, sha256 in theirs})
         here = [pair for pair in pairs if groups.leads and _digest(folder / pair[0]) == pair[1]]
         return {(name, sha256) for theirs in gather(here) for name, sha256 in theirs}
@@ -104,14 +104,13 @@ def newest(
     until: int | None = None,
     progress: bool = False,
 ) -> CompleteCheckpoint | None:
-    """The newest checkpoint that is whole, of at most ``until`` images; None where no host has any.
+    """Return the newest complete checkpoint of at most ``until`` images; None if no host has any checkpoint.
 
-    Each one that is skipped is reported through ``log`` on rank 0, with what is missing where. Call :func:`settle`
-    first.
+    Skipped checkpoints are reported through ``log`` on rank 0, with what is missing where. Call :func:`settle` first.
 
     Raises:
-        NoCheckpointError: there are checkpoints, but none can be used. Starting anew would be no resume.
-        CheckpointError: a file was lost or damaged while it was read, on this rank at least.
+        NoCheckpointError: there are checkpoints, but none can be used; starting from scratch would not be a resume.
+        CheckpointError: a file was lost or damaged while it was read, at least on this rank.
     """
     found = {name for group in gather(names(folder) if groups.leads else []) for name in group}
     counted = {name: images_of(name) or 0 for name in found}
@@ -131,7 +130,7 @@ def newest(
 
 
 def checkpoint_at(path: Path, log: Callable[[str], None]) -> Path:
-    """Return ``path``, or where it is a run's folder its newest good checkpoint.
+    """Return ``path`` or, if it is a run's folder, its newest good checkpoint.
 
     Raises:
         NoCheckpointError: the run has no good checkpoint.
@@ -172,8 +171,8 @@ def _examine(path: Path, groups: Groups, gather: Gather, progress: bool) -> Comp
 
 
 def _look(path: Path, groups: Groups) -> dict[str, Any] | None:
-    """Describe this group's part of a checkpoint: its manifest's checksum, its age and its files, or what is wrong with
-    the manifest; None on ranks that don't lead.
+    """Describe this group's part of a checkpoint: its manifest's checksum, age and files, or the manifest's fault; None
+    on ranks that are not leaders.
     """
     if not groups.leads or not path.exists():
         return None
@@ -188,7 +187,7 @@ def _look(path: Path, groups: Groups) -> dict[str, Any] | None:
 def _assemble(
     path: Path, holders: dict[int, list[str]], groups: Groups, gather: Gather, progress: bool
 ) -> CompleteCheckpoint | list[str]:
-    """The checkpoint of one manifest, from the files that the ``holders``, leaders by rank, have of it."""
+    """Return the checkpoint of a manifest, from the files that each of the ``holders``, leaders by rank, has."""
     manifest = Manifest.model_validate_json(_read(path, MANIFEST, min(holders), groups, gather))
     if gone := _in_none(manifest, holders):
         return [_lacks(path, manifest, gone, holders, groups)]
@@ -200,7 +199,7 @@ def _assemble(
     source = min(rank for rank, here in holders.items() if STATE in here)
     try:
         state = parse_state(path, _read(path, STATE, source, groups, gather))
-        # Each once, since two hosts may hold a copy.
+        # A set, since two hosts may hold copies.
         fragments = {Span(*span) for found in spans for span in found}
         if check_coverage(manifest.parameters, fragments) != manifest.kinds:
             raise ValueError(f"its files hold other kinds of values than {MANIFEST} says")
@@ -222,7 +221,7 @@ def _check_files(
         if name != STATE and name not in dict(damaged):
             try:
                 spans += check_headers(path, manifest, name)
-            except CheckpointError as error:  # a right checksum of what this program never wrote
+            except CheckpointError as error:  # the checksum is right, but the content foreign
                 damaged.append((name, str(error)))
     return damaged, spans
 
@@ -254,7 +253,7 @@ def _lacks(
 
 
 def _read(path: Path, name: str, source: int, groups: Groups, gather: Gather) -> bytes:
-    """A small file of the checkpoint, the same on all ranks; from rank ``source`` where there are several folders."""
+    """Return a small file of the checkpoint on all ranks, sent by rank ``source`` if there are several folders."""
     if groups.shared:
         return read_bytes(path, name)
     text: str = gather(read_bytes(path, name).decode() if groups.rank == source else None)[source]
@@ -266,7 +265,7 @@ def _on_host(groups: Groups, rank: int, text: str) -> str:
 
 
 def _digest(checkpoint: Path) -> str | None:
-    """Checksum of the manifest of a checkpoint that is in place; None where there is none to read."""
+    """Return the checksum of the manifest of a checkpoint in place; None if it can't be read."""
     try:
         return read_manifest(checkpoint).sha256
     except CheckpointError:

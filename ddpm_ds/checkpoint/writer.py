@@ -1,4 +1,4 @@
-"""Writer of checkpoints beside training: the tensors are copied at once, the files are written by a thread.
+"""Asynchronous writer of checkpoints: tensors are copied at once, files are written by a thread.
 
 ::
 
@@ -51,7 +51,7 @@ from ddpm_ds.files import replace_file, write_file
 
 
 class Fragment(NamedTuple):
-    """Piece of one parameter, or of one kind of its state, that only this rank owns; see :class:`Span`."""
+    """Piece of a parameter, or of one kind of its state, that only this rank owns; see :class:`Span`."""
 
     kind: str
     name: str
@@ -63,46 +63,45 @@ DTYPES: dict[StoredDtype, torch.dtype] = {"F32": torch.float32, "F16": torch.flo
 
 
 class HostCopy:
-    """Copy of tensors at one moment, one after the other, in ``dtype``; its memory is reused for the next moment."""
+    """Concatenated snapshot of tensors in ``dtype``, whose memory is reused for the next snapshot."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._values = torch.empty(0, dtype=dtype)
         self._used = 0
 
     def take(self, pieces: Sequence[Tensor]) -> None:
-        """Copy all values; returns when they may change. Pinned memory where any are on CUDA."""
+        """Copy all values, to pinned memory if any are on CUDA; return when the tensors may change again."""
         devices = {piece.device for piece in pieces if piece.is_cuda}
         sizes = [piece.numel() for piece in pieces]
         self._used = sum(sizes)
         if self._values.numel() < self._used:
             dtype = self._values.dtype
-            self._values = torch.empty(0, dtype=dtype)  # frees the old before the new is there
+            self._values = torch.empty(0, dtype=dtype)  # frees the old memory first
             self._values = torch.empty(self._used, dtype=dtype, pin_memory=bool(devices))
         for target, piece in zip(self._values[: self._used].split(sizes), pieces, strict=True):
             if piece.is_cuda:
                 target.copy_(piece.detach(), non_blocking=True)
-            else:  # numpy, since torch would start its threads anew for every piece
-                with np.errstate(over="ignore"):  # beyond fp16 is infinity, which is refused where it is read
+            else:  # torch would restart its threads for every piece
+                with np.errstate(over="ignore"):  # overflow gives infinity, which readers refuse
                     target.numpy()[:] = piece.detach().numpy()
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
 
     def raw(self) -> memoryview:
-        """Return the bytes that were copied."""
+        """Return the copied bytes."""
         return self._values.numpy()[: self._used].view("uint8").data
 
 
 class Writer:
     """One rank's share in writing checkpoints into ``folder``.
 
-    ``groups`` says which ranks see the same folder of that name; where there are several ranks, ``store`` is their
-    key-value store. Make it on every rank before training communicates: the leaders remove what killed processes
-    left (for several folders :func:`ddpm_ds.checkpoint.union.settle` has done so). Every rank calls :meth:`begin` for
-    every checkpoint, with no fragments if it owns none. File errors never raise into training: rank 0 reports through
-    ``log`` (from a thread) in one line what was lost, and earlier checkpoints stay. ``keep_last`` and
-    ``keep_every_images``: :func:`ddpm_ds.checkpoint.folder.to_delete`. Holds a copy of this rank's fragments in host
-    memory, pinned where they come from CUDA. ``what`` is written: whole checkpoints in fp32, or snapshots of averages
-    in fp16.
+    ``groups`` tells which ranks see the same folder; several ranks need ``store``, their key-value store. Construct it
+    on every rank before training communicates: leaders clean up after killed processes (for several folders,
+    :func:`ddpm_ds.checkpoint.union.settle` has done so). Every rank calls :meth:`begin` for every checkpoint, with no
+    fragments if it owns none. File errors are not raised into training: rank 0 reports the loss in one line through
+    ``log`` (from a thread), and earlier checkpoints remain. ``keep_last`` and ``keep_every_images`` are as in
+    :func:`ddpm_ds.checkpoint.folder.to_delete`. Holds a copy of this rank's fragments in host memory, pinned if they
+    come from CUDA. ``what`` selects whole checkpoints in fp32, or snapshots of averages in fp16.
     """
 
     def __init__(
@@ -134,12 +133,12 @@ class Writer:
     def begin(
         self, part: str, fragments: Sequence[Fragment], description: Description, state: Mapping[str, Any]
     ) -> float:
-        """Copy ``fragments`` and start to write them; returns when they and the values may change again.
+        """Copy ``fragments`` and start to write them; return when they may change again.
 
-        Returns the seconds for which training was held up, with the wait for the checkpoint before this one.
+        Returns the seconds for which training was blocked, including the wait for the previous checkpoint.
 
-        ``part`` names this rank's file, such as ``stage0-replica1``; ``description`` and ``state`` (what JSON can
-        hold) are those of rank 0. A checkpoint of the same number of images is replaced.
+        ``part`` names this rank's file, such as ``stage0-replica1``; ``description`` and ``state`` (JSON values) are
+        used from rank 0. A checkpoint of the same number of images is replaced.
         """
         started = time.monotonic()
         self.wait()
@@ -154,16 +153,14 @@ class Writer:
         return time.monotonic() - started
 
     def wait(self) -> bool:
-        """Wait for the last checkpoint; return whether it is complete, on ranks that don't lead whether their part
-        is.
-        """
+        """Wait for the last checkpoint; return whether it, or on ranks that are not leaders their part, is complete."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         return self._saved
 
     def _write(self, file: str, spans: list[Span], description: Description, state: str) -> None:
-        """Write a checkpoint; this is all that the thread does."""
+        """Write a checkpoint; runs in the thread."""
         self._saved = False
         name = checkpoint_name(description.images)
         scratch = self._folder / f"{WRITING}{name}.{self._completion.attempt}"  # the same for all ranks
@@ -185,7 +182,7 @@ class Writer:
                 self._log(f"{self._what} {name} is saved, but {changed}: {_reason(error)}")
 
     def set_aside(self, images: int) -> None:
-        """Rename what this folder has of more than ``images``: the run has gone on from before it."""
+        """Rename checkpoints of more than ``images``, since the run has resumed from an earlier one."""
         if not self._groups.leads:
             return
         try:
@@ -198,13 +195,13 @@ class Writer:
             self._log(f"the run went on from before them: {self._what}s renamed to {', '.join(abandoned)}")
 
     def _remove_earlier_attempts(self) -> None:
-        """Remove what earlier attempts of this process left, such as the parts of ranks that were slower to fail."""
+        """Remove files of this process's earlier attempts, such as parts of ranks that failed later."""
         for path in self._folder.glob(f"{WRITING}*"):
             if path.suffix[1:].isdigit() and int(path.suffix[1:]) < self._completion.attempt:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _written(self, path: Path, spans: list[Span]) -> str:
-        """Write this rank's file, and return its record; a rank without values has neither."""
+        """Write this rank's file and return its record; a rank without values writes none."""
         if not spans:
             return ""
         tensors = [(span.key, self._dtype, (span.length,)) for span in spans]
@@ -214,7 +211,7 @@ class Writer:
         return Part(file=path.name, entry=entry, place=shown, fragments=spans).model_dump_json()
 
     def _complete(self, scratch: Path, part: str, description: Description, state: str) -> None:
-        """Give rank 0 the record of this rank's file; on a leader, put the checkpoint in place once it has all."""
+        """Send rank 0 the record of this rank's file; on a leader, put the checkpoint in place once rank 0 has all."""
 
         def describe(texts: list[str]) -> str:
             parts = [Part.model_validate_json(text) for text in texts if text]
@@ -238,7 +235,7 @@ class Writer:
             raise
 
     def _give_up(self, scratch: Path, name: str, error: Exception) -> None:
-        """Remove what is half-written, tell the others, and report it on rank 0."""
+        """Remove half-written files, tell the other ranks, and report the error on rank 0."""
         rank, reason = self._groups.rank, _reason(error)
         if not isinstance(error, NotSaved) and (rank != 0 or not self._groups.shared):
             reason = f"{self._groups.name(rank)}: {reason}"
@@ -256,7 +253,7 @@ class Writer:
 
 
 def _reason(error: Exception) -> str:
-    """Return the reason for an error, in the file system's words where it came from there."""
+    """Return the reason for an error, in the file system's words if it caused it."""
     if isinstance(error, NotSaved):
         return str(error)
     if isinstance(error, OSError) and error.strerror:

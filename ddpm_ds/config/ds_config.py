@@ -1,4 +1,4 @@
-"""The DeepSpeed JSON: read, checked key by key, and resolved for a run spec and a number of processes."""
+"""Reading the DeepSpeed JSON, checking it key by key, and resolving it for a run spec and a number of processes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ SCHEDULER_PARAMS: dict[str, tuple[str, ...]] = {
 
 
 def check_ds_config(config: dict[str, Any], path: Path | str) -> None:
-    """Raise an error for keys that are unknown, misspelt, wrongly typed, ignored or broken under a pipeline
-    (docs/ds_configs.md).
+    """Refuse keys that are unknown, misspelt, of a wrong type, ignored or broken under a pipeline (docs/ds_configs.md).
 
     Raises :class:`DsConfigError`, one line naming file, key, value and fix.
     """
@@ -49,14 +48,14 @@ def precision(config: Mapping[str, Any]) -> Literal["fp32", "fp16", "bf16"]:
 
 
 def zero_stage(config: Mapping[str, Any]) -> int:
-    """Return the ZeRO stage of a checked config; 0 is off."""
+    """Return the ZeRO stage of a checked config; 0 means off."""
     return int(config.get("zero_optimization", {}).get("stage", 0))
 
 
 def _check_block(block: dict[str, Any], prefix: str) -> None:
     for name, value in block.items():
         dotted = f"{prefix}{name}"
-        if "." in name:  # or it would be taken for a key of a block, which DeepSpeed does not do
+        if "." in name:  # else mistaken for a key inside a block; DeepSpeed has no dotted keys
             inside, _, key_name = name.partition(".")
             raise DsConfigError(f'{dotted} is unknown: a dot is no block; write "{inside}": {{"{key_name}": ...}}')
         refusal = REFUSED.get(dotted)
@@ -131,20 +130,20 @@ def _check_together(config: dict[str, Any]) -> None:
 
 
 BUCKET_ELEMENTS = 2**23
-"""Elements of ZeRO's buckets where they are "auto": large enough for a network, small enough for a CPU's memory."""
+"""Elements of ZeRO's buckets set to "auto": large enough for a network, small enough for a CPU's memory."""
 ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
-"""Bytes of a weight, of an element sent between stages and of a gradient, by precision."""
+"""Bytes of a weight, a gradient or an element of a message between stages, by precision."""
 
 
 CutMethod = Literal["flops", "measured", "parameters", "uniform"]
-"""Method of cutting the U-Net into stages, where the JSON does not list the cuts."""
+"""Method of cutting the U-Net into stages if the JSON does not list the cuts."""
 
 
 @dataclass(frozen=True)
 class Layout:
     """Layout of a run: processes = stages x replicas, batch = replicas x micro-batches x micro-batch.
 
-    In a fold ``stages`` are the ranks of a pipeline, each with two stages of the U-Net.
+    In a fold, ``stages`` counts the ranks of a pipeline, each with two stages of the U-Net.
     """
 
     world_size: int
@@ -157,28 +156,28 @@ class Layout:
 
 @dataclass(frozen=True)
 class ResolvedDsConfig:
-    """DeepSpeed JSON, checked and filled for a spec and a number of processes.
+    """DeepSpeed JSON, checked and resolved for a spec and a number of processes; all that the engine is given.
 
-    This is all that crosses into the engine. A field that is still "auto" is decided by a process that has its device
-    (:func:`ddpm_ds.train.resolve.decide`), kernels when the engine is built.
+    A field that is still "auto" is decided once a process has its device (:func:`ddpm_ds.train.resolve.decide`),
+    kernels when the engine is built.
     """
 
     layout: Layout
     partition: CutMethod | list[int]
     schedule: Literal["1f1b", "folded", "planned"]
     in_flight: int | Literal["auto"]
-    """Most micro-batches that a rank of a planned pipeline holds."""
+    """Maximum micro-batches in flight on a rank of a planned pipeline."""
     replan: bool
-    """Whether the order of a planned schedule is made again from the traced steps."""
+    """Whether a planned schedule is recomputed from traced steps."""
     checkpoint_interval: int | Literal["auto"]
-    """Layers between kept activations; 0 keeps all."""
+    """Layers between kept activations; 0 keeps all activations."""
     use_reentrant: bool
     across_hosts: Literal["stages", "replicas", "auto"]
     """The axis of the layout that is split over several hosts."""
     kernels: Literal["fused", "masks", "reference", "auto"]
     compile: bool
     blocks: Mapping[str, Any]
-    """The keys that DeepSpeed reads: optimizer, scheduler, precision, ZeRO, logging; in ``pipeline`` only its own."""
+    """Keys that DeepSpeed reads: optimizer, scheduler, precision, ZeRO, logging, and its own part of ``pipeline``."""
 
     @property
     def precision(self) -> Literal["fp32", "fp16", "bf16"]:
@@ -187,21 +186,23 @@ class ResolvedDsConfig:
 
     @property
     def zero_stage(self) -> int:
-        """ZeRO stage; 0 is off."""
+        """ZeRO stage; 0 means off."""
         return zero_stage(self.blocks)
 
     @property
     def is_ordered(self) -> bool:
-        """Whether an order of passes is made for the run: its schedule is planned, or one stage holds micro-batches."""
+        """Whether the order of passes is computed for the run: its schedule is planned, or its one stage holds several
+        micro-batches.
+        """
         return self.schedule == "planned" or (self.layout.stages == 1 and self.in_flight not in ("auto", 1))
 
     @property
     def planned_partition(self) -> Literal["flops", "parameters", "uniform"] | list[int]:
-        """Return the method or positions by which the U-Net is cut until its layers are timed."""
+        """Method or positions by which the U-Net is cut before its layers are timed."""
         return "flops" if self.partition == "measured" else self.partition
 
     def as_json(self) -> dict[str, Any]:
-        """The configuration as one JSON, which runs and checkpoints keep."""
+        """Return the configuration as one JSON, as runs and checkpoints store it."""
         pipeline = {
             **self.blocks.get("pipeline", {}),
             "stages": self.layout.stages,
@@ -224,10 +225,10 @@ class ResolvedDsConfig:
         }
 
     def for_deepspeed(self) -> dict[str, Any]:
-        """The JSON that ``deepspeed.initialize`` is given.
+        """Return the JSON for ``deepspeed.initialize``.
 
-        This project's own keys are left out, and so is the flops profiler, whose timers would crash a pipeline
-        (:mod:`ddpm_ds.observe.flops`). Activations are kept unless it has been decided otherwise.
+        It leaves out this project's own keys and the flops profiler, whose timers would crash a pipeline
+        (:mod:`ddpm_ds.observe.flops`). Activation checkpointing that is still undecided is off.
         """
         ours = ("compile", "kernels", "flops_profiler")
         undecided = {"activation_checkpoint_interval": 0, "across_hosts": "stages"}
@@ -237,16 +238,16 @@ class ResolvedDsConfig:
         return config
 
     def without_reports(self) -> ResolvedDsConfig:
-        """Return the configuration without timers, counters and reports, for steps that are timed from outside."""
+        """Return the configuration without timers, profilers and reports, for steps that are timed from outside."""
         reports = ("flops_profiler", "wall_clock_breakdown", "steps_per_print")
         return replace(self, blocks={name: block for name, block in self.blocks.items() if name not in reports})
 
 
 def read_ds_config(path: Path | str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a DeepSpeed JSON, and apply the ``ds.block.key=value`` among the overrides.
+    """Read a DeepSpeed JSON and apply the overrides of the form ``ds.block.key=value``.
 
     Raises:
-        DsConfigError: the file can't be read, a key comes twice, or an override names no key.
+        DsConfigError: the file can't be read, has a duplicate key, or an override names no key.
     """
     config = _read(path)
     for item in overrides:
@@ -259,10 +260,10 @@ def read_ds_config(path: Path | str, overrides: Sequence[str] = ()) -> dict[str,
 
 
 def set_key(config: dict[str, Any], path: str, text: str, origin: str) -> None:
-    """Put a value into a DeepSpeed JSON: JSON, or any other text as it is, so that quotes can be left out.
+    """Set a key of a DeepSpeed JSON to ``text``, parsed as JSON or else taken as a string, so that quotes are optional.
 
     Raises:
-        DsConfigError: ``path`` leads through something that is no block; the message begins with ``origin``.
+        DsConfigError: ``path`` passes through something that is not a block; the message begins with ``origin``.
     """
     *blocks, name = path.split(".")
     if len(blocks) >= DEEPEST:
@@ -296,10 +297,10 @@ def _read(path: Path | str) -> dict[str, Any]:
 def resolve(
     config: dict[str, Any], spec: RunSpec, *, world_size: int, stages: int | None, path: Path | str
 ) -> ResolvedDsConfig:
-    """Check a DeepSpeed JSON and fill every "auto" for this spec and world size.
+    """Check a DeepSpeed JSON and resolve every "auto" for this spec and world size.
 
-    `stages` is the command line's and wins over the JSON's. Raises :class:`DsConfigError` where the JSON contradicts
-    the spec, :class:`LayoutError` where the processes or the batch can't be shared out.
+    `stages` comes from the command line and overrides the JSON. Raises :class:`DsConfigError` if the JSON contradicts
+    the spec, :class:`LayoutError` if the processes or the batch can't be divided evenly.
     """
     check_ds_config(config, path)
     if not 1 <= world_size <= MOST_PROCESSES:
@@ -333,7 +334,7 @@ def resolve(
 
 
 def _schedule(pipeline: dict[str, Any], stages: int) -> Literal["1f1b", "folded", "planned"]:
-    """Return the schedule of a JSON's block: given, or planned wherever its cuts allow that; one stage is a line."""
+    """Return the JSON's schedule, by default planned if the cuts allow it; a planned schedule of one stage is 1F1B."""
     cuts = pipeline.get("partition")
     line = stages == 1 or (isinstance(cuts, list) and len(cuts) == stages - 1)
     schedule: Literal["1f1b", "folded", "planned"] = _given(pipeline, "schedule", "1f1b" if line else "planned")
@@ -411,7 +412,7 @@ def divisors(number: int, most: int | None = None) -> list[int]:
 
 
 def _micro_batches(config: dict[str, Any], spec: RunSpec, share: int, stages: int) -> tuple[int, int]:
-    """Return images and number of the micro-batches that the JSON divides a replica's share into; at least 1 each."""
+    """Return the images and the number of micro-batches of a replica's share of the batch, at least 1 each."""
     micro = _given(config, "train_micro_batch_size_per_gpu", None)
     count = _given(config, "gradient_accumulation_steps", None)
     wanted = spec.train.accumulation
@@ -486,7 +487,7 @@ def _fill_rest(config: dict[str, Any], spec: RunSpec) -> None:
 
 
 def _agreed(block: dict[str, Any], name: str, value: Any, spec_key: str, prefix: str = "") -> Any:
-    """Return the spec's value, unless the JSON has another one."""
+    """Return the spec's value; raises an error if the JSON has a different one."""
     given = _given(block, name, value)
     if given != value:
         raise _contradiction(f"{prefix}{name}", given, spec_key, value)

@@ -1,7 +1,7 @@
-"""Every key that DeepSpeed 0.19 reads from its JSON: the values it takes and its effect in a pipelined U-Net run.
+"""Every key that DeepSpeed 0.19 reads from its JSON: its allowed values and its effect in a pipelined U-Net run.
 
-The reader checks keys by these tables, ``docs/ds_configs.md`` prints them, and a test compares them with the installed
-DeepSpeed.
+The reader checks keys against these tables, ``docs/ds_configs.md`` prints them, and a test compares them with the
+installed DeepSpeed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ddpm_ds.files import path_fault
 
 @dataclass(frozen=True)
 class Kind:
-    """A type of value, in words and as a test."""
+    """Type of value, as words and as a test."""
 
     words: str
     accepts: Callable[[object], bool]
@@ -33,30 +33,30 @@ def _whole(value: object, least: int, most: int) -> bool:
 
 
 def amount(most: float, least: float = 0) -> Kind:
-    """A number of a range."""
+    """Return the kind of numbers from ``least`` to ``most``."""
     return Kind(f"a number from {limit(least)} to {limit(most)}", lambda value: _number(value, least, most))
 
 
 def whole(least: int, most: int) -> Kind:
-    """A whole number of a range."""
+    """Return the kind of whole numbers from ``least`` to ``most``."""
     return Kind(f"a whole number from {limit(least)} to {limit(most)}", lambda value: _whole(value, least, most))
 
 
 def one_of(*choices: object) -> Kind:
-    """One of some JSON values; true is not 1."""
+    """Return the kind that allows only these JSON values; true is not 1."""
     words = " or ".join(json.dumps(choice) for choice in choices)
     return Kind(words, lambda value: any(type(value) is type(choice) and value == choice for choice in choices))
 
 
 SWITCH = Kind("true or false", lambda value: isinstance(value, bool))
-# Ranges end where DeepSpeed's own arithmetic or memory would, or far beyond what trains.
+# Ranges end where DeepSpeed's own arithmetic or memory would fail, or far beyond useful values.
 IMAGES = whole(1, MOST_BATCH)
-"""Images or micro-batches of a step, as in the run spec."""
+"""Number of images or micro-batches in a step, as in the run spec."""
 STEPS = whole(1, 10**15)
 RANKS = whole(1, MOST_PROCESSES)
 MOST_LOSS_SCALE = 2.0**32
 MOST_BUCKET = 2**31
-"""Elements, 8 GiB of fp32."""
+"""Maximum elements of a bucket: 8 GiB of fp32."""
 LEARNING_RATE = amount(MOST_LEARNING_RATE)
 SHARE = amount(1)
 EVEN = Kind(
@@ -87,17 +87,17 @@ BLOCK = Kind("a block {...}", lambda value: isinstance(value, dict))
 
 @dataclass(frozen=True)
 class Key:
-    """A key that is taken."""
+    """Key that is accepted."""
 
     kind: Kind
     note: str = ""
     """Effect of the key."""
     auto: str = ""
-    """The meaning of "auto"; empty where "auto" is not possible."""
+    """Meaning of "auto"; empty if "auto" is not allowed."""
     why: str = ""
-    """Reason why other values than `kind` are not possible, where that needs saying."""
+    """Reason why other values than `kind` are refused, if that needs an explanation."""
     zero_only: bool = False
-    """DeepSpeed ignores it without ZeRO (stage 0)."""
+    """Whether DeepSpeed ignores the key without ZeRO (stage 0)."""
 
 
 ISSUES = "https://github.com/deepspeedai/DeepSpeed/issues"
@@ -125,12 +125,12 @@ KEYS: dict[str, Key] = {
     "bf16": Key(BLOCK, "bfloat16 with fp32 master weights."),
     "bf16.enabled": Key(SWITCH, "Without ZeRO, gradients accumulate in fp32 (DeepSpeed's BF16_Optimizer)."),
     "bf16.check_grad_overflow": Key(SWITCH, "Skip a step whose gradients are not finite."),
-    "data_types": Key(BLOCK, "Types beside the model's."),
+    "data_types": Key(BLOCK, "Types other than the model's."),
     "data_types.grad_accum_dtype": Key(one_of("fp32"), "Accumulate gradients of fp16 or bf16 in fp32.", zero_only=True),
-    "zero_optimization": Key(BLOCK, "Sharing optimizer state and gradients among replicas."),
+    "zero_optimization": Key(BLOCK, "Partitioning of optimizer state and gradients over replicas."),
     "zero_optimization.stage": Key(
         one_of(0, 1, 2),
-        "0 shares nothing, 1 the optimizer's state, 2 gradients as well.",
+        "0 partitions nothing, 1 the optimizer's state, 2 also gradients.",
         why="ZeRO-3 would gather a stage's weights anew for every micro-batch; use 2",
     ),
     "zero_optimization.reduce_bucket_size": Key(
@@ -187,38 +187,39 @@ KEYS: dict[str, Key] = {
     "pipeline": Key(BLOCK, "How the U-Net is cut and in which order the stages work."),
     "pipeline.stages": Key(
         RANKS,
-        "DeepSpeed reads it and never uses it; here it counts, unless `-p` says otherwise.",
-        auto="as many as a list in `partition` makes; else the planner's choice (docs/planner.md)",
+        "DeepSpeed reads it and never uses it; here it is used unless `-p` is given.",
+        auto="the number that a list in `partition` implies, else the planner's choice (docs/planner.md)",
     ),
     "pipeline.partition": Key(
         CUTS,
-        "DeepSpeed reads it and never uses it; here it says what the cuts even out (the slowest rank's flops, "
+        "DeepSpeed reads it and never uses it; here it names what the cuts balance (the slowest rank's flops, "
         "parameters, number of layers, or seconds, for which each layer is timed when the run starts), or lists the "
-        "first layer of stage 1, 2, ... (a fold has two for each of `stages`).",
+        "first layer of stage 1, 2, ... (a fold has two stages for each of `stages`).",
         auto='"flops"',
     ),
     "pipeline.schedule": Key(
         one_of("1f1b", "folded", "planned"),
         "This project's key: one forward, one backward in turn; or DualPipeV over mirrored stages, two on each rank, "
-        "where skips stay; or on the same stages an order made for the run, with weight gradients apart.",
+        "so that skips stay there; or an order computed for the run on the same stages, with separate weight "
+        "gradients.",
         auto='"planned"; "1f1b" on one stage, and where a list in `partition` has one cut fewer than `stages`',
     ),
     "pipeline.in_flight": Key(
         IMAGES,
-        "This project's key, for a planned schedule: most micro-batches that a rank holds, from their first forward to "
-        "their last weight gradients. Fewer take less memory. A single stage computes the weight gradients of so many "
-        "together.",
-        auto="two for each stage, three under ZeRO-2 with replicas, or one where memory is short; 1 on a single stage",
+        "This project's key, for a planned schedule: maximum micro-batches that a rank holds, from their first forward "
+        "to their last weight gradients. Fewer take less memory. A single stage computes the weight gradients of this "
+        "many together.",
+        auto="two for each stage, three under ZeRO-2 with replicas, or one if memory is short; 1 on a single stage",
     ),
     "pipeline.replan": Key(
         SWITCH,
-        "This project's key: after the traced steps make the order of a planned schedule again, from what they took. "
-        "Numbers change by rounding, at a step that depends on no time. The default is false.",
+        "This project's key: recompute the order of a planned schedule from the times of the traced steps. Numbers "
+        "change by rounding, always at the same step. The default is false.",
     ),
     "pipeline.across_hosts": Key(
         one_of("stages", "replicas"),
-        "This project's key: what is split over several hosts, the stages of a pipeline or whole pipelines.",
-        auto="what leaves fewer bytes a step to the busiest host (docs/planner.md)",
+        "This project's key: what is spread over several hosts, the stages of a pipeline or whole pipelines.",
+        auto="the axis with fewer bytes per step for the busiest host (docs/planner.md)",
     ),
     "pipeline.activation_checkpoint_interval": Key(
         whole(0, MOST_LAYERS),
@@ -230,7 +231,7 @@ KEYS: dict[str, Key] = {
     "pipeline.grad_partitioned": Key(SWITCH, _NOTHING),
     "compile": Key(
         SWITCH,
-        "This project's meaning: each layer's arithmetic by torch.compile, once per shape; false if not given.",
+        "In this project: compile each layer's arithmetic by torch.compile, once per shape; false if not given.",
         why="DeepSpeed's block, for DeepCompile, replaces the backward that the pipeline schedules",
     ),
     "kernels": Key(
@@ -270,13 +271,13 @@ KEYS: dict[str, Key] = {
     "steps_per_print": Key(
         STEPS,
         "Steps between lines in DeepSpeed's log (`--verbose`). Without the key there are none.",
-        auto="`logging.log_every_images` / batch, rounded up; so filled where wall_clock_breakdown is on",
+        auto="`logging.log_every_images` / batch, rounded up; the default with wall_clock_breakdown",
     ),
     "timers": Key(BLOCK, "Only off."),
     "timers.throughput": Key(BLOCK, "Only off."),
     "timers.throughput.synchronized": Key(SWITCH, _NOTHING),
     "dump_state": Key(SWITCH, "The engine's state at start, in DeepSpeed's log (`--verbose`)."),
-    "log_level": Key(one_of("debug", "info", "warning", "error", "critical"), "Of DeepSpeed's logger."),
+    "log_level": Key(one_of("debug", "info", "warning", "error", "critical"), "Level of DeepSpeed's logger."),
     "checkpoint": Key(BLOCK, "Only off."),
 }
 
@@ -303,7 +304,7 @@ _REFUSED: dict[str, str] = {
     "not tested here": "bf16.immediate_grad_update=false",
     'the old name; write "bf16"': "bfloat16",
     "the layers choose their own arithmetic; use fp16 or bf16": f"torch_autocast={_OFF}",
-    "the fp16 or bf16 block says it": "data_types.param_dtype=null data_types.buffer_dtype=null",
+    "the fp16 or bf16 block decides it": "data_types.param_dtype=null data_types.buffer_dtype=null",
     "no layer has buffers to keep": 'data_types.keep_in_fp32_modules="auto"|[]',
     "only ZeRO-3 reads it, which a pipeline can't use; remove the key": " ".join(
         f"zero_optimization.{name}" for name in _ZERO3.split()
@@ -365,18 +366,18 @@ _REFUSED: dict[str, str] = {
         graph_harvesting curriculum_learning progressive_layer_drop zero_optimization.mics_shard_size
         zero_optimization.mics_hierarchical_params_gather zero_optimization.zeropp_loco_param""",
 }
-"""Keys that are refused, by reason. After "=" stand the JSON values that have no effect and are let through."""
+"""Refused keys by reason. The JSON values after "=" have no effect and are accepted."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Reason why a key is refused, and what to write instead; the values that have no effect are accepted."""
+    """Reason why a key is refused, what to write instead, and the values that are accepted as they have no effect."""
 
     reason: str
     harmless: tuple[object, ...]
 
     def lets_through(self, value: object) -> bool:
-        """Return whether a value has no effect; a block that is off has none, whatever else it says."""
+        """Return whether a value has no effect; a block that is switched off never has any."""
         off = {"enabled": False} in self.harmless and isinstance(value, dict) and value.get("enabled") is False
         return off or one_of(*self.harmless).accepts(value)
 
@@ -389,18 +390,18 @@ REFUSED = {
 
 
 def zero_only_keys() -> list[tuple[str, str]]:
-    """Return block and name of the keys that DeepSpeed ignores without ZeRO."""
+    """Return (block, name) of the keys that DeepSpeed ignores without ZeRO."""
     return [(name.split(".")[0], name.split(".")[1]) for name, key in KEYS.items() if key.zero_only]
 
 
 def children(block: str) -> list[str]:
-    """Return the names of the keys directly inside a block; of the top level for an empty name."""
+    """Return the names of the keys directly inside a block; an empty name means the top level."""
     names = [name.rpartition(".") for name in (*KEYS, *REFUSED)]
     return [name for inside, _, name in names if inside == block]
 
 
 def ds_config_markdown() -> str:
-    """Return both tables as Markdown, for docs/ds_configs.md."""
+    """Return the Markdown tables of docs/ds_configs.md."""
     lines = ["| key | value | meaning |", "|---|---|---|"]
     for name, key in KEYS.items():
         auto = key.auto and f'"auto" is {key.auto}.'

@@ -1,8 +1,8 @@
 """The run spec: what is trained, as frozen pydantic models read from YAML.
 
-How it is trained (precision, ZeRO, pipeline, micro-batch) is the DeepSpeed JSON's business
-(:mod:`ddpm_ds.config.ds_config`); no value lives in both. The docstring under a field is its documentation: it
-appears in ``docs/spec.md`` and in the JSON schema that editors read.
+How it is trained (precision, ZeRO, pipeline, micro-batch) is up to the DeepSpeed JSON
+(:mod:`ddpm_ds.config.ds_config`); no value is in both. The docstring of a field is its documentation in
+``docs/spec.md`` and in the JSON schema that editors read.
 """
 
 from __future__ import annotations
@@ -28,43 +28,43 @@ from ddpm_ds.diffusion.choices import (
 )
 from ddpm_ds.files import path_fault
 
-# Every number has a range. Its end is far beyond what trains, and near enough that whatever is computed from the number
+# Every number has a range. It ends far beyond useful values, but early enough that whatever is computed from the number
 # before training, such as a plan, a schedule or a table of betas, takes seconds and little memory.
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Small = Annotated[float, Field(gt=0.0, le=1.0)]
-"""An epsilon or a beta."""
+"""Epsilon or beta."""
 MOST_LEARNING_RATE = 1e6
-"""Largest learning rate, of the spec and of the DeepSpeed JSON."""
+"""Largest learning rate in the spec and in the DeepSpeed JSON."""
 Factor = Annotated[float, Field(gt=0.0, le=1e6)]
 Images = Annotated[int, Field(ge=1, le=10**15)]
-"""Images seen, which floats count exactly."""
+"""Number of images seen, within the integers that floats represent exactly."""
 Batch = Annotated[int, Field(ge=1, le=MOST_BATCH)]
-"""Images, or micro-batches, of one optimizer step."""
+"""Number of images or micro-batches in one optimizer step."""
 MOST_SIDE = 8192
 """Largest height and width of an image."""
 Pixels = Annotated[int, Field(ge=1, le=MOST_SIDE)]
 MOST_CHANNELS = 2**16
 Channels = Annotated[int, Field(ge=1, le=MOST_CHANNELS)]
 LatentChannels = Annotated[int, Field(ge=1, le=64)]
-"""Channels of what a U-Net draws; published latents have 4 to 32."""
+"""Channels of images or latents; published latents have 4 to 32."""
 Blocks = Annotated[int, Field(ge=1, le=64)]
 MOST_LEVELS = 14
-"""Levels after which the largest image is a pixel."""
+"""Levels at which the largest image has been halved to one pixel."""
 Sigma = Annotated[float, Field(ge=1e-6, le=MOST_SIGMA)]
-"""A noise level as noise over signal, which is EDM's sigma."""
+"""Noise level as noise over signal, EDM's sigma."""
 Sigmas = tuple[Annotated[float, Field(ge=0.0, le=MOST_SIGMA)], Sigma]
 """Lowest and highest noise level of an interval."""
 ALL_SIGMAS = (0.0, MOST_SIGMA)
 Timesteps = Annotated[int, Field(ge=1, le=100_000)]
 Classes = Annotated[int, Field(ge=1, le=10**6)]
 LEAST_AUGMENTED = 8
-"""Smallest image in pixels that has the margin which augmentation reflects."""
+"""Smallest image in pixels that augmentation can pad by reflection."""
 MOST_LAYERS = 256
-"""Most layers of a U-Net, each of which is a row and a column of the tables of cuts; published ones have about 100."""
+"""Maximum layers of a U-Net, since tables of cuts have layers^2 entries; published U-Nets have about 100 layers."""
 Length = Annotated[float, Field(ge=SHORTEST_EMA, le=LONGEST_EMA)]
 """Relative length of a power-function average."""
 MOST_PICTURE_PIXELS = 2**26
-"""Most pixels of a picture of samples that is drawn while training."""
+"""Maximum pixels of a picture of samples drawn during training."""
 
 
 def _possible(path: Path) -> Path:
@@ -86,7 +86,7 @@ Title = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_prin
 
 
 def _one_of(choices: Mapping[str, Any]) -> AfterValidator:
-    """Return the check of a text field that takes one of the names of a registry, which may still grow."""
+    """Return a validator that accepts the names in a registry, read at each check since the registry may grow."""
 
     def known(name: str) -> str:
         if name not in choices:
@@ -97,62 +97,62 @@ def _one_of(choices: Mapping[str, Any]) -> AfterValidator:
 
 
 def _listed(what: str, choices: Mapping[str, Any]) -> Any:
-    """Return the documentation of a field that takes one of these names, each in the words of its entry."""
+    """Return a field's documentation that lists these names, each described by its registry entry."""
     about = f"{what}: {', '.join(f'{name} ({choice.about})' for name, choice in choices.items())}."
     return Field(description=about, json_schema_extra=lambda schema: schema.update(enum=[*choices]))
 
 
 class Section(BaseModel):
-    """A frozen part of the spec in which an unknown key is an error."""
+    """Frozen section of the spec, in which an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class DataSpec(Section):
-    """Which images are learned."""
+    """Images to learn."""
 
     source: Annotated[str, _one_of(SOURCES), _listed("Where images come from", SOURCES)]
     path: FilePath | None = None
-    """What the source reads: for `folder` a folder of images, whose subfolders are classes, for `zip` and `arrays` a
-    file, for `webdataset` and `huggingface` either. Others refuse a path."""
+    """Path that the source reads: a folder of images for `folder`, whose subfolders are classes; a file for `zip` and
+    `arrays`; either for `webdataset` and `huggingface`. Other sources refuse a path."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._/-]+$", max_length=200)] | None = None
     """Name of the data set: on the Hugging Face hub (`OWNER/NAME`, or `OWNER/NAME/CONFIGURATION` where it has several),
     or of the class in torchvision.datasets, such as CIFAR100."""
     split: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$", max_length=200)] | None = None
-    """Part of the data set that `huggingface` or `torchvision` reads; null means train, or what there is instead."""
+    """Split of the data set that `huggingface` or `torchvision` reads; null means train, else the only split or
+    torchvision's default."""
     image_column: Annotated[str, Field(min_length=1, max_length=200)] | None = None
-    """Column of images that `huggingface` reads; null means the only one."""
+    """Column of images that `huggingface` reads; null means the only image column."""
     label_column: Annotated[str, Field(min_length=1, max_length=200)] | None = None
-    """Column of labels that `huggingface` reads; null means the only one of class labels, or else whole numbers called
-    label."""
+    """Column of labels that `huggingface` reads; null means the only column of class labels, or else a column of whole
+    numbers named label."""
     image_size: Pixels
-    """Height and width of what is learned: of images, which are scaled, up or down, and centre-cropped, or of
-    `autoencoder`'s latents."""
+    """Height and width of the images, which are scaled up or down and centre-cropped, or of `autoencoder`'s latents."""
     crop_from: Pixels | None = None
-    """Height and width of the prepared images, from which `image_size` pixels are cropped at a place chosen anew each
-    time an image is seen, in the centre to evaluate; null prepares `image_size`."""
+    """Height and width of the prepared images. Training takes a random crop of `image_size` each time an image is seen,
+    evaluation the centre; null prepares images of `image_size`."""
     channels: LatentChannels
-    """Channels of what is learned: 1 grey, 3 RGB; with `autoencoder` those of its latents."""
+    """Channels of the images (1 grey, 3 RGB) or of `autoencoder`'s latents."""
     autoencoder: FilePath | None = None
-    """Autoencoder whose latents are learned (latent diffusion): a folder that diffusers' AutoencoderKL has saved, or
-    its name on the Hugging Face hub. `ddpm-ds prepare --encode` makes the latents; null learns pixels."""
+    """Autoencoder whose latents are learned (latent diffusion): a folder saved by diffusers' AutoencoderKL, or a name
+    on the Hugging Face hub. `ddpm-ds prepare --encode` makes the latents; null learns pixels."""
     horizontal_flips: bool = False
-    """Mirror half of the images, chosen anew each time an image is seen."""
+    """Mirror an image with probability 1/2 each time it is seen."""
     held_out_images: Annotated[int, Field(ge=0, le=10**9)] = 0
-    """Images that are never trained on, for the held-out loss; which ones follows from their number alone."""
+    """Number of images that are held out of training, for the held-out loss; it alone decides which images these
+    are."""
     max_bad_fraction: Fraction = 0.01
-    """Share of unreadable images above which preparation fails; below it they are skipped and reported."""
+    """Share of unreadable images above which preparation fails; up to it they are skipped and reported."""
     store_root: FilePath = Path("data")
-    """Folder of data-set caches; a cache's own folder name follows from source, size, channels and what is read."""
+    """Folder of data-set caches; a cache is named after its source, size, channels and contents."""
     store: Literal["auto", "pixels", "encoded"] = "auto"
-    """What the data-set cache holds: pixels, or images as they are encoded, which the loader decodes each time; auto
-    keeps pixels up to 64 GiB of them, and beyond it what is smaller."""
+    """Content of the data-set cache: pixels, or encoded images, which the loader decodes each time; auto keeps up to
+    64 GiB of pixels, and beyond that whichever is smaller."""
     shuffle_images: Annotated[int, Field(ge=1, le=10**12)] | None = None
-    """Images that are shuffled together: less than memory holds of them, where the cache is larger; null shuffles
-    all."""
+    """Number of images shuffled together, which must fit in memory if the cache does not; null shuffles all."""
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Loader processes per rank that loads data. 0 reads in threads of the training process, which is fastest for
-    images kept as pixels."""
+    """Loader processes per rank that loads data; 0 reads in threads of the training process, which is fastest for
+    pixels."""
 
     @property
     def stored_size(self) -> int:
@@ -161,10 +161,10 @@ class DataSpec(Section):
 
 
 class UnetSpec(Section):
-    """The U-Net: DDPM/ADM residual blocks around an encoder, a middle and a decoder."""
+    """U-Net of DDPM/ADM residual blocks: an encoder, a middle and a decoder."""
 
     channels: Channels
-    """The width that `multipliers` multiply."""
+    """Base width, which `multipliers` multiply."""
     multipliers: Annotated[tuple[Channels, ...], Field(min_length=1, max_length=MOST_LEVELS)]
     """Width of each level as a multiple of `channels`; every level after the first halves the image."""
     blocks_per_level: Blocks = 2
@@ -184,23 +184,22 @@ class UnetSpec(Section):
     embedding_channels: Channels | None = None
     """Width of the time embedding; null means 4 x the first level's width."""
     time_conditioning: Literal["add", "scale_shift"] = "add"
-    """How a block takes the embedding: added after the first convolution (DDPM), or as scale and shift of the
+    """How a block uses the time embedding: added after the first convolution (DDPM), or as scale and shift of the
     second normalisation (ADM)."""
     sinusoid_order: Literal["sin_cos", "cos_sin"] = "sin_cos"
     """Order of the halves of the sinusoidal embedding (diffusers: `flip_sin_to_cos` true is cos_sin)."""
     sinusoid_shift: Literal[0, 1] = 1
     """Subtracted from the half width in the frequency exponent (diffusers: `freq_shift`)."""
     downsample_padding: Literal["symmetric", "asymmetric"] = "asymmetric"
-    """Zero padding of the strided convolution: all sides (diffusers 1), or right and bottom only as in DDPM (0)."""
+    """Zero padding of the strided convolution: on all sides (diffusers: 1), or right and bottom only as in DDPM (0)."""
     classes: Classes | None = None
     """Number of classes of a class-conditional U-Net; null trains without labels."""
     augmentation: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Augment training images as EDM does, which takes 0.12, and tell the U-Net how: the probability of turning upside
-    down, scaling, rotation, stretching and translation each, while half of the images are mirrored. 0 is off."""
+    """Probability of each of EDM's augmentations of training images, of which the U-Net is told: flipping upside down,
+    scaling, rotation, stretching and translation; half of the images are also mirrored. 0 is off; EDM uses 0.12."""
     colour_augmentation: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Change colours of training images as EDM's code can, and tell the U-Net how: the probability of another
-    brightness, another contrast, light and dark exchanged, other hues and another saturation each; grey images have the
-    first three. 0 is off, as in EDM's runs."""
+    """Probability of each of the colour augmentations of EDM's code, of which the U-Net is told: brightness, contrast,
+    luma flip, hue and saturation; grey images have the first three. 0 is off, as in EDM's runs."""
 
 
 class DiffusionSpec(Section):
@@ -208,41 +207,41 @@ class DiffusionSpec(Section):
 
     schedule: Annotated[str, _one_of(SCHEDULES), _listed("Noise schedule", SCHEDULES)] = "linear"
     timesteps: Timesteps = 1000
-    """Number of noise levels T; edm and flow have none."""
+    """Number of timesteps T; edm and flow have none."""
     beta_start: Small = 1e-4
     """First beta of the linear schedule."""
     beta_end: Factor = 0.02
     """Last beta of the linear schedule."""
     zero_terminal_snr: bool = False
-    """Rescale the betas so that the last timestep is noise alone (Lin et al.); not with eps, which is known there."""
+    """Rescale the betas so that the last timestep is pure noise (Lin et al.); not with eps, which is trivial there."""
     objective: Annotated[str, _one_of(OBJECTIVES), _listed("What the U-Net predicts", OBJECTIVES)] = "eps"
     sigma_data: Sigma = 0.5
-    """Standard deviation that edm takes images in [-1, 1] to have."""
+    """Standard deviation that edm assumes for images in [-1, 1]."""
     noise_mean: Annotated[float, Field(ge=-10.0, le=10.0)] | None = None
-    """Mean of log(sigma) of edm, of the logit of the time of flow; null means -1.2 (EDM) and 0. EDM2 uses -0.4."""
+    """Mean of log(sigma) for edm, or of the logit of time for flow; null means -1.2 (EDM) and 0. EDM2 uses -0.4."""
     noise_std: Annotated[float, Field(gt=0.0, le=5.0)] | None = None
-    """Standard deviation of the same; null means 1.2 (EDM) and 1. EDM2 uses 1.0."""
+    """Standard deviation of log(sigma) or the logit of time; null means 1.2 (EDM) and 1. EDM2 uses 1.0."""
     loss: Literal["l1", "l2", "huber"] = "l2"
     """Distance between prediction and target, averaged over pixels, in fp32."""
     huber_delta: Factor = 0.1
-    """Where the Huber loss turns from squared to linear."""
+    """Error at which the Huber loss turns from squared to linear."""
     weighting: Literal["uniform", "min_snr", "sigmoid", "p2"] = "uniform"
     """Weight of a timestep's loss: equal, min-SNR-gamma (Hang et al.), sigmoid (Hoogeboom et al.) or P2 (Choi et al.).
-    For edm "uniform" is the paper's."""
+    For edm "uniform" is the paper's weighting."""
     min_snr_gamma: Factor = 5.0
     """Gamma of min-SNR weighting."""
     sigmoid_bias: Annotated[float, Field(ge=-20.0, le=20.0)] = 0.0
-    """Bias of sigmoid weighting: log(SNR) below which weights no longer rise; large images take -1 to -3."""
+    """Bias of sigmoid weighting: the log(SNR) below which weights no longer rise; -1 to -3 for large images."""
     p2_k: Factor = 1.0
     """k of P2 weighting."""
     p2_gamma: Annotated[float, Field(ge=0.0, le=10.0)] = 1.0
-    """Gamma of P2 weighting: 0 is none."""
+    """Gamma of P2 weighting; 0 means no weighting."""
     input_perturbation: Fraction = 0.0
-    """Noise that is added to the U-Net's input and not to be predicted, as a share of the noise there (Ning et al.:
+    """Extra noise in the U-Net's input, which is not part of the target, as a share of the noise in x_t (Ning et al.:
     0.1)."""
 
     def process_values(self) -> dict[str, Any]:
-        """Return the fields that decide noise levels and prediction, and so which U-Nets can draw an image together."""
+        """Return the fields that define noise levels and prediction; U-Nets that sample together must agree in them."""
         schedule, keys = SCHEDULES[self.schedule], ["schedule", "objective"]
         if not isinstance(schedule, ContinuousSchedule):
             keys += ["timesteps", *(["beta_start", "beta_end"] if schedule.reads_beta_range else [])]
@@ -252,7 +251,7 @@ class DiffusionSpec(Section):
 
 
 class OptimizerSpec(Section):
-    """AdamW and its learning rate; the values that `auto` in the DeepSpeed JSON stands for."""
+    """AdamW and its learning rate: the values that `auto` means in the DeepSpeed JSON."""
 
     learning_rate: Annotated[float, Field(gt=0.0, le=MOST_LEARNING_RATE)]
     """Learning rate after warm-up."""
@@ -265,73 +264,73 @@ class OptimizerSpec(Section):
     warmup_images: Annotated[int, Field(ge=0, le=10**15)] = 0
     """Images over which the learning rate rises linearly from 0."""
     decay: Literal["cosine", "inverse_sqrt"] | None = None
-    """How the learning rate falls with the images seen: as half a cosine from warm-up to `train.images`, or as the
-    inverse square root beyond `reference_images` (EDM2). Null leaves it to the DeepSpeed JSON's `scheduler`."""
+    """Decay of the learning rate with the images seen: half a cosine from warm-up to `train.images`, or the inverse
+    square root beyond `reference_images` (EDM2). Null leaves it to the DeepSpeed JSON's `scheduler`."""
     decay_to: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Share of the learning rate at which cosine decay ends."""
     reference_images: Images | None = None
-    """Images up to which inverse_sqrt keeps the learning rate; EDM2 takes 70,000 batches."""
+    """Images during which inverse_sqrt keeps the learning rate constant; EDM2 uses 70,000 batches."""
 
 
 class TrainSpec(Section):
-    """How long, in which batches, from which seed."""
+    """Length, batch and seed of training."""
 
     images: Images
     """Length of training in images seen (not steps, not epochs)."""
     batch_images: Batch
     """Images per optimizer step over all replicas and micro-batches."""
     accumulation: Batch | Literal["auto"] = "auto"
-    """Micro-batches per replica and step; auto takes 1 without a pipeline and at least 4 per stage with one."""
+    """Micro-batches per replica and step; auto means 1 without a pipeline and at least 4 per stage with one."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of everything random: weights, order, timesteps, noise, flips, dropout."""
     label_drop: Fraction = 0.0
     """Share of labels replaced by "no label" in a class-conditional run, for classifier-free guidance."""
     initial_weights: FilePath | None = None
-    """Safetensors file of weights to begin with, from `ddpm-ds import` or `ddpm-ds checkpoint consolidate`; null draws
-    them at random."""
+    """Safetensors file of initial weights, from `ddpm-ds import` or `ddpm-ds checkpoint consolidate`; null means random
+    weights."""
 
 
 class EmaSpec(Section):
-    """The averaged weights, which samples and evaluation use."""
+    """Averaged weights, which sampling and evaluation use."""
 
     halflife_images: Images = 500_000
     """Images after which a weight's share in the average has halved."""
     rampup_fraction: Fraction = 0.05
-    """The half-life is at most this share of the images seen, so that early weights are forgotten; 0 is no ramp."""
+    """Limit of the half-life as a share of the images seen, so that early weights are forgotten; 0 means no limit."""
     profiles: Annotated[tuple[Length, ...], Field(max_length=4)] = ()
-    """Relative lengths (sigma_rel of EDM2; its own are [0.05, 0.1]) of power-function averages that are kept as well,
-    from which `ddpm-ds ema` makes the average of any length after training; [] keeps none."""
+    """Relative lengths (EDM2's sigma_rel; it uses [0.05, 0.1]) of additional power-function averages, from which
+    `ddpm-ds ema` makes an average of any length after training; [] keeps none."""
     snapshot_images: Images | None = None
-    """Images between two snapshots of `profiles`, which are kept for good; EDM2 keeps about 64 of a training."""
+    """Images between two snapshots of `profiles`, which are never deleted; EDM2 keeps about 64 per run."""
 
     @property
     def averages(self) -> int:
-        """Number of averages that are kept."""
+        """Number of averages kept during training."""
         return 1 + len(self.profiles)
 
 
 class CheckpointSpec(Section):
-    """When the run is saved, and what is kept; it is always saved at its end and when it is asked to stop."""
+    """When checkpoints are saved and which are kept; a run is also saved at its end and when asked to stop."""
 
     every_images: Images | None = None
     """Images between two checkpoints; null saves by time alone."""
     every_minutes: Factor | None = 20.0
     """Minutes between two checkpoints; null saves by images alone."""
     keep_last: Annotated[int, Field(ge=1, le=10**6)] = 3
-    """How many of the newest checkpoints are kept."""
+    """Number of newest checkpoints that are kept."""
     keep_every_images: Images | None = None
-    """Checkpoints at multiples of this many images are kept for good."""
+    """Checkpoints at multiples of this many images are never deleted."""
 
 
 class BadNumbersSpec(Section):
-    """What happens when a loss is not finite, jumps, or the fp16 loss scale is at its floor."""
+    """Response to a loss that is not finite or jumps, or an fp16 loss scale at its floor."""
 
     policy: Literal["stop", "rollback"] = "stop"
     """End the run, or go back to the newest checkpoint and skip the images since."""
     spike_factor: Annotated[float, Field(gt=1.0, le=1e6)] | None = None
-    """A loss above this many times the mean of the last ten points counts as bad; null lets it jump."""
+    """A loss above this many times the mean of the last ten points counts as bad; null allows jumps."""
     max_rollbacks: Annotated[int, Field(ge=1, le=10**6)] = 3
-    """Rollbacks after which the run is ended all the same."""
+    """Maximum number of rollbacks before the run ends."""
 
 
 _STEPS = "Steps to an image, an evaluation of the U-Net each, under heun two but in the last; null means {}.".format(
@@ -340,51 +339,51 @@ _STEPS = "Steps to an image, an evaluation of the U-Net each, under heun two but
 
 
 class SamplerSpec(Section):
-    """How images are drawn, while training and by `ddpm-ds sample`."""
+    """Sampler of images during training and in `ddpm-ds sample`."""
 
     kind: Annotated[str, _one_of(SAMPLERS), _listed("Sampler", SAMPLERS)] = "dpm_solver"
     steps: Annotated[Timesteps | None, Field(description=_STEPS)] = None
     spacing: Literal["trailing", "leading", "linspace"] = "trailing"
-    """Which timesteps are visited (names of diffusers): trailing starts at the last one, as training does."""
+    """Which timesteps are visited (diffusers' names): trailing starts at the last one, as training does."""
     sigma_max: Sigma = 80.0
-    """Noise level at which drawing begins under edm."""
+    """Noise level at which sampling begins under edm."""
     sigma_min: Sigma = 0.002
     """Noise level at which the last step begins under edm."""
     rho: Annotated[float, Field(ge=1.0, le=100.0)] = 7.0
-    """How much closer the steps of edm are at low noise."""
+    """Exponent that makes edm's steps shorter at low noise."""
     churn: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
-    """Noise that heun adds before its steps (S_churn of Karras et al.); 0 draws without."""
+    """Noise that heun adds before its steps (S_churn of Karras et al.); 0 adds none."""
     churn_between: Sigmas = ALL_SIGMAS
     """Lowest and highest noise level at which churn is added (S_tmin and S_tmax)."""
     churn_noise: Factor = 1.0
     """Factor of the noise that churn adds (S_noise)."""
     eta: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Noise that ddim adds: 0 none, 1 as much as ddpm."""
+    """Noise that ddim adds: 0 means none, 1 as much as ddpm."""
     variance: Literal["small", "large"] = "large"
-    """Variance of ddpm's steps: that of the posterior, or beta as in DDPM on CIFAR-10."""
+    """Variance of ddpm's steps: the posterior's (small), or beta (large) as in DDPM on CIFAR-10."""
     clip: Literal["none", "static", "dynamic"] = "static"
-    """Keep each predicted clean image in [-1, 1]: not at all, by clipping, or by a quantile (Imagen)."""
+    """How each predicted clean image is kept in [-1, 1]: not at all, by clipping, or by a quantile (Imagen)."""
     dynamic_quantile: Annotated[float, Field(gt=0.0, le=1.0)] = 0.995
-    """Quantile of the magnitudes by which dynamic clipping scales an image down."""
+    """Quantile of an image's magnitudes by which dynamic clipping divides it."""
     guidance: Annotated[float, Field(ge=0.0, le=1e3)] = 1.0
-    """Classifier-free guidance of a class-conditional U-Net: 1 is none, 0 leaves out the class."""
+    """Classifier-free guidance of a class-conditional U-Net: 1 means none, 0 ignores the class."""
     guidance_between: Sigmas = ALL_SIGMAS
-    """Noise levels, as noise over signal (EDM's sigma), above the first and up to the second of which images are guided
-    (Kynkäänniemi et al.); elsewhere guidance is 1. Noise alone, where flow begins, counts as 1e6."""
+    """Interval of noise levels, as noise over signal (EDM's sigma), without its lower end, in which images are guided
+    (Kynkäänniemi et al.); elsewhere guidance is 1. Pure noise, where flow begins, counts as 1e6."""
 
     @property
     def guides(self) -> bool:
-        """Whether guided evaluations are done twice, with the class and without it."""
+        """Whether guidance evaluates the U-Net twice, with the class and without it."""
         return self.guidance not in (0.0, 1.0)
 
     def guides_at(self, sigma: float) -> bool:
-        """Return whether an evaluation at this noise over signal is guided: never where guidance is 1."""
+        """Return whether an evaluation at this noise over signal is guided; never if guidance is 1."""
         low, high = self.guidance_between
-        everywhere = self.guidance_between == ALL_SIGMAS  # without any noise too
+        everywhere = self.guidance_between == ALL_SIGMAS  # also at noise 0
         return self.guidance != 1.0 and (everywhere or low < sigma <= high)
 
     def steps_of(self, diffusion: DiffusionSpec) -> int:
-        """Steps from noise to image, with a null filled in."""
+        """Return the number of steps from noise to image, with the default for null."""
         usual = SAMPLERS[self.kind].steps
         if isinstance(SCHEDULES[diffusion.schedule], ContinuousSchedule):
             steps = self.steps or usual
@@ -393,18 +392,18 @@ class SamplerSpec(Section):
         return self.steps or min(usual or diffusion.timesteps, diffusion.timesteps)
 
     def evaluations_of(self, diffusion: DiffusionSpec) -> int:
-        """Evaluations of the U-Net per image; classifier-free guidance does those in its interval twice."""
+        """Return the evaluations of the U-Net per image; classifier-free guidance doubles those in its interval."""
         steps = self.steps_of(diffusion)
         visits = 2 * steps - 1 if SAMPLERS[self.kind].corrects else steps
         if not self.guides:
             return visits
-        if self.guidance_between == ALL_SIGMAS:  # PyTorch is not needed
+        if self.guidance_between == ALL_SIGMAS:  # without importing PyTorch
             return 2 * visits
         return visits + sum(map(self.guides_at, visited_sigmas(self, diffusion)))
 
 
 class SamplesSpec(Section):
-    """Pictures drawn while training, from the averaged weights and the same noise each time."""
+    """Pictures sampled during training, from the averaged weights and the same noise each time."""
 
     every_images: Images | None = 50_000
     """Images between two pictures; null draws none."""
@@ -413,29 +412,29 @@ class SamplesSpec(Section):
 
 
 HELD_OUT_QUANTILES = tuple(range(10, 100, 10))
-"""Noise levels at which the held-out loss is measured: so many per cent of the training is at lower ones."""
+"""Percentiles of the trained noise levels at which the held-out loss is measured."""
 
 
 class EvaluationSpec(Section):
-    """The loss of the averaged weights on `data.held_out_images`, with the same noise each time."""
+    """Loss of the averaged weights on `data.held_out_images`, with the same noise each time."""
 
     every_images: Images | None = 100_000
-    """Images between two evaluations; null makes none."""
+    """Images between two evaluations; null means none."""
 
 
 class LoggingSpec(Section):
-    """Records kept while training."""
+    """Records kept during training."""
 
     log_every_images: Images
-    """Images between two points of the loss curve; each point is the mean over them."""
+    """Images between two points of the loss curve; a point is the mean over these images."""
     experiment: Title = "ddpm_ds"
     """Name of the MLflow experiment."""
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Trackers beside MLflow that get the same metrics and pictures; each needs the extra of its name."""
+    """Trackers besides MLflow that get the same metrics and pictures; each needs the pip extra of its name."""
 
 
 class RunSpec(Section):
-    """Everything that says what one training run is."""
+    """Complete specification of a training run."""
 
     name: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._-]+$")]
     """Short name of the run, used in folder names and in MLflow."""
@@ -454,11 +453,11 @@ class RunSpec(Section):
     checkpoint: CheckpointSpec = CheckpointSpec()
     """Checkpoints."""
     bad_numbers: BadNumbersSpec = BadNumbersSpec()
-    """Losses that are not finite or jump."""
+    """Response to bad losses."""
     sampler: SamplerSpec = SamplerSpec()
-    """How images are drawn."""
+    """Sampler of images."""
     samples: SamplesSpec = SamplesSpec()
-    """Pictures while training."""
+    """Pictures during training."""
     evaluation: EvaluationSpec = EvaluationSpec()
     """Held-out loss."""
     logging: LoggingSpec
@@ -476,7 +475,7 @@ class RunSpec(Section):
 
 
 def with_current_names(values: Any) -> Any:
-    """Return the values of a spec with 0.1's key names replaced by today's: a rollback was a rewind."""
+    """Return the values of a spec with the key names of version 0.1, such as rewind, replaced by today's."""
     section = values.get("bad_numbers") if isinstance(values, dict) else None
     if not isinstance(section, dict):
         return values
@@ -526,7 +525,7 @@ def _check_data(spec: RunSpec) -> None:
 
 
 def check_extent(unet: UnetSpec) -> None:
-    """Check that a U-Net's layers and widths are within what is planned for; raises ValueError with one line."""
+    """Check the number of layers and the widths of a U-Net against the limits; raises ValueError with one line."""
     levels, blocks = len(unet.multipliers), unet.blocks_per_level
     attending = min(len(set(unet.attention_resolutions)), levels)
     layers = (2 * blocks + 1) * (levels + attending) + 2 * levels + 3 + unet.middle_attention
@@ -642,7 +641,7 @@ def _check_training(spec: RunSpec) -> None:
 
 
 def check_picture(samples: SamplesSpec, image_size: int) -> None:
-    """Check the pictures of images of so many pixels' height and width; raises ValueError with one line."""
+    """Check the pictures' size for images of ``image_size`` pixels; raises ValueError with one line."""
     pixels = samples.count * image_size**2
     if samples.every_images and pixels > MOST_PICTURE_PIXELS:
         fewer = MOST_PICTURE_PIXELS // image_size**2
@@ -673,7 +672,7 @@ def check_sampler(
 ) -> None:
     """Check a sampler against the diffusion process and the U-Net; raises ValueError with one line.
 
-    ``guide`` says that another U-Net guides, so that guidance needs no classes; ``latents`` that the U-Net draws
+    ``guide`` means that another U-Net guides, so that guidance needs no classes; ``latents`` that the U-Net samples
     latents, which are not in [-1, 1].
     """
     kind = SAMPLERS[sampler.kind]

@@ -1,4 +1,4 @@
-"""Run specs on disk: YAML and ``--set`` into a checked ``RunSpec``; JSON schema and Markdown out of it."""
+"""Reading run specs from YAML and ``--set`` into a checked ``RunSpec``; JSON schema and Markdown of the run spec."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from ddpm_ds.errors import SpecError
 from ddpm_ds.files import DEEPEST, MOST_CONFIG_BYTES, check_digits, read_text
 
 JSON_PREFIX = "ds."
-"""Beginning of overrides that change the DeepSpeed JSON instead of the spec."""
+"""Prefix of overrides that change the DeepSpeed JSON instead of the spec."""
 
 
 MOST_NODES = 10_000
-"""Most values of a YAML text, those that aliases repeat included."""
+"""Maximum number of values in a YAML text, including repetitions by aliases."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML within limits, in which a duplicated key is an error, 1e-4 is a number and a date is text."""
+    """Loader of YAML within limits, to which a duplicate key is an error, 1e-4 a number and a date text."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -35,9 +35,9 @@ class _Loader(yaml.SafeLoader):
         """Values inside of each anchor; an anchor that is still being read has none yet."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Read a node within the limits, of which aliases inside of each other and deep nesting would make short work.
+        """Read a node within the limits, which stop nested aliases and deep nesting.
 
-        What has a tag, such as !!bool or !!binary, is refused: a value's form says what it is.
+        Tags such as !!bool or !!binary are refused: the form of a value decides its type.
         """
         event, before = self.peek_event(), self._nodes
         if self._depth == DEEPEST:
@@ -60,7 +60,7 @@ class _Loader(yaml.SafeLoader):
         """Return a node's value.
 
         Raises:
-            MarkedYAMLError: it is a number of too many digits, or no number at all though it looks like one.
+            MarkedYAMLError: it is a number with too many digits, or looks like a number but is none.
         """
         try:
             if node.tag in _NUMBERS:
@@ -91,7 +91,7 @@ def _fault(problem: str, at: Any) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(None, None, problem, at.start_mark)
 
 
-# PyYAML reads numbers as YAML 1.1 does, where an exponent needs a dot and a sign: 1e-4 would be text.
+# PyYAML follows YAML 1.1, in which an exponent needs a dot and a sign: 1e-4 would be text.
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -102,14 +102,14 @@ _Loader.add_implicit_resolver(
 
 
 def spec_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides that are not of the DeepSpeed JSON, for :func:`load_spec`."""
+    """Return the overrides of the spec, without those of the DeepSpeed JSON, for :func:`load_spec`."""
     return [item for item in overrides if not item.startswith(JSON_PREFIX)]
 
 
 def load_spec(path: Path | str, overrides: Sequence[str] = ()) -> RunSpec:
-    """Read a YAML run spec and apply ``section.key=value`` overrides, whose values are YAML as well.
+    """Read a YAML run spec and apply ``section.key=value`` overrides, whose values are also YAML.
 
-    Raises :class:`SpecError`, one line, when the file can't be read or a key or value is wrong.
+    Raises :class:`SpecError`, one line, if the file can't be read or a key or value is wrong.
     """
     path = Path(path)
     values = _read(path)
@@ -118,7 +118,7 @@ def load_spec(path: Path | str, overrides: Sequence[str] = ()) -> RunSpec:
         origins[_override(values, item)] = f"--set {item}"
     values = with_current_names(values)
     try:
-        # Strict, but by JSON's rules: a list is a tuple and text is a path, yet "64" is no number and true is not 1.
+        # Strict by JSON's rules: a list may be a tuple and text a path, but "64" is no number and true is not 1.
         return RunSpec.model_validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
         key, message = _first_problem(error, values)
@@ -131,7 +131,7 @@ def spec_schema() -> dict[str, Any]:
     schema = RunSpec.model_json_schema()
     for section in (schema, *schema["$defs"].values()):
         for part in (section, *section["properties"].values()):
-            if "description" in part:  # a docstring's line breaks mean nothing here
+            if "description" in part:  # join a docstring's lines
                 part["description"] = " ".join(part["description"].split())
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
@@ -171,7 +171,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, origin: str) -> Any:
-    """Return the value of a YAML text within limits; raises :class:`SpecError`, which begins with ``origin``."""
+    """Return the value of a YAML text within limits; raises :class:`SpecError` that begins with ``origin``."""
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
@@ -182,7 +182,7 @@ def parse_yaml(text: str, origin: str) -> Any:
 
 
 def _override(values: dict[str, Any], item: str) -> str:
-    """Put one ``section.key=value`` into the values; returns its dotted key."""
+    """Set one ``section.key=value`` in the values and return its dotted key."""
     key, equals, text = item.partition("=")
     key = key.strip()
     if not (equals and key):
@@ -204,11 +204,11 @@ def _override(values: dict[str, Any], item: str) -> str:
 
 
 def _first_problem(error: ValidationError, values: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the dotted key and message of the problem that explains most: a misspelt key, else the first one."""
+    """Return the dotted key and message of the most informative problem: a misspelt key, else the first."""
     problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     location = _field_location(problem["loc"])
     key = ".".join(location)
-    if problem["type"] == "value_error":  # From RunSpec's own check of the whole: already one line.
+    if problem["type"] == "value_error":  # from RunSpec's own checks, already one line
         return key, problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
         return key, _unknown(location)
@@ -226,7 +226,7 @@ def _at(values: Any, location: Sequence[str]) -> Any:
 
 
 def _field_location(location: Sequence[int | str]) -> tuple[str, ...]:
-    """Return the part of pydantic's location that names a field; the rest points into list items and union members."""
+    """Return the part of pydantic's location that names a field, without list items and union members."""
     names = tuple(map(str, location))
     return next((names[:depth] for depth in range(1, len(names)) if not _section_at(names[:depth])), names)
 
@@ -276,7 +276,7 @@ def _expected_at(location: Sequence[str]) -> str:
 
 
 def _expected(schema: Mapping[str, Any]) -> str:
-    """Return a JSON schema of a field in words."""
+    """Describe a field's JSON schema in words."""
     if "anyOf" in schema:
         return " or ".join(_expected(option) for option in schema["anyOf"])
     if "enum" in schema or "const" in schema:
@@ -307,4 +307,4 @@ def _expected(schema: Mapping[str, Any]) -> str:
 
 SPECS = Path(__file__).resolve().parents[2] / "launch" / "specs"
 DEFAULT_SPEC = SPECS / "digits.yaml"
-"""Spec of the main job, which programs take by default."""
+"""Default run spec."""

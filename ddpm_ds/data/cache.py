@@ -3,12 +3,12 @@
 ::
 
     <store_root>/<source>-<size>px-<channels>ch[-<hash>][-encoded]/
-        images.npy, images.1.npy, ...   uint8 (n, C, H, W), for latents float16; `shards` of meta.json has every n.
-                                        Encoded images are images.bin, images.1.bin, ..., one after the other
-        offsets.npy   int64 (N + 1,) where they are encoded: byte at which each begins, over all files, and the end
+        images.npy, images.1.npy, ...   uint8 (n, C, H, W), float16 for latents; `shards` of meta.json lists every n.
+                                        Encoded images are concatenated in images.bin, images.1.bin, ...
+        offsets.npy   int64 (N + 1,), only for encoded images: first byte of each, over all files, and the end
         labels.npy    int64 (N,)
         meta.json     CacheMeta
-        skipped.txt   unreadable images, one per line, where there were any
+        skipped.txt   unreadable images, one per line, if there were any
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ FORMAT: Final = 1
 LABELS, OFFSETS, META, SKIPPED = "labels.npy", "offsets.npy", "meta.json", "skipped.txt"
 Kind = Literal["pixels", "encoded", "latents"]
 MOST_OPEN = 256
-"""Most files of images that are open at a time; a process often may have 1,024."""
+"""Maximum image files open at a time; processes are often limited to 1,024 open files."""
 READAHEAD_BYTES = 2**17
-"""Most bytes that Linux reads ahead at once, as disks are set up: of a longer request it drops the rest."""
+"""Bytes that Linux reads ahead at once by default: it drops the rest of a longer request."""
 
 Indices = npt.NDArray[np.int64]
 Images = npt.NDArray[Any]
@@ -47,7 +47,7 @@ Images = npt.NDArray[Any]
 
 
 def shard_name(kind: Kind, number: int) -> str:
-    """Return the name of the ``number``-th file of images; the first has the name of an only one."""
+    """Return the name of the ``number``-th file of images; the first has no number."""
     return f"images{f'.{number}' if number else ''}.{'bin' if kind == 'encoded' else 'npy'}"
 
 
@@ -66,7 +66,7 @@ class CacheMeta(BaseModel):
     sha256: dict[str, str]
     kind: Kind = "pixels"
     shards: tuple[NonNegativeInt, ...] = ()
-    """Number of images in each file; empty where one file has all."""
+    """Number of images in each file; empty if one file holds all."""
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -75,7 +75,7 @@ class CacheMeta(BaseModel):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Type of an image's numbers as it is read."""
+        """Type of the values of an image that is read."""
         return np.dtype(np.float16 if self.kind == "latents" else np.uint8)
 
     @property
@@ -85,11 +85,11 @@ class CacheMeta(BaseModel):
 
 
 class StoredImages:
-    """Images of a cache where they lie, read by position: ``images[7]``, ``images[:100]``, ``images[positions]``.
+    """Images of a cache on disk, read by position: ``images[7]``, ``images[:100]``, ``images[positions]``.
 
-    An only file of pixels or latents is mapped, and checked before each read, since to read beyond the end of a mapped
-    file that was cut short would end the process. Others are opened when they are first read, and images are read one
-    by one; encoded ones are decoded then. With ``crop`` the centre of each is read, so many pixels high and wide.
+    A single file of pixels or latents is memory-mapped, and its size checked before each read, since reading beyond the
+    end of a truncated file would kill the process. Several files, or encoded ones, are opened at their first use, and
+    their images read, and decoded, one by one. With ``crop`` only the central ``crop`` x ``crop`` pixels are returned.
     """
 
     def __init__(self, path: Path, meta: CacheMeta, offsets: Indices | None, crop: int | None = None) -> None:
@@ -100,8 +100,8 @@ class StoredImages:
         self._paths = [path / name for name in meta.files]
         self._sizes = np.array([os.stat(file).st_size for file in self._paths])
         self._image_bytes = math.prod(meta.shape) * self.dtype.itemsize
-        self._headers = self._sizes - np.array(meta.counts) * self._image_bytes  # of files that are not encoded
-        # Closed by its last user: whoever uses the descriptor keeps the file, since another thread may drop it here.
+        self._headers = self._sizes - np.array(meta.counts) * self._image_bytes  # only of .npy files
+        # A dropped file is closed by its last user: another thread may still read it.
         self._file = lru_cache(MOST_OPEN)(lambda number: io.FileIO(self._paths[number]))
 
     def __len__(self) -> int:
@@ -113,20 +113,20 @@ class StoredImages:
         return found if positions.ndim else found[0]
 
     def read(self, positions: Indices, out: Images | None = None) -> Images:
-        """Return the images at ``positions`` (n,), (n, C, H, W), in ``out`` where it is given.
+        """Return the images (n, C, H, W) at ``positions`` (n,), in ``out`` if it is given.
 
         Raises:
-            DataError: a file was cut short or removed since the cache was opened, or an encoded image can't be decoded.
+            DataError: a file was truncated or removed since the cache was opened, or an encoded image can't be decoded.
         """
         out = np.empty((len(positions), *self.shape[1:]), self.dtype) if out is None else out
         try:
             if len(self._sizes) == 1 and self.offsets is None and self.crop is None:
                 if self._bytes_now(0) != self._sizes[0]:
                     raise self._cut_short(0)
-                # One call, and one copy: in its other modes numpy copies into a buffer first.
+                # With mode="clip" numpy copies once; in its other modes it copies into a buffer first.
                 return np.take(self._mapped, positions, axis=0, out=out, mode="clip")
             places = list(self._places(positions))
-            if len(self._sizes) > 1:  # all at once: a disk reads many at a time faster than one after the other
+            if len(self._sizes) > 1:  # all at once, which a disk serves faster than one by one
                 for place in places:
                     self._ask(*place)
             for row, position, place in zip(out, positions.tolist(), places, strict=True):
@@ -136,7 +136,7 @@ class StoredImages:
         return out
 
     def will_read(self, first: int, last: int) -> None:
-        """Ask the system to read the images from ``first`` up to ``last`` from the disk; does not wait for it."""
+        """Ask the system to read images ``first`` to ``last`` - 1 from disk, without waiting for it."""
         while first < last:
             number = int(self._starts.searchsorted(first, side="right")) - 1
             end = min(last, int(self._starts[number + 1]))
@@ -145,7 +145,7 @@ class StoredImages:
             first = end
 
     def _places(self, positions: Indices) -> Iterator[tuple[int, int, int]]:
-        """Yield the number of each image's file, its first byte there and the one after its last."""
+        """Yield each image's file number, its first byte in that file and the byte after its last."""
         files = self._starts.searchsorted(positions, side="right") - 1  # (n,)
         starts = self._starts[files]
         if self.offsets is not None:
@@ -162,7 +162,7 @@ class StoredImages:
             os.posix_fadvise(file.fileno(), byte, min(READAHEAD_BYTES, end - byte), os.POSIX_FADV_WILLNEED)
 
     def _read_one(self, row: Images, position: int, number: int, begin: int, end: int) -> None:
-        """Read the image at ``position``, which is in these bytes of file ``number``, into ``row``."""
+        """Read the image at ``position`` into ``row``, from these bytes of file ``number``."""
         encoded, cropped = self.offsets is not None, self.crop is not None
         if encoded:
             content: Any = bytearray(end - begin)
@@ -184,7 +184,7 @@ class StoredImages:
 
     @cached_property
     def _mapped(self) -> Images:
-        """Images (n, C, H, W) of an only file."""
+        """Memory-mapped images (n, C, H, W) of a single file."""
         return _array(self._path, self._meta.files[0])
 
     def _bytes_now(self, number: int) -> int:
@@ -198,7 +198,7 @@ class StoredImages:
 
 @dataclass(frozen=True)
 class DatasetCache:
-    """Open data-set cache. Sent to another process, it is opened there again: the images don't travel."""
+    """Open data-set cache. Pickling sends no images: the receiving process opens the cache again."""
 
     path: Path
     meta: CacheMeta
@@ -210,10 +210,10 @@ class DatasetCache:
     def open(cls, path: Path, verify: bool = True, progress: bool = False) -> DatasetCache:
         """Open the cache at ``path``; ``verify`` reads every byte and compares checksums.
 
-        One process per node should verify; the others need not.
+        It is enough that one process per node verifies.
 
         Raises:
-            DataError: it is missing, damaged or of another format.
+            DataError: it is missing, damaged or in another format.
         """
         if not path.is_dir():
             raise DataError(f"there is no data-set cache at {path}; make it with: ddpm-ds prepare")
@@ -243,9 +243,9 @@ class DatasetCache:
         return _reopen, (self.path, self.meta.shape[1])
 
     def centre(self, size: int) -> DatasetCache:
-        """Return this cache with the centres of its images, (C, ``size``, ``size``) in images and meta, without a copy.
+        """Return this cache with its images centre-cropped to (C, ``size``, ``size``), without a copy.
 
-        Evaluation reads these; training reads crops from other places too.
+        Evaluation reads these; training takes random crops.
         """
         channels, height, width = self.meta.shape
         if (height, width) == (size, size):
@@ -256,14 +256,14 @@ class DatasetCache:
 
     @property
     def key(self) -> str:
-        """Return a hexadecimal key of exactly these images: their checksums, hashed with the size of crops."""
+        """Hexadecimal key that identifies these images: a hash of their checksums and the crop size."""
         parts = [self.meta.sha256[name] for name in self.meta.files]
         parts += [] if self.images.crop is None else [str(self.images.crop)]
         return parts[0] if len(parts) == 1 else sha256(" ".join(parts).encode()).hexdigest()
 
 
 def _misfits(path: Path, meta: CacheMeta, labels: npt.NDArray[Any], offsets: npt.NDArray[Any] | None) -> Iterator[str]:
-    """Yield what does not fit ``meta.json``."""
+    """Yield a description of everything that contradicts ``meta.json``."""
     if sum(meta.counts) != meta.count:
         yield f"{META} has shards of {sum(meta.counts):,} images and {meta.count:,} in all"
     if labels.dtype != np.int64 or labels.shape != (meta.count,):
@@ -286,10 +286,10 @@ def _misfits(path: Path, meta: CacheMeta, labels: npt.NDArray[Any], offsets: npt
 
 
 def _array(path: Path, name: str) -> npt.NDArray[Any]:
-    """Map a ``.npy`` of the cache: so a header that lies can't allocate what the file lacks."""
+    """Memory-map a ``.npy`` file of the cache, so that a forged header can't allocate more than the file holds."""
     try:
         return np.load(path / name, mmap_mode="r")
-    except (ValueError, EOFError, OverflowError, MemoryError) as error:  # numpy's, on a broken header or file
+    except (ValueError, EOFError, OverflowError, MemoryError) as error:  # from numpy, for a broken header or file
         raise damaged(path, f"{name} is cut short or no numpy file") from error
 
 
@@ -298,7 +298,7 @@ def _reopen(path: Path, size: int) -> DatasetCache:
 
 
 def checksums(folder: Path, names: tuple[str, ...], progress: bool) -> dict[str, str]:
-    """Return the SHA-256 of files in ``folder``, by name, computed by threads; shows a bar on stderr after a second."""
+    """Compute the SHA-256 of files in ``folder``, by name, in threads; shows a bar on stderr after a second."""
     total = sum((folder / name).stat().st_size for name in names)
     title = f"checking {folder.name}"
     with (
@@ -309,5 +309,5 @@ def checksums(folder: Path, names: tuple[str, ...], progress: bool) -> dict[str,
 
 
 def damaged(path: Path, what: str) -> DataError:
-    """Return the error of a cache that can't be used."""
+    """Return the error for a cache that can't be used."""
     return DataError(f"data-set cache is unusable: {what}; delete {path} and prepare again")

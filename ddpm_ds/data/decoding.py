@@ -1,4 +1,4 @@
-"""Images as a source stores them to pixels of one size and colour: decoded within limits, turned, scaled, cropped."""
+"""Decoding of source images to pixels of one size and colour mode: decode within limits, turn upright, scale, crop."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ddpm_ds.data.sources import Pixels, Source, UnreadableImage
 from ddpm_ds.data.sources.base import formats, one_line
 
 MOST_DECODING_BYTES = 300_000_000
-"""Most memory that decoding one image may take, its file included: the whole of it, before it is scaled."""
+"""Maximum memory for decoding one image at full size, its file included."""
 BIG_BYTES = 2**24
-"""Memory above which an image is big: a PNG of 2048 x 2048 pixels."""
+"""Memory above which an image counts as big: a PNG of 2048 x 2048 pixels."""
 PIXEL_BYTES = {"WEBP": 17, "JPEG2000": 25, "AVIF": 16, "TIFF": 10}
-"""Memory per pixel of decoders that keep copies, as measured; others fill Pillow's image, 4 bytes."""
+"""Measured bytes per pixel of decoders that keep copies; others take the 4 bytes of Pillow's image."""
 WHOLE_PIXELS, STRIP_PIXELS = 2**22, 2**20
-"""Pixels up to which an image is converted and scaled at once, and those of a strip of a larger one, which is never
-copied. Pillow scales along rows, rounds, then along columns, and so does this: the pixels are the same, but for
-rounding where Pillow takes columns first."""
+"""Maximum pixels of an image that is converted and scaled as a whole, and pixels of the strips in which a larger image
+is, without copying it. As in Pillow, rows are scaled, then rounded, then columns: results differ by rounding only where
+Pillow scales columns first."""
 ALONE: AbstractContextManager[Any] = contextlib.nullcontext()
-"""What is entered where no other process decodes."""
+"""Lock replacement for a process that decodes alone."""
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -35,12 +35,13 @@ UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""What turns an image of each EXIF orientation upright."""
+"""Operation that turns an image upright, by EXIF orientation."""
 
 
 def decoded(source: Source, i: int, size: int, channels: int, big: AbstractContextManager[Any] = ALONE) -> Pixels:
-    """Return image ``i`` of a source as uint8 ``(size, size, channels)``; ``big`` is entered while a big image is
-    decoded, so that a lock bounds the memory of several processes.
+    """Return image ``i`` of a source as uint8 ``(size, size, channels)``.
+
+    ``big`` is entered while a big image is decoded: a lock bounds the memory of several processes.
 
     Raises:
         UnreadableImage: it can't be read or decoded, or would take too much memory.
@@ -56,10 +57,10 @@ def decoded(source: Source, i: int, size: int, channels: int, big: AbstractConte
 
 
 def decode(content: bytes | Pixels, size: int, channels: int, big: AbstractContextManager[Any] = ALONE) -> Pixels:
-    """Return the pixels of an image file, or pixels (H, W) or (H, W, C), as uint8 ``(size, size, channels)``; raises
-    whatever a decoder does.
+    """Convert an image file, or pixels (H, W) or (H, W, C), to uint8 ``(size, size, channels)``.
 
-    Of several frames the first counts. A file turns as its EXIF orientation says; 16-bit grey becomes 8-bit.
+    Takes the first of several frames, turns a file as its EXIF orientation says, and scales 16-bit grey to 8 bits. May
+    raise any exception of a decoder.
     """
     if not isinstance(content, bytes):
         grey = content[..., 0] if content.ndim == 3 and content.shape[2] == 1 else content
@@ -67,9 +68,9 @@ def decode(content: bytes | Pixels, size: int, channels: int, big: AbstractConte
             return fit(Image.fromarray(grey), size, channels)
     with Image.open(io.BytesIO(content), formats=formats()) as image:
         needed, whole = len(content), image.size
-        if "progressive" in image.info:  # the coefficients of all pixels come before the first pixel
+        if "progressive" in image.info:  # the decoder keeps the coefficients of all pixels
             needed += 2 * len(image.getbands()) * image.width * image.height
-        # JPEG scales down while decoding, several times faster; twice the size keeps Lanczos' quality
+        # JPEG can scale down while decoding, several times faster; twice the final size keeps Lanczos' quality.
         image.draft(None, (2 * size, 2 * size))
         needed += PIXEL_BYTES.get(image.format or "", 4) * image.width * image.height
         with _memory(needed, whole, big):
@@ -80,7 +81,7 @@ def decode(content: bytes | Pixels, size: int, channels: int, big: AbstractConte
 
 
 def _memory(needed: int, shape: tuple[int, ...], big: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """Return what is entered while ``needed`` bytes are taken; raises ValueError where they are too many."""
+    """Return the context in which ``needed`` bytes may be allocated; raises ValueError if they are too many."""
     if needed > MOST_DECODING_BYTES:
         raise ValueError(
             f"{shape[0]} x {shape[1]} pixels take {needed / 1e6:,.0f} MB to decode, more than "
@@ -104,7 +105,7 @@ def fit(image: Image.Image, size: int, channels: int) -> Pixels:
         return np.array(fitted).reshape(size, size, channels)  # (H, W, C)
     side = min(width, height)
     left, top = (width - side) / 2, (height - side) / 2
-    reach = 3 * max(1.0, side / size) + 1  # of Lanczos, in rows
+    reach = 3 * max(1.0, side / size) + 1  # rows that Lanczos reads beyond a strip
     first, last = max(0, math.floor(top - reach)), min(height, math.ceil(top + side + reach))
     narrow = Image.new(mode, (size, height), None)  # the other rows take no memory
     rows = max(1, STRIP_PIXELS // width)
@@ -118,7 +119,7 @@ def fit(image: Image.Image, size: int, channels: int) -> Pixels:
 
 
 def _upright(image: Image.Image, orientation: int, start: int, end: int) -> Image.Image:
-    """Return rows ``start`` to ``end`` of an image after it is turned as its EXIF orientation says."""
+    """Return rows ``start`` to ``end`` of an image that is turned as its EXIF orientation says."""
     width, height = image.size
     box = {
         3: (0, height - end, width, height - start),
@@ -133,7 +134,7 @@ def _upright(image: Image.Image, orientation: int, start: int, end: int) -> Imag
 
 
 def _coloured(image: Image.Image, mode: str) -> Image.Image:
-    """Return an image in mode L or RGB, whose transparent pixels become white."""
+    """Convert an image to mode L or RGB; transparent pixels become white."""
     if image.mode.startswith("I;16"):  # Pillow's own conversion clips instead of scaling
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.has_transparency_data:

@@ -1,4 +1,4 @@
-"""Latents: what an autoencoder of diffusers makes of images, learned in their place (latent diffusion).
+"""Latents of images, encoded by an autoencoder of diffusers and learned instead of pixels (latent diffusion).
 
 ::
 
@@ -6,8 +6,8 @@
                                                               │ drawn by a sampler
     pixels  uint8 (N, 3, H, W) ◀──────────decode──────────────┘
 
-A latent is (mean of the encoder's posterior - shift_factor) x scaling_factor, both of the autoencoder's config.json.
-Everything else takes latents for images of another size and number of channels. Source: Rombach et al. 2022,
+A latent is (mean of the encoder's posterior - shift_factor) x scaling_factor, with both factors from the autoencoder's
+config.json. Other modules treat latents as images of another size and number of channels. Source: Rombach et al. 2022,
 "High-Resolution Image Synthesis with Latent Diffusion Models".
 """
 
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS = "config.json", "diffusion_pytorch_model.safetensors"
 """Files of an autoencoder's folder."""
 PIXELS_AT_ONCE = 2**18
-"""Pixels that are encoded or decoded together, at least one image: 4 of 256x256. A layer of the usual autoencoders
-keeps 128 numbers of each."""
+"""Pixels that are encoded or decoded together, at least one image: 4 images of 256x256. A layer of a common autoencoder
+has 128 values per pixel."""
 MOVED_PIXELS = 2**22
-"""Pixels that are encoded between two moves of the model to the device and back, at least one image."""
+"""Pixels encoded before the model moves back from the device to the host, at least one image."""
 SMALLEST_ELEMENT_BYTES = 2
 MOST_FLOAT16 = 65504.0
 AUTOENCODER, PIXELS = "autoencoder", "pixels/"
-"""Names in the checksums of a store of latents: its autoencoder, and before each file of the pixels it was made of."""
+"""Key of the autoencoder, and prefix of the files of pixels, in the checksums of a cache of latents."""
 
 ToPixels = Callable[["Tensor"], "Tensor"]
 """Function from drawn images (N, C, H, W) float32 to uint8 pixels on the same device."""
@@ -59,7 +59,7 @@ Latents: TypeAlias = "npt.NDArray[np.float16]"
 
 
 class _Config(BaseModel):
-    """What is read of ``config.json``, with the defaults of diffusers."""
+    """Part of ``config.json`` that is read, with the defaults of diffusers."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
@@ -75,26 +75,26 @@ class _Config(BaseModel):
 
 @dataclass(frozen=True)
 class Autoencoder:
-    """Autoencoder's folder and numbers; nothing of it is loaded yet."""
+    """Folder and properties of an autoencoder, whose weights are not loaded."""
 
     name: str
-    """What ``data.autoencoder`` says."""
+    """Value of ``data.autoencoder``."""
     folder: Path
     digest: str
     """SHA-256 of its configuration and weights."""
     channels: int
     """Channels of a latent."""
     factor: int
-    """Height and width in pixels of what becomes one place of a latent."""
+    """Height and width in pixels of the patch behind one position of a latent."""
     scale: float
     shift: float
 
     @classmethod
     def open(cls, name: Path) -> Autoencoder:
-        """Open the folder ``name``, or else the autoencoder of that name on the Hugging Face hub.
+        """Open the autoencoder in folder ``name``, or else of that name on the Hugging Face hub.
 
         Raises:
-            DataError: diffusers is not installed, or there is no such autoencoder, or none of its kind.
+            DataError: diffusers is not installed, or the autoencoder does not exist or is of another kind.
         """
         if importlib.util.find_spec("diffusers") is None:
             raise DataError(f"data.autoencoder = {name} needs diffusers: pip install 'ddpm_ds[latents]'")
@@ -111,7 +111,7 @@ class Autoencoder:
             raise _unusable(name, f"{CONFIG} is of another kind ({key}: {fault['msg']})") from None
         except ValueError as error:
             raise _unusable(name, f"{CONFIG} is damaged ({error})") from None
-        decisive = {key: value for key, value in content.items() if not key.startswith("_")}  # not diffusers' version
+        decisive = {key: value for key, value in content.items() if not key.startswith("_")}  # not the version
         followed = f"{json.dumps(decisive, sort_keys=True)} {weights}"
         return cls(
             str(name),
@@ -124,7 +124,7 @@ class Autoencoder:
         )
 
     def copy_to(self, folder: Path) -> None:
-        """Copy the autoencoder into a new folder, which :meth:`open` opens as the same.
+        """Copy the autoencoder into a new folder, from which :meth:`open` opens the same one.
 
         Raises:
             OSError: the file system refuses.
@@ -135,12 +135,12 @@ class Autoencoder:
 
 
 def autoencoder_of(data: DataSpec, learned: Mapping[str, str] | None = None) -> Autoencoder | None:
-    """Open the autoencoder of ``data``; None where pixels are learned.
+    """Open the autoencoder of ``data``; return None if pixels are learned.
 
-    ``learned`` are the checksums of the images that a checkpoint learned.
+    ``learned`` are the checksums of the images that a checkpoint was trained on.
 
     Raises:
-        DataError: it can't be used, makes other latents than ``data`` says, or is another than that of ``learned``.
+        DataError: it can't be used, its latents differ from ``data``, or it is not the one in ``learned``.
     """
     if data.autoencoder is None:
         return None
@@ -164,7 +164,7 @@ def autoencoder_of(data: DataSpec, learned: Mapping[str, str] | None = None) -> 
 
 
 def pixels_of(data: DataSpec) -> DataSpec:
-    """Return the spec of the pixels that the latents of ``data`` are made of; ``data`` itself without autoencoder.
+    """Return the spec of the pixels from which the latents of ``data`` are made; ``data`` itself without autoencoder.
 
     Raises:
         DataError: see :func:`autoencoder_of`.
@@ -177,29 +177,27 @@ def pixels_of(data: DataSpec) -> DataSpec:
 
 
 def sources_of(pixels: DatasetCache, autoencoder: Autoencoder) -> dict[str, str]:
-    """Return the checksums that a store of latents keeps of what it was made of."""
+    """Return the checksums of autoencoder and pixels that a cache of latents keeps."""
     return {AUTOENCODER: autoencoder.digest, **{f"{PIXELS}{name}": value for name, value in pixels.meta.sha256.items()}}
 
 
 def pixels_learned(checksums: Mapping[str, str]) -> dict[str, str]:
-    """Return the checksums of the pixels behind the images with these checksums, whether they are latents or not."""
+    """Return the checksums of the pixels behind images with these checksums, which may be pixels or latents."""
     of_pixels = {name.removeprefix(PIXELS): value for name, value in checksums.items() if name.startswith(PIXELS)}
     return of_pixels or dict(checksums)
 
 
 def to_pixels(autoencoder: Autoencoder | None, device: torch.device) -> ToPixels:
-    """Return the function from what a U-Net draws on ``device`` to pixels; it decodes latents.
+    """Return the function from images or latents sampled on ``device`` to pixels.
 
-    An autoencoder is loaded when the first latents come, and occupies the device only while it decodes. A pixel that is
-    not a number is black.
+    The autoencoder is loaded with the first latents, and occupies the device only while it decodes. Pixels that are NaN
+    become black.
     """
     return _as_bytes if autoencoder is None else Coder(autoencoder, device).decode
 
 
 def _as_bytes(images: Tensor) -> Tensor:
-    """Return pixels in [-1, 1] as uint8: the way back from :meth:`ddpm_ds.diffusion.process.Diffusion.prepare`, which
-    it undoes exactly.
-    """
+    """Return pixels in [-1, 1] as uint8, the exact inverse of :meth:`ddpm_ds.diffusion.process.Diffusion.prepare`."""
     import torch
 
     pixels = images.add(1.0).mul_(127.5).round_()
@@ -207,10 +205,10 @@ def _as_bytes(images: Tensor) -> Tensor:
 
 
 class Coder:
-    """Autoencoder at work on a device: in fp16 on CUDA, in fp32 on a CPU.
+    """Autoencoder that runs on a device, in fp16 on CUDA and in fp32 on a CPU.
 
-    What is not finite in fp16 is done again in fp32, and so is all that follows; without memory on the device it works
-    on the CPU.
+    If a result is not finite in fp16, it is computed again in fp32, and so are all later ones. If the device runs out
+    of memory, the CPU takes over.
     """
 
     def __init__(self, autoencoder: Autoencoder, device: torch.device) -> None:
@@ -221,21 +219,21 @@ class Coder:
 
     @functools.cached_property
     def model(self) -> Any:
-        """Model of diffusers, in fp32 or rounded to fp16, loaded when it is first needed; raises DataError."""
+        """Model of diffusers, in fp32 or rounded to fp16, loaded at its first use; raises DataError."""
         import diffusers
         import torch
 
-        diffusers.utils.logging.set_verbosity_error()  # a warning would say what the error below says
+        diffusers.utils.logging.set_verbosity_error()  # the error below replaces its warnings
         diffusers.utils.logging.disable_progress_bar()
         kind, folder = diffusers.AutoencoderKL, self.autoencoder.folder
         options = {"use_safetensors": True, "local_files_only": True, "low_cpu_mem_usage": False}
         try:
-            with torch.device("meta"):  # without memory, of which a forged configuration would take all
+            with torch.device("meta"):  # without memory, which a forged configuration could exhaust
                 parameters = sum(each.numel() for each in kind.from_config(kind.load_config(folder)).parameters())
             if SMALLEST_ELEMENT_BYTES * parameters > (size := (folder / WEIGHTS).stat().st_size):
                 raise ValueError(f"{size:,} bytes for {parameters:,} parameters")
             model, notes = kind.from_pretrained(folder, output_loading_info=True, **options)
-        except Exception as error:  # whatever diffusers makes of damaged files
+        except Exception as error:  # diffusers may raise anything on damaged files
             raise _unusable(self.autoencoder.name, f"{WEIGHTS} is damaged or of another model ({error})") from None
         if wrong := [*notes["missing_keys"], *notes["unexpected_keys"]]:
             raise _unusable(self.autoencoder.name, f"{WEIGHTS} is of another model ({wrong[0]})")
@@ -254,7 +252,7 @@ class Coder:
         return _as_bytes(self._mapped(lambda model, part: model.decode(part).sample, means, pixels))
 
     def _mapped(self, work: Callable[[Any, Tensor], Tensor], images: Tensor, pixels: int) -> Tensor:
-        """Return what the model makes of images, each of so many pixels, in float32; it leaves the device then."""
+        """Apply ``work`` to images, each of so many ``pixels``; return float32 and move the model off the device."""
         import torch
 
         with torch.inference_mode():
@@ -264,7 +262,7 @@ class Coder:
         return torch.cat(done)
 
     def _worked(self, work: Callable[[Any, Tensor], Tensor], part: Tensor) -> Tensor:
-        """Return what the model makes of some images, in the first of fp16 and fp32, device and CPU that can."""
+        """Apply ``work`` to some images, falling back from fp16 to fp32 and from the device to the CPU."""
         import torch
 
         while True:
@@ -278,11 +276,11 @@ class Coder:
                 if self._dtype is torch.float32 or done.isfinite().all():
                     return done
             self._dtype = torch.float32
-            del self.model  # its weights may be rounded: it is loaded again
+            del self.model  # its weights may be rounded, so it must be loaded again
 
 
 def encoded(store: DatasetCache, coder: Coder, numbers: range) -> Iterator[tuple[slice, Latents]]:
-    """Yield the latents of the images ``numbers`` of a store of pixels, some at a time, with their place in the store.
+    """Yield batches of latents of images ``numbers`` in a cache of pixels, with their positions in the cache.
 
     Raises:
         DataError: a value is beyond float16.
@@ -293,7 +291,7 @@ def encoded(store: DatasetCache, coder: Coder, numbers: range) -> Iterator[tuple
     for first in range(numbers.start, numbers.stop, together):
         part = slice(first, min(first + together, numbers.stop))
         latents = coder.encode(torch.from_numpy(store.images[part]))
-        largest = latents.abs().amax(dim=(1, 2, 3))  # (n,), NaN where a value is
+        largest = latents.abs().amax(dim=(1, 2, 3))  # (n,), NaN if any value is
         beyond = ~(largest <= MOST_FLOAT16)
         if beyond.any():
             which = int(beyond.int().argmax())
@@ -311,23 +309,23 @@ def _sha256(path: Path, size: int, changed: int) -> str:
 
 
 def _checksum(path: Path) -> str:
-    """Return the SHA-256 of a large file, computed once in a process unless the file changes; raises OSError."""
+    """Return the SHA-256 of a large file, cached in this process until the file changes; raises OSError."""
     with open_regular(path) as file:
         facts = os.fstat(file.fileno())
     return _sha256(path, facts.st_size, facts.st_mtime_ns)
 
 
 def _from_hub(name: Path) -> Path:
-    """Return the folder of an autoencoder of the Hugging Face hub, ``OWNER/NAME`` or ``OWNER/NAME/FOLDER``, downloaded
-    where it was not before.
+    """Return the folder of an autoencoder on the Hugging Face hub, ``OWNER/NAME`` or ``OWNER/NAME/FOLDER``, downloading
+    it if needed.
     """
-    import huggingface_hub  # with diffusers
+    import huggingface_hub  # installed with diffusers
     from huggingface_hub.utils import logging
 
     owner, *rest = name.parts or (".",)
     if name.is_absolute() or len(rest) not in (1, 2) or owner in (".", ".."):
         raise DataError(f"data.autoencoder = {name} does not exist; {EXPECTED}")
-    logging.set_verbosity_error()  # it would report each of its tries
+    logging.set_verbosity_error()  # else it reports each attempt
     repository = f"{owner}/{rest[0]}"
     get = functools.partial(huggingface_hub.hf_hub_download, repository, subfolder="/".join(rest[1:]) or None)
     try:
@@ -335,7 +333,7 @@ def _from_hub(name: Path) -> Path:
             files = [get(file, local_files_only=True) for file in (CONFIG, WEIGHTS)]
         except OSError:
             files = [get(file) for file in (CONFIG, WEIGHTS)]
-    except Exception as error:  # it has many kinds of its own
+    except Exception as error:  # huggingface_hub raises many types
         reason = str(error).strip().splitlines() or [type(error).__name__]
         what = f"is no folder, and can't be had from the Hugging Face hub ({reason[0]})"
         raise DataError(f"data.autoencoder = {name} {what}; {EXPECTED}") from None

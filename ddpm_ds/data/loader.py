@@ -1,7 +1,6 @@
-"""Loader: yields micro-batches on the training device as a function of the number of images seen.
+"""Loader of micro-batches onto the training device, as a function of the number of images seen.
 
-It keeps no state, so nothing is lost on a resume. The next micro-batch is copied while the current one is computed
-with.
+It keeps no state, so a resumed run loses nothing. The next micro-batch is copied while the current one is used.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from ddpm_ds.data.cache import DatasetCache, Indices
 from ddpm_ds.errors import SpecError
 
 RUNS = 256
-"""Runs of neighbouring images that make a window of ``data.shuffle_images``."""
+"""Number of runs of neighbouring images in a window of ``data.shuffle_images``."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """Order in which a run sees ``count`` images: each once an epoch, every epoch in an order of its own.
+    """Order in which training sees ``count`` images: each once per epoch, every epoch in a different order.
 
-    Without ``window`` it is a full shuffle. With it, the images are cut into runs of neighbours, each a 256th of
-    ``window`` images long; an epoch shuffles the runs, takes 256 of them after the other as a window, and shuffles the
-    images within each window. So a disk reads whole runs, and memory holds two windows. Either is a pure function of
-    ``seed`` and of the number of images seen.
+    Without ``window`` it is a full shuffle. With it, the images are divided into runs of ``window`` / 256 neighbours;
+    an epoch shuffles the runs, takes 256 runs at a time as a window, and shuffles the images within each window. So
+    disks read whole runs, and memory holds two windows. Both orders are pure functions of ``seed`` and the number of
+    images seen.
     """
 
     count: int
@@ -42,9 +41,7 @@ class Order:
     window: int | None = None
 
     def image_at(self, index: Indices) -> Indices:
-        """Return the positions, 0 to ``count - 1``, of the ``index``-th images of the training run, int64 (n,) to
-        (n,).
-        """
+        """Return the positions, 0 to ``count - 1``, of the images of indices ``index``, int64 (n,) to (n,)."""
         epochs, places = np.divmod(index, self.count)
         images = np.empty_like(index)
         for epoch in np.unique(epochs).tolist():
@@ -52,7 +49,7 @@ class Order:
             if self.window is None:
                 images[now] = _permutation(self.count, self.seed, epoch)[places[now]]
                 continue
-            starts = _runs(self, epoch)[1][:-1:RUNS]  # of the windows
+            starts = _runs(self, epoch)[1][:-1:RUNS]  # places in the epoch where windows begin
             windows = starts.searchsorted(places, side="right") - 1
             for window in np.unique(windows[now]).tolist():
                 there = now & (windows == window)
@@ -61,19 +58,19 @@ class Order:
 
     @property
     def runs(self) -> int:
-        """Number of runs of an epoch; the last images in the cache may be a shorter one."""
+        """Number of runs in an epoch; the last in the cache may be shorter."""
         return math.ceil(self.count / self.run_images)
 
     @property
     def run_images(self) -> int:
-        """Number of images of a run."""
+        """Number of images in a run."""
         return max(1, (self.window or self.count) // RUNS)
 
     def ahead(self, first: int, last: int, begin: bool) -> Iterator[tuple[int, int]]:
-        """Yield the runs, as their first position and the one after their last, that should be read from the disk
-        while the ``first``-th image of the training run up to the ``last``-th are used.
+        """Yield the runs, as (first position, last position + 1), to read from disk while training uses its images
+        ``first`` to ``last``.
 
-        They are as large a part of the next window, and at the ``begin`` of training all of the current one as well.
+        They are an equal part of the next window and, at the ``begin`` of training, all of the current window.
         """
         if self.window is None:
             return
@@ -83,8 +80,8 @@ class Order:
             yield position, min(self.count, position + self.run_images)
 
     def _wanted(self, index: int) -> tuple[int, int]:
-        """Return two numbers of runs, counted over all epochs: the first of the window that the ``index``-th image is
-        in, and the first that need not be read yet.
+        """Return two run numbers, counted over all epochs: the first run in the window of the ``index``-th image, and
+        the first run that need not be read yet.
         """
         epoch, place = divmod(index, self.count)
         places = _runs(self, epoch)[1]
@@ -103,8 +100,8 @@ def _permutation(count: int, seed: int, epoch: int, part: int = 0) -> Indices:
 
 @lru_cache(maxsize=2)
 def _runs(order: Order, epoch: int) -> tuple[Indices, Indices]:
-    """Return the runs in the order of an epoch: the positions of their first images (runs,), and the places of these
-    in the epoch, with its end (runs + 1,).
+    """Return the runs in the order of an epoch: positions of their first images in the cache (runs,), and places of
+    these images in the epoch, followed by its end (runs + 1,).
     """
     begins = _permutation(order.runs, order.seed, epoch) * order.run_images
     sizes = np.minimum(order.count - begins, order.run_images)
@@ -113,7 +110,7 @@ def _runs(order: Order, epoch: int) -> tuple[Indices, Indices]:
 
 @lru_cache(maxsize=4)
 def _window(order: Order, epoch: int, window: int) -> Indices:
-    """Return the positions of the images of a window, in their order."""
+    """Return the positions of the images in a window, in order."""
     begins, places = _runs(order, epoch)
     mine = slice(window * RUNS, (window + 1) * RUNS)
     starts, sizes = begins[mine], np.diff(places)[mine]
@@ -122,9 +119,8 @@ def _window(order: Order, epoch: int, window: int) -> Indices:
 
 
 READ_BYTES, READ_IMAGES = 2**22, 512
-"""Bytes and images up to which smaller micro-batches are read together: a read costs a tenth of a millisecond besides
-its bytes, and one by another process some milliseconds.
-"""
+"""Maximum bytes and images of micro-batches that are read together: a read has an overhead of a tenth of a millisecond,
+or of some milliseconds in another process."""
 
 
 class MicroBatch(NamedTuple):
@@ -149,19 +145,19 @@ def micro_batches(
     workers: int = 0,
     pin_memory: bool = False,
 ) -> Iterator[MicroBatch]:
-    """Yield the endless micro-batches of ``replica`` from the ``start_images``-th image of the run on.
+    """Yield the endless micro-batches of ``replica``, starting at image ``start_images`` of the run.
 
-    Replicas take turns, so that a global batch is the same images in every layout. Example: batch of 8 images,
+    Replicas take turns, so that a global batch has the same images in every layout. Example: batch of 8 images,
     micro-batches of 2, 2 replicas, M = 2 micro-batches per replica::
 
         position in batch   0 1   2 3   4 5   6 7
         replica             0     1     0     1
         micro-batch         0     0     1     1
 
-    ``among`` are the positions in the cache that are trained on, rising, None for all of it, and ``window`` is that of
-    their :class:`Order`. ``workers`` processes read ahead; with 0 two threads of this one do. An error or the death of
-    a worker is raised here. ``pin_memory`` puts the images into pinned memory. Raises ValueError when ``batch_images``
-    is not M x ``replicas`` x ``micro_batch_images``.
+    ``among`` are the rising positions in the cache that are trained on (None: all), and ``window`` is passed to their
+    :class:`Order`. ``workers`` processes read ahead, or two threads of this process if 0. A worker's error or death is
+    raised here. ``pin_memory`` puts the images into pinned memory. Raises ValueError if ``batch_images`` is not
+    M x ``replicas`` x ``micro_batch_images``.
     """
     turn = replicas * micro_batch_images
     if batch_images % turn:
@@ -180,21 +176,22 @@ def micro_batches(
         collate_fn=_as_it_is,
         num_workers=workers,
         pin_memory=pin_memory,
-        generator=torch.Generator(),  # else the loader draws from torch's global generator
+        generator=torch.Generator(),  # keeps the loader from drawing from torch's global generator
     )
     reads = iter(loader)
     return _ahead(lambda _: next(reads), 1, micro_batch_images, pin_memory)
 
 
 _Read = tuple[Tensor, Indices, Indices]
-"""Images, labels and index of some micro-batches. One tensor only: to send one to a process takes milliseconds."""
+"""Images, labels and image indices of some micro-batches. Only the images are a tensor, since sending one to another
+process takes milliseconds."""
 
 
 @dataclass(frozen=True)
 class _Reads(Dataset[_Read]):
-    """Reads of one replica, by their number; each holds some micro-batches.
+    """Reads of one replica, by number; each read has several micro-batches.
 
-    A batch is a whole number of turns, so where batches end doesn't matter here.
+    The ends of batches don't matter here, since a batch is a whole number of turns of the replicas.
     """
 
     cache: DatasetCache
@@ -229,9 +226,7 @@ class _Reads(Dataset[_Read]):
 
 
 def _ahead(read: Callable[[int], _Read], threads: int, size: int, pin_memory: bool) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of ``size`` images of read 0, read 1 and so on, as views; while one is used, each of
-    ``threads`` makes another.
-    """
+    """Yield the micro-batches of ``size`` images of read 0, 1, ... as views, while ``threads`` read ahead."""
 
     def parts(number: int) -> list[MicroBatch]:
         images, *others = read(number)
@@ -255,8 +250,8 @@ def _as_it_is(read: Any) -> Any:
 def on_device(batches: Iterator[MicroBatch], device: torch.device) -> Iterator[MicroBatch]:
     """Yield the same endless micro-batches on ``device``, still uint8.
 
-    On CUDA each is copied on a stream of its own while the one before is computed with; the current stream waits for
-    the copy, the host does not::
+    On CUDA each is copied on a separate stream while the one before is used; the current stream waits for the copy, but
+    the host does not::
 
         copies        1     2     3           4
         current       .  1111111  2222222222  3333333
@@ -283,12 +278,12 @@ def _copied_ahead(batches: Iterator[MicroBatch], device: torch.device) -> Iterat
 
 
 def split(count: int, held_out: int) -> tuple[Indices, Indices]:
-    """Return positions in a cache of ``count`` images, int64 and rising: those to train on, and ``held_out`` others.
+    """Split a cache of ``count`` images into training images and ``held_out`` others; positions are int64 and rising.
 
-    They follow from the two numbers alone, so that runs of any seed are measured on the same images.
+    The split depends on the two numbers alone, so that runs of any seed are measured on the same images.
 
     Raises:
-        SpecError: nothing would be left to train on.
+        SpecError: no image would be left to train on.
     """
     if held_out >= count:
         raise SpecError(
@@ -300,5 +295,5 @@ def split(count: int, held_out: int) -> tuple[Indices, Indices]:
 
 
 def shuffled(count: int) -> Indices:
-    """Return the positions 0 to ``count - 1``, int64, in an order that is always the same."""
+    """Return the positions 0 to ``count - 1``, int64, shuffled in a fixed order."""
     return np.random.Generator(np.random.Philox(key=np.uint64(0))).permutation(count)

@@ -1,6 +1,6 @@
-"""Conversion of uint8 tensors to PNG files, to grids with a title and labels, and of grids to an animation.
+"""Conversion of uint8 tensors to PNG files and to grids with a title and labels, and of grids to an animation.
 
-Grids are for people: their images may be enlarged. Whoever needs the pixels reads the tensors.
+Images in a grid may be enlarged for viewing; read the tensors to get exact pixels.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from ddpm_ds.files import temporary_beside
 
 GUTTER_PIXELS = 2
 GREY = 208
-"""Value of the gutters and of the ground under title and labels."""
+"""Grey value of the gutters and of the background of title and labels."""
 SMALLEST_SIDE_PIXELS = 512
-"""Width or height that a grid has at least: its images are enlarged by a whole factor."""
+"""Minimum width or height of a grid, reached by enlarging its images by a whole factor."""
 SMALLEST_LABEL_PIXELS = 11
-MOST_FRAMES, MOST_FRAME_PIXELS = 32, 720  # of an animation, of its longer side
+MOST_FRAMES, MOST_FRAME_PIXELS = 32, 720  # frames of an animation; pixels of its longer side
 FRAME_MS, LAST_FRAME_MS = 300, 2000
 WEIGHTS = {"ema": "averaged weights", "raw": "weights as trained", "export": "exported weights"}
 
 
 def picture(image: Tensor) -> Image.Image:
-    """Return a uint8 (C, H, W) image, grey or RGB, for Pillow."""
+    """Convert a uint8 (C, H, W) image, grey or RGB, to a Pillow image."""
     pixels = image.permute(1, 2, 0).cpu().numpy()
     return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
 
@@ -37,7 +37,7 @@ def picture(image: Tensor) -> Image.Image:
 def grid_title(run: str, images_seen: int | None, sampler: SamplerSpec, diffusion: DiffusionSpec, weights: str) -> str:
     """Return the two lines above a grid of samples: run and images seen; sampler and kind of weights.
 
-    ``weights`` are those of :class:`ddpm_ds.evaluate.trained.Trained`.
+    ``weights`` is the field of :class:`ddpm_ds.evaluate.trained.Trained`.
     """
     seen = "" if images_seen is None else f", {images_seen:,} images seen"
     kind, _, length = weights.partition("-")
@@ -46,9 +46,9 @@ def grid_title(run: str, images_seen: int | None, sampler: SamplerSpec, diffusio
 
 
 def grid(images: Tensor, title: str = "", labels: Sequence[str] = ()) -> Image.Image:
-    """Return uint8 images (N, C, H, W) row by row in one picture, as square as possible.
+    """Arrange uint8 images (N, C, H, W) row by row in one picture, as square as possible.
 
-    The lines of the title stand above; the labels, one for each image unless there are none, below their images.
+    The title's lines are above, and the labels, one for each image or none at all, below their images.
     """
     columns = math.ceil(math.sqrt(len(images)))
     rows = math.ceil(len(images) / columns)
@@ -61,7 +61,7 @@ def grid(images: Tensor, title: str = "", labels: Sequence[str] = ()) -> Image.I
     font = ImageFont.load_default(max(SMALLEST_LABEL_PIXELS, min(title_size, height // 6)))
     label_height = _line_height(font) if labels else 0
     cells = F.pad(torch.cat([images, blank]), (0, GUTTER_PIXELS, 0, GUTTER_PIXELS + label_height), value=GREY)
-    _, _, h, w = cells.shape  # of a cell, with the gutter to its right and below
+    _, _, h, w = cells.shape  # size of a cell, with the gutters to its right and below
     tiles = cells.view(rows, columns, channels, h, w).permute(2, 0, 3, 1, 4).reshape(channels, rows * h, columns * w)
     lines = title.splitlines()
     top = GUTTER_PIXELS + len(lines) * _line_height(title_font)
@@ -83,7 +83,7 @@ def _line_height(font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> int:
 
 
 def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
-    """Return the beginning of a line that is ``width`` pixels wide at most."""
+    """Return the beginning of a line, at most ``width`` pixels wide."""
     text = " ".join(text.split())
     length = len(text)
     while length and font.getlength(text[:length] + "..." * (length < len(text))) > width:
@@ -99,9 +99,9 @@ def write_png(image: Image.Image, path: Path) -> None:
 
 
 def write_animation(files: Sequence[Path], path: Path) -> None:
-    """Write picture files as a GIF that is complete or does not exist, in the size of the last, 720 pixels at most.
+    """Write picture files as a GIF that is complete or does not exist, in the size of the last, at most 720 pixels.
 
-    Of more than 32 files, 32 are shown, the first and the last among them.
+    If there are more than 32 files, 32 are shown, including the first and the last.
     """
     count = min(len(files), MOST_FRAMES)
     with Image.open(files[-1]) as last:

@@ -1,6 +1,6 @@
-"""Preparation of a source into a data-set cache, once, by all cores.
+"""Preparation of a source into a data-set cache, once, on all cores.
 
-Images are decoded by processes, some at a time, while this one writes them (:mod:`ddpm_ds.data.writing`).
+Worker processes decode images in chunks, while this process writes them (:mod:`ddpm_ds.data.writing`).
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ if TYPE_CHECKING:
     import torch
 
 SHARD_BYTES = 2**28
-"""Most bytes of a file of images, about so many where they are encoded."""
+"""Maximum bytes of a file of images; approximate for encoded images."""
 LARGE_BYTES = 2**36
-"""Size of a cache from which ``data.store: auto`` keeps images encoded, where that is less than half."""
+"""Size of a cache above which ``data.store: auto`` keeps images encoded, if that takes less than half the space."""
 VERIFIED_BYTES = 2**34
-"""Size of a cache up to which training compares its checksums; ``ddpm-ds prepare`` always does."""
+"""Maximum size of a cache whose checksums are compared before training; ``ddpm-ds prepare`` always compares them."""
 CHUNK_BYTES, CHUNK_IMAGES = 2**22, 64
-"""Bytes of pixels, and images, up to which images are decoded by one process at a time."""
+"""Maximum bytes of pixels, and images, in a chunk that one process decodes."""
 FEW_IMAGES = 256
-"""Number of images that this process decodes by itself: to start others takes as long."""
+"""Number of images that this process decodes alone, since starting others would take as long."""
 SAMPLED_IMAGES = 64
-"""Number of images whose encoded size is looked at."""
+"""Number of images from which the mean encoded size is estimated."""
 
 
 def cache_path(spec: DataSpec) -> Path:
-    """Return the folder of the cache: a function of everything that a source reads, of size and channels, and of
-    ``data.store``, where "auto" means the one that exists; that of latents also of the autoencoder.
+    """Return the folder of the cache, a function of everything that the source reads, size, channels, ``data.store``
+    ("auto" means the cache that exists) and, for latents, the autoencoder.
 
     Raises:
         DataError: the autoencoder can't be used.
@@ -72,11 +72,11 @@ def cache_path(spec: DataSpec) -> Path:
 
 
 def class_names(spec: RunSpec) -> Sequence[str]:
-    """Return the names of the U-Net's classes, none where it has none; their numbers where no cache names as many."""
+    """Return the names of the U-Net's classes, or their numbers if no cache names them; empty without classes."""
     numbers = [str(label) for label in range(spec.unet.classes or 0)]
     try:
         names = CacheMeta.model_validate_json(read_bytes(cache_path(spec.data) / META)).classes
-    except (OSError, ValueError, DataError):  # DataError of an autoencoder that is gone
+    except (OSError, ValueError, DataError):  # DataError if the autoencoder is missing
         return numbers
     return names if len(names) == len(numbers) else numbers
 
@@ -89,16 +89,16 @@ def prepare(
     verify: bool | None = None,
     encode_on: torch.device | None = None,
 ) -> DatasetCache:
-    """Return the data-set cache of ``spec``, made when it is missing; ``progress`` shows bars.
+    """Return the data-set cache of ``spec``, making it if it is missing; ``progress`` shows bars.
 
-    An existing cache is used unchanged: delete it after changing a folder's images. Safe to call from several processes
-    and hosts at once, which share the work; ``together`` of them share this host's cores. Unreadable images are left
-    out and named in ``skipped.txt``. ``verify`` compares the checksums of a cache that exists; None means up to 16 GiB.
-    Latents are made on the device ``encode_on`` alone.
+    An existing cache is used unchanged: delete it after changing a folder's images. Several processes and hosts may
+    call this at once and share the work; ``together`` of them share this host's cores. Unreadable images are skipped
+    and listed in ``skipped.txt``. ``verify`` compares the checksums of an existing cache; None does so up to 16 GiB.
+    Latents are made on the device ``encode_on`` only.
 
     Raises:
-        DataError: the source's own, too many unreadable images, ``store_root`` not writable or full, a damaged cache,
-            an autoencoder that can't be used; latents are missing and ``encode_on`` is None, or of other pixels.
+        DataError: the source fails, too many images are unreadable, ``store_root`` is not writable or full, the cache
+            is damaged, the autoencoder can't be used, or latents are of other pixels, or missing without ``encode_on``.
     """
     path = cache_path(spec)
     if path.exists():
@@ -119,7 +119,7 @@ def prepare(
         spec.store_root.mkdir(parents=True, exist_ok=True)
         if autoencoder is not None and encode_on is not None:
             coder = Coder(autoencoder, encode_on)
-            _ = coder.model  # a damaged one is to be found before hours of preparation
+            _ = coder.model  # finds a damaged one before hours of preparation
             _build_latents(path, coder, prepare(pixels_of(spec), progress, together=together), spec, progress)
         else:
             path = _build(spec, progress, max(1, len(os.sched_getaffinity(0)) // together))
@@ -128,12 +128,12 @@ def prepare(
             f"data.store_root = {spec.store_root} can't be written ({error.strerror or error}); "
             "choose another folder with --set data.store_root=FOLDER"
         ) from error
-    return DatasetCache.open(path, verify=False)  # the checksums were taken from the files a moment ago
+    return DatasetCache.open(path, verify=False)  # the checksums were just computed from the files
 
 
 def _build(spec: DataSpec, progress: bool, processes: int) -> Path:
-    """Make the cache of a source, and return its folder."""
-    with locked(lock_of(cache_path(spec))):  # one lists, and downloads
+    """Make the cache of a source and return its folder."""
+    with locked(lock_of(cache_path(spec))):  # only one process lists and downloads
         if (path := cache_path(spec)).exists():
             return path
         decoding = decoding_of(spec, progress)
@@ -167,10 +167,10 @@ def _plan(kind: Kind, shape: tuple[int, int, int], images: int, image_bytes: flo
 
 
 def decoding_of(spec: DataSpec, progress: bool) -> Decoding:
-    """Return the decoding of the source of ``spec``, with the plan of its cache; nothing is written or decoded yet.
+    """Return the decoding of the source of ``spec``, with the plan of its cache, before anything is decoded or written.
 
     Raises:
-        DataError: the source's own, or it has no encoded images to keep.
+        DataError: the source fails, or has no encoded images to keep.
     """
     source = open_source(spec, progress)
     shape = (spec.channels, spec.stored_size, spec.stored_size)
@@ -187,12 +187,12 @@ def decoding_of(spec: DataSpec, progress: bool) -> Decoding:
 
 
 def _encoded_bytes(source: Source) -> float | None:
-    """Return the mean size in bytes of some encoded images, None where the source gives pixels."""
+    """Return the mean bytes of some encoded images; None if the source yields pixels."""
     count, sizes = len(source.labels), []
     for i in np.linspace(0, count - 1, min(count, SAMPLED_IMAGES)).astype(int).tolist():
         try:
             content = source.read(i)
-        except Exception:  # whoever decodes it says why
+        except Exception:  # decoding will report the reason
             continue
         if not isinstance(content, bytes):
             return None
@@ -201,7 +201,7 @@ def _encoded_bytes(source: Source) -> float | None:
 
 
 def _origin(spec: DataSpec, source: Source) -> str:
-    """Return a hash of the source's names and labels, and of the size and age of the file that it is."""
+    """Return a hash of the source's names and labels, and of the size and modification time if it is a file."""
     digest = sha256(np.asarray(source.labels, np.int64).tobytes())
     for i in range(len(source.labels)):
         digest.update(os.fsencode(source.name(i)) + b"\0")
@@ -212,7 +212,7 @@ def _origin(spec: DataSpec, source: Source) -> str:
 
 
 class Decoding:
-    """Decoding of a source's images, in which processes share."""
+    """Decoding of a source's images, shared by several processes."""
 
     def __init__(self, source: Source, plan: Plan, shareable: bool) -> None:
         self.source, self.plan = source, plan
@@ -223,15 +223,15 @@ class Decoding:
         """Context in which a large image is decoded, by one process at a time."""
 
     def parts(self, numbers: range) -> Iterator[range]:
-        """Yield the parts of a range of images that are decoded at a time."""
+        """Yield the parts of a range of images that are decoded together."""
         return (numbers[first : first + self.chunk_images] for first in range(0, len(numbers), self.chunk_images))
 
     def chunks(self, numbers: range) -> Iterator[Chunk]:
-        """Yield the images of a range of the source."""
+        """Yield the images of a range of the source in chunks."""
         return map(self.chunk, self.parts(numbers))
 
     def chunk(self, numbers: range) -> Chunk:
-        """Decode images, also those that are kept encoded: that shows that they can be."""
+        """Decode images, even if they are kept encoded, to find those that are unreadable."""
         chunk = Chunk([], [], [])
         channels, size, _ = self.plan.shape
         for i in numbers:
@@ -248,11 +248,11 @@ class Decoding:
 
 
 _decoding: Decoding
-"""What a process decodes."""
+"""Decoding of this worker process."""
 
 
 def _begin(decoding: Decoding, large: Lock) -> None:
-    """Begin a process that decodes; it ends with the process that has started it."""
+    """Initialise a worker process that decodes; it ends with its parent process."""
     global _decoding
     _decoding, decoding.large = decoding, large
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -271,7 +271,7 @@ def _decode(numbers: range) -> Chunk:
 
 @contextmanager
 def by_processes(decoding: Decoding, count: int) -> Iterator[Chunks]:
-    """Yield a function that has images decoded by ``count`` processes, a bounded number of them ahead."""
+    """Yield a function that decodes images in ``count`` processes, a bounded number of chunks ahead."""
     context = multiprocessing.get_context("spawn")  # this process may have threads
     with ProcessPoolExecutor(count, context, _begin, (decoding, context.Lock())) as pool:
 

@@ -1,4 +1,4 @@
-"""Where the images of a data-set cache are when they are read: in memory, or on a disk that is waited for."""
+"""Estimate of whether a data-set cache is read from memory or from a disk that training waits for."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from ddpm_ds.data.cache import DatasetCache, Kind
 from ddpm_ds.device import host_memory
 
 HELD = 0.8
-"""Share of a host's memory that can hold the files of a cache, beside what training takes."""
+"""Share of a host's memory that can hold the files of a cache during training."""
 WINDOW = 0.125
-"""Share of a host's memory that the images of a window take; a run holds two windows."""
+"""Share of a host's memory for the images of one window; a run holds two windows."""
 
 
 @dataclass(frozen=True)
 class Residence:
-    """A data-set cache and the host that reads it."""
+    """Size of a data-set cache, and memory and cores of the host that reads it."""
 
     kind: Kind
     images: int
     stored_bytes: int
     """Size of the files of images."""
     decoded_bytes: int
-    """Size of all images as they are read; that of the files unless they are encoded."""
+    """Size of all decoded images; equal to the files' size unless they are encoded."""
     memory_bytes: int
-    """Memory of the host, or of the part of it that the process may use."""
+    """Memory of the host that the process may use."""
     cores: int
     """Processor cores that the process may use."""
 
     @classmethod
     def of(cls, store: DatasetCache) -> Residence:
-        """Return where a store is, on this host."""
+        """Return the residence of a cache on this host."""
         meta = store.meta
         return cls(
             meta.kind,
@@ -56,16 +56,16 @@ class Residence:
 
     @property
     def window(self) -> int:
-        """Largest power of two of images of which memory holds windows, for ``data.shuffle_images``."""
+        """Largest window, a power of two of images, that memory can hold, for ``data.shuffle_images``."""
         most = WINDOW * self.memory_bytes * self.images / max(1, self.stored_bytes)
         return 2 ** max(0, int(math.log2(max(1.0, most))))
 
     def scattered(self, shuffle_images: int | None) -> bool:
-        """Whether a run that shuffles so many images together, None for all, waits for a disk with each of them."""
+        """Return whether shuffling so many images together (None: all) makes a run wait for the disk at each."""
         return not self.in_memory and shuffle_images is None
 
     def notice(self, shuffle_images: int | None) -> str | None:
-        """Return a line for such a run, None for others."""
+        """Return a warning for a run that :meth:`scattered` slows down, else None."""
         if not self.scattered(shuffle_images):
             return None
         return (
@@ -74,7 +74,7 @@ class Residence:
         )
 
     def remedy(self, shuffle_images: int | None) -> str:
-        """Return what makes images come faster where more loader processes don't."""
+        """Return the advice for faster loading if more loader processes don't help."""
         if self.scattered(shuffle_images):
             return f"data.shuffle_images={self.window}"
         if self.kind == "encoded":

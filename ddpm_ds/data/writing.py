@@ -1,8 +1,8 @@
-"""Writing of a data-set cache, by any number of processes and hosts that see its folder.
+"""Writing of a data-set cache by any number of processes and hosts that share its folder.
 
-Images are written in order to files of bounded size, in a folder beside the cache: each process takes the next file
-that no other works on. A finished file has a record of its labels and is kept when a process is killed: the next one
-goes on there. A cache is complete or does not exist.
+Images are written in order to files of bounded size, in a folder beside the cache. Each process takes the next file
+that no other works on. A finished file has a record of its labels and survives if its process is killed, so that others
+can continue. A cache is complete or does not exist.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from ddpm_ds.errors import DataError
 from ddpm_ds.files import read_bytes, sha256_of, sync
 
 CLAIMS = "claims"
-"""File in which processes lock a byte for the file of images that they work on."""
+"""Name of the file in which processes lock one byte for each file of images that they write."""
 MOST_RECORD_BYTES = 2**27
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan of a cache: what its files have to fit."""
+    """Plan of a cache, which its files must match."""
 
     kind: Kind
     shape: tuple[int, int, int]  # (C, H, W)
     images: int
-    """Images of the source, the unreadable ones among them."""
+    """Images of the source, including unreadable ones."""
     image_bytes: float
-    """Bytes that an image takes, on average."""
+    """Mean bytes per image."""
     shard_images: int
-    """Images of the source that a file is made of."""
+    """Images of the source per file."""
     origin: str
     """Hash of the source's names and labels."""
 
@@ -55,7 +55,7 @@ class Plan:
         return math.ceil(self.images / self.shard_images)
 
     def images_of(self, number: int) -> range:
-        """Return the images of the source that file ``number`` is made of."""
+        """Return the range of source images in file ``number``."""
         return range(number * self.shard_images, min(self.images, (number + 1) * self.shard_images))
 
 
@@ -68,28 +68,28 @@ class Record(BaseModel):
     sizes: tuple[int, ...]
     """Bytes of each encoded image."""
     skipped: tuple[tuple[str, str], ...]
-    """Names of unreadable images, and the reasons."""
+    """Names of unreadable images, with reasons."""
     sha256: str
 
 
 class Chunk(NamedTuple):
-    """Some images that follow one another in the source."""
+    """Consecutive images of the source."""
 
     images: list[bytes]
-    """Each as it is written: pixels or latents (C, H, W), or an encoded file."""
+    """Bytes to write for each image: pixels or latents (C, H, W), or an encoded file."""
     labels: list[int]
     skipped: list[tuple[str, str]]
 
 
 Chunks: TypeAlias = Callable[[range], Iterator[Chunk]]
-"""Yields the images of a range of the source, in order, the unreadable ones among the skipped."""
+"""Function that yields the images of a range of the source in order, listing unreadable ones as skipped."""
 
 
 @contextmanager
 def locked(file: Path, number: int | None = None, wait: bool = True) -> Iterator[bool]:
-    """Lock byte ``number`` of a file, or all of it; yields False, without ``wait``, where another process has it.
+    """Lock byte ``number`` of a file, or all of it; without ``wait``, yield False if another process holds the lock.
 
-    Where the file system has no locks (some Lustre mounts) nobody waits and everybody gets it.
+    On file systems without locks (some Lustre mounts), every process gets the lock at once.
     """
     with file.open("ab") as opened:
         mine = True
@@ -117,13 +117,13 @@ def write_cache(
     progress: bool,
     made_of: Mapping[str, str] | None = None,
 ) -> None:
-    """Write the cache at ``path`` unless it exists, together with whoever else does.
+    """Write the cache at ``path`` unless it exists, together with other processes that do the same.
 
-    ``made_of`` are checksums of what the images were made of, by names of no file, which ``meta.json`` keeps too.
+    ``made_of`` are checksums of the images' origins, also kept in ``meta.json``, by names that no file has.
 
     Raises:
         DataError: the disk has too little space, or too many images are unreadable; nothing is kept.
-        OSError: the disk; what is finished is kept.
+        OSError: the disk fails; finished files are kept.
     """
     with locked(lock_of(path)):
         if path.exists():
@@ -140,15 +140,15 @@ def write_cache(
                 for name in (CLAIMS, *map(_record_name, range(plan.shards))):
                     (path / name).unlink()
     except OSError:
-        if not path.exists():  # else another process has finished
+        if not path.exists():  # unless another process has finished
             raise
     except DataError:
-        shutil.rmtree(folder, ignore_errors=True)  # a file that is mended keeps its name, and is to be read again
+        shutil.rmtree(folder, ignore_errors=True)  # a repaired source file keeps its name and must be read again
         raise
 
 
 def _begun(path: Path, plan: Plan) -> Path:
-    """Return the folder, named after the plan, in which the cache at ``path`` is written; made where it is missing.
+    """Return the folder, named after the plan, in which the cache at ``path`` is written, creating it if needed.
 
     Raises:
         DataError: the disk has too little space.
@@ -163,8 +163,8 @@ def _begun(path: Path, plan: Plan) -> Path:
             "choose another folder with --set data.store_root=FOLDER"
         )
     for other in path.parent.glob(f".{glob.escape(path.name)}.*preparing"):
-        if other != folder:  # which another process, that could not be locked out, may have made now
-            with locked(other / CLAIMS):  # waits for those who still work on another plan
+        if other != folder:  # another process may have just made it, where the lock does not work
+            with locked(other / CLAIMS):  # waits for processes that still work on another plan
                 shutil.rmtree(other)
     folder.mkdir(exist_ok=True)
     return folder
@@ -185,7 +185,7 @@ class _Shards:
     bar: tqdm[Any]
 
     def write(self) -> list[Record]:
-        """Write the files that no other process writes, wait for those that others do, and return all records."""
+        """Write the files that no other process writes, wait for the others, and return all records."""
         records: dict[int, Record] = {}
         wait = False
         while len(records) < self.plan.shards:
@@ -211,7 +211,7 @@ class _Shards:
         return None
 
     def _write_shard(self, number: int, skipped_before: Sequence[tuple[str, str]]) -> Record:
-        """Write one file of images and its record; ``skipped_before`` are unreadable images of other files."""
+        """Write one file of images and its record; ``skipped_before`` are the unreadable images of earlier files."""
         plan, bar, numbers = self.plan, self.bar, self.plan.images_of(number)
         bar.update(max(0, numbers.start - bar.n))
         temporary = self.folder / f".{uuid4().hex[:8]}"
@@ -249,7 +249,7 @@ class _Shards:
         return record
 
     def _write_header(self, file: BinaryIO, count: int) -> None:
-        """Start a ``.npy`` of so many images. numpy pads the header so that the number can change in place later."""
+        """Write the header of a ``.npy`` file of ``count`` images, padded so that the count can be changed later."""
         if self.plan.kind != "encoded":
             descr = "<f2" if self.plan.kind == "latents" else "|u1"
             header = {"descr": descr, "fortran_order": False, "shape": (count, *self.plan.shape)}
@@ -264,7 +264,7 @@ def _describe(
     classes: tuple[str, ...],
     made_of: Mapping[str, str],
 ) -> None:
-    """Write what a cache has besides its images."""
+    """Write the files of a cache other than its images."""
     labels = [label for record in records for label in record.labels]
     skipped = [image for record in records for image in record.skipped]
     files = {LABELS: np.array(labels, np.int64)}
@@ -288,7 +288,7 @@ def _describe(
         kind=plan.kind,
         shards=tuple(len(record.labels) for record in records) if len(records) > 1 else (),
     )
-    # Without defaults: any version reads a cache of one file of pixels.
+    # Defaults are left out so that older versions can read a cache of one file of pixels.
     (folder / META).write_text(meta.model_dump_json(indent=2, exclude_defaults=True) + "\n", encoding="utf-8")
     for name in (*files, META, *([SKIPPED] if skipped else [])):
         sync(folder / name)

@@ -44,7 +44,7 @@ class Change:
 
     @property
     def edit(self) -> str:
-        """The change as it is typed, as options of ``ddpm-ds train``."""
+        """Change as typed, as options of ``ddpm-ds train``."""
         options = []
         for name, value in self.settings.items():
             text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))

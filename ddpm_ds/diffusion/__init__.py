@@ -1,1 +1,1 @@
-"""The mathematics of diffusion: schedules, objectives, the process and samplers, as pure tensors."""
+"""Mathematics of diffusion on tensors: schedules, objectives, the process and samplers."""

@@ -1,8 +1,8 @@
-"""EDM's augmentation of training images, of which the U-Net is told, so that it never draws augmented images.
+"""EDM's non-leaking augmentation of training images: the U-Net is told of it, so that samples are not augmented.
 
 Source: Karras et al. 2022, appendix F.2, and for colours Karras et al. 2020 (StyleGAN2-ADA), appendix B. Each
-transformation has one or two numbers, which are 0 where it is not made; together they are the condition that the U-Net
-takes in training. Told zeros, as when drawing, it draws images as they are.
+transformation has one or two parameters, 0 if it is not applied; together they are the U-Net's condition in training.
+In sampling the condition is all zeros.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ddpm_ds import keyed
 from ddpm_ds.keyed import Stream
 
 LOG_SCALE = LOG_STRETCH = 0.2 * math.log(2.0)
-"""Standard deviation of the logarithm of the factor of a scaling, and of a stretching."""
+"""Standard deviation of the logarithm of the scaling factor, and of the stretching factor."""
 TRANSLATION = 1.0 / 8.0
 """Standard deviation of a translation, as a share of the image's size."""
 FILTER = (
@@ -35,31 +35,31 @@ FILTER = (
     0.0017677118642428036,
     -0.007800708325034148,
 )
-"""Low-pass filter of Daubechies' least asymmetric wavelet with six vanishing moments (sym6), of norm 1: doubling an
-image's size with it, and halving it again, is the identity."""
+"""Low-pass filter of Daubechies' least asymmetric wavelet with six vanishing moments (sym6), with norm 1: doubling an
+image's size with it and halving it again is the identity."""
 BEFORE, AFTER = 5, 6
-"""Coefficients of the filter before and after the one next to its middle."""
+"""Number of filter coefficients before and after the one nearest the middle."""
 MIDDLE = sum(number * factor for number, factor in enumerate(FILTER)) / sum(FILTER) - BEFORE
-"""Where a pixel lies in the image of twice the size, beyond the one at twice its number: 0.1 pixels of that size."""
+"""Offset of pixel i from pixel 2 i of the image of twice the size: 0.1 of the latter's pixels."""
 REACH = 3
-"""Pixels to each side that a pixel of an image of twice the size is made of."""
+"""Pixels to each side on which a pixel of the image of twice the size depends."""
 BRIGHTNESS = 0.2
-"""Standard deviation of what is added to all channels, in the scale of [-1, 1]."""
+"""Standard deviation of the brightness added to all channels, on the scale [-1, 1]."""
 LOG_CONTRAST, LOG_SATURATION = 0.5 * math.log(2.0), math.log(2.0)
-"""Standard deviation of the logarithm of the factor of contrast, and of saturation."""
+"""Standard deviation of the logarithm of the contrast factor, and of the saturation factor."""
 
 
 def augmented(images: Tensor, index: Tensor, seed: int, probability: float) -> tuple[Tensor, Tensor]:
-    """Return images of [-1, 1], (N, C, H, H) channels-last, transformed, and the condition (N, 9), float32 both.
+    """Return transformed images in [-1, 1], (N, C, H, H) channels-last, and the condition (N, 9), both float32.
 
-    Half of the images are mirrored. Each other transformation happens with ``probability``: turned upside down, scaled,
-    rotated, stretched along a random axis and translated. ``index`` (N,) int64 are the image indices that everything
-    random follows from. Pixels beyond the edge are those reflected at it. Images that are neither scaled, rotated,
-    stretched nor translated keep their pixels exactly. Nothing waits for the device.
+    Half of the images are mirrored. Each other transformation happens with ``probability``: flipping upside down,
+    scaling, rotation, stretching along a random axis and translation. ``index`` (N,) int64 are the image indices that
+    key all draws. Edges are padded by reflection. Images that are neither scaled, rotated, stretched nor translated
+    keep their pixels exactly. Nothing waits for the device.
     """
     drawn = keyed.uniform(seed, Stream.AUGMENTATION, index, 9).unbind(1)  # (N,) each
     normal = keyed.normal(seed, Stream.AUGMENTATION + 1, index, 4)  # (N, 4)
-    mirrored, turned = drawn[0] < 0.5, drawn[1] < probability / 2.0  # turning is a coin after the choice to turn
+    mirrored, turned = drawn[0] < 0.5, drawn[1] < probability / 2.0  # a chosen image is turned with probability 1/2
     scaled, rotated, stretched, moved = (share < probability for share in drawn[2:6])
     size, stretch = (normal[:, number] * chosen for number, chosen in ((0, scaled), (1, stretched)))
     shift = normal[:, 2:] * moved[:, None]  # (N, 2), in standard deviations
@@ -77,13 +77,13 @@ def augmented(images: Tensor, index: Tensor, seed: int, probability: float) -> t
 
 
 def coloured(images: Tensor, index: Tensor, seed: int, probability: float) -> tuple[Tensor, Tensor]:
-    """Return images around [-1, 1], (N, C, H, W) channels-last, with other colours, and the condition: (N, 6) for three
-    channels, (N, 3) for one, float32 both.
+    """Return images with changed colours, (N, C, H, W) channels-last, and the condition, (N, 6) for three channels or
+    (N, 3) for one, both float32.
 
-    Each of five changes happens with ``probability``: of brightness, of contrast, light and dark exchanged (a coin
-    after the choice), hues rotated, and of saturation. Grey images, which have no hue and no saturation, get the first
-    three. ``index`` (N,) int64 are the image indices that everything random follows from. Images whose colours stay
-    keep their pixels exactly, and others may leave [-1, 1]. Nothing waits for the device.
+    Each of five changes happens with ``probability``: brightness, contrast, luma flip (for half of the chosen images),
+    hue rotation and saturation. Grey images, which have neither hue nor saturation, get the first three. ``index``
+    (N,) int64 are the image indices that key all draws. Unchanged images keep their pixels exactly, and changed ones
+    may leave [-1, 1]. Nothing waits for the device.
     """
     drawn = keyed.uniform(seed, Stream.COLOUR, index, 6).unbind(1)  # (N,) each
     normal = keyed.normal(seed, Stream.COLOUR + 1, index, 3).unbind(1)  # (N,) each
@@ -93,19 +93,19 @@ def coloured(images: Tensor, index: Tensor, seed: int, probability: float) -> tu
         for deviations, share in zip(normal, (drawn[0], drawn[1], drawn[4]), strict=True)
     )
     condition = [brightness, contrast, exchanged.float()]
-    grey = (LOG_CONTRAST * contrast).exp()  # factor of the mean over the channels; of what is beyond it: colour
+    grey = (LOG_CONTRAST * contrast).exp()  # factor of the channels' mean; colour: of the rest
     light = torch.where(exchanged, -grey, grey)
     if images.shape[1] == 1:
         factors = [light]
     else:
         angle = math.pi * (2.0 * drawn[5] - 1.0) * (drawn[3] < probability)
         condition += [angle.cos() - 1.0, angle.sin(), saturation]
-        # A rotation about the axis of greys, with the mean scaled by light and the rest by colour, treats the channels
-        # alike: it has one factor for a channel itself, one for the next channel, and one for that after it.
+        # A rotation about the grey axis, with the mean scaled by light and the rest by colour, treats the channels
+        # alike: it has one factor for the channel itself, one for the next channel, and one for the channel after that.
         colour = grey * (LOG_SATURATION * saturation).exp()
         even, odd = (light - colour * angle.cos()) / 3.0, colour * angle.sin() / math.sqrt(3.0)
         factors = [even + colour * angle.cos(), even - odd, even + odd]
-    # An image whose colours stay is once itself and nought times the other channels, which is exact.
+    # The factors of an unchanged image are exactly 1 for the channel itself and 0 for the others.
     mixed = (BRIGHTNESS * light * brightness)[:, None, None, None]
     for number, factor in enumerate(factors):
         mixed = mixed + factor[:, None, None, None] * images.roll(-number, 1)
@@ -113,10 +113,10 @@ def coloured(images: Tensor, index: Tensor, seed: int, probability: float) -> tu
 
 
 def _back(angle: Tensor, scale: Tensor, axis: Tensor, stretch: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the rows of the matrices, (N,) each, that lead from a place in the new image, as seen from its centre and
-    before it was translated, to the place in the old one: the inverse of scaling, then rotating, then stretching.
+    """Return the rows of the inverse of scaling, rotating and stretching, (N,) each: the matrices from a point of the
+    new image, relative to its centre and before translation, to the point of the old one.
 
-    Written out instead of as products of matrices, which round according to the number of images.
+    Written out because the rounding of matrix products depends on the number of images.
     """
     cos, sin = axis.cos(), axis.sin()
     along, across = cos * cos, sin * sin
@@ -128,22 +128,22 @@ def _back(angle: Tensor, scale: Tensor, axis: Tensor, stretch: Tensor) -> tuple[
 
 
 def _resampled(images: Tensor, matrix: tuple[Tensor, Tensor, Tensor, Tensor], offsets: Tensor) -> Tensor:
-    """Return images (N, C, H, H) whose pixels are found by ``matrix``, four (N,), after going back by ``offsets``
-    (N, 2) pixels to the right and down.
+    """Return images (N, C, H, H) resampled at points moved back by ``offsets`` (N, 2) pixels (right, down) and then
+    mapped by ``matrix``, four (N,).
 
-    They are looked up between the pixels of images of twice the size, which the filter makes and halves again.
+    Pixels are interpolated in images of twice the size, which the filter makes and halves again.
     """
     pixels = images.shape[3]
     middle, margin = (pixels - 1) / 2.0, max(pixels // 2, BEFORE + 1)
     padded = F.pad(images.contiguous(), (margin,) * 4, mode="reflect")
     doubled = _doubled(_doubled(padded).mT).mT  # (N, C, D, D)
-    # Places from the centre, in pixels: those of the doubled new image, and where they are in the old one.
+    # Points in pixels from the centre: of the doubled new image, and the corresponding points of the old one.
     new = (torch.arange(-BEFORE, 2 * pixels + AFTER - 1, device=images.device) - MIDDLE) / 2.0 - middle  # (K,)
     x = new[None, None, :] - offsets[:, 0, None, None]  # (N, 1, K)
     y = new[None, :, None] - offsets[:, 1, None, None]  # (N, K, 1)
     x_by_x, x_by_y, y_by_x, y_by_y = (part[:, None, None] for part in matrix)
     old = torch.stack((x_by_x * x + x_by_y * y, y_by_x * x + y_by_y * y), dim=3)  # (N, K, K, 2)
-    # As grid_sample counts: -1 is the first doubled pixel, 1 the last one.
+    # In grid_sample's coordinates: -1 is the first doubled pixel, 1 the last.
     number = 2.0 * old + (2.0 * (middle + margin - REACH) + MIDDLE)
     grid = number * (2.0 / (doubled.shape[3] - 1)) - 1.0
     found = F.grid_sample(doubled, grid, mode="bilinear", padding_mode="reflection", align_corners=True)
@@ -151,7 +151,7 @@ def _resampled(images: Tensor, matrix: tuple[Tensor, Tensor, Tensor, Tensor], of
 
 
 def _doubled(images: Tensor) -> Tensor:
-    """Return images (..., 2 W - 4 REACH) of twice the width W, without the pixels whose filter would reach beyond."""
+    """Return images (..., 2 W - 4 REACH) of twice the width, without the pixels that need values beyond the edge."""
     length = images.shape[-1] - 2 * REACH
     even, odd = (
         functools.reduce(

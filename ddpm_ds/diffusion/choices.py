@@ -1,8 +1,8 @@
-"""Noise schedules, objectives and samplers that a run spec can name, each with everything that the choice decides.
+"""Noise schedules, objectives and samplers that a run spec can name, with everything that each choice decides.
 
 A schedule has timesteps (DDPM) or continuous noise levels (EDM, flow matching). To add a choice, write its function
 here and an entry in SCHEDULES, OBJECTIVES or SAMPLERS; the spec, its JSON schema, training, sampling, export and the
-command lines read the entry. The spec is read without PyTorch, so this module imports it only to compute with it.
+command lines read the entry. The spec is read without PyTorch, so this module imports PyTorch only to compute.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from ddpm_ds.diffusion.levels import NoiseLevel
 
 MOST_SIGMA = 1e6
-"""Largest noise over signal that is told apart; noise alone, which has no signal, counts as this."""
+"""Largest noise over signal; pure noise, where the ratio is infinite, counts as this."""
 MAX_BETA = 0.999
-"""Largest beta, which keeps the last step from being a singularity (Nichol and Dhariwal 2021, section 3.2)."""
+"""Largest beta, which avoids a singularity at the last step (Nichol and Dhariwal 2021, section 3.2)."""
 
 
 @dataclass(frozen=True)
@@ -43,30 +43,30 @@ class NoiseSchedule:
 
 @dataclass(frozen=True)
 class ContinuousSchedule:
-    """Noise levels that are any real number; the U-Net is told `t`, a function of the level."""
+    """Continuous noise levels; the U-Net is told `t`, a function of the level."""
 
     about: str
     """Words for the documentation of the spec."""
     time: Callable[[DiffusionSpec, Tensor], Tensor]
-    """Function of standard normal draws that returns the t that is trained at, in their shape and dtype."""
+    """Function of standard normal draws that returns the t of training, in their shape and dtype."""
     level: Callable[[DiffusionSpec, Tensor], NoiseLevel]
     """Function of t that returns the noise level, in its shape and dtype."""
     visited: Callable[[SamplerSpec, int], Sequence[float]]
     """Function of the sampler and its number of steps that returns t at each evaluation, from noise to image."""
     noise_mean: float
-    """Mean that null for `diffusion.noise_mean` means."""
+    """Mean if `diffusion.noise_mean` is null."""
     noise_std: float
-    """Standard deviation that null for `diffusion.noise_std` means."""
+    """Standard deviation if `diffusion.noise_std` is null."""
     objective: str
-    """What the U-Net predicts."""
+    """Name of the objective."""
     begins_with_noise_alone: bool
-    """Whether x_t has nothing of the image where drawing begins: sigma, noise over signal, is infinite there."""
+    """Whether sampling begins at pure noise, where sigma, noise over signal, is infinite."""
     diffusers: str | None
     """Name as a class of schedulers of diffusers; None is not exported."""
 
 
 def _linear(spec: DiffusionSpec) -> Tensor:
-    """Return betas on a line. Source: DDPM (Ho et al. 2020), section 4."""
+    """Return linearly rising betas. Source: DDPM (Ho et al. 2020), section 4."""
     import torch
 
     for key in ("beta_start", "beta_end"):
@@ -76,14 +76,14 @@ def _linear(spec: DiffusionSpec) -> Tensor:
 
 
 def _cosine(spec: DiffusionSpec) -> Tensor:
-    """Return betas of a squared cosine in alpha_bar. Source: Nichol and Dhariwal 2021, eq. 17, with s = 0.008."""
+    """Return the betas of a squared-cosine alpha_bar. Source: Nichol and Dhariwal 2021, eq. 17, with s = 0.008."""
     offset = 0.008
     f = ((_progress(spec) + offset) / (1.0 + offset) * math.pi / 2.0).cos() ** 2
     return _betas_of(f / f[0])
 
 
 def _sigmoid(spec: DiffusionSpec) -> Tensor:
-    """Return betas of a sigmoid in alpha_bar. Source: Jabri et al. 2022; Chen 2023, algorithm 1."""
+    """Return the betas of a sigmoid alpha_bar. Source: Jabri et al. 2022; Chen 2023, algorithm 1."""
     start, end, tau = -3.0, 3.0, 1.0
     curve = ((start + (end - start) * _progress(spec)) / tau).sigmoid()
     return _betas_of((curve[-1] - curve) / (curve[-1] - curve[0]))
@@ -97,12 +97,12 @@ def _progress(spec: DiffusionSpec) -> Tensor:
 
 
 def _betas_of(remaining: Tensor) -> Tensor:
-    """Return the betas (T,) of the shares of the image's variance that remain, (T + 1,) falling from 1."""
+    """Return the betas (T,) for the remaining shares of the image's variance, (T + 1,) falling from 1."""
     return (1.0 - remaining[1:] / remaining[:-1]).clamp(max=MAX_BETA)
 
 
 def _noise(spec: DiffusionSpec, normal: Tensor) -> Tensor:
-    """Return draws with the mean and standard deviation of the spec, of standard normal ones."""
+    """Scale standard normal draws to the mean and standard deviation of the spec."""
     kind = SCHEDULES[spec.schedule]
     assert isinstance(kind, ContinuousSchedule)
     mean = kind.noise_mean if spec.noise_mean is None else spec.noise_mean
@@ -120,8 +120,9 @@ def _edm_level(spec: DiffusionSpec, t: Tensor) -> NoiseLevel:
 
 
 def _edm_visited(spec: SamplerSpec, steps: int) -> Sequence[float]:
-    """Return t at falling sigmas, higher by the churn where a step begins. Source: Karras et al. 2022, eq. 5 and
-    algorithm 2.
+    """Return t at falling sigmas, raised by the churn at the beginning of a step.
+
+    Source: Karras et al. 2022, eq. 5 and algorithm 2.
     """
     high, low = spec.sigma_max ** (1.0 / spec.rho), spec.sigma_min ** (1.0 / spec.rho)
     sigmas = [(high + number / max(steps - 1, 1) * (low - high)) ** spec.rho for number in range(steps)]
@@ -132,8 +133,9 @@ def _edm_visited(spec: SamplerSpec, steps: int) -> Sequence[float]:
 
 
 def evaluations(spec: SamplerSpec, ends: Sequence[float], begins: Sequence[float] | None = None) -> list[float]:
-    """Return where a sampler evaluates the U-Net whose steps begin at ``begins`` and end at the next of ``ends``, the
-    same unless they are given: at each beginning, and where steps are corrected at each end as well.
+    """Return where a sampler evaluates the U-Net: at the beginning of each step and, if it corrects steps, at each end.
+
+    Steps begin at ``begins``, by default ``ends``, and end at the next of ``ends``.
     """
     begins = [*(ends if begins is None else begins)]
     if not SAMPLERS[spec.kind].corrects:
@@ -143,26 +145,26 @@ def evaluations(spec: SamplerSpec, ends: Sequence[float], begins: Sequence[float
 
 
 def visited_sigmas(sampler: SamplerSpec, diffusion: DiffusionSpec) -> list[float]:
-    """Return noise over signal at each evaluation of a sampler, from noise to image; :data:`MOST_SIGMA` at most."""
+    """Return noise over signal at each evaluation of a sampler, from noise to image; at most :data:`MOST_SIGMA`."""
     from ddpm_ds.diffusion.levels import levels_of
 
     return [visit.sigma for visit in levels_of(diffusion).visits(sampler)]
 
 
 def _flow_level(spec: DiffusionSpec, t: Tensor) -> NoiseLevel:
-    """Return the level on the line from the image, t = 0, to noise, t = 1000. Source: Lipman et al. 2023."""
+    """Return the level on the line from image (t = 0) to noise (t = 1000). Source: Lipman et al. 2023."""
     from ddpm_ds.diffusion.levels import NoiseLevel
 
     return NoiseLevel(1.0 - t / FLOW_TIMES, t / FLOW_TIMES)
 
 
 FLOW_TIMES = 1000.0
-"""Time at which flow matching has noise alone: the sinusoidal embedding is made for times of this size."""
+"""Time at which flow matching reaches pure noise, on the scale for which the sinusoidal embedding is made."""
 
 SCHEDULES: dict[str, NoiseSchedule | ContinuousSchedule] = {
     "linear": NoiseSchedule("betas on a line, DDPM", _linear, "linear", reads_beta_range=True),
     "cosine": NoiseSchedule("Improved DDPM", _cosine, "squaredcos_cap_v2"),
-    # diffusers' "sigmoid" is another schedule: sigmoid in the betas, not in alpha_bar.
+    # diffusers' "sigmoid" is a different schedule: a sigmoid of the betas, not of alpha_bar.
     "sigmoid": NoiseSchedule("Jabri et al.", _sigmoid, "trained_betas"),
     "edm": ContinuousSchedule(
         "log-normal sigmas, Karras et al.",
@@ -191,7 +193,7 @@ SCHEDULES: dict[str, NoiseSchedule | ContinuousSchedule] = {
 
 
 def begins_with_noise_alone(spec: DiffusionSpec) -> bool:
-    """Return whether x_t has nothing of the image at the noisiest level."""
+    """Return whether the noisiest level is pure noise."""
     kind = SCHEDULES[spec.schedule]
     return kind.begins_with_noise_alone if isinstance(kind, ContinuousSchedule) else spec.zero_terminal_snr
 
@@ -203,17 +205,17 @@ def timestep_schedules() -> dict[str, NoiseSchedule]:
 
 @dataclass(frozen=True)
 class Objective:
-    """What the U-Net predicts, and how the clean image and the weight of the loss follow from it."""
+    """Prediction target of the U-Net, and how the clean image and the loss weight follow from it."""
 
     about: str
     """Words for the documentation of the spec."""
     target: Callable[[Tensor, Tensor, NoiseLevel], Tensor]
-    """Function of x0 and eps (N, C, H, W) and the noise level that returns what is to be predicted, (N, C, H, W)."""
+    """Function of x0 and eps (N, C, H, W) and the noise level that returns the target, (N, C, H, W)."""
     to_x0: Callable[[Tensor, Tensor, NoiseLevel], Tensor]
     """Function of prediction and x_t (N, C, H, W) and the noise level that returns the clean image, (N, C, H, W)."""
     error: Callable[[Tensor], Tensor]
-    """Function of the signal-to-noise ratio that returns the squared error of this prediction over that of the clean
-    image, in the ratio's shape."""
+    """Function of the signal-to-noise ratio that returns this prediction's squared error divided by the clean image's,
+    in the ratio's shape."""
     diffusers: str | None
     """Name as a `prediction_type` of diffusers; None is not exported."""
 
@@ -263,32 +265,32 @@ class Coefficients(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplerKind:
-    """Kind of sampler: the coefficients of its steps, and which timesteps it visits unless the spec says otherwise."""
+    """Kind of sampler: the coefficients of its steps, its options, and the timesteps that it visits by default."""
 
     about: str
     """Words for the documentation of the spec."""
     coefficients: Callable[[SamplerSpec, Sequence[float]], list[Coefficients]]
-    """Function of the spec and alpha_bar at each visited timestep that returns the coefficients of all steps but the
+    """Function of the spec and alpha_bar at the visited timesteps that returns the coefficients of all steps but the
     last."""
     steps: int | None
-    """Evaluations of the U-Net per image unless the spec gives a number; None is all timesteps."""
+    """Default number of evaluations of the U-Net per image; None means all timesteps."""
     options: frozenset[str] = frozenset()
-    """Those of `eta`, `variance` and `churn` that it reads."""
+    """Options that it reads, among `eta`, `variance` and `churn`."""
     corrects: bool = False
-    """Whether a second evaluation at the end of each step but the last corrects it."""
+    """Whether each step but the last is corrected by a second evaluation at its end."""
     leaves_out_zero: bool = False
-    """Whether leading and linspace spacing divide the timesteps by one step more, and leave out timestep 0."""
+    """Whether leading and linspace spacing compute one step more and leave out timestep 0."""
 
 
 def samplers_with(option: str) -> str:
-    """Return the names of the samplers that read an option, for messages: ``ddim or other``."""
+    """Return the names of the samplers that read an option, for messages, such as ``ddim or other``."""
     return " or ".join(name for name, kind in SAMPLERS.items() if option in kind.options)
 
 
 def ancestral(here: float, there: float, *, large: bool) -> Coefficients:
-    """Return the DDPM step from alpha_bar `here` to `there`, with the variance of the posterior, or beta where `large`.
+    """Return the DDPM step from alpha_bar `here` to `there`, with the posterior's variance or, if `large`, beta.
 
-    Source: DDPM (Ho et al. 2020), eq. 6 and 7, and 3.2 for the variances; over more than one timestep alpha is
+    Source: DDPM (Ho et al. 2020), eq. 6 and 7, and section 3.2 for the variances; over more than one timestep alpha is
     here / there, Improved DDPM (Nichol and Dhariwal 2021), section 4.
     """
     alpha = here / there
@@ -300,8 +302,7 @@ def ancestral(here: float, there: float, *, large: bool) -> Coefficients:
 
 
 def ddim(here: float, there: float, *, eta: float) -> Coefficients:
-    """Return the DDIM step from alpha_bar `here` to `there`; eps is the rest of x_t after x0, so clipping x0 changes
-    it.
+    """Return the DDIM step from alpha_bar `here` to `there`; eps follows from x_t and the clipped x0.
 
     Source: DDIM (Song et al. 2021), eq. 12 and 16.
     """
@@ -314,7 +315,7 @@ def ddim(here: float, there: float, *, eta: float) -> Coefficients:
 def dpm_solver(here: float, there: float, before: float | None) -> Coefficients:
     """Return the DPM-Solver++ step (2M, midpoint) from alpha_bar `here` to `there`, after a step from `before`.
 
-    The first-order step is DDIM's; the second order leans x0 away from the x0 of the step before, by half the ratio of
+    The first-order step is DDIM's; the second order extrapolates x0 from the previous step's x0, by half the ratio of
     the two steps in log(signal / noise). Source: Lu et al. 2022, "DPM-Solver++", algorithm 2.
     """
     first = ddim(here, there, eta=0.0)
@@ -325,11 +326,11 @@ def dpm_solver(here: float, there: float, before: float | None) -> Coefficients:
 
 
 def heun(before: float, here: float, there: float, noise: float) -> Coefficients:
-    """Return the correction at alpha_bar `here` of a :func:`ddim` step from `before`, and the way to `there`.
+    """Return the correction at alpha_bar `here` of a :func:`ddim` step from `before`, and the change to `there`.
 
-    The slope is that of both ends instead of that of the beginning: in x = x_t / sqrt(alpha_bar), which is the image
-    plus noise of sigma, x changes by (1 - sigma before / sigma here) / 2 of the difference of the two x0. Where `there`
-    is noisier than `here`, `noise` times what is missing is added. Source: Karras et al. 2022, algorithms 1 and 2.
+    The slope is the mean of both ends instead of the one at the beginning: in x = x_t / sqrt(alpha_bar), the image plus
+    noise of sigma, x changes by (1 - sigma before / sigma here) / 2 of the difference of the two x0. If `there` is
+    noisier than `here`, `noise` times the missing noise is added. Source: Karras et al. 2022, algorithms 1 and 2.
     """
     sigma_before, sigma_here, sigma_there = (math.exp(-_log_snr(level) / 2.0) for level in (before, here, there))
     lean = math.sqrt(there) * (1.0 - sigma_before / sigma_here) / 2.0
@@ -338,7 +339,7 @@ def heun(before: float, here: float, there: float, noise: float) -> Coefficients
 
 
 def _heun(spec: SamplerSpec, levels: Sequence[float]) -> list[Coefficients]:
-    """Return steps and corrections in turn."""
+    """Return the coefficients of steps and corrections in turn."""
     return [
         heun(levels[number - 1], here, there, spec.churn_noise) if number % 2 else ddim(here, there, eta=0.0)
         for number, (here, there) in enumerate(pairwise(levels))
@@ -351,7 +352,7 @@ def _posterior_variance(here: float, there: float) -> float:
 
 
 def _log_snr(alpha_bar: float) -> float:
-    """Return the logarithm of the signal-to-noise ratio, twice that of signal / noise; of noise alone -inf."""
+    """Return the logarithm of the signal-to-noise ratio, 2 log(signal / noise); -inf for pure noise."""
     return math.log(alpha_bar / (1.0 - alpha_bar)) if alpha_bar else -math.inf
 
 

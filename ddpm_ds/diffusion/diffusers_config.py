@@ -1,5 +1,5 @@
-"""Configurations of diffusers: their arguments, checked for types and ranges, and the scheduler that equals a diffusion
-process of ours, in both directions: ``DDPMScheduler``, or of EDM ``EDMEulerScheduler``. diffusers itself is not needed.
+"""Configurations of diffusers, checked for types and ranges, and the conversion between our diffusion process and a
+scheduler: ``DDPMScheduler`` or, for EDM, ``EDMEulerScheduler``. Does not need diffusers.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ LONGEST_VALUE = 80
 
 
 class Arguments(BaseModel):
-    """Arguments with diffusers' defaults; the types of a subclass are what we can express.
+    """Arguments with diffusers' defaults; a subclass's types allow only what we can express.
 
-    Keys that begin with an underscore are diffusers' own notes and are not arguments.
+    Keys that begin with an underscore are diffusers' own notes, not arguments.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
@@ -41,7 +41,7 @@ class Arguments(BaseModel):
             raise refused("_class_name", name, f"only {' or '.join(cls.class_names)} can be read")
         arguments = {key: value for key, value in config.items() if not key.startswith("_")}
         try:
-            # By JSON's rules a list is a tuple, yet "64" is no number.
+            # By JSON's rules a list may be a tuple, but "64" is no number.
             return cls.model_validate_json(json.dumps(arguments))
         except ValidationError as error:
             problem = error.errors()[0]
@@ -58,20 +58,20 @@ def refused(key: str, value: Any, why: str) -> ValueError:
 Beta = Annotated[float, Field(gt=0.0, lt=1.0)]
 
 EXPLICIT = "trained_betas"
-"""Argument of diffusers' schedulers with the betas of a schedule that has no name there."""
+"""Argument of diffusers' schedulers for the betas of a schedule that has no name in diffusers."""
 UNLIMITED = 1e6
-"""Bound of the range of dynamic clipping in diffusers, which requires one; ours is not bounded."""
+"""Maximum of dynamic clipping in diffusers, which requires one; ours has none."""
 
 
 def scheduler_class(diffusion: DiffusionSpec) -> str:
-    """Return the name of the class whose arguments are those of :func:`scheduler_config`."""
+    """Return the name of the class that takes the arguments of :func:`scheduler_config`."""
     ours = SCHEDULES[diffusion.schedule]
     return ours.diffusers or "" if isinstance(ours, ContinuousSchedule) else "DDPMScheduler"
 
 
 def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec) -> dict[str, Any]:
-    """Return the arguments of the scheduler that adds noise as a run did; a ``DDPMScheduler`` samples with the run's
-    clipping and variance, too.
+    """Return the arguments of the scheduler that adds noise as a run did; a ``DDPMScheduler`` also samples with the
+    run's clipping and variance.
 
     Raises:
         ValueError: diffusers has no such noise schedule or objective; one line with the key and its value.
@@ -99,9 +99,9 @@ def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec) -> dict[str
         "num_train_timesteps": diffusion.timesteps,
         "beta_start": diffusion.beta_start,
         "beta_end": diffusion.beta_end,
-        # Not read beside explicit betas, but some name has to be there.
+        # Not read if there are explicit betas, but a name is required.
         "beta_schedule": "linear" if schedule == EXPLICIT else schedule,
-        # Before they are rescaled, which a scheduler does itself.
+        # Not rescaled, since the scheduler does that.
         "trained_betas": ours.betas(diffusion).tolist() if schedule == EXPLICIT else None,
         "prediction_type": objective,
         "variance_type": f"fixed_{sampler.variance}",
@@ -117,7 +117,7 @@ def scheduler_config(diffusion: DiffusionSpec, sampler: SamplerSpec) -> dict[str
 
 
 class _SchedulerArguments(Arguments):
-    """Arguments for adding noise, with their defaults; the others are for drawing images."""
+    """Arguments for adding noise, with their defaults; the others are for sampling."""
 
     class_names: ClassVar = ("DDPMScheduler", "DDIMScheduler", "PNDMScheduler", "DPMSolverMultistepScheduler")
 
@@ -131,22 +131,21 @@ class _SchedulerArguments(Arguments):
 
 
 class _EdmArguments(Arguments):
-    """Arguments for adding noise as EDM does; the others are for drawing images."""
+    """Arguments for adding noise as EDM does; the others are for sampling."""
 
     class_names: ClassVar = ("EDMEulerScheduler", "EDMDPMSolverMultistepScheduler")
 
     sigma_data: Annotated[float, Field(gt=0.0)] = 0.5
-    prediction_type: Literal["v_prediction"]  # their default is the negative, "epsilon", which is not ours
+    prediction_type: Literal["v_prediction"]  # diffusers' default "epsilon" is the negative of our objective
 
 
 def diffusion_from_scheduler(config: Mapping[str, Any], base: DiffusionSpec | None = None) -> DiffusionSpec:
-    """Return the diffusion process of a scheduler; the loss and its weighting, which no scheduler has, are those of
-    ``base``.
+    """Return the diffusion process of a scheduler, with the loss and its weighting taken from ``base``.
 
     Missing keys take the defaults of ``DDPMScheduler``.
 
     Raises:
-        ValueError: ours can't express it; one line with the key, its value and what is possible.
+        ValueError: our process can't express it; one line with the key, its value and what is possible.
     """
     if config.get("_class_name") in _EdmArguments.class_names:
         edm = _EdmArguments.read({"prediction_type": "epsilon", **config})
@@ -167,7 +166,7 @@ def diffusion_from_scheduler(config: Mapping[str, Any], base: DiffusionSpec | No
 
 
 def _schedule(found: _SchedulerArguments) -> dict[str, Any]:
-    """Return our schedule of that name, or with those betas up to the rounding of fp32, and its range if it has one."""
+    """Return our schedule with that name, or with those betas up to fp32 rounding, and its beta range if it has one."""
     trained, timesteps, schedules = found.trained_betas, found.num_train_timesteps, timestep_schedules()
     if trained is not None and len(trained) != timesteps:
         raise refused(EXPLICIT, trained, f"{len(trained)} betas for num_train_timesteps = {timesteps}")

@@ -1,9 +1,9 @@
-"""Noise levels of a diffusion process: which are trained at, what the U-Net is told of them, which samplers visit.
+"""Noise levels of a diffusion process: how training draws them, how the U-Net is told, and which ones samplers visit.
 
 A noise level is the pair (signal, noise): x_t = signal x0 + noise eps. With timesteps it is
 (sqrt(alpha_bar), sqrt(1 - alpha_bar)) rather than alpha_bar, since in float32 1 - alpha_bar loses three digits at the
 first timesteps. Tables are float64 on the CPU, because betas of 1e-4 and signals of 1e-9 meet in 1 - alpha_bar. Index 0
-is the paper's t = 1: the least noise, never none.
+is the paper's t = 1, which has the least noise, but some.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def betas(spec: DiffusionSpec) -> Tensor:
 
 
 def alpha_bars(spec: DiffusionSpec) -> Tensor:
-    """Return the share of the image's variance that is left, strictly falling, (T,) float64; the last is 0 with
+    """Return the remaining share of the image's variance, strictly falling, (T,) float64; the last is 0 with
     `zero_terminal_snr`. Source: DDPM, above eq. 4.
 
     Raises:
@@ -56,27 +56,27 @@ class NoiseLevel(NamedTuple):
     """Factors of the image and of the noise in x_t; each broadcasts over (N, C, H, W)."""
 
     signal: Tensor
-    """With timesteps sqrt(alpha_bar)."""
+    """Factor of the image; with timesteps sqrt(alpha_bar)."""
     noise: Tensor
-    """With timesteps sqrt(1 - alpha_bar)."""
+    """Factor of the noise; with timesteps sqrt(1 - alpha_bar)."""
     data: float = 1.0
-    """Standard deviation that the process takes images to have: (signal data)^2 + noise^2 is 1 but in flow matching."""
+    """Assumed standard deviation of images; except in flow matching, (signal data)^2 + noise^2 is 1."""
 
     @classmethod
     def of(cls, alpha_bar: Tensor) -> NoiseLevel:
-        """Return the level of a float64 alpha_bar, in the same shape and dtype."""
+        """Return the level for a float64 alpha_bar, in the same shape and dtype."""
         return cls(alpha_bar.sqrt(), (1.0 - alpha_bar).sqrt())
 
     def each(self) -> NoiseLevel:
-        """Return the levels (N,) as (N, 1, 1, 1)."""
+        """Return levels (N,) reshaped to (N, 1, 1, 1)."""
         return NoiseLevel(self.signal[:, None, None, None], self.noise[:, None, None, None], self.data)
 
 
 class Visit(NamedTuple):
-    """Evaluation of the U-Net by a sampler."""
+    """One evaluation of the U-Net by a sampler."""
 
     t: float
-    """What the U-Net is told of the noise level: an int with timesteps."""
+    """Time given to the U-Net; an int with timesteps."""
     level: NoiseLevel
     """Noise level, float64 scalars."""
     alpha_bar: float
@@ -84,48 +84,48 @@ class Visit(NamedTuple):
     size: float
     """Standard deviation of x_t, for an image of variance 1; 1 with timesteps."""
     stream: int
-    """Stream of the noise that is added on leaving it."""
+    """Random stream of the noise that is added after the evaluation."""
 
     @property
     def sigma(self) -> float:
-        """Noise over signal, MOST_SIGMA at most, in 12 digits: a level that is written as 80 is 80 here."""
+        """Noise over signal, at most MOST_SIGMA, rounded to 12 digits so that a level written as 80 is exactly 80."""
         return min(float(f"{float(self.level.noise / self.level.signal):.12g}"), MOST_SIGMA)
 
 
 class Timesteps:
-    """Levels of T timesteps, as in DDPM; stateless but for float32 tables on `device`.
+    """Noise levels of T timesteps, as in DDPM; the only state is float32 tables on `device`.
 
     Raises:
         SpecError: the schedule is impossible.
     """
 
     dtype = torch.int64
-    """That of t."""
+    """Type of t."""
 
     def __init__(self, spec: DiffusionSpec, device: torch.device | str = "cpu") -> None:
         self._spec = spec
-        self._alpha_bar = alpha_bars(spec)  # (T,) float64: round once, at the end
+        self._alpha_bar = alpha_bars(spec)  # (T,) float64, rounded only at the end
         signal, noise, _ = NoiseLevel.of(self._alpha_bar)
         self._signal, self._noise = signal.float().to(device), noise.float().to(device)
         self._weights = weights(spec, self._alpha_bar).float().to(device)
 
     def draw(self, seed: int, index: Tensor) -> Tensor:
-        """Return the t at which each image is trained, (N,); `index` (N,) int64 are image indices.
+        """Draw the t at which each image is trained, (N,); `index` (N,) int64 are image indices.
 
         Source: DDPM, algorithm 1. Our t is the paper's t - 1.
         """
         return keyed.integers(seed, Stream.TIMESTEP, index, self._spec.timesteps)
 
     def level(self, t: Tensor) -> NoiseLevel:
-        """Return the noise levels, (N,) float32 each."""
+        """Return the noise levels at t, (N,) float32 each."""
         return NoiseLevel(self._signal[t], self._noise[t])
 
     def weights(self, t: Tensor) -> Tensor:
-        """Return the weight of each loss, (N,) float32."""
+        """Return the loss weight at each t, (N,) float32."""
         return self._weights[t]
 
     def quantile(self, percent: int) -> tuple[int, int]:
-        """Return the t below which so many per cent of the training is, and the stream of its held-out noise."""
+        """Return the t at a percentile of the trained levels, and the random stream of its held-out noise."""
         t = max(round(self._spec.timesteps * percent / 100) - 1, 0)
         return t, Stream.HELD_OUT + t
 
@@ -138,7 +138,7 @@ class Timesteps:
 
 
 class Continuous:
-    """Levels of a :class:`ddpm_ds.diffusion.choices.ContinuousSchedule`, with the methods of :class:`Timesteps`."""
+    """Noise levels of a :class:`ddpm_ds.diffusion.choices.ContinuousSchedule`; same methods as :class:`Timesteps`."""
 
     dtype = torch.float32
 
@@ -154,7 +154,7 @@ class Continuous:
         return self._schedule.level(self._spec, t)
 
     def weights(self, t: Tensor) -> Tensor:
-        """All 1: Karras et al. 2022, eq. 8, cancel the weight of the loss of F."""
+        """Return ones: the loss weight of F cancels in Karras et al. 2022, eq. 8."""
         return torch.ones_like(t)
 
     def quantile(self, percent: int) -> tuple[float, int]:
@@ -183,16 +183,16 @@ def levels_of(spec: DiffusionSpec, device: torch.device | str = "cpu") -> Timest
 def weights(spec: DiffusionSpec, alpha_bar: Tensor) -> Tensor:
     """Return the weight of each timestep's loss, in the shape and dtype of alpha_bar, (T,) float64.
 
-    Weightings are made for the squared error of x0, of which the prediction's error is a multiple, so they are divided
-    by it. With snr = alpha_bar / (1 - alpha_bar) they are
+    Weightings are defined for the squared error of x0, so they are divided by the ratio of the prediction's error to
+    it. With snr = alpha_bar / (1 - alpha_bar) they are
 
     - min_snr: min(snr, gamma). Source: Hang et al. 2023 (Min-SNR-gamma), eq. 8.
-    - p2: snr / (k + snr)^gamma, as a weight of the error of eps 1 / (k + snr)^gamma. Source: Choi et al. 2022 (P2),
+    - p2: snr / (k + snr)^gamma, which weights the error of eps by 1 / (k + snr)^gamma. Source: Choi et al. 2022 (P2),
       eq. 8.
     - sigmoid: -d log(snr) / dt times snr sigmoid(bias - log(snr)), with t from 0 to 1. Source: Kingma and Gao 2023;
       Hoogeboom et al. 2024 (SiD2), section 3, without their factor 1/2.
     """
-    # Within bounds, as rounding makes an alpha_bar of 0 or 1, and 0 / 0 is no weight.
+    # Clamped, since alpha_bar may round to 0 or 1, where weights would be 0 / 0.
     snr = (alpha_bar / (1.0 - alpha_bar)).clamp(1e-30, 1e30)
     match spec.weighting:
         case "uniform":
@@ -202,7 +202,7 @@ def weights(spec: DiffusionSpec, alpha_bar: Tensor) -> Tensor:
         case "p2":
             of_x0 = snr / (spec.p2_k + snr) ** spec.p2_gamma
         case "sigmoid":
-            # -d log(snr) / dt is -2 signal' / (signal (1 - alpha_bar)): multiplied out, it is finite without signal.
+            # -d log(snr) / dt is -2 signal' / (signal (1 - alpha_bar)); times snr, it is finite even without signal.
             signal = alpha_bar.sqrt()
             slope = torch.gradient(signal)[0] * len(signal)
             of_x0 = -2.0 * signal * slope * (1.0 + snr) ** 2 / (1.0 + snr * math.exp(-spec.sigmoid_bias))
@@ -212,26 +212,26 @@ def weights(spec: DiffusionSpec, alpha_bar: Tensor) -> Tensor:
 
 
 def visited(sampler: SamplerSpec, diffusion: DiffusionSpec) -> tuple[int, ...]:
-    """Return the `steps` timesteps of [0, T) that are visited, strictly falling.
+    """Return the `steps` timesteps in [0, T) that a sampler visits, strictly falling.
 
-    They are those of the diffusers scheduler of the same kind and spacing, with S steps:
+    They equal those of the diffusers scheduler of the same kind and spacing, with S steps:
 
-    - trailing: T - 1 and down by T / S, rounded, for every kind.
-    - leading: multiples of T // S from 0 up; for a kind that leaves out 0, as dpm_solver does, of T // (S + 1).
-    - linspace: S points from T - 1 to 0, rounded; for a kind that leaves out 0 S + 1 points, without 0.
+    - trailing: from T - 1 down by T / S, rounded, for every kind.
+    - leading: multiples of T // S from 0 up; of T // (S + 1) for a kind that leaves out 0, such as dpm_solver.
+    - linspace: S points from T - 1 to 0, rounded; S + 1 points without 0 for a kind that leaves out 0.
 
-    Where diffusers has no falling list of S timesteps this one has: all of them when S = T, and T - 1 for one step of
+    If diffusers has no falling list of S timesteps, the list is all timesteps for S = T, and T - 1 for one step of
     linspace. The previous timestep is always the next in the list. Source: Lin et al. 2023, table 2.
     """
     steps, timesteps = sampler.steps_of(diffusion), diffusion.timesteps
     if steps == timesteps:
         return tuple(reversed(range(timesteps)))
     points = steps + 1 if SAMPLERS[sampler.kind].leaves_out_zero else steps
-    # With S < T neighbours are more than 1 apart before rounding, so they stay apart: 1 + 1 / S is far above the
-    # error of floats, and two halves that round to the same even number are exactly 1 apart.
+    # With S < T neighbours differ by more than 1 before rounding, so they stay distinct: 1 + 1 / S is far above the
+    # error of floats, and two halves that round to the same even number differ by exactly 1.
     match sampler.spacing:
         case "trailing":
-            gap = timesteps - (timesteps - timesteps / steps)  # as numpy.arange has it, so that halves round alike
+            gap = timesteps - (timesteps - timesteps / steps)  # computed as in numpy.arange, so that halves round alike
             return tuple(round(timesteps - number * gap) - 1 for number in range(steps))
         case "leading":
             return tuple(timesteps // points * point for point in reversed(range(points)))[:steps]

@@ -1,4 +1,4 @@
-"""The diffusion process of one run: draws, noise and loss for a micro-batch, on its device."""
+"""Diffusion process of a run: random draws, noise and loss for a micro-batch, on its device."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ddpm_ds.keyed import Stream
 
 
 class Diffusion:
-    """Forward process and loss of a run; stateless but for the tables of its :attr:`levels` on `device`.
+    """Forward process and loss of a run; its only state is the tables of :attr:`levels` on `device`.
 
-    All tensors given to it are on `device`. `index` is the (N,) int64 image index of :mod:`ddpm_ds.keyed`. Nothing
-    waits for the device. Images and noise are channels-last: (N, C, H, W) tensors that lie in memory as (N, H, W, C).
+    All its arguments are on `device`. `index` is the (N,) int64 image index of :mod:`ddpm_ds.keyed`. Nothing waits for
+    the device. Images and noise are (N, C, H, W) tensors in channels-last memory format.
 
     Raises:
         SpecError: the schedule is impossible.
@@ -33,13 +33,13 @@ class Diffusion:
         self.levels = levels_of(spec, device)
 
     def prepare(self, images: Tensor, index: Tensor, flips: bool, size: int | None = None) -> Tensor:
-        """Turn uint8 (N, C, H, W) into float32 in [-1, 1], with half of the images mirrored where `flips`; float16
-        latents become float32 and stay what they are.
+        """Convert uint8 images (N, C, H, W) to float32 in [-1, 1], mirroring half of them if `flips`; float16 latents
+        only become float32.
 
-        Images that are larger than `size` are cropped to (N, C, size, size), each at a place of its own. Source: DDPM
-        (Ho et al. 2020), section 3.3.
+        Images larger than `size` are cropped to (N, C, size, size), each at a random place. Source: DDPM (Ho et al.
+        2020), section 3.3.
         """
-        if size is not None and images.shape[-1] > size:  # one of the places where it fits, all equally probable
+        if size is not None and images.shape[-1] > size:  # uniform over all places
             places = images.shape[-1] - size + 1
             place = keyed.integers(self.seed, Stream.CROP, index, places**2)  # (N,)
             crops = images.unfold(2, size, 1).unfold(3, size, 1)  # (N, C, places, places, size, size), a view
@@ -55,9 +55,7 @@ class Diffusion:
         return pixels.div_(127.5).sub_(1.0)  # (N, C, H, W)
 
     def draw(self, index: Tensor, shape: torch.Size | tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Draw noise levels and noise for images of `shape` (N, C, H, W): t (N,) of :attr:`levels` and eps, float32 of
-        `shape`.
-        """
+        """Draw t (N,) of :attr:`levels` and noise eps, float32 (N, C, H, W), for images of `shape` (N, C, H, W)."""
         t = self.levels.draw(self.seed, index)
         eps = keyed.normal(self.seed, Stream.NOISE, index, math.prod(shape[1:])).reshape(shape)
         return t, eps.contiguous(memory_format=torch.channels_last)  # (N,), (N, C, H, W)
@@ -72,8 +70,9 @@ class Diffusion:
         return level.signal * x0 + level.noise * eps
 
     def perturbed(self, eps: Tensor, index: Tensor) -> Tensor:
-        """Return the noise (N, C, H, W) that goes into x_t: `eps`, and by `input_perturbation` more that is not to be
-        predicted. Source: Ning et al. 2023, algorithm 1.
+        """Return the noise (N, C, H, W) in x_t: `eps` plus `input_perturbation` times noise that is not predicted.
+
+        Source: Ning et al. 2023, algorithm 1.
         """
         gamma = self.spec.input_perturbation
         if gamma == 0.0:
@@ -82,12 +81,12 @@ class Diffusion:
         return torch.add(eps, more, alpha=gamma)
 
     def loss(self, prediction: Tensor, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """Return the mean over images of weight times distance, a float32 scalar."""
+        """Return the loss, a float32 scalar: the mean over images of weight times distance."""
         return (self.levels.weights(t) * self.distances(prediction, x0, eps, t)).mean()
 
     def distances(self, prediction: Tensor, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """Return the distance of each prediction from its target, without its weight, averaged over pixels in float32,
-        (N,); `prediction` may be of any float dtype.
+        """Return the unweighted distance of each prediction from its target, a mean over pixels in float32, (N,);
+        `prediction` may have any float dtype.
 
         Huber is d^2 / 2 for |d| <= delta, else delta (|d| - delta / 2). Source: Huber 1964; DDPM, eq. 14 (l2).
         """
@@ -97,14 +96,12 @@ class Diffusion:
             "huber": partial(F.huber_loss, delta=self.spec.huber_delta),
         }
         target = OBJECTIVES[self.spec.objective].target(x0, eps, self.level(t))
-        # (N, H, W, C), views: PyTorch's losses give gradients that lie in the order of the dimensions.
+        # (N, H, W, C) views: the gradients of PyTorch's losses are contiguous in the order of the dimensions.
         prediction, target = prediction.float().permute(0, 2, 3, 1), target.float().permute(0, 2, 3, 1)
         return kinds[self.spec.loss](prediction, target, reduction="none").flatten(1).mean(dim=1)  # (N,)
 
     def drop_labels(self, labels: Tensor, index: Tensor, share: float, none_label: int) -> Tensor:
-        """Return labels (N,), of which `share` are replaced by `none_label`. Source: Ho and Salimans 2022,
-        algorithm 1.
-        """
+        """Replace a random `share` of labels (N,) by `none_label`. Source: Ho and Salimans 2022, algorithm 1."""
         if share == 0.0:
             return labels
         dropped = keyed.uniform(self.seed, Stream.LABEL_DROP, index, 1)[:, 0] < share  # (N,)

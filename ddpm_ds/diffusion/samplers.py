@@ -1,9 +1,9 @@
 """Samplers, which turn noise into images with one evaluation of the U-Net per step.
 
-Every sampler's step mixes x_t, the predicted clean image x0, the x0 of the step before and fresh noise. They differ in
-the four coefficients, which :data:`ddpm_ds.diffusion.choices.SAMPLERS` computes in float64 from alpha_bar; x_t of
-another standard deviation than 1 is one factor more. A :class:`Drawing` is the state of some unfinished images; any
-denoiser can drive it, such as a pipeline of stages.
+A step mixes x_t, the predicted clean image x0, the previous step's x0 and fresh noise. Samplers differ in the four
+coefficients, which :data:`ddpm_ds.diffusion.choices.SAMPLERS` computes in float64 from alpha_bar; an x_t whose standard
+deviation is not 1 adds one factor. A :class:`Drawing` is the state of some unfinished images; any denoiser can drive
+it, such as a pipeline of stages.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from ddpm_ds.keyed import Stream
 
 
 class Sampler:
-    """Sampler of a spec; immutable. The specs must agree, see :func:`ddpm_ds.config.spec.check_sampler`.
+    """Immutable sampler of a spec. The specs must agree (:func:`ddpm_ds.config.spec.check_sampler`).
 
-    The step that leaves the last visited noise level returns x0 as it is, without noise.
+    The step from the last visited noise level returns x0 itself, without noise.
     """
 
     def __init__(self, sampler: SamplerSpec, diffusion: DiffusionSpec) -> None:
         self.spec = sampler
         self._to_x0 = OBJECTIVES[diffusion.objective].to_x0
         levels = levels_of(diffusion)
-        # A float64 scalar leaves float32 images float32, and on the CPU it makes no device wait.
+        # A float64 scalar keeps float32 images float32, and on the CPU it makes no device wait.
         self.visits = levels.visits(sampler)
         """Where the U-Net is evaluated, from noise to image."""
         self.times = tuple(visit.t for visit in self.visits)
@@ -54,12 +54,12 @@ class Sampler:
     def step(
         self, number: int, x_t: Tensor, prediction: Tensor, *, noise: Tensor | None, previous_x0: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return x at the visit after ``visits[number]``, which after the last is the image, and x0: the clean image as
-        predicted here, clipped, and the next step's ``previous_x0``.
+        """Return x after visit ``number`` (after the last, the image), and the clipped prediction x0 of the image,
+        which is the next step's ``previous_x0``.
 
-        ``x_t``, the U-Net's ``prediction`` for it (of any float dtype), the standard normal ``noise`` (not used unless
-        :meth:`needs_noise`) and ``previous_x0`` (x0 of the step before; None at the first) are (N, C, H, W). The dtype
-        is that of ``x_t``.
+        ``x_t``, its ``prediction`` by the U-Net (of any float dtype), standard normal ``noise`` (used only if
+        :meth:`needs_noise`) and ``previous_x0`` (of the step before; None at the first) are (N, C, H, W). The results
+        have the dtype of ``x_t``.
         """
         x0 = self._clipped(self._to_x0(prediction.to(x_t.dtype), x_t, self.visits[number].level))
         if number == len(self._coefficients):
@@ -75,16 +75,14 @@ class Sampler:
         return x, x0
 
     def _clipped(self, x0: Tensor) -> Tensor:
-        """Return x0 in [-1, 1] as the spec asks. Source of dynamic clipping: Imagen (Saharia et al. 2022),
-        section 2.3.
-        """
+        """Return x0, clipped as the spec says. Dynamic clipping: Imagen (Saharia et al. 2022), section 2.3."""
         match self.spec.clip:
             case "none":
                 return x0
             case "static":
                 return x0.clamp(-1.0, 1.0)
             case "dynamic":
-                # torch.quantile is the same, but refuses more than 2^24 pixels in older versions.
+                # Equal to torch.quantile, which refuses more than 2^24 pixels in older versions.
                 magnitudes = x0.abs().flatten(1).sort(dim=1).values  # (N, C x H x W)
                 place = self.spec.dynamic_quantile * (magnitudes.shape[1] - 1)
                 below, above = magnitudes[:, math.floor(place)], magnitudes[:, math.ceil(place)]
@@ -95,21 +93,20 @@ class Sampler:
 
 
 class Drawing:
-    """Images on their way from noise: :meth:`inputs` go to the U-Net, its prediction to :meth:`take`, `calls` times.
+    """Images being sampled: pass :meth:`inputs` to the U-Net and its prediction to :meth:`take`, `calls` times.
 
-    All noise is a function of (seed, image index), so an image doesn't depend on the batch it is drawn in. Everything
-    stays on the device of `index`, and nothing waits for it. Images are drawn without gradients: ask the U-Net under
-    ``torch.no_grad``.
+    All noise is a function of (seed, image index), so an image doesn't depend on its batch. Everything stays on the
+    device of `index`, and nothing waits for it. Call the U-Net under ``torch.no_grad``.
 
-    Under the sampler's guidance w the prediction is taken to be other + w (prediction - other), for any objective: x0
-    is then mixed alike, since it is a line in the prediction. The other prediction is the U-Net's own without the label
-    (Ho and Salimans 2022, eq. 6, whose w is ours - 1), or that of `guide`, another U-Net that takes the same arguments,
-    for the same labels (Karras et al. 2024, "Guiding a diffusion model with a bad version of itself"). At visits that
-    are not guided the other one is not computed; without a guide w = 0 computes it alone. Source of guiding at some of
-    the visits: Kynkäänniemi et al. 2024, "Applying guidance in a limited interval".
+    With guidance w the prediction becomes other + w (prediction - other), for any objective: x0 is linear in the
+    prediction, so it is mixed alike. The other prediction is the U-Net's own without the label (Ho and Salimans 2022,
+    eq. 6, whose w is ours - 1), or the prediction of `guide`, another U-Net with the same arguments, for the same
+    labels (Karras et al. 2024, "Guiding a diffusion model with a bad version of itself"). Visits without guidance don't
+    compute it; without a guide, w = 0 computes it alone. Guidance at some of the visits: Kynkäänniemi et al. 2024,
+    "Applying guidance in a limited interval".
 
-    `index` (N,) int64 are the images, of `shape` (C, H, W), and `labels` (N,) int64 their labels on the same device, or
-    None without classes or to let the U-Net take "no label", whose number is `no_label`.
+    `index` (N,) int64 are the image numbers, `shape` is (C, H, W), and `labels` (N,) int64 are on the same device, or
+    None without classes or for "no label", whose number is `no_label`.
     """
 
     def __init__(
@@ -137,7 +134,7 @@ class Drawing:
         self.evaluations = tuple(2 if guided and twice else 1 for guided in sampler.guided)
         """Evaluations of a U-Net per image at each call, those of the guide among them."""
         self._x = self._noise(Stream.SAMPLE)  # (N, C, H, W)
-        if sampler.t_dtype.is_floating_point:  # with timesteps the share of the image at the first is taken for none
+        if sampler.t_dtype.is_floating_point:  # with timesteps the first level counts as pure noise
             self._x = sampler.visits[0].level.noise * self._x
         self._x0: Tensor | None = None
         self._taken = 0
@@ -145,7 +142,7 @@ class Drawing:
     def inputs(self) -> tuple[Tensor, ...]:
         """Return the next inputs of the U-Net: x_t (M, C, H, W) float32, t (M,) and, with labels, labels (M,) int64.
 
-        M is N, or 2 N where the U-Net guides itself: all images with their labels, then all without.
+        M is N, or 2 N if the U-Net guides itself: all images with their labels, then all without.
         """
         guided = self._sampler.guided[self._taken]
         labels = self._guided_labels if guided else self._labels
@@ -155,7 +152,7 @@ class Drawing:
         return (x_t, t) if labels is None else (x_t, t, labels)
 
     def take(self, prediction: Tensor) -> None:
-        """Continue with the prediction for :meth:`inputs`, (M, C, H, W) of any float dtype."""
+        """Advance by the prediction for :meth:`inputs`, (M, C, H, W) of any float dtype."""
         sampler, number = self._sampler, self._taken
         prediction = prediction.float()
         if self.evaluations[number] == 2:
@@ -170,8 +167,8 @@ class Drawing:
         self._taken += 1
 
     def images(self) -> Tensor:
-        """Return the images, (N, C, H, W) float32 as the U-Net learned them, once all predictions are taken;
-        :func:`ddpm_ds.data.latents.to_pixels` makes pixels of them.
+        """Return the finished images, (N, C, H, W) float32 on the U-Net's scale;
+        :func:`ddpm_ds.data.latents.to_pixels` converts them to pixels.
         """
         assert self._taken == self.calls, f"{self.calls - self._taken} of {self.calls} predictions are still to take"
         return self._x

@@ -60,7 +60,7 @@ SCHEDULE_TOLERANCE = 1e-5
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder that becomes ``path`` when the body ends, and is removed when it raises.
+    """Yield a temporary folder that becomes ``path`` when the body ends, and is removed if it raises.
 
     Raises:
         OutputError: ``path`` holds something, or the file system refuses.

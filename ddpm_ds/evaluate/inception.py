@@ -53,7 +53,7 @@ SAFE_TO_UNPICKLE: list[Any] = [np.empty(0).__reduce__()[0], np.ndarray, np.dtype
 
 @dataclass(frozen=True)
 class Gaussian:
-    """The mean (D,) and the covariance (D, D) of a set, float64."""
+    """Return the mean (D,) and the covariance (D, D) of a set, float64."""
 
     mean: Array
     covariance: Array
@@ -79,12 +79,12 @@ def _root(covariance: Array) -> Array:
 
 
 def gaussian(features: Array) -> Gaussian:
-    """The Gaussian of features (N, D), N > 1."""
+    """Fit a Gaussian to features (N, D), N > 1."""
     return Gaussian(features.mean(0), np.cov(features, rowvar=False))
 
 
 def pixel_gaussian(images: Pixels | StoredImages, positions: Indices | None = None) -> Gaussian:
-    """The Gaussian of uint8 images (N, C, H, W), N > 1, as vectors of pixels in [-1, 1], or of those at ``positions``.
+    """Fit a Gaussian to uint8 images (N, C, H, W), N > 1, as vectors in [-1, 1], or to the pixels at ``positions``.
 
     D = C x 32 x 32, or less where the images are smaller. Few images are in memory at a time.
     """
@@ -109,7 +109,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Inception:
-    """The network's weights on this machine."""
+    """Network weights on this machine."""
 
     weights: Path
     digest: str
@@ -122,7 +122,7 @@ class Inception:
 
 
 def find_inception(weights: Path | None) -> Inception:
-    """Inception's weights: the file ``weights``, else those that torch-fidelity keeps, downloaded when missing.
+    """Find Inception's weights: the file ``weights``, else torch-fidelity's, downloaded if missing.
 
     Raises:
         EvaluationError: ``weights`` was given and is no file of these weights.

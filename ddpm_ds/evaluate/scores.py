@@ -227,7 +227,7 @@ def cache_beside(dataset: Path) -> Path:
 
 
 def short(count: int) -> str:
-    """A count in a metric's name: 10k, 500."""
+    """Format a count for a metric's name: 10k, 500."""
     return f"{count // 1000}k" if count % 1000 == 0 else str(count)
 
 

@@ -21,7 +21,7 @@ FRECHET = ("fid", "pixel_frechet", "digits_frechet")
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One evaluation of several."""
+    """One of several evaluations."""
 
     values: Mapping[str, float]
     """What was varied, by name; the same names in one order at all points. The first is drawn along x, and there is a
@@ -32,7 +32,7 @@ class SweepPoint:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The scores of the drawn images by name."""
+        """Scores of the drawn images, by name."""
         return {score.name: score.value for score in self.scores if score.value is not None}
 
 

@@ -69,16 +69,16 @@ class Trained:
     spec: RunSpec | None = None
     """The run's spec; None for an export."""
     autoencoder: Autoencoder | None = None
-    """What makes pixels of the latents that the U-Net draws; None where it draws pixels."""
+    """Autoencoder that decodes the U-Net's latents; None if it draws pixels."""
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """The U-Net's list of layers."""
+        """Layers of the U-Net."""
         return unet_layers(self.unet_spec, image_channels=self.image_shape[0], image_size=self.image_shape[1])
 
     @functools.cached_property
     def to_pixels(self) -> ToPixels:
-        """The function from what the U-Net draws to uint8 pixels."""
+        """Function from the U-Net's images or latents to uint8 pixels."""
         return to_pixels(self.autoencoder, next(self.unet.parameters()).device)
 
     @property
@@ -283,11 +283,11 @@ class DiffusersFolder:
 
     @property
     def has_schedule(self) -> bool:
-        """Whether the folder says how noise was added."""
+        """Whether the folder has the noise schedule."""
         return self._scheduler.is_file()
 
     def diffusion(self, base: DiffusionSpec | None = None) -> DiffusionSpec:
-        """The diffusion process; its loss and weighting are those of ``base``."""
+        """Return the diffusion process, with the loss and weighting of ``base``."""
         if not self.has_schedule:
             raise CheckpointError(
                 f"{self.path} holds no {SCHEDULER_CONFIG}, so its noise schedule is not known; add the one it was "
@@ -301,7 +301,7 @@ class DiffusersFolder:
             raise CheckpointError(f"{self._scheduler} is {what}: {error}") from None
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of our U-Net in fp32, by global name; they have the names and shapes of the configuration."""
+        """Return the tensors of our U-Net in fp32 by global name, checked against the configuration."""
         stored = _read_weights(self.weights)
         misfit = f"{self.weights} does not fit its {CONFIG}: "
         try:

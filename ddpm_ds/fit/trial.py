@@ -190,7 +190,7 @@ class Rank:
         return self.answer
 
     def end(self, kind: Literal["memory", "hung", "lost"], words: str) -> Answer:
-        """Kill the process, and return what is said in the place of its answer."""
+        """Kill the process, and return the text that replaces its answer."""
         held = self._held()
         self.kill()
         return Answer(kind, words, peak_bytes=held)

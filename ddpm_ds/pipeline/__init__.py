@@ -4,10 +4,10 @@ import sys
 
 
 def import_deepspeed() -> None:
-    """Import DeepSpeed, once the device has been chosen, without what a rank never uses: half of its start (a CPU's
-    11 s) went to MLflow, which DeepSpeed's autotuner imports, and to PyTorch's compiler, which its Muon does.
+    """Import DeepSpeed, after the device is chosen, without modules that a rank never uses.
 
-    A process of its own logs to MLflow, which it imports itself; Muon is refused (docs/ds_configs.md).
+    Half of the start-up (11 s on a CPU) went to MLflow, imported by DeepSpeed's autotuner, and to PyTorch's compiler,
+    imported by its Muon. A separate process logs to MLflow, and Muon is refused (docs/ds_configs.md).
     """
     absent = sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]  # as Python writes "can't be imported"
     try:

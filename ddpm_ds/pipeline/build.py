@@ -29,11 +29,11 @@ from ddpm_ds.unet.operations import use_kernels
 
 
 class HostAccelerator(CPU_Accelerator):
-    """A CPU on which fp16 means fp16 storage with fp32 arithmetic inside each layer (see ``unet/blocks.py``).
+    """CPU accelerator on which fp16 means fp16 storage with fp32 arithmetic in each layer (see ``unet/blocks.py``).
 
-    DeepSpeed refuses fp16 on processors without native fp16 products, and it builds a shared-memory communication
-    extension at start-up, which takes a compiler and most of a minute. Neither is needed: a layer in fp32 between
-    two casts costs what fp32 costs, and gloo carries the messages.
+    DeepSpeed refuses fp16 on processors without native fp16 products, and at start-up builds a shared-memory
+    communication extension, which takes a compiler and most of a minute. Neither is needed: a layer in fp32 between two
+    casts costs as much as fp32, and gloo carries the messages.
     """
 
     def is_fp16_supported(self) -> bool:
@@ -46,7 +46,7 @@ class HostAccelerator(CPU_Accelerator):
 
 
 def use_host_accelerator() -> None:
-    """Make DeepSpeed use :class:`HostAccelerator`, where DeepSpeed runs on the CPU at all."""
+    """Make DeepSpeed use :class:`HostAccelerator` if it runs on the CPU."""
     if get_accelerator().device_name() == "cpu":
         set_accelerator(HostAccelerator())
 
@@ -64,13 +64,13 @@ def build_engine(
 ) -> UnetPipelineEngine:
     """Build this process's share of the U-Net and its engine; collective over all processes.
 
-    ``bounds`` come from :func:`ddpm_ds.pipeline.cuts.partition`; without ``programs`` the ranks follow the schedule's
-    own, and without ``rate`` the learning rate is that of the configuration. The process group must exist.
+    ``bounds`` come from :func:`ddpm_ds.pipeline.cuts.partition`; ``programs`` default to the schedule's own and
+    ``rate`` to the configuration's learning rate. The process group must exist.
 
     Raises:
-        DsConfigError: the fused kernels were asked for and fail, or have broken a GPU; on all ranks alike.
+        DsConfigError: requested fused kernels fail, or have made a GPU unusable; raised on all ranks.
     """
-    gc.collect()  # an engine of before waits for the device when it is collected, be it in the middle of a step
+    gc.collect()  # else an earlier engine could be collected during a step, which waits for the device
     with quiet_deepspeed(verbose):
         across: AcrossHosts = "replicas" if resolved.across_hosts == "replicas" else "stages"
         kind = FoldedUnetModule if folds(resolved.schedule) else UnetPipelineModule
@@ -101,9 +101,9 @@ def build_engine(
 
 @contextlib.contextmanager
 def quiet_deepspeed(verbose: bool) -> Iterator[None]:
-    """While it is being built, drop what DeepSpeed prints and log only its errors; afterwards log its warnings.
+    """Discard DeepSpeed's prints and log only its errors inside this context; afterwards log its warnings.
 
-    With ``verbose`` nothing is dropped.
+    With ``verbose`` nothing is discarded.
     """
     logger = logging.getLogger("DeepSpeed")
     if verbose:

@@ -35,38 +35,38 @@ if TYPE_CHECKING:
 
 PartitionMethod = Literal["flops", "parameters", "uniform"]
 Schedule = Literal["1f1b", "folded", "planned"]
-"""1F1B in a line; DualPipeV in a fold; in a fold, an order made for the run's own costs."""
+"""1F1B in a line; DualPipeV in a fold; or in a fold, an order computed from the run's costs."""
 
 CROSSING_MACS = 65
-"""Cost of an element that crosses a cut for a rank on either side, there and back, in multiply-accumulates of a
+"""Cost, to the rank on either side, of an element that crosses a cut and of its gradient, in multiply-accumulates of a
 forward.
 
-A processor's core computes so many in the time in which it copies the element. An H100 computes 800 while its NVLink
-carries it, but its copy engines do that beside other micro-batches.
+A CPU core computes this many while it copies the element. An H100 computes 800 while its NVLink carries it, but its
+copy engines overlap that with other micro-batches.
 """
 
 
 def folds(schedule: Schedule) -> bool:
-    """Return whether a rank holds two mirrored stages, or one of a line."""
+    """Return whether a rank holds two mirrored stages instead of one."""
     return schedule != "1f1b"
 
 
 def usual_in_flight(stages: int, *, reduces: bool) -> int:
     """Return how many micro-batches a rank of a planned pipeline usually holds: two for each stage, as in DualPipeV.
 
-    Where ZeRO-2 ``reduces`` gradients among replicas after each pass of weight gradients, more of them wait for it.
+    If ZeRO-2 ``reduces`` gradients over replicas after each pass of weight gradients, passes take more of them at once.
     """
     return (3 if reduces else 2) * stages
 
 
 @dataclass(frozen=True)
 class Room:
-    """Memory that ranks may fill."""
+    """Memory limit of the ranks, and memory of the layers."""
 
     limit: float
-    """Bytes of one rank."""
+    """Maximum bytes of a rank."""
     layer_bytes: Callable[[int, int], Sequence[float]]
-    """Function from rank and phase to the bytes of each layer there, with its weights and all that is kept of them."""
+    """Function from rank and phase to the bytes of each layer there, including its weights and their state."""
 
 
 def running_sum(values: Sequence[float]) -> npt.NDArray[np.float64]:
@@ -77,11 +77,11 @@ def running_sum(values: Sequence[float]) -> npt.NDArray[np.float64]:
 
 
 def lightest_chain(weights: Sequence[npt.NDArray[np.float64]], prices: Sequence[float]) -> list[int] | None:
-    """Return the nodes of a path from the first node to the last, with an edge of each of ``weights``, heaviest edge
+    """Return the nodes of the path from first to last node, one edge from each of ``weights``, whose heaviest edge is
     lightest.
 
-    Among those the one whose nodes have the least sum of ``prices``. ``weights[n][a, b]`` is that of edge number n from
-    a to b, infinite where there is none. Exact dynamic programming, O(edges x nodes^2). None where there is no path.
+    Ties are broken by the smallest sum of the nodes' ``prices``. ``weights[n][a, b]`` is the weight of the n-th edge
+    from a to b, infinite if there is none. Exact dynamic programming, O(edges x nodes^2). Returns None without a path.
     """
     import numpy as np
 
@@ -113,13 +113,14 @@ def mirrored_cuts(
     crossing: float = 0.0,
     room: Room | None = None,
 ) -> tuple[int, ...]:
-    """Mirrored bounds of ``2 * ranks`` stages: the heaviest rank is lightest, and then the least crosses. Exact.
+    """Return the mirrored bounds of ``2 * ranks`` stages that exactly minimise the heaviest rank, and then the elements
+    that cross.
 
-    An element that crosses a pair weighs ``crossing`` on both sides of it. The turn, which only divides the last rank's
-    layers, is where its two stages are most alike.
+    An element that crosses a pair weighs ``crossing`` on both sides. The turn, which only divides the last rank's
+    layers, makes its two stages as equal as possible.
 
     Raises:
-        LayoutError: there are not so many mirrored pairs, or none leaves every rank in the ``room``.
+        LayoutError: there are too few mirrored pairs, or none fits every rank into the ``room``.
     """
     import numpy as np  # only now: command lines are read without it
 
@@ -173,10 +174,10 @@ def mirrored_cuts(
 
 
 def check_mirrored(layers: Sequence[Layer], bounds: Sequence[int]) -> None:
-    """Refuse bounds of an even number of stages between which a skip would leave its rank.
+    """Refuse bounds of an even number of stages that would make a skip leave its rank.
 
     Raises:
-        LayoutError: with the cuts that would be mirrored.
+        LayoutError: the cuts are not mirrored; the message gives cuts that are.
     """
     live, turns, ranks = live_skips(layers), _turns(layers), len(bounds) // 2
     if bounds[ranks] not in turns:
@@ -194,7 +195,7 @@ def check_mirrored(layers: Sequence[Layer], bounds: Sequence[int]) -> None:
 
 
 def neighbouring(layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule) -> Iterator[tuple[int, ...]]:
-    """Yield the bounds in which one cut, or one mirrored pair of a fold, is up to two layers further on or back."""
+    """Yield the bounds in which one cut, or one mirrored pair of a fold, moves by up to two layers."""
     stages, steps = len(bounds) - 1, (-2, -1, 1, 2)
     if folds(schedule):
         middle = stages // 2
@@ -213,7 +214,7 @@ def neighbouring(layers: Sequence[Layer], bounds: Sequence[int], schedule: Sched
 
 
 def live_skips(layers: Sequence[Layer]) -> list[int]:
-    """Return the number of skips made and not yet used before each layer, and at the end."""
+    """Return the number of live skips (made but not yet used) before each layer, and at the end."""
     changes = (layer.pushes - (layer.skip_channels > 0) for layer in layers)
     return list(itertools.accumulate(changes, initial=0))
 
@@ -230,13 +231,13 @@ def partition(
 ) -> tuple[int, ...]:
     """Return the bounds for a pipeline of ``stages`` ranks.
 
-    ``flops`` minimises the slowest rank's layers and transfers exactly, ``parameters`` and ``uniform`` the most
-    parameters and layers of a rank; among such partitions the fewest elements cross. A sequence gives the first layer
+    ``flops`` exactly minimises the slowest rank's layers and transfers, ``parameters`` and ``uniform`` the maximum
+    parameters and layers of a rank; ties are broken by the fewest crossing elements. A sequence gives the first layer
     of every stage but the first.
 
     Raises:
-        LayoutError: the list can't be cut into so many, or given cuts are not increasing positions inside the list or
-            not mirrored, which the fold needs.
+        LayoutError: the list can't be cut into so many stages, or given cuts are not increasing positions inside the
+            list or, in a fold, not mirrored.
     """
     if not isinstance(method, str):
         return _given(layers, stages, method, schedule)
@@ -257,14 +258,12 @@ def weighted(
     crossing: float = 0.0,
     room: Room | None = None,
 ) -> tuple[int, ...]:
-    """Return the bounds that minimise the heaviest rank's sum of ``weights``, one for each layer, as :func:`partition`
-    does.
+    """Return the bounds that minimise the heaviest rank's sum of ``weights``, one for each layer.
 
-    ``crossing`` is the weight that each element which crosses a cut, per image, adds to the ranks on both sides; ranks
-    hold no more than ``room``.
+    Each element that crosses a cut, per image, adds ``crossing`` to the ranks on both sides; no rank exceeds ``room``.
 
     Raises:
-        LayoutError: the list can't be cut into so many, or not within the ``room``.
+        LayoutError: the list can't be cut into so many stages, or not within the ``room``.
     """
     if folds(schedule):
         return mirrored_cuts(layers, weights, stages, crossing, room)
@@ -295,13 +294,12 @@ def balanced(
     crossing: float = 0.0,
     room: Room | None = None,
 ) -> tuple[int, ...]:
-    """Return the contiguous partition whose heaviest part is lightest, and among those the one with the fewest elements
-    crossing.
+    """Return the contiguous partition that exactly minimises the heaviest part, and then the elements that cross.
 
-    ``elements[i]`` cross a cut before item ``i + 1``, and weigh ``crossing`` each in the parts on both sides. Exact.
+    ``elements[i]`` cross a cut before item ``i + 1``, and weigh ``crossing`` each in the parts on both sides.
 
     Raises:
-        LayoutError: no partition leaves every part in the ``room``.
+        LayoutError: no partition fits every part into the ``room``.
     """
     import numpy as np  # only now: command lines are read without it
 
@@ -324,7 +322,7 @@ def stages_of(rank: int, ranks: int, schedule: Schedule) -> tuple[int, ...]:
 
 
 def segments(bounds: Sequence[int], schedule: Schedule, rank: int) -> tuple[tuple[int, int], ...]:
-    """Return the layers [start, stop) that a rank owns: one range, or for the fold those of phase 0 and of phase 1."""
+    """Return the layers [start, stop) that a rank owns: one range, or in a fold one for each phase."""
     ranks = (len(bounds) - 1) // (2 if folds(schedule) else 1)
     return tuple((bounds[stage], bounds[stage + 1]) for stage in stages_of(rank, ranks, schedule))
 
@@ -338,7 +336,7 @@ class Stage:
     """Rank in the pipeline that holds the stage."""
     start: int
     stop: int
-    """Layers ``start`` to ``stop - 1`` of the list."""
+    """End of the stage: its layers are ``start`` to ``stop - 1`` of the list."""
     first_layer: str
     last_layer: str
     layers: int
@@ -384,7 +382,7 @@ def describe(layers: Sequence[Layer], bounds: Sequence[int], schedule: Schedule 
 def sent_shapes(layers: Sequence[Layer], cut: int, phase: int, schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     """Return the per-image shapes of the tensors that cross before layer ``cut``, in each direction.
 
-    The fold keeps skips, and for its phase 1 the embedding, on their rank: (h, emb) goes down, h alone comes up.
+    A fold keeps skips, and for phase 1 the embedding, on their rank: phase 0 sends (h, emb), phase 1 only h.
     """
     shapes = boundary_shapes(layers, cut)
     return shapes[: 1 if phase else 2] if folds(schedule) else shapes

@@ -1,7 +1,7 @@
 """Access to the insides of DeepSpeed 0.19, all in one place.
 
-Each function states the assumption it rests on, and ``tests/pipeline/test_deepspeed_insides.py`` holds every one of
-them, so that an upgrade of DeepSpeed fails there and says what moved.
+Each function states the assumptions that it rests on, and ``tests/pipeline/test_deepspeed_insides.py`` tests every one
+of them, so that an incompatible upgrade of DeepSpeed fails there.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ class _NoStageLimit:
 
 
 def topology(across: AcrossHosts, stages: int, replicas: int) -> ProcessTopology:
-    """Return the global ranks of the stages and replicas of a pipeline, numbered as :class:`Grid` in ``placement``
-    does.
+    """Return the global ranks of a pipeline's stages and replicas, numbered as by :class:`Grid` in ``placement``.
 
     Assumes that DeepSpeed numbers the processes row-major over a topology's axes, and takes the groups of stages, of
     replicas and of whole pipelines, and the rank of a neighbour, from the topology and not from its own order of axes.
@@ -50,11 +49,11 @@ def topology(across: AcrossHosts, stages: int, replicas: int) -> ProcessTopology
 
 @contextlib.contextmanager
 def group_timeout(timeout: timedelta) -> Iterator[None]:
-    """Give every process group that is made without a time-out inside this context ``timeout``.
+    """Apply ``timeout`` to every process group that is created inside this context without a time-out.
 
-    Assumes that DeepSpeed makes each of its groups without one; that a group then takes its backend's, 10 minutes
-    under NCCL, and not that of the group it is a part of; and that torch.distributed asks
-    ``distributed_c10d._get_default_timeout`` for it whenever a group is made or split.
+    Assumes that DeepSpeed creates its groups without one; that a group then gets its backend's default, 10 minutes
+    under NCCL, instead of its parent group's; and that torch.distributed calls
+    ``distributed_c10d._get_default_timeout`` whenever a group is created or split.
     """
     with _replaced(distributed_c10d, "_get_default_timeout", lambda backend: timeout):
         yield
@@ -62,15 +61,15 @@ def group_timeout(timeout: timedelta) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pipeline_engine(engine_class: type[pipe_engine.PipelineEngine]) -> Iterator[None]:
-    """Let ``deepspeed.initialize`` build ``engine_class`` for a PipelineModule, with ZeRO-2 not refused.
+    """Let ``deepspeed.initialize`` build ``engine_class`` for a PipelineModule, and accept ZeRO-2.
 
     Assumes that ``initialize`` looks the engine up as ``deepspeed.PipelineEngine``, or for a DualPipeVModule as
-    ``deepspeed.DualPipeVEngine``, and that the pipeline engine
-    uses its module's ``ZeroStageEnum`` for nothing but that assertion. The refusal is a matter of plumbing: the
-    stock engine would reduce a partitioned gradient once per output tensor; ours runs one backward a micro-batch.
+    ``deepspeed.DualPipeVEngine``, and that the pipeline engine uses its module's ``ZeroStageEnum`` only in the
+    assertion that refuses ZeRO-2. The stock engine would reduce a partitioned gradient once per output tensor, while
+    ours runs one backward per micro-batch.
 
-    Assumes too that what the stock engine sends while it is built is a zero to each neighbour, to connect them: our
-    ranks are connected by edge, and the connections of the whole job's group would only take memory of the device.
+    Also assumes that the stock engine's only messages during construction are a zero to each neighbour, to connect
+    them: our ranks are connected by edge, and connections of the whole job's group would waste device memory.
     """
     with contextlib.ExitStack() as changed:
         for name in ("PipelineEngine", "DualPipeVEngine"):
@@ -84,9 +83,9 @@ def pipeline_engine(engine_class: type[pipe_engine.PipelineEngine]) -> Iterator[
 def leave_forward_and_timing_to_us(engine: DeepSpeedEngine) -> None:
     """Remove the stock engine's forward hooks and its forward and backward timers.
 
-    Assumes that the two module hooks do nothing but start and stop those timers and the flops profiler (which
-    they restart for every micro-batch and never print), and that under a pipeline the timers are started twice
-    and raise AssertionError. Our engine times instructions where the schedule is executed.
+    Assumes that the two module hooks only start and stop these timers and the flops profiler (which they restart for
+    every micro-batch and never print), and that under a pipeline the timers are started twice and raise AssertionError.
+    Our engine times instructions where it executes the schedule.
     """
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
@@ -98,10 +97,10 @@ def micro_batch_backward(engine: DeepSpeedEngine) -> Iterator[None]:
     """Surround the one ``torch.autograd.backward`` of a micro-batch on this stage.
 
     Assumes that a ZeRO optimizer's gradient hooks must run between ``enter_backward`` and ``exit_backward``; that
-    ``_running_engine_backward`` keeps the engine's own post-backward hook out; that under ZeRO-2
-    ``overlapping_partition_gradients_reduce_epilogue`` reduces what this backward left and adds it to the owner's
-    partition as long as the optimizer is told that this is no accumulation boundary; and that a BF16 or ZeRO-1
-    optimizer moves low-precision gradients to their accumulators in ``backward_epilogue``.
+    ``_running_engine_backward`` disables the engine's own post-backward hook; that under ZeRO-2
+    ``overlapping_partition_gradients_reduce_epilogue`` reduces this backward's remaining gradients and adds them to the
+    owner's partition as long as the optimizer is not at an accumulation boundary; and that a BF16 or ZeRO-1 optimizer
+    moves low-precision gradients to their accumulators in ``backward_epilogue``.
     """
     optimizer = engine.optimizer
     engine._running_engine_backward = True
@@ -123,20 +122,20 @@ def micro_batch_backward(engine: DeepSpeedEngine) -> Iterator[None]:
 
 
 def finish_partitioned_gradients(engine: DeepSpeedEngine) -> None:
-    """Turn ZeRO-2's accumulated partition into the gradients the optimizer step reads.
+    """Turn ZeRO-2's accumulated partition into the gradients that the optimizer step reads.
 
     Assumes that ``finalize_gradient_accumulation_boundary`` builds ``averaged_gradients`` (or the offloaded
-    gradient) from what the micro-batches added, without another reduction.
+    gradient) from the micro-batches' sum, without another reduction.
     """
     engine.optimizer.finalize_gradient_accumulation_boundary()
 
 
 def forget_offloaded_gradients(engine: DeepSpeedEngine) -> None:
-    """Empty the host's buffers of gradients before a step; an offloading optimizer would add to them.
+    """Clear the host's gradient buffers before a step, since an offloading optimizer would add to them.
 
     Assumes that ZeRO with an offloaded optimizer adds a parameter's gradient to ``accumulated_grads_in_cpu`` in all
-    backwards but the first of a step. In a fold the first backward does not reach the parameters of phase 0, so that
-    those of the step before would be added to theirs.
+    backwards but the first of a step. In a fold the first backward does not reach the parameters of phase 0, so their
+    gradients would be added to the previous step's.
     """
     for buffer in getattr(engine.optimizer, "accumulated_grads_in_cpu", {}).values():
         buffer.zero_()
@@ -145,15 +144,14 @@ def forget_offloaded_gradients(engine: DeepSpeedEngine) -> None:
 def loss_scale(engine: DeepSpeedEngine) -> float:
     """Return the factor on the loss before backward; 1 in fp32 and bf16.
 
-    Assumes that every fp16 optimizer has ``loss_scale``. The stock engine forgets it under ZeRO-0: only ZeRO
-    optimizers scale the loss there, while FP16_UnfusedOptimizer unscales all the same.
+    Assumes that every fp16 optimizer has ``loss_scale``. The stock engine ignores it under ZeRO-0: only ZeRO
+    optimizers scale the loss, while FP16_UnfusedOptimizer still unscales.
     """
     return float(getattr(engine.optimizer, "loss_scale", 1.0)) if engine.fp16_enabled() else 1.0
 
 
 def gradient_norm(engine: DeepSpeedEngine, scale: float) -> float:
-    """Return the global norm of the last step's gradients over all stages, before clipping; NaN or inf where it
-    overflowed.
+    """Return the global norm of the last step's gradients over all stages before clipping; NaN or inf on overflow.
 
     ``scale`` is the loss scale of that step. Assumes that ZeRO optimizers store the unscaled norm in
     ``_global_grad_norm`` and the unfused fp16 one the scaled norm.
@@ -176,10 +174,10 @@ def tolerate_scale_floor(engine: DeepSpeedEngine) -> None:
 
 @contextlib.contextmanager
 def scale_updated_afterwards(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Surround the optimizer step, so that its gradients are unscaled by the loss scale they were made with.
+    """Surround the optimizer step, so that gradients are unscaled by the loss scale with which they were computed.
 
-    Assumes that the fp16 optimizers call ``_update_scale`` before they unscale, so that in a step where the scale
-    grows the stock gradients come out halved.
+    Assumes that the fp16 optimizers call ``_update_scale`` before they unscale, so that the stock optimizers halve the
+    gradients when the scale grows.
     """
     optimizer = engine.optimizer
     if not engine.fp16_enabled():
@@ -198,18 +196,18 @@ def scale_updated_afterwards(engine: DeepSpeedEngine) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_wait(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Surround the optimizer step, so that the host waits for the device once, to learn whether the gradients are
-    finite; not at all in fp32 and bf16 if the optimizer is PyTorch's fused Adam, which then skips the step by itself.
+    """Surround the optimizer step, so that the host waits for the device only once, to learn whether the gradients are
+    finite; or never in fp32 and bf16 with PyTorch's fused Adam, which skips the step by itself.
 
-    The stock optimizers wait two to four times, the unfused fp16 one for each parameter. Every number is as it was.
-    A step that the fused Adam skips is counted by :func:`count_skips`, and the schedule of the learning rate, which the
-    host keeps, does not stand still for it.
+    The stock optimizers wait two to four times, the unfused fp16 one for each parameter. No number changes.
+    :func:`count_skips` counts the steps that the fused Adam skips; the learning-rate schedule, which the host keeps,
+    advances in them.
 
-    Assumes that the optimizers use these names of DeepSpeed's utils as globals of their modules; that what their checks
-    for overflow would find makes the norm, of all stages and replicas, infinite or NaN as well; that a ZeRO optimizer
-    asks ``is_invalid_grad_norm`` of one norm whether to skip, and again while clipping; that masking an invalid norm
-    makes it -1; that nothing is tied; and that PyTorch's fused Adam leaves parameters and state alone where its
-    attribute ``found_inf`` is 1. An offloading optimizer works on the host and is left alone.
+    Assumes that the optimizers use these names of DeepSpeed's utils as globals of their modules; that an overflow that
+    their checks would find makes the norm over all stages and replicas infinite or NaN; that a ZeRO optimizer calls
+    ``is_invalid_grad_norm`` on one norm to decide whether to skip, and again while clipping; that masking turns an
+    invalid norm into -1; that no parameters are tied; and that PyTorch's fused Adam leaves parameters and state
+    unchanged if its ``found_inf`` is 1. An offloading optimizer works on the host and is not changed.
     """
     optimizer = engine.optimizer
     if getattr(optimizer, "cpu_offload", False):
@@ -255,8 +253,7 @@ def one_wait(engine: DeepSpeedEngine) -> Iterator[None]:
 
 
 def count_skips(engine: DeepSpeedEngine) -> None:
-    """Add to ``skipped_steps`` those steps that the optimizer has skipped by itself since the last call; waits for the
-    device."""
+    """Add the steps that the optimizer has skipped since the last call to ``skipped_steps``; waits for the device."""
     engine.skipped_steps += int(getattr(engine, "unread_skips", 0))
     engine.unread_skips = 0
 
@@ -274,14 +271,14 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _mask_invalid(norm: Tensor, device: Any = None, val: float = -1.0) -> None:
-    """Return -1 for a norm that is not finite; the stock function copies the -1 from the host."""
+    """Set a norm that is not finite to -1; the stock function copies the -1 from the host."""
     norm.masked_fill_(~norm.isfinite(), -1.0)
 
 
 def _clip(
     input_tensors: Sequence[Tensor], max_norm: float, global_norm: Tensor, mpu: Any = None, eps: float = 1e-6
 ) -> Tensor:
-    """Scale gradients down to a norm; the stock function asks whether it must, this one multiplies by 1."""
+    """Scale gradients down to a norm; the stock function tests the norm on the host, this one multiplies by 1."""
     coefficient = (max_norm / (global_norm + eps)).clamp(max=1.0)
     for tensor in input_tensors:
         tensor.detach().mul_(coefficient)
@@ -326,7 +323,7 @@ class OwnedPiece:
     """Index of the piece's first element in the flattened ``master``."""
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the piece, 1-D, of a tensor shaped as ``master``, such as one of its moments; shares its memory."""
+        """Return this piece of a tensor shaped as ``master``, such as one of its moments: a 1-D view."""
         return tensor.detach().view(-1)[self.offset : self.offset + self.length]
 
 
@@ -342,7 +339,7 @@ def owned_pieces(engine: DeepSpeedEngine) -> list[OwnedPiece]:
     """Return the pieces of this stage's parameters that this rank owns: a partition under ZeRO, everything without it.
 
     Assumes that ZeRO and BF16 optimizers link a parameter to its place in the flat partition by ``_hp_mapping`` (None
-    where another replica owns all of it).
+    if another replica owns all of it).
     """
     named = list(engine.module.named_parameters())
     optimizer = engine.optimizer
@@ -361,7 +358,7 @@ def owned_pieces(engine: DeepSpeedEngine) -> list[OwnedPiece]:
 
 
 def _unfused_masters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-    """Yield the parameters of an unfused fp16 optimizer, each with its fp32 master; of another optimizer none.
+    """Yield the parameters of an unfused fp16 optimizer, each with its fp32 master; nothing for other optimizers.
 
     Assumes that it keeps ``fp32_groups`` in the order of ``fp16_groups``.
     """
@@ -371,17 +368,15 @@ def _unfused_masters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, Tenso
 
 
 def is_partitioned(engine: DeepSpeedEngine) -> bool:
-    """Return whether replicas own different pieces; assumes that ZeRO and BF16 optimizers partition and no
-    other does.
-    """
+    """Return whether replicas own different pieces; assumes that only ZeRO and BF16 optimizers partition."""
     return isinstance(engine.optimizer, ZeROOptimizer)
 
 
 @torch.no_grad()
 def refresh_weights(engine: DeepSpeedEngine) -> None:
-    """Cast the fp32 masters into the weights the layers use; a collective over the replicas under ZeRO.
+    """Cast the fp32 masters into the weights that the layers use; a collective over the replicas under ZeRO.
 
-    Assumes that ``update_lp_params`` of ZeRO and BF16 optimizers does what follows their step.
+    Assumes that ``update_lp_params`` of ZeRO and BF16 optimizers does what they do after their step.
     """
     if isinstance(engine.optimizer, ZeROOptimizer):
         engine.optimizer.update_lp_params()
@@ -395,7 +390,7 @@ SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"
 def scaler_state(engine: DeepSpeedEngine) -> dict[str, float]:
     """Return the state of the dynamic loss scaler; empty outside fp16.
 
-    Assumes that the ZeRO scaler and the unfused optimizer's ``loss_scale_config`` name their state alike.
+    Assumes that the ZeRO scaler and the unfused optimizer's ``loss_scale_config`` use the same names.
     """
     scaler = _scaler(engine)
     return {field: getattr(scaler, field) for field in SCALER_FIELDS if hasattr(scaler, field)}

@@ -1,15 +1,14 @@
-"""DeepSpeed's pipeline engine, taught to train a U-Net by any program.
+"""DeepSpeed's pipeline engine, extended to train a U-Net by any program.
 
-A program (:mod:`ddpm_ds.pipeline.schedule`) lists what a rank does in a step, and the engine does it in that order:
+A program (:mod:`ddpm_ds.pipeline.schedule`) lists the instructions of a rank in a step. In this engine
 
 - a stage's backward is ONE walk of its graph, ``torch.autograd.backward(all outputs, all gradients)``; the stock
   engine walks it once per output tensor, and a U-Net stage has an output per live skip;
-- weight gradients may wait for a pass of their own, which computes those of several micro-batches at once
-  (:mod:`ddpm_ds.unet.weight_gradients`);
+- weight gradients may be deferred to a separate pass for several micro-batches (:mod:`ddpm_ds.unet.weight_gradients`);
 - ZeRO-2 works: gradients are reduced and partitioned after each backward or weight-gradient pass, accumulated in the
   owner's partition and finished once;
-- a boundary's tensors travel as one message, are used where they were received, and no tensor crosses twice;
-- what is random is keyed by the image, so each stage knows its micro-batch from arithmetic alone.
+- a boundary's tensors travel as one message and are used in place, and no tensor crosses twice;
+- random draws are keyed by the image index, so each stage computes its micro-batch's draws by itself.
 """
 
 from __future__ import annotations
@@ -38,24 +37,24 @@ from ddpm_ds.unet.weight_gradients import WaitingGradients, Weighted, weighted_p
 
 
 class Objective(Protocol):
-    """The training objective: turns a loaded micro-batch into the first layer's input and the last layer's loss."""
+    """Training objective: turns a loaded micro-batch into the first layer's input and the last layer's loss."""
 
     def prepare(self, micro_batch: Any) -> Any:
         """Return a micro-batch from the loader, prepared for the two methods below, on the engine's device."""
 
     def inputs(self, prepared: Any) -> Carry:
-        """Return the arguments of the first layer, in fp32 where they are floating-point."""
+        """Return the arguments of the first layer, with floating-point ones in fp32."""
 
     def loss(self, prediction: Tensor, prepared: Any) -> Tensor:
         """Return the mean loss of the micro-batch: a scalar in fp32."""
 
 
 CAUTIOUS_STEPS = 2
-"""Number of first steps of a process in which kernels are loaded and the allocator finds its peak."""
+"""Number of a process's first steps, in which kernels are loaded and the allocator reaches its peak."""
 
 
 class UnetPipelineEngine(PipelineEngine):
-    """One program for each rank over the stages of one U-Net, with ZeRO-0/1/2, fp16, bf16 and fp32.
+    """Pipeline engine that runs a program for each rank on the stages of a U-Net, with ZeRO-0/1/2, fp16, bf16 and fp32.
 
     Built by :func:`ddpm_ds.pipeline.build.build_engine`, which sets ``objective``.
     """
@@ -67,8 +66,8 @@ class UnetPipelineEngine(PipelineEngine):
     schedule: Schedule = "1f1b"
     """The JSON's schedule; set by :func:`build_engine`."""
     rate: Callable[[int, int], float] | None = None
-    """Function of the images seen before a step and of those of the step, which returns its learning rate; None leaves
-    it to DeepSpeed's scheduler. Set by :func:`build_engine`."""
+    """Function of the images before a step and the images in it that returns the learning rate; None leaves it to
+    DeepSpeed's scheduler. Set by :func:`build_engine`."""
     compiled = False
     """Whether layers are compiled when they first run; set by :func:`build_engine`."""
 
@@ -123,10 +122,10 @@ class UnetPipelineEngine(PipelineEngine):
         self._warm: set[tuple[int, bool, int, bool]] = set()
 
     def follow(self, programs: Sequence[Program]) -> None:
-        """Execute these programs from the next step on; all ranks of a pipeline call this with the same.
+        """Execute these programs from the next step on; all ranks of a pipeline must pass the same ones.
 
         Raises:
-            ValueError: they would not compute one step's gradients.
+            ValueError: the programs would not compute one step's gradients.
         """
         check_programs(programs, self.module.schedule, self.micro_batches)
         self.programs = tuple(programs)
@@ -136,7 +135,7 @@ class UnetPipelineEngine(PipelineEngine):
         self._channels = [self.stage_channels(phase, self.micro_batch_size) for phase in range(self.phases)]
 
     def own_layers(self, *phases: int) -> dict[int, nn.Module]:
-        """Return the layers of this rank's stages of some phases, without any of all, by their index in the list."""
+        """Return the layers of this rank's stages of some phases (default: all), by their index in the list."""
         ends = (self.module.ends(phase) for phase in phases or range(self.phases))
         return {index: self.module.get_submodule(str(index)) for first, stop in ends for index in range(first, stop)}
 
@@ -168,8 +167,7 @@ class UnetPipelineEngine(PipelineEngine):
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Send the messages of steps inside this context from host to host, so that an observer may wait for the
-        device.
+        """Send messages of steps inside this context from host to host, so that an observer may wait for the device.
 
         All ranks of a pipeline enter and leave this before the same steps.
         """
@@ -180,17 +178,17 @@ class UnetPipelineEngine(PipelineEngine):
             self._watchers -= 1
 
     def be_cautious(self) -> None:
-        """Send the messages of the next step from host to host: memory is used in another way than before.
+        """Send the messages of the next step from host to host, because its use of memory will change.
 
         All ranks of a pipeline call this before the same step.
         """
         self._cautious_steps = max(self._cautious_steps, 1)
 
     def warm_up(self, images: int, *, gradients: bool) -> bool:
-        """Run each layer once on so many images, unless that has been done; returns whether this was the first time.
+        """Run each layer once on this many images, unless already done; return whether this was the first time.
 
-        With ``gradients`` once for each way that the programs have: weight gradients in the backward, or waiting. Runs
-        none where a call returns when its work is done, as on a CPU, unless layers are compiled.
+        With ``gradients``, run it for each kind of backward in the programs: with weight gradients or deferring them.
+        On a synchronous device such as a CPU, nothing is run unless layers are compiled.
         """
         every = {
             (images, gradients, phase, waits)
@@ -228,12 +226,12 @@ class UnetPipelineEngine(PipelineEngine):
 
     @property
     def reads_data(self) -> bool:
-        """Return whether this rank needs the micro-batches."""
+        """Whether this rank needs the micro-batches."""
         return self.stage_id in (0, self.loss_stage)
 
     @property
     def next_index(self) -> int:
-        """Return the position in the training sequence of the next batch's first image."""
+        """Image index of the next batch's first image."""
         return self.images_seen + self.skipped_images
 
     # ---------------------------------------------------------------- one batch
@@ -241,9 +239,9 @@ class UnetPipelineEngine(PipelineEngine):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Take one optimizer step over ``train_batch_size`` images.
 
-        ``data_iter`` yields the micro-batches of this replica; only where :attr:`reads_data` it is read. Returns
-        the mean loss of this replica's micro-batches on :attr:`loss_stage` and zero elsewhere, without synchronising
-        host and device.
+        ``data_iter`` yields the micro-batches of this replica and is read only if :attr:`reads_data`. Returns the mean
+        loss of this replica's micro-batches on :attr:`loss_stage` and zero elsewhere, without synchronising host and
+        device.
         """
         self.set_dataiterator(data_iter)
         self.module.train()
@@ -269,7 +267,7 @@ class UnetPipelineEngine(PipelineEngine):
     def gradient_norm(self) -> float:
         """Return the norm of the last step's gradients over all stages before clipping; synchronises host and device.
 
-        ``skipped_steps`` is up to date afterwards, also where the optimizer skips steps by itself.
+        ``skipped_steps`` is up to date afterwards, even if the optimizer skips steps by itself.
         """
         insides.count_skips(self)
         return insides.gradient_norm(self, self._step_loss_scale)
@@ -312,7 +310,7 @@ class UnetPipelineEngine(PipelineEngine):
         return self._flights[number]
 
     def _begin(self, own: Instruction) -> None:
-        """Tell the layers which images' forward runs next, or whose backward, and whether weight gradients wait."""
+        """Tell the layers which images' pass runs next, and whether weight gradients are deferred."""
         set_image_index(self._dropouts, self._flight(own).images)
         self._waiting.begin(own.phase, *own.micro_batches)
 
@@ -348,7 +346,7 @@ class UnetPipelineEngine(PipelineEngine):
             flight.prepared = None
 
     def _send_activations(self, own: Instruction) -> None:
-        """Send a stage's output; its place in the graph is enough for backward, so its memory may be freed."""
+        """Send a stage's output; its memory may be freed, since backward only needs its graph edge."""
         passage = self._flight(own).passages[own.phase]
         channel = self._channels[own.phase].activations_out
         assert channel is not None
@@ -383,7 +381,7 @@ class UnetPipelineEngine(PipelineEngine):
             self._waiting.compute(self._weighted_parts(own.phase), own.micro_batches)
 
     def _send_gradients(self, own: Instruction) -> None:
-        """Send the gradients of the received tensors; emb has none where a U-Net's last layers don't use it."""
+        """Send the gradients of the received tensors, and zeros for emb if the last layers don't use it."""
         passage = self._flight(own).passages[own.phase]
         gradients = [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in passage.leaves]
         channel = self._channels[own.phase].gradients_out
@@ -412,7 +410,7 @@ class UnetPipelineEngine(PipelineEngine):
     def clip_fp32_gradients(self) -> None:
         """Clip by the global norm under ZeRO-0 in fp32, and keep the norm.
 
-        The stock clipping counts the parameters of the first stage alone, and forgets the norm.
+        The stock clipping only counts the parameters of the first stage, and does not store the norm.
         """
         parameters = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
         squared = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters]).square()

@@ -1,7 +1,7 @@
-"""Values that the ranks tell each other, as JSON: a pickle would run whatever code its sender has put into it.
+"""Exchange of values between ranks as JSON, since unpickling could run code from the sender.
 
-Every function takes the type of what is told, of which the receiver makes the value again and so checks it: numbers,
-texts, tuples, lists, mappings, dataclasses and named tuples of these. All are collective.
+Every function takes the type of the value, by which the receiver rebuilds and checks it: numbers, texts, tuples, lists,
+mappings, dataclasses and named tuples of these. All functions are collective.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _numbers = itertools.count()
 
 
 def said_by_all(value: Any, kind: Any) -> list[Any]:
-    """Return the values of type ``kind`` that the ranks give, by rank."""
+    """Return all ranks' values of type ``kind``, by rank."""
     own = _of_one_length(_packed(value, kind))
     messages = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(messages, own)
@@ -27,7 +27,7 @@ def said_by_all(value: Any, kind: Any) -> list[Any]:
 
 
 def said_to_rank_0(value: Any, kind: Any) -> list[Any] | None:
-    """Return the values of type ``kind`` that the ranks give, by rank, on rank 0; None on the others."""
+    """Return all ranks' values of type ``kind``, by rank, on rank 0; None on the others."""
     own = _of_one_length(_packed(value, kind))
     messages = [torch.empty_like(own) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
     dist.gather(own, messages, dst=0)
@@ -35,7 +35,7 @@ def said_to_rank_0(value: Any, kind: Any) -> list[Any] | None:
 
 
 def said_by_rank_0(value: Any, kind: Any) -> Any:
-    """Return the value of type ``kind`` that rank 0 gives; that of the others is not looked at."""
+    """Return rank 0's value of type ``kind``; the others' values are ignored."""
     first = dist.get_rank() == 0
     message = _packed(value, kind) if first else torch.empty(0, dtype=torch.uint8, device=_device())
     length = _length(message)
@@ -46,8 +46,8 @@ def said_by_rank_0(value: Any, kind: Any) -> Any:
 
 
 def said_by_all_without_devices(value: Any, kind: Any) -> list[Any]:
-    """Return the values of type ``kind`` that the ranks give, by rank, through the process group's store: a rank whose
-    GPU is broken can report it.
+    """Return all ranks' values of type ``kind``, by rank, through the process group's store, so that a rank with a
+    broken GPU can report it.
     """
     assert dist.group.WORLD is not None
     store = dist.PrefixStore(f"ddpm_ds/said/{next(_numbers)}", dist.group.WORLD.get_group_store())
@@ -69,7 +69,7 @@ def _unpacked(message: Tensor, kind: Any) -> Any:
 
 
 def _of_one_length(message: Tensor) -> Tensor:
-    """Return the message with spaces behind it, which JSON allows, as long as the longest of all ranks."""
+    """Pad a message with spaces, which JSON allows, to the length of the longest of all ranks."""
     longest = _length(message)
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)
     return torch.nn.functional.pad(message, (0, int(longest) - len(message)), value=ord(" "))

@@ -1,4 +1,4 @@
-"""What a rank holds of a micro-batch between the instructions that work on it.
+"""State of a micro-batch on a rank between instructions.
 
 The fold has two stages on each rank, so every skip is made and used on one rank::
 
@@ -7,9 +7,9 @@ The fold has two stages on each rank, so every skip is made and used on one rank
                     ▼                                     ▼
     rank 0        stage 2P - 1 ◀── h ── rank 1 ◀─ ... rank P - 1        phase 1, up it; loss on rank 0
 
-Phase 0 keeps the embedding and skips of a micro-batch and gives them to phase 1 as detached leaves. Their gradients are
-ready when phase 1's backward is done, which on every rank comes before phase 0's, and join it: phase 0 has one walk of
-its graph with h, emb and the skips as roots.
+Phase 0 keeps the embedding and skips of a micro-batch and passes them to phase 1 as detached leaves. Their gradients
+are ready after phase 1's backward, which on every rank precedes phase 0's: phase 0 then walks its graph once, with h,
+emb and the skips as roots.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Passage:
     """Pass of a micro-batch through one stage; fields are empty before their first use and after their last."""
 
     leaves: Carry = ()
-    """Received tensors, which gather the gradients to send back."""
+    """Received tensors, which accumulate the gradients to send back."""
     unsent: Carry = ()
     """Output that is not sent yet."""
     roots: tuple[GradientEdge | None, ...] = ()
-    """Places in the graph of what is sent, or of the loss."""
+    """Graph edges of the sent tensors, or of the loss."""
 
 
 @dataclass
@@ -42,20 +42,20 @@ class Flight:
     images: Tensor
     """Image index (N,)."""
     passages: tuple[Passage, ...]
-    """By phase."""
+    """Passages by phase."""
     prepared: Any = None
     """Loaded micro-batch, until this rank's last forward."""
     kept: Carry = ()
-    """What phase 0 leaves to phase 1 on this rank (emb and skips in a fold), as leaves of phase 1's graph."""
+    """Tensors that phase 0 passes to phase 1 on this rank (emb and skips in a fold), as leaves of phase 1's graph."""
     kept_roots: tuple[GradientEdge | None, ...] = ()
-    """Places of ``kept`` in phase 0's graph."""
+    """Graph edges of ``kept`` in phase 0's graph."""
 
 
 def edge(tensor: Tensor) -> GradientEdge | None:
-    """Return the place of a tensor in its graph, which is enough for a backward; None where there is no graph."""
+    """Return the graph edge of a tensor, which is enough for a backward; None without a graph."""
     return get_gradient_edge(tensor) if tensor.requires_grad else None
 
 
 def as_leaves(tensors: Carry) -> Carry:
-    """Return tensors cut off from their graphs, which gather gradients."""
+    """Return tensors detached from their graphs, as leaves that accumulate gradients."""
     return tuple(tensor.detach().requires_grad_() for tensor in tensors)

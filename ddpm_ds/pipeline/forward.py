@@ -28,7 +28,7 @@ Take = Callable[[int, Tensor], None]
 
 
 class ForwardPipeline:
-    """Forward passes of an engine's stages over ``images`` images at a time, without gradients and dropout."""
+    """Pipelined forward passes of an engine's stages on ``images`` images at a time, without gradients and dropout."""
 
     def __init__(self, engine: UnetPipelineEngine, images: int) -> None:
         self._engine, self._images = engine, images
@@ -84,9 +84,9 @@ class ForwardPipeline:
             channels.drain()
 
     def _most_ahead(self) -> int:
-        """Return the largest number of calls that this rank begins before it ends the first of them.
+        """Return the maximum number of calls that this rank begins before it finishes the first.
 
-        A call that a rank of the fold has sent down comes back when the ranks below have done two stages each.
+        In a fold a call returns to a rank after the ranks below have computed two stages each.
         """
         engine = self._engine
         if engine.phases == 2:
@@ -94,9 +94,9 @@ class ForwardPipeline:
         return 2 * engine.num_stages if self._gives and engine.num_stages > 1 else 1
 
     def _pass(self, phase: int, carry: Carry) -> Carry:
-        """Run a stage on the inputs, or on what it receives and what phase 0 kept (``carry``); send its output on.
+        """Run a stage on the inputs, or on received tensors and those kept by phase 0 (``carry``), and send its output.
 
-        Returns what stays on this rank: for the next phase, or the prediction.
+        Returns the tensors that stay on this rank for the next phase, or the prediction.
         """
         engine, channels = self._engine, self._channels[phase]
         if phase or not self._gives:

@@ -8,20 +8,19 @@ The tensors that cross a cut are one contiguous message per micro-batch and dire
 
 Both sides compute the shapes from the list of layers, so nothing is negotiated at run time. Images are channels-last
 and travel as they lie in memory. :class:`Channel` decides when a message is posted and waited for, and the model in
-``tests/pipeline/order_model.py`` finds out whether the channels of all ranks can lock.
+``tests/pipeline/order_model.py`` checks whether the channels of all ranks can deadlock.
 
-NCCL executes what one communicator is given in the order in which it is given, whoever the messages are for, and does
-not look at tags. So each directed edge, phase and kind of message has a P2P group of its own two ranks, and no message
-waits for one of another edge. Each is made by its two ranks alone, in a time that does not grow with stages or
-replicas::
+NCCL executes the operations of a communicator in the order of posting, whatever their destination, and ignores tags. So
+each directed edge, phase and kind of message has a P2P group of its two ranks, and no message waits for one of another
+edge. A group is made by its two ranks alone, in a time that does not grow with stages or replicas::
 
     1f1b, a rank in the middle      activations in, activations out, gradients in, gradients out            4
     1f1b, the first and the last    two of these, and predictions, the way back of samples                  3
     folded                          as 1f1b without predictions, once for each phase                        4 or 8
 
-A receive that is posted on a GPU is a kernel that spins until its message comes. Whatever waits for the whole device
-waits for it: an allocator that is short of memory, a profiler, code that is compiled, tuned or loaded when it is first
-used. Steps in which that may happen send their messages from host to host instead, over gloo.
+A receive posted on a GPU is a kernel that spins until its message arrives. Anything that waits for the whole device
+waits for it too: an allocator short of memory, a profiler, or code that is compiled, tuned or loaded at its first use.
+Steps in which this may happen send their messages from host to host over gloo instead.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ Kind = Literal["activations", "gradients", "predictions"]
 
 
 class Edge(NamedTuple):
-    """One kind of message of one phase, from one rank of a pipeline to another. Each edge has its own communicator."""
+    """Kind of message of a phase, from one rank of a pipeline to another. Each edge has its own communicator."""
 
     kind: Kind
     phase: int
@@ -70,7 +69,7 @@ class Work(Protocol):
     """Posted operation."""
 
     def wait(self) -> object:
-        """Wait until the operation is complete before anything that follows."""
+        """Make everything that follows wait until the operation is complete."""
 
 
 class Posted(NamedTuple):
@@ -90,17 +89,17 @@ class P2PGroup:
     group: dist.ProcessGroup
     """Group of the edge's own two ranks, connected from device to device."""
     host_group: dist.ProcessGroup | None
-    """Group of the same two ranks, connected from host to host by gloo; None where ``group`` is that."""
+    """Group of the same two ranks, connected from host to host by gloo; None if ``group`` already is."""
     tag: int
     """Number of the edge among those that share ``host_group``; gloo matches messages by it, NCCL can't."""
 
 
 class Channel:
-    """End of an edge, with the shapes of its messages, micro-batch included: when it posts them, and when it waits.
+    """End of an edge, which decides when messages are posted and waited for; shapes include the micro-batch.
 
-    A send returns at once; of ``most_in_flight`` messages that are not known to be delivered, of which gloo says
-    nothing before they are waited for, the oldest is waited for. Receives are posted one message ahead, so that a
-    message travels while its receiver computes.
+    A send returns at once, unless ``most_in_flight`` messages are not known to be delivered: then it waits for the
+    oldest, since gloo does not report delivery before a wait. Receives are posted one message ahead, so that a message
+    travels while its receiver computes.
     """
 
     def __init__(
@@ -142,13 +141,13 @@ class Channel:
         return tuple(_view(part, shape) for part, shape in zip(message.split(self._sizes), self._shapes, strict=True))
 
     def post_message(self, message: Tensor) -> None:
-        """Post a send, after the oldest is delivered where too many are in flight."""
+        """Post a send, after waiting for the oldest if too many are in flight."""
         while len(self._in_flight) >= self._most_in_flight:
             self._in_flight.popleft().work.wait()
         self._in_flight.append(self.post_send(message))
 
     def start_receiving(self, messages: int) -> None:
-        """Post the receive of the first of so many messages; each one that is waited for posts the next."""
+        """Post the receive of the first of ``messages`` messages; each wait posts the next."""
         self._to_post += messages
         self._post()
 
@@ -204,14 +203,14 @@ def _view(part: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 MOST_BLOCKS = 8
-"""Most thread blocks of NCCL's kernel for a message, each of which holds a multiprocessor while it waits
+"""Maximum thread blocks of NCCL's kernel for a message, each of which occupies a multiprocessor while it waits
 (docs/gpu.md).
 """
 
 
 @dataclass(frozen=True)
 class StageChannels:
-    """Channels of one stage; None where it has no neighbour on another rank."""
+    """Channels of a stage; None if it has no neighbour there on another rank."""
 
     activations_in: Channel | None = None
     activations_out: Channel | None = None
@@ -219,9 +218,9 @@ class StageChannels:
     gradients_out: Channel | None = None
 
     def begin(self, micro_batches: int, *, by_host: bool, gradients: bool = True) -> None:
-        """Begin forward passes of so many micro-batches, and backward passes where there are ``gradients``.
+        """Begin forward passes of ``micro_batches`` micro-batches, and with ``gradients`` also backward passes.
 
-        All ranks send ``by_host`` or none does.
+        Either all ranks send ``by_host`` or none.
         """
         for channel in (self.activations_in, self.activations_out, self.gradients_in, self.gradients_out):
             if channel is not None:
@@ -238,19 +237,17 @@ class StageChannels:
 
 
 def runs_behind(device: torch.device) -> bool:
-    """Return whether a device executes work after the call returns, so that a posted receive can hold up all that
-    follows.
-    """
+    """Return whether a device works asynchronously, so that a posted receive can block all later work."""
     return device.type == "cuda"
 
 
 def open_p2p_groups(pipelines: Sequence[Sequence[int]], phases: int, device: torch.device) -> dict[Edge, P2PGroup]:
     """Connect this rank's edges of its pipeline; all ranks call this, with the global ranks of all ``pipelines``.
 
-    All ranks make the groups in one order, since PyTorch names a group by their count; a rank that is in a group meets
-    the other one there, for all others it is a count and no communication, as long as the default group is not bound to
-    a device. NCCL connects two ranks at their first message and holds both until they have met: each edge carries a
-    token now, so that they need not meet in the middle of a schedule.
+    All ranks make the groups in one order, since PyTorch names a group by their count. Only the two ranks of a group
+    communicate, as long as the default group is not bound to a device; for all others it is only a count. NCCL connects
+    two ranks at their first message and blocks both until then, so each edge now carries a token, and they need not
+    connect in the middle of a schedule.
     """
     if dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
         raise RuntimeError(
@@ -278,10 +275,10 @@ def open_p2p_groups(pipelines: Sequence[Sequence[int]], phases: int, device: tor
 
 
 def _group(ranks: Sequence[int], device: torch.device) -> Any:
-    """A group of two ranks for messages between their devices; on other ranks a word for no group.
+    """Return a group of two ranks for messages between their devices; on other ranks PyTorch's marker for no group.
 
-    NCCL's is connected at once, and has no more thread blocks than messages need: one as large as those for collectives
-    takes ten times the memory.
+    With NCCL it has no more thread blocks than messages need: one as large as for collectives takes ten times the
+    memory.
     """
     if device.type != "cuda":
         return dist.new_group(ranks)

@@ -1,4 +1,4 @@
-"""The U-Net's layers as a DeepSpeed PipelineModule: this rank's share is built, walked and warmed up."""
+"""DeepSpeed PipelineModule of the U-Net's layers: building, running and warming up this rank's layers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ from ddpm_ds.unet.operations import set_image_index
 
 
 class UnetLayerSpec(LayerSpec):
-    """Spec that builds layer ``index`` of the list when DeepSpeed asks for it; weights follow from (seed,
-    index) alone.
-    """
+    """Spec from which DeepSpeed builds layer ``index`` of the list; weights are a function of (seed, index) alone."""
 
     def __init__(self, layer: Layer, index: int, seed: int) -> None:
         super().__init__(nn.Module)
@@ -71,13 +69,11 @@ class UnetPipelineModule(PipelineModule):
         return self(carry)
 
     def unpacked(self, phase: int, received: Carry, kept: Carry) -> Carry:
-        """Return the carry at a stage's beginning, from what came from another rank and what stayed on this one."""
+        """Return the carry at a stage's beginning, from tensors received and tensors kept on this rank."""
         return unpack(received, newest_skip_is_h(self.unet_layers, self.first))
 
     def packed(self, phase: int, carry: Carry) -> tuple[Carry, Carry]:
-        """Return the parts of the carry at a stage's end that are sent, and that stay on this rank for its next
-        phase.
-        """
+        """Split the carry at a stage's end into the tensors to send and those kept on this rank for its next phase."""
         return pack(carry, newest_skip_is_h(self.unet_layers, self.stop)), ()
 
     def forward(self, inputs: Carry) -> Carry | Tensor:
@@ -87,7 +83,7 @@ class UnetPipelineModule(PipelineModule):
             return self._walk(self.first, self.stop)(*inputs)
         carry: Any = inputs
         first = self.first
-        if first == 0:  # makes emb of what needs no gradient, so a reentrant checkpoint would cut it off
+        if first == 0:  # its inputs need no gradient, so a reentrant checkpoint would detach emb
             carry, first = self._walk(0, 1)(*inputs), 1
         for start in range(first, self.stop, interval):
             carry = self._recomputed(start, min(start + interval, self.stop), carry)
@@ -131,7 +127,7 @@ class UnetPipelineModule(PipelineModule):
 
 
 class FoldedUnetModule(UnetPipelineModule, DualPipeVModule):
-    """The two stages of one rank of the fold; :meth:`forward` walks the one that ``activate_phase`` has chosen."""
+    """Two stages of a rank of the fold; :meth:`forward` walks the one chosen by ``activate_phase``."""
 
     schedule: Schedule = "folded"
     phases = 2
@@ -142,7 +138,7 @@ class FoldedUnetModule(UnetPipelineModule, DualPipeVModule):
         self.phase_bounds = list(segments(self._bounds, self.schedule, self.stage_id))
 
     def activate_phase(self, phase: int) -> None:
-        """Let :meth:`forward` walk the stage of phase 0, down the U-Net, or of phase 1, up it."""
+        """Make :meth:`forward` walk the stage of phase 0 (encoder side) or of phase 1 (decoder side)."""
         super().activate_phase(phase)
         self.first, self.stop = self.phase_bounds[phase]
 
@@ -197,9 +193,9 @@ def warm_up(
 
 
 def forget_peaks(device: torch.device) -> None:
-    """Count the peaks of a CUDA device from here on; those of a CPU's process can't be reset.
+    """Reset the peak memory counts of a CUDA device; a CPU process's can't be reset.
 
-    While cuDNN tries its algorithms it takes as much of the device as is free, and gives it back.
+    Call it after cuDNN has tried its algorithms, for which it takes all free memory and returns it.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -217,7 +213,7 @@ def _zeros(layers: Sequence[Layer], index: int, images: int, like: Tensor, *, gr
         labels = () if layer.classes is None else (numbers.clone(),)
         return (image, numbers, *labels, *((condition,) if layer.conditions and gradients else ()))
 
-    def zeros(shape: tuple[int, ...]) -> Tensor:  # an image of one channel has the strides of training only if made so
+    def zeros(shape: tuple[int, ...]) -> Tensor:  # makes one-channel images with the strides of training
         memory_format = torch.channels_last if len(shape) == 4 else torch.contiguous_format
         return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=memory_format).zero_()
 

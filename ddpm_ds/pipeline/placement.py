@@ -79,18 +79,16 @@ class Grid:
 
 @dataclass(frozen=True)
 class Sharing:
-    """Sharing of gradients and weights among replicas in a step: number of reductions, bytes, and whether weights are
-    gathered.
-    """
+    """Communication of gradients and weights among replicas in a step: reductions, bytes, gathering of weights."""
 
     reductions: int
     """Reductions of each gradient in a step: one, or one for each micro-batch under ZeRO-2."""
     passes: int
-    """Passes around the ring in a reduction: two where all get the sum, one where only its owner does."""
+    """Passes around the ring in a reduction: two if all replicas get the sum, one if only its owner does."""
     gradient_bytes: int
     """Bytes of an element while it is reduced."""
     weight_bytes: int
-    """Bytes of a gathered element; 0 where every replica steps all weights itself."""
+    """Bytes of a gathered element; 0 if every replica steps all weights itself."""
 
 
 def sharing(
@@ -178,7 +176,7 @@ def run_exchange(
 ) -> Exchange:
     """Return the bytes sent by a step of a run; ``reductions`` as in :func:`exchange`.
 
-    Where these are not known yet, a pass of weight gradients is taken to be of half of the micro-batches in flight.
+    While they are unknown, a weight-gradient pass is assumed to take half of the micro-batches in flight.
     """
     layout = ds.layout
     if reductions is None and ds.schedule == "planned":
@@ -244,8 +242,8 @@ def across_hosts(
 ) -> AcrossHosts:
     """Return the axis of a run that is split over ``hosts``, one for each global rank.
 
-    The JSON's choice counts; else the axis with which the busiest host sends less, and stages where there is no
-    difference. With a single stage only replicas can be split, and with a single replica only stages.
+    It is the JSON's choice, else the axis with which the busiest host sends less, and stages if both are equal. A
+    single stage allows only replicas, and a single replica only stages.
     """
     stages, replicas = ds.layout.stages, ds.layout.replicas
     if len(set(hosts)) < 2 or min(stages, replicas) == 1:
@@ -260,10 +258,10 @@ def across_hosts(
 
 
 def launched_hosts(world_size: int) -> tuple[str, ...]:
-    """Return the host of each global rank by its number, from the launcher's environment, before the rendezvous.
+    """Return the host number of each global rank from the launcher's environment, before the rendezvous.
 
-    A process knows how many of its own host there are. Where hosts differ in that, this is empty: only the rendezvous
-    tells the ranks' hosts.
+    A process knows the number of processes on its host. If hosts differ in that, the result is empty, and only the
+    rendezvous tells the ranks' hosts.
     """
     on_a_host = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     said = os.environ.get("CROSS_SIZE") or os.environ.get("GROUP_WORLD_SIZE")  # DeepSpeed's name, torchrun's

@@ -5,15 +5,15 @@ A placement says which stages a rank holds.
 1f1b     a line: stage s on rank s.
 
 folded   a V over 2P stages: rank r holds stage r (phase 0, on the way down the U-Net) and stage 2P - 1 - r (phase 1,
-         on the way up), so that what an encoder layer gives a decoder layer never leaves its rank::
+         on the way up), so that skips never leave their rank::
 
              rank 0    stage 0 ─▶ h, emb          loss ◀─ stage 2P - 1
              rank 1       stage 1 ─▶ ...              ... ◀─ stage 2P - 2
              rank P - 1       stage P - 1 ───turn───▶ stage P
 
-A schedule is an order of passes for each rank; :func:`completed` adds what follows from it: loads just before their
-pass, sends just after it, and at the end the reduction and the optimizer's step. DeepSpeed's schedules are two
-producers of such orders. The engine executes programs, the simulator and the model of communicators walk the same ones.
+A schedule is an order of passes for each rank; :func:`completed` adds loads just before their pass, sends just after
+it, and at the end the reduction and the optimizer's step. DeepSpeed's schedules are two sources of orders. The engine,
+the simulator and the tests' model of communicators use the same programs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Name = Literal[
     "OptimizerStep",
 ]
 BACKWARDS: tuple[Name, ...] = ("BackwardPass", "InputGradients")
-"""Passes that give gradients to the stage before: a whole backward, and one that leaves the weights' for later."""
+"""Passes that send gradients to the previous stage: a whole backward, and one that defers weight gradients."""
 PASSES: tuple[Name, ...] = ("ForwardPass", *BACKWARDS, "WeightGradients")
 """Instructions that compute with the layers."""
 
@@ -51,8 +51,8 @@ class Instruction(NamedTuple):
     name: Name
     phase: int = 0
     micro_batches: tuple[int, ...] = ()
-    """Numbers of the micro-batches within the step: one, but for WeightGradients, which may take several; none for
-    ReduceGrads and OptimizerStep."""
+    """Numbers of the micro-batches within the step: one, several for WeightGradients, or none for ReduceGrads and
+    OptimizerStep."""
 
     def __str__(self) -> str:
         numbers = ", ".join(map(str, self.micro_batches))
@@ -65,7 +65,7 @@ PROGRAMS = "programs.txt"
 
 
 class Event(NamedTuple):
-    """An instruction that took time, in seconds from the start of the step."""
+    """Instruction with its times, in seconds from the start of the step."""
 
     instruction: str
     phase: int
@@ -87,9 +87,9 @@ def neighbours(schedule: Schedule, ranks: int, rank: int, phase: int) -> tuple[i
 
 
 def most_in_flight(programs: Sequence[Program]) -> int:
-    """Return the largest number of messages of one channel, sent but not yet received, that does not hold up the ranks.
+    """Return the maximum number of sent but not yet received messages per channel that ranks need to proceed.
 
-    A message is received before the pass that needs it, so no more are under way than a rank holds micro-batches.
+    A message is received before the pass that needs it, so no more are in flight than a rank holds micro-batches.
     """
     most = 0
     for own in programs:
@@ -125,7 +125,7 @@ def weight_passes(programs: Sequence[Program], schedule: Schedule) -> tuple[tupl
 
 
 def completed(passes: Iterable[Instruction], schedule: Schedule, ranks: int, rank: int) -> Program:
-    """Return the whole program of a rank from its passes: with loads, with sends at once, and the end of the step."""
+    """Return the complete program of a rank from its passes, adding loads, sends and the end of the step."""
     program: list[Instruction] = []
     last = phases_of(schedule) - 1
     for own in passes:
@@ -194,8 +194,8 @@ def accumulated(micro_batches: int, together: int) -> Program:
 
 
 def written(programs: Sequence[Program]) -> str:
-    """Return the passes of each rank in a line: f and b for forward and backward of phase 0, i for input gradients and
-    w for weight gradients, capital letters for phase 1, then the micro-batches.
+    """Format each rank's passes as a line: f forward, b backward, i input gradients, w weight gradients, capitals for
+    phase 1, each followed by its micro-batches.
     """
     letters = dict(zip(PASSES, "fbiw", strict=True))
 

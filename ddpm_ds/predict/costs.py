@@ -20,12 +20,12 @@ from ddpm_ds.predict.simulate import Link, Links, PhaseCosts, RankCosts
 from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer
 
 ADAM_BYTES = 34
-"""Bytes per parameter that Adam reads and writes: weight, gradient and moments in fp32, and the layers' copy."""
+"""Bytes per parameter that Adam reads and writes: fp32 weight, gradient and moments, and the layers' copy."""
 EMA_BYTES = 12
 """Bytes per parameter that an average of the weights reads and writes."""
 
 APART = 0.1
-"""Seconds that a pass of weight gradients costs beside whole backwards, as a share of a micro-batch's weight gradients.
+"""Extra cost of a separate weight-gradient pass, as a share of the seconds of a micro-batch's weight gradients.
 Measured on a CPU (docs/performance.md)."""
 
 Seconds = Callable[[int, int], float]
@@ -47,12 +47,12 @@ def step_costs(
     """Return the costs of each rank's instructions, for the simulator.
 
     Args:
-        times: of every layer for one micro-batch, without recomputation.
-        element_bytes: of an element on the wire between stages.
-        reduce: to reduce gradients among replicas, once.
-        update: to step parameters and gather them.
-        load: seconds in which a rank loads a micro-batch.
-        send_seconds_per_byte: what a message takes the rank that sends it.
+        times: seconds of every layer for one micro-batch, without recomputation.
+        element_bytes: bytes of an element of a message between stages.
+        reduce: seconds to reduce gradients among replicas once.
+        update: seconds to step parameters and gather them.
+        load: seconds to load a micro-batch on a rank.
+        send_seconds_per_byte: seconds that a message's byte costs the sending rank.
     """
     costs = []
     for rank, stages in enumerate(rank_stages(layers, bounds, layout.schedule)):
@@ -81,9 +81,7 @@ def step_costs(
 
 
 def weight_share(layer: Layer) -> float:
-    """Return the share of a layer's backward that its weight gradients take: half of it, where weights do all its
-    products.
-    """
+    """Return the weight gradients' share of a layer's backward: half, if all its products are with weights."""
     of_weights = layer.weights * math.prod(layer.output_shape[1:])
     return 0.5 * min(1.0, of_weights / layer.macs) if layer.macs else 0.0
 
@@ -93,7 +91,7 @@ def planned_costs(
 ) -> list[RankCosts]:
     """Return the costs of each rank's instructions on a machine."""
     sends, replicas = shared(job, layout), layout.replicas
-    # Where weights are gathered, each replica steps its share of them.
+    # If weights are gathered, each replica steps its share of them.
     owned_share = 1 / replicas if sends.weight_bytes else 1.0
     bandwidth = machine.host_bandwidth if layout.offload else machine.memory_bandwidth
 
@@ -114,7 +112,7 @@ def planned_costs(
 
 
 def analytic_times(job: Workload, machine: Machine) -> LayerTimes:
-    """Return a function that estimates layers' times from arithmetic, memory traffic and a fixed start."""
+    """Return a function that estimates layers' times from arithmetic, memory traffic and a fixed overhead."""
 
     def seconds(layer: Layer, images: int) -> LayerSeconds:
         arithmetic = 2 * layer.macs * images / machine.flops
@@ -140,7 +138,7 @@ def grid(machine: Machine, layout: Candidate) -> Grid:
 
 
 def link(machine: Machine, layout: Candidate) -> Links:
-    """Return the links of a pipeline; those of its slowest replica where replicas differ."""
+    """Return the links of a pipeline, of the slowest replica if replicas differ."""
     boundaries = grid(machine, layout).boundaries
 
     def between(source: int, target: int) -> Link:
@@ -152,7 +150,7 @@ def link(machine: Machine, layout: Candidate) -> Links:
 
 
 def crossing_seconds(job: Workload, machine: Machine, layout: Candidate) -> float:
-    """Return the seconds that each element per image crossing a cut costs a rank on either side, there and back."""
+    """Return the seconds that an element per image crossing a cut, and its gradient, cost a rank on either side."""
     links = [link(machine, layout)(rank, rank + 1).bytes_per_second for rank in range(layout.stages - 1)]
     return 2 * layout.micro_batch_images * job.stored_bytes / min(links, default=machine.link_bandwidth)
 
@@ -203,7 +201,7 @@ def step_traffic(
 
 
 def _reductions(programs: Sequence[Program], layout: Candidate) -> list[list[float]]:
-    """Return by rank and phase how often ZeRO-2 reduces weight gradients; programs may be of fewer micro-batches."""
+    """Return by rank and phase how often ZeRO-2 reduces weight gradients; programs may have fewer micro-batches."""
     of = max(number for own in programs for one in own for number in one.micro_batches) + 1
     counts = weight_passes(programs, layout.schedule)
     return [[count * layout.micro_batches / of for count in own] for own in counts]

@@ -24,9 +24,9 @@ from ddpm_ds.predict.simulate import PhaseCosts, RankCosts
 from ddpm_ds.unet.layers import PASSES_PER_STEP
 
 SUMMARY = Path("trace") / "summary.json"
-"""The summary of the traced steps, in a run's folder."""
+"""File in a run's folder with the summary of the traced steps."""
 RESIDENCE = "store.json"
-"""Where the images were when the run began, in a run's folder; absent in those of older versions."""
+"""File in a run's folder with the residence of the images when the run began; absent in older runs."""
 
 FIRST_SCALE_POWER = 16
 """Power of two of DeepSpeed's initial loss scale."""
@@ -81,7 +81,7 @@ class Overflows:
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run, as a verdict needs it."""
+    """Data of a finished run that a verdict needs."""
 
     job: Workload
     setup: Setup
@@ -104,7 +104,7 @@ class FinishedRun:
 
     @property
     def spec(self) -> RunSpec:
-        """The run spec."""
+        """Run spec."""
         return self.job.spec
 
     @property

@@ -36,13 +36,13 @@ class Workload:
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """The layers of the U-Net."""
+        """Layers of the U-Net."""
         data = self.spec.data
         return unet_layers(self.spec.unet, image_channels=data.channels, image_size=data.image_size)
 
     @cached_property
     def precision(self) -> Dtype:
-        """The precision of the weights."""
+        """Precision of the weights."""
         return precision(self.config)
 
     @property
@@ -70,7 +70,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout: the values of the JSON's keys that a plan chooses."""
+    """Layout: the values of the JSON's keys that a plan chooses."""
 
     stages: int
     """Number of pipeline ranks; the fold has twice as many stages in its cuts."""

@@ -1,4 +1,4 @@
-"""Devices to plan for: speeds of computing and sending, and memory, from discounted data sheets."""
+"""Devices to plan for: compute and network speeds, and memory, from discounted data sheets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class DeviceKind:
     link_gigabytes_per_second: float
     """Gigabytes per second between devices of a node."""
     network_gigabytes_per_second: float
-    """Gigabytes per second between nodes, a device's share."""
+    """Gigabytes per second between nodes, per device."""
 
 
 KINDS = {
@@ -87,7 +87,7 @@ class Machine:
 
     @property
     def layer_seconds(self) -> float:
-        """Seconds of a layer's forward before it computes anything: launches, Python."""
+        """Fixed seconds of a layer's forward: kernel launches, Python."""
         return 2e-4 if self.is_cpu else 1e-4
 
     @property
@@ -111,7 +111,7 @@ def usable(memory_bytes: int, *, on_cpu: bool) -> int:
 
 
 def machine(kind: str, *, half: bool, devices: int, nodes: int) -> Machine:
-    """Return devices of a kind of :data:`KINDS`, which train in single precision or ``half`` (fp16 or bf16).
+    """Return devices of a kind in :data:`KINDS` that train in single precision or ``half`` (fp16 or bf16).
 
     Raises:
         LayoutError: there is no such kind, or the devices can't be divided evenly among the nodes.
@@ -162,6 +162,6 @@ def this_machine(sharing: int) -> tuple[str | None, int]:
 
 
 def most_alike(memory_bytes: int) -> str:
-    """Return the GPU of the table that stands for an unknown one: that of the most similar memory."""
+    """Return the GPU of the table that represents an unknown one: the one with the most similar memory."""
     gpus = (kind for kind in KINDS if kind != "cpu")
     return min(gpus, key=lambda kind: abs(KINDS[kind].memory_gib * GIB - memory_bytes))

@@ -1,4 +1,4 @@
-"""Model of memory: bytes of each rank of a pipeline in the fullest moment of a step, by part.
+"""Model of memory: peak bytes of each rank of a pipeline in a step, by part.
 
 The planner, the predictions of what-if and ``"activation_checkpoint_interval": "auto"`` all use this one model.
 """
@@ -22,27 +22,27 @@ ACTIVATION_SHARE = 0.5
 STOCK_BUCKET_ELEMENTS = 500_000_000
 """Number of gradient elements that DeepSpeed reduces at a time without ZeRO."""
 ADAM_INTERMEDIATES = 8
-"""Bytes per parameter that PyTorch's Adam needs during its step, beside its state."""
+"""Bytes per parameter that PyTorch's Adam needs during its step in addition to its state."""
 COLLECTIVE_BYTES, EDGE_BYTES = 1156 * 2**20, 64 * 2**20
 """Bytes of a communicator for collectives, and of one for the messages of an edge, on an H100 (docs/gpu.md)."""
 FILLING = 4
-"""Micro-batches per rank after which more of them make no fuller moment."""
+"""Micro-batches per rank beyond which the peak no longer grows."""
 _MANY_PARAMETERS = 10**9
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device in its fullest moment, and on its host."""
+    """Peak bytes of a device, and bytes on its host."""
 
     weights: int
     gradients: int
     optimizer: int
-    """Bytes of Adam's two moments, and of fp32 weights where they are kept beside the layers' own."""
+    """Bytes of Adam's two moments, and of fp32 master weights if the layers have others."""
     ema: int
     activations: int
     """Bytes of tensors kept for the backward pass, with received messages that are differentiated."""
     buffers: int
-    """Bytes of messages on their way, gradients being reduced, and workspace of the running layer."""
+    """Bytes of messages in flight, gradients being reduced, and workspace of the running layer."""
     communicators: int = 0
     """Bytes of NCCL's own buffers."""
     host: int = 0
@@ -60,7 +60,7 @@ class Memory:
 
 
 def pipeline_memory(job: Workload, layout: Candidate, bounds: Sequence[int]) -> tuple[Memory, ...]:
-    """Return the memory of each rank of a pipeline, in the fuller of two moments.
+    """Return the memory of each rank of a pipeline at the larger of two peaks.
 
     One is in the passes, with activations; the other in the optimizer's step, without them.
     """
@@ -69,7 +69,7 @@ def pipeline_memory(job: Workload, layout: Candidate, bounds: Sequence[int]) -> 
         own = rank_stages(job.layers, bounds, layout.schedule)[rank]
         state = _State(job, layout, sum(stage.parameters for stage in own))
         activations = _activations(layout, rank, keeps)
-        # in each channel one message: received ahead of its use, or sent and not delivered
+        # one message in each channel: received ahead of its use, or sent but not delivered
         messages = sum(2 * (stage.sent_elements + stage.received_elements) for stage in own)
         working = max(layout.micro_batch_images * phase.working + phase.working_copies for phase in keeps)
         buffers = state.bucket + messages * layout.micro_batch_images * job.stored_bytes + working
@@ -87,9 +87,9 @@ def peak_bytes(job: Workload, layout: Candidate, bounds: Sequence[int]) -> int:
 
 
 def activation_bytes(job: Workload, layout: Candidate, bounds: Sequence[int]) -> int:
-    """Bytes that layers keep on the fullest rank, in the fullest moment of its schedule: what checkpointing can save.
+    """Return the peak bytes of activations on the fullest rank, which checkpointing can save.
 
-    Received messages, copies of skips and of weights, which :func:`pipeline_memory` counts too, are kept in any case.
+    They exclude received messages and copies of skips and weights, which :func:`pipeline_memory` also counts.
     """
     images = layout.micro_batch_images
     return images * max(
@@ -100,7 +100,7 @@ def activation_bytes(job: Workload, layout: Candidate, bounds: Sequence[int]) ->
 
 
 def checkpoint_interval(job: Workload, layout: Candidate, bounds: Sequence[int], device_bytes: int) -> int:
-    """Return the value of ``"activation_checkpoint_interval": "auto"``: 0 where all activations fit, else 1.
+    """Return the value of ``"activation_checkpoint_interval": "auto"``: 0 if all activations fit, else 1.
 
     ``layout`` keeps all activations; ``device_bytes`` is the memory of one device.
     """
@@ -108,7 +108,7 @@ def checkpoint_interval(job: Workload, layout: Candidate, bounds: Sequence[int],
 
 
 def communicator_bytes(layout: Candidate, rank: int) -> int:
-    """Return the bytes that NCCL takes on a GPU, for groups of processes and for edges of the pipeline."""
+    """Return the bytes of NCCL's communicators on a GPU, for groups of processes and for edges of the pipeline."""
     groups = (layout.stages * layout.replicas, layout.replicas, layout.stages)
     edges = pipeline_edges(layout.stages, phases_of(layout.schedule))
     own = sum(rank in (edge.source, edge.target) for edge in edges)
@@ -116,9 +116,9 @@ def communicator_bytes(layout: Candidate, rank: int) -> int:
 
 
 def layer_bytes(job: Workload, layout: Candidate, rank: int, phase: int) -> list[float]:
-    """Return approximate bytes of each layer if it were on a rank in a phase: its weights' state, and its activations.
+    """Return the approximate bytes that each layer would take on a rank in a phase: its weights' state and activations.
 
-    Activations are counted in the moment in which the rank holds the most micro-batches.
+    Activations are counted for the most micro-batches that the rank holds.
     """
     state = _State(job, layout, _MANY_PARAMETERS)
     per_parameter = (state.weights + state.gradients + state.optimizer + state.ema) / _MANY_PARAMETERS
@@ -131,7 +131,7 @@ def layer_bytes(job: Workload, layout: Candidate, rank: int, phase: int) -> list
 
 
 class _State:
-    """Bytes of weights, gradients and optimizer of a rank, which do not depend on images."""
+    """Bytes of a rank's weights, gradients and optimizer, which do not depend on the number of images."""
 
     def __init__(self, job: Workload, layout: Candidate, parameters: int) -> None:
         stored, zero = job.stored_bytes, layout.zero_stage
@@ -141,18 +141,18 @@ class _State:
         self.weights, self.optimizer, self.host = parameters * stored, (masters + 8) * owned, 0
         self.ema = 4 * owned * job.spec.ema.averages
         self.bucket = job.bucket_elements * stored if zero else 0
-        if job.on_cpu:  # where memory that is not touched is not there
+        if job.on_cpu:  # where untouched memory is not allocated
             self.bucket = min(self.bucket, parameters * stored)
-        again = 0  # in ZeRO-2 a micro-batch's gradients, which are added to those before when activations are gone
+        again = 0  # ZeRO-2: a micro-batch's gradients, which are added to the sum after its activations are freed
         if zero == 2:
             self.gradients = owned * job.accumulated_bytes
             again = owned * stored if layout.micro_batches > 1 else 0
         elif zero == 1:
             self.gradients = parameters * job.accumulated_bytes
         else:
-            # BF16_Optimizer adds up in fp32 what the backward leaves in bf16
+            # BF16_Optimizer accumulates bf16 gradients in fp32
             self.gradients = parameters * (stored + 4 if job.precision == "bf16" else stored)
-        # self.update: what gradients and their reduction or Adam's step take when no activations are there
+        # self.update: bytes of gradients and their reduction or Adam's step, without activations
         if layout.offload:
             self.host = self.optimizer + self.ema + owned * (4 + 2 * stored)
             self.optimizer = self.ema = 0
@@ -160,7 +160,7 @@ class _State:
             self.update = self.gradients + self.bucket + owned * stored
         elif zero:
             reducing = self.gradients + self.bucket + max(again, owned * stored if zero == 1 else 0)
-            self.update = max(reducing, (4 + ADAM_INTERMEDIATES) * owned)  # the gradients have become fp32 ones
+            self.update = max(reducing, (4 + ADAM_INTERMEDIATES) * owned)  # gradients are in fp32 by then
         else:
             flat = min(parameters, STOCK_BUCKET_ELEMENTS) * stored if layout.replicas > 1 else 0
             wide = 4 * parameters if job.precision == "fp16" else 0
@@ -174,20 +174,20 @@ class _State:
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes that a phase keeps of one micro-batch from its forward to its backward, and needs while it runs.
+    """Bytes that a phase keeps for a micro-batch from its forward to its backward, and needs while it runs.
 
-    All are per image, except the fp32 copies of weights that a CPU's autograd keeps in half precision.
+    All are per image, except fp32 copies of half-precision weights that autograd keeps on a CPU.
     """
 
     layers: int
     """Bytes of activations that layers keep."""
     beside: int
-    """Bytes of the received message, of checkpointed tensors, and of skips that are kept beside copies of them."""
+    """Bytes of the received message, of checkpointed tensors, and of skips that are kept in addition to copies."""
     copies: int
     skips: int
-    """Bytes of skips that phase 0 of a fold makes; their gradients wait between the phases' backwards."""
+    """Bytes of skips that phase 0 of a fold makes, whose gradients are kept between the phases' backwards."""
     working: int
-    """Bytes of inputs and gradients that a layer needs beside what is kept, or of a group that is computed again."""
+    """Additional bytes of inputs and gradients while a layer, or a recomputed group, runs."""
     working_copies: int
 
 
@@ -254,10 +254,10 @@ def kept(layers: Sequence[Layer], stage: Stage, interval: int, wide: int, stored
 def moments(
     schedule: Schedule, micro_batches: int, ranks: int, rank: int, most_held: int = 0
 ) -> tuple[tuple[int, int, int], ...]:
-    """Return the fullest moments of a rank's step, as (micro-batches held by phase 0, by phase 1, between their
+    """Return the candidate peaks of a rank's step, as (micro-batches held by phase 0, by phase 1, between their
     backwards).
 
-    None of them is below another in all three. ``most_held`` is as in :class:`Candidate`.
+    No entry is dominated by another. ``most_held`` is as in :class:`Candidate`.
     """
     held = [0, 0]
     between = 0
@@ -283,7 +283,7 @@ def _moments(layout: Candidate, rank: int) -> Sequence[tuple[int, int, int]]:
 
 
 def _activations(layout: Candidate, rank: int, keeps: Sequence[Kept]) -> int:
-    """Return the bytes of activations on a rank, in the fullest moment of its schedule."""
+    """Return the peak bytes of activations on a rank."""
     images = layout.micro_batch_images
     first, last = (images * (phase.layers + phase.beside) + phase.copies for phase in (keeps[0], keeps[-1]))
     waiting = images * keeps[0].skips
@@ -316,7 +316,7 @@ def _copies_its_input(layer: Layer) -> bool:
 
 
 def _beyond_kept(layers: Sequence[Layer]) -> int:
-    """Return the elements that running layers add to all activations: a backward frees one layer's before the next."""
+    """Return the maximum elements that a running layer adds to all activations, since a backward frees them in turn."""
     beyond = after = 0
     for layer in reversed(layers):
         beyond = max(beyond, _working_elements(layer) - after)
@@ -325,6 +325,6 @@ def _beyond_kept(layers: Sequence[Layer]) -> int:
 
 
 def _working_elements(layer: Layer) -> int:
-    """Return the elements of a layer's input with its gradient, and twice those of its output."""
+    """Return the elements of a layer's input and its gradient, plus twice those of its output."""
     width = layer.in_channels + layer.skip_channels
     return 2 * width * layer.in_resolution**2 + 2 * math.prod(layer.output_shape)

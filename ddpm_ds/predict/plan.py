@@ -27,10 +27,10 @@ from ddpm_ds.secret import without_secrets
 from ddpm_ds.unet.layers import PASSES_PER_STEP, Layer, unet_layers
 
 if TYPE_CHECKING:
-    from ddpm_ds.pipeline.schedule import Program  # brings DeepSpeed, which a plan does without
+    from ddpm_ds.pipeline.schedule import Program  # imports DeepSpeed, which a plan does not need
 
 MOST_HOSTS = 3
-"""Most hosts that a cell of the table of stages names."""
+"""Maximum hosts named in a cell of the table of stages."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class RunPlan:
     hosts: tuple[str, ...]
     """Host of each global rank; empty while unknown, since hosts may differ in their number of ranks."""
     programs: tuple[Program, ...] | None = None
-    """Programs of the ranks of a pipeline, where the schedule is planned and has been decided."""
+    """Programs of the ranks of a pipeline, once a planned schedule has been decided."""
     chosen: str | None = None
-    """Reason for this number of stages, where the planner chose it."""
+    """Reason for the number of stages, if the planner chose it."""
 
     @property
     def parameters(self) -> int:
@@ -62,17 +62,17 @@ class RunPlan:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps; the last batch is whole even where ``train.images`` is not a multiple of it."""
+        """Number of optimizer steps; the last batch is full even if ``train.images`` is not a multiple of the batch."""
         return -(-self.spec.train.images // self.ds.layout.batch_images)
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """The stages, in the order of the layers."""
+        """Stages in the order of the layers."""
         return describe(self.layers, self.bounds, self.ds.schedule)
 
     @cached_property
     def across(self) -> AcrossHosts:
-        """The axis that is split over hosts."""
+        """Axis that is split over hosts."""
         return across_hosts(self.ds, self.layers, self.bounds, self.hosts)
 
     @property
@@ -86,7 +86,7 @@ class RunPlan:
 
     @property
     def exchange(self) -> Exchange:
-        """The bytes that a step sends."""
+        """Bytes that a step sends."""
         if self.programs is None:
             return run_exchange(self.ds, self.layers, self.bounds)
         from ddpm_ds.pipeline.schedule import weight_passes  # DeepSpeed, which has been imported where programs are
@@ -106,10 +106,10 @@ def plan_run(
 ) -> RunPlan:
     """Read and check everything that can be checked before anything is started.
 
-    Overrides that begin with ``ds.`` change the JSON, others the spec. Where neither ``stages`` nor the JSON gives the
-    number of stages, the planner chooses it, for ``device`` as in ``--device``; only then PyTorch and DeepSpeed are
-    imported. ``hosts`` are those of each rank, by :func:`ddpm_ds.pipeline.placement.launched_hosts`; without them there
-    is one.
+    Overrides that begin with ``ds.`` change the JSON, others the spec. If neither ``stages`` nor the JSON gives the
+    number of stages, the planner chooses it for ``device`` (as in ``--device``), and only then imports PyTorch and
+    DeepSpeed. ``hosts`` gives each rank's host (:func:`ddpm_ds.pipeline.placement.launched_hosts`), by default a single
+    one.
 
     Raises:
         SpecError, DsConfigError, LayoutError: one line each, before anything is started.
@@ -162,7 +162,7 @@ def stage_table(plan: RunPlan) -> str:
 
 
 def hosts_line(plan: RunPlan) -> str | None:
-    """Return a line on the bytes that cross hosts in a step, either way round; None for one host."""
+    """Return a line on the bytes that cross hosts in a step, for both axes across hosts; None for one host."""
     if not plan.hosts:
         return "hosts        of different sizes: who is where, and what crosses, is known when the ranks have met"
     if not plan.several_hosts:

@@ -35,12 +35,12 @@ def plan(
     times: Callable[[Workload, Machine], LayerTimes] | None = None,
     top: int = 10,
 ) -> Plan:
-    """Return the ``top`` fastest ways to lay out a run on ``processes`` devices, with the memory and time of each.
+    """Return the ``top`` fastest layouts of a run on ``processes`` devices, with the memory and time of each.
 
-    ``ds_config`` is the path of a DeepSpeed JSON, which ``ds.block.key=value`` among the overrides change. Devices are
-    like this machine's, or of a kind of :data:`ddpm_ds.predict.machine.KINDS`; given values replace those of its data
-    sheet: ``device_memory`` in bytes of one device, ``flops`` per second, ``link_bandwidth`` between devices of a node
-    and ``network_bandwidth`` between nodes in bytes per second. ``times`` times the layers of layouts that fit; without
+    ``ds_config`` is the path of a DeepSpeed JSON; overrides of the form ``ds.block.key=value`` change it. Devices are
+    like this machine's, or of a kind in :data:`ddpm_ds.predict.machine.KINDS`. Given values replace the data sheet's:
+    ``device_memory`` in bytes of one device, ``flops`` per second, and in bytes per second ``link_bandwidth`` between
+    devices of a node and ``network_bandwidth`` between nodes. ``times`` times the layers of layouts that fit; without
     it times are computed. Nothing is trained, and no other process is needed.
 
     Raises:
@@ -66,14 +66,14 @@ def plan(
     job = Workload(spec, config, devices.is_cpu)
     predictor = Predictor(job, devices)
     among = candidates(predictor)
-    if times is not None and (fitting := sort_out(predictor, among)[0]):  # nothing is timed for what does not fit
+    if times is not None and (fitting := sort_out(predictor, among)[0]):  # only layouts that fit are timed
         among, predictor = fitting, Predictor(job, devices, times(job, devices))
     return search(predictor, top, among)
 
 
 @contextlib.contextmanager
 def _without_accelerator() -> Iterator[None]:
-    """Let DeepSpeed look for no devices while it is imported; what the caller starts later may use them."""
+    """Keep DeepSpeed from looking for devices during its import; the caller's later work may use them."""
     given = os.environ.get("DS_ACCELERATOR")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:

@@ -19,18 +19,18 @@ from ddpm_ds.predict.scheduler import order_of
 from ddpm_ds.predict.simulate import RankCosts, Simulation, simulate
 
 HIDDEN = (0.0, 0.3, 1.0)
-"""Shares of messages' time that cuts are searched with; the simulator chooses, since the schedule hides some of it."""
+"""Shares of messages' time assumed in searches for cuts; the simulator chooses, since the schedule hides some of it."""
 SQUEEZES = 4
-"""Number of searches for cuts that leave more room, when those found hold more than was computed layer by layer."""
+"""Maximum number of searches for cuts with more free memory, if cuts need more than the sum over layers."""
 FEW_PER_RANK = 4
 """Number of micro-batches per rank for comparing cuts."""
 SIMULATED = 2048
-"""Ranks times micro-batches up to which a step is simulated whole; beyond, one more micro-batch adds the same time."""
+"""Maximum ranks times micro-batches of a fully simulated step; beyond it each micro-batch adds the same time."""
 
 MOST_IMPROVED = 8
-"""Ranks up to which single cuts are moved, each move being simulated."""
+"""Maximum number of ranks for which moves of single cuts are simulated."""
 LEAST_GAIN = 1e-3
-"""Share of a step for which a cut is moved."""
+"""Minimum gain, as a share of a step, for which a cut is moved."""
 
 Bounds = tuple[int, ...]
 
@@ -44,9 +44,9 @@ class Prediction:
     bubble: float
     """Share of all devices' time spent waiting for another stage."""
     pass_seconds: float
-    """Mean seconds of a device in forwards and backwards, with what ZeRO-2 reduces after each."""
+    """Mean seconds of a device in forwards and backwards, including ZeRO-2's reductions."""
     update_seconds: float
-    """Mean seconds of a device in which it reduces gradients, steps and gathers weights."""
+    """Mean seconds of a device for reducing gradients, stepping and gathering weights."""
     memory: tuple[Memory, ...]
     """Memory of each rank of the pipeline."""
     traffic: Traffic
@@ -59,7 +59,7 @@ class Prediction:
 
 @dataclass
 class Predictor:
-    """Predicts layouts of one job on one machine; what layouts share is computed once."""
+    """Predictor of the layouts of a job on a machine; results that layouts share are computed once."""
 
     job: Workload
     machine: Machine
@@ -72,8 +72,8 @@ class Predictor:
     _programs: dict[tuple[Candidate, Bounds], tuple[Program, ...] | None] = field(default_factory=dict)
 
     def cut(self, layout: Candidate) -> Bounds | None:
-        """The cuts of a layout: the fastest, or with :meth:`fits` those that fit the memory; None where the U-Net can't
-        be cut into so many stages.
+        """Return the fastest cuts of a layout, or those that :meth:`fits` found to fit the memory; None if the U-Net
+        can't be cut into so many stages.
         """
         if layout in self._own_cuts:
             return self._own_cuts[layout]
@@ -83,13 +83,13 @@ class Predictor:
         return self._cuts[key]
 
     def bounds(self, layout: Candidate) -> Bounds:
-        """The cuts of a layout that can be cut."""
+        """Return the cuts of a layout that is known to have some."""
         bounds = self.cut(layout)
         assert bounds is not None
         return bounds
 
     def fits(self, layout: Candidate) -> bool:
-        """Return whether every rank fits its memory, if need be with cuts made for that and used from then on."""
+        """Return whether every rank fits its memory, if needed with other cuts, which are used from then on."""
         usable = limit = self.machine.usable_bytes
 
         def excess(bounds: Bounds) -> int:
@@ -109,9 +109,9 @@ class Predictor:
         return False
 
     def improve(self, layout: Candidate) -> None:
-        """Move cuts of a layout that fits, from now on, as long as its simulated step gets shorter and it still fits.
+        """Move the cuts of a fitting layout permanently as long as its simulated step gets shorter and it still fits.
 
-        The cuts found before make the busiest rank's passes shortest; this counts the optimizer and the order as well.
+        Earlier cuts minimise the busiest rank's passes; this also counts the optimizer and the order.
         """
         if not 1 < layout.stages <= MOST_IMPROVED:
             return
@@ -135,7 +135,7 @@ class Predictor:
         return layout.micro_batch_images in self._times
 
     def costs(self, layout: Candidate, bounds: Bounds | None = None) -> list[RankCosts]:
-        """The costs of each rank, for the simulator."""
+        """Return the costs of each rank, for the simulator."""
         times = self._layer_times(layout.micro_batch_images)
         return planned_costs(self.job, self.machine, layout, bounds or self.bounds(layout), times)
 
@@ -157,7 +157,7 @@ class Predictor:
         return simulate(layout.schedule, layout.micro_batches, costs, between, programs=made, keep_events=keep_events)
 
     def programs(self, layout: Candidate, bounds: Bounds) -> tuple[Program, ...] | None:
-        """Return the programs of a planned schedule; None where the schedule's name says them."""
+        """Return the programs of a planned schedule; None if the schedule's name defines them."""
         if (layout, bounds) not in self._programs:
             costs, between = self.costs(layout, bounds), link(self.machine, layout)
             self._programs[layout, bounds] = order_of(layout, costs, between)
@@ -181,7 +181,7 @@ class Predictor:
         )
 
     def _step_and_busy(self, layout: Candidate) -> tuple[float, float]:
-        """Return the seconds of a step, and those in which a device is busy, in the mean."""
+        """Return the seconds of a step, and the mean seconds in which a device is busy."""
 
         def simulated(count: int) -> tuple[float, float]:
             step = self.simulate(replace(layout, micro_batches=count), bounds)
@@ -201,9 +201,10 @@ class Predictor:
         return self._times[images]
 
     def _fastest_cut(self, layout: Candidate, room: Room | None) -> Bounds | None:
-        """The fastest of cuts with more and less attention to messages, as simulated; None where there are none.
+        """Return the cuts that are fastest in simulation, among cuts for several :data:`HIDDEN` shares; None if there
+        are none.
 
-        Of those for some ``room`` the one with the least work for its busiest rank: there are many to try.
+        With ``room``, which needs many tries, the cuts with the least work for the busiest rank are taken instead.
         """
         times = self._layer_times(layout.micro_batch_images)
         seconds = [layer.forward + layer.backward for layer in times]

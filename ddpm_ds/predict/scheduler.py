@@ -1,10 +1,9 @@
-"""Scheduler: the order of passes for a run's own costs, with weight gradients in passes of their own.
+"""Scheduler: computes an order of passes from a run's costs, with separate passes for weight gradients.
 
 :func:`planned` lets the ranks work greedily in simulated time. A free rank takes the first of its passes, in an order
-of preference, whose input is there; weight gradients wait until nothing else can start, since nobody waits for them.
-Some orders of preference and limits are tried, beside the schedules that have a name, and the shortest simulated step
-wins.
-The idea is that of zero-bubble schedules (Qi et al. 2023, arXiv:2401.10241), for stages that are not equal.
+of preference, whose input is ready; weight gradients come last, since no rank waits for them. Several preferences and
+limits are tried besides the named schedules, and the shortest simulated step wins. This extends zero-bubble schedules
+(Qi et al. 2023, arXiv:2401.10241) to unequal stages.
 """
 
 from __future__ import annotations
@@ -36,20 +35,19 @@ PREFERENCES: dict[int, tuple[tuple[Pass, ...], ...]] = {
 }
 """Orders of preference that are tried, by the number of phases."""
 FEW = (4, 3, 2)
-"""Numbers of micro-batches whose weight gradients a pass takes, that are tried beside all that are held and half."""
+"""Numbers of micro-batches per weight-gradient pass that are tried besides all that are held and half of them."""
 MOST_TRIED_PASSES = 25_000
-"""Passes of all ranks and tries together, beyond which the first order of preference alone is tried."""
+"""Maximum passes over all ranks and tries; beyond it only the first order of preference is tried."""
 
 
 def planned(
     schedule: Schedule, micro_batches: int, costs: Sequence[RankCosts], link: Links = free, *, most_held: int
 ) -> tuple[Program, ...]:
-    """Return the programs of all ranks whose simulated step is the shortest that is found; a function of the arguments
-    alone.
+    """Return the programs with the shortest simulated step that is found; a function of the arguments alone.
 
     Args:
-        schedule: whose placement of stages the ranks have; 1F1B, or DualPipeV and ZB-V on a fold, are tried as well.
-        most_held: micro-batches that a rank may have between their first forward and the last of their gradients.
+        schedule: decides the placement of stages; 1F1B, or on a fold DualPipeV and ZB-V, are also tried.
+        most_held: maximum micro-batches of a rank between their first forward and their last gradients.
     """
     ranks = len(costs)
     known: list[tuple[Program, ...]] = []
@@ -84,8 +82,8 @@ def planned(
 def _whole(
     programs: Sequence[Sequence[Instruction]], schedule: Schedule, where: Callable[[int, int], bool]
 ) -> tuple[Program, ...]:
-    """Return programs in which backwards are whole, in some phases of some ranks, if their weight gradients come next
-    and alone.
+    """Merge input gradients with weight gradients that directly follow alone, in some phases of some ranks, into whole
+    backwards.
     """
     joined = []
     for rank, own in enumerate(programs):
@@ -103,8 +101,8 @@ def _whole(
 
 
 def order_of(layout: Candidate, costs: Sequence[RankCosts], link: Links = free) -> tuple[Program, ...] | None:
-    """Return the programs of a layout's planned schedule, for :func:`simulate`, or of a single stage that holds several
-    micro-batches; None where the schedule's name says them.
+    """Return the programs of a planned schedule, or of a single stage that holds several micro-batches; None if the
+    schedule's name defines them.
     """
     if layout.stages == 1 and layout.most_held > 1:
         return (schedules.accumulated(layout.micro_batches, layout.most_held),)
@@ -115,7 +113,7 @@ def order_of(layout: Candidate, costs: Sequence[RankCosts], link: Links = free) 
 
 @functools.lru_cache(maxsize=1024)
 def typical_programs(schedule: Schedule, micro_batches: int, ranks: int, most_held: int) -> tuple[Program, ...]:
-    """Return the programs of all ranks; for a planned schedule those of stages whose passes all take equally long."""
+    """Return the programs of all ranks, for a planned schedule as if all passes took equally long."""
     if ranks == 1 and most_held > 1:
         return (schedules.accumulated(micro_batches, most_held),)
     if schedule != "planned":
@@ -125,10 +123,10 @@ def typical_programs(schedule: Schedule, micro_batches: int, ranks: int, most_he
 
 
 class _Greedy:
-    """Ranks that each take the first pass that can start.
+    """Greedy simulation in which each rank takes the first pass that can start.
 
-    ``most_held`` is as in :func:`planned`. ``together`` is the number of micro-batches whose weight gradients a pass
-    takes, unless no more of them come or memory is full.
+    ``most_held`` is as in :func:`planned`. ``together`` is the number of micro-batches per weight-gradient pass, unless
+    no more are left or memory is full.
     """
 
     def __init__(
@@ -206,7 +204,7 @@ class _Greedy:
         return None
 
     def _give(self, rank: int, own: Instruction, done_at: float) -> None:
-        """Let the passes that follow from this one begin: of this rank, or of the one that it sends to."""
+        """Mark the passes that depend on this one as ready, on this rank or the one that it sends to."""
         if own.name == "WeightGradients":
             return
         forward = own.name == "ForwardPass"
@@ -223,7 +221,7 @@ class _Greedy:
             self._ready[rank][following].append(done_at)
 
     def _following(self, rank: int, phase: int, forward: bool) -> Iterator[Pass]:
-        """Yield the passes of this rank whose input this pass has made."""
+        """Yield the passes of this rank that take this pass's output."""
         if forward and self._routes[rank][phase][1] is None:
             yield ("forward", phase + 1) if phase < self._last else ("backward", phase)
         if not forward and self._routes[rank][phase][0] is None and phase:

@@ -1,4 +1,4 @@
-"""Search for the fastest layouts that fit: memory first, then only those that could be fast are simulated."""
+"""Search for the fastest layouts that fit: memory is checked first, then only promising layouts are simulated."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Plan:
     misfits: int
     """Number of layouts that don't fit the memory."""
     tempting: Prediction | None
-    """Fastest of the layouts that don't fit, where it would beat the best."""
+    """Fastest layout that doesn't fit, if it would beat the best."""
     turned: Prediction | None = None
-    """Best layout with its other axis across nodes, where there are several."""
+    """Best layout with the other axis across nodes, if there are several nodes."""
 
     def ds_config(self, number: int = 0) -> dict[str, Any]:
         """Return the DeepSpeed JSON that trains with layout ``number`` of the best."""
@@ -42,9 +42,9 @@ class Plan:
 
 
 def search(predictor: Predictor, top: int, among: Sequence[Candidate] | None = None) -> Plan:
-    """Return the ``top`` fastest layouts, of all or of ``among``, that fit.
+    """Return the ``top`` fastest layouts that fit, among all or ``among``.
 
-    Of layouts that differ only in ZeRO, offload or checkpointing, the best stands for all.
+    Of layouts that differ only in ZeRO, offload or checkpointing, only the best is returned.
 
     Raises:
         LayoutError: no layout divides devices, layers and batch, or none fits; the message names the nearest.
@@ -63,7 +63,7 @@ def search(predictor: Predictor, top: int, among: Sequence[Candidate] | None = N
 
 
 def candidates(predictor: Predictor) -> list[Candidate]:
-    """Return layouts that training accepts; of those that recompute, with the interval that needs least memory."""
+    """Return layouts that training accepts; those that recompute have the interval that needs least memory."""
     chosen: list[Candidate] = []
     recomputing: dict[Candidate, tuple[int, Candidate]] = {}
     accepted: dict[tuple[str, int, bool, int], bool] = {}
@@ -117,12 +117,12 @@ def _fastest(
 
 
 def _order(prediction: Prediction) -> tuple[float, int]:
-    """Sort key: the fastest first, and of equally fast ones the one that needs least memory."""
+    """Return the sort key: seconds first, then memory."""
     return prediction.step_seconds, prediction.peak.total
 
 
 def _is_accepted(predictor: Predictor, layout: Candidate) -> bool:
-    """Whether training would accept a layout's JSON."""
+    """Return whether training would accept a layout's JSON."""
     config = ds_config(predictor.job, layout, predictor.bounds(layout))
     try:
         resolve(config, predictor.job.spec, world_size=layout.stages * layout.replicas, stages=None, path="plan")
@@ -157,5 +157,5 @@ def _nothing(predictor: Predictor, misfits: Sequence[Candidate]) -> LayoutError:
 
 
 def _rounded_up(size: float) -> str:
-    """Return a size as ``--device-memory`` takes it, not smaller."""
+    """Format a size for ``--device-memory``, rounded up."""
     return f"{-(-int(size) * 10 // GIB) / 10}GiB" if size >= GIB else f"{int(size) // 2**20 + 1}MiB"

@@ -1,6 +1,6 @@
-"""Simulator of one training step of one pipeline, by the engines' own instruction streams with a time for each.
+"""Simulator of a training step of a pipeline, from the engines' own programs with a time for each instruction.
 
-A rank executes its stream in order and does one thing at a time. It waits as the engines do:
+A rank executes its program in order, one instruction at a time. It waits as the engines do:
 
     SendActivation, SendGrad    post a message and return at once
     RecvActivation, RecvGrad    nothing: receives are posted ahead
@@ -9,9 +9,9 @@ A rank executes its stream in order and does one thing at a time. It waits as th
     ReduceGrads                 waits for nothing in this pipeline
     OptimizerStep               waits for all ranks: overflow and gradient norm are agreed upon by all of them
 
-A message leaves when the one posted before it in the same direction has left, takes its bytes over the bandwidth, and
-arrives a latency later. All messages of a direction between two ranks are posted by one rank, so their order is that
-rank's own. Therefore ranks can be walked one at a time, each as far as the messages reach, and the times are exact.
+A message leaves when the previous one in its direction has left, takes its bytes divided by the bandwidth, and arrives
+after the latency. All messages of a direction between two ranks are posted by one rank, in its order. Therefore ranks
+can be simulated one at a time, each as far as its messages allow, and the times are exact.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class PhaseCosts:
     backward_seconds: float
     """Seconds of the backward, with recomputation and ZeRO-2's reduction after each micro-batch."""
     activation_bytes: int = 0
-    """Bytes of the message to the next stage; not used where the schedule sends none."""
+    """Bytes of the message to the next stage; unused if the schedule sends none."""
     gradient_bytes: int = 0
-    """Bytes of the message to the previous stage; not used where the schedule sends none."""
+    """Bytes of the message to the previous stage; unused if the schedule sends none."""
     weight_seconds: float = 0.0
-    """Seconds of ``backward_seconds`` that weight gradients take, where they have a pass of their own."""
+    """Part of ``backward_seconds`` for weight gradients, if they have a separate pass."""
     weight_pass_seconds: float = 0.0
-    """Seconds of ``backward_seconds`` that such a pass takes once, for all its micro-batches: ZeRO-2's reduction."""
+    """Part of ``backward_seconds`` that a weight-gradient pass takes once for all micro-batches: ZeRO-2's reduction."""
     apart_seconds: float = 0.0
-    """Seconds that such a pass takes beside those of ``backward_seconds``, once."""
+    """Seconds that a weight-gradient pass takes once in addition to ``backward_seconds``."""
 
     @property
     def pass_seconds(self) -> float:
@@ -50,7 +50,7 @@ class PhaseCosts:
         return self.forward_seconds + self.backward_seconds
 
     def seconds(self, name: Name, micro_batches: int = 1) -> float:
-        """Return the seconds of a pass over so many micro-batches."""
+        """Return the seconds of a pass over ``micro_batches`` micro-batches."""
         match name:
             case "ForwardPass":
                 return self.forward_seconds
@@ -77,13 +77,13 @@ class RankCosts:
 
     @property
     def weight_pass_seconds(self) -> float:
-        """Seconds of these that passes of weight gradients take once, for all their micro-batches."""
+        """Part of these seconds that passes of weight gradients take once for all their micro-batches."""
         return sum(phase.weight_pass_seconds for phase in self.phases)
 
 
 @dataclass(frozen=True)
 class Link:
-    """One direction between two ranks, which carries one message at a time."""
+    """Connection from one rank to another, which carries one message at a time."""
 
     bytes_per_second: float
     latency_seconds: float = 0.0
@@ -104,7 +104,7 @@ class Simulation:
 
     step_seconds: float
     events: tuple[tuple[Event, ...], ...]
-    """Events in the order of execution; empty where they were not asked for."""
+    """Events in the order of execution; empty if they were not requested."""
     busy_seconds: tuple[float, ...]
 
     @property

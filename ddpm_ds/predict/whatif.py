@@ -55,7 +55,7 @@ class Model:
 
     @cached_property
     def layers(self) -> list[LayerRate]:
-        """The rates of every layer."""
+        """Rates of every layer."""
         rates: dict[int, LayerRate] = {}
         for own, stages in zip(self.facts.ranks, self._stages, strict=True):
             for phase, stage in zip(own.phases, stages, strict=True):

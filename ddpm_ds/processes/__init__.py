@@ -1,1 +1,1 @@
-"""Being many: hosts, launchers, ranks, their rendezvous and watchdog, requests to stop, the supervisor of a run."""
+"""Processes of a run: hosts, launchers, ranks, their rendezvous and watchdog, requests to stop, the supervisor."""

@@ -1,20 +1,18 @@
-"""The heartbeat of each rank: it tells the others, beside the collectives, how far it is and where in the code.
+"""Heartbeat of each rank, which reports its progress and position in the code outside of the collectives.
 
-A thread in every rank talks to a key-value store on rank 0, twice a second. It judges nothing; see ``watchdog.py``.
+A thread in every rank talks to a key-value store on rank 0 twice a second. It only reports; ``watchdog.py`` judges.
 
-When a run hangs, one rank does not feed the others, and each of those waits. It is told from them by what its main
-thread and its device do:
+When a run hangs, one rank does not proceed and all others wait. The states of main thread and device tell which:
 
-    main thread in a call of torch.distributed, or where a message is waited for   waits for another rank
-    its device has unfinished work                                                 waits: under NCCL the message is in
-                                                                                   that work, and the main thread stands
-                                                                                   wherever it needs the device
-    neither                                                                        has to go on by itself, and does not
+    main thread in a call of torch.distributed or waiting for a message   waits for another rank
+    its device has unfinished work                                        waits: under NCCL the message is in that work,
+                                                                          and the main thread is wherever it needs the
+                                                                          device
+    neither                                                               should proceed by itself, but does not
 
-Nothing that a rank has given its device before it hung depends on what it would have given it after, or the program
-would lock without any fault. So the device of the one that hangs finishes what it has and is idle, while all others
-wait, for it or for each other. A device that hangs in a computation can't be told from one that waits: then all ranks
-wait, and none is blamed.
+Work that a rank has given its device can't depend on later work, or the program would deadlock without any fault. So
+the device of the hanging rank finishes its work and becomes idle, while all others wait, for it or for each other. A
+device that hangs in a computation looks like one that waits: then all ranks wait, and none is blamed.
 """
 
 from __future__ import annotations
@@ -39,12 +37,12 @@ from ddpm_ds.processes.store import SealedStore, connect
 BEAT_SECONDS = 0.5
 STORE_TIMEOUT = timedelta(seconds=60)
 LAST_WORDS_SECONDS = 3.0
-"""Time for which rank 0 keeps the store up at its end, for the others to read that it leaves, and why."""
+"""Time for which rank 0 keeps the store open at its end, so that the others can read that it leaves, and why."""
 
 COMMUNICATION = ("torch.distributed", "deepspeed.comm")
-"""A main thread inside these modules waits for another rank."""
+"""Modules in which a main thread waits for another rank."""
 ANSWER_SECONDS = 0.2
-"""Time in which a device says whether it has unfinished work."""
+"""Time limit for a device to tell whether it has unfinished work."""
 
 VERDICT = "verdict"
 FIRST_MESSAGE = json.dumps([0, 0, "running", "-"])
@@ -52,9 +50,9 @@ FIRST_MESSAGE = json.dumps([0, 0, "running", "-"])
 
 
 def make_store(rank: int, world_size: int) -> SealedStore | None:
-    """A key-value store beside the process group's, served by rank 0 on a free port; None for a single rank.
+    """Return a key-value store besides the process group's, served by rank 0 on a free port; None for a single rank.
 
-    A collective over all ranks, whose process group must exist.
+    Collective over all ranks, whose process group must exist.
     """
     if world_size == 1:
         return None
@@ -71,20 +69,20 @@ def make_store(rank: int, world_size: int) -> SealedStore | None:
 
 @dataclass
 class Peer:
-    """The newest message of a rank, and when that changed, on the reader's clock."""
+    """Newest message of a rank, and when it last changed, on the reader's clock."""
 
     beats: int = 0
     steps: int = 0
-    """A pause counts as one step after another."""
+    """Number of steps; a pause counts as continuing steps."""
     state: str = "running"
-    """running, waiting, paused or left."""
+    """State of the rank: running, waiting, paused or left."""
     place: str = "-"
-    """Where its main thread is in the code."""
+    """Position of its main thread in the code."""
     beat_at: float = 0.0
     step_at: float = 0.0
 
     def read(self, now: float, beats: int, steps: int, state: str, place: str) -> None:
-        """Take what was just read from the store."""
+        """Store a message that was just read from the store."""
         if beats != self.beats:
             self.beat_at = now
             if steps != self.steps or self.state == "paused":
@@ -94,18 +92,18 @@ class Peer:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A reason why the run can't go on; the first that is written to the store counts for all ranks."""
+    """Reason why the run can't continue; the first one written to the store counts for all ranks."""
 
     ranks: list[int]
     reason: str
     code: int = EXIT_PEER_LOST
-    """The exit code of all ranks."""
+    """Exit code of all ranks."""
 
 
 class DeviceWork:
-    """Whether a device has unfinished work, asked by ``is_done`` in a thread of its own.
+    """Query whether a device has unfinished work, by ``is_done`` in a separate thread.
 
-    A driver that is busy or full may keep who asks waiting, and the heartbeat must not wait: no answer is a yes.
+    A busy driver may block the query, but the heartbeat must not wait: no answer counts as unfinished work.
     """
 
     def __init__(self, is_done: Callable[[], bool]) -> None:
@@ -115,7 +113,7 @@ class DeviceWork:
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceWork | None:
-        """The work of a CUDA device's current stream; None for a CPU, whose work is the main thread's."""
+        """Return the query of a CUDA device's current stream; None for a CPU, which works in the main thread."""
         return cls(torch.cuda.current_stream(device).query) if device.type == "cuda" else None
 
     def is_unfinished(self) -> bool:
@@ -133,7 +131,7 @@ class DeviceWork:
 
 
 class Heartbeat(threading.Thread):
-    """The thread that talks to the store. ``clock`` is what the times in ``peers`` and ``answer_at`` are read from."""
+    """Thread that talks to the store. ``clock`` gives the times in ``peers`` and ``answer_at``."""
 
     def __init__(
         self,
@@ -178,7 +176,7 @@ class Heartbeat(threading.Thread):
             time.sleep(BEAT_SECONDS / 2)
 
     def _look(self, stuck: bool) -> tuple[str, str]:
-        """Whether this rank goes on by itself or waits, and the place of its main thread when it is stuck."""
+        """Return whether this rank proceeds by itself or waits, and the place of its main thread if it is stuck."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0) if stuck else None
         if frame is None:
             return "running", "-"
@@ -187,7 +185,7 @@ class Heartbeat(threading.Thread):
         return "waiting" if waits else "running", place
 
     def _exchange(self, state: str, place: str) -> bool:
-        """Write about this rank, read about all; False when there is no store any more."""
+        """Write this rank's message and read all others; return False if the store is gone."""
         assert self._store is not None
         try:
             beat = json.dumps([self.peers[self._rank].beats + 1, self.steps, state, place])
@@ -195,12 +193,12 @@ class Heartbeat(threading.Thread):
             if self.proposal:
                 self._store.compare_set(VERDICT, "", json.dumps(asdict(self.proposal)))
             values = self._store.multi_get([*map(_key, range(len(self.peers))), VERDICT])
-        except Exception:  # whatever a store raises when its server has gone
+        except Exception:  # the store may raise anything once its server has ended
             self.closed = self.peers[0].state != "left"
             return False
         self.answer_at = self._clock()
         for peer, message in zip(self.peers, values[:-1], strict=True):
-            if message:  # else a stranger wrote it
+            if message:  # empty if it was not sealed by this run
                 peer.read(self.answer_at, *json.loads(message))
         if values[-1]:
             self.verdict = Judgement(**json.loads(values[-1]))
@@ -212,10 +210,10 @@ def _key(rank: int) -> str:
 
 
 def waits_for_a_rank(frame: FrameType) -> bool:
-    """Whether a thread whose innermost Python frame this is waits in a collective, or for a message to arrive.
+    """Return whether the thread with this innermost Python frame waits in a collective or for a message.
 
-    The ``wait`` of a message is no Python, so its caller is the innermost frame; threads and processes are waited for
-    in Python functions.
+    The ``wait`` of a message is not Python code, so its caller is the innermost frame; threads and processes are waited
+    for in Python functions.
     """
     if "wait" in frame.f_code.co_names:
         return True

@@ -1,9 +1,9 @@
-r"""The hosts of a run: DeepSpeed's hostfile, the way to them by ssh, and the environment that travels to them.
+r"""Hosts of a run: DeepSpeed's hostfile, ssh to the hosts, and the environment that is sent to them.
 
-DeepSpeed's own reader of ``.deepspeed_env`` stops at a blank line or a comment, and pastes what follows ``=`` into a
-line of the remote shell, inside double quotes where it holds more than letters. So that is what a value means here: as
-between double quotes of a shell, with ``\``, ``"``, ``$`` and the backquote behind a backslash. Blank lines, comments,
-``export`` and quotes are understood as well.
+DeepSpeed's own reader of ``.deepspeed_env`` stops at a blank line or a comment, and pastes the value into a line of the
+remote shell, inside double quotes if it has more than letters. So a value is read here as between a shell's double
+quotes, with ``\``, ``"``, ``$`` and the backquote escaped by a backslash. Blank lines, comments, ``export`` and quotes
+are also understood.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from ddpm_ds.files import MOST_CONFIG_BYTES, read_text
 from ddpm_ds.secret import shown, write_private
 
 PDSH_ARGUMENTS, PDSH_MORE_ARGUMENTS = "PDSH_SSH_ARGS", "PDSH_SSH_ARGS_APPEND"
-"""Variables with pdsh's options of ssh: those that replace its usual ones, and those that it puts before them."""
+"""Variables with ssh options for pdsh: those that replace its usual ones, and those that precede them."""
 USUAL_ARGUMENTS = "-a -x"
 """Options that forward neither agent nor X11."""
 DEFAULT_HOSTFILE = Path("/job/hostfile")
-"""Where DeepSpeed's launcher looks when it is given none."""
+"""Default hostfile of DeepSpeed's launcher."""
 ENVIRONMENT_FILE, ENVIRONMENT_FILE_VARIABLE = ".deepspeed_env", "DS_ENV_FILE"
-"""The file with variables that travel, and the variable that names another one, here as for DeepSpeed."""
+"""File of variables that are sent to all hosts, and the variable that names another file, as in DeepSpeed."""
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Variable that names the interface on which gloo listens. Without it gloo takes the one of the host's own name, which
-on many systems is loopback, and fails after minutes."""
+"""Variable that names the interface on which gloo listens. By default gloo takes the one of the host's own name, which
+is loopback on many systems, and fails after minutes."""
 
 OF_DEEPSPEED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
-"""Beginnings of the variables that DeepSpeed's launcher takes along by itself, on its command lines; NCCL with its CUDA
+"""Prefixes of the variables that DeepSpeed's launcher sends by itself, on its command lines; NCCL only with its CUDA
 accelerator."""
 
 _ENTRY = re.compile(r"(\S+)\s+slots=(\d{1,9})(?!\S)")
@@ -55,7 +55,7 @@ _NEEDS_ESCAPE = re.compile(r'[\\"$`]')
 
 
 def ssh(host: str, words: Sequence[str], *, connect_seconds: int = 10) -> list[str]:
-    """The command line that runs ``words`` on ``host``; each arrives there as it is, whatever it holds.
+    """Return the command line that runs ``words`` on ``host``, quoted so that each word arrives unchanged.
 
     ``host`` is a name of ssh's configuration, an address, or USER@ and one of these.
 
@@ -68,7 +68,7 @@ def ssh(host: str, words: Sequence[str], *, connect_seconds: int = 10) -> list[s
 
 
 def ssh_to(host: str) -> list[str]:
-    """The beginning of that command line: ssh, the options that pdsh gives to it, and the host. Raises SpecError."""
+    """Return the beginning of an ssh command line: ssh, pdsh's options for it, and the host; raises SpecError."""
     if host.startswith("-"):
         raise SpecError(f"host {host!r} would be an option of ssh; correct the hostfile")
     user, _, name = host.rpartition("@")
@@ -81,9 +81,9 @@ def ssh_to(host: str) -> list[str]:
 
 
 def ssh_settings(host: str) -> dict[str, str]:
-    """The settings of pdsh's ssh to a host, by their names in small letters; nothing is connected.
+    """Return the settings of pdsh's ssh to a host, by lower-case name, without connecting.
 
-    Empty where ssh does not tell them. Raises SpecError as :func:`ssh` does.
+    Empty if ssh does not tell them. Raises SpecError as :func:`ssh` does.
     """
     program, *to_host = ssh_to(host)
     with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -101,10 +101,10 @@ def _words_of(variable: str) -> list[str]:
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Hosts and their slots, in order. Blank lines and lines that begin with # mean nothing.
+    """Return the hosts of a hostfile and their slots, in order. Blank lines and lines that begin with # are ignored.
 
     Raises:
-        SpecError: the file can't be read, has no host or one twice, or a line is something else.
+        SpecError: the file can't be read, has no host or a duplicate, or a line is invalid.
     """
     try:
         lines = read_text(path, MOST_CONFIG_BYTES).splitlines()
@@ -132,9 +132,9 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 
 def this_host(names: Iterable[str]) -> str | None:
-    """The first of ``names`` that means this machine: its host name, its address, or ssh's alias of one of these.
+    """Return the first of ``names`` that means this machine: its host name, its address, or an ssh alias of them.
 
-    ``user@`` before a name is passed over.
+    ``user@`` before a name is ignored.
 
     Raises:
         SpecError: ssh would take a name for an option.
@@ -150,7 +150,7 @@ def this_host(names: Iterable[str]) -> str | None:
 
 
 def _is_address_of_this_host(host: str) -> bool:
-    """Whether a socket can be bound to an address of ``host``, as only its own machine can."""
+    """Return whether a socket can be bound to an address of ``host``, which is possible only on that machine."""
     with contextlib.suppress(OSError, UnicodeError):
         for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
@@ -160,10 +160,10 @@ def _is_address_of_this_host(host: str) -> bool:
 
 
 def read_environment(path: Path) -> dict[str, str]:
-    """The variables of a file; blank lines, comments, ``export``, quotes and spaces around ``=`` are understood.
+    """Return the variables in a file with blank lines, comments, ``export``, quotes and spaces around ``=``.
 
     Raises:
-        SpecError: the file can't be read, or a line is no KEY=VALUE, or its value depends on the shell that reads it.
+        SpecError: the file can't be read, a line is not KEY=VALUE, or a value depends on the shell that reads it.
     """
     try:
         lines = read_text(path, MOST_CONFIG_BYTES).splitlines()
@@ -178,23 +178,23 @@ def read_environment(path: Path) -> dict[str, str]:
 
 
 def find_environment() -> dict[str, str]:
-    """The variables of the user's file, and over them those of the file in the working folder, as DeepSpeed reads them.
+    """Return the variables of the user's file, overridden by those of the file in the working folder, as in DeepSpeed.
 
     Raises SpecError as :func:`read_environment` does.
     """
     name = os.environ.get(ENVIRONMENT_FILE_VARIABLE, ENVIRONMENT_FILE)
     values: dict[str, str] = {}
     for path in (Path(os.path.expanduser("~"), name), Path(name)):
-        if os.path.isfile(path):  # no, where the home folder belongs to somebody else, as in containers
+        if os.path.isfile(path):  # False if the home folder is somebody else's, as in containers
             values |= read_environment(path)
     return values
 
 
 def write_environment(path: Path, values: Mapping[str, str]) -> None:
-    """Write what DeepSpeed's reader accepts, a line for each variable, for this user alone; it knows no comments.
+    """Write variables in the format of DeepSpeed's reader, a line for each, readable by this user alone.
 
     Raises:
-        SpecError: a name is none of a shell, or a value can't be written so that both readers have it back.
+        SpecError: a name is not valid in a shell, or a value can't be written so that both readers restore it.
     """
     lines = []
     for name, value in values.items():
@@ -228,14 +228,14 @@ def _assignment(line: str, where: str) -> tuple[str, str]:
 
 
 def route_towards(address: str) -> tuple[str | None, str]:
-    """The local interface by which packets to a host (name or address) leave, and this host's own address there.
+    """Return the local interface through which packets to a host (name or address) leave, and its address.
 
     Raises:
         OSError: the name is unknown, or no route leads there.
     """
     family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(target)  # of a datagram socket: chooses a route, sends nothing
+        probe.connect(target)  # a datagram socket only chooses a route and sends nothing
         own = str(probe.getsockname()[0])
     plain = own.partition("%")[0]
     for name, addresses in psutil.net_if_addrs().items():
@@ -245,7 +245,7 @@ def route_towards(address: str) -> tuple[str | None, str]:
 
 
 def use_interface_towards(address: str) -> None:
-    """Let gloo listen where ``address`` is reached, unless the environment has chosen an interface."""
+    """Let gloo use the interface that reaches ``address``, unless the environment has chosen one."""
     with contextlib.suppress(OSError):
         if GLOO_INTERFACE not in os.environ and (name := route_towards(address)[0]) is not None:
             os.environ[GLOO_INTERFACE] = name

@@ -1,6 +1,6 @@
-"""The command line of DeepSpeed's launcher, understood before it is started, and the ssh options that it needs.
+"""Parser of the command line of DeepSpeed's launcher, and the ssh options that it needs.
 
-These facts about DeepSpeed 0.19.8 (deepspeed/launcher/runner.py) are each held by a test: its options, which hosts of a
+Tests hold each of these facts about DeepSpeed 0.19.8 (deepspeed/launcher/runner.py): its options, which hosts of a
 hostfile take part, and when they are reached from this one.
 """
 
@@ -18,7 +18,7 @@ from ddpm_ds.processes.hosts import DEFAULT_HOSTFILE, PDSH_ARGUMENTS, PDSH_MORE_
 
 DEFAULT_PORT = 29500
 SSH_ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"
-"""After 15 to 20 s without an answer ssh gives a host up; without these it may wait for hours."""
+"""Options with which ssh gives up a host after 15 to 20 s without an answer; by default it may wait for hours."""
 
 WITH_VALUE = (
     "-H,--hostfile -i,--include -e,--exclude --num_gpus,--num_accelerators --master_addr --node_rank --launcher "
@@ -33,34 +33,34 @@ FLAGS = (
 
 @dataclass(frozen=True)
 class Launch:
-    """One command line of the launcher, with the hostfile as it is now."""
+    """Command line of the launcher, with the current content of the hostfile."""
 
     options: tuple[str, ...]
     script: tuple[str, ...]
-    """The training script and its arguments."""
+    """Training script and its arguments."""
     hosts: tuple[str, ...]
-    """The hosts that take part, in the order of their ranks; none where there is no hostfile."""
+    """Hosts that take part, in the order of their ranks; empty without a hostfile."""
     remote: bool
     """Whether this launcher starts ranks on other hosts than its own."""
     port: int
 
     def command(self, port: int) -> list[str]:
-        """The command line, with another port for the ranks' rendezvous."""
+        """Return the command line with another port for the ranks' rendezvous."""
         own = [] if port == self.port else ["--master_port", str(port)]
         return [*self.options, *own, *self.script]
 
 
 def read_launch(command: Sequence[str]) -> Launch:
-    """Understand the launcher's command line, and refuse what could not start or would not be seen to end.
+    """Parse the launcher's command line, and refuse a run that could not start or whose end could not be observed.
 
     Raises:
-        SpecError: an option is wrong, the hostfile can't be read, has not the hosts that are asked for, or not this
-            one: the ranks here are the witnesses of how the run ends.
+        SpecError: an option is wrong, or the hostfile can't be read or lacks requested hosts or this one, whose ranks
+            report how the run ends.
     """
     options = _parser().parse_args(command)
     path = Path(options.hostfile or DEFAULT_HOSTFILE)
     missing = options.hostfile is not None and not path.exists()
-    hosts = _taking_part(path, options) if path.is_file() or missing else ()  # /dev/null is no file: this host alone
+    hosts = _taking_part(path, options) if path.is_file() or missing else ()  # /dev/null means this host alone
     remote = not options.no_ssh and (len(hosts) > 1 or (options.force_multi and bool(hosts)))
     if remote and this_host(hosts) is None:
         raise SpecError(
@@ -75,7 +75,7 @@ def read_launch(command: Sequence[str]) -> Launch:
 
 
 def ssh_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variable that makes pdsh's ssh notice a host that has gone, unless ``environment`` already does."""
+    """Return the variable that makes pdsh's ssh notice a lost host, unless ``environment`` already sets it."""
     given = environment.get(PDSH_MORE_ARGUMENTS, "")
     if "ServerAlive" in given + environment.get(PDSH_ARGUMENTS, ""):
         return {}
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _taking_part(path: Path, options: argparse.Namespace) -> tuple[str, ...]:
-    """The hosts of a hostfile that --include, --exclude and --num_nodes leave."""
+    """Return the hosts of a hostfile that --include, --exclude and --num_nodes select."""
     slots = read_hostfile(path)
     included, excluded = _filter(options.include), _filter(options.exclude)
     for option, named in (("include", included), ("exclude", excluded)):
@@ -112,7 +112,7 @@ def _taking_part(path: Path, options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _filter(text: str | None) -> dict[str, set[str]]:
-    """Hosts of ``worker-0@worker-1:0,2`` and the slots that are named of each; none means all."""
+    """Parse hosts and their slots from a text such as ``worker-0@worker-1:0,2``; no slots means all."""
     found: dict[str, set[str]] = {}
     for part in text.split("@") if text else []:
         host, _, named = part.partition(":")

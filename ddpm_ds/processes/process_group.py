@@ -1,4 +1,4 @@
-"""The process group of a program: how long its ranks wait for each other, and what is said where it can't be made."""
+"""Process group of a program: its time-outs, its construction and the errors if it can't be made."""
 
 from __future__ import annotations
 
@@ -22,31 +22,30 @@ from ddpm_ds.processes.rendezvous import port_taken
 from ddpm_ds.processes.store import connect
 
 PAUSE_SECONDS = 1800.0
-"""Time that ranks may wait for one that checkpoints, validates or compiles, before their process groups end them."""
+"""Time for which ranks wait for a rank that checkpoints, validates or compiles before their process groups abort."""
 JOIN_TIMEOUT = timedelta(minutes=30)
-"""Time for all ranks to join the group, which they do at once after a rendezvous."""
+"""Time limit for all ranks to join the group, which after a rendezvous they do at once."""
 LONGEST_TIMEOUT = timedelta(days=365)
-"""As good as for ever; much longer times overflow clocks that count nanoseconds."""
+"""Time-out that is practically infinite; much longer ones overflow clocks that count nanoseconds."""
 
 
 Value = TypeVar("Value")
 
 
 def group_timeout(hang_seconds: float = HANG_SECONDS, dead_seconds: float = DEAD_SECONDS) -> timedelta:
-    """Time after which a process group aborts its process: well after the watchdog has judged, named and left.
+    """Return the time-out of process groups, long enough for the watchdog to act first.
 
-    The collective that waits longest was begun before the last step that counts as progress, and a pause may come
-    between.
+    The longest-waiting collective began before the last step that counts as progress, and a pause may lie in between.
     """
     return timedelta(seconds=min(2 * max(hang_seconds, dead_seconds) + PAUSE_SECONDS, LONGEST_TIMEOUT.total_seconds()))
 
 
 @contextlib.contextmanager
 def process_group(timeout: timedelta | None = None) -> Iterator[None]:
-    """The process group that DeepSpeed uses; destroyed at the end, since gloo aborts a process that leaves with one.
+    """Make the process group for DeepSpeed, and destroy it at the end, since gloo aborts a process that exits with one.
 
-    It and all groups that are made within wait for ``timeout`` at most, by default that of :func:`group_timeout`. A
-    UserError that leaves the block is taken to be known to all ranks.
+    ``timeout`` (default: :func:`group_timeout`) applies to it and to all groups created inside. A UserError that leaves
+    the block is assumed to be known to all ranks.
 
     Raises:
         LayoutError: another job on this host has the port.
@@ -54,14 +53,14 @@ def process_group(timeout: timedelta | None = None) -> Iterator[None]:
     """
     timeout = timeout or group_timeout()
     use_interface_towards(os.environ["MASTER_ADDR"])
-    # The device is the current one, as it has to be, and NCCL is not bound to it: a bound group is connected eagerly.
+    # The current device is the right one. NCCL is not bound to it, since a bound group is connected eagerly.
     warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", f"{timeout.total_seconds():.0f}")  # else 8 minutes
     with insides.group_timeout(timeout):
         _join()
         try:
             yield
-        except DeviceLostError:  # nothing that needs the device works any more
+        except DeviceLostError:  # nothing on the device works any more
             raise
         except (UserError, *KNOWN_TO_ALL_RANKS):  # leave together
             dist.barrier()
@@ -71,7 +70,7 @@ def process_group(timeout: timedelta | None = None) -> Iterator[None]:
 
 
 def _join() -> None:
-    """Make the default group, and let DeepSpeed take it. A rank alone opens no port."""
+    """Make the default group and let DeepSpeed use it. A single rank opens no port."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend = deepspeed.accelerator.get_accelerator().communication_backend_name()
     try:
@@ -93,16 +92,16 @@ def _join() -> None:
 
 
 def _shared_store(rank: int) -> dist.Store:
-    """The store of the rendezvous, or a new one at its port, with keys that only the run's ranks know."""
+    """Return the rendezvous's store, or a new one at its port, with keys that only the run's ranks know."""
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get(RUN_SECRET, "")
     return dist.PrefixStore("/".join(start), connect(rank, int(os.environ["MASTER_PORT"]), JOIN_TIMEOUT))
 
 
 def decided_by_rank_0(decide: Callable[[], Value], kind: Any) -> Value:
-    """The value of type ``kind`` that ``decide`` returns on rank 0, on every rank; collective.
+    """Return, on every rank, the value of type ``kind`` that ``decide`` returns on rank 0; collective.
 
     Raises:
-        UserError: what keeps rank 0 from deciding; on every rank, since none may go on and wait for it.
+        UserError: ``decide`` failed on rank 0; raised on every rank, so that none waits for it.
     """
     decided, refused = None, None
     if dist.get_rank() == 0:

@@ -1,9 +1,8 @@
-"""Every program's beginning and end as one of several ranks. No torch.
+"""Start and end of a process as a rank. Does not import torch.
 
-At its start a process takes its place among the ranks, whichever launcher started it, and the environment that has not
-travelled to its host. At its end it records its exit code for ``ddpm-ds run``: DeepSpeed's launcher ends the other
-ranks when one has left, reports the code of whichever it looked at first, and exits with 0 when a part of it was
-killed.
+At its start a process finds its rank, whichever launcher started it, and reads variables that were not sent to its
+host. At its end it records its exit code for ``ddpm-ds run``, since DeepSpeed's launcher ends the other ranks when one
+has exited, reports the code of any of them, and exits with 0 if a part of it was killed.
 """
 
 from __future__ import annotations
@@ -30,29 +29,29 @@ from ddpm_ds.errors import EXIT_PREEMPTED, SpecError
 from ddpm_ds.processes.hosts import find_environment
 
 DEAD_SECONDS, HANG_SECONDS = 15.0, 600.0
-"""Silence after which a rank is given up, and time without a step after which a run hangs, unless options say so."""
+"""Default silence after which a rank counts as dead, and time without a step after which a run counts as hanging."""
 OTHERS_WAIT_SECONDS = 5.0
-"""Time for which ranks other than 0 hold an error back, so that rank 0 is the one to print it."""
+"""Time for which other ranks delay an error, so that rank 0 prints it."""
 NODE_ID = "MLFLOW_SYSTEM_METRICS_NODE_ID"
 EXIT_FILE_VARIABLE = "DDPM_DS_EXIT_FILE"
-"""Names the file of exit codes in the environment of every process of a run; without it nothing is recorded."""
+"""Variable that names the file of exit codes for every process of a run; without it nothing is recorded."""
 PRIVATE_FILE = "private.json"
-"""File beside that one with the secret variables of ``ddpm-ds run``, which travel on no command line."""
+"""File beside the file of exit codes with the secret variables of ``ddpm-ds run``, which no command line may show."""
 RUN_SECRET = "DDPM_DS_RUN_SECRET"
-"""Variable with what only the ranks of a run know; see :mod:`ddpm_ds.processes.store`."""
+"""Variable with the secret that the ranks of a run share; see :mod:`ddpm_ds.processes.store`."""
 STARTED = "started"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """Signals that ask a rank to stop."""
 SAME_SIGNAL_SECONDS = 1.0
-"""A terminal or a scheduler signals a launcher and its ranks, and the launcher its ranks again: what comes so soon is
-not a second signal."""
+"""Time within which repeated signals count as one: a terminal or a scheduler signals a launcher and its ranks, and the
+launcher signals its ranks again."""
 LAUNCHED = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")
-"""Variables that DeepSpeed's and PyTorch's launchers set. The parent of a process without them may be a shell, which
-may leave."""
+"""Variables set by DeepSpeed's and PyTorch's launchers. Without them the parent of a process may be a shell, which may
+exit."""
 
 SLURM_TASK = {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"}
 FIRST_OWN_STEP_OF_SLURM = 0xFFFFFFF0
-"""First of the step numbers that are not of srun's tasks: batch script, interactive shell, external processes."""
+"""First of Slurm's step numbers for other than srun's tasks: batch script, interactive shell, external processes."""
 OPENMPI = {
     "RANK": "OMPI_COMM_WORLD_RANK",
     "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
@@ -62,22 +61,24 @@ OPENMPI = {
 
 
 def set_environment() -> None:
-    """Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and what ``.deepspeed_env`` adds.
+    """Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and the variables of
+    ``.deepspeed_env``.
 
-    What the environment already has stays. DeepSpeed's launcher and torchrun say the rank; without them that of a task
-    of OpenMPI's mpirun or Slurm's srun counts, and a process that nobody else has started is a world of its own.
-    DeepSpeed takes ``.deepspeed_env`` to other hosts only by pdsh and MPI, so each process reads it as well.
+    Existing variables are kept. DeepSpeed's launcher and torchrun set the rank; without them it is taken from OpenMPI's
+    mpirun or Slurm's srun, and otherwise the process is a single rank. DeepSpeed sends ``.deepspeed_env`` to other
+    hosts only by pdsh and MPI, so each process also reads it.
 
-    GNU OpenMP's threads, which read their setting when PyTorch is imported, spin for long before they sleep. That takes
-    a core from whoever shares it: on two cores with a neighbour a step was ten times slower, on two idle ones a tenth.
+    It also limits how long GNU OpenMP's threads, which read this when PyTorch is imported, spin before they sleep. On
+    two cores shared with another process, long spinning made a step ten times slower; short spinning costs a tenth on
+    two idle cores.
 
     Raises:
-        SpecError: a line of ``.deepspeed_env`` can't be understood, or the ranks are on several hosts and the first is
-            not known.
+        SpecError: a line of ``.deepspeed_env`` can't be parsed, or the ranks are on several hosts and the first is
+            unknown.
     """
-    of_deepspeed = os.environ.get("LOCAL_SIZE")  # what torchrun calls LOCAL_WORLD_SIZE
+    of_deepspeed = os.environ.get("LOCAL_SIZE")  # torchrun's LOCAL_WORLD_SIZE
     if of_deepspeed is not None and "TORCHELASTIC_RUN_ID" not in os.environ:
-        os.environ["LOCAL_WORLD_SIZE"] = of_deepspeed  # else one that an outer program has left would count
+        os.environ["LOCAL_WORLD_SIZE"] = of_deepspeed  # overrides a value left by an outer program
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     started = {} if "RANK" in os.environ else _of_openmpi() or _of_slurm()
     for name, value in (started or alone).items():
@@ -93,16 +94,16 @@ def set_environment() -> None:
             "not set; see launch/slurm.sh, or for OpenMPI: mpirun -x MASTER_ADDR=HOST"
         )
     if not on_several_hosts() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        os.environ["MASTER_ADDR"] = "127.0.0.1"  # where nobody else can connect, whatever name the host was given
+        os.environ["MASTER_ADDR"] = "127.0.0.1"  # so that no other host can connect
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
 
 
 def _check_environment() -> None:
-    """Raise an error where a launcher, or whoever played one, has set numbers that place no rank.
+    """Check the rank numbers in the environment.
 
     Raises:
-        SpecError: one is no number or out of its range.
+        SpecError: one is not a number or out of its range.
     """
     ranges = {
         name: (1, MOST_PROCESSES) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "CROSS_SIZE", "GROUP_WORLD_SIZE")
@@ -120,7 +121,7 @@ def _check_environment() -> None:
 
 
 def _handed_on() -> dict[str, str]:
-    """The secret variables of ``ddpm-ds run``, where it runs on this host and as this user."""
+    """Return the secret variables of ``ddpm-ds run``, if it runs on this host and as this user."""
     with (
         contextlib.suppress(KeyError, OSError, ValueError),
         Path(os.environ[EXIT_FILE_VARIABLE]).with_name(PRIVATE_FILE).open() as file,
@@ -131,14 +132,17 @@ def _handed_on() -> dict[str, str]:
 
 
 def _of_openmpi() -> dict[str, str]:
-    """The place of a task of mpirun, whose parent may itself be a task of srun."""
+    """Return the rank variables of a task of mpirun, whose parent may itself be a task of srun."""
     found = {ours: os.environ[theirs] for ours, theirs in OPENMPI.items() if theirs in os.environ}
     return found if len(found) == len(OPENMPI) else {}
 
 
 def _of_slurm() -> dict[str, str]:
-    """The place of a task of srun. A batch script and the shell of salloc stand for the whole job, though they have a
-    task's number as well: they have no step, or one of Slurm's own numbers."""
+    """Return the rank variables of a task of srun.
+
+    A batch script and the shell of salloc also have a task number, but are no tasks: they have no step, or one of
+    Slurm's own step numbers.
+    """
     step = os.environ.get("SLURM_STEP_ID", "")
     if not step.isdecimal() or int(step) >= FIRST_OWN_STEP_OF_SLURM or not os.environ.keys() >= SLURM_TASK:
         return {}
@@ -155,28 +159,28 @@ def _of_slurm() -> dict[str, str]:
 
 
 def on_several_hosts() -> bool:
-    """Whether this run has ranks on other hosts."""
+    """Return whether this run has ranks on other hosts."""
     world_size = os.environ["WORLD_SIZE"]
     return world_size != os.environ.get("LOCAL_WORLD_SIZE", world_size)
 
 
 def host_name() -> str:
-    """This host's name in metrics and messages: MLflow's node id where that is set, else its own name."""
+    """Return this host's name in metrics and messages: MLflow's node id if it is set, else the host name."""
     return re.sub(r"[^\w.-]", "_", os.environ.get(NODE_ID) or platform.node())
 
 
 def free_port() -> int:
-    """A port of this host that nobody listens on."""
+    """Return a port of this host on which nobody listens."""
     with socket.socket() as listener:
         listener.bind(("", 0))
         return int(listener.getsockname()[1])
 
 
 class Launcher:
-    """The launcher of this process: its parent, where that is one, and the readers of its output pipes.
+    """Launcher of this process: its parent, if that is a launcher, and the readers of its output pipes.
 
-    A launcher that is killed leaves its ranks running, and so does an ssh that drops. Both are seen from inside: the
-    parent of the process changes, or nobody reads its output any more.
+    A killed launcher, or a dropped ssh connection, leaves its ranks running. A rank notices when its parent changes, or
+    when nobody reads its output any more.
     """
 
     def __init__(self) -> None:
@@ -190,7 +194,7 @@ class Launcher:
                     self._outputs.register(descriptor, 0)
 
     def is_gone(self) -> bool:
-        """Whether it has gone; from then on what this process prints goes nowhere, where it would fail."""
+        """Return whether the launcher is gone; from then on output is discarded, since writing it would fail."""
         for descriptor, _ in self._outputs.poll(0):
             self._outputs.unregister(descriptor)
             nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -201,24 +205,24 @@ class Launcher:
 
 
 def print_once(line: str) -> None:
-    """Print what every rank has found, once: a launcher ends the other ranks as soon as rank 0 has left."""
+    """Print a line that every rank has found only once, since a launcher ends the other ranks when rank 0 exits."""
     if os.environ["RANK"].isdecimal() and int(os.environ["RANK"]) != 0:
         time.sleep(OTHERS_WAIT_SECONDS)
     print(line, file=sys.stderr, flush=True)
 
 
 def record_exit(code: int) -> int:
-    """Record that this rank leaves, as intended, with ``code``; returns the code. Never fails."""
+    """Record that this rank exits as intended with ``code``, and return it. Never fails."""
     _record(str(code))
     return code
 
 
 def recorded(main: Callable[[], int], *, stoppable: bool = False) -> int:
-    """Run a rank's ``main`` and record that it started and the code it ends with; exceptions record nothing.
+    """Run a rank's ``main``, recording its start and its exit code; exceptions record nothing.
 
-    With ``stoppable`` a signal that asks for a stop ends it at once with 75, until ``main`` handles signals itself: so
-    far there is nothing to save. A crash outside of Python, as on a file of images that is cut while it is copied from,
-    prints where it was; to others this is then a lost rank, and the next start names the file.
+    With ``stoppable`` a stop signal ends it at once with code 75 until ``main`` handles signals itself, since there is
+    nothing to save yet. A crash outside of Python, such as on an image file truncated while it is read, prints a stack
+    trace; to the others the rank is lost, and the next start names the file.
     """
     faulthandler.enable(2)
     for number in STOP_SIGNALS if stoppable else ():
@@ -226,7 +230,7 @@ def recorded(main: Callable[[], int], *, stoppable: bool = False) -> int:
     _record(STARTED)
     try:
         return record_exit(main())
-    except SystemExit as leaving:  # argparse leaves like this after --help
+    except SystemExit as leaving:  # raised by argparse after --help
         if leaving.code is None or isinstance(leaving.code, int):
             record_exit(leaving.code or 0)
         raise
@@ -234,7 +238,7 @@ def recorded(main: Callable[[], int], *, stoppable: bool = False) -> int:
 
 def _record(word: str) -> None:
     if path := os.environ.get(EXIT_FILE_VARIABLE):
-        with contextlib.suppress(OSError):  # the file is gone with its supervisor, or its disk is full
+        with contextlib.suppress(OSError):  # its supervisor has removed the file, or the disk is full
             file = os.open(
                 path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
             )  # one write, so that lines of several ranks don't mix
@@ -245,18 +249,18 @@ def _record(word: str) -> None:
 
 
 class ExitRecord(NamedTuple):
-    """The records of all ranks of one start."""
+    """Records of all ranks of a start."""
 
     failure: int | None
-    """The first code other than 0."""
+    """First exit code other than 0."""
     unfinished: tuple[str, ...]
-    """Ranks that started and have not recorded how they ended."""
+    """Ranks that started but have not recorded their end."""
     finished: bool = False
-    """Whether a rank has ended with 0. It leaves the run's last barrier only with all others."""
+    """Whether a rank has exited with 0, which it does only after the run's last barrier."""
 
 
 def read_exits(path: Path) -> ExitRecord:
-    """Read what the ranks have recorded in ``path``."""
+    """Read the ranks' records in ``path``."""
     lines = [line.split() for line in path.read_text().splitlines() if line]
     ended = [(rank, int(word)) for rank, word in lines if word != STARTED]
     unfinished = {rank for rank, word in lines if word == STARTED} - {rank for rank, _ in ended}

@@ -1,8 +1,8 @@
-"""The rendezvous of all ranks before they have a process group, where they find out that they can train together.
+"""Rendezvous of all ranks before they have a process group, where they check that they can train together.
 
-Building a process group takes every rank, and a rank that has left, or that trains something else, would make the
-others wait for minutes or for ever. A key-value store on rank 0 asks less: each rank writes what it is about to do, and
-reads what the others wrote. Then all leave for the same reason, or all go on.
+Building a process group needs every rank, and a rank that has exited, or that trains something else, would make the
+others wait for minutes or for ever. So each rank first writes its plans to a key-value store on rank 0 and reads the
+others'. Then all exit for the same reason, or all continue.
 
     rank 0   store at MASTER_ADDR:MASTER_PORT; agree("start", facts) ─▶ agree("data", ...) ─▶ process group, same port
     rank 2   agree("start", facts): refused by rank 3 (host b): data.path = photos is no folder ...  ─▶ exit code 2
@@ -27,7 +27,7 @@ from ddpm_ds.processes.store import SealedStore, connect
 
 BEAT_SECONDS = 2.0
 SILENCE_SECONDS = 60.0
-"""Silence after which a rank that had come is given up; importing libraries can keep a process busy for long."""
+"""Silence after which a rank that had joined counts as lost; importing libraries can keep a process busy for long."""
 POLL_SECONDS = 0.05
 TELL_SECONDS = 10.0
 """Time for which a rank that can't take part tries to tell the others."""
@@ -35,7 +35,7 @@ REFUSAL = "refusal"
 
 
 class Rendezvous:
-    """The ranks of one start of a run, from now until their process group exists. A single rank waits for nobody.
+    """Rendezvous of the ranks of a start, until their process group exists. A single rank waits for nobody.
 
     Raises:
         LayoutError: on rank 0, another job on this host has the port.
@@ -53,21 +53,21 @@ class Rendezvous:
             threading.Thread(target=self._beat, name="rendezvous", daemon=True).start()
 
     def name(self, rank: int, stage: int | None = None) -> str:
-        """A rank as a user knows it: ``rank 2 (stage 1, host b)``; the host where there is more than one."""
+        """Return a rank's name for users: ``rank 2 (stage 1, host b)``, with the host if there are several."""
         facts = [f"stage {stage}"] if stage is not None else []
         facts += [f"host {self.hosts[rank]}"] if len(set(self.hosts)) > 1 else []
         return f"rank {rank} ({', '.join(facts)})" if facts else f"rank {rank}"
 
     def host_of(self, rank: int) -> str:
-        """A rank's host as a subject: ``host b (rank 2)``."""
+        """Return a rank's host as the subject of a sentence: ``host b (rank 2)``."""
         return f"host {self.hosts[rank]} (rank {rank})"
 
     def agree(self, topic: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
-        """Tell all ranks ``facts`` (what JSON can hold) about a topic, once, and return what each has told, by rank.
+        """Share ``facts`` (JSON values) about a topic with all ranks, once; return the facts of all, by rank.
 
         Raises:
             HostError: another rank can't take part.
-            PeerLostError: a rank did not come, or is gone.
+            PeerLostError: a rank did not join, or is lost.
         """
         if self._store is None:
             return [facts]
@@ -88,7 +88,7 @@ class Rendezvous:
         return [one["facts"] for one in said]
 
     def refuse(self, error: UserError) -> None:
-        """Tell the others why this rank can't take part, and on rank 0 give them the time to hear it."""
+        """Tell the others why this rank can't take part; rank 0 also gives them time to read it."""
         if self._store is None:
             return
         with contextlib.suppress(dist.DistError):
@@ -102,12 +102,12 @@ class Rendezvous:
                 time.sleep(POLL_SECONDS)
 
     def close(self) -> None:
-        """The process group exists: from now on the watchdog looks after the ranks."""
+        """End the rendezvous once the process group exists; from now on the watchdog watches the ranks."""
         self._closed.set()
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """Tell the others of what a user did wrong, where it ends this rank."""
+        """Tell the others about a user's error that ends this rank inside this context."""
         try:
             yield
         except UserError as error:
@@ -116,7 +116,7 @@ class Rendezvous:
             raise
 
     def _wait(self, store: dist.Store, keys: list[str]) -> None:
-        """Wait for the keys of all ranks. Which of them are missing is looked up no more often than they beat."""
+        """Wait for the keys of all ranks, looking up missing ones no more often than ranks beat."""
         started = looked_at = time.monotonic()
         heard = [(b"", started)] * self.world_size  # each rank's newest beat, and when it was first seen
         while not store.check(keys):
@@ -153,9 +153,9 @@ class Rendezvous:
 
 
 def refuse_alone(error: UserError) -> None:
-    """Tell the other hosts' ranks, which wait at the rendezvous or will, of an error before this rank came there.
+    """Tell the other hosts' ranks, which are or will be at the rendezvous, about an error before this rank joined it.
 
-    On one host nobody needs to be told: its launcher ends the others.
+    On one host this is not needed, since the launcher ends the other ranks.
     """
     if on_several_hosts():
         with contextlib.suppress(UserError, PeerLostError):
@@ -163,7 +163,7 @@ def refuse_alone(error: UserError) -> None:
 
 
 def _store(rank: int, seconds: float) -> dist.Store:
-    """The store at the master's port, which the process group will use as well; served by rank 0, or by torchrun."""
+    """Return the store at the master's port, also for the process group, served by rank 0 or torchrun."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         store = connect(rank, port, timedelta(seconds=seconds))
@@ -179,7 +179,7 @@ def _store(rank: int, seconds: float) -> dist.Store:
 
 
 def port_taken() -> LayoutError:
-    """The error of a run whose port is another's."""
+    """Return the error for a port that another job uses."""
     return LayoutError(
         f"port {os.environ['MASTER_PORT']} is taken, by another run perhaps; give this one its own: "
         "deepspeed --master_port PORT launch/train.py ..."

@@ -1,12 +1,12 @@
-"""Requests to a run from outside while it trains: to save, or to save and stop.
+"""Requests to a training run from outside: to save, or to save and stop.
 
     SIGTERM, SIGUSR1, SIGINT to any rank     finish the step, save, leave; a second signal leaves at once
     RUN_DIR/save, RUN_DIR/save_and_stop      files that a person touches
     checkpoint.every_minutes                 rank 0's clock
-    a launcher that is gone                  save, leave: nobody would end this rank any more, or hear what it says
+    a launcher that is gone                  save, leave: nobody would end this rank or read its output
 
-All ranks must do the same at the same step, so what each has heard is combined once a step; the answer is read one
-step later, when it has long arrived.
+All ranks must do the same at the same step, so their requests are combined once a step; the result is read one step
+later, when it has long arrived.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FILES = ("save", "save_and_stop")
 
 @dataclass(frozen=True)
 class Asked:
-    """The requests that all ranks agree on."""
+    """Requests that all ranks agree on."""
 
     save: bool = False
     stop: bool = False
@@ -40,7 +40,7 @@ class Asked:
 
 
 class Requests:
-    """The requests of a run, listened to from construction to :meth:`close`; collective over all ranks."""
+    """Listener to a run's requests from construction to :meth:`close`; collective over all ranks."""
 
     def __init__(self, run_dir: Path, every_minutes: float | None, names: Sequence[str]) -> None:
         self._run_dir, self._names = run_dir, names
@@ -54,7 +54,7 @@ class Requests:
         self._listen_to_signals()
 
     def _listen_to_signals(self) -> None:
-        """Handle signals in a thread, to which Python writes as one comes: the main thread may wait in a collective."""
+        """Handle signals in a thread woken through a socket, since the main thread may wait in a collective."""
         self._heard, wakeup = socket.socketpair()
         wakeup.setblocking(False)
         self._wakeup, self._wakeup_before = wakeup, signal.set_wakeup_fd(wakeup.fileno())
@@ -72,7 +72,7 @@ class Requests:
                 self._signalled, heard_at = True, time.monotonic()
 
     def poll(self) -> Asked:
-        """Return what was asked, agreed by all; to be called once a step on every rank."""
+        """Return the requests that all ranks agree on; call it once a step on every rank."""
         if dist.get_rank() == 0:
             self._files = tuple(name for name in FILES if (self._run_dir / name).exists())
         late = self._seconds is not None and time.monotonic() - self._saved_at >= self._seconds
@@ -93,17 +93,17 @@ class Requests:
         return answer
 
     def saved(self) -> None:
-        """The run has been saved: forget what asked for it."""
+        """Clear the requests to save, after the run has been saved."""
         self._saved_at = time.monotonic()
         for name in self._files:
             (self._run_dir / name).unlink(missing_ok=True)
-        if self._under_way is not None:  # where the same files and clock asked once more
+        if self._under_way is not None:  # which repeats the same files' and clock's requests
             work, wishes = self._under_way
             work.wait()
             wishes[0] = False
 
     def close(self, *, leaving: bool = False) -> None:
-        """Listen no more; with ``leaving`` a signal changes nothing any more, since the process is about to end."""
+        """Stop listening; with ``leaving`` signals are ignored from now on, since the process is about to end."""
         if self._under_way is not None:
             self._under_way[0].wait()
         for number, handler in self._handlers.items():

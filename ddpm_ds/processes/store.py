@@ -1,8 +1,8 @@
-"""The key-value stores of a run on rank 0: where they listen, and how a rank's words are told from a stranger's.
+"""Key-value stores of a run on rank 0: where they listen, and how ranks' values are authenticated.
 
-PyTorch's store takes commands from whoever connects. So it listens on loopback where the run has one host, and else at
-the address by which the other hosts reach it; and what our ranks write is sealed with the run's secret, where the
-environment has one: what is not is as if nobody had said it. What stays open is in docs/security.md.
+PyTorch's store takes commands from anyone who connects. So it listens on loopback if the run has one host, else at the
+address by which the other hosts reach it. Ranks seal their values with the run's secret, if the environment has one,
+and ignore values without a valid seal. docs/security.md names the remaining risks.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ BACKLOG = 2048
 
 
 def connect(rank: int, port: int, timeout: timedelta) -> dist.TCPStore:
-    """Return the store at a port of the host of rank 0, which serves it; port 0 takes a free one.
+    """Return the store at a port of rank 0's host, served by rank 0; port 0 means a free port.
 
-    At another port it is torchrun's, where that serves one.
+    At other ports, torchrun's store is used if it serves one.
 
     Raises:
         dist.DistError: the port is taken, or the store can't be reached.
@@ -46,11 +46,11 @@ def connect(rank: int, port: int, timeout: timedelta) -> dist.TCPStore:
 
 
 def _listener(host: str, port: int) -> socket.socket | None:
-    """A socket that listens at an address of ``host``.
+    """Return a socket that listens at an address of ``host``.
 
-    None where none of them is this machine's own, such as the address of a service that passes connections on, and
-    where the port is taken, by this process perhaps, which PyTorch finds out. A name that means loopback on its own
-    host, as Debian sets it up, means another address elsewhere.
+    None if no address is this machine's own, as for a service that forwards connections, or if the port is taken,
+    perhaps by this process, which PyTorch will find. A name that means loopback on its own host, as Debian sets it up,
+    means another address elsewhere.
     """
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         number = str(address[0]).partition("%")[0]
@@ -71,9 +71,9 @@ def _listener(host: str, port: int) -> socket.socket | None:
 
 
 class SealedStore(dist.Store):
-    """A store in which every value bears a seal, made of the run's secret, the key and the value.
+    """Store in which every value has a seal computed from the run's secret, the key and the value.
 
-    A value with another seal, or with none, is read as empty.
+    A value with a wrong seal, or without one, is read as empty.
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -93,7 +93,7 @@ class SealedStore(dist.Store):
         return self._store.check(list(keys))
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Set a value where there is ``expected``, or for "" also none or a stranger's; return what there is then."""
+        """Set a value if the current one is ``expected`` ("" also: none or an invalid one); return the new value."""
         there = self._store.get(key) if self._store.check([key]) else b""
         if there and there != self._sealed(key, "").encode() and not self._opened(key, there):
             self._store.set(key, self._sealed(key, ""))

@@ -1,11 +1,11 @@
-"""Start DeepSpeed's launcher, and see to what it leaves open: signals, exit codes, leftovers and restarts.
+"""Supervisor of DeepSpeed's launcher, which adds handling of signals, exit codes, leftover processes and restarts.
 
-The launcher alone answers SIGTERM by ending the ranks, with SIGKILL after 30 s; it exits with 0 and leaves ranks
-running when a part of it was killed; and it knows no restart. Here the ranks themselves are signalled, so that they
-finish their step and save, and the launcher ends when they have.
+On SIGTERM the launcher alone ends the ranks, with SIGKILL after 30 s; if a part of it is killed, it exits with 0 and
+leaves ranks running; and it never restarts. Here the ranks themselves are signalled, so that they finish their step and
+save, after which the launcher ends.
 
-On several hosts the ranks of this one are signalled and watched: what one rank is asked, all do, and what ends one ends
-all. Ranks elsewhere see to their own end when they have lost the others or their launcher.
+On several hosts the ranks of this host are signalled and watched: all ranks follow a request to one, and the end of one
+ends all. Ranks on other hosts exit by themselves when they have lost the others or their launcher.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from ddpm_ds.secret import is_secret, write_private
 
 STOP_SIGNALS = (*OF_RANKS, signal.SIGHUP)
 FINAL = (0, EXIT_BAD_INPUT, EXIT_BAD_NUMBERS, EXIT_PREEMPTED)
-"""Exit codes after which another start would be wrong, or is the scheduler's to make."""
+"""Exit codes after which a restart would be wrong or is up to the scheduler."""
 MEANINGS = {1: "an error of the program, see its traceback", EXIT_PEER_LOST: "a process was lost or hung"}
 
 RANK_VARIABLES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 NOTHING_YET = "\n"
-"""Content of the file of exit codes before any rank has written: a block, so that a disk may be full afterwards."""
+"""Initial content of the file of exit codes: it allocates a block, in case the disk fills up later."""
 POLL_SECONDS = 0.2
 SETTLE_SECONDS = 3.0
 """Time for which the ranks' helper processes may outlive the launcher."""
 LOSING_SECONDS = 45.0
-"""Time for which the launcher may go on after a rank of this host has lost others: it gives its ranks 30 s to end,
-and ssh gives up a host that has gone after 20 s."""
+"""Time for which the launcher may continue after a rank of this host has lost others: it gives its ranks 30 s to end,
+and ssh gives up a lost host after 20 s."""
 KILL_SECONDS = 10.0
 LONGEST_PAUSE_SECONDS = 60.0
 
@@ -71,11 +71,11 @@ def supervise(
     log: Callable[[str], None],
     starting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> int:
-    """Run DeepSpeed's launcher with the arguments ``command``, again where it helps; returns the exit code of the last.
+    """Run DeepSpeed's launcher with arguments ``command``, restarting it if that helps; return the last exit code.
 
-    A start that wrote a checkpoint gives the restarts used so far back. Each start reads the hostfile anew; after one
-    on several hosts the next uses another port, where no straggler of the last one can join in. ``starting`` is entered
-    while the launcher has not started a rank of this host. Must run in the main thread.
+    A start that wrote a checkpoint resets the count of restarts. Each start reads the hostfile again; on several hosts
+    each restart uses another port, so that no straggler of the last start can join. ``starting`` is entered until the
+    launcher has started a rank of this host. Must run in the main thread.
 
     Raises:
         SpecError: ``command`` has no --run-dir; see also :func:`read_launch` and :func:`find_environment`.
@@ -108,32 +108,32 @@ def supervise(
 
 
 def exit_code(launcher: int, record: ExitRecord, *, stopping: bool, orphaned: bool) -> int:
-    """The exit code of a start: that of the ranks, or else what the launcher's code means.
+    """Return the exit code of a start: the ranks' or else the meaning of the launcher's.
 
-    A launcher's 0 means nothing by itself: DeepSpeed's ends so when what it has started was killed. It takes a rank of
-    this host that has ended with 0, as ranks do when the run has reached its last image.
+    The launcher's 0 alone proves nothing, since it also exits with 0 if its children were killed. A rank of this host
+    must have exited with 0, as ranks do when the run has reached its last image.
 
     Args:
         launcher: its return code, negative for a signal.
         stopping: whether the ranks were asked to stop.
-        orphaned: whether ranks were alive when it had ended.
+        orphaned: whether ranks were still alive after it had ended.
     """
     if orphaned and not stopping:
         return EXIT_PEER_LOST
     killed = bool(record.unfinished) or not 0 <= launcher < 128  # a rank, perhaps before it could record its start
     if record.failure == EXIT_PREEMPTED and killed and not stopping:
-        return EXIT_PEER_LOST  # the launcher's signal to the others asked for no stop of the run
+        return EXIT_PEER_LOST  # the launcher's own signal to the others is no request to stop the run
     if record.failure in FINAL:
         return record.failure
     if launcher == 0 and record.finished and record.failure is None and not record.unfinished:
         return 0
-    if 0 < launcher < 128:  # of the rank that failed first, while what others record is that they lost it
+    if 0 < launcher < 128:  # the code of the rank that failed first; others record that they lost it
         return launcher
     return EXIT_PREEMPTED if stopping else EXIT_PEER_LOST
 
 
 def _run_dir(command: Sequence[str]) -> Path:
-    """The training script's --run-dir. Without it each start would make up a new folder, and none would resume."""
+    """Return the training script's --run-dir, without which each start would use a new folder and none would resume."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--run-dir", type=Path, nargs="?")
     if folder := parser.parse_known_args(command)[0].run_dir:
@@ -150,7 +150,7 @@ def _content(path: Path) -> str:
 
 @contextlib.contextmanager
 def heard_signals() -> Iterator[list[signal.Signals]]:
-    """Yield the list of received signals that ask for an end; those that our parent ignores, as nohup does, stay so."""
+    """Yield the list of received stop signals; signals ignored by our parent, as under nohup, stay ignored."""
     heard: list[signal.Signals] = []
     heard_at = -math.inf
 
@@ -171,7 +171,7 @@ def heard_signals() -> Iterator[list[signal.Signals]]:
 
 @dataclass
 class _Start:
-    """One start of the launcher, in a session of its own, so that a terminal's Ctrl-C does not reach the ranks."""
+    """Start of the launcher in a separate session, so that a terminal's Ctrl-C does not reach the ranks."""
 
     launch: Launch
     port: int
@@ -179,10 +179,10 @@ class _Start:
     grace_seconds: float
     log: Callable[[str], None]
     starting: contextlib.ExitStack
-    """Closed once a rank of this host has started."""
+    """Contexts that are closed once a rank of this host has started."""
 
     def run(self) -> int:
-        """Start, wait, and leave nothing running."""
+        """Start the launcher, wait for it, and leave no process running."""
         with tempfile.TemporaryDirectory(prefix="ddpm-ds-") as folder:
             self._exit_file = Path(folder) / "exits"
             try:
@@ -207,10 +207,10 @@ class _Start:
         return code
 
     def _environment(self, folder: Path) -> dict[str, str]:
-        """Our environment, and the file of what travels, which DeepSpeed takes to every host, this one included.
+        """Return the launcher's environment, and write the file of variables that DeepSpeed sends to every host.
 
-        The name of the exit file means nothing elsewhere. DeepSpeed takes variables to other hosts on command lines,
-        which every user of a host can read, so secrets are kept from it: this host's ranks read them from a file.
+        The exit file only exists on this host. DeepSpeed sends variables to other hosts on command lines, which every
+        user of a host can read, so secrets are left out: this host's ranks read them from a file.
         """
         travels, found = folder / "environment", find_environment()
         taken = {name: value for name, value in os.environ.items() if name.startswith(OF_DEEPSPEED)}
@@ -226,8 +226,8 @@ class _Start:
         return ours | ssh_environment(ours)
 
     def _wait(self) -> int:
-        """Wait until the launcher ends, or has to be ended; returns the exit code of this start."""
-        limits: dict[int, float] = {}  # times at which everything is ended, by the exit code of that
+        """Wait until the launcher ends or must be ended; return the exit code of this start."""
+        limits: dict[int, float] = {}  # times at which all processes are ended, by the exit code then
         while (code := self._launcher.poll()) is None and len(self.heard) < 2:
             now = time.monotonic()
             if self._exit_file.stat().st_size > len(NOTHING_YET) or self.heard:
@@ -257,15 +257,15 @@ class _Start:
         return exit_code(code, record, stopping=bool(self.heard), orphaned=orphaned)
 
     def _stop_launcher(self) -> None:
-        """End a launcher that has no ranks yet, and what it has started."""
+        """End a launcher that has no ranks yet, and its children."""
         self.log(f"{self.heard[-1].name}: stopped before any rank had started")
-        if self.launch.remote:  # it would end every launcher of this user, whatever its job, on all hosts
+        if self.launch.remote:  # on a signal it would end all launchers of this user on all hosts
             self._launcher.kill()
         _send(signal.SIGTERM, self._processes())
         self._wait_until_gone(SETTLE_SECONDS)
 
     def _ask_to_stop(self, why: str) -> bool:
-        """Signal the ranks, if there are any. Their children are theirs to end."""
+        """Signal the ranks, if there are any; they end their own children."""
         ranks = [process for process in self._processes() if _rank(process) not in (None, _rank(process.parent()))]
         if ranks:
             self.log(f"{why}: asking {len(ranks)} ranks to save and stop; a second signal ends them at once")
@@ -278,7 +278,7 @@ class _Start:
             time.sleep(POLL_SECONDS)
 
     def _processes(self) -> list[psutil.Process]:
-        """The processes of this start: those in its session, and those that have left it with its environment."""
+        """Return the processes of this start: those in its session, and those outside with its environment."""
 
         def ours(process: psutil.Process) -> bool:
             with contextlib.suppress(psutil.Error, OSError):
@@ -299,7 +299,7 @@ class _Start:
 
 
 def _rank(process: psutil.Process | None) -> str | None:
-    """The rank that the launcher or mpirun has set for a process, which its children inherit."""
+    """Return the rank that the launcher or mpirun has set for a process, which its children inherit."""
     with contextlib.suppress(psutil.Error):
         environment = process.environ() if process else {}
         return next((environment[name] for name in RANK_VARIABLES if name in environment), None)

@@ -1,7 +1,7 @@
-"""Notice that another rank has died or hangs, say which, and end this one: a collective would wait for ever.
+"""Watchdog that notices a dead or hanging rank, names it, and ends this one, whose collective would wait for ever.
 
-Every rank has two threads beside its main one. The heartbeat talks to a key-value store on rank 0. The judge goes
-by its own clock and never touches the store, since a store on a lost host may not answer at all.
+Every rank has two threads besides its main one. The heartbeat talks to a key-value store on rank 0. The judge uses its
+own clock and never the store, since a store on a lost host may not answer at all.
 
     rank 1   main        step, step, step, all_reduce ... (waits for rank 2)
              heartbeat   beat 41, step 7 ─▶ store on rank 0 ◀─ beat 33, step 7   rank 2, then killed
@@ -26,9 +26,9 @@ from ddpm_ds.processes.ranks import DEAD_SECONDS, HANG_SECONDS, record_exit
 
 JUDGE_SECONDS = 0.2
 WAIT_FOR_CULPRIT_SECONDS = 5.0
-"""Time in which a rank whose collective failed looks for the rank that is gone."""
+"""Time for which a rank whose collective failed looks for the lost rank."""
 TOGETHER_BEATS = 3
-"""Ranks that are lost in one moment were last heard so far apart at most: a beat of theirs, one of ours, and delays."""
+"""Maximum beats between the last signs of ranks that are lost at the same moment: their beat, ours, and delays."""
 
 
 def _print(line: str) -> None:
@@ -36,20 +36,20 @@ def _print(line: str) -> None:
 
 
 class Watchdog:
-    """Watches all other ranks from construction to ``stop``, or as a context. Does nothing for a single rank.
+    """Watchdog over all other ranks from construction to ``stop``, or as a context; does nothing for a single rank.
 
-    A UserError that leaves the context ends all ranks with its line, said once, and its exit code: a file that goes bad
-    while it is read is known to the rank that reads it, and the others would wait for that one.
+    A UserError that leaves the context ends all ranks with its line, printed once, and its exit code: only the rank
+    that reads a bad file knows of it, and the others would wait for this rank.
 
     Args:
-        names: all ranks' names as a user knows them, such as "rank 2 (stage 1)".
+        names: all ranks' names for users, such as "rank 2 (stage 1)".
         store: made by ``make_store``.
-        dead_seconds: silence after which a rank is taken to be dead.
-        hang_seconds: time without ``progress`` of any rank after which the run hangs.
+        dead_seconds: silence after which a rank counts as dead.
+        hang_seconds: time without ``progress`` of any rank after which the run counts as hanging.
         work: work of this rank's device; None for a CPU.
-        log: is given one line before the end; may block.
-        leave: ends the process at once with an exit code, since a thread that waits in a collective can't be
-            interrupted.
+        log: function that gets one line before the end; may block.
+        leave: function that ends the process at once with an exit code, since a thread that waits in a collective
+            can't be interrupted.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class Watchdog:
             threading.Thread(target=self._judge, name="judge", daemon=True).start()
 
     def progress(self) -> None:
-        """Say that the main thread goes on; once a step, and around whatever takes long."""
+        """Report progress of the main thread; call it once a step and around long operations."""
         self._heartbeat.steps += 1
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Surround what takes an unknown time on this rank: until it is over no rank counts as hanging."""
+        """Surround an operation of unknown duration on this rank, during which no rank counts as hanging."""
         self._heartbeat.pauses += 1
         try:
             yield
@@ -90,10 +90,9 @@ class Watchdog:
             self._heartbeat.pauses -= 1
 
     def fail(self, line: str, code: int) -> None:
-        """End all ranks with a ``code`` because of what may be known to this one alone; it says the ``line``.
+        """End all ranks with exit code ``code`` for a reason that perhaps only this rank knows; it prints ``line``.
 
-        Where several ranks fail at once, what one of them has found counts for all. Returns only where nobody is
-        watched.
+        If several ranks fail at once, the reason of one of them counts for all. Returns only for a single rank.
         """
         heartbeat, self._asked = self._heartbeat, True
         if not heartbeat.is_alive():
@@ -105,8 +104,9 @@ class Watchdog:
         self._end(heartbeat.verdict or found)
 
     def stop(self, failure: str | None = None) -> None:
-        """End the watch and tell the others that this rank leaves: as intended, which is no reason for them to
-        leave, or because of a ``failure`` that they don't know of, which is."""
+        """Stop watching and tell the others that this rank exits: as intended, so that they continue, or because of a
+        ``failure`` that they don't know of, so that they exit too.
+        """
         if failure:
             self._heartbeat.proposal = Judgement([self._rank], f"{self.names[self._rank]} has failed ({failure})")
         self._stopped.set()
@@ -125,10 +125,10 @@ class Watchdog:
 
     @contextlib.contextmanager
     def blamed(self) -> Iterator[None]:
-        """Surround what all ranks do together: where that fails, tell the others and find the rank that is gone.
+        """Surround collective work: if it fails, tell the others and find the lost rank.
 
         Raises:
-            PeerLostError: instead of the error of a collective, where a rank is gone.
+            PeerLostError: in place of a collective's error, if a rank is lost.
         """
         try:
             yield
@@ -137,7 +137,7 @@ class Watchdog:
         except BaseException as error:
             finding = self._missing(WAIT_FOR_CULPRIT_SECONDS) if isinstance(error, RuntimeError) else None
             if finding is not None and finding.code != EXIT_PEER_LOST:
-                self._end(finding)  # another rank has said why all end, and was gone before this one's judge heard it
+                self._end(finding)  # another rank has given the reason and exited before this judge read it
             self.stop(failure=None if finding else type(error).__name__)
             if finding is None:
                 raise
@@ -145,8 +145,7 @@ class Watchdog:
             raise PeerLostError(f"{gone} is gone ({str(error).splitlines()[0]}); the run can be resumed") from error
 
     def _missing(self, wait_seconds: float) -> Judgement | None:
-        """Find the ranks to blame for a collective that raised; the other ranks hear of it. From this call on it is
-        the caller who ends this rank."""
+        """Find the ranks to blame for a collective that raised, and tell the others; the caller then ends this rank."""
         self._asked = True
         until = time.monotonic() + wait_seconds
         while (finding := self._lost()) is None and time.monotonic() < until:
@@ -155,7 +154,7 @@ class Watchdog:
         return self._heartbeat.proposal
 
     def _judge(self) -> None:
-        """The clock stands still while this process is stopped or starved: its own absence is not that of others."""
+        """Judge the other ranks by a clock that stops while this process is suspended or starved."""
         last = time.monotonic()
         while not self._stopped.wait(JUDGE_SECONDS):
             now = time.monotonic()
@@ -177,8 +176,11 @@ class Watchdog:
         return self._silent(self._dead_seconds, together_seconds=TOGETHER_BEATS * BEAT_SECONDS)
 
     def _silent(self, seconds: float, *, together_seconds: float = 0.0) -> Judgement | None:
-        """Judge at the last answer of the store, without which no rank is heard. Who was last heard within
-        ``together_seconds`` of the first is waited for, to be heard again or named with it."""
+        """Judge silent ranks as of the store's last answer, without which no rank can be heard.
+
+        Ranks last heard within ``together_seconds`` of the first silent one are waited for, to be heard again or named
+        with it.
+        """
         silences = {
             rank: self._heartbeat.answer_at - peer.beat_at
             for rank, peer in enumerate(self._heartbeat.peers)
@@ -192,8 +194,10 @@ class Watchdog:
         return Judgement(ranks, f"{who} {'has' if len(ranks) == 1 else 'have'} not answered for {seconds:g} s")
 
     def _hung(self) -> Judgement | None:
-        """A rank that hangs soon stops all others, so the run hangs when no rank goes on. To blame are those that
-        don't wait; see ``heartbeat.py``."""
+        """Judge a hanging run: a hanging rank soon stops all others; those that don't wait are to blame.
+
+        See ``heartbeat.py``.
+        """
         at_work = {rank: peer for rank, peer in enumerate(self._heartbeat.peers) if peer.state != "left"}
         last_step_at = max((peer.step_at for peer in at_work.values()), default=self._now)
         if self._now - last_step_at <= self._hang_seconds or not self._heartbeat.is_alive():
@@ -210,7 +214,7 @@ class Watchdog:
         if finding.code == EXIT_PEER_LOST:
             line = f"{finding.reason}: ending {self.names[self._rank]}; the run can be resumed"
         if finding.code == EXIT_PEER_LOST or finding.ranks == [self._rank]:
-            saying = threading.Thread(target=self._log, args=(line,), daemon=True)  # a lock it needs may be lost too
+            saying = threading.Thread(target=self._log, args=(line,), daemon=True)  # logging may block on a lost lock
             saying.start()
             saying.join(timeout=LAST_WORDS_SECONDS)
         record_exit(finding.code)

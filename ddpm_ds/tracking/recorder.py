@@ -189,7 +189,7 @@ def recorded(
     note: str | None = None,
     parent: str | None = None,
 ) -> Iterator[Recorder]:
-    """The run's folder and its MLflow run, on rank 0; ended as FAILED or KILLED when the body raises.
+    """Record a run in its folder and in MLflow, on rank 0; it ends as FAILED or KILLED if the body raises.
 
     ``line`` is None on other ranks. ``checkpoint`` is the one that the run resumes from, ``changed`` names the settings
     that have changed since; ``note`` is the reason for a new run, ``parent`` the identity of its parent run.

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Run as MlflowRun
 
 RATE = "perf/images_per_second"
-"""Metric that a log point has of the steps since the one before, without pauses."""
+"""Metric of a log point's speed over the steps since the previous point, without pauses."""
 KIND_TAG = "kind"
 """Tag of every run that is not a training run: evaluate, sample, export, benchmark, vary."""
 SWEEP = "vary"
@@ -66,10 +66,10 @@ class Point(NamedTuple):
 
 
 def mean_of_points(name: str, points: Sequence[tuple[int, float]]) -> float:
-    """Return the one number that stands for a time or rate of a run: (step, value) of each log point to their mean.
+    """Return the mean over a run of a time or rate, from the (step, value) of each log point.
 
-    The first point is left out, since it contains the start, unless it is the only one. Each other one counts by the
-    steps since the point before, and a rate by its seconds, so that images per second are all images over all seconds.
+    The first point, which includes the start, is left out unless it is the only one. Times are weighted by the steps
+    since the previous point and rates by seconds, so that images per second are all images over all seconds.
     """
     if len(points) < 2:
         return points[0][1]
@@ -89,12 +89,12 @@ class Run:
 
     @property
     def spec(self) -> RunSpec:
-        """The run spec. Raises SpecError where it can't be read."""
+        """Run spec; raises SpecError if it can't be read."""
         return load_spec(self.folder / "spec.yaml")
 
     @property
     def ds_config(self) -> dict[str, Any]:
-        """The DeepSpeed JSON that it trains with, every ``auto`` filled in."""
+        """DeepSpeed JSON that it trains with, every ``auto`` resolved."""
         config: dict[str, Any] = read_json(self.folder / "ds_config.json")
         return config
 

@@ -25,7 +25,7 @@ from itertools import chain, takewhile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from PIL import Image  # here, since two threads that import it at once can each see half of it
+from PIL import Image  # at the top, since two threads that import it at once may see it half-imported
 
 from ddpm_ds.secret import without_secrets
 from ddpm_ds.tracking.mirrors import KINDS, TensorBoard, WeightsAndBiases
@@ -92,7 +92,7 @@ class Journal:
 
 
 class Worker:
-    """Sends the records of the journal with this file descriptor.
+    """Sender of the records in the journal with this file descriptor.
 
     MLflow has those of its first ``sent`` bytes; the start, which comes first, is needed all the same. ``trainer`` is
     the id of the process that writes the journal, if it still runs, and hears the ``replies``.
@@ -303,7 +303,7 @@ def _dataset_input(name: str, digest: str, source: str) -> DatasetInput:
 
 @contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Hold back other workers of the same folder: two that create one database at once corrupt it."""
+    """Lock out other workers of the same folder, since two that create one database at once corrupt it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".mlflow.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -311,7 +311,7 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def _make_database(path: Path) -> None:
-    """Make a database that is not there, under another name first: a process that is killed leaves none half-made."""
+    """Make a missing database under a temporary name first, so that a killed process leaves no incomplete one."""
     import mlflow
 
     if not path.exists():

@@ -24,13 +24,13 @@ from ddpm_ds.tracking.tracker import flatten
 PACKAGES = ("torch", "deepspeed", "numpy", "pydantic", "safetensors")
 """Packages whose version must be the same on all hosts: messages, files and results depend on it."""
 SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
-"""With this variable NCCL from 2.30 on lets ranks share a GPU, as an experiment."""
+"""Variable with which NCCL from 2.30 on experimentally lets ranks share a GPU."""
 MOST_NAMED = 3
 """Largest number of differences that a message names."""
 
 
 def source_checksum() -> str:
-    """Checksum of this package's Python files, as they are on this host."""
+    """Return the checksum of this package's Python files on this host."""
     digest, root = hashlib.sha256(), Path(ddpm_ds.__file__).parent
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
@@ -38,11 +38,11 @@ def source_checksum() -> str:
 
 
 def check_alike(rendezvous: Rendezvous, plan: RunPlan, device: str) -> None:
-    """Raise an error where a rank would run something else; a rendezvous. ``device`` is the type of this rank's.
+    """Check that all ranks would run the same; collective. ``device`` is the type of this rank's device.
 
     Raises:
-        HostError: how a rank differs from rank 0, and how to fix it.
-        PeerLostError: a rank did not come.
+        HostError: a rank differs from rank 0; the message says how, and the fix.
+        PeerLostError: a rank did not join.
     """
     versions = {"python": ".".join(map(str, sys.version_info[:2])), **{name: version(name) for name in PACKAGES}}
     about = {
@@ -61,14 +61,14 @@ def check_alike(rendezvous: Rendezvous, plan: RunPlan, device: str) -> None:
 
 
 def check_gpus(rendezvous: Rendezvous, device: torch.device) -> str | None:
-    """Raise an error where two ranks share a GPU; a rendezvous. Nothing to do on a CPU.
+    """Check that each rank has its own GPU; collective. Does nothing on a CPU.
 
     Returns:
-        A line for the user where the ranks' GPUs are of several models.
+        A line for the user if the ranks' GPUs are of different models, else None.
 
     Raises:
-        HostError: which ranks share a GPU, or divide messages differently, and how to fix it.
-        PeerLostError: a rank is gone.
+        HostError: ranks share a GPU, or divide messages differently; the message says which, and the fix.
+        PeerLostError: a rank is lost.
     """
     if device.type != "cuda":
         return None
@@ -94,11 +94,11 @@ def check_gpus(rendezvous: Rendezvous, device: torch.device) -> str | None:
 
 
 def check_same_images(rendezvous: Rendezvous, sha256: Mapping[str, str]) -> None:
-    """Refuse to train where the hosts have prepared different images.
+    """Check that all hosts have prepared the same images.
 
     Raises:
         HostError: a host's data-set cache has other checksums than rank 0's.
-        PeerLostError: a rank is gone.
+        PeerLostError: a rank is lost.
     """
     remedy = "give all hosts the same images, or a data.store_root that all of them see"
     _check(rendezvous, "prepared images: ", rendezvous.agree("images", dict(sha256)), remedy)

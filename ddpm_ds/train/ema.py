@@ -30,10 +30,10 @@ def decay(spec: EmaSpec, images_seen: int, batch_images: int) -> float:
 
 
 class Ema:
-    """Averages of an engine's weights: the exponential one that is used, and those of ``ema.profiles`` beside it.
+    """Averages of an engine's weights: the exponential average, which is used, and those of ``ema.profiles``.
 
-    ``averages`` are the tensors of each by its kind in a checkpoint, ``ema`` and such as ``ema-0.05``; they lie beside
-    :func:`deepspeed_insides.masters`, in their order.
+    ``averages`` has the tensors of each by its kind in a checkpoint, such as ``ema`` and ``ema-0.05``, in the order of
+    :func:`deepspeed_insides.masters`.
     """
 
     def __init__(self, engine: UnetPipelineEngine, spec: EmaSpec) -> None:
@@ -46,12 +46,12 @@ class Ema:
 
     @property
     def shadows(self) -> list[Tensor]:
-        """The tensors of the exponential average."""
+        """Tensors of the exponential average."""
         return self.averages[EMA]
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights of the step that has just ended."""
+        """Update the averages with the weights of the step that has just ended."""
         moment = self._engine.images_seen, self._engine.train_batch_size()
         decays = {EMA: decay(self._spec, *moment)}
         decays |= {kind: power_decay(gamma, *moment) for kind, gamma in self._gammas.items()}

@@ -1,4 +1,4 @@
-"""The training loop: step, average, log, validate, save; roll back or stop when the numbers have gone bad."""
+"""Training loop: step, average, log, validate and save; roll back or stop if the numbers are bad."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from ddpm_ds.train.validation import Validation
 OVERFLOWS_AT_FLOOR = 8
 """Optimizer steps in a row that may overflow at the lowest loss scale before the numbers count as bad."""
 SPIKE_POINTS = 10
-"""Log points whose mean a loss is compared with by ``bad_numbers.spike_factor``."""
+"""Number of log points with whose mean ``bad_numbers.spike_factor`` compares a loss."""
 REMEDIES = "try a lower optimizer.learning_rate, a longer optimizer.warmup_images or gradient_clipping 1.0"
 
 
 @dataclass
 class Run:
-    """Everything that the loop works with, on every rank."""
+    """State that the training loop works with, on every rank."""
 
     plan: RunPlan
     engine: UnetPipelineEngine
@@ -122,7 +122,7 @@ def _log(run: Run, meter: Meter) -> Interval:
 
 
 def _scale_floor(engine: UnetPipelineEngine) -> str | None:
-    """Return the trouble when fp16 overflows whatever the loss scale; None while there is none."""
+    """Describe the problem if fp16 overflows even at the lowest loss scale, else return None."""
     if engine.consecutive_overflows_at_floor < OVERFLOWS_AT_FLOOR:
         return None
     return (
@@ -132,10 +132,10 @@ def _scale_floor(engine: UnetPipelineEngine) -> str | None:
 
 
 def _bad_loss(run: Run, interval: Interval, done: bool) -> str | None:
-    """Return the trouble with the last interval's loss; None while there is none.
+    """Describe the problem with the last interval's loss, or return None.
 
-    In fp16 a loss that is not finite makes the scaler skip the step, and its floor is what counts, unless the run is
-    ``done``: it must not end well without one finite loss in its last interval.
+    In fp16 the scaler skips a step whose loss is not finite, so only its floor is checked, unless the run is ``done``:
+    it must not succeed without a finite loss in its last interval.
     """
     after = f"after {run.engine.images_seen:,} images; {REMEDIES}"
     if done and not math.isfinite(interval.loss):

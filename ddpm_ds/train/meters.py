@@ -49,13 +49,13 @@ class Interval:
     data_wait_seconds: float
     """Sum of the times spent waiting for the next batch."""
     stage_peak_memory_bytes: Sequence[Sequence[int]] = ()
-    """Of all ranks together: peak bytes ``[stage][replica]``, one number per device."""
+    """Peak bytes of all devices, ``[stage][replica]``; only in gathered intervals."""
     peak_reserved_bytes: int = 0
-    """Of all ranks together: the most that the allocator of one device has reserved; 0 on CPUs."""
+    """Maximum bytes that any device's allocator has reserved, 0 on CPUs; only in gathered intervals."""
 
 
 class Meter:
-    """Gathers steps until :meth:`read`. Only ``read``, ``so_far`` and ``paused`` wait for the device."""
+    """Accumulator of steps until :meth:`read`. Only ``read``, ``so_far`` and ``paused`` wait for the device."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -69,7 +69,7 @@ class Meter:
             self._sums.zero_()
 
     def timed(self, batches: Iterator[Batch] | None) -> Iterator[Batch]:
-        """Yield the same batches, of None nothing; the time spent waiting for each one is counted as data wait."""
+        """Yield the same batches, or none for None, counting the time spent waiting for them as data wait."""
         while batches is not None:
             begin = self._clock()
             try:
@@ -80,7 +80,7 @@ class Meter:
             yield batch
 
     def step(self, loss: Tensor, images: int) -> None:
-        """Count an optimizer step: its mean loss, a scalar on any device, over so many images."""
+        """Count an optimizer step over ``images`` images with its mean loss, a scalar on any device."""
         loss = loss.detach().double()
         finite = loss.isfinite()
         ones = torch.stack((torch.where(finite, loss, 0.0) * images, finite * float(images), finite.double()))

@@ -1,6 +1,6 @@
-"""A step's parts, which the images alone decide: a replica's micro-batches, denoising and the learning rate.
+"""Parts of a step that depend only on image indices: a replica's micro-batches, denoising and the learning rate.
 
-First and last stage draw alike, and a resumed run goes on as if it had never stopped.
+So the first and the last stage draw the same, and a resumed run continues as if it had never stopped.
 """
 
 from __future__ import annotations
@@ -124,10 +124,10 @@ def learning_rate(spec: RunSpec, images: float) -> float:
 
 
 def rate_of(spec: RunSpec) -> Callable[[int, int], float] | None:
-    """Return a function of the images seen before a step and of those of the step, which returns its learning rate.
+    """Return a function from the images seen before a step and the images in it to its learning rate.
 
-    That is the rate at the middle of the step's images, so that neither the first step of a warm-up nor the last one of
-    a decay is lost. None leaves it to DeepSpeed's scheduler.
+    It is the rate at the middle of the step's images, so that neither the first step of a warm-up nor the last of a
+    decay has rate 0. Returns None if DeepSpeed's scheduler decides.
     """
     if spec.optimizer.decay is None:
         return None

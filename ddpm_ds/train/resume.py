@@ -100,7 +100,7 @@ RECORD = ("spec.yaml", "ds_config.json", IDENTITY)
 
 
 class Claim(NamedTuple):
-    """A run's folder, or those of that name on several hosts, locked until the claim is dropped."""
+    """Run folder, or the folders of that name on several hosts, locked until the claim is dropped."""
 
     run_dir: Path
     """Run folder of rank 0."""

@@ -1,7 +1,7 @@
 """Checkpoints of an engine: content, saving, loading and rollback.
 
-Each rank gives the pieces that its optimizer owns, addressed by parameter name and offset, so a checkpoint knows
-nothing of stages, replicas, ZeRO stage or precision: a rank of another layout reads the pieces that it owns there.
+Each rank writes the pieces that its optimizer owns, addressed by parameter name and offset. So a checkpoint does not
+depend on stages, replicas, ZeRO stage or precision: in another layout each rank reads the pieces that it owns there.
 """
 
 from __future__ import annotations
@@ -104,11 +104,11 @@ class Saver:
         """Number of rollbacks after bad numbers."""
 
     def save(self) -> float:
-        """Begin a checkpoint of this moment; returns the seconds for which training was held up."""
+        """Begin a checkpoint of the current state; return the seconds for which training was blocked."""
         return self._begin(self._writer, state_fragments(self._engine, self._ema))
 
     def keep_snapshot(self) -> float:
-        """Begin a snapshot of the averages of ``ema.profiles``; returns the seconds for which training was held up."""
+        """Begin a snapshot of the averages of ``ema.profiles``; return the seconds for which training was blocked."""
         return self._begin(self._snapshot_writer, state_fragments(self._engine, self._ema, snapshot=True))
 
     def _begin(self, writer: Writer, fragments: list[Fragment]) -> float:
@@ -141,9 +141,7 @@ class Saver:
         return writer.begin(part, fragments, description, state)
 
     def wait(self) -> bool:
-        """Wait until the last checkpoint and the last snapshot are on the disk; return whether the checkpoint is, as
-        rank 0 knows.
-        """
+        """Wait for the last checkpoint and the last snapshot; return whether rank 0 counts the former as complete."""
         self._snapshot_writer.wait()
         return self._writer.wait()
 
@@ -158,7 +156,7 @@ class Saver:
 
     @torch.no_grad()
     def start_from(self, weights: InitialWeights) -> None:
-        """Put given weights into a fresh engine, and into their averages."""
+        """Load initial weights into a fresh engine and its averages."""
         for piece in insides.owned_pieces(self._engine):
             for tensor in (piece.master, *self._ema.of(piece.master).values()):
                 piece.of(tensor).copy_(weights.read(piece.name, piece.first, piece.length))
@@ -226,7 +224,7 @@ class Saver:
         return f"{trouble}; {done} (rollback {rollbacks} of {limit})"
 
     def before_now(self) -> CompleteCheckpoint | None:
-        """Return the newest good checkpoint up to now; later ones are of a course that the run has left."""
+        """Return the newest good checkpoint up to now; later ones were abandoned by a rollback or resume."""
         try:
             return newest(self._folder, self._groups, gather_objects, self._log, until=self._engine.images_seen)
         except NoCheckpointError:
@@ -234,5 +232,5 @@ class Saver:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Return the values, which JSON can hold, that all ranks give, by rank; collective over the process group."""
+    """Return all ranks' JSON values, by rank; collective over the process group."""
     return said_by_all(value, Any)

@@ -64,7 +64,7 @@ from ddpm_ds.unet.operations import widening
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run's inputs, checked on all ranks before they have a process group."""
+    """Inputs of a run, checked on all ranks before they have a process group."""
 
     plan: RunPlan
     """Plan decided for the hosts and this device."""

@@ -41,26 +41,26 @@ Carry = tuple[Tensor, ...]
 
 
 def newest_skip_is_h(layers: Sequence[Layer], cut: int) -> bool:
-    """Whether, before layer `cut`, the newest skip and h are one tensor."""
+    """Return whether, before layer `cut`, the newest skip and h are one tensor."""
     return layers[cut - 1].pushes
 
 
 def pack(carry: Carry, newest_skip_is_h: bool) -> Carry:
     """Return the tensors of a carry to send, in the order of :func:`ddpm_ds.unet.layers.boundary_shapes`.
 
-    The output of an encoder layer that pushes is both h and the newest skip. Sent as two tensors it would travel twice
-    and its gradient would come back in two halves; so the skip is left out and restored from h.
+    The output of an encoder layer that pushes is both h and the newest skip. To send it and its gradient only once, the
+    skip is left out and restored from h.
     """
     return carry[:-1] if newest_skip_is_h else carry
 
 
 def unpack(tensors: Carry, newest_skip_is_h: bool) -> Carry:
-    """Return the carry again, from the tensors that were received."""
+    """Restore the carry from received tensors; the inverse of :func:`pack`."""
     return (*tensors, tensors[0]) if newest_skip_is_h else tensors
 
 
 class CarryLayer(nn.Module):
-    """A layer of the list: pops a skip if it should, computes the new h, pushes it if it should."""
+    """Layer of the list: pops a skip if needed, computes the new h, and pushes it if needed."""
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()
@@ -76,11 +76,11 @@ class CarryLayer(nn.Module):
         return (h, emb, *skips, h) if self.pushes else (h, emb, *skips)
 
     def draw(self, h: Tensor) -> Tensor | None:
-        """Draw what is random in :meth:`compute`."""
+        """Draw the random input of :meth:`compute`, such as a dropout mask."""
         return None
 
     def compute(self, h: Tensor, emb: Tensor, drawn: Tensor | None) -> Tensor:
-        """Compute the new h, in the dtype of h; emb comes as stored. A function of these and the parameters alone."""
+        """Compute the new h, in the dtype of h, from the arguments and parameters alone; emb has its stored dtype."""
         raise NotImplementedError
 
 
@@ -100,8 +100,8 @@ class Embed(nn.Module):
     """First layer: ``(x_t, t[, labels][, condition])`` to the carry ``(x_t, emb)`` in the dtype of the weights.
 
     x_t (N, C, H, W), t (N,) int64 or float32, labels (N,) int64, condition (N, `conditions`) of any float dtype.
-    Without labels a class-conditional U-Net takes "no label", which is the label `classes`; without a condition it
-    takes zeros, which add nothing.
+    Without labels a class-conditional U-Net uses "no label", which is label `classes`; without a condition it uses
+    zeros, which add nothing.
     """
 
     def __init__(self, layer: EmbedLayer) -> None:
@@ -245,9 +245,9 @@ MODULES: dict[type[Layer], Callable[[Any], nn.Module]] = {
     UpsampleLayer: Upsample,
     OutputLayer: Output,
 }
-"""Module of every kind of layer but the residual block, whose dropout needs its index and the seed."""
+"""Module of every kind of layer except the residual block, whose dropout needs its index and the seed."""
 
 
 def module_of(layer: Layer, index: int, seed: int) -> nn.Module:
-    """Return the module of layer `index` of the list, with weights that are not drawn yet."""
+    """Return the module of layer `index` of the list, with uninitialised weights."""
     return ResidualBlock(layer, index, seed) if isinstance(layer, BlockLayer) else MODULES[type(layer)](layer)

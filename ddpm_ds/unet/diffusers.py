@@ -1,9 +1,9 @@
-"""Conversion between a U-Net of ours and the diffusers ``UNet2DModel`` that equals it: configuration and tensors,
-without importing diffusers.
+"""Conversion between our U-Net and the equal ``UNet2DModel`` of diffusers: configuration and tensors, without importing
+diffusers.
 
-What only one of the two can express is refused by name, so no setting is silently lost. The tensors hold the same
-numbers; diffusers keeps q, k and v apart, counts decoder levels from the deepest, and has convolutions' weights as
-(out, in, k, k), which are (out, k, k, in) here.
+Settings that only one of the two can express are refused by name. The tensors hold the same numbers; diffusers has
+separate q, k and v, counts decoder levels from the deepest, and stores convolution weights as (out, in, k, k) instead
+of (out, k, k, in).
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _image_size(found: _UnetArguments) -> int:
 
 
 def _attention(found: _UnetArguments) -> list[bool]:
-    """Return for each level, finest first, whether it has attention."""
+    """Return whether each level has attention, finest first."""
     down, up = ([name.startswith("Attn") for name in names] for names in (found.down_block_types, found.up_block_types))
     levels = len(found.block_out_channels)
     for key, types in (("down_block_types", found.down_block_types), ("up_block_types", found.up_block_types)):
@@ -202,7 +202,7 @@ def _check_widths(found: _UnetArguments, attends: list[bool]) -> None:
 
 
 def _divides_by_zero(first_width: int, shift: int) -> bool:
-    """Whether diffusers' sinusoidal embedding has no frequencies to spread."""
+    """Return whether diffusers' sinusoidal embedding would divide by zero, having no frequencies to space."""
     return shift == 1 and first_width // 2 == 1
 
 
@@ -223,7 +223,7 @@ def to_diffusers(state: Mapping[str, Tensor], layers: Sequence[Layer]) -> dict[s
 def from_diffusers(state: Mapping[str, Tensor], layers: Sequence[Layer]) -> dict[str, Tensor]:
     """Return tensors by our names from tensors by diffusers' names, present or old.
 
-    Raises ValueError where the names are not those of a `UNet2DModel` of these layers.
+    Raises ValueError if the names are not those of a `UNet2DModel` with these layers.
     """
     stored = stored_names(state, layers)
     return {
@@ -238,14 +238,14 @@ def to_published(tensor: Tensor) -> Tensor:
 
 
 def from_published(tensor: Tensor) -> Tensor:
-    """Return a parameter of PyTorch's layers in our shape, contiguous."""
+    """Return a parameter of a PyTorch layer in our shape, contiguous."""
     return tensor.permute(0, 2, 3, 1).contiguous() if tensor.ndim == 4 else tensor
 
 
 def stored_names(names: Iterable[str], layers: Sequence[Layer]) -> dict[str, str]:
-    """Return the names that a file uses (``names``), by diffusers' present names; a file may have older ones.
+    """Return the names in a file (``names``), which may be old, by diffusers' present names.
 
-    Raises ValueError where they are not those of a `UNet2DModel` of these layers, each once.
+    Raises ValueError unless they are exactly the names of a `UNet2DModel` with these layers.
     """
     names = list(names)
     stored = {_present_name(name): name for name in names}
@@ -265,9 +265,7 @@ def _present_name(name: str) -> str:
 
 
 def tensor_names(layers: Sequence[Layer]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the name of each of our tensors with that of diffusers' tensor, or of the several that are fused
-    in ours.
-    """
+    """Yield the name of each of our tensors, with the names of the diffusers tensors that are fused in it."""
     levels = 1 + max(int(layer.name.split(".")[1]) for layer in layers if layer.name.startswith("down."))
     for index, layer in enumerate(layers):
         for ours, theirs in _module_names(layer, levels):
@@ -302,9 +300,7 @@ def _module_names(layer: Layer, levels: int) -> Iterator[tuple[str, tuple[str, .
 
 
 def _place(name: str, levels: int) -> str:
-    """Return diffusers' module for a layer's name, such as ``up_blocks.0.resnets.2`` for ``up.3.block.2`` of
-    4 levels.
-    """
+    """Return diffusers' module for a layer, such as ``up_blocks.0.resnets.2`` for ``up.3.block.2`` of 4 levels."""
     side, *place = name.split(".")
     blocks = "mid_block"
     if side != "middle":

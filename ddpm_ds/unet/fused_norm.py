@@ -1,9 +1,8 @@
 """GroupNorm with SiLU and the embedding around it as one operator on channels-last memory, made of Triton kernels.
 
-Statistics and arithmetic are in fp32 whatever the dtype; only x, mean and rstd are kept for the backward. The operator
-is opaque to ``torch.compile``, which does not break on it. How the kernels share a tensor out among their programs is a
-function of its shape alone, so the order of summation is one too. Triton is imported at the first call: PyTorch for
-CPUs comes without it.
+Statistics and arithmetic are in fp32 for every dtype; only x, mean and rstd are kept for the backward. The operator is
+opaque to ``torch.compile`` and causes no graph break. The division of a tensor among programs, and so the order of
+summation, depends on its shape alone. Triton is imported at the first call, since PyTorch for CPUs comes without it.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ import torch
 from torch import Tensor
 
 BLOCK_ELEMENTS = 4096
-"""Elements of a tile that are in registers at a time."""
+"""Number of elements of a tile in registers at a time."""
 PROGRAMS = 1024
-"""Number of tiles to cut the pixels into where there are enough; about four for each multiprocessor of a large GPU."""
+"""Target number of tiles, about four for each multiprocessor of a large GPU."""
 COMBINED_ELEMENTS = 16384
 """Largest number of tile sums that one program combines."""
 WHOLE_ELEMENTS = 8192
-"""Largest block, in elements, of an image that is held whole; with more, one program would fill a multiprocessor, and
-no other could compute while it loads.
+"""Maximum elements of an image held whole by a program; a larger program would fill a multiprocessor, so that no other
+could compute while it loads.
 """
 ELEMENTS_A_WARP = 1024
 """Elements per warp of a block that is held whole: 32 a thread."""
@@ -65,7 +64,7 @@ class WholeImages:
 
 
 def power_above(number: int) -> int:
-    """Return the smallest power of two that is not below a positive number."""
+    """Return the smallest power of two that is at least a positive number."""
     return 1 << (number - 1).bit_length()
 
 
@@ -73,7 +72,7 @@ def power_above(number: int) -> int:
 def tiles(images: int, pixels: int, channels: int, groups: int) -> Tiles:
     """Return the tiles for a shape."""
     blocks = [size for size in (256, 128, 64) if size <= power_above(channels)] or [power_above(channels)]
-    columns = min(blocks, key=lambda size: (-(-channels // size) * size, -size))  # the least idle places
+    columns = min(blocks, key=lambda size: (-(-channels // size) * size, -size))  # fewest idle places
     channel_blocks = -(-channels // columns)
     rows = min(BLOCK_ELEMENTS // columns, power_above(pixels))
     wanted = -(-PROGRAMS // (images * channel_blocks))
@@ -85,7 +84,7 @@ def tiles(images: int, pixels: int, channels: int, groups: int) -> Tiles:
 
 @lru_cache
 def whole(pixels: int, channels: int, groups: int, element_bytes: int) -> WholeImages | None:
-    """Return how programs hold images of a shape whole; None where too few neighbouring channels would fit."""
+    """Return how programs hold whole images of a shape; None if too few neighbouring channels would fit."""
     width, rows = power_above(channels // groups), power_above(pixels)
     for row_bytes in ROW_BYTES:
         wanted = -(-row_bytes // (channels // groups * element_bytes))
@@ -113,9 +112,8 @@ def fused_norm_silu(
     shift: Tensor | None = None,
     silu: bool = True,
 ) -> Tensor:
-    """Return SiLU(GroupNorm(x + add) * (1 + scale) + shift), (N, C, H, W) in x's dtype, channels-last as x must be.
-
-    With ``silu`` false SiLU is not applied.
+    """Return SiLU(GroupNorm(x + add) * (1 + scale) + shift), (N, C, H, W) in x's dtype, channels-last as x must be;
+    without applying SiLU if ``silu`` is false.
 
     x fp32, fp16 or bf16; weight and bias (C,) of x's dtype or fp32; add, scale and shift (N, C) of x's dtype. x must be
     on the current CUDA device. Gradients are deterministic; there is no second derivative.
@@ -132,9 +130,7 @@ def _is_channels_last(x: Tensor) -> bool:
 
 
 def _row_stride(vectors: Tensor | None) -> tuple[Tensor | None, int]:
-    """Return optional (N, C) vectors with neighbouring channels in memory, and the stride from one image to
-    the next.
-    """
+    """Return optional (N, C) vectors with contiguous channels, and the stride between images."""
     if vectors is None:
         return None, 0
     vectors = vectors if vectors.stride(1) == 1 else vectors.contiguous()
@@ -196,7 +192,7 @@ def _(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Gradients of x, weight, bias, add, scale and shift; an empty tensor where there is no such input."""
+"""Gradients of x, weight, bias, add, scale and shift; an empty tensor for a missing input."""
 
 
 def _empty_gradients(x: Tensor, weight: Tensor, bias: Tensor, *vectors: Tensor | None) -> Gradients:

@@ -15,8 +15,8 @@ reads x and dy twice and writes dx. For small images the ``*_whole`` kernels hol
 groups in registers, so that everything is read once, in one launch: ROWS pixels by GROUPS x WIDTH places, of which a
 group uses its first C / G.
 
-Arguments that are 1 become constants in Triton, which have no methods: hence ``tl.cast``. Parameters of kernels are
-pointers and numbers, which annotations would not tell apart.
+Triton turns arguments of value 1 into constants, which have no methods; hence ``tl.cast``. Kernels have no annotations,
+which could not tell pointers from numbers.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -29,7 +29,7 @@ import triton.language as tl
 
 @triton.jit
 def vector(pointer, image, stride, channel, mask):
-    """Return row `image` of an optional (N, C) tensor as fp32; zeros where there is none."""
+    """Return row `image` of an optional (N, C) tensor as fp32; zeros if there is no tensor."""
     values = tl.zeros(channel.shape, tl.float32)
     if pointer is not None:
         values = tl.load(pointer + image * stride + channel, mask=mask, other=0.0).to(tl.float32)
@@ -176,7 +176,7 @@ def normalise_tile(
     pixels, tiles, tile_pixels, channel_blocks,
     C: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """Write y of a tile. Tiles go backwards: what the statistics have read last may still be in the cache."""
+    """Write y of a tile. Tiles run backwards, since the last ones that the statistics read may still be cached."""
     image, tile, block = place(tl.num_programs(0) - 1 - tl.program_id(0), tiles, channel_blocks)
     channel = block * COLUMNS + tl.arange(0, COLUMNS)
     inside = channel < C
@@ -248,7 +248,7 @@ def combine_gradient_sums(
     pixels, tiles,
     C: tl.constexpr, G: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write the means of dh and dh h over a group, (N, G) each, and all gradients but that of x, from the sums of
+    """Write the means of dh and dh h over a group, (N, G) each, and all gradients except dx, from the sums of
     :func:`tile_gradient_sums`.
     """
     image, group = tl.cast(tl.program_id(0) // G, tl.int64), tl.program_id(0) % G

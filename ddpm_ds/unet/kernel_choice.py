@@ -1,4 +1,4 @@
-"""Choice of the kernels for the normalisations and dropouts of a U-Net: ours or PyTorch's, as measured at start."""
+"""Choice of the kernels for a U-Net's normalisations and dropouts, ours or PyTorch's, as measured at start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ddpm_ds.unet.operations import GroupNorm, Kernels, KeyedDropout, norm_silu
 
 Asked = Literal["auto", "fused", "masks", "reference"]
 WARM_UP, RUNS = 3, 10
-"""Number of runs that compile and choose, and number of timed runs, of which the fastest counts."""
+"""Number of warm-up runs, and of timed runs, of which the fastest counts."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class NormShape:
 
 
 def norm_shapes(layers: Sequence[Layer]) -> Counter[NormShape]:
-    """Return the normalisations of a U-Net that SiLU follows, and the number of each."""
+    """Count the normalisations of a U-Net that are followed by SiLU, by shape."""
     shapes: Counter[NormShape] = Counter()
     for layer in layers:
         match layer:
@@ -50,15 +50,15 @@ def norm_shapes(layers: Sequence[Layer]) -> Counter[NormShape]:
 
 
 def mask_sizes(layers: Sequence[Layer]) -> Counter[int]:
-    """Return the elements of an image's dropout masks, and the number of masks of each size."""
+    """Count the dropout masks of a U-Net by their elements per image."""
     return Counter(math.prod(layer.output_shape) for layer in layers if isinstance(layer, BlockLayer) and layer.dropout)
 
 
 def check_kernels(asked: Asked, device: torch.device) -> None:
-    """Raise an error for kernels that can't run on a device, before anything starts.
+    """Check, before anything starts, that the requested kernels can run on a device.
 
     Raises:
-        DsConfigError: fused kernels were asked for, and there is no CUDA or no Triton.
+        DsConfigError: fused kernels were requested without CUDA or without Triton.
     """
     if asked in ("fused", "masks") and not available(device):
         missing = "CUDA, and this run is on the CPU" if device.type != "cuda" else "Triton, which is not installed"
@@ -72,9 +72,9 @@ class Trial:
     reference_seconds: float = 0.0
     fused_seconds: float = 0.0
     failure: str = ""
-    """Reason why the fused kernels don't run; empty where they do."""
+    """Reason why the fused kernels don't run; empty if they do."""
     device_lost: bool = False
-    """Whether nothing runs on the device since the fused kernels failed."""
+    """Whether the failure of the fused kernels made the device unusable."""
 
 
 def choose_kernels(
@@ -85,15 +85,15 @@ def choose_kernels(
     images: int,
     gather: Callable[[Trial], Sequence[Trial]] = lambda trial: [trial],
 ) -> tuple[Kernels, str]:
-    """Return the kernels for these layers, and one line that says why; ``auto`` measures on ``images`` images.
+    """Return the kernels for these layers and a line with the reason; ``auto`` measures on ``images`` images.
 
     The measurement is the sum over the normalisations, host time included. Dropout masks take a dozen passes over
     memory without their own kernel, so they use it wherever it runs. ``gather`` returns the trials of all ranks, so
     that all choose alike.
 
     Raises:
-        DsConfigError: the fused ones were asked for, and don't run on some rank.
-        DeviceLostError: they have broken the device of some rank.
+        DsConfigError: fused kernels were requested but don't run on some rank.
+        DeviceLostError: fused kernels have made the device of some rank unusable.
     """
     if asked == "reference":
         return asked, "kernels: reference (as asked)"
@@ -134,7 +134,7 @@ def try_kernels(asked: Asked, layers: Sequence[Layer], device: torch.device, dty
     if not available(device):
         return Trial(failure="Triton is not installed")
     norms = norm_shapes(layers)
-    probe = torch.ones(1, device=device)  # made now: a lack of memory is no loss of the device
+    probe = torch.ones(1, device=device)  # made first, so that a lack of memory is not taken for a lost device
     reference = norm_seconds(norms, device, dtype, images, "reference") if asked == "auto" else 0.0
     try:
         mask_seconds(mask_sizes(layers), device, images, "fused")
@@ -145,7 +145,7 @@ def try_kernels(asked: Asked, layers: Sequence[Layer], device: torch.device, dty
 
 
 def answers(probe: Tensor) -> bool:
-    """Return whether the device of a tensor still computes."""
+    """Return whether the device of a tensor still works."""
     try:
         probe.neg_()
         torch.cuda.synchronize(probe.device)
@@ -164,9 +164,7 @@ def norm_seconds(
 def one_norm_seconds(
     shape: NormShape, device: torch.device, dtype: torch.dtype, images: int, kernels: Kernels
 ) -> float:
-    """Return the seconds of forward and backward of one normalisation on channels-last images; the fastest of some
-    runs.
-    """
+    """Return the seconds of forward and backward of one normalisation on channels-last images, the fastest run's."""
     norm = GroupNorm(shape.groups, shape.channels, shape.epsilon).to(device, dtype)
     norm.kernels = kernels
     x, dy = (_pictures(shape, device, dtype, images) for _ in range(2))
@@ -188,8 +186,8 @@ def mask_seconds(sizes: Counter[int], device: torch.device, images: int, kernels
 def copy_bandwidth_share(shape: NormShape, device: torch.device, dtype: torch.dtype, images: int) -> float:
     """Return the share of the device's copy bandwidth that the fused kernels reach in forward and backward together.
 
-    It counts the bytes that must move, against a plain copy of x: where an image is held whole, forward reads x and
-    writes y, and backward reads x and dy and writes dx; elsewhere all is read twice.
+    It compares the bytes that must move with a plain copy of x. If images are held whole, forward reads x and writes y,
+    and backward reads x and dy and writes dx; otherwise every input is read twice.
     """
     x = _pictures(shape, device, dtype, images)
     copied = torch.empty_like(x)
@@ -199,7 +197,7 @@ def copy_bandwidth_share(shape: NormShape, device: torch.device, dtype: torch.dt
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds that some work takes on a CUDA device, host time included; the fastest of some runs."""
+    """Return the seconds of some work on a CUDA device, host time included, the fastest run's."""
     for _ in range(WARM_UP):
         work()
     marks = []

@@ -13,11 +13,11 @@ from torch import Tensor
 from ddpm_ds.keyed import HASH_MULTIPLIERS, check_key, drop_threshold
 
 WORDS = 1024
-"""Number of hashes per program; each decides on two neighbouring elements."""
+"""Number of hashes per program; each hash decides two neighbouring elements."""
 
 
 def fused_keep_mask(seed: int, stream: int, images: Tensor, count: int, drop: float) -> Tensor:
-    """Return which of `count` elements dropout keeps, (N, count) bool, as :func:`ddpm_ds.keyed.keep_mask` does.
+    """Return the mask of elements that dropout keeps, (N, count) bool, equal to :func:`ddpm_ds.keyed.keep_mask`.
 
     `images` must be on the current CUDA device.
 
@@ -50,7 +50,7 @@ def _(images: Tensor, seed: int, stream: int, count: int, threshold: int) -> Ten
     return images.new_empty((len(images), count), dtype=torch.bool)
 
 
-# What differs between layers and micro-batches of one shape must not make Triton build the kernel again.
+# Arguments that differ between layers and micro-batches of one shape must not make Triton recompile the kernel.
 @triton.jit(do_not_specialize=["key", "threshold"], do_not_specialize_on_alignment=["images"])
 def write_keep_mask(
     images: tl.tensor,

@@ -1,4 +1,4 @@
-"""The U-Net as one ordered list of layers: input, output and cost of each. Arithmetic only, no tensors.
+"""The U-Net as one ordered list of layers, with each layer's input, output and cost; arithmetic without tensors.
 
 Everything walks this list: the reference forward, the partition, the cost table, the names in checkpoints
 and the export. Between layers travels the carry ``(h, emb, *skips)``, skips newest last::
@@ -21,7 +21,7 @@ from ddpm_ds.config.spec import UnetSpec
 
 PASSES_PER_STEP = 3
 """Cost of a training step in forward passes: the backward pass costs two. Recomputation by activation checkpointing is
-not the model's work and is not counted.
+not counted as work.
 """
 
 
@@ -57,9 +57,7 @@ class Layer:
 
     @property
     def vectors(self) -> int:
-        """Number of all other trainable parameters: biases, scales and shifts, and what labels and conditions are
-        multiplied by.
-        """
+        """Number of all other trainable parameters: biases, scales, shifts, and weights of labels and conditions."""
         raise NotImplementedError
 
     @property
@@ -84,16 +82,14 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedLayer(Layer):
-    """Embedding of the timestep (and label, and condition): ``(x_t, t[, label][, condition])`` to a carry, whose h is
-    the image as it is.
-    """
+    """Embedding of timestep, label and condition: ``(x_t, t[, label][, condition])`` to a carry whose h is x_t."""
 
     sinusoid_channels: int
     sine_first: bool
     sinusoid_shift: int
     classes: int | None
     conditions: int = 0
-    """Numbers that tell how a training image was augmented; 0 has no such condition."""
+    """Size of the condition that describes a training image's augmentation; 0 means none."""
 
     @property
     def weights(self) -> int:
@@ -218,7 +214,7 @@ class BlockLayer(Layer):
         # norm, SiLU and convolution each keep their input, twice; modulation keeps its input and its scale.
         per_pixel = 3 * self.width + (3 + self.scale_shift) * self.out_channels
         vectors = 2 * self.embedding_channels + self.scale_shift * self.out_channels + 4 * self.groups
-        mask = self.out_channels * self.pixels // 4 if self.dropout else 0  # a byte each, beside 4 of fp32
+        mask = self.out_channels * self.pixels // 4 if self.dropout else 0  # one byte each, against 4 of fp32
         return per_pixel * self.pixels + vectors + mask
 
 
@@ -249,8 +245,8 @@ class AttentionLayer(Layer):
 
 
 def condition_numbers(unet: UnetSpec, image_channels: int) -> int:
-    """Return how many numbers tell the U-Net how a training image was augmented: those of
-    :func:`ddpm_ds.diffusion.augmentation.augmented`, then those of ``coloured``.
+    """Return the size of the condition that describes a training image's augmentation: the numbers of
+    :func:`ddpm_ds.diffusion.augmentation.augmented`, then of ``coloured``.
     """
     colours = 3 if image_channels == 1 else 6
     return (9 if unet.augmentation else 0) + (colours if unet.colour_augmentation else 0)
@@ -332,7 +328,7 @@ def unet_layers(unet: UnetSpec, *, image_channels: int, image_size: int) -> tupl
 def boundary_shapes(layers: Sequence[Layer], cut: int) -> tuple[tuple[int, ...], ...]:
     """Return the per-image shapes of the tensors that cross before layer `cut` (1 to len - 1), each tensor once.
 
-    Order: h, emb, skips oldest first. Where the layer before the cut pushed, the newest skip is h: not listed again.
+    Order: h, emb, skips oldest first. If the layer before the cut pushed, the newest skip is h and not listed again.
     """
     last = layers[cut - 1]
     skips: list[tuple[int, ...]] = []

@@ -34,9 +34,7 @@ def build_layer(layer: Layer, index: int, seed: int) -> nn.Module:
 
 
 def parameter_shapes(layers: Sequence[Layer]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of the whole U-Net by global name, in the order of the layers; allocates
-    nothing.
-    """
+    """Return the shape of every parameter of the U-Net by global name, in layer order, without allocating memory."""
     with torch.device("meta"):
         modules = [module_of(layer, index, 0) for index, layer in enumerate(layers)]
     return {
@@ -47,7 +45,7 @@ def parameter_shapes(layers: Sequence[Layer]) -> dict[str, tuple[int, ...]]:
 
 
 class UNet(nn.Module):
-    """The U-Net in one process: the reference that every pipeline must equal.
+    """U-Net in one process, the reference that every pipeline must equal.
 
     The names in ``self.layers``, such as ``4.conv1.weight``, are the parameters' names in every layout.
     """
@@ -67,8 +65,8 @@ class UNet(nn.Module):
     ) -> Tensor:
         """Predict from x_t (N, C, H, W) at timesteps t (N,): (N, C, H, W) in the dtype of the weights.
 
-        labels (N,) int64 for a class-conditional U-Net; condition (N, K) says how images were augmented, in the K
-        numbers of the first layer; images (N,) int64, which dropout needs in training.
+        labels (N,) int64 are for a class-conditional U-Net; condition (N, K) describes the images' augmentation, with
+        the K of the first layer; images (N,) int64 are the image indices, which dropout needs in training.
         """
         if images is not None:
             set_image_index(self.layers, images)
@@ -80,7 +78,7 @@ class UNet(nn.Module):
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raise DsConfigError where there is no compiler for ``compile`` on a device."""
+    """Raise DsConfigError if ``compile`` has no compiler for a device."""
     wanted = ("g++", "clang++") if device.type == "cpu" else ("gcc", "cc", "clang")
     named = os.environ.get("CXX" if device.type == "cpu" else "CC")
     if not any(shutil.which(program) for program in (named, *wanted) if program):
@@ -90,20 +88,20 @@ def check_compiler(device: torch.device) -> None:
 
 
 CODES_PER_LAYER = 5
-"""Largest number of compiled versions of a layer: with and without gradients, for the micro-batches of training and of
-sampling, and with weight gradients that wait, for training alone.
+"""Maximum compiled versions of a layer: with and without gradients, each for micro-batches of training and of sampling,
+and with deferred weight gradients, for training alone.
 """
 
 
 def compile_layers(modules: Sequence[nn.Module], cache: Path) -> None:
-    """Compile the layers in place when they are first called; code is kept in ``cache`` between runs.
+    """Make the layers compile at their first call; code is cached in ``cache`` between runs.
 
-    Only :meth:`compute` is compiled, a function of tensors and parameters alone. The carry, whose length differs from
-    layer to layer, the drawing of masks, whose keys differ, and the queue of weight gradients stay outside, so layers
-    of one shape share code. A ``TORCHINDUCTOR_CACHE_DIR`` in the environment takes precedence. A layer is compiled for
-    each shape of its input, and once more where weight gradients wait: only the first step of its kind compiles.
+    Only :meth:`compute` is compiled, a function of tensors and parameters alone. The carry, the drawing of masks and
+    the queue of weight gradients differ between layers and stay outside, so that layers of one shape share code. A
+    ``TORCHINDUCTOR_CACHE_DIR`` in the environment takes precedence. A layer is compiled for each shape of its input,
+    and once more for deferred weight gradients.
     """
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # takes a second, which others need not wait
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # takes a second to import
 
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR", "") in ("", default_cache_dir()):  # PyTorch writes its default there
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)

@@ -1,7 +1,7 @@
 """Operations that layers are made of: convolution, linear, normalisation, keyed dropout.
 
-Weights follow the dtype of the input, so the layer that holds them decides in which dtype it computes. They are not
-drawn on construction: :func:`draw_weights` does that, from its own generator.
+Weights are cast to the dtype of the input, so a layer chooses the dtype of its arithmetic. Construction does not
+initialise them: :func:`draw_weights` does, from its own generator.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ WIDENED_ON_CPU = (
     if torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     else (torch.float16, torch.bfloat16)
 )
-"""Data types that are stored as they are and computed in fp32: CPUs without 16-bit arithmetic run convolutions in it 30
-to 70 times slower than fp32 ones."""
+"""Data types that are stored in 16 bits but computed in fp32, since CPUs without 16-bit arithmetic run 16-bit
+convolutions 30 to 70 times slower than fp32 ones."""
 BY_PRODUCTS = torch.backends.cpu.get_cpu_capability() == "AVX2"
-"""Whether the weights' gradient of a channels-last 3x3 convolution is made of matrix products. On processors with AVX2
-but not AVX-512 oneDNN takes up to twice as long for it as nine products of the output's gradient with the shifted input
-do: docs/performance.md."""
+"""Whether the weight gradient of a channels-last 3x3 convolution is computed by nine matrix products of the output's
+gradient and the shifted input. On processors with AVX2 but not AVX-512, oneDNN takes up to twice as long
+(docs/performance.md)."""
 FEWEST_CHANNELS = 16
-"""Fewest channels with which a matrix product is wide enough to pay."""
+"""Minimum number of channels at which a matrix product is faster."""
 
 Kind = TypeVar("Kind", bound=nn.Module)
 Kernels = Literal["fused", "masks", "reference"]
-"""Implementation of the normalisations, with what surrounds them, and of dropout's masks: kernels of ours, kernels of
-ours for the masks alone, or PyTorch's operations."""
+"""Implementation of the normalisations, with SiLU and embedding, and of dropout masks: our kernels, our kernels for the
+masks alone, or PyTorch's operations."""
 
 
 def arithmetic_dtype(device_type: str, stored: torch.dtype) -> torch.dtype:
-    """Return the data type that a layer computes in: that of the carry, but on a CPU fp32 for fp16, and for bf16 below
-    AVX-512.
+    """Return the data type that a layer computes in: the carry's, except that CPUs compute fp16 in fp32, and bf16 too
+    without AVX-512.
 
-    A layer that widens its input once and narrows its output once costs about what fp32 costs.
+    A layer that widens its input once and narrows its output once costs about as much as in fp32.
     """
     return torch.float32 if device_type == "cpu" and stored in WIDENED_ON_CPU else stored
 
 
 def widening(device_type: str, stored: torch.dtype) -> str | None:
-    """Return the line that tells a user that 16-bit numbers are computed in fp32; None where they are not."""
+    """Return a notice for the user if 16-bit numbers are computed in fp32, else None."""
     if arithmetic_dtype(device_type, stored) is stored:
         return None
     precision = "fp16" if stored is torch.float16 else "bf16"
@@ -56,7 +56,7 @@ def widening(device_type: str, stored: torch.dtype) -> str | None:
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor, stride: int, padding: int) -> Tensor:
-    """Convolve x (N, C, H, W) with weight (O, C, k, k): (N, O, H', W') in the memory format that both have."""
+    """Convolve x (N, C, H, W) with weight (O, C, k, k): (N, O, H', W') in the memory format of both."""
     if weight.requires_grad and torch.is_grad_enabled() and _by_products(x, weight, stride, padding):
         return _Convolution3x3.apply(x, weight, bias)
     return F.conv2d(x, weight, bias, stride, padding)
@@ -95,7 +95,7 @@ class _Convolution3x3(torch.autograd.Function):
 
 @torch.library.custom_op("ddpm_ds::convolution_weight_backward", mutates_args=())
 def _weight_backward(gradient: Tensor, x: Tensor) -> Tensor:
-    """Return the gradient of the weights, (O, 3, 3, C), from that of the output (N, O, H, W) and x (N, C, H, W)."""
+    """Return the weight gradient (O, 3, 3, C) from the output's gradient (N, O, H, W) and x (N, C, H, W)."""
     height, width = x.shape[2:]
     padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, 1, 1, 1, 1))  # (N, H + 2, W + 2, C)
     pixels = gradient.permute(0, 2, 3, 1).flatten(0, 2).t()  # (O, N H W)
@@ -113,7 +113,7 @@ def _(gradient: Tensor, x: Tensor) -> Tensor:
 
 
 class Undrawn:
-    """Part whose weights :func:`draw_weights` draws."""
+    """Module whose weights are left for :func:`draw_weights` to initialise."""
 
     def reset_parameters(self) -> None:
         """Leave the weights undrawn; the inherited method would draw from torch's global generator."""
@@ -122,8 +122,8 @@ class Undrawn:
 class Convolution(Weighted):
     """Convolution with bias; at stride 1 it keeps the size of the image.
 
-    ``weight`` is (out, k, k, in): what a channels-last convolution reads, in the one layout that optimizers, which
-    flatten parameters and their gradients, leave as it is.
+    ``weight`` is a contiguous (out, k, k, in): the order that a channels-last convolution reads, which survives
+    optimizers that flatten parameters and gradients.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Convolution(Weighted):
 
 
 class Linear(Undrawn, Weighted, nn.Linear):
-    """Linear layer with bias. `parts` projections of one input may be fused in it; each is drawn separately."""
+    """Linear layer with bias that may fuse several projections (`parts`) of one input, each initialised separately."""
 
     def __init__(self, channels: int, out_channels: int, *, parts: int = 1, starts_at_zero: bool = False) -> None:
         super().__init__(channels, out_channels)
@@ -247,11 +247,10 @@ def norm_silu(
 
 
 class KeyedDropout(nn.Module):
-    """Dropout whose mask is a function of seed, layer and image, whatever batch the image is in.
+    """Dropout whose mask is a function of seed, layer and image, independent of the image's batch.
 
-    `images` (N,) int64, the images' positions in the training sequence, is set by :func:`set_image_index` before each
-    forward, a checkpoint's recomputation included. The mask is drawn apart from its use, so that the computation is the
-    same code in every layer.
+    :func:`set_image_index` sets `images` (N,) int64, the image indices, before each forward, including a checkpoint's
+    recomputation. The mask is drawn separately from its use, so that compiled code is the same in every layer.
     """
 
     def __init__(self, rate: float, seed: int, layer: int) -> None:
@@ -271,7 +270,7 @@ class KeyedDropout(nn.Module):
         channels, height, width = shape
         draw = keep_mask
         if self.kernels != "reference":
-            from ddpm_ds.unet.keyed_mask import fused_keep_mask as draw  # Triton, which not every machine has
+            from ddpm_ds.unet.keyed_mask import fused_keep_mask as draw  # needs Triton, which not every machine has
         keep = draw(self.seed, self.stream, self.images, channels * height * width, self.rate)
         return keep.view(-1, height, width, channels).permute(0, 3, 1, 2)
 
@@ -280,13 +279,13 @@ class KeyedDropout(nn.Module):
 
 
 def set_image_index(modules: Iterable[nn.Module], images: Tensor) -> None:
-    """Set the images that come next in every dropout of `modules`: `images` (N,) int64."""
+    """Set the image indices of the next forward, `images` (N,) int64, in every dropout of `modules`."""
     for module in _all_of(modules, KeyedDropout):
         module.images = images
 
 
 def use_kernels(modules: Iterable[nn.Module], kernels: Kernels) -> None:
-    """Switch fused kernels on or off in everything in `modules` that has them."""
+    """Choose the kernels of every module in `modules` that has fused ones."""
     for module in _all_of(modules, nn.Module):
         if isinstance(module, GroupNorm | KeyedDropout):
             module.kernels = kernels

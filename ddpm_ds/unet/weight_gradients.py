@@ -1,10 +1,10 @@
-"""Weight gradients apart from input gradients: a backward leaves them, and several micro-batches are done at once.
+"""Weight gradients deferred from the backward, to be computed for several micro-batches at once.
 
-A convolution or linear layer (:class:`Weighted`) whose weight gradient waits computes with the detached weight, and a
-node of the graph behind it queues what the gradient is made of: the layer's input, which autograd keeps anyway, and its
+To defer its weight gradient, a convolution or linear layer (:class:`Weighted`) computes with the detached weight, and a
+node of the graph queues the two factors of the gradient: the layer's input, which autograd keeps anyway, and its
 output's gradient. Biases and normalisations have small gradients, which stay in the backward.
 
-A compiled graph can queue nothing; there both tensors come out as the gradients of two more inputs (:class:`Tapped`).
+A compiled graph can't queue anything; it returns both tensors as the gradients of two more inputs (:class:`Tapped`).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 ENOUGH_PIXELS = {"cpu": 512, "cuda": 8192}
-"""Pixels, of all images together, from which on more of them make a product no faster: micro-batches are joined until
-there are so many. Measured on a CPU (docs/performance.md), estimated for a GPU."""
+"""Pixels over all images beyond which a product gets no more efficient; micro-batches are joined up to this number.
+Measured on a CPU (docs/performance.md), estimated for a GPU."""
 
 Pair = tuple[Tensor, Tensor]
 """A layer's input and its output's gradient."""
 
 
 class WaitingGradients:
-    """Queue of the weight gradients of some layers.
+    """Queue of deferred weight gradients of some layers.
 
     Args:
-        split: phases and micro-batches whose weight gradients wait; those of all others are computed in the backward.
+        split: phases and micro-batches whose weight gradients are deferred; all others are computed in the backward.
     """
 
     def __init__(self, split: Collection[tuple[int, int]]) -> None:
@@ -41,18 +41,18 @@ class WaitingGradients:
         self._queued: dict[int, dict[nn.Module, Pair]] = defaultdict(dict)
 
     def begin(self, phase: int, number: int) -> None:
-        """Note which forward or backward runs next."""
+        """Set the phase and micro-batch of the next forward or backward."""
         self.number, self.open = number, (phase, number) in self._split
 
     def ways(self, phase: int, micro_batches: int) -> set[bool]:
-        """Return whether weight gradients wait in the passes of a phase: in all, in none, or both."""
+        """Return whether weight gradients are deferred in a phase: {True}, {False}, or both if only in some passes."""
         return {(phase, number) in self._split for number in range(micro_batches)}
 
     def put(self, layer: Weighted, x: Tensor, gradient: Tensor) -> None:
         """Queue a layer's input and its output's gradient.
 
         Raises:
-            RuntimeError: the layer has been used twice for a micro-batch, whose sum nobody would make.
+            RuntimeError: the layer was used twice for a micro-batch, and the two gradients would not be summed.
         """
         queued = self._queued[self.number]
         if layer in queued:
@@ -60,9 +60,9 @@ class WaitingGradients:
         queued[layer] = x, gradient
 
     def compute(self, layers: Iterable[Weighted], numbers: Sequence[int]) -> None:
-        """Compute the weight gradients of some layers for some micro-batches at once, and give each weight its sum.
+        """Compute the weight gradients of some layers for several micro-batches at once, and accumulate their sums.
 
-        The sum is made in the arithmetic's dtype. A weight gets it as from a backward, so that hooks run, once.
+        Sums are in the arithmetic's dtype. Each weight receives its sum as from a backward, so that its hooks run once.
         """
         for layer in layers:
             total: Tensor | None = None
@@ -76,11 +76,11 @@ class WaitingGradients:
                 del self._queued[number]
 
     def clear(self) -> None:
-        """Forget all that waits."""
+        """Discard all deferred gradients."""
         self._queued.clear()
 
     def check_empty(self) -> None:
-        """Raise RuntimeError if the gradient of a weight is still waiting, or was of another micro-batch."""
+        """Raise RuntimeError if a weight gradient is still deferred, or belonged to another micro-batch."""
         if self._queued:
             raise RuntimeError(f"weight gradients of micro-batches {sorted(self._queued)} were never computed")
 
@@ -99,35 +99,35 @@ def _joined(pairs: Sequence[Pair]) -> Iterator[Pair]:
 
 
 class Taps(NamedTuple):
-    """Inputs of compiled code that stand for the weight of a convolution or linear layer while its gradient waits.
+    """Inputs of compiled code in place of a convolution's or linear layer's weight while its gradient is deferred.
 
-    A parameter that is an input would run its hooks in every backward, even without a gradient.
+    A parameter as an input would run its hooks in every backward, even without a gradient.
     """
 
     weight: Tensor
-    """Detached."""
+    """Detached weight."""
     x: Tensor
-    """Has the shape of the layer's input, which is its gradient, and no memory of that size."""
+    """Tensor of the shape of the layer's input, without memory; its gradient is that input."""
     y: Tensor
-    """The same for the layer's output; its gradient is the output's."""
+    """Tensor of the shape of the layer's output, without memory; its gradient is the output's gradient."""
 
 
 class Weighted(nn.Module):
-    """Convolution or linear layer: what it computes, and with which weight."""
+    """Convolution or linear layer whose weight gradient can be deferred."""
 
     weight: Tensor
     bias: nn.Parameter
     waiting: WaitingGradients | None = None
     """Queue for the weight gradient; without one it is computed in the backward."""
     taps: Taps | None = None
-    """Inputs of compiled code in the place of the weight, while its gradient waits."""
+    """Inputs of compiled code in place of the weight while its gradient is deferred."""
 
     def forward(self, x: Tensor) -> Tensor:
         bias = self.bias.to(x.dtype)
         if not torch.is_grad_enabled() or self.waiting is None or not self.waiting.open:
             return self.product(x, self.weight.to(x.dtype), bias)
         weight = self.weight.detach() if self.taps is None else self.taps.weight
-        y = self.product(x, weight.to(x.dtype), bias.detach())  # _Wait adds the graph that it lacks
+        y = self.product(x, weight.to(x.dtype), bias.detach())  # _Wait adds its backward
         if self.taps is None:
             return _Wait.apply(y, x.detach(), bias, self)
         return _Wait.apply(y, x.detach(), bias, None, self.taps.x, self.taps.y)
@@ -147,10 +147,10 @@ def weighted_parts(layer: nn.Module) -> list[Weighted]:
 
 
 class _Wait(torch.autograd.Function):
-    """Identity on a layer's output whose backward puts the weight gradient off, and gives the bias its own.
+    """Identity on a layer's output whose backward defers the weight gradient and computes the bias's.
 
-    What the weight gradient is made of goes into the layer's queue, or leaves as the gradients of two ``taps``. Asked
-    for the bias's gradient, oneDNN's convolution would compute the weight's as well.
+    The factors of the weight gradient go into the layer's queue, or leave as the gradients of two ``taps``. The bias's
+    gradient is computed here because oneDNN's convolution would compute the weight's with it.
     """
 
     @staticmethod
@@ -171,19 +171,19 @@ class _Wait(torch.autograd.Function):
 
 
 class Tapped:
-    """Compiled arithmetic of a layer of the U-Net, whose weight gradients may wait.
+    """Compiled arithmetic of a layer of the U-Net, whose weight gradients may be deferred.
 
-    A compiled graph can queue nothing, but gradients of its inputs leave it. So where weight gradients wait, each
-    convolution and linear layer gets :class:`Taps`, and the node that made them, outside of the graph, queues what
-    arrives there::
+    A compiled graph can't queue anything, but returns gradients of its inputs. So to defer weight gradients, each
+    convolution and linear layer gets :class:`Taps`, and the node that made them, outside of the graph, queues their
+    gradients::
 
         taps ───────▶ compiled forward ──▶ h       forwards
         queue ◀ taps ◀ compiled backward ◀ h       backwards: x and the output's gradient of each part
 
     Args:
-        compute: the arithmetic as it is written.
-        compiled: the same, compiled.
-        parts: convolutions and linear layers in it; all of them have one queue.
+        compute: the arithmetic as written.
+        compiled: the same arithmetic, compiled.
+        parts: its convolutions and linear layers, which share one queue.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class Tapped:
         self._known: dict[tuple[Any, ...], list[Tensor]] = {}
 
     def __call__(self, *inputs: Any) -> Tensor:
-        """Compute, with taps where weight gradients wait."""
+        """Compute, with taps if weight gradients are deferred."""
         waiting = self._parts[0].waiting
         if not torch.is_grad_enabled() or waiting is None or not waiting.open:
             return self._compiled(*inputs)
@@ -210,7 +210,7 @@ class Tapped:
                 part.taps = None
 
     def _alike(self, inputs: Sequence[Any]) -> list[Tensor]:
-        """Return a tensor without memory for each part's input and output; computes once to see their shapes."""
+        """Return a tensor without memory for each part's input and output, computing once to get their shapes."""
         key = tuple((one.shape, one.dtype) if isinstance(one, Tensor) else one for one in inputs)
         if key not in self._known:
             seen: dict[nn.Module, list[Tensor]] = {}
@@ -228,7 +228,7 @@ class Tapped:
 
 
 class _MakeTaps(torch.autograd.Function):
-    """Two taps for each of some parts, whose backward queues what arrives there."""
+    """Creation of two taps for each part, whose backward queues the taps' gradients."""
 
     @staticmethod
     def forward(ctx: Any, root: Tensor, parts: Sequence[Weighted], alike: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -128,7 +128,7 @@ class OneStageEngine(OurPipeline):
 
 
 class ZeroWithoutPipeline:
-    """The whole U-Net on every process under ZeRO-2, which partitions gradients and optimizer state among them."""
+    """Whole U-Net on every process under ZeRO-2, which partitions gradients and optimizer state among them."""
 
     is_pipeline = False
 
@@ -161,7 +161,7 @@ class ZeroWithoutPipeline:
 
 
 class TupleLayer(nn.Module):
-    """A layer of the list from a tuple to a tuple, as the stock engine carries it.
+    """Layer of the list as a function from tuple to tuple, which the stock engine needs.
 
     The images' index, which dropout needs on every stage, goes along as the first tensor. Tensors are made
     contiguous, since gloo refuses others; and the last layer uses the embedding, since the engine sends a gradient
@@ -183,7 +183,7 @@ class TupleLayer(nn.Module):
 
 
 class CutModule(PipelineModule):
-    """A pipeline cut at ``bounds``; None leaves the cuts to DeepSpeed, which balances parameters."""
+    """Return a pipeline cut at ``bounds``; None leaves the cuts to DeepSpeed, which balances parameters."""
 
     def __init__(self, bounds: Sequence[int] | None, **options: Any) -> None:
         self._bounds = bounds
@@ -232,7 +232,7 @@ class StockPipeline:
         return self._objective.loss(prediction, Noised(x0, t, eps, labels=None, condition=None, images=unread))
 
     def _read(self, setting: Setting) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
-        """Inputs of the first stage and targets of the last one; the engine takes what its stage needs."""
+        """Yield inputs of the first stage and targets of the last; the engine uses those that its stage needs."""
         replica = self._engine.grid.get_data_parallel_id()
         for micro_batch in setting.batches(setting.plan.ds.layout.replicas, replica):
             prepared = self._objective.prepare(micro_batch)

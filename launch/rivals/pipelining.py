@@ -51,7 +51,7 @@ class StageModule(nn.Module):
 
 
 class TorchPipeline:
-    """A schedule of PyTorch; replicas, where there are any, are averaged by DistributedDataParallel around a stage.
+    """Schedule of PyTorch; DistributedDataParallel around a stage averages replicas, if there are any.
 
     1F1B has this project's cuts. The others have two stages on each rank, cut evenly by flops.
     """
@@ -123,12 +123,12 @@ class TorchPipeline:
         return torch.stack(losses).detach().sum() / self._replicas
 
     def _loss(self, prediction: Tensor, number: Tensor) -> Tensor:
-        """A micro-batch's part of the replica's mean loss; a target has to be one tensor, so it is a number."""
+        """Return a micro-batch's part of the replica's mean loss; a target has to be one tensor, so it is a number."""
         return self._objective.loss(prediction, self._prepared[int(number)]) / self._micro_batches
 
 
 def _like_crossing(setting: Setting, cut: int) -> tuple[Tensor, ...]:
-    """Tensors on no device like those of a micro-batch that cross before layer ``cut``, at the ends the U-Net's own.
+    """Return meta tensors like those of a micro-batch that cross before layer ``cut``, or the U-Net's own at its ends.
 
     Given these, a stage does not have to find out by running, and expects contiguous gradients, which gloo needs.
     """

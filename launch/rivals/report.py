@@ -60,7 +60,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything a reader needs to judge the numbers and to repeat them."""
+    """Facts that a reader needs to judge and repeat the numbers."""
 
     about: dict[str, Any]
     """Facts for JSON: what was run, how, where and when."""

@@ -34,7 +34,7 @@ SCALES = 32
 
 
 class Row(Protocol):
-    """One way of training; each row starts from the same weights and sees the same images in the same order."""
+    """Way of training; each row starts from the same weights and sees the same images in the same order."""
 
     name: str
     note: str
@@ -171,7 +171,7 @@ class Optimizer:
 
 
 class Loop:
-    """A row: a U-Net in a loop of its own, over the micro-batches of this process's replica."""
+    """Row that trains a U-Net in its own loop, over the micro-batches of this process's replica."""
 
     is_pipeline = False
 

@@ -92,7 +92,7 @@ def our_loop(setting: Setting, switches: Switches, note: str = "") -> Loop:
 
 
 class AutocastLoop(Loop):
-    """A U-Net trained as its users do: fp32 weights, the forward under ``torch.autocast`` of the run's precision."""
+    """U-Net trained as its users do: fp32 weights, the forward under ``torch.autocast`` of the run's precision."""
 
     def __init__(self, setting: Setting, model: nn.Module, name: str, call: Callable[..., Tensor]) -> None:
         precision = setting.plan.ds.precision

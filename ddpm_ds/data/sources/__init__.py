@@ -1,8 +1,8 @@
-"""Sources of images: data sets as users have them, each a file of this package behind one protocol.
+"""Sources of images: each kind of data set is a module of this package behind one protocol.
 
-A source knows the class of each image and reads it as it is stored; :mod:`ddpm_ds.data.decoding` gives it the size and
-the colours of the spec. docs/add_a_source.md shows how to add one. The run spec reads the entries of SOURCES without
-numpy and Pillow, so a source imports such libraries where it uses them.
+A source knows the class of each image and reads it as stored; :mod:`ddpm_ds.data.decoding` converts it to the size and
+colours of the spec. docs/add_a_source.md shows how to add one. The run spec reads the entries of SOURCES without numpy
+and Pillow, so a source imports these libraries in its functions.
 """
 
 from __future__ import annotations
@@ -47,6 +47,6 @@ def open_source(spec: DataSpec, progress: bool = False) -> Source:
     """Open the source that ``spec.source`` names; ``progress`` shows bars while it is downloaded or listed.
 
     Raises:
-        DataError: what it reads is missing, damaged or holds no images, or can't be downloaded.
+        DataError: the data set is missing, damaged or without images, or can't be downloaded.
     """
     return SOURCES[spec.source].open(spec, progress)

@@ -1,4 +1,4 @@
-"""Images in one array: the ``.npy`` and ``.npz`` files of numpy, the digits, and what torchvision holds as pixels."""
+"""Images in one array: numpy's ``.npy`` and ``.npz`` files, the digits, and torchvision data sets held as pixels."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ ARRAY_NAMES = (("images", "arr_0"), ("labels", "arr_1"))
 """Names of the images and of the labels in a .npz."""
 COPY_BYTES = 2**22
 BROKEN = (OSError, ValueError, EOFError, OverflowError, MemoryError, NotImplementedError, RuntimeError)
-"""What numpy and zipfile raise on broken files, besides errors of their own."""
+"""Standard errors that numpy and zipfile raise for broken files."""
 
 
 @dataclass
 class ArraySource:
-    """Source of images in one array, in memory or mapped from a file. There is nothing to decode, so it is read by one
-    process and never sent to others.
-    """
+    """Source of images in one array, in memory or mapped from a file; read by one process, since nothing is decoded."""
 
     classes: tuple[str, ...]
     labels: Labels = field(repr=False)
@@ -47,7 +45,7 @@ class ArraySource:
 
 
 def open_digits(spec: DataSpec, progress: bool) -> ArraySource:
-    """Open scikit-learn's 1,797 handwritten digits, grey, of 8x8 pixels, which come with it."""
+    """Open the 1,797 handwritten digits that come with scikit-learn, grey images of 8x8 pixels."""
     import numpy as np
     from sklearn.datasets import load_digits  # takes a second
 
@@ -57,8 +55,8 @@ def open_digits(spec: DataSpec, progress: bool) -> ArraySource:
 
 
 def open_arrays(spec: DataSpec, progress: bool) -> ArraySource:
-    """Open a ``.npy`` of images or a ``.npz`` of images and labels, which are mapped; what is compressed is unpacked
-    into a file without a name in ``store_root`` first.
+    """Open a ``.npy`` of images or a ``.npz`` of images and labels, memory-mapped; compressed arrays are first unpacked
+    into an unnamed file in ``store_root``.
 
     Images are ``images`` or ``arr_0``, uint8 (N, H, W), (N, H, W, C) or (N, C, H, W) with one or three channels; labels
     are ``labels`` or ``arr_1``, whole numbers from 0. The names ``arr_0`` and ``arr_1`` are guided-diffusion's.
@@ -70,7 +68,7 @@ def open_arrays(spec: DataSpec, progress: bool) -> ArraySource:
         images, labels = _stored_arrays(path, spec.store_root)
     except (*BROKEN, zipfile.BadZipFile, zlib.error) as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise  # it is the disk of the store that is full
+            raise  # the disk of store_root is full
         raise DataError(f"data.path = {path} can't be read ({one_line(error)}); write it again with numpy") from error
     if images.dtype != np.uint8 or images.ndim not in (3, 4) or not images.size:
         raise DataError(
@@ -96,7 +94,7 @@ def _stored_arrays(path: Path, folder: Path) -> tuple[npt.NDArray[Any], npt.NDAr
     from numpy.lib.format import open_memmap
 
     def unpacked(member: zipfile.ZipInfo) -> npt.NDArray[Any]:
-        """Map an array of the archive, whose checksum is compared, from a file that has no name and goes with it."""
+        """Unpack an array into an unnamed temporary file, comparing its checksum, and map it."""
         with tempfile.TemporaryFile(dir=folder) as file, archive.open(member) as packed:
             shutil.copyfileobj(packed, file, COPY_BYTES)
             file.flush()

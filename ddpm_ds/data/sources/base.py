@@ -1,4 +1,4 @@
-"""What sources of images share: their protocol, limits, and helpers. Light: the run spec imports it."""
+"""Protocol, limits and helpers shared by sources of images; imports little, since the run spec imports it."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ Labels: TypeAlias = "npt.NDArray[np.int64]"
 NOT_PICTURES = {"BUFR", "EPS", "GRIB", "HDF5", "IPTC", "MPEG", "WMF"}
 """Formats that Pillow recognises by name but can't decode by itself, or that hold no pictures."""
 MOST_IMAGE_BYTES = 2**28
-"""Most bytes of an encoded image, which are read at once."""
+"""Maximum bytes of an encoded image, which is read at once."""
 MOST_CLASSES = 10**6
-"""Most classes of a source, as of a U-Net."""
+"""Maximum number of classes of a source and of a U-Net."""
 UNLABELLED = -1
-"""Label of an image that has none, while labels are collected."""
+"""Placeholder for a missing label while labels are collected."""
 NETWORK_TIMEOUT_SECONDS = 20.0
-"""Time limit for each answer of the network; a network that drops packets would delay a launch for minutes."""
+"""Time limit for each network response, since a network that drops packets could delay a launch for minutes."""
 
 
 class UnreadableImage(Exception):
-    """Error for an image of a source that can't be read. It is skipped; too many of them are an error."""
+    """Error for an image of a source that can't be read and is skipped; too many of them are an error."""
 
     def __init__(self, name: str, reason: str) -> None:
-        super().__init__(name, reason)  # what it takes to send it to another process
+        super().__init__(name, reason)  # lets it be pickled to another process
         self.name, self.reason = name, reason
 
     def __str__(self) -> str:
@@ -64,11 +64,11 @@ class Source(Protocol):
         ...
 
     def name(self, i: int, /) -> str:
-        """Return what reports call image ``i``: a path, a member of an archive, a row."""
+        """Return the name of image ``i`` in reports: a path, a member of an archive, a row."""
         ...
 
     def read(self, i: int, /) -> bytes | Pixels:
-        """Return image ``i`` as it is stored: the bytes of an image file, or uint8 pixels (H, W) or (H, W, C).
+        """Return image ``i`` as stored: the bytes of an image file, or uint8 pixels (H, W) or (H, W, C).
 
         Raises:
             OSError, ValueError: this image can't be read, and is skipped; any other error is a bug.
@@ -83,13 +83,13 @@ class SourceKind:
     about: str
     """Words for the documentation of the spec."""
     open: Callable[[DataSpec, bool], Source]
-    """Function that opens it; the second argument shows bars. Raises DataError."""
+    """Function that opens it; its second argument is whether to show bars. Raises DataError."""
     path: str | None = None
     """Word for what `data.path` names, such as FOLDER; None means that it reads no path."""
     name: str | None = None
-    """Word for what `data.name` names; None means that it reads no name. A source of both reads either."""
+    """Word for what `data.name` names; None means that it reads no name. A source with both words reads either."""
     keys: tuple[str, ...] = ()
-    """Other keys that it reads, of `split`, `image_column` and `label_column`."""
+    """Other keys that it reads, among `split`, `image_column` and `label_column`."""
 
     def reads(self, key: str) -> bool:
         """Return whether it reads a key of the spec."""
@@ -98,7 +98,7 @@ class SourceKind:
 
 @contextlib.contextmanager
 def network_limit(seconds: float) -> Iterator[None]:
-    """Limit every wait for an answer of the network; downloads by torchvision and torch.hub have no limit."""
+    """Set a time limit for network responses, which downloads by torchvision and torch.hub lack."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:
@@ -108,7 +108,7 @@ def network_limit(seconds: float) -> Iterator[None]:
 
 
 class Names:
-    """Texts in the memory of their bytes, for millions of paths; to pickle them is to copy two arrays."""
+    """Compact list of millions of texts such as paths, stored as two arrays, which are fast to pickle."""
 
     def __init__(self, names: Iterable[str]) -> None:
         import numpy as np
@@ -130,7 +130,7 @@ class Names:
 
 
 def numbered(names: Iterable[str]) -> tuple[tuple[str, ...], Labels]:
-    """Return the different names, sorted, and the index of each of ``names`` among them, int64 (N,)."""
+    """Return the distinct names, sorted, and the index of each of ``names`` among them, int64 (N,)."""
     import numpy as np
 
     seen: dict[str, int] = {}
@@ -142,9 +142,9 @@ def numbered(names: Iterable[str]) -> tuple[tuple[str, ...], Labels]:
 
 
 def labelled(labels: Labels, names: Sequence[str] | None = None) -> tuple[tuple[str, ...], Labels]:
-    """Return the names of the classes, which are numbers unless ``names`` has one for each, and the labels, int64 (N,).
+    """Return the class names, which are numbers unless ``names`` has one for each class, and the labels, int64 (N,).
 
-    Where no image has a label, all are of one class.
+    If no image has a label, all have the same class.
     """
     import numpy as np
 
@@ -157,7 +157,7 @@ def labelled(labels: Labels, names: Sequence[str] | None = None) -> tuple[tuple[
 
 
 def read_path(spec: DataSpec, what: str, folder: bool = False) -> Path:
-    """Return ``data.path`` of a source that is one file, or one folder; ``what`` is that in words. Raises DataError."""
+    """Return ``data.path``, which must be a file or, if ``folder``, a folder, called ``what``; raises DataError."""
     path, kind = spec.path, "folder" if folder else "file"
     assert path is not None  # the run spec checks it
     if not (path.is_dir() if folder else path.is_file()):
@@ -173,7 +173,7 @@ def check_size(size: int) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """Return an image file; raises OSError for what is no regular file, and ValueError for too many bytes."""
+    """Read an image file; raises OSError if it is not a regular file, ValueError if it is too large."""
     with open_regular(path) as file:
         check_size(os.fstat(file.fileno()).st_size)
         return file.read()
@@ -181,7 +181,7 @@ def read_file(path: Path) -> bytes:
 
 @functools.cache
 def formats() -> tuple[str, ...]:
-    """Return Pillow's names of the formats that are read: a file's content, not its name, says which it has."""
+    """Return Pillow's names of the readable formats; a file's content, not its name, decides its format."""
     from PIL import Image
 
     warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # our own limit is lower
@@ -198,16 +198,16 @@ def _extensions() -> frozenset[str]:
 
 
 def is_image(name: str) -> bool:
-    """Return whether a file of this name, without folders, is read as an image: its extension says so."""
+    """Return whether a file name, without folders, has the extension of an image."""
     return os.path.splitext(name)[1].lower() in _extensions() and not name.startswith(".")
 
 
 def printable(path: str) -> str:
-    """Return a path as text that any file can hold, also where its bytes are not UTF-8."""
+    """Return a path as text that can be written to any file, even if its bytes are not UTF-8."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def one_line(error: Exception) -> str:
     """Return the reason of an error in one line."""
-    reason = (isinstance(error, OSError) and error.strerror) or str(error).split(" <_io.BytesIO")[0]  # of Pillow's
+    reason = (isinstance(error, OSError) and error.strerror) or str(error).split(" <_io.BytesIO")[0]  # Pillow's address
     return " ".join(reason.split()) or type(error).__name__

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class FolderSource:
-    """Image files with paths relative to ``root``, sorted by them; the first folder of a path is its class.
+    """Image files sorted by their path relative to ``root``; the first folder of a path is the class.
 
-    Images without a folder are of class ``.``. Names that begin with a dot are skipped.
+    Images directly in ``root`` have class ``.``. Names that begin with a dot are skipped.
     """
 
     classes: tuple[str, ...]
@@ -32,7 +32,7 @@ class FolderSource:
         return printable(self.files[i])
 
     def read(self, i: int, /) -> bytes:
-        """Read an image file; what is no regular file raises OSError."""
+        """Read an image file; raises OSError if it is not a regular file."""
         return read_file(self.root / self.files[i])
 
 
@@ -55,7 +55,7 @@ def class_of(path: str) -> str:
 
 
 def _image_files(root: str) -> Iterator[str]:
-    """Yield the relative paths of the files under ``root`` that Pillow can decode, by their extension, sorted."""
+    """Yield the relative paths of files under ``root`` with an extension that Pillow can decode, sorted."""
     visited = set()
     waiting = [""]  # the last one comes next; a folder ends with a slash
     while waiting:

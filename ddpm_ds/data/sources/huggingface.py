@@ -1,7 +1,7 @@
 """Data sets of Hugging Face's ``datasets`` library: a folder that it saved, parquet and arrow files, or a hub name.
 
-The library finds and converts; images are then read from its Arrow files, which are mapped, without it: to import it
-takes seconds, and memory in each process.
+The library only downloads and converts. Images are then read directly from memory-mapped Arrow files, since importing
+the library takes seconds, and memory in each process.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from ddpm_ds.config.spec import DataSpec
 
 SAVED = ("state.json", "dataset_dict.json")
-"""Files of which one is in a folder that ``save_to_disk`` wrote."""
+"""Files by which a folder written by ``save_to_disk`` is recognised."""
 FILES = {".parquet": "parquet", ".arrow": "arrow"}
 """Loaders of the library for single files."""
 MOST_REASON = 300
-"""Characters of an error of the library that are shown."""
+"""Maximum characters shown of an error of the library."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class HuggingFaceSource:
         return len(self._rows)
 
     def name(self, i: int, /) -> str:
-        """Return the row, and the name of its file where it has one."""
+        """Return the row and, if it has one, the name of its file."""
         value = self._rows[i]
         path = value["path"].as_py() if "path" in getattr(value, "keys", tuple)() else None
         return f"row {i}" + (f" ({printable(path)})" if path else "")
@@ -76,8 +76,9 @@ class HuggingFaceSource:
 
 
 def open_huggingface(spec: DataSpec, progress: bool) -> HuggingFaceSource:
-    """Open the data set at ``data.path`` or of ``data.name`` on the hub. What is not Arrow files of the library yet is
-    converted to them, once, in ``downloads`` of ``store_root``.
+    """Open the data set at ``data.path``, or named ``data.name`` on the hub.
+
+    Other formats are converted to the library's Arrow files, once, in ``downloads`` of ``store_root``.
     """
     try:
         import datasets
@@ -95,7 +96,7 @@ def open_huggingface(spec: DataSpec, progress: bool) -> HuggingFaceSource:
     column = _image_column(datasets, rows, spec, key)
     classes, labels = _labels(datasets, rows, spec, key)
     root = Path() if spec.path is None else spec.path.resolve() if spec.path.is_dir() else spec.path.resolve().parent
-    pyarrow.default_memory_pool().release_unused()  # of what was converted
+    pyarrow.default_memory_pool().release_unused()  # used for conversion
     try:
         source = HuggingFaceSource(classes, labels, tuple(file["filename"] for file in rows.cache_files), column, root)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
@@ -106,7 +107,7 @@ def open_huggingface(spec: DataSpec, progress: bool) -> HuggingFaceSource:
 
 
 def _loaded(datasets: Any, spec: DataSpec, key: str) -> Any:
-    """Return what the library loads, a data set or a dictionary of them by split; raises DataError."""
+    """Load a data set, or a dictionary of data sets by split, with the library; raises DataError."""
     cache = str(spec.store_root / "downloads" / "huggingface")
     path = spec.path
     fix = "give what save_to_disk wrote, a .parquet or .arrow file or a folder of them with --set data.path=PATH"
@@ -126,7 +127,7 @@ def _loaded(datasets: Any, spec: DataSpec, key: str) -> Any:
         if any((path / name).is_file() for name in SAVED):
             return datasets.load_from_disk(str(path), keep_in_memory=False)
         return datasets.load_dataset(str(path.resolve()), cache_dir=cache)
-    except Exception as error:  # of Arrow, of each file format, of the network
+    except Exception as error:  # from Arrow, any file format or the network
         while isinstance(error.__cause__, Exception):
             error = error.__cause__
         reason = one_line(error)[:MOST_REASON]
@@ -136,7 +137,7 @@ def _loaded(datasets: Any, spec: DataSpec, key: str) -> Any:
 
 
 def _split(loaded: Any, spec: DataSpec, key: str) -> Any:
-    """Return the data set of the split that the spec names, else of train or of the only one; raises DataError."""
+    """Return the split that the spec names, else train or the only split; raises DataError."""
     if not isinstance(loaded, dict):
         if spec.split is not None and spec.split != str(loaded.split):
             raise DataError(f"data.split = {spec.split}: {key} is one data set without splits; remove it")
@@ -192,7 +193,7 @@ def _labels(datasets: Any, rows: Any, spec: DataSpec, key: str) -> tuple[tuple[s
 
 
 def _feature(rows: Any, option: str, column: str, key: str) -> Any:
-    """Return what a column holds, which a key of the spec names; raises DataError where there is none."""
+    """Return the feature type of a column that the key ``option`` names; raises DataError if there is none."""
     if column not in rows.column_names:
         columns = ", ".join(rows.column_names)
         raise DataError(f"{option} = {column} is no column of {key}; its columns are {columns}")
@@ -200,5 +201,5 @@ def _feature(rows: Any, option: str, column: str, key: str) -> Any:
 
 
 def _whole(feature: Any) -> bool:
-    """Return whether a column holds whole numbers; class labels are such."""
+    """Return whether a column holds whole numbers, including class labels."""
     return str(getattr(feature, "dtype", "")).lstrip("u").startswith("int")

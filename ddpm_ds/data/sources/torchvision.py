@@ -34,7 +34,7 @@ def open_cifar10(spec: DataSpec, progress: bool) -> Source:
 
 
 def open_torchvision(spec: DataSpec, progress: bool) -> Source:
-    """Open the data set of ``torchvision.datasets`` that ``data.name`` names, and its part ``data.split``."""
+    """Open split ``data.split`` of the data set ``data.name`` in ``torchvision.datasets``."""
     assert spec.name is not None  # the run spec checks it
     return _open(spec, spec.name, f"data.name = {spec.name}", progress)
 
@@ -68,7 +68,7 @@ def _open(spec: DataSpec, name: str, key: str, progress: bool) -> Source:
 
 
 def _options(kind: type, spec: DataSpec, key: str) -> dict[str, Any]:
-    """Return the arguments of a data set's constructor that choose its part; raises DataError."""
+    """Return the constructor arguments that choose a data set's split; raises DataError."""
     parameters = inspect.signature(kind).parameters
     if "download" not in parameters and "kwargs" not in parameters:
         raise DataError(f"{key} is not downloaded by torchvision; use source folder for files that you have")
@@ -82,8 +82,9 @@ def _options(kind: type, spec: DataSpec, key: str) -> dict[str, Any]:
 
 
 def _source(opened: Any, key: str) -> Source:
-    """Return the source of an opened data set, by the attributes in which torchvision's classes keep pixels and labels,
-    files and labels, or pairs of a file and its label: nothing is decoded to learn a label.
+    """Return the source of an opened data set.
+
+    Pixels or files, and labels, come from attributes of torchvision's classes, so that no image is decoded for a label.
     """
     import numpy as np
 
@@ -101,7 +102,7 @@ def _source(opened: Any, key: str) -> Source:
             raise ValueError
         if pixels is not None and pixels.dtype != np.uint8:
             raise ValueError
-    except (TypeError, ValueError, RuntimeError):  # the last is of a tensor that is no number
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor that is not a number
         raise DataError(f"{key} is no data set of images with one class each; use one such as CIFAR100") from None
     names = getattr(opened, "classes", None)
     named = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)

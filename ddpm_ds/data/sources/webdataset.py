@@ -1,7 +1,7 @@
 """WebDataset's tar shards, read in place: their headers are listed once, and nothing is unpacked.
 
-The library of that name reads shards as streams, in an order of its own that a resumed run could not go on with. Here
-every image has a number, as of any source.
+The webdataset library streams shards in its own order, which a resumed run could not continue. Here every image has a
+number, as in any source.
 """
 
 from __future__ import annotations
@@ -37,15 +37,13 @@ if TYPE_CHECKING:
     from ddpm_ds.config.spec import DataSpec
 
 LABELS = ("cls", "json")
-"""Extensions of labels: a whole number, or a block with a whole number called label or cls. The first counts."""
+"""Extensions of labels: a whole number, or a block with a whole number named label or cls. The first one counts."""
 COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst")
 
 
 @dataclass
 class WebDatasetSource:
-    """Images of tar shards, in the order of the shards' names and of their members. A process opens a shard as it reads
-    from it.
-    """
+    """Images of tar shards, ordered by shard name and then by member; each process opens a shard at its first read."""
 
     classes: tuple[str, ...]
     labels: Labels = field(repr=False)
@@ -55,7 +53,7 @@ class WebDatasetSource:
     """Index of each image's shard, the offset of its content in bytes and its size: (N, 3)."""
 
     def name(self, i: int, /) -> str:
-        """Return shard and member."""
+        """Return the names of shard and member."""
         return printable(f"{self.shards[self.places[i, 0]].name}/{self.files[i]}")
 
     def read(self, i: int, /) -> bytes:
@@ -70,7 +68,7 @@ class WebDatasetSource:
 
 
 def open_webdataset(spec: DataSpec, progress: bool) -> WebDatasetSource:
-    """List the images of the shards at ``data.path``: members of one name up to its first dot belong together."""
+    """List the images of the shards at ``data.path``; members of one name up to its first dot belong together."""
     import numpy as np
 
     shards = _shards(spec)
@@ -121,7 +119,7 @@ def _images(shard: Path, bar: tqdm[NoReturn]) -> Iterator[tuple[str, int, int, i
     """Yield the name of each image of a shard, its offset and size in bytes, and its label.
 
     Raises:
-        DataError: the shard, which the line names, is damaged, or wrong.
+        DataError: the shard is damaged or has wrong content; the message names it.
     """
     images: dict[str, tuple[str, int, int]] = {}
     labels: dict[tuple[str, str], int] = {}
@@ -147,7 +145,7 @@ def _images(shard: Path, bar: tqdm[NoReturn]) -> Iterator[tuple[str, int, int, i
 
 
 def _members(file: IO[bytes], bar: tqdm[NoReturn]) -> Iterator[tarfile.TarInfo]:
-    """Yield the regular files of a tar file whose end is there; raises ValueError and tarfile's errors."""
+    """Yield the regular files of a tar file; raises tarfile's errors, and ValueError if its end is missing."""
     if file.read(2) == b"\x1f\x8b":
         raise ValueError("it is compressed with gzip; decompress it")
     file.seek(0)
@@ -168,13 +166,13 @@ def _members(file: IO[bytes], bar: tqdm[NoReturn]) -> Iterator[tarfile.TarInfo]:
             raise ValueError(f"{name} is a link, a device or has holes, not a file")
         yield member
     file.seek(archive.offset)
-    if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile stops in silence
+    if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # else tarfile would end silently
         raise ValueError(f"it ends early, or is damaged, at byte {archive.offset:,}")
     bar.update(start + os.fstat(file.fileno()).st_size - bar.n)
 
 
 def _label(file: IO[bytes], member: tarfile.TarInfo) -> int:
-    """Return the label in a member, UNLABELLED where its block names none; raises ValueError."""
+    """Return the label in a member, or UNLABELLED if its block has none; raises ValueError."""
     name = printable(member.name)
     if member.size > MOST_RECORD_BYTES:
         raise ValueError(f"{name} has more than {MOST_RECORD_BYTES:,} bytes")

@@ -1,7 +1,7 @@
-"""Image files of a zip archive, such as EDM's and StyleGAN's tools write; nothing is unpacked.
+"""Image files of a zip archive, as written by EDM's and StyleGAN's tools; nothing is unpacked.
 
-Python's zipfile lists the archive. It keeps an object for each member, 640 MB for a million: processes that decode are
-sent an array of where each image lies instead, and do not list it again.
+Python's zipfile lists the archive, but keeps an object for each member, 640 MB for a million. So worker processes are
+sent an array of the images' places and do not list it again.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ if TYPE_CHECKING:
     from ddpm_ds.config.spec import DataSpec
 
 LABELS = "dataset.json"
-"""File of labels in an archive that the tools of EDM and StyleGAN have written."""
+"""File of labels in archives written by the tools of EDM and StyleGAN."""
 LOCAL_HEADER = struct.Struct("<4s22xHH")
-"""Before a member's content: a signature, and the lengths of the name and of the extras that follow."""
+"""Header before a member's content: a signature, and the lengths of the name and the extras that follow."""
 ENCRYPTED = 1
-"""Flag of a member."""
+"""Flag of an encrypted member."""
 
 
 @dataclass
 class ZipSource:
-    """Images of an archive, sorted by path. A process opens the archive as it reads from it."""
+    """Images of an archive, sorted by path; each process opens the archive at its first read."""
 
     classes: tuple[str, ...]
     labels: Labels = field(repr=False)
     path: Path
     files: Names = field(repr=False)
     places: npt.NDArray[np.int64] = field(repr=False)
-    """Offset of each image's header, its stored and whole size in bytes, checksum, method and flags: (N, 6)."""
+    """Each image's header offset, compressed and full size in bytes, checksum, method and flags: (N, 6)."""
 
     def name(self, i: int, /) -> str:
         """Return the path in the archive."""
@@ -67,8 +67,9 @@ class ZipSource:
 
 
 def open_zip(spec: DataSpec, progress: bool) -> ZipSource:
-    """List the images of the archive ``data.path``. Their labels are those of its ``dataset.json``, ``{"labels":
-    [[path, number], ...]}``, where it has any, else folders.
+    """List the images of the archive ``data.path``.
+
+    Labels come from its ``dataset.json``, ``{"labels": [[path, number], ...]}``, or else from folders.
     """
     import numpy as np
 
@@ -89,7 +90,7 @@ def open_zip(spec: DataSpec, progress: bool) -> ZipSource:
             f"data.path = {path} holds no image files (.png, .jpg, .webp, ...); give an archive of images with "
             "--set data.path=FILE"
         )
-    names.sort(key=lambda name: name.replace("/", "\0"))  # a folder comes before names that go on otherwise
+    names.sort(key=lambda name: name.replace("/", "\0"))  # a folder precedes names that only share its beginning
     files, table = Names(names), np.array([places[name] for name in names])
     labels = None
     if LABELS in places:
@@ -103,7 +104,7 @@ def open_zip(spec: DataSpec, progress: bool) -> ZipSource:
 
 
 def _labels(content: bytes, files: Names) -> Labels | None:
-    """Return the labels of ``dataset.json``, None where it has none; raises ValueError where an image has none."""
+    """Return the labels in ``dataset.json``, or None if it has none; raises ValueError if an image lacks a label."""
     import numpy as np
 
     labels = parse_json(content)["labels"]
@@ -120,7 +121,7 @@ def _labels(content: bytes, files: Names) -> Labels | None:
 
 
 def _place(member: zipfile.ZipInfo) -> npt.NDArray[np.int64]:
-    """Return what is kept of a member: a row of :attr:`ZipSource.places`."""
+    """Return a member's row of :attr:`ZipSource.places`."""
     import numpy as np
 
     sizes = (member.compress_size, member.file_size)
