@@ -24,9 +24,9 @@ from ddpm_ds.tracking.tracker import flatten
 PACKAGES = ("torch", "deepspeed", "numpy", "pydantic", "safetensors")
 """Packages whose version must be the same on all hosts: messages, files and results depend on it."""
 SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
-"""Variable with which NCCL from 2.30 on experimentally lets ranks share a GPU."""
+"""Environment variable that lets ranks share a GPU, experimentally, in NCCL 2.30 and later."""
 MOST_NAMED = 3
-"""Largest number of differences that a message names."""
+"""Maximum number of differences that a message names."""
 
 
 def source_checksum() -> str:
@@ -118,5 +118,5 @@ def _check(rendezvous: Rendezvous, title: str, said: Sequence[Mapping[str, Any]]
 
 
 def _short(value: str | None) -> str:
-    """Return a value for a message; of a checksum the first digits."""
+    """Return a value for a message; a checksum is cut to its first digits."""
     return "unset" if value is None else value[:12] if len(value) == 64 else value

@@ -24,7 +24,7 @@ from ddpm_ds.train.validation import Validation
 OVERFLOWS_AT_FLOOR = 8
 """Optimizer steps in a row that may overflow at the lowest loss scale before the numbers count as bad."""
 SPIKE_POINTS = 10
-"""Number of log points with whose mean ``bad_numbers.spike_factor`` compares a loss."""
+"""Number of log points whose mean loss is the reference for ``bad_numbers.spike_factor``."""
 REMEDIES = "try a lower optimizer.learning_rate, a longer optimizer.warmup_images or gradient_clipping 1.0"
 
 
@@ -35,7 +35,7 @@ class Run:
     plan: RunPlan
     engine: UnetPipelineEngine
     batches: Callable[[], Iterator[Any] | None]
-    """Function that opens the micro-batches from the engine's progress on; gives None on a stage that reads none."""
+    """Function that opens the micro-batches from the engine's progress on; returns None on a stage without data."""
     ema: Ema
     saver: Saver
     requests: Requests
@@ -47,7 +47,7 @@ class Run:
 
 
 def train(run: Run) -> Interval:
-    """Train until ``train.images`` have been seen; returns the last interval of the loss curve.
+    """Train until ``train.images`` have been seen; return the last interval of the loss curve.
 
     Raises:
         BadNumbersError: the policy is to stop, or the run was rolled back often enough; on all ranks alike.

@@ -43,7 +43,7 @@ class Interval:
     images: int
     seconds: float
     loss: float
-    """Mean per image over the steps whose loss was finite; NaN when there was none."""
+    """Mean per image over the steps whose loss was finite; NaN if there was none."""
     non_finite_steps: int
     """Steps whose loss was infinite or NaN."""
     data_wait_seconds: float
@@ -98,13 +98,13 @@ class Meter:
         self._begin += self._clock() - begin
 
     def read(self) -> Interval:
-        """Return the interval that ends now, and begin the next. Synchronises host and device, once."""
+        """Return the interval that ends now, and start the next. Synchronises host and device, once."""
         interval = self.so_far()
         self._begin_interval(self._begin + interval.seconds)
         return interval
 
     def so_far(self) -> Interval:
-        """Return the interval from its begin until now. Synchronises host and device, once."""
+        """Return the interval from its start until now. Synchronises host and device, once."""
         weighted, images, finite_steps = (0.0, 0.0, 0.0) if self._sums is None else self._sums.tolist()
         now = self._clock()  # after the device has caught up, so that its work is in the time
         return Interval(
@@ -133,7 +133,7 @@ def peak_reserved_bytes(device: torch.device) -> int:
     """Return the most memory that PyTorch's allocator has reserved on ``device`` so far, in bytes.
 
     That is tensors and the gaps between them, kept for the next ones (``torch.cuda.max_memory_reserved``); the CUDA
-    context and the communicators of NCCL come on top. 0 on a CPU, where nothing is reserved.
+    context and the communicators of NCCL come on top. 0 on a CPU, on which nothing is reserved.
     """
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
 

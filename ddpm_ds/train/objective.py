@@ -26,7 +26,7 @@ class Noised(NamedTuple):
     x0: Tensor
     """(N, C, H, W) fp32, pixels in [-1, 1] or latents"""
     t: Tensor
-    """(N,) int64, or float32 where noise levels are continuous"""
+    """(N,) int64, or float32 if noise levels are continuous"""
     eps: Tensor
     """(N, C, H, W) fp32"""
     labels: Tensor | None

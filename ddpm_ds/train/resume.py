@@ -58,7 +58,7 @@ class InitialWeights:
                 raise SpecError(f"train.initial_weights = {path}: {name} has {what}; use other weights or precision")
 
     def read(self, name: str, first: int = 0, length: int | None = None) -> Tensor:
-        """Return ``length`` values (to the end when None) of flattened parameter ``name``, from ``first`` on.
+        """Return ``length`` values (to the end if None) of flattened parameter ``name``, from ``first`` on.
 
         (length,) fp32 in host memory, a copy; only the rows that hold them are read.
         """
@@ -105,9 +105,9 @@ class Claim(NamedTuple):
     run_dir: Path
     """Run folder of rank 0."""
     groups: Groups
-    """The ranks by the folder of checkpoints that they see."""
+    """Ranks grouped by the folder of checkpoints that they see."""
     lock: IO[str] | None
-    """Lock file on the leader of each group."""
+    """Lock file, held by the leader of each group."""
 
 
 def gather_in(rendezvous: Rendezvous) -> Gather:
@@ -139,7 +139,7 @@ def claim_run(run_dir: Path, rank: int, hosts: Sequence[str], gather: Gather) ->
         settle(snapshots_of(run_dir), groups, gather)
     if groups.leads:
         with contextlib.suppress(OSError):
-            folder.rmdir()  # where it is empty: a run that ends before its first checkpoint leaves none
+            folder.rmdir()  # if it is empty: a run that ends before its first checkpoint leaves none
     return Claim(run_dir, groups, lock)
 
 

@@ -56,7 +56,7 @@ def state_fragments(engine: UnetPipelineEngine, ema: Ema, *, snapshot: bool = Fa
 
 
 def _moments(engine: UnetPipelineEngine, master: Tensor, steps: int) -> dict[str, Tensor]:
-    """Return Adam's state of one of its tensors, made where the optimizer has not stepped yet."""
+    """Return Adam's state for one of its tensors; create it if the optimizer has not stepped yet."""
     state = engine.basic_optimizer.state[master]
     for moment in MOMENTS:
         if moment not in state:
@@ -204,7 +204,7 @@ class Saver:
         self._began_at = checkpoint.manifest.images
 
     def roll_back(self, trouble: str) -> str:
-        """Go back to the newest checkpoint and leave out the images since; returns what was done.
+        """Go back to the newest checkpoint and skip the images seen since; return what was done.
 
         Raises:
             BadNumbersError: it was done often enough, or there is no checkpoint to go back to.

@@ -71,7 +71,7 @@ class Prepared:
     store: DatasetCache
     claim: Claim
     checkpoint: CompleteCheckpoint | None
-    """The checkpoint that the run resumes from; None starts anew."""
+    """Checkpoint that the run resumes from; None starts anew."""
     changed: list[str]
     """Settings that have changed since that checkpoint, by dotted key."""
     initial: InitialWeights | None

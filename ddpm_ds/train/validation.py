@@ -30,7 +30,7 @@ from ddpm_ds.train.meters import is_due
 from ddpm_ds.unet.blocks import Carry
 
 NOISE_SEED = 0
-"""Seed of the noise, not the run's: runs are compared on the same noise."""
+"""Seed of the noise, independent of the run's seed: runs are compared on the same noise."""
 
 
 class HeldOutLoss:
@@ -143,7 +143,7 @@ def draw_previews(spec: RunSpec, engine: UnetPipelineEngine, watchdog: Watchdog,
 class Validation:
     """Draws samples and measures the held-out loss when they are due; all methods are collective over all ranks.
 
-    ``held_out`` is None where no images are held out.
+    ``held_out`` is None if no images are held out.
     """
 
     def __init__(
