@@ -1,4 +1,4 @@
-"""Trackers beside MLflow, fed by MLflow's process: TensorBoard and Weights & Biases, with the same names of metrics.
+"""Trackers besides MLflow, fed by MLflow's process: TensorBoard and Weights & Biases, with the same names of metrics.
 
 Each gets every record when it is written, in a thread of its own, so none waits for another or for MLflow. One that
 fails is reported once, and misses the records that it refused.
@@ -18,7 +18,7 @@ TENSORBOARD_FOLDER = "tensorboard"  # folder of a run's folder that TensorBoard 
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Check that what ``logging.trackers`` names is installed.
+    """Check that the packages of ``logging.trackers`` are installed.
 
     Raises:
         SpecError: a package is missing; the message has the command that installs it.

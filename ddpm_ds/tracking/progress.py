@@ -1,4 +1,4 @@
-"""Output of a run: what it is doing and how far it is, and the summary at its end."""
+"""Output of a run: its activity and progress, and the summary at its end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SECONDS_BETWEEN_UPDATES = 0.2
 TICK_SECONDS = 0.5  # how often the clock of an activity moves on a terminal
-QUIET_SECONDS = 5.0  # longest silence where there is no terminal, while a run is young; later a sixtieth of its age
+QUIET_SECONDS = 5.0  # longest silence without a terminal while a run is young; later a sixtieth of its age
 BEFORE, BAR = "{desc}", "{percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} images{desc}{postfix}"
 """Forms of tqdm's bar before the first step and from then on."""
 
@@ -71,7 +71,7 @@ class ProgressLine:
             self._enter(outer)
 
     def step(self, images_seen: int) -> None:
-        """Note that a step has ended, and show it a few times per second at most. Reads nothing from the device."""
+        """Note that a step has ended, and show it at most a few times per second. Reads nothing from the device."""
         with self._lock:
             first, self._images = self._images is None, images_seen
             now = self._clock()
@@ -91,7 +91,7 @@ class ProgressLine:
     def log_point(
         self, images_seen: int, *, loss: float, images_per_second: float, loss_scale: float | None = None
     ) -> None:
-        """Show the values of a log point; ``loss_scale`` is None where the loss is not scaled."""
+        """Show the values of a log point; ``loss_scale`` is None if the loss is not scaled."""
         with self._lock:
             self._images, self._images_per_second, self._has_log_point = images_seen, images_per_second, True
             self._loss, self._scale = loss, loss_scale

@@ -92,7 +92,7 @@ class Recorder:
         return Run(self.folder.path).images_per_second if self.folder is not None else 0.0
 
     def checkpoint(self, seconds: float, step: int) -> None:
-        """Record that a checkpoint was begun, and held training up for ``seconds``."""
+        """Record that a checkpoint was begun and blocked training for ``seconds``."""
         if self.tracker is not None and step > self._logged[METRICS]:
             self.tracker.metrics({"usage/checkpoint_seconds": seconds}, step)
 
@@ -136,7 +136,7 @@ class Recorder:
             self.tracker.tags(values)
 
     def rolled_back(self, what: str, times: int, images_seen: int, step: int) -> None:
-        """Record a rollback to ``step``; points from there on are of a new course, and are logged again."""
+        """Record a rollback to ``step``; later points are trained, and logged, again."""
         self.log(what)
         self._logged = {name: min(last, step) for name, last in self._logged.items()}
         if self.tracker is not None and self.folder is not None:

@@ -22,7 +22,7 @@ from ddpm_ds.errors import OutputError
 from ddpm_ds.files import read_json, read_points, read_text, write_file
 
 OUTPUT_ROOT = Path("runs")
-"""Folder for runs that are given none."""
+"""Output folder of runs that are given none."""
 SAMPLES_KEY = "eval/samples_ema"
 """Key under which MLflow keeps the pictures drawn while training, with a slider over steps, beside the chart of
 ``eval/loss``."""
@@ -35,7 +35,7 @@ REFUSALS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
 }
-"""Errors of a disk that a user can mend."""
+"""Disk errors that a user can fix."""
 LABELS, NOTE = "tags.json", "note.txt"
 """Files with the tags set by the run's starter, and with its first note."""
 FOLDER_TAG = "run_dir"
@@ -128,7 +128,7 @@ def claim_folder(run_dir: Path) -> IO[str]:
 
 
 def identity_of(run_dir: Path) -> str | None:
-    """Return the identity of the folder's MLflow run; None where nothing was trained in it. Changes nothing.
+    """Return the identity of the folder's MLflow run; None if nothing was trained in it. Changes nothing.
 
     Raises:
         OutputError: the file can't be read, or holds something else.
@@ -187,7 +187,7 @@ class RunFolder:
         return found
 
     def logged_step(self, name: str) -> int:
-        """Return the step of the last point in one of these files, 0 where there is none.
+        """Return the step of the last point in one of these files, 0 if there is none.
 
         A resumed run repeats steps, and logs none of them twice. After a rollback the last step is not the highest.
         """
@@ -210,7 +210,7 @@ class RunFolder:
         return sorted((self.path / "samples").glob("images-*.png"))
 
     def forget_samples(self, images_seen: int) -> None:
-        """Remove the pictures drawn after more than ``images_seen``: they are of a course that the run has left."""
+        """Remove the pictures drawn after more than ``images_seen``: a rollback has discarded those steps."""
         for path in self.all_samples():
             if path.name > self.samples(images_seen).name:
                 path.unlink(missing_ok=True)

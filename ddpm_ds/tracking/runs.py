@@ -80,9 +80,9 @@ def mean_of_points(name: str, points: Sequence[tuple[int, float]]) -> float:
 
 @dataclass(frozen=True)
 class Run:
-    """Run as its folder has it, also while it trains: every property reads the files anew.
+    """Run as recorded in its folder, also while it trains: every property reads the files anew.
 
-    A file that is not there yet raises OSError, where the property does not say otherwise.
+    A file that is not there yet raises OSError unless the property says otherwise.
     """
 
     folder: Path
@@ -94,14 +94,14 @@ class Run:
 
     @property
     def ds_config(self) -> dict[str, Any]:
-        """DeepSpeed JSON that it trains with, every ``auto`` resolved."""
+        """DeepSpeed JSON that the run trains with, every ``auto`` resolved."""
         config: dict[str, Any] = read_json(self.folder / "ds_config.json")
         return config
 
     @property
     def metrics(self) -> dict[str, list[float]]:
         """Columns of the log points, by the metrics' names in MLflow and ``step``: as long as one another, in the order
-        of the steps, NaN where a point has no such value.
+        of the steps, NaN if a point has no such value.
         """
         return _columns(self.folder / METRICS)
 
@@ -153,7 +153,7 @@ def open_run(run: Path | str, *, root: Path = OUTPUT_ROOT) -> Run:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """Run as MLflow has it."""
+    """Run as recorded in MLflow."""
 
     id: str
     name: str
@@ -166,7 +166,7 @@ class RecordedRun:
     """Last value of each metric, and numbers that were measured once, which are tags."""
     tags: dict[str, str]
     folder: Path | None
-    """Folder of the run, where it is on this machine."""
+    """Folder of the run, if it is on this machine."""
     parent: str | None
     """Id of the parent run."""
     tracking_uri: str
@@ -174,12 +174,12 @@ class RecordedRun:
 
     @property
     def note(self) -> str:
-        """Text on why the run was made and what was learned; empty where there is none."""
+        """Text on why the run was made and what was learned; empty if there is none."""
         return self.tags.get(NOTE_TAG, "")
 
     @functools.cached_property
     def settings(self) -> dict[str, str]:
-        """Everything that the run was started with: its parameters, what follows from them, spec and DeepSpeed JSON."""
+        """All settings of the run: its parameters, derived settings, spec and DeepSpeed JSON."""
         derived = {name: value for name, value in self.tags.items() if name.startswith(DERIVED)}
         spec, config = (self.read_artifact(name) for name in ("spec.yaml", "ds_config.json"))
         try:
@@ -189,7 +189,7 @@ class RecordedRun:
             raise ExperimentError(f"run {self.name} has a damaged artifact ({error}); leave it out") from None
 
     def open(self) -> Run:
-        """Return the run as its folder has it.
+        """Return the run as recorded in its folder.
 
         Raises:
             ExperimentError: the folder is not on this machine.
@@ -214,7 +214,7 @@ class RecordedRun:
             return sorted(file.path for file in client.list_artifacts(self.id, folder or None))
 
     def read_artifact(self, path: str) -> bytes | None:
-        """Return the content of an artifact file; None where the run has none of that path."""
+        """Return the content of an artifact file; None if the run has no file of that path."""
         if path not in self.artifacts(path.rpartition("/")[0]):
             return None
         with _speaking_to(self.tracking_uri) as client, tempfile.TemporaryDirectory(prefix="ddpm-ds-") as folder:

@@ -29,7 +29,7 @@ INTERVAL, SAMPLES = "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "MLFLOW_SYSTEM_ME
 SETTINGS, QUEUE = "system_metrics/settings", "system_metrics"  # in the store
 POLL_SECONDS = 1.0
 LEAVE_SECONDS = 1.0
-"""Seconds that the end of training waits for each thread, which may wait for the store."""
+"""Seconds to wait for each thread at the end of training; it may be waiting for the store."""
 
 Log = Callable[[str], None]
 
@@ -53,7 +53,7 @@ class SystemMetrics:
                 log(f"system metrics are without the GPUs ({error}); {fix}")
 
     def read(self) -> dict[str, float]:
-        """Return the current values; utilisation of the CPU since the last call, traffic since the first."""
+        """Return the current values; CPU utilisation is since the last call, traffic since the first."""
         memory, disk, network = psutil.virtual_memory(), psutil.disk_usage(os.sep), psutil.net_io_counters()
         values = {
             "cpu_utilization_percentage": psutil.cpu_percent(),
@@ -141,7 +141,7 @@ def _read(
 
 
 def _pass_on(store: dist.Store, host: str, rank: int, ending: threading.Event, log: Log) -> None:
-    """Put the readings of another host than rank 0's into the queue."""
+    """Put the readings of a host other than rank 0's into the queue."""
     while not store.check([SETTINGS]):
         if ending.wait(POLL_SECONDS):
             return
@@ -155,7 +155,7 @@ def _pass_on(store: dist.Store, host: str, rank: int, ending: threading.Event, l
 
 
 def _collect(store: dist.Store, settings: Mapping[str, str], tracker: Tracker, ending: threading.Event) -> None:
-    """Log the contents of the queue on rank 0. Of several hosts with one name the second gets its rank appended."""
+    """Log the contents of the queue on rank 0. If two hosts have the same name, the second gets its rank appended."""
     store.set(SETTINGS, json.dumps(settings))
     ranks: dict[str, int] = {}
     ended = False

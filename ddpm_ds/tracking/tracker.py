@@ -1,6 +1,6 @@
 """Experiment tracking that training never waits for.
 
-    training ── records ──▶ journal ──▶ worker process ──▶ MLflow, and what logging.trackers names
+    training ── records ──▶ journal ──▶ worker process ──▶ MLflow and logging.trackers
                                               │
        log lines ◀── supervising thread ◀── replies
 
@@ -69,14 +69,14 @@ MLFLOW = {
 
 @dataclass(frozen=True)
 class RunLink:
-    """Location of a run. ``run_id`` is None when MLflow was never reached."""
+    """Location of a run. ``run_id`` is None if MLflow was never reached."""
 
     run_id: str | None
     tracking_uri: str
     url: str
     """Page of the run, in the mode of MLflow's UI for model training."""
     command: str | None
-    """Command that serves the page; None where a server does."""
+    """Command that serves the page; None if a server does."""
 
     @property
     def open_with(self) -> str:
@@ -85,7 +85,7 @@ class RunLink:
 
 
 def user_name() -> str:
-    """Return the login name; that of a user without one, as in some containers, is its number."""
+    """Return the login name, or the user's number if there is no name, as in some containers."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # in Python 3.11 and 3.13
@@ -110,7 +110,7 @@ def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:
 
 
 def numbers_of(tags: Mapping[str, str]) -> dict[str, float]:
-    """Return the numbers among a run's tags: those measured once, whose names have a slash as those of metrics do."""
+    """Return the numbers among a run's tags: values measured once, with a slash in their names."""
     numbers: dict[str, float] = {}
     for name, value in tags.items():
         with suppress(ValueError):
@@ -173,7 +173,7 @@ class Tracker:
         ``output_root`` is the folder of ``mlflow.db`` and ``mlartifacts``, unless ``MLFLOW_TRACKING_URI`` names a
         tracker; ``run_dir`` is where records are kept that can't be sent. ``params`` may be nested, ``tags`` are set at
         every start, ``artifacts`` are logged first. ``dataset`` has the ``name`` of the training images, the ``digest``
-        of their content and their ``source``. ``trackers`` names those beside MLflow, which have the same names of
+        of their content and their ``source``. ``trackers`` names those besides MLflow, which have the same names of
         metrics (:mod:`ddpm_ds.tracking.mirrors`). ``parent`` is the identity of the run that this one is a child of.
         ``log`` shows one line to the user, and is called from another thread.
         """
@@ -202,7 +202,7 @@ class Tracker:
         self._sent = os.write(self._journal, _line({"start": start}))  # every worker reads the start besides
         self._closed = False
         self._run: dict[str, str] = {}
-        self._down = False  # what was last tried failed
+        self._down = False  # the last attempt failed
         self._link: RunLink | None = None
         self._process = self._start_worker()
         self._supervisor = threading.Thread(target=self._supervise, name="tracker", daemon=True)
@@ -227,7 +227,7 @@ class Tracker:
         self._put({"metrics": {prefix + name: value for name, value in values.items()}, "time": now_ms()})
 
     def artifact(self, path: Path, folder: str = "") -> None:
-        """Log a file or folder, as it is when its turn comes."""
+        """Log a file or folder, as it is when the worker reaches it."""
         self._put({"artifact": str(path.resolve()), "folder": folder})
 
     def image(self, path: Path, key: str, step: int) -> None:
@@ -272,7 +272,7 @@ class Tracker:
         return self._link
 
     def _worker_cpu_seconds(self) -> float:
-        """Return the seconds that the worker has computed; on a busy machine MLflow takes long to start."""
+        """Return the CPU seconds that the worker has used; on a busy machine MLflow takes long to start."""
         try:
             times = psutil.Process(self._process.pid).cpu_times()
         except psutil.Error:

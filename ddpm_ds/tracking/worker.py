@@ -135,7 +135,7 @@ class Worker:
             mirror.join()
 
     def _mirror(self, name: str, sent: int) -> None:
-        """Feed a tracker beside MLflow with the start, and with each record after byte ``sent`` when it is written."""
+        """Feed a tracker besides MLflow with the start, and with each record after byte ``sent`` when it is written."""
         mirror: TensorBoard | WeightsAndBiases | None = None
         for record in chain([{"start": self._start}], self._journal.follow(sent)):
             try:
@@ -293,7 +293,7 @@ class Worker:
 
 
 def _dataset_input(name: str, digest: str, source: str) -> DatasetInput:
-    """Return a run's training images for MLflow, which shows the whole digest beside where they are."""
+    """Return a run's training images for MLflow, which shows the whole digest beside their location."""
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
     where = json.dumps({"uri": source, "sha256": digest})
