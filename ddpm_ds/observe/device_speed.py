@@ -39,7 +39,7 @@ PEAK_SECONDS = 0.15  # seconds of matrix products timed for each size
 
 
 class Remembered:
-    """Measurements of this machine, kept in a file of the user's cache folder: positive numbers by what they depend on.
+    """Measurements of this machine in a file of the user's cache folder: positive numbers by the facts they depend on.
 
     A file that can't be read is replaced; if the folder can't be written, the next run measures again.
     """
@@ -125,7 +125,7 @@ def time_layer(layer: Layer, images: int, device: torch.device, dtype: torch.dty
             tensor.grad = None
         start = _now(device)
         outputs = module(inputs)
-        h = outputs if isinstance(outputs, Tensor) else outputs[isinstance(layer, EmbedLayer)]  # emb is what it makes
+        h = outputs if isinstance(outputs, Tensor) else outputs[isinstance(layer, EmbedLayer)]  # emb is its result
         middle = _now(device)
         torch.autograd.backward([h], [torch.ones_like(h)])
         times.append((middle - start, _now(device) - middle))
@@ -175,7 +175,7 @@ def shared_peak(device: torch.device, precision: Dtype) -> float:
 def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
     """Return the flops per second of the fastest of some products of square matrices.
 
-    On CUDA fp32 is measured as convolutions compute it, in TF32 where that is allowed.
+    On CUDA fp32 is measured as convolutions compute it, in TF32 if that is allowed.
     """
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_tf32
@@ -241,7 +241,7 @@ def write_device(run_dir: Path, device: Device) -> None:
 
 
 def read_device(run_dir: Path) -> Device:
-    """Read the device of a run; all is unknown where the file is missing.
+    """Read the device of a run; all is unknown if the file is missing.
 
     Raises:
         ValueError, KeyError, TypeError: the file is damaged.

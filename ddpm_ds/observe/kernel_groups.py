@@ -42,7 +42,7 @@ of the host for a message or a collective.
 """
 
 LEFT_OUT = (SPAN + "inspection", SPAN + "checkpoint")
-"""Ranges that are not training; neither they nor what runs within them belong to a group."""
+"""Ranges that are not training; neither they nor the operators within them belong to a group."""
 
 RUNTIME_CALL = re.compile(r"(cuda|cu|hip)[A-Z]")  # pattern of calls into the device's driver, on the host
 
@@ -146,7 +146,7 @@ def operations_of(events: Iterable[Any], *, on_device: bool) -> list[ProfiledOpe
 
 
 def _kernels(events: Iterable[Any], host: Sequence[Any]) -> list[ProfiledOperation]:
-    """Return what ran on the device, each under the host's operation that launched it; the rest under none."""
+    """Return the device's events, each under the host's operation that launched it; the rest under none."""
     left: dict[str, float] = defaultdict(float)
     for event in events:
         if event.device_type.name != "CPU" and not event.is_user_annotation:

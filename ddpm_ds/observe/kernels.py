@@ -54,7 +54,7 @@ class RankProfile:
     """Share of the trace's events that were kept."""
 
     def seconds(self, group: str) -> float:
-        """Return seconds per step of a group, or of all groups where ``group`` is ``total``."""
+        """Return seconds per step of a group, or of all groups if ``group`` is ``total``."""
         names = [self.shares[one] for one in GROUPS if group in (one, "total")]
         return sum(sum(seconds.values()) for seconds in names) / self.steps
 
@@ -180,7 +180,7 @@ def labelled_waits() -> Iterator[None]:
 
 
 def bounded(trace: bytes, most_bytes: int) -> tuple[bytes, float]:
-    """Return a Chrome trace compressed to at most ``most_bytes``, and the share of its events kept, the earliest."""
+    """Return a Chrome trace compressed to at most ``most_bytes``, and the share of events kept (the earliest)."""
     compressed, kept = gzip.compress(trace, 6, mtime=0), 1.0
     if len(compressed) <= most_bytes:
         return compressed, kept
@@ -218,7 +218,7 @@ def write(ranks: Sequence[RankProfile], folder: Path, last_step: int) -> list[Pa
 
 
 def group_table(ranks: Sequence[RankProfile]) -> str:
-    """Return a table of every group's seconds per step (mean, least, most over the ranks) and its largest operators."""
+    """Return a table of every group's seconds per step (mean, minimum, maximum over ranks) and largest operators."""
     means = metrics(ranks)
     rows = [("self time, seconds per step", "mean", "share", "least", "most", "largest")]
     for group in (*sorted(GROUPS, key=lambda group: -means[f"kernels/{group}_seconds"]), "total"):

@@ -44,7 +44,7 @@ class Observer:
         """
 
     def span(self, name: str) -> AbstractContextManager[Any]:
-        """Surround what is done between two steps: ``EMA``, ``checkpoint`` or ``inspection``."""
+        """Surround an activity between two steps: ``EMA``, ``checkpoint`` or ``inspection``."""
         return contextlib.nullcontext()
 
     def finish(self) -> None:
@@ -106,7 +106,7 @@ def keep(report: Report, folder: str, write: Callable[[], Sequence[Path]]) -> bo
     try:
         paths = write()
     except OSError as error:
-        what = error.filename or f"a file of the run's folder {folder}".rstrip()  # without a name where a disk is full
+        what = error.filename or f"a file of the run's folder {folder}".rstrip()  # without a name if a disk is full
         report.log(f"{what} can't be written ({error.strerror}); training continues")
         return False
     for path in paths:
@@ -177,7 +177,7 @@ class PauseClock(Observer):
 
 
 def read_pauses(run_dir: Path) -> Pauses:
-    """Read the pauses of a run; none where the file is missing, as after a run that was stopped.
+    """Read the pauses of a run; none if the file is missing, as after a run that was stopped.
 
     Raises:
         ValueError, TypeError: the file is damaged.

@@ -41,7 +41,7 @@ LOOKS: dict[str, tuple[str, ...]] = {
 """Name of an event and the colour of its box by phase; an event without a colour is a wait."""
 WAITING = "#e4e4e4"
 PROCESS, STEPS_ROW = 1, 1  # ids in a trace: the process of all, and the thread above the ranks, which shows the steps
-NUMBERED_BOXES = 600  # most boxes of a picture with the number of the micro-batch in them
+NUMBERED_BOXES = 600  # maximum number of boxes for which micro-batches are numbered
 CHARACTER = 0.014  # width as a share of the picture's; a box has room for its number and one more
 VISIBLE = 0.001  # smallest width of a box that can be seen, as a share of the picture's
 TITLE_CHARACTERS = 72

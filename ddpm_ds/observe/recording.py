@@ -70,7 +70,7 @@ class RankTrace:
     stages: tuple[int, ...]
     """Stages of the U-Net that the rank holds, by phase."""
     message_bytes: tuple[tuple[int, int], ...]
-    """Bytes of a message to the next stage and of one to the stage before, by phase; 0 where there is none."""
+    """Bytes of a message to the next stage and of one to the stage before, by phase; 0 if there is none."""
     barriers: tuple[Barrier, ...]
     steps: tuple[TracedStep, ...]
 

@@ -1,7 +1,7 @@
 """Timeline: traces chosen steps of a run on every rank, and writes them on rank 0 when they are over.
 
 RUN_DIR/trace/steps-20-22.json   for ui.perfetto.dev: a row for each rank, a slice for each instruction
-RUN_DIR/trace/steps-20-22.png    one of them: the step of median length; not of a single stage, where nothing waits
+RUN_DIR/trace/steps-20-22.png    one of them: the step of median length; not for a single stage, as nothing waits there
 RUN_DIR/trace/summary.json       circumstances of the trace, and for each rank what :func:`rank_seconds` returns
 """
 
@@ -29,10 +29,10 @@ from ddpm_ds.processes.process_group import decided_by_rank_0
 from ddpm_ds.unet.layers import PASSES_PER_STEP
 
 MOST_EVENTS = 400_000
-"""Most events of all ranks in one trace of several steps: a file of 60 MB, which a browser can still open."""
+"""Maximum events of all ranks in one trace of several steps: a file of 60 MB, which a browser can still open."""
 EVENTS_PER_PASS = 4
-"""Most events of a micro-batch in one direction of one phase: the pass, its wait, and sending or loading."""
-EVENTS_PER_STEP = 8  # most other events of a step: gradients, optimizer, EMA, pauses, and waiting for other ranks
+"""Maximum events of a micro-batch in one direction of one phase: the pass, its wait, and sending or loading."""
+EVENTS_PER_STEP = 8  # maximum of other events per step: gradients, optimizer, EMA, pauses, waiting for other ranks
 
 PAUSES = {"checkpoint": ["checkpoint"], "inspection": ["inspection"]}
 """Events between steps, by the name under which their seconds are summed."""
