@@ -22,7 +22,7 @@ LEAST_GAIN = 0.01
 MUCH_MORE = 0.2
 """Additional share of the time that a far-reaching change has to save over a simpler one."""
 MOST_MICRO_BATCHES = 16
-"""Largest number of micro-batches per rank that is tried; with it the bubble is 6 %."""
+"""Maximum number of micro-batches per rank that is tried; with it the bubble is 6 %."""
 MOST_WORKERS = 16
 PAUSE_SHARE = 0.01
 """Share of the time that pauses may take after a change."""
@@ -57,7 +57,7 @@ Ideas = Iterator[tuple[str, Setup | float, Settings]]
 
 
 def best_change(model: Model, cost: str) -> Change | None:
-    """Return the change that saves most of ``cost``; None where none is worth trying.
+    """Return the change that saves most of ``cost``; None if none is worth trying.
 
     Of changes that save about the same, the first is taken, which is the smallest.
     """
@@ -126,7 +126,7 @@ def schedules(model: Model) -> Ideas:
 
 
 def partitions(model: Model) -> Ideas:
-    """Propose cuts by the layers' times; none where these are, or would be, no better than the traced ones."""
+    """Propose cuts by the layers' times; none if they would be no better than the traced ones."""
     bounds = _measured_bounds(model, model.now.stages, model.now.schedule)
     if bounds is None or bounds == model.now.bounds:
         return
@@ -139,9 +139,9 @@ def partitions(model: Model) -> Ideas:
 
 
 def _cut(model: Model, ranks: int, schedule: Schedule) -> tuple[tuple[int, ...], Settings] | None:
-    """Return bounds for another number of stages or schedule, and settings for them; None where there are none.
+    """Return bounds for another number of stages or schedule, and settings for them; None if there are none.
 
-    They are found by the present method, or by measured times where the JSON lists the cuts.
+    They are found by the present method, or by measured times if the JSON lists the cuts.
     """
     given = model.facts.partition
     bounds: tuple[int, ...] | None = None
@@ -231,7 +231,7 @@ def workers(model: Model) -> Ideas:
 
 
 def windows(model: Model) -> Ideas:
-    """Propose to shuffle within windows where a full shuffle waits for the disk with every image."""
+    """Propose to shuffle within windows if a full shuffle waits for the disk with every image."""
     residence = model.facts.residence
     if residence is not None and residence.scattered(model.facts.spec.data.shuffle_images):
         window = residence.window
@@ -240,7 +240,7 @@ def windows(model: Model) -> Ideas:
 
 
 def pixels(model: Model) -> Ideas:
-    """Propose to keep pixels where memory holds them and they are decoded each time."""
+    """Propose to keep pixels in memory if they fit and are decoded each time."""
     residence = model.facts.residence
     if residence is not None and residence.kind == "encoded" and residence.decoded_in_memory:
         words = f"Pixels are decoded once, and memory holds the {gib(residence.decoded_bytes)} of them"

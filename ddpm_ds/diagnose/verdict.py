@@ -54,7 +54,7 @@ class Verdict:
     evidence: str
     """Numbers behind the largest cost, in a sentence."""
     change: Change | None
-    """Change to try next; None where no setting of this project makes the run faster."""
+    """Change to try next; None if no setting of this project makes the run faster."""
     change_for: str
     """Cost that the change lowers: the largest for which there is one."""
     processes: int
@@ -80,7 +80,7 @@ def verdict(facts: FinishedRun) -> Verdict:
 def conclude(run_dir: Path, log: Callable[[str], None]) -> Verdict | None:
     """Judge a run at its end, on rank 0: measure its device, write ``verdict.txt``, and return the verdict.
 
-    Takes some tenths of a second. Returns None, with a line through ``log``, where no step was traced or the run's
+    Takes some tenths of a second. Returns None, with a line through ``log``, if no step was traced or the run's
     files can't be read or written.
     """
     try:
@@ -304,7 +304,7 @@ def _evidence(model: Model, cost: str, share: float) -> str:
 
 
 def _slow_reading(facts: FinishedRun) -> str:
-    """Return a clause about what makes images come late: the disk, decoding or too few workers."""
+    """Return a clause about why images come late: the disk, decoding or too few workers."""
     data, residence = facts.spec.data, facts.residence
     workers = f"with data.workers = {data.workers}"
     if residence is None:
