@@ -89,7 +89,7 @@ class RunPlan:
         """Bytes that a step sends."""
         if self.programs is None:
             return run_exchange(self.ds, self.layers, self.bounds)
-        from ddpm_ds.pipeline.schedule import weight_passes  # DeepSpeed, which has been imported where programs are
+        from ddpm_ds.pipeline.schedule import weight_passes  # DeepSpeed, already imported if there are programs
 
         return run_exchange(self.ds, self.layers, self.bounds, weight_passes(self.programs, self.ds.schedule))
 

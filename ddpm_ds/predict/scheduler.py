@@ -1,4 +1,4 @@
-"""Scheduler: computes an order of passes from a run's costs, with separate passes for weight gradients.
+"""Scheduler that computes an order of passes from a run's costs, with separate passes for weight gradients.
 
 :func:`planned` lets the ranks work greedily in simulated time. A free rank takes the first of its passes, in an order
 of preference, whose input is ready; weight gradients come last, since no rank waits for them. Several preferences and
@@ -35,7 +35,7 @@ PREFERENCES: dict[int, tuple[tuple[Pass, ...], ...]] = {
 }
 """Orders of preference that are tried, by the number of phases."""
 FEW = (4, 3, 2)
-"""Numbers of micro-batches per weight-gradient pass that are tried besides all that are held and half of them."""
+"""Numbers of micro-batches per weight-gradient pass that are tried besides all held micro-batches and half of them."""
 MOST_TRIED_PASSES = 25_000
 """Maximum passes over all ranks and tries; beyond it only the first order of preference is tried."""
 
@@ -147,11 +147,11 @@ class _Greedy:
             [neighbours(schedule, ranks, rank, phase) for phase in range(self._last + 1)] for rank in range(ranks)
         ]
         self._done: list[dict[Pass, int]] = [defaultdict(int) for _ in costs]
-        """By rank, how many passes of a kind are done or have begun."""
+        """Number of passes of a kind that are done or have begun, by rank."""
         self._ready: list[dict[Pass, deque[float]]] = [defaultdict(deque) for _ in costs]
-        """By rank, when the inputs of the next passes of a kind are there."""
+        """Times when the inputs of the next passes of a kind arrive, by rank."""
         self._waiting: list[dict[int, list[int]]] = [defaultdict(list) for _ in costs]
-        """By rank and phase, micro-batches whose weight gradients are still to be computed."""
+        """Micro-batches whose weight gradients are still to be computed, by rank and phase."""
         self._free_at: dict[tuple[int, int], float] = defaultdict(float)
         self._wakes = [(0.0, rank) for rank in range(ranks)]
         for rank, routes in enumerate(self._routes):

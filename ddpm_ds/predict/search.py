@@ -25,7 +25,7 @@ class Plan:
     predictor: Predictor = field(repr=False)
     """Predictor of the job on its machine, which knows the details of each layout."""
     best: tuple[Prediction, ...]
-    """Fastest layouts first, each with another number of stages, schedule or micro-batch than those before it."""
+    """Fastest layouts first, each differing from those before it in stages, schedule or micro-batch."""
     fitting: int
     """Number of layouts that fit the memory."""
     misfits: int
@@ -95,7 +95,7 @@ def sort_out(predictor: Predictor, considered: Sequence[Candidate]) -> tuple[lis
 
 
 def _needs(predictor: Predictor, layout: Candidate) -> int:
-    """Return the bytes that the fullest rank holds."""
+    """Return the bytes on the rank that holds the most."""
     return peak_bytes(predictor.job, layout, predictor.bounds(layout))
 
 

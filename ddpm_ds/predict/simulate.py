@@ -4,7 +4,7 @@ A rank executes its program in order, one instruction at a time. It waits as the
 
     SendActivation, SendGrad    post a message and return at once
     RecvActivation, RecvGrad    nothing: receives are posted ahead
-    ForwardPass                 waits for the activations of its micro-batch, where they come from another rank
+    ForwardPass                 waits for the activations of its micro-batch, if they come from another rank
     BackwardPass                waits for the gradients of its micro-batch, likewise
     ReduceGrads                 waits for nothing in this pipeline
     OptimizerStep               waits for all ranks: overflow and gradient norm are agreed upon by all of them

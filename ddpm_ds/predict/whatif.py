@@ -23,7 +23,7 @@ from ddpm_ds.predict.scheduler import order_of
 from ddpm_ds.predict.simulate import Link, PhaseCosts, simulate
 
 MOST_STARTUP = 0.9
-"""Largest share of a stage's seconds that counts as start-up, which is measured by itself and later."""
+"""Maximum share of a stage's seconds that counts as start-up, which is measured separately and later."""
 LEAST_BACKWARD = 0.2
 """Smallest share of a checkpointed backward pass that is not recomputation."""
 SLOWEST_LINK, FASTEST_LINK = 1e3, 1e13
@@ -122,7 +122,7 @@ class Model:
         return self._step(way, self.bytes_per_second)
 
     def gain(self, way: Setup) -> float:
-        """Return the share of an image's time in steps that another layout saves; negative where it loses some."""
+        """Return the share of an image's time in steps that another layout saves; negative if it is slower."""
         before, after = (self.step_seconds(one) / one.images for one in (self.now, way))
         return 1 - after / before
 
@@ -145,7 +145,7 @@ class Model:
         return step.step_seconds + fmean(rank.other_seconds for rank in self.facts.ranks)
 
     def _reduce_seconds(self, way: Setup, parameters: int, bytes_per_second: float) -> float:
-        """Return the seconds to reduce gradients among replicas; 0 where the measured backward includes them."""
+        """Return the seconds to reduce gradients among replicas; 0 if the measured backward includes them."""
         now = self.now
         if way.replicas == 1 or (now.replicas > 1 and now.zero_stage == way.zero_stage == 2):
             return 0.0
