@@ -110,7 +110,7 @@ class Machine:
     def run(
         self, name: str, *words: str | Path, seconds: float, good: Sequence[int] = (0,), **environment: str
     ) -> None:
-        """Run a Python program in a process group of its own; what it prints goes to ``name``.log.
+        """Run a Python program in a process group of its own; its output goes to ``name``.log.
 
         Raises:
             CommandFailed: its exit code is not among ``good``, or it ran for ``seconds`` or until the deadline.
@@ -188,7 +188,7 @@ def run_pytest(machine: Machine, name: str, *words: str | Path, seconds: float) 
     """Run some tests and return a row for them, with what they record by ``record_property``."""
     slug = re.sub(r"\W+", "-", name)
     file = machine.work / f"{slug}.xml"
-    # addopts may name options of plug-ins that are missing; where CI is set, pytest does not cut what differs
+    # addopts may name options of plug-ins that are missing; if CI is set, pytest does not cut differences
     plain = ("-q", "-p", "no:cacheprovider", "-o", "addopts=")
     options = (*plain, "--tb", "short", "--disable-warnings", f"--junitxml={file}")
     machine.run(slug, "-m", "pytest", *options, *words, seconds=seconds, good=(0, 1), CI="true")
@@ -438,7 +438,7 @@ BESIDE: dict[str, Check] = {
 ALONE: dict[str, Check] = {"bench": one_device, "kernels": kernels, "compile": compiled, "several": several}
 CHECKS = BESIDE | ALONE
 CORES = 3
-"""Cores for a check that runs beside others."""
+"""Number of cores for a check that runs alongside others."""
 
 
 def run_checks(names: Sequence[str], machine: Machine) -> Iterator[Outcome]:
@@ -573,6 +573,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    for ending in (signal.SIGINT, signal.SIGTERM):  # leave by way of what ends the commands that run
+    for ending in (signal.SIGINT, signal.SIGTERM):  # leave through the code that ends running commands
         signal.signal(ending, lambda number, frame: sys.exit(128 + number))
     sys.exit(main())

@@ -79,7 +79,7 @@ class Run(NamedTuple):
     """Result of one training of a row."""
 
     scores: Mapping[str, float]
-    """By the names of SCORES."""
+    """Scores by the names of SCORES."""
     losses: Sequence[float]
     """Training loss at each log point."""
 
@@ -129,7 +129,7 @@ class Work:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Return the mean of the seeds, and from where to where they are."""
+    """Return the mean over the seeds and their range."""
     return f"{mean(values):.4g} ({min(values):.4g} to {max(values):.4g})"
 
 

@@ -34,7 +34,7 @@ from rivals.rows import Loop, Probe, Row, Setting, plain_loop
 SCHEDULES: dict[str, Schedule] = {name: name for name in get_args(Schedule)}
 """Schedules of this project's rows, by the rows' names."""
 WARM_STEPS = 2
-"""Steps before the first that is timed: one may compile, and the optimizer's state is there from the second on."""
+"""Steps before the first timed one: one may compile, and the optimizer's state exists from the second on."""
 
 
 def build_row(name: str, setting: Setting) -> Row:

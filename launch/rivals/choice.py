@@ -23,7 +23,7 @@ ROWS = {
     "ddp": "PyTorch's DistributedDataParallel over all processes, in fp32",
     "zero2": "DeepSpeed's ZeRO-2 over all processes, without a pipeline",
 }
-"""Names and meanings, in the table's order: the first that runs is what the others are compared to."""
+"""Names and meanings, in the table's order: the others are compared to the first that runs."""
 TORCH_SCHEDULES = {
     "torch": "Schedule1F1B",
     "torch-interleaved": "ScheduleInterleaved1F1B",
@@ -47,10 +47,10 @@ ONE_DEVICE_ROWS = {
 }
 """Names and meanings of the rows of ``--one-device``, in the table's order."""
 OTHER_UNETS = ("lucidrains", "ours-dim64")
-"""Rows whose U-Net is another one; they are compared with each other only."""
+"""Rows with a different U-Net; they are compared with each other only."""
 COMPILED = ("diffusers-compiled", "compile")
 ROUNDS, STEPS = {"layout": 15, "cuda": 5, "cpu": 3}, {"layout": 20, "cuda": 20, "cpu": 2}
-"""Rounds, and steps of a round, where they are not given: on all processes, and of ``--one-device`` by device."""
+"""Rounds, and steps of a round, if they are not given: on all processes, and of ``--one-device`` by device."""
 CPU_IMAGES = 8
 """Images of a step of ``--one-device`` on a CPU, unless ``--images`` says otherwise."""
 
@@ -69,7 +69,7 @@ def choose(asked: Sequence[str], why_not: Callable[[str], str | None]) -> tuple[
 
 
 def why_not_in_layout(row: str, plan: RunPlan) -> str | None:
-    """Return why a row of :data:`ROWS` can't run in this layout; None where it can."""
+    """Return why a row of :data:`ROWS` can't run in this layout; None if it can."""
     layout, processes, stages = plan.ds.layout, plan.ds.layout.world_size, plan.ds.layout.stages
     if row == "plain" and processes > 1:
         return f"has one process, and {processes} were started"
@@ -105,6 +105,6 @@ def bounds_of(plan: RunPlan, schedule: Schedule) -> tuple[int, ...]:
 
 
 def replica_micro_batches(plan: RunPlan) -> int:
-    """Return the micro-batches of a step where every process is a replica; they are as large as in the pipeline."""
+    """Return the micro-batches of a step if every process is a replica; they are as large as in the pipeline."""
     layout = plan.ds.layout
     return layout.batch_images // (layout.world_size * layout.micro_batch_images)

@@ -44,7 +44,7 @@ def layout_of(grid: Any | None) -> contextlib.AbstractContextManager[Any]:
 
 
 def with_zero_stage(config: dict[str, Any], stage: int) -> dict[str, Any]:
-    """Return the same under another ZeRO stage; buckets are given, since DeepSpeed's own would take gigabytes."""
+    """Return the JSON with another ZeRO stage; buckets are given, since DeepSpeed's own would take gigabytes."""
     buckets = {"reduce_bucket_size": BUCKET_ELEMENTS, "allgather_bucket_size": BUCKET_ELEMENTS} if stage else {}
     return {**config, "zero_optimization": {**buckets, **config.get("zero_optimization", {}), "stage": stage}}
 
@@ -241,7 +241,7 @@ class StockPipeline:
 
 
 def stock_zero_stage(plan: RunPlan) -> tuple[int, str]:
-    """Return the ZeRO stage that the stock engine runs under, and why where the JSON asks for another one."""
+    """Return the ZeRO stage that the stock engine runs under, and the reason if the JSON asks for another one."""
     asked, clips = plan.ds.zero_stage, plan.ds.blocks.get("gradient_clipping", 1.0)
     if asked == 2:
         return 1, "ZeRO-1, since it refuses ZeRO-2"

@@ -1,4 +1,4 @@
-"""Measurements of rows: whether they compute the same, times in turn, seconds of computing, bytes sent, memory."""
+"""Measurements of rows: equal results, times in turn, seconds of computing, bytes sent, memory."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from ddpm_ds.unet.weight_gradients import WaitingGradients
 from rivals.rows import Probe, Row
 
 LOSS_TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}
-"""Relative difference that rounding explains, by precision. Over 50 steps of the digits it was seen to make 1e-7, 3e-4
+"""Relative difference that rounding explains, by precision. Over 50 steps of the digits it made 1e-7, 3e-4
 and 1e-3."""
 TF32_TOLERANCE = 1e-2
-"""The same for fp32 on a GPU whose convolutions round their factors to TF32's 10 bits."""
+"""Tolerance for fp32 on a GPU whose convolutions round their factors to TF32's 10 bits."""
 RING_SHARE: dict[str, Callable[[int, int, int], float]] = {
     **dict.fromkeys(("allreduce_", "allreduce_coalesced_"), lambda first, second, n: 2 * first * (n - 1) / n),
     **dict.fromkeys(("broadcast_", "reduce_"), lambda first, second, n: first * (n - 1) / n),
@@ -45,7 +45,7 @@ RING_SHARE: dict[str, Callable[[int, int, int], float]] = {
     ),
 }
 """Bytes that each of n processes sends in a collective, from the bytes of its first two arguments, as a ring of
-processes does it; what a library really does may be another algorithm of about that cost."""
+processes does it; a library may use another algorithm of about the same cost."""
 SILENT = ("recv_", "recv_any_source_", "barrier", "monitored_barrier_")
 """Operators that send nothing worth counting."""
 BACKWARDS: tuple[tuple[Any, str], ...] = (
@@ -106,7 +106,7 @@ def check_probe(name: str, probe: Probe, first: str, reference: Probe, allowed: 
 
 
 def all_done(device: torch.device) -> None:
-    """Wait until this process's device and all other processes have done what they were given."""
+    """Wait until this process's device and all other processes have finished their work."""
     wait_for_device(device)
     dist.barrier()
 
@@ -118,7 +118,7 @@ def time_rounds(
     synchronize: Callable[[], object],
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[list[float]]:
-    """Return the seconds of each kind of step in each round: ``[step][round]``. Each round begins with another one."""
+    """Return the seconds of each kind of step in each round: ``[step][round]``. Rounds start with different kinds."""
     seconds: list[list[float]] = [[] for _ in steps]
     hidden = os.environ.get("RANK", "0") != "0"
     for number in tqdm(range(rounds), desc="measuring", unit="round", disable=hidden):
@@ -244,7 +244,7 @@ def peak_in_child(row: str) -> int:
     has freed the next one takes. Every process calls this; the children find each other at a port of their own.
 
     Raises:
-        RuntimeError: a child failed; with the end of what it printed.
+        RuntimeError: a child failed; the message has the end of its output.
     """
     port = decided_by_rank_0(free_port, int)
     command, environment = [sys.executable, *sys.argv, "--memory-of", row], {**os.environ, "MASTER_PORT": str(port)}

@@ -23,7 +23,7 @@ from rivals.rows import Optimizer, Setting
 
 
 class StageModule(nn.Module):
-    """Layers ``first`` to ``stop - 1``: from what crosses the cut before them to what crosses the one after them.
+    """Layers ``first`` to ``stop - 1``: from the tensors at the cut before them to those at the cut after them.
 
     A tensor that is h and the newest skip crosses once, as in this project's engine. Tensors are contiguous, since
     gloo refuses others.
@@ -37,7 +37,7 @@ class StageModule(nn.Module):
         self._skip_is_h_out = newest_skip_is_h(layers, stop)
 
     def forward(self, *received: Tensor, images: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """``images`` (N,) int64 is the images' index."""
+        """``images`` (N,) int64 are image indices."""
         set_image_index(self._dropouts, images)
         for tensor in received:
             if tensor.requires_grad:  # its gradient is sent as it is, and a split backward leaves it channels-last
@@ -103,7 +103,7 @@ class TorchPipeline:
         )
         self._optimizer = Optimizer(setting, modules.parameters())
         self._prepared: list[Noised] = []
-        """The micro-batches of this step, on the first and on the last stage."""
+        """Micro-batches of this step, on the first and on the last stage."""
 
     def step(self) -> Tensor:
         micro_batches = list(itertools.islice(self._batches, self._micro_batches))

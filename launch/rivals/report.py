@@ -154,7 +154,7 @@ def machine(device: torch.device) -> str:
 def record(report: Report, plan: RunPlan, root: Path) -> RunLink:
     """Log a run with the table, and under it one for each row.
 
-    What MLflow does not take is left in ``root``, where its store is if none is named.
+    Records that MLflow does not take are left in ``root``, where its store is if none is named.
     """
     root.mkdir(parents=True, exist_ok=True)
     facts, whole = report.about, uuid.uuid4().hex

@@ -1,4 +1,4 @@
-"""Rows of a benchmark: what all share, and plain PyTorch loops: draw, forward, backward, clip, AdamW."""
+"""Rows of a benchmark: their common parts, and plain PyTorch loops: draw, forward, backward, clip, AdamW."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ddpm_ds.unet.operations import KeyedDropout
 from rivals.choice import replica_micro_batches
 
 SCALES = 32
-"""Number of loss scales that are tried, each half of the one before, before gradients count as not finite."""
+"""Number of loss scales that are tried, each half of the one before, before gradients count as infinite or NaN."""
 
 
 class Row(Protocol):
@@ -38,7 +38,7 @@ class Row(Protocol):
 
     name: str
     note: str
-    """Remark for comparing the row, or empty."""
+    """Remark for comparing the row; may be empty."""
     is_pipeline: bool
     """Whether processes wait for each other within a step: whether it has a bubble."""
 
@@ -54,7 +54,7 @@ class Setting:
     """Setting that all rows share."""
 
     plan: RunPlan
-    """Decided for the device, without what only reports."""
+    """Configuration decided for the device, without keys that only concern reports."""
     store: DatasetCache
     device: torch.device
     verbose: bool = False
@@ -83,7 +83,7 @@ class Setting:
         return replica_batches(self.plan, self.store, self.device, replicas=replicas, replica=replica)
 
     def unchecked(self) -> str:
-        """Return the note of a row that recomputes nothing, where the configuration asks for it."""
+        """Return the note of a row that recomputes nothing, if the configuration asks for it."""
         return "no activation checkpointing" if self.plan.ds.checkpoint_interval else ""
 
 
@@ -163,7 +163,7 @@ class Optimizer:
             parameter.grad = None
 
     def gradient_norm(self, loss: Tensor, scale: float) -> float:
-        """Return the norm of ``loss``'s gradient and change nothing; not finite where ``scale`` makes it overflow."""
+        """Return the norm of ``loss``'s gradient and change nothing; not finite if ``scale`` makes it overflow."""
         (loss * scale).backward()
         gradients = [one.grad.float() for one in self._parameters if one.grad is not None]
         self.drop_gradients()

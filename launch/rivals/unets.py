@@ -29,7 +29,7 @@ PACKAGES = {
     "diffusers-compiled": "diffusers",
     "lucidrains": "denoising_diffusion_pytorch",
 }
-"""The package that a row imports."""
+"""Package that a row imports."""
 DIM64, DIM64_IMAGES = SPECS / "cifar10_dim64.yaml", (3, 32)
 """Spec of another U-Net, and the channels and size of its images."""
 
@@ -63,7 +63,7 @@ class Switches:
 
 
 def switches_of(row: str, setting: Setting, missing: Collection[str]) -> Switches:
-    """Return the options of a row of ours; ``missing`` is the result of :func:`missing_switches`."""
+    """Return the options of one of our rows; ``missing`` is the result of :func:`missing_switches`."""
     if row == "bare":
         plan, ds = setting.plan, setting.plan.ds
         dtype, images = DTYPES[ds.precision][1], ds.layout.micro_batch_images
@@ -152,7 +152,7 @@ def dim64(setting: Setting) -> Setting:
 def missing_switches(setting: Setting, names: Sequence[str] | None) -> dict[str, str]:
     """Return why this device can't do something, or takes minutes: "compile", "fused-kernels", "autocast".
 
-    ``names`` are the rows that were named, if any: what takes minutes is done for those.
+    ``names`` are the rows that were named, if any: work that takes minutes is done for those.
     """
     device, precision, named = setting.device, setting.plan.ds.precision, set(names or ())
     dtype, missing = DTYPES[precision][1], {}
@@ -176,7 +176,7 @@ def missing_switches(setting: Setting, names: Sequence[str] | None) -> dict[str,
 
 
 def why_not_here(row: str, setting: Setting, missing: dict[str, str]) -> str | None:
-    """Return why a row of ``--one-device`` can't run here, or was not named; None where it runs."""
+    """Return why a row of ``--one-device`` can't run here, or was not named; None if it runs."""
     package, data = PACKAGES.get(row), setting.plan.spec.data
     if package is not None and find_spec(package) is None:
         return f"{package} is not installed; pip install 'ddpm_ds[bench]'"
