@@ -210,7 +210,7 @@ class RunFolder:
         return sorted((self.path / "samples").glob("images-*.png"))
 
     def forget_samples(self, images_seen: int) -> None:
-        """Remove the pictures drawn after more than ``images_seen``: a rollback has discarded those steps."""
+        """Remove the pictures drawn after more than ``images_seen``: the run has discarded those steps."""
         for path in self.all_samples():
             if path.name > self.samples(images_seen).name:
                 path.unlink(missing_ok=True)

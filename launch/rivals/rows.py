@@ -54,7 +54,7 @@ class Setting:
     """Setting that all rows share."""
 
     plan: RunPlan
-    """Configuration decided for the device, without keys that only concern reports."""
+    """Plan decided for the device, without keys that only concern reports."""
     store: DatasetCache
     device: torch.device
     verbose: bool = False
