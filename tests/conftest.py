@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from tests.forking import ServedWorkers
 from tests.launching import place_empty_store
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as shells start what runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 PROGRAM_PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 """Where a test's programs are looked for: those of system administrators are on root's own path alone."""

@@ -287,7 +287,7 @@ def test_rank_0_is_missed_when_it_is_frozen_and_when_it_is_gone(
     (tmp_path / "exits").touch()
     script, said = tmp_path / "rank_0.py", tmp_path / "said"
     script.write_text(RANK_0)
-    server = Forked.script([str(script)], env=os.environ, stdout=said, stderr=said)
+    server = Forked.script([str(script)], env=os.environ, stdout=said, stderr=tmp_path / "warnings")
     try:
         while not (said.exists() and said.read_text().endswith("\n")):
             assert server.poll() is None, said.read_text()
