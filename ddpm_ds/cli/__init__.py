@@ -1,3 +1,3 @@
-"""Command lines of the project, one module for each verb or group of verbs; torch is imported once the arguments are
-good.
+"""Command lines of the project, one module for each verb or group of verbs; they import torch only after the arguments
+have been checked.
 """

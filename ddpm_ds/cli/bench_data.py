@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ddpm_ds.experiments.data_rate import Loading, UnetPace
 
 MOST_WAIT = 0.01
-"""Share of a step that may be spent waiting for data."""
+"""Maximum share of a step that may be spent waiting for data."""
 
 DESCRIPTION = """\
 Prepare the images of a spec, read them as training does with each number of loader processes, and say how many images
@@ -60,7 +60,7 @@ docs/data.md says what happens to an image between its file and the U-Net.
 
 
 def workers_list(text: str) -> list[int]:
-    """Parse numbers of workers such as ``0,1,2``, each once, ascending.
+    """Parse numbers of workers such as ``0,1,2``; return each once, ascending.
 
     Raises:
         argparse.ArgumentTypeError: one of them is not a number of workers.
@@ -69,7 +69,7 @@ def workers_list(text: str) -> list[int]:
 
 
 def above_zero(text: str) -> float:
-    """Parse a number of images a second."""
+    """Parse a number of images per second, which must be above zero."""
     return number(text, 1e-6, 1e12, "a number above 0, such as 2 or 0.5")
 
 
@@ -127,7 +127,7 @@ def _bench(options: argparse.Namespace) -> None:
 
 
 def _bench_loader(options: argparse.Namespace, spec: RunSpec) -> dict[str, Any]:
-    """Measure the loader, print what was found and return every number."""
+    """Measure the loader, print the results and return every number."""
     from ddpm_ds.data.prepare import prepare
     from ddpm_ds.data.residence import Residence
     from ddpm_ds.device import choose_device
@@ -177,7 +177,7 @@ def _bench_loader(options: argparse.Namespace, spec: RunSpec) -> dict[str, Any]:
 
 
 def _bench_preparation(options: argparse.Namespace, spec: RunSpec) -> dict[str, Any]:
-    """Measure preparation, print what was found and return every number."""
+    """Measure preparation, print the results and return every number."""
     from ddpm_ds.experiments.data_rate import measure_preparation
 
     plan, one_core, cores, all_cores = measure_preparation(spec.data, options.seconds)
@@ -199,7 +199,7 @@ def _bench_preparation(options: argparse.Namespace, spec: RunSpec) -> dict[str, 
 
 
 def table(loadings: Sequence[Loading], image_bytes: int, need: UnetPace | None) -> list[str]:
-    """Return a line for each number of workers, below a heading."""
+    """Return the lines of a table: a heading, then one for each number of workers."""
     rows = [["workers", "images/s", "(quartiles)", "MB/s"] + ["x needed", "data wait"] * (need is not None)]
     for loading in loadings:
         speed = loading.images_per_second
@@ -220,7 +220,7 @@ def _number(value: float) -> str:
 
 
 def conclusion(loadings: Sequence[Loading], need: UnetPace, remedy: str) -> str:
-    """Return which number of workers suffices, or what else would help, such as ``remedy``."""
+    """Return a sentence that says how many workers suffice, or what would help, such as ``remedy``."""
     shares = {loading.workers: loading.wait_share or 0.0 for loading in loadings}
     for loading in loadings:
         if loading.images_per_second.median >= need.images_per_second and shares[loading.workers] < MOST_WAIT:
@@ -233,7 +233,7 @@ def conclusion(loadings: Sequence[Loading], need: UnetPace, remedy: str) -> str:
 
 
 def paces(loadings: Sequence[Loading], remedy: str) -> str:
-    """Return the fewest workers for U-Nets of any speed: what the loader gave in three of four rounds."""
+    """Return a sentence with the fewest workers for U-Nets of other speeds, by the lower quartiles of the rates."""
     found: list[tuple[float, int]] = []
     for loading in loadings:
         if not found or loading.images_per_second.low > found[-1][0]:

@@ -1,4 +1,4 @@
-"""``ddpm-ds checkpoint``: lists, verifies, describes and consolidates checkpoints, without a GPU."""
+"""``ddpm-ds checkpoint``: list, verify, describe and consolidate checkpoints, without a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS = {"ema": "ema", "raw": "master"}
 
 
 def add_checkpoint(verbs: argparse._SubParsersAction[Any]) -> None:
-    """Add the verb ``checkpoint`` and its verbs."""
+    """Add the verb ``checkpoint`` and its own verbs."""
     parser = verbs.add_parser(
         "checkpoint",
         help="list, verify, describe or consolidate checkpoints",
@@ -138,7 +138,7 @@ def _consolidate(options: argparse.Namespace) -> None:
     from ddpm_ds.checkpoint.reader import consolidate
     from ddpm_ds.checkpoint.union import checkpoint_at
 
-    torch.set_num_threads(1)  # it is the disk's work; threads that wait for each other on a busy host only slow it
+    torch.set_num_threads(1)  # the disk limits the speed; on a busy host, more threads only wait for each other
     checkpoint = checkpoint_at(options.path, print_to_stderr)
     kind = KINDS[options.weights]
     if options.weights == "ema":

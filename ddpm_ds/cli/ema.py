@@ -1,4 +1,4 @@
-"""``ddpm-ds ema``: averaged weights of any length, made after training."""
+"""``ddpm-ds ema``: make averaged weights of any length after training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ examples
 
 
 def add_ema(verbs: argparse._SubParsersAction[Any]) -> None:
-    """Add the verb."""
+    """Add the verb ``ema``."""
     what = "make averaged weights of another length after training"
     parser = verbs.add_parser("ema", help=what, description=DESCRIPTION, epilog=EXAMPLES)
     parser.add_argument("run_dir", type=file_path, metavar="RUN_DIR", help="folder of a run that keeps snapshots")
@@ -48,7 +48,7 @@ def _ema(options: argparse.Namespace) -> None:
 
     from ddpm_ds.checkpoint.power_ema import Reconstruction, average_name
 
-    torch.set_num_threads(1)  # it is the disk's work
+    torch.set_num_threads(1)  # the disk limits the speed
     made = Reconstruction(snapshots_of(options.run_dir), options.length, options.at)
     out = options.output or averages_of(options.run_dir) / average_name(made.images, options.length)
     made.write(out)

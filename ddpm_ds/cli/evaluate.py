@@ -1,4 +1,4 @@
-"""``ddpm-ds evaluate``: how near the images of trained weights are to the real ones, in numbers."""
+"""``ddpm-ds evaluate``: score how near the images of trained weights are to the real ones."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ exit codes
 
 
 def add_evaluate(verbs: argparse._SubParsersAction[Any]) -> None:
-    """Add the verb."""
+    """Add the verb ``evaluate``."""
     what = "score a checkpoint or an export against the real images"
     parser = verbs.add_parser("evaluate", help=what, description=DESCRIPTION, epilog=EXAMPLES)
     parser.add_argument("--count", type=_count, default=10_000, metavar="N", help="images to draw (default 10000)")
@@ -112,7 +112,7 @@ def _guidance(text: str) -> float:
 
 
 def _different(kind: Callable[[str], float]) -> Callable[[str], tuple[float, ...]]:
-    """Return a reader of numbers of a kind, separated by commas, of which no two are the same."""
+    """Return a parser of different numbers separated by commas, each parsed by ``kind``."""
 
     def read(text: str) -> tuple[float, ...]:
         values = tuple(map(kind, text.split(",")))
@@ -150,12 +150,12 @@ def _evaluate(options: argparse.Namespace) -> None:
     print(f"\n{sweep_table(found)}\n\noutputs    {folder}")
     with writing(folder):
         files = write_sweep(folder, found, f"{(trained.run_dir or folder).name}, {trained.images_seen:,} images")
-    trained = replace(trained, weights=options.weights)  # of all points
+    trained = replace(trained, weights=options.weights)  # the kind for all points of the sweep
     record_child(trained, "sweep", swept, metrics=sweep_metrics(found), artifacts=dict.fromkeys(files, ""))
 
 
 def _check_swept(options: argparse.Namespace) -> None:
-    """Refuse what can't be swept before the first image is drawn."""
+    """Raise an error, before the first image is drawn, if the options can't be swept."""
     from ddpm_ds.checkpoint.power_ema import Reconstruction
     from ddpm_ds.tracking.run_folder import snapshots_of
 
@@ -175,7 +175,7 @@ def _evaluate_one(
     reference: DatasetCache,
     scorer: Scorer,
 ) -> tuple[Path, list[Score]]:
-    """Draw, score and record the images of one kind of weights and sampler; returns the folder and the scores."""
+    """Draw, score and record images of the given weights and sampler; return the folder and the scores."""
     from ddpm_ds.evaluate.mlflow_child import record_child
     from ddpm_ds.evaluate.outputs import BatchFolder, Request, titled_grid, writing
     from ddpm_ds.evaluate.sampling import draw_missing

@@ -1,4 +1,4 @@
-"""``ddpm-ds export`` and ``ddpm-ds import``: weights to and from diffusers."""
+"""``ddpm-ds export`` and ``ddpm-ds import``: convert weights to and from diffusers."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _row(label: str | None, classes: int | None) -> int | None:
-    """Return the row of the label embedding that --label asks for."""
+    """Return the row of the label embedding that --label asks for; None without --label."""
     from ddpm_ds.evaluate.sampling import check_label
 
     if label is None:

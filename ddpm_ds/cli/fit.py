@@ -1,4 +1,4 @@
-"""``ddpm-ds fit``: the largest micro-batch that fits this machine's devices, and the one to train with."""
+"""``ddpm-ds fit``: find the largest micro-batch that fits this machine's devices, and the one to train with."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from ddpm_ds.fit.trial import search
 from ddpm_ds.processes.ranks import HANG_SECONDS, set_environment
 
 USABLE = 0.9
-"""Share of a host's available memory that its processes may take together by default."""
+"""Maximum share of a host's available memory that its processes may take together by default."""
 EVERYTHING = 2**50
-"""Bytes beyond any device's memory: no limit."""
+"""Number of bytes larger than any device's memory, which means no limit."""
 
 DESCRIPTION = """\
 Find the largest micro-batch that fits, by trying: for each layout - stages x replicas of the processes - some real
@@ -65,10 +65,10 @@ exit codes
 
 
 def layout_list(text: str) -> list[TrialLayout]:
-    """Parse layouts such as ``1x1,2x2``: stages x replicas.
+    """Parse layouts such as ``1x1,2x2``, each stages x replicas.
 
     Raises:
-        argparse.ArgumentTypeError: one has another form.
+        argparse.ArgumentTypeError: a layout has another form.
     """
     found: dict[TrialLayout, None] = {}
     for part in text.split(","):
@@ -80,10 +80,10 @@ def layout_list(text: str) -> list[TrialLayout]:
 
 
 def size_list(text: str) -> list[int]:
-    """Parse micro-batches such as ``4,8,12``, ascending.
+    """Parse micro-batches such as ``4,8,12``; return them ascending.
 
     Raises:
-        argparse.ArgumentTypeError: one is no positive number.
+        argparse.ArgumentTypeError: one of them is not a positive number.
     """
     return sorted({batch(part.strip()) for part in text.split(",")})
 
@@ -129,9 +129,9 @@ def _fit(options: argparse.Namespace) -> int:
     given = os.environ.get("DS_ACCELERATOR", "auto") if options.device == "auto" else options.device
     import torch
 
-    devices = torch.cuda.device_count() if given != "cpu" else 0  # which keeps no memory of a device
+    devices = torch.cuda.device_count() if given != "cpu" else 0  # counting takes no memory of a device
     device = "cuda" if devices or given == "cuda" else "cpu"
-    os.environ["DS_ACCELERATOR"] = device  # read by DeepSpeed, here and in what is started
+    os.environ["DS_ACCELERATOR"] = device  # read by DeepSpeed, here and in the trials' processes
     with tempfile.TemporaryDirectory(prefix="ddpm-ds-fit-") as folder:
         from ddpm_ds.data.prepare import prepare
         from ddpm_ds.train.session import check_store
@@ -153,7 +153,7 @@ def _fit(options: argparse.Namespace) -> int:
 
 
 def _layouts(options: argparse.Namespace, devices: int) -> list[TrialLayout]:
-    """Return the layouts that were asked for: by default all of the processes, those with few stages first."""
+    """Return the layouts to search: by default every layout of the processes, those with few stages first."""
     if options.layouts:
         return list(options.layouts)
     processes, stages = options.processes or devices, options.pipeline_stages
@@ -167,10 +167,10 @@ def _layouts(options: argparse.Namespace, devices: int) -> list[TrialLayout]:
 def _tasks(
     options: argparse.Namespace, layouts: Sequence[TrialLayout], device: str, folder: Path
 ) -> tuple[list[Task], dict[TrialLayout, LayoutError]]:
-    """Return the searches, and why other layouts are left out.
+    """Return the search tasks, and for each layout that is left out the reason.
 
     Raises:
-        UserError: all are left out; with the first one's reason.
+        UserError: all layouts are left out; the message is the first one's reason.
     """
     tasks: list[Task] = []
     reasons: dict[TrialLayout, LayoutError] = {}
@@ -190,7 +190,7 @@ def _tasks(
         )
         try:
             task = task.choosing_from(options.micro_batch)
-            task.plan(task.candidates[0], folder)  # whether the U-Net can be cut so
+            task.plan(task.candidates[0], folder)  # raises if the U-Net can't be cut this way
             tasks.append(task)
         except LayoutError as error:
             reasons[layout] = error
@@ -200,7 +200,7 @@ def _tasks(
 
 
 def _limits(options: argparse.Namespace, layout: TrialLayout, device: str) -> tuple[int | None, int | None]:
-    """Return the most bytes of a process (None: the device's), and of one that finds out its need (None: no more)."""
+    """Return ``budget_bytes`` and ``most_bytes`` of a :class:`~ddpm_ds.fit.task.Task` with this layout."""
     budget, most = options.memory_budget, EVERYTHING
     if device == "cpu":
         most = int(USABLE * psutil.virtual_memory().available / layout.processes)
@@ -214,7 +214,7 @@ def _limits(options: argparse.Namespace, layout: TrialLayout, device: str) -> tu
 
 
 def _search(tasks: Sequence[Task], folder: Path) -> tuple[list[Found], dict[TrialLayout, int]]:
-    """Search each layout; return the results, and the bytes needed where the smallest micro-batch does not fit."""
+    """Search each layout; return the results, and the bytes that the smallest micro-batch needs if it does not fit."""
     found, needs = [], {}
     for task in tasks:
         print(task.layout.words(), flush=True)
@@ -229,7 +229,7 @@ def _search(tasks: Sequence[Task], folder: Path) -> tuple[list[Found], dict[Tria
 
 
 def _nothing_fits(tasks: Sequence[Task], needs: dict[TrialLayout, int]) -> LayoutError:
-    """Return the error for layouts where not even the smallest micro-batch fits."""
+    """Return the error to raise if not even the smallest micro-batch fits any layout."""
     task = next((task for task in tasks if task.layout in needs), tasks[0])
     budget = "the device" if task.budget_bytes is None else gib(task.budget_bytes)
     if not needs:
@@ -245,7 +245,7 @@ def _nothing_fits(tasks: Sequence[Task], needs: dict[TrialLayout, int]) -> Layou
 
 
 def _report(options: argparse.Namespace, found: Sequence[Found]) -> None:
-    """Print the results, and write the files that were asked for."""
+    """Print the results, and write the requested files."""
     task, size = winner(found).task, winner(found).knee.micro_batch_images
     print(f"\n{table(found)}\n\n{textwrap.fill(why(found), 112, break_on_hyphens=False)}\n")
     config = task.config(size)

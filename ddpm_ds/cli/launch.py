@@ -1,4 +1,4 @@
-"""Verbs that start training: ``train``, and ``run`` for every option of DeepSpeed's launcher."""
+"""Verbs that start training: ``train``, and ``run``, which takes every option of DeepSpeed's launcher."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ddpm_ds.tracking.progress import ProgressLine
 from ddpm_ds.tracking.run_folder import check_output, checkpoints_of
 
 GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""Device files without which a host has no GPU, so that nobody needs to ask PyTorch, which takes seconds."""
+"""Device files of GPUs; a host with none of them has no GPU, which saves the seconds of asking PyTorch."""
 TRAIN_DESCRIPTION = """\
 Train a diffusion U-Net: check everything, start DeepSpeed's launcher, stay with it, and say at the end what was saved
 and how to go on. Ctrl-C or SIGTERM lets the ranks finish their step and save; a second one ends them at once.
@@ -90,9 +90,9 @@ def _train(options: argparse.Namespace) -> int:
     else:
         hosts = ("0",) * (options.processes or _devices(options.device))
         where = ["--num_gpus", str(len(hosts))]
-        rendezvous = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]  # beside other runs
+        rendezvous = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]  # other runs may use this host
         if not _has_gpu():
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed looks for one, and says so
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed looks for a GPU, and reports it
     plan, run_dir = checked(options, len(hosts), hosts)
     check_output(run_dir, options.resume)
     check_trackers(plan.spec.logging.trackers)
@@ -144,7 +144,7 @@ def _starting() -> Iterator[None]:
 
 
 def _outcome(code: int, run_dir: Path, arguments: Sequence[str]) -> str:
-    """Return a line on what a run has left and the command that goes on."""
+    """Return a line that says what a run has saved, and which command continues it."""
     latest = checkpoints_of(run_dir) / LATEST
     saved = images_of(latest.read_bytes().decode(errors="replace").strip()) if latest.is_file() else None
     if code == 0:
@@ -199,5 +199,5 @@ def _add_restart_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _log(verb: str, line: str) -> None:
-    with contextlib.suppress(OSError):  # the terminal may have gone
+    with contextlib.suppress(OSError):  # the terminal may have been closed
         print(f"ddpm-ds {verb}: {line}", file=sys.stderr, flush=True)

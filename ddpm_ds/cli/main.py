@@ -1,4 +1,4 @@
-"""The ``ddpm-ds`` command: training and everything around it."""
+"""Command ``ddpm-ds``: training and everything around it."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def make_parser() -> OneLineParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb and return the exit code; what a user did wrong is one line on stderr and exit code 2."""
+    """Run one verb and return the exit code; a user's mistake gives one line on stderr and exit code 2."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be text
+        sys.stdout.reconfigure(errors="backslashreplace")  # file names need not be valid text
     try:
         given = sys.argv[1:] if arguments is None else list(arguments)
         options = make_parser().parse_args(given)
@@ -103,7 +103,7 @@ def _prepare(options: argparse.Namespace) -> None:
     from ddpm_ds.config.spec_file import load_spec
 
     data = load_spec(options.spec, options.overrides).data
-    from ddpm_ds.data.prepare import prepare  # after the spec is known to be good: this imports torch
+    from ddpm_ds.data.prepare import prepare  # imports torch, so the spec is checked first
     from ddpm_ds.data.residence import Residence
 
     device = None

@@ -1,4 +1,4 @@
-"""``ddpm-ds plan``: which layout trains a U-Net fastest on given devices."""
+"""``ddpm-ds plan``: find the layout that trains a U-Net fastest on given devices."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _plan(options: argparse.Namespace) -> None:
         times=_measured if options.measure else None,
         top=options.top,
     )
-    from ddpm_ds.predict.report import draw_timeline, report  # deepspeed, which the planner has imported
+    from ddpm_ds.predict.report import draw_timeline, report  # imports deepspeed, as the planner has
 
     predictor, job, devices = found.predictor, found.predictor.job, found.predictor.machine
     parameters = sum(layer.parameters for layer in job.layers)

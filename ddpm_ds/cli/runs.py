@@ -1,5 +1,5 @@
-"""Verbs on recorded runs: ``compare`` shows them side by side, ``note`` keeps what was learned from one, and
-``diagnose`` shows where its time went.
+"""Verbs for recorded runs: ``compare`` shows several side by side, ``note`` keeps what was learned from one, and
+``diagnose`` shows where the time of one went.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _compare(options: argparse.Namespace) -> None:
         if path is not None:
             _write(path, text)
         if compared.parent is not None:
-            # A parent that can't be written to, such as somebody else's, costs nothing else.
+            # If the parent can't be written to, such as somebody else's, the rest still works.
             files = {f"{ARTIFACT_FOLDER}/{name}": text}
             if missing := keep_with(compared.parent, runs[0].tracking_uri, files):
                 print(f"ddpm-ds: {name} could not be kept with run {compared.parent} ({missing})", file=sys.stderr)
@@ -144,7 +144,7 @@ def _note(options: argparse.Namespace) -> None:
     if text is None:
         print(run.note or f"{options.recorded_run} has no note yet; write one: ddpm-ds note RUN TEXT")
         return
-    paragraphs = [run.note.rstrip()] if run.note.strip() else []  # MLflow shows them as Markdown
+    paragraphs = [run.note.rstrip()] if run.note.strip() else []  # MLflow shows the note as Markdown
     run.set_note("\n\n".join([*paragraphs, f"{date.today().isoformat()}: {text}"]))
     print(f"{run.name}: noted")
 
@@ -164,9 +164,9 @@ def add_diagnose(verbs: argparse._SubParsersAction[Any]) -> None:
 
 def _diagnose(options: argparse.Namespace) -> None:
     folder, run, missing = _find(options.name, options.runs)
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing is trained: DeepSpeed need not look for devices
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed need not look for devices, since nothing is trained
     from ddpm_ds.diagnose import VERDICT
-    from ddpm_ds.diagnose.verdict import tags, text, verdict  # deepspeed, whose schedules are simulated
+    from ddpm_ds.diagnose.verdict import tags, text, verdict  # imports deepspeed, whose schedules are simulated
     from ddpm_ds.predict.finished_run import facts_of
 
     found = verdict(facts_of(folder))
@@ -182,10 +182,10 @@ def _diagnose(options: argparse.Namespace) -> None:
 
 
 def _find(name: str, root: Path) -> tuple[Path, RecordedRun | None, str | None]:
-    """Return a run's folder, and the run in MLflow or why there is none.
+    """Return a run's folder, and its run in MLflow or the reason why there is none.
 
     Raises:
-        ExperimentError: there is no such run, or its folder is elsewhere.
+        ExperimentError: there is no such run, or its folder is not on this machine.
     """
     try:
         run = find_run(name, root=root)

@@ -1,6 +1,6 @@
-"""``ddpm-ds sample`` and ``launch/sample.py``: images from trained weights, by one process or several.
+"""``ddpm-ds sample`` and ``launch/sample.py``: draw images from trained weights, in one process or several.
 
-``ddpm-ds evaluate`` has the same options of weights and sampler, ``ddpm-ds export`` those of weights.
+``ddpm-ds evaluate`` shares the options for weights and sampler, ``ddpm-ds export`` those for weights.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ exit codes
 
 SUFFIXES = {"grid": ".png", "npz": ".npz", "folder": ""}
 FLAGS = ("steps", "eta", "churn", "spacing", "variance", "clip", "guidance", "guidance_between")
-"""Fields of the sampler that have an option of their name; `kind` has --sampler."""
+"""Fields of the sampler that have an option of the same name; for `kind` it is --sampler."""
 
 
 def add_sample(verbs: argparse._SubParsersAction[Any]) -> None:
-    """Add the verb."""
+    """Add the verb ``sample``."""
     what = "draw images from a checkpoint or an export"
     parser = verbs.add_parser("sample", help=what, description=DESCRIPTION, epilog=EXAMPLES)
     _add_options(parser)
@@ -59,11 +59,11 @@ def add_sample(verbs: argparse._SubParsersAction[Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command of ``launch/sample.py`` in one of its processes and return the exit code."""
+    """Run ``launch/sample.py`` in one of its processes and return the exit code."""
     prog = "deepspeed [launcher options] launch/sample.py"
     parser = OneLineParser(prog=prog, description=DESCRIPTION, epilog=EXAMPLES)
     _add_options(parser)
-    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # given by launchers
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # launchers pass it
     try:
         set_environment()
         return _sample(parser.parse_args(arguments))
@@ -104,7 +104,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_drawing_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say which weights draw images, and how."""
+    """Add the options that choose the weights and how they draw images."""
     add_weights_options(parser)
     parser.add_argument("--precision", choices=("fp32", "fp16", "bf16"), default="fp32", help="default fp32")
     parser.add_argument("--seed", type=seed, default=0, metavar="N", help="seed of all noise (default 0)")
@@ -141,7 +141,7 @@ def add_drawing_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_weights_options(parser: argparse.ArgumentParser) -> None:
-    """Add the folder of the weights, and the options that say which of them are loaded, and on which device."""
+    """Add the folder of the weights, and the options that choose the kind of weights and the device."""
     folder = "folder of the weights; of a run, its newest checkpoint"
     parser.add_argument("path", type=file_path, metavar="CHECKPOINT|RUN_DIR|EXPORT", help=folder)
     parser.add_argument("--weights", choices=("ema", "raw"), default="ema", help="averaged or as trained (default ema)")
@@ -160,21 +160,21 @@ def _interval(text: str) -> tuple[float, float]:
 
 
 def _choices(field: str) -> tuple[str, ...]:
-    """Return the values of a Literal of the sampler's section of the spec."""
+    """Return the values that the Literal ``field`` of the spec's sampler section accepts."""
     return get_args(SamplerSpec.model_fields[field].annotation)
 
 
 def load(
     options: argparse.Namespace, guidances: Sequence[float] = (), *, ema_length: float | None = None
 ) -> tuple[Trained, list[SamplerSpec], Trained | None]:
-    """Load the weights, or with ``ema_length`` the average of that relative length, make the sampler that the options
-    ask for, and load the guide if there is one.
+    """Load the weights, and the guide if there is one, and make the samplers that the options ask for.
 
-    There is a sampler for each of ``guidances``, or one with ``--guidance``.
+    With ``ema_length`` the weights are the average of that relative length. There is a sampler for each of
+    ``guidances``, or if there are none, one with ``--guidance``.
 
     Raises:
         CheckpointError: there are no such weights.
-        SpecError: an option asks for what the weights or the sampler don't have.
+        SpecError: an option asks for something that the weights or the sampler don't have.
     """
     from ddpm_ds.device import DTYPES, choose_device
     from ddpm_ds.evaluate.sampling import check_guide
@@ -210,10 +210,10 @@ def sampler_from(
 ) -> SamplerSpec:
     """Return the run's sampler, changed by the options.
 
-    Another kind than the run's begins with its own number of steps and without added noise.
+    A kind other than the run's starts from its own number of steps and without added noise.
 
     Raises:
-        SpecError: an option is out of range, or asks for what the sampler, the process or the U-Net does not have.
+        SpecError: an option is out of range, or the sampler, the diffusion process or the U-Net does not support it.
     """
     changes = {name: value for name in FLAGS if (value := getattr(options, name)) is not None}
     if options.sampler not in (None, sampler.kind):
@@ -238,7 +238,7 @@ def sampler_from(
 
 
 def _labels(options: argparse.Namespace, classes: int | None) -> tuple[int, ...] | None:
-    """Return the labels that images take in turn, from --labels; None for images without labels."""
+    """Return the labels of --labels, which images take in turn; None for images without labels."""
     from ddpm_ds.evaluate.sampling import check_label
 
     text = options.labels
@@ -259,7 +259,7 @@ def _labels(options: argparse.Namespace, classes: int | None) -> tuple[int, ...]
 
 
 def _out_and_format(options: argparse.Namespace, trained: Trained) -> tuple[Path, str]:
-    """Return the path to write and the format."""
+    """Return the path of the output, and its format."""
     out, wanted = options.out, options.format
     if out is None:
         wanted = wanted or "grid"
@@ -297,7 +297,7 @@ def _sample(options: argparse.Namespace) -> int:
     if not done:
         folder.check()
     if done and rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed when it had just ended
+        shutil.rmtree(partial, ignore_errors=True)  # left by an earlier process that was killed just before its end
     if done or (kind == "folder" and len(folder.there()) == request.count):
         log(f"{out}: already there, {_summary(request)}")
         return 0

@@ -1,4 +1,4 @@
-"""``ddpm-ds sweep``: train a spec with different values of something, one run after another, and compare the runs."""
+"""``ddpm-ds sweep``: train a spec with different values of some settings, one run after another, and compare them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ddpm_ds.tracking.run_folder import claim_folder
 from ddpm_ds.tracking.runs import ExperimentError, add_runs_option
 
 PARENT_SECONDS = 30.0
-"""Seconds that the first trial waits until its parent run is in MLflow."""
+"""Maximum seconds that the first trial waits until its parent run is in MLflow."""
 OWN_OPTIONS = {
     "spec": "--spec",
     "overrides": "--set",
@@ -37,7 +37,7 @@ OWN_OPTIONS = {
     "resume": "--resume",
     "dry_run": "--dry-run",
 }
-"""Options of launch/train.py that a sweep sets itself for each trial."""
+"""Options of launch/train.py that the sweep itself sets for each trial, by the names of their values."""
 
 DESCRIPTION = """\
 Train the same spec with different values of something, one run after another, and compare the runs. The baseline has
@@ -138,7 +138,7 @@ def _check_train_options(options: argparse.Namespace) -> argparse.Namespace:
     """Parse the options after ``--`` as launch/train.py does, and remove the ``--`` from them.
 
     Raises:
-        ExperimentError: there is something else, or an option that the sweep sets itself.
+        ExperimentError: there is anything else, or an option that the sweep itself sets.
         SpecError: an option is unknown or has a wrong value.
     """
     first, *given = options.train_options or ["--"]
@@ -156,7 +156,7 @@ def _check_train_options(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def _describe(sweep: Sweep, plans: Sequence[RunPlan]) -> str:
-    """Return the trials and their layouts as text."""
+    """Return a text that lists the trials and their layouts."""
     lines = [f"sweep        {sweep.folder}, {counted(len(sweep.trials), 'trial')}"]
     for trial, plan in zip(sweep.trials, plans, strict=True):
         layout = plan.ds.layout
@@ -172,11 +172,11 @@ def _describe(sweep: Sweep, plans: Sequence[RunPlan]) -> str:
 
 
 def _train(sweep: Sweep, plans: Sequence[RunPlan], options: argparse.Namespace) -> int:
-    """Run all trials that are not done and the comparison, with the sweep's run around; returns the exit code."""
+    """Run the trials that are not done, within the sweep's run in MLflow, and compare all; return the exit code."""
     from tqdm import tqdm
 
     def log(line: str) -> None:
-        with contextlib.suppress(OSError):  # the terminal may have gone
+        with contextlib.suppress(OSError):  # the terminal may have been closed
             tqdm.write(f"ddpm-ds sweep: {line}", file=sys.stderr)
 
     try:
@@ -227,14 +227,14 @@ def _train(sweep: Sweep, plans: Sequence[RunPlan], options: argparse.Namespace) 
 
 
 def _show_progress(bar: Any, done: int, sweep: Sweep, trial: Trial, total: int) -> None:
-    """Move the bar while a trial is trained, by its share of ``total`` images."""
+    """Move the bar while a trial trains, by the share of its ``total`` images that it has seen."""
     images = sweep.progress(trial)
     bar.n = round(done + min(images / total, 1.0), 2)
     bar.set_postfix_str(f"{trial.label}, {images:,}/{total:,} images")
 
 
 def _outcome(sweep: Sweep, *, stopped: bool) -> tuple[int, Literal["FINISHED", "FAILED", "KILLED"]]:
-    """Return the exit code, and how the sweep's run ends in MLflow."""
+    """Return the exit code, and the final status of the sweep's run in MLflow."""
     for ending in sweep.endings.values():
         if ending.stopped:
             return (ending.exit_code if ending.exit_code > 0 else EXIT_PREEMPTED), "KILLED"

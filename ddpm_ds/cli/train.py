@@ -1,4 +1,4 @@
-"""The training program: what every rank runs, started by DeepSpeed's launcher. ``launch/train.py`` is the same."""
+"""Training program that DeepSpeed's launcher starts on every rank, also as ``launch/train.py``."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ exit codes
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of every program that a launcher starts: what, how and where to train."""
+    """Add the options of every program that a launcher starts; they say what, how and where to train."""
     parser.add_argument(
         "--deepspeed_config", type=file_path, required=True, metavar="JSON", help="DeepSpeed JSON to train with"
     )
@@ -72,8 +72,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
     parser.add_argument("--verbose", action="store_true", help="show DeepSpeed's own log")
-    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # of launchers
-    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # of DeepSpeed's convention
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # launchers pass it
+    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # a convention of DeepSpeed
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -146,16 +146,16 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
         help="optimizer steps of which PyTorch's profiler records every kernel, on every rank (default none)",
     )
     parser.add_argument("--note", default=None, metavar="TEXT", help="why this run is made; kept with it in MLflow")
-    parser.add_argument("--parent-run", default=None, metavar="IDENTITY", help=argparse.SUPPRESS)  # of ddpm-ds vary
-    parser.add_argument("--described", action="store_true", help=argparse.SUPPRESS)  # by ddpm-ds train, already
+    parser.add_argument("--parent-run", default=None, metavar="IDENTITY", help=argparse.SUPPRESS)  # for ddpm-ds sweep
+    parser.add_argument("--described", action="store_true", help=argparse.SUPPRESS)  # train has printed the plan
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and exit")
 
 
 def checked(options: argparse.Namespace, world_size: int, hosts: Sequence[str] | None) -> tuple[RunPlan, Path]:
-    """Return the plan of a run and its folder, checked before anything is started; ``hosts`` are those of the ranks.
+    """Check the options before anything starts; return the run's plan and folder. ``hosts`` has each rank's host.
 
     Raises:
-        UserError: something given is wrong.
+        UserError: an option or a file is wrong.
     """
     plan = plan_run(
         options.spec,
@@ -172,9 +172,9 @@ def checked(options: argparse.Namespace, world_size: int, hosts: Sequence[str] |
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Run the training program on this rank and return its exit code."""
     try:
-        with contextlib.ExitStack() as screen:  # its line is ended before an error is printed
+        with contextlib.ExitStack() as screen:  # closes the progress line before an error is printed
             set_environment()
             with _told_to_other_hosts():
                 options = parse(arguments)
@@ -191,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if os.environ["RANK"] == "0":
                     line = screen.enter_context(contextlib.closing(ProgressLine(plan.spec.train.images)))
                 with line.doing("starting PyTorch and DeepSpeed") if line is not None else contextlib.nullcontext():
-                    # torch, now that everything cheap is checked
+                    # These import torch, after everything cheap is checked.
                     from ddpm_ds.device import choose_device
                     from ddpm_ds.pipeline import import_deepspeed
 
@@ -199,16 +199,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     import_deepspeed()
                     from ddpm_ds.train.session import run_training
             run_training(plan, run_dir, device, options, line)
-    except PeerLostError as error:  # nothing that waits for the others, not even leaving their group, may follow
+    except PeerLostError as error:  # nothing may wait for other ranks, not even to leave their group
         print(f"ddpm_ds: error: {error}", file=sys.stderr, flush=True)
         os._exit(record_exit(error.exit_code))
-    except DeviceLostError as error:  # nor anything that waits for the device
+    except DeviceLostError as error:  # nothing may wait for the device
         print_once(f"ddpm_ds: error: {error}")
         os._exit(record_exit(error.exit_code))
     except (UserError, BadNumbersError, Preempted) as error:
         print_once(f"ddpm_ds: {'' if isinstance(error, Preempted) else 'error: '}{error}")
         return error.exit_code
-    except Exception:  # as PeerLostError: what waits for the others includes the end of this interpreter
+    except Exception:  # an orderly exit of the interpreter would wait for other ranks
         if os.environ.get("WORLD_SIZE", "1") == "1":
             raise
         traceback.print_exc()
@@ -218,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _told_to_other_hosts() -> Iterator[None]:
-    """Report an error that ends this rank to the ranks of other hosts, which may not have it."""
+    """Report a UserError of this rank to the ranks of other hosts, which may not have the same error."""
     try:
         yield
     except UserError as error:
@@ -229,7 +229,7 @@ def _told_to_other_hosts() -> Iterator[None]:
 
 
 def _traced(asked: range | None, steps: int) -> range:
-    """Return the steps to trace of a run of ``steps``."""
+    """Return the steps to trace in a run of ``steps`` steps."""
     if asked is None:
         return TRACED_STEPS if TRACED_STEPS[-1] <= steps else range(0)
     _check_steps("--trace-steps", asked, steps)
@@ -237,7 +237,7 @@ def _traced(asked: range | None, steps: int) -> range:
 
 
 def _check_steps(option: str, asked: range, steps: int) -> None:
-    """Raise an error for steps that the run never takes."""
+    """Raise SpecError if the run is too short for the steps ``asked`` for."""
     if asked and asked[-1] > steps:
         raise SpecError(f"{option} {asked[0]}-{asked[-1]}, but the run has {steps} steps; use steps up to {steps}")
 

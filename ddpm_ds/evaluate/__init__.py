@@ -5,4 +5,4 @@ OF_INCEPTION = ("fid", "kid", "pr")
 METRICS = (*OF_INCEPTION, "pixel", "digits")
 """Names of all scores, as ``--metrics`` takes them."""
 FEWEST_IMAGES = 10
-"""Smallest number of images to compare; with fewer no score means anything, and some can't be computed."""
+"""Minimum number of images to compare; with fewer, no score means anything and some can't be computed."""

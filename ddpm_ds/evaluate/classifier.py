@@ -1,7 +1,7 @@
-"""Reference classifier of handwritten digits: tells whether a drawn image looks like a digit, and like which.
+"""Reference classifier of handwritten digits: tells whether a drawn image looks like a digit, and like which one.
 
 It is a logistic regression on radial basis functions around real digits. Far from all of them every basis function is
-near zero and so no class is probable: noise and grey are not recognised, as they would be by a plain network.
+near zero, so no class is probable. Noise and grey are therefore not recognised; a plain network would recognise them.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ HELD_OUT_FRACTION = 0.25
 
 @dataclass(frozen=True)
 class Reading:
-    """Classes that the classifier reads in some images."""
+    """Classes that the classifier assigns to a set of images."""
 
     labels: Labels
     """Most probable class of each image, (N,)."""
     top_probability: float
-    """Mean of the probability of that class."""
+    """Mean probability of an image's most probable class."""
     recognised: float
-    """Share of the images for which that probability is above a half."""
+    """Share of the images whose most probable class has a probability above a half."""
     shares: tuple[float, ...]
-    """Share of each class among the labels."""
+    """Share of each class among the ``labels``."""
 
     @property
     def balance(self) -> float:
-        """Return the entropy of the shares, relative to that of equal shares: 1 where all classes are equally frequent,
-        0 for one.
+        """Entropy of the shares, relative to that of equal shares: 1 if all classes are equally frequent, 0 if there is
+        only one.
         """
         shares = np.array(self.shares)
         return float(0.0 - (shares * np.log(np.where(shares > 0, shares, 1.0))).sum() / np.log(len(shares)))
 
     def accuracy(self, labels: Labels) -> float:
-        """Return the share of images that are read as their labels."""
+        """Return the share of images whose most probable class is their label (N,)."""
         return float((self.labels == labels).mean())
 
 
 class DigitsClassifier:
-    """Classifier trained on three quarters of the real digits; always the same for the same digits."""
+    """Classifier trained on three quarters of the real digits; the same digits always give the same classifier."""
 
     def __init__(self, images: Pixels, labels: Labels) -> None:
         """Train on ``images`` (N, C, H, W) with ``labels`` (N,)."""
@@ -69,11 +69,11 @@ class DigitsClassifier:
         self._model.fit(_features(images[known]), labels[known])
         self.trained_on = len(known)
         self.real = self.read(images[held_out])
-        """Reading of the real digits that it was not trained on."""
+        """Reading of the real digits that the classifier was not trained on."""
         self.real_accuracy = self.real.accuracy(labels[held_out])
 
     def features(self, images: Pixels) -> npt.NDArray[np.float64]:
-        """Return the likeness of uint8 images (N, C, H, W) to the bases, (N, bases): what the classes are read from."""
+        """Return the inputs of the regression, (N, bases), for uint8 images (N, C, H, W)."""
         return np.asarray(self._model[:-1].transform(_features(images)))
 
     def read(self, images: Pixels) -> Reading:
@@ -87,6 +87,6 @@ class DigitsClassifier:
 
 
 def _features(images: Pixels) -> npt.NDArray[np.float64]:
-    """Return grey values in [0, 1] of 8 x 8 boxes, (N, 64)."""
+    """Return the images averaged to 8 x 8 grey values in [0, 1], as (N, 64)."""
     grey = torch.from_numpy(np.array(images)).double().mean(1, keepdim=True) / 255
     return np.asarray(F.adaptive_avg_pool2d(grey, SIDE_PIXELS).flatten(1).numpy())

@@ -1,15 +1,15 @@
-"""Export of a trained U-Net as a pipeline of diffusers: written without diffusers, read back by it where installed.
+"""Export of a trained U-Net as a diffusers pipeline, without diffusers; if it is installed, it reads the result back.
 
 ::
 
     DIR/
         README.md                                   the model card
         samples.png
-        model_index.json                            what DDPMPipeline is made of, or LDMPipeline of latents
+        model_index.json                            parts of a DDPMPipeline, or of an LDMPipeline for latents
         scheduler/scheduler_config.json
         unet/config.json
         unet/diffusion_pytorch_model.safetensors
-        vqvae/                                      of a U-Net that draws latents, a copy of the autoencoder
+        vqvae/                                      copy of the autoencoder, if the U-Net draws latents
 
 Import makes a model of diffusers the start of a run: its weights under our names, and a spec with its U-Net and
 diffusion process.
@@ -47,15 +47,15 @@ from ddpm_ds.unet.model import UNet
 
 Precision = Literal["fp32", "fp16"]
 DIFFUSERS_VERSION = "0.42.1"
-"""Version of diffusers whose configurations these are."""
+"""Version of diffusers whose configuration format is written."""
 PREDICTION_TOLERANCE = 1e-5
-"""Largest difference between our prediction and diffusers', as a share of the largest value."""
+"""Maximum difference between our prediction and diffusers', relative to the largest value."""
 COMPARED_TIMESTEPS = 32
-"""Number of first timesteps that are compared. Both compute t x frequency in fp32, whose rounding makes 1e-5 at t =
-1000.
+"""Number of timesteps, from 0, whose predictions are compared. Both sides compute t x frequency in fp32, and at
+t = 1000 its rounding error is 1e-5.
 """
 SCHEDULE_TOLERANCE = 1e-5
-"""Largest difference of alpha_bar, or of denoised images; diffusers computes its schedule in fp32."""
+"""Maximum difference of alpha_bar, or of denoised images; diffusers computes its schedule in fp32."""
 
 
 @contextlib.contextmanager
@@ -74,7 +74,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         temporary.mkdir()
         yield temporary
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.replace(path)  # an empty folder of that name gives way
+        temporary.replace(path)  # replaces an empty folder of that name
         sync(path.parent)
     except OSError as error:
         if error.strerror is None:
@@ -86,9 +86,9 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 @torch.no_grad()
 def without_labels(trained: Trained, row: int) -> Trained:
-    """Return the unconditional U-Net that predicts as a class-conditional one on the CPU does for one label.
+    """Return an unconditional U-Net that predicts what a class-conditional one, on the CPU, predicts for one label.
 
-    The embedding of label ``row`` moves into the bias that is added just before it: exact but for rounding.
+    The embedding of label ``row`` is added to the preceding bias, so the two agree up to rounding.
     """
     spec = trained.unet_spec.model_copy(update={"classes": None})
     folded = replace(trained, unet_spec=spec)
@@ -101,10 +101,10 @@ def without_labels(trained: Trained, row: int) -> Trained:
 
 @torch.no_grad()
 def rounded(trained: Trained, precision: Precision) -> Trained:
-    """Return the same U-Net, in fp32, with its weights rounded in place as a file in ``precision`` stores them.
+    """Round the fp32 weights in place to the values that a file in ``precision`` stores, and return the same U-Net.
 
     Raises:
-        CheckpointError: a weight is beyond the range.
+        CheckpointError: a weight is beyond the range of ``precision``.
     """
     for name, parameter in trained.unet.layers.named_parameters():
         parameter.copy_(parameter.to(DTYPES[precision][1]))
@@ -153,7 +153,7 @@ def write_pipeline(trained: Trained, folder: Path, precision: Precision) -> None
 def check_in_diffusers(trained: Trained, folder: Path) -> str:
     """Read a written pipeline back with diffusers and compare it with the U-Net it was made from, in fp64 on the CPU.
 
-    Returns what was compared in one line, or that diffusers is not installed.
+    Returns one line that says what was compared, or that diffusers is not installed.
 
     Raises:
         OutputError: they differ.
@@ -162,7 +162,7 @@ def check_in_diffusers(trained: Trained, folder: Path) -> str:
         return "not read back, because diffusers is not installed (pip install diffusers)"
     import diffusers
 
-    diffusers.utils.logging.set_verbosity_error()  # LDMPipeline was made for an autoencoder of another kind
+    diffusers.utils.logging.set_verbosity_error()  # LDMPipeline warns, since it expects another kind of autoencoder
     diffusers.utils.logging.disable_progress_bar()
     pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, local_files_only=True, low_cpu_mem_usage=False)
     generator = torch.Generator().manual_seed(0)
@@ -177,7 +177,7 @@ def check_in_diffusers(trained: Trained, folder: Path) -> str:
     ours = copy.deepcopy(trained.unet).double()(*inputs)
     prediction = ((ours - theirs).abs().max() / ours.abs().max().clamp(min=1e-30)).item()
     schedule, compared = _schedule_difference(trained, pipeline.scheduler, x_t, t, ours)
-    # Not by "greater than", which a NaN is not.
+    # Not written with "greater than", which is false for NaN.
     if not (prediction <= PREDICTION_TOLERANCE and schedule <= SCHEDULE_TOLERANCE):
         raise OutputError(
             f"diffusers {diffusers.__version__} reads something else than {trained.origin}: predictions differ by "
@@ -192,7 +192,7 @@ def check_in_diffusers(trained: Trained, folder: Path) -> str:
 def _schedule_difference(
     trained: Trained, scheduler: Any, x_t: Tensor, t: Tensor, prediction: Tensor
 ) -> tuple[float, str]:
-    """Return how far diffusers' noise levels are from ours, and in what: alpha_bar, or images denoised with them."""
+    """Return how much diffusers' noise levels differ from ours, and the name of the quantity that was compared."""
     spec = trained.diffusion
     if not isinstance(SCHEDULES[spec.schedule], ContinuousSchedule):
         return (scheduler.alphas_cumprod.double() - alpha_bars(spec)).abs().max().item(), "alphas_cumprod"
@@ -208,15 +208,15 @@ ANY_UNET = ("channels=2", "multipliers=[1]", "attention_resolutions=[]", "head_c
 
 
 def import_weights(path: Path, base: Path, overrides: Sequence[str], out: Path) -> list[str]:
-    """Write ``out``: the weights of the diffusers folder ``path`` and ``base`` as a spec that begins with them.
+    """Write to ``out`` the weights of the diffusers folder ``path``, and the spec ``base`` changed to start from them.
 
-    The model decides everything in the spec's sections `unet` and `diffusion` but dropout, loss and weighting. Returns
-    what was done, in lines.
+    The model decides the spec's sections `unet` and `diffusion`, except dropout, loss and weighting. Returns lines that
+    say what was done.
 
     Raises:
         CheckpointError: ``path`` holds no model, a damaged one, or one that our U-Net can't express.
-        SpecError: ``base`` is wrong, or is of other images than the model.
-        OutputError: ``out`` is there, or can't be written.
+        SpecError: ``base`` is wrong, or describes images that the model does not fit.
+        OutputError: ``out`` exists already, or can't be written.
     """
     with new_folder(out) as temporary:
         before = load_spec(base, [*overrides, *(f"unet.{item}" for item in ANY_UNET)])
@@ -239,7 +239,7 @@ def import_weights(path: Path, base: Path, overrides: Sequence[str], out: Path) 
 
 
 def _spec_with_model(before: RunSpec, folder: DiffusersFolder, base: Path, weights: Path) -> RunSpec:
-    """Return the spec ``before`` of the file ``base`` with the U-Net and the diffusion process of the model."""
+    """Return the spec ``before``, read from ``base``, with the U-Net and the diffusion process of the model."""
     pairs = {
         "data.channels": (before.data.channels, folder.image_channels),
         "data.image_size": (before.data.image_size, folder.image_size),

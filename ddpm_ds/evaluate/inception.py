@@ -1,8 +1,8 @@
 """Fréchet distances of raw pixels, and scores of Inception v3's features by torch-fidelity (extra ``fid``).
 
-FID: Heusel et al. 2017; KID: Binkowski et al. 2018; precision and recall: Kynkaanniemi et al. 2019, whose features are
-those of VGG-16: on Inception's, as here and in ADM, the numbers are others. A Fréchet distance of pixels sees
-brightness, colours and which pixels vary together; it does not compare with any FID.
+FID: Heusel et al. 2017; KID: Binkowski et al. 2018; precision and recall: Kynkaanniemi et al. 2019. They use
+features of VGG-16; those of Inception, as here and in ADM, give other numbers. A Fréchet distance of pixels measures
+brightness, colours and which pixels vary together; it can't be compared with an FID.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ Array = npt.NDArray[np.float64]
 Pixels = npt.NDArray[np.uint8]
 
 LARGEST_SIDE_PIXELS = 32
-"""Side in pixels to which larger images are averaged down: a covariance of more pixels needs more images than there
-are.
+"""Maximum side in pixels; larger images are averaged down to it, since there are too few images for the covariance of
+more pixels.
 """
 CHUNK_IMAGES = 4096
 EXTRACTOR = "inception-v3-compat"
-"""torch-fidelity's name of the port of the TensorFlow network by which FIDs are published."""
+"""torch-fidelity's name for its port of the TensorFlow network that published FIDs are computed with."""
 LAYER = "2048"
-"""The pooled features before the classifier."""
+"""torch-fidelity's name for the pooled features before the classifier."""
 KID_SUBSETS, KID_SUBSET_IMAGES = 100, 1000
 NEIGHBOUR = 3
-"""Number of the nearest neighbour to which a sample's ball reaches, for precision and recall."""
+"""For precision and recall, the rank k of the neighbour whose distance is the radius of a sample's ball."""
 DISTANCES_AT_ONCE = 2048
-"""Rows of the matrices of distances behind precision and recall that are in memory at once."""
+"""Number of rows of a distance matrix that are in memory at once, for precision and recall."""
 ANSWER_SECONDS = 10.0
-"""Seconds for each answer of the host of the weights; without a limit a download could hang."""
+"""Maximum seconds for each answer from the host of the weights; without a limit a download could hang."""
 SAFE_TO_UNPICKLE: list[Any] = [np.empty(0).__reduce__()[0], np.ndarray, np.dtype, *(type(np.dtype(t)) for t in "fd")]
-"""Classes in torch-fidelity's cached statistics besides tensors."""
+"""Classes that torch-fidelity's cached statistics contain besides tensors."""
 
 
 @dataclass(frozen=True)
 class Gaussian:
-    """Return the mean (D,) and the covariance (D, D) of a set, float64."""
+    """Mean (D,) and covariance (D, D) of a set of vectors, in float64."""
 
     mean: Array
     covariance: Array
@@ -63,7 +63,7 @@ def frechet_distance(a: Gaussian, b: Gaussian) -> float:
     """Return |m_a - m_b|^2 + tr(A + B - 2 (A B)^(1/2)), the squared 2-Wasserstein distance (Dowson and Landau 1982).
 
     The trace of (A B)^(1/2) is the sum of the singular values of A^(1/2) B^(1/2). Both roots come from eigenvalues of
-    symmetric matrices, without those that are zero but for rounding: so it is exact for singular covariances, too.
+    symmetric matrices; those that are zero up to rounding are dropped, so singular covariances are exact, too.
     """
     difference = a.mean - b.mean
     common = np.linalg.svd(_root(a.covariance).T @ _root(b.covariance), compute_uv=False).sum()
@@ -84,9 +84,9 @@ def gaussian(features: Array) -> Gaussian:
 
 
 def pixel_gaussian(images: Pixels | StoredImages, positions: Indices | None = None) -> Gaussian:
-    """Fit a Gaussian to uint8 images (N, C, H, W), N > 1, as vectors in [-1, 1], or to the pixels at ``positions``.
+    """Fit a Gaussian to uint8 images (N, C, H, W), N > 1, or to those at ``positions``, as vectors in [-1, 1].
 
-    D = C x 32 x 32, or less where the images are smaller. Few images are in memory at a time.
+    D = C x 32 x 32, or less if the images are smaller. Few images are in memory at a time.
     """
     positions = np.arange(len(images)) if positions is None else positions
     total: Array = np.zeros(())
@@ -99,7 +99,7 @@ def pixel_gaussian(images: Pixels | StoredImages, positions: Indices | None = No
         total = total + pixels.sum(0)
         products = products + pixels.T @ pixels
     mean = total / len(positions)
-    # Sums of products lose the digits that mean and spread share; pixels in [-1, 1] have few of those to lose.
+    # Subtracting large, nearly equal sums would lose digits; with pixels in [-1, 1] the mean is small and few are lost.
     return Gaussian(mean, (products - len(positions) * np.outer(mean, mean)) / (len(positions) - 1))
 
 
@@ -109,15 +109,15 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Inception:
-    """Network weights on this machine."""
+    """Weights of Inception v3 on this machine."""
 
     weights: Path
     digest: str
-    """sha256 of the file of its weights."""
+    """SHA-256 of the file of the weights."""
 
     @property
     def tool(self) -> str:
-        """Name and version of the program and the weights that compute the scores."""
+        """Name and version of the program that computes the scores, and its weights."""
         return f"torch-fidelity {version('torch-fidelity')}, {EXTRACTOR} {self.digest[:8]}"
 
 
@@ -125,7 +125,7 @@ def find_inception(weights: Path | None) -> Inception:
     """Find Inception's weights: the file ``weights``, else torch-fidelity's, downloaded if missing.
 
     Raises:
-        EvaluationError: ``weights`` was given and is no file of these weights.
+        EvaluationError: ``weights`` was given and is not a file of Inception's weights.
         Unavailable: torch-fidelity is not installed, or its weights can't be downloaded or read.
     """
     if importlib.util.find_spec("torch_fidelity") is None:
@@ -135,7 +135,7 @@ def find_inception(weights: Path | None) -> Inception:
     path = weights or _downloaded()
     try:
         digest = sha256_of(path)
-        torch.load(path, map_location="cpu", weights_only=True)  # first: torch-fidelity would execute what is in it
+        torch.load(path, map_location="cpu", weights_only=True)  # torch-fidelity would execute code in an unsafe file
         create_feature_extractor(
             EXTRACTOR, [LAYER], cuda=False, feature_extractor_weights_path=str(path), verbose=False
         )
@@ -178,10 +178,10 @@ def inception_scores(
     device: torch.device,
 ) -> dict[str, float]:
     """Return ``fid``, ``kid`` and ``kid_std``, ``precision`` and ``recall`` of uint8 images (N, C, H, W) against
-    others.
+    those of ``reference``.
 
-    ``wanted`` is some of ``fid``, ``kid``, ``pr``. The features of the reference are kept in ``cache``, by its ``key``,
-    the weights and the version of torch-fidelity.
+    ``wanted`` is some of ``fid``, ``kid``, ``pr``. The features of the reference are kept in ``cache``, under its
+    ``key``, the weights and the version of torch-fidelity.
     """
     from torch_fidelity import calculate_metrics
 
@@ -204,9 +204,9 @@ def inception_scores(
         kid_subset_size=kid_subset_images(len(images), len(reference)),
         prc_neighborhood=NEIGHBOUR,
         prc_batch_size=DISTANCES_AT_ONCE,
-        save_cpu_ram=True,  # no loader processes, no whole matrix of distances
+        save_cpu_ram=True,  # uses no loader processes and keeps no whole matrix of distances
         cuda=device.type == "cuda",
-        verbose=True,  # its bars, on stderr
+        verbose=True,  # progress bars on stderr
     )
     names = {
         "fid": "frechet_inception_distance",
@@ -224,7 +224,7 @@ def kid_subset_images(samples: int, reference: int) -> int:
 
 
 def _drop_damaged(cache: Path, kept: str) -> None:
-    """Remove files of the cache that torch-fidelity can't read, or whose unpickling would execute code."""
+    """Remove cached files that torch-fidelity can't read, or whose unpickling would execute code."""
     for path in cache.glob(f"{kept}-*.pt"):
         try:
             with torch.serialization.safe_globals(SAFE_TO_UNPICKLE):
@@ -243,4 +243,4 @@ class _Rgb(Dataset[Tensor]):
         return len(self._images)
 
     def __getitem__(self, i: int) -> Tensor:
-        return torch.from_numpy(np.array(self._images[i])).expand(3, -1, -1)  # grey three times
+        return torch.from_numpy(np.array(self._images[i])).expand(3, -1, -1)  # grey is repeated in three channels

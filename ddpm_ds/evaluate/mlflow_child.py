@@ -24,18 +24,18 @@ def record_child(
     """Record finished work as a child of the run that ``trained`` was saved by, and print where it is.
 
     Weights outside a run's folder have no parent, so nothing is recorded and one line says so. Records that MLflow does
-    not accept are left in the run's folder, as in training.
+    not accept stay in the run's folder, as in training.
 
-    ``params`` may be nested. The step of ``metrics`` is the images that the checkpoint has seen. ``artifacts`` are
-    files and folders, each with the folder of artifacts that it goes into. ``model_name`` makes the artifacts' folder
-    ``export`` a version of that registered model.
+    ``params`` may be nested. The step of ``metrics`` is the checkpoint's number of images seen. ``artifacts`` are
+    files and folders, each with its destination among the artifacts. ``model_name`` registers the artifacts' folder
+    ``export`` as a version of that model.
     """
     if trained.run_dir is None or trained.spec is None:
         print_to_stderr(f"{trained.origin} is not in the folder of a run, so nothing is recorded in MLflow")
         return
     try:
         parent = RunFolder(trained.run_dir).identity()
-    except OSError as error:  # a copy that lacks it, on a read-only disk
+    except OSError as error:  # such as a copied run without an identity, on a read-only disk
         path = error.filename or trained.run_dir
         print_to_stderr(f"{path} can't be written ({error.strerror}), so nothing is recorded in MLflow")
         return

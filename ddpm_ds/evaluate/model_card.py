@@ -1,4 +1,4 @@
-"""README.md of an export: description, the numbers of its run, and how to use it."""
+"""Model card (README.md) of an export: its description, the numbers of its run, and how to use it."""
 
 from __future__ import annotations
 
@@ -91,11 +91,11 @@ Without diffusers, with ddpm_ds, which wrote this folder:
 ddpm_ds, the software that made this model, is licensed under Apache-2.0.
 """
 EDM_STEPS = 50
-"""Steps of Euler's method that the card proposes for EDM, whose scheduler has no number of its own."""
+"""Number of Euler steps that the card proposes for EDM, whose scheduler stores no number of steps."""
 
 
 def model_card(trained: Trained, *, precision: str, label: str | None, picture: str | None) -> str:
-    """Return Markdown with the front matter that model hubs read.
+    """Return the model card in Markdown, with the front matter that model hubs read.
 
     ``label`` says which label was folded into the weights, if any; ``picture`` names the grid of samples.
     """
@@ -141,13 +141,13 @@ def model_card(trained: Trained, *, precision: str, label: str | None, picture: 
         steps=EDM_STEPS if continuous else diffusion.timesteps,
         channels=channels,
         size=size,
-        # This scheduler has no clipping of its own, but its thresholding with the bound 1 is one.
+        # This scheduler has no clipping, but its thresholding with the bound 1 has the same effect.
         clipping=", thresholding=True" if trained.sampler.clip == "static" else "",
     )
 
 
 def last_losses(trained: Trained) -> dict[str, float]:
-    """Return the last training and held-out loss that the run logged before the checkpoint, where they are known."""
+    """Return the last training and held-out losses that the run logged before the checkpoint, if they are known."""
     if trained.run_dir is None or trained.spec is None or trained.images_seen is None:
         return {}
     last_step = trained.images_seen // trained.spec.train.batch_images

@@ -1,8 +1,8 @@
-"""The request for images, and what holds them: a folder of finished batches, a folder of PNG files, a grid or an npz
-archive.
+"""Requests for images, and the outputs that hold them: a folder of finished batches, a folder of PNG files, a grid or
+an npz archive.
 
-Each output has the record of the request that it answers, so that nothing is overwritten or mixed with other images. A
-file is complete or does not exist, and an interrupted drawing continues from the files that exist.
+Each output contains a record of its request, so that nothing is overwritten or mixed with other images. A file is
+complete or does not exist, and interrupted sampling continues from the files that exist.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ddpm_ds.files import sync, temporary_beside, write_file
 
 RECORD = "sampling.json"
 PNG_KEY = "sampling"
-"""Keyword of the PNG text that holds the record of a grid."""
+"""Keyword of the PNG text chunk that holds the record of a grid's request."""
 
 
 class Request(BaseModel):
@@ -40,25 +40,25 @@ class Request(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     origin: str
-    """Path of the weights; they may have moved since."""
+    """Path of the weights when the request was made; they may have moved since."""
     weights: str
     images_seen: int | None
     digest: str
     """Checksum of the weights."""
     precision: str
     guide: str | None = None
-    """Path of the weights that guide; None where the U-Net guides itself, if at all."""
+    """Path of the guiding weights; None if there are none, and guidance, if any, uses "no label"."""
     guide_digest: str | None = None
-    """Checksum of the weights that guide."""
+    """Checksum of the guiding weights."""
     sampler: SamplerSpec
-    """Sampler, with the number of steps filled in."""
+    """Sampler; its number of steps is filled in."""
     seed: int
     labels: tuple[int, ...] | None
-    """Labels in turn: image i has label number i modulo their number; None draws without labels."""
+    """Labels that the images take in turn: image i takes number i modulo their number; None means no labels."""
     first: int = 0
     count: int = 0
     batch_images: int = 0
-    """Number of images drawn together; another number gives the same images only up to rounding."""
+    """Number of images per batch; another number gives the same images only up to rounding."""
 
     @classmethod
     def of(
@@ -70,8 +70,8 @@ class Request(BaseModel):
         /,
         **numbers: int,
     ) -> Self:
-        """Make a request to ``trained``, guided by ``guide`` unless guidance is 1; ``numbers`` are ``seed``, ``first``,
-        ``count`` and ``batch_images``.
+        """Return a request for images of ``trained``, guided by ``guide`` unless guidance is 1; ``numbers`` are
+        ``seed``, ``first``, ``count`` and ``batch_images``.
         """
         guide = guide if sampler.guidance != 1.0 else None
         stored = next(trained.unet.parameters()).dtype
@@ -90,33 +90,33 @@ class Request(BaseModel):
 
     @property
     def index(self) -> range:
-        """Numbers of the images."""
+        """Numbers of the requested images."""
         return range(self.first, self.first + self.count)
 
     @property
     def batches(self) -> list[range]:
-        """Numbers of each batch's images."""
+        """Numbers of the images in each batch."""
         size = self.batch_images
         return [self.index[at : at + size] for at in range(0, self.count, size)]
 
     def labels_of(self, index: Sequence[int]) -> Tensor | None:
-        """Return the labels of images, (N,) int64."""
+        """Return the labels (N,) int64 of the images with the numbers ``index``; None without labels."""
         return None if self.labels is None else torch.tensor([self.labels[i % len(self.labels)] for i in index])
 
     def dump(self, *left_out: str) -> bytes:
-        """Return the record as JSON without the fields ``left_out``; :meth:`read` reads it."""
+        """Return the request as JSON without the fields ``left_out``, for :meth:`read`."""
         return (self.model_dump_json(indent=2, exclude=set(left_out)) + "\n").encode()
 
     @classmethod
     def read(cls, content: bytes | str) -> Self | None:
-        """Return the request that :meth:`dump` has written; None for anything else."""
+        """Return the request from the output of :meth:`dump`; None if ``content`` is anything else."""
         try:
             return cls.model_validate_json(content)
         except ValidationError:
             return None
 
     def difference(self, there: Self, *left_out: str) -> str:
-        """Return the names of the values that decide pixels and differ in ``there``; empty where the images are the
+        """Return the names of the values that determine pixels and differ in ``there``; empty if the images are the
         same.
         """
         ignored = {"origin", "weights", "images_seen", "guide", "sampler", *left_out}
@@ -130,7 +130,7 @@ class Request(BaseModel):
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what the file system refuses into an OutputError about ``path``."""
+    """Turn errors of the file system in the body into an OutputError about ``path``."""
     try:
         yield
     except OSError as error:
@@ -141,20 +141,20 @@ def writing(path: Path) -> Iterator[None]:
 
 
 class ImageFolder:
-    """Folder of finished images and their record.
+    """Folder of finished images and the record of their request.
 
     Raises:
-        OutputError: all methods, where the file system refuses.
+        OutputError: the file system refuses; every method may raise it.
     """
 
     left_out: tuple[str, ...] = ()
-    """Fields of the request that make no difference in this folder."""
+    """Fields of the request that may differ in this folder without changing its images."""
 
     def __init__(self, folder: Path, request: Request) -> None:
         self._folder, self._request = folder, request
 
     def check(self) -> None:
-        """Raise OutputError where the folder holds anything but images of this request; writes nothing."""
+        """Raise OutputError if the folder holds anything but images of this request; write nothing."""
         if not self._folder.exists():
             return
         record = self._folder / RECORD
@@ -164,17 +164,17 @@ class ImageFolder:
             _refuse_other(self._folder, self._request, there, self.left_out)
 
     def claim(self) -> None:
-        """Write the record; called by one process, before any :meth:`keep`."""
+        """Write the record of the request; one process calls this, before any calls :meth:`keep`."""
         with writing(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             write_file(self._folder / RECORD, self._request.dump(*self.left_out))
 
     def there(self) -> set[int]:
-        """Return the numbers of the requested images that exist."""
+        """Return the numbers of the requested images that the folder holds."""
         raise NotImplementedError
 
     def keep(self, index: Sequence[int], images: Tensor) -> None:
-        """Keep those images (N, C, H, W) uint8 of one batch that did not exist yet."""
+        """Write images (N, C, H, W) uint8, those of one batch that the folder lacked."""
         raise NotImplementedError
 
     def _names(self) -> set[str]:
@@ -182,7 +182,7 @@ class ImageFolder:
 
 
 class PngFolder(ImageFolder):
-    """PNG files named by image number. More images of the same kind may be added at any time."""
+    """Folder of PNG files named by image number. More images of the same kind may be added at any time."""
 
     left_out = ("first", "count", "batch_images")
 
@@ -197,21 +197,21 @@ class PngFolder(ImageFolder):
 
 
 class BatchFolder(ImageFolder):
-    """Finished batches, and at the end all images in one file.
+    """Folder of finished batches, which become one file at the end.
 
     ::
 
         DIR/
             sampling.json    the request
-            000000000.npy    a finished batch by its first image, uint8 (N, C, H, W)
+            000000000.npy    a finished batch, named by its first image, uint8 (N, C, H, W)
             000000064.npy
-            images.npy       all of them, once all are there; the batches are gone then
+            images.npy       all images, once none is missing; it replaces the batches
     """
 
     def __init__(self, folder: Path, request: Request) -> None:
         super().__init__(folder, request)
         self._whole = folder / "images.npy"
-        # Once all images are there, in which batches they were drawn no longer matters.
+        # Once all images are there, it no longer matters in which batches they were drawn.
         self.left_out = ("batch_images",) if self._whole.exists() else ()
 
     def there(self) -> set[int]:
@@ -227,7 +227,7 @@ class BatchFolder(ImageFolder):
             write_file(self._path(index), content.getvalue())
 
     def images(self) -> np.ndarray:
-        """Return all images in order, (N, C, H, W) uint8, mapped into memory; called when none is missing."""
+        """Return all images in order, (N, C, H, W) uint8, mapped into memory; none may be missing."""
         with writing(self._folder):
             if not self._whole.exists():
                 self._join_batches()
@@ -250,10 +250,10 @@ class BatchFolder(ImageFolder):
 
 
 def check_file(path: Path, request: Request) -> bool:
-    """Return whether ``path`` already is the requested file.
+    """Return whether ``path`` already exists as the requested file.
 
     Raises:
-        OutputError: it is something else.
+        OutputError: it is another file.
     """
     if not path.exists():
         return False
@@ -262,7 +262,7 @@ def check_file(path: Path, request: Request) -> bool:
 
 
 def titled_grid(trained: Trained, sampler: SamplerSpec, images: np.ndarray, labels: Tensor | None) -> Image.Image:
-    """Return images (N, C, H, W) uint8 in a grid, with what drew them as its title and the names of labels (N,)."""
+    """Return a grid of images (N, C, H, W) uint8, with names of labels (N,) and a title that says what drew them."""
     run = (trained.run_dir or Path(trained.origin)).resolve().name
     title = grid_title(run, trained.images_seen, sampler, trained.diffusion, trained.weights)
     names = [] if trained.spec is None else class_names(trained.spec)
@@ -271,7 +271,7 @@ def titled_grid(trained: Trained, sampler: SamplerSpec, images: np.ndarray, labe
 
 
 def write_grid(path: Path, image: Image.Image, request: Request) -> None:
-    """Write a grid of the requested images into a PNG file.
+    """Write a grid of the requested images as a PNG file, with the record of the request.
 
     Raises:
         OutputError: it can't be written.
@@ -283,10 +283,10 @@ def write_grid(path: Path, image: Image.Image, request: Request) -> None:
 
 
 def write_npz(path: Path, images: np.ndarray, request: Request) -> None:
-    """Write an archive that numpy loads: arr_0 images (N, H, W, C) uint8, arr_1 labels (N,) int64 if there are any.
+    """Write an npz archive: ``arr_0`` are images (N, H, W, C) uint8, ``arr_1`` the labels (N,) int64, if any.
 
-    Names and order of axes are those of guided-diffusion (Dhariwal and Nichol 2021), which evaluators read.
-    ``images`` (N, C, H, W) may be mapped from a file: numpy copies it in pieces. The record is the archive's comment.
+    Names and axes are those of guided-diffusion (Dhariwal and Nichol 2021), which evaluators read.
+    ``images`` (N, C, H, W) may be mapped from a file: numpy copies it in pieces. The archive's comment is the record.
 
     Raises:
         OutputError: it can't be written.
@@ -301,14 +301,14 @@ def write_npz(path: Path, images: np.ndarray, request: Request) -> None:
 
 
 def record_of(path: Path) -> Request | None:
-    """Return the record in a file that :func:`write_grid` or :func:`write_npz` has written; None in any other."""
+    """Return the record in a file of :func:`write_grid` or :func:`write_npz`; None for any other file."""
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 return Request.read(archive.comment)
-        with PngImagePlugin.PngImageFile(path) as image:  # Image.open would refuse very large grids
+        with PngImagePlugin.PngImageFile(path) as image:  # not Image.open, which refuses very large grids
             return Request.read(str(image.info.get(PNG_KEY, "")))
-    except (OSError, ValueError, SyntaxError, zipfile.BadZipFile):  # SyntaxError is how Pillow says it is no PNG file
+    except (OSError, ValueError, SyntaxError, zipfile.BadZipFile):  # Pillow's SyntaxError means "not a PNG file"
         return None
 
 
@@ -321,8 +321,8 @@ def _refuse_other(path: Path, asked: Request, there: Request | None, left_out: S
 
 @contextlib.contextmanager
 def _complete(path: Path) -> Iterator[Path]:
-    """Yield a temporary file that becomes ``path`` and survives a power cut, since the batches it was made of are
-    removed next.
+    """Yield a temporary file that becomes ``path`` when the body ends, and is on the disk by then, so that a power cut
+    can't lose it.
     """
     temporary = temporary_beside(path)
     with writing(path):

@@ -1,7 +1,7 @@
 """Sampling from trained weights: one batch, some images from Python, and many batches by several processes.
 
-An image is a function of the weights, the sampler, the seed, its number and its label, up to rounding. So finished
-batches count whichever process drew them, and processes that share the work wait for each other only at the end.
+An image is a function of the weights, the sampler, the seed, its number and its label, up to rounding. So a
+finished batch counts whichever process drew it, and processes that share the work wait for each other only at the end.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ddpm_ds.processes.hosts import use_interface_towards
 from ddpm_ds.processes.store import connect
 
 JOIN_LIMIT = timedelta(minutes=10)
-"""Time limit for all processes to load the weights."""
+"""Maximum time until all processes have loaded the weights."""
 WAIT_LIMIT = timedelta(days=1)
-"""Time limit for the slowest process to finish; a process that has died is noticed at once, by its connection."""
+"""Maximum time to wait for the slowest process; a process that dies is noticed at once, by its connection."""
 LOG_SECONDS = 30.0
-"""Seconds between two lines of the progress bar where there is no terminal."""
+"""Seconds between two lines of the progress bar if there is no terminal."""
 
 
 def draw(
@@ -43,10 +43,10 @@ def draw(
     guide: Trained | None = None,
     after_step: Callable[[int, int], None] | None = None,
 ) -> Tensor:
-    """Draw the images with the numbers ``index`` (N,) int64 as uint8 (N, C, H, W) on the CPU: one batch, one process.
+    """Draw the images with the numbers ``index`` (N,) int64 as one batch; return uint8 (N, C, H, W) on the CPU.
 
-    ``labels`` (N,) int64, or None for no label. ``guide`` guides instead of "no label", see :class:`Drawing`.
-    ``after_step`` is called with the number of U-Net evaluations per image that are done, and of all.
+    ``labels`` are (N,) int64, or None for no label. ``guide`` guides instead of "no label", see :class:`Drawing`.
+    ``after_step`` is called with the numbers of U-Net evaluations per image: those done, and all.
     """
     device = next(trained.unet.parameters()).device
     with torch.inference_mode():
@@ -78,16 +78,16 @@ def sample(
     batch_images: int = 64,
     progress: bool = False,
 ) -> Tensor:
-    """Draw the images ``first`` to ``first + count - 1`` of a seed, uint8 (count, C, H, W) on the CPU.
+    """Draw the images ``first`` to ``first + count - 1`` of a seed; return uint8 (count, C, H, W) on the CPU.
 
-    They are those of ``ddpm-ds sample`` with these values, up to rounding. ``sampler`` is the run's unless it is given.
-    Image i gets the label number i modulo the number of ``labels``; by default that is each class in turn, and None
-    draws without labels. ``guide`` is a worse U-Net that guidance leads away from, as ``--guide``: loaded on the same
-    device. ``batch_images`` are drawn at once; ``progress`` shows a bar.
+    ``ddpm-ds sample`` with the same values gives the same images, up to rounding. By default ``sampler`` is the run's.
+    Image i gets the label number i modulo the number of ``labels``: by default each class in turn, and with None no
+    label. ``guide`` is a worse U-Net on the same device, which guidance leads away from, as with ``--guide``.
+    ``batch_images`` are drawn at once; ``progress`` shows a bar.
 
     Raises:
         SpecError: the sampler does not fit the diffusion process or the U-Net, there is no such class, or ``guide``
-            is of other images, classes or noise levels.
+            has other images, classes or noise levels.
     """
     sampler, classes = sampler or trained.sampler, trained.unet_spec.classes
     try:
@@ -113,7 +113,7 @@ def sample(
 
 
 def check_label(label: int | str, classes: int | None, option: str = "--labels") -> None:
-    """Raise SpecError for a label that is none of the U-Net's classes."""
+    """Raise SpecError unless the label is one of the U-Net's classes."""
     if classes is None:
         raise SpecError(f"{option} {label}: the U-Net has no classes (unet.classes is null); leave it out")
     if not 0 <= int(label) < classes:
@@ -121,8 +121,8 @@ def check_label(label: int | str, classes: int | None, option: str = "--labels")
 
 
 def check_guide(guide: Trained, trained: Trained, samplers: Sequence[SamplerSpec]) -> None:
-    """Raise SpecError unless ``guide`` takes the same images, classes and noise levels as ``trained``, predicts the
-    same, and guides with some of the samplers.
+    """Raise SpecError unless ``guide`` has the images, classes, noise levels and objective of ``trained``, and some
+    sampler uses guidance.
     """
     if all(sampler.guidance == 1.0 for sampler in samplers):
         raise SpecError(f"--guide {guide.origin} guides nothing at --guidance 1; give another, such as 2")
@@ -152,8 +152,8 @@ def draw_missing(
     *,
     guide: Trained | None = None,
 ) -> None:
-    """Draw the images of a request that ``folder`` lacks. Returns when all processes have; batch i belongs to process i
-    modulo their number. ``guide`` is the one that the request was made with.
+    """Draw the images of a request that ``folder`` lacks, and return when all processes have finished. Process i draws
+    every batch whose number is i modulo ``world_size``. ``guide`` must be that of the request.
 
     Raises:
         LayoutError: a batch does not fit into the memory of the device.
@@ -185,7 +185,7 @@ def draw_missing(
 def draw_share(
     trained: Trained, request: Request, folder: ImageFolder, rank: int, world_size: int, *, guide: Trained | None = None
 ) -> None:
-    """Draw the images that ``folder`` lacks of every ``world_size``-th batch, without waiting for other processes."""
+    """Draw what ``folder`` lacks of this rank's share, every ``world_size``-th batch; do not wait for other ranks."""
     there = folder.there()
     with tqdm(
         total=request.count,
@@ -194,7 +194,7 @@ def draw_share(
         bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]",
         mininterval=0.2 if sys.stderr.isatty() else LOG_SECONDS,
         miniters=0,
-        smoothing=0,  # batches come seldom: the rate is the mean since the start
+        smoothing=0,  # batches finish seldom, so the rate is the mean since the start
         disable=rank != 0,
     ) as bar:
 
@@ -222,4 +222,4 @@ def draw_share(
                 folder.keep(index, images)
                 bar.update(len(index))
             if rank == 0 and world_size > 1:
-                bar.update(len(folder.there()) - bar.n)  # the others' images too
+                bar.update(len(folder.there()) - bar.n)  # includes the images of other processes

@@ -1,4 +1,4 @@
-"""Scores of drawn images against the real training images, as a table, as JSON and as metrics for MLflow."""
+"""Scores that compare drawn images with the training images: a table, JSON and metrics for MLflow."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ from ddpm_ds.tracking.tracker import print_to_stderr
 
 
 def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
-    """Open the prepared images at ``given``, else those of the checkpoint's spec, prepared where they are missing.
+    """Open the prepared images at ``given``, or those of the checkpoint's spec, prepared now if they are missing.
 
-    Checksums are verified. For a run that has learned crops these are the centres of the images, for one that has
-    learned latents the pixels that they were made of.
+    Checksums are verified. For a run trained on crops the reference is the centres of the images, and for one trained
+    on latents it is the pixels that they were encoded from.
 
     Raises:
-        DataError: there are none, they are damaged, or not those that were learned.
+        DataError: there are no images, they are damaged, or the run was trained on others.
     """
     origin, spec = trained.origin, trained.spec
     if given is not None:
@@ -79,29 +79,29 @@ def open_reference(trained: Trained, given: Path | None) -> DatasetCache:
 
 
 def labels_like(reference: DatasetCache, count: int) -> list[int]:
-    """Return ``count`` labels in the proportions of the reference, or all of its labels, to be repeated."""
+    """Return ``count`` labels in the proportions of the reference, or all of its labels if it has fewer."""
     return [int(label) for label in reference.labels[shuffled(len(reference))[:count]]]
 
 
 @dataclass(frozen=True)
 class Score:
-    """One score and what is needed to interpret it."""
+    """Score, and what is needed to interpret it."""
 
     name: str
-    """Name in MLflow, after ``eval/``."""
+    """Name in MLflow, without its ``eval/``."""
     title: str
     value: float | None
-    """The score of the drawn images; None where only real images have it."""
+    """Score of the drawn images; None if only real images have it."""
     samples: int
     references: int
     tool: str
     real: float | None = None
-    """The same score of real images, where there is one."""
+    """The same score of real images, if there is one."""
     details: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return the numbers by their names in MLflow."""
+        """Values of the score by their names in MLflow."""
         values = {f"eval/{self.name}": self.value, f"eval/{self.name}_real": self.real}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -110,12 +110,12 @@ class Scorer:
     """Scorer that computes the requested scores, or all that this machine can compute."""
 
     def __init__(self, asked: Sequence[str] | None, reference: DatasetCache, inception_weights: Path | None) -> None:
-        """Prepare ``asked``, some of METRICS; None takes all that can be computed, and a line on stderr names the
-        others.
+        """Prepare the scores ``asked`` for, some of METRICS; None takes all that can be computed, and names the others
+        on stderr.
 
         Raises:
             EvaluationError: a score was asked for by name and can't be computed.
-            OutputError: there is no folder to keep Inception's features of the reference.
+            OutputError: there is no folder in which Inception's features of the reference can be kept.
         """
         if len(reference) < FEWEST_IMAGES:
             raise EvaluationError(
@@ -140,7 +140,7 @@ class Scorer:
         self._cache = cache_beside(reference.path)
 
     def scores(self, images: Pixels, labels: Tensor | None, device: torch.device) -> list[Score]:
-        """Score uint8 ``images`` (N, C, H, W); ``labels`` (N,) are the classes that they were asked to be, if any."""
+        """Return the scores of uint8 ``images`` (N, C, H, W), which were drawn with ``labels`` (N,), if any."""
         found = [] if self._inception is None else self._inception_scores(self._inception, images, device)
         if "pixel" in self._wanted:
             found.append(self._pixel_score(images))
@@ -212,10 +212,10 @@ class Scorer:
 
 
 def cache_beside(dataset: Path) -> Path:
-    """Return the folder where features of the reference are kept: beside the data set, or in the home folder's cache.
+    """Return the folder for cached features of the reference: beside the data set, or in the home folder's cache.
 
     Raises:
-        OutputError: neither can be written.
+        OutputError: neither folder can be written.
     """
     beside, own = dataset.resolve().parent / "evaluation_cache", cache_folder()
     for folder in (beside, own):
@@ -227,7 +227,7 @@ def cache_beside(dataset: Path) -> Path:
 
 
 def short(count: int) -> str:
-    """Format a count for a metric's name: 10k, 500."""
+    """Format a count for a metric's name, such as ``10k`` or ``500``."""
     return f"{count // 1000}k" if count % 1000 == 0 else str(count)
 
 
@@ -236,7 +236,7 @@ TEXT_COLUMNS = {0, 5, 7, 9}
 
 
 def table(scores: Sequence[Score], request: Request) -> str:
-    """Return a line for each score, with all that it depends on; then the shares of classes, where there are any."""
+    """Return a table with a line for each score and all that it depends on; then the shares of classes, if any."""
     sampler = request.sampler
     how = (sampler.kind, str(sampler.steps), request.weights, _guidance(request))
     rows = [HEADER]
@@ -254,8 +254,8 @@ def table(scores: Sequence[Score], request: Request) -> str:
 
 
 def _guidance(request: Request) -> str:
-    """Return the guidance for a reader, with where it ends and what it leads away from where these are not the usual:
-    ``2 at 0.3-5 by guide``.
+    """Return the guidance in words, such as ``2 at 0.3-5 by guide``; its noise levels and guide are left out if they
+    are the usual ones.
     """
     sampler = request.sampler
     if request.labels is None and request.guide is None:
@@ -268,12 +268,12 @@ def _guidance(request: Request) -> str:
 
 
 def rounded(value: float | None) -> str:
-    """Return a score for a reader, in four digits; ``-`` where there is none."""
+    """Return a score with four digits; ``-`` if there is none."""
     return "-" if value is None else f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def about(request: Request, reference: DatasetCache) -> dict[str, Any]:
-    """Describe the images and the reference of the scores, for ``scores.json`` and MLflow."""
+    """Return facts about the scored images and their reference, for ``scores.json`` and MLflow."""
     drawn = request.model_dump(mode="json", exclude={"batch_images"})
     labels = None if request.labels is None else "in the proportions of the reference"
     real = {"store": str(reference.path), "images": len(reference), "sha256": reference.meta.sha256}
@@ -282,7 +282,7 @@ def about(request: Request, reference: DatasetCache) -> dict[str, Any]:
 
 
 def write_report(folder: Path, facts: Mapping[str, Any], scores: Sequence[Score], samples: Image.Image) -> list[Path]:
-    """Write and return ``scores.json``, the scores and the facts :func:`about` them, and ``samples.png``, a grid.
+    """Write ``scores.json``, the scores and the facts :func:`about` them, and the grid ``samples.png``; return both.
 
     Scores of an earlier evaluation of the same images against the same reference stay, unless they are computed again.
 
@@ -294,7 +294,7 @@ def write_report(folder: Path, facts: Mapping[str, Any], scores: Sequence[Score]
     try:
         before = read_json(path)
         kept = before["scores"] if before["reference"]["sha256"] == facts["reference"]["sha256"] else []
-    except (OSError, ValueError, KeyError, TypeError):  # not there, or not ours
+    except (OSError, ValueError, KeyError, TypeError):  # missing, or written by something else
         kept = []
     names = {score["name"] for score in new}
     content = {**facts, "scores": [score for score in kept if score["name"] not in names] + new}

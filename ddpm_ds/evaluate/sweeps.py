@@ -1,4 +1,4 @@
-"""Scores over something that is varied, such as the length of the average: a table, a file and a picture."""
+"""Scores as functions of a varied quantity, such as the length of the average: a table, a file and a picture."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ddpm_ds.evaluate.scores import Score, rounded
 from ddpm_ds.files import write_file
 
 TITLES = {"ema_length": "relative length of the average", "guidance": "guidance"}
-"""Words for what is varied."""
+"""Titles of the varied quantities, by name."""
 FRECHET = ("fid", "pixel_frechet", "digits_frechet")
-"""Beginnings of the names of Fréchet distances, of which less is better."""
+"""Prefixes of the names of Fréchet distances, of which less is better."""
 
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One of several evaluations."""
+    """Evaluation at one point of a sweep."""
 
     values: Mapping[str, float]
-    """What was varied, by name; the same names in one order at all points. The first is drawn along x, and there is a
+    """Varied quantities by name, with the same names and order at all points. The picture has the first along x, and a
     line for each value of the others."""
     evaluation: str
-    """Name of the evaluation's folder, beside that of the sweep."""
+    """Name of the evaluation's folder, which is beside the sweep's."""
     scores: Sequence[Score]
 
     @property
@@ -37,7 +37,7 @@ class SweepPoint:
 
 
 def sweep_table(points: Sequence[SweepPoint]) -> str:
-    """Return a line for each point, with all of its scores; a star marks the least Fréchet distances."""
+    """Return a table with a line of scores for each point; a star marks the least of each Fréchet distance."""
     least = {name: best(points, name) for name in frechet_names(points)}
     rows = [(*points[0].values, *points[0].numbers)]
     for point in points:
@@ -47,7 +47,7 @@ def sweep_table(points: Sequence[SweepPoint]) -> str:
 
 
 def best(points: Sequence[SweepPoint], name: str) -> SweepPoint:
-    """Return the point with the least of a Fréchet distance."""
+    """Return the point where the Fréchet distance ``name`` is least."""
     return min(points, key=lambda point: point.numbers[name])
 
 
@@ -57,7 +57,7 @@ def frechet_names(points: Sequence[SweepPoint]) -> list[str]:
 
 
 def sweep_metrics(points: Sequence[SweepPoint]) -> dict[str, float]:
-    """Return the least of each Fréchet distance and where it was, by names for MLflow."""
+    """Return the minimum of each Fréchet distance and the varied quantities there, by their names in MLflow."""
     found = {}
     for name in frechet_names(points):
         point = best(points, name)
@@ -67,7 +67,7 @@ def sweep_metrics(points: Sequence[SweepPoint]) -> dict[str, float]:
 
 
 def write_sweep(folder: Path, points: Sequence[SweepPoint], title: str) -> list[Path]:
-    """Write and return ``sweep.json``, all points with their scores, and ``sweep.png``, a picture of the scores.
+    """Write ``sweep.json``, all points with their scores, and ``sweep.png``, a picture of the scores; return both.
 
     Raises:
         OSError: the file system refuses.
@@ -81,7 +81,7 @@ def write_sweep(folder: Path, points: Sequence[SweepPoint], title: str) -> list[
 
 
 def _drawn(points: Sequence[SweepPoint], title: str) -> bytes:
-    """Return a PNG with a panel for each Fréchet distance, or for each score where there is none."""
+    """Return a PNG with a panel for each Fréchet distance, or for each score if there is none."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,6 +1,6 @@
-"""Trained weights, whole and in one process: from a checkpoint of any layout, or from a folder of diffusers.
+"""Trained weights, loaded whole into one process from a checkpoint of any layout, or from a diffusers folder.
 
-A folder of diffusers is read without diffusers.
+The package diffusers is not needed to read such a folder.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from ddpm_ds.unet.model import UNet, parameter_shapes
 WEIGHTS = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")
 CONFIG, SCHEDULER_CONFIG = "config.json", "scheduler_config.json"
 AUTOENCODER_FOLDER = "vqvae"
-"""Folder of the autoencoder in an export, as diffusers' LDMPipeline calls it."""
+"""Name of the autoencoder's folder in an export, as diffusers' LDMPipeline expects it."""
 
 Weights = Literal["ema", "raw"]
 KINDS: dict[Weights, str] = {"ema": "ema", "raw": "master"}
-"""Kinds of weights in a checkpoint: averaged, and as trained."""
+"""Names in a checkpoint of the averaged weights and of the weights as trained."""
 
 
 @dataclass(frozen=True)
@@ -49,25 +49,25 @@ class Trained:
     """Trained U-Net with its sampler, data type and origin."""
 
     unet: UNet
-    """The network in eval mode, without gradients."""
+    """U-Net in eval mode, without gradients."""
     unet_spec: UnetSpec
     diffusion: DiffusionSpec
     sampler: SamplerSpec
-    """Sampler of the run; the default one for an export, which has none."""
+    """Sampler of the run; for an export, which stores none, the default one."""
     image_shape: tuple[int, int, int]
-    """(C, H, W) of what the U-Net draws."""
+    """Shape (C, H, W) of the images or latents that the U-Net draws."""
     origin: str
     """Path of the folder that the weights were read from."""
     digest: str
     """SHA-256 that changes whenever the weights do."""
     weights: str
-    """``ema``, ``raw`` or ``export``; ``ema-0.05`` for a power-function average of that relative length."""
+    """Kind of weights: ``ema``, ``raw``, ``export``, or ``ema-0.05`` for a power-function average of that length."""
     images_seen: int | None = None
-    """Number of images that a checkpoint was trained with."""
+    """Number of images that the weights were trained with, if known."""
     run_dir: Path | None = None
-    """Folder of the run, where the checkpoint is in ``RUN_DIR/checkpoints``."""
+    """Folder of the run, if the checkpoint is in its ``checkpoints``."""
     spec: RunSpec | None = None
-    """The run's spec; None for an export."""
+    """Spec of the run; None for an export."""
     autoencoder: Autoencoder | None = None
     """Autoencoder that decodes the U-Net's latents; None if it draws pixels."""
 
@@ -83,7 +83,7 @@ class Trained:
 
     @property
     def picture_shape(self) -> tuple[int, int, int]:
-        """(C, H, W) of the pixels."""
+        """Shape (C, H, W) of the pixels."""
         if self.autoencoder is None:
             return self.image_shape
         _, height, width = self.image_shape
@@ -91,7 +91,7 @@ class Trained:
 
 
 def find_trained(path: Path) -> Path:
-    """Return the folder to load: a checkpoint, a run's newest good one, or a folder of diffusers.
+    """Return the folder to load for ``path``: a checkpoint, a diffusers folder, or a run's newest good checkpoint.
 
     Raises:
         CheckpointError: it is none of these, or the run has no good checkpoint.
@@ -115,17 +115,17 @@ def load_trained(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Trained:
-    """Load a U-Net, on ``device`` and in ``dtype``: of a run's newest checkpoint, of a checkpoint or of an export.
+    """Load a U-Net from a run's newest checkpoint, from a checkpoint or from an export, on ``device`` in ``dtype``.
 
     ``weights`` are ``ema``, averaged over training, or ``raw``, as trained; an export has one kind, loaded as ``ema``.
-    With ``ema_length``, ``path`` is a run's folder, and the weights are, whatever ``weights`` says, the average of that
-    relative length (0.001 to 0.28, sigma_rel of EDM2) at the time of its newest snapshot. ``autoencoder`` is where that
-    of a run's latents is now, if it has moved; an export holds its own.
+    With ``ema_length``, ``path`` must be a run's folder, and the average of that relative length (0.001 to 0.28,
+    sigma_rel of EDM2) at the time of the newest snapshot is loaded, whatever ``weights`` says. ``autoencoder`` is the
+    new path of a run's autoencoder, if it has moved; an export holds its own.
 
     Raises:
         CheckpointError: there are no such weights, they are damaged, or not finite in ``dtype``.
         DataError: the autoencoder can't be used.
-        SpecError: ``ema_length`` is out of range, or ``autoencoder`` is given for a run of pixels.
+        SpecError: ``ema_length`` is out of range, or ``autoencoder`` is given for a run on pixels.
     """
     if ema_length is not None:
         average = Reconstruction(snapshots_of(Path(path)), ema_length)
@@ -156,7 +156,7 @@ def load_trained(
 
 
 def _kind(reader: Reader, weights: Weights) -> str:
-    """Return the kind of values in a checkpoint that ``weights`` asks for."""
+    """Return the checkpoint's name for the kind ``weights``."""
     kinds = reader.manifest.kinds
     kind = averaged_kind(kinds) if weights == "ema" else KINDS[weights]
     if kind is None or kind not in kinds:
@@ -223,7 +223,7 @@ def _filled(
     device: torch.device | str,
     dtype: torch.dtype,
 ) -> UNet:
-    """Return a U-Net with the weights ``tensors``, by global name."""
+    """Return a U-Net with the weights ``tensors``, given as pairs of global name and tensor."""
     unet = UNet(layers, 0).eval().requires_grad_(False).to(device, dtype)
     parameters = dict(unet.layers.named_parameters())
     for name, tensor in tensors:
@@ -236,10 +236,10 @@ def _filled(
 
 
 class DiffusersFolder:
-    """A pipeline (``unet/config.json``, ``scheduler/scheduler_config.json``) or a bare model (both at the root).
+    """Folder of a pipeline (``unet/config.json``, ``scheduler/scheduler_config.json``) or a model (both at the root).
 
     Raises:
-        CheckpointError: a file is missing, can't be read, or describes what our U-Net can't express; so do all methods.
+        CheckpointError: by any method, if a file is missing, can't be read or describes what our U-Net can't express.
     """
 
     def __init__(self, path: Path) -> None:
@@ -254,7 +254,7 @@ class DiffusersFolder:
             raise CheckpointError(f"{model / CONFIG} is not a U-Net that ddpm_ds can express: {error}") from None
         self.layers = unet_layers(self.unet, image_channels=self.image_channels, image_size=self.image_size)
         self.class_rows: int | None = config.get("num_class_embeds")
-        """Rows of the class embedding, the last of which is read as "no label"."""
+        """Number of rows of the class embedding; the last row means "no label"."""
         found = [model / name for name in WEIGHTS if (model / name).is_file()]
         if not found:
             raise CheckpointError(f"{model} holds no weights; it should hold {' or '.join(WEIGHTS)}, in one file")
@@ -262,14 +262,14 @@ class DiffusersFolder:
 
     @staticmethod
     def at(path: Path) -> bool:
-        """Return whether ``path`` is meant to be such a folder."""
+        """Return whether ``path`` looks like a diffusers folder."""
         return (path / "unet" / CONFIG).is_file() or (path / CONFIG).is_file()
 
     def autoencoder(self) -> Autoencoder | None:
-        """Open the autoencoder beside the U-Net; None where the U-Net draws pixels.
+        """Open the autoencoder beside the U-Net; return None if the U-Net draws pixels.
 
         Raises:
-            DataError: it can't be used.
+            DataError: the autoencoder can't be used.
         """
         path = self.path / AUTOENCODER_FOLDER
         if path.is_dir():
@@ -283,11 +283,11 @@ class DiffusersFolder:
 
     @property
     def has_schedule(self) -> bool:
-        """Whether the folder has the noise schedule."""
+        """Whether the folder holds the noise schedule."""
         return self._scheduler.is_file()
 
     def diffusion(self, base: DiffusionSpec | None = None) -> DiffusionSpec:
-        """Return the diffusion process, with the loss and weighting of ``base``."""
+        """Return the diffusion process of the folder, with the loss and weighting of ``base``."""
         if not self.has_schedule:
             raise CheckpointError(
                 f"{self.path} holds no {SCHEDULER_CONFIG}, so its noise schedule is not known; add the one it was "
@@ -301,7 +301,7 @@ class DiffusersFolder:
             raise CheckpointError(f"{self._scheduler} is {what}: {error}") from None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of our U-Net in fp32 by global name, checked against the configuration."""
+        """Return the weights of our U-Net in fp32 by global name, checked against the configuration."""
         stored = _read_weights(self.weights)
         misfit = f"{self.weights} does not fit its {CONFIG}: "
         try:
@@ -318,15 +318,15 @@ class DiffusersFolder:
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file by name; nothing in it is executed."""
+    """Return the tensors of a file by name, without executing anything in it."""
     try:
         if path.suffix == ".safetensors":
             file = open_tensors(path)
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
         _check_archive(path)
-        with warnings.catch_warnings(action="ignore"):  # about sparse tensors, which are refused below
+        with warnings.catch_warnings(action="ignore"):  # they are about sparse tensors, which are refused below
             state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception:  # whatever a forged file makes of its reader
+    except Exception:  # a forged file can make its reader raise anything
         raise CheckpointError(f"{path} is damaged, or holds more than tensors; get it again") from None
     if not isinstance(state, dict) or not all(isinstance(name, str) and _plain(state[name]) for name in state):
         raise CheckpointError(f"{path} holds something other than plain tensors by name; it should be a model's state")
@@ -334,7 +334,7 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def _check_archive(path: Path) -> None:
-    """Raise ValueError where a file of torch.save would grow as it is read: its parts are never compressed."""
+    """Raise ValueError if a file of torch.save would grow when read; torch.save itself never compresses."""
     with open_regular(path) as file:
         if zipfile.is_zipfile(file):
             parts = zipfile.ZipFile(file).infolist()
@@ -343,8 +343,8 @@ def _check_archive(path: Path) -> None:
 
 
 def _plain(tensor: object) -> bool:
-    """Whether this is a tensor with all of its values in memory: not sparse, without values, or repeated by a stride of
-    0, which may be of any size until it is copied.
+    """Return whether this is a tensor with all of its values in memory. A sparse or meta tensor, or one with a stride
+    of 0, could grow to any size when it is copied.
     """
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
         return False

@@ -1,4 +1,4 @@
-"""Recorded runs beside each other, as data: parameters that differ, metrics with their ratios to a baseline.
+"""Comparison of recorded runs, as data: parameters that differ, and metrics with their ratios to a baseline.
 
 Values are MLflow's, so a comparison needs neither the runs' folders nor the machine they ran on.
 """
@@ -28,7 +28,7 @@ DEFAULT = (
     "perf/mfu",
     "perf/data_wait_fraction",
 )
-"""Metrics that are compared by default; those that no run has are left out, and progress where it is the same in all
+"""Metrics that are compared by default. Those that no run has are left out; so is progress if it is the same in all
 runs.
 """
 
@@ -39,7 +39,7 @@ LOWER = (
 HIGHER = ("*_per_second", "usage/*tflops*", "perf/mfu")
 SHARES = ("*_fraction", "perf/mfu", "perf/imbalance")
 PACES = ("perf/*_per_second", "usage/*_seconds", "usage/*tflops*")
-"""Metrics of which not the last log point counts, but :func:`~ddpm_ds.tracking.runs.mean_of_points`."""
+"""Metrics compared by :func:`~ddpm_ds.tracking.runs.mean_of_points` instead of their last log point."""
 UNITS = {
     "_bytes": ((2**30, " GiB"), (2**20, " MiB"), (2**10, " KiB"), (1, " B")),
     "_seconds": ((1, " s"), (1e-3, " ms"), (1e-6, " µs")),
@@ -52,7 +52,7 @@ REPEATED = {
     "derived.stages": "ds_config.pipeline.stages",
     "derived.zero_stage": "ds_config.zero_optimization.stage",
 }
-"""Parameters left out where the DeepSpeed JSON already gives them."""
+"""Parameters that are left out if the DeepSpeed JSON already gives them, with its keys."""
 
 
 class ComparisonError(UserError):
@@ -64,19 +64,19 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def direction(name: str) -> Literal["lower", "higher", ""]:
-    """Return which values of a metric are better; empty where neither is."""
+    """Return which values of a metric are better; empty if neither."""
     return "lower" if _matches(name, LOWER) else "higher" if _matches(name, HIGHER) else ""
 
 
 def ratio(value: float | None, baseline: float | None) -> float | None:
-    """Return ``value / baseline``; None where either is missing or not a number, or the baseline is 0."""
+    """Return ``value / baseline``; None if either is missing or not finite, or the baseline is 0."""
     if value is None or not baseline or not math.isfinite(value) or not math.isfinite(baseline):
         return None
     return value / baseline
 
 
 def judged(name: str, times: float | None) -> Literal["better", "worse", ""]:
-    """Return the verdict on a ratio to the baseline; within half a percent it is empty."""
+    """Return whether a ratio to the baseline is better or worse; empty within half a percent of 1, or if unknown."""
     better = direction(name)
     if times is None or not better or abs(times - 1) < 0.005:
         return ""
@@ -84,7 +84,7 @@ def judged(name: str, times: float | None) -> Literal["better", "worse", ""]:
 
 
 def unit(name: str, value: float) -> tuple[float, str]:
-    """Return the size and the name of the unit that suits a metric of this name and size."""
+    """Return the size and the name of the unit that suits the metric ``name`` and its value."""
     if _matches(name, SHARES):
         return 0.01, "%"
     units = next((units for ending, units in UNITS.items() if name.endswith(ending)), ((1, ""),))
@@ -92,7 +92,7 @@ def unit(name: str, value: float) -> tuple[float, str]:
 
 
 def number(name: str, value: float | None) -> str:
-    """Return a metric's value with four digits, in the unit that suits its name and size; ``-`` for no value."""
+    """Return a metric's value with four digits, in the unit that suits it; ``-`` for no value."""
     if value is None:
         return "-"
     if not math.isfinite(value) or value == 0:
@@ -102,12 +102,12 @@ def number(name: str, value: float | None) -> str:
 
 
 def plain(value: float) -> str:
-    """Return four digits without a unit: ``12,345``, ``0.03125``, ``1.2e-07``."""
+    """Return a value with four digits and no unit, such as ``12,345``, ``0.03125`` or ``1.2e-07``."""
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e12 else f"{value:.4g}"
 
 
 def times(value: float | None) -> str:
-    """Return a ratio as ``1.34x`` or ``0.904x``; empty where there is none."""
+    """Return a ratio in the form ``1.34x`` or ``0.904x``; empty if there is none."""
     if value is None:
         return ""
     if 0.01 <= abs(value) < 100:
@@ -117,16 +117,16 @@ def times(value: float | None) -> str:
 
 @dataclass(frozen=True)
 class Cell:
-    """Metric of one run, as it is shown."""
+    """Metric of one run, as a table shows it."""
 
     value: str
     ratio: str
-    """Ratio to the baseline; empty where there is none."""
+    """Ratio to the baseline; empty if there is none."""
     judged: Literal["better", "worse", ""]
     best: bool
-    """Whether no other run's shown value is better and some are worse; never for a run that failed."""
+    """Whether no other run shows a better value and some show a worse one; never for a run that failed."""
     percent: float
-    """Percentage of the largest value of all runs."""
+    """Value as a percentage of the largest value of all runs."""
 
 
 @dataclass(frozen=True)
@@ -135,20 +135,20 @@ class Compared:
 
     run: RecordedRun
     label: str
-    """Name of the run, for trials of one sweep without the sweep's; with the beginning of its id where two are the
-    same.
+    """Name of the run; trials of one sweep leave out the sweep's name, and runs of the same name add the beginning of
+    their id.
     """
     parameters: Mapping[str, str]
     """Parameters that differ between the runs; those that this run lacks are left out."""
     values: Mapping[str, float]
     """Values by metric; those that this run lacks are left out."""
     ratios: Mapping[str, float]
-    """Ratios to the baseline by metric; left out where there is none, and where there is only one run."""
+    """Ratios to the baseline by metric; those that do not exist are left out, and all if there is only one run."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs in the order in which they were given."""
+    """Comparison of runs, in the order in which they were given."""
 
     runs: tuple[Compared, ...]
     baseline: Compared
@@ -157,14 +157,14 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        """Return a title for the comparison."""
+        """Title for the comparison."""
         experiments = list(dict.fromkeys(one.run.experiment for one in self.runs))
         runs = "1 run" if len(self.runs) == 1 else f"{len(self.runs)} runs"
         return f"{runs} of {', '.join(experiments)}"
 
     @property
     def explained(self) -> str:
-        """Return a sentence or two that explain the numbers."""
+        """Sentences, two at most, that explain the numbers."""
         sentences = []
         if len(self.runs) > 1:
             same = "" if self.parameters else "; no parameter differs"
@@ -175,12 +175,12 @@ class Comparison:
 
     @property
     def parent(self) -> str | None:
-        """Return the id of the parent run of all of these, which are then in one store; None where there is none."""
+        """Id of the parent run that all runs have in common, in one MLflow store; None if there is none."""
         (parent, *others) = {(one.run.parent, one.run.tracking_uri) for one in self.runs}
         return None if others else parent[0]
 
     def cells(self, name: str) -> list[Cell]:
-        """Return a metric of all runs."""
+        """Return the cells of the metric ``name``, one for each run."""
         finite = {one.label: v for one in self.runs if math.isfinite(v := one.values.get(name, math.nan))}
         good = [finite[one.label] for one in self.runs if one.label in finite and one.run.status not in FAILURES]
         better, best = direction(name), None
@@ -202,12 +202,12 @@ class Comparison:
 def comparison(
     runs: Sequence[RecordedRun], baseline: RecordedRun | None = None, metrics: Sequence[str] | None = None
 ) -> Comparison:
-    """Compare runs by ``metrics``, else by those of :data:`DEFAULT` that any of them has, and their progress.
+    """Compare runs by ``metrics``, or by those of :data:`DEFAULT` that any run has, and their progress.
 
     The baseline is by default the first run that has any of the metrics. A run that failed may lack all of them.
 
     Raises:
-        ComparisonError: a metric of ``metrics`` is in no run, or two runs that did not fail have none in common.
+        ComparisonError: no run has a metric of ``metrics``, or the runs that did not fail have none in common.
     """
     runs = list({run.id: run for run in (*runs, *([] if baseline is None else [baseline]))}.values())
     names = _metrics(runs, metrics)
@@ -243,7 +243,7 @@ def _metrics(runs: Sequence[RecordedRun], asked_for: Sequence[str] | None) -> tu
 
 
 def _value(run: RecordedRun, name: str) -> float:
-    """Return the value of a run's metric that is compared."""
+    """Return the value of a run's metric for the comparison: a mean for :data:`PACES`, else the last."""
     if _matches(name, PACES) and (points := [(point.step, point.value) for point in run.history(name)]):
         return mean_of_points(name, points)
     return run.metrics[name]
@@ -252,7 +252,7 @@ def _value(run: RecordedRun, name: str) -> float:
 def _check_common(
     runs: Sequence[RecordedRun], values: Mapping[str, Mapping[str, float]], asked_for: Sequence[str]
 ) -> None:
-    """Raise ComparisonError unless each run that did not fail has a metric and two of them share one."""
+    """Raise ComparisonError if the only run has no metric, or if no two share one; failed runs may have none."""
     held = [run for run in runs if values[run.id] or run.status not in FAILURES]
     counts = Counter(name for run in held for name in values[run.id])
     if held and max(counts.values(), default=0) < min(len(held), 2):
@@ -262,7 +262,7 @@ def _check_common(
 
 
 def _differing(runs: Sequence[RecordedRun]) -> tuple[str, ...]:
-    """Return settings that are not the same in all runs: the spec's first, then the JSON's and those derived from
+    """Return the names of settings that differ between runs: the spec's first, then the JSON's and those derived from
     both.
     """
     values = {name: [run.settings.get(name) for run in runs] for run in runs for name in run.settings}

@@ -1,4 +1,4 @@
-"""Comparison as a table for the terminal, as Markdown, and as one HTML page that needs no other file."""
+"""Comparison of runs as a table for the terminal, as Markdown, and as one HTML page that needs no other file."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from ddpm_ds.tracking.run_folder import SAMPLES_KEY
 from ddpm_ds.tracking.runs import Point, RecordedRun
 
 ARTIFACT_FOLDER = "comparison"
-"""Folder of the parent run's artifacts that holds the comparison of its children."""
+"""Folder among the parent run's artifacts that holds the comparison of its children."""
 FOLDER = Path(__file__).parent
 LOSSES = ("train/loss", "eval/loss")
 """Metrics whose curves are always drawn."""
 COLOURS = 10
-DASHES = ("", "8 4", "2 4", "10 4 2 4", "18 4")  # of lines: 50 runs differ in colour or dashes
+DASHES = ("", "8 4", "2 4", "10 4 2 4", "18 4")  # dashes of lines; 50 runs differ in colour or dashes
 POINTS, POINTS_OF_CURVE = 20_000, 600
-"""Largest number of points of all runs' curves of one metric, and of one curve, so that the page stays small."""
+"""Maximum number of points of one metric's curves over all runs, and of one curve, so that the page stays small."""
 CLOCK = ((3600, "h"), (60, "min"), (1, "s"))
 SAMPLES = re.compile(rf"\b{SAMPLES_KEY.rpartition('/')[2]}\W+step\W+(?P<step>\d+)\W+timestamp\W+(?P<at>\d+)\W.*\.png$")
-"""Path of a picture drawn while training; MLflow separates the parts of its name by + or %, and writes # for /."""
+"""Path of a picture sampled during training; MLflow joins the parts of its name by + or %, and writes # for /."""
 PNG = b"\x89PNG\r\n\x1a\n"
-MOST_PICTURES, MOST_PICTURE_BYTES = 4, 2**21  # of one run, of one picture
+MOST_PICTURES, MOST_PICTURE_BYTES = 4, 2**21  # maximum per run and per picture
 
 
 def terminal(comparison: Comparison, width: int = 120) -> str:
-    """Return the table, as many runs side by side as fit into ``width`` characters; then notes and verdicts."""
+    """Return tables with as many runs side by side as fit into ``width`` characters; then notes and verdicts."""
     rows = [[_printable(cell) for cell in row] for row in table_rows(comparison)]
     widths = [max(map(len, cells)) + 2 for cells in zip(*rows, strict=True)]
     parts = [textwrap.fill(_printable(f"{comparison.title}. {comparison.explained}"), width)]
@@ -53,7 +53,7 @@ def terminal(comparison: Comparison, width: int = 120) -> str:
 
 
 def markdown(comparison: Comparison) -> str:
-    """Return the same as a Markdown document."""
+    """Return the comparison as a Markdown document."""
     header, *rows = ([_inert(cell) for cell in row] for row in table_rows(comparison))
     table = [header, ["---", "---", *["---:" for _ in comparison.runs]], *rows]
     lines = [f"# {_inert(comparison.title)}", "", _inert(comparison.explained), ""]
@@ -66,7 +66,7 @@ def markdown(comparison: Comparison) -> str:
 
 
 def table_rows(comparison: Comparison) -> list[tuple[str, ...]]:
-    """Return name, better direction and a cell for each run: status of unfinished runs, parameters, metrics."""
+    """Return rows of a name, the better direction and a text per run: status if unfinished, parameters and metrics."""
     runs = comparison.runs
     rows: list[tuple[str, ...]] = [("", "better", *(one.label for one in runs))]
     if any(one.run.status != "FINISHED" for one in runs):
@@ -98,19 +98,19 @@ def _about_lines(one: Compared, width: int) -> list[str]:
 
 
 def _printable(text: str) -> str:
-    """Return text without characters that move the cursor or change colours."""
+    """Remove characters that move the cursor or change colours, and return the text."""
     return "".join(character if character.isprintable() else " " for character in text)
 
 
 def _inert(text: str, *, code: bool = False) -> str:
-    """Return users' text in one line, escaped for Markdown and HTML."""
+    """Return text written by users as one line, escaped for Markdown and HTML."""
     if code and "`" not in text and "\n" not in text:
         return f"`{text}`"
     return re.sub(r"([\\`*_{}\[\]<>|#~&])", r"\\\1", " ".join(text.split()))
 
 
 def page(comparison: Comparison) -> str:
-    """Return the HTML page; the runs' histories, samples and timelines are read from MLflow.
+    """Return the HTML page, with the runs' histories, samples and timelines read from MLflow.
 
     Raises:
         ExperimentError: MLflow does not answer.
@@ -144,18 +144,18 @@ def page(comparison: Comparison) -> str:
 
 
 def timelines(run: RecordedRun) -> list[str]:
-    """Return the paths of pictures of traced steps among a run's artifacts."""
+    """Return the paths of the pictures of traced steps among a run's artifacts."""
     return [path for path in run.artifacts("trace") if path.endswith(".png")][:MOST_PICTURES]
 
 
 def latest_samples(run: RecordedRun) -> list[str]:
-    """Return the path of the last picture drawn while training among a run's artifacts, if there is one."""
+    """Return the path of the last picture sampled during training among a run's artifacts, if there is one."""
     drawn = [found for path in run.artifacts("images") if (found := SAMPLES.search(path))]
     return [found.string for found in sorted(drawn, key=lambda found: (int(found["step"]), int(found["at"])))[-1:]]
 
 
 def _pictures(run: RecordedRun, paths: Sequence[str]) -> list[tuple[str, str]]:
-    """Return those artifacts that are PNG files of bounded size, as (name, data URI)."""
+    """Return the artifacts at ``paths`` that are PNG files of limited size, as (name, data URI)."""
     contents = [(PurePosixPath(path).name, run.read_artifact(path)) for path in paths]
     return [
         (name, f"data:image/png;base64,{base64.b64encode(content).decode()}")
@@ -165,7 +165,7 @@ def _pictures(run: RecordedRun, paths: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def fewer(points: Sequence[Point], most: int) -> list[Point]:
-    """Return at most ``most`` points, with the lowest and the highest of each stretch, so that no peak is lost."""
+    """Return at most ``most`` points, with the lowest and the highest of each interval, so that no peak is lost."""
     if len(points) <= most:
         return list(points)
 
@@ -178,7 +178,7 @@ def fewer(points: Sequence[Point], most: int) -> list[Point]:
 
 
 def _data(comparison: Comparison) -> dict[str, Any]:
-    """Return the data of the page's program: curves in suitable units, and the orders of runs by metric."""
+    """Return the data for the page's script: curves in suitable units, and the order of runs by each metric."""
     names, runs = dict.fromkeys((*LOSSES, *comparison.metrics)), comparison.runs
     most = max(100, min(POINTS // len(runs), POINTS_OF_CURVE))
     histories = {
@@ -211,7 +211,7 @@ def _data(comparison: Comparison) -> dict[str, Any]:
 
 
 def _curve(one: Compared, points: Sequence[Point], size: float, clock: float) -> dict[str, list[float | None] | None]:
-    """Return one curve: against images, None where the run does not say how many a step has, and against time."""
+    """Return one curve against time and against images; the images are None if the run does not state its batch."""
     batch = one.run.params.get("train.batch_images", "")
     return {
         "images": [point.step * int(batch) for point in points] if batch.isdecimal() else None,
@@ -221,7 +221,7 @@ def _curve(one: Compared, points: Sequence[Point], size: float, clock: float) ->
 
 
 def _order(comparison: Comparison, name: str) -> list[int]:
-    """Return the positions of the runs, the best value first; those without a value are last."""
+    """Return the positions of the runs sorted by a metric, the best first and those without a value last."""
     sign = -1 if direction(name) == "higher" else 1
     values = [one.values.get(name, math.nan) for one in comparison.runs]
     return sorted(range(len(values)), key=lambda i: sign * values[i] if math.isfinite(values[i]) else math.inf)

@@ -1,4 +1,4 @@
-"""Images per second of preparation, of the loader and of the U-Net, and the wait for data in a step."""
+"""Measurement of images per second in preparation, loader and U-Net, and of the wait for data in a step."""
 
 from __future__ import annotations
 
@@ -26,44 +26,44 @@ from ddpm_ds.unet.layers import unet_layers
 from ddpm_ds.unet.model import UNet
 
 WARM_UP = 0.1
-"""Share of a round that comes first and does not count: it uses data read ahead between two rounds."""
+"""Initial share of a round that is not measured, since it uses data that were read ahead between rounds."""
 FEW_IMAGES, LONG_STEP_SECONDS = 8, 2.0
-"""Number of images in a U-Net step, used where a whole micro-batch would take longer than this many seconds, as on a
-CPU, where images/s hardly grow with more.
+"""Number of images in a U-Net step if a whole micro-batch would take longer than this many seconds, as on a CPU, where
+more images hardly raise images/s.
 """
 FEWEST_STEPS = 3
-"""Fewest steps of the U-Net that are timed, after some that are not."""
+"""Minimum number of timed steps of the U-Net, after the warm-up."""
 WAITS, WAITS_SECONDS = range(16, 200), 2.0
-"""Fewest and most micro-batches whose waits are timed, and the seconds after which the fewest are enough."""
+"""Minimum and maximum number of micro-batches whose waits are timed, and the seconds after which timing ends early."""
 DECODED_IMAGES, CHUNK_SECONDS = 8, 0.25
-"""Number of images that one process decodes between two looks at the clock, and seconds that one of several should take
-at most for the images that it decodes at a time.
+"""Number of images that a single process decodes between two readings of the clock, and maximum seconds that each of
+several processes should take for one chunk of images.
 """
 LONGEST_PAUSE_SECONDS = 0.02
-"""Longest pause between two micro-batches in seconds, where the U-Net takes longer and reading less than a quarter of
-it.
+"""Maximum seconds of the pause that stands for the U-Net's work between two micro-batches; it is longer only if reading
+takes more than a quarter of this.
 """
 
 
 class Preparation(NamedTuple):
-    """How fast images are prepared, in images per second."""
+    """Speed of preparation in images per second, by one process and by ``cores`` processes."""
 
     plan: Plan
-    """What would be prepared."""
+    """Plan of the images that would be prepared."""
     one_core: float
     cores: int
-    """Processes that would decode; 1 where there is nothing to decode, or little."""
+    """Number of processes that would decode; 1 if there is little or nothing to decode."""
     all_cores: float
 
 
 def measure_preparation(spec: DataSpec, seconds: float) -> Preparation:
-    """Measure how fast one process decodes images, and as many as there are cores, ``seconds`` each; writes nothing.
+    """Measure how fast one process, and one per core, decode images, for ``seconds`` each; write nothing.
 
-    Of latents these are the images that an autoencoder will encode. The two begin at different images, so that none is
-    in memory for having just been read.
+    For latents these are the images that an autoencoder will encode. The two measurements begin at different images, so
+    that the second does not find them in memory.
 
     Raises:
-        DataError: the source's own.
+        DataError: the source raised it.
     """
     decoding = decoding_of(pixels_of(spec), progress=True)
     plan, cores = decoding.plan, len(os.sched_getaffinity(0)) if decoding.shareable else 1
@@ -79,7 +79,7 @@ def measure_preparation(spec: DataSpec, seconds: float) -> Preparation:
             together = map(
                 _images_in, itertools.chain.from_iterable(chunks(range(first, plan.images)) for first in firsts)
             )
-            for _ in range(3 * cores):  # those that are decoded ahead while processes start
+            for _ in range(3 * cores):  # skips what is decoded ahead while processes start
                 next(together)
             all_cores = _rate(together, seconds)
     return Preparation(plan, one_core, cores, all_cores)
@@ -90,7 +90,7 @@ def _images_in(chunk: Chunk) -> int:
 
 
 def _rate(reads: Iterator[int], seconds: float, device: torch.device | None = None) -> float:
-    """Return images per second of reads, each given by its number of images, made as fast as possible."""
+    """Return images per second, reading as fast as possible; ``reads`` yields the number of images of each read."""
     images, begin = 0, time.perf_counter()
     while time.perf_counter() - begin < seconds:
         images += next(reads)
@@ -107,11 +107,11 @@ class Feed:
     micro_batch_images: int
     device: torch.device
     window: int | None = None
-    """Images that are shuffled together, as ``data.shuffle_images`` says; None shuffles all."""
+    """Number of images that are shuffled together, as ``data.shuffle_images`` says; None shuffles all."""
 
     def batches(self, workers: int) -> Iterator[MicroBatch]:
-        """Yield the endless micro-batches on the device."""
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # more workers than cores: we measure that
+        """Yield micro-batches on the device without end, read by ``workers`` worker processes."""
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # too many workers are measured, too
             batches = micro_batches(
                 self.store,
                 seed=0,
@@ -128,21 +128,21 @@ class Feed:
 
 @dataclass(frozen=True)
 class Loading:
-    """How fast the loader is with some number of workers."""
+    """Speed of the loader with one number of workers."""
 
     workers: int
     images_per_second: Spread
     wait_share: float | None
-    """Share of a step spent waiting for micro-batches; None where the U-Net's speed is unknown."""
+    """Share of a step spent waiting for micro-batches; None if the U-Net's speed is unknown."""
 
 
 def measure_loading(
     feed: Feed, workers: Sequence[int], *, seconds: float, rounds: int, needs: float | None
 ) -> list[Loading]:
-    """Measure the loader by number of workers: ``rounds`` turns of each, ``seconds`` in all for each number.
+    """Measure the loader with each number of workers, ``seconds`` in all for each, divided into ``rounds`` turns.
 
-    The numbers take turns, so that other load on the machine affects all. ``needs`` is the U-Net's images/s, where it
-    is known.
+    The numbers of workers take turns, so that other load on the machine affects all. ``needs`` is the U-Net's images/s,
+    if known.
     """
     reads = {count: (len(batch.images) for batch in feed.batches(count)) for count in workers}
     rates: dict[int, list[float]] = {count: [] for count in workers}
@@ -160,8 +160,8 @@ def measure_loading(
 
 
 def _wait_share(reads: Iterator[int], images: int, needs: float, speed: float) -> float:
-    """Return the mean wait for the next micro-batch of ``images`` as a share of a step, with a pause as long as the
-    U-Net's work before each.
+    """Return the mean wait for the next micro-batch of ``images`` as a share of a step. A pause before each stands for
+    the U-Net's work.
     """
     working, reading = images / needs, images / speed
     pause = min(working, max(LONGEST_PAUSE_SECONDS, 4 * reading))
@@ -182,16 +182,16 @@ class UnetPace:
 
     images_per_second: float
     words: str
-    """Origin of the number, in words."""
+    """Origin of the number in words."""
 
 
 def unet_need(spec: RunSpec, feed: Feed, precision: Dtype, seconds: float) -> UnetPace:
-    """Return images/s of the U-Net's forward and backward, the median of some steps; no optimizer, one device.
+    """Measure images/s of the U-Net's forward and backward on one device without an optimizer, as a median of steps.
 
-    A step is of a micro-batch, or of its first images where that would take long.
+    A step takes a whole micro-batch, or only its first images if the whole would take long.
     """
     device, batch = feed.device, next(feed.batches(0))
-    batch = batch._replace(labels=torch.zeros_like(batch.labels))  # a class that every U-Net with classes has
+    batch = batch._replace(labels=torch.zeros_like(batch.labels))  # class 0, which every U-Net with classes has
     layers = unet_layers(spec.unet, image_channels=spec.data.channels, image_size=spec.data.image_size)
     unet = UNet(layers, seed=0).to(device=device, dtype=DTYPES[precision][1]).train()
     objective = Denoising(spec, device)
@@ -237,11 +237,11 @@ class Spread:
         return cls(median, low, high)
 
     def as_ratio(self) -> str:
-        """Return the median, with the quartiles in brackets."""
+        """Return the median as a ratio, with the quartiles in brackets."""
         return f"{self.median:.3f} ({self.low:.3f}-{self.high:.3f})"
 
     def as_milliseconds(self) -> str:
-        """Return the same for seconds, in milliseconds."""
+        """Return the median of seconds in milliseconds, with the quartiles in brackets."""
         median, low, high = (
             f"{1e3 * value:.4g}" if value < 10 else f"{1e3 * value:.0f}" for value in (self.median, self.low, self.high)
         )

@@ -1,4 +1,4 @@
-"""Sweep: trials one after another, each trained under ``ddpm-ds run``, and how they ended, so that it can be resumed.
+"""Sweep: trials trained one after another by ``ddpm-ds run``, with a record of how each ended, to resume from.
 
 ::
 
@@ -6,8 +6,8 @@
         grid.json                                 how each trial ended
         comparison.md, comparison.html            the trials side by side
     RUNS/vary-digits-1a2b3c4d.baseline/           a trial: the folder of a run like any other, and
-        asked_ds_config.json                      the JSON it is started with
-        output.log                                what all its processes have printed
+        asked_ds_config.json                      the JSON that the trial starts with
+        output.log                                output of all its processes
     RUNS/vary-digits-1a2b3c4d.precision-fp16/
 """
 
@@ -53,12 +53,12 @@ WHAT_CODES_MEAN = {
 
 @dataclass(frozen=True)
 class Ending:
-    """Result of the last start of a trial."""
+    """Outcome of the last start of a trial."""
 
     exit_code: int
     seconds: float
     said: tuple[str, ...] = ()
-    """Errors of the program, else the end of its output; empty where the trial is done."""
+    """Errors of the program, or else the end of its output; empty if the trial is done."""
 
     @property
     def finished(self) -> bool:
@@ -67,7 +67,7 @@ class Ending:
 
     @property
     def stopped(self) -> bool:
-        """Whether the trial was asked to end, and is resumed when the sweep is started again."""
+        """Whether the trial was stopped by request; it is resumed when the sweep is started again."""
         return self.exit_code == EXIT_PREEMPTED or self.exit_code < 0 or self.exit_code > 128
 
     def words(self) -> str:
@@ -82,7 +82,7 @@ _ENDINGS = TypeAdapter(dict[str, Ending])
 
 
 class Sweep:
-    """Folder of a sweep, and those of its trials beside it."""
+    """Folders of a sweep and, beside it, of its trials."""
 
     def __init__(self, folder: Path, trials: Sequence[Trial]) -> None:
         self.folder, self.trials = folder, tuple(trials)
@@ -92,7 +92,7 @@ class Sweep:
         except (OSError, ValueError):
             raise OutputError(f"{file} is damaged; delete it, and trials that are done are looked at again") from None
         self.endings = {trial.name: known[trial.name] for trial in trials if trial.name in known}
-        """Endings of the trials that have been started, by name, in the trials' order."""
+        """Endings of the trials that have been run, by name, in the trials' order."""
 
     def run_dir(self, trial: Trial) -> Path:
         """Return the folder of a trial's run: beside the sweep's, since MLflow's store is in the folder above
@@ -101,7 +101,7 @@ class Sweep:
         return self.folder.with_name(f"{self.folder.name}.{trial.name}")
 
     def log(self, trial: Trial) -> Path:
-        """Return the file with a trial's output, of every start."""
+        """Return the file that collects a trial's output over all its starts."""
         return self.run_dir(trial) / LOG
 
     def finished(self, trial: Trial) -> bool:
@@ -109,12 +109,12 @@ class Sweep:
         return trial.name in self.endings and self.endings[trial.name].finished
 
     def remember(self, trial: Trial, ending: Ending) -> None:
-        """Write down how a trial ended, atomically."""
+        """Record atomically how a trial ended."""
         self.endings[trial.name] = ending
         write_file(self.folder / ENDINGS, _ENDINGS.dump_json(self.endings, indent=2) + b"\n")
 
     def prepare(self, trial: Trial, spec: RunSpec) -> None:
-        """Make a trial's folder, with the files that it is started from."""
+        """Create a trial's folder with the files that it starts from."""
         run_dir = self.run_dir(trial)
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "spec.yaml").write_text(yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False))
@@ -132,8 +132,8 @@ class Sweep:
         return [*supervisor, *launcher, str(TRAIN), *what, *where, *options]
 
     def progress(self, trial: Trial) -> int:
-        """Return the images that a trial has seen at its last log point."""
-        with contextlib.suppress(OSError):  # being written
+        """Return the number of images that a trial had seen at its last log point."""
+        with contextlib.suppress(OSError):  # the file is being written
             for point in read_points(self.run_dir(trial) / METRICS)[-1:]:
                 return int(point.get("train/seen_images", 0))
         return 0
@@ -143,7 +143,7 @@ class Sweep:
     ) -> tuple[Tracker, str]:
         """Begin or resume the sweep's run in MLflow; return it and its identity."""
         own = {KIND_TAG: SWEEP, "vary.name": self.folder.name, "mlflow.source.name": "ddpm-ds sweep"}
-        tags = labels(self.folder, note, log) | own  # before there is an identity: a run that has one keeps its note
+        tags = labels(self.folder, note, log) | own  # before identity(): a run that has one keeps its note
         identity = RunFolder(self.folder).identity()
         tracker = Tracker.start(
             experiment,
@@ -158,10 +158,10 @@ class Sweep:
         return tracker, identity
 
     def compare(self, metrics: Sequence[str] | None, tracker: Tracker, log: Callable[[str], None]) -> str | None:
-        """Compare the trials that MLflow knows, side by side and as wide as the terminal.
+        """Compare the trials that MLflow knows; return a table of the terminal's width, or None if there is none.
 
-        The comparison is kept in the sweep's folder and among its run's artifacts. Where there is none, the reason is
-        logged.
+        The comparison is also written to the sweep's folder and the artifacts of its run. If there is none, the reason
+        is logged.
         """
         from ddpm_ds.experiments.compare import comparison
         from ddpm_ds.experiments.compare_pages import markdown, page, terminal
@@ -185,7 +185,7 @@ class Sweep:
 def run_command(command: Sequence[str], log: Path, heard: Sequence[signal.Signals], tick: Callable[[], None]) -> Ending:
     """Run a trial's command to its end, passing on every signal in ``heard``; ``tick`` is called while it runs.
 
-    It has a session of its own, so that a terminal's Ctrl-C reaches it once: from here.
+    The command gets a session of its own, so that Ctrl-C in a terminal reaches it only once, from here.
     """
     started, passed = time.monotonic(), 0
     with log.open("ab") as output:
@@ -210,7 +210,7 @@ def run_command(command: Sequence[str], log: Path, heard: Sequence[signal.Signal
 
 
 def _explanation(log: Path, begin: int) -> tuple[str, ...]:
-    """Return the lines, from byte ``begin`` on, that explain a failure, without those of the launcher."""
+    """Return the lines of ``log`` from byte ``begin`` on that explain a failure, without the launcher's."""
     with log.open("rb") as file:
         file.seek(begin)
         lines = [line.rstrip() for line in file.read().decode(errors="replace").splitlines()]

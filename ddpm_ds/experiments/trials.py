@@ -1,4 +1,4 @@
-"""Variables of a sweep, and its trials: each a spec, a DeepSpeed JSON and a number of processes."""
+"""Variables and trials of a sweep; a trial is a spec, a DeepSpeed JSON and a number of processes."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ DYNAMIC_FP16 = {
     "hysteresis": 2,
     "min_loss_scale": 1,
 }
-"""Block ``fp16`` of a trial whose JSON has none: a dynamic loss scale, as in ds_configs/zero2_fp16.json."""
+"""Block ``fp16`` for a trial whose JSON has none: a dynamic loss scale, as in ds_configs/zero2_fp16.json."""
 NAME_CHARACTERS = 80
 MOST_TRIALS = 1000
 LONGEST_VARIABLE = 4096
-"""Most characters of a variable with its values."""
+"""Maximum number of characters of a variable with its values."""
 
 
 @dataclass(frozen=True)
@@ -62,35 +62,35 @@ class Trial:
     """One run of a sweep."""
 
     name: str
-    """Name of the trial's folder, after the sweep's."""
+    """Name of the trial; its folder is named by the sweep and this."""
     values: dict[str, str]
     """Values of all variables, as typed."""
     changed: str
-    """Differences from the baseline, such as ``precision=fp16``; empty for the baseline itself."""
+    """Difference from the baseline, such as ``precision=fp16``; empty for the baseline."""
     processes: int
     overrides: tuple[str, ...]
     """Overrides of the spec, as ``section.key=value``."""
     config: dict[str, Any]
-    """The DeepSpeed JSON."""
+    """Content of the DeepSpeed JSON."""
 
     @property
     def label(self) -> str:
-        """Return the trial's name in output."""
+        """Name of the trial in output."""
         return self.changed or BASELINE
 
     @property
     def settings(self) -> list[str]:
-        """Return the names that the variables have among the settings of a run."""
+        """Names of the variables among the settings of a run."""
         return [_setting(name) for name in self.values]
 
 
 def parse_variables(items: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return the values of each variable by name: a shorthand, a dotted spec key, or a path of the JSON after ``ds.``.
+    """Parse variables into values by name: a shorthand, a dotted spec key, or ``ds.`` and a path in the JSON.
 
     ``items`` are ``NAME=VALUE,VALUE``; commas inside brackets belong to a value.
 
     Raises:
-        ExperimentError: one has another form, a name is unknown, or a name or a value comes twice.
+        ExperimentError: an item has another form, a name is unknown, or a name or a value occurs twice.
     """
     variables: dict[str, tuple[str, ...]] = {}
     for item in items:
@@ -124,12 +124,12 @@ def make_trials(
     *,
     full: bool,
 ) -> list[Trial]:
-    """Return the baseline first, and then every other value alone; or with ``full`` every combination.
+    """Return the baseline first, then a trial for each other value alone, or with ``full`` for each combination.
 
-    ``config``, ``overrides`` and ``processes`` apply where no variable changes them.
+    ``config``, ``overrides`` and ``processes`` apply unless a variable changes them.
 
     Raises:
-        ExperimentError: a shorthand does not take its value.
+        ExperimentError: a shorthand does not accept a value.
     """
     first = {name: values[0] for name, values in variables.items()}
     count = math.prod(map(len, variables.values())) if full else sum(map(len, variables.values()))
@@ -157,13 +157,13 @@ def make_trials(
 def plan_trials(
     trials: Sequence[Trial], spec: Path, ds_config: Path, *, stages: int | None, device: str = "auto"
 ) -> list[RunPlan]:
-    """Plan every trial's run. ``ds_config`` is the file that their JSONs were made from, for messages.
+    """Plan every trial's run; ``ds_config`` is the file that the JSONs were made from, which messages name.
 
-    Where the number of stages is left to the planner, it runs in another process: it opens the devices, and this
+    If the planner chooses the number of stages, it runs in another process, since it opens the devices, and this
     process must hold none of their memory while the trials run.
 
     Raises:
-        ExperimentError: a trial can't run; in the words of training, with the trial's name before.
+        ExperimentError: a trial can't run; the message is the trial's name and what training would say.
     """
     plans: list[RunPlan] = []
     with contextlib.ExitStack() as stack:
@@ -192,7 +192,7 @@ def _plan(trial: Trial, spec: Path, ds_config: Path, stages: int | None, device:
 
 
 def _plan_as_a_rank(trial: Trial, spec: Path, ds_config: Path, device: str) -> RunPlan:
-    """Plan a trial in a process of its own, which the planner takes for the trial's first rank."""
+    """Plan a trial in a separate process, which the planner treats as the trial's first rank."""
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ[name] = str(trial.processes)
     set_environment()
@@ -208,12 +208,12 @@ def _setting(name: str) -> str:
 
 
 def _json_path(name: str) -> str | None:
-    """Return the path in the JSON of a variable that is there."""
+    """Return the variable's path in the JSON; None if it is not in the JSON."""
     return JSON_KEYS.get(name) or (name.removeprefix(JSON_PREFIX) if name.startswith(JSON_PREFIX) else None)
 
 
 def _edit(config: dict[str, Any], name: str, value: str) -> list[str]:
-    """Put a variable's value into the JSON; return the changes of the spec, as overrides."""
+    """Set a variable's value in the JSON; return the changes of the spec, as overrides."""
     if name == "precision":
         _set_precision(config, value)
     elif name == "processes":
@@ -223,7 +223,7 @@ def _edit(config: dict[str, Any], name: str, value: str) -> list[str]:
             raise ExperimentError(f"--vary processes={value}: {error}") from None
     elif path := _json_path(name):
         set_key(config, path, value, f"--vary {name}={value}")
-        if name == "micro_batch_images":  # the number of micro-batches follows, so that the batch stays what it is
+        if name == "micro_batch_images":  # the number of micro-batches adapts, so that the batch stays the same
             config["gradient_accumulation_steps"] = "auto"
             return ["train.accumulation=auto"]
     else:
@@ -238,11 +238,11 @@ def _set_precision(config: dict[str, Any], value: str) -> None:
     if value in blocks:
         config[value] = {**blocks[value], "enabled": True}
     else:
-        config.get("data_types", {}).pop("grad_accum_dtype", None)  # which is refused in fp32
+        config.get("data_types", {}).pop("grad_accum_dtype", None)  # the key is refused in fp32
 
 
 def _leave_out_what_zero_reads(config: dict[str, Any]) -> None:
-    """Remove keys that DeepSpeed ignores without ZeRO, and training refuses."""
+    """Remove keys that DeepSpeed ignores without ZeRO and that training refuses."""
     if config.get("zero_optimization", {}).get("stage", 0) != 0:
         return
     config.get("fp16", {}).pop("hysteresis", None)

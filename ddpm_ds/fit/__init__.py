@@ -1,1 +1,1 @@
-"""Search for the largest micro-batch that fits a device, run on the device, and for the one to train with."""
+"""Search, by trials on the device, for the largest micro-batch that fits and for the one to train with."""

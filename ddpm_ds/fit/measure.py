@@ -1,4 +1,4 @@
-"""Measurement of some real steps of one layout and micro-batch: seconds, and memory of a process."""
+"""Measurement of real training steps with one layout and micro-batch: time, and memory of a process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ddpm_ds.train.objective import Denoising, replica_batches
 from ddpm_ds.train.resolve import cut_and_ordered, decide, share_threads
 
 MOST_WARM_UP_STEPS = 40
-"""Largest number of steps in which fp16 may find a loss scale; a step that overflows is not a whole step."""
+"""Maximum number of steps before the timed ones; fp16 skips the weight update until it has found a loss scale."""
 OUT_OF_MEMORY = (
     "can't allocate memory",  # PyTorch's allocator on a CPU
     "Cannot allocate memory",
@@ -46,8 +46,8 @@ def measure(
 
     Returns the seconds of each timed step, the peak bytes of this process, and the interval of activation
     checkpointing. Every process of the layout calls this. The data-set cache must exist. ``budget_bytes`` limits
-    PyTorch's allocator on CUDA; on a CPU the caller enforces it. ``progress`` is called after each step; without it for
-    ``hang_seconds`` the watching process ends this one.
+    PyTorch's allocator on CUDA; on a CPU the caller enforces it. ``progress`` is called after each step; if
+    ``hang_seconds`` pass without a call, the watching process ends this one.
     """
     own = choose_device(device, plan.ds.layout.stages)
     if own.type == "cuda" and budget_bytes is not None:
@@ -60,14 +60,14 @@ def measure(
     with process_group(group_timeout(hang_seconds)):
         seconds = _train(cut_and_ordered(plan, own), store, own, steps, progress)
         peak = peak_reserved_bytes(own) or peak_memory_bytes(own)
-        dist.barrier()  # none leaves, and is thought to have failed, before all are done
+        dist.barrier()  # a rank that left before the others are done would count as failed
     interval = plan.ds.checkpoint_interval
     assert interval != "auto"
     return seconds, peak, interval
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is one of memory, the device's or the host's."""
+    """Return whether an error means that the device or the host ran out of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, (RuntimeError, OSError)) and any(words in str(error) for words in OUT_OF_MEMORY)
@@ -76,7 +76,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _train(
     plan: RunPlan, store: DatasetCache, device: torch.device, steps: int, progress: Callable[[], object]
 ) -> list[float]:
-    """Return the seconds of each timed step."""
+    """Build the engine and train; return the seconds of each timed step."""
     seed, objective = plan.spec.train.seed, Denoising(plan.spec, device)
     engine = build_engine(plan.layers, plan.bounds, plan.ds, objective, seed=seed, programs=plan.programs)
     ema = Ema(engine, plan.spec.ema)
@@ -86,7 +86,7 @@ def _train(
         batches = replica_batches(plan, store, device, replicas=replicas, replica=replica)
 
     def step() -> float:
-        """Return the seconds of a step of all processes."""
+        """Take one step with all processes and return its seconds."""
         dist.barrier()
         begin = time.perf_counter()
         engine.train_batch(batches)
@@ -97,7 +97,7 @@ def _train(
         progress()
         return seconds
 
-    least = CAUTIOUS_STEPS if runs_behind(device) else 1  # messages of these steps take another way
+    least = CAUTIOUS_STEPS if runs_behind(device) else 1  # the first steps send messages in another way
     for number in range(1, MOST_WARM_UP_STEPS + 1):
         step()
         if engine.skipped_steps < number and number >= least:

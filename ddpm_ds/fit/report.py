@@ -1,4 +1,4 @@
-"""Report of the search: table, numbers, picture, and the layout and micro-batch to train with. No torch."""
+"""Report of the search: table, numbers, picture, and the layout and micro-batch to train with. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ddpm_ds.fit.task import Task, TrialLayout
 from ddpm_ds.fit.trial import TriedSize
 
 KNEE = 0.05
-"""Share of the best throughput that a smaller micro-batch may lack."""
+"""Maximum share of the best throughput that training with a smaller micro-batch may give up."""
 COLOURS = ("#3b7dd8", "#e07b39", "#4c9f70", "#7d5ba6", "#c0504d", "#8c8c8c")
 
 
 @dataclass(frozen=True)
 class Found:
-    """Trials of one layout; the smallest micro-batch fits."""
+    """Trials of a layout on which at least the smallest micro-batch fits."""
 
     task: Task
     trials: tuple[TriedSize, ...]
     """Trials in ascending order of size."""
     is_limit: bool
-    """Whether no larger micro-batch than the largest that fits could be tried."""
+    """Whether the largest micro-batch that could be tried fits, so that the memory's limit is unknown."""
 
     @property
     def layout(self) -> TrialLayout:
@@ -51,12 +51,12 @@ class Found:
 
 
 def winner(found: Sequence[Found]) -> Found:
-    """Return the layout whose knee is fastest."""
+    """Return the trials of the layout whose knee has the most images per second."""
     return max(found, key=lambda one: one.knee.images_per_second)
 
 
 def table(found: Sequence[Found]) -> str:
-    """Return a line for each trial; the knee of a layout is marked, and that of the winner."""
+    """Return a table with a line for each trial; it marks each layout's knee and largest, and stars the winner."""
     rows = [("layout", "micro-batch", "micro-batches", "images/s", "step ms", "GiB/process", "recompute", "fits", "")]
     best = winner(found)
     for one in found:
@@ -81,7 +81,7 @@ def table(found: Sequence[Found]) -> str:
 
 
 def why(found: Sequence[Found]) -> str:
-    """Return a few sentences: which one to train with, and what limits each layout."""
+    """Return a few sentences that say what to train with, and what limits each layout."""
     best = winner(found)
     chosen, fastest, largest = best.knee, best.fastest, best.largest
 
@@ -109,7 +109,7 @@ def why(found: Sequence[Found]) -> str:
 
 
 def numbers(found: Sequence[Found], **about: Any) -> dict[str, Any]:
-    """Return everything, for ``--json``."""
+    """Return all results for ``--json``, after the facts ``about`` the search."""
     best = winner(found)
     return {
         **about,
@@ -131,7 +131,7 @@ def numbers(found: Sequence[Found], **about: Any) -> dict[str, Any]:
 
 
 def draw(found: Sequence[Found], title: str, budget_bytes: int | None, path: Path) -> None:
-    """Write the picture as a PNG: images/s above, memory of the fullest process below, by micro-batch."""
+    """Write a PNG that plots images/s and the memory of the fullest process against the micro-batch."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # every verb of ddpm-ds imports this module
     from matplotlib.figure import Figure
 
@@ -147,7 +147,7 @@ def draw(found: Sequence[Found], title: str, budget_bytes: int | None, path: Pat
             axes.plot(sizes, values, "o-", markersize=4, color=colour, label=one.layout.words())
             axes.plot(sizes[knee], values[knee], "o", markersize=12, fillstyle="none", color=colour)
         for trial in one.trials:
-            if trial.step_seconds and not trial.fits:  # over the budget; what runs out of memory is not timed
+            if trial.step_seconds and not trial.fits:  # timed, but over the budget
                 speed.plot(trial.micro_batch_images, trial.images_per_second, "x", color=colour)
                 memory.plot(trial.micro_batch_images, trial.peak_bytes / GIB, "x", color=colour)
     if budget_bytes is not None:

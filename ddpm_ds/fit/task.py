@@ -1,4 +1,4 @@
-"""Search task: one layout of a run with micro-batches of any size, and the order in which sizes are tried. No torch."""
+"""Search task for one layout: the micro-batches to try, and the order in which to try them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ddpm_ds.errors import LayoutError, SpecError
 from ddpm_ds.predict.plan import RunPlan, plan_run
 
 LARGEST = 2**20
-"""Largest micro-batch of a search, in images."""
+"""Maximum micro-batch of a search, in images."""
 
 
 def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """Return the largest of ``sizes``, which ascend, that fits; None if the first does not.
+    """Return the largest of the ascending ``sizes`` that fits; None if the first does not.
 
-    Begins with the first size and continues with the next one that is at least twice as large; after the first that
-    does not fit it bisects between. No size is tried twice, nor one that is larger than one that did not fit.
+    The search begins with the first size, and each time goes on to the next that is at least twice as large. Once a
+    size does not fit, it bisects. No size is tried twice, and none that is larger than one that did not fit.
     """
     largest, failed = -1, len(sizes)  # places in sizes
     place = 0
@@ -45,7 +45,7 @@ def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | 
 
 @dataclass(frozen=True)
 class TrialLayout:
-    """Layout of stages x replicas, one process each."""
+    """Layout of stages x replicas, with one process for each stage of each replica."""
 
     stages: int
     replicas: int
@@ -58,45 +58,45 @@ class TrialLayout:
         return f"{self.stages}x{self.replicas}"
 
     def words(self) -> str:
-        """Return the layout in a sentence."""
+        """Return the layout in words, such as ``2 stages x 1 replica``."""
         return f"{counted(self.stages, 'stage')} x {counted(self.replicas, 'replica')}"
 
 
 @dataclass(frozen=True)
 class Task:
-    """Search of one layout: everything but the micro-batch."""
+    """Search on one layout: everything that a trial needs except the micro-batch."""
 
     spec: Path
     overrides: tuple[str, ...]
     ds_config: Path
     layout: TrialLayout
     accumulation: int | None
-    """Number of micro-batches of a step, whose batch grows with them; None keeps ``train.batch_images``."""
+    """Number of micro-batches per step, so that the batch grows with their size; None keeps ``train.batch_images``."""
     device: str
     """Device type, ``cpu`` or ``cuda``."""
     budget_bytes: int | None
-    """Bytes that a process may hold; None on CUDA is the device's memory."""
+    """Maximum bytes that a process may hold; on CUDA, None means the device's memory."""
     most_bytes: int | None
-    """Bytes that a process may take to find out what the smallest micro-batch needs."""
+    """Maximum bytes of a process in the trial that finds out what the smallest micro-batch needs; None skips it."""
     steps: int
-    """Number of timed steps, after one that is not timed."""
+    """Number of timed steps, after the warm-up."""
     hang_seconds: float
-    """Seconds without a step after which a trial has failed."""
+    """Maximum seconds that a trial may take for a step; after that it counts as hung."""
     sizes: tuple[int, ...] = ()
-    """Micro-batches to choose from, ascending; empty means all numbers."""
+    """Micro-batches to choose from, ascending; empty means every size."""
 
     @property
     def candidates(self) -> Sequence[int]:
         return self.sizes or range(1, LARGEST + 1)
 
     def choosing_from(self, asked: Sequence[int]) -> Task:
-        """Return the task with the micro-batches to choose from: those ``asked`` for, or if none are, all.
+        """Return the task with its ``sizes`` filled in: those ``asked`` for, or every possible one if none are.
 
-        With the batch of the spec kept, all are those of which a replica's share is a whole number, and as many as the
-        schedule needs or more.
+        If the spec's batch is kept, a size is possible if it divides a replica's share of the batch, and the number of
+        micro-batches is enough for the schedule.
 
         Raises:
-            UserError: none is possible, or one that was asked for is not; the message says why.
+            UserError: no size is possible, or one that was asked for is not; the message says why.
         """
         train, layout = self.load_spec(1).train, self.layout
         if self.accumulation is not None:
@@ -134,7 +134,7 @@ class Task:
         return replace(self, sizes=tuple(possible))
 
     def changes(self, size: int) -> tuple[str, ...]:
-        """Return the overrides of the spec with micro-batches of ``size`` images."""
+        """Return the overrides of the spec for micro-batches of ``size`` images."""
         if self.accumulation is None:
             return tuple(spec_overrides(self.overrides))
         batch = self.layout.replicas * self.accumulation * size
@@ -159,12 +159,12 @@ class Task:
             config["train_batch_size"] = "auto"
             config["gradient_accumulation_steps"] = self.accumulation
         pipeline = config.setdefault("pipeline", {})
-        if isinstance(pipeline, dict):  # else it is refused when it is resolved
+        if isinstance(pipeline, dict):  # anything else is refused when it is resolved
             pipeline["stages"] = self.layout.stages
         return config
 
     def plan(self, size: int, folder: Path) -> RunPlan:
-        """Plan the run with micro-batches of ``size`` images; its JSON is written into ``folder``.
+        """Plan the run with micro-batches of ``size`` images, and write its JSON into ``folder``.
 
         Raises:
             UserError: training would refuse it.

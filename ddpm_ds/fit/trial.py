@@ -1,8 +1,8 @@
-"""Trials: steps of one layout with one micro-batch, in processes that may run out of memory. No torch.
+"""Trials: steps of one layout with one micro-batch, in processes that may run out of memory. Imports no torch.
 
 Each trial starts a process for every rank and watches them all, so the search continues whatever becomes of them. On a
-CPU they are forks of one process that has imported everything and computed nothing; CUDA does not survive a fork, so
-there each starts afresh.
+CPU they are forks of one process that has only imported modules. CUDA does not survive a fork, so on a GPU each process
+starts afresh.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from ddpm_ds.processes.supervisor import heard_signals
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 3.0
-"""Seconds that a process may continue when that of another rank has failed: it may have an answer of its own."""
+"""Seconds that the other ranks may continue after one has failed, since they may have answers of their own."""
 KILL_SECONDS = 10.0
-"""Seconds to wait for a killed process to end; one that is stuck in a driver stays."""
+"""Maximum seconds to wait for a killed process to end; one that is stuck in a driver is left behind."""
 LOG_CHARACTERS = 3000
-"""Number of characters shown from the end of a log."""
+"""Maximum number of characters that are shown from the end of a log."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Result of one process."""
+    """Result of one process of a trial."""
 
     kind: Literal["done", "memory", "refused", "failed", "hung", "lost"]
-    """``memory``: ran out of it, or was killed; ``refused``: a UserError; ``hung``: took no step for too long;
-    ``lost``: ended because another process had.
+    """``memory``: ran out of memory, or was killed; ``refused``: raised a UserError; ``hung``: took no step for too
+    long; ``lost``: was ended because another process had failed.
     """
     words: str = ""
-    """Reason, unless it is done."""
+    """Reason for any other kind than ``done``."""
     seconds: list[float] = field(default_factory=list)
     """Seconds of each timed step."""
     peak_bytes: int = 0
@@ -58,20 +58,20 @@ class Answer:
 
 @dataclass(frozen=True)
 class TriedSize:
-    """Result of all processes of a layout with one micro-batch."""
+    """Result of a trial: all processes of a layout with one micro-batch."""
 
     micro_batch_images: int
     micro_batches: int
     batch_images: int
     fits: bool
     why: str
-    """Reason why it does not fit; empty where it does."""
+    """Reason why the micro-batch does not fit; empty if it does."""
     step_seconds: list[float]
-    """Seconds of each timed step, of the slowest process."""
+    """Seconds of each timed step in its slowest process."""
     rank_peak_bytes: list[int]
     checkpoint_interval: int
     hung: bool = False
-    """Whether it took no step for too long, which says nothing about memory; larger sizes are not tried either."""
+    """Whether it took no step for too long. This says nothing about memory, but larger sizes are not tried either."""
 
     @property
     def median_seconds(self) -> float:
@@ -90,14 +90,14 @@ class TriedSize:
 
 
 def search(task: Task, folder: Path) -> tuple[list[TriedSize], int | None]:
-    """Return all trials, and the bytes that the smallest micro-batch needs where it does not fit and that is known.
+    """Run all trials; return them and, if not even the smallest micro-batch fits, the bytes it needs, if known.
 
-    A trial that hangs is taken for one that does not fit; the smallest one ends the search. Leaves nothing running.
+    A trial that hangs counts as one that does not fit; the smallest one raises an error. No process is left running.
 
     Raises:
-        UserError: training would refuse the run on this device, or not even the smallest micro-batch takes a step.
+        UserError: training would refuse the run on this device, or the smallest micro-batch hangs.
         RuntimeError: a bug; the message has the output.
-        KeyboardInterrupt: a signal asked for an end.
+        KeyboardInterrupt: a signal asked the search to end.
     """
     trials: list[TriedSize] = []
 
@@ -129,17 +129,17 @@ def run_trial(task: Task, size: int, budget_bytes: int | None, folder: Path) -> 
     """Run one trial in a new ``folder``.
 
     Raises:
-        UserError, RuntimeError: it failed for another reason than memory; see :func:`judge`.
-        KeyboardInterrupt: a signal asked for an end.
+        UserError, RuntimeError: it failed for a reason other than memory; see :func:`judge`.
+        KeyboardInterrupt: a signal asked the search to end.
     """
     folder.mkdir(parents=True)
     plan = task.plan(size, folder)
-    limit = budget_bytes if task.device == "cpu" else None  # a GPU refuses by itself
+    limit = budget_bytes if task.device == "cpu" else None  # on a GPU the allocator enforces the budget
     layout, ranks = plan.ds.layout, list[Rank]()
     world = {name: str(task.layout.processes) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), RUN_SECRET: secrets.token_hex()}
     until = math.inf
-    with heard_signals() as heard:  # which interrupt no start of a process
+    with heard_signals() as heard:  # a signal must not interrupt the start of a process
         try:
             for number in range(task.layout.processes):
                 own = {"RANK": str(number), "LOCAL_RANK": str(number)}
@@ -160,7 +160,7 @@ def run_trial(task: Task, size: int, budget_bytes: int | None, folder: Path) -> 
 
 
 class Rank:
-    """A process that takes part in a trial, started with ``variables`` in its environment, as its watcher sees it."""
+    """Process of one rank in a trial, as its watcher sees it; ``variables`` are added to its environment."""
 
     def __init__(
         self, task: Task, plan: RunPlan, budget_bytes: int | None, variables: dict[str, str], log: Path
@@ -174,10 +174,10 @@ class Rank:
         self._step_at = time.monotonic()
 
     def look(self, hang_seconds: float, limit: int | None) -> Answer | None:
-        """Return the process's answer, once it has one; end it where it takes no step or holds more than ``limit``."""
+        """Return the process's answer, if there is one; end it if it hangs or holds more than ``limit`` bytes."""
         if self.answer is not None:
             return self.answer
-        ended = self._process.exitcode is not None  # before the last look at what it has sent
+        ended = self._process.exitcode is not None  # read before the pipe, so that its last message is not missed
         with contextlib.suppress(EOFError, ConnectionError):  # it has ended without an answer
             while self.answer is None and self._pipe.poll():
                 self._step_at, self.answer = time.monotonic(), self._pipe.recv()
@@ -190,7 +190,7 @@ class Rank:
         return self.answer
 
     def end(self, kind: Literal["memory", "hung", "lost"], words: str) -> Answer:
-        """Kill the process, and return the text that replaces its answer."""
+        """Kill the process, and return an answer in its place."""
         held = self._held()
         self.kill()
         return Answer(kind, words, peak_bytes=held)
@@ -212,7 +212,7 @@ class Rank:
 
 
 def _context(device: str) -> Any:
-    """Return what starts the processes of trials."""
+    """Return the multiprocessing context that starts the processes of trials."""
     if device != "cpu":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -221,7 +221,7 @@ def _context(device: str) -> Any:
 
 
 def _library_bytes(parent: int) -> int:
-    """Return the bytes of libraries that a process would hold if it had loaded them itself, and a fork does not."""
+    """Return the bytes of libraries that a forked process shares with its parent, and would otherwise hold itself."""
     return int(getattr(psutil.Process(parent).memory_info(), "shared", 0))
 
 
@@ -235,12 +235,12 @@ def take_part(
     steps: int,
     hang_seconds: float,
 ) -> None:
-    """Be one rank of a trial; the process ends here. Sends None after each step, and finally the answer."""
+    """Run one rank of a trial and end the process; send None after each step, and finally the answer."""
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.environ.update(variables)
-    with contextlib.suppress(OSError):  # the kernel's first victim
+    with contextlib.suppress(OSError):  # makes the kernel kill this process first
         Path("/proc/self/oom_score_adj").write_text("1000")
     from ddpm_ds.fit import measure
 
@@ -258,7 +258,7 @@ def take_part(
         else:
             answer = Answer("failed", traceback.format_exc())
     pipe.send(answer)
-    os._exit(0)  # without what leaving in order would wait for
+    os._exit(0)  # an orderly exit might wait for other ranks
 
 
 def without_answer(code: int, log: Path) -> Answer:
@@ -272,9 +272,9 @@ def without_answer(code: int, log: Path) -> Answer:
 
 
 def judge(answers: Sequence[Answer], sizes: tuple[int, int, int], budget_bytes: int | None) -> TriedSize:
-    """Combine the answers of all ranks; ``sizes``: images of a micro-batch, micro-batches, images of a batch.
+    """Combine the answers of all ranks; ``sizes`` are images per micro-batch, micro-batches, and images per batch.
 
-    ``budget_bytes`` is the most that a process may hold; None where the device sets the limit.
+    ``budget_bytes`` is the maximum that a process may hold; None if the device sets the limit.
 
     Raises:
         UserError: a process was refused.
@@ -282,7 +282,7 @@ def judge(answers: Sequence[Answer], sizes: tuple[int, int, int], budget_bytes: 
     """
     peaks = [answer.peak_bytes for answer in answers]
     first = {answer.kind: rank for rank, answer in reversed(list(enumerate(answers)))}
-    if "memory" in first:  # what others lose by that fails, too
+    if "memory" in first:  # failures of other ranks may follow from this one
         why = f"rank {first['memory']} {answers[first['memory']].words}"
         return TriedSize(*sizes, False, why, [], peaks, 0)
     if "refused" in first:
