@@ -33,8 +33,6 @@ ONE_THREAD = {
     "PYTHONPATH": PYTHON_PATH,
 }
 DIE_WITH_PARENT = 1
-ENDED: dict[int, int] = {}
-"""Exit codes of the server's processes that have ended, by id: two threads may ask for the same one."""
 
 
 class Server:
@@ -86,6 +84,7 @@ class Forked:
     def __init__(self, pid: int) -> None:
         self.pid, self.stdout = pid, cast(IO[bytes], None)
         self.returncode: int | None = None
+        self._polling = threading.Lock()  # the server can say only once that a process has ended
 
     @classmethod
     def script(cls, words: Sequence[str], *, env: Mapping[str, str], stdout: Path, stderr: Path) -> Forked:
@@ -94,9 +93,10 @@ class Forked:
         return cls(server().ask("script", details))
 
     def poll(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = server().ask("poll", {"pid": self.pid})
-        return self.returncode
+        with self._polling:
+            if self.returncode is None:
+                self.returncode = server().ask("poll", {"pid": self.pid})
+            return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
@@ -226,7 +226,6 @@ def fork_module(fds: Sequence[int], **details: Any) -> int:
     if (pid := os.fork()) == 0:
         ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
         run(lambda: become(fds, **details))
-    ENDED.pop(pid, None)
     return pid
 
 
@@ -238,7 +237,6 @@ def fork_script(
     if records:
         import_store()
     if (pid := os.fork()) != 0:
-        ENDED.pop(pid, None)
         return pid
     ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
     os.environ.clear()
@@ -256,9 +254,8 @@ def fork_script(
 
 def poll(fds: Sequence[int], pid: int) -> int | None:
     """The exit code of a process that has ended."""
-    if pid not in ENDED and (found := os.waitpid(pid, os.WNOHANG))[0]:
-        ENDED[pid] = os.waitstatus_to_exitcode(found[1])
-    return ENDED.get(pid)
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
 
 
 def serve(asking: socket.socket) -> None:
