@@ -12,11 +12,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests.launching import PATIENCE_SECONDS
+
 CHROMIUM = "chromium|chromium-browser|google-chrome"
 """Names that it has in distributions."""
 FLAGS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
 FLAGS += ["--disable-background-networking", "--disable-component-update"]
-PATIENCE_SECONDS = 240.0
 
 
 def chromium() -> str:

@@ -18,7 +18,7 @@ from ddpm_ds.config.spec import RunSpec
 from tests.forking import ONE_THREAD, REPOSITORY, Forked
 
 OTHERS_SECONDS = 30.0
-PATIENCE_SECONDS = 600.0
+PATIENCE_SECONDS = 900.0
 """How long a test waits for what another process does, however busy the machine is."""
 SAID_BY_RANK_0 = (2, 3)
 """Exit codes of errors that all ranks find and rank 0 says."""
@@ -62,9 +62,7 @@ def deepspeed_command(processes: int, script: Path, *arguments: str) -> list[str
     return [sys.executable, "-m", "deepspeed.launcher.runner", *options, str(script), *arguments]
 
 
-def launch(
-    processes: int, script: Path, *arguments: str, timeout: float = 900.0, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def launch(processes: int, script: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run ``script`` on ``processes`` CPU ranks with one thread each and return what it printed."""
     return subprocess.run(
         deepspeed_command(processes, script, *arguments),
@@ -72,7 +70,7 @@ def launch(
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=PATIENCE_SECONDS,
     )
 
 
@@ -90,9 +88,7 @@ def fork_ranks(
     return ranks
 
 
-def run_ranks(
-    processes: int, script: Path, *arguments: str, timeout: float = 900.0, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def run_ranks(processes: int, script: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """What :func:`launch` does, without the launcher and without importing everything once for each rank.
 
     The code is that of the first rank that failed; the others have ``OTHERS_SECONDS`` to end then, and none where they
@@ -101,7 +97,7 @@ def run_ranks(
     with TemporaryDirectory() as folder:
         stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
         ranks = fork_ranks(processes, script, *arguments, stdout=stdout, stderr=stderr, **environment)
-        deadline, code = time.monotonic() + timeout, 0
+        deadline, code = time.monotonic() + PATIENCE_SECONDS, 0
         while None in (codes := [rank.poll() for rank in ranks]) and time.monotonic() < deadline:
             if code == 0 and (code := next(filter(None, codes), 0)):
                 deadline = min(deadline, time.monotonic() + OTHERS_SECONDS * (codes[0] not in SAID_BY_RANK_0))

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.forking import ONE_THREAD, REPOSITORY
+from tests.launching import PATIENCE_SECONDS
 
-PATIENCE_SECONDS = 600.0
 PROGRAM = [sys.executable, "-m", "ddpm_ds.cli.main"]
 """What ``ddpm-ds`` starts, of this repository and no other that is installed."""
 

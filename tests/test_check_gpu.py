@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from tests.forking import PYTHON_PATH, REPOSITORY
+from tests.launching import PATIENCE_SECONDS
 
 check_gpu: Any = importlib.import_module("launch.check_gpu")
 Finding = check_gpu.Finding
@@ -38,13 +39,13 @@ def skipped(machine: Any) -> Iterator[Any]:
 
 
 def fails(machine: Any) -> Iterator[Any]:
-    machine.run("prints", "-c", "print('a clue')", seconds=60)
+    machine.run("prints", "-c", "print('a clue')", seconds=PATIENCE_SECONDS)
     yield check_gpu.judged("a bound", 3 < 2, "3", "< 2")
 
 
 def crashes(machine: Any) -> Iterator[Any]:
     yield Finding("before the crash", "done", "pass")
-    machine.run("dies", "-c", "import os; print('last words', flush=True); os.abort()", seconds=60)
+    machine.run("dies", "-c", "import os; print('last words', flush=True); os.abort()", seconds=PATIENCE_SECONDS)
 
 
 def raises(machine: Any) -> Iterator[Any]:
@@ -143,7 +144,7 @@ def test_a_signal_ends_what_runs(tmp_path: Path) -> None:
             time.sleep(0.05)
         started = psutil.Process(program.pid).children(recursive=True)
         program.send_signal(signal.SIGTERM)
-        assert program.wait(30) == 128 + signal.SIGTERM
+        assert program.wait(PATIENCE_SECONDS) == 128 + signal.SIGTERM
     assert started and all(ends(process.pid) for process in started)
 
 
@@ -200,7 +201,7 @@ def test_fails():
 def test_a_row_of_tests_counts_them_and_names_those_that_fail(tmp_path: Path, tests: str, row: Any) -> None:
     (tmp_path / "test_planted.py").write_text(tests)
     machine = check_gpu.Machine(tmp_path, "cpu", 0)
-    assert check_gpu.run_pytest(machine, "some", tmp_path / "test_planted.py", seconds=600) == row
+    assert check_gpu.run_pytest(machine, "some", tmp_path / "test_planted.py", seconds=PATIENCE_SECONDS) == row
 
 
 @pytest.mark.long

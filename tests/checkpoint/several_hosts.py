@@ -16,6 +16,7 @@ from ddpm_ds.checkpoint.union import CompleteCheckpoint, newest, settle
 from ddpm_ds.checkpoint.writer import Writer
 from ddpm_ds.errors import CheckpointError
 from tests.checkpoint.saving import describe, fragments_of, scalars, total
+from tests.launching import PATIENCE_SECONDS
 
 Value = TypeVar("Value")
 CUTS = (0, 20, 50, 60, total())
@@ -45,9 +46,9 @@ class Hosts:
         def on(rank: int) -> Value:
             def gather(value: Any) -> list[Any]:
                 values[rank] = json.loads(json.dumps(value))
-                barrier.wait(30)
+                barrier.wait(PATIENCE_SECONDS)
                 said: list[Any] = list(values)
-                barrier.wait(30)
+                barrier.wait(PATIENCE_SECONDS)
                 return said
 
             try:

@@ -17,6 +17,7 @@ from ddpm_ds.checkpoint.writer import Fragment, Writer
 from ddpm_ds.device import DTYPES, Dtype
 from ddpm_ds.errors import CheckpointError, OutputError
 from tests.checkpoint.saving import SHAPES, describe, save, scalars, values_of
+from tests.launching import PATIENCE_SECONDS
 
 
 @pytest.fixture
@@ -45,7 +46,8 @@ def test_host_memory_is_a_few_tensors_not_the_checkpoint(tmp_path: Path) -> None
     assert writer.wait()
     folder, file = tmp_path / "images-000000001", tmp_path / "weights.safetensors"
     command = [sys.executable, "-c", MEASURED, str(folder), str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)  # whose heap is fresh
+    # A process of its own, whose heap is fresh.
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS)
     # Three tensors of 4 MB, and what libraries and allocators take for themselves: 25 to 35 MB have been seen.
     assert 0 < int(done.stdout) < file.stat().st_size / 2 < 101e6
 

@@ -26,6 +26,7 @@ from ddpm_ds.checkpoint.union import BRING_BACK, CompleteCheckpoint, whole
 from ddpm_ds.cli.main import main
 from tests.checkpoint.saving import KINDS, SHAPES, describe, fragments_of, scalars, total, values_of
 from tests.checkpoint.several_hosts import CUTS, Hosts, files
+from tests.launching import PATIENCE_SECONDS
 
 ONE, TWO = "images-000000001", "images-000000002"
 
@@ -228,8 +229,9 @@ def receive(folder: Path, ranks: str, rank: int, bounds: list[int], port: int, o
     torch.set_num_threads(1)
     delivery.SENT_ELEMENTS = 7
     hosts, count = Hosts(folder, ranks), len(ranks)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=30))
+    patience = timedelta(seconds=PATIENCE_SECONDS)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=patience)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=patience)
 
     def gather(value: Any) -> list[Any]:
         values: list[Any] = [None] * count
@@ -277,7 +279,7 @@ def test_ranks_receive_what_their_host_lacks_and_nothing_else(
     ]
     for process in processes:
         process.start()
-    found = sorted(outcomes.get(timeout=60) for _ in processes)
+    found = sorted(outcomes.get(timeout=PATIENCE_SECONDS) for _ in processes)
     for process in processes:
         process.join()
     assert found == [(rank, True, said if rank == 0 else []) for rank in range(len(ranks))]

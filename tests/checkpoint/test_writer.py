@@ -20,6 +20,7 @@ from ddpm_ds.checkpoint.groups import Groups
 from ddpm_ds.checkpoint.reader import Reader
 from ddpm_ds.checkpoint.writer import Writer
 from tests.checkpoint.saving import KINDS, SHAPES, check, describe, fragments_of, ranks, save, scalars, total, values_of
+from tests.launching import PATIENCE_SECONDS
 
 cuts = st.lists(st.integers(0, total()), max_size=4)  # 0 twice: a rank without fragments, which writes no file
 
@@ -75,7 +76,7 @@ def test_begin_does_not_wait_for_the_disk_and_training_may_then_change_everythin
     begun, original = threading.Event(), os.fsync
 
     def slow(descriptor: int) -> None:
-        assert begun.wait(60)
+        assert begun.wait(PATIENCE_SECONDS)
         original(descriptor)
 
     monkeypatch.setattr(os, "fsync", slow)

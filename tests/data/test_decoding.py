@@ -17,6 +17,7 @@ from ddpm_ds.data import decoding
 from ddpm_ds.data.decoding import decode, fit
 from ddpm_ds.data.sources import UnreadableImage
 from tests.forking import REPOSITORY
+from tests.launching import PATIENCE_SECONDS
 
 # Prints by how many bytes the memory of this process rises while it decodes the file on its command line.
 PEAK = """
@@ -165,6 +166,6 @@ def test_an_image_takes_less_memory_than_is_allowed(
     path = tmp_path / "image"
     path.write_bytes(file_of(image.convert("RGB") if kind == "jpeg" else image, kind.removesuffix("16"), **options))
     command = [sys.executable, "-c", PEAK, str(path)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 1.05 * decoding.MOST_DECODING_BYTES

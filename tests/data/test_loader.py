@@ -24,6 +24,7 @@ from ddpm_ds.data import loader
 from ddpm_ds.data.cache import DatasetCache, StoredImages
 from ddpm_ds.data.loader import MicroBatch, Order, _Reads, micro_batches, split
 from ddpm_ds.errors import DataError, SpecError
+from tests.launching import PATIENCE_SECONDS
 
 counts = st.integers(1, 50)
 seeds = st.integers(0, 2**31 - 1)
@@ -241,7 +242,7 @@ def test_without_workers_threads_read_while_a_micro_batch_is_used(
     monkeypatch.setattr(_Reads, "__getitem__", noted)
     batches = micro_batches(digits, seed=3, batch_images=512, micro_batch_images=512, replicas=1, replica=0)
     next(batches)
-    assert sorted(reads.get(timeout=10) for _ in range(3)) == [(0, False), (1, False), (2, False)]
+    assert sorted(reads.get(timeout=PATIENCE_SECONDS) for _ in range(3)) == [(0, False), (1, False), (2, False)]
     before = threading.active_count()
     del batches
     assert reads.empty() and threading.active_count() == before - 2

@@ -22,7 +22,7 @@ from ddpm_ds.data.cache import CacheMeta
 from ddpm_ds.data.prepare import cache_path, class_names, decoding_of, prepare
 from ddpm_ds.data.sources.folder import FolderSource
 from ddpm_ds.errors import DataError
-from tests.launching import REPOSITORY, tiny_spec, wait_for
+from tests.launching import PATIENCE_SECONDS, REPOSITORY, tiny_spec, wait_for
 
 SpecOf = Callable[..., DataSpec]
 
@@ -185,7 +185,7 @@ def test_processes_that_prepare_the_same_store_at_once_end_with_one_good_store(
 ) -> None:
     spec, reads = spec_of(source="folder", path=folder), tmp_path / "reads"
     for process in slowly(2, spec, reads, 0.1, locks, shard_bytes=2 * 64):
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=PATIENCE_SECONDS)
         assert (process.returncode, out) == (0, "12\n"), err
     found = reads_in(reads)
     assert len({process for process, _ in found}) == 2  # they share the work
@@ -203,12 +203,12 @@ def test_killed_prepare_leaves_no_store_and_the_next_one_goes_on_with_what_is_fi
     (process,) = slowly(1, spec, reads, 0.3, shard_bytes=2 * 64)
     wait_for(lambda: len(reads_in(reads)) >= 6 or process.poll() is not None)
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == -signal.SIGKILL
     assert not cache_path(spec).exists() and len(temporaries(spec)) == 1
     reads.unlink()
     (process,) = slowly(1, spec, reads, 0.0, shard_bytes=2 * 64)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert (process.returncode, out) == (0, "12\n"), err
     assert [image for _, image in reads_in(reads)] == list(range(4, 12))
     store = prepare(spec, verify=True)
@@ -273,7 +273,7 @@ def test_processes_decode_the_same_pixels_and_end_with_the_one_that_has_started_
     assert len(children) >= 2
     process.kill()
     process.communicate()
-    assert not psutil.wait_procs(children, timeout=60)[1]
+    assert not psutil.wait_procs(children, timeout=PATIENCE_SECONDS)[1]
 
 
 def test_encoded_images_are_kept_where_they_are_smaller_and_many(

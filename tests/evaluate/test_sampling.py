@@ -30,7 +30,7 @@ from ddpm_ds.evaluate.sampling import check_guide, draw
 from ddpm_ds.evaluate.sampling import sample as draw_from_python
 from ddpm_ds.evaluate.trained import Trained, load_trained
 from tests.evaluate.planted import FAST, FAST_SAMPLER, UNLABELLED, plant, trained_of
-from tests.launching import REPOSITORY, fork_ranks, launch, tiny_spec
+from tests.launching import PATIENCE_SECONDS, REPOSITORY, fork_ranks, launch, tiny_spec
 
 SCRIPT = REPOSITORY / "launch" / "sample.py"
 INDEX = torch.arange(6)
@@ -440,7 +440,8 @@ def test_a_lost_process_ends_the_other_and_two_new_ones_draw_the_same_file_as_on
         ranks[1].kill()
         ranks[1].wait()
         lost = kept(1)
-        assert ranks[0].wait(timeout=300) == 76 and "ddpm_ds: error: another process was lost" in said.read_text()
+        assert ranks[0].wait(timeout=PATIENCE_SECONDS) == 76
+        assert "ddpm_ds: error: another process was lost" in said.read_text()
     finally:
         for process in ranks:
             process.kill()

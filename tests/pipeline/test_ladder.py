@@ -135,7 +135,7 @@ def test_on_gpus_loss_and_every_gradient_equal_plain_pytorch(
 def check(processes: int, cases: list[Case], folder: Path, record_property: Recorder, **environment: str) -> None:
     """Train the cases and compare; the largest difference of a gradient in each precision is recorded."""
     file = write_json(folder / "cases.json", [asdict(case) for case in cases])
-    done = run_ranks(processes, WORKER, str(file), str(folder), timeout=600, **environment)
+    done = run_ranks(processes, WORKER, str(file), str(folder), **environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     reports = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
     largest: dict[str, float] = {}

@@ -17,7 +17,7 @@ from ddpm_ds.command_line import cache_folder
 from ddpm_ds.errors import SpecError
 from ddpm_ds.processes.hosts import find_environment
 from ddpm_ds.processes.ranks import STOP_SIGNALS, set_environment
-from tests.launching import REPOSITORY, wait_for
+from tests.launching import PATIENCE_SECONDS, REPOSITORY, wait_for
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 DEEPSPEED = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}
@@ -168,14 +168,14 @@ def test_a_home_folder_that_is_nobodys_or_can_not_be_read_is_none(monkeypatch: p
 def test_a_rank_that_is_stopped_before_it_has_anything_to_save_ends_with_75(number: int, tmp_path: Path) -> None:
     program = (
         "import sys, time; from ddpm_ds.processes.ranks import recorded\n"
-        "sys.exit(recorded(lambda: print('on', flush=True) or time.sleep(60), stoppable=True))"
+        "sys.exit(recorded(lambda: print('on', flush=True) or time.sleep(1000), stoppable=True))"
     )
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment) as rank:
         assert rank.stdout is not None and rank.stdout.readline() == b"on\n"
         for _ in range(5):
             rank.send_signal(number)
-        assert rank.wait(60) == 75
+        assert rank.wait(PATIENCE_SECONDS) == 75
 
 
 def test_a_rank_that_reads_what_a_mapped_file_no_longer_has_says_where_it_was(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from ddpm_ds.processes import rendezvous
 from ddpm_ds.processes.rendezvous import Rendezvous, refuse_alone
 from ddpm_ds.processes.store import SealedStore
 from ddpm_ds.train import agreement
-from tests.launching import REPOSITORY, free_port
+from tests.launching import PATIENCE_SECONDS, REPOSITORY, free_port
 
 Part = Callable[[Rendezvous], object]
 _environment = threading.Lock()
@@ -95,7 +95,7 @@ def test_an_error_before_a_rank_has_met_the_others_is_told_as_well(monkeypatch: 
 
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(take_part, rank, waits) for rank in range(2)]
-        assert came.acquire(timeout=60) and came.acquire(timeout=60)
+        assert came.acquire(timeout=PATIENCE_SECONDS) and came.acquire(timeout=PATIENCE_SECONDS)
         _names.host = "worker-2"
         with _environment:
             monkeypatch.setenv("RANK", "2")

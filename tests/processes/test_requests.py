@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ddpm_ds.processes.ranks import SAME_SIGNAL_SECONDS
 from ddpm_ds.processes.requests import Asked, Requests
 from tests.forking import Forked
+from tests.launching import PATIENCE_SECONDS
 
 
 @pytest.fixture(autouse=True)
@@ -113,6 +114,6 @@ def test_a_second_signal_ends_at_once_even_where_the_first_was_not_handled(tmp_p
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(SAME_SIGNAL_SECONDS + 0.2)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 128 + signal.SIGTERM
+        assert process.wait(PATIENCE_SECONDS) == 128 + signal.SIGTERM
     finally:
         process.kill()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import REPOSITORY
+from tests.launching import PATIENCE_SECONDS, REPOSITORY
 
 SCRIPT = REPOSITORY / "launch" / "slurm.sh"
 SRUN = """#!/bin/bash
@@ -68,7 +68,7 @@ class Job:
         return self.end(self.start(ends, checkpoint=checkpoint, **environment))
 
     def end(self, script: subprocess.Popen[str]) -> tuple[int, list[str]]:
-        said, _ = script.communicate(timeout=120)
+        said, _ = script.communicate(timeout=PATIENCE_SECONDS)
         assert "unbound" not in said and "not found" not in said, said
         return script.returncode, self.log.read_text().splitlines()
 

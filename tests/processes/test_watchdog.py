@@ -26,10 +26,9 @@ from ddpm_ds.processes.ranks import EXIT_FILE_VARIABLE, ExitRecord, read_exits
 from ddpm_ds.processes.store import SealedStore
 from ddpm_ds.processes.watchdog import Watchdog
 from tests.forking import Forked
-from tests.launching import run_ranks
+from tests.launching import PATIENCE_SECONDS, run_ranks, wait_for
 
 NAMES = [f"rank {rank} (stage {rank // 2})" for rank in range(4)]
-PATIENCE_SECONDS = 30.0
 
 Watched = Callable[..., Watchdog]
 Events = queue.SimpleQueue[tuple[int, object]]
@@ -181,10 +180,8 @@ def test_whoever_waits_for_a_message_waits_for_a_rank_and_whoever_waits_for_a_th
         def waits(function: str) -> bool:
             return function in at and waits_for_a_rank(sys._current_frames()[at[function]])
 
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not (waits("receive") and "read" in at) and time.monotonic() < deadline:  # until they have come there
-            time.sleep(0.01)
-        assert waits("receive") and not waits("read")
+        wait_for(lambda: waits("receive") and "read" in at)
+        assert not waits("read")
         end.set()
         groups[1].send([torch.ones(1)], 0, 0).wait()
         assert [one.result(PATIENCE_SECONDS) for one in waiting] == [None, None]
@@ -319,7 +316,7 @@ def test_rank_0_is_missed_when_it_is_frozen_and_when_it_is_gone(
 def test_real_ranks_end_naming_the_one_that_hangs(tmp_path: Path) -> None:
     (tmp_path / "exits").touch()
     environment = {EXIT_FILE_VARIABLE: str(tmp_path / "exits")}
-    done = run_ranks(4, Path(__file__).with_name("watched_rank.py"), timeout=120, **environment)
+    done = run_ranks(4, Path(__file__).with_name("watched_rank.py"), **environment)
     words = "no step for 2 s, rank 1 (stage 1) hangs in watched_rank.py:"
     assert done.returncode != 0
     assert words in done.stderr and done.stderr.count(" hangs in ") == done.stderr.count(words), done.stderr

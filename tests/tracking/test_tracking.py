@@ -194,7 +194,8 @@ def test_a_trainer_that_dies_leaves_a_failed_run_with_everything_it_said(root: P
         wait_for(lambda: read_run(root).info.status == "FAILED")
         assert history(root, "train/loss") == [(step, float(step)) for step in range(100)]
     finally:
-        os.killpg(trainer.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # all of them have left
+            os.killpg(trainer.pid, signal.SIGKILL)
         trainer.stdout.close()
 
 

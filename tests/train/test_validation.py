@@ -49,7 +49,7 @@ PIXELS_OFF = {"fp32": 0.01, "fp16": 0.3}
 def test_what_the_pipeline_draws_and_measures_is_that_of_one_process(looks: list[Look], tmp_path: Path) -> None:
     processes = looks[0].stages * looks[0].replicas
     file = write_json(tmp_path / "cases.json", [asdict(look) for look in looks])
-    done = run_ranks(processes, WORKER, str(file), str(tmp_path), timeout=300)
+    done = run_ranks(processes, WORKER, str(file), str(tmp_path))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(processes)]
     for number, look in enumerate(looks):

@@ -14,6 +14,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from ddpm_ds.errors import DsConfigError
 from ddpm_ds.unet.model import UNet, build_layer, check_compiler, compile_layers
+from tests.launching import PATIENCE_SECONDS
 from tests.unet.variants import batch, layers_of, random_unet, rounding
 
 
@@ -125,7 +126,7 @@ def test_compiled_for_real_once_per_shape_and_where_weight_gradients_wait_and_ke
             capture_output=True,
             text=True,
             check=True,
-            timeout=500,
+            timeout=PATIENCE_SECONDS,
         ).stdout
         for steps in "31"
     ]
