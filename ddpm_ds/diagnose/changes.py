@@ -102,11 +102,13 @@ def micro_batches(model: Model, *, more: bool) -> Ideas:
 
 
 def _sharing(model: Model, way: Setup) -> Settings:
-    """Return the settings that give the micro-batches of a setup."""
-    if model.facts.spec.train.accumulation != "auto":
-        return {"train.accumulation": way.micro_batches}
-    micro_batch = {"ds.train_micro_batch_size_per_gpu": way.micro_batch_images}
-    return {**micro_batch, "ds.gradient_accumulation_steps": way.micro_batches}
+    """Return the settings that give the micro-batches of a setup; the run's JSON has all of its own as numbers."""
+    given = model.facts.spec.train.accumulation != "auto"
+    return {
+        **({"train.accumulation": way.micro_batches} if given else {}),
+        "ds.train_micro_batch_size_per_gpu": way.micro_batch_images,
+        "ds.gradient_accumulation_steps": way.micro_batches,
+    }
 
 
 def schedules(model: Model) -> Ideas:
@@ -122,7 +124,17 @@ def schedules(model: Model) -> Ideas:
     )
     if cut := _cut(model, now.stages, other):
         bounds, partitioned = cut
-        yield words, replace(now, schedule=other, bounds=bounds), {"ds.pipeline.schedule": other} | partitioned
+        way = replace(now, schedule=other, bounds=bounds, in_flight=None)
+        yield words, way, _scheduled(model, other) | partitioned
+
+
+def _scheduled(model: Model, schedule: Schedule) -> Settings:
+    """Return the settings that change the run's JSON to a schedule with the usual number of micro-batches in flight."""
+    pipeline: dict[str, Any] = {"schedule": schedule, "in_flight": "auto"}
+    if schedule != "planned":
+        pipeline["replan"] = False
+    given = model.job.config["pipeline"]
+    return {f"ds.pipeline.{name}": value for name, value in pipeline.items() if given.get(name, value) != value}
 
 
 def partitions(model: Model) -> Ideas:
@@ -179,16 +191,19 @@ def stages(model: Model) -> Ideas:
         bounds, partitioned = cut
         way = replace(now, stages=ranks, replicas=replicas, micro_batches=count, in_flight=None)
         way = replace(way, schedule=schedule, bounds=bounds)
-        scheduled = {"ds.pipeline.schedule": schedule} if schedule != now.schedule else {}
         words = f"{counted(ranks, 'stage')} x {counted(replicas, 'replica')} instead of {now.stages} x {now.replicas}"
-        yield words, way, {"-p": ranks, **_sharing(model, way), **scheduled, **partitioned}
+        yield words, way, {"-p": ranks, **_sharing(model, way), **_scheduled(model, schedule), **partitioned}
 
 
 def batches(model: Model, *, part: str) -> Ideas:
     """Propose a batch twice as large, by more micro-batches or by larger ones."""
     way = replace(model.now, **{part: 2 * getattr(model.now, part)})
     words = "A batch twice as large, which learns differently: look at optimizer.learning_rate too"
-    yield words, way, {"train.batch_images": way.images, **_sharing(model, way)}
+    computed = {"ds.train_batch_size": "auto"}  # what the run's JSON has as numbers that follow from the batch
+    for name in model.job.config.get("scheduler", {}).get("params", {}):
+        if name.endswith("_num_steps"):
+            computed[f"ds.scheduler.params.{name}"] = "auto"
+    yield words, way, {"train.batch_images": way.images, **computed, **_sharing(model, way)}
 
 
 def keep_activations(model: Model) -> Ideas:
