@@ -20,13 +20,16 @@ from ddpm_ds.command_line import (
     add_spec_options,
     batch,
     check_writable,
+    counted,
     file_path,
     gib,
     memory_size,
     positive,
     processes,
     seconds,
+    writing,
 )
+from ddpm_ds.config.ds_config import divisors
 from ddpm_ds.config.spec_file import DEFAULT_SPEC, JSON_PREFIX
 from ddpm_ds.errors import LayoutError, SpecError
 from ddpm_ds.fit.report import Found, draw, numbers, table, why, winner
@@ -141,7 +144,7 @@ def _fit(options: argparse.Namespace) -> int:
         plan = first.plan(first.candidates[0], Path(folder))
         check_store(prepare(plan.spec.data, progress=True), plan)  # before any process needs the images
         budget = "the device's memory" if first.budget_bytes is None else f"{gib(first.budget_bytes)} a process"
-        batch = f"{first.accumulation} micro-batches a step" if first.accumulation else "the spec's batch"
+        batch = f"{counted(first.accumulation, 'micro-batch')} a step" if first.accumulation else "the spec's batch"
         print(f"{plan.spec.name} on {device}, {budget}, {batch}; {first.steps} timed steps a trial", flush=True)
         for layout, reason in left_out.items():
             print(f"{layout} is left out: {reason}")
@@ -157,7 +160,7 @@ def _layouts(options: argparse.Namespace, devices: int) -> list[TrialLayout]:
     if options.layouts:
         return list(options.layouts)
     processes, stages = options.processes or devices, options.pipeline_stages
-    dividing = [number for number in range(1, processes + 1) if processes % number == 0]
+    dividing = divisors(processes)
     if stages is not None and stages not in dividing:
         fitting = " or ".join(map(str, dividing))
         raise LayoutError(f"-p {stages} does not divide --processes {processes}; use -p {fitting}")
@@ -251,10 +254,13 @@ def _report(options: argparse.Namespace, found: Sequence[Found]) -> None:
     config = task.config(size)
     changes = list(task.changes(size))
     if options.out is not None:
-        options.out.write_text(json.dumps(config, indent=2) + "\n")
+        with writing(options.out):
+            options.out.write_text(json.dumps(config, indent=2) + "\n")
     else:
         keys = {key: config[key] for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")}
         keys["pipeline.stages"] = task.layout.stages
+        if task.accumulation is not None:
+            keys["train_batch_size"] = config["train_batch_size"]
         changes += [change for change in task.overrides if change.startswith(JSON_PREFIX)]
         changes += [f"{JSON_PREFIX}{key}={value}" for key, value in keys.items()]
     command = ["ddpm-ds", "train", "--processes", str(task.layout.processes)]
@@ -264,7 +270,9 @@ def _report(options: argparse.Namespace, found: Sequence[Found]) -> None:
     print(f"train with it: {shlex.join(command)}")
     if options.json is not None:
         about = {"command": shlex.join(["ddpm-ds", *sys.argv[1:]]), "spec": str(task.spec), "ds_config": config}
-        options.json.write_text(json.dumps(numbers(found, **about), indent=2) + "\n")
+        with writing(options.json):
+            options.json.write_text(json.dumps(numbers(found, **about), indent=2) + "\n")
     if options.plot is not None:
-        draw(found, f"{task.spec.stem}: {task.ds_config.name}", options.memory_budget, options.plot)
+        with writing(options.plot):
+            draw(found, f"{task.spec.stem}: {task.ds_config.name}", options.memory_budget, options.plot)
         print(f"{options.plot}: images/s and memory against micro-batch")
