@@ -12,8 +12,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from ddpm_ds.command_line import check_writable, file_path
-from ddpm_ds.errors import OutputError
+from ddpm_ds.command_line import check_writable, file_path, writing
 from ddpm_ds.tracking.runs import ExperimentError, RecordedRun, add_runs_option, find_run, find_runs, keep_with
 
 COMPARE_DESCRIPTION = """\
@@ -115,10 +114,8 @@ def _compare(options: argparse.Namespace) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    try:
+    with writing(path):
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"{path} can't be written ({error.strerror}); name a file in another folder") from None
     print(f"\n{path}: {len(text.encode()) / 2**10:,.0f} KiB")
 
 

@@ -127,6 +127,7 @@ def test_a_run_that_can_not_be_judged_is_one_line(
         ("slwo", "slwo is no run .*did you mean slow"),
         (str(tmp_path / "empty"), "is not the folder of a run"),
         ("away", "the folder of run away is not on this machine"),
+        ("a" * 300, "/identity can't be read .File name too long"),
         ("slow", "no step was traced; train with --trace-steps FIRST-LAST"),
     ):
         assert main(["diagnose", name, "--runs", str(store.root)]) == 2
