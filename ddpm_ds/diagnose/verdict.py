@@ -22,6 +22,7 @@ from statistics import fmean
 import torch
 
 from ddpm_ds.command_line import counted, gib
+from ddpm_ds.data.sources.base import printable
 from ddpm_ds.diagnose import VERDICT
 from ddpm_ds.diagnose.changes import LEAST_GAIN, Change, best_change, stepping
 from ddpm_ds.errors import UserError
@@ -116,7 +117,7 @@ def text(found: Verdict, run_dir: Path) -> str:
             lines.append(f"Nothing is predicted to lower that. Against {names[found.change_for]}:")
         faster = f"{gain:.0%} less time per image, {1 / (1 - gain):.2f} times the images per second"
         files = {"--spec": run_dir / "spec.yaml", "--deepspeed_config": run_dir / "ds_config.json"}
-        same = " ".join(f"{option} {shlex.quote(str(path))}" for option, path in files.items())
+        same = " ".join(f"{option} {shlex.quote(printable(str(path)))}" for option, path in files.items())
         command = f"ddpm-ds train {same} --processes {found.processes} {found.change.edit}"
         lines += [f"try next: {command}", _wrapped(f"{found.change.words}. Predicted: {faster}.")]
     return "\n".join(lines) + "\n"
