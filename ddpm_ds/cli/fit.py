@@ -224,7 +224,7 @@ def _search(tasks: Sequence[Task], folder: Path) -> tuple[list[Found], dict[Tria
         tried, needed = search(task, folder / str(task.layout))
         trials = sorted(tried, key=lambda trial: trial.micro_batch_images)
         if trials[0].fits:
-            found.append(Found(task, tuple(trials), is_limit=trials[-1].fits))
+            found.append(Found(task, tuple(trials)))
         elif needed is not None:
             needs[task.layout] = needed
             print(f"  micro-batch {trials[0].micro_batch_images} needs {gib(needed)}", flush=True)

@@ -23,8 +23,6 @@ class Found:
     task: Task
     trials: tuple[TriedSize, ...]
     """Trials in ascending order of size."""
-    is_limit: bool
-    """Whether the largest micro-batch that could be tried fits, so that the memory's limit is unknown."""
 
     @property
     def layout(self) -> TrialLayout:
@@ -33,6 +31,11 @@ class Found:
     @property
     def fitting(self) -> tuple[TriedSize, ...]:
         return tuple(trial for trial in self.trials if trial.fits)
+
+    @property
+    def is_limit(self) -> bool:
+        """Whether the largest micro-batch that could be tried fits, so that the memory's limit is unknown."""
+        return self.trials[-1].fits
 
     @property
     def largest(self) -> TriedSize:

@@ -73,7 +73,7 @@ def test_training_accepts_the_command_that_is_printed(tmp_path: Path, capsys: py
     of = task(accumulation=8, config=config)
     size = TriedSize(4, 8, 32, fits=True, why="", step_seconds=[0.1], rank_peak_bytes=[1], checkpoint_interval=0)
     options = argparse.Namespace(out=None, json=None, plot=None)
-    _report(options, [Found(of, (size,), is_limit=True)])
+    _report(options, [Found(of, (size,))])
     words = shlex.split(capsys.readouterr().out.rpartition("train with it: ")[2])
     overrides = [words[place + 1] for place, word in enumerate(words) if word == "--set"]
     layout = plan_run(of.spec, overrides, config, world_size=1, stages=None).ds.layout
@@ -81,7 +81,7 @@ def test_training_accepts_the_command_that_is_printed(tmp_path: Path, capsys: py
 
     options.json = Path("/dev/full")
     with pytest.raises(UserError, match=r"^/dev/full can't be written \(No space left on device\); name a file in"):
-        _report(options, [Found(of, (size,), is_limit=True)])
+        _report(options, [Found(of, (size,))])
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
