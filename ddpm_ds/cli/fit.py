@@ -43,13 +43,13 @@ EVERYTHING = 2**50
 """Number of bytes larger than any device's memory, which means no limit."""
 
 DESCRIPTION = """\
-Find the largest micro-batch that fits, by trying: for each layout - stages x replicas of the processes - some real
-optimizer steps with micro-batches of 1, 2, 4, ... images, in processes that may die of memory, then with sizes between
-the last that fitted and the first that did not. Then say which layout and micro-batch to train with: the smallest
-within 5 % of the best images/s, the knee of the curve.
+Find the largest micro-batch that fits, by trying. Each layout (stages x replicas) takes a few real optimizer steps with
+micro-batches of 1, 2, 4, ... images until its processes run out of memory, then with sizes between the last that fitted
+and the first that did not. The layout and micro-batch to train with are the knee of the fastest curve: the smallest
+micro-batch within 5 % of its best images/s.
 
-The batch stays train.batch_images, so only micro-batches are tried that make a whole number of them, as many as the
-schedule needs or more. With --accumulation the number of micro-batches stays instead and the batch grows.
+The batch stays train.batch_images, so only micro-batches are tried that divide it, with at least as many of them as the
+schedule needs. With --accumulation the number of micro-batches stays the same and the batch grows.
 """
 
 EXAMPLES = """\
@@ -60,7 +60,7 @@ examples
   ddpm-ds fit --deepspeed_config ds_configs/zero0_fp32.json --layouts 1x1,2x1 --memory-budget 1GiB
       digits on a CPU, no process larger than 1 GiB
   ddpm-ds fit --deepspeed_config ds_configs/zero2_bf16.json --processes 2 -p 2 --accumulation 8
-      the largest batch of 8 micro-batches
+      the largest batch that 8 micro-batches can make
 
 exit codes
   0 done   2 bad input, or not even the smallest micro-batch fits or takes a step   130 interrupted   1 a bug
@@ -102,7 +102,7 @@ def add_fit(verbs: argparse._SubParsersAction[Any]) -> None:
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("-p", "--pipeline-stages", type=processes, metavar="STAGES", help="try this layout alone")
-    tried = "try these layouts, stages x replicas (default: all of N processes)"
+    tried = "try these layouts, stages x replicas (default: every layout of the processes)"
     which.add_argument("--layouts", type=layout_list, metavar="PxR,...", help=tried)
     parser.add_argument(
         "--micro-batch", type=size_list, default=[], metavar="N,...", help="try only these (default: all)"
@@ -113,7 +113,7 @@ def add_fit(verbs: argparse._SubParsersAction[Any]) -> None:
     budget = "memory of a process, such as 4GiB (default: the GPU's memory; on a CPU its share of what is free)"
     parser.add_argument("--memory-budget", type=memory_size, metavar="SIZE", help=budget)
     parser.add_argument("--steps", type=positive, default=3, metavar="N", help="timed steps of a trial (default 3)")
-    hang = f"time without a step after which a trial has failed ({HANG_SECONDS:g})"
+    hang = f"time without a step after which a trial has failed (default {HANG_SECONDS:g})"
     parser.add_argument("--hang-seconds", type=seconds, default=HANG_SECONDS, metavar="S", help=hang)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA if any")
     parser.add_argument("--out", type=file_path, metavar="FILE", help="write the DeepSpeed JSON to train with")

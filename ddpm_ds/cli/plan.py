@@ -35,18 +35,18 @@ if TYPE_CHECKING:
     from ddpm_ds.unet.layers import Layer
 
 DESCRIPTION = """\
-Predict memory, step time, bubble and bytes on the wire of every way to lay a run out on some devices - stages x
-replicas, schedule, micro-batch, activation checkpointing, ZeRO stage, offload - and print the fastest that fit. Nothing
-is trained; step times come from a simulator that executes the instruction streams of the engines.
+Predict memory, step time, bubble and traffic of every layout of a run on given devices, and print the fastest that
+fit. A layout is stages x replicas, schedule, micro-batch, activation checkpointing, ZeRO stage and offload. Nothing is
+trained; step times come from a simulator that executes the programs of the engine.
 """
 
 EXAMPLES = """\
 examples
   ddpm-ds plan --spec launch/specs/cifar10.yaml --deepspeed_config ds_configs/zero2_bf16.json --processes 8
-      8 devices like those of this machine, else one core each
+      8 GPUs like this machine's, or 8 cores if it has none
   ddpm-ds plan --spec launch/specs/folder.yaml --set data.path=photos --deepspeed_config ds_configs/zero2_bf16.json \\
       --processes 16 --nodes 2 --device-kind a100-40 --inter-node 12.5GB/s --out plan.json --timeline plan.png
-      two nodes of A100s that are not here; write the JSON to train with and draw the step
+      two nodes of A100s, which need not be here; write the JSON to train with and draw the step
   ddpm-ds plan --spec launch/specs/cifar10.yaml --deepspeed_config ds_configs/zero0_fp32.json --processes 2 --measure
       time each layer on this machine instead of computing its cost
 
@@ -115,12 +115,12 @@ def _plan(options: argparse.Namespace) -> None:
         command += [word for change in spec_overrides(options.overrides) for word in ("--set", change)]
         print(f"\ntrain with 1: {shlex.join(command)}")
     if options.timeline is not None and first.stages == 1:
-        print(f"{options.timeline}: not drawn, as 1 has one stage and waits for no other")
+        print(f"{options.timeline}: not drawn, as 1 has one stage, which waits for no other")
     elif options.timeline is not None:
         step = predictor.simulate(first, keep_events=True)
         with writing(options.timeline):
             draw_timeline(step, f"{spec.name}: {first.words()}", options.timeline)
-        print(f"{options.timeline}: its step")
+        print(f"{options.timeline}: the step of 1")
 
 
 def _measured(bar: tqdm[NoReturn], job: Workload, devices: Machine) -> LayerTimes:

@@ -32,7 +32,7 @@ docs/compare.md says how to read it.
 """
 
 NOTE_DESCRIPTION = """\
-Add to the note of a run, which MLflow shows as its description, with the date; or print it, where no text is given.
+Add to the note of a run, which MLflow shows as its description, with the date; or print it, if no text is given.
 A RUN is a folder, an id, the beginning of one or a name.
 """
 
@@ -43,10 +43,9 @@ examples
 """
 
 DIAGNOSE_DESCRIPTION = """\
-Say where the devices' time of a trained run went - useful work, bubble, communication, data wait and so on - what
-took most of it, with the numbers that show it, and the one change to try next with what it is predicted to save. It is
-what a run says at its end. The run must have traced some steps; steps 20 to 22 are traced unless --trace-steps says
-otherwise.
+Show where the devices' time of a trained run went (useful work, bubble, communication, data wait and so on), what took
+most of it, with numbers, and the one change to try next, with its predicted saving. A run prints the same at its end.
+The run must have traced some steps; steps 20 to 22 are traced unless --trace-steps says otherwise.
 """
 
 DIAGNOSE_EXAMPLES = """\

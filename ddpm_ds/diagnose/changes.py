@@ -44,7 +44,7 @@ class Change:
 
     @property
     def edit(self) -> str:
-        """Change as typed, as options of ``ddpm-ds train``."""
+        """Change as options of ``ddpm-ds train``."""
         options = []
         for name, value in self.settings.items():
             text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
@@ -120,7 +120,7 @@ def schedules(model: Model) -> Ideas:
     words = (
         "An order made for the run, with weight gradients in passes of their own, leaves almost no bubble"
         if other == "planned"
-        else "The 1f1b schedule has no second visit to each rank"
+        else "The 1f1b schedule visits each rank once instead of twice"
     )
     if cut := _cut(model, now.stages, other):
         bounds, partitioned = cut
@@ -230,7 +230,7 @@ def halve_messages(model: Model) -> Ideas:
 
 
 def workers(model: Model) -> Ideas:
-    """Propose as many loader processes as keep up with the steps; more than cores only to wait for a disk."""
+    """Propose as many loader processes as keep up with the steps; more than there are cores only if a disk is slow."""
     now, workers, residence = model.now, model.facts.spec.data.workers, model.facts.residence
     most = MOST_WORKERS if residence is None or not residence.in_memory else min(MOST_WORKERS, residence.cores)
     wait = max(rank.data_wait_seconds for rank in model.facts.ranks)
@@ -246,7 +246,7 @@ def workers(model: Model) -> Ideas:
 
 
 def windows(model: Model) -> Ideas:
-    """Propose to shuffle within windows if a full shuffle waits for the disk with every image."""
+    """Propose to shuffle within windows, if a full shuffle makes each image wait for the disk."""
     residence = model.facts.residence
     if residence is not None and residence.scattered(model.facts.spec.data.shuffle_images):
         window = residence.window
@@ -276,7 +276,7 @@ def loss_scale(model: Model) -> Ideas:
 
 
 def rarer_pauses(model: Model, *parts: str) -> Ideas:
-    """Propose checkpoints, samples or validation so rare that each takes 1 %."""
+    """Propose checkpoints, samples or validation so seldom that each takes 1 % of the time."""
     facts = model.facts
     saving, inspecting = facts.pauses.checkpoint_share, facts.pauses.inspection_share
     validating = min(facts.evaluation_seconds / facts.pauses.seconds, inspecting)
@@ -288,7 +288,7 @@ def rarer_pauses(model: Model, *parts: str) -> Ideas:
         every = getattr(spec, key, None)
         if every is not None and shares[part]:
             rarer = {f"{part}.{key}": f"{factor * every:.15g}"}
-            yield f"{names[part]} {factor} times as rare", shares[part] * (1 - 1 / factor), rarer
+            yield f"{names[part]} {factor} times less often", shares[part] * (1 - 1 / factor), rarer
 
 
 _SIMPLE: dict[str, tuple[Callable[[Model], Ideas], ...]] = {

@@ -3,10 +3,12 @@
 All devices' time is attributed. Times measured directly in a traced step are used unchanged; waiting for other ranks is
 explained by simulating the same schedule, one cause after the other::
 
-    equal ranks, free links                                 the bubble
-    the measured ranks                                      and imbalance
-    with what loading takes on the ranks that load          and what others wait for the loader
-    the waiting that is left                                communication
+    simulated                                    explains
+    equal ranks, free links                      the bubble
+    the measured ranks                           and the imbalance
+    with loading, on the ranks that load         and waiting for the loader of another rank
+
+The waiting that is left is communication.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ class Verdict:
     evidence: str
     """Numbers behind the largest cost, in a sentence."""
     change: Change | None
-    """Change to try next; None if no setting of this project makes the run faster."""
+    """Change to try next; None if no change of a setting is predicted to make the run faster."""
     change_for: str
     """Cost that the change lowers: the largest for which there is one."""
     processes: int
@@ -245,8 +247,8 @@ def _evidence(model: Model, cost: str, share: float) -> str:
         case "imbalance":
             busy = [now.micro_batches * rank.pass_seconds for rank in ranks]
             return (
-                f"the layers of rank {busy.index(max(busy))} take {_seconds(max(busy))} of {step}, those of a rank "
-                f"{_seconds(fmean(busy))} in the mean, and the others wait for it"
+                f"the layers of rank {busy.index(max(busy))} take {_seconds(max(busy))} of {step}, those of all ranks "
+                f"{_seconds(fmean(busy))} on average, and the others wait for it"
             )
         case "communication":
             clause = f"{_seconds(share * facts.step_seconds)} of {step} go to messages and gradients"
@@ -264,7 +266,7 @@ def _evidence(model: Model, cost: str, share: float) -> str:
             return f"rank {number} waits {wait} of {step} for the next images, {_slow_reading(facts)}"
         case "transfers":
             number, load = longest("load_seconds")
-            return f"rank {number} takes {load} of {step} to bring images to its device and to noise them"
+            return f"rank {number} takes {load} of {step} to bring images to its device and add noise to them"
         case "overflow steps":
             found = facts.overflows
             return (
@@ -297,11 +299,12 @@ def _evidence(model: Model, cost: str, share: float) -> str:
             passes = fmean(rank.pass_seconds for rank in ranks)
             reached = "" if facts.mfu is None else f"; the devices reach {facts.mfu:.1%} of their flops"
             return (
-                f"of {_seconds(passes)} that a micro-batch of {counted(now.micro_batch_images, 'image')} takes a rank, "
-                f"{_seconds(model.startup_seconds)} are what its layers take before they compute{reached}"
+                f"of the {_seconds(passes)} that a rank takes for a micro-batch of "
+                f"{counted(now.micro_batch_images, 'image')}, its layers spend {_seconds(model.startup_seconds)} "
+                f"before they compute{reached}"
             )
     other = _seconds(fmean(rank.other_seconds for rank in ranks))
-    return f"{other} of {step} are in no instruction: Python between them; --profile-kernels FIRST-LAST shows more"
+    return f"{other} of {step} are Python between instructions; --profile-kernels FIRST-LAST shows more"
 
 
 def _slow_reading(facts: FinishedRun) -> str:

@@ -102,7 +102,7 @@ def why(found: Sequence[Found]) -> str:
     if others := [one for one in found if one is not best]:
         second = winner(others)
         share = second.knee.images_per_second / chosen.images_per_second
-        sentences.append(f"Of the other layouts {second.layout} is next, with {share:.0%} of its images/s.")
+        sentences.append(f"The next best layout, {second.layout}, reaches {share:.0%} of these images/s.")
     sentences += [
         f"{one.layout}: {one.largest.micro_batch_images} is the largest that could be tried, not the memory's limit."
         for one in found

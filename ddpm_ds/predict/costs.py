@@ -168,7 +168,7 @@ def ring_bandwidth(machine: Machine, layout: Candidate, rank: int) -> float:
 
 
 def ring_seconds(machine: Machine, layout: Candidate, rank: int, size: float, passes: int) -> float:
-    """Return the seconds in which a rank's replicas all-reduce ``size`` bytes (2 passes) or gather them (1)."""
+    """Return the seconds in which a rank's replicas all-reduce ``size`` bytes (two passes) or gather them (one)."""
     count = layout.replicas
     if count == 1 or not size:
         return 0.0

@@ -84,7 +84,7 @@ class Candidate:
     offload: bool
     """Whether Adam's state and the averaged weights are in host memory."""
     across: AcrossHosts | Literal["auto"] = "auto"
-    """Axis that is split over nodes; "auto" where it makes no difference."""
+    """Axis that is split over nodes; "auto" if it makes no difference."""
     in_flight: int | None = None
     """Most micro-batches that a rank of a planned pipeline holds; None for the usual number."""
 
@@ -105,8 +105,9 @@ class Candidate:
 
     @property
     def most_held(self) -> int:
-        """Most micro-batches that a rank of a planned pipeline holds, or a single stage, whose weight gradients it then
-        computes together; usually one there.
+        """Most micro-batches that a rank of a planned pipeline holds.
+
+        A single stage usually holds one; if it holds several, it computes their weight gradients together.
         """
         if self.stages == 1:
             return self.in_flight or 1
@@ -120,7 +121,7 @@ class Candidate:
 
     @property
     def apart(self) -> AcrossHosts:
-        """Axis that is split over nodes, where there are several."""
+        """Axis that is split over nodes, if there are several nodes."""
         if self.across == "auto":
             return "replicas" if self.stages == 1 else "stages"
         return self.across

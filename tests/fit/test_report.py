@@ -33,7 +33,7 @@ def test_the_winner_is_the_layout_with_the_fastest_knee() -> None:
     said = why([OTHER, ONE])
     assert "Train with 1 stage x 2 replicas and micro-batches of 2: 97 images/s in 1.00 GiB, within 5%" in said
     assert "(4: 100 images/s in 2.00 GiB). The largest that fits is 4: 100 images/s in 2.00 GiB." in said
-    assert "2x1 is next, with 93% of its images/s" in said
+    assert "The next best layout, 2x1, reaches 93% of these images/s." in said
     assert "2x1: 8 is the largest that could be tried, not the memory's limit" in said
     assert "1x2: " not in said
 
