@@ -174,7 +174,10 @@ def ds_config(job: Workload, layout: Candidate, bounds: Sequence[int]) -> dict[s
     config = copy.deepcopy(dict(job.config))
     config["train_micro_batch_size_per_gpu"] = layout.micro_batch_images
     config["gradient_accumulation_steps"] = layout.micro_batches
-    config.setdefault("pipeline", {}).update(
+    pipeline = config.setdefault("pipeline", {})
+    if layout.schedule != "planned":
+        pipeline.pop("replan", None)  # only a planned schedule has it
+    pipeline.update(
         stages=layout.stages,
         schedule=layout.schedule,
         in_flight=layout.in_flight or "auto",
