@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import shlex
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -128,7 +129,7 @@ def _measured(bar: tqdm[NoReturn], job: Workload, devices: Machine) -> LayerTime
     import torch
 
     from ddpm_ds.device import choose_device
-    from ddpm_ds.observe.device_speed import measured_times
+    from ddpm_ds.observe.device_speed import LayerSeconds, measured_times
 
     device = choose_device("cpu" if devices.is_cpu else "cuda")
     if devices.is_cpu and "OMP_NUM_THREADS" not in os.environ:
@@ -138,4 +139,19 @@ def _measured(bar: tqdm[NoReturn], job: Workload, devices: Machine) -> LayerTime
         bar.set_postfix_str(f"{layer.name}, {counted(images, 'image')}", refresh=False)
         bar.update()
 
-    return measured_times(job.layers, device, job.precision, progress)
+    measure = measured_times(job.layers, device, job.precision, progress)
+
+    def times(images: int) -> Sequence[LayerSeconds]:
+        try:
+            return measure(images)
+        except (MemoryError, RuntimeError) as error:
+            from ddpm_ds.fit.measure import is_out_of_memory
+
+            if not is_out_of_memory(error):
+                raise
+            raise LayoutError(
+                f"--measure ran out of memory with a layer and {counted(images, 'image')}; free the device's memory or "
+                "use a smaller --device-memory"
+            ) from None
+
+    return times

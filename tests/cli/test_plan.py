@@ -74,6 +74,18 @@ def test_timed_layers_are_planned_with(
     assert (tmp_path / "ddpm_ds" / "layer_times.json").exists()
 
 
+def test_memory_that_ends_while_layers_are_timed_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def time_layer(*told: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4294967296 bytes")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("ddpm_ds.observe.device_speed.time_layer", time_layer)
+    with pytest.raises(
+        UserError, match=r"^--measure ran out of memory with a layer and \d+ images?; free the device's"
+    ):
+        plan(tmp_path, "--processes", "2", "--device-kind", "cpu", "--measure")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
