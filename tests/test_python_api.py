@@ -145,7 +145,8 @@ def test_a_plan_leaves_the_environment_to_what_is_started_next(monkeypatch: pyte
     assert dict(os.environ) == before
     with pytest.raises(LayoutError, match="--device-kind z80 is not in the planner's table; use b200 or"):
         plan(tiny_spec(), json_path, processes=2, device_kind="z80")
-    for wrong in ({"processes": 0}, {"processes": 2, "nodes": 0}, {"processes": 2, "top": 0}):
+    below: list[dict[str, Any]] = [{"processes": 0}, {"processes": 2, "nodes": 0}, {"processes": 2, "top": 0}]
+    for wrong in below:
         with pytest.raises(LayoutError, match=" = 0 leaves nothing to plan; use 1 or more"):
             plan(tiny_spec(), json_path, device_kind="l4", **wrong)
 

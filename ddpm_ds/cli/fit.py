@@ -45,11 +45,11 @@ EVERYTHING = 2**50
 DESCRIPTION = """\
 Find the largest micro-batch that fits, by trying. Each layout (stages x replicas) takes a few real optimizer steps with
 micro-batches of 1, 2, 4, ... images until its processes run out of memory, then with sizes between the last that fitted
-and the first that did not. The layout and micro-batch to train with are the knee of the fastest curve: the smallest
-micro-batch within 5 % of its best images/s.
+and the first that did not. It names the layout and micro-batch to train with, the knee of the fastest curve: the
+smallest micro-batch within 5 % of its best images/s.
 
-The batch stays train.batch_images, so only micro-batches are tried that divide it, with at least as many of them as the
-schedule needs. With --accumulation the number of micro-batches stays the same and the batch grows.
+The batch stays train.batch_images, so only micro-batches are tried that divide a replica's share of it, with at least
+as many of them as the schedule needs. With --accumulation their number stays the same and the batch grows.
 """
 
 EXAMPLES = """\
